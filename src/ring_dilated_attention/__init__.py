@@ -1,0 +1,16 @@
+"""Exact ring dilated attention for PyTorch. `dilated_attention` is the function to start from."""
+
+from .functional import dilated_attention
+from .layout import SequenceLayout
+from .pattern import DilatedPattern
+from .plan import AttentionPlan, plan_attention
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AttentionPlan",
+    "DilatedPattern",
+    "SequenceLayout",
+    "dilated_attention",
+    "plan_attention",
+]

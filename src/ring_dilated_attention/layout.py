@@ -1,0 +1,202 @@
+"""Which global positions each rank holds, and in which local order.
+
+Plain integers; torch is imported only inside the helpers that handle tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .pattern import check_positive_int
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Piece(NamedTuple):
+    """A run of consecutive positions that a rank holds in consecutive local rows."""
+
+    start: int
+    stop: int
+    rank: int
+    local: int  # the local row of position `start`
+
+
+class SequenceLayout:
+    """For every rank, the ranges of global positions it holds, in local order.
+
+    Args:
+        ranges: ``ranges[rank]`` is a list of ``(start, stop)`` pairs. Together they hold every
+            position of ``range(length)`` exactly once; a rank may hold nothing, and its ranges
+            may come in any order. Empty ranges are dropped and adjacent ones joined.
+
+    Raises:
+        TypeError: a bound is not an int.
+        ValueError: a range is reversed or negative, or positions are missing or held twice.
+
+    Instances are immutable, hashable and compare by value.
+    """
+
+    def __init__(self, ranges: Iterable[Iterable[Sequence[int]]]) -> None:
+        self.ranges = tuple(
+            _joined(rank, rank_ranges) for rank, rank_ranges in enumerate(ranges)
+        )
+        if not self.ranges:
+            raise ValueError("a layout needs at least one rank; got an empty list of ranges")
+        self._hash = hash(self.ranges)
+        expected = 0
+        for piece in self.pieces:
+            if piece.start != expected:
+                what = "missing" if piece.start > expected else "held twice"
+                low, high = sorted((piece.start, expected))
+                raise ValueError(
+                    "the ranges of a layout must hold every position from 0 on exactly once; "
+                    f"positions {low} to {high - 1} are {what}"
+                )
+            expected = piece.stop
+        if expected == 0:
+            raise ValueError("a layout needs at least one position; every range is empty")
+        self.length = expected
+
+    @classmethod
+    def contiguous(cls, length: int, world_size: int) -> SequenceLayout:
+        """Rank after rank, shards as equal as possible: the first ``length % world_size`` ranks
+        hold one position more. A rank holds nothing when there are more ranks than positions.
+        """  # noqa: D205
+        chunks = _chunks(length, check_positive_int("world_size", world_size))
+        return cls([chunk] for chunk in chunks)
+
+    @classmethod
+    def zigzag(cls, length: int, world_size: int) -> SequenceLayout:
+        """Rank i holds chunks i and 2p-1-i of 2p nearly equal ones: causal work is balanced."""
+        world_size = check_positive_int("world_size", world_size)
+        chunks = _chunks(length, 2 * world_size)
+        return cls([chunks[i], chunks[2 * world_size - 1 - i]] for i in range(world_size))
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranges)
+
+    def local_length(self, rank: int) -> int:
+        """Number of positions that `rank` holds."""
+        return sum(stop - start for start, stop in self.ranges[rank])
+
+    @cached_property
+    def max_local_length(self) -> int:
+        """The largest number of positions that any rank holds."""
+        return max(map(self.local_length, range(self.world_size)))
+
+    @cached_property
+    def pieces(self) -> tuple[Piece, ...]:
+        """Every range of every rank, sorted by position."""
+        pieces = []
+        for rank, ranges in enumerate(self.ranges):
+            local = 0
+            for start, stop in ranges:
+                pieces.append(Piece(start, stop, rank, local))
+                local += stop - start
+        return tuple(sorted(pieces))
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return [piece.start for piece in self.pieces]
+
+    def pieces_between(self, start: int, stop: int) -> tuple[Piece, ...]:
+        """The pieces that hold a position in ``range(start, stop)``, sorted by position."""
+        if start >= stop:
+            return ()
+        first = max(bisect_right(self._starts, start) - 1, 0)
+        return self.pieces[first : bisect_right(self._starts, stop - 1)]
+
+    @cached_property
+    def digest(self) -> str:
+        """A short text that equal layouts share across processes (unlike `hash`)."""
+        return hashlib.blake2b(repr(self.ranges).encode(), digest_size=16).hexdigest()
+
+    def positions(self, rank: int, *, device: torch.device | str | None = None) -> torch.Tensor:
+        """The global position of each local row of `rank`: int64, shape (local_length,)."""
+        import torch
+
+        parts = [torch.arange(*bounds, device=device) for bounds in self.ranges[rank]]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=device)
+
+    def shard(self, tensor: torch.Tensor, rank: int, dim: int) -> torch.Tensor:
+        """The rows of a whole sequence that `rank` holds, in local order.
+
+        Args:
+            tensor: any tensor with `length` rows along `dim`.
+            rank: whose rows.
+            dim: the sequence dimension.
+
+        Returns:
+            A tensor with ``local_length(rank)`` rows along `dim`; a view where the rank holds one
+            range, a copy otherwise.
+        """
+        import torch
+
+        if tensor.shape[dim] != self.length:
+            raise ValueError(
+                f"dimension {dim} of the tensor must have the layout's {self.length} positions; "
+                f"got shape {tuple(tensor.shape)}"
+            )
+        parts = [tensor.narrow(dim, a, b - a) for a, b in self.ranges[rank]]
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat(parts, dim) if parts else tensor.narrow(dim, 0, 0)
+
+    def unshard(self, shards: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+        """The inverse of `shard`: one shard per rank in, the whole sequence out (a copy)."""
+        import torch
+
+        if len(shards) != self.world_size:
+            raise ValueError(f"need one shard per rank, {self.world_size}; got {len(shards)}")
+        for rank, shard in enumerate(shards):
+            if shard.shape[dim] != self.local_length(rank):
+                raise ValueError(
+                    f"the shard of rank {rank} must have {self.local_length(rank)} rows along "
+                    f"dimension {dim}; got shape {tuple(shard.shape)}"
+                )
+        return torch.cat(
+            [shards[p.rank].narrow(dim, p.local, p.stop - p.start) for p in self.pieces], dim
+        )
+
+    def __eq__(self, other: Any) -> bool:
+        return self is other or (
+            isinstance(other, SequenceLayout) and self.ranges == other.ranges
+        )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        if self.world_size > 8:
+            return f"<SequenceLayout of {self.length} positions on {self.world_size} ranks>"
+        return f"SequenceLayout({[list(ranges) for ranges in self.ranges]})"
+
+
+def _chunks(length: int, count: int) -> list[tuple[int, int]]:
+    small, larger = divmod(check_positive_int("length", length), count)
+    bounds = [i * small + min(i, larger) for i in range(count + 1)]
+    return list(zip(bounds, bounds[1:], strict=False))
+
+
+def _joined(rank: int, ranges: Iterable[Sequence[int]]) -> tuple[tuple[int, int], ...]:
+    joined: list[tuple[int, int]] = []
+    for bounds in ranges:
+        if len(bounds) != 2 or any(isinstance(b, bool) or not isinstance(b, int) for b in bounds):
+            raise TypeError(f"a range must be a (start, stop) pair of ints; rank {rank}: {bounds!r}")
+        start, stop = bounds
+        if not 0 <= start <= stop:
+            raise ValueError(f"a range needs 0 <= start <= stop; rank {rank}: {bounds!r}")
+        if start == stop:
+            continue
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return tuple(joined)

@@ -1,0 +1,163 @@
+"""The dilated attention pattern: branches of (segment length, dilation rate), and head offsets.
+
+Integers only. What a pattern means is defined in LongNet (Ding et al. 2023, arXiv 2307.02486),
+section 2; `DilatedPattern` states it in this library's words.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+HEAD_OFFSETS = ("interleaved", "blocked")
+HEAD_BRANCHES = ("all", "split")
+
+
+class Branch(NamedTuple):
+    """One branch of a pattern: segments of `segment_length` positions, every `dilation_rate`-th."""
+
+    segment_length: int | None  # None: the whole document is one segment
+    dilation_rate: int
+
+    def __str__(self) -> str:
+        return f"({'document' if self.segment_length is None else self.segment_length}, {self.dilation_rate})"
+
+
+class HeadOffset(NamedTuple):
+    """A KV head that runs a branch, and the offset at which it starts in every segment."""
+
+    head: int
+    offset: int
+
+
+def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
+    """Raise a `ValueError` that lists the valid values unless `value` is one of them."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}")
+
+
+def check_positive_int(name: str, value: Any) -> int:
+    """Return `value` as an int >= 1; a `TypeError` or `ValueError` names it otherwise."""
+    if isinstance(value, bool):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an int, got {value!r}") from None
+    if number < 1:
+        raise ValueError(f"{name} must be >= 1, got {number}")
+    return number
+
+
+@dataclass(frozen=True)
+class DilatedPattern:
+    """Which keys each head's queries see: a list of (segment length, dilation rate) branches.
+
+    Branch (w, r) cuts every document into segments of w positions counted from its start; the
+    last may be shorter. A head with offset o in that branch sees, within each segment, only the
+    positions `range(segment_start + o, segment_stop, r)`, as queries and as keys alike. Its result
+    at a position is one softmax over the multiset union of the keys that its branches show there
+    (LongNet, arXiv 2307.02486, eq. 9-10). Nothing has to divide anything.
+
+    Args:
+        segment_lengths: one length per branch, in positions; None means the whole document.
+        dilation_rates: one rate per branch, in positions.
+        head_offsets: offset of KV head h of H in a branch of rate r: ``"interleaved"`` is
+            h mod r (the LongNet paper), ``"blocked"`` is h // ceil(H / r) (torchscale).
+        head_branches: ``"all"``: every head runs every branch (the paper). ``"split"``: the heads
+            are cut into one contiguous group per branch, the first H mod G of the G groups one
+            head larger, and all heads of group g take offset g mod r (dilated-attention-pytorch);
+            `head_offsets` must then keep its default, since the group decides the offset.
+
+    Raises:
+        TypeError: a length or rate is not an int.
+        ValueError: a length or rate is below 1, the lists differ in length or are empty, or an
+            option has an unknown value.
+
+    Example:
+        >>> DilatedPattern([2048, 4096, None], [1, 2, 4]).branches[1].dilation_rate
+        2
+    """
+
+    segment_lengths: tuple[int | None, ...]
+    dilation_rates: tuple[int, ...]
+    head_offsets: str
+    head_branches: str
+
+    def __init__(
+        self,
+        segment_lengths: Sequence[int | None],
+        dilation_rates: Sequence[int],
+        *,
+        head_offsets: str = "interleaved",
+        head_branches: str = "all",
+    ) -> None:
+        for name, values in (
+            ("segment_lengths", segment_lengths),
+            ("dilation_rates", dilation_rates),
+        ):
+            if isinstance(values, str) or not isinstance(values, Sequence):
+                raise TypeError(f"{name} must be a list of ints, one per branch; got {values!r}")
+        if len(segment_lengths) != len(dilation_rates) or not segment_lengths:
+            raise ValueError(
+                "segment_lengths and dilation_rates need one value each per branch, and at least "
+                f"one branch; got {list(segment_lengths)} and {list(dilation_rates)}"
+            )
+        check_choice("head_offsets", head_offsets, HEAD_OFFSETS)
+        check_choice("head_branches", head_branches, HEAD_BRANCHES)
+        if head_branches == "split" and head_offsets != "interleaved":
+            raise ValueError(
+                "head_branches='split' takes each head's offset from its group, so head_offsets "
+                f"must keep its default 'interleaved'; got {head_offsets!r}"
+            )
+        lengths = tuple(
+            None if w is None else check_positive_int("a segment length", w)
+            for w in segment_lengths
+        )
+        rates = tuple(check_positive_int("a dilation rate", r) for r in dilation_rates)
+        for field, value in (
+            ("segment_lengths", lengths),
+            ("dilation_rates", rates),
+            ("head_offsets", head_offsets),
+            ("head_branches", head_branches),
+        ):
+            object.__setattr__(self, field, value)
+
+    @classmethod
+    def dense(cls) -> DilatedPattern:
+        """Dense attention over the whole document: one branch, ``(None, 1)``."""
+        return cls([None], [1])
+
+    @property
+    def branches(self) -> tuple[Branch, ...]:
+        """The (segment length, dilation rate) pairs, in the order given."""
+        return tuple(map(Branch, self.segment_lengths, self.dilation_rates))
+
+    def heads(self, branch: int, num_kv_heads: int) -> tuple[HeadOffset, ...]:
+        """The KV heads that run branch number `branch`, in order, each with its offset.
+
+        An offset lies in [0, dilation rate); one at or past a segment's end sees nothing in it.
+        """
+        rate = self.dilation_rates[branch]
+        if self.head_branches == "split":
+            small, larger = divmod(num_kv_heads, len(self.dilation_rates))
+            first = branch * small + min(branch, larger)
+            count = small + (branch < larger)
+            return tuple(HeadOffset(first + h, branch % rate) for h in range(count))
+        if self.head_offsets == "blocked":
+            per_offset = -(-num_kv_heads // rate)
+            return tuple(HeadOffset(h, h // per_offset) for h in range(num_kv_heads))
+        return tuple(HeadOffset(h, h % rate) for h in range(num_kv_heads))
+
+    def __str__(self) -> str:
+        options = "".join(
+            f", {name}={value!r}"
+            for name, value, default in (
+                ("head_offsets", self.head_offsets, "interleaved"),
+                ("head_branches", self.head_branches, "all"),
+            )
+            if value != default
+        )
+        return " ".join(map(str, self.branches)) + options

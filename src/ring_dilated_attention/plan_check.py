@@ -1,0 +1,133 @@
+"""A proof, by enumeration, that a plan is right: for tests and small plans.
+
+It expands every tile and message of every rank to positions and compares them with the definition
+of the pattern, so its cost is the number of (branch, head, query, key) quadruples.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from .plan import AttentionPlan, Message, Rows, Step, Tile
+
+
+class PlanError(AssertionError):
+    """A plan that does not compute what its pattern means."""
+
+
+def check_plan(plan: AttentionPlan) -> None:
+    """Prove over all ranks that `plan` is complete, consistent and minimal.
+
+    - Each (branch, KV head, query, visible key) is computed exactly once, on the query's rank.
+    - What a rank sends at a step is what its peer receives there, rows in the same slots.
+    - A message holds each (row, head) that the receiver's queries need once and no other, so the
+      bytes moved are the lower bound; a message of nothing is not sent.
+    - Every key a tile reads is the computing rank's own, or in the message of the same step, whose
+      rows the sender owns: so each remote gradient, returned against that message, comes home.
+
+    Raises:
+        PlanError: the first violation found.
+    """
+    layout = plan.layout
+    held = [
+        [position for start, stop in ranges for position in range(start, stop)]
+        for ranges in layout.ranges
+    ]
+    computed: Counter[tuple[int, int, int, int]] = Counter()
+    for rank in range(layout.world_size):
+        rank_plan = plan.rank(rank)
+        for tile in rank_plan.local:
+            computed.update(_quadruples(tile, held[rank], dict.fromkeys(tile.heads, held[rank])))
+        received = 0
+        for step in rank_plan.steps():
+            sender = (rank - step.step) % layout.world_size
+            mirror = plan.rank(sender).step(step.step)
+            if step.receive != mirror.send:
+                raise PlanError(
+                    f"step {step.step}: rank {rank} receives {step.receive}, "
+                    f"but rank {sender} sends {mirror.send}"
+                )
+            received += _check_step(plan, step, held, computed)
+        if received != rank_plan.total_received_rows:
+            raise PlanError(f"rank {rank}: {rank_plan.total_received_rows=}, expected {received}")
+    expected = Counter(_expected(plan))
+    if computed != expected:
+        missing, extra = expected - computed, computed - expected
+        raise PlanError(
+            f"(branch, head, query, key): {missing.total()} missing {list(missing)[:3]}, "
+            f"{extra.total()} too many {list(extra)[:3]}"
+        )
+
+
+def _check_step(
+    plan: AttentionPlan,
+    step: Step,
+    held: list[list[int]],
+    computed: Counter[tuple[int, int, int, int]],
+) -> int:
+    message = step.receive
+    if message is None:
+        if step.tiles:
+            raise PlanError(f"step {step.step} computes tiles but receives nothing: {step.tiles}")
+        return 0
+    slots = _slot_positions(message, held[message.sender])
+    needed: set[tuple[int, int]] = set()
+    for tile in step.tiles:
+        if tile.is_causal:
+            raise PlanError(f"a tile with remote keys is diagonal: {tile}")
+        positions = {head: [p for _, p in slots] for head in tile.heads}
+        quadruples = list(_quadruples(tile, held[message.receiver], positions))
+        computed.update(quadruples)
+        needed.update((head, key) for _, head, _, key in quadruples)
+        for head, row in zip(tile.heads, _expand(tile.keys, len(tile.heads)), strict=True):
+            if any(slots[slot][0] != head for slot in row):
+                raise PlanError(f"head {head} reads another head's slots: {tile}")
+    if needed != set(slots) or len(needed) != message.rows or message.rows == 0:
+        raise PlanError(f"{message} carries {len(set(slots))} rows, {len(needed)} are needed")
+    return message.rows
+
+
+def _slot_positions(message: Message, sender_positions: list[int]) -> list[tuple[int, int]]:
+    slots: list[tuple[int, int]] = []
+    for run in message.runs:
+        if run.slot != len(slots):
+            raise PlanError(f"run {run} does not start at slot {len(slots)}")
+        for head, rows in zip(run.heads, _expand(run.rows, len(run.heads)), strict=True):
+            slots.extend((head, sender_positions[row]) for row in rows)
+    if len(slots) != message.slots:
+        raise PlanError(f"{message} fills {len(slots)} slots")
+    return slots
+
+
+def _expand(rows: Rows, heads: int, segment: int = 0) -> list[range]:
+    start = rows.start + segment * rows.segment_stride
+    return [
+        range(first, first + rows.count * rows.stride, rows.stride)
+        for first in range(start, start + heads * rows.head_stride, rows.head_stride)
+    ] if rows.head_stride else [range(start, start + rows.count * rows.stride, rows.stride)] * heads
+
+
+def _quadruples(
+    tile: Tile, queries: list[int], keys: dict[int, list[int]]
+) -> Iterator[tuple[int, int, int, int]]:
+    for segment in range(tile.segments):
+        query_rows = _expand(tile.queries, len(tile.heads), segment)
+        key_rows = _expand(tile.keys, len(tile.heads), segment)
+        for head, q_rows, k_rows in zip(tile.heads, query_rows, key_rows, strict=True):
+            for i, q in enumerate(q_rows):
+                for k in k_rows[: i + 1] if tile.is_causal else k_rows:
+                    yield tile.branch, head, queries[q], keys[head][k]
+
+
+def _expected(plan: AttentionPlan) -> Iterator[tuple[int, int, int, int]]:
+    for branch, (length, rate) in enumerate(plan.pattern.branches):
+        for start, stop in zip(plan.documents, plan.documents[1:], strict=False):
+            w = stop - start if length is None else length
+            for segment in range(start, stop, w):
+                for head, offset in plan.pattern.heads(branch, plan.num_kv_heads):
+                    cell = range(segment + offset, min(segment + w, stop), rate)
+                    for q in cell:
+                        for k in cell:
+                            if k <= q or not plan.is_causal:
+                                yield branch, head, q, k

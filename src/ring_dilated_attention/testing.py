@@ -1,0 +1,125 @@
+"""Run code on several ranks, and say how large an error may be. For tests and `rda verify`."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import queue
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from .exchange import run_loopback
+
+__all__ = ["relative_error", "run_loopback", "run_ranks"]
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """``|actual - expected| / |expected|`` in float64; 0 for two equal tensors, inf for any NaN."""
+    actual, expected = actual.double(), expected.double()
+    difference = torch.linalg.vector_norm(actual - expected).item()
+    if difference == 0:
+        return 0.0
+    size = torch.linalg.vector_norm(expected).item()
+    error = difference / size if size else torch.inf
+    return error if error == error else torch.inf
+
+
+def run_ranks(
+    function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = 240
+) -> list[Any]:
+    """Call ``function(rank, world_size, *arguments)`` in one process per rank, over gloo.
+
+    Args:
+        function: a function that can be pickled (defined at the top of a module).
+        world_size: number of ranks; torch.distributed is initialised with them.
+        arguments: passed on; anything that can be pickled.
+        timeout: seconds after which all ranks are stopped and a `TimeoutError` raised.
+
+    Returns:
+        What the calls returned, by rank.
+
+    Raises:
+        RuntimeError: a rank failed; the message holds its traceback.
+    """
+    context = mp.get_context("spawn")
+    results: Any = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder) / "store")
+        processes = [
+            context.Process(
+                target=_rank_main,
+                args=(rank, world_size, store, results, function, arguments),
+                daemon=True,
+            )
+            for rank in range(world_size)
+        ]
+        for process in processes:
+            process.start()
+        try:
+            return _collect(results, processes, timeout)
+        finally:
+            for process in processes:
+                process.join(5)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+
+
+def _rank_main(
+    rank: int,
+    world_size: int,
+    store: str,
+    results: Any,
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+) -> None:
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
+    try:
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(store, world_size),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=60),
+        )
+        # Pickled here, so that what cannot be pickled is this rank's error; tensors by value.
+        answer = rank, True, pickle.dumps(function(rank, world_size, *arguments))
+    except BaseException:
+        answer = rank, False, pickle.dumps(traceback.format_exc())
+    results.put(answer)
+    if answer[1]:
+        dist.destroy_process_group()
+
+
+def _collect(results: Any, processes: Sequence[Any], timeout: float) -> list[Any]:
+    answers: dict[int, Any] = {}
+    waited = 0.0
+    while len(answers) < len(processes):
+        try:
+            rank, succeeded, pickled = results.get(timeout=1)
+        except queue.Empty:
+            waited += 1
+            dead = [r for r, p in enumerate(processes) if p.exitcode and r not in answers]
+            if dead:
+                raise RuntimeError(f"ranks {dead} died without an answer") from None
+            if waited > timeout:
+                missing = sorted(set(range(len(processes))) - set(answers))
+                for process in processes:
+                    process.kill()
+                raise TimeoutError(f"no answer from ranks {missing} in {timeout} s") from None
+            continue
+        answer = pickle.loads(pickled)
+        if not succeeded:
+            for process in processes:
+                process.kill()
+            raise RuntimeError(f"rank {rank} failed:\n{answer}")
+        answers[rank] = answer
+    return [answers[rank] for rank in range(len(processes))]

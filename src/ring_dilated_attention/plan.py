@@ -226,6 +226,32 @@ class AttentionPlan:
         return bound <= layout.max_local_length * self.num_kv_heads
 
 
+    def __str__(self) -> str:
+        """A table: what the ranks hold, compute and exchange (the first 16 of them)."""
+        layout, shown = self.layout, range(min(self.layout.world_size, 16))
+        title = (
+            f"{self.pattern} over {layout.length} positions on {layout.world_size} ranks, "
+            f"{self.num_heads} heads, {self.num_kv_heads} KV heads, "
+            f"{'causal' if self.is_causal else 'not causal'}, "
+            f"{len(self.documents) - 1} document(s), {'gather' if self.gathers else 'ring'}"
+        )
+        rows = [("rank", "positions", "local tiles", "pairs", "rows received", "rows sent")]
+        for rank in map(self.rank, shown):
+            figures = (
+                rank.index,
+                layout.local_length(rank.index),
+                len(rank.local),
+                rank.pairs,
+                rank.total_received_rows,
+                rank.total_sent_rows,
+            )
+            rows.append(tuple(map(str, figures)))  # type: ignore[arg-type]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
+        more = [f"and {layout.world_size - len(shown)} more ranks"] * (layout.world_size > len(shown))
+        return "\n".join([title, *lines, *more])
+
+
 class RankPlan:
     """What one rank computes and exchanges; the messages of a step are worked out when asked for.
 
@@ -266,11 +292,6 @@ class RankPlan:
                         self._sent.setdefault(other.rank, []).append(back)
         own.extend(tile for link in links for tile in _link_tiles(plan, link))
         self.local = tuple(own)
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether this rank exchanges nothing at all."""
-        return not self._received and not self._sent
 
     def received_rows(self, sender: int) -> int:
         """Distinct (row, head) pairs that `sender` sends this rank."""

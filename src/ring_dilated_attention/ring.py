@@ -107,9 +107,9 @@ def _forward(
         run(tile, key, value)
     for fetched in arrivals:
         if fetched.slots is not None:
-            keys, values = map(by_slot, fetched.slots)
             for tile in fetched.step.tiles:
-                run(tile, keys, values)
+                run(tile, *map(by_slot, fetched.slots))
+        del fetched
     return out.to(query.dtype), lse
 
 
@@ -160,12 +160,12 @@ def _backward(
         dslots = None
         if fetched.slots is not None:
             dslots = torch.zeros(fetched.slots.shape, dtype=dtype, device=key.device)
-            keys, values, dkeys, dvalues = map(by_slot, (*fetched.slots, *dslots))
             for tile in fetched.step.tiles:
-                run(tile, keys, values, dkeys, dvalues)
+                run(tile, *map(by_slot, (*fetched.slots, *dslots)))
         if returning is not None:
             returning.finish()
         returning = GradientReturn(call.exchange, fetched, dslots, dkey, dvalue)
+        del fetched, dslots
     if returning is not None:
         returning.finish()
     return dquery.to(query.dtype), dkey.to(key.dtype), dvalue.to(value.dtype)

@@ -56,6 +56,7 @@ def fetch(
 
     Returns:
         An iterator over the steps; the first `depth` transfers are under way when it is returned.
+        Rows are freed when the caller drops a step: do so before asking for the next.
     """
     steps = plan.steps()
     flight: deque[_InFlight] = deque()
@@ -65,14 +66,16 @@ def fetch(
         if step is not None:
             flight.append(_start_fetch(step, exchange, key, value))
 
+    def arrive() -> Fetched:
+        step, pending, rows, received, sent = flight.popleft()
+        pending.wait()
+        start()
+        slots = None if rows is None or received is None else spread(rows, received)
+        return Fetched(step, slots, received, sent)
+
     def arrivals() -> Iterator[Fetched]:
         while flight:
-            step, pending, rows, received, sent = flight.popleft()
-            pending.wait()
-            start()
-            slots = None if rows is None or received is None else spread(rows, received)
-            del rows
-            yield Fetched(step, slots, received, sent)
+            yield arrive()  # nothing here may outlive it: the caller decides when rows are freed
 
     for _ in range(depth):
         start()

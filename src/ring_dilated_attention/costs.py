@@ -1,0 +1,102 @@
+"""What a plan costs a rank: bytes exchanged, bytes held, floating-point operations. Integers only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .plan import RankPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSize:
+    """What turns rows into bytes.
+
+    Attributes:
+        batch: sequences in the batch.
+        head_dim: elements of a row of one head.
+        element_size: bytes of an element of query, key and value (8, 4 or 2).
+    """
+
+    batch: int
+    head_dim: int
+    element_size: int
+
+    @property
+    def accumulate_size(self) -> int:
+        """Bytes of an element of lse and of gradients on their way home: float32, or float64."""
+        return max(self.element_size, 4)
+
+    def key_value_bytes(self, rows: int, element_size: int | None = None) -> int:
+        """Bytes of K and V of `rows` (row, head) pairs."""
+        size = self.element_size if element_size is None else element_size
+        return 2 * self.batch * rows * self.head_dim * size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """Bytes that one rank exchanges in one call. The lower bound: each needed row once."""
+
+    forward_sent: int
+    forward_received: int
+    backward_sent: int
+    backward_received: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes that one rank holds in one forward call, by what they are.
+
+    `buffers` are the received rows: all of them with gather, at most two messages with ring.
+    """
+
+    query: int
+    key: int
+    value: int
+    out: int
+    lse: int
+    buffers: int
+
+    @property
+    def total(self) -> int:
+        """Their sum."""
+        return self.query + self.key + self.value + self.out + self.lse + self.buffers
+
+
+def traffic(rank: RankPlan, size: TensorSize) -> Traffic:
+    """Bytes that a rank exchanges: K and V of each needed row, and in backward its gradients too."""
+    sent = size.key_value_bytes(rank.total_sent_rows)
+    received = size.key_value_bytes(rank.total_received_rows)
+    gradients = size.accumulate_size
+    return Traffic(
+        forward_sent=sent,
+        forward_received=received,
+        backward_sent=sent + size.key_value_bytes(rank.total_received_rows, gradients),
+        backward_received=received + size.key_value_bytes(rank.total_sent_rows, gradients),
+    )
+
+
+def memory(rank: RankPlan, size: TensorSize, *, gathers: bool | None = None) -> Memory:
+    """Bytes that a rank holds in forward; `gathers` None: what the plan decides."""
+    plan = rank.plan
+    local = plan.layout.local_length(rank.index) * size.batch
+    queries = local * plan.num_heads * size.head_dim * size.element_size
+    keys = local * plan.num_kv_heads * size.head_dim * size.element_size
+    world_size = plan.layout.world_size
+    if plan.gathers if gathers is None else gathers:
+        rows = rank.total_received_rows
+    else:
+        by_step = [rank.received_rows((rank.index - s) % world_size) for s in range(1, world_size)]
+        rows = max((a + b for a, b in zip(by_step, [*by_step[1:], 0], strict=True)), default=0)
+    return Memory(
+        query=queries,
+        key=keys,
+        value=keys,
+        out=queries,
+        lse=local * plan.num_heads * size.accumulate_size,
+        buffers=size.key_value_bytes(rows),
+    )
+
+
+def flops(rank: RankPlan, size: TensorSize) -> int:
+    """Useful floating-point operations of a forward call; a backward call takes 2.5 times these."""
+    return 4 * size.batch * size.head_dim * rank.pairs

@@ -1,0 +1,234 @@
+"""Compare the sharded function with the reference over a sweep of cases. Behind `rda verify`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .costs import TensorSize, traffic
+from .exchange import Exchange, ProcessGroupExchange
+from .functional import dilated_attention
+from .layout import SequenceLayout
+from .pattern import DilatedPattern
+from .plan import plan_attention
+from .reference import reference_attention
+from .tiles import accumulate_dtype
+
+TENSORS = ("out", "lse", "dquery", "dkey", "dvalue")
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5}
+"""Largest relative error of a case by dtype, unless plain torch in that dtype errs as much."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One comparison: a pattern, a layout, sizes and options. Inputs are drawn from `seed`."""
+
+    pattern: DilatedPattern
+    layout: SequenceLayout
+    num_heads: int = 4
+    num_kv_heads: int = 4
+    head_dim: int = 8
+    batch: int = 1
+    is_causal: bool = False
+    dtype: torch.dtype = torch.float64
+    exchange: str = "auto"
+    backend: str = "auto"
+    seed: int = 0
+
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        """Whole query, key, value and dout, float64 numbers that `dtype` represents exactly."""
+        generator = torch.Generator().manual_seed(self.seed)
+        return tuple(
+            torch.randn(
+                self.batch,
+                self.layout.length,
+                heads,
+                self.head_dim,
+                generator=generator,
+                dtype=torch.float64,
+            )
+            .to(self.dtype)
+            .double()
+            for heads in (self.num_heads, self.num_kv_heads, self.num_kv_heads, self.num_heads)
+        )
+
+    def expected(self, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
+        """Whole out, lse and gradients by brute force in `dtype`."""
+        query, key, value, dout = (x.to(dtype) for x in self.inputs())
+        leaves = [x.requires_grad_() for x in (query, key, value)]
+        out, lse = reference_attention(*leaves, self.pattern, is_causal=self.is_causal)
+        gradients = torch.autograd.grad(out, leaves, dout)
+        return dict(zip(TENSORS, (out.detach(), lse.detach(), *gradients), strict=True))
+
+
+@dataclass
+class Outcome:
+    """What one rank found in one case; outcomes of a case's ranks add up.
+
+    Attributes:
+        squares: per tensor, sums of squares of (error, expected, plain error): the plain error is
+            that of the reference computed in the case's dtype.
+        sent_bytes: bytes that the exchange sent.
+        planned_bytes: bytes that the plan says it sends.
+        valid: no NaN, uncovered rows exactly (0, -inf), shapes and dtypes as documented.
+    """
+
+    squares: dict[str, tuple[float, float, float]] = field(default_factory=dict)
+    sent_bytes: int = 0
+    planned_bytes: int = 0
+    valid: bool = True
+
+    def __add__(self, other: Outcome) -> Outcome:
+        squares = {
+            name: tuple(map(sum, zip(self.squares[name], other.squares[name], strict=True)))
+            for name in TENSORS
+        }
+        return Outcome(
+            squares,  # type: ignore[arg-type]
+            self.sent_bytes + other.sent_bytes,
+            self.planned_bytes + other.planned_bytes,
+            self.valid and other.valid,
+        )
+
+    def error(self, name: str) -> float:
+        """Relative error of a tensor over all ranks added up."""
+        error, size, _ = self.squares[name]
+        return (error / size) ** 0.5 if size else error**0.5
+
+    def passes(self, dtype: torch.dtype) -> bool:
+        """Whether everything is within bounds.
+
+        A gradient can be a small difference of large numbers (a query that sees one key), so a
+        tensor may instead err by 4 times what the reference computed plainly in `dtype` does.
+        """
+        within = all(
+            self.error(name) <= TOLERANCE[dtype]
+            or self.squares[name][0] <= 16 * self.squares[name][2]
+            for name in TENSORS
+        )
+        return within and self.valid and self.sent_bytes == self.planned_bytes
+
+
+def run_case(case: Case, ends: Exchange) -> Outcome:
+    """Run a case on this rank and compare this rank's shard with the reference."""
+    rank = ends.rank
+    *inputs, dout = (case.layout.shard(x, rank, 1).to(case.dtype) for x in case.inputs())
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    before = ends.sent_bytes
+    out, lse = dilated_attention(
+        *leaves,
+        case.pattern,
+        is_causal=case.is_causal,
+        group=ends if ends.world_size > 1 else None,
+        layout=case.layout,
+        exchange=case.exchange,
+        backend=case.backend,
+        return_lse=True,
+    )
+    gradients = torch.autograd.grad(out, leaves, dout)
+    actual = dict(zip(TENSORS, (out.detach(), lse, *gradients), strict=True))
+    plan = plan_attention(
+        case.pattern,
+        case.layout,
+        is_causal=case.is_causal,
+        num_heads=case.num_heads,
+        num_kv_heads=case.num_kv_heads,
+    )
+    size = TensorSize(
+        batch=case.batch, head_dim=case.head_dim, element_size=case.dtype.itemsize
+    )
+    planned = traffic(plan.rank(rank), size)
+    outcome = Outcome(
+        sent_bytes=ends.sent_bytes - before,
+        planned_bytes=planned.forward_sent + planned.backward_sent,
+    )
+    expected, plain = case.expected(), case.expected(case.dtype)
+    for name in TENSORS:
+        dim = 2 if name == "lse" else 1
+        want, rough = (case.layout.shard(x[name], rank, dim) for x in (expected, plain))
+        got = actual[name]
+        dtype = accumulate_dtype(case.dtype) if name == "lse" else case.dtype
+        outcome.valid &= got.shape == want.shape and got.dtype == dtype
+        if name == "lse":
+            outcome.valid &= torch.equal(torch.isneginf(got), torch.isneginf(want))
+            got, want, rough = (x.masked_fill(torch.isneginf(x), 0) for x in (got, want, rough))
+        elif name == "out":
+            uncovered = torch.isneginf(lse).transpose(1, 2)
+            outcome.valid &= bool((got[uncovered] == 0).all())
+        outcome.valid &= bool(torch.isfinite(got).all())
+        outcome.squares[name] = (
+            (got.double() - want).square().sum().item(),
+            want.square().sum().item(),
+            (rough.double() - want).square().sum().item(),
+        )
+    return outcome
+
+
+def run_cases(rank: int, world_size: int, cases: Sequence[Case]) -> list[Outcome]:
+    """Run every case on this rank, over the default process group; for `testing.run_ranks`."""
+    group = dist.group.WORLD
+    assert group is not None
+    return [run_case(case, ProcessGroupExchange(group)) for case in cases]
+
+
+def combine(by_rank: Sequence[Sequence[Outcome]]) -> list[Outcome]:
+    """One outcome per case from those of every rank."""
+    return [sum(outcomes[1:], outcomes[0]) for outcomes in map(list, zip(*by_rank, strict=True))]
+
+
+def sweep(world_size: int) -> Iterator[Case]:
+    """The fixed cases of `rda verify`: each option with each corner of lengths and layouts."""
+    patterns = [
+        DilatedPattern([4, 8, 16], [1, 2, 4]),
+        DilatedPattern([5, 13, None], [2, 3, 6]),  # no rate-1 branch, nothing divides anything
+        DilatedPattern([3, 11], [7, 4]),  # a rate beyond its segment
+        DilatedPattern([6, 10, 31], [1, 3, 5], head_offsets="blocked"),
+        DilatedPattern([4, 9, None], [1, 2, 3], head_branches="split"),
+        DilatedPattern.dense(),
+    ]
+    heads = [(4, 4, 1), (6, 2, 1), (5, 1, 2), (3, 3, 2)]  # heads, KV heads, batch
+    number = 0
+    for pattern in patterns:
+        for length in (53, 2 * world_size - 1, world_size):
+            for name in ("contiguous", "zigzag", "uneven"):
+                is_causal = bool(number % 2)
+                num_heads, num_kv_heads, batch = heads[number // 2 % len(heads)]
+                options: dict[str, Any] = {
+                    "exchange": ("ring", "gather")[number // 3 % 2],
+                    "backend": ("auto", "eager")[number // 5 % 2],
+                    "dtype": (torch.float64, torch.float32)[number // 7 % 2],
+                }
+                yield Case(
+                    pattern=pattern,
+                    layout=make_layout(name, length, world_size),
+                    num_heads=num_heads,
+                    num_kv_heads=num_kv_heads,
+                    batch=batch,
+                    is_causal=is_causal,
+                    seed=number,
+                    **options,
+                )
+                number += 1
+
+
+def make_layout(name: str, length: int, world_size: int) -> SequenceLayout:
+    """A layout by name: ``contiguous``, ``zigzag``, or ``uneven``.
+
+    ``uneven`` deals ever longer ranges to the ranks in turn, the last rank coming away empty, and
+    hands the ranges over in falling order, so that local order is not global order.
+    """
+    if name == "contiguous":
+        return SequenceLayout.contiguous(length, world_size)
+    if name == "zigzag":
+        return SequenceLayout.zigzag(length, world_size)
+    ranges: list[list[tuple[int, int]]] = [[] for _ in range(world_size)]
+    start, size = 0, 1
+    while start < length:
+        stop = min(start + size, length)
+        ranges[size % max(world_size - 1, 1)].insert(0, (start, stop))
+        start, size = stop, size + 1
+    return SequenceLayout(ranges)

@@ -263,11 +263,11 @@ def _validate_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
             got = ", ".join(f"{name} {getattr(t, what)}" for name, t in tensors.items())
             raise ValueError(f"query, key and value must have one {what}; got {got}")
     shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in tensors.items())
+    for dim, what in ((0, "batch size"), (1, "local sequence length"), (3, "head_dim")):
+        if len({t.shape[dim] for t in tensors.values()}) > 1:
+            raise ValueError(f"query, key and value must have the same {what}; got {shapes}")
     if key.shape != value.shape:
         raise ValueError(f"key and value must have the same shape; got {shapes}")
-    for dim, what in ((0, "batch size"), (1, "local sequence length"), (3, "head_dim")):
-        if query.shape[dim] != key.shape[dim]:
-            raise ValueError(f"query, key and value must have the same {what}; got {shapes}")
     if min(query.shape[0], query.shape[2], key.shape[2], query.shape[3]) == 0:
         raise ValueError(f"batch, heads, kv_heads and head_dim must be >= 1; got {shapes}")
     if query.shape[2] % key.shape[2]:

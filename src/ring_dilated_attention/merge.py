@@ -11,8 +11,9 @@ def merge_(
     """Merge one tile's result into `out` and `lse`, in place.
 
     Two softmaxes over disjoint keys combine to one over their union:
-    ``lse' = logaddexp(lse, tile_lse)`` and
-    ``out' = out * exp(lse - lse') + tile_out * exp(tile_lse - lse')``.
+    ``lse' = logaddexp(lse, tile_lse)`` and ``out' = out + w * (tile_out - out)`` with
+    ``w = exp(tile_lse - lse')``, computed as ``sigmoid(tile_lse - lse)``: the two weights then add
+    up to 1 however large the lse and its rounding are.
 
     Args:
         out: (..., rows, head_dim), float32 or float64; may be a strided view.
@@ -20,9 +21,8 @@ def merge_(
         tile_out: (..., rows, head_dim), any floating dtype.
         tile_lse: (..., rows), natural log; -inf where the tile shows nothing.
     """
-    merged = torch.logaddexp(lse, tile_lse)
-    # Where neither side has seen a key, merged is -inf and (-inf) - (-inf) would be NaN.
-    seen = merged.masked_fill(merged == -torch.inf, 0)
-    out.mul_(torch.exp(lse - seen).unsqueeze(-1))
-    out.addcmul_(tile_out.to(out.dtype), torch.exp(tile_lse - seen).unsqueeze(-1))
-    lse.copy_(merged)
+    weight = torch.sigmoid(tile_lse - lse)
+    # Where neither side has seen a key, (-inf) - (-inf) is NaN; what is there stays.
+    weight.masked_fill_(torch.isneginf(tile_lse), 0)
+    out.lerp_(tile_out.to(out.dtype), weight.unsqueeze(-1))
+    lse.copy_(torch.logaddexp(lse, tile_lse))

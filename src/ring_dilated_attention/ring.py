@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from .exchange import Exchange
 from .merge import merge_
@@ -75,10 +74,14 @@ class RingDilatedAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(  # type: ignore[override]  # noqa: D102
         ctx: Any, dout: torch.Tensor, dlse: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "the gradient of dilated_attention cannot be differentiated again; "
+                "backward was called with create_graph=True"
+            )
         query, key, value, out, lse = ctx.saved_tensors
         return *_backward(dout, query, key, value, out, lse, ctx.call), None
 
@@ -164,6 +167,7 @@ def _backward(
                 run(tile, *map(by_slot, (*fetched.slots, *dslots)))
         if returning is not None:
             returning.finish()
+            returning = None  # frees its buffers before the next are made
         returning = GradientReturn(call.exchange, fetched, dslots, dkey, dvalue)
         del fetched, dslots
     if returning is not None:

@@ -119,7 +119,8 @@ class GradientReturn:
         dvalue: torch.Tensor,
     ) -> None:
         self._dkey, self._dvalue, self._sent = dkey, dvalue, fetched.sent
-        send = receive = self._rows = None
+        send = receive = None
+        self._rows: torch.Tensor | None = None
         if fetched.step.receive is not None:
             assert dslots is not None and fetched.received is not None
             send = fetched.step.receive.sender, gather(dslots, fetched.received)

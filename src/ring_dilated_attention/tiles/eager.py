@@ -27,9 +27,7 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``out = softmax(scale q k^T) v`` and its lse; shapes as in `tiles.TileBackend`."""
     scores = _scores(q, k, is_causal, scale)
-    lse = torch.logsumexp(scores, -1)
-    weights = torch.exp(scores - lse[..., None])
-    return weights @ v.to(weights.dtype), lse
+    return scores.softmax(-1) @ v.to(scores.dtype), torch.logsumexp(scores, -1)
 
 
 def backward(

@@ -1,0 +1,59 @@
+"""Hypothesis strategies for patterns, layouts and whole cases."""
+
+import torch
+from hypothesis import strategies as st
+
+from ring_dilated_attention import DilatedPattern, SequenceLayout
+from ring_dilated_attention.verify import Case
+
+WORLD_SIZES = (1, 2, 3, 4, 5, 7)
+
+
+@st.composite
+def patterns(draw: st.DrawFn) -> DilatedPattern:
+    branches = draw(
+        st.lists(
+            st.tuples(st.none() | st.integers(1, 70), st.integers(1, 9)), min_size=1, max_size=4
+        )
+    )
+    options = draw(
+        st.sampled_from(
+            [{}, {"head_offsets": "blocked"}, {"head_branches": "split"}],
+        )
+    )
+    return DilatedPattern(*map(list, zip(*branches, strict=True)), **options)
+
+
+@st.composite
+def layouts(draw: st.DrawFn, max_length: int = 60) -> SequenceLayout:
+    world_size = draw(st.sampled_from(WORLD_SIZES))
+    length = draw(st.integers(1, max_length))
+    kind = draw(st.sampled_from(["contiguous", "zigzag", "any"]))
+    if kind == "contiguous":
+        return SequenceLayout.contiguous(length, world_size)
+    if kind == "zigzag":
+        return SequenceLayout.zigzag(length, world_size)
+    cuts = draw(st.lists(st.integers(0, length), max_size=3 * world_size))
+    bounds = [0, *sorted(cuts), length]
+    ranges: list[list[tuple[int, int]]] = [[] for _ in range(world_size)]
+    for chunk in draw(st.permutations(list(zip(bounds, bounds[1:], strict=False)))):
+        ranges[draw(st.integers(0, world_size - 1))].append(chunk)
+    return SequenceLayout(ranges)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    num_kv_heads = draw(st.integers(1, 4))
+    return Case(
+        pattern=draw(patterns()),
+        layout=draw(layouts()),
+        num_heads=num_kv_heads * draw(st.integers(1, 3)),
+        num_kv_heads=num_kv_heads,
+        head_dim=draw(st.sampled_from([1, 3, 8, 16])),
+        batch=draw(st.integers(1, 3)),
+        is_causal=draw(st.booleans()),
+        dtype=draw(st.sampled_from([torch.float64, torch.float32])),
+        exchange=draw(st.sampled_from(["auto", "ring", "gather"])),
+        backend=draw(st.sampled_from(["auto", "eager", "cpu_flash"])),
+        seed=draw(st.integers(0, 1000)),
+    )

@@ -1,0 +1,182 @@
+"""The sharded function against the reference, every rank inside this process."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from strategies import cases
+
+from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention
+from ring_dilated_attention.exchange import LoopbackExchange
+from ring_dilated_attention.reference import reference_attention, visible_counts
+from ring_dilated_attention.testing import relative_error, run_loopback
+from ring_dilated_attention.verify import combine, run_case
+
+
+@settings(max_examples=250)
+@given(cases())
+def test_any_case_equals_the_reference(case):
+    outcomes = run_loopback(case.layout.world_size, lambda ends: [run_case(case, ends)])
+    (outcome,) = combine(outcomes)
+    assert outcome.passes(case.dtype), outcome
+
+
+def sharded(layout, pattern, tensors, dout, **options):
+    """Whole out and gradients of the function run on all ranks of a layout."""
+
+    def rank(ends: LoopbackExchange) -> list[torch.Tensor]:
+        leaves = [layout.shard(x, ends.rank, 1).clone().requires_grad_() for x in tensors]
+        group = ends if layout.world_size > 1 else None
+        out = dilated_attention(*leaves, pattern, group=group, layout=layout, **options)
+        gradients = torch.autograd.grad(out, leaves, layout.shard(dout, ends.rank, 1))
+        return [out.detach(), *gradients]
+
+    by_rank = run_loopback(layout.world_size, rank)
+    return [layout.unshard(shards, 1) for shards in zip(*by_rank, strict=True)]
+
+
+def test_results_do_not_depend_on_the_number_of_ranks():
+    torch.manual_seed(0)
+    pattern = DilatedPattern([16, 40, None], [1, 3, 8])
+    *tensors, dout = torch.randn(4, 1, 211, 4, 16, dtype=torch.float64)
+    one = sharded(SequenceLayout.contiguous(211, 1), pattern, tensors, dout, is_causal=True)
+    for world_size in (2, 3, 8):
+        layout = SequenceLayout.zigzag(211, world_size)
+        for a, b in zip(sharded(layout, pattern, tensors, dout, is_causal=True), one, strict=True):
+            assert relative_error(a, b) < 1e-13
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_huge_logits_give_no_nan(dtype, is_causal):
+    torch.manual_seed(0)
+    pattern, layout = DilatedPattern([7, None], [2, 3]), SequenceLayout.zigzag(30, 3)
+    query, key, value, dout = torch.randn(4, 1, 30, 3, 8, dtype=torch.float64)
+    signs = torch.where(torch.rand(2, 1, 30, 3, 1) < 0.5, -1.0, 1.0)
+    query, key = (100 * signs * torch.ones_like(query) / 8**0.5).to(dtype).unbind(0)
+    tensors = [query, key, value.to(dtype)]  # logits are +-1e4
+    out, *gradients = sharded(layout, pattern, tensors, dout.to(dtype), is_causal=is_causal, scale=1.0)
+    want, _ = reference_attention(
+        *(x.double() for x in tensors), pattern, is_causal=is_causal, scale=1.0
+    )
+    assert relative_error(out, want) < {torch.float64: 1e-9, torch.float32: 2e-3}.get(dtype, 1e-2)
+    assert all(torch.isfinite(g).all() for g in gradients)
+
+
+def test_a_fully_uncovered_shard():
+    """With segments of 6 and rate 6, head 0 sees positions 0, 6, 12; rank 1 holds none of them."""
+    layout = SequenceLayout([[(0, 1), (3, 18)], [(1, 3)]])
+    *tensors, dout = torch.randn(4, 2, 18, 1, 8)
+    out, *gradients = sharded(layout, DilatedPattern([6], [6]), tensors, dout)
+    covered = torch.arange(18) % 6 == 0
+    assert (out[:, ~covered] == 0).all()
+    assert all((g[:, ~covered] == 0).all() for g in gradients)
+    assert (out[:, covered] != 0).all()
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "pattern", [DilatedPattern.dense(), DilatedPattern([16, 64, None], [1, 2, 4])]
+)
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_half_precision_errs_as_one_plain_sdpa_call(pattern, dtype, is_causal, world_size):
+    torch.manual_seed(0)
+    length, heads, head_dim = 256, 4, 64
+    query, key, value, dout = torch.randn(4, 1, length, heads, head_dim).to(dtype)
+
+    exact = [x.double().requires_grad_() for x in (query, key, value)]
+    out, _ = reference_attention(*exact, pattern, is_causal=is_causal)
+    want = [out.detach(), *torch.autograd.grad(out, exact, dout.double())]
+
+    # One call over the same multiset of keys: each branch's keys, masked to what it shows.
+    masks = [
+        visible_counts(DilatedPattern([w], [r]), length, heads, is_causal=is_causal) > 0
+        for w, r in pattern.branches
+    ]
+    plain = [x.clone().requires_grad_() for x in (query, key, value)]
+    keys, values = (torch.cat([x] * len(masks), 1).transpose(1, 2) for x in plain[1:])
+    out = F.scaled_dot_product_attention(
+        plain[0].transpose(1, 2), keys, values, attn_mask=torch.cat(masks, -1)[None]
+    ).transpose(1, 2)
+    sdpa = [out.detach(), *torch.autograd.grad(out, plain, dout)]
+
+    layout = SequenceLayout.zigzag(length, world_size)
+    got = sharded(layout, pattern, [query, key, value], dout, is_causal=is_causal)
+    for ours, theirs, exactly in zip(got, sdpa, want, strict=True):
+        assert ours.dtype == dtype
+        assert relative_error(ours, exactly) <= 1.3 * relative_error(theirs, exactly)
+
+
+def test_strides_of_the_inputs_do_not_matter():
+    """Chunks of one projection, an expanded batch, a transposed head_dim, an expanded dout."""
+    torch.manual_seed(0)
+    pattern, layout = DilatedPattern([5, None], [2, 4]), SequenceLayout.contiguous(23, 3)
+    packed = torch.randn(2, 23, 4, 24, dtype=torch.float64)
+    query, key, value = packed.split(8, -1)
+    key = key[:1].expand(2, -1, -1, -1)
+    value = value.transpose(-1, -2).contiguous().transpose(-1, -2)
+    dout = torch.ones(1, 1, 1, 1, dtype=torch.float64).expand_as(query)
+    whole = [query, key, value]
+
+    def rank(ends: LoopbackExchange) -> list[torch.Tensor]:
+        leaves = [layout.shard(x, ends.rank, 1).detach().requires_grad_() for x in whole]
+        out = dilated_attention(*leaves, pattern, group=ends, layout=layout)
+        return [out.detach(), *torch.autograd.grad(out.sum(), leaves)]
+
+    got = [layout.unshard(x, 1) for x in zip(*run_loopback(3, rank), strict=True)]
+    want = sharded(layout, pattern, [x.contiguous() for x in whole], dout.contiguous())
+    for a, b in zip(got, want, strict=True):
+        assert relative_error(a, b) < 1e-13
+
+
+def test_one_process_needs_no_group():
+    query, key, value = torch.randn(3, 1, 10, 2, 8)
+    out = dilated_attention(query, key, value, DilatedPattern.dense(), is_causal=True)
+    want = F.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (query, key, value)), is_causal=True
+    ).transpose(1, 2)
+    torch.testing.assert_close(out, want)
+
+
+def test_scale_and_lse():
+    query, key, value = torch.randn(3, 2, 10, 2, 8)
+    out, lse = dilated_attention(
+        query, key, value, DilatedPattern.dense(), scale=0.0, return_lse=True
+    )
+    torch.testing.assert_close(out, value.mean(1, keepdim=True).expand_as(value))
+    torch.testing.assert_close(lse, torch.full((2, 2, 10), 10.0).log())
+
+
+def test_lse_is_outside_of_autograd():
+    query = torch.randn(1, 4, 1, 8, requires_grad=True)
+    out, lse = dilated_attention(query, query, query, DilatedPattern.dense(), return_lse=True)
+    assert out.requires_grad
+    assert not lse.requires_grad
+
+
+def test_double_backward_is_refused():
+    query = torch.randn(1, 4, 1, 8, requires_grad=True)
+    out = dilated_attention(query, query, query, DilatedPattern.dense())
+    with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+        torch.autograd.grad(out.sum(), query, create_graph=True)
+
+
+def test_gradients_flow_only_where_asked_for():
+    query = torch.randn(1, 6, 2, 8)
+    key = torch.randn(1, 6, 2, 8, requires_grad=True)
+    dilated_attention(query, key, query, DilatedPattern([3], [2])).sum().backward()
+    assert key.grad is not None
+    assert query.grad is None
+
+
+def test_autocast_casts_as_for_sdpa():
+    query, key, value = torch.randn(3, 1, 12, 2, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = dilated_attention(query, key.bfloat16(), value, DilatedPattern([4], [1]))
+        exact = dilated_attention(query.double(), key.double(), value.double(), DilatedPattern([4], [1]))
+        eager = dilated_attention(query, key, value, DilatedPattern([4], [1]), backend="eager")
+    assert out.dtype == eager.dtype == torch.bfloat16
+    assert exact.dtype == torch.float64
+    assert relative_error(out, exact) < 1e-2
+    assert relative_error(eager, exact) < 1e-2

@@ -1,0 +1,101 @@
+"""No rank ever holds a tensor of global length, and the ring holds two remote shards at most."""
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention, plan_attention
+from ring_dilated_attention.testing import run_loopback
+
+WORLD_SIZE, LENGTH = 8, 8 * 32
+
+
+class Largest(TorchDispatchMode):
+    """Records the largest storage and dimension of every tensor that an operation returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = self.dimension = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self.bytes = max(self.bytes, tensor.untyped_storage().nbytes())
+                self.dimension = max(self.dimension, *tensor.shape, 0)
+        return result
+
+
+def run(function, pattern, exchange, is_causal=True):
+    layout = SequenceLayout.zigzag(LENGTH, WORLD_SIZE)
+
+    def rank(ends):
+        query, key, value = torch.randn(3, 1, LENGTH // WORLD_SIZE, 4, 16).unbind(0)
+        leaves = [x.clone().requires_grad_() for x in (query, key, value)]
+        with function(ends) as watch:
+            out = dilated_attention(
+                *leaves, pattern, is_causal=is_causal, group=ends, layout=layout, exchange=exchange
+            )
+            out.sum().backward()
+        return watch
+
+    return run_loopback(WORLD_SIZE, rank)
+
+
+@pytest.mark.parametrize("exchange", ["ring", "gather"])
+@pytest.mark.parametrize("pattern", [DilatedPattern.dense(), DilatedPattern([32, None], [1, 4])])
+def test_no_tensor_of_global_length(pattern, exchange):
+    shard = LENGTH // WORLD_SIZE * 4 * 16 * 4
+    for watch in run(lambda ends: Largest(), pattern, exchange):
+        # The largest allowed is a message: K and V of one remote shard.
+        assert watch.bytes <= 2 * shard
+        # Largest dimension: rows of a message, which counts (row, head) pairs.
+        assert watch.dimension <= LENGTH // WORLD_SIZE * 4
+
+
+class Held:
+    """Counts received K/V messages that are alive whenever a transfer starts."""
+
+    def __init__(self, ends):
+        self.ends, self.most, self.alive = ends, 0, []
+
+    def __enter__(self):
+        self.start, self.ends.start = self.ends.start, self.watch
+        return self
+
+    def __exit__(self, *_: Any):
+        self.ends.start = self.start
+
+    def watch(self, send, receive):
+        # Gradients come from the rank that we send rows to; rows from the one before us.
+        if receive is not None and torch.is_tensor(receive[1]):
+            self.alive.append((weakref.ref(receive[1]), receive[1].shape))
+        pending = self.start(send, receive)
+        held = [ref for ref, _ in self.alive if ref() is not None]
+        self.most = max(self.most, len(held))
+        return pending
+
+
+def test_ring_holds_two_remote_shards_at_most():
+    pattern = DilatedPattern.dense()
+    rank = plan_attention(
+        pattern, SequenceLayout.zigzag(LENGTH, WORLD_SIZE), is_causal=False
+    ).rank(0)
+    assert sum(step.receive is not None for step in rank.steps()) == WORLD_SIZE - 1
+    for exchange, forward_most in (("ring", 2), ("gather", WORLD_SIZE - 1)):
+
+        def forward(ends, exchange=exchange):
+            with Held(ends) as watch:
+                x = torch.randn(1, LENGTH // WORLD_SIZE, 2, 8)
+                layout = SequenceLayout.zigzag(LENGTH, WORLD_SIZE)
+                dilated_attention(x, x, x, pattern, group=ends, layout=layout, exchange=exchange)
+            return watch
+
+        assert {watch.most for watch in run_loopback(WORLD_SIZE, forward)} == {forward_most}
+    # In backward, one more buffer: gradients that come home for this rank's own rows.
+    watches = run(Held, pattern, "ring", is_causal=False)
+    assert {watch.most for watch in watches} == {3}

@@ -1,0 +1,205 @@
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import layouts, patterns
+
+from ring_dilated_attention import DilatedPattern, SequenceLayout, plan_attention
+from ring_dilated_attention.costs import TensorSize, flops, memory, traffic
+from ring_dilated_attention.plan import RankPlan
+from ring_dilated_attention.plan_check import PlanError, check_plan
+
+LONGNET = ([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12])
+
+
+@settings(max_examples=400)
+@given(patterns(), layouts(), st.booleans(), st.integers(1, 6), st.data())
+def test_random_plans_are_proven(pattern, layout, is_causal, heads, data):
+    cuts = data.draw(st.lists(st.integers(1, layout.length), max_size=4))
+    documents = data.draw(st.just(None) | st.just(sorted({0, *cuts, layout.length})))
+    plan = plan_attention(
+        pattern, layout, is_causal=is_causal, num_heads=heads, documents=documents
+    )
+    check_plan(plan)
+
+
+def _plan(**changes):
+    plan = plan_attention(
+        DilatedPattern([5, None], [2, 3]),
+        SequenceLayout.zigzag(29, 3),
+        is_causal=True,
+        num_heads=3,
+    )
+    return replace(plan, **changes)
+
+
+def _broken(plan, change):
+    rank = plan.rank(1)
+    change(rank)
+    return plan
+
+
+def _drop_local_tile(rank: RankPlan) -> None:
+    rank.local = rank.local[1:]
+
+
+def _double_local_tile(rank: RankPlan) -> None:
+    rank.local = (*rank.local, rank.local[0])
+
+
+def _forget_causality(rank: RankPlan) -> None:
+    rank.local = tuple(tile._replace(is_causal=False) for tile in rank.local)
+
+
+def _send_nothing(rank: RankPlan) -> None:
+    rank._steps[1] = rank.step(1)._replace(send=None)
+
+
+def _read_wrong_slot(rank: RankPlan) -> None:
+    step = rank.step(1)
+    keys = step.tiles[0].keys
+    tile = step.tiles[0]._replace(keys=keys._replace(start=keys.start + 1))
+    rank._steps[1] = step._replace(tiles=(tile, *step.tiles[1:]))
+
+
+def _send_a_row_nobody_needs(rank: RankPlan) -> None:
+    step = rank.step(1)
+    rank._steps[1] = step._replace(tiles=step.tiles[1:])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _drop_local_tile,
+        _double_local_tile,
+        _forget_causality,
+        _send_nothing,
+        _read_wrong_slot,
+        _send_a_row_nobody_needs,
+    ],
+)
+def test_the_checker_finds_a_broken_plan(change):
+    check_plan(_plan())
+    with pytest.raises((PlanError, IndexError)):
+        check_plan(_broken(_plan(), change))
+
+
+def test_segments_inside_one_rank_cost_no_communication():
+    layout = SequenceLayout.contiguous(64, 4)
+    plan = plan_attention(DilatedPattern([4, 8, 16], [1, 2, 4]), layout, is_causal=False)
+    for rank in range(4):
+        assert plan.rank(rank).total_received_rows == plan.rank(rank).total_sent_rows == 0
+        assert all(step.send is None for step in plan.rank(rank).steps())
+
+
+def test_a_row_that_two_branches_need_is_sent_once():
+    layout = SequenceLayout.contiguous(32, 2)
+    plan = plan_attention(DilatedPattern([None, None], [2, 4]), layout, is_causal=False)
+    message = plan.rank(0).step(1).receive
+    assert message is not None
+    assert (message.rows, message.slots) == (8, 12)
+
+
+def test_plan_size_does_not_grow_with_the_number_of_segments():
+    sizes = [
+        len(plan_attention(DilatedPattern(*LONGNET), layout, is_causal=True, num_heads=12).rank(1).local)
+        for layout in (SequenceLayout.contiguous(2**k, 4) for k in (20, 30))
+    ]
+    assert sizes[0] == sizes[1]
+
+
+@pytest.mark.parametrize("make", [SequenceLayout.contiguous, SequenceLayout.zigzag])
+@pytest.mark.parametrize("rate", [1, 2**15])
+def test_a_plan_of_a_billion_tokens_on_4096_ranks_takes_under_100_ms(make, rate):
+    lengths, rates = LONGNET
+    pattern = DilatedPattern([*lengths, None], [*rates, rate])
+    layout = make(2**30, 4096)
+    took = []
+    for _ in range(3):  # the best of three: the machine may be busy with something else
+        start = time.perf_counter()
+        rank = plan_attention(pattern, layout, is_causal=True, num_heads=12).rank(2047)
+        assert rank.total_received_rows > 0
+        took.append(time.perf_counter() - start)
+    assert min(took) < 0.1
+
+
+def test_zigzag_balances_causal_work():
+    size = TensorSize(batch=1, head_dim=4, element_size=4)
+    imbalance = {}
+    for make in (SequenceLayout.zigzag, SequenceLayout.contiguous):
+        plan = plan_attention(DilatedPattern.dense(), make(1024, 4), is_causal=True)
+        work = [flops(plan.rank(rank), size) for rank in range(4)]
+        assert sum(work) == 4 * 4 * 1024 * 1025 // 2
+        imbalance[make.__name__] = max(work) / (sum(work) / 4)
+    assert imbalance["zigzag"] < 1.01
+    assert imbalance["contiguous"] > 1.7
+
+
+def test_costs_in_bytes():
+    plan = plan_attention(
+        DilatedPattern([None], [4]), SequenceLayout.contiguous(64, 2), is_causal=False, num_heads=4
+    )
+    size = TensorSize(batch=2, head_dim=8, element_size=2)
+    rank = plan.rank(0)
+    rows = 8 * 4
+    assert traffic(rank, size).forward_sent == 2 * 2 * rows * 8 * 2
+    assert traffic(rank, size).backward_sent == 2 * 2 * rows * 8 * (2 + 4)
+    held = memory(rank, size)
+    assert held.query == held.key == held.value == held.out == 2 * 32 * 4 * 8 * 2
+    assert held.lse == 2 * 32 * 4 * 4
+    assert held.buffers == traffic(rank, size).forward_received
+    assert held.total == 4 * held.query + held.lse + held.buffers
+
+
+def test_ring_buffers_are_two_messages():
+    plan = plan_attention(DilatedPattern.dense(), SequenceLayout.contiguous(70, 7), is_causal=False)
+    size = TensorSize(batch=1, head_dim=1, element_size=4)
+    assert memory(plan.rank(3), size, gathers=False).buffers == 2 * 10 * 2 * 4
+    assert memory(plan.rank(3), size, gathers=True).buffers == 6 * 10 * 2 * 4
+
+
+def test_auto_gathers_little_and_rings_much():
+    layout = SequenceLayout.contiguous(4096, 4)
+    assert not plan_attention(DilatedPattern.dense(), layout, is_causal=False).gathers
+    assert plan_attention(DilatedPattern([64, None], [1, 16]), layout, is_causal=False).gathers
+
+
+def test_a_plan_prints_as_a_table():
+    text = str(_plan())
+    assert "(5, 2) (document, 3) over 29 positions on 3 ranks" in text
+    assert len(text.splitlines()) == 5
+    assert "and 4080 more ranks" in str(
+        plan_attention(DilatedPattern([4], [1]), SequenceLayout.contiguous(8192, 4096), is_causal=True)
+    )
+
+
+def test_plans_are_values():
+    assert _plan() == _plan()
+    assert hash(_plan()) == hash(_plan())
+    assert _plan() != _plan(is_causal=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"num_heads": 6, "num_kv_heads": 4}, ValueError, "multiple of kv_heads; got 6 and 4"),
+        ({"num_heads": 0}, ValueError, "num_heads must be >= 1"),
+        ({"documents": [0, 4, 4, 8]}, ValueError, "documents must rise from 0"),
+        ({"documents": [0, 4]}, ValueError, "documents must rise from 0"),
+        ({"pattern": [4]}, TypeError, "pattern must be a DilatedPattern"),
+        ({"layout": 8}, TypeError, "layout must be a SequenceLayout"),
+    ],
+)
+def test_bad_arguments_are_refused(changes, error, message):
+    arguments = {
+        "pattern": DilatedPattern.dense(),
+        "layout": SequenceLayout.contiguous(8, 2),
+        "is_causal": False,
+        **changes,
+    }
+    with pytest.raises(error, match=message):
+        plan_attention(arguments.pop("pattern"), arguments.pop("layout"), **arguments)
+    with pytest.raises(ValueError, match=r"rank must lie in \[0, 3\), got 3"):
+        _plan().rank(3)

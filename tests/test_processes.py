@@ -1,0 +1,46 @@
+"""The fixed sweep over real processes and gloo: what `rda verify` runs."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention
+from ring_dilated_attention.reference import reference_attention
+from ring_dilated_attention.testing import relative_error, run_ranks
+from ring_dilated_attention.verify import combine, run_cases, sweep
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 7])
+def test_sweep(world_size):
+    cases = list(sweep(world_size))
+    outcomes = combine(run_ranks(run_cases, world_size, cases))
+    failed = [
+        (case, outcome)
+        for case, outcome in zip(cases, outcomes, strict=True)
+        if not outcome.passes(case.dtype)
+    ]
+    assert not failed
+    assert (sum(outcome.sent_bytes for outcome in outcomes) > 0) == (world_size > 1)
+
+
+def _groups(rank, world_size):
+    """Ranks {0, 2} share one sequence, {1, 3} another: by new_group, then by a row of a mesh."""
+    pattern = DilatedPattern([6, None], [1, 3])
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sequence", "data"))
+    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    torch.manual_seed(rank % 2)
+    whole = torch.randn(3, 1, 17, 3, 8, dtype=torch.float64)
+    layout = SequenceLayout.zigzag(17, 2)
+    errors = []
+    for group in (pairs[rank % 2], mesh["sequence"]):
+        shards = [layout.shard(x, rank // 2, 1).clone().requires_grad_() for x in whole]
+        out = dilated_attention(*shards, pattern, group=group, layout=layout, is_causal=True)
+        want, _ = reference_attention(*whole, pattern, is_causal=True)
+        errors.append(relative_error(out.detach(), layout.shard(want, rank // 2, 1)))
+        out.sum().backward()
+    return errors
+
+
+def test_subgroups_and_meshes():
+    assert all(error < 1e-12 for errors in run_ranks(_groups, 4) for error in errors)

@@ -1,0 +1,75 @@
+"""The oracle itself, against loops that spell out the definition with Python's own arithmetic."""
+
+import math
+
+import pytest
+import torch
+
+from ring_dilated_attention import DilatedPattern
+from ring_dilated_attention.reference import reference_attention, visible_counts
+
+
+def loops(query, key, value, pattern, is_causal, documents):
+    batch, length, heads, head_dim = query.shape
+    kv_heads = key.shape[2]
+    out = torch.zeros_like(query)
+    lse = torch.full((batch, heads, length), -math.inf, dtype=query.dtype)
+    for head in range(heads):
+        kv_head = head // (heads // kv_heads)
+        visible: list[list[int]] = [[] for _ in range(length)]
+        for branch, (w, r) in enumerate(pattern.branches):
+            offset = dict(pattern.heads(branch, kv_heads)).get(kv_head)
+            for low, high in zip(documents, documents[1:], strict=False):
+                for start in range(low, high, w or high - low):
+                    stop = min(start + (w or high - low), high)
+                    cell = [] if offset is None else range(start + offset, stop, r)
+                    for q in cell:
+                        visible[q] += [k for k in cell if k <= q or not is_causal]
+        for b in range(batch):
+            for q, keys in enumerate(visible):
+                if keys:
+                    scores = [
+                        float(query[b, q, head] @ key[b, k, kv_head]) / head_dim**0.5 for k in keys
+                    ]
+                    total = sum(map(math.exp, scores))
+                    lse[b, head, q] = math.log(total)
+                    for k, s in zip(keys, scores, strict=True):
+                        out[b, q, head] += math.exp(s) / total * value[b, k, kv_head]
+    return out, lse
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        DilatedPattern([4, 8, None], [1, 2, 3]),
+        DilatedPattern([5, 3], [2, 7], head_offsets="blocked"),
+        DilatedPattern([4, None], [1, 2], head_branches="split"),
+        DilatedPattern([6, 6], [2, 2]),
+    ],
+)
+def test_reference_is_the_definition(pattern, is_causal):
+    torch.manual_seed(0)
+    query = torch.randn(2, 13, 4, 3, dtype=torch.float64)
+    key, value = torch.randn(2, 2, 13, 2, 3, dtype=torch.float64)
+    for documents in ([0, 13], [0, 5, 6, 13]):
+        out, lse = reference_attention(
+            query, key, value, pattern, is_causal=is_causal, documents=documents
+        )
+        want_out, want_lse = loops(query, key, value, pattern, is_causal, documents)
+        torch.testing.assert_close(out, want_out)
+        torch.testing.assert_close(lse, want_lse)
+
+
+def test_a_key_shown_by_two_branches_counts_twice():
+    counts = visible_counts(DilatedPattern([4, 8], [1, 2]), 8, 1)
+    assert counts[0, 0].tolist() == [2, 1, 2, 1, 1, 0, 1, 0]
+
+
+def test_gradients_are_finite_where_nothing_is_visible():
+    query, key, value = torch.randn(3, 1, 6, 2, 4, dtype=torch.float64).requires_grad_().unbind(0)
+    out, lse = reference_attention(query, key, value, DilatedPattern([3], [2]))
+    assert torch.isneginf(lse[0, 0, 1])
+    assert (out[0, 1, 0] == 0).all()
+    gradients = torch.autograd.grad(out.sum() + out.square().sum(), (query, key, value))
+    assert all(torch.isfinite(g).all() for g in gradients)

@@ -1,0 +1,60 @@
+import pytest
+import torch
+
+from ring_dilated_attention.testing import relative_error
+from ring_dilated_attention.tiles import BACKENDS, eager, select_backend
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("head_dim", [1, 5, 16, 80, 256])
+@pytest.mark.parametrize("rows", [1, 2, 33])
+def test_fused_tiles_on_overlapping_views_equal_eager(rows, head_dim, is_causal):
+    """Backward is given an out and lse merged with other keys', as the ring does."""
+    torch.manual_seed(0)
+    backend = select_backend("cpu_flash", CPU, torch.float64, head_dim)
+    n, heads = 2 * rows + 3, 3
+    q, k, v, dout, other = torch.randn(5, 1, n, heads, head_dim, dtype=torch.float64)
+    # Heads at their own offsets, every second row: strides overlap.
+    q, k, v, dout = (
+        x.as_strided(
+            (1, heads, rows, head_dim), (0, heads * head_dim + head_dim, 2 * heads * head_dim, 1)
+        )
+        for x in (q, k, v, dout)
+    )
+    options = {"is_causal": is_causal, "scale": 0.3}
+    out, lse = eager.forward(q, k, v, **options)
+    got_out, got_lse = backend.forward(q, k, v, **options)
+    assert relative_error(got_out, out) < 1e-12
+    assert relative_error(got_lse, lse) < 1e-12
+    merged = 0.75 * out + 0.25 * other[:, :rows].transpose(1, 2)
+    lse = lse - torch.tensor(0.75).log()
+    delta = (merged * dout).sum(-1)
+    want = eager.backward(dout, q, k, v, merged, lse, delta, **options)
+    strided_lse = torch.stack([lse, lse], -1)[..., 0]
+    got = backend.backward(dout, q, k, v, merged, strided_lse, delta, **options)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_auto_prefers_a_fused_kernel():
+    assert select_backend("auto", CPU, torch.float32, 64).name == "cpu_flash"
+    assert select_backend("sdpa", CPU, torch.bfloat16, 64).name == "cpu_flash"
+
+
+def test_a_named_backend_is_used_or_refused():
+    assert select_backend("eager", CPU, torch.float32, 64).name == "eager"
+    with pytest.raises(ValueError, match="cudnn: it runs on cuda, the inputs are on cpu"):
+        select_backend("cudnn", CPU, torch.float32, 64)
+    cuda = torch.device("cuda")
+    with pytest.raises(ValueError, match="multiple of 8 up to 256, not 12"):
+        select_backend("flash", cuda, torch.bfloat16, 12)
+    with pytest.raises(ValueError, match="it takes float16, bfloat16, the inputs are float64"):
+        select_backend("cudnn", cuda, torch.float64, 64)
+    with pytest.raises(ValueError, match=r"cpu_flash.*cudnn.*flash.*efficient"):
+        select_backend("sdpa", cuda, torch.float64, 64)
+    assert select_backend("auto", cuda, torch.float64, 64).name == "eager"
+    with pytest.raises(ValueError, match="backend must be one of 'auto', 'sdpa'"):
+        select_backend("fast", CPU, torch.float32, 64)
+    assert BACKENDS[0] == "auto"

@@ -1,5 +1,7 @@
 """Hypothesis strategies for patterns, layouts and whole cases."""
 
+import itertools
+
 import torch
 from hypothesis import strategies as st
 
@@ -21,7 +23,7 @@ def patterns(draw: st.DrawFn) -> DilatedPattern:
             [{}, {"head_offsets": "blocked"}, {"head_branches": "split"}],
         )
     )
-    return DilatedPattern(*map(list, zip(*branches, strict=True)), **options)
+    return DilatedPattern([w for w, _ in branches], [r for _, r in branches], **options)
 
 
 @st.composite
@@ -36,7 +38,7 @@ def layouts(draw: st.DrawFn, max_length: int = 60) -> SequenceLayout:
     cuts = draw(st.lists(st.integers(0, length), max_size=3 * world_size))
     bounds = [0, *sorted(cuts), length]
     ranges: list[list[tuple[int, int]]] = [[] for _ in range(world_size)]
-    for chunk in draw(st.permutations(list(zip(bounds, bounds[1:], strict=False)))):
+    for chunk in draw(st.permutations(list(itertools.pairwise(bounds)))):
         ranges[draw(st.integers(0, world_size - 1))].append(chunk)
     return SequenceLayout(ranges)
 

@@ -27,7 +27,8 @@ def sharded(layout, pattern, tensors, dout, **options):
     def rank(ends: LoopbackExchange) -> list[torch.Tensor]:
         leaves = [layout.shard(x, ends.rank, 1).clone().requires_grad_() for x in tensors]
         group = ends if layout.world_size > 1 else None
-        out = dilated_attention(*leaves, pattern, group=group, layout=layout, **options)
+        query, key, value = leaves
+        out = dilated_attention(query, key, value, pattern, group=group, layout=layout, **options)
         gradients = torch.autograd.grad(out, leaves, layout.shard(dout, ends.rank, 1))
         return [out.detach(), *gradients]
 
@@ -55,10 +56,11 @@ def test_huge_logits_give_no_nan(dtype, is_causal):
     signs = torch.where(torch.rand(2, 1, 30, 3, 1) < 0.5, -1.0, 1.0)
     query, key = (100 * signs * torch.ones_like(query) / 8**0.5).to(dtype).unbind(0)
     tensors = [query, key, value.to(dtype)]  # logits are +-1e4
-    out, *gradients = sharded(layout, pattern, tensors, dout.to(dtype), is_causal=is_causal, scale=1.0)
-    want, _ = reference_attention(
-        *(x.double() for x in tensors), pattern, is_causal=is_causal, scale=1.0
+    out, *gradients = sharded(
+        layout, pattern, tensors, dout.to(dtype), is_causal=is_causal, scale=1.0
     )
+    query, key, value = (x.double() for x in tensors)
+    want, _ = reference_attention(query, key, value, pattern, is_causal=is_causal, scale=1.0)
     assert relative_error(out, want) < {torch.float64: 1e-9, torch.float32: 2e-3}.get(dtype, 1e-2)
     assert all(torch.isfinite(g).all() for g in gradients)
 
@@ -86,7 +88,7 @@ def test_half_precision_errs_as_one_plain_sdpa_call(pattern, dtype, is_causal, w
     query, key, value, dout = torch.randn(4, 1, length, heads, head_dim).to(dtype)
 
     exact = [x.double().requires_grad_() for x in (query, key, value)]
-    out, _ = reference_attention(*exact, pattern, is_causal=is_causal)
+    out, _ = reference_attention(exact[0], exact[1], exact[2], pattern, is_causal=is_causal)
     want = [out.detach(), *torch.autograd.grad(out, exact, dout.double())]
 
     # One call over the same multiset of keys: each branch's keys, masked to what it shows.
@@ -121,7 +123,7 @@ def test_strides_of_the_inputs_do_not_matter():
 
     def rank(ends: LoopbackExchange) -> list[torch.Tensor]:
         leaves = [layout.shard(x, ends.rank, 1).detach().requires_grad_() for x in whole]
-        out = dilated_attention(*leaves, pattern, group=ends, layout=layout)
+        out = dilated_attention(leaves[0], leaves[1], leaves[2], pattern, group=ends, layout=layout)
         return [out.detach(), *torch.autograd.grad(out.sum(), leaves)]
 
     got = [layout.unshard(x, 1) for x in zip(*run_loopback(3, rank), strict=True)]
@@ -134,7 +136,7 @@ def test_one_process_needs_no_group():
     query, key, value = torch.randn(3, 1, 10, 2, 8)
     out = dilated_attention(query, key, value, DilatedPattern.dense(), is_causal=True)
     want = F.scaled_dot_product_attention(
-        *(x.transpose(1, 2) for x in (query, key, value)), is_causal=True
+        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), is_causal=True
     ).transpose(1, 2)
     torch.testing.assert_close(out, want)
 
@@ -174,7 +176,9 @@ def test_autocast_casts_as_for_sdpa():
     query, key, value = torch.randn(3, 1, 12, 2, 8)
     with torch.autocast("cpu", torch.bfloat16):
         out = dilated_attention(query, key.bfloat16(), value, DilatedPattern([4], [1]))
-        exact = dilated_attention(query.double(), key.double(), value.double(), DilatedPattern([4], [1]))
+        exact = dilated_attention(
+            query.double(), key.double(), value.double(), DilatedPattern([4], [1])
+        )
         eager = dilated_attention(query, key, value, DilatedPattern([4], [1]), backend="eager")
     assert out.dtype == eager.dtype == torch.bfloat16
     assert exact.dtype == torch.float64

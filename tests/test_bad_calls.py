@@ -31,7 +31,11 @@ def call(group=None, **changes):
         ({"query": [1.0]}, TypeError, "query must be a tensor, got [1.0]"),
         ({"query": torch.randn(6, 4, 8)}, ValueError, "query must have 4 dimensions"),
         ({"query": torch.ones(1, 6, 4, 8, dtype=torch.int64)}, TypeError, "got torch.int64"),
-        ({"key": torch.randn(1, 6, 4, 8).double()}, ValueError, "one dtype; got query torch.float32"),
+        (
+            {"key": torch.randn(1, 6, 4, 8).double()},
+            ValueError,
+            "one dtype; got query torch.float32",
+        ),
         ({"key": torch.empty(1, 6, 4, 8, device="meta")}, ValueError, "one device; got query cpu"),
         ({"value": torch.randn(1, 6, 2, 8)}, ValueError, "key and value must have the same shape"),
         ({"query": torch.randn(2, 6, 4, 8)}, ValueError, "the same batch size"),

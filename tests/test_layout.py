@@ -63,7 +63,7 @@ def test_bad_sizes_are_refused():
         with pytest.raises(ValueError, match="world_size must be >= 1, got 0"):
             make(4, 0)
         with pytest.raises(TypeError, match="length must be an int"):
-            make(4.0, 2)
+            make(4.0, 2)  # type: ignore[arg-type]
 
 
 def test_shard_checks_the_length():

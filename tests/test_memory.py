@@ -1,7 +1,6 @@
 """No rank ever holds a tensor of global length, and the ring holds two remote shards at most."""
 
 import weakref
-from typing import Any
 
 import pytest
 import torch
@@ -35,10 +34,17 @@ def run(function, pattern, exchange, is_causal=True):
 
     def rank(ends):
         query, key, value = torch.randn(3, 1, LENGTH // WORLD_SIZE, 4, 16).unbind(0)
-        leaves = [x.clone().requires_grad_() for x in (query, key, value)]
+        query, key, value = (x.clone().requires_grad_() for x in (query, key, value))
         with function(ends) as watch:
             out = dilated_attention(
-                *leaves, pattern, is_causal=is_causal, group=ends, layout=layout, exchange=exchange
+                query,
+                key,
+                value,
+                pattern,
+                is_causal=is_causal,
+                group=ends,
+                layout=layout,
+                exchange=exchange,
             )
             out.sum().backward()
         return watch
@@ -67,7 +73,7 @@ class Held:
         self.start, self.ends.start = self.ends.start, self.watch
         return self
 
-    def __exit__(self, *_: Any):
+    def __exit__(self, *_: object):
         self.ends.start = self.start
 
     def watch(self, send, receive):
@@ -82,9 +88,9 @@ class Held:
 
 def test_ring_holds_two_remote_shards_at_most():
     pattern = DilatedPattern.dense()
-    rank = plan_attention(
-        pattern, SequenceLayout.zigzag(LENGTH, WORLD_SIZE), is_causal=False
-    ).rank(0)
+    rank = plan_attention(pattern, SequenceLayout.zigzag(LENGTH, WORLD_SIZE), is_causal=False).rank(
+        0
+    )
     assert sum(step.receive is not None for step in rank.steps()) == WORLD_SIZE - 1
     for exchange, forward_most in (("ring", 2), ("gather", WORLD_SIZE - 1)):
 

@@ -10,8 +10,9 @@ def softmax(scores, values):
 
 def test_merging_parts_is_the_softmax_of_the_whole():
     torch.manual_seed(0)
-    scores, values = torch.randn(2, 5, 12, dtype=torch.float64) * 30, torch.randn(
-        2, 12, 3, dtype=torch.float64
+    scores, values = (
+        torch.randn(2, 5, 12, dtype=torch.float64) * 30,
+        torch.randn(2, 12, 3, dtype=torch.float64),
     )
     out = torch.zeros(2, 5, 3, dtype=torch.float64)
     lse = torch.full((2, 5), -torch.inf, dtype=torch.float64)

@@ -34,9 +34,11 @@ def _groups(rank, world_size):
     layout = SequenceLayout.zigzag(17, 2)
     errors = []
     for group in (pairs[rank % 2], mesh["sequence"]):
-        shards = [layout.shard(x, rank // 2, 1).clone().requires_grad_() for x in whole]
-        out = dilated_attention(*shards, pattern, group=group, layout=layout, is_causal=True)
-        want, _ = reference_attention(*whole, pattern, is_causal=True)
+        query, key, value = (layout.shard(x, rank // 2, 1).clone().requires_grad_() for x in whole)
+        out = dilated_attention(
+            query, key, value, pattern, group=group, layout=layout, is_causal=True
+        )
+        want, _ = reference_attention(whole[0], whole[1], whole[2], pattern, is_causal=True)
         errors.append(relative_error(out.detach(), layout.shard(want, rank // 2, 1)))
         out.sum().backward()
     return errors

@@ -1,5 +1,6 @@
 """The oracle itself, against loops that spell out the definition with Python's own arithmetic."""
 
+import itertools
 import math
 
 import pytest
@@ -19,7 +20,7 @@ def loops(query, key, value, pattern, is_causal, documents):
         visible: list[list[int]] = [[] for _ in range(length)]
         for branch, (w, r) in enumerate(pattern.branches):
             offset = dict(pattern.heads(branch, kv_heads)).get(kv_head)
-            for low, high in zip(documents, documents[1:], strict=False):
+            for low, high in itertools.pairwise(documents):
                 for start in range(low, high, w or high - low):
                     stop = min(start + (w or high - low), high)
                     cell = [] if offset is None else range(start + offset, stop, r)

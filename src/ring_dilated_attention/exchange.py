@@ -10,7 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -70,12 +70,17 @@ def resolve_exchange(group: Group) -> Exchange:
         return _SoloExchange()
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
-            raise ValueError(f"group must be a 1-D DeviceMesh; got {group.ndim} dimensions: {group}")
+            raise ValueError(
+                f"group must be a 1-D DeviceMesh; got {group.ndim} dimensions: {group}"
+            )
         if group.get_coordinate() is None:
             raise ValueError(f"rank {dist.get_rank()} is not a member of the DeviceMesh {group}")
         return ProcessGroupExchange(group.get_group())
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(f"rank {dist.get_rank()} is not a member of the process group it was given")
+    # What `new_group` returns on ranks outside of the group is no ProcessGroup at all.
+    if group is cast(object, dist.GroupMember.NON_GROUP_MEMBER):
+        raise ValueError(
+            f"rank {dist.get_rank()} is not a member of the process group it was given"
+        )
     if isinstance(group, dist.ProcessGroup):
         return ProcessGroupExchange(group)
     if all(hasattr(group, name) for name in ("rank", "world_size", "start", "maximum", "share")):
@@ -192,7 +197,6 @@ class _LoopbackWorld:
                 if not letter.done():
                     letter.set_exception(LoopbackError("another rank failed"))
 
-
     def discard(self, sender: int, receiver: int, number: int) -> None:
         """Forget a transfer that has been received."""
         with self._lock:
@@ -207,7 +211,9 @@ class _Nothing:
 
 
 class _LoopbackReceipt:
-    def __init__(self, world: _LoopbackWorld, key: tuple[int, int, int], into: torch.Tensor) -> None:
+    def __init__(
+        self, world: _LoopbackWorld, key: tuple[int, int, int], into: torch.Tensor
+    ) -> None:
         self._world, self._key, self._into = world, key, into
         self._letter = world.letter(*key)
 

@@ -109,7 +109,17 @@ def dilated_attention(
     request, failure = None, None
     try:
         request = _validate(
-            query, key, value, pattern, is_causal, scale, ends, layout, exchange, backend, return_lse
+            query,
+            key,
+            value,
+            pattern,
+            is_causal,
+            scale,
+            ends,
+            layout,
+            exchange,
+            backend,
+            return_lse,
         )
     except (TypeError, ValueError) as error:
         failure = error
@@ -125,7 +135,7 @@ def dilated_attention(
         ends.world_size - 1 if gathers else 1,
     )
     with torch.autocast(query.device.type, enabled=False):
-        out, lse = RingDilatedAttention.apply(query, key, value, call)
+        out, lse = RingDilatedAttention.apply(query, key, value, call)  # type: ignore[no-untyped-call]
     return (out, lse) if return_lse else out
 
 
@@ -274,9 +284,7 @@ def _validate_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
         raise ValueError(f"heads must be a multiple of kv_heads; got {shapes}")
 
 
-def _agree(
-    ends: Exchange, request: _Request | None, failure: Exception | None, query: Any
-) -> None:
+def _agree(ends: Exchange, request: _Request | None, failure: Exception | None, query: Any) -> None:
     """Raise on every rank if any rank refused its arguments or ranks differ in them.
 
     One small collective a call, whatever the arguments: a rank that skipped it because it had seen

@@ -6,10 +6,11 @@ Plain integers; torch is imported only inside the helpers that handle tensors.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from .pattern import check_positive_int
 
@@ -42,9 +43,7 @@ class SequenceLayout:
     """
 
     def __init__(self, ranges: Iterable[Iterable[Sequence[int]]]) -> None:
-        self.ranges = tuple(
-            _joined(rank, rank_ranges) for rank, rank_ranges in enumerate(ranges)
-        )
+        self.ranges = tuple(_joined(rank, rank_ranges) for rank, rank_ranges in enumerate(ranges))
         if not self.ranges:
             raise ValueError("a layout needs at least one rank; got an empty list of ranges")
         self._hash = hash(self.ranges)
@@ -165,10 +164,8 @@ class SequenceLayout:
             [shards[p.rank].narrow(dim, p.local, p.stop - p.start) for p in self.pieces], dim
         )
 
-    def __eq__(self, other: Any) -> bool:
-        return self is other or (
-            isinstance(other, SequenceLayout) and self.ranges == other.ranges
-        )
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, SequenceLayout) and self.ranges == other.ranges)
 
     def __hash__(self) -> int:
         return self._hash
@@ -182,14 +179,16 @@ class SequenceLayout:
 def _chunks(length: int, count: int) -> list[tuple[int, int]]:
     small, larger = divmod(check_positive_int("length", length), count)
     bounds = [i * small + min(i, larger) for i in range(count + 1)]
-    return list(zip(bounds, bounds[1:], strict=False))
+    return list(itertools.pairwise(bounds))
 
 
 def _joined(rank: int, ranges: Iterable[Sequence[int]]) -> tuple[tuple[int, int], ...]:
     joined: list[tuple[int, int]] = []
     for bounds in ranges:
         if len(bounds) != 2 or any(isinstance(b, bool) or not isinstance(b, int) for b in bounds):
-            raise TypeError(f"a range must be a (start, stop) pair of ints; rank {rank}: {bounds!r}")
+            raise TypeError(
+                f"a range must be a (start, stop) pair of ints; rank {rank}: {bounds!r}"
+            )
         start, stop = bounds
         if not 0 <= start <= stop:
             raise ValueError(f"a range needs 0 <= start <= stop; rank {rank}: {bounds!r}")

@@ -28,7 +28,7 @@ def index_message(message: Message, num_kv_heads: int, device: torch.device) -> 
     parts = []
     for run in message.runs:
         number = torch.arange(len(run.heads), device=device)[:, None]
-        row = torch.arange(run.rows.count, device=device)
+        row = torch.arange(run.rows.length, device=device)
         local = run.rows.start + number * run.rows.head_stride + row * run.rows.stride
         parts.append((local * num_kv_heads + (run.heads.start + number * run.heads.step)).flatten())
     slots = torch.cat(parts)

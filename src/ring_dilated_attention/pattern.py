@@ -22,7 +22,8 @@ class Branch(NamedTuple):
     dilation_rate: int
 
     def __str__(self) -> str:
-        return f"({'document' if self.segment_length is None else self.segment_length}, {self.dilation_rate})"
+        length = "document" if self.segment_length is None else self.segment_length
+        return f"({length}, {self.dilation_rate})"
 
 
 class HeadOffset(NamedTuple):
@@ -98,7 +99,7 @@ class DilatedPattern:
             ("segment_lengths", segment_lengths),
             ("dilation_rates", dilation_rates),
         ):
-            if isinstance(values, str) or not isinstance(values, Sequence):
+            if not isinstance(values, Sequence):
                 raise TypeError(f"{name} must be a list of ints, one per branch; got {values!r}")
         if len(segment_lengths) != len(dilation_rates) or not segment_lengths:
             raise ValueError(

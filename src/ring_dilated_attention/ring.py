@@ -43,7 +43,7 @@ class RingDilatedAttention(torch.autograd.Function):
     read K_i, V_i, those of step s read K_ij, V_ij with j = i - s (mod p).
 
     Forward, for s = 0 .. p-1:
-        start   receive K_ij, V_ij from j = i-s-1; send K_ki, V_ki to k = i+s+1    [P2P, input dtype]
+        start   receive K_ij, V_ij from j = i-s-1; send K_ki, V_ki to k = i+s+1   [P2P, input dtype]
         tile    O_t, L_t = softmax(scale Q_t K_t^T) V_t, and its lse
         merge   L_i = logaddexp(L_i, L_t); O_i = O_i e^(L_old-L_i) + O_t e^(L_t-L_i)    [float32]
     Saved: Q_i, K_i, V_i, O_i, L_i.
@@ -63,7 +63,7 @@ class RingDilatedAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]  # noqa: D102
+    def forward(  # noqa: D102
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: RingCall
     ) -> tuple[torch.Tensor, torch.Tensor]:
         query, key, value = (_unit_last_stride(x) for x in (query, key, value))
@@ -74,7 +74,7 @@ class RingDilatedAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    def backward(  # type: ignore[override]  # noqa: D102
+    def backward(  # noqa: D102
         ctx: Any, dout: torch.Tensor, dlse: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
         if torch.is_grad_enabled():

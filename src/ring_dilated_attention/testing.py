@@ -33,14 +33,19 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = 240
+    function: Callable[..., Any],
+    world_size: int,
+    *arguments: Any,
+    backend: str = "gloo",
+    timeout: float = 240,
 ) -> list[Any]:
-    """Call ``function(rank, world_size, *arguments)`` in one process per rank, over gloo.
+    """Call ``function(rank, world_size, *arguments)`` in one process per rank.
 
     Args:
         function: a function that can be pickled (defined at the top of a module).
         world_size: number of ranks; torch.distributed is initialised with them.
         arguments: passed on; anything that can be pickled.
+        backend: of torch.distributed: ``"gloo"``, or ``"nccl"`` with one GPU per rank.
         timeout: seconds after which all ranks are stopped and a `TimeoutError` raised.
 
     Returns:
@@ -56,7 +61,7 @@ def run_ranks(
         processes = [
             context.Process(
                 target=_rank_main,
-                args=(rank, world_size, store, results, function, arguments),
+                args=(rank, world_size, backend, store, results, function, arguments),
                 daemon=True,
             )
             for rank in range(world_size)
@@ -76,6 +81,7 @@ def run_ranks(
 def _rank_main(
     rank: int,
     world_size: int,
+    backend: str,
     store: str,
     results: Any,
     function: Callable[..., Any],
@@ -83,8 +89,10 @@ def _rank_main(
 ) -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
     try:
+        if backend == "nccl":
+            torch.cuda.set_device(rank)
         dist.init_process_group(
-            "gloo",
+            backend,
             store=dist.FileStore(store, world_size),
             rank=rank,
             world_size=world_size,

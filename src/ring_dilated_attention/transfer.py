@@ -122,7 +122,8 @@ class GradientReturn:
         send = receive = None
         self._rows: torch.Tensor | None = None
         if fetched.step.receive is not None:
-            assert dslots is not None and fetched.received is not None
+            assert dslots is not None
+            assert fetched.received is not None
             send = fetched.step.receive.sender, gather(dslots, fetched.received)
         if fetched.step.send is not None:
             shape = 2, dkey.shape[0], fetched.step.send.rows, dkey.shape[3]

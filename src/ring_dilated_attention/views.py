@@ -46,7 +46,7 @@ class Block(NamedTuple):
             (
                 len(self.batch) * len(self.segments),
                 len(self.tile.heads),
-                rows.count,
+                rows.length,
                 *tensor.shape[3:],
             ),
             (

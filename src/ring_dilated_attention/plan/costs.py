@@ -1,10 +1,10 @@
-"""What a plan costs a rank: bytes exchanged, bytes held, floating-point operations. Integers only."""
+"""What a plan costs a rank: bytes exchanged, bytes held, operations. Integers only."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .plan import RankPlan
+from .attention import RankPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class Memory:
 
 
 def traffic(rank: RankPlan, size: TensorSize) -> Traffic:
-    """Bytes that a rank exchanges: K and V of each needed row, and in backward its gradients too."""
+    """Bytes that a rank exchanges: K and V of each needed row; in backward its gradients too."""
     sent = size.key_value_bytes(rank.total_sent_rows)
     received = size.key_value_bytes(rank.total_received_rows)
     gradients = size.accumulate_size

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from .plan import AttentionPlan, Message, Rows, Step, Tile
+from .attention import AttentionPlan, Step
+from .tiling import Message, Rows, Tile
 
 
 class PlanError(AssertionError):
@@ -102,10 +103,14 @@ def _slot_positions(message: Message, sender_positions: list[int]) -> list[tuple
 
 def _expand(rows: Rows, heads: int, segment: int = 0) -> list[range]:
     start = rows.start + segment * rows.segment_stride
-    return [
-        range(first, first + rows.count * rows.stride, rows.stride)
-        for first in range(start, start + heads * rows.head_stride, rows.head_stride)
-    ] if rows.head_stride else [range(start, start + rows.count * rows.stride, rows.stride)] * heads
+    return (
+        [
+            range(first, first + rows.length * rows.stride, rows.stride)
+            for first in range(start, start + heads * rows.head_stride, rows.head_stride)
+        ]
+        if rows.head_stride
+        else [range(start, start + rows.length * rows.stride, rows.stride)] * heads
+    )
 
 
 def _quadruples(

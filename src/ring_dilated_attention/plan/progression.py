@@ -52,7 +52,9 @@ def _maximal(progressions: list[range]) -> list[range]:
     kept: list[range] = []
     for p in sorted(progressions, key=len, reverse=True):
         if not any(
-            p.step % q.step == 0 and (p[0] - q.start) % q.step == 0 and q[0] <= p[0] <= p[-1] <= q[-1]
+            p.step % q.step == 0
+            and (p[0] - q.start) % q.step == 0
+            and q[0] <= p[0] <= p[-1] <= q[-1]
             for q in kept
         ):
             kept.append(p)

@@ -1,0 +1,314 @@
+"""Dilated attention as modules: without projections, and in the style of nn.MultiheadAttention."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from ..functional import EXCHANGES, dilated_attention
+from ..pattern import DilatedPattern, check_choice, check_positive_int
+from ..tiles import BACKENDS
+
+if TYPE_CHECKING:
+    from ..exchange import Group
+    from ..layout import SequenceLayout
+
+
+class DilatedAttention(nn.Module):
+    """`dilated_attention` with its options fixed: no parameters, no projections.
+
+    Args:
+        pattern: which keys each head sees.
+        is_causal: whether a query sees only keys at its own position and before.
+        scale: factor on the logits; None means ``head_dim ** -0.5``.
+        group: the ranks that share each sequence: a ProcessGroup, a 1-D DeviceMesh, or None for
+            one process.
+        layout: which positions each rank holds; None means contiguous equal shards.
+        exchange: how remote rows travel; see `dilated_attention`.
+        backend: which kernels compute; see `dilated_attention`.
+
+    Raises:
+        TypeError: `pattern` is not a `DilatedPattern`.
+        ValueError: `exchange` or `backend` has an unknown value.
+    """
+
+    def __init__(
+        self,
+        pattern: DilatedPattern,
+        *,
+        is_causal: bool = False,
+        scale: float | None = None,
+        group: Group = None,
+        layout: SequenceLayout | None = None,
+        exchange: str = "auto",
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        if not isinstance(pattern, DilatedPattern):
+            raise TypeError(f"pattern must be a DilatedPattern; got {pattern!r}")
+        check_choice("exchange", exchange, EXCHANGES)
+        check_choice("backend", backend, BACKENDS)
+        self.pattern = pattern
+        self.is_causal = is_causal
+        self.scale = scale
+        self.group = group
+        self.layout = layout
+        self.exchange = exchange
+        self.backend = backend
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attend.
+
+        Args:
+            query: shape (batch, local_sequence, heads, head_dim).
+            key: shape (batch, local_sequence, kv_heads, head_dim); kv_heads divides heads.
+            value: the shape of `key`.
+
+        Returns:
+            The shape and dtype of `query`.
+
+        Raises:
+            TypeError: see `dilated_attention`.
+            ValueError: see `dilated_attention`.
+        """
+        return dilated_attention(
+            query,
+            key,
+            value,
+            self.pattern,
+            is_causal=self.is_causal,
+            scale=self.scale,
+            group=self.group,
+            layout=self.layout,
+            exchange=self.exchange,
+            backend=self.backend,
+        )
+
+    def extra_repr(self) -> str:
+        """What `repr` shows of the arguments."""
+        return f"{self.pattern}, is_causal={self.is_causal}"
+
+
+class MultiheadDilatedAttention(nn.Module):
+    """Multi-head dilated attention with projections, in the style of `nn.MultiheadAttention`.
+
+    Differs from it: batch first always; a pattern in place of masks; the sequence may be sharded
+    over the ranks of a group; masks and attention weights are refused, never ignored.
+
+    Weights start as in MAGNETO (Wang et al. 2022, arXiv 2210.06423): Xavier-normal, with gain
+    `gamma_init` for the value and output projections, biases 0. Its sub-LN, a LayerNorm on the
+    concatenated heads in front of the output projection, is `layer_norm=True`; MAGNETO's gain for a
+    decoder of N layers is ``sqrt(log(2 N))``.
+
+    Args:
+        embed_dim: width of query, key, value and output.
+        num_heads: query heads; divides `embed_dim`.
+        segment_lengths: one per branch, in positions; None means the whole document.
+        dilation_rates: one per branch, in positions.
+        head_offsets: see `DilatedPattern`.
+        head_branches: see `DilatedPattern`.
+        num_kv_heads: key and value heads, a divisor of `num_heads`; None means `num_heads`.
+        bias: whether the four projections have a bias.
+        layer_norm: whether to normalise the concatenated heads (MAGNETO's sub-LN).
+        layer_norm_eps: its epsilon.
+        gamma_init: MAGNETO's gain at initialisation.
+        scale: factor on the logits; None means ``head_dim ** -0.5``.
+        exchange: how remote rows travel; see `dilated_attention`.
+        backend: which kernels compute; see `dilated_attention`.
+        device: where to make the parameters.
+        dtype: of the parameters.
+
+    Raises:
+        TypeError: a size, length or rate is not an int.
+        ValueError: a size, length or rate is below 1 or does not divide what it must, an option has
+            an unknown value, or an epsilon, gain or scale is not a positive finite number.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        segment_lengths: Sequence[int | None],
+        dilation_rates: Sequence[int],
+        head_offsets: str = "interleaved",
+        head_branches: str = "all",
+        num_kv_heads: int | None = None,
+        bias: bool = True,
+        layer_norm: bool = False,
+        layer_norm_eps: float = 1e-5,
+        gamma_init: float = 1.0,
+        scale: float | None = None,
+        exchange: str = "auto",
+        backend: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.pattern = DilatedPattern(
+            segment_lengths,
+            dilation_rates,
+            head_offsets=head_offsets,
+            head_branches=head_branches,
+        )
+        self.embed_dim, self.num_heads, self.num_kv_heads, self.head_dim = check_head_sizes(
+            embed_dim, num_heads, num_kv_heads
+        )
+        self.gamma_init = check_positive_float("gamma_init", gamma_init)
+        self.scale = None if scale is None else check_positive_float("scale", scale)
+        check_choice("exchange", exchange, EXCHANGES)
+        check_choice("backend", backend, BACKENDS)
+        self.exchange = exchange
+        self.backend = backend
+        kv_dim = self.num_kv_heads * self.head_dim
+        self.q_proj = nn.Linear(embed_dim, embed_dim, bias, device=device, dtype=dtype)
+        self.k_proj = nn.Linear(embed_dim, kv_dim, bias, device=device, dtype=dtype)
+        self.v_proj = nn.Linear(embed_dim, kv_dim, bias, device=device, dtype=dtype)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias, device=device, dtype=dtype)
+        self.norm = (
+            nn.LayerNorm(
+                embed_dim,
+                eps=check_positive_float("layer_norm_eps", layer_norm_eps),
+                device=device,
+                dtype=dtype,
+            )
+            if layer_norm
+            else None
+        )
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the initial weights of MAGNETO (arXiv 2210.06423, section 2.3)."""
+        for linear, gain in (
+            (self.q_proj, 1.0),
+            (self.k_proj, 1.0),
+            (self.v_proj, self.gamma_init),
+            (self.out_proj, self.gamma_init),
+        ):
+            nn.init.xavier_normal_(linear.weight, gain=gain)
+            if linear.bias is not None:
+                nn.init.zeros_(linear.bias)
+        if self.norm is not None:
+            self.norm.reset_parameters()
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        is_causal: bool = False,
+        need_weights: bool = False,
+        attn_mask: None = None,
+        key_padding_mask: None = None,
+        rope: Callable[[Tensor], Tensor] | None = None,
+        group: Group = None,
+        layout: SequenceLayout | None = None,
+    ) -> tuple[Tensor, None]:
+        """Project, attend, project back.
+
+        Args:
+            query: shape (batch, local_sequence, embed_dim).
+            key: shape (batch, local_sequence, embed_dim).
+            value: shape (batch, local_sequence, embed_dim).
+            is_causal: whether a query sees only keys at its own position and before.
+            need_weights: must be False: the weights are never formed.
+            attn_mask: must be None: the pattern and `is_causal` are the only masks.
+            key_padding_mask: must be None: sequences are never padded.
+            rope: applied to the projected query and key, shape (batch, local_sequence, heads or
+                kv_heads, head_dim), and returns that shape; a `Rotation` is one.
+            group: the ranks that share each sequence: a ProcessGroup, a 1-D DeviceMesh, or None
+                for one process.
+            layout: which positions each rank holds; None means contiguous equal shards.
+
+        Returns:
+            (output, None): output has shape (batch, local_sequence, embed_dim); the None stands
+            where `nn.MultiheadAttention` returns its weights.
+
+        Raises:
+            TypeError: see `dilated_attention`.
+            ValueError: a mask or the weights are asked for, a shape does not fit, and see
+                `dilated_attention`.
+        """
+        if need_weights is not False:
+            raise ValueError(
+                "need_weights must be False: dilated attention never forms the weights; "
+                f"got {need_weights!r}"
+            )
+        for name, mask, instead in (
+            ("attn_mask", attn_mask, "use is_causal, and the pattern for what a head sees"),
+            ("key_padding_mask", key_padding_mask, "pass sequences without padding"),
+        ):
+            if mask is not None:
+                raise ValueError(f"{name} must be None; {instead}; got {type(mask).__name__}")
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
+            if tensor.dim() != 3 or tensor.shape[2] != self.embed_dim:
+                raise ValueError(
+                    f"{name} must have shape (batch, local_sequence, {self.embed_dim}); "
+                    f"got {tuple(tensor.shape)}"
+                )
+        # One legend: b batch, n local_sequence, h heads or kv_heads, d head_dim, e embed_dim.
+        q_bnhd = self.q_proj(query).unflatten(-1, (self.num_heads, self.head_dim))
+        k_bnhd = self.k_proj(key).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        v_bnhd = self.v_proj(value).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        if rope is not None:
+            q_bnhd, k_bnhd = rope(q_bnhd), rope(k_bnhd)
+        out_bne = dilated_attention(
+            q_bnhd,
+            k_bnhd,
+            v_bnhd,
+            self.pattern,
+            is_causal=is_causal,
+            scale=self.scale,
+            group=group,
+            layout=layout,
+            exchange=self.exchange,
+            backend=self.backend,
+        ).flatten(2)
+        if self.norm is not None:
+            out_bne = self.norm(out_bne)
+        return self.out_proj(out_bne), None
+
+    def extra_repr(self) -> str:
+        """What `repr` shows of the arguments."""
+        heads = f"num_heads={self.num_heads}"
+        if self.num_kv_heads != self.num_heads:
+            heads += f", num_kv_heads={self.num_kv_heads}"
+        return f"{self.pattern}, {heads}"
+
+
+def check_head_sizes(
+    embed_dim: int, num_heads: int, num_kv_heads: int | None
+) -> tuple[int, int, int, int]:
+    """Validate head counts.
+
+    Returns:
+        (embed_dim, num_heads, num_kv_heads, head_dim), with None for `num_kv_heads` resolved.
+
+    Raises:
+        TypeError: a count is not an int.
+        ValueError: a count is below 1 or does not divide what it must.
+    """
+    embed_dim = check_positive_int("embed_dim", embed_dim)
+    num_heads = check_positive_int("num_heads", num_heads)
+    if num_kv_heads is None:
+        num_kv_heads = num_heads
+    num_kv_heads = check_positive_int("num_kv_heads", num_kv_heads)
+    if embed_dim % num_heads:
+        raise ValueError(f"num_heads must divide embed_dim {embed_dim}; got {num_heads}")
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_kv_heads must divide num_heads {num_heads}; got {num_kv_heads}")
+    return embed_dim, num_heads, num_kv_heads, embed_dim // num_heads
+
+
+def check_positive_float(name: str, value: float) -> float:
+    """Return `value` as a float > 0; a `TypeError` or `ValueError` names it otherwise."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name} must be finite and above 0; got {value!r}")
+    return float(value)

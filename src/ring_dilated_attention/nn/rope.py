@@ -1,0 +1,91 @@
+"""Rotary position embedding by global positions (RoFormer, Su et al. 2021, arXiv 2104.09864)."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..pattern import check_positive_int
+
+
+class Rotation(NamedTuple):
+    """The rotation of every local row; call it on a query or a key.
+
+    Attributes:
+        cos: float32, shape (local_sequence, head_dim // 2).
+        sin: float32, shape (local_sequence, head_dim // 2).
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Rotate the pairs (x[i], x[i + head_dim // 2]) of every row by its position's angles.
+
+        Args:
+            x: floating point, shape (batch, local_sequence, heads, head_dim).
+
+        Returns:
+            The rotated tensor, with the shape and dtype of `x`; the rotation is done in float32
+            (float64 for float64 inputs).
+
+        Raises:
+            ValueError: the rows or the head_dim of `x` are not those of this rotation.
+        """
+        rows, half = self.cos.shape
+        if x.dim() != 4 or x.shape[1] != rows or x.shape[3] != 2 * half:
+            raise ValueError(
+                f"this rotation needs shape (batch, {rows}, heads, {2 * half}); "
+                f"got {tuple(x.shape)}"
+            )
+        cos, sin = self.cos[:, None], self.sin[:, None]
+        first, second = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
+        rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        return rotated.to(x.dtype)
+
+
+class RotaryEmbedding(nn.Module):
+    """Turns global positions into the rotation of RoFormer (arXiv 2104.09864, section 3.2.2).
+
+    Pairs are (i, i + head_dim // 2), as in GPT-NeoX and Llama. Angles are computed in float64: in
+    float32 a position beyond 2^24 is not even representable.
+
+    Args:
+        head_dim: size of a head; even.
+        theta: base of the wavelengths; pair i turns by ``theta ** (-2 i / head_dim)`` a position.
+
+    Raises:
+        TypeError: `head_dim` is not an int.
+        ValueError: `head_dim` is not positive and even, or `theta` is not finite and above 1.
+    """
+
+    def __init__(self, head_dim: int, *, theta: float = 10_000.0) -> None:
+        super().__init__()
+        self.head_dim = check_positive_int("head_dim", head_dim)
+        if self.head_dim % 2:
+            raise ValueError(f"rotary positions need an even head_dim; got {head_dim}")
+        if not 1 < theta < math.inf:
+            raise ValueError(f"theta must be finite and above 1; got {theta!r}")
+        self.theta = float(theta)
+
+    def forward(self, positions: Tensor) -> Rotation:
+        """The rotation for rows at these positions.
+
+        Args:
+            positions: global positions, int64, shape (local_sequence,); `SequenceLayout.positions`
+                gives a rank's.
+
+        Returns:
+            A `Rotation` on the device of `positions`.
+        """
+        pairs = torch.arange(self.head_dim // 2, dtype=torch.float64, device=positions.device)
+        frequencies = torch.pow(self.theta, pairs * (-2 / self.head_dim))
+        angles = positions.to(torch.float64)[:, None] * frequencies
+        return Rotation(angles.cos().float(), angles.sin().float())
+
+    def extra_repr(self) -> str:
+        """What `repr` shows of the arguments."""
+        return f"{self.head_dim}, theta={self.theta:g}"

@@ -1,0 +1,20 @@
+"""The plan: from (pattern, layout) to what each rank computes and exchanges. Integers only.
+
+`parts` says what ranks hold and who shares a segment with whom, `tiling` turns that into tiles and
+messages, `attention` puts the plan of a rank together, `check` proves a plan, `costs` counts its
+bytes and operations.
+"""
+
+from .attention import AttentionPlan, RankPlan, Step, plan_attention
+from .tiling import Message, Rows, Run, Tile
+
+__all__ = [
+    "AttentionPlan",
+    "Message",
+    "RankPlan",
+    "Rows",
+    "Run",
+    "Step",
+    "Tile",
+    "plan_attention",
+]

@@ -1,0 +1,254 @@
+"""From (pattern, layout) to what each rank computes and exchanges. Integers only.
+
+A cell is (branch, segment, offset, heads); its rows are one arithmetic progression of positions.
+The work of a rank is
+
+- per part that it holds, its own segments: the run of full segments as ONE batched tile, and the
+  clipped ones at its two ends (`RankPlan.local`);
+- per pair of parts that share a segment, one tile: local where the rank holds both, else part of
+  the step at which the keys' owner is the peer (`RankPlan.step`).
+
+Any rank can compute every rank's plan. What crosses between two ranks is a `Message`: the sender's
+dilated rows that the receiver's queries need, each (row, head) once however many branches need it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+from ..layout import SequenceLayout
+from ..pattern import DilatedPattern, check_positive_int
+from .parts import Link, Parts, own_segments
+from .tiling import Message, Tile, Tiling
+
+
+class Step(NamedTuple):
+    """Step s of a rank: it works with the rows of rank ``(rank - s) mod p``.
+
+    The keys of its tiles are slots of the received message.
+    """
+
+    step: int
+    receive: Message | None
+    send: Message | None
+    tiles: tuple[Tile, ...]
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """Everything that `plan_attention` was told; `rank` derives what one rank does."""
+
+    pattern: DilatedPattern
+    layout: SequenceLayout
+    is_causal: bool
+    num_heads: int
+    num_kv_heads: int
+    documents: tuple[int, ...]
+
+    @cached_property
+    def parts(self) -> Parts:
+        """What the ranks hold, cut at document borders."""
+        return Parts(self.layout, self.documents)
+
+    @cached_property
+    def tiling(self) -> Tiling:
+        """Which rows each head takes part with."""
+        return Tiling(self.pattern, self.num_kv_heads, self.is_causal)
+
+    @cached_property
+    def _rank_plans(self) -> dict[int, RankPlan]:
+        return {}
+
+    def rank(self, rank: int) -> RankPlan:
+        """What `rank` computes and exchanges."""
+        if rank not in self._rank_plans:
+            if not 0 <= rank < self.layout.world_size:
+                raise ValueError(f"rank must lie in [0, {self.layout.world_size}), got {rank}")
+            self._rank_plans[rank] = RankPlan(self, rank)
+        return self._rank_plans[rank]
+
+    @cached_property
+    def gathers(self) -> bool:
+        """What ``exchange="auto"`` means here: True for gather, False for ring.
+
+        Gather is chosen when no rank can receive more rows than the largest shard has, so that
+        holding all of them at once at most doubles K and V. A bound, not each rank's own count,
+        decides, so that every rank decides alike: a piece shares at most two segments of a branch
+        with other pieces.
+        """
+        layout, pattern = self.layout, self.pattern
+        pieces = max(map(len, layout.ranges))
+        longest = max(b - a for a, b in pairwise(self.documents))
+        bound = 0
+        for branch, (length, rate) in enumerate(pattern.branches):
+            w = longest if length is None else min(length, longest)
+            segments = min(2 * pieces, layout.length // w + len(self.documents) - 1)
+            bound += segments * -(-w // rate) * len(pattern.heads(branch, self.num_kv_heads))
+        return bound <= layout.max_local_length * self.num_kv_heads
+
+    def __str__(self) -> str:
+        """A table: what the ranks hold, compute and exchange (the first 16 of them)."""
+        layout, shown = self.layout, range(min(self.layout.world_size, 16))
+        title = (
+            f"{self.pattern} over {layout.length} positions on {layout.world_size} ranks, "
+            f"{self.num_heads} heads, {self.num_kv_heads} KV heads, "
+            f"{'causal' if self.is_causal else 'not causal'}, "
+            f"{len(self.documents) - 1} document(s), {'gather' if self.gathers else 'ring'}"
+        )
+        rows = [("rank", "positions", "local tiles", "pairs", "rows received", "rows sent")]
+        for rank in map(self.rank, shown):
+            figures = (
+                rank.index,
+                layout.local_length(rank.index),
+                len(rank.local),
+                rank.pairs,
+                rank.total_received_rows,
+                rank.total_sent_rows,
+            )
+            rows.append(tuple(map(str, figures)))  # type: ignore[arg-type]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows
+        ]
+        more = [f"and {layout.world_size - len(shown)} more ranks"] * (
+            layout.world_size > len(shown)
+        )
+        return "\n".join([title, *lines, *more])
+
+
+class RankPlan:
+    """What one rank computes and exchanges; the messages of a step are worked out when asked for.
+
+    Attributes:
+        plan: the plan of all ranks.
+        index: the rank.
+        world_size: number of ranks.
+        local: tiles whose queries and keys this rank holds.
+    """
+
+    def __init__(self, plan: AttentionPlan, rank: int) -> None:
+        self.plan = plan
+        self.index = rank
+        self.world_size = plan.layout.world_size
+        self._steps: dict[int, Step] = {}
+        self._received: dict[int, list[Link]] = {}
+        self._sent: dict[int, list[Link]] = {}
+        local: list[Tile] = []
+        for branch, (length, _) in enumerate(plan.pattern.branches):
+            for part in plan.parts.of_rank(rank):
+                for start, stop, count in own_segments(part, length):
+                    link = Link(branch, part, part, start, stop)
+                    local.extend(plan.tiling.tiles(link, segments=count))
+                for other, start, stop in plan.parts.neighbours(part, length):
+                    if other.start < part.start or not plan.is_causal:
+                        link = Link(branch, other, part, start, stop)
+                        if other.rank == rank:
+                            local.extend(plan.tiling.tiles(link))
+                        else:
+                            self._received.setdefault(other.rank, []).append(link)
+                    if other.rank != rank and (part.start < other.start or not plan.is_causal):
+                        link = Link(branch, part, other, start, stop)
+                        self._sent.setdefault(other.rank, []).append(link)
+        self.local = tuple(local)
+
+    def received_rows(self, sender: int) -> int:
+        """Distinct (row, head) pairs that `sender` sends this rank."""
+        return self.plan.tiling.count_rows(self._received.get(sender, ()))
+
+    def sent_rows(self, receiver: int) -> int:
+        """Distinct (row, head) pairs that this rank sends `receiver`."""
+        return self.plan.tiling.count_rows(self._sent.get(receiver, ()))
+
+    @cached_property
+    def total_received_rows(self) -> int:
+        """Distinct (row, head) pairs that this rank receives, over all peers."""
+        return sum(map(self.received_rows, self._received))
+
+    @cached_property
+    def total_sent_rows(self) -> int:
+        """Distinct (row, head) pairs that this rank sends, over all peers."""
+        return sum(map(self.sent_rows, self._sent))
+
+    def step(self, step: int) -> Step:
+        """What this rank exchanges and computes at step 1 <= `step` < world size."""
+        if step not in self._steps:
+            self._steps[step] = self._make_step(step)
+        return self._steps[step]
+
+    def _make_step(self, step: int) -> Step:
+        sender = (self.index - step) % self.world_size
+        receiver = (self.index + step) % self.world_size
+        received, tiling = self._received.get(sender, ()), self.plan.tiling
+        receive, slots = tiling.message(sender, self.index, received)
+        send, _ = tiling.message(self.index, receiver, self._sent.get(receiver, ()))
+        tiles = [
+            tile
+            for link in received
+            for tile in tiling.tiles(link, slots=slots.get(link.message_entry, {}))
+        ]
+        return Step(step, receive, send, tuple(tiles))
+
+    def steps(self) -> Iterator[Step]:
+        """Every step in order; most exchange nothing when segments are shorter than shards."""
+        return map(self.step, range(1, self.world_size))
+
+    @cached_property
+    def pairs(self) -> int:
+        """(query, key) pairs this rank computes, over all query heads, per batch entry."""
+        tiles = [*self.local, *(tile for step in self.steps() for tile in step.tiles)]
+        return sum(t.pairs for t in tiles) * (self.plan.num_heads // self.plan.num_kv_heads)
+
+
+def plan_attention(
+    pattern: DilatedPattern,
+    layout: SequenceLayout,
+    *,
+    is_causal: bool,
+    num_heads: int = 1,
+    num_kv_heads: int | None = None,
+    documents: Sequence[int] | None = None,
+) -> AttentionPlan:
+    """Plan dilated attention of `pattern` over a sequence that `layout` shards.
+
+    Args:
+        pattern: the branches.
+        layout: which rank holds which positions.
+        is_causal: whether a query sees only keys at positions <= its own.
+        num_heads: number of query heads.
+        num_kv_heads: number of KV heads, a divisor of `num_heads`; None: as many.
+        documents: cumulative lengths ``[0, ..., layout.length]`` of documents packed in the
+            sequence: each is cut into segments on its own and attention never crosses a border.
+            None: one document.
+
+    Returns:
+        A hashable plan; ``plan.rank(i)`` is what rank i does.
+
+    Raises:
+        TypeError, ValueError: an argument is not of its kind, `num_kv_heads` does not divide
+            `num_heads`, or `documents` does not rise from 0 to the layout's length.
+    """
+    if not isinstance(pattern, DilatedPattern):
+        raise TypeError(f"pattern must be a DilatedPattern, got {pattern!r}")
+    if not isinstance(layout, SequenceLayout):
+        raise TypeError(f"layout must be a SequenceLayout, got {layout!r}")
+    num_heads = check_positive_int("num_heads", num_heads)
+    kv_heads = (
+        num_heads if num_kv_heads is None else check_positive_int("num_kv_heads", num_kv_heads)
+    )
+    if num_heads % kv_heads:
+        raise ValueError(f"heads must be a multiple of kv_heads; got {num_heads} and {kv_heads}")
+    borders = (0, layout.length) if documents is None else tuple(documents)
+    if (
+        len(borders) < 2
+        or borders[0] != 0
+        or borders[-1] != layout.length
+        or any(a >= b for a, b in pairwise(borders))
+    ):
+        raise ValueError(
+            f"documents must rise from 0 to the sequence length {layout.length}; got {borders}"
+        )
+    return AttentionPlan(pattern, layout, bool(is_causal), num_heads, kv_heads, borders)

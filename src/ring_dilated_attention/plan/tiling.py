@@ -1,0 +1,228 @@
+"""From links to tiles and messages: rows as evenly spaced local rows, heads batched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from ..pattern import DilatedPattern, HeadOffset
+from .parts import Link, Part
+from .progression import dilated_rows, union_size
+
+
+class Rows(NamedTuple):
+    """Where the rows of a tile are.
+
+    Row i of head number j in segment s: ``start + s * segment_stride + j * head_stride +
+    i * stride``.
+    """
+
+    start: int
+    length: int
+    stride: int
+    head_stride: int
+    segment_stride: int = 0
+
+
+class Tile(NamedTuple):
+    """One batched block of attention: for every segment and head, all queries to all keys.
+
+    `queries` are local rows. `keys` are local rows too, or slots of a received message. A causal
+    tile is a diagonal one: row i sees keys 0 to i.
+    """
+
+    branch: int
+    heads: range  # KV heads
+    segments: int
+    is_causal: bool
+    queries: Rows
+    keys: Rows
+
+    @property
+    def pairs(self) -> int:
+        """Number of (query, key) pairs computed, per query head of a KV head and batch entry."""
+        q, k = self.queries.length, self.keys.length
+        return self.segments * len(self.heads) * (q * (q + 1) // 2 if self.is_causal else q * k)
+
+
+class Run(NamedTuple):
+    """Rows of a message: row i of head number j goes to slot ``slot + j * rows.length + i``."""
+
+    heads: range
+    rows: Rows  # local rows of the sender
+    slot: int
+
+
+class Message(NamedTuple):
+    """What one rank sends another: K and V of `rows` distinct (row, head) pairs.
+
+    The runs list `slots` pairs; where branches share some, `slots` exceeds `rows` and each shared
+    pair is sent once.
+    """
+
+    sender: int
+    receiver: int
+    runs: tuple[Run, ...]
+    slots: int
+    rows: int
+
+
+class _HeadRows(NamedTuple):
+    """Rows of one head in a tile."""
+
+    head: int
+    query: int
+    query_count: int
+    key: int
+    key_count: int
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Which rows each KV head takes part with, in a pattern."""
+
+    pattern: DilatedPattern
+    num_kv_heads: int
+    is_causal: bool
+
+    @cached_property
+    def heads(self) -> tuple[tuple[HeadOffset, ...], ...]:
+        """Per branch, the KV heads that run it, each with its offset."""
+        branches = range(len(self.pattern.branches))
+        return tuple(self.pattern.heads(branch, self.num_kv_heads) for branch in branches)
+
+    def _rows(self, link: Link, part: Part, offset: int) -> range:
+        """The positions of `part` in the link's segment at `offset`."""
+        rate = self.pattern.dilation_rates[link.branch]
+        return dilated_rows(link.start, link.stop, offset, rate, part.start, part.stop)
+
+    def tiles(
+        self, link: Link, *, slots: Mapping[int, int] | None = None, segments: int = 1
+    ) -> Iterator[Tile]:
+        """The tiles of a link: heads whose rows step evenly from head to head share one.
+
+        Args:
+            link: which queries see which keys.
+            slots: the first slot of each head in a message; None: the keys are local rows.
+            segments: how many equal segments, of which the link's is the first.
+        """
+        rate = self.pattern.dilation_rates[link.branch]
+        is_own = link.queries is link.keys
+        heads: list[tuple[int, _HeadRows]] = []
+        for head, offset in self.heads[link.branch]:
+            queries = self._rows(link, link.queries, offset)
+            keys = queries if is_own else self._rows(link, link.keys, offset)
+            if queries and keys:
+                query = link.queries.local_row(queries[0])
+                key = link.keys.local_row(keys[0]) if slots is None else slots[head]
+                heads.append((offset, _HeadRows(head, query, len(queries), key, len(keys))))
+        in_order = _even_runs([rows for _, rows in heads])
+        by_offset = _even_runs([rows for _, rows in sorted(heads)])
+        w = link.stop - link.start if segments > 1 else 0
+        for run in min(in_order, by_offset, key=len):
+            first, step = run[0], _step(run)
+            yield Tile(
+                link.branch,
+                _heads(run),
+                segments,
+                self.is_causal and is_own,
+                Rows(first.query, first.query_count, rate, step.query, w),
+                Rows(first.key, first.key_count, rate if slots is None else 1, step.key, w),
+            )
+
+    def _entries(self, links: Iterable[Link]) -> Iterator[tuple[Link, list[tuple[int, range]]]]:
+        """Per (branch, segment, part of the sender), the (head, positions) that queries need."""
+        shared: dict[tuple[int, int, int], list[Link]] = {}
+        for link in links:
+            shared.setdefault(link.message_entry, []).append(link)
+        for _, group in sorted(shared.items()):
+            needed = []
+            for head, offset in self.heads[group[0].branch]:
+                keys = self._rows(group[0], group[0].keys, offset)
+                if keys and any(self._rows(link, link.queries, offset) for link in group):
+                    needed.append((head, keys))
+            if needed:
+                yield group[0], needed
+
+    def count_rows(self, links: Sequence[Link]) -> int:
+        """Distinct (row, head) pairs in the message of these links."""
+        entries: dict[tuple[int, int, int], Link] = {}
+        for link in links:
+            entries.setdefault(link.message_entry, link)
+        if len({link.keys.start for link in entries.values()}) == len(entries):
+            # No two entries can share a row. The usual case by far, so it is made fast.
+            counts = [self._count_entry(link) for link in entries.values()]
+            if None not in counts:
+                return sum(filter(None, counts))
+        by_head: dict[int, list[range]] = {}
+        for _, needed in self._entries(links):
+            for head, keys in needed:
+                by_head.setdefault(head, []).append(keys)
+        return sum(map(union_size, by_head.values()))
+
+    def _count_entry(self, link: Link) -> int | None:
+        """Rows of one entry over all heads; None where some head may have no queries for it."""
+        rate = self.pattern.dilation_rates[link.branch]
+        queries = min(link.queries.stop, link.stop) - max(link.queries.start, link.start)
+        if queries < rate:
+            return None
+        low = max(link.keys.start, link.start)
+        phase, last = link.start - low, min(link.keys.stop, link.stop) - low + rate - 1
+        return sum([(last - (phase + o) % rate) // rate for _, o in self.heads[link.branch]])
+
+    def message(
+        self, sender: int, receiver: int, links: Sequence[Link]
+    ) -> tuple[Message | None, dict[tuple[int, int, int], dict[int, int]]]:
+        """The message of these links, and the first slot of each entry and head in it."""
+        runs: list[Run] = []
+        first_slots: dict[tuple[int, int, int], dict[int, int]] = {}
+        slots = 0
+        for link, needed in self._entries(links):
+            rate = self.pattern.dilation_rates[link.branch]
+            heads = [
+                _HeadRows(head, 0, 0, link.keys.local_row(keys[0]), len(keys))
+                for head, keys in needed
+            ]
+            starts = first_slots[link.message_entry] = {}
+            for run in _even_runs(heads):
+                first = run[0]
+                rows = Rows(first.key, first.key_count, rate, _step(run).key)
+                runs.append(Run(_heads(run), rows, slots))
+                for head in runs[-1].heads:
+                    starts[head] = slots
+                    slots += first.key_count
+        if not runs:
+            return None, first_slots
+        return Message(sender, receiver, tuple(runs), slots, self.count_rows(links)), first_slots
+
+
+def _even_runs(heads: Sequence[_HeadRows]) -> list[list[_HeadRows]]:
+    """Cut a list of heads into runs that step evenly in head, query and key, at equal counts."""
+    runs: list[list[_HeadRows]] = []
+    step: _HeadRows | None = None
+    for rows in heads:
+        if runs:
+            delta = _difference(runs[-1][-1], rows)
+            # Strides of a view cannot be negative, so no step may go back.
+            if min(delta) >= 0 == delta.query_count == delta.key_count and step in (None, delta):
+                runs[-1].append(rows)
+                step = delta
+                continue
+        runs.append([rows])
+        step = None
+    return runs
+
+
+def _difference(a: _HeadRows, b: _HeadRows) -> _HeadRows:
+    return _HeadRows(*(y - x for x, y in zip(a, b, strict=True)))
+
+
+def _step(run: Sequence[_HeadRows]) -> _HeadRows:
+    """What each head of a run is ahead of the one before it."""
+    return _difference(run[0], run[min(1, len(run) - 1)])
+
+
+def _heads(run: Sequence[_HeadRows]) -> range:
+    return range(run[0].head, run[-1].head + 1, max(_step(run).head, 1))

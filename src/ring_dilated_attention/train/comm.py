@@ -1,0 +1,204 @@
+"""The ranks of a training run: who they are, and the collectives that training itself needs."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from .config import TrainConfig
+
+_T = TypeVar("_T")
+_BUCKET_NUMEL = 1 << 23  # 32 MiB of float32: the extra memory that summing the gradients takes
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """This rank's place: ranks are a grid of (data, sequence), and a row shares its sequences.
+
+    Attributes:
+        rank: this rank among all.
+        size: number of ranks.
+        data_rank: which sequence group this rank is in.
+        data_size: number of sequence groups.
+        group: the ranks of this rank's sequence group; None where that is one rank.
+        group_rank: this rank in its sequence group.
+        group_size: number of ranks that share a sequence.
+        device: where this rank computes.
+    """
+
+    rank: int
+    size: int
+    data_rank: int
+    data_size: int
+    group: dist.ProcessGroup | None
+    group_rank: int
+    group_size: int
+    device: torch.device
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Sum a tensor over all ranks, in place; every rank gets the same bits."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Sum every gradient over all ranks in float32, through few flat buffers."""
+        if self.size == 1:
+            return
+        bucket: list[Tensor] = []
+        numel = 0
+        for parameter in parameters:
+            assert parameter.grad is not None, "every parameter takes part on every rank"
+            bucket.append(parameter.grad)
+            numel += parameter.grad.numel()
+            if numel >= _BUCKET_NUMEL:
+                self._sum_bucket(bucket)
+                bucket, numel = [], 0
+        if bucket:
+            self._sum_bucket(bucket)
+
+    def _sum_bucket(self, gradients: list[Tensor]) -> None:
+        flat = self.sum(torch.cat([g.reshape(-1).float() for g in gradients]))
+        parts = torch.split(flat, [g.numel() for g in gradients])
+        for gradient, part in zip(gradients, parts, strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+    def gather(self, value: _T) -> list[_T]:
+        """Every rank's value, by rank; for small things outside the training step."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def everywhere(self, function: Callable[[], _T]) -> _T:
+        """Call `function` on this rank; if it fails on any rank, fail on all.
+
+        Every rank must call this. It keeps ranks from waiting for one that has given up.
+
+        Raises:
+            ValueError: `function` raised a `ValueError` or `OSError` on some rank; the message is
+                that of the first such rank.
+        """
+        result: _T | None = None
+        error: str | None = None
+        try:
+            result = function()
+        except (ValueError, OSError) as raised:
+            error = str(raised)
+            if self.size == 1:
+                raise
+        errors = self.gather(error)
+        failed = [rank for rank, text in enumerate(errors) if text is not None]
+        if failed:
+            where = "" if len(failed) == self.size else f"rank {failed[0]}: "
+            raise ValueError(f"{where}{errors[failed[0]]}")
+        return result  # type: ignore[return-value]  # None only where function returns None
+
+    def peak_memory(self) -> int:
+        """Bytes at their peak: of the CUDA allocator, or resident in this process on the CPU."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+
+
+@contextmanager
+def joined(config: TrainConfig) -> Iterator[World]:
+    """Join the ranks of this process's group, or of the environment (as torchrun sets it).
+
+    A process group that is initialised already is used and left as it is. Otherwise ``RANK`` and
+    its companions decide, with gloo for CPU tensors and NCCL for CUDA ones, until the end of the
+    context. Without either this process is the only rank.
+
+    Raises:
+        ValueError: the sequence groups do not fit the number of ranks, or there is no CUDA device
+            for this rank.
+    """
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if dist.is_initialized():
+        yield _world(config, local_device(config.device, local_rank))
+        return
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    config.group_size(size)
+    device = local_device(config.device, local_rank)
+    if size == 1:
+        yield _alone(device)
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield _world(config, device)
+    except BaseException:
+        # gloo: closing its connections lets ranks that wait for this one fail at once. NCCL would
+        # itself wait for them here; its ranks are ended by their launcher.
+        if device.type == "cpu":
+            dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
+
+
+def _alone(device: torch.device) -> World:
+    return World(
+        rank=0,
+        size=1,
+        data_rank=0,
+        data_size=1,
+        group=None,
+        group_rank=0,
+        group_size=1,
+        device=device,
+    )
+
+
+def _world(config: TrainConfig, device: torch.device) -> World:
+    """This rank's place in the grid of the initialised process group."""
+    size = dist.get_world_size()
+    group_size = config.group_size(size)
+    if size == 1:
+        return _alone(device)
+    mesh = init_device_mesh(
+        device.type, (size // group_size, group_size), mesh_dim_names=("data", "sequence")
+    )
+    data_rank, group_rank = divmod(dist.get_rank(), group_size)
+    return World(
+        rank=dist.get_rank(),
+        size=size,
+        data_rank=data_rank,
+        data_size=size // group_size,
+        group=mesh.get_group("sequence") if group_size > 1 else None,
+        group_rank=group_rank,
+        group_size=group_size,
+        device=device,
+    )
+
+
+def local_device(name: str, local_rank: int) -> torch.device:
+    """The device of a local rank.
+
+    Args:
+        name: ``"auto"`` (CUDA where there is one), ``"cpu"`` or ``"cuda"``.
+        local_rank: number of the rank on this machine.
+
+    Raises:
+        ValueError: there are fewer CUDA devices than that.
+    """
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"local rank {local_rank} needs a CUDA device of its own; this machine has "
+            f"{torch.cuda.device_count()} (use fewer ranks, or device cpu)"
+        )
+    return torch.device("cuda", local_rank)

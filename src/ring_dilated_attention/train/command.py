@@ -1,0 +1,82 @@
+"""What `rda train` does with its options."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from . import checkpoint, launch, log, plot
+from .config import TrainConfig
+from .loop import Outcome
+
+
+def train(
+    out: Path | None,
+    options: Mapping[str, Any],
+    *,
+    ranks: int | None,
+    resume: bool,
+    runs: Path,
+) -> None:
+    """Run, and say where the results are.
+
+    Args:
+        out: folder of the run; None for a new one in `runs`, or its newest one on `resume`.
+        options: those the user gave, by their names in `TrainConfig` and `LongNetConfig`; others
+            keep their default, or on `resume` the run's value.
+        ranks: local ranks to start; None means 1, or torchrun's.
+        resume: whether to go on from the newest checkpoint.
+        runs: where runs go that have no folder given.
+
+    Raises:
+        TypeError: an option has the wrong type.
+        ValueError: an option, the data or the checkpoint is bad.
+        OSError: the folder cannot be written.
+        TrainingError: the run failed.
+    """
+    config = make_config(out, options, resume=resume, runs=runs)
+    outcome = launch.train(config, ranks=ranks, resume=resume)
+    if outcome is not None:
+        print(summary(outcome))
+
+
+def make_config(
+    out: Path | None, options: Mapping[str, Any], *, resume: bool, runs: Path
+) -> TrainConfig:
+    """The options of a run: the user's over the defaults, or on `resume` over the run's own.
+
+    Args:
+        out: see `train`.
+        options: see `train`.
+        resume: see `train`.
+        runs: see `train`.
+
+    Raises:
+        TypeError: an option has the wrong type.
+        ValueError: an option is out of range, or there is no checkpoint to resume.
+    """
+    if not resume:
+        out = out or runs / time.strftime("%Y%m%d-%H%M%S")
+        return TrainConfig(out=out).with_options(options)
+    out = out or checkpoint.newest_run(runs)
+    return checkpoint.newest(out).config.with_options({**options, "out": out})
+
+
+def summary(outcome: Outcome) -> str:
+    """Lines that say how the run ended and what it left."""
+    out = outcome.checkpoint.parent.parent
+    resume = f"rda train --resume --out {out}"
+    if outcome.stopped:
+        return f"stopped after step {outcome.step}; go on with: {resume}"
+    heldout = outcome.heldout_bits_per_byte
+    return "\n".join(
+        (
+            f"done: {heldout:.3f} bits per byte on held-out text after {outcome.step} steps",
+            f"  curve       {out / plot.NAME}",
+            f"  log         {out / log.NAME}",
+            f"  checkpoint  {outcome.checkpoint}",
+            f'  try         rda sample --checkpoint {out} --prompt "def "',
+        )
+    )

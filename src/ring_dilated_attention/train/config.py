@@ -1,0 +1,204 @@
+"""Options of a training run: one frozen dataclass, to and from JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from ..functional import EXCHANGES
+from ..layout import SequenceLayout
+from ..nn import LongNetConfig
+from ..pattern import check_choice, check_positive_int
+from ..tiles import BACKENDS
+
+LAYOUTS = ("contiguous", "zigzag")
+DEVICES = ("auto", "cpu", "cuda")
+PRECISIONS = ("float32", "bfloat16")
+
+DEFAULT_MODEL = LongNetConfig(
+    num_layers=3,
+    embed_dim=128,
+    num_heads=4,
+    ffn_dim=512,
+    segment_lengths=(256, 1024, 4096),
+    dilation_rates=(1, 2, 4),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Everything that decides a run. The loss curve does not depend on how it is spread.
+
+    The defaults are for two minutes on two CPU cores, as two ranks.
+
+    Args:
+        out: folder of the run: log, curve and checkpoints.
+        data: files and folders to train on; none means the standard library's sources.
+        model: shape of the model.
+        sequence_length: global length of a training sequence, in bytes.
+        batch_size: sequences a step, over all ranks.
+        steps: step at which the run is complete.
+        learning_rate: peak of the schedule.
+        final_learning_rate: end of its cosine, as a fraction of the peak.
+        warmup_steps: steps of linear warm-up.
+        weight_decay: of AdamW, for matrices only.
+        beta1: of AdamW.
+        beta2: of AdamW.
+        max_grad_norm: gradients are scaled down to this norm.
+        seed: decides initial weights and sampling.
+        eval_every: steps between held-out evaluations; there is one at the end in any case.
+        eval_windows: held-out sequences in an evaluation.
+        save_every: steps between checkpoints; there is one at the end in any case.
+        keep: how many of the newest checkpoints to keep.
+        layout: how a sequence is cut over its ranks, ``"contiguous"`` or ``"zigzag"``.
+        sequence_ranks: ranks that share a sequence; None means all.
+        exchange: how remote rows travel; see `dilated_attention`.
+        backend: which kernels compute; see `dilated_attention`.
+        device: ``"auto"`` (CUDA where there is one), ``"cpu"`` or ``"cuda"``.
+        precision: ``"float32"``, or ``"bfloat16"`` for autocast around the model.
+
+    Raises:
+        TypeError: a value has the wrong type.
+        ValueError: a value is out of range; the message names it.
+    """
+
+    out: Path
+    data: tuple[str, ...] = ()
+    model: LongNetConfig = field(default=DEFAULT_MODEL)
+    sequence_length: int = 4096
+    batch_size: int = 1
+    steps: int = 350
+    learning_rate: float = 6e-3
+    final_learning_rate: float = 0.1
+    warmup_steps: int = 20
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    max_grad_norm: float = 1.0
+    seed: int = 0
+    eval_every: int = 50
+    eval_windows: int = 16
+    save_every: int = 100
+    keep: int = 3
+    layout: str = "zigzag"
+    sequence_ranks: int | None = None
+    exchange: str = "auto"
+    backend: str = "auto"
+    device: str = "auto"
+    precision: str = "float32"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "out", Path(self.out))
+        object.__setattr__(self, "data", tuple(map(str, self.data)))
+        for name in (
+            "sequence_length",
+            "batch_size",
+            "steps",
+            "eval_every",
+            "eval_windows",
+            "save_every",
+            "keep",
+        ):
+            check_positive_int(name, getattr(self, name))
+        if self.sequence_ranks is not None:
+            check_positive_int("sequence_ranks", self.sequence_ranks)
+        for name in ("warmup_steps", "seed"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} must be an int, got {value!r}")
+            if value < 0:
+                raise ValueError(f"{name} must be >= 0, got {value}")
+        for name, low, high in (
+            ("learning_rate", 0.0, math.inf),
+            ("final_learning_rate", 0.0, 1.0),
+            ("weight_decay", 0.0, math.inf),
+            ("beta1", 0.0, 1.0),
+            ("beta2", 0.0, 1.0),
+            ("max_grad_norm", 0.0, math.inf),
+        ):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise TypeError(f"{name} must be a number, got {value!r}")
+            zero_is_off = name not in ("learning_rate", "max_grad_norm")
+            if not (low <= value <= high) or math.isinf(value) or not (value or zero_is_off):
+                lowest = ">= 0" if zero_is_off else "> 0"
+                highest = "" if math.isinf(high) else f" and <= {high:g}"
+                raise ValueError(f"{name} must be {lowest}{highest}, got {value!r}")
+        for name in ("beta1", "beta2"):
+            if getattr(self, name) == 1:
+                raise ValueError(f"{name} must be below 1, got {getattr(self, name)!r}")
+        check_choice("layout", self.layout, LAYOUTS)
+        check_choice("exchange", self.exchange, EXCHANGES)
+        check_choice("backend", self.backend, BACKENDS)
+        check_choice("device", self.device, DEVICES)
+        check_choice("precision", self.precision, PRECISIONS)
+
+    def group_size(self, world_size: int) -> int:
+        """How many of `world_size` ranks share a sequence.
+
+        Raises:
+            ValueError: the sequence groups do not fit `world_size`, or outnumber the sequences.
+        """
+        size = self.sequence_ranks or world_size
+        if world_size % size:
+            raise ValueError(
+                f"sequence_ranks must divide the number of ranks, {world_size}; got {size}"
+            )
+        if world_size // size > self.batch_size:
+            raise ValueError(
+                f"{world_size} ranks in sequence groups of {size} make {world_size // size} "
+                f"groups, and each needs a sequence; got batch_size {self.batch_size}"
+            )
+        return size
+
+    def sequence_layout(self, group_size: int) -> SequenceLayout:
+        """Which positions of a sequence each rank of its group holds."""
+        make = SequenceLayout.zigzag if self.layout == "zigzag" else SequenceLayout.contiguous
+        return make(self.sequence_length, group_size)
+
+    def learning_rate_at(self, step: int) -> float:
+        """Learning rate of step number `step` (from 0): linear warm-up, then a cosine."""
+        if step < self.warmup_steps:
+            return self.learning_rate * (step + 1) / (self.warmup_steps + 1)
+        progress = (step - self.warmup_steps) / max(self.steps - self.warmup_steps, 1)
+        cosine = 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
+        floor = self.final_learning_rate
+        return self.learning_rate * (floor + (1 - floor) * cosine)
+
+    def with_options(self, options: Mapping[str, Any]) -> TrainConfig:
+        """A copy with these options changed, of the run or (by their names) of its model.
+
+        Raises:
+            TypeError: there is no such option, or its value has the wrong type.
+            ValueError: a value is out of range.
+        """
+        own = {f.name for f in fields(self)}
+        model = replace(self.model, **{k: v for k, v in options.items() if k not in own})
+        return replace(self, **{"model": model, **{k: v for k, v in options.items() if k in own}})
+
+    def to_json(self) -> str:
+        """This config as JSON; `from_json` reads it back."""
+        return json.dumps({**asdict(self), "out": str(self.out)})
+
+    @classmethod
+    def from_json(cls, text: str) -> TrainConfig:
+        """Read what `to_json` wrote.
+
+        Raises:
+            TypeError: a value has the wrong type.
+            ValueError: this is not JSON of a `TrainConfig`.
+        """
+        return cls.from_dict(json.loads(text))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> TrainConfig:
+        """The same from parsed JSON."""
+        known = {f.name for f in fields(cls)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise ValueError(f"unknown training options: {', '.join(unknown)}")
+        return cls(**{**values, "model": LongNetConfig(**values["model"])})

@@ -1,0 +1,232 @@
+"""Text as bytes: files or folders in, windows of bytes out, the same for any number of ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..layout import SequenceLayout
+
+HELDOUT_FRACTION = 0.05
+# Installed packages are not the standard library, and caches are not text.
+SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
+
+
+class SourceFile(NamedTuple):
+    """A file of a corpus: its path, and the name that decides its place and its split."""
+
+    path: Path
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByteCorpus:
+    """The bytes of a set of files, split by whole files into training and held-out text.
+
+    Attributes:
+        train: training bytes, uint8, shape (number of bytes,).
+        heldout: held-out bytes, uint8, shape (number of bytes,).
+        num_files: number of files read.
+        fingerprint: a short text that corpora with equal bytes and an equal split share.
+        description: what was read, for messages.
+    """
+
+    train: Tensor
+    heldout: Tensor
+    num_files: int
+    fingerprint: str
+    description: str
+
+    @classmethod
+    def load(cls, paths: Sequence[str | Path] = ()) -> ByteCorpus:
+        """Read files and folders into memory, in an order that depends only on their names.
+
+        A file is taken as it is. A folder gives every regular file below it, sorted by path,
+        except hidden ones, those in `SKIPPED_FOLDERS`, and binary ones (with a zero byte). A file
+        reached twice counts once.
+
+        Files are held out in the order of a hash of their path (relative to the folder given) until
+        they hold `HELDOUT_FRACTION` of all bytes; one that would overshoot twice that is passed
+        over. Where that leaves nothing, as with a single file, every file's end is held out.
+
+        Args:
+            paths: files and folders; none means the Python sources of the running interpreter's
+                standard library.
+
+        Raises:
+            ValueError: a path does not exist or cannot be read, or there are no bytes to train on;
+                the message names the path.
+        """
+        if paths:
+            files = [file for path in paths for file in _files(Path(path))]
+            description = ", ".join(map(str, paths))
+        else:
+            files = list(stdlib_sources())
+            description = f"the standard library's sources in {sysconfig.get_path('stdlib')}"
+        texts: dict[str, tuple[str, bytes]] = {}
+        for path, name in files:
+            resolved = os.path.realpath(path)
+            if resolved not in texts:
+                texts[resolved] = (name, _read(path))
+        # Bytes of a file named on the command line are text whatever they are.
+        named = {os.path.realpath(path) for path in paths}
+        parts = [
+            (name, text)
+            for path, (name, text) in texts.items()
+            if text and (path in named or b"\0" not in text)
+        ]
+        if not parts:
+            raise ValueError(f"there is no text to train on in {description}")
+        train, heldout = _split(parts)
+        digest = hashlib.blake2b(digest_size=16)
+        for text in (train, heldout):
+            digest.update(len(text).to_bytes(8, "little"))
+            digest.update(text)
+        return cls(
+            train=_tensor(train),
+            heldout=_tensor(heldout),
+            num_files=len(parts),
+            fingerprint=digest.hexdigest(),
+            description=description,
+        )
+
+    def check_window(self, sequence_length: int) -> None:
+        """Raise a `ValueError` unless both splits hold a window of this many inputs and labels."""
+        for name, text in (("training", self.train), ("held-out", self.heldout)):
+            if len(text) <= sequence_length:
+                raise ValueError(
+                    f"a sequence of {sequence_length} bytes and its labels need "
+                    f"{sequence_length + 1} bytes of {name} text; {self.description} has "
+                    f"{len(text)}"
+                )
+
+    def train_windows(
+        self, sequence_length: int, *, seed: int, step: int, rows: Sequence[int]
+    ) -> list[Tensor]:
+        """Training windows: a pure function of (seed, step, row), on any number of ranks.
+
+        Args:
+            sequence_length: number of inputs in a window, which is one byte longer.
+            seed: of the run.
+            step: number of the step.
+            rows: which rows of the step's batch.
+
+        Returns:
+            For every row a view of `train`: uint8, shape (sequence_length + 1,).
+        """
+        count = len(self.train) - sequence_length
+        starts = [_draw(f"{seed}/{step}/{row}", count) for row in rows]
+        return [self.train[s : s + sequence_length + 1] for s in starts]
+
+    def heldout_starts(self, sequence_length: int, count: int) -> list[int]:
+        """Where up to `count` disjoint held-out windows start, evenly spaced; always the same."""
+        available = (len(self.heldout) - 1) // sequence_length
+        count = min(count, available)
+        return [i * available // count * sequence_length for i in range(count)]
+
+    def heldout_windows(self, sequence_length: int, starts: Sequence[int]) -> list[Tensor]:
+        """Held-out windows that start there: views of `heldout`, shape (sequence_length + 1,)."""
+        return [self.heldout[s : s + sequence_length + 1] for s in starts]
+
+
+def shard_windows(
+    windows: Sequence[Tensor], layout: SequenceLayout, rank: int
+) -> tuple[Tensor, Tensor]:
+    """A rank's inputs and labels; labels are shifted on the whole window, before sharding.
+
+    Args:
+        windows: at least one, each of shape (layout.length + 1,) and any integer dtype. Only the
+            rank's positions are copied.
+        layout: which positions each rank holds.
+        rank: whose shard.
+
+    Returns:
+        (inputs, labels), both int64, shape (len(windows), layout.local_length(rank)): the label of
+        an input is the byte after it in the window, whichever rank holds that one as an input.
+    """
+    inputs = [layout.shard(window[:-1], rank, dim=0) for window in windows]
+    labels = [layout.shard(window[1:], rank, dim=0) for window in windows]
+    return torch.stack(inputs).to(torch.int64), torch.stack(labels).to(torch.int64)
+
+
+def stdlib_sources() -> Iterator[SourceFile]:
+    """The ``.py`` files of the running interpreter's standard library, without site-packages."""
+    for file in _files(Path(sysconfig.get_path("stdlib"))):
+        if file.path.suffix == ".py":
+            yield file
+
+
+def _files(path: Path) -> Iterator[SourceFile]:
+    """`path` itself, or the files below it sorted by path, each named relative to it."""
+    try:
+        if not path.is_dir():
+            yield SourceFile(path, path.name)
+            return
+        found = []
+        for folder, folders, names in os.walk(path, onerror=_raise):
+            folders[:] = [n for n in folders if n not in SKIPPED_FOLDERS and n[0] != "."]
+            for name in names:
+                file = Path(folder, name)
+                # Broken links pass, so that reading them gives an error; sockets and such do not.
+                if name[0] != "." and (file.is_file() or not file.exists()):
+                    found.append(SourceFile(file, file.relative_to(path).as_posix()))
+    except OSError as error:
+        raise ValueError(f"cannot read {error.filename or path}: {error.strerror}") from error
+    yield from sorted(found, key=lambda file: file.name)
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _split(parts: Sequence[tuple[str, bytes]]) -> tuple[bytes, bytes]:
+    """Cut named texts into (training, held-out) bytes, by whole files where there are enough."""
+    wanted = HELDOUT_FRACTION * sum(len(text) for _, text in parts)
+    chosen: set[int] = set()
+    taken = 0
+    for index in sorted(range(len(parts)), key=lambda i: (_hash(parts[i][0]), i)):
+        if taken >= wanted:
+            break
+        size = len(parts[index][1])
+        if taken + size <= 2 * wanted:
+            chosen.add(index)
+            taken += size
+    if chosen:
+        return (
+            b"".join(text for i, (_, text) in enumerate(parts) if i not in chosen),
+            b"".join(text for i, (_, text) in enumerate(parts) if i in chosen),
+        )
+    ends = [len(text) - round(HELDOUT_FRACTION * len(text)) for _, text in parts]
+    return (
+        b"".join(text[:end] for (_, text), end in zip(parts, ends, strict=True)),
+        b"".join(text[end:] for (_, text), end in zip(parts, ends, strict=True)),
+    )
+
+
+def _hash(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=16).digest()
+
+
+def _draw(key: str, count: int) -> int:
+    """A number in range(count) that only `key` decides."""
+    return int.from_bytes(_hash(key), "little") % count
+
+
+def _tensor(text: bytes) -> Tensor:
+    return torch.from_numpy(np.frombuffer(bytearray(text), dtype=np.uint8))

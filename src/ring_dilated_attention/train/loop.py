@@ -1,0 +1,313 @@
+"""The training loop: every rank runs `run`."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..layout import SequenceLayout
+from ..nn import LongNet
+from . import checkpoint
+from .checkpoint import Checkpoint
+from .comm import World, joined, local_device
+from .config import TrainConfig
+from .data import ByteCorpus, shard_windows
+from .errors import TrainingError
+from .log import RunLog
+from .plot import plot_losses
+from .report import Report
+from .signals import OnFirstSignal, StopRequest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        step: number of steps done.
+        heldout_bits_per_byte: of the last evaluation of this process; None if there was none.
+        checkpoint: folder of the last checkpoint.
+        stopped: whether the run was asked to stop before its last step.
+    """
+
+    step: int
+    heldout_bits_per_byte: float | None
+    checkpoint: Path
+    stopped: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """What every step needs."""
+
+    config: TrainConfig
+    world: World
+    corpus: ByteCorpus
+    layout: SequenceLayout
+    model: LongNet
+
+
+def check_run(
+    config: TrainConfig, world_size: int, *, resume: bool
+) -> tuple[ByteCorpus, Checkpoint | None]:
+    """Read the data, and the checkpoint's description on `resume`: all that can fail early.
+
+    Args:
+        config: the options.
+        world_size: number of ranks.
+        resume: whether to go on from the newest checkpoint of ``config.out``.
+
+    Returns:
+        The corpus, and the checkpoint to go on from.
+
+    Raises:
+        ValueError: data, checkpoint, ranks and options do not fit together, or `resume` is False
+            and the folder holds a run.
+        OSError: the folder cannot be written.
+    """
+    config.sequence_layout(config.group_size(world_size))
+    start = None
+    if resume:
+        start = checkpoint.newest(config.out)
+        start.check_model(config.model)
+        if start.step >= config.steps:
+            raise ValueError(
+                f"{start.path} has done {start.step} of {config.steps} steps; ask for more steps "
+                "to go on"
+            )
+    elif config.out.exists() and (not config.out.is_dir() or any(config.out.iterdir())):
+        raise ValueError(f"{config.out} is not an empty folder; resume it or choose another")
+    corpus = ByteCorpus.load(config.data)
+    corpus.check_window(config.sequence_length)
+    if start is not None and start.fingerprint != corpus.fingerprint:
+        raise ValueError(
+            f"{start.path} was trained on other data than {corpus.description} holds now"
+        )
+    return corpus, start
+
+
+def run(config: TrainConfig, *, resume: bool = False, stop: StopRequest | None = None) -> Outcome:
+    """Train, on the ranks of this process's group or of torchrun, or on this one alone.
+
+    Every rank of a sequence group sees the same sequences, each its own positions. The loss is the
+    sum of all ranks' token cross-entropies over the global number of tokens, and gradients are
+    summed over all ranks, so nothing depends on how tokens are spread; a rank without any takes
+    part like the others. A stop request on any rank ends the run on all after the current step,
+    with a checkpoint.
+
+    Args:
+        config: the options; equal on all ranks, except `out`, where rank 0's counts.
+        resume: whether to go on from the newest checkpoint of ``config.out``.
+        stop: asks the run to stop, as SIGINT, SIGTERM and SIGHUP do; None for signals alone.
+
+    Returns:
+        The outcome, the same on every rank.
+
+    Raises:
+        ValueError: see `check_run`; and a run that fails that way on one rank does so on all.
+        OSError: the folder cannot be written.
+        TrainingError: the loss is not finite.
+    """
+    stop = stop or StopRequest()
+    with joined(config) as world:
+        config = _agree(config, world)
+        corpus, start = world.everywhere(lambda: check_run(config, world.size, resume=resume))
+        prints = world.gather(corpus.fingerprint)
+        if len(set(prints)) > 1:
+            other = next(r for r, text in enumerate(prints) if text != prints[0])
+            raise ValueError(f"rank {other} reads other data than rank 0 in {corpus.description}")
+        # The same weights on every rank and device: drawn on the CPU, from the seed alone.
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.seed)
+            model = LongNet(config.model, exchange=config.exchange, backend=config.backend)
+        model.to(world.device)
+        job = _Job(
+            config=config,
+            world=world,
+            corpus=corpus,
+            layout=config.sequence_layout(world.group_size),
+            model=model,
+        )
+        optimizer = _optimizer(model, config)
+        if start is not None:
+            start.load(model, optimizer)
+        return _train(job, optimizer, start.step if start else 0, stop)
+
+
+def _train(job: _Job, optimizer: torch.optim.AdamW, start: int, stop: StopRequest) -> Outcome:
+    config, world = job.config, job.world
+    leader = world.rank == 0
+    parameters = list(job.model.parameters())
+    step, path, heldout = start, config.out, None
+    with ExitStack() as stack:
+        log = world.everywhere(lambda: RunLog(config.out, start=start) if leader else None)
+        if log:
+            stack.enter_context(log)
+            log.write("config", step=start, ranks=world.size, **json.loads(config.to_json()))
+        report = stack.enter_context(
+            Report(steps=config.steps, start=start, every=max(config.steps // 20, 1), show=leader)
+        )
+        report.line(_introduction(job, parameters))
+        stack.enter_context(OnFirstSignal(stop.ask))
+        stopping = False
+        while step < config.steps and not stopping:
+            began = time.perf_counter()
+            loss, gradient_norm = _step(job, optimizer, parameters, step)
+            step += 1
+            bits, stopping, memory = _share_metrics(job, loss, stop.asked)
+            seconds = time.perf_counter() - began
+            if not math.isfinite(bits):
+                raise TrainingError(
+                    f"the loss of step {step} is {bits}; a lower learning rate may help"
+                )
+            rate = config.batch_size * config.sequence_length / seconds
+            if log:
+                log.write(
+                    "step",
+                    step=step,
+                    bits_per_byte=bits,
+                    learning_rate=config.learning_rate_at(step - 1),
+                    gradient_norm=gradient_norm,
+                    seconds=seconds,
+                    tokens_per_second=rate,
+                    peak_memory_bytes=max(memory),
+                )
+            report.step(step, bits_per_byte=bits, tokens_per_second=rate, peak_memory=max(memory))
+            last = step == config.steps
+            if last or (step % config.eval_every == 0 and not stopping):
+                heldout = _evaluate(job)
+                if log:
+                    log.write("eval", step=step, bits_per_byte=heldout)
+                report.line(f"step {step}: {heldout:.3f} bits/byte on held-out text")
+            if last or stopping or step % config.save_every == 0:
+                path = checkpoint.save(
+                    config, step, job.model, optimizer, job.corpus.fingerprint, world
+                )
+                if leader:
+                    plot_losses(config.out)
+    return Outcome(
+        step=step,
+        heldout_bits_per_byte=heldout,
+        checkpoint=path,
+        stopped=step < config.steps,
+    )
+
+
+def _introduction(job: _Job, parameters: list[torch.nn.Parameter]) -> str:
+    world = job.world
+    groups = "" if world.data_size == 1 else f" in {world.data_size} sequence groups"
+    return (
+        f"{sum(p.numel() for p in parameters):,} parameters; "
+        f"{world.size} rank{'s'[: world.size > 1]}{groups} on {world.device.type}; sequences of "
+        f"{job.config.sequence_length:,} bytes from {len(job.corpus.train):,} bytes of "
+        f"{job.corpus.description}"
+    )
+
+
+def _step(
+    job: _Job, optimizer: torch.optim.AdamW, parameters: list[torch.nn.Parameter], step: int
+) -> tuple[Tensor, float]:
+    """One update. Returns this rank's summed cross-entropy, and the global gradient norm."""
+    config, world = job.config, job.world
+    for group in optimizer.param_groups:
+        group["lr"] = config.learning_rate_at(step)
+    optimizer.zero_grad(set_to_none=True)
+    windows = job.corpus.train_windows(
+        config.sequence_length,
+        seed=config.seed,
+        step=step,
+        rows=range(world.data_rank, config.batch_size, world.data_size),
+    )
+    loss = _summed_loss(job, windows)
+    (loss / (config.batch_size * config.sequence_length)).backward()  # type: ignore[no-untyped-call]
+    world.sum_gradients(parameters)
+    norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
+    optimizer.step()
+    return loss.detach(), norm.item()
+
+
+def _summed_loss(job: _Job, windows: list[Tensor]) -> Tensor:
+    """Cross-entropy, in nats, summed over this rank's positions of these windows."""
+    config, world = job.config, job.world
+    inputs, labels = (
+        part.to(world.device) for part in shard_windows(windows, job.layout, world.group_rank)
+    )
+    with _autocast(config, world.device):
+        logits = job.model(inputs, group=world.group, layout=job.layout)
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
+
+
+def _share_metrics(job: _Job, loss: Tensor, stop: bool) -> tuple[float, bool, list[int]]:
+    """One all-reduce: (bits per byte of the step, whether any rank stops, peak bytes by rank)."""
+    config, world = job.config, job.world
+    shared = torch.zeros(2 + world.size, dtype=torch.float64, device=world.device)
+    shared[0] = loss
+    shared[1] = float(stop)
+    shared[2 + world.rank] = world.peak_memory()
+    loss_sum, stops, *memory = world.sum(shared).tolist()
+    tokens = config.batch_size * config.sequence_length
+    return loss_sum / tokens / math.log(2), stops > 0, [int(m) for m in memory]
+
+
+@torch.no_grad()
+def _evaluate(job: _Job) -> float:
+    """Bits per byte over the fixed held-out windows, spread over the sequence groups."""
+    config, world = job.config, job.world
+    starts = job.corpus.heldout_starts(config.sequence_length, config.eval_windows)
+    mine = starts[world.data_rank :: world.data_size]
+    rows = -(-config.batch_size // world.data_size)  # no more memory than a training step
+    total = torch.zeros((), dtype=torch.float64, device=world.device)
+    for first in range(0, len(mine), rows):
+        windows = job.corpus.heldout_windows(config.sequence_length, mine[first : first + rows])
+        total += _summed_loss(job, windows)
+    return world.sum(total).item() / (len(starts) * config.sequence_length) / math.log(2)
+
+
+def _optimizer(model: LongNet, config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW that decays matrices, not biases and norms."""
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    return torch.optim.AdamW(
+        [
+            {"params": matrices, "weight_decay": config.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ],
+        lr=config.learning_rate,
+        betas=(config.beta1, config.beta2),
+    )
+
+
+def _autocast(config: TrainConfig, device: torch.device) -> AbstractContextManager[None]:
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.precision == "bfloat16")
+
+
+def _agree(config: TrainConfig, world: World) -> TrainConfig:
+    """Rank 0's folder, which may carry the time of day; all other options must be equal.
+
+    Raises:
+        ValueError: the options of some rank differ; the message names them.
+    """
+    shared = world.gather(config)
+    options = [asdict(replace(other, out=config.out)) for other in shared]
+    for rank, other in enumerate(options):
+        different = [name for name in other if other[name] != options[0][name]]
+        if different:
+            name = different[0]
+            raise ValueError(
+                f"ranks 0 and {rank} have different options: {name} is {options[0][name]!r} and "
+                f"{other[name]!r}"
+            )
+    return replace(config, out=shared[0].out)
+
+
+def check_devices(config: TrainConfig, local_ranks: int) -> None:
+    """Raise a `ValueError` unless this machine has a device for each of its ranks."""
+    local_device(config.device, local_ranks - 1)

@@ -1,0 +1,105 @@
+"""Continue a prompt from a checkpoint, in one process."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..nn import LongNet
+from ..nn.attention import check_positive_float
+from ..pattern import check_positive_int
+from . import checkpoint
+
+
+def sample_bytes(
+    path: Path,
+    prompt: bytes,
+    *,
+    count: int = 200,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    seed: int = 0,
+) -> Iterator[int]:
+    """Bytes that continue a prompt, one at a time.
+
+    The model reads at most the last ``sequence_length`` bytes, the length it was trained on.
+
+    Args:
+        path: a checkpoint, or a run, whose newest checkpoint is taken.
+        prompt: at least one byte.
+        count: how many bytes to give.
+        temperature: logits are divided by it; 0 takes the most likely byte always.
+        top_k: draw among this many most likely bytes only; None means all.
+        seed: of the draws.
+
+    Returns:
+        An iterator; the checkpoint has been read when this returns.
+
+    Raises:
+        TypeError: an option has the wrong type.
+        ValueError: an option is out of range, the prompt is empty, or there is no usable
+            checkpoint of a model of bytes.
+    """
+    check_positive_int("count", count)
+    if temperature != 0:
+        check_positive_float("temperature", temperature)
+    if not prompt:
+        raise ValueError("the prompt must have at least one byte; got an empty one")
+    found = checkpoint.newest(path)
+    vocabulary = found.model.vocab_size
+    if vocabulary != 256:
+        raise ValueError(f"{found.path} is not a model of bytes: its vocabulary is {vocabulary}")
+    if top_k is not None and check_positive_int("top_k", top_k) > vocabulary:
+        raise ValueError(f"top_k must be at most {vocabulary}; got {top_k}")
+    model = LongNet(found.model)
+    found.load(model)
+    model.eval()
+    return _draws(
+        model,
+        prompt,
+        count=count,
+        context=found.config.sequence_length,
+        temperature=temperature,
+        top_k=top_k,
+        generator=torch.Generator().manual_seed(seed),
+    )
+
+
+def _draws(
+    model: LongNet,
+    prompt: bytes,
+    *,
+    count: int,
+    context: int,
+    temperature: float,
+    top_k: int | None,
+    generator: torch.Generator,
+) -> Iterator[int]:
+    tokens = torch.tensor([list(prompt)], dtype=torch.int64)
+    for _ in range(count):
+        tokens = tokens[:, -context:]
+        with torch.no_grad():
+            logits: Tensor = model(tokens)[0, -1].double()
+        if temperature == 0:
+            token = logits.argmax().view(1)
+        else:
+            if top_k is not None:
+                lowest = logits.topk(top_k).values[-1]
+                logits = logits.masked_fill(logits < lowest, -torch.inf)
+            token = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+        tokens = torch.cat((tokens, token[None]), dim=1)
+        yield int(token)
+
+
+def decoded(stream: Iterable[int]) -> Iterator[str]:
+    """Bytes as text as soon as they make characters; what is not UTF-8 becomes U+FFFD."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    for byte in stream:
+        if text := decoder.decode(bytes([byte])):
+            yield text
+    if text := decoder.decode(b"", final=True):
+        yield text

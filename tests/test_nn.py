@@ -1,0 +1,395 @@
+"""Attention modules and the language model."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention
+from ring_dilated_attention.nn import (
+    DilatedAttention,
+    LongNet,
+    LongNetConfig,
+    MultiheadDilatedAttention,
+    RotaryEmbedding,
+)
+from ring_dilated_attention.testing import relative_error, run_loopback, run_ranks
+
+PATTERN = DilatedPattern([6, 11, None], [1, 2, 3])
+DENSE: dict[str, Any] = {"segment_lengths": [None], "dilation_rates": [1]}
+SMALL: dict[str, Any] = {"segment_lengths": [6, 11, None], "dilation_rates": [1, 2, 3]}
+
+
+def small_config(**changes: Any) -> LongNetConfig:
+    values: dict[str, Any] = {
+        "num_layers": 2,
+        "embed_dim": 32,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "ffn_dim": 48,
+        **SMALL,
+    }
+    return LongNetConfig(**{**values, **changes})
+
+
+def small_model(**changes: Any) -> LongNet:
+    torch.manual_seed(0)
+    return LongNet(small_config(**changes)).double()
+
+
+# --- DilatedAttention
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_dilated_attention_is_the_function_with_its_options(is_causal: bool) -> None:
+    query, key, value = (torch.randn(2, 17, 4, 8) for _ in range(3))
+    module = DilatedAttention(PATTERN, is_causal=is_causal, scale=0.3)
+    expected = dilated_attention(query, key, value, PATTERN, is_causal=is_causal, scale=0.3)
+    assert torch.equal(module(query, key, value), expected)
+    assert not list(module.parameters())
+
+
+def test_dilated_attention_needs_a_pattern() -> None:
+    with pytest.raises(TypeError, match=r"pattern must be a DilatedPattern; got \[8\]"):
+        DilatedAttention([8])  # type: ignore[arg-type]
+
+
+def test_dilated_attention_refuses_unknown_options() -> None:
+    for option in ("exchange", "backend"):
+        with pytest.raises(ValueError, match=rf"{option} must be one of .*'auto'.*got 'quick'"):
+            DilatedAttention(PATTERN, **{option: "quick"})  # type: ignore[arg-type]
+
+
+# --- MultiheadDilatedAttention
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_dense_pattern_equals_torch_multihead_attention(is_causal: bool, bias: bool) -> None:
+    torch.manual_seed(0)
+    module = MultiheadDilatedAttention(24, 3, bias=bias, dtype=torch.float64, **DENSE)
+    theirs = nn.MultiheadAttention(24, 3, bias=bias, batch_first=True, dtype=torch.float64)
+    projections = (module.q_proj, module.k_proj, module.v_proj)
+    with torch.no_grad():
+        theirs.in_proj_weight.copy_(torch.cat([p.weight for p in projections]))
+        theirs.out_proj.weight.copy_(module.out_proj.weight)
+        if bias:
+            for projection in (*projections, module.out_proj):
+                nn.init.normal_(projection.bias)
+            theirs.in_proj_bias.copy_(torch.cat([p.bias for p in projections]))
+            theirs.out_proj.bias.copy_(module.out_proj.bias)
+    query, key, value = (torch.randn(2, 13, 24, dtype=torch.float64) for _ in range(3))
+    mask = nn.Transformer.generate_square_subsequent_mask(13, dtype=torch.float64)
+    expected, _ = theirs(
+        query, key, value, need_weights=False, attn_mask=mask if is_causal else None
+    )
+    out, weights = module(query, key, value, is_causal=is_causal)
+    assert weights is None
+    assert relative_error(out, expected) < 1e-12
+
+
+def test_layer_norm_is_on_the_concatenated_heads() -> None:
+    torch.manual_seed(0)
+    module = MultiheadDilatedAttention(24, 4, num_kv_heads=2, layer_norm=True, **SMALL)
+    assert module.norm is not None
+    nn.init.normal_(module.norm.weight)
+    x = torch.randn(2, 17, 24)
+    heads = [
+        projection(x).unflatten(-1, (-1, 6))
+        for projection in (module.q_proj, module.k_proj, module.v_proj)
+    ]
+    attended = dilated_attention(heads[0], heads[1], heads[2], PATTERN).flatten(2)
+    expected = module.out_proj(
+        F.layer_norm(attended, (24,), module.norm.weight, module.norm.bias, 1e-5)
+    )
+    assert torch.equal(module(x, x, x)[0], expected)
+
+
+def test_initial_weights_are_magnetos() -> None:
+    torch.manual_seed(0)
+    module = MultiheadDilatedAttention(256, 4, num_kv_heads=2, gamma_init=3.0, **SMALL)
+    for linear, gain in (
+        (module.q_proj, 1.0),
+        (module.k_proj, 1.0),
+        (module.v_proj, 3.0),
+        (module.out_proj, 3.0),
+    ):
+        std = gain * (2 / (linear.in_features + linear.out_features)) ** 0.5
+        assert linear.weight.std().item() == pytest.approx(std, rel=0.02)
+        assert not linear.bias.any()
+
+
+def test_rope_is_applied_to_query_and_key() -> None:
+    torch.manual_seed(0)
+    module = MultiheadDilatedAttention(24, 4, num_kv_heads=2, **DENSE)
+    seen = []
+
+    def zero(x: torch.Tensor) -> torch.Tensor:
+        seen.append(tuple(x.shape))
+        return torch.zeros_like(x)
+
+    x = torch.randn(1, 9, 24)
+    out, _ = module(x, x, x, rope=zero)
+    assert seen == [(1, 9, 4, 6), (1, 9, 2, 6)]
+    # Equal scores: every row is the mean of the values.
+    mean = module.v_proj(x).mean(1, keepdim=True).unflatten(-1, (2, 6)).repeat_interleave(2, 2)
+    torch.testing.assert_close(out, module.out_proj(mean.flatten(2)).expand(1, 9, 24))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"need_weights": True}, "need_weights must be False: .* got True"),
+        ({"attn_mask": torch.zeros(9, 9)}, "attn_mask must be None; use is_causal"),
+        ({"key_padding_mask": torch.zeros(1, 9)}, "key_padding_mask must be None; pass sequences"),
+        ({"query": torch.zeros(1, 9, 23)}, r"query must have shape .* 24\); got \(1, 9, 23\)"),
+        ({"key": torch.zeros(9, 24)}, r"key must have shape .* got \(9, 24\)"),
+        ({"value": torch.zeros(1, 8, 24)}, r"value \(1, 8, 4, 6\)"),
+        ({"layout": SequenceLayout.contiguous(9, 2)}, "2 ranks"),
+        ({"layout": SequenceLayout.contiguous(8, 1)}, "8 positions"),
+    ],
+)
+def test_forward_refuses(arguments: dict[str, Any], message: str) -> None:
+    module = MultiheadDilatedAttention(24, 4, **SMALL)
+    x = torch.zeros(1, 9, 24)
+    with pytest.raises(ValueError, match=message):
+        module(**{"query": x, "key": x, "value": x, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        ({"embed_dim": 0}, ValueError, "embed_dim must be >= 1, got 0"),
+        ({"embed_dim": 24.0}, TypeError, "embed_dim must be an int, got 24.0"),
+        ({"num_heads": 5}, ValueError, "num_heads must divide embed_dim 24; got 5"),
+        ({"num_kv_heads": 3}, ValueError, "num_kv_heads must divide num_heads 4; got 3"),
+        ({"num_kv_heads": True}, TypeError, "num_kv_heads must be an int, got True"),
+        ({"segment_lengths": [0]}, ValueError, "segment length must be >= 1, got 0"),
+        ({"dilation_rates": [1, 2]}, ValueError, "one value each per branch"),
+        ({"head_offsets": "zigzag"}, ValueError, "head_offsets must be one of .*'blocked'"),
+        ({"head_branches": "some"}, ValueError, "head_branches must be one of .*'split'"),
+        ({"layer_norm": True, "layer_norm_eps": 0}, ValueError, "layer_norm_eps .* got 0"),
+        ({"gamma_init": -1.0}, ValueError, "gamma_init must be finite and above 0; got -1.0"),
+        ({"gamma_init": "1"}, TypeError, "gamma_init must be a number, got '1'"),
+        ({"scale": float("nan")}, ValueError, "scale must be finite .* got nan"),
+        ({"exchange": "quick"}, ValueError, "exchange must be one of 'auto', 'ring', 'gather'"),
+        ({"backend": "quick"}, ValueError, "backend must be one of .*'eager'.*got 'quick'"),
+    ],
+)
+def test_construction_refuses(
+    arguments: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        MultiheadDilatedAttention(**{"embed_dim": 24, "num_heads": 4, **DENSE, **arguments})
+
+
+# --- RotaryEmbedding
+
+
+def test_rotation_turns_pairs_by_their_angle() -> None:
+    rope = RotaryEmbedding(4, theta=100.0)
+    x = torch.tensor([1.0, 1.0, 0.0, 0.0]).view(1, 1, 1, 4)
+    for position in (0, 3, 2**27 + 1):
+        turned = rope(torch.tensor([position]))(x).flatten()
+        angles = torch.tensor([position, position / 10], dtype=torch.float64)
+        torch.testing.assert_close(
+            turned, torch.cat([angles.cos(), angles.sin()]).float(), rtol=1e-6, atol=1e-6
+        )
+
+
+def test_scores_depend_on_the_distance_alone() -> None:
+    torch.manual_seed(0)
+    rope = RotaryEmbedding(16)
+    query, key = (torch.randn(1, 1, 1, 16, dtype=torch.float64) for _ in range(2))
+
+    def score(a: int, b: int) -> torch.Tensor:
+        rotations = [rope(torch.tensor([position])) for position in (a, b)]
+        product: torch.Tensor = rotations[0](query) * rotations[1](key)
+        return product.sum()
+
+    torch.testing.assert_close(score(9, 5), score(104, 100), rtol=1e-5, atol=1e-5)
+    assert (score(9, 5) - score(5, 9)).abs() > 1e-3
+
+
+def test_rotation_keeps_dtype_and_refuses_other_shapes() -> None:
+    rotation = RotaryEmbedding(8)(torch.arange(5))
+    assert rotation(torch.zeros(1, 5, 2, 8, dtype=torch.bfloat16)).dtype == torch.bfloat16
+    for shape in ((1, 4, 2, 8), (1, 5, 2, 6), (5, 2, 8)):
+        with pytest.raises(ValueError, match=r"needs shape \(batch, 5, heads, 8\); got"):
+            rotation(torch.zeros(shape))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "theta", "message"),
+    [(7, 10.0, "even head_dim; got 7"), (8, 1.0, "above 1; got 1.0"), (0, 10.0, ">= 1, got 0")],
+)
+def test_rotary_embedding_refuses(head_dim: int, theta: float, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RotaryEmbedding(head_dim, theta=theta)
+
+
+# --- LongNet
+
+
+def test_config_is_a_value() -> None:
+    config = small_config(segment_lengths=(6, 11, None))
+    assert config == small_config()
+    assert hash(config) == hash(small_config())
+    assert config.pattern == PATTERN
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.num_layers = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "message"),
+    [
+        ({"vocab_size": 0}, ValueError, "vocab_size must be >= 1, got 0"),
+        ({"num_layers": 1.5}, TypeError, "num_layers must be an int, got 1.5"),
+        ({"ffn_dim": -1}, ValueError, "ffn_dim must be >= 1, got -1"),
+        ({"num_heads": 3}, ValueError, "num_heads must divide embed_dim 32; got 3"),
+        ({"num_heads": 32, "num_kv_heads": 1}, ValueError, "even head_dim; got 1"),
+        ({"num_kv_heads": 3}, ValueError, "num_kv_heads must divide num_heads 4; got 3"),
+        ({"dilation_rates": [1]}, ValueError, "one value each per branch"),
+        ({"head_branches": "some"}, ValueError, "head_branches must be one of"),
+        ({"rope_theta": 0}, ValueError, "rope_theta must be finite and above 0; got 0"),
+        ({"norm_eps": "x"}, TypeError, "norm_eps must be a number, got 'x'"),
+    ],
+)
+def test_config_refuses(changes: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        small_config(**changes)
+
+
+def test_logits_depend_on_no_later_token() -> None:
+    model = small_model()
+    tokens = torch.randint(0, 256, (2, 29))
+    logits = model(tokens)
+    assert logits.shape == (2, 29, 256)
+    changed = tokens.clone()
+    changed[:, 20:] = (tokens[:, 20:] + 1) % 256
+    later = model(changed)
+    torch.testing.assert_close(later[:, :20], logits[:, :20])
+    assert not torch.allclose(later[:, 20:], logits[:, 20:])
+
+
+def test_embedding_is_tied() -> None:
+    model = small_model()
+    shapes = [tuple(p.shape) for p in model.parameters()]
+    assert shapes.count((256, 32)) == 1
+    loss = F.cross_entropy(model(torch.zeros(1, 5, dtype=torch.int64))[0], torch.full((5,), 7))
+    (gradient,) = torch.autograd.grad(loss, [model.embedding.weight])
+    assert gradient[7].any()  # as an output only
+
+
+LAYOUTS = [
+    SequenceLayout.contiguous(23, 3),
+    SequenceLayout.zigzag(23, 3),
+    SequenceLayout([[(5, 9), (0, 2)], [], [(9, 23), (2, 5)]]),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sharded_logits_and_gradients_equal_those_of_one_process(layout: SequenceLayout) -> None:
+    tokens = torch.randint(0, 256, (2, 23), generator=torch.Generator().manual_seed(0))
+    model = small_model()
+    logits = model(tokens)
+    expected = torch.autograd.grad(logits.pow(2).sum(), list(model.parameters()))
+
+    def rank_main(ends: Any) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        own = copy.deepcopy(model)  # one a rank, as in life
+        shard = own(layout.shard(tokens, ends.rank, 1), group=ends, layout=layout)
+        gradients = torch.autograd.grad(shard.pow(2).sum(), list(own.parameters()))
+        return shard.detach(), gradients
+
+    results = run_loopback(layout.world_size, rank_main)
+    whole = layout.unshard([shard for shard, _ in results], 1)
+    # 1e-7 rather than 1e-12: angles are rounded to float32.
+    assert relative_error(whole, logits) < 1e-7
+    for index, gradient in enumerate(expected):
+        total = torch.stack([gradients[index] for _, gradients in results]).sum(0)
+        assert relative_error(total, gradient) < 1e-6
+
+
+def sharded_logits(rank: int, world_size: int) -> list[torch.Tensor]:
+    tokens = torch.arange(24).view(1, 24)
+    model = small_model()
+    mesh = init_device_mesh("cpu", (world_size,))
+    shard = tokens[:, rank * 12 : rank * 12 + 12]
+    with torch.no_grad():
+        return [model(shard, group=group) for group in (dist.group.WORLD, mesh)]
+
+
+def refusals(rank: int, world_size: int) -> list[str]:
+    """What every rank hears when one of them does something wrong."""
+    model = small_model()
+    layout = SequenceLayout.zigzag(24, world_size)
+    messages = []
+    for tokens, used in (
+        (torch.zeros(1, 12 + rank, dtype=torch.int64), layout),
+        (torch.zeros(1, 12, dtype=(torch.int64, torch.int32)[rank]), layout),
+        (torch.zeros((1, 12, 1)[: 3 - rank], dtype=torch.int64), layout),
+        (torch.zeros(1, 12, dtype=torch.int64), SequenceLayout.zigzag(24, world_size + rank)),
+        (torch.zeros(1, 12 + rank, dtype=torch.int64), None),
+    ):
+        with pytest.raises(ValueError) as caught:  # noqa: PT011 - the messages are returned
+            model(tokens, group=dist.group.WORLD, layout=used)
+        messages.append(str(caught.value))
+    return messages
+
+
+def gloo_checks(rank: int, world_size: int) -> tuple[list[torch.Tensor], list[str]]:
+    return sharded_logits(rank, world_size), refusals(rank, world_size)
+
+
+def test_process_groups_and_meshes_and_refusals_on_every_rank() -> None:
+    results = run_ranks(gloo_checks, 2)
+    with torch.no_grad():
+        expected = small_model()(torch.arange(24).view(1, 24))
+    for kind in range(2):  # a ProcessGroup, a DeviceMesh; layout None: contiguous equal shards
+        whole = torch.cat([logits[kind] for logits, _ in results], 1)
+        assert relative_error(whole, expected) < 1e-7
+    for rank in range(2):
+        length, dtype, dims, ranks, unequal = results[rank][1]
+        assert "rank 1: the layout gives this rank 12 positions; got tokens" in length
+        assert "rank 1: tokens must be int64; got torch.int32" in dtype
+        assert "rank 0: tokens must have shape (batch, local_sequence); got (1, 12, 1)" in dims
+        assert "rank 1: the layout is for 3 ranks; the group has 2" in ranks
+        assert "layout is 12 positions on each rank on rank 0, 13 positions" in unequal
+
+
+@pytest.mark.parametrize(
+    ("tokens", "layout", "kind", "message"),
+    [
+        (torch.zeros(1, 4), None, TypeError, "tokens must be int64; got torch.float32"),
+        (torch.zeros(4, dtype=torch.int64), None, ValueError, r"got \(4,\)"),
+        (torch.zeros(1, 4, dtype=torch.int64), "zigzag", TypeError, "layout must be .*'zigzag'"),
+        (
+            torch.zeros(1, 4, dtype=torch.int64),
+            SequenceLayout.zigzag(5, 1),
+            ValueError,
+            "this rank 5 positions",
+        ),
+    ],
+)
+def test_model_refuses(
+    tokens: torch.Tensor, layout: Any, kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        small_model()(tokens, layout=layout)
+
+
+def test_model_takes_exchange_and_backend() -> None:
+    config = small_config()
+    model = LongNet(config, exchange="gather", backend="eager")
+    attention = next(m for m in model.modules() if isinstance(m, MultiheadDilatedAttention))
+    assert (attention.exchange, attention.backend) == ("gather", "eager")
+    with pytest.raises(ValueError, match="backend must be one of"):
+        LongNet(config, backend="quick")

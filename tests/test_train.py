@@ -1,0 +1,522 @@
+"""The training loop on one and on several ranks: curves, resuming, checkpoints, errors."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
+
+from ring_dilated_attention.nn import LongNetConfig
+from ring_dilated_attention.testing import run_ranks
+from ring_dilated_attention.train import checkpoint, data, log, plot
+from ring_dilated_attention.train.config import TrainConfig
+from ring_dilated_attention.train.errors import TrainingError
+from ring_dilated_attention.train.loop import run
+from ring_dilated_attention.train.sample import decoded, sample_bytes
+from ring_dilated_attention.train.signals import StopRequest
+
+MODEL = LongNetConfig(
+    num_layers=2,
+    embed_dim=32,
+    num_heads=4,
+    num_kv_heads=2,
+    ffn_dim=64,
+    segment_lengths=(8, 24, None),
+    dilation_rates=(1, 2, 3),
+)
+STEPS = 20
+Curve = list[tuple[str, int, float]]
+
+
+def make_config(folder: Path, **changes: Any) -> TrainConfig:
+    """A run of seconds on a text of its own, in `folder`/run."""
+    data = folder / "text.txt"
+    if not data.exists():
+        data.write_text("".join(f"line {i} of a text, {i * i % 97}\n" for i in range(700)))
+    values: dict[str, Any] = {
+        "out": folder / "run",
+        "data": (str(data),),
+        "model": MODEL,
+        "sequence_length": 61,  # prime: shards are uneven
+        "batch_size": 3,
+        "steps": STEPS,
+        "warmup_steps": 3,
+        "eval_every": 8,
+        "eval_windows": 5,
+        "save_every": 10,
+        "device": "cpu",
+    }
+    return TrainConfig(**{**values, **changes})
+
+
+def curve(run_folder: Path) -> Curve:
+    return [
+        (line["kind"], line["step"], line["bits_per_byte"])
+        for line in log.read(run_folder)
+        if line["kind"] != "config"
+    ]
+
+
+def assert_same_curve(actual: Curve, expected: Curve, tolerance: float = 1e-4) -> None:
+    assert [point[:2] for point in actual] == [point[:2] for point in expected]
+    for (kind, step, value), (_, _, wanted) in zip(actual, expected, strict=True):
+        assert value == pytest.approx(wanted, rel=tolerance), (kind, step)
+
+
+def only_checkpoint(run_folder: Path, step: int, copy: Path) -> Path:
+    """A copy of a run as if it had ended after `step`, but for its log."""
+    shutil.copytree(run_folder, copy)
+    for path in checkpoint.usable(copy):
+        if path.name != f"step_{step:07d}":
+            shutil.rmtree(path)
+    return copy
+
+
+def train_all(rank: int, world_size: int, runs: list[tuple[TrainConfig, bool]]) -> list[str]:
+    """Run each; the message of a `ValueError` where one is raised, else an empty text."""
+    messages = []
+    for config, resume in runs:
+        try:
+            run(config, resume=resume)
+            messages.append("")
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
+    """A run of `STEPS` steps on one rank."""
+    config = make_config(tmp_path_factory.mktemp("alone"))
+    run(config)
+    return config
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
+    """One of sequences shorter than four ranks, on one rank."""
+    config = make_config(tmp_path_factory.mktemp("short"), sequence_length=3, steps=6)
+    run(config)
+    return config
+
+
+@pytest.fixture(scope="module")
+def on_two(
+    tmp_path_factory: pytest.TempPathFactory, alone: TrainConfig
+) -> dict[str, tuple[Path, list[str]]]:
+    """Runs on two ranks: their folders, and what each rank said."""
+    folder = tmp_path_factory.mktemp("two")
+    config = replace(make_config(folder), data=alone.data)
+    from_one = only_checkpoint(alone.out, 10, folder / "from_one")
+    other_model = replace(config, out=from_one, model=replace(MODEL, num_layers=3, ffn_dim=32))
+    other_data = replace(config, out=from_one, data=(__file__,))
+    runs = {
+        "whole": (config, False),
+        "again": (config, False),
+        "other_model": (other_model, True),
+        "other_data": (other_data, True),
+        "from_one": (replace(config, out=from_one), True),
+        "half": (replace(config, out=folder / "half", steps=10), False),
+        "exact": (replace(config, out=folder / "exact"), True),
+    }
+    first = list(runs)[:-1]
+    said = run_ranks(train_all, 2, [runs[name] for name in first])
+    only_checkpoint(config.out, 10, folder / "exact")
+    said_exact = run_ranks(train_all, 2, [runs["exact"]])
+    results = {
+        name: (runs[name][0].out, [rank[index] for rank in said])
+        for index, name in enumerate(first)
+    }
+    results["exact"] = (folder / "exact", [rank[0] for rank in said_exact])
+    return results
+
+
+@pytest.fixture(scope="module")
+def on_four(
+    tmp_path_factory: pytest.TempPathFactory, alone: TrainConfig, short: TrainConfig
+) -> dict[str, Path]:
+    """Runs on four ranks."""
+    folder = tmp_path_factory.mktemp("four")
+    runs = {
+        "zigzag": replace(alone, out=folder / "zigzag"),
+        "contiguous": replace(alone, out=folder / "contiguous", layout="contiguous"),
+        "grid": replace(alone, out=folder / "grid", sequence_ranks=2),
+        "short": replace(short, out=folder / "short"),
+    }
+    for rank in run_ranks(train_all, 4, [(config, False) for config in runs.values()]):
+        assert rank == [""] * len(runs)
+    return {name: config.out for name, config in runs.items()}
+
+
+# --- curves
+
+
+def test_loss_falls_and_everything_is_left(alone: TrainConfig) -> None:
+    losses = {(kind, step): value for kind, step, value in curve(alone.out)}
+    assert losses["step", 1] > 7
+    assert losses["step", STEPS] < 6
+    assert [step for kind, step in losses if kind == "eval"] == [8, 16, 20]
+    first, *lines = log.read(alone.out)
+    assert (
+        TrainConfig.from_dict(
+            {k: v for k, v in first.items() if k not in ("kind", "step", "ranks")}
+        )
+        == alone
+    )
+    step = next(line for line in lines if line["kind"] == "step")
+    assert step["tokens_per_second"] > 0
+    assert 10e6 < step["peak_memory_bytes"] < 10e9
+    assert (alone.out / plot.NAME).read_bytes().startswith(b"\x89PNG")
+    assert [path.name for path in checkpoint.usable(alone.out)] == ["step_0000010", "step_0000020"]
+
+
+def test_curve_on_two_ranks_is_that_of_one(
+    alone: TrainConfig, on_two: dict[str, tuple[Path, list[str]]]
+) -> None:
+    folder, said = on_two["whole"]
+    assert said == ["", ""]
+    assert_same_curve(curve(folder), curve(alone.out))
+
+
+@pytest.mark.parametrize("name", ["zigzag", "contiguous", "grid"])
+def test_curve_on_four_ranks_is_that_of_one(
+    alone: TrainConfig, on_four: dict[str, Path], name: str
+) -> None:
+    assert_same_curve(curve(on_four[name]), curve(alone.out))
+
+
+def test_ranks_without_tokens_take_part(short: TrainConfig, on_four: dict[str, Path]) -> None:
+    assert 0 in map(short.sequence_layout(4).local_length, range(4))
+    assert_same_curve(curve(on_four["short"]), curve(short.out))
+
+
+# --- resuming
+
+
+def test_resume_on_the_same_ranks_is_exact(on_two: dict[str, tuple[Path, list[str]]]) -> None:
+    folder, said = on_two["exact"]
+    assert said == ["", ""]
+    assert curve(folder) == curve(on_two["whole"][0])
+
+
+def test_resume_on_more_ranks(
+    alone: TrainConfig, on_two: dict[str, tuple[Path, list[str]]]
+) -> None:
+    folder, said = on_two["from_one"]
+    assert said == ["", ""]
+    assert_same_curve(curve(folder), curve(alone.out))
+
+
+def test_resume_on_fewer_ranks(
+    alone: TrainConfig, on_two: dict[str, tuple[Path, list[str]]], tmp_path: Path
+) -> None:
+    folder = only_checkpoint(on_two["whole"][0], 10, tmp_path / "run")
+    outcome = run(replace(alone, out=folder), resume=True)
+    assert (outcome.step, outcome.stopped) == (STEPS, False)
+    assert_same_curve(curve(folder), curve(alone.out))
+
+
+def test_resume_in_one_process_is_exact(alone: TrainConfig, tmp_path: Path) -> None:
+    folder = only_checkpoint(alone.out, 10, tmp_path / "run")
+    run(replace(alone, out=folder), resume=True)
+    assert curve(folder) == curve(alone.out)
+    assert [line["step"] for line in log.read(folder) if line["kind"] == "config"] == [0, 10]
+
+
+def test_stop_request_leaves_a_checkpoint_to_go_on_from(alone: TrainConfig, tmp_path: Path) -> None:
+    config = replace(alone, out=tmp_path / "run")
+    stop_file = tmp_path / "stop"
+
+    class StopAfterSeven(StopRequest):
+        @property
+        def asked(self) -> bool:
+            if len(curve(config.out)) == 6:  # the log has six of the steps, the seventh is done
+                stop_file.touch()
+            return super().asked
+
+    outcome = run(config, stop=StopAfterSeven(stop_file=stop_file))
+    assert (outcome.step, outcome.stopped) == (7, True)
+    assert outcome.checkpoint.name == "step_0000007"
+    assert (config.out / plot.NAME).exists()
+    run(config, resume=True)
+    assert curve(config.out) == curve(alone.out)
+
+
+def test_the_launchers_death_asks_to_stop() -> None:
+    assert StopRequest(parent=1 << 30).asked
+    assert not StopRequest().asked
+
+
+# --- checkpoints
+
+
+def test_only_the_newest_are_kept(alone: TrainConfig, tmp_path: Path) -> None:
+    config = replace(alone, out=tmp_path / "run", steps=5, save_every=1, keep=2)
+    outcome = run(config)
+    folder = config.out / checkpoint.FOLDER
+    assert sorted(p.name for p in folder.iterdir()) == ["step_0000004", "step_0000005"]
+    assert outcome.checkpoint == folder / "step_0000005"
+    assert checkpoint.newest(config.out).step == 5
+    assert checkpoint.newest(outcome.checkpoint).step == 5
+
+
+def test_a_crash_while_writing_leaves_the_checkpoint_before(
+    alone: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(alone, out=tmp_path / "run", save_every=4)
+
+    def crash(tensors: Any, *, checkpoint_id: Path) -> None:
+        save_tensors(tensors, checkpoint_id=checkpoint_id)
+        if "0000008" in checkpoint_id.name:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint, "save_tensors", crash)
+    with pytest.raises(KeyboardInterrupt):
+        run(config)
+    folder = config.out / checkpoint.FOLDER
+    assert len(list(folder.iterdir())) == 2  # what the crash left is there
+    assert [p.name for p in checkpoint.usable(config.out)] == ["step_0000004"]
+    monkeypatch.undo()
+    run(config, resume=True)
+    assert curve(config.out) == curve(alone.out)
+    assert not list(folder.glob(".*"))
+
+
+def test_damaged_checkpoint_is_named(alone: TrainConfig, tmp_path: Path) -> None:
+    folder = only_checkpoint(alone.out, 20, tmp_path / "run")
+    (path,) = checkpoint.usable(folder)
+    (tensors,) = path.glob("*.distcp")
+    tensors.unlink()
+    with pytest.raises(ValueError, match=rf"cannot read the tensors of {path}"):
+        run(replace(alone, out=folder, steps=30), resume=True)
+    (path / checkpoint.META).write_text("{}")
+    with pytest.raises(ValueError, match=rf"{path} is not a checkpoint of rda train: KeyError"):
+        checkpoint.newest(folder)
+
+
+def test_checkpoint_of_another_model_names_the_fields_on_every_rank(
+    on_two: dict[str, tuple[Path, list[str]]],
+) -> None:
+    folder, said = on_two["other_model"]
+    path = folder / checkpoint.FOLDER / "step_0000010"
+    assert (
+        said
+        == [
+            f"{path} holds another model: num_layers is 2 there and 3 here; "
+            "ffn_dim is 64 there and 32 here"
+        ]
+        * 2
+    )
+
+
+def test_checkpoint_of_other_data_is_refused(on_two: dict[str, tuple[Path, list[str]]]) -> None:
+    _, said = on_two["other_data"]
+    assert said[0] == said[1]
+    assert "was trained on other data than" in said[0]
+    assert __file__ in said[0]
+
+
+def test_a_run_is_not_overwritten(on_two: dict[str, tuple[Path, list[str]]]) -> None:
+    folder, said = on_two["again"]
+    assert said == [f"{folder} is not an empty folder; resume it or choose another"] * 2
+
+
+def test_nothing_to_resume(alone: TrainConfig, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=rf"there is no checkpoint in {tmp_path}"):
+        run(replace(alone, out=tmp_path), resume=True)
+    with pytest.raises(ValueError, match=r"has done 20 of 20 steps; ask for more steps"):
+        run(alone, resume=True)
+    with pytest.raises(ValueError, match=rf"no run with a checkpoint in {tmp_path}"):
+        checkpoint.newest_run(tmp_path)
+
+
+def test_newest_run(alone: TrainConfig, tmp_path: Path) -> None:
+    for name in ("b", "a"):
+        shutil.copytree(alone.out, tmp_path / name)
+        for path in checkpoint.usable(tmp_path / name):
+            path.touch()
+    (tmp_path / "empty").mkdir()
+    assert checkpoint.newest_run(tmp_path) == tmp_path / "a"
+
+
+# --- disagreement between ranks
+
+
+def disagree(rank: int, world_size: int, config: TrainConfig) -> list[str]:
+    """Ranks differ in options, then in data."""
+    mine = Path(config.data[0]).with_name(f"rank{rank}.txt")
+    mine.write_text(f"text of rank {rank}" * 200)
+    said = train_all(rank, world_size, [(replace(config, steps=5 + rank), False)])
+    if rank == 1:
+        data.ByteCorpus.load = classmethod(  # type: ignore[assignment,method-assign]
+            lambda cls, paths, load=data.ByteCorpus.load: load([mine])
+        )
+    return said + train_all(rank, world_size, [(config, False)])
+
+
+def test_ranks_that_disagree_hear_it_on_every_rank(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    for options, texts in run_ranks(disagree, 2, config):
+        assert options == "ranks 0 and 1 have different options: steps is 5 and 6"
+        assert "rank 1 reads other data than rank 0" in texts
+    assert not config.out.exists()
+
+
+# --- the options
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "message"),
+    [
+        ({"sequence_length": 0}, ValueError, "sequence_length must be >= 1, got 0"),
+        ({"steps": 1.5}, TypeError, "steps must be an int, got 1.5"),
+        ({"batch_size": -1}, ValueError, "batch_size must be >= 1, got -1"),
+        ({"warmup_steps": -1}, ValueError, "warmup_steps must be >= 0, got -1"),
+        ({"seed": "x"}, TypeError, "seed must be an int, got 'x'"),
+        ({"learning_rate": 0.0}, ValueError, "learning_rate must be > 0, got 0.0"),
+        ({"learning_rate": math.nan}, ValueError, "learning_rate must be > 0, got nan"),
+        ({"final_learning_rate": 2}, ValueError, "final_learning_rate .* <= 1, got 2"),
+        ({"beta2": 1.0}, ValueError, "beta2 must be below 1, got 1.0"),
+        ({"max_grad_norm": "x"}, TypeError, "max_grad_norm must be a number, got 'x'"),
+        ({"keep": 0}, ValueError, "keep must be >= 1, got 0"),
+        ({"sequence_ranks": 0}, ValueError, "sequence_ranks must be >= 1, got 0"),
+        ({"layout": "striped"}, ValueError, "layout must be one of 'contiguous', 'zigzag'"),
+        ({"device": "tpu"}, ValueError, "device must be one of 'auto', 'cpu', 'cuda'"),
+        ({"precision": "int8"}, ValueError, "precision must be one of .* got 'int8'"),
+    ],
+)
+def test_config_refuses(changes: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        TrainConfig(**{"out": "run", **changes})
+
+
+def test_config_survives_json() -> None:
+    config = TrainConfig(out=Path("run"), data=("a", "b"), model=MODEL, sequence_ranks=2)
+    assert TrainConfig.from_json(config.to_json()) == config
+    with pytest.raises(ValueError, match="unknown training options: colour"):
+        TrainConfig.from_dict({**json.loads(config.to_json()), "colour": "red"})
+
+
+def test_options_reach_the_run_and_its_model() -> None:
+    config = TrainConfig(out=Path("run")).with_options({"steps": 7, "num_layers": 3})
+    assert (config.steps, config.model.num_layers) == (7, 3)
+    with pytest.raises(TypeError, match="colour"):
+        config.with_options({"colour": "red"})
+
+
+def test_grid_of_ranks() -> None:
+    config = TrainConfig(out=Path("run"), sequence_ranks=2, batch_size=3)
+    assert config.group_size(6) == 2
+    assert replace(config, sequence_ranks=None).group_size(6) == 6
+    with pytest.raises(ValueError, match="must divide the number of ranks, 5; got 2"):
+        config.group_size(5)
+    with pytest.raises(ValueError, match=r"make 4 groups, .* got batch_size 3"):
+        config.group_size(8)
+
+
+def test_learning_rate_schedule() -> None:
+    config = TrainConfig(
+        out=Path("run"), learning_rate=1.0, warmup_steps=4, steps=104, final_learning_rate=0.2
+    )
+    rates = [config.learning_rate_at(step) for step in range(104)]
+    assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert rates[54] == pytest.approx(0.6)
+    assert config.learning_rate_at(104) == pytest.approx(0.2)
+    assert all(a >= b for a, b in itertools.pairwise(rates[4:]))
+
+
+def test_bfloat16_trains(alone: TrainConfig, tmp_path: Path) -> None:
+    config = replace(alone, out=tmp_path / "run", precision="bfloat16", steps=3)
+    run(config)
+    # The schedule is shorter, so only the first step is the same.
+    (_, _, loss), *_ = curve(config.out)
+    assert loss == pytest.approx(curve(alone.out)[0][2], rel=0.02)
+    assert loss != curve(alone.out)[0][2]
+
+
+def test_diverging_run_says_so(alone: TrainConfig, tmp_path: Path) -> None:
+    config = replace(alone, out=tmp_path / "run", learning_rate=1e38, weight_decay=1e4)
+    with pytest.raises(TrainingError, match=r"the loss of step \d+ is (nan|inf); a lower learning"):
+        run(config)
+
+
+# --- the log
+
+
+def test_log_drops_what_a_resumed_run_repeats(tmp_path: Path) -> None:
+    with log.RunLog(tmp_path, start=0) as first:
+        for step in range(1, 6):
+            first.write("step", step=step)
+    with (tmp_path / log.NAME).open("a") as file:
+        file.write('{"kind": "step", "st')  # a crash
+    with log.RunLog(tmp_path, start=3) as second:
+        second.write("step", step=4, again=True)
+    assert [(line["step"], line.get("again")) for line in log.read(tmp_path)] == [
+        (1, None),
+        (2, None),
+        (3, None),
+        (4, True),
+    ]
+
+
+def test_damaged_log_is_named(tmp_path: Path) -> None:
+    (tmp_path / log.NAME).write_text('{"kind": "step"}\nnonsense\n')
+    with pytest.raises(ValueError, match=rf"{tmp_path / log.NAME}, line 2 is not JSON"):
+        log.read(tmp_path)
+
+
+# --- samples
+
+
+def test_sampling(alone: TrainConfig) -> None:
+    def sampled(**options: Any) -> bytes:
+        return bytes(sample_bytes(alone.out, b"line 12", count=12, **options))
+
+    assert len(sampled()) == 12
+    assert sampled(seed=1) == sampled(seed=1)
+    assert sampled(temperature=5.0, seed=1) != sampled(temperature=5.0, seed=2)
+    assert sampled(temperature=0) == sampled(top_k=1, temperature=3.0, seed=9)
+    step = alone.out / checkpoint.FOLDER / "step_0000020"
+    assert bytes(sample_bytes(step, b"line 12", count=12)) == sampled()
+    long_prompt = b"x" * (2 * alone.sequence_length)
+    assert len(bytes(sample_bytes(alone.out, long_prompt, count=3))) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompt": b""}, "at least one byte"),
+        ({"count": 0}, "count must be >= 1, got 0"),
+        ({"temperature": -1.0}, "temperature must be finite and above 0; got -1.0"),
+        ({"top_k": 0}, "top_k must be >= 1, got 0"),
+        ({"top_k": 257}, "top_k must be at most 256; got 257"),
+    ],
+)
+def test_sampling_refuses(alone: TrainConfig, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        sample_bytes(alone.out, **{"prompt": b"x", **options})
+
+
+def test_decoding_waits_for_whole_characters() -> None:
+    assert list(decoded("aé€".encode())) == ["a", "é", "€"]
+    assert list(decoded(b"a\xff\xe2\x82")) == ["a", "\ufffd", "\ufffd"]
+
+
+def test_initial_weights_come_from_the_seed_alone(alone: TrainConfig, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    before = torch.random.get_rng_state()
+    config = replace(alone, out=tmp_path / "run", steps=1)
+    run(config)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert curve(config.out)[0] == curve(alone.out)[0]
+    other = replace(alone, out=tmp_path / "other", steps=1, seed=1)
+    run(other)
+    assert curve(other.out)[0] != curve(alone.out)[0]

@@ -46,24 +46,21 @@ def failures(cases, outcomes):
     ]
 
 
+def run_here(world_size, cases):
+    """Every rank on one GPU, in this process."""
+    return combine(run_loopback(world_size, lambda ends: [run_case(case, ends) for case in cases]))
+
+
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize(("backend", "dtype"), KERNELS)
 def test_every_kernel_on_one_gpu(backend, dtype, world_size):
     cases = list(kernel_cases(world_size, backend, dtype))
-    outcomes = [
-        combine(run_loopback(world_size, lambda ends, case=case: [run_case(case, ends)]))[0]
-        for case in cases
-    ]
-    assert not failures(cases, outcomes)
+    assert not failures(cases, run_here(world_size, cases))
 
 
 def test_the_sweep_on_one_gpu():
     cases = [replace(case, device="cuda") for case in sweep(4)]
-    outcomes = [
-        combine(run_loopback(4, lambda ends, case=case: [run_case(case, ends)]))[0]
-        for case in cases
-    ]
-    assert not failures(cases, outcomes)
+    assert not failures(cases, run_here(4, cases))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

@@ -220,10 +220,8 @@ class _LoopbackReceipt:
     def wait(self) -> None:
         sent = self._letter.result()
         self._world.discard(*self._key)
-        assert sent.shape == self._into.shape and sent.dtype == self._into.dtype, (
-            f"sent {sent.dtype} {tuple(sent.shape)}, "
-            f"expected {self._into.dtype} {tuple(self._into.shape)}"
-        )
+        assert sent.shape == self._into.shape, f"{sent.shape} sent, {self._into.shape} expected"
+        assert sent.dtype == self._into.dtype, f"{sent.dtype} sent, {self._into.dtype} expected"
         self._into.copy_(sent)
 
 

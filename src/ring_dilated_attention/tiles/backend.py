@@ -45,9 +45,9 @@ class TileBackend:
 
     Shapes: q, out, dout (batch, heads, queries, head_dim); k, v (batch, heads, keys, head_dim);
     lse, delta (batch, heads, queries) in float32, or float64 for float64 inputs. They may be
-    strided views that overlap; the last dimension of all but lse and delta is contiguous. With `is_causal`,
-    queries and keys are equally many and row i sees keys 0 to i. Outputs and gradients come in the
-    dtype of the inputs or wider.
+    strided views that overlap; the last dimension of all but lse and delta is contiguous. With
+    `is_causal`, queries and keys are equally many and row i sees keys 0 to i. Outputs and gradients
+    come in the dtype of the inputs or wider.
 
     Attributes:
         name: what users call it.

@@ -1,8 +1,10 @@
-"""Shared by all tests: threads, uninitialised memory, and the gpu marker."""
+"""Shared by all tests: uninitialised memory, hypothesis, and the gpu marker."""
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from ring_dilated_attention.testing import nan_in_uninitialized_memory
 
 settings.register_profile(
     "default", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
@@ -11,12 +13,9 @@ settings.load_profile("default")
 
 
 @pytest.fixture(autouse=True)
-def _nan_in_uninitialized_memory(monkeypatch):
-    """`torch.empty` returns NaN, so that whatever is read before it is written shows."""
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
+def _nan_in_uninitialized_memory():
+    with nan_in_uninitialized_memory():
+        yield
 
 
 def pytest_collection_modifyitems(items):

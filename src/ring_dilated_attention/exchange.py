@@ -282,7 +282,10 @@ def run_loopback(world_size: int, function: Callable[[LoopbackExchange], T]) -> 
 
     def call(rank: int) -> T:
         try:
-            return function(LoopbackExchange(world, rank))
+            # On CUDA, all threads share one backward thread; ranks that wait for each other in
+            # backward must each have their own.
+            with torch.autograd.set_multithreading_enabled(False):
+                return function(LoopbackExchange(world, rank))
         except BaseException:
             world.fail()
             raise

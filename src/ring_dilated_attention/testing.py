@@ -7,7 +7,8 @@ import pickle
 import queue
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,23 @@ import torch.multiprocessing as mp
 
 from .exchange import run_loopback
 
-__all__ = ["relative_error", "run_loopback", "run_ranks"]
+__all__ = ["nan_in_uninitialized_memory", "relative_error", "run_loopback", "run_ranks"]
+
+
+@contextmanager
+def nan_in_uninitialized_memory() -> Iterator[None]:
+    """`torch.empty` returns NaN, so that whatever is read before it is written shows."""
+    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    # torch fills only while deterministic algorithms are asked for.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -40,6 +57,8 @@ def run_ranks(
     timeout: float = 240,
 ) -> list[Any]:
     """Call ``function(rank, world_size, *arguments)`` in one process per rank.
+
+    Uninitialised memory holds NaN there.
 
     Args:
         function: a function that can be pickled (defined at the top of a module).
@@ -99,7 +118,8 @@ def _rank_main(
             timeout=timedelta(seconds=60),
         )
         # Pickled here, so that what cannot be pickled is this rank's error; tensors by value.
-        answer = rank, True, pickle.dumps(function(rank, world_size, *arguments))
+        with nan_in_uninitialized_memory():
+            answer = rank, True, pickle.dumps(function(rank, world_size, *arguments))
     except BaseException:
         answer = rank, False, pickle.dumps(traceback.format_exc())
     results.put(answer)

@@ -2,7 +2,7 @@
 
 The aten operators are used because they return the lse and, in backward, accept a merged out and
 lse: they recompute their probabilities from that lse and delta from ``dout * out``, which makes a
-tile's gradients those of the whole softmax. All of them read strided views as they are.
+tile's gradients those of the whole softmax. They read strided views as they are.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from .backend import TileBackend, refuse_all_but
+from .eager import EAGER
 
 aten = torch.ops.aten
 
@@ -64,6 +65,8 @@ def _cudnn_backward(
     is_causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    if q.shape[2] == k.shape[2] == 1:  # cuDNN has no backward for a single score
+        return EAGER.backward(dout, q, k, v, out, lse, delta, is_causal=is_causal, scale=scale)
     seed = torch.empty((), dtype=torch.int64, device=q.device)  # dropout state, unused
     dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
         dout, q, k, v, out, lse.contiguous().unsqueeze(-1), seed, seed, None, None, None,
@@ -120,8 +123,9 @@ def _efficient_backward(
     is_causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    padding = -q.shape[2] % 32  # the alignment that the kernel expects of lse
-    lse = torch.nn.functional.pad(lse, (0, padding), value=torch.inf)
+    # The kernel expects lse padded to its alignment, and reads `out` as if its rows were dense.
+    lse = torch.nn.functional.pad(lse, (0, -q.shape[2] % 32), value=torch.inf).contiguous()
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)
     seed = torch.empty((), dtype=torch.int64, device=q.device)  # dropout state, unused
     dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
         dout, q, k, v, None, out, lse, seed, seed, 0.0, [True, True, True, False],

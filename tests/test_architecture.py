@@ -26,6 +26,7 @@ ORDER = [
     ["functional"],
     ["nn", "testing"],
     ["verify", "train"],
+    ["plan_command", "verify_command"],
     ["cli"],
 ]
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}

@@ -229,7 +229,7 @@ def make_run(folder: Path) -> list[str]:
         (lambda _: ["--layout=striped"], "layout must be one of 'contiguous', 'zigzag'"),
         (lambda _: ["--exchange=quick"], "exchange must be one of 'auto', 'ring', 'gather'"),
         (lambda _: ["--backend=quick"], "backend must be one of 'auto'"),
-        (lambda _: ["--segment-lengths=8,x"], "need ints (or all) separated by commas; got '8,x'"),
+        (lambda _: ["--segment-lengths=8,x"], "need ints separated by commas; got '8,x'"),
         (lambda _: ["--segment-lengths=8"], "one value each per branch"),
         (lambda _: ["--num-heads=3"], "num_heads must divide embed_dim 16; got 3"),
         (lambda _: ["--learning-rate=-1"], "learning_rate must be > 0, got -1.0"),

@@ -16,7 +16,7 @@ import typer
 RUNS = Path("runs")
 
 app = typer.Typer(
-    help="Exact ring dilated attention: train a byte-level language model on sharded sequences.",
+    help="Exact ring dilated attention: train on sharded sequences, verify, and look at plans.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -58,12 +58,21 @@ def _option(default: object, help_text: str) -> Any:
     return typer.Option(help=help_text, show_default=str(default))
 
 
-def _ints(text: str) -> tuple[int | None, ...]:
-    """Parse ``256,1024,all`` (``all``: the whole sequence)."""
+def _lengths(text: str) -> tuple[int | None, ...]:
+    """Parse segment lengths: ``256,1024,all`` (``all``: the whole sequence)."""
+    return tuple(None if part.strip() == "all" else _int(part, text) for part in text.split(","))
+
+
+def _rates(text: str) -> tuple[int, ...]:
+    """Parse dilation rates: ``1,2,4``."""
+    return tuple(_int(part, text) for part in text.split(","))
+
+
+def _int(part: str, text: str) -> int:
     try:
-        return tuple(None if part.strip() == "all" else int(part) for part in text.split(","))
+        return int(part)
     except ValueError:
-        raise ValueError(f"need ints (or all) separated by commas; got {text!r}") from None
+        raise ValueError(f"need ints separated by commas; got {text!r}") from None
 
 
 @app.command()
@@ -152,9 +161,9 @@ def train(
         if value is not None and name not in ("out", "resume", "ranks")
     }
     with reported_errors():
-        for name in ("segment_lengths", "dilation_rates"):
+        for name, parse in (("segment_lengths", _lengths), ("dilation_rates", _rates)):
             if name in options:
-                options[name] = _ints(options[name])
+                options[name] = parse(options[name])
 
         from .train import command
 
@@ -192,6 +201,84 @@ def sample(
         for text in decoded(stream):
             typer.echo(text, nl=False)  # flushes, so that bytes show as they come
         typer.echo()
+
+
+@app.command()
+def verify(
+    ranks: Annotated[
+        list[int] | None,
+        typer.Option(help="World size to check; may be repeated.", show_default="1 2 3 4"),
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu (gloo) or cuda (NCCL, a GPU a rank).")] = "cpu",
+    every: Annotated[bool, typer.Option("--all", help="A row per case, not per pattern.")] = False,
+) -> None:
+    """Compare forward and backward on real ranks with a brute-force reference.
+
+    Prints errors relative to float64 and the bytes moved against the plan's. Exit code 1 if any
+    case is out of bounds.
+    """
+    with reported_errors():
+        from .verify_command import verify as run
+
+        if not run(ranks or [1, 2, 3, 4], device=device, every=every):
+            raise typer.Exit(1)
+
+
+@app.command()
+def plan(
+    length: Annotated[int, typer.Option(help="Global length of the sequence, in positions.")],
+    ranks: Annotated[int, typer.Option(help="World size.")] = 1,
+    segment_lengths: Annotated[
+        str, typer.Option(help="One per branch, separated by commas; all: the whole sequence.")
+    ] = "2048,4096,8192,16384,32768",
+    dilation_rates: Annotated[
+        str, typer.Option(help="One per branch, separated by commas.")
+    ] = "1,2,4,6,12",
+    head_offsets: Annotated[str, typer.Option(help="interleaved or blocked.")] = "interleaved",
+    head_branches: Annotated[str, typer.Option(help="all or split.")] = "all",
+    layout: Annotated[str, typer.Option(help="contiguous or zigzag.")] = "contiguous",
+    causal: Annotated[bool, typer.Option(help="Queries see no later keys.")] = False,
+    heads: Annotated[int, typer.Option(help="Query heads.")] = 12,
+    kv_heads: Annotated[
+        int | None, typer.Option(help="KV heads.", show_default="as many as heads")
+    ] = None,
+    head_dim: Annotated[int, typer.Option(help="Elements of a row of a head.")] = 64,
+    batch: Annotated[int, typer.Option(help="Sequences in the batch.")] = 1,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16, float32 or float64.")] = "bfloat16",
+    rank: Annotated[
+        list[int] | None,
+        typer.Option(help="Rank to show; may be repeated.", show_default="a few"),
+    ] = None,
+    tiles: Annotated[bool, typer.Option("--tiles", help="List every tile and message.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Prove the plan by enumeration (short sequences).")
+    ] = False,
+) -> None:
+    """Print what each rank would hold, compute and exchange; nothing is run."""
+    with reported_errors():
+        from .pattern import DilatedPattern
+        from .plan_command import show
+
+        show(
+            DilatedPattern(
+                _lengths(segment_lengths),
+                _rates(dilation_rates),
+                head_offsets=head_offsets,
+                head_branches=head_branches,
+            ),
+            length=length,
+            world_size=ranks,
+            layout=layout,
+            is_causal=causal,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            batch=batch,
+            dtype=dtype,
+            ranks=rank,
+            tiles=tiles,
+            check=check,
+        )
 
 
 def main() -> None:

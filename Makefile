@@ -1,0 +1,40 @@
+# Everything runs in .venv, which the first target that needs it makes.
+#   make TORCH=torch==2.12.0 test    another torch, in a fresh .venv
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+RANKS ?= 2
+BIN := .venv/bin
+
+.PHONY: run test lint format bench verify clean
+
+run: .venv/installed  ## train a language model on the standard library's sources, on 2 ranks
+	$(BIN)/rda train --ranks $(RANKS)
+
+test: .venv/installed  ## all tests
+	$(BIN)/python -m pytest
+
+lint: .venv/installed  ## linter, formatter check, type checker
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: .venv/installed  ## let the linter and the formatter fix what they can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: .venv/installed  ## CPU speed against one plain SDPA call
+	$(BIN)/python benchmarks/cpu_attention.py
+
+verify: .venv/installed  ## sharded against brute force, on 1 to 4 ranks
+	$(BIN)/rda verify
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# torch comes first, so that nothing else picks another build of it.
+.venv/installed: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet "$(TORCH)"
+	$(BIN)/pip install --quiet --group dev --editable .
+	touch $@

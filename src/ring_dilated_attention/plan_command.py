@@ -1,0 +1,247 @@
+"""What `rda plan` prints: tables of what ranks hold, compute and exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from .layout import SequenceLayout
+from .pattern import DilatedPattern, check_choice, check_positive_int
+from .plan import AttentionPlan, Message, RankPlan, Rows, Tile, plan_attention
+from .plan.check import check_plan
+from .plan.costs import TensorSize, flops, memory, traffic
+
+LAYOUTS = {"contiguous": SequenceLayout.contiguous, "zigzag": SequenceLayout.zigzag}
+DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+SHOWN_ALL, SHOWN_FEW = 8, 4
+"""When no ranks are named: all of so many, or else so many of them."""
+
+
+def show(
+    pattern: DilatedPattern,
+    *,
+    length: int,
+    world_size: int,
+    layout: str,
+    is_causal: bool,
+    num_heads: int,
+    num_kv_heads: int | None,
+    head_dim: int,
+    batch: int,
+    dtype: str,
+    ranks: Sequence[int] | None = None,
+    tiles: bool = False,
+    check: bool = False,
+    console: Console | None = None,
+) -> None:
+    """Print the plan of a call of `dilated_attention`.
+
+    Args:
+        pattern: the branches.
+        length: positions of the whole sequence.
+        world_size: number of ranks.
+        layout: a key of `LAYOUTS`.
+        is_causal: whether queries see no later keys.
+        num_heads: query heads.
+        num_kv_heads: KV heads; None: as many.
+        head_dim: elements of a row of a head.
+        batch: sequences in the batch.
+        dtype: a key of `DTYPES`.
+        ranks: ranks to show; None: the first, the last and some between.
+        tiles: whether to list each tile and message of those ranks.
+        check: whether to prove the plan by enumeration.
+        console: where to print; None: standard output.
+
+    Raises:
+        TypeError, ValueError: an option is not allowed.
+        PlanError: the proof failed.
+    """
+    console = console or Console()
+    check_choice("layout", layout, tuple(LAYOUTS))
+    check_choice("dtype", dtype, tuple(DTYPES))
+    size = TensorSize(
+        batch=check_positive_int("batch", batch),
+        head_dim=check_positive_int("head_dim", head_dim),
+        element_size=DTYPES[dtype],
+    )
+    plan = plan_attention(
+        pattern,
+        LAYOUTS[layout](length, world_size),
+        is_causal=is_causal,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+    )
+    if ranks is None:
+        count = world_size if world_size <= SHOWN_ALL else SHOWN_FEW
+        ranks = [(world_size - 1) * i // max(count - 1, 1) for i in range(count)]
+    chosen = [plan.rank(rank) for rank in ranks]
+    console.print(
+        f"[bold]{pattern}[/bold]: {length:,} positions on {world_size} "
+        f"{'rank' if world_size == 1 else 'ranks'} ({layout}), "
+        f"{plan.num_heads} heads of {head_dim}, {plan.num_kv_heads} KV heads, batch {batch}, "
+        f"{dtype}, {'causal' if is_causal else 'not causal'}"
+    )
+    console.print(_decision(plan))
+    console.print(_costs_table(chosen, size))
+    console.print(_memory_table(chosen, size))
+    if tiles:
+        for rank in chosen:
+            console.print(_tiles_table(rank))
+            console.print(_messages_table(rank, size))
+    if check:
+        check_plan(plan)
+        console.print(
+            "proven: every (branch, head, query, visible key) is computed once; sends match "
+            "receives; each message is the fewest rows; every remote gradient comes home"
+        )
+
+
+def _decision(plan: AttentionPlan) -> str:
+    if plan.layout.world_size == 1:
+        return "one rank: nothing is exchanged"
+    if plan.gathers:
+        return "exchange: gather (no rank receives more rows than the largest shard holds)"
+    return "exchange: ring (a rank may receive more rows than the largest shard holds)"
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
+
+
+def _costs_table(ranks: Sequence[RankPlan], size: TensorSize) -> Table:
+    table = _table(
+        "Compute and exchange of one call (bytes: the lower bound, each needed row once)",
+        "rank",
+        "positions",
+        "local tiles",
+        "remote tiles",
+        "FLOPs forward",
+        "rows in",
+        "rows out",
+        "sent forward",
+        "sent backward",
+        "messages",
+    )
+    for rank in ranks:
+        moved = traffic(rank, size)
+        steps = list(rank.steps())
+        table.add_row(
+            str(rank.index),
+            f"{rank.plan.layout.local_length(rank.index):,}",
+            str(len(rank.local)),
+            str(sum(len(step.tiles) for step in steps)),
+            _scaled(flops(rank, size), "", 1000),
+            f"{rank.total_received_rows:,}",
+            f"{rank.total_sent_rows:,}",
+            _bytes(moved.forward_sent),
+            _bytes(moved.backward_sent),
+            str(sum(step.send is not None for step in steps)),
+        )
+    return table
+
+
+def _memory_table(ranks: Sequence[RankPlan], size: TensorSize) -> Table:
+    names = ("query", "key", "value", "out", "lse", "buffers", "total")
+    table = _table("Memory of one forward call", "rank", *names)
+    for rank in ranks:
+        held = memory(rank, size)
+        table.add_row(str(rank.index), *(_bytes(getattr(held, name)) for name in names))
+    return table
+
+
+def _tiles_table(rank: RankPlan) -> Table:
+    table = _table(
+        f"Tiles of rank {rank.index} (row i of head number j in segment s)",
+        "step",
+        "branch",
+        "KV heads",
+        "segments",
+        "causal",
+        "queries at local row",
+        "keys at local row, or slot of the message",
+    )
+
+    def add(step: int, tile: Tile) -> None:
+        table.add_row(
+            str(step),
+            str(rank.plan.pattern.branches[tile.branch]),
+            _heads(tile.heads),
+            str(tile.segments),
+            "yes" if tile.is_causal else "no",
+            _rows(tile.queries),
+            _rows(tile.keys),
+        )
+
+    for tile in rank.local:
+        add(0, tile)
+    for step in rank.steps():
+        for tile in step.tiles:
+            add(step.step, tile)
+    return table
+
+
+def _messages_table(rank: RankPlan, size: TensorSize) -> Table:
+    table = _table(
+        f"Messages of rank {rank.index}: K and V, and in backward their gradients the other way",
+        "step",
+        "",
+        "peer",
+        "rows",
+        "K and V",
+        "gradients",
+    )
+
+    def add(step: int, what: str, peer: int, message: Message) -> None:
+        table.add_row(
+            str(step),
+            what,
+            str(peer),
+            f"{message.rows:,}",
+            _bytes(size.key_value_bytes(message.rows)),
+            _bytes(size.key_value_bytes(message.rows, size.accumulate_size)),
+        )
+
+    for step in rank.steps():
+        if step.send is not None:
+            add(step.step, "sends to", step.send.receiver, step.send)
+        if step.receive is not None:
+            add(step.step, "receives from", step.receive.sender, step.receive)
+    return table
+
+
+def _heads(heads: range) -> str:
+    if len(heads) == 1:
+        return str(heads[0])
+    return f"{heads[0]} to {heads[-1]}" + (f" by {heads.step}" if heads.step > 1 else "")
+
+
+def _rows(rows: Rows) -> str:
+    terms = [
+        f"{stride} {name}" if stride > 1 else name
+        for name, stride in (
+            ("s", rows.segment_stride),
+            ("j", rows.head_stride),
+            ("i", rows.stride),
+        )
+        if stride
+    ]
+    return " + ".join([f"{rows.start}", *terms]) + f", i < {rows.length}"
+
+
+def _bytes(count: int) -> str:
+    return _scaled(count, "B", 1024)
+
+
+def _scaled(count: float, unit: str, step: int) -> str:
+    prefixes = ("", "Ki", "Mi", "Gi", "Ti", "Pi") if step == 1024 else ("", "k", "M", "G", "T", "P")
+    for prefix in prefixes:
+        if count < step or prefix == prefixes[-1]:
+            break
+        count /= step
+    digits = 0 if prefix == "" else 2 if count < 10 else 1
+    return f"{count:.{digits}f} {prefix}{unit}".rstrip()

@@ -1,0 +1,87 @@
+"""What `rda verify` does: the sweep on real ranks, and a table of what it found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from .pattern import check_choice, check_positive_int
+from .testing import run_ranks
+from .verify import TENSORS, Case, Outcome, combine, run_cases, sweep
+
+
+def verify(
+    world_sizes: Sequence[int],
+    *,
+    device: str = "cpu",
+    every: bool = False,
+    console: Console | None = None,
+) -> bool:
+    """Run the sweep on each world size and print the errors and the bytes moved.
+
+    Args:
+        world_sizes: numbers of ranks; each is spawned as so many processes.
+        device: ``"cpu"`` over gloo, or ``"cuda"`` over NCCL with one GPU per rank.
+        every: print a row per case instead of one per pattern and dtype.
+        console: where to print; None: standard output.
+
+    Returns:
+        Whether every case is within bounds.
+
+    Raises:
+        TypeError, ValueError: a world size or the device is not allowed.
+    """
+    console = console or Console()
+    check_choice("device", device, ("cpu", "cuda"))
+    for world_size in world_sizes:
+        check_positive_int("ranks", world_size)
+        if device == "cuda" and world_size > torch.cuda.device_count():
+            raise ValueError(
+                f"{world_size} ranks need a CUDA device each; there are {torch.cuda.device_count()}"
+            )
+    right = True
+    for world_size in world_sizes:
+        cases = [replace(case, device=device) for case in sweep(world_size)]
+        backend = "nccl" if device == "cuda" else "gloo"
+        outcomes = combine(run_ranks(run_cases, world_size, cases, backend=backend))
+        console.print(_table(world_size, cases, outcomes, every))
+        right &= all(map(_passes, cases, outcomes))
+    console.print("all within bounds" if right else "[bold red]OUT OF BOUNDS[/bold red]")
+    return right
+
+
+def _passes(case: Case, outcome: Outcome) -> bool:
+    return outcome.passes(case.dtype)
+
+
+def _table(
+    world_size: int, cases: Sequence[Case], outcomes: Sequence[Outcome], every: bool
+) -> Table:
+    groups: dict[str, list[tuple[Case, Outcome]]] = {}
+    for case, outcome in zip(cases, outcomes, strict=True):
+        name = f"{case.pattern}, {str(case.dtype).removeprefix('torch.')}"
+        if every:
+            name += f", n = {case.layout.length}, case {case.seed}"
+        groups.setdefault(name, []).append((case, outcome))
+    table = Table(
+        title=f"{world_size} rank{'s' * (world_size > 1)}: largest error relative to float64",
+        title_justify="left",
+    )
+    table.add_column("pattern and dtype")
+    for column in ("cases", *TENSORS, "bytes sent", "bytes planned", ""):
+        table.add_column(column, justify="right")
+    for name, group in sorted(groups.items()):
+        errors = [max(outcome.error(tensor) for _, outcome in group) for tensor in TENSORS]
+        table.add_row(
+            name,
+            str(len(group)),
+            *(f"{error:.1e}" for error in errors),
+            f"{sum(outcome.sent_bytes for _, outcome in group):,}",
+            f"{sum(outcome.planned_bytes for _, outcome in group):,}",
+            "ok" if all(_passes(*pair) for pair in group) else "[red]WRONG[/red]",
+        )
+    return table

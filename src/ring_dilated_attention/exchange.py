@@ -48,7 +48,10 @@ class Exchange(Protocol):
         """
 
     def maximum(self, values: Sequence[int], device: torch.device) -> list[int]:
-        """The elementwise maximum of `values` (int64) over all ranks: one small collective."""
+        """The elementwise maximum of `values` (int64) over all ranks: one small collective.
+
+        `device` is where the ranks' tensors are; it runs there, where the group can.
+        """
 
     def share(self, value: Any) -> list[Any]:
         """Every rank's `value`, by rank: a collective of small Python objects."""
@@ -154,6 +157,8 @@ class ProcessGroupExchange:
 
     def maximum(self, values: Sequence[int], device: torch.device) -> list[int]:
         """See `Exchange.maximum`."""
+        if device.type == "cpu" and "cpu" not in dist.get_backend_config(self._group):
+            device = torch.device("cuda", torch.cuda.current_device())  # all that NCCL can reach
         tensor = torch.tensor(values, dtype=torch.int64, device=device)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
         return [int(value) for value in tensor.tolist()]

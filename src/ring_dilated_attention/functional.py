@@ -134,8 +134,7 @@ def dilated_attention(
         query.shape[-1] ** -0.5 if scale is None else float(scale),
         ends.world_size - 1 if gathers else 1,
     )
-    with torch.autocast(query.device.type, enabled=False):
-        out, lse = RingDilatedAttention.apply(query, key, value, call)  # type: ignore[no-untyped-call]
+    out, lse = RingDilatedAttention.apply(query, key, value, call)  # type: ignore[no-untyped-call]
     return (out, lse) if return_lse else out
 
 

@@ -67,7 +67,8 @@ class RingDilatedAttention(torch.autograd.Function):
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: RingCall
     ) -> tuple[torch.Tensor, torch.Tensor]:
         query, key, value = (_unit_last_stride(x) for x in (query, key, value))
-        out, lse = _forward(query, key, value, call)
+        with torch.autocast(query.device.type, enabled=False):
+            out, lse = _forward(query, key, value, call)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.call = call
         ctx.mark_non_differentiable(lse)
@@ -83,7 +84,8 @@ class RingDilatedAttention(torch.autograd.Function):
                 "backward was called with create_graph=True"
             )
         query, key, value, out, lse = ctx.saved_tensors
-        return *_backward(dout, query, key, value, out, lse, ctx.call), None
+        with torch.autocast(query.device.type, enabled=False):
+            return *_backward(dout, query, key, value, out, lse, ctx.call), None
 
 
 def _forward(

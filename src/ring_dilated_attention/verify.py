@@ -201,7 +201,7 @@ def sweep(world_size: int) -> Iterator[Case]:
     heads = [(4, 4, 1), (6, 2, 1), (5, 1, 2), (3, 3, 2)]  # heads, KV heads, batch
     number = 0
     for pattern in patterns:
-        for length in (53, 2 * world_size - 1, world_size):
+        for length in (53, 2 * world_size - 1, world_size, 2):
             for name in ("contiguous", "zigzag", "uneven"):
                 is_causal = bool(number % 2)
                 num_heads, num_kv_heads, batch = heads[number // 2 % len(heads)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -67,7 +69,8 @@ def make_config(
 def summary(outcome: Outcome) -> str:
     """Lines that say how the run ended and what it left."""
     out = outcome.checkpoint.parent.parent
-    resume = f"rda train --resume --out {out}"
+    rda = _program()
+    resume = f"{rda} train --resume --out {out}"
     if outcome.stopped:
         return f"stopped after step {outcome.step}; go on with: {resume}"
     heldout = outcome.heldout_bits_per_byte
@@ -77,6 +80,12 @@ def summary(outcome: Outcome) -> str:
             f"  curve       {out / plot.NAME}",
             f"  log         {out / log.NAME}",
             f"  checkpoint  {outcome.checkpoint}",
-            f'  try         rda sample --checkpoint {out} --prompt "def "',
+            f'  try         {rda} sample --checkpoint {out} --prompt "def "',
         )
     )
+
+
+def _program() -> str:
+    """How to call `rda` from here, so that lines shown can be pasted."""
+    called = Path(sys.argv[0])
+    return str(called) if called.name == "rda" and shutil.which("rda") is None else "rda"

@@ -31,7 +31,7 @@ ORDER = [
 ]
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 INTEGERS_ONLY = {"pattern", "plan"}  # and layout, but for its tensor helpers
-MAY_USE_DISTRIBUTED = {"exchange", "cli", "train", "testing", "verify"}
+MAY_USE_DISTRIBUTED = {"exchange", "cli", "train", "testing"}
 
 
 def modules():

@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from ring_dilated_attention.testing import relative_error
-from ring_dilated_attention.tiles import BACKENDS, eager, select_backend
+from ring_dilated_attention.tiles import BACKENDS, TileGradients, TileInputs, select_backend
+from ring_dilated_attention.tiles.eager import EAGER
 
 CPU = torch.device("cpu")
 
@@ -23,17 +24,17 @@ def test_fused_tiles_on_overlapping_views_equal_eager(rows, head_dim, is_causal)
         )
         for x in (q, k, v, dout)
     )
-    options = {"is_causal": is_causal, "scale": 0.3}
-    out, lse = eager.forward(q, k, v, **options)
-    got_out, got_lse = backend.forward(q, k, v, **options)
+    inputs = TileInputs(q, k, v, is_causal, 0.3)
+    out, lse = EAGER.forward(inputs)
+    got_out, got_lse = backend.forward(inputs)
     assert relative_error(got_out, out) < 1e-12
     assert relative_error(got_lse, lse) < 1e-12
     merged = 0.75 * out + 0.25 * other[:, :rows].transpose(1, 2)
     lse = lse - torch.tensor(0.75).log()
     delta = (merged * dout).sum(-1)
-    want = eager.backward(dout, q, k, v, merged, lse, delta, **options)
+    want = EAGER.backward(inputs, TileGradients(dout, merged, lse, delta))
     strided_lse = torch.stack([lse, lse], -1)[..., 0]
-    got = backend.backward(dout, q, k, v, merged, strided_lse, delta, **options)
+    got = backend.backward(inputs, TileGradients(dout, merged, strided_lse, delta))
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 

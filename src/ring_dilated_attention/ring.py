@@ -13,9 +13,9 @@ import torch
 from .exchange import Exchange
 from .merge import merge_
 from .plan import RankPlan, Tile
-from .tiles import TileBackend, accumulate_dtype
+from .tiles import TileBackend, TileGradients, TileInputs, accumulate_dtype
 from .transfer import GradientReturn, fetch
-from .views import blocks, by_slot
+from .views import Block, blocks, by_slot
 
 
 @dataclass(frozen=True)
@@ -98,13 +98,8 @@ def _forward(
 
     def run(tile: Tile, keys: torch.Tensor, values: torch.Tensor) -> None:
         for block in blocks(tile, batch, call.group_size):
-            tile_out, tile_lse = call.backend.forward(
-                block.queries(query),
-                block.keys(keys),
-                block.keys(values),
-                is_causal=tile.is_causal,
-                scale=call.scale,
-            )
+            inputs = _tile_inputs(block, call, query, keys, values)
+            tile_out, tile_lse = call.backend.forward(inputs)
             merge_(block.queries(out), block.queries(lse.transpose(1, 2)), tile_out, tile_lse)
 
     arrivals = fetch(call.plan, call.exchange, key, value, depth=call.depth)
@@ -142,17 +137,14 @@ def _backward(
         dvalues: torch.Tensor,
     ) -> None:
         for block in blocks(tile, query.shape[0], call.group_size):
-            tile_dq, tile_dk, tile_dv = call.backend.backward(
+            inputs = _tile_inputs(block, call, query, keys, values)
+            gradients = TileGradients(
                 block.queries(dout),
-                block.queries(query),
-                block.keys(keys),
-                block.keys(values),
                 block.queries(out),
                 block.queries(lse.transpose(1, 2)),
                 block.queries(delta),
-                is_causal=tile.is_causal,
-                scale=call.scale,
             )
+            tile_dq, tile_dk, tile_dv = call.backend.backward(inputs, gradients)
             block.queries(dquery).add_(tile_dq)
             block.keys(dkeys).add_(tile_dk)
             block.keys(dvalues).add_(tile_dv)
@@ -175,6 +167,18 @@ def _backward(
     if returning is not None:
         returning.finish()
     return dquery.to(query.dtype), dkey.to(key.dtype), dvalue.to(value.dtype)
+
+
+def _tile_inputs(
+    block: Block, call: RingCall, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+) -> TileInputs:
+    return TileInputs(
+        block.queries(query),
+        block.keys(keys),
+        block.keys(values),
+        block.tile.is_causal,
+        call.scale,
+    )
 
 
 def _unit_last_stride(tensor: torch.Tensor) -> torch.Tensor:

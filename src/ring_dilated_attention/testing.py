@@ -17,9 +17,15 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from .exchange import run_loopback
+from .exchange import ProcessGroupExchange, run_loopback
 
-__all__ = ["nan_in_uninitialized_memory", "relative_error", "run_loopback", "run_ranks"]
+__all__ = [
+    "nan_in_uninitialized_memory",
+    "relative_error",
+    "run_loopback",
+    "run_ranks",
+    "world_exchange",
+]
 
 
 @contextmanager
@@ -47,6 +53,13 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     size = torch.linalg.vector_norm(expected).item()
     error = difference / size if size else torch.inf
     return error if error == error else torch.inf
+
+
+def world_exchange() -> ProcessGroupExchange:
+    """This rank's end of the default process group, inside `run_ranks`."""
+    group = dist.group.WORLD
+    assert group is not None, "torch.distributed is not initialised"
+    return ProcessGroupExchange(group)
 
 
 def run_ranks(

@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from .exchange import Exchange, ProcessGroupExchange
+from .exchange import Exchange
 from .functional import dilated_attention
 from .layout import SequenceLayout
 from .pattern import DilatedPattern
 from .plan import plan_attention
 from .plan.costs import TensorSize, traffic
 from .reference import reference_attention
+from .testing import world_exchange
 from .tiles import accumulate_dtype
 
 TENSORS = ("out", "lse", "dquery", "dkey", "dvalue")
@@ -178,9 +178,7 @@ def run_case(case: Case, ends: Exchange) -> Outcome:
 
 def run_cases(rank: int, world_size: int, cases: Sequence[Case]) -> list[Outcome]:
     """Run every case on this rank, over the default process group; for `testing.run_ranks`."""
-    group = dist.group.WORLD
-    assert group is not None
-    return [run_case(case, ProcessGroupExchange(group)) for case in cases]
+    return [run_case(case, world_exchange()) for case in cases]
 
 
 def combine(by_rank: Sequence[Sequence[Outcome]]) -> list[Outcome]:

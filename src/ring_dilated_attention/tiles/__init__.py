@@ -8,11 +8,18 @@ from __future__ import annotations
 import torch
 
 from ..pattern import check_choice
-from .backend import TileBackend
+from .backend import TileBackend, TileGradients, TileInputs
 from .eager import EAGER, accumulate_dtype
 from .sdpa import FUSED
 
-__all__ = ["BACKENDS", "TileBackend", "accumulate_dtype", "select_backend"]
+__all__ = [
+    "BACKENDS",
+    "TileBackend",
+    "TileGradients",
+    "TileInputs",
+    "accumulate_dtype",
+    "select_backend",
+]
 
 _NAMED = {backend.name: backend for backend in (*FUSED, EAGER)}
 

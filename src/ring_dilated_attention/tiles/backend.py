@@ -4,61 +4,56 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 
 
-class Forward(Protocol):
-    """``softmax(scale q k^T) v`` and its lse (natural log)."""
+class TileInputs(NamedTuple):
+    """What the forward of a tile takes.
 
-    def __call__(  # noqa: D102
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-
-class Backward(Protocol):
-    """A tile's share of dq, dk, dv, given the MERGED out, lse and delta of its queries.
-
-    ``p = exp(scale q k^T - lse)``, ``ds = scale p (dout v^T - delta)``, ``dq = ds k``,
-    ``dk = ds^T q``, ``dv = p^T dout``, where delta = rowsum(dout * out).
+    q (batch, heads, queries, head_dim); k, v (batch, heads, keys, head_dim): strided views that may
+    overlap, the last dimension contiguous. With `is_causal`, queries and keys are equally many and
+    row i sees keys 0 to i.
     """
 
-    def __call__(  # noqa: D102
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        delta: torch.Tensor,
-        *,
-        is_causal: bool,
-        scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    is_causal: bool
+    scale: float
+
+
+class TileGradients(NamedTuple):
+    """What the backward of a tile takes besides `TileInputs`: the MERGED result of its queries.
+
+    dout, out (batch, heads, queries, head_dim), the last dimension contiguous; lse,
+    delta = rowsum(dout * out) (batch, heads, queries), float32, or float64 for float64 inputs. All
+    may be strided views.
+    """
+
+    dout: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    delta: torch.Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
 class TileBackend:
     """What computes a tile.
 
-    Shapes: q, out, dout (batch, heads, queries, head_dim); k, v (batch, heads, keys, head_dim);
-    lse, delta (batch, heads, queries) in float32, or float64 for float64 inputs. They may be
-    strided views that overlap; the last dimension of all but lse and delta is contiguous. With
-    `is_causal`, queries and keys are equally many and row i sees keys 0 to i. Outputs and gradients
-    come in the dtype of the inputs or wider.
-
     Attributes:
         name: what users call it.
-        forward: computes out and lse.
-        backward: computes gradients.
+        forward: ``out = softmax(scale q k^T) v`` and its lse (natural log).
+        backward: the tile's share of dq, dk, dv: ``p = exp(scale q k^T - lse)``,
+            ``ds = scale p (dout v^T - delta)``, ``dq = ds k``, ``dk = ds^T q``, ``dv = p^T dout``.
+            It comes in the dtype of the inputs or wider, as out does.
         refusal: says why it cannot take (device, dtype, head_dim); None if it can.
     """
 
     name: str
-    forward: Forward
-    backward: Backward
+    forward: Callable[[TileInputs], tuple[torch.Tensor, torch.Tensor]]
+    backward: Callable[[TileInputs, TileGradients], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     refusal: Callable[[torch.device, torch.dtype, int], str | None]
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from .backend import TileBackend
+from .backend import TileBackend, TileGradients, TileInputs
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -15,46 +15,27 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, is_causal: bool, scale: float) -> torch.Tensor:
-    dtype = accumulate_dtype(q.dtype)
-    scores = scale * (q.to(dtype) @ k.to(dtype).transpose(-1, -2))
-    if is_causal:
-        above = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(above, -torch.inf)
+def _scores(t: TileInputs) -> torch.Tensor:
+    dtype = accumulate_dtype(t.q.dtype)
+    scores = t.scale * (t.q.to(dtype) @ t.k.to(dtype).transpose(-1, -2))
+    if t.is_causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(later, -torch.inf)
     return scores
 
 
-def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``out = softmax(scale q k^T) v`` and its lse; shapes as in `TileBackend`."""
-    scores = _scores(q, k, is_causal, scale)
-    return scores.softmax(-1) @ v.to(scores.dtype), torch.logsumexp(scores, -1)
+def _forward(t: TileInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    scores = _scores(t)
+    return scores.softmax(-1) @ t.v.to(scores.dtype), torch.logsumexp(scores, -1)
 
 
-def backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    delta: torch.Tensor,
-    *,
-    is_causal: bool,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of this tile's share, from the merged out, lse and delta of its queries."""
-    weights = torch.exp(_scores(q, k, is_causal, scale) - lse[..., None])
-    dtype = weights.dtype
-    dweights = dout.to(dtype) @ v.to(dtype).transpose(-1, -2)
-    dscores = weights * (dweights - delta[..., None]) * scale
-    dq = dscores @ k.to(dtype)
-    dk = dscores.transpose(-1, -2) @ q.to(dtype)
-    dv = weights.transpose(-1, -2) @ dout.to(dtype)
-    return dq, dk, dv
+def _backward(t: TileInputs, g: TileGradients) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    p = torch.exp(_scores(t) - g.lse[..., None])
+    q, k, v, dout = (x.to(p.dtype) for x in (t.q, t.k, t.v, g.dout))
+    ds = t.scale * p * (dout @ v.transpose(-1, -2) - g.delta[..., None])
+    return ds @ k, ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ dout
 
 
 EAGER = TileBackend(
-    name="eager", forward=forward, backward=backward, refusal=lambda on, dtype, head_dim: None
+    name="eager", forward=_forward, backward=_backward, refusal=lambda on, dtype, head_dim: None
 )

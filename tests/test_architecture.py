@@ -20,7 +20,7 @@ ORDER = [
     ],
     ["tiles"],
     ["exchange"],
-    ["views", "packing"],
+    ["views", "packing", "agreement"],
     ["transfer"],
     ["ring"],
     ["functional"],

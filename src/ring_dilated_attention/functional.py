@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
 
+from .agreement import agree
 from .exchange import Exchange, Group, resolve_exchange
 from .layout import SequenceLayout
 from .pattern import DilatedPattern, check_choice
@@ -123,7 +123,8 @@ def dilated_attention(
         )
     except (TypeError, ValueError) as error:
         failure = error
-    _agree(ends, request, failure, query)
+    device = query.device if isinstance(query, torch.Tensor) else torch.device("cpu")
+    agree("dilated_attention", ends, request and request.shared, failure, device)
     assert request is not None
     plan = request.plan()
     gathers = plan.gathers if exchange == "auto" else exchange == "gather"
@@ -176,7 +177,7 @@ def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if not all(isinstance(t, torch.Tensor) for t in tensors):
         return tensors  # `_validate` says so
     device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(
@@ -234,7 +235,9 @@ def _validate(
         "dtype": str(query.dtype),
         "device": query.device.type,
         "pattern": str(pattern),
-        "layout": f"{local_length} positions on each rank" if layout is None else layout.digest,
+        "layout": f"{local_length} positions on each rank"
+        if layout is None
+        else f"{layout!r} ({layout.digest[:8]})",
         "is_causal": is_causal,
         "scale": scale,
         "exchange": exchange,
@@ -281,45 +284,3 @@ def _validate_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
         raise ValueError(f"batch, heads, kv_heads and head_dim must be >= 1; got {shapes}")
     if query.shape[2] % key.shape[2]:
         raise ValueError(f"heads must be a multiple of kv_heads; got {shapes}")
-
-
-def _agree(ends: Exchange, request: _Request | None, failure: Exception | None, query: Any) -> None:
-    """Raise on every rank if any rank refused its arguments or ranks differ in them.
-
-    One small collective a call, whatever the arguments: a rank that skipped it because it had seen
-    its own combination before could not tell that another rank's is new.
-    """
-    if ends.world_size > 1:
-        shared = None if request is None else request.shared
-        digest = hashlib.blake2b(repr(shared).encode(), digest_size=7).digest()
-        number = int.from_bytes(digest)
-        device = query.device if isinstance(query, torch.Tensor) else torch.device("cpu")
-        largest, smallest, failed = ends.maximum(
-            [number, -number, int(failure is not None)], device
-        )
-        if failed or largest != -smallest:
-            everyone = ends.share((shared, failure and f"{type(failure).__name__}: {failure}"))
-            if failure is None:
-                raise ValueError(_disagreement(everyone))
-    if failure is not None:
-        raise failure
-
-
-def _disagreement(everyone: list[tuple[dict[str, Any] | None, str | None]]) -> str:
-    """Say which ranks refused their arguments, or which arguments differ between ranks."""
-    refused = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(everyone) if why]
-    if refused:
-        return f"dilated_attention was refused on other ranks: {'; '.join(refused)}"
-    calls = [shared for shared, _ in everyone if shared is not None]
-    differences = []
-    for name in calls[0]:
-        ranks: dict[Any, list[int]] = {}
-        for rank, shared in enumerate(calls):
-            ranks.setdefault(shared[name], []).append(rank)
-        if len(ranks) > 1:
-            values = ", ".join(
-                f"{value} on rank{'s' * (len(who) > 1)} {', '.join(map(str, who))}"
-                for value, who in ranks.items()
-            )
-            differences.append(f"{name} is {values}")
-    return f"the ranks called dilated_attention with different arguments: {'; '.join(differences)}"

@@ -5,6 +5,7 @@ Shape legend: B batch, n local rows, H query heads, K KV heads, D head_dim, R ro
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,7 +68,7 @@ class RingDilatedAttention(torch.autograd.Function):
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: RingCall
     ) -> tuple[torch.Tensor, torch.Tensor]:
         query, key, value = (_unit_last_stride(x) for x in (query, key, value))
-        with torch.autocast(query.device.type, enabled=False):
+        with _autocast_off(query.device):
             out, lse = _forward(query, key, value, call)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.call = call
@@ -84,7 +85,7 @@ class RingDilatedAttention(torch.autograd.Function):
                 "backward was called with create_graph=True"
             )
         query, key, value, out, lse = ctx.saved_tensors
-        with torch.autocast(query.device.type, enabled=False):
+        with _autocast_off(query.device):
             return *_backward(dout, query, key, value, out, lse, ctx.call), None
 
 
@@ -179,6 +180,13 @@ def _tile_inputs(
         block.tile.is_causal,
         call.scale,
     )
+
+
+def _autocast_off(device: torch.device) -> AbstractContextManager[None]:
+    """Kernels are given the dtypes they are meant to compute in."""
+    if torch.amp.is_autocast_available(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
 
 
 def _unit_last_stride(tensor: torch.Tensor) -> torch.Tensor:

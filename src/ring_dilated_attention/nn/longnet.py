@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..agreement import agree
 from ..exchange import Exchange, Group, resolve_exchange
 from ..layout import SequenceLayout
 from ..pattern import DilatedPattern, check_positive_int
@@ -144,9 +145,9 @@ class LongNet(nn.Module):
             of autocast).
 
         Raises:
-            TypeError: `tokens` are not int64, in a group of one rank.
-            ValueError: the tokens of some rank do not fit, or the layout is for another number of
-                ranks or another local length (raised on every rank); and see
+            TypeError: this rank's `tokens` are not int64.
+            ValueError: this rank's tokens do not fit, or its layout is for another number of ranks
+                or another local length; some other rank refused its arguments; and see
                 `dilated_attention`.
         """
         rotation = self.rope(_agreed_positions(tokens, resolve_exchange(group), layout))
@@ -203,12 +204,8 @@ def _agreed_positions(tokens: Tensor, ends: Exchange, layout: SequenceLayout | N
         positions = _positions(tokens, ends, layout)
     except (TypeError, ValueError) as error:
         failure = error
-    if ends.world_size > 1 and ends.maximum([failure is not None], tokens.device)[0]:
-        messages = enumerate(ends.share(failure and str(failure)))
-        refused = [f"rank {rank}: {why}" for rank, why in messages if why]
-        raise ValueError("; ".join(refused)) from failure
-    if failure is not None:
-        raise failure
+    # What else must be equal on all ranks, the first attention compares.
+    agree("LongNet", ends, None if failure else {}, failure, tokens.device)
     assert positions is not None
     return positions
 

@@ -6,9 +6,7 @@ from hypothesis import HealthCheck, settings
 
 from ring_dilated_attention.testing import nan_in_uninitialized_memory
 
-settings.register_profile(
-    "default", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
-)
+settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("default")
 
 

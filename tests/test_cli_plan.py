@@ -75,6 +75,7 @@ def test_verify_passes_and_counts_bytes():
     done = rda("verify", "--ranks=2")
     assert done.exit_code == 0, done.output
     assert "2 ranks: largest error relative to float64" in done.output
+    assert "inputs of seed " in done.output
     assert "all within bounds" in done.output
 
 
@@ -84,10 +85,10 @@ def test_verify_fails_when_something_is_wrong(monkeypatch):
         return [[Outcome(squares=squares) for _ in cases]]
 
     monkeypatch.setattr(verify_command, "run_ranks", wrong)
-    done = rda("verify", "--ranks=1", "--all")
+    done = rda("verify", "--ranks=1", "--all", "--seed=7")
     assert done.exit_code == 1
     assert "OUT OF BOUNDS" in done.output
-    assert "n = 53, case 0" in done.output
+    assert "n = 53, seed 7" in done.output
 
 
 def test_verify_refuses_what_it_cannot_run():

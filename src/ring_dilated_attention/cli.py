@@ -210,6 +210,9 @@ def verify(
         typer.Option(help="World size to check; may be repeated.", show_default="1 2 3 4"),
     ] = None,
     device: Annotated[str, typer.Option(help="cpu (gloo) or cuda (NCCL, a GPU a rank).")] = "cpu",
+    seed: Annotated[
+        int | None, typer.Option(help="Of the random inputs.", show_default="a fresh one")
+    ] = None,
     every: Annotated[bool, typer.Option("--all", help="A row per case, not per pattern.")] = False,
 ) -> None:
     """Compare forward and backward on real ranks with a brute-force reference.
@@ -220,7 +223,7 @@ def verify(
     with reported_errors():
         from .verify_command import verify as run
 
-        if not run(ranks or [1, 2, 3, 4], device=device, every=every):
+        if not run(ranks or [1, 2, 3, 4], device=device, seed=seed, every=every):
             raise typer.Exit(1)
 
 

@@ -186,8 +186,13 @@ def combine(by_rank: Sequence[Sequence[Outcome]]) -> list[Outcome]:
     return [sum(outcomes[1:], outcomes[0]) for outcomes in map(list, zip(*by_rank, strict=True))]
 
 
-def sweep(world_size: int) -> Iterator[Case]:
-    """The fixed cases of `rda verify`: each option with each corner of lengths and layouts."""
+def sweep(world_size: int, seed: int = 0) -> Iterator[Case]:
+    """The cases of `rda verify`: each option with each corner of lengths and layouts.
+
+    Args:
+        world_size: number of ranks.
+        seed: of the first case's inputs; each further one adds 1.
+    """
     patterns = [
         DilatedPattern([4, 8, 16], [1, 2, 4]),
         DilatedPattern([5, 13, None], [2, 3, 6]),  # no rate-1 branch, nothing divides anything
@@ -215,7 +220,7 @@ def sweep(world_size: int) -> Iterator[Case]:
                     num_kv_heads=num_kv_heads,
                     batch=batch,
                     is_causal=is_causal,
-                    seed=number,
+                    seed=seed + number,
                     **options,
                 )
                 number += 1

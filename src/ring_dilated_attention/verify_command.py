@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -18,6 +19,7 @@ def verify(
     world_sizes: Sequence[int],
     *,
     device: str = "cpu",
+    seed: int | None = None,
     every: bool = False,
     console: Console | None = None,
 ) -> bool:
@@ -26,6 +28,7 @@ def verify(
     Args:
         world_sizes: numbers of ranks; each is spawned as so many processes.
         device: ``"cpu"`` over gloo, or ``"cuda"`` over NCCL with one GPU per rank.
+        seed: of the random inputs; None: fresh ones, of a seed that is printed.
         every: print a row per case instead of one per pattern and dtype.
         console: where to print; None: standard output.
 
@@ -43,9 +46,12 @@ def verify(
             raise ValueError(
                 f"{world_size} ranks need a CUDA device each; there are {torch.cuda.device_count()}"
             )
+    if seed is None:
+        seed = secrets.randbelow(10**9)
+    console.print(f"inputs of seed {seed}")
     right = True
     for world_size in world_sizes:
-        cases = [replace(case, device=device) for case in sweep(world_size)]
+        cases = [replace(case, device=device) for case in sweep(world_size, seed)]
         backend = "nccl" if device == "cuda" else "gloo"
         outcomes = combine(run_ranks(run_cases, world_size, cases, backend=backend))
         console.print(_table(world_size, cases, outcomes, every))
@@ -65,7 +71,7 @@ def _table(
     for case, outcome in zip(cases, outcomes, strict=True):
         name = f"{case.pattern}, {str(case.dtype).removeprefix('torch.')}"
         if every:
-            name += f", n = {case.layout.length}, case {case.seed}"
+            name += f", n = {case.layout.length}, seed {case.seed}"
         groups.setdefault(name, []).append((case, outcome))
     table = Table(
         title=f"{world_size} rank{'s' * (world_size > 1)}: largest error relative to float64",

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -100,17 +99,6 @@ class SequenceLayout:
                 pieces.append(Piece(start, stop, rank, local))
                 local += stop - start
         return tuple(sorted(pieces))
-
-    @cached_property
-    def _starts(self) -> list[int]:
-        return [piece.start for piece in self.pieces]
-
-    def pieces_between(self, start: int, stop: int) -> tuple[Piece, ...]:
-        """The pieces that hold a position in ``range(start, stop)``, sorted by position."""
-        if start >= stop:
-            return ()
-        first = max(bisect_right(self._starts, start) - 1, 0)
-        return self.pieces[first : bisect_right(self._starts, stop - 1)]
 
     @cached_property
     def digest(self) -> str:

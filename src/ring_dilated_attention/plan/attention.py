@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from ..layout import SequenceLayout
 from ..pattern import DilatedPattern, check_positive_int
-from .parts import Link, Parts, own_segments
+from .parts import Link, Part, Span, own_segments, parts_of, spans
 from .tiling import Message, Tile, Tiling
 
 
@@ -49,10 +49,9 @@ class AttentionPlan:
     num_kv_heads: int
     documents: tuple[int, ...]
 
-    @cached_property
-    def parts(self) -> Parts:
-        """What the ranks hold, cut at document borders."""
-        return Parts(self.layout, self.documents)
+    def parts_of(self, rank: int) -> list[Part]:
+        """The ranges that `rank` holds, cut at document borders."""
+        return parts_of(self.layout, self.documents, rank)
 
     @cached_property
     def tiling(self) -> Tiling:
@@ -135,43 +134,63 @@ class RankPlan:
         self.index = rank
         self.world_size = plan.layout.world_size
         self._steps: dict[int, Step] = {}
-        self._received: dict[int, list[Link]] = {}
-        self._sent: dict[int, list[Link]] = {}
         local: list[Tile] = []
+        spanned: list[Span] = []
+        parts = plan.parts_of(rank)
         for branch, (length, _) in enumerate(plan.pattern.branches):
-            for part in plan.parts.of_rank(rank):
+            for part in parts:
                 for start, stop, count in own_segments(part, length):
                     link = Link(branch, part, part, start, stop)
                     local.extend(plan.tiling.tiles(link, segments=count))
-                for other, start, stop in plan.parts.neighbours(part, length):
-                    if other.start < part.start or not plan.is_causal:
-                        link = Link(branch, other, part, start, stop)
-                        if other.rank == rank:
-                            local.extend(plan.tiling.tiles(link))
-                        else:
-                            self._received.setdefault(other.rank, []).append(link)
-                    if other.rank != rank and (part.start < other.start or not plan.is_causal):
-                        link = Link(branch, part, other, start, stop)
-                        self._sent.setdefault(other.rank, []).append(link)
+                spanned.extend(spans(branch, part, length))
+        # Where this rank's queries see keys of others, and its keys are seen by others' queries.
+        self._seen = [span for span in spanned if span.is_before or not plan.is_causal]
+        self._shown = [span for span in spanned if not span.is_before or not plan.is_causal]
+        for link in self._links_from(rank):
+            local.extend(plan.tiling.tiles(link))
         self.local = tuple(local)
+
+    def _links_from(self, sender: int) -> list[Link]:
+        """This rank's queries that see keys of `sender`."""
+        parts = self.plan.parts_of(sender) if self._seen else []
+        return [
+            Link(span.branch, other, span.part, span.start, span.stop)
+            for span in self._seen
+            for other in parts
+            if span.reaches(other)
+        ]
+
+    def _links_to(self, receiver: int) -> list[Link]:
+        """Queries of `receiver` that see this rank's keys."""
+        parts = self.plan.parts_of(receiver) if self._shown else []
+        return [
+            Link(span.branch, span.part, other, span.start, span.stop)
+            for span in self._shown
+            for other in parts
+            if span.reaches(other)
+        ]
 
     def received_rows(self, sender: int) -> int:
         """Distinct (row, head) pairs that `sender` sends this rank."""
-        return self.plan.tiling.count_rows(self._received.get(sender, ()))
+        return self.plan.tiling.count_rows(self._links_from(sender))
 
     def sent_rows(self, receiver: int) -> int:
         """Distinct (row, head) pairs that this rank sends `receiver`."""
-        return self.plan.tiling.count_rows(self._sent.get(receiver, ()))
+        return self.plan.tiling.count_rows(self._links_to(receiver))
+
+    @cached_property
+    def _peers(self) -> list[int]:
+        return [rank for rank in range(self.world_size) if rank != self.index]
 
     @cached_property
     def total_received_rows(self) -> int:
         """Distinct (row, head) pairs that this rank receives, over all peers."""
-        return sum(map(self.received_rows, self._received))
+        return sum(map(self.received_rows, self._peers))
 
     @cached_property
     def total_sent_rows(self) -> int:
         """Distinct (row, head) pairs that this rank sends, over all peers."""
-        return sum(map(self.sent_rows, self._sent))
+        return sum(map(self.sent_rows, self._peers))
 
     def step(self, step: int) -> Step:
         """What this rank exchanges and computes at step 1 <= `step` < world size."""
@@ -182,9 +201,9 @@ class RankPlan:
     def _make_step(self, step: int) -> Step:
         sender = (self.index - step) % self.world_size
         receiver = (self.index + step) % self.world_size
-        received, tiling = self._received.get(sender, ()), self.plan.tiling
+        received, tiling = self._links_from(sender), self.plan.tiling
         receive, slots = tiling.message(sender, self.index, received)
-        send, _ = tiling.message(self.index, receiver, self._sent.get(receiver, ()))
+        send, _ = tiling.message(self.index, receiver, self._links_to(receiver))
         tiles = [
             tile
             for link in received

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -50,53 +49,53 @@ class Link(NamedTuple):
         return self.branch, self.keys.start, self.start
 
 
-class Parts:
-    """Every rank's pieces cut at document borders.
+def parts_of(layout: SequenceLayout, documents: Sequence[int], rank: int) -> list[Part]:
+    """The ranges that a rank holds, in local order, cut at document borders.
 
     Args:
         layout: which rank holds which positions.
         documents: cumulative lengths ``(0, ..., layout.length)`` of the documents.
+        rank: whose ranges.
     """
+    parts = []
+    local = 0
+    for start, stop in layout.ranges[rank]:
+        first = bisect_right(documents, start) - 1
+        last = bisect_left(documents, stop)
+        for low, high in pairwise(documents[first : last + 1]):
+            part = Part(max(low, start), min(high, stop), rank, local, low, high)
+            parts.append(part)
+            local += part.stop - part.start
+    return parts
 
-    def __init__(self, layout: SequenceLayout, documents: Sequence[int]) -> None:
-        self.sorted: list[Part] = []
-        for piece in layout.pieces:
-            first = bisect_right(documents, piece.start) - 1
-            last = bisect_left(documents, piece.stop)
-            for low, high in pairwise(documents[first : last + 1]):
-                start = max(low, piece.start)
-                local = piece.local + start - piece.start
-                part = Part(start, min(high, piece.stop), piece.rank, local, low, high)
-                self.sorted.append(part)
-        self._starts = [part.start for part in self.sorted]
 
-    @cached_property
-    def _by_rank(self) -> dict[int, list[Part]]:
-        by_rank: dict[int, list[Part]] = {}
-        for part in self.sorted:
-            by_rank.setdefault(part.rank, []).append(part)
-        return by_rank
+class Span(NamedTuple):
+    """Where the other parts lie that share a segment of a branch with `part`."""
 
-    def of_rank(self, rank: int) -> Sequence[Part]:
-        """The parts that `rank` holds, by position."""
-        return self._by_rank.get(rank, ())
+    branch: int
+    part: Part
+    is_before: bool  # whether they lie before the part, or behind it
+    low: int  # they hold positions in range(low, high)
+    high: int
+    start: int  # of the segment
+    stop: int
 
-    def between(self, start: int, stop: int) -> Sequence[Part]:
-        """The parts that hold a position in ``range(start, stop)``, by position."""
-        if start >= stop:
-            return ()
-        return self.sorted[bisect_right(self._starts, start) - 1 : bisect_left(self._starts, stop)]
+    def reaches(self, other: Part) -> bool:
+        """Whether `other` is one of them."""
+        return other.start < self.high and self.low < other.stop
 
-    def neighbours(self, part: Part, length: int | None) -> Iterator[tuple[Part, int, int]]:
-        """The other parts that share a segment with `part`, each with the segment's bounds."""
-        w = part.segment_length(length)
-        start = part.start - (part.start - part.document_start) % w
-        for other in self.between(start, part.start):
-            yield other, start, min(start + w, part.document_stop)
-        start = part.stop - 1 - (part.stop - 1 - part.document_start) % w
+
+def spans(branch: int, part: Part, length: int | None) -> Iterator[Span]:
+    """The spans of a part in a branch with segments of `length`: none, one or two."""
+    w = part.segment_length(length)
+    start = part.start - (part.start - part.document_start) % w
+    if start < part.start:
         stop = min(start + w, part.document_stop)
-        for other in self.between(part.stop, stop):
-            yield other, start, stop
+        yield Span(branch, part, True, start, part.start, start, stop)
+    start = part.stop - 1 - (part.stop - 1 - part.document_start) % w
+    stop = min(start + w, part.document_stop)
+    if part.stop < stop:
+        yield Span(branch, part, False, part.stop, stop, start, stop)
 
 
 def own_segments(part: Part, length: int | None) -> Iterator[tuple[int, int, int]]:

@@ -148,6 +148,8 @@ class Tiling:
 
     def count_rows(self, links: Sequence[Link]) -> int:
         """Distinct (row, head) pairs in the message of these links."""
+        if not links:
+            return 0
         entries: dict[tuple[int, int, int], Link] = {}
         for link in links:
             entries.setdefault(link.message_entry, link)

@@ -1,10 +1,15 @@
-"""Shared by all tests: uninitialised memory, hypothesis, and the gpu marker."""
+"""Shared by all tests: uninitialised memory, hypothesis, interpreted kernels, the gpu marker."""
+
+import os
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
 from ring_dilated_attention.testing import nan_in_uninitialized_memory
+
+if not torch.cuda.is_available():  # before Triton is imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("default")

@@ -1,0 +1,98 @@
+"""Block sizes and launch options of the kernels, by what they run on. For Hopper (sm_90)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+
+Kernel = Literal["forward", "dq", "dkdv"]
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """How a kernel is launched.
+
+    Attributes:
+        block_m: queries per block, a power of two >= 16.
+        block_n: keys per block, likewise.
+        num_warps: warps per program.
+        num_stages: key (dkdv: query) blocks in flight.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+class BackwardConfig(NamedTuple):
+    """One configuration for each of the two backward kernels."""
+
+    dq: LaunchConfig
+    dkdv: LaunchConfig
+
+
+# (kernel, bytes per element, padded head_dim up to). Those of 2 bytes are the fastest of a sweep
+# on an H200; those of 4 fit registers and shared memory.
+_CONFIGS: dict[tuple[Kernel, int, int], LaunchConfig] = {
+    ("forward", 2, 64): LaunchConfig(64, 64, 4, 3),
+    ("forward", 2, 128): LaunchConfig(128, 64, 8, 3),
+    ("forward", 2, 256): LaunchConfig(128, 64, 8, 2),
+    ("forward", 4, 64): LaunchConfig(64, 32, 8, 2),
+    ("forward", 4, 128): LaunchConfig(32, 32, 8, 1),
+    ("forward", 4, 256): LaunchConfig(16, 32, 8, 2),
+    ("dq", 2, 64): LaunchConfig(64, 64, 4, 3),
+    ("dq", 2, 128): LaunchConfig(128, 64, 8, 3),
+    ("dq", 2, 256): LaunchConfig(64, 32, 4, 2),
+    ("dq", 4, 64): LaunchConfig(32, 32, 4, 2),
+    ("dq", 4, 128): LaunchConfig(32, 16, 4, 2),
+    ("dq", 4, 256): LaunchConfig(16, 16, 4, 1),
+    ("dkdv", 2, 64): LaunchConfig(64, 64, 4, 2),
+    ("dkdv", 2, 128): LaunchConfig(64, 64, 4, 2),
+    ("dkdv", 2, 256): LaunchConfig(64, 64, 8, 1),
+    ("dkdv", 4, 64): LaunchConfig(16, 32, 4, 2),
+    ("dkdv", 4, 128): LaunchConfig(16, 32, 8, 1),
+    ("dkdv", 4, 256): LaunchConfig(16, 16, 8, 1),
+}
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """The power of two that the kernels work with."""
+    return _power_of_two(head_dim)
+
+
+def default_config(
+    kernel: Kernel,
+    head_dim: int,
+    dtype: torch.dtype,
+    *,
+    queries: int,
+    keys: int,
+) -> LaunchConfig:
+    """What a kernel runs with unless told otherwise.
+
+    Args:
+        kernel: which one.
+        head_dim: of the tensors, at most 256.
+        dtype: of q, k, v.
+        queries: most queries in a tile: blocks need not be larger.
+        keys: most keys in a tile, likewise.
+
+    Returns:
+        The configuration of the table, its blocks shrunk to the longest tile.
+    """
+    best = _CONFIGS[kernel, dtype.itemsize, max(64, padded_head_dim(head_dim))]
+    block_m = min(best.block_m, _power_of_two(queries))
+    block_n = min(best.block_n, _power_of_two(keys))
+    # The accumulators have the rows of one side: as many warps per row as before, and the four
+    # that a wgmma takes where there are 64 rows.
+    rows, most = (block_n, best.block_n) if kernel == "dkdv" else (block_m, best.block_m)
+    num_warps = max(2, min(4, rows // 16), best.num_warps * rows // most)
+    return LaunchConfig(block_m, block_n, num_warps, best.num_stages)
+
+
+def _power_of_two(size: int) -> int:
+    """The smallest one that is no less than `size` and 16, the least that the kernels take."""
+    return max(16, 1 << (size - 1).bit_length())

@@ -1,0 +1,85 @@
+"""Triton's row kernels against the torch code; interpreted where there is no GPU."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from ring_dilated_attention.accumulate import row_sums as eager_row_sums
+from ring_dilated_attention.kernels.rows import add_rows, merge_rows, row_sums
+from ring_dilated_attention.merge import merge_
+from ring_dilated_attention.testing import relative_error
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ROWS, HEADS = 19, 3
+
+
+def _view(tensor):
+    """Every second row, each head at its own offset: strides overlap."""
+    _, heads, *dim = tensor.shape
+    strides = tensor.stride()
+    return tensor.as_strided(
+        (2, heads, ROWS, *dim),
+        (2 * ROWS * strides[0], strides[1] + strides[0], 2 * strides[0], *strides[2:]),
+    )
+
+
+def _random(*shape, dtype=torch.float32):
+    return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [8, 24, 128])
+def test_merge(head_dim, dtype):
+    torch.manual_seed(0)
+    length = 4 * ROWS + HEADS
+    out, lse = _random(length, HEADS, head_dim, dtype=dtype), 5 * _random(length, HEADS)
+    lse[3:9] = -torch.inf  # nothing seen yet,
+    out[3:9] = torch.nan  # so what is there must not count
+    tile_out = _random(2, HEADS, ROWS, head_dim, dtype=dtype)
+    tile_lse = 5 * _random(2, HEADS, ROWS)
+    tile_lse[:, :, 4:6] = -torch.inf  # nothing to add
+    tile_lse[:, :, 7], _view(lse)[:, :, 8] = 1e4, -1e4
+    want_out, want_lse = out.double().nan_to_num(), lse.double()
+    merge_(_view(want_out), _view(want_lse), tile_out.double(), tile_lse.double())
+    untouched = torch.ones(length, HEADS, dtype=torch.bool, device=DEVICE)
+    _view(untouched).fill_(False)
+    before = out[untouched].clone()
+    merge_rows(_view(out), _view(lse), tile_out, tile_lse, store=False)
+    seen = ~torch.isneginf(want_lse) & ~untouched
+    assert relative_error(out[seen], want_out[seen]) < (1e-6 if dtype == torch.float32 else 6e-3)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-6, atol=1e-6)
+    assert torch.equal(out[untouched].nan_to_num(), before.nan_to_num())
+
+
+def test_store_does_not_read():
+    out = torch.full((4 * ROWS + HEADS, HEADS, 16), torch.nan, device=DEVICE)
+    lse = torch.full((4 * ROWS + HEADS, HEADS), torch.nan, device=DEVICE)
+    tile_out, tile_lse = _random(2, HEADS, ROWS, 16), _random(2, HEADS, ROWS)
+    merge_rows(_view(out), _view(lse), tile_out, tile_lse, store=True)
+    assert torch.equal(_view(out), tile_out)
+    assert torch.equal(_view(lse), tile_lse)
+    total = torch.full_like(out, torch.nan)
+    add_rows(_view(total), tile_out, store=True)
+    assert torch.equal(_view(total), tile_out)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [8, 48])
+def test_add(head_dim, dtype):
+    total = _random(4 * ROWS + HEADS, HEADS, head_dim, dtype=dtype)
+    part = _random(2, HEADS, ROWS, head_dim)
+    want = total.float()
+    _view(want).add_(part)
+    add_rows(_view(total), part, store=False)
+    # The interpreter cuts off what bf16 cannot hold instead of rounding.
+    assert relative_error(total, want) < (1e-7 if dtype == torch.float32 else 6e-3)
+
+
+@pytest.mark.parametrize("head_dim", [8, 48, 128])
+def test_row_sums(head_dim):
+    dout, out = _random(2, 2, 37, HEADS, head_dim, dtype=torch.bfloat16)
+    delta = torch.full((2, HEADS, 37), torch.nan, device=DEVICE)
+    row_sums(dout.transpose(1, 2), out.transpose(1, 2), delta)
+    want = eager_row_sums(dout.double(), out.double())
+    assert relative_error(delta, want) < 1e-6

@@ -53,7 +53,7 @@ def call(group=None, **changes):
         ({"layout": SequenceLayout.contiguous(6, 2)}, ValueError, "for 2 ranks, the group has 1"),
         ({"layout": SequenceLayout.contiguous(7, 1)}, ValueError, "gives rank 0 7 positions"),
         ({"exchange": "mail"}, ValueError, "exchange must be one of 'auto', 'ring', 'gather'"),
-        ({"backend": "magic"}, ValueError, "backend must be one of 'auto', 'sdpa', 'cpu_flash'"),
+        ({"backend": "magic"}, ValueError, "backend must be one of 'auto', 'sdpa', 'fa4'"),
         ({"backend": "flash"}, ValueError, "backend='flash' cannot compute this attention"),
         ({"group": "world"}, TypeError, "group must be a torch.distributed ProcessGroup"),
     ],

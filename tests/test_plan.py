@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from strategies import layouts, patterns
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, plan_attention
-from ring_dilated_attention.plan import RankPlan
+from ring_dilated_attention.plan import RankPlan, Tile, TileGroup
 from ring_dilated_attention.plan.check import PlanError, check_plan
 from ring_dilated_attention.plan.costs import TensorSize, flops, memory, traffic
 
@@ -27,7 +27,7 @@ def test_random_plans_are_proven(pattern, layout, is_causal, heads, data):
 
 def _plan(**changes):
     plan = plan_attention(
-        DilatedPattern([5, None], [2, 3]),
+        DilatedPattern([5, None], [1, 3]),
         SequenceLayout.zigzag(29, 3),
         is_causal=True,
         num_heads=3,
@@ -41,16 +41,32 @@ def _broken(plan, change):
     return plan
 
 
+def _one_group(*tiles: Tile) -> tuple[TileGroup, ...]:
+    return (TileGroup(tiles),)
+
+
+def _apart(*tiles: Tile) -> tuple[TileGroup, ...]:
+    return tuple(TileGroup((tile,)) for tile in tiles)
+
+
 def _drop_local_tile(rank: RankPlan) -> None:
-    rank.local = rank.local[1:]
+    rank.local_groups = _apart(*rank.local[1:])
 
 
 def _double_local_tile(rank: RankPlan) -> None:
-    rank.local = (*rank.local, rank.local[0])
+    rank.local_groups = _apart(*rank.local, rank.local[0])
 
 
 def _forget_causality(rank: RankPlan) -> None:
-    rank.local = tuple(tile._replace(is_causal=False) for tile in rank.local)
+    rank.local_groups = _apart(*(tile._replace(is_causal=False) for tile in rank.local))
+
+
+def _group_tiles_that_share_rows(rank: RankPlan) -> None:
+    rank.local_groups = _one_group(*rank.local)
+
+
+def _cover_too_early(rank: RankPlan) -> None:
+    rank.local_groups = rank.local_groups[::-1]
 
 
 def _send_nothing(rank: RankPlan) -> None:
@@ -61,12 +77,12 @@ def _read_wrong_slot(rank: RankPlan) -> None:
     step = rank.step(1)
     keys = step.tiles[0].keys
     tile = step.tiles[0]._replace(keys=keys._replace(start=keys.start + 1))
-    rank._steps[1] = step._replace(tiles=(tile, *step.tiles[1:]))
+    rank._steps[1] = step._replace(groups=_apart(tile, *step.tiles[1:]))
 
 
 def _send_a_row_nobody_needs(rank: RankPlan) -> None:
     step = rank.step(1)
-    rank._steps[1] = step._replace(tiles=step.tiles[1:])
+    rank._steps[1] = step._replace(groups=_apart(*step.tiles[1:]))
 
 
 @pytest.mark.parametrize(
@@ -75,6 +91,8 @@ def _send_a_row_nobody_needs(rank: RankPlan) -> None:
         _drop_local_tile,
         _double_local_tile,
         _forget_causality,
+        _group_tiles_that_share_rows,
+        _cover_too_early,
         _send_nothing,
         _read_wrong_slot,
         _send_a_row_nobody_needs,
@@ -172,7 +190,7 @@ def test_auto_gathers_little_and_rings_much():
 
 def test_a_plan_prints_as_a_table():
     text = str(_plan())
-    assert "(5, 2) (document, 3) over 29 positions on 3 ranks" in text
+    assert "(5, 1) (document, 3) over 29 positions on 3 ranks" in text
     assert len(text.splitlines()) == 5
     assert "and 4080 more ranks" in str(
         plan_attention(

@@ -1,9 +1,18 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
 from ring_dilated_attention.testing import relative_error
-from ring_dilated_attention.tiles import BACKENDS, TileGradients, TileInputs, select_backend
+from ring_dilated_attention.tiles import (
+    BACKENDS,
+    Selection,
+    TileGradients,
+    TileInputs,
+    select_backend,
+)
 from ring_dilated_attention.tiles.eager import EAGER
+from ring_dilated_attention.tiles.sdpa import FLASH
 
 CPU = torch.device("cpu")
 
@@ -14,7 +23,7 @@ CPU = torch.device("cpu")
 def test_fused_tiles_on_overlapping_views_equal_eager(rows, head_dim, is_causal):
     """Backward is given an out and lse merged with other keys', as the ring does."""
     torch.manual_seed(0)
-    backend = select_backend("cpu_flash", CPU, torch.float64, head_dim)
+    (backend,) = select_backend("cpu_flash", CPU, torch.float64, head_dim).backends
     n, heads = 2 * rows + 3, 3
     q, k, v, dout, other = torch.randn(5, 1, n, heads, head_dim, dtype=torch.float64)
     # Heads at their own offsets, every second row: strides overlap.
@@ -31,21 +40,24 @@ def test_fused_tiles_on_overlapping_views_equal_eager(rows, head_dim, is_causal)
     assert relative_error(got_lse, lse) < 1e-12
     merged = 0.75 * out + 0.25 * other[:, :rows].transpose(1, 2)
     lse = lse - torch.tensor(0.75).log()
-    delta = (merged * dout).sum(-1)
-    want = EAGER.backward(inputs, TileGradients(dout, merged, lse, delta))
+    want = EAGER.backward(inputs, TileGradients(dout, merged, lse))
     strided_lse = torch.stack([lse, lse], -1)[..., 0]
-    got = backend.backward(inputs, TileGradients(dout, merged, strided_lse, delta))
+    got = backend.backward(inputs, TileGradients(dout, merged, strided_lse))
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
+def _names(*arguments):
+    return [backend.name for backend in select_backend(*arguments).backends]
+
+
 def test_auto_prefers_a_fused_kernel():
-    assert select_backend("auto", CPU, torch.float32, 64).name == "cpu_flash"
-    assert select_backend("sdpa", CPU, torch.bfloat16, 64).name == "cpu_flash"
+    assert _names("auto", CPU, torch.float32, 64) == ["cpu_flash"]
+    assert _names("sdpa", CPU, torch.bfloat16, 64) == ["cpu_flash"]
 
 
 def test_a_named_backend_is_used_or_refused():
-    assert select_backend("eager", CPU, torch.float32, 64).name == "eager"
+    assert _names("eager", CPU, torch.float32, 64) == ["eager"]
     with pytest.raises(ValueError, match="cudnn: it runs on cuda, the inputs are on cpu"):
         select_backend("cudnn", CPU, torch.float32, 64)
     cuda = torch.device("cuda")
@@ -55,7 +67,17 @@ def test_a_named_backend_is_used_or_refused():
         select_backend("cudnn", cuda, torch.float64, 64)
     with pytest.raises(ValueError, match=r"cpu_flash.*cudnn.*flash.*efficient"):
         select_backend("sdpa", cuda, torch.float64, 64)
-    assert select_backend("auto", cuda, torch.float64, 64).name == "eager"
+    assert _names("auto", cuda, torch.float64, 64) == ["eager"]
+    for head_dim in (12, 264):  # eager would take memory of rows^2: only when asked for
+        with pytest.raises(ValueError, match=f"a multiple of 8 up to 256, not {head_dim}"):
+            select_backend("auto", cuda, torch.bfloat16, head_dim)
     with pytest.raises(ValueError, match="backend must be one of 'auto', 'sdpa'"):
         select_backend("fast", CPU, torch.float32, 64)
     assert BACKENDS[0] == "auto"
+
+
+def test_a_kernel_whose_backward_does_not_fit_is_not_used_for_it():
+    forward_only = replace(FLASH, name="forward only", backward_refusal=lambda head_dim: "no")
+    selection = Selection(64, (forward_only, FLASH))
+    assert selection.forward(4096, 1, False, False) is forward_only
+    assert selection.backward is FLASH

@@ -11,10 +11,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol, TypeAlias, TypeVar, cast
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 T = TypeVar("T")
 
@@ -62,15 +64,21 @@ Group: TypeAlias = dist.ProcessGroup | DeviceMesh | Exchange | None
 process on its own."""
 
 
-def resolve_exchange(group: Group) -> Exchange:
-    """This rank's end of `group`.
+_registered: WeakValueDictionary[str, Exchange] = WeakValueDictionary()
+"""The `Exchange` objects that were passed as a group, by name. Operators take no Python objects, so
+groups reach them as names; torch.distributed knows the names of process groups, this the others.
+Weak: the caller keeps the object, and autograd does until backward."""
+
+
+def group_name(group: Group) -> str:
+    """The name by which `exchange_named` finds `group` in this process; "" for None.
 
     Raises:
         TypeError: `group` is none of the kinds allowed.
         ValueError: a DeviceMesh is not 1-D, or this rank is not a member of the group.
     """
     if group is None:
-        return _SoloExchange()
+        return ""
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
@@ -78,20 +86,45 @@ def resolve_exchange(group: Group) -> Exchange:
             )
         if group.get_coordinate() is None:
             raise ValueError(f"rank {dist.get_rank()} is not a member of the DeviceMesh {group}")
-        return ProcessGroupExchange(group.get_group())
+        group = group.get_group()
+    if isinstance(group, dist.ProcessGroup):
+        return group.group_name
     # What `new_group` returns on ranks outside of the group is no ProcessGroup at all.
     if group is cast(object, dist.GroupMember.NON_GROUP_MEMBER):
         raise ValueError(
             f"rank {dist.get_rank()} is not a member of the process group it was given"
         )
-    if isinstance(group, dist.ProcessGroup):
-        return ProcessGroupExchange(group)
     if all(hasattr(group, name) for name in ("rank", "world_size", "start", "maximum", "share")):
-        return group
+        name = f"exchange {id(group)}"  # no two objects that are alive share it
+        _registered[name] = group
+        return name
     raise TypeError(
         "group must be a torch.distributed ProcessGroup, a 1-D DeviceMesh, an Exchange or None; "
         f"got {group!r}"
     )
+
+
+def exchange_named(name: str) -> Exchange:
+    """This rank's end of the group that `group_name` named.
+
+    Raises:
+        KeyError: it was an `Exchange` that nobody has kept.
+    """
+    if not name:
+        return _SoloExchange()
+    if name.startswith("exchange "):
+        return _registered[name]
+    return ProcessGroupExchange(_resolve_process_group(name))  # type: ignore[arg-type]
+
+
+def resolve_exchange(group: Group) -> Exchange:
+    """This rank's end of `group`.
+
+    Raises:
+        TypeError: `group` is none of the kinds allowed.
+        ValueError: a DeviceMesh is not 1-D, or this rank is not a member of the group.
+    """
+    return exchange_named(group_name(group))
 
 
 class _SoloExchange:

@@ -1,20 +1,22 @@
-"""`dilated_attention`: validate, agree with the other ranks, plan (cached), run."""
+"""`dilated_attention`: validate, then call the operator.
+
+All of it is plain enough for torch.compile to trace with ``fullgraph=True`` and dynamic lengths:
+what is cached, looked up or shared with other ranks happens when the operator runs.
+"""
 
 from __future__ import annotations
 
 import math
-from functools import lru_cache
-from typing import Any, Literal, NamedTuple, overload
+from typing import Literal, overload
 
 import torch
 
 from .agreement import agree
-from .exchange import Exchange, Group, resolve_exchange
+from .exchange import Group, exchange_named, group_name
 from .layout import SequenceLayout
+from .operator import FORWARD, Options
 from .pattern import DilatedPattern, check_choice
-from .plan import AttentionPlan, plan_attention
-from .ring import RingCall, RingDilatedAttention
-from .tiles import TileBackend, select_backend
+from .tiles import BACKENDS
 
 EXCHANGES = ("auto", "ring", "gather")
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -104,72 +106,36 @@ def dilated_attention(
         TypeError, ValueError: an argument is not allowed, or the ranks disagree about one; raised
             on every rank of the group, naming the ranks at fault.
     """
-    ends = resolve_exchange(group)
+    name = group_name(group)
     query, key, value = _autocast(query, key, value)
-    request, failure = None, None
     try:
-        request = _validate(
-            query,
-            key,
-            value,
-            pattern,
-            is_causal,
-            scale,
-            ends,
-            layout,
-            exchange,
-            backend,
-            return_lse,
-        )
-    except (TypeError, ValueError) as error:
-        failure = error
-    device = query.device if isinstance(query, torch.Tensor) else torch.device("cpu")
-    agree("dilated_attention", ends, request and request.shared, failure, device)
-    assert request is not None
-    plan = request.plan()
-    gathers = plan.gathers if exchange == "auto" else exchange == "gather"
-    call = RingCall(
-        plan.rank(ends.rank),
-        ends,
-        request.backend,
-        query.shape[-1] ** -0.5 if scale is None else float(scale),
-        ends.world_size - 1 if gathers else 1,
+        _validate_options(pattern, is_causal, scale, layout, exchange, backend, return_lse)
+        _validate_tensors(query, key, value)
+        if layout is None and query.shape[1] == 0:
+            raise ValueError(f"the sequence is empty: query has shape {tuple(query.shape)}")
+    except (TypeError, ValueError) as failure:
+        # The other ranks are about to agree on their calls: inside of the operator.
+        device = query.device if isinstance(query, torch.Tensor) else torch.device("cpu")
+        agree("dilated_attention", exchange_named(name), None, failure, device)
+        raise
+    needs_gradients = torch.is_grad_enabled() and (
+        query.requires_grad or key.requires_grad or value.requires_grad
     )
-    out, lse = RingDilatedAttention.apply(query, key, value, call)  # type: ignore[no-untyped-call]
+    options = Options(
+        [0 if length is None else length for length in pattern.segment_lengths],
+        list(pattern.dilation_rates),
+        pattern.head_offsets,
+        pattern.head_branches,
+        is_causal,
+        None if scale is None else float(scale),
+        [] if layout is None else list(layout.flat),
+        name,
+        exchange,
+        backend,
+        needs_gradients,
+    )
+    out, lse = FORWARD(query, key, value, *options)
     return (out, lse) if return_lse else out
-
-
-class _Request(NamedTuple):
-    """A valid call: what the plan depends on, and what all ranks must agree on."""
-
-    pattern: DilatedPattern
-    layout: SequenceLayout | int  # an int: equal shards of so many rows
-    world_size: int
-    is_causal: bool
-    num_heads: int
-    num_kv_heads: int
-    backend: TileBackend
-    shared: dict[str, Any]
-
-    def plan(self) -> AttentionPlan:
-        layout = self.layout
-        if isinstance(layout, int):
-            layout = _equal_shards(layout * self.world_size, self.world_size)
-        return _plan(self.pattern, layout, self.is_causal, self.num_heads, self.num_kv_heads)
-
-
-@lru_cache(maxsize=64)
-def _plan(
-    pattern: DilatedPattern, layout: SequenceLayout, is_causal: bool, heads: int, kv_heads: int
-) -> AttentionPlan:
-    return plan_attention(
-        pattern, layout, is_causal=is_causal, num_heads=heads, num_kv_heads=kv_heads
-    )
-
-
-@lru_cache(maxsize=64)
-def _equal_shards(length: int, world_size: int) -> SequenceLayout:
-    return SequenceLayout.contiguous(length, world_size)
 
 
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -177,7 +143,11 @@ def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if not all(isinstance(t, torch.Tensor) for t in tensors):
         return tensors  # `_validate` says so
     device = tensors[0].device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    try:  # before torch 2.13, torch.compile cannot trace is_autocast_available
+        enabled = torch.is_autocast_enabled(device)
+    except RuntimeError:
+        return tensors  # autocast does not know such devices
+    if not enabled:
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(
@@ -185,81 +155,34 @@ def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     )
 
 
-def _validate(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+def _validate_options(
     pattern: DilatedPattern,
     is_causal: bool,
     scale: float | None,
-    ends: Exchange,
     layout: SequenceLayout | None,
     exchange: str,
     backend: str,
     return_lse: bool,
-) -> _Request:
-    for name, kind, argument in (
-        ("pattern", DilatedPattern, pattern),
-        ("is_causal", bool, is_causal),
-        ("return_lse", bool, return_lse),
-        ("layout", SequenceLayout | None, layout),
-    ):
-        if not isinstance(argument, kind):
-            allowed = getattr(kind, "__name__", str(kind).split(".")[-1])
-            raise TypeError(f"{name} must be a {allowed}, got {argument!r}")
-    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):
-        raise TypeError(f"scale must be a float or None, got {scale!r}")
-    if scale is not None and not math.isfinite(scale):
-        raise ValueError(f"scale must be finite, got {scale}")
+) -> None:
+    if not isinstance(pattern, DilatedPattern):
+        raise TypeError(f"pattern must be a DilatedPattern, got {pattern!r}")
+    if not isinstance(is_causal, bool):
+        raise TypeError(f"is_causal must be a bool, got {is_causal!r}")
+    if not isinstance(return_lse, bool):
+        raise TypeError(f"return_lse must be a bool, got {return_lse!r}")
+    if layout is not None and not isinstance(layout, SequenceLayout):
+        raise TypeError(f"layout must be a SequenceLayout or None, got {layout!r}")
+    if scale is not None:
+        if isinstance(scale, bool) or not isinstance(scale, int | float):
+            raise TypeError(f"scale must be a float or None, got {scale!r}")
+        if not -math.inf < scale < math.inf:
+            raise ValueError(f"scale must be finite, got {scale}")
     check_choice("exchange", exchange, EXCHANGES)
-    _validate_tensors(query, key, value)
-    batch, local_length, num_heads, head_dim = query.shape
-    chosen = select_backend(backend, query.device, query.dtype, head_dim)
-    if layout is None:
-        if local_length == 0:
-            raise ValueError(f"the sequence is empty: query has shape {tuple(query.shape)}")
-    elif layout.world_size != ends.world_size:
-        raise ValueError(
-            f"the layout is for {layout.world_size} ranks, the group has {ends.world_size}"
-        )
-    elif layout.local_length(ends.rank) != local_length:
-        raise ValueError(
-            f"the layout gives rank {ends.rank} {layout.local_length(ends.rank)} positions, "
-            f"its query has a local sequence length of {local_length}"
-        )
-    shared = {
-        "batch": batch,
-        "heads": num_heads,
-        "kv_heads": key.shape[2],
-        "head_dim": head_dim,
-        "dtype": str(query.dtype),
-        "device": query.device.type,
-        "pattern": str(pattern),
-        "layout": f"{local_length} positions on each rank"
-        if layout is None
-        else f"{layout!r} ({layout.digest[:8]})",
-        "is_causal": is_causal,
-        "scale": scale,
-        "exchange": exchange,
-        "backend": backend,
-        "needs gradients": torch.is_grad_enabled()
-        and any(t.requires_grad for t in (query, key, value)),
-    }
-    return _Request(
-        pattern,
-        local_length if layout is None else layout,
-        ends.world_size,
-        is_causal,
-        num_heads,
-        key.shape[2],
-        chosen,
-        shared,
-    )
+    check_choice("backend", backend, BACKENDS)
 
 
 def _validate_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-    tensors = {"query": query, "key": key, "value": value}
-    for name, tensor in tensors.items():
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} must be a tensor, got {tensor!r}")
         if tensor.ndim != 4:
@@ -270,17 +193,26 @@ def _validate_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
         if tensor.dtype not in _DTYPES:
             allowed = ", ".join(str(d) for d in _DTYPES)
             raise TypeError(f"{name} must be one of {allowed}; got {tensor.dtype}")
-    for what in ("dtype", "device"):
-        if len({getattr(t, what) for t in tensors.values()}) > 1:
-            got = ", ".join(f"{name} {getattr(t, what)}" for name, t in tensors.items())
-            raise ValueError(f"query, key and value must have one {what}; got {got}")
-    shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in tensors.items())
+    if not query.dtype == key.dtype == value.dtype:
+        got = f"query {query.dtype}, key {key.dtype}, value {value.dtype}"
+        raise ValueError(f"query, key and value must have one dtype; got {got}")
+    if not query.device == key.device == value.device:
+        got = f"query {query.device}, key {key.device}, value {value.device}"
+        raise ValueError(f"query, key and value must have one device; got {got}")
+    problem = _shape_problem(query.shape, key.shape, value.shape)
+    if problem is not None:
+        shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
+        raise ValueError(f"{problem}; got {shapes}")
+
+
+def _shape_problem(query: torch.Size, key: torch.Size, value: torch.Size) -> str | None:
     for dim, what in ((0, "batch size"), (1, "local sequence length"), (3, "head_dim")):
-        if len({t.shape[dim] for t in tensors.values()}) > 1:
-            raise ValueError(f"query, key and value must have the same {what}; got {shapes}")
-    if key.shape != value.shape:
-        raise ValueError(f"key and value must have the same shape; got {shapes}")
-    if min(query.shape[0], query.shape[2], key.shape[2], query.shape[3]) == 0:
-        raise ValueError(f"batch, heads, kv_heads and head_dim must be >= 1; got {shapes}")
-    if query.shape[2] % key.shape[2]:
-        raise ValueError(f"heads must be a multiple of kv_heads; got {shapes}")
+        if not query[dim] == key[dim] == value[dim]:
+            return f"query, key and value must have the same {what}"
+    if key[2] != value[2]:
+        return "key and value must have the same shape"
+    if query[0] == 0 or query[2] == 0 or key[2] == 0 or query[3] == 0:
+        return "batch, heads, kv_heads and head_dim must be >= 1"
+    if query[2] % key[2]:
+        return "heads must be a multiple of kv_heads"
+    return None

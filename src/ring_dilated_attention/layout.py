@@ -38,7 +38,8 @@ class SequenceLayout:
         TypeError: a bound is not an int.
         ValueError: a range is reversed or negative, or positions are missing or held twice.
 
-    Instances are immutable, hashable and compare by value.
+    Instances are immutable, hashable and compare by value. `flat` writes one down in ints, for
+    operators: for every rank the number of its ranges, then their bounds.
     """
 
     def __init__(self, ranges: Iterable[Iterable[Sequence[int]]]) -> None:
@@ -46,6 +47,7 @@ class SequenceLayout:
         if not self.ranges:
             raise ValueError("a layout needs at least one rank; got an empty list of ranges")
         self._hash = hash(self.ranges)
+        self.flat = tuple(itertools.chain.from_iterable(map(_flat, self.ranges)))
         expected = 0
         for piece in self.pieces:
             if piece.start != expected:
@@ -74,6 +76,12 @@ class SequenceLayout:
         world_size = check_positive_int("world_size", world_size)
         chunks = _chunks(length, 2 * world_size)
         return cls([chunks[i], chunks[2 * world_size - 1 - i]] for i in range(world_size))
+
+    @classmethod
+    def from_flat(cls, flat: Iterable[int]) -> SequenceLayout:
+        """The layout that `flat` writes down."""
+        numbers = iter(flat)
+        return cls([(next(numbers), next(numbers)) for _ in range(count)] for count in numbers)
 
     @property
     def world_size(self) -> int:
@@ -168,6 +176,10 @@ def _chunks(length: int, count: int) -> list[tuple[int, int]]:
     small, larger = divmod(check_positive_int("length", length), count)
     bounds = [i * small + min(i, larger) for i in range(count + 1)]
     return list(itertools.pairwise(bounds))
+
+
+def _flat(ranges: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+    return len(ranges), *itertools.chain.from_iterable(ranges)
 
 
 def _joined(rank: int, ranges: Iterable[Sequence[int]]) -> tuple[tuple[int, int], ...]:

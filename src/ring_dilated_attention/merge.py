@@ -16,13 +16,16 @@ def merge_(
     up to 1 however large the lse and its rounding are.
 
     Args:
-        out: (..., rows, head_dim), float32 or float64; may be a strided view.
-        lse: (..., rows), natural log, same dtype; -inf where nothing has been seen yet.
+        out: (..., rows, head_dim), any floating dtype; may be a strided view.
+        lse: (..., rows), natural log, float32 or float64; -inf where nothing has been seen yet.
         tile_out: (..., rows, head_dim), any floating dtype.
         tile_lse: (..., rows), natural log; -inf where the tile shows nothing.
     """
     weight = torch.sigmoid(tile_lse - lse)
     # Where neither side has seen a key, (-inf) - (-inf) is NaN; what is there stays.
     weight.masked_fill_(torch.isneginf(tile_lse), 0)
-    out.lerp_(tile_out.to(out.dtype), weight.unsqueeze(-1))
+    if out.dtype == weight.dtype:
+        out.lerp_(tile_out.to(out.dtype), weight.unsqueeze(-1))
+    else:
+        out.copy_(torch.lerp(out.to(weight.dtype), tile_out.to(weight.dtype), weight.unsqueeze(-1)))
     lse.copy_(torch.logaddexp(lse, tile_lse))

@@ -66,4 +66,6 @@ def add_home(
     """
     flat = index.positions * dkey.shape[2] + index.heads
     for gradient, returned in zip((dkey, dvalue), rows, strict=True):
-        gradient.flatten(1, 2).index_add_(1, flat, returned)
+        total = gradient.flatten(1, 2)
+        summed = total.index_select(1, flat) + returned  # in the wider dtype; rows are distinct
+        total.index_copy_(1, flat, summed.to(total.dtype))

@@ -1,13 +1,16 @@
-"""Zero-copy views: the rows of a tile as a (batch, heads, rows, ...) strided view.
+"""Zero-copy views: the rows of a tile as (batch, heads, rows, ...) strided views.
 
-In a (batch, sequence, heads, head_dim) tensor with strides (Sb, Sn, Sh, 1), the rows of a tile are
-evenly spaced in segment, head and row, so one view with strides (segment_stride * Sn,
-head_step * Sh + head_stride * Sn, stride * Sn, 1) holds every head at its own offset.
+In a (batch, sequence, heads, head_dim) tensor with strides (Sb, Sn, Sh, 1) the rows of a tile are
+evenly spaced in batch entry, segment, head and row. Kernels take four dimensions, the last two of
+which are rows and head_dim. A `Block` is what one kernel call can take: its first two dimensions
+are the longest evenly spaced axes of a tile, and it stands at one point of the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise, product
 from typing import NamedTuple
 
 import torch
@@ -15,70 +18,203 @@ import torch
 from .plan import Rows, Tile
 
 
-class Block(NamedTuple):
-    """The part of a tile that one kernel call takes.
+class Place(NamedTuple):
+    """A row of a (batch, sequence, heads, ...) tensor, or the step from one to another."""
 
-    A view has one batch dimension: it runs over the segments of one batch entry, or over the batch
-    of one segment. Query heads that share a KV head are taken in turn, as `member`.
+    batch: int = 0
+    row: int = 0
+    head: int = 0
+
+    def offset(self, tensor: torch.Tensor) -> int:
+        """Its offset in elements."""
+        batch, row, head = tensor.stride()[:3]
+        return self.batch * batch + self.row * row + self.head * head
+
+    def ahead(self, step: Place, count: int = 1) -> Place:
+        """The place `count` steps on."""
+        return Place(*(a + count * b for a, b in zip(self, step, strict=True)))
+
+
+class Axis(NamedTuple):
+    """`size` evenly spaced copies of something, with the steps between them."""
+
+    size: int
+    query: Place
+    key: Place
+
+    def continues(self, inner: Axis) -> bool:
+        """Whether a step of this axis is `inner.size` steps of `inner`: the two are then one."""
+        return (
+            self.query == Place().ahead(inner.query, inner.size)
+            and self.key == Place().ahead(inner.key, inner.size)
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Block:
+    """Part of a tile, or of several equal ones, that one kernel call can take.
+
+    Attributes:
+        member: which of the query heads of a KV head it computes.
+        is_causal: row i sees keys 0 to i.
+        outer: its first dimension.
+        inner: its second dimension.
+        query: the first query row.
+        key: the first key row.
+        queries: rows, of which only `length` and `stride` matter here.
+        keys: likewise.
     """
 
-    tile: Tile
-    batch: range
-    segments: range
     member: int
-    group: int  # query heads per KV head
+    is_causal: bool
+    outer: Axis
+    inner: Axis
+    query: Place
+    key: Place
+    queries: Rows
+    keys: Rows
 
-    def queries(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tile's rows of a tensor (batch, local_sequence, heads, ...)."""
-        heads = self.tile.heads
-        start = heads.start * self.group + self.member
-        return self._view(tensor, self.tile.queries, start, heads.step * self.group)
+    @property
+    def pairs(self) -> int:
+        """Number of (query, key) pairs computed."""
+        q, k = self.queries.length, self.keys.length
+        return self.outer.size * self.inner.size * (q * (q + 1) // 2 if self.is_causal else q * k)
 
-    def keys(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tile's rows of a tensor (batch, local_sequence, kv_heads, ...) or of `by_slot`."""
-        heads = self.tile.heads
-        return self._view(tensor, self.tile.keys, heads.start, heads.step)
+    @property
+    def rows(self) -> int:
+        """Number of query rows or of key rows, whichever is larger."""
+        longest = max(self.queries.length, self.keys.length)
+        return self.outer.size * self.inner.size * longest
 
-    def _view(self, tensor: torch.Tensor, rows: Rows, head: int, head_step: int) -> torch.Tensor:
-        batch, sequence, heads, *rest = tensor.stride()
-        segment = rows.segment_stride * sequence
+    def view_queries(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Its query rows of a tensor (batch, local_sequence, heads, ...)."""
+        steps = self.outer.query, self.inner.query
+        return self._view(tensor, self.query, steps, self.queries)
+
+    def view_keys(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Its key rows of a tensor (batch, local_sequence, kv_heads, ...) or of `by_slot`."""
+        return self._view(tensor, self.key, (self.outer.key, self.inner.key), self.keys)
+
+    def _view(
+        self, tensor: torch.Tensor, start: Place, steps: tuple[Place, Place], rows: Rows
+    ) -> torch.Tensor:
+        batch, sequence, _, *rest = tensor.stride()
+        # The stride of a single element does not matter, but kernels may take 0 for a broadcast.
+        outer, inner = (step.offset(tensor) or batch for step in steps)
         return tensor.as_strided(
-            (
-                len(self.batch) * len(self.segments),
-                len(self.tile.heads),
-                rows.length,
-                *tensor.shape[3:],
-            ),
-            (
-                segment if len(self.segments) > 1 else batch,
-                head_step * heads + rows.head_stride * sequence,
-                rows.stride * sequence,
-                *rest,
-            ),
-            tensor.storage_offset()
-            + self.batch.start * batch
-            + self.segments.start * segment
-            + rows.start * sequence
-            + head * heads,
+            (self.outer.size, self.inner.size, rows.length, *tensor.shape[3:]),
+            (outer, inner, rows.stride * sequence, *rest),
+            tensor.storage_offset() + start.offset(tensor),
         )
 
+    def slices(self, most_rows: float) -> Iterator[Block]:
+        """Cut it along its longer axis into blocks of at most `most_rows` rows, or single ones."""
+        cuts_outer = self.outer.size >= self.inner.size
+        axis = self.outer if cuts_outer else self.inner
+        count = min(axis.size, max(1, -int(-self.rows // most_rows)))
+        for start, stop in pairwise(axis.size * i // count for i in range(count + 1)):
+            size = axis._replace(size=stop - start)
+            yield replace(
+                self,
+                outer=size if cuts_outer else self.outer,
+                inner=self.inner if cuts_outer else size,
+                query=self.query.ahead(axis.query, start),
+                key=self.key.ahead(axis.key, start),
+            )
 
-def blocks(tile: Tile, batch: int, group: int) -> Iterator[Block]:
-    """Cut a tile into as few blocks as views allow."""
-    every, segments = range(batch), range(tile.segments)
-    if batch == 1 or tile.segments == 1:
-        cuts = [(every, segments)]
-    elif batch <= tile.segments:
-        cuts = [(every[i : i + 1], segments) for i in every]
-    else:
-        cuts = [(every, segments[i : i + 1]) for i in segments]
-    for entries, some in cuts:
-        for member in range(group):
-            yield Block(tile, entries, some, member, group)
+
+@dataclass(frozen=True)
+class Family:
+    """Alike tiles whose starts are evenly spaced, as those of heads that repeat offsets are.
+
+    Attributes:
+        tiles: the tiles.
+        axis: the axis over them; its heads are KV heads.
+    """
+
+    tiles: tuple[Tile, ...]
+    axis: Axis
+
+    def blocks(self, batch: int, group: int) -> Iterator[Block]:
+        """Cut the tiles into as few blocks as views allow.
+
+        Blocks of one member of the query heads of a KV head follow those of another.
+
+        Args:
+            batch: batch size.
+            group: query heads per KV head.
+        """
+        tile = self.tiles[0]
+        q, k, head = tile.queries, tile.keys, tile.heads.step
+        family = self.axis.query
+        axes = [
+            Axis(batch, Place(batch=1), Place(batch=1)),
+            Axis(tile.segments, Place(row=q.segment_stride), Place(row=k.segment_stride)),
+            self.axis._replace(query=family._replace(head=family.head * group)),
+            Axis(
+                len(tile.heads),
+                Place(0, q.head_stride, head * group),
+                Place(0, k.head_stride, head),
+            ),
+        ]
+        axes = _merge([axis for axis in axes if axis.size > 1])
+        single = Axis(1, Place(), Place())
+        kept = sorted(range(len(axes)), key=lambda i: -axes[i].size)[:2]
+        outer, inner = ([axes[i] for i in sorted(kept)] + [single, single])[:2]
+        looped = [axis for i, axis in enumerate(axes) if i not in kept]
+        first_key = Place(0, k.start, tile.heads.start)
+        for member, *index in product(range(group), *(range(axis.size) for axis in looped)):
+            query, key = Place(0, q.start, tile.heads.start * group + member), first_key
+            for axis, i in zip(looped, index, strict=True):
+                query, key = query.ahead(axis.query, i), key.ahead(axis.key, i)
+            yield Block(member, tile.is_causal, outer, inner, query, key, q, k)
+
+
+def families(tiles: Sequence[Tile]) -> Iterator[Family]:
+    """Sort the tiles of a `TileGroup` into families."""
+    by_shape: dict[tuple[object, ...], list[Tile]] = {}
+    for tile in tiles:
+        by_shape.setdefault(_shape(tile), []).append(tile)
+    for alike in by_shape.values():
+        run: list[Tile] = []
+        axis = Axis(1, Place(), Place())
+        for tile in alike:
+            if run:
+                heads = tile.heads.start - run[-1].heads.start
+                step = Axis(
+                    len(run) + 1,
+                    Place(0, tile.queries.start - run[-1].queries.start, heads),
+                    Place(0, tile.keys.start - run[-1].keys.start, heads),
+                )
+                # A view cannot step backwards.
+                if min(*step.query, *step.key) >= 0 and (len(run) == 1 or axis[1:] == step[1:]):
+                    run.append(tile)
+                    axis = step
+                    continue
+                yield Family(tuple(run), axis)
+            run, axis = [tile], Axis(1, Place(), Place())
+        yield Family(tuple(run), axis)
+
+
+def _shape(tile: Tile) -> tuple[object, ...]:
+    """What tiles of a family have in common."""
+    rows = (rows._replace(start=0) for rows in (tile.queries, tile.keys))
+    return tile.branch, len(tile.heads), tile.heads.step, tile.segments, tile.is_causal, *rows
+
+
+def _merge(axes: list[Axis]) -> list[Axis]:
+    """Join axes of which one continues the other."""
+    merged: list[Axis] = []
+    for axis in axes:
+        if merged and merged[-1].continues(axis):
+            merged[-1] = axis._replace(size=merged[-1].size * axis.size)
+        else:
+            merged.append(axis)
+    return merged
 
 
 def by_slot(slots: torch.Tensor) -> torch.Tensor:
-    """Slots (batch, slots, head_dim) as a tensor that `Block.keys` can index.
+    """Slots (batch, slots, head_dim) as a tensor that `Block.view_keys` can index.
 
     A slot belongs to one head already, so the head dimension gets stride 0.
     """

@@ -6,7 +6,7 @@ bytes and operations.
 """
 
 from .attention import AttentionPlan, RankPlan, Step, plan_attention
-from .tiling import Message, Rows, Run, Tile
+from .tiling import Message, Rows, Run, Tile, TileGroup
 
 __all__ = [
     "AttentionPlan",
@@ -16,5 +16,6 @@ __all__ = [
     "Run",
     "Step",
     "Tile",
+    "TileGroup",
     "plan_attention",
 ]

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from ..layout import SequenceLayout
 from ..pattern import DilatedPattern, check_positive_int
 from .parts import Link, Part, Span, own_segments, parts_of, spans
-from .tiling import Message, Tile, Tiling
+from .tiling import Message, Tile, TileGroup, Tiling
 
 
 class Step(NamedTuple):
@@ -35,7 +35,12 @@ class Step(NamedTuple):
     step: int
     receive: Message | None
     send: Message | None
-    tiles: tuple[Tile, ...]
+    groups: tuple[TileGroup, ...]
+
+    @property
+    def tiles(self) -> tuple[Tile, ...]:
+        """The tiles of all groups."""
+        return _tiles(self.groups)
 
 
 @dataclass(frozen=True)
@@ -126,7 +131,9 @@ class RankPlan:
         plan: the plan of all ranks.
         index: the rank.
         world_size: number of ranks.
-        local: tiles whose queries and keys this rank holds.
+        local_groups: tiles whose queries and keys this rank holds.
+        covers: whether the first group has every local row of every head as query and as key once.
+            It then needs no result to add to.
     """
 
     def __init__(self, plan: AttentionPlan, rank: int) -> None:
@@ -134,21 +141,34 @@ class RankPlan:
         self.index = rank
         self.world_size = plan.layout.world_size
         self._steps: dict[int, Step] = {}
-        local: list[Tile] = []
+        groups: list[Sequence[Tile]] = []
         spanned: list[Span] = []
         parts = plan.parts_of(rank)
-        for branch, (length, _) in enumerate(plan.pattern.branches):
+        branches = list(enumerate(plan.pattern.branches))
+        covering = [b for b, (_, rate) in branches if rate == 1 and self._all_run(b)]
+        for branch, (length, _) in sorted(branches, key=lambda item: item[0] not in covering[:1]):
+            own: list[Tile] = []
             for part in parts:
                 for start, stop, count in own_segments(part, length):
                     link = Link(branch, part, part, start, stop)
-                    local.extend(plan.tiling.tiles(link, segments=count))
+                    own.extend(plan.tiling.tiles(link, segments=count))
                 spanned.extend(spans(branch, part, length))
+            groups.append(own)
+        self.covers = bool(covering)
         # Where this rank's queries see keys of others, and its keys are seen by others' queries.
         self._seen = [span for span in spanned if span.is_before or not plan.is_causal]
         self._shown = [span for span in spanned if not span.is_before or not plan.is_causal]
-        for link in self._links_from(rank):
-            local.extend(plan.tiling.tiles(link))
-        self.local = tuple(local)
+        groups.extend(list(plan.tiling.tiles(link)) for link in self._links_from(rank))
+        self.local_groups = _groups(groups)
+
+    def _all_run(self, branch: int) -> bool:
+        """Whether every KV head runs a branch."""
+        return len(self.plan.tiling.heads[branch]) == self.plan.num_kv_heads
+
+    @property
+    def local(self) -> tuple[Tile, ...]:
+        """The tiles whose queries and keys this rank holds."""
+        return _tiles(self.local_groups)
 
     def _links_from(self, sender: int) -> list[Link]:
         """This rank's queries that see keys of `sender`."""
@@ -169,6 +189,13 @@ class RankPlan:
             for other in parts
             if span.reaches(other)
         ]
+
+    @cached_property
+    def most_additions(self) -> int:
+        """A bound on how many tiles add to one row: branches, and parts that share a segment."""
+        crossing = {span.branch for span in (*self._seen, *self._shown)}
+        others = sum(map(len, self.plan.layout.ranges)) + len(self.plan.documents) - 3
+        return len(self.plan.pattern.branches) + len(crossing) * max(others, 0)
 
     def received_rows(self, sender: int) -> int:
         """Distinct (row, head) pairs that `sender` sends this rank."""
@@ -205,11 +232,9 @@ class RankPlan:
         receive, slots = tiling.message(sender, self.index, received)
         send, _ = tiling.message(self.index, receiver, self._links_to(receiver))
         tiles = [
-            tile
-            for link in received
-            for tile in tiling.tiles(link, slots=slots.get(link.message_entry, {}))
+            list(tiling.tiles(link, slots=slots.get(link.message_entry, {}))) for link in received
         ]
-        return Step(step, receive, send, tuple(tiles))
+        return Step(step, receive, send, _groups(tiles))
 
     def steps(self) -> Iterator[Step]:
         """Every step in order; most exchange nothing when segments are shorter than shards."""
@@ -220,6 +245,14 @@ class RankPlan:
         """(query, key) pairs this rank computes, over all query heads, per batch entry."""
         tiles = [*self.local, *(tile for step in self.steps() for tile in step.tiles)]
         return sum(t.pairs for t in tiles) * (self.plan.num_heads // self.plan.num_kv_heads)
+
+
+def _groups(tiles: Sequence[Sequence[Tile]]) -> tuple[TileGroup, ...]:
+    return tuple(TileGroup(tuple(group)) for group in tiles if group)
+
+
+def _tiles(groups: Sequence[TileGroup]) -> tuple[Tile, ...]:
+    return tuple(tile for group in groups for tile in group.tiles)
 
 
 def plan_attention(

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from .attention import AttentionPlan, Step
-from .tiling import Message, Rows, Tile
+from .tiling import Message, Rows, Tile, TileGroup
 
 
 class PlanError(AssertionError):
@@ -26,6 +26,8 @@ def check_plan(plan: AttentionPlan) -> None:
       bytes moved are the lower bound; a message of nothing is not sent.
     - Every key a tile reads is the computing rank's own, or in the message of the same step, whose
       rows the sender owns: so each remote gradient, returned against that message, comes home.
+    - Tiles of a group share no query row of a head and no key row; where the plan says that its
+      first group covers, that one has every row of every head as query and as key.
 
     Raises:
         PlanError: the first violation found.
@@ -38,6 +40,10 @@ def check_plan(plan: AttentionPlan) -> None:
     computed: Counter[tuple[int, int, int, int]] = Counter()
     for rank in range(layout.world_size):
         rank_plan = plan.rank(rank)
+        num_rows = len(held[rank]) * plan.num_kv_heads
+        for number, group in enumerate(rank_plan.local_groups):
+            rows = num_rows if rank_plan.covers and number == 0 else None
+            _check_group(group, rows)
         for tile in rank_plan.local:
             computed.update(_quadruples(tile, held[rank], dict.fromkeys(tile.heads, held[rank])))
         received = 0
@@ -72,6 +78,8 @@ def _check_step(
         if step.tiles:
             raise PlanError(f"step {step.step} computes tiles but receives nothing: {step.tiles}")
         return 0
+    for group in step.groups:
+        _check_group(group, None)
     slots = _slot_positions(message, held[message.sender])
     needed: set[tuple[int, int]] = set()
     for tile in step.tiles:
@@ -87,6 +95,23 @@ def _check_step(
     if needed != set(slots) or len(needed) != message.rows or message.rows == 0:
         raise PlanError(f"{message} carries {len(set(slots))} rows, {len(needed)} are needed")
     return message.rows
+
+
+def _check_group(group: TileGroup, num_rows: int | None) -> None:
+    for name in ("queries", "keys"):
+        rows = Counter(
+            (head, row)
+            for tile in group.tiles
+            for segment in range(tile.segments)
+            for head, rows in zip(
+                tile.heads, _expand(getattr(tile, name), len(tile.heads), segment), strict=True
+            )
+            for row in rows
+        )
+        if max(rows.values()) > 1:
+            raise PlanError(f"tiles of a group share {name}: {group.tiles}")
+        if num_rows is not None and len(rows) != num_rows:
+            raise PlanError(f"the first group has {len(rows)} {name}, not all {num_rows}")
 
 
 def _slot_positions(message: Message, sender_positions: list[int]) -> list[tuple[int, int]]:

@@ -47,6 +47,17 @@ class Tile(NamedTuple):
         return self.segments * len(self.heads) * (q * (q + 1) // 2 if self.is_causal else q * k)
 
 
+@dataclass(frozen=True, eq=False)
+class TileGroup:
+    """Tiles no two of which share a query row of a head, or a key row of a head.
+
+    They may be computed in any order, or at once. Equal only to itself, so that what is worked out
+    for a group can be kept by it without hashing its tiles.
+    """
+
+    tiles: tuple[Tile, ...]
+
+
 class Run(NamedTuple):
     """Rows of a message: row i of head number j goes to slot ``slot + j * rows.length + i``."""
 

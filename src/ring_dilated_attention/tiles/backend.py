@@ -27,15 +27,17 @@ class TileInputs(NamedTuple):
 class TileGradients(NamedTuple):
     """What the backward of a tile takes besides `TileInputs`: the MERGED result of its queries.
 
-    dout, out (batch, heads, queries, head_dim), the last dimension contiguous; lse,
-    delta = rowsum(dout * out) (batch, heads, queries), float32, or float64 for float64 inputs. All
-    may be strided views.
+    dout, out (batch, heads, queries, head_dim), the last dimension contiguous; lse (batch, heads,
+    queries), float32, or float64 for float64 inputs. All may be strided views.
     """
 
     dout: torch.Tensor
     out: torch.Tensor
     lse: torch.Tensor
-    delta: torch.Tensor
+
+    def delta(self) -> torch.Tensor:
+        """``rowsum(dout * out)`` (batch, heads, queries), in the dtype of lse."""
+        return (self.dout.to(self.lse.dtype) * self.out).sum(-1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,12 +51,25 @@ class TileBackend:
             ``ds = scale p (dout v^T - delta)``, ``dq = ds k``, ``dk = ds^T q``, ``dv = p^T dout``.
             It comes in the dtype of the inputs or wider, as out does.
         refusal: says why it cannot take (device, dtype, head_dim); None if it can.
+        backward_refusal: says why its backward cannot take a head_dim that its forward can.
+        forward_into: like `forward`, but writes out and lse into the views that it is given (the
+            last dimension of both contiguous); None if it cannot.
+        backward_into: like `backward`, but writes dq, dk and dv into the views that it is given;
+            None if it cannot.
+        backward_workspace: bytes a row of queries that `backward` allocates for itself, besides dq,
+            dk and dv, given head_dim.
     """
 
     name: str
     forward: Callable[[TileInputs], tuple[torch.Tensor, torch.Tensor]]
     backward: Callable[[TileInputs, TileGradients], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     refusal: Callable[[torch.device, torch.dtype, int], str | None]
+    backward_refusal: Callable[[int], str | None] = lambda head_dim: None
+    forward_into: Callable[[TileInputs, torch.Tensor, torch.Tensor], None] | None = None
+    backward_into: (
+        Callable[[TileInputs, TileGradients, torch.Tensor, torch.Tensor, torch.Tensor], None] | None
+    ) = None
+    backward_workspace: Callable[[int], int] = lambda head_dim: 0
 
 
 def refuse_all_but(

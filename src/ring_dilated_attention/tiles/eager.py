@@ -32,7 +32,7 @@ def _forward(t: TileInputs) -> tuple[torch.Tensor, torch.Tensor]:
 def _backward(t: TileInputs, g: TileGradients) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     p = torch.exp(_scores(t) - g.lse[..., None])
     q, k, v, dout = (x.to(p.dtype) for x in (t.q, t.k, t.v, g.dout))
-    ds = t.scale * p * (dout @ v.transpose(-1, -2) - g.delta[..., None])
+    ds = t.scale * p * (dout @ v.transpose(-1, -2) - g.delta()[..., None])
     return ds @ k, ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ dout
 
 

@@ -92,7 +92,12 @@ def _efficient_backward(
     return dq, dk, dv
 
 
-FUSED = (
+def _float32_dq(head_dim: int) -> int:
+    """Half precision kernels sum dq in float32, head_dim rounded up, beside statistics of rows."""
+    return 4 * (-(-head_dim // 32) * 32) + 12
+
+
+CPU_FLASH, CUDNN, FLASH, EFFICIENT = (
     TileBackend(
         name="cpu_flash",
         forward=_cpu_forward,
@@ -104,18 +109,20 @@ FUSED = (
         forward=_cudnn_forward,
         backward=_cudnn_backward,
         refusal=refuse_all_but("cuda", _HALF, multiple=8, largest=128),
+        backward_workspace=_float32_dq,
     ),
     TileBackend(
         name="flash",
         forward=_flash_forward,
         backward=_flash_backward,
         refusal=refuse_all_but("cuda", _HALF, multiple=8, largest=256),
+        backward_workspace=_float32_dq,
     ),
     TileBackend(
         name="efficient",
         forward=_efficient_forward,
         backward=_efficient_backward,
-        refusal=refuse_all_but("cuda", (torch.float32, *_HALF), multiple=8),
+        refusal=refuse_all_but("cuda", (torch.float32, *_HALF), multiple=8, largest=256),
+        backward_workspace=_float32_dq,
     ),
 )
-"""In the order in which they are preferred."""

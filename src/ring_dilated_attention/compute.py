@@ -1,0 +1,287 @@
+"""Compute groups of tiles: by which back end, in which slices, and into what.
+
+Tiles become blocks (`views`), a kernel call each, whose results are added into the whole
+(`accumulate`). Blocks too small to be worth a launch go to the table-driven kernel together. What
+a kernel call allocates is bounded: blocks are taken in slices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from .accumulate import add, merge, row_sums
+from .plan import Tile, TileGroup
+from .tiles import Selection, TileGradients, TileInputs
+from .views import Block, families
+
+FORWARD_WORKSPACE = 0.25
+"""Temporaries of a forward call may take so much of the size of its query, ..."""
+BACKWARD_WORKSPACE = 0.45
+"""... those of a backward call so much, ..."""
+WORKSPACE_FLOOR = 64 << 20
+"""... or so many bytes, where that is more: slices must be large enough to fill a GPU."""
+
+
+@dataclass(frozen=True)
+class TileCall:
+    """What all tiles of a call have in common.
+
+    Attributes:
+        selection: the back ends that may compute them.
+        scale: factor on the scores.
+        batch: batch size.
+        group: query heads per KV head.
+    """
+
+    selection: Selection
+    scale: float
+    batch: int
+    group: int
+
+
+def _most_rows(query: torch.Tensor, fraction: float, row_bytes: float) -> float:
+    """How many rows a slice may have: what one allocates is `row_bytes` for each."""
+    return max(fraction * query.nbytes, WORKSPACE_FLOOR) / row_bytes
+
+
+@dataclass(frozen=True, eq=False)
+class _Schedule:
+    """How the tiles of a group are computed: block by block, or all in one launch."""
+
+    blocks: tuple[Block, ...]
+    table: tuple[Tile, ...]
+
+
+@lru_cache(maxsize=1024)
+def _schedule(
+    group: TileGroup, batch: int, members: int, head_dim: int, table_flops: float
+) -> _Schedule:
+    blocks: list[Block] = []
+    table: list[Tile] = []
+    for family in families(group.tiles):
+        cut = list(family.blocks(batch, members))
+        if 4 * head_dim * sum(block.pairs for block in cut) <= table_flops * len(cut):
+            table.extend(family.tiles)
+        else:
+            blocks.extend(cut)
+    return _Schedule(tuple(blocks), tuple(table))
+
+
+@dataclass
+class Merged:
+    """The merged result of a call and the gradient of its out: what backward starts from.
+
+    dout, out (batch, sequence, heads, head_dim); lse (batch, heads, sequence).
+    """
+
+    dout: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+
+    @cached_property
+    def delta(self) -> torch.Tensor:
+        """``rowsum(dout * out)``, like lse. Most back ends work it out for themselves."""
+        return row_sums(self.dout, self.out)
+
+
+class _Launch(NamedTuple):
+    """A launch of the table-driven kernels."""
+
+    cells: Any
+    config: Any
+
+
+@lru_cache(maxsize=1024)
+def _launch(
+    work: _Schedule,
+    direction: str,
+    batch: int,
+    members: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> _Launch:
+    """The tables of a launch, on the device, and its configuration."""
+    from .kernels.cells import build_cells
+    from .kernels.tuning import BackwardConfig, Kernel, LaunchConfig, default_config
+
+    def config(kernel: Kernel) -> LaunchConfig:
+        return default_config(
+            kernel,
+            head_dim,
+            dtype,
+            queries=max(tile.queries.length for tile in work.table),
+            keys=max(tile.keys.length for tile in work.table),
+        )
+
+    chosen: LaunchConfig | BackwardConfig
+    if direction == "forward":
+        chosen = config("forward")
+        block_m, block_n = chosen.block_m, chosen.block_n
+    else:
+        chosen = BackwardConfig(config("dq"), config("dkdv"))
+        block_m, block_n = chosen.dq.block_m, chosen.dkdv.block_n
+    cells = build_cells(
+        work.table, batch=batch, group=members, block_m=block_m, block_n=block_n, device=device
+    )
+    return _Launch(cells, chosen)
+
+
+def forward(
+    group: TileGroup,
+    call: TileCall,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    store: bool,
+) -> None:
+    """Compute a group and merge it into `out` and `lse`.
+
+    Args:
+        group: the tiles.
+        call: what all tiles have in common.
+        query: (batch, local_sequence, heads, head_dim).
+        keys: (batch, local_sequence, kv_heads, head_dim), or `by_slot` of a received message.
+        values: likewise.
+        out: like `query`.
+        lse: (batch, heads, local_sequence).
+        store: whether to write over what `out` and `lse` hold at the group's rows.
+    """
+    selection, head_dim = call.selection, query.shape[3]
+    work = _schedule(group, call.batch, call.group, head_dim, selection.table_flops)
+    lse_rows = lse.transpose(1, 2)
+    row_bytes = head_dim * query.element_size() + lse.element_size()
+    most_rows = _most_rows(query, FORWARD_WORKSPACE, row_bytes)
+    for block in work.blocks:
+        store_whole = store and block.queries.stride == 1  # as `forward_into` needs
+        backend = selection.forward(
+            block.keys.length, block.keys.stride, block.is_causal, store_whole
+        )
+        if store_whole and backend.forward_into:
+            inputs = _inputs(block, call, query, keys, values)
+            backend.forward_into(inputs, block.view_queries(out), block.view_queries(lse_rows))
+            continue
+        for part in block.slices(most_rows):
+            tile_out, tile_lse = backend.forward(_inputs(part, call, query, keys, values))
+            merge(
+                part.view_queries(out),
+                part.view_queries(lse_rows),
+                tile_out,
+                tile_lse,
+                store=store,
+            )
+            del tile_out, tile_lse  # before the next slice makes its own
+    if work.table:
+        from .kernels import attention
+
+        launch = _launch(
+            work, "forward", call.batch, call.group, head_dim, query.dtype, query.device
+        )
+        attention.attention_forward(
+            query,
+            keys,
+            values,
+            out,
+            lse,
+            launch.cells,
+            is_causal=launch.cells.is_causal,
+            scale=call.scale,
+            store=store,
+            config=launch.config,
+        )
+
+
+def backward(
+    group: TileGroup,
+    call: TileCall,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    merged: Merged,
+    dquery: torch.Tensor,
+    dkeys: torch.Tensor,
+    dvalues: torch.Tensor,
+    *,
+    store: bool,
+) -> None:
+    """Compute the gradients of a group and add them to `dquery`, `dkeys` and `dvalues`.
+
+    Args:
+        group: the tiles.
+        call: what all tiles have in common.
+        query: (batch, local_sequence, heads, head_dim).
+        keys: (batch, local_sequence, kv_heads, head_dim), or `by_slot` of a received message.
+        values: likewise.
+        merged: the merged result of the whole call.
+        dquery: like `query`.
+        dkeys: like `keys`.
+        dvalues: like `values`.
+        store: whether to write over what the gradients hold at the group's rows.
+    """
+    selection, head_dim = call.selection, query.shape[3]
+    work = _schedule(group, call.batch, call.group, head_dim, selection.table_flops)
+    lse_rows = merged.lse.transpose(1, 2)
+    for block in work.blocks:
+        backend = selection.backward
+        store_keys = store and block.member == 0  # members of a KV head share its gradients
+        into = backend.backward_into if store and store_keys else None
+        row_bytes = lse_rows.element_size() + backend.backward_workspace(head_dim)
+        if into is None:
+            row_bytes += 3 * head_dim * query.element_size()
+        for part in block.slices(_most_rows(query, BACKWARD_WORKSPACE, row_bytes)):
+            inputs = _inputs(part, call, query, keys, values)
+            gradients = TileGradients(
+                part.view_queries(merged.dout),
+                part.view_queries(merged.out),
+                part.view_queries(lse_rows),
+            )
+            totals = part.view_queries(dquery), part.view_keys(dkeys), part.view_keys(dvalues)
+            if into is not None:
+                into(inputs, gradients, *totals)
+                continue
+            dq, dk, dv = backend.backward(inputs, gradients)
+            add(totals[0], dq, store=store)
+            add(totals[1], dk, store=store_keys)
+            add(totals[2], dv, store=store_keys)
+            del dq, dk, dv  # before the next slice makes its own
+    if work.table:
+        from .kernels import attention
+
+        launch = _launch(
+            work, "backward", call.batch, call.group, head_dim, query.dtype, query.device
+        )
+        attention.attention_backward(
+            merged.dout,
+            query,
+            keys,
+            values,
+            merged.lse,
+            merged.delta,
+            dquery,
+            dkeys,
+            dvalues,
+            launch.cells,
+            is_causal=launch.cells.is_causal,
+            scale=call.scale,
+            store=store,
+            config=launch.config,
+        )
+
+
+def _inputs(
+    block: Block, call: TileCall, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+) -> TileInputs:
+    return TileInputs(
+        block.view_queries(query),
+        block.view_keys(keys),
+        block.view_keys(values),
+        block.is_causal,
+        call.scale,
+    )

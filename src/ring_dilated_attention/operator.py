@@ -1,0 +1,323 @@
+"""Dilated attention as operators of torch: what autograd, torch.compile and CUDA graphs see.
+
+``ring_dilated_attention::forward`` and ``ring_dilated_attention::backward`` are the one path of
+every call: eager or compiled, alone or in a group. An operator takes tensors and plain values only,
+so everything else is written down as an `Options` and looked up again when the operator runs. What
+waits for other ranks happens inside the operators alone, so tracing a call involves no other rank.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from .agreement import agree
+from .exchange import Exchange, exchange_named
+from .layout import SequenceLayout
+from .pattern import DilatedPattern
+from .plan import AttentionPlan, plan_attention
+from .ring import RingCall, attention_backward, attention_forward
+from .tiles import Selection, accumulate_dtype, select_backend
+
+
+class Options(NamedTuple):
+    """A call of `dilated_attention` without its tensors, in types that an operator takes.
+
+    Attributes:
+        segment_lengths: of the pattern; 0 is the whole document.
+        dilation_rates: of the pattern.
+        head_offsets: of the pattern.
+        head_branches: of the pattern.
+        is_causal: see `dilated_attention`.
+        scale: see `dilated_attention`.
+        layout: `SequenceLayout.flat`; empty is contiguous equal shards.
+        group: what `group_name` calls the group.
+        exchange: see `dilated_attention`.
+        backend: see `dilated_attention`.
+        needs_gradients: whether autograd records this call.
+    """
+
+    segment_lengths: list[int]
+    dilation_rates: list[int]
+    head_offsets: str
+    head_branches: str
+    is_causal: bool
+    scale: float | None
+    layout: list[int]
+    group: str
+    exchange: str
+    backend: str
+    needs_gradients: bool
+
+
+_OPTIONS = (
+    "int[] segment_lengths, int[] dilation_rates, str head_offsets, str head_branches, "
+    "bool is_causal, float? scale, SymInt[] layout, str group, str exchange, str backend, "
+    "bool needs_gradients"
+)
+_Library: Any = torch.library.Library  # its methods have no annotations
+_library = _Library("ring_dilated_attention", "DEF")
+_library.define(
+    f"forward(Tensor query, Tensor key, Tensor value, {_OPTIONS}) -> (Tensor out, Tensor lse)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    "backward(Tensor dout, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
+    f"{_OPTIONS}) -> (Tensor dquery, Tensor dkey, Tensor dvalue)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+FORWARD = torch.ops.ring_dilated_attention.forward.default
+"""(query, key, value, *options) -> (out, lse), contiguous: out as query, lse (batch, heads,
+local_sequence). The arguments are those that `dilated_attention` has validated."""
+BACKWARD = torch.ops.ring_dilated_attention.backward.default
+"""(dout, query, key, value, out, lse, *options) -> (dquery, dkey, dvalue), contiguous, each as its
+input."""
+
+
+class RingDilatedAttention(torch.autograd.Function):
+    """The derivative of ``ring_dilated_attention::forward``; every tensor is sharded over n.
+
+    Rank i holds Q_i, O_i (B, n_i, H, D) and K_i, V_i (B, n_i, K, D). K_ij, V_ij are the rows of
+    rank j that queries of rank i need: (2, B, R_ij, D), R_ij counted by the plan, each row once.
+    The tiles t of rank i cover, once, every (query, visible key) of its queries: those of step 0
+    read K_i, V_i, those of step s read K_ij, V_ij with j = i - s (mod p).
+
+    Forward, for s = 0 .. p-1:
+        start   receive K_ij, V_ij from j = i-s-1; send K_ki, V_ki to k = i+s+1   [P2P, input dtype]
+        tile    O_t, L_t = softmax(scale Q_t K_t^T) V_t, and its lse
+        merge   L_i = logaddexp(L_i, L_t); O_i = O_i e^(L_old-L_i) + O_t e^(L_t-L_i)    [float32]
+    Saved: Q_i, K_i, V_i, O_i, L_i.
+
+    Backward, given dO_i, with delta_i = rowsum(dO_i * O_i), for s = 0 .. p-1:
+        start   as in forward: K_ij, V_ij are exchanged again                     [P2P, input dtype]
+        tile    P = exp(scale Q_t K_t^T - L_i);  dS = scale P * (dO_t V_t^T - delta_i)
+                dQ_i += dS K_t;  dK_t = dS^T Q_t;  dV_t = P^T dO_t
+        home    s = 0: dK_i += dK_t, dV_i += dV_t
+                s > 0: send dK_ij, dV_ij to their owner j = i-s; receive dK_ki, dV_ki from
+                k = i+s and add them to dK_i, dV_i                                  [P2P, float32]
+
+    Since the merged softmax is one softmax, every tile uses the same L_i and delta_i, and gradients
+    only add up. Transfers of step s+1 (ring), or of all steps (gather), run behind the tiles of
+    step s; the way home of step s runs behind the tiles of step s+1. float32 is float64 for float64
+    inputs. The lse is returned for use outside of autograd: it is marked non-differentiable.
+    """
+
+    @staticmethod
+    def forward(  # noqa: D102
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():
+            out, lse = FORWARD(query, key, value, *options)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.options = options
+        ctx.ends = exchange_named(options.group)  # keeps it for backward, which goes by its name
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(  # noqa: D102
+        ctx: Any, dout: torch.Tensor, dlse: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "the gradient of dilated_attention cannot be differentiated again; "
+                "backward was called with create_graph=True"
+            )
+        dquery, dkey, dvalue = BACKWARD(dout, *ctx.saved_tensors, *ctx.options)
+        return dquery, dkey, dvalue, None
+
+
+def _autograd(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if torch.is_grad_enabled() and (
+        query.requires_grad or key.requires_grad or value.requires_grad
+    ):
+        out, lse = RingDilatedAttention.apply(  # type: ignore[no-untyped-call]
+            query, key, value, Options(*options)
+        )
+        return out, lse
+    with torch._C._AutoDispatchBelowAutograd():
+        out, lse = FORWARD(query, key, value, *options)
+    return out, lse
+
+
+def _forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    call = _ring_call(query, key, Options(*options), first=True)
+    return attention_forward(query, key, value, call)
+
+
+def _backward(
+    dout: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *options: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    call = _ring_call(query, key, Options(*options), first=False)
+    return attention_backward(dout, query, key, value, out, lse, call)
+
+
+def _fake_forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, length, num_heads, _ = query.shape
+    lse = query.new_empty((batch, num_heads, length), dtype=accumulate_dtype(query.dtype))
+    return query.new_empty(query.shape), lse
+
+
+def _fake_backward(
+    dout: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+_library.impl("forward", _forward, "CompositeExplicitAutograd")
+_library.impl("backward", _backward, "CompositeExplicitAutograd")
+# torch.library.register_autograd does the same and takes 30 us longer, on every call.
+_library.impl("forward", _autograd, "Autograd")
+torch.library.register_fake(FORWARD, _fake_forward, lib=_library)
+torch.library.register_fake(BACKWARD, _fake_backward, lib=_library)
+
+
+def _ring_call(
+    query: torch.Tensor, key: torch.Tensor, options: Options, *, first: bool
+) -> RingCall:
+    """Look up what the options stand for; where the ranks meet `first`, they must agree on them.
+
+    Raises:
+        ValueError: the layout or the backend does not fit the call, on this rank or another, or
+            the ranks' calls differ; raised on every rank.
+    """
+    ends = exchange_named(options.group)
+    length, num_heads, head_dim = query.shape[1:]
+    backend, failure = None, None
+    try:
+        _check_layout(tuple(options.layout), length, ends)
+        backend = _select(options.backend, query.device, query.dtype, head_dim)
+    except ValueError as error:
+        failure = error
+    if first and ends.world_size > 1:
+        shared = None if failure else _shared(query, key, options)
+        agree("dilated_attention", ends, shared, failure, query.device)
+    elif failure is not None:
+        raise failure
+    assert backend is not None
+    plan = _plan(
+        tuple(options.segment_lengths),
+        tuple(options.dilation_rates),
+        options.head_offsets,
+        options.head_branches,
+        tuple(options.layout) or length,
+        ends.world_size,
+        options.is_causal,
+        num_heads,
+        key.shape[2],
+    )
+    gathers = plan.gathers if options.exchange == "auto" else options.exchange == "gather"
+    return RingCall(
+        plan.rank(ends.rank),
+        ends,
+        backend,
+        head_dim**-0.5 if options.scale is None else options.scale,
+        ends.world_size - 1 if gathers else 1,
+    )
+
+
+def _check_layout(flat: tuple[int, ...], local_length: int, ends: Exchange) -> None:
+    if not flat:
+        return
+    layout = _layout(flat)
+    if layout.world_size != ends.world_size:
+        raise ValueError(
+            f"the layout is for {layout.world_size} ranks, the group has {ends.world_size}"
+        )
+    if layout.local_length(ends.rank) != local_length:
+        raise ValueError(
+            f"the layout gives rank {ends.rank} {layout.local_length(ends.rank)} positions, "
+            f"its query has a local sequence length of {local_length}"
+        )
+
+
+def _shared(query: torch.Tensor, key: torch.Tensor, options: Options) -> dict[str, Any]:
+    """What must be equal on all ranks, in words for the message."""
+    batch, length, num_heads, head_dim = query.shape
+    layout = _layout(tuple(options.layout)) if options.layout else None
+    pattern = _pattern(
+        tuple(options.segment_lengths),
+        tuple(options.dilation_rates),
+        options.head_offsets,
+        options.head_branches,
+    )
+    return {
+        "batch": batch,
+        "heads": num_heads,
+        "kv_heads": key.shape[2],
+        "head_dim": head_dim,
+        "dtype": str(query.dtype),
+        "device": query.device.type,
+        "pattern": str(pattern),
+        "layout": f"{layout!r} ({layout.digest[:8]})"
+        if layout
+        else f"{length} positions on each rank",
+        "is_causal": options.is_causal,
+        "scale": options.scale,
+        "exchange": options.exchange,
+        "backend": options.backend,
+        "needs gradients": options.needs_gradients,
+    }
+
+
+@lru_cache(maxsize=64)
+def _select(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Selection:
+    return select_backend(name, device, dtype, head_dim)
+
+
+@lru_cache(maxsize=64)
+def _plan(
+    segment_lengths: tuple[int, ...],
+    dilation_rates: tuple[int, ...],
+    head_offsets: str,
+    head_branches: str,
+    layout: tuple[int, ...] | int,  # an int: equal shards of so many positions
+    world_size: int,
+    is_causal: bool,
+    num_heads: int,
+    num_kv_heads: int,
+) -> AttentionPlan:
+    return plan_attention(
+        _pattern(segment_lengths, dilation_rates, head_offsets, head_branches),
+        _layout(layout)
+        if isinstance(layout, tuple)
+        else SequenceLayout.contiguous(layout * world_size, world_size),
+        is_causal=is_causal,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+    )
+
+
+@lru_cache(maxsize=64)
+def _pattern(
+    segment_lengths: tuple[int, ...],
+    dilation_rates: tuple[int, ...],
+    head_offsets: str,
+    head_branches: str,
+) -> DilatedPattern:
+    return DilatedPattern(
+        [length or None for length in segment_lengths],
+        dilation_rates,
+        head_offsets=head_offsets,
+        head_branches=head_branches,
+    )
+
+
+@lru_cache(maxsize=64)
+def _layout(flat: tuple[int, ...]) -> SequenceLayout:
+    return SequenceLayout.from_flat(flat)

@@ -1,0 +1,118 @@
+"""flash-attn-4 (the pip package of that name, extra ``fa4``): Hopper and Blackwell GPUs.
+
+Its CuTe kernels read strided views as they are, and write results into views they are given. They
+are called below `flash_attn_func`, because backward takes a merged out and lse there.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from .backend import TileBackend, TileGradients, TileInputs, refuse_all_but
+
+_CAPABILITIES = (9, 10)  # compute capability 9.x and 10.x
+_refused = refuse_all_but("cuda", (torch.float16, torch.bfloat16), multiple=8, largest=256)
+
+
+@lru_cache(maxsize=1)
+def _is_installed() -> bool:
+    try:
+        return find_spec("flash_attn.cute") is not None
+    except ImportError:  # no flash_attn at all
+        return False
+
+
+@lru_cache(maxsize=8)
+def _capability(device: torch.device) -> int:
+    return torch.cuda.get_device_capability(device)[0]
+
+
+def _refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    reason = _refused(device, dtype, head_dim)
+    if reason is None and not _is_installed():
+        return "it is not installed: pip install 'ring-dilated-attention[fa4]'"
+    if reason is None and _capability(device) not in _CAPABILITIES:
+        allowed = " and ".join(f"{major}.x" for major in _CAPABILITIES)
+        return f"it runs on compute capability {allowed}, the device has {_capability(device)}.x"
+    return reason
+
+
+def _backward_refusal(head_dim: int) -> str | None:
+    """Up to 4.0.0b36, dq is wrong where head_dim is padded to an odd multiple of 16.
+
+    The kernel writes that many columns of its float32 dq, and what converts it reads an even
+    multiple: https://github.com/Dao-AILab/flash-attention/pull/2896
+    """
+    if head_dim <= 128 and -(-head_dim // 16) % 2:
+        return f"its backward gives a wrong dq for a head_dim of {head_dim}"
+    return None
+
+
+@lru_cache(maxsize=1)
+def _interface() -> Any:
+    from flash_attn.cute import interface
+
+    return interface
+
+
+def _by_row(*views: torch.Tensor) -> list[torch.Tensor]:
+    """(batch, heads, rows, head_dim) views as (batch, rows, heads, head_dim)."""
+    return [view.transpose(1, 2) for view in views]
+
+
+def _forward(t: TileInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse, *_ = _interface()._flash_attn_fwd(
+        *_by_row(t.q, t.k, t.v), softmax_scale=t.scale, causal=t.is_causal, return_lse=True
+    )
+    return out.transpose(1, 2), lse
+
+
+def _forward_into(t: TileInputs, out: torch.Tensor, lse: torch.Tensor) -> None:
+    _interface()._flash_attn_fwd(
+        *_by_row(t.q, t.k, t.v),
+        softmax_scale=t.scale,
+        causal=t.is_causal,
+        out=out.transpose(1, 2),
+        lse=lse,
+    )
+
+
+def _backward_into(
+    t: TileInputs, g: TileGradients, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor
+) -> None:
+    dq, dk, dv = _by_row(dq, dk, dv)
+    _interface()._flash_attn_bwd(
+        *_by_row(t.q, t.k, t.v, g.out, g.dout),
+        g.lse.contiguous(),
+        softmax_scale=t.scale,
+        causal=t.is_causal,
+        dq=dq,
+        dk=dk,
+        dv=dv,
+    )
+
+
+def _backward(t: TileInputs, g: TileGradients) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dq, dk, dv = (
+        torch.empty(x.transpose(1, 2).shape, dtype=x.dtype, device=x.device).transpose(1, 2)
+        for x in (t.q, t.k, t.v)
+    )
+    _backward_into(t, g, dq, dk, dv)
+    return dq, dk, dv
+
+
+FA4 = TileBackend(
+    name="fa4",
+    forward=_forward,
+    backward=_backward,
+    refusal=_refusal,
+    backward_refusal=_backward_refusal,
+    forward_into=_forward_into,
+    backward_into=_backward_into,
+    # dq in float32, head_dim rounded up to 64 at most, and two statistics of rows.
+    backward_workspace=lambda head_dim: 4 * (-(-head_dim // 32) * 32) + 12,
+)

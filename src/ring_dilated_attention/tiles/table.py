@@ -1,0 +1,26 @@
+"""The table-driven Triton kernels as a back end: many tiles in one launch, merged as they are made.
+
+They take a whole `TileGroup` instead of one tile: see `kernels.cells` and `kernels.attention`.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from ..accumulate import has_triton
+from .backend import refuse_all_but
+
+TABLE_NAME = "triton"
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def table_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why the kernels cannot take (device, dtype, head_dim); None if they can."""
+    if not has_triton():
+        return f"{TABLE_NAME}: it is not installed"
+    interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    refused = refuse_all_but("cpu" if interpreted else "cuda", _DTYPES, multiple=8, largest=256)
+    reason = refused(device, dtype, head_dim)
+    return reason and f"{TABLE_NAME}: {reason}"

@@ -1,0 +1,319 @@
+"""The operators under torch.compile and in CUDA graphs: no graph break, same numbers."""
+
+import shutil
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
+from torch.library import opcheck
+
+from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention
+from ring_dilated_attention.nn import LongNet, LongNetConfig
+from ring_dilated_attention.operator import BACKWARD, FORWARD, Options
+from ring_dilated_attention.testing import relative_error, run_loopback, run_ranks
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.torch.jit:DeprecationWarning"
+)  # the compiler's own
+
+PATTERN = DilatedPattern([8, 24, None], [1, 2, 4])
+GPU_MARKS = (
+    pytest.mark.gpu,
+    # Asking for NaN in uninitialised memory asks for determinism, which some kernels do not have.
+    pytest.mark.filterwarnings("ignore:.*determinis.*"),
+)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def leaves(length, *, kv_heads=4, dtype=torch.float32, device="cpu"):
+    generator = torch.Generator().manual_seed(length)
+    return [
+        torch.randn(2, length, heads, 16, generator=generator).to(device, dtype).requires_grad_()
+        for heads in (4, kv_heads, kv_heads)
+    ]
+
+
+def results(function, tensors, **options):
+    """Out, lse and gradients."""
+    out, lse = function(*tensors, **options)
+    assert not lse.requires_grad
+    return [out.detach(), lse, *torch.autograd.grad(out.square().sum(), tensors)]
+
+
+def attention(query, key, value, *, pattern=PATTERN, **options):
+    return dilated_attention(query, key, value, pattern, is_causal=True, return_lse=True, **options)
+
+
+def assert_equal(actual, expected):
+    for a, b in zip(actual, expected, strict=True):
+        assert a.dtype == b.dtype
+        assert a.stride() == b.stride()
+        assert torch.equal(a, b)
+
+
+# --- the operators
+
+
+@pytest.mark.parametrize(
+    ("options", "kv_heads", "dtype"),
+    [
+        (Options([0], [1], "interleaved", "all", False, None, [], "", "auto", "auto", True), 4, 32),
+        (Options([6, 0], [2, 3], "blocked", "all", True, 0.3, [], "", "ring", "auto", True), 2, 64),
+        (
+            Options(
+                [5, 9], [7, 1], "interleaved", "split", True, None, [2, 9, 21, 0, 9], "", "auto",
+                "eager", True,
+            ),
+            2,
+            16,
+        ),
+    ],
+)  # fmt: skip
+def test_the_operators_are_what_torch_expects(options, kv_heads, dtype):
+    dtypes = {16: torch.bfloat16, 32: torch.float32, 64: torch.float64}
+    tensors = leaves(21, kv_heads=kv_heads, dtype=dtypes[dtype])
+    opcheck(FORWARD, (*tensors, *options))
+    inputs = [x.detach() for x in tensors]
+    out, lse = FORWARD(*inputs, *options)
+    opcheck(BACKWARD, (torch.ones_like(out), *inputs, out, lse, *options))
+    inputs[0] = inputs[0].transpose(1, 2).contiguous().transpose(1, 2)  # results are contiguous
+    opcheck(FORWARD, (*inputs, *options))
+
+
+def test_an_exchange_that_only_autograd_keeps():
+    class Other:
+        def __init__(self, ends):
+            self.rank, self.world_size, self.sent_bytes = ends.rank, ends.world_size, 0
+            self.start, self.maximum, self.share = ends.start, ends.maximum, ends.share
+
+    def rank(ends):
+        def briefly(*tensors):
+            return attention(*tensors, group=Other(ends))
+
+        return results(briefly, leaves(10)), results(attention, leaves(10), group=ends)
+
+    for got, want in run_loopback(2, rank):
+        assert_equal(got, want)
+
+
+# --- torch.compile
+
+
+def compiled(function, backend="aot_eager", **options):
+    """The compiled function, and a counter of its compilations."""
+    counter = CompileCounterWithBackend(backend)
+    return torch.compile(function, backend=counter, fullgraph=True, **options), counter
+
+
+def test_one_graph_for_all_lengths():
+    function, counter = compiled(attention)
+    for length in (40, 41, 77, 9, 300):
+        assert_equal(results(function, leaves(length)), results(attention, leaves(length)))
+        # The first length is taken for a constant, the second shows that it is not.
+        assert counter.frame_count == min(2, 1 + (length != 40))
+    torch._dynamo.reset()
+    function, counter = compiled(attention)
+    for length in (40, 41, 77):
+        tensors = leaves(length)
+        for tensor in tensors:
+            torch._dynamo.mark_dynamic(tensor, 1)
+        assert_equal(results(function, tensors), results(attention, leaves(length)))
+    assert counter.frame_count == 1
+
+
+def test_layouts_of_all_lengths_share_graphs():
+    function, counter = compiled(attention)
+    for length in (40, 46, 52, 58, 70):
+        layout = SequenceLayout([[(length // 2, length), (0, length // 2)]])
+        got = results(function, leaves(length), layout=layout)
+        assert_equal(got, results(attention, leaves(length), layout=layout))
+    assert counter.frame_count <= 3
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kv_heads": 2},
+        {"dtype": torch.float64},
+        {"dtype": torch.bfloat16},
+        {"pattern": DilatedPattern([9, 17], [2, 5], head_branches="split")},
+        {"pattern": DilatedPattern([30], [4], head_offsets="blocked"), "scale": 0.2},
+        {"exchange": "gather", "backend": "eager"},
+    ],
+)
+def test_options_compile(changes):
+    function, _ = compiled(attention, dynamic=True)
+    shape = {name: changes.pop(name) for name in ("kv_heads", "dtype") if name in changes}
+    got = results(function, leaves(31, **shape), **changes)
+    assert_equal(got, results(attention, leaves(31, **shape), **changes))
+
+
+def test_compiled_without_gradients():
+    function, _ = compiled(attention)
+    with torch.no_grad():
+        assert_equal(function(*leaves(20)), attention(*leaves(20)))
+    with torch.inference_mode():
+        assert_equal(function(*leaves(21)), attention(*leaves(21)))
+
+
+def test_autocast_casts_in_graphs_too():
+    function, _ = compiled(attention)
+    with torch.autocast("cpu", torch.bfloat16):
+        got, want = (results(f, leaves(20)) for f in (function, attention))
+    assert got[0].dtype == torch.bfloat16
+    assert_equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layout": SequenceLayout.contiguous(7, 1)}, "gives rank 0 7 positions"),
+        ({"backend": "flash"}, "backend='flash' cannot compute this attention"),
+    ],
+)
+def test_what_the_operator_refuses_is_refused_in_graphs(changes, message):
+    function, _ = compiled(attention)
+    with pytest.raises(ValueError, match=message):
+        function(*leaves(20), **changes)
+
+
+def test_what_the_function_refuses_does_not_compile():
+    function, _ = compiled(partial(attention, exchange="mail"))
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="exchange must be one of"):
+        function(*leaves(20))
+
+
+def test_models_compile():
+    torch.manual_seed(0)
+    model = LongNet(
+        LongNetConfig(
+            num_layers=1,
+            embed_dim=32,
+            num_heads=4,
+            num_kv_heads=2,
+            ffn_dim=48,
+            segment_lengths=(6, None),
+            dilation_rates=(1, 3),
+        )
+    )
+    function, counter = compiled(model)
+    for length in (20, 21, 35):
+        tokens = torch.arange(2 * length).view(2, length)
+        outcomes = []
+        for call in (model, function):
+            logits = call(tokens)
+            gradients = torch.autograd.grad(logits.square().sum(), list(model.parameters()))
+            outcomes.append([logits, *gradients])
+        for a, b in zip(*outcomes, strict=True):
+            torch.testing.assert_close(a, b)
+    assert counter.frame_count == 2
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler")
+def test_inductor():
+    def function(x, weight):
+        query, key, value = (x @ weight).unflatten(-1, (3, 4, 16)).unbind(2)
+        return dilated_attention(query.sin(), key, value.relu(), PATTERN).flatten(2) * x[..., :64]
+
+    compiled_function = torch.compile(function, fullgraph=True, dynamic=True)
+    weight = torch.randn(64, 192, requires_grad=True)
+    for length in (40, 53):
+        x = torch.randn(2, length, 64)
+        outcomes = []
+        for call in (function, compiled_function):
+            out = call(x, weight)
+            outcomes.append([out, *torch.autograd.grad(out.square().sum(), weight)])
+        for a, b in zip(*outcomes, strict=True):
+            assert relative_error(b.detach(), a.detach()) < 1e-5
+
+
+def _groups(rank, world_size):
+    """Process groups and meshes are names in the graph; the ranks agree when it runs."""
+    errors = []
+    layout = SequenceLayout.zigzag(26 * world_size, world_size)
+    for group in (dist.group.WORLD, init_device_mesh("cpu", (world_size,))):
+        torch._dynamo.reset()
+        grouped = partial(attention, group=group)
+        function, counter = compiled(grouped)
+        for length, options in ((20, {}), (21, {}), (40, {}), (26, {"layout": layout})):
+            got = results(function, leaves(length), **options)
+            want = results(grouped, leaves(length), **options)
+            errors += [relative_error(a, b) for a, b in zip(got, want, strict=True)]
+        assert counter.frame_count == 3
+        with pytest.raises(ValueError, match="on different ranks"):
+            function(*leaves(20 + rank))
+    return errors
+
+
+def test_process_groups_compile():
+    assert not any(error for errors in run_ranks(_groups, 2) for error in errors)
+
+
+# --- on CUDA devices
+
+
+def gpu_case(length):
+    return leaves(length, kv_heads=2, dtype=torch.bfloat16, device="cuda")
+
+
+def assert_close(actual, expected):
+    for a, b in zip(actual, expected, strict=True):
+        assert relative_error(a.detach(), b.detach()) < 1e-2
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("backend", ["auto", "sdpa", "efficient", "eager"])
+def test_cuda_graph(backend, backward):
+    """Captured once, replayed on fresh data that is copied into the captured inputs."""
+    static = gpu_case(1000)
+
+    def step(tensors):
+        if backward:
+            return results(attention, tensors, backend=backend)
+        with torch.no_grad():
+            return attention(*tensors, backend=backend)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step(static)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(static)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        fresh = [torch.randn_like(x).requires_grad_() for x in static]
+        with torch.no_grad():
+            for x, y in zip(static, fresh, strict=True):
+                x.copy_(y)
+        graph.replay()
+        assert_close(captured, step(fresh))
+
+
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # inductor warms up with one
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_inductor_on_cuda(mode):
+    """With ``reduce-overhead``, inductor captures CUDA graphs by itself."""
+    counters.clear()
+    function = torch.compile(attention, fullgraph=True, mode=mode)
+    for length in (256, 256, 256, 300, 300):
+        torch.compiler.cudagraph_mark_step_begin()
+        assert_close(results(function, gpu_case(length)), results(attention, gpu_case(length)))
+    assert not counters["inductor"]["cudagraph_skips"]
+
+
+for _test in (test_cuda_graph, test_inductor_on_cuda):
+    for _mark in GPU_MARKS:
+        _mark(_test)

@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..agreement import agree
+from ..checkpoint import CHECKPOINTS, run_checkpointed
 from ..exchange import Exchange, Group, resolve_exchange
 from ..layout import SequenceLayout
-from ..pattern import DilatedPattern, check_positive_int
+from ..pattern import DilatedPattern, check_choice, check_positive_int
 from .attention import MultiheadDilatedAttention, check_head_sizes, check_positive_float
 from .rope import RotaryEmbedding, Rotation
 
@@ -93,13 +94,26 @@ class LongNet(nn.Module):
         config: the shape of the model.
         exchange: how remote rows travel; see `dilated_attention`.
         backend: which kernels compute; see `dilated_attention`.
+        checkpoint: what backward finds of a block's activations, the rest of which it recomputes:
+            ``"none"`` recomputes nothing, ``"full"`` the whole block, ``"keep_attention"`` all but
+            its attention.
+
+    Raises:
+        ValueError: `exchange`, `backend` or `checkpoint` has an unknown value.
     """
 
     def __init__(
-        self, config: LongNetConfig, *, exchange: str = "auto", backend: str = "auto"
+        self,
+        config: LongNetConfig,
+        *,
+        exchange: str = "auto",
+        backend: str = "auto",
+        checkpoint: str = "none",
     ) -> None:
         super().__init__()
+        check_choice("checkpoint", checkpoint, CHECKPOINTS)
         self.config = config
+        self.checkpoint = checkpoint
         self.embedding = nn.Embedding(config.vocab_size, config.embed_dim)
         self.rope = RotaryEmbedding(config.embed_dim // config.num_heads, theta=config.rope_theta)
         self.blocks = nn.ModuleList(
@@ -153,7 +167,7 @@ class LongNet(nn.Module):
         rotation = self.rope(_agreed_positions(tokens, resolve_exchange(group), layout))
         hidden = self.embedding(tokens) * math.sqrt(self.config.embed_dim)
         for block in self.blocks:
-            hidden = block(hidden, rotation, group, layout)
+            hidden = run_checkpointed(self.checkpoint, block, hidden, rotation, group, layout)
         return F.linear(self.norm(hidden), self.embedding.weight)
 
 

@@ -1,0 +1,128 @@
+"""A case of the benchmark: one call of `dilated_attention`, and its small twin."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..layout import SequenceLayout
+from ..pattern import DilatedPattern, check_choice, check_positive_int
+from ..plan import plan_attention
+from ..plan.costs import TensorSize, flops
+
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One call: a pattern, sizes and options.
+
+    Attributes:
+        pattern: the branches.
+        length: positions of the sequence.
+        name: what reports call the pattern; empty: its branches.
+        heads: query heads.
+        kv_heads: KV heads; None: as many.
+        head_dim: elements of a row of a head.
+        batch: sequences in the batch.
+        dtype: of query, key and value, one of `DTYPES`.
+        is_causal: whether queries see no later keys.
+        backend: of `dilated_attention`; peers ignore it.
+
+    Raises:
+        TypeError, ValueError: a value is not allowed.
+    """
+
+    pattern: DilatedPattern
+    length: int
+    name: str = ""
+    heads: int = 12
+    kv_heads: int | None = None
+    head_dim: int = 64
+    batch: int = 1
+    dtype: str = "bfloat16"
+    is_causal: bool = False
+    backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("length", "heads", "head_dim", "batch"):
+            check_positive_int(name, getattr(self, name))
+        if self.heads % check_positive_int("kv_heads", self.num_kv_heads):
+            raise ValueError(
+                f"heads must be a multiple of kv_heads; got {self.heads} and {self.num_kv_heads}"
+            )
+        check_choice("dtype", self.dtype, DTYPES)
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads."""
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype of query, key and value."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+    @property
+    def query_shape(self) -> tuple[int, ...]:
+        """(batch, length, heads, head_dim)."""
+        return self.batch, self.length, self.heads, self.head_dim
+
+    @property
+    def key_shape(self) -> tuple[int, ...]:
+        """(batch, length, kv_heads, head_dim)."""
+        return self.batch, self.length, self.num_kv_heads, self.head_dim
+
+    @property
+    def query_bytes(self) -> int:
+        """Bytes of query: the unit of peak memory."""
+        return self.batch * self.length * self.heads * self.head_dim * self.torch_dtype.itemsize
+
+    def flops(self, pattern: DilatedPattern | None = None) -> int:
+        """Useful operations of a forward call, counted by the plan.
+
+        Args:
+            pattern: what to compute instead of the case's own pattern.
+        """
+        plan = plan_attention(
+            self.pattern if pattern is None else pattern,
+            SequenceLayout.contiguous(self.length, 1),
+            is_causal=self.is_causal,
+            num_heads=self.heads,
+            num_kv_heads=self.num_kv_heads,
+        )
+        size = TensorSize(
+            batch=self.batch, head_dim=self.head_dim, element_size=self.torch_dtype.itemsize
+        )
+        return flops(plan.rank(0), size)
+
+    def twin(self, most: int) -> Case:
+        """The case on at most `most` positions, batch 1, for comparing with brute force.
+
+        Segments shrink in proportion, so that as many of them, and as ragged ones, come up; a
+        segment keeps room for every offset of its rate.
+        """
+        if self.length <= most:
+            return replace(self, batch=1)
+        lengths = [
+            None if w is None else max(r, round(w * most / self.length))
+            for w, r in self.pattern.branches
+        ]
+        pattern = DilatedPattern(
+            lengths,
+            self.pattern.dilation_rates,
+            head_offsets=self.pattern.head_offsets,
+            head_branches=self.pattern.head_branches,
+        )
+        return replace(self, pattern=pattern, length=most, batch=1)
+
+    def __str__(self) -> str:
+        kv_heads = "" if self.num_kv_heads == self.heads else f" ({self.num_kv_heads} KV)"
+        return (
+            f"{self.name or self.pattern} n={self.length:,} {self.heads}{kv_heads} x "
+            f"{self.head_dim} {self.dtype}{' causal' if self.is_causal else ''}"
+            f"{f' batch {self.batch}' if self.batch > 1 else ''}"
+            f"{f' {self.backend}' if self.backend != 'auto' else ''}"
+        )

@@ -1,0 +1,179 @@
+"""What `rda bench` does: options to cases, cases to a table, JSON and a picture."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from ..pattern import DilatedPattern
+from . import report
+from .case import Case
+from .measure import resolve_device
+from .patterns import named_case, named_pattern
+from .peers import OURS
+from .result import FAILED, OK, REFUSED
+from .run import bench
+
+LEGEND = (
+    "TFLOP/s: useful work only, backward counts 2.5 times forward; peak: memory over the inputs, "
+    "in multiples of query; error: of out, and the largest of a gradient; ours/peer: of TFLOP/s"
+)
+WIDTH = 130
+"""Characters of a line at least, where the output is no terminal."""
+
+DEFAULT_PATTERNS = ("longnet",)
+DEFAULT_LENGTH = {"cpu": 8192, "cuda": 65536}
+
+
+def sweep(
+    device: str,
+    *,
+    patterns: Sequence[str] = (),
+    segment_lengths: Sequence[int | None] | None = None,
+    dilation_rates: Sequence[int] | None = None,
+    head_offsets: str | None = None,
+    lengths: Sequence[int] = (),
+    heads: Sequence[int] = (),
+    kv_heads: Sequence[int] = (),
+    head_dims: Sequence[int] = (),
+    batches: Sequence[int] = (),
+    dtypes: Sequence[str] = (),
+    causal: Sequence[bool] = (),
+    backends: Sequence[str] = (),
+) -> list[Case]:
+    """Every combination of the values given; a field without any keeps its default.
+
+    Args:
+        device: ``"cpu"`` or ``"cuda"``: length and dtype have defaults that suit it.
+        patterns: names of patterns; none, and no segment lengths: `DEFAULT_PATTERNS`.
+        segment_lengths: of one more pattern, with `dilation_rates`.
+        dilation_rates: see `segment_lengths`.
+        head_offsets: of all patterns; None: each pattern's own.
+        lengths: of the sequence.
+        heads: query heads.
+        kv_heads: KV heads.
+        head_dims: elements of a row of a head.
+        batches: sequences in the batch.
+        dtypes: of query, key and value.
+        causal: whether queries see no later keys.
+        backends: of `dilated_attention`.
+
+    Raises:
+        TypeError, ValueError: a value or a combination is not allowed.
+    """
+    if (segment_lengths is None) != (dilation_rates is None):
+        raise ValueError(
+            "segment_lengths and dilation_rates go together; got "
+            f"{segment_lengths} and {dilation_rates}"
+        )
+    found: dict[str, DilatedPattern] = {}
+    for name in patterns or (DEFAULT_PATTERNS if segment_lengths is None else ()):
+        found[name] = named_pattern(name)
+    if segment_lengths is not None and dilation_rates is not None:
+        found[""] = DilatedPattern(segment_lengths, dilation_rates)
+    if head_offsets is not None:
+        for name, pattern in found.items():
+            found[name] = DilatedPattern(
+                pattern.segment_lengths, pattern.dilation_rates, head_offsets=head_offsets
+            )
+    values: dict[str, Sequence[Any]] = {
+        "length": lengths or (DEFAULT_LENGTH[device],),
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dims,
+        "batch": batches,
+        "dtype": dtypes or (("float32",) if device == "cpu" else ()),
+        "is_causal": causal,
+        "backend": backends,
+    }
+    given = {name: tuple(dict.fromkeys(options)) for name, options in values.items() if options}
+    cases = []
+    for name, pattern in found.items():
+        for combination in itertools.product(*given.values()):
+            options = {**dict(zip(given, combination, strict=True)), "pattern": pattern}
+            cases.append(named_case(name, **options) if name else Case(**options))
+    return cases
+
+
+def run(
+    out: Path | None,
+    *,
+    runs: Path,
+    device: str,
+    peers: Sequence[str],
+    repeats: int,
+    seconds: float,
+    cuda_graph: bool,
+    errors: bool,
+    seed: int | None,
+    command: Sequence[str],
+    console: Console | None = None,
+    **options: Any,
+) -> bool:
+    """Run a sweep and print and write what it found.
+
+    Args:
+        out: folder for JSON and plot; None: a new one in `runs`, named after the time.
+        runs: see `out`.
+        device: one of `measure.DEVICES`.
+        peers: see `bench`.
+        repeats: see `bench`.
+        seconds: see `bench`.
+        cuda_graph: see `bench`.
+        errors: see `bench`.
+        seed: of the inputs; None: a fresh one, which is printed.
+        command: the command line, for the JSON.
+        console: where to print; None: standard output.
+        options: see `sweep`.
+
+    Returns:
+        Whether this library computed something, and failed nowhere. (Refusing, or running out of
+        memory, in some cases of a sweep is a finding.)
+
+    Raises:
+        TypeError, ValueError: an option is not allowed, or the only case is refused.
+        OSError: the folder cannot be written.
+    """
+    console = console or Console()
+    on = resolve_device(device)
+    cases = sweep(on.type, **options)
+    if seed is None:
+        seed = secrets.randbelow(10**9)
+    out = out or runs / time.strftime("bench-%Y%m%d-%H%M%S")
+    out.mkdir(parents=True, exist_ok=True)
+    environment = {**report.environment(on), "seed": seed}
+    for name, value in environment.items():
+        console.print(f"{name}: {value}", highlight=False)
+    results = bench(
+        cases,
+        peers=peers,
+        device=device,
+        repeats=repeats,
+        seconds=seconds,
+        cuda_graph=cuda_graph,
+        errors=errors,
+        seed=seed,
+        progress=lambda case: console.print(f"[dim]{case}[/dim]", highlight=False),
+    )
+    written = [report.write_json(out, results, environment, command)]
+    ours = [result for result in results if result.contender == OURS]
+    if len(ours) == 1 and ours[0].status == REFUSED:
+        raise ValueError(ours[0].reason)
+    if any(result.forward is not None for result in results):
+        written.append(report.plot(out, results))
+    if not console.is_terminal:
+        console.width = max(console.width, WIDTH)
+    console.print(LEGEND)
+    for table in report.tables(results):
+        console.print(table)
+    for line in report.notes(results):
+        console.print(line, highlight=False, markup=False)
+    console.print(f"wrote {', '.join(map(str, written))}", highlight=False)
+    statuses = {result.status for result in ours}
+    return OK in statuses and FAILED not in statuses

@@ -1,0 +1,337 @@
+"""The benchmark: what it counts, what it compares with, and that a failure stays a row."""
+
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from ring_dilated_attention import DilatedPattern, dilated_attention
+from ring_dilated_attention.bench import NAMES, Case, bench, measure, named_case, peers, report, run
+from ring_dilated_attention.bench.result import BACKWARD, Ceilings, Result, Timing
+from ring_dilated_attention.bench.torchscale import KERNELS, torchscale_attention
+
+CPU = torch.device("cpu")
+PATTERN = DilatedPattern([8, 13, 40], [1, 2, 3])
+SMALL = Case(pattern=PATTERN, length=37, heads=4, head_dim=8, dtype="float32")
+QUICK: dict[str, Any] = {"device": "cpu", "repeats": 2, "seed": 0}
+
+
+@pytest.fixture(autouse=True)
+def _small_ceilings(monkeypatch):
+    monkeypatch.setitem(measure.MATMUL_SIZES, "cpu", 64)
+    monkeypatch.setitem(measure.COPY_BYTES, "cpu", 2**16)
+
+
+def timings(result):
+    assert result.status == "ok", (result.contender, result.reason)
+    assert result.forward is not None
+    assert result.forward_backward is not None
+    return result.forward, result.forward_backward
+
+
+def errors(result):
+    assert result.errors is not None, result.errors_reason
+    return result.errors.out, result.errors.gradients
+
+
+def by_brute_force(query, key, value, pattern, is_causal):
+    """torchscale's definition, head by head and segment by segment, without padding a tensor."""
+    n, heads = query.shape[1:3]
+    outs, lses = [], []
+    for w, r in pattern.branches:
+        w = n if w is None else min(w, n)
+        # A branch that has no row of a head at a position has no say there.
+        rows, weights = [[None] * heads for _ in range(n)], torch.full((n, heads), -math.inf)
+        for head in range(heads):
+            for start in range(0, n, w):
+                seen = list(range(start + head // -(-heads // r), min(start + w, n), r))
+                zeros = -(-w // r) - len(seen)
+                for i in seen:
+                    keys = [j for j in seen if j <= i or not is_causal]
+                    scores = query[0, i, head] @ key[0, keys, head].T * query.shape[-1] ** -0.5
+                    if not is_causal:
+                        scores = torch.cat([scores, scores.new_zeros(zeros)])
+                    rows[i][head] = scores.softmax(0)[: len(keys)] @ value[0, keys, head]
+                    weights[i, head] = scores.logsumexp(0).detach()
+        nothing = query.new_zeros(query.shape[-1])
+        outs.append(
+            torch.stack([torch.stack([nothing if x is None else x for x in row]) for row in rows])
+        )
+        lses.append(weights.to(query.dtype))
+    alpha = torch.stack(lses).softmax(0).nan_to_num(0.0)
+    return sum(a[..., None] * out for a, out in zip(alpha, outs, strict=True))[None]
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("kernel", ["math", "cpu_flash"])
+@pytest.mark.parametrize(
+    ("pattern", "length", "heads"),
+    [
+        (DilatedPattern([4, 7, 16], [1, 2, 4]), 21, 4),
+        (DilatedPattern([5, 11, None], [2, 3, 5]), 23, 4),  # no rate divides, uncovered positions
+        (DilatedPattern([100], [3]), 13, 2),  # fewer heads than the rate
+    ],
+)
+def test_torchscale_is_its_definition(pattern, length, heads, kernel, is_causal):
+    tensors = torch.randn(4, 1, length, heads, 8, dtype=torch.float64).unbind(0)
+    query, key, value = leaves = [x.clone().requires_grad_() for x in tensors[:3]]
+    dout = tensors[3]
+    out = torchscale_attention(
+        query, key, value, pattern, is_causal=is_causal, kernel=KERNELS[kernel]
+    )
+    expected = by_brute_force(query, key, value, pattern, is_causal)
+    torch.testing.assert_close(out, expected)
+    for got, want in zip(
+        torch.autograd.grad(out, leaves, dout),
+        torch.autograd.grad(expected, leaves, dout),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, want)
+
+
+def test_torchscale_with_a_batch():
+    tensors = torch.randn(3, 3, 19, 4, 8, dtype=torch.float64)
+
+    def attend(tensors):
+        query, key, value = tensors.unbind(0)
+        return torchscale_attention(
+            query, key, value, PATTERN, is_causal=False, kernel=KERNELS["math"]
+        )
+
+    out = attend(tensors)
+    for b in range(3):
+        torch.testing.assert_close(out[b : b + 1], attend(tensors[:, b : b + 1]))
+
+
+def test_flops_by_hand():
+    dense = Case(pattern=DilatedPattern.dense(), length=5, heads=2, kv_heads=1, head_dim=4, batch=3)
+    assert dense.flops() == 4 * 3 * 2 * 4 * 25
+    assert replace(dense, is_causal=True).flops() == 4 * 3 * 2 * 4 * 15
+    # (4, 2) on 10 positions, offsets 0 and 1: segments of 4, 4, 2 with 2, 2, 1 rows a head
+    dilated = replace(dense, pattern=DilatedPattern([4], [2]), length=10, kv_heads=2)
+    assert dilated.flops() == 4 * 3 * 2 * 4 * (4 + 4 + 1)
+    assert dilated.flops(DilatedPattern.dense()) == 4 * 3 * 2 * 4 * 100
+    assert peers.contender("sdpa", dilated, CPU).flops == 4 * 3 * 2 * 4 * 100
+    assert peers.contender("torchscale", dilated, CPU).flops == dilated.flops()
+
+
+def test_kernel_has_the_shapes_of_full_segments():
+    case = replace(SMALL, heads=4, kv_heads=2, batch=2)
+    contender = peers.contender("kernel", case, CPU)
+    assert contender.shapes == (
+        ((8, 4, 8, 8), (8, 2, 8, 8)),  # 37 // 8 segments of 2 sequences, 8 rows
+        ((4, 4, 7, 8), (4, 2, 7, 8)),  # 13 positions by 2
+        ((2, 4, 13, 8), (2, 2, 13, 8)),  # 40 is cut to 37, by 3
+    )
+    pairs = 8 * 8**2 + 4 * 7**2 + 2 * 13**2
+    assert contender.flops == 4 * 8 * 4 * pairs
+    causal = peers.contender("kernel", replace(case, is_causal=True), CPU)
+    assert causal.flops == 4 * 8 * 4 * (8 * 36 + 4 * 28 + 2 * 91)
+
+
+def test_twins_keep_the_shape_of_the_pattern():
+    case = named_case("gigapath", 45_681)
+    twin = case.twin(3001)
+    assert (twin.length, twin.heads, twin.dtype) == (3001, case.heads, case.dtype)
+    assert twin.pattern.segment_lengths == (67, 381, 2153, 12177, 68886)
+    assert twin.pattern.dilation_rates == case.pattern.dilation_rates
+    assert twin.pattern.head_offsets == "blocked"
+    assert replace(SMALL, batch=3).twin(1001) == SMALL  # short enough as it is
+    assert named_case("gigapath", 10**9).twin(101).pattern.segment_lengths[:4] == (1, 2, 4, 8)
+    assert named_case("dense", 10**6).twin(101).pattern == DilatedPattern.dense()
+
+
+def test_names_are_cases():
+    shapes = {name: named_case(name, 100) for name in NAMES}
+    assert list(shapes) == ["longnet", "gigapath", "longvit", "dense"]
+    assert (shapes["gigapath"].heads, shapes["gigapath"].head_dim) == (16, 48)
+    assert shapes["gigapath"].dtype == "float16"
+    assert named_case("longnet", 100, heads=3).heads == 3
+    with pytest.raises(ValueError, match="pattern must be one of 'longnet', 'gigapath'"):
+        named_case("shortnet", 100)
+
+
+def test_a_run_adds_up(tmp_path):
+    names = ["sdpa", "torchscale", "kernel"]
+    cases = [SMALL, replace(SMALL, is_causal=True, length=300, dtype="bfloat16")]
+    seen: list[Case] = []
+    results = bench(cases, peers=names, progress=seen.append, **QUICK)
+    assert seen == cases
+    assert [(r.case, r.contender) for r in results] == [
+        (case, name) for case in cases for name in ("ours", *names)
+    ]
+    for result in results:
+        forward, forward_backward = timings(result)
+        assert len(forward.times_ms) == 2
+        assert min(forward.times_ms) > 0
+        assert forward.peak_bytes is None
+        assert forward_backward.flops == (1 + BACKWARD) * forward.flops
+        assert result.ceilings.matmul_tflops > 0
+        if result.contender == "kernel":
+            assert result.errors is None
+        else:
+            tolerance = 1e-6 if result.case is cases[0] else 1e-2
+            assert all(0 < error < tolerance for error in errors(result))
+    ours, sdpa = results[:2]
+    (forward, forward_backward), (sdpa_forward, sdpa_both) = timings(ours), timings(sdpa)
+    assert ours.ratios == (None, None)
+    assert forward.flops == SMALL.flops() < sdpa_forward.flops
+    assert sdpa.ratios[0] == pytest.approx(forward.tflops / sdpa_forward.tflops)
+    assert sdpa.time_ratios[1] == pytest.approx(sdpa_both.median_ms / forward_backward.median_ms)
+    assert sdpa.kernel == "flash"
+
+    path = report.write_json(tmp_path, results, report.environment("cpu"), ["rda", "bench"])
+    assert report.read_json(path) == results
+    document = json.loads(path.read_text())
+    assert document["environment"]["torch"] == torch.__version__
+    derived = document["results"][0]["derived"]["forward"]
+    assert derived["median_ms"] == forward.median_ms
+    assert derived["fraction_of_matmul"] == ours.fraction(forward)
+    assert report.plot(tmp_path, results).read_bytes().startswith(b"\x89PNG")
+    assert len(report.tables(results)) == 2
+
+
+def test_derived_numbers():
+    forward = Timing(flops=2 * 10**9, times_ms=(3.0, 1.0, 2.0), wall_ms=(5.0,))
+    ceilings = Ceilings(matmul_tflops=4.0, matmul_size=64, copy_gb_s=1.0)
+    result = Result(
+        case=SMALL,
+        contender="ours",
+        ceilings=ceilings,
+        forward=forward,
+        forward_backward=Timing(flops=7 * 10**9, times_ms=(4.5,), wall_ms=(5.0,), peak_bytes=4736),
+    )
+    assert forward.tflops == pytest.approx(1.0)
+    assert result.fraction(forward) == pytest.approx(0.25)
+    assert result.backward_tflops == pytest.approx(2.0)
+    assert result.to_dict()["derived"]["forward_backward"]["peak_in_queries"] == pytest.approx(1.0)
+    assert Result.from_dict(json.loads(json.dumps(result.to_dict()))) == result
+
+
+def test_contenders_take_turns_within_their_time(monkeypatch):
+    order: list[str] = []
+    real = peers.contender
+
+    def spied(name, case, device):
+        found = real(name, case, device)
+
+        def attend(*inputs):
+            order.append(name)
+            return found.attend(*inputs)
+
+        return replace(found, attend=attend)
+
+    monkeypatch.setattr(run, "contender", spied)
+    bench([SMALL], peers=["sdpa"], errors=False, **QUICK)
+    assert order == ["ours", "sdpa"] * 6  # a warm-up and two calls, forward and forward+backward
+    result = bench([SMALL], errors=False, device="cpu", repeats=50, seconds=1e-9)[0]
+    assert len(timings(result)[0].times_ms) == 3
+
+
+def test_wrong_results_show(monkeypatch):
+    def doubled(*args, **kwargs):
+        return 2 * dilated_attention(*args, **kwargs)
+
+    monkeypatch.setattr(peers, "dilated_attention", doubled)
+    (result,) = bench([SMALL], **QUICK)
+    assert errors(result) == pytest.approx((1.0, 1.0), abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "reason"),
+    [
+        ("torchscale", {"kv_heads": 2}, "no grouped queries; got 4 heads and 2 KV heads"),
+        (
+            "torchscale",
+            {"pattern": DilatedPattern([4, 8], [1, 2], head_branches="split")},
+            "every branch on every head; got head_branches 'split'",
+        ),
+        ("flash4", {}, r"flash4 computes the dense pattern \(document, 1\); got \(8, 1\)"),
+        ("flash4", {"pattern": DilatedPattern.dense()}, "flash4 takes float16, bfloat16"),
+        ("sdpa:cudnn", {}, "sdpa:cudnn runs on cuda, the inputs are on cpu"),
+    ],
+)
+def test_a_refusal_is_a_row(name, change, reason):
+    ours, peer = bench([replace(SMALL, **change)], peers=[name], errors=False, **QUICK)
+    assert ours.status == "ok"
+    assert peer.status == "refused"
+    with pytest.raises(ValueError, match=reason):
+        raise ValueError(peer.reason)
+    assert peer.forward is None
+    assert peer.ratios == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), "out of memory"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "out of memory"),
+        (RuntimeError("illegal memory access"), "failed"),
+    ],
+)
+def test_a_failure_in_backward_keeps_forward(monkeypatch, tmp_path, error, status):
+    real = peers.contender
+
+    def broken(name, case, device):
+        found = real(name, case, device)
+
+        def attend(*inputs):
+            if torch.is_grad_enabled() and name == "sdpa":
+                raise error
+            return found.attend(*inputs)
+
+        return replace(found, attend=attend)
+
+    monkeypatch.setattr(run, "contender", broken)
+    results = bench([SMALL], peers=["sdpa"], **QUICK)
+    assert results[0].forward_backward is not None
+    failed = results[1]
+    assert failed.status == status
+    assert str(error) in failed.reason
+    assert failed.ratios[0] is not None
+    assert failed.ratios[1] is None
+    assert failed.errors is None
+    assert str(error) in failed.errors_reason
+    assert any(str(error) in line for line in report.notes(results))
+    report.plot(tmp_path, results)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"cases": []}, "cases must not be empty"),
+        ({"peers": ["xformers"]}, "peer must be one of 'sdpa', 'sdpa:cudnn'"),
+        ({"device": "tpu"}, "device must be one of 'auto', 'cpu', 'cuda'; got 'tpu'"),
+        ({"repeats": 0}, "repeats must be >= 1, got 0"),
+        ({"seconds": 0.0}, "seconds must be > 0, got 0"),
+    ],
+)
+def test_bad_arguments(change, message):
+    with pytest.raises(ValueError, match=message):
+        bench(**{"cases": [SMALL], "device": "cpu", **change})
+
+
+def test_bad_cases():
+    with pytest.raises(ValueError, match="heads must be a multiple of kv_heads; got 4 and 3"):
+        replace(SMALL, kv_heads=3)
+    with pytest.raises(ValueError, match="dtype must be one of 'bfloat16'"):
+        replace(SMALL, dtype="int8")
+
+
+@pytest.mark.gpu
+def test_on_cuda(monkeypatch):
+    monkeypatch.setitem(measure.MATMUL_SIZES, "cuda", 2048)
+    case = Case(pattern=PATTERN, length=1001, heads=4, head_dim=64)
+    forced = ["sdpa:cudnn", "sdpa:flash", "torchscale", "torchscale:cudnn", "kernel"]
+    results = bench([case], peers=forced, device="cuda", repeats=3, cuda_graph=True)
+    for result in results:
+        forward, forward_backward = timings(result)
+        assert forward.peak_bytes is not None
+        assert forward_backward.peak_bytes is not None
+        assert forward_backward.peak_bytes > forward.peak_bytes > 0
+        assert result.contender == "kernel" or max(errors(result)) < 1e-2
+    assert timings(results[-1])[0].graph_ms
+    assert [result.kernel for result in results[1:3]] == ["cudnn", "flash"]

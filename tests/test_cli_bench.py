@@ -1,0 +1,101 @@
+"""`rda bench`."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from ring_dilated_attention.bench import measure, peers, report
+from ring_dilated_attention.cli import app
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch):
+    monkeypatch.setitem(measure.MATMUL_SIZES, "cpu", 64)
+    monkeypatch.setitem(measure.COPY_BYTES, "cpu", 2**16)
+
+
+def rda_bench(*arguments):
+    return CliRunner().invoke(app, ["bench", "--device=cpu", "--repeats=1", *arguments])
+
+
+def test_a_sweep(tmp_path):
+    done = rda_bench(
+        "--pattern=longnet",
+        "--pattern=dense",
+        "--segment-lengths=8,all",
+        "--dilation-rates=1,3",
+        "--length=33",
+        "--length=50",
+        "--heads=4",
+        "--head-dim=8",
+        "--causal",
+        "--no-causal",
+        "--peer=sdpa",
+        f"--out={tmp_path / 'found'}",
+    )
+    assert done.exit_code == 0, done.output
+    assert "longnet n=50 4 x 8 float32 causal" in done.output
+    assert "sdpa (flash)" in done.output
+    results = report.read_json(tmp_path / "found" / report.JSON_NAME)
+    assert len(results) == 3 * 2 * 2 * 2
+    assert len({result.case for result in results}) == 12
+    assert all(result.errors and result.errors.gradients < 1e-5 for result in results)
+    assert (tmp_path / "found" / report.PLOT_NAME).stat().st_size > 0
+    document = json.loads((tmp_path / "found" / report.JSON_NAME).read_text())
+    assert document["command"][0] == "rda"
+    assert "seed" in document["environment"]
+
+
+def test_head_offsets_of_named_patterns(tmp_path):
+    done = rda_bench(
+        "--length=9", "--heads=2", "--head-dim=8", "--head-offsets=blocked", "--no-errors",
+        f"--out={tmp_path}",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    (result,) = report.read_json(tmp_path / report.JSON_NAME)
+    assert result.case.name == "longnet"
+    assert result.case.pattern.head_offsets == "blocked"
+    assert result.errors is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--pattern=shortnet"], "pattern must be one of 'longnet', 'gigapath'"),
+        (["--segment-lengths=8"], "segment_lengths and dilation_rates go together"),
+        (["--segment-lengths=8,x", "--dilation-rates=1,2"], "need ints separated by commas"),
+        (["--length=0"], "length must be >= 1, got 0"),
+        (["--dtype=int8"], "dtype must be one of 'bfloat16'"),
+        (["--heads=4", "--kv-heads=3"], "multiple of kv_heads; got 4 and 3"),
+        (["--peer=xformers"], "peer must be one of 'sdpa'"),
+        (["--device=tpu"], "device must be one of 'auto', 'cpu', 'cuda'"),
+        (["--length=9", "--backend=cudnn"], "it runs on cuda, the inputs are on cpu"),
+    ],
+)
+def test_bad_options_are_one_line(tmp_path, arguments, message):
+    done = rda_bench(f"--out={tmp_path}", *arguments)
+    assert done.exit_code == 2
+    assert message in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_refused_case_of_a_sweep_is_a_row(tmp_path):
+    done = rda_bench(
+        "--length=9", "--backend=eager", "--backend=cudnn", "--no-errors", f"--out={tmp_path}"
+    )
+    assert done.exit_code == 0, done.output
+    assert "refused: backend='cudnn' cannot compute" in done.output
+    eager, cudnn = report.read_json(tmp_path / report.JSON_NAME)
+    assert eager.status == "ok"
+    assert cudnn.status == "refused"
+
+
+def test_a_failure_is_exit_code_1(monkeypatch, tmp_path):
+    def broken(*args, **kwargs):
+        raise AssertionError("a bug")
+
+    monkeypatch.setattr(peers, "dilated_attention", broken)
+    done = rda_bench("--length=9", "--peer=sdpa", f"--out={tmp_path}")
+    assert done.exit_code == 1
+    assert "failed: AssertionError: a bug" in done.output

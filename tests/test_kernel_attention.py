@@ -30,7 +30,11 @@ from ring_dilated_attention.kernels.tuning import (  # noqa: E402
 
 # The interpreter runs in numpy, which warns of inf and NaN in padding, and (below numpy 2.4, where
 # it stops working) of how the interpreter reads scalars.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::RuntimeWarning",
+    "ignore::DeprecationWarning",
+    "ignore:Attempting to run cuBLAS",  # the first backward of a process says so
+)
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 SMALL = LaunchConfig(16, 16, 4, 1)
 SMALL_BACKWARD = BackwardConfig(SMALL, SMALL)

@@ -7,23 +7,26 @@ a kernel call allocates is bounded: blocks are taken in slices.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 
-from .accumulate import add, merge, row_sums
+from .accumulate import Accumulator, add, merge, row_sums
 from .plan import Tile, TileGroup
 from .tiles import Selection, TileGradients, TileInputs
 from .views import Block, families
 
-FORWARD_WORKSPACE = 0.25
+FORWARD_WORKSPACE = 0.26
 """Temporaries of a forward call may take so much of the size of its query, ..."""
-BACKWARD_WORKSPACE = 0.45
+BACKWARD_WORKSPACE = 0.52
 """... those of a backward call so much, ..."""
 WORKSPACE_FLOOR = 64 << 20
 """... or so many bytes, where that is more: slices must be large enough to fill a GPU."""
+LONG_FLOPS = 4e10
+"""Additions go behind kernel calls of so many operations: 0.1 ms on an H200."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class TileCall:
 
 
 def _most_rows(query: torch.Tensor, fraction: float, row_bytes: float) -> float:
-    """How many rows a slice may have: what one allocates is `row_bytes` for each."""
+    """How many rows a slice may have: it allocates `row_bytes` for each."""
     return max(fraction * query.nbytes, WORKSPACE_FLOOR) / row_bytes
 
 
@@ -139,6 +142,7 @@ def forward(
     values: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
+    sums: Accumulator,
     *,
     store: bool,
 ) -> None:
@@ -152,35 +156,32 @@ def forward(
         values: likewise.
         out: like `query`.
         lse: (batch, heads, local_sequence).
+        sums: through which results are merged; to be joined when all groups are computed.
         store: whether to write over what `out` and `lse` hold at the group's rows.
     """
     selection, head_dim = call.selection, query.shape[3]
     work = _schedule(group, call.batch, call.group, head_dim, selection.table_flops)
     lse_rows = lse.transpose(1, 2)
     row_bytes = head_dim * query.element_size() + lse.element_size()
-    most_rows = _most_rows(query, FORWARD_WORKSPACE, row_bytes)
+    most_rows = _most_rows(query, FORWARD_WORKSPACE, row_bytes * sums.most_held)
     for block in work.blocks:
-        store_whole = store and block.queries.stride == 1  # as `forward_into` needs
-        backend = selection.forward(
-            block.keys.length, block.keys.stride, block.is_causal, store_whole
-        )
-        if store_whole and backend.forward_into:
+        backend = selection.backend
+        assert backend is not None
+        same = store and out.dtype == query.dtype
+        if same and backend.forward_into and block.queries.stride == 1:
             inputs = _inputs(block, call, query, keys, values)
             backend.forward_into(inputs, block.view_queries(out), block.view_queries(lse_rows))
             continue
         for part in block.slices(most_rows):
-            tile_out, tile_lse = backend.forward(_inputs(part, call, query, keys, values))
-            merge(
-                part.view_queries(out),
-                part.view_queries(lse_rows),
-                tile_out,
-                tile_lse,
-                store=store,
-            )
-            del tile_out, tile_lse  # before the next slice makes its own
+            tile = backend.forward(_inputs(part, call, query, keys, values))
+            views = part.view_queries(out), part.view_queries(lse_rows)
+            is_long = 4 * head_dim * part.pairs >= LONG_FLOPS
+            sums.run(partial(merge, *views, *tile, store=store), *tile, is_long=is_long)
+            del tile  # before the next slice makes its own
     if work.table:
         from .kernels import attention
 
+        sums.join()
         launch = _launch(
             work, "forward", call.batch, call.group, head_dim, query.dtype, query.device
         )
@@ -208,6 +209,7 @@ def backward(
     dquery: torch.Tensor,
     dkeys: torch.Tensor,
     dvalues: torch.Tensor,
+    sums: Accumulator,
     *,
     store: bool,
 ) -> None:
@@ -223,18 +225,23 @@ def backward(
         dquery: like `query`.
         dkeys: like `keys`.
         dvalues: like `values`.
+        sums: through which results are added; to be joined when all groups are computed.
         store: whether to write over what the gradients hold at the group's rows.
     """
     selection, head_dim = call.selection, query.shape[3]
     work = _schedule(group, call.batch, call.group, head_dim, selection.table_flops)
     lse_rows = merged.lse.transpose(1, 2)
     for block in work.blocks:
-        backend = selection.backward
+        backend = selection.backend
+        assert backend is not None
         store_keys = store and block.member == 0  # members of a KV head share its gradients
-        into = backend.backward_into if store and store_keys else None
+        same = store and store_keys and dquery.dtype == query.dtype
+        into = backend.backward_into if same else None
         row_bytes = lse_rows.element_size() + backend.backward_workspace(head_dim)
-        if into is None:
-            row_bytes += 3 * head_dim * query.element_size()
+        if into is not None:
+            row_bytes *= sums.most_held
+        else:
+            row_bytes += 3 * head_dim * query.element_size() * sums.most_held
         for part in block.slices(_most_rows(query, BACKWARD_WORKSPACE, row_bytes)):
             inputs = _inputs(part, call, query, keys, values)
             gradients = TileGradients(
@@ -243,17 +250,20 @@ def backward(
                 part.view_queries(lse_rows),
             )
             totals = part.view_queries(dquery), part.view_keys(dkeys), part.view_keys(dvalues)
+            is_long = 10 * head_dim * part.pairs >= LONG_FLOPS
             if into is not None:
-                into(inputs, gradients, *totals)
+                sums.beside(partial(into, inputs, gradients, *totals), is_long=is_long)
                 continue
-            dq, dk, dv = backend.backward(inputs, gradients)
-            add(totals[0], dq, store=store)
-            add(totals[1], dk, store=store_keys)
-            add(totals[2], dv, store=store_keys)
-            del dq, dk, dv  # before the next slice makes its own
+            tile = backend.backward(inputs, gradients)
+            add_all = partial(_add_all, totals, tile, (store, store_keys, store_keys))
+            sums.run(add_all, *tile, is_long=is_long)
+            del tile, add_all  # before the next slice makes its own
+        if into is not None:
+            sums.join()
     if work.table:
         from .kernels import attention
 
+        sums.join()
         launch = _launch(
             work, "backward", call.batch, call.group, head_dim, query.dtype, query.device
         )
@@ -273,6 +283,13 @@ def backward(
             store=store,
             config=launch.config,
         )
+
+
+def _add_all(
+    totals: Sequence[torch.Tensor], tile: Sequence[torch.Tensor], stores: Sequence[bool]
+) -> None:
+    for total, part, store in zip(totals, tile, stores, strict=True):
+        add(total, part, store=store)
 
 
 def _inputs(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from . import compute
+from .accumulate import Accumulator
 from .exchange import Exchange
 from .plan import RankPlan
 from .tiles import Selection, accumulate_dtype
@@ -52,7 +53,7 @@ def attention_forward(
     """
     query, key, value = (_unit_last_stride(x) for x in (query, key, value))
     batch, length, num_heads, _ = query.shape
-    covers, tiles = call.plan.covers, call.tiles(query)
+    covers, tiles, sums = call.plan.covers, call.tiles(query), Accumulator(query.device)
     create = torch.empty if covers else torch.zeros
     dtype = _sum_dtype(query, call.plan)
     out = create(query.shape, dtype=dtype, device=query.device)
@@ -65,14 +66,15 @@ def attention_forward(
         arrivals = fetch(call.plan, call.exchange, key, value, depth=call.depth)
         for number, group in enumerate(call.plan.local_groups):
             store = covers and number == 0
-            compute.forward(group, tiles, query, key, value, out, lse, store=store)
+            compute.forward(group, tiles, query, key, value, out, lse, sums, store=store)
         for fetched in arrivals:
             if fetched.slots is not None:
                 keys, values = map(by_slot, fetched.slots)
                 for group in fetched.step.groups:
-                    compute.forward(group, tiles, query, keys, values, out, lse, store=False)
+                    compute.forward(group, tiles, query, keys, values, out, lse, sums, store=False)
                 del keys, values
             del fetched
+        sums.join()
     return out.to(query.dtype), lse
 
 
@@ -101,7 +103,7 @@ def attention_backward(
     """
     query, key, value = (_unit_last_stride(x) for x in (query, key, value))
     merged = compute.Merged(dout.contiguous(), out, lse)
-    covers, tiles = call.plan.covers, call.tiles(query)
+    covers, tiles, sums = call.plan.covers, call.tiles(query), Accumulator(query.device)
     create = torch.empty if covers else torch.zeros
     # Gradients that come home are added too.
     dtype = _sum_dtype(query, call.plan)
@@ -113,8 +115,9 @@ def attention_backward(
         for number, group in enumerate(call.plan.local_groups):
             store = covers and number == 0
             compute.backward(
-                group, tiles, query, key, value, merged, dquery, dkey, dvalue, store=store
+                group, tiles, query, key, value, merged, dquery, dkey, dvalue, sums, store=store
             )
+        sums.join()
         returning: GradientReturn | None = None
         for fetched in arrivals:
             dslots = None
@@ -123,9 +126,10 @@ def attention_backward(
                 keys, values, dkeys, dvalues = map(by_slot, (*fetched.slots, *dslots))
                 for group in fetched.step.groups:
                     compute.backward(
-                        group, tiles, query, keys, values, merged, dquery, dkeys, dvalues,
+                        group, tiles, query, keys, values, merged, dquery, dkeys, dvalues, sums,
                         store=False,
                     )  # fmt: skip
+                sums.join()
                 del keys, values, dkeys, dvalues
             if returning is not None:
                 returning.finish()

@@ -21,7 +21,8 @@ MATMUL_SIZES = {"cpu": 2048, "cuda": 8192}
 COPY_BYTES = {"cpu": 2**28, "cuda": 2**30}
 """Bytes of the tensor of the copy ceiling: more than caches hold."""
 
-_CEILING_REPEATS = {"cpu": 5, "cuda": 20}
+CEILING_REPEATS = {"cpu": 5, "cuda": 20}
+"""Timed matrix products, and copies."""
 
 
 def resolve_device(name: str) -> torch.device:
@@ -111,26 +112,33 @@ def graph_ms(device: torch.device, call: Call, repeats: int) -> tuple[float, ...
     return tuple(elapsed() for elapsed in pending)
 
 
-def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
-    """Rates of a large matrix product in a dtype, and of a large copy; medians."""
+def matmul(device: torch.device, dtype: torch.dtype) -> tuple[Call, int]:
+    """The matrix product that stands for the device's rate, and its side."""
     size = MATMUL_SIZES[device.type]
     if device.type == "cuda" and dtype.itemsize > 2:
         size //= 2
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     product = torch.empty_like(a)
-    matmul = _median_ms(device, lambda: torch.mm(a, b, out=product))
+    return lambda: torch.mm(a, b, out=product), size
+
+
+def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
+    """Rates of a large matrix product in a dtype, and of a large copy; medians of short bursts."""
+    multiply, size = matmul(device, dtype)
     source = torch.randn(COPY_BYTES[device.type] // 4, device=device)
     target = torch.empty_like(source)
-    copy = _median_ms(device, lambda: target.copy_(source))
     return Ceilings(
-        matmul_tflops=2 * size**3 / matmul / 1e9,
+        matmul_tflops=2 * size**3 / _median_ms(device, multiply) / 1e9,
         matmul_size=size,
-        copy_gb_s=2 * COPY_BYTES[device.type] / copy / 1e6,
+        copy_gb_s=2
+        * COPY_BYTES[device.type]
+        / _median_ms(device, lambda: target.copy_(source))
+        / 1e6,
     )
 
 
 def _median_ms(device: torch.device, call: Call) -> float:
     for _ in range(2):
         call()
-    pending = [start_timing(device, call) for _ in range(_CEILING_REPEATS[device.type])]
+    pending = [start_timing(device, call) for _ in range(CEILING_REPEATS[device.type])]
     return statistics.median(elapsed() for elapsed in pending)

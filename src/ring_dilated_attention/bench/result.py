@@ -18,7 +18,7 @@ OK, REFUSED, OUT_OF_MEMORY, FAILED = "ok", "refused", "out of memory", "failed"
 
 @dataclass(frozen=True, kw_only=True)
 class Ceilings:
-    """What the device reached in the same run on plain work in one dtype.
+    """What the device reached in the same run on plain work in one dtype, in short bursts.
 
     Attributes:
         matmul_tflops: rate of a large square matrix product.
@@ -40,6 +40,9 @@ class Timing:
         times_ms: of every repeat: between events on the device, on the CPU by the clock.
         wall_ms: by the clock from before the call until the device has finished it.
         peak_bytes: most memory held above what was held before the call; None: not known (CPU).
+        matmul_tflops: median rate of the matrix product of `Ceilings` where it took turns with the
+            calls; None: it did not. A GPU that has worked for some 50 ms lowers its clocks, so a
+            burst is no measure for longer work.
         graph_ms: of replays of the call captured in a CUDA graph; empty: not captured.
         graph_reason: why it was not captured although that was asked for; else empty.
     """
@@ -48,6 +51,7 @@ class Timing:
     times_ms: tuple[float, ...]
     wall_ms: tuple[float, ...]
     peak_bytes: int | None = None
+    matmul_tflops: float | None = None
     graph_ms: tuple[float, ...] = ()
     graph_reason: str = ""
 
@@ -120,8 +124,8 @@ class Result:
         return flops / backward_ms / 1e9 if backward_ms > 0 else None
 
     def fraction(self, timing: Timing) -> float:
-        """Useful TFLOP/s over the matmul rate."""
-        return timing.tflops / self.ceilings.matmul_tflops
+        """Useful TFLOP/s over the matmul rate of the same turns."""
+        return timing.tflops / (timing.matmul_tflops or self.ceilings.matmul_tflops)
 
     def to_dict(self) -> dict[str, Any]:
         """All fields, and what follows from them under ``"derived"``, for JSON."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -128,7 +129,7 @@ def bench(
         for entry in entries:
             _attempt(entry, partial(_prepare, entry, case, on, generator, drawn))
         for backward in (False, True):
-            _time(entries, on, backward, repeats, seconds, cuda_graph)
+            _time(entries, case, on, backward, repeats, seconds, cuda_graph)
         drawn.clear()
         for entry in entries:
             entry.sets.clear()
@@ -200,13 +201,17 @@ def _draw(
 
 def _time(
     entries: Sequence[_Entry],
+    case: Case,
     device: torch.device,
     backward: bool,
     repeats: int,
     seconds: float,
     cuda_graph: bool,
 ) -> None:
-    """Time one kind of call of all entries that are still in, taking turns."""
+    """Time one kind of call of all entries still in, and a matrix product, taking turns."""
+    multiply, size = measure.matmul(device, case.torch_dtype)
+    products: list[Callable[[], float]] = []
+    rate: float | None = None
     counts: dict[str, int] = {}
     pending: dict[str, list[Callable[[], float]]] = {entry.name: [] for entry in entries}
 
@@ -233,6 +238,7 @@ def _time(
             times_ms=times,
             wall_ms=wall,
             peak_bytes=measure.peak_bytes(device, call),
+            matmul_tflops=rate,
         )
         if cuda_graph:
             timing = _with_graph(timing, device, call)
@@ -244,6 +250,10 @@ def _time(
         for entry in entries:
             if index < counts.get(entry.name, 0):
                 _attempt(entry, partial(start, entry, index))
+        if index < measure.CEILING_REPEATS[device.type]:
+            products.append(measure.start_timing(device, multiply))
+    if products:
+        rate = 2 * size**3 / statistics.median(elapsed() for elapsed in products) / 1e9
     for entry in entries:
         _attempt(entry, partial(finish, entry))
 

@@ -51,7 +51,6 @@ class TileBackend:
             ``ds = scale p (dout v^T - delta)``, ``dq = ds k``, ``dk = ds^T q``, ``dv = p^T dout``.
             It comes in the dtype of the inputs or wider, as out does.
         refusal: says why it cannot take (device, dtype, head_dim); None if it can.
-        backward_refusal: says why its backward cannot take a head_dim that its forward can.
         forward_into: like `forward`, but writes out and lse into the views that it is given (the
             last dimension of both contiguous); None if it cannot.
         backward_into: like `backward`, but writes dq, dk and dv into the views that it is given;
@@ -64,7 +63,6 @@ class TileBackend:
     forward: Callable[[TileInputs], tuple[torch.Tensor, torch.Tensor]]
     backward: Callable[[TileInputs, TileGradients], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     refusal: Callable[[torch.device, torch.dtype, int], str | None]
-    backward_refusal: Callable[[int], str | None] = lambda head_dim: None
     forward_into: Callable[[TileInputs, torch.Tensor, torch.Tensor], None] | None = None
     backward_into: (
         Callable[[TileInputs, TileGradients, torch.Tensor, torch.Tensor, torch.Tensor], None] | None

@@ -6,6 +6,8 @@ are called below `flash_attn_func`, because backward takes a merged out and lse 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
@@ -41,17 +43,6 @@ def _refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | N
     return reason
 
 
-def _backward_refusal(head_dim: int) -> str | None:
-    """Up to 4.0.0b36, dq is wrong where head_dim is padded to an odd multiple of 16.
-
-    The kernel writes that many columns of its float32 dq, and what converts it reads an even
-    multiple: https://github.com/Dao-AILab/flash-attention/pull/2896
-    """
-    if head_dim <= 128 and -(-head_dim // 16) % 2:
-        return f"its backward gives a wrong dq for a head_dim of {head_dim}"
-    return None
-
-
 @lru_cache(maxsize=1)
 def _interface() -> Any:
     from flash_attn.cute import interface
@@ -85,15 +76,51 @@ def _backward_into(
     t: TileInputs, g: TileGradients, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor
 ) -> None:
     dq, dk, dv = _by_row(dq, dk, dv)
-    _interface()._flash_attn_bwd(
-        *_by_row(t.q, t.k, t.v, g.out, g.dout),
-        g.lse.contiguous(),
-        softmax_scale=t.scale,
-        causal=t.is_causal,
-        dq=dq,
-        dk=dk,
-        dv=dv,
-    )
+    with _even_padding(t.q.shape[3]):
+        _interface()._flash_attn_bwd(
+            *_by_row(t.q, t.k, t.v, g.out, g.dout),
+            g.lse.contiguous(),
+            softmax_scale=t.scale,
+            causal=t.is_causal,
+            dq=dq,
+            dk=dk,
+            dv=dv,
+        )
+
+
+@contextmanager
+def _even_padding(head_dim: int) -> Iterator[None]:
+    """Have the Hopper backward pad head_dim to a multiple of 32, as what reads its dq expects.
+
+    Up to 4.0.0b36 it pads to a multiple of 16, and where that is an odd one (head_dim 48, 80, 112)
+    dq comes out wrong: https://github.com/Dao-AILab/flash-attention/pull/2896. The kernels made so
+    are kept apart from those that others may have made.
+    """
+    if head_dim > 128 or _padded(head_dim, 32) == _padded(head_dim, 16):
+        yield
+        return
+    interface = _interface()
+    kernel, cache = interface.FlashAttentionBackwardSm90, interface._flash_attn_bwd.compile_cache
+
+    def make_kernel(dtype: Any, head_dim: int, head_dim_v: int, *rest: Any, **options: Any) -> Any:
+        return kernel(dtype, _padded(head_dim, 32), _padded(head_dim_v, 32), *rest, **options)
+
+    interface.FlashAttentionBackwardSm90 = make_kernel
+    interface._flash_attn_bwd.compile_cache = _evenly_padded_kernels()
+    try:
+        yield
+    finally:
+        interface.FlashAttentionBackwardSm90 = kernel
+        interface._flash_attn_bwd.compile_cache = cache
+
+
+@lru_cache(maxsize=1)
+def _evenly_padded_kernels() -> dict[Any, Any]:
+    return {}
+
+
+def _padded(head_dim: int, multiple: int) -> int:
+    return -(-head_dim // multiple) * multiple
 
 
 def _backward(t: TileInputs, g: TileGradients) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -110,9 +137,8 @@ FA4 = TileBackend(
     forward=_forward,
     backward=_backward,
     refusal=_refusal,
-    backward_refusal=_backward_refusal,
     forward_into=_forward_into,
     backward_into=_backward_into,
-    # dq in float32, head_dim rounded up to 64 at most, and two statistics of rows.
-    backward_workspace=lambda head_dim: 4 * (-(-head_dim // 32) * 32) + 12,
+    # dq in float32, and two statistics of rows.
+    backward_workspace=lambda head_dim: 4 * _padded(head_dim, 64 if head_dim > 128 else 32) + 12,
 )

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from strategies import cases
 
-from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention
+from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention, ring
 from ring_dilated_attention.exchange import LoopbackExchange
 from ring_dilated_attention.reference import reference_attention, visible_counts
 from ring_dilated_attention.testing import relative_error, run_loopback
@@ -45,6 +45,20 @@ def test_results_do_not_depend_on_the_number_of_ranks():
         layout = SequenceLayout.zigzag(211, world_size)
         for a, b in zip(sharded(layout, pattern, tensors, dout, is_causal=True), one, strict=True):
             assert relative_error(a, b) < 1e-13
+
+
+def test_sums_in_the_dtype_of_the_inputs(monkeypatch):
+    """As on CUDA, where gradients on their way home are wider than what they are added to."""
+    monkeypatch.setattr(ring, "_sum_dtype", lambda query, plan: query.dtype)
+    torch.manual_seed(0)
+    pattern, layout = DilatedPattern([16, 40, None], [1, 3, 4]), SequenceLayout.zigzag(101, 3)
+    *tensors, dout = torch.randn(4, 1, 101, 4, 16, dtype=torch.float64).to(torch.bfloat16)
+    one = SequenceLayout.contiguous(101, 1)
+    wanted = sharded(one, pattern, [x.double() for x in tensors], dout.double(), is_causal=True)
+    got = sharded(layout, pattern, tensors, dout, is_causal=True)
+    for a, b in zip(got, wanted, strict=True):
+        assert a.dtype == torch.bfloat16
+        assert relative_error(a, b) < 1e-2
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

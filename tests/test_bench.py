@@ -226,7 +226,8 @@ def test_contenders_take_turns_within_their_time(monkeypatch):
 
     monkeypatch.setattr(run, "contender", spied)
     bench([SMALL], peers=["sdpa"], errors=False, **QUICK)
-    assert order == ["ours", "sdpa"] * 6  # a warm-up and two calls, forward and forward+backward
+    # A warm-up and two calls, forward and forward+backward; who comes first changes.
+    assert order == ["ours", "sdpa", "ours", "sdpa", "sdpa", "ours"] * 2
     result = bench([SMALL], errors=False, device="cpu", repeats=50, seconds=1e-9)[0]
     assert len(timings(result)[0].times_ms) == 3
 
@@ -322,6 +323,7 @@ def test_bad_cases():
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("default")  # kernels of others say what they cannot do
 def test_on_cuda(monkeypatch):
     monkeypatch.setitem(measure.MATMUL_SIZES, "cuda", 2048)
     case = Case(pattern=PATTERN, length=1001, heads=4, head_dim=64)
@@ -331,7 +333,7 @@ def test_on_cuda(monkeypatch):
         forward, forward_backward = timings(result)
         assert forward.peak_bytes is not None
         assert forward_backward.peak_bytes is not None
-        assert forward_backward.peak_bytes > forward.peak_bytes > 0
+        assert forward_backward.peak_bytes >= forward.peak_bytes > 0
         assert result.contender == "kernel" or max(errors(result)) < 1e-2
     assert timings(results[-1])[0].graph_ms
     assert [result.kernel for result in results[1:3]] == ["cudnn", "flash"]

@@ -1,10 +1,28 @@
 """`rda plan` and `rda verify`."""
 
+import threading
+from collections import Counter
+from itertools import accumulate, pairwise
+
 import pytest
+import torch
 from typer.testing import CliRunner
 
-from ring_dilated_attention import verify_command
+from ring_dilated_attention import (
+    DilatedPattern,
+    SequenceLayout,
+    compute,
+    dilated_attention,
+    packing,
+    plan_attention,
+    transfer,
+    verify_command,
+)
 from ring_dilated_attention.cli import app
+from ring_dilated_attention.plan.costs import TensorSize
+from ring_dilated_attention.plan_command import RowBytes, kernel_calls, row_bytes
+from ring_dilated_attention.testing import run_loopback
+from ring_dilated_attention.tiles import TileInputs
 from ring_dilated_attention.verify import TENSORS, Outcome
 
 
@@ -50,6 +68,97 @@ def test_plan_lists_tiles_and_proves_itself():
     assert "exchange: ring" in done.output
     assert "Messages of rank 2" in done.output
     assert "proven: every (branch, head, query, visible key) is computed once" in done.output
+
+
+def test_plan_says_which_rows_are_copied():
+    options = ["--length=1000", "--segment-lengths=100,all", "--dilation-rates=1,2", "--heads=4"]
+    done = rda("plan", *options, "--kv-heads=2", "--head-dim=8", "--dtype=float32")
+    assert done.exit_code == 0, done.output
+    # Query, key and value: 4 + 2 + 2 rows of 32 bytes a position and branch, half of them at rate 2
+    assert _row_under("packed to send", done.output) == ["0", "375.0", "KiB", *["0", "B"] * 3]
+    # Per member of the 2 query heads of a KV head one call a tile; both offsets make one tile.
+    assert _row_under("FLOPs", done.output)[2:6] == ["2", "4", "0", "0"]
+    done = rda("plan", *options, "--ranks=2", "--rank=1", "--head-dim=8", "--dtype=float32")
+    # No segment of the first branch crosses ranks. Of the second, 250 rows of each of 4 heads do: K
+    # and V of 32 bytes each, and their gradients.
+    copied = ["62.5", "KiB", "0", "B", "62.5", "KiB"]
+    assert _row_under("packed to send", done.output)[3:] == copied
+
+
+def _row_under(header, output):
+    """The words of the first row of a table, found by words of its header."""
+    lines = output.splitlines()
+    return lines[2 + next(i for i, line in enumerate(lines) if header in line)].split()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "layout", "is_causal"),
+    [
+        (DilatedPattern([48, 100, None], [1, 3, 4]), SequenceLayout.zigzag(257, 3), True),
+        (DilatedPattern([16, 64], [2, 5], head_offsets="blocked"), [200, 7, 50], False),
+        (DilatedPattern([50, None], [1, 2], head_branches="split"), [100, 0, 157], False),
+    ],
+)
+def test_plan_counts_what_a_call_does(monkeypatch, pattern, layout, is_causal):
+    """Kernel calls, rows read in place and rows copied, against those of real calls."""
+    if isinstance(layout, list):
+        borders = pairwise(accumulate(layout, initial=0))
+        layout = SequenceLayout([[(a, b)] if b > a else [] for a, b in borders])
+    heads, kv_heads, batch = 6, 3, 2
+    mine = threading.local()  # of each rank, which is a thread
+
+    def inputs(q, k, v, is_causal, scale):
+        mine.counts["calls"] += 1
+        for x in (q, k, v):
+            if x.untyped_storage().data_ptr() in mine.storages:
+                mine.counts["in place"] += x.nbytes
+        return TileInputs(q, k, v, is_causal, scale)
+
+    def pack(*arguments):
+        packed = packing.pack(*arguments)
+        mine.counts["packed"] += packed.nbytes
+        return packed
+
+    def spread(rows, index):
+        slots = packing.spread(rows, index)
+        mine.counts["spread"] += 0 if slots is rows else slots.nbytes
+        return slots
+
+    def add_home(dkey, dvalue, rows, index):
+        mine.counts["home"] += rows.nbytes
+        packing.add_home(dkey, dvalue, rows, index)
+
+    monkeypatch.setattr(compute, "TileInputs", inputs)
+    for function in (pack, spread, add_home):
+        monkeypatch.setattr(transfer, function.__name__, function)
+
+    def rank(ends):
+        length = layout.local_length(ends.rank)
+        tensors = [torch.randn(batch, length, h, 8) for h in (heads, kv_heads, kv_heads)]
+        mine.counts = Counter[str]()
+        mine.storages = {x.untyped_storage().data_ptr() for x in tensors if x.numel()}
+        query, key, value = leaves = [x.requires_grad_() for x in tensors]
+        out = dilated_attention(
+            query, key, value, pattern, is_causal=is_causal, group=ends, layout=layout
+        )
+        forward = mine.counts.copy()
+        torch.autograd.grad(out.sum(), leaves)
+        return forward, mine.counts["home"]
+
+    found = run_loopback(layout.world_size, rank)
+    plan = plan_attention(
+        pattern, layout, is_causal=is_causal, num_heads=heads, num_kv_heads=kv_heads
+    )
+    size = TensorSize(batch=batch, head_dim=8, element_size=4)
+    for index, (forward, home) in enumerate(found):
+        planned = plan.rank(index)
+        groups = [*planned.local_groups, *(g for step in planned.steps() for g in step.groups)]
+        assert forward["calls"] == kernel_calls(groups, planned, batch)
+        # A kernel call computes one of the query heads of a KV head; the next reads its keys again.
+        keys = sum(t.segments * len(t.heads) * t.keys.length for t in planned.local)
+        again = size.key_value_bytes(keys) * (heads // kv_heads - 1)
+        read = RowBytes(forward["in place"] - again, forward["packed"], forward["spread"], home)
+        assert read == row_bytes(planned, size)
 
 
 @pytest.mark.parametrize(

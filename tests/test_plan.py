@@ -180,6 +180,8 @@ def test_ring_buffers_are_two_messages():
     size = TensorSize(batch=1, head_dim=1, element_size=4)
     assert memory(plan.rank(3), size, gathers=False).buffers == 2 * 10 * 2 * 4
     assert memory(plan.rank(3), size, gathers=True).buffers == 6 * 10 * 2 * 4
+    alone = plan_attention(plan.pattern, SequenceLayout.contiguous(40, 1), is_causal=False)
+    assert memory(alone.rank(0), size, gathers=False).buffers == 0
 
 
 def test_auto_gathers_little_and_rings_much():

@@ -91,36 +91,26 @@ class _Behind(NamedTuple):
     tensors: tuple[torch.Tensor, ...]  # that must live until then
 
 
-class _Streams(NamedTuple):
-    adding: torch.cuda.Stream
-    beside: torch.cuda.Stream
-
-
 @lru_cache(maxsize=8)
-def _streams(device: torch.device) -> _Streams:
-    # Additions have priority: their short kernels are to slip in between those of a long one.
-    return _Streams(
-        torch.cuda.Stream(device, priority=-1),  # type: ignore[no-untyped-call]
-        torch.cuda.Stream(device),  # type: ignore[no-untyped-call]
-    )
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    # It has priority: its short kernels are to slip in between those of a long one.
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
 
 class Accumulator:
-    """Adds results of tiles into the whole, on CUDA on streams of its own behind the compute.
+    """Adds results of tiles into the whole, on CUDA on a stream of its own behind the compute.
 
     Args:
         device: where the tensors are.
 
     Attributes:
-        most_held: what so many calls allocate is held at a time, at most.
+        most_held: the results of so many calls are held at a time, at most.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.most_held = 2 if device.type == "cuda" else 1
         self._device = device
         self._behind: deque[_Behind] = deque()
-        self._start: torch.cuda.Event | None = None  # of what runs beside
-        self._is_odd = False
 
     def run(self, add_all: Callable[[], None], *tensors: torch.Tensor, is_long: bool) -> None:
         """Add results of tiles, in the order of the calls.
@@ -133,37 +123,18 @@ class Accumulator:
         if self._device.type != "cuda" or not (is_long or self._behind):
             add_all()
             return
-        adding, main = _streams(self._device).adding, torch.cuda.current_stream(self._device)
-        adding.wait_stream(main)
-        with torch.cuda.stream(adding):
+        side, main = _side_stream(self._device), torch.cuda.current_stream(self._device)
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
             add_all()
-            self._behind.append(_Behind(adding.record_event(), tensors))
+            self._behind.append(_Behind(side.record_event(), tensors))
         if len(self._behind) == self.most_held:
             self._wait()
 
-    def beside(self, compute: Callable[[], None], *, is_long: bool) -> None:
-        """Compute something that touches no rows of what else is computed so before `join`.
-
-        On CUDA every second call goes to another stream, to fill the GPU where a kernel ends.
-        """
-        if self._device.type != "cuda" or not is_long:
-            compute()
-            return
-        main = torch.cuda.current_stream(self._device)
-        if self._start is None:
-            self._start = main.record_event()
-            _streams(self._device).beside.wait_event(self._start)
-        self._is_odd = not self._is_odd
-        with torch.cuda.stream(_streams(self._device).beside if self._is_odd else main):
-            compute()
-
     def join(self) -> None:
-        """Make the current stream wait for everything."""
+        """Make the current stream wait for all additions."""
         while self._behind:
             self._wait()
-        if self._start is not None:
-            torch.cuda.current_stream(self._device).wait_stream(_streams(self._device).beside)
-            self._start = None
 
     def _wait(self) -> None:
         # What is freed here is reused by the current stream alone, after this wait.

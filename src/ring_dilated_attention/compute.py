@@ -8,6 +8,7 @@ a kernel call allocates is bounded: blocks are taken in slices.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple
@@ -128,9 +129,18 @@ def _launch(
     else:
         chosen = BackwardConfig(config("dq"), config("dkdv"))
         block_m, block_n = chosen.dq.block_m, chosen.dkdv.block_n
-    cells = build_cells(
-        work.table, batch=batch, group=members, block_m=block_m, block_n=block_n, device=device
-    )
+    # What a thread allocates while torch.compile warms up for a CUDA graph belongs to that graph's
+    # memory; the tables outlive it, so another thread makes them.
+    with ThreadPoolExecutor(1) as elsewhere:
+        cells = elsewhere.submit(
+            build_cells,
+            work.table,
+            batch=batch,
+            group=members,
+            block_m=block_m,
+            block_n=block_n,
+            device=device,
+        ).result()
     return _Launch(cells, chosen)
 
 
@@ -238,9 +248,7 @@ def backward(
         same = store and store_keys and dquery.dtype == query.dtype
         into = backend.backward_into if same else None
         row_bytes = lse_rows.element_size() + backend.backward_workspace(head_dim)
-        if into is not None:
-            row_bytes *= sums.most_held
-        else:
+        if into is None:
             row_bytes += 3 * head_dim * query.element_size() * sums.most_held
         for part in block.slices(_most_rows(query, BACKWARD_WORKSPACE, row_bytes)):
             inputs = _inputs(part, call, query, keys, values)
@@ -250,16 +258,14 @@ def backward(
                 part.view_queries(lse_rows),
             )
             totals = part.view_queries(dquery), part.view_keys(dkeys), part.view_keys(dvalues)
-            is_long = 10 * head_dim * part.pairs >= LONG_FLOPS
             if into is not None:
-                sums.beside(partial(into, inputs, gradients, *totals), is_long=is_long)
+                into(inputs, gradients, *totals)
                 continue
+            is_long = 10 * head_dim * part.pairs >= LONG_FLOPS
             tile = backend.backward(inputs, gradients)
             add_all = partial(_add_all, totals, tile, (store, store_keys, store_keys))
             sums.run(add_all, *tile, is_long=is_long)
             del tile, add_all  # before the next slice makes its own
-        if into is not None:
-            sums.join()
     if work.table:
         from .kernels import attention
 

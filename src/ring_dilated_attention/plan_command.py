@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
 from .layout import SequenceLayout
 from .pattern import DilatedPattern, check_choice, check_positive_int
-from .plan import AttentionPlan, Message, RankPlan, Rows, Tile, plan_attention
+from .plan import AttentionPlan, Message, RankPlan, Rows, Tile, TileGroup, plan_attention
 from .plan.check import check_plan
 from .plan.costs import TensorSize, flops, memory, traffic
+from .views import families
 
 LAYOUTS = {"contiguous": SequenceLayout.contiguous, "zigzag": SequenceLayout.zigzag}
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
@@ -84,7 +87,9 @@ def show(
         f"{dtype}, {'causal' if is_causal else 'not causal'}"
     )
     console.print(_decision(plan))
-    console.print(_costs_table(chosen, size))
+    console.print(_compute_table(chosen, size))
+    console.print(_rows_table(chosen, size))
+    console.print(_exchange_table(chosen, size))
     console.print(_memory_table(chosen, size))
     if tiles:
         for rank in chosen:
@@ -107,20 +112,108 @@ def _decision(plan: AttentionPlan) -> str:
 
 
 def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left")
+    table = Table(
+        title=title, title_justify="left", box=SIMPLE, pad_edge=False, collapse_padding=True
+    )
     for column in columns:
         table.add_column(column, justify="right")
     return table
 
 
-def _costs_table(ranks: Sequence[RankPlan], size: TensorSize) -> Table:
+def kernel_calls(groups: Iterable[TileGroup], rank: RankPlan, batch: int) -> int:
+    """How many kernel calls compute the tiles: one for each `views.Block` of theirs."""
+    members = rank.plan.num_heads // rank.plan.num_kv_heads
+    return sum(
+        sum(1 for _ in family.blocks(batch, members))
+        for group in groups
+        for family in families(group.tiles)
+    )
+
+
+class RowBytes(NamedTuple):
+    """Bytes of the rows that a call of one rank reads in place, and of those that it copies.
+
+    Attributes:
+        in_place: rows of query, key and value that tiles read as strided views, in forward; each as
+            often as a tile reads it.
+        packed: rows of key and value copied into messages, in forward and in backward again.
+        spread: rows of received messages copied because branches share them; also twice.
+        home: rows of gradients that come back in backward, and are added to dkey and dvalue.
+    """
+
+    in_place: int
+    packed: int
+    spread: int
+    home: int
+
+
+def row_bytes(rank: RankPlan, size: TensorSize) -> RowBytes:
+    """Count the rows that a rank reads in place, and those that it copies."""
+    members = rank.plan.num_heads // rank.plan.num_kv_heads
+    received = [step.receive for step in rank.steps() if step.receive is not None]
+    remote = [tile for step in rank.steps() for tile in step.tiles]  # their keys: see `spread`
+    rows = members * sum(_row_count(tile, tile.queries) for tile in (*rank.local, *remote))
+    rows += 2 * sum(_row_count(tile, tile.keys) for tile in rank.local)
+    sent = rank.total_sent_rows
+    return RowBytes(
+        in_place=rows * size.batch * size.head_dim * size.element_size,
+        packed=size.key_value_bytes(sent),
+        spread=size.key_value_bytes(sum(m.slots for m in received if m.rows < m.slots)),
+        home=size.key_value_bytes(sent, size.accumulate_size),
+    )
+
+
+def _row_count(tile: Tile, rows: Rows) -> int:
+    return tile.segments * len(tile.heads) * rows.length
+
+
+def _compute_table(ranks: Sequence[RankPlan], size: TensorSize) -> Table:
     table = _table(
-        "Compute and exchange of one call (bytes: the lower bound, each needed row once)",
+        "Compute of one call (tiles of a group may share one launch)",
         "rank",
         "positions",
         "local tiles",
+        "kernel calls",
         "remote tiles",
+        "kernel calls",
+        "groups",
         "FLOPs forward",
+    )
+    for rank in ranks:
+        remote = [group for step in rank.steps() for group in step.groups]
+        table.add_row(
+            str(rank.index),
+            f"{rank.plan.layout.local_length(rank.index):,}",
+            str(len(rank.local)),
+            str(kernel_calls(rank.local_groups, rank, size.batch)),
+            str(sum(len(group.tiles) for group in remote)),
+            str(kernel_calls(remote, rank, size.batch)),
+            str(len(rank.local_groups) + len(remote)),
+            _scaled(flops(rank, size), "", 1000),
+        )
+    return table
+
+
+def _rows_table(ranks: Sequence[RankPlan], size: TensorSize) -> Table:
+    table = _table(
+        "Rows read in place, as strided views, and rows copied for messages",
+        "rank",
+        "read in place",
+        "packed to send",
+        "spread on arrival",
+        "gradients home",
+    )
+    table.caption = "A query, key or value with a strided last dimension is copied whole"
+    table.caption_justify = "left"
+    for rank in ranks:
+        table.add_row(str(rank.index), *map(_bytes, row_bytes(rank, size)))
+    return table
+
+
+def _exchange_table(ranks: Sequence[RankPlan], size: TensorSize) -> Table:
+    table = _table(
+        "Exchange of one call (the lower bound: each needed row once)",
+        "rank",
         "rows in",
         "rows out",
         "sent forward",
@@ -129,18 +222,13 @@ def _costs_table(ranks: Sequence[RankPlan], size: TensorSize) -> Table:
     )
     for rank in ranks:
         moved = traffic(rank, size)
-        steps = list(rank.steps())
         table.add_row(
             str(rank.index),
-            f"{rank.plan.layout.local_length(rank.index):,}",
-            str(len(rank.local)),
-            str(sum(len(step.tiles) for step in steps)),
-            _scaled(flops(rank, size), "", 1000),
             f"{rank.total_received_rows:,}",
             f"{rank.total_sent_rows:,}",
             _bytes(moved.forward_sent),
             _bytes(moved.backward_sent),
-            str(sum(step.send is not None for step in steps)),
+            str(sum(step.send is not None for step in rank.steps())),
         )
     return table
 

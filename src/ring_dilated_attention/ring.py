@@ -134,7 +134,7 @@ def attention_backward(
             if returning is not None:
                 returning.finish()
                 returning = None  # frees its buffers before the next are made
-            returning = GradientReturn(call.exchange, fetched, dslots, dkey, dvalue)
+            returning = GradientReturn(call.exchange, fetched, dslots, dkey, dvalue, lse.dtype)
             del fetched, dslots
         if returning is not None:
             returning.finish()

@@ -108,6 +108,7 @@ class GradientReturn:
         dslots: gradients of ``fetched.slots``, in the dtype in which gradients are summed.
         dkey: this rank's dK so far, (batch, local_sequence, kv_heads, head_dim), contiguous.
         dvalue: its dV.
+        dtype: of `dslots` on every rank; `dkey` and `dvalue` may be narrower.
     """
 
     def __init__(
@@ -117,6 +118,7 @@ class GradientReturn:
         dslots: torch.Tensor | None,
         dkey: torch.Tensor,
         dvalue: torch.Tensor,
+        dtype: torch.dtype,
     ) -> None:
         self._dkey, self._dvalue, self._sent = dkey, dvalue, fetched.sent
         send = receive = None
@@ -127,7 +129,7 @@ class GradientReturn:
             send = fetched.step.receive.sender, gather(dslots, fetched.received)
         if fetched.step.send is not None:
             shape = 2, dkey.shape[0], fetched.step.send.rows, dkey.shape[3]
-            self._rows = dkey.new_empty(shape)
+            self._rows = dkey.new_empty(shape, dtype=dtype)
             receive = fetched.step.send.receiver, self._rows
         self._pending = exchange.start(send, receive)
 

@@ -247,7 +247,8 @@ def _time(
     for entry in entries:
         _attempt(entry, partial(warm_up, entry))
     for index in range(max(counts.values(), default=0)):
-        for entry in entries:
+        first = index % len(entries)  # who comes first changes: a call feels what ran before it
+        for entry in (*entries[first:], *entries[:first]):
             if index < counts.get(entry.name, 0):
                 _attempt(entry, partial(start, entry, index))
         if index < measure.CEILING_REPEATS[device.type]:

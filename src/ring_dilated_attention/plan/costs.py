@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from .attention import RankPlan
 
@@ -86,7 +87,7 @@ def memory(rank: RankPlan, size: TensorSize, *, gathers: bool | None = None) -> 
         rows = rank.total_received_rows
     else:
         by_step = [rank.received_rows((rank.index - s) % world_size) for s in range(1, world_size)]
-        rows = max((a + b for a, b in zip(by_step, [*by_step[1:], 0], strict=True)), default=0)
+        rows = max((a + b for a, b in pairwise([*by_step, 0])), default=0)
     return Memory(
         query=queries,
         key=keys,

@@ -6,6 +6,7 @@ are called below `flash_attn_func`, because backward takes a merged out and lse 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -17,6 +18,7 @@ import torch
 from .backend import TileBackend, TileGradients, TileInputs, refuse_all_but
 
 _CAPABILITIES = (9, 10)  # compute capability 9.x and 10.x
+_LOCK = threading.Lock()  # its compiler crashes when two threads are in it
 _refused = refuse_all_but("cuda", (torch.float16, torch.bfloat16), multiple=8, largest=256)
 
 
@@ -56,27 +58,29 @@ def _by_row(*views: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _forward(t: TileInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse, *_ = _interface()._flash_attn_fwd(
-        *_by_row(t.q, t.k, t.v), softmax_scale=t.scale, causal=t.is_causal, return_lse=True
-    )
+    with _LOCK:
+        out, lse, *_ = _interface()._flash_attn_fwd(
+            *_by_row(t.q, t.k, t.v), softmax_scale=t.scale, causal=t.is_causal, return_lse=True
+        )
     return out.transpose(1, 2), lse
 
 
 def _forward_into(t: TileInputs, out: torch.Tensor, lse: torch.Tensor) -> None:
-    _interface()._flash_attn_fwd(
-        *_by_row(t.q, t.k, t.v),
-        softmax_scale=t.scale,
-        causal=t.is_causal,
-        out=out.transpose(1, 2),
-        lse=lse,
-    )
+    with _LOCK:
+        _interface()._flash_attn_fwd(
+            *_by_row(t.q, t.k, t.v),
+            softmax_scale=t.scale,
+            causal=t.is_causal,
+            out=out.transpose(1, 2),
+            lse=lse,
+        )
 
 
 def _backward_into(
     t: TileInputs, g: TileGradients, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor
 ) -> None:
     dq, dk, dv = _by_row(dq, dk, dv)
-    with _even_padding(t.q.shape[3]):
+    with _LOCK, _even_padding(t.q.shape[3]):
         _interface()._flash_attn_bwd(
             *_by_row(t.q, t.k, t.v, g.out, g.dout),
             g.lse.contiguous(),

@@ -39,10 +39,14 @@ def _refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | N
     reason = _refused(device, dtype, head_dim)
     if reason is None and not _is_installed():
         return "it is not installed: pip install 'ring-dilated-attention[fa4]'"
-    if reason is None and _capability(device) not in _CAPABILITIES:
+    if reason is not None:
+        return reason
+    if _capability(device) not in _CAPABILITIES:
         allowed = " and ".join(f"{major}.x" for major in _CAPABILITIES)
         return f"it runs on compute capability {allowed}, the device has {_capability(device)}.x"
-    return reason
+    if _capability(device) == 10 and 128 < head_dim < 256:
+        return f"on Blackwell it takes a head_dim up to 128, or 256, not {head_dim}"
+    return None
 
 
 @lru_cache(maxsize=1)

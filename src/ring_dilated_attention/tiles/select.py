@@ -22,9 +22,10 @@ BACKENDS = ("auto", "sdpa", *_NAMED, TABLE_NAME)
 """Valid values of `backend`: ``auto`` takes what is fastest and can compute the tiles; ``sdpa`` the
 same among the kernels inside torch; a kernel's name takes that kernel or raises."""
 
-SMALL_FLOPS = 1.5e10
+SMALL_FLOPS = {2: 1.5e10, 4: 1.5e9}
 """Kernel calls of fewer operations leave the GPU idle, at their ends and between their launches:
-such tiles share one launch of the table-driven kernel (H200: benchmarks/results)."""
+such tiles share one launch of the table-driven kernel. By bytes of an element: measured on an H200
+for 2 (benchmarks/results), and a tenth of that, as the rate is, for 4."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,9 @@ def select_backend(name: str, device: torch.device, dtype: torch.dtype, head_dim
     for backend in candidates:
         reason = backend.refusal(device, dtype, head_dim)
         if reason is None:
-            shares = name == "auto" and table_refusal(device, dtype, head_dim) is None
-            return Selection(backend, SMALL_FLOPS if shares and device.type == "cuda" else 0.0)
+            shares = name == "auto" and device.type == "cuda"
+            shares = shares and table_refusal(device, dtype, head_dim) is None
+            return Selection(backend, SMALL_FLOPS[dtype.itemsize] if shares else 0.0)
         reasons[backend.name] = reason
     if name == "auto" and (device.type != "cuda" or dtype == torch.float64):
         return Selection(EAGER)  # no fused kernel exists there

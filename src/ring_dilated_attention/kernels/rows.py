@@ -13,6 +13,15 @@ import triton.language as tl
 
 
 @triton.jit
+def _place(inner, row_blocks, BLOCK_ROWS: tl.constexpr):
+    """The (outer, inner) pair of this program, and its rows."""
+    program = tl.program_id(0)
+    pair = program // row_blocks
+    row = (program % row_blocks) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    return (pair // inner).to(tl.int64), (pair % inner).to(tl.int64), row.to(tl.int64)
+
+
+@triton.jit
 def _sigmoid(x):
     # The exponential of a number that is never positive cannot overflow.
     e = tl.exp(-tl.abs(x))
@@ -27,11 +36,7 @@ def _merge_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr,
     STORE: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0)
-    pair = program // row_blocks
-    a = (pair // inner).to(tl.int64)
-    b = (pair % inner).to(tl.int64)
-    row = (program % row_blocks) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS).to(tl.int64)
+    a, b, row = _place(inner, row_blocks, BLOCK_ROWS)
     dim = tl.arange(0, BLOCK_DIM)
     valid = row < rows
     where = valid[:, None] & (dim < HEAD_DIM)[None, :]
@@ -65,11 +70,7 @@ def _add_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr,
     STORE: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0)
-    pair = program // row_blocks
-    a = (pair // inner).to(tl.int64)
-    b = (pair % inner).to(tl.int64)
-    row = (program % row_blocks) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS).to(tl.int64)
+    a, b, row = _place(inner, row_blocks, BLOCK_ROWS)
     dim = tl.arange(0, BLOCK_DIM)
     where = (row < rows)[:, None] & (dim < HEAD_DIM)[None, :]
     at = total + a * total_outer + b * total_inner + row[:, None] * total_row + dim[None, :]
@@ -87,11 +88,7 @@ def _delta_kernel(
     delta_outer, delta_inner, delta_row,
     HEAD_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0)
-    pair = program // row_blocks
-    a = (pair // inner).to(tl.int64)
-    b = (pair % inner).to(tl.int64)
-    row = (program % row_blocks) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS).to(tl.int64)
+    a, b, row = _place(inner, row_blocks, BLOCK_ROWS)
     dim = tl.arange(0, BLOCK_DIM)
     where = (row < rows)[:, None] & (dim < HEAD_DIM)[None, :]
     dout_at = dout + a * dout_outer + b * dout_inner + row[:, None] * dout_row + dim[None, :]

@@ -6,6 +6,9 @@ from itertools import accumulate, pairwise
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import layouts, patterns
 from typer.testing import CliRunner
 
 from ring_dilated_attention import (
@@ -19,11 +22,12 @@ from ring_dilated_attention import (
     verify_command,
 )
 from ring_dilated_attention.cli import app
-from ring_dilated_attention.plan.costs import TensorSize
-from ring_dilated_attention.plan_command import RowBytes, kernel_calls, row_bytes
+from ring_dilated_attention.plan.costs import TensorSize, balance, flops, flops_by_rank
+from ring_dilated_attention.plan_command import RowBytes, row_bytes
 from ring_dilated_attention.testing import run_loopback
 from ring_dilated_attention.tiles import TileInputs
 from ring_dilated_attention.verify import TENSORS, Outcome
+from ring_dilated_attention.views import kernel_calls
 
 
 @pytest.fixture(autouse=True)
@@ -83,6 +87,42 @@ def test_plan_says_which_rows_are_copied():
     # and V of 32 bytes each, and their gradients.
     copied = ["62.5", "KiB", "0", "B", "62.5", "KiB"]
     assert _row_under("packed to send", done.output)[3:] == copied
+
+
+def test_plan_says_how_even_the_work_is():
+    options = ["--length=1200", "--ranks=4", "--heads=2", "--dilation-rates=1"]
+    done = rda("plan", *options, "--segment-lengths=all", "--causal")
+    assert done.exit_code == 0, done.output
+    # Of 16 squares of 300 x 300 pairs the last rank has 3.5, the mean is 2.
+    assert "rank 3 computes the most, 1.749 times the mean" in done.output
+    assert "at most 2.3 times as fast" in done.output
+    assert "(zigzag: 1.000 times the mean)" in done.output
+    assert _row_under("of the mean", done.output)[-1] == "0.251"
+    done = rda("plan", *options, "--segment-lengths=all", "--causal", "--layout=zigzag")
+    assert "1.000 times the mean; 4 ranks can be at most 4.0 times as fast" in done.output
+    assert "(zigzag:" not in done.output
+    assert "(zigzag:" not in rda("plan", *options, "--segment-lengths=all").output
+    assert "one rank computes everything" in rda("plan", "--length=9").output
+
+
+@settings(max_examples=200)
+@given(patterns(), layouts(max_length=150), st.booleans(), st.integers(1, 5), st.data())
+def test_operations_counted_without_a_plan_are_the_plan_s(pattern, layout, is_causal, heads, data):
+    borders = data.draw(st.sets(st.integers(1, layout.length)))
+    plan = plan_attention(
+        pattern,
+        layout,
+        is_causal=is_causal,
+        num_heads=2 * heads,
+        num_kv_heads=heads,
+        documents=sorted({0, layout.length, *borders}),
+    )
+    size = TensorSize(batch=2, head_dim=3, element_size=4)
+    work = flops_by_rank(plan, size)
+    assert work == [flops(plan.rank(rank), size) for rank in range(layout.world_size)]
+    found = balance(work)
+    assert 1 <= found.imbalance <= layout.world_size
+    assert work[found.largest_rank] == max(work)
 
 
 def _row_under(header, output):

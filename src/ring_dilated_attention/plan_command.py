@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from rich.box import SIMPLE
@@ -11,10 +12,10 @@ from rich.table import Table
 
 from .layout import SequenceLayout
 from .pattern import DilatedPattern, check_choice, check_positive_int
-from .plan import AttentionPlan, Message, RankPlan, Rows, Tile, TileGroup, plan_attention
+from .plan import AttentionPlan, Message, RankPlan, Rows, Tile, plan_attention
 from .plan.check import check_plan
-from .plan.costs import TensorSize, flops, memory, traffic
-from .views import families
+from .plan.costs import Balance, TensorSize, balance, flops_by_rank, memory, traffic
+from .views import kernel_calls
 
 LAYOUTS = {"contiguous": SequenceLayout.contiguous, "zigzag": SequenceLayout.zigzag}
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
@@ -87,7 +88,9 @@ def show(
         f"{dtype}, {'causal' if is_causal else 'not causal'}"
     )
     console.print(_decision(plan))
-    console.print(_compute_table(chosen, size))
+    work = flops_by_rank(plan, size)
+    console.print(in_words(balance(work)) + _with_zigzag(plan, size, layout))
+    console.print(_compute_table(chosen, size, work))
     console.print(_rows_table(chosen, size))
     console.print(_exchange_table(chosen, size))
     console.print(_memory_table(chosen, size))
@@ -111,23 +114,33 @@ def _decision(plan: AttentionPlan) -> str:
     return "exchange: ring (a rank may receive more rows than the largest shard holds)"
 
 
-def _table(title: str, *columns: str) -> Table:
+def in_words(found: Balance) -> str:
+    """A sentence on how evenly the operations are dealt to the ranks."""
+    if found.world_size == 1:
+        return "balance: one rank computes everything"
+    return (
+        f"balance: rank {found.largest_rank} computes the most, {found.imbalance:.3f} times the "
+        f"mean; {found.world_size} ranks can be at most {found.speed_up_bound:.1f} times as fast "
+        "as one"
+    )
+
+
+def _with_zigzag(plan: AttentionPlan, size: TensorSize, layout: str) -> str:
+    """What zigzag would make of causal work that is dealt unevenly."""
+    if not plan.is_causal or layout == "zigzag" or plan.layout.world_size == 1:
+        return ""
+    zigzag = replace(plan, layout=LAYOUTS["zigzag"](plan.layout.length, plan.layout.world_size))
+    return f" (zigzag: {balance(flops_by_rank(zigzag, size)).imbalance:.3f} times the mean)"
+
+
+def make_table(title: str, *columns: str) -> Table:
+    """An empty table of right-aligned columns."""
     table = Table(
         title=title, title_justify="left", box=SIMPLE, pad_edge=False, collapse_padding=True
     )
     for column in columns:
         table.add_column(column, justify="right")
     return table
-
-
-def kernel_calls(groups: Iterable[TileGroup], rank: RankPlan, batch: int) -> int:
-    """How many kernel calls compute the tiles: one for each `views.Block` of theirs."""
-    members = rank.plan.num_heads // rank.plan.num_kv_heads
-    return sum(
-        sum(1 for _ in family.blocks(batch, members))
-        for group in groups
-        for family in families(group.tiles)
-    )
 
 
 class RowBytes(NamedTuple):
@@ -167,8 +180,8 @@ def _row_count(tile: Tile, rows: Rows) -> int:
     return tile.segments * len(tile.heads) * rows.length
 
 
-def _compute_table(ranks: Sequence[RankPlan], size: TensorSize) -> Table:
-    table = _table(
+def _compute_table(ranks: Sequence[RankPlan], size: TensorSize, work: Sequence[int]) -> Table:
+    table = make_table(
         "Compute of one call (tiles of a group may share one launch)",
         "rank",
         "positions",
@@ -178,6 +191,7 @@ def _compute_table(ranks: Sequence[RankPlan], size: TensorSize) -> Table:
         "kernel calls",
         "groups",
         "FLOPs forward",
+        "of the mean",
     )
     for rank in ranks:
         remote = [group for step in rank.steps() for group in step.groups]
@@ -189,13 +203,14 @@ def _compute_table(ranks: Sequence[RankPlan], size: TensorSize) -> Table:
             str(sum(len(group.tiles) for group in remote)),
             str(kernel_calls(remote, rank, size.batch)),
             str(len(rank.local_groups) + len(remote)),
-            _scaled(flops(rank, size), "", 1000),
+            scaled(work[rank.index], "", 1000),
+            of_mean(work[rank.index], work),
         )
     return table
 
 
 def _rows_table(ranks: Sequence[RankPlan], size: TensorSize) -> Table:
-    table = _table(
+    table = make_table(
         "Rows read in place, as strided views, and rows copied for messages",
         "rank",
         "read in place",
@@ -206,12 +221,12 @@ def _rows_table(ranks: Sequence[RankPlan], size: TensorSize) -> Table:
     table.caption = "A query, key or value with a strided last dimension is copied whole"
     table.caption_justify = "left"
     for rank in ranks:
-        table.add_row(str(rank.index), *map(_bytes, row_bytes(rank, size)))
+        table.add_row(str(rank.index), *map(in_bytes, row_bytes(rank, size)))
     return table
 
 
 def _exchange_table(ranks: Sequence[RankPlan], size: TensorSize) -> Table:
-    table = _table(
+    table = make_table(
         "Exchange of one call (the lower bound: each needed row once)",
         "rank",
         "rows in",
@@ -226,8 +241,8 @@ def _exchange_table(ranks: Sequence[RankPlan], size: TensorSize) -> Table:
             str(rank.index),
             f"{rank.total_received_rows:,}",
             f"{rank.total_sent_rows:,}",
-            _bytes(moved.forward_sent),
-            _bytes(moved.backward_sent),
+            in_bytes(moved.forward_sent),
+            in_bytes(moved.backward_sent),
             str(sum(step.send is not None for step in rank.steps())),
         )
     return table
@@ -235,15 +250,15 @@ def _exchange_table(ranks: Sequence[RankPlan], size: TensorSize) -> Table:
 
 def _memory_table(ranks: Sequence[RankPlan], size: TensorSize) -> Table:
     names = ("query", "key", "value", "out", "lse", "buffers", "total")
-    table = _table("Memory of one forward call", "rank", *names)
+    table = make_table("Memory of one forward call", "rank", *names)
     for rank in ranks:
         held = memory(rank, size)
-        table.add_row(str(rank.index), *(_bytes(getattr(held, name)) for name in names))
+        table.add_row(str(rank.index), *(in_bytes(getattr(held, name)) for name in names))
     return table
 
 
 def _tiles_table(rank: RankPlan) -> Table:
-    table = _table(
+    table = make_table(
         f"Tiles of rank {rank.index} (row i of head number j in segment s)",
         "step",
         "branch",
@@ -274,7 +289,7 @@ def _tiles_table(rank: RankPlan) -> Table:
 
 
 def _messages_table(rank: RankPlan, size: TensorSize) -> Table:
-    table = _table(
+    table = make_table(
         f"Messages of rank {rank.index}: K and V, and in backward their gradients the other way",
         "step",
         "",
@@ -290,8 +305,8 @@ def _messages_table(rank: RankPlan, size: TensorSize) -> Table:
             what,
             str(peer),
             f"{message.rows:,}",
-            _bytes(size.key_value_bytes(message.rows)),
-            _bytes(size.key_value_bytes(message.rows, size.accumulate_size)),
+            in_bytes(size.key_value_bytes(message.rows)),
+            in_bytes(size.key_value_bytes(message.rows, size.accumulate_size)),
         )
 
     for step in rank.steps():
@@ -321,11 +336,19 @@ def _rows(rows: Rows) -> str:
     return " + ".join([f"{rows.start}", *terms]) + f", i < {rows.length}"
 
 
-def _bytes(count: int) -> str:
-    return _scaled(count, "B", 1024)
+def of_mean(flops: float, all_flops: Sequence[int]) -> str:
+    """A rank's operations in multiples of the mean."""
+    total = sum(all_flops)
+    return f"{flops * len(all_flops) / total:.3f}" if total else "-"
 
 
-def _scaled(count: float, unit: str, step: int) -> str:
+def in_bytes(count: int) -> str:
+    """A number of bytes with a binary prefix."""
+    return scaled(count, "B", 1024)
+
+
+def scaled(count: float, unit: str, step: int) -> str:
+    """A number with the prefix that suits it; `step` is 1024 or 1000."""
     prefixes = ("", "Ki", "Mi", "Gi", "Ti", "Pi") if step == 1024 else ("", "k", "M", "G", "T", "P")
     for prefix in prefixes:
         if count < step or prefix == prefixes[-1]:

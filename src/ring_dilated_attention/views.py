@@ -8,14 +8,14 @@ are the longest evenly spaced axes of a tile, and it stands at one point of the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from typing import NamedTuple
 
 import torch
 
-from .plan import Rows, Tile
+from .plan import RankPlan, Rows, Tile, TileGroup
 
 
 class Place(NamedTuple):
@@ -194,6 +194,16 @@ def families(tiles: Sequence[Tile]) -> Iterator[Family]:
                 yield Family(tuple(run), axis)
             run, axis = [tile], Axis(1, Place(), Place())
         yield Family(tuple(run), axis)
+
+
+def kernel_calls(groups: Iterable[TileGroup], rank: RankPlan, batch: int) -> int:
+    """How many kernel calls compute the tiles: one for each `Block` of theirs."""
+    members = rank.plan.num_heads // rank.plan.num_kv_heads
+    return sum(
+        sum(1 for _ in family.blocks(batch, members))
+        for group in groups
+        for family in families(group.tiles)
+    )
 
 
 def _shape(tile: Tile) -> tuple[object, ...]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 
-from .attention import RankPlan
+from .attention import AttentionPlan, RankPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +66,26 @@ class Memory:
         return self.query + self.key + self.value + self.out + self.lse + self.buffers
 
 
+@dataclass(frozen=True, kw_only=True)
+class Balance:
+    """How evenly the operations of a call are dealt to the ranks.
+
+    Attributes:
+        world_size: number of ranks.
+        largest_rank: the rank with the most operations, the first of several.
+        imbalance: its operations over the mean of all ranks; 1.0 is even, p is all on one rank.
+    """
+
+    world_size: int
+    largest_rank: int
+    imbalance: float
+
+    @property
+    def speed_up_bound(self) -> float:
+        """How many times as fast as one rank all can be at most: p / imbalance."""
+        return self.world_size / self.imbalance
+
+
 def traffic(rank: RankPlan, size: TensorSize) -> Traffic:
     """Bytes that a rank exchanges: K and V of each needed row; in backward its gradients too."""
     sent = size.key_value_bytes(rank.total_sent_rows)
@@ -101,3 +124,48 @@ def memory(rank: RankPlan, size: TensorSize, *, gathers: bool | None = None) -> 
 def flops(rank: RankPlan, size: TensorSize) -> int:
     """Useful floating-point operations of a forward call; a backward call takes 2.5 times these."""
     return 4 * size.batch * size.head_dim * rank.pairs
+
+
+def flops_by_rank(plan: AttentionPlan, size: TensorSize) -> list[int]:
+    """`flops` of every rank, counted without planning any of them: quick for thousands of ranks.
+
+    How many keys a query sees is a matter of the pattern, whoever holds them.
+    """
+
+    @cache
+    def pairs_before(position: int) -> int:
+        return _pairs_before(plan, position)
+
+    pair = 4 * size.batch * size.head_dim * (plan.num_heads // plan.num_kv_heads)
+    return [
+        pair * sum(pairs_before(stop) - pairs_before(start) for start, stop in ranges)
+        for ranges in plan.layout.ranges
+    ]
+
+
+def balance(flops: Sequence[int]) -> Balance:
+    """How evenly `flops`, one figure per rank, are dealt; even if they are all 0."""
+    largest = max(flops)
+    return Balance(
+        world_size=len(flops),
+        largest_rank=flops.index(largest),
+        imbalance=largest * len(flops) / sum(flops) if largest else 1.0,
+    )
+
+
+def _pairs_before(plan: AttentionPlan, position: int) -> int:
+    """(query, key) pairs of the queries before `position`, over all KV heads."""
+    pairs = 0
+    for start, stop in pairwise(plan.documents):
+        if start >= position:
+            break
+        length, queries = stop - start, min(position, stop) - start
+        for branch, (segment_length, rate) in enumerate(plan.pattern.branches):
+            w = length if segment_length is None else min(segment_length, length)
+            full, rest = divmod(queries, w)  # full segments, and queries of the one after them
+            last = min(w, length - full * w)
+            for offset, heads in Counter(o for _, o in plan.tiling.heads[branch]).items():
+                for count, rows, of in ((full, w, w), (1, rest, last)):
+                    q, k = len(range(offset, rows, rate)), len(range(offset, of, rate))
+                    pairs += heads * count * (q * (q + 1) // 2 if plan.is_causal else q * k)
+    return pairs

@@ -1,0 +1,133 @@
+"""`rda simulate`."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from ring_dilated_attention import simulate, transfer
+from ring_dilated_attention.cli import app
+from ring_dilated_attention.plan import costs
+
+OPTIONS = ["--segment-lengths=16,50,all", "--dilation-rates=1,3,4", "--head-dim=8"]
+
+
+@pytest.fixture(autouse=True)
+def _wide_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+
+
+def rda(*arguments):
+    return CliRunner().invoke(app, ["simulate", "--device=cpu", *arguments])
+
+
+def row(output, first, title):
+    """The words of a table's row, by its first word."""
+    table = output[output.index(title) :].splitlines()
+    return next(line.split() for line in table if line.split()[:1] == [first])
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_reports_every_rank(layout):
+    done = rda("--length=101", "--ranks=7", "--causal", f"--layout={layout}", *OPTIONS)
+    assert done.exit_code == 0, done.output
+    assert f"101 positions on 7 ranks ({layout}), 4 heads of 8" in done.output
+    assert "inputs of seed" in done.output
+    assert done.output.rstrip().endswith("memory, bytes and messages are the plan's")
+    for rank in map(str, range(7)):
+        assert row(done.output, rank, "Compute")[0] == rank
+    assert row(done.output, "all", "Compute")[1] == "101"
+    *_, sent, _, planned, _ = row(done.output, "all", "Exchange")
+    assert sent == planned != "0"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--length=5", "--ranks=11", "--pattern=dense", "--causal"],  # ranks that hold nothing
+        ["--length=1", "--ranks=3", "--pattern=longvit", "--dtype=bfloat16"],
+        ["--length=97", "--ranks=1"],
+        ["--length=53", "--ranks=5", "--pattern=gigapath", "--heads=6", "--kv-heads=2"],
+        ["--length=53", "--ranks=2", "--exchange=gather", "--backend=eager", "--batch=2"],
+        ["--length=53", "--ranks=3", "--no-backward", "--head-branches=split", "--dtype=float64"],
+    ],
+)
+def test_corners(options):
+    done = rda(*options, "--head-dim=8", "--seed=3")
+    assert done.exit_code == 0, done.output
+    assert "inputs of seed 3" in done.output
+
+
+def test_json_holds_everything(tmp_path):
+    file = tmp_path / "found.json"
+    done = rda("--length=101", "--ranks=3", "--causal", f"--json={file}", "--seed=5", *OPTIONS)
+    assert done.exit_code == 0, done.output
+    found = json.loads(file.read_text())
+    assert found["ok"]
+    assert found["problems"] == []
+    assert found["options"]["seed"] == 5
+    assert [x["positions"] for x in found["ranks"]] == [34, 34, 33]
+    assert found["balance"]["imbalance"] == max(x["of_mean"] for x in found["ranks"])
+    assert found["speed_up_bound"] == 3 / found["balance"]["imbalance"]
+    for x in found["ranks"]:
+        assert x["forward"]["counted"] == x["forward"]["planned"]
+    assert set(found["errors"]) == {"out", "lse", "dquery", "dkey", "dvalue"}
+
+
+def test_many_ranks_show_a_few_and_the_extremes():
+    arguments = ["--length=200", "--ranks=20", "--causal", "--pattern=dense", "--heads=1"]
+    done = rda(*arguments, "--head-dim=4")
+    assert done.exit_code == 0, done.output
+    assert row(done.output, "19", "Compute")[5] == "1.945"  # the last computes the most
+    assert len(done.output.splitlines()) < 3 * 20
+    done = rda(*arguments, "--head-dim=4", "--all")
+    for rank in map(str, range(20)):
+        assert row(done.output, rank, "Compute")[1] == "10"
+
+
+def test_a_plan_with_other_bytes_is_exit_code_1(monkeypatch, tmp_path):
+    planned = costs.traffic
+
+    def more(rank, size):
+        moved = planned(rank, size)
+        return type(moved)(**{**vars(moved), "forward_sent": moved.forward_sent + 4})
+
+    monkeypatch.setattr(simulate, "traffic", more)
+    file = tmp_path / "found.json"
+    done = rda("--length=101", "--ranks=9", f"--json={file}", *OPTIONS)
+    assert done.exit_code == 1
+    assert "WRONG rank 0, forward: planned Transfers(sent=" in done.output
+    assert "and 1 more problems" in done.output
+    assert not json.loads(file.read_text())["ok"]
+
+
+def test_wrong_results_are_exit_code_1(monkeypatch):
+    monkeypatch.setattr(transfer, "add_home", lambda *_: None)
+    done = rda("--length=101", "--ranks=2", *OPTIONS)
+    assert done.exit_code == 1
+    assert "WRONG dkey: relative error" in done.output
+    assert "ok:" not in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--length=0"], "length must be >= 1, got 0"),
+        (["--length=8", "--ranks=0"], "ranks must be >= 1, got 0"),
+        (["--length=8", "--layout=spiral"], "layout must be one of 'contiguous', 'zigzag'"),
+        (["--length=8", "--dtype=int8"], "dtype must be one of 'bfloat16', 'float16'"),
+        (["--length=8", "--pattern=plaid"], "pattern must be one of 'longnet'"),
+        (["--length=8", "--segment-lengths=4"], "segment_lengths and dilation_rates go together"),
+        (["--length=8", *OPTIONS, "--pattern=dense"], "a pattern's name or its segment_lengths"),
+        (["--length=8", "--heads=6", "--kv-heads=4"], "multiple of kv_heads; got 6 and 4"),
+        (["--length=8", "--head-dim=0"], "head_dim must be >= 1, got 0"),
+        (["--length=8", "--exchange=bus"], "exchange must be one of 'auto', 'ring', 'gather'"),
+        (["--length=8", "--device=tpu"], "device must be one of 'auto', 'cpu', 'cuda'"),
+        (["--length=8", "--json=/no/such/folder/file"], "No such file or directory"),
+    ],
+)
+def test_bad_options_are_one_line(arguments, message):
+    done = rda(*arguments)
+    assert done.exit_code == 2
+    assert message in done.output
+    assert len(done.output.strip().splitlines()) == 1

@@ -18,14 +18,16 @@ ORDER = [
     ["accumulate"],
     ["tiles"],
     ["exchange"],
-    ["views", "packing", "agreement"],
+    ["views", "packing", "agreement", "turns"],
     ["transfer", "compute"],
     ["ring"],
     ["operator"],
     ["functional", "checkpoint"],
+    ["replicated"],
     ["nn", "testing"],
     ["verify", "train", "bench"],
-    ["plan_command", "verify_command"],
+    ["plan_command", "verify_command", "simulate"],
+    ["simulate_command"],
     ["cli"],
 ]
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}

@@ -4,6 +4,7 @@ from .functional import dilated_attention
 from .layout import SequenceLayout
 from .pattern import DilatedPattern
 from .plan import AttentionPlan, plan_attention
+from .replicated import replicated_query_attention
 
 __version__ = "0.1.0"
 
@@ -13,4 +14,5 @@ __all__ = [
     "SequenceLayout",
     "dilated_attention",
     "plan_attention",
+    "replicated_query_attention",
 ]

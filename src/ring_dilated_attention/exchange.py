@@ -34,7 +34,7 @@ class Exchange(Protocol):
     Attributes:
         rank: this rank, in [0, world_size).
         world_size: number of ranks.
-        sent_bytes: bytes that `start` has sent so far.
+        sent_bytes: bytes that `start` and `gather` have sent so far.
     """
 
     rank: int
@@ -58,11 +58,20 @@ class Exchange(Protocol):
     def share(self, value: Any) -> list[Any]:
         """Every rank's `value`, by rank: a collective of small Python objects."""
 
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's `tensor`, by rank: a collective; shapes, dtypes and devices are alike.
+
+        Each is the caller's own: it may be written to. A rank sends its tensor to each other one.
+        """
+
 
 Group: TypeAlias = dist.ProcessGroup | DeviceMesh | Exchange | None
 """What a `group` argument may be: a ProcessGroup, a 1-D DeviceMesh, an Exchange, or None for one
 process on its own."""
 
+
+_MEMBERS = ("rank", "world_size", "start", "maximum", "share", "gather")
+"""What tells an `Exchange`."""
 
 _registered: WeakValueDictionary[str, Exchange] = WeakValueDictionary()
 """The `Exchange` objects that were passed as a group, by name. Operators take no Python objects, so
@@ -94,7 +103,7 @@ def group_name(group: Group) -> str:
         raise ValueError(
             f"rank {dist.get_rank()} is not a member of the process group it was given"
         )
-    if all(hasattr(group, name) for name in ("rank", "world_size", "start", "maximum", "share")):
+    if all(hasattr(group, name) for name in _MEMBERS):
         name = f"exchange {id(group)}"  # no two objects that are alive share it
         _registered[name] = group
         return name
@@ -144,6 +153,9 @@ class _SoloExchange:
 
     def share(self, value: Any) -> list[Any]:
         return [value]
+
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        return [tensor.clone()]
 
 
 class _Works:
@@ -201,6 +213,14 @@ class ProcessGroupExchange:
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self._group)
         return values
+
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """See `Exchange.gather`."""
+        tensor = tensor.contiguous()
+        everyone = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        self.sent_bytes += (self.world_size - 1) * tensor.nbytes
+        dist.all_gather(everyone, tensor, group=self._group)
+        return everyone
 
 
 class LoopbackError(RuntimeError):
@@ -303,6 +323,13 @@ class LoopbackExchange:
         except threading.BrokenBarrierError:
             raise LoopbackError("another rank failed") from None
         return values
+
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """See `Exchange.gather`."""
+        self.sent_bytes += (self.world_size - 1) * tensor.nbytes
+        shared = self.share(tensor.clone())  # what nobody writes to: others may still read it
+        assert len({(x.shape, x.dtype) for x in shared}) == 1, f"{[x.shape for x in shared]} differ"
+        return [x.clone() for x in shared]
 
 
 def run_loopback(world_size: int, function: Callable[[LoopbackExchange], T]) -> list[T]:

@@ -107,10 +107,10 @@ def dilated_attention(
             on every rank of the group, naming the ranks at fault.
     """
     name = group_name(group)
-    query, key, value = _autocast(query, key, value)
+    query, key, value = autocast_inputs(query, key, value)
     try:
-        _validate_options(pattern, is_causal, scale, layout, exchange, backend, return_lse)
-        _validate_tensors(query, key, value)
+        validate_options(pattern, is_causal, scale, layout, exchange, backend, return_lse)
+        validate_tensors(query, key, value)
         if layout is None and query.shape[1] == 0:
             raise ValueError(f"the sequence is empty: query has shape {tuple(query.shape)}")
     except (TypeError, ValueError) as failure:
@@ -138,10 +138,10 @@ def dilated_attention(
     return (out, lse) if return_lse else out
 
 
-def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def autocast_inputs(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Cast as autocast casts the inputs of scaled_dot_product_attention: all but float64."""
     if not all(isinstance(t, torch.Tensor) for t in tensors):
-        return tensors  # `_validate` says so
+        return tensors  # `validate_tensors` says so
     device = tensors[0].device.type
     try:  # before torch 2.13, torch.compile cannot trace is_autocast_available
         enabled = torch.is_autocast_enabled(device)
@@ -155,7 +155,7 @@ def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     )
 
 
-def _validate_options(
+def validate_options(
     pattern: DilatedPattern,
     is_causal: bool,
     scale: float | None,
@@ -164,6 +164,7 @@ def _validate_options(
     backend: str,
     return_lse: bool,
 ) -> None:
+    """Raise a `TypeError` or `ValueError` unless `dilated_attention` allows these options."""
     if not isinstance(pattern, DilatedPattern):
         raise TypeError(f"pattern must be a DilatedPattern, got {pattern!r}")
     if not isinstance(is_causal, bool):
@@ -181,7 +182,17 @@ def _validate_options(
     check_choice("backend", backend, BACKENDS)
 
 
-def _validate_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+def validate_tensors(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, same_length: bool = True
+) -> None:
+    """Raise a `TypeError` or `ValueError` unless these can be a query, key and value.
+
+    Args:
+        query: of a call.
+        key: likewise.
+        value: likewise.
+        same_length: whether the query must have as many rows as the keys.
+    """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} must be a tensor, got {tensor!r}")
@@ -199,17 +210,19 @@ def _validate_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
     if not query.device == key.device == value.device:
         got = f"query {query.device}, key {key.device}, value {value.device}"
         raise ValueError(f"query, key and value must have one device; got {got}")
-    problem = _shape_problem(query.shape, key.shape, value.shape)
+    problem = _shape_problem(query.shape, key.shape, value.shape, same_length)
     if problem is not None:
         shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
         raise ValueError(f"{problem}; got {shapes}")
 
 
-def _shape_problem(query: torch.Size, key: torch.Size, value: torch.Size) -> str | None:
+def _shape_problem(
+    query: torch.Size, key: torch.Size, value: torch.Size, same_length: bool
+) -> str | None:
     for dim, what in ((0, "batch size"), (1, "local sequence length"), (3, "head_dim")):
-        if not query[dim] == key[dim] == value[dim]:
+        if (dim != 1 or same_length) and not query[dim] == key[dim] == value[dim]:
             return f"query, key and value must have the same {what}"
-    if key[2] != value[2]:
+    if key[1] != value[1] or key[2] != value[2]:
         return "key and value must have the same shape"
     if query[0] == 0 or query[2] == 0 or key[2] == 0 or query[3] == 0:
         return "batch, heads, kv_heads and head_dim must be >= 1"

@@ -51,7 +51,7 @@ def attention_forward(
     Returns:
         out (B, n, H, D), of query's dtype, and lse (B, H, n), float32 or float64; contiguous.
     """
-    query, key, value = (_unit_last_stride(x) for x in (query, key, value))
+    query, key, value = (unit_last_stride(x) for x in (query, key, value))
     batch, length, num_heads, _ = query.shape
     covers, tiles, sums = call.plan.covers, call.tiles(query), Accumulator(query.device)
     create = torch.empty if covers else torch.zeros
@@ -62,7 +62,7 @@ def attention_forward(
     )
     if not covers:
         lse.fill_(-torch.inf)
-    with _autocast_off(query.device):
+    with autocast_off(query.device):
         arrivals = fetch(call.plan, call.exchange, key, value, depth=call.depth)
         for number, group in enumerate(call.plan.local_groups):
             store = covers and number == 0
@@ -101,7 +101,7 @@ def attention_backward(
     Returns:
         dquery, dkey, dvalue: contiguous, in the dtypes of query, key and value.
     """
-    query, key, value = (_unit_last_stride(x) for x in (query, key, value))
+    query, key, value = (unit_last_stride(x) for x in (query, key, value))
     merged = compute.Merged(dout.contiguous(), out, lse)
     covers, tiles, sums = call.plan.covers, call.tiles(query), Accumulator(query.device)
     create = torch.empty if covers else torch.zeros
@@ -110,7 +110,7 @@ def attention_backward(
     dquery, dkey, dvalue = (
         create(x.shape, dtype=dtype, device=x.device) for x in (query, key, value)
     )
-    with _autocast_off(query.device):
+    with autocast_off(query.device):
         arrivals = fetch(call.plan, call.exchange, key, value, depth=call.depth)
         for number, group in enumerate(call.plan.local_groups):
             store = covers and number == 0
@@ -153,13 +153,13 @@ def _sum_dtype(query: torch.Tensor, plan: RankPlan) -> torch.dtype:
     return accumulate_dtype(query.dtype)
 
 
-def _autocast_off(device: torch.device) -> AbstractContextManager[None]:
+def autocast_off(device: torch.device) -> AbstractContextManager[None]:
     """Kernels are given the dtypes they are meant to compute in."""
     if torch.amp.is_autocast_available(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
 
 
-def _unit_last_stride(tensor: torch.Tensor) -> torch.Tensor:
+def unit_last_stride(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself where the kernels can read it: head_dim contiguous; else a copy."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

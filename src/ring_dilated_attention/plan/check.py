@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from .attention import AttentionPlan, Step
+from .replicated import replicated_groups
 from .tiling import Message, Rows, Tile, TileGroup
 
 
@@ -58,7 +59,35 @@ def check_plan(plan: AttentionPlan) -> None:
             received += _check_step(plan, step, held, computed)
         if received != rank_plan.total_received_rows:
             raise PlanError(f"rank {rank}: {rank_plan.total_received_rows=}, expected {received}")
-    expected = Counter(_expected(plan))
+    _compare(computed, Counter(_expected(plan)))
+
+
+def check_replicated(plan: AttentionPlan, positions: range) -> None:
+    """Prove over all ranks that `replicated_groups` of `positions` is complete and consistent.
+
+    - Each (branch, KV head, query at `positions`, visible key) is computed exactly once, by the
+      rank that holds the key.
+    - Tiles of a group share no query row of a head and no key row, and are all causal or none.
+
+    Raises:
+        PlanError: the first violation found.
+    """
+    computed: Counter[tuple[int, int, int, int]] = Counter()
+    for rank, ranges in enumerate(plan.layout.ranges):
+        held = [position for start, stop in ranges for position in range(start, stop)]
+        for group in replicated_groups(plan, positions, rank):
+            _check_group(group, None)
+            if len({tile.is_causal for tile in group.tiles}) > 1:
+                raise PlanError(f"some tiles of a group are causal, some are not: {group.tiles}")
+            for tile in group.tiles:
+                keys = dict.fromkeys(tile.heads, held)
+                computed.update(_quadruples(tile, list(positions), keys))
+    _compare(computed, Counter(x for x in _expected(plan) if x[2] in positions))
+
+
+def _compare(
+    computed: Counter[tuple[int, int, int, int]], expected: Counter[tuple[int, int, int, int]]
+) -> None:
     if computed != expected:
         missing, extra = expected - computed, computed - expected
         raise PlanError(

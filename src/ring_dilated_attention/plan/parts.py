@@ -33,6 +33,11 @@ class Part(NamedTuple):
         whole = self.document_stop - self.document_start
         return whole if length is None else min(length, whole)
 
+    def within(self, start: int, stop: int) -> Part:
+        """What lies of the part in ``range(start, stop)``; nothing where start >= stop."""
+        start, stop = max(start, self.start), min(stop, self.stop)
+        return self._replace(start=start, stop=stop, local=self.local_row(start))
+
 
 class Link(NamedTuple):
     """Queries of one part that see keys of another (or the same): a segment that both hold."""
@@ -42,6 +47,11 @@ class Link(NamedTuple):
     queries: Part
     start: int  # of the segment
     stop: int
+
+    @property
+    def is_own(self) -> bool:
+        """Whether queries and keys are the same positions: a causal tile is then a diagonal one."""
+        return self.queries[:2] == self.keys[:2]
 
     @property
     def message_entry(self) -> tuple[int, int, int]:
@@ -57,9 +67,14 @@ def parts_of(layout: SequenceLayout, documents: Sequence[int], rank: int) -> lis
         documents: cumulative lengths ``(0, ..., layout.length)`` of the documents.
         rank: whose ranges.
     """
+    return cut(layout.ranges[rank], documents, rank)
+
+
+def cut(ranges: Sequence[tuple[int, int]], documents: Sequence[int], rank: int) -> list[Part]:
+    """Like `parts_of`, for any ranges of positions that are held one behind the other."""
     parts = []
     local = 0
-    for start, stop in layout.ranges[rank]:
+    for start, stop in ranges:
         first = bisect_right(documents, start) - 1
         last = bisect_left(documents, stop)
         for low, high in pairwise(documents[first : last + 1]):

@@ -120,11 +120,10 @@ class Tiling:
             segments: how many equal segments, of which the link's is the first.
         """
         rate = self.pattern.dilation_rates[link.branch]
-        is_own = link.queries is link.keys
         heads: list[tuple[int, _HeadRows]] = []
         for head, offset in self.heads[link.branch]:
             queries = self._rows(link, link.queries, offset)
-            keys = queries if is_own else self._rows(link, link.keys, offset)
+            keys = queries if link.is_own else self._rows(link, link.keys, offset)
             if queries and keys:
                 query = link.queries.local_row(queries[0])
                 key = link.keys.local_row(keys[0]) if slots is None else slots[head]
@@ -138,7 +137,7 @@ class Tiling:
                 link.branch,
                 _heads(run),
                 segments,
-                self.is_causal and is_own,
+                self.is_causal and link.is_own,
                 Rows(first.query, first.query_count, rate, step.query, w),
                 Rows(first.key, first.key_count, rate if slots is None else 1, step.key, w),
             )

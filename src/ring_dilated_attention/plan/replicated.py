@@ -1,0 +1,87 @@
+"""Queries that every rank holds, against the keys of one rank: which tiles. Integers only.
+
+Per branch, and per range of keys that the rank holds:
+
+- the positions that are queries and keys alike are cut into segments as any shard is: the run of
+  full segments is ONE batched tile, a diagonal one where causal;
+- queries before or behind them, and keys before or behind them, are disjoint ranges, so any two of
+  them share at most one segment: one tile, which is plain. Causal: only keys before the queries.
+
+Queries within one segment that see all its keys need no such cuts: one tile a range of keys. That
+is a single position (decoding), causal or not, since keys behind it are left out from the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .attention import AttentionPlan
+from .parts import Link, Part, cut, own_segments, spans
+from .tiling import Tile, TileGroup, Tiling
+
+
+def replicated_groups(plan: AttentionPlan, positions: range, rank: int) -> tuple[TileGroup, ...]:
+    """What `rank` computes for queries that every rank holds.
+
+    Args:
+        plan: the pattern, and which rank holds which keys.
+        positions: of the queries: consecutive, not empty, within [0, plan.layout.length).
+        rank: whose keys.
+
+    Returns:
+        Groups of tiles; row i of their queries is ``positions[i]``, their keys are local rows.
+    """
+    assert positions.step == 1
+    assert 0 <= positions.start < positions.stop <= plan.layout.length
+    queries = cut([(positions.start, positions.stop)], plan.documents, rank)
+    keys = plan.parts_of(rank)
+    if plan.is_causal:
+        keys = [k.within(0, positions.stop) for k in keys if k.start < positions.stop]
+    is_causal = plan.is_causal and len(positions) > 1
+    tiling = Tiling(plan.pattern, plan.num_kv_heads, is_causal)
+    pairs = [(q, k) for q in queries for k in keys if q.document_start == k.document_start]
+    groups: list[TileGroup] = []
+    for branch, (length, _) in enumerate(plan.pattern.branches):
+        own: list[Tile] = []  # of disjoint positions, so they share no row
+        for link, segments in (
+            x for pair in pairs for x in _links(branch, length, *pair, is_causal)
+        ):
+            tiles = tuple(tiling.tiles(link, segments=segments))
+            if link.is_own:
+                own.extend(tiles)
+            elif tiles:
+                groups.append(TileGroup(tiles))
+        if own:
+            groups.append(TileGroup(tuple(own)))
+    return tuple(groups)
+
+
+def _links(
+    branch: int, length: int | None, queries: Part, keys: Part, is_causal: bool
+) -> Iterator[tuple[Link, int]]:
+    """The segments that two parts of a document share, as (link, number of such segments)."""
+    w = queries.segment_length(length)
+    start = queries.start - (queries.start - queries.document_start) % w
+    stop = min(start + w, queries.document_stop)
+    if not is_causal and queries.stop <= stop:
+        if keys.start < stop and start < keys.stop:
+            yield Link(branch, keys, queries, start, stop), 1
+        return
+    low, high = max(queries.start, keys.start), min(queries.stop, keys.stop)
+    for q in _pieces(queries, low, high):
+        for k in _pieces(keys, low, high):
+            if q[:2] == k[:2]:
+                for start, stop, count in own_segments(q, length):
+                    yield Link(branch, k, q, start, stop), count
+                continue
+            for span in spans(branch, q, length):
+                if span.reaches(k) and (span.is_before or not is_causal):
+                    yield Link(branch, k, q, span.start, span.stop), 1
+
+
+def _pieces(part: Part, low: int, high: int) -> list[Part]:
+    """A part cut into what lies before, in and behind ``range(low, high)``."""
+    if low >= high:
+        return [part]
+    cuts = (part.within(0, low), part.within(low, high), part.within(high, part.stop))
+    return [piece for piece in cuts if piece.start < piece.stop]

@@ -49,6 +49,8 @@ def call(group=None, **changes):
         ({"return_lse": "yes"}, TypeError, "return_lse must be a bool"),
         ({"scale": "big"}, TypeError, "scale must be a float or None, got 'big'"),
         ({"scale": float("nan")}, ValueError, "scale must be finite"),
+        ({"workspace": "much"}, TypeError, "workspace must be a float or None, got 'much'"),
+        ({"workspace": 0}, ValueError, "workspace must be > 0 and finite, got 0"),
         ({"layout": [(0, 6)]}, TypeError, "layout must be a SequenceLayout"),
         ({"layout": SequenceLayout.contiguous(6, 2)}, ValueError, "for 2 ranks, the group has 1"),
         ({"layout": SequenceLayout.contiguous(7, 1)}, ValueError, "gives rank 0 7 positions"),

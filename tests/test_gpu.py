@@ -181,18 +181,22 @@ def test_peak_memory(head_dim, is_causal):
     )
     leaves = [x.requires_grad_() for x in (query, key, value)]
 
-    def peak(backward):
+    def peak(backward, workspace=None):
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         with torch.set_grad_enabled(backward):
-            out = dilated_attention(query, key, value, pattern, is_causal=is_causal)
+            out = dilated_attention(
+                query, key, value, pattern, is_causal=is_causal, workspace=workspace
+            )
             if backward:
                 torch.autograd.grad(out, leaves, dout)
         return (torch.cuda.max_memory_allocated() - before) / query.nbytes
 
     assert peak(backward=False) <= 1.3
     assert peak(backward=True) <= 4.6
+    assert peak(backward=False, workspace=0.05) <= 1.1
+    assert peak(backward=True, workspace=0.2) <= 4.3
 
 
 def test_the_sweep_on_one_gpu():

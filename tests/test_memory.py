@@ -8,7 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention, plan_attention
-from ring_dilated_attention.testing import run_loopback
+from ring_dilated_attention.testing import relative_error, run_loopback
+from ring_dilated_attention.views import Block
 
 WORLD_SIZE, LENGTH = 8, 8 * 32
 
@@ -105,3 +106,31 @@ def test_ring_holds_two_remote_shards_at_most():
     # In backward, one more buffer: gradients that come home for this rank's own rows.
     watches = run(Held, pattern, "ring", is_causal=False)
     assert {watch.most for watch in watches} == {3}
+
+
+def test_workspace_bounds_what_kernels_allocate(monkeypatch):
+    """And changes nothing else."""
+    torch.manual_seed(0)
+    pattern = DilatedPattern([16, 64], [1, 2])
+    *inputs, dout = torch.randn(4, 1, 256, 4, 8, dtype=torch.float64)
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    calls: list[int] = []
+    slices = Block.slices
+
+    def counted(block, most_rows):
+        calls.extend(part.rows for part in slices(block, most_rows))
+        return slices(block, most_rows)
+
+    monkeypatch.setattr(Block, "slices", counted)
+    results = {}
+    for workspace in (None, 0.1):
+        calls.clear()
+        query, key, value = leaves
+        out = dilated_attention(query, key, value, pattern, workspace=workspace)
+        gradients = torch.autograd.grad(out, leaves, dout)
+        results[workspace] = [out.detach(), *gradients], list(calls)
+    for a, b in zip(results[None][0], results[0.1][0], strict=True):
+        assert relative_error(a, b) < 1e-13
+    # Forward allocates out and lse, backward three gradients: of a tenth of query's rows at most.
+    rows = 256 * 4
+    assert max(results[0.1][1]) <= 0.1 * rows < max(results[None][1]) == rows

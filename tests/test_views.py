@@ -82,5 +82,8 @@ def test_slices_are_bounded():
     (family,) = families(plan.rank(0).local)
     (block,) = family.blocks(1, 1)
     assert block.rows == 64 * 10 * 3
-    assert [part.rows for part in block.slices(2.5 * 64 * 3)] == [2 * 64 * 3, 3 * 64 * 3] * 2
-    assert len(list(block.slices(1))) == 10  # a segment of every head is the smallest slice
+    assert [part.rows for part in block.slices(2.5 * 64 * 3)] == [2 * 64 * 3] * 5
+    assert [part.rows for part in block.slices(1000)] == [5 * 64 * 3] * 2
+    assert list(block.slices(block.rows)) == [block]
+    assert [part.rows for part in block.slices(2.5 * 64)] == [64, 2 * 64] * 10
+    assert len(list(block.slices(1))) == 10 * 3  # a segment of a head is the smallest slice

@@ -39,17 +39,21 @@ class TileCall:
         scale: factor on the scores.
         batch: batch size.
         group: query heads per KV head.
+        workspace: what slices allocate may take so many times the size of query; None: the
+            constants of this module say.
     """
 
     selection: Selection
     scale: float
     batch: int
     group: int
+    workspace: float | None = None
 
-
-def _most_rows(query: torch.Tensor, fraction: float, row_bytes: float) -> float:
-    """How many rows a slice may have: it allocates `row_bytes` for each."""
-    return max(fraction * query.nbytes, WORKSPACE_FLOOR) / row_bytes
+    def most_rows(self, query: torch.Tensor, default: float, row_bytes: float) -> float:
+        """How many rows a slice may have that allocates `row_bytes` for each."""
+        if self.workspace is not None:
+            return self.workspace * query.nbytes / row_bytes
+        return max(default * query.nbytes, WORKSPACE_FLOOR) / row_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,7 +177,7 @@ def forward(
     work = _schedule(group, call.batch, call.group, head_dim, selection.table_flops)
     lse_rows = lse.transpose(1, 2)
     row_bytes = head_dim * query.element_size() + lse.element_size()
-    most_rows = _most_rows(query, FORWARD_WORKSPACE, row_bytes * sums.most_held)
+    most_rows = call.most_rows(query, FORWARD_WORKSPACE, row_bytes * sums.most_held)
     for block in work.blocks:
         backend = selection.backend
         assert backend is not None
@@ -250,7 +254,7 @@ def backward(
         row_bytes = lse_rows.element_size() + backend.backward_workspace(head_dim)
         if into is None:
             row_bytes += 3 * head_dim * query.element_size() * sums.most_held
-        for part in block.slices(_most_rows(query, BACKWARD_WORKSPACE, row_bytes)):
+        for part in block.slices(call.most_rows(query, BACKWARD_WORKSPACE, row_bytes)):
             inputs = _inputs(part, call, query, keys, values)
             gradients = TileGradients(
                 part.view_queries(merged.dout),

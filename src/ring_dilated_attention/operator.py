@@ -36,6 +36,7 @@ class Options(NamedTuple):
         group: what `group_name` calls the group.
         exchange: see `dilated_attention`.
         backend: see `dilated_attention`.
+        workspace: see `dilated_attention`.
         needs_gradients: whether autograd records this call.
     """
 
@@ -49,13 +50,14 @@ class Options(NamedTuple):
     group: str
     exchange: str
     backend: str
+    workspace: float | None
     needs_gradients: bool
 
 
 _OPTIONS = (
     "int[] segment_lengths, int[] dilation_rates, str head_offsets, str head_branches, "
     "bool is_causal, float? scale, SymInt[] layout, str group, str exchange, str backend, "
-    "bool needs_gradients"
+    "float? workspace, bool needs_gradients"
 )
 _Library: Any = torch.library.Library  # its methods have no annotations
 _library = _Library("ring_dilated_attention", "DEF")
@@ -228,6 +230,7 @@ def _ring_call(
         backend,
         head_dim**-0.5 if options.scale is None else options.scale,
         ends.world_size - 1 if gathers else 1,
+        options.workspace,
     )
 
 

@@ -30,11 +30,12 @@ class RingCall:
     backend: Selection
     scale: float
     depth: int  # messages in flight behind the running compute
+    workspace: float | None = None  # see `dilated_attention`
 
     def tiles(self, query: torch.Tensor) -> compute.TileCall:
         """What tiles need to know of the call."""
         group = self.plan.plan.num_heads // self.plan.plan.num_kv_heads
-        return compute.TileCall(self.backend, self.scale, query.shape[0], group)
+        return compute.TileCall(self.backend, self.scale, query.shape[0], group, self.workspace)
 
 
 def attention_forward(

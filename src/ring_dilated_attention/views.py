@@ -108,19 +108,27 @@ class Block:
         )
 
     def slices(self, most_rows: float) -> Iterator[Block]:
-        """Cut it along its longer axis into blocks of at most `most_rows` rows, or single ones."""
+        """Cut it along its longer axis, then the other, into blocks of at most `most_rows` rows.
+
+        A single segment of a single head is the smallest block.
+        """
         cuts_outer = self.outer.size >= self.inner.size
         axis = self.outer if cuts_outer else self.inner
-        count = min(axis.size, max(1, -int(-self.rows // most_rows)))
+        if self.rows <= most_rows or axis.size == 1:
+            yield self
+            return
+        largest = max(1, int(most_rows * axis.size / self.rows))
+        count = -(-axis.size // largest)
         for start, stop in pairwise(axis.size * i // count for i in range(count + 1)):
             size = axis._replace(size=stop - start)
-            yield replace(
+            part = replace(
                 self,
                 outer=size if cuts_outer else self.outer,
                 inner=self.inner if cuts_outer else size,
                 query=self.query.ahead(axis.query, start),
                 key=self.key.ahead(axis.key, start),
             )
+            yield from part.slices(most_rows)
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,9 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not (torch.cuda.is_available() or INTERPRETED):
     pytest.skip("needs CUDA or TRITON_INTERPRET=1", allow_module_level=True)
 
-from ring_dilated_attention.kernels.attention import (  # noqa: E402
-    attention_backward,
-    attention_forward,
-)
+from ring_dilated_attention.kernels.backward import attention_backward  # noqa: E402
 from ring_dilated_attention.kernels.cells import build_cells  # noqa: E402
+from ring_dilated_attention.kernels.forward import attention_forward  # noqa: E402
 from ring_dilated_attention.kernels.tuning import (  # noqa: E402
     BackwardConfig,
     LaunchConfig,

@@ -193,13 +193,13 @@ def forward(
             sums.run(partial(merge, *views, *tile, store=store), *tile, is_long=is_long)
             del tile  # before the next slice makes its own
     if work.table:
-        from .kernels import attention
+        from .kernels.forward import attention_forward
 
         sums.join()
         launch = _launch(
             work, "forward", call.batch, call.group, head_dim, query.dtype, query.device
         )
-        attention.attention_forward(
+        attention_forward(
             query,
             keys,
             values,
@@ -271,13 +271,13 @@ def backward(
             sums.run(add_all, *tile, is_long=is_long)
             del tile, add_all  # before the next slice makes its own
     if work.table:
-        from .kernels import attention
+        from .kernels.backward import attention_backward
 
         sums.join()
         launch = _launch(
             work, "backward", call.batch, call.group, head_dim, query.dtype, query.device
         )
-        attention.attention_backward(
+        attention_backward(
             merged.dout,
             query,
             keys,

@@ -1,6 +1,7 @@
 """The table-driven Triton kernels as a back end: many tiles in one launch, merged as they are made.
 
-They take a whole `TileGroup` instead of one tile: see `kernels.cells` and `kernels.attention`.
+They take a whole `TileGroup` instead of one tile: see `kernels.cells`, `kernels.forward` and
+`kernels.backward`.
 """
 
 from __future__ import annotations

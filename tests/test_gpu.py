@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ring_dilated_attention import DilatedPattern, compute, dilated_attention
+from ring_dilated_attention.merge import merge_
 from ring_dilated_attention.reference import reference_attention
 from ring_dilated_attention.testing import relative_error, run_loopback, run_ranks
 from ring_dilated_attention.tiles import select_backend
@@ -132,6 +133,25 @@ def test_accuracy_of_the_longnet_pattern(length, head_dim, is_causal):
     assert out <= 2.6e-3
     assert max(gradients) <= 3.2e-3
     assert max(relative_errors(pattern, length, 12, head_dim, torch.float32, is_causal)) <= 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [48, 64, 128])
+def test_merging_many_rows(head_dim, dtype):
+    """Enough rows to fill the GPU many times: warps that read what others write would show."""
+    pytest.importorskip("triton")
+    from ring_dilated_attention.kernels.rows import merge_rows
+
+    shape = 4, 12, 20_011, head_dim
+    out, tile_out = (torch.randn(shape, device="cuda").to(dtype) for _ in range(2))
+    lse, tile_lse = (5 * torch.randn(shape[:3], device="cuda") for _ in range(2))
+    want, want_lse = out.float(), lse.clone()
+    merge_(want, want_lse, tile_out.float(), tile_lse)
+    for _ in range(20):
+        got, got_lse = out.clone(), lse.clone()
+        merge_rows(got, got_lse, tile_out, tile_lse, store=False)
+        torch.testing.assert_close(got_lse, want_lse, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(got, want.to(dtype), rtol=0.01, atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", ["auto", "fa4", "cudnn"])

@@ -158,6 +158,8 @@ def _forward_kernel(
         acc = tl.where(unseen[:, None], acc, old + weight[:, None] * (acc - old))
         # logaddexp, from the larger of the two
         new_lse = tl.maximum(old_lse, new_lse) + tl.log(1 + tl.exp(-tl.abs(old_lse - new_lse)))
+        # Several warps may load the lse of one row, one stores it: all loads come first.
+        tl.debug_barrier()
     add_block(out, out_offsets, rows, q_len, acc, True, HEAD_DIM)
     tl.store(lse + lse_offsets, new_lse, mask=in_rows)
 

@@ -59,6 +59,8 @@ def _merge_kernel(
         new_lse = tl.where(nothing_new | nothing_old, larger, both)
         merged = old + weight[:, None] * (new - old)
         new = tl.where(nothing_old[:, None], tl.where(nothing_new[:, None], old, new), merged)
+        # Several warps may load the lse of one row, one stores it: all loads come first.
+        tl.debug_barrier()
     tl.store(out_at, new.to(out.dtype.element_ty), mask=where)
     tl.store(lse_at, new_lse, mask=valid)
 

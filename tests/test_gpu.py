@@ -145,7 +145,7 @@ def test_merging_many_rows(head_dim, dtype):
     shape = 4, 12, 20_011, head_dim
     out, tile_out = (torch.randn(shape, device="cuda").to(dtype) for _ in range(2))
     lse, tile_lse = (5 * torch.randn(shape[:3], device="cuda") for _ in range(2))
-    want, want_lse = out.float(), lse.clone()
+    want, want_lse = out.float().clone(), lse.clone()
     merge_(want, want_lse, tile_out.float(), tile_lse)
     for _ in range(20):
         got, got_lse = out.clone(), lse.clone()

@@ -18,6 +18,7 @@ ORDER = [
     ["accumulate"],
     ["tiles"],
     ["exchange"],
+    ["loopback"],
     ["views", "packing", "agreement", "turns"],
     ["transfer", "compute"],
     ["ring"],

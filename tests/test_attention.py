@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from strategies import cases
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention, ring
-from ring_dilated_attention.exchange import LoopbackExchange
+from ring_dilated_attention.loopback import LoopbackExchange
 from ring_dilated_attention.reference import reference_attention, visible_counts
 from ring_dilated_attention.testing import relative_error, run_loopback
 from ring_dilated_attention.verify import combine, run_case

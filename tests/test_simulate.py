@@ -16,7 +16,7 @@ from ring_dilated_attention import (
     simulate,
     transfer,
 )
-from ring_dilated_attention.exchange import LoopbackExchange
+from ring_dilated_attention.loopback import LoopbackExchange
 from ring_dilated_attention.plan.costs import Memory
 from ring_dilated_attention.turns import Transfers, Turns
 from ring_dilated_attention.verify import TENSORS, Case, make_layout

@@ -1,24 +1,20 @@
 """Move rows between ranks. The only point-to-point code of the library.
 
 An `Exchange` is one rank's end of a group. `ProcessGroupExchange` speaks torch.distributed;
-`LoopbackExchange` connects ranks that are threads of one process, for tests and simulation.
+`loopback.LoopbackExchange` connects ranks that are threads of one process.
 """
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol, TypeAlias, TypeVar, cast
-from weakref import WeakValueDictionary
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, Protocol, TypeAlias, cast
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
-
-T = TypeVar("T")
 
 
 class Pending(Protocol):
@@ -52,7 +48,8 @@ class Exchange(Protocol):
     def maximum(self, values: Sequence[int], device: torch.device) -> list[int]:
         """The elementwise maximum of `values` (int64) over all ranks: one small collective.
 
-        `device` is where the ranks' tensors are; it runs there, where the group can.
+        It runs on the CPU where the group can, else on `device`, where the ranks' tensors are,
+        without waiting for what that has still to compute.
         """
 
     def share(self, value: Any) -> list[Any]:
@@ -158,6 +155,52 @@ class _SoloExchange:
         return [tensor.clone()]
 
 
+MOST_CTAS = 16
+"""Multiprocessors that transfers may take from the compute behind which they run."""
+
+_communicators: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+"""Of groups that have exchanged on CUDA: their communicators for transfers."""
+
+
+@lru_cache(maxsize=8)
+def _agreement_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+
+
+def _for_transfers(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """The group over which rows on `device` travel; for the first time, all members ask at once."""
+    if device.type != "cuda":
+        return group
+    if group not in _communicators:
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options.config.max_ctas = MOST_CTAS
+        made = dist.new_group(
+            dist.get_process_group_ranks(group),
+            backend="nccl",
+            pg_options=options,
+            use_local_synchronization=True,  # only members are here
+            group_desc="ring_dilated_attention",
+        )
+        _connect(made, device)
+        _communicators[group] = made
+    return _communicators[group]
+
+
+def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Connect every pair of ranks: NCCL does it at the first transfer, and takes long."""
+    rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
+    for step in range(1, len(ranks)):
+        sent, received = torch.zeros(2, 1, device=device).unbind(0)
+        operations = [
+            dist.P2POp(dist.isend, sent, ranks[(rank + step) % len(ranks)], group),
+            dist.P2POp(dist.irecv, received, ranks[(rank - step) % len(ranks)], group),
+        ]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+    torch.cuda.synchronize(device)
+
+
 class _Works:
     """Transfers of torch.distributed, and the tensors that must outlive them."""
 
@@ -172,6 +215,10 @@ class _Works:
 
 class ProcessGroupExchange:
     """An `Exchange` over a ProcessGroup of torch.distributed (gloo, NCCL).
+
+    On CUDA, rows travel over a communicator of their own: they do not queue behind the caller's
+    collectives, nor these behind them. The first call with a group makes it and connects every pair
+    of ranks, which takes seconds.
 
     Args:
         group: the group; this process must be a member.
@@ -189,22 +236,33 @@ class ProcessGroupExchange:
         self, send: tuple[int, torch.Tensor] | None, receive: tuple[int, torch.Tensor] | None
     ) -> Pending:
         """See `Exchange.start`."""
-        operations, tensors = [], []
-        for kind, transfer in ((dist.isend, send), (dist.irecv, receive)):
-            if transfer is not None:
-                peer, tensor = transfer
-                operations.append(dist.P2POp(kind, tensor, group=self._group, group_peer=peer))
-                tensors.append(tensor)
+        transfers = [x for x in (send, receive) if x is not None]
+        if not transfers:
+            return _Works([], [])
+        tensors = [tensor for _, tensor in transfers]
+        group = _for_transfers(self._group, tensors[0].device)
+        operations = [
+            dist.P2POp(kind, tensor, dist.get_global_rank(self._group, peer), group)
+            for kind, transfer in ((dist.isend, send), (dist.irecv, receive))
+            if transfer is not None
+            for peer, tensor in (transfer,)
+        ]
         if send is not None:
             self.sent_bytes += send[1].nbytes
-        works = dist.batch_isend_irecv(operations) if operations else []
-        return _Works(works, tensors)
+        return _Works(dist.batch_isend_irecv(operations), tensors)
 
     def maximum(self, values: Sequence[int], device: torch.device) -> list[int]:
         """See `Exchange.maximum`."""
-        if device.type == "cpu" and "cpu" not in dist.get_backend_config(self._group):
+        _for_transfers(self._group, device)  # all ranks are here, which making it needs
+        if "cpu" in dist.get_backend_config(self._group):
+            return self._maximum(torch.tensor(values, dtype=torch.int64))
+        if device.type == "cpu":
             device = torch.device("cuda", torch.cuda.current_device())  # all that NCCL can reach
-        tensor = torch.tensor(values, dtype=torch.int64, device=device)
+        # On a stream of its own it does not wait for what the device has still to compute.
+        with torch.cuda.stream(_agreement_stream(device)):
+            return self._maximum(torch.tensor(values, dtype=torch.int64, device=device))
+
+    def _maximum(self, tensor: torch.Tensor) -> list[int]:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
         return [int(value) for value in tensor.tolist()]
 
@@ -221,144 +279,3 @@ class ProcessGroupExchange:
         self.sent_bytes += (self.world_size - 1) * tensor.nbytes
         dist.all_gather(everyone, tensor, group=self._group)
         return everyone
-
-
-class LoopbackError(RuntimeError):
-    """Another rank of the loopback world failed, so this one cannot go on."""
-
-
-class _LoopbackWorld:
-    """What the ranks of a loopback share: a letter box per (sender, receiver, number)."""
-
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
-        self.shared: list[Any] = [None] * world_size
-        self.barrier = threading.Barrier(world_size)
-        self._letters: dict[tuple[int, int, int], Future[torch.Tensor]] = {}
-        self._lock = threading.Lock()
-        self._failed = False
-
-    def letter(self, sender: int, receiver: int, number: int) -> Future[torch.Tensor]:
-        """The transfer number `number` from `sender` to `receiver`; either may ask first."""
-        with self._lock:
-            letter = self._letters.setdefault((sender, receiver, number), Future())
-            if self._failed and not letter.done():
-                letter.set_exception(LoopbackError("another rank failed"))
-            return letter
-
-    def fail(self) -> None:
-        """Wake every rank that waits for another."""
-        self.barrier.abort()
-        with self._lock:
-            self._failed = True
-            for letter in self._letters.values():
-                if not letter.done():
-                    letter.set_exception(LoopbackError("another rank failed"))
-
-    def discard(self, sender: int, receiver: int, number: int) -> None:
-        """Forget a transfer that has been received."""
-        with self._lock:
-            del self._letters[sender, receiver, number]
-
-
-class _Nothing:
-    """A transfer that receives nothing."""
-
-    def wait(self) -> None:
-        pass
-
-
-class _LoopbackReceipt:
-    def __init__(
-        self, world: _LoopbackWorld, key: tuple[int, int, int], into: torch.Tensor
-    ) -> None:
-        self._world, self._key, self._into = world, key, into
-        self._letter = world.letter(*key)
-
-    def wait(self) -> None:
-        sent = self._letter.result()
-        self._world.discard(*self._key)
-        assert sent.shape == self._into.shape, f"{sent.shape} sent, {self._into.shape} expected"
-        assert sent.dtype == self._into.dtype, f"{sent.dtype} sent, {self._into.dtype} expected"
-        self._into.copy_(sent)
-
-
-class LoopbackExchange:
-    """An `Exchange` between threads of one process; made by `run_loopback`."""
-
-    def __init__(self, world: _LoopbackWorld, rank: int) -> None:
-        self.rank, self.world_size, self.sent_bytes = rank, world.world_size, 0
-        self._world = world
-        self._sent, self._received = Counter[int](), Counter[int]()
-
-    def start(
-        self, send: tuple[int, torch.Tensor] | None, receive: tuple[int, torch.Tensor] | None
-    ) -> Pending:
-        """See `Exchange.start`."""
-        if send is not None:
-            peer, tensor = send
-            self.sent_bytes += tensor.nbytes
-            letter = self._world.letter(self.rank, peer, self._sent[peer])
-            if not letter.done():  # done: the world has failed
-                letter.set_result(tensor.clone())
-            self._sent[peer] += 1
-        if receive is None:
-            return _Nothing()
-        peer, into = receive
-        key = peer, self.rank, self._received[peer]
-        self._received[peer] += 1
-        return _LoopbackReceipt(self._world, key, into)
-
-    def maximum(self, values: Sequence[int], device: torch.device) -> list[int]:
-        """See `Exchange.maximum`."""
-        return [max(column) for column in zip(*self.share(list(values)), strict=True)]
-
-    def share(self, value: Any) -> list[Any]:
-        """See `Exchange.share`."""
-        try:
-            self._world.shared[self.rank] = value
-            self._world.barrier.wait()
-            values = list(self._world.shared)
-            self._world.barrier.wait()
-        except threading.BrokenBarrierError:
-            raise LoopbackError("another rank failed") from None
-        return values
-
-    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """See `Exchange.gather`."""
-        self.sent_bytes += (self.world_size - 1) * tensor.nbytes
-        shared = self.share(tensor.clone())  # what nobody writes to: others may still read it
-        assert len({(x.shape, x.dtype) for x in shared}) == 1, f"{[x.shape for x in shared]} differ"
-        return [x.clone() for x in shared]
-
-
-def run_loopback(world_size: int, function: Callable[[LoopbackExchange], T]) -> list[T]:
-    """Run every rank of a world inside this process, one thread a rank.
-
-    Args:
-        world_size: number of ranks.
-        function: called once per rank with that rank's exchange, which it may pass on as the
-            `group` of `dilated_attention`.
-
-    Returns:
-        What the calls returned, by rank. When one fails, the others are woken and its error raised.
-    """
-    world = _LoopbackWorld(world_size)
-
-    def call(rank: int) -> T:
-        try:
-            # On CUDA, all threads share one backward thread; ranks that wait for each other in
-            # backward must each have their own.
-            with torch.autograd.set_multithreading_enabled(False):
-                return function(LoopbackExchange(world, rank))
-        except BaseException:
-            world.fail()
-            raise
-
-    with ThreadPoolExecutor(world_size) as pool:
-        futures = [pool.submit(call, rank) for rank in range(world_size)]
-    errors = [error for future in futures if (error := future.exception()) is not None]
-    for error in errors:
-        if not isinstance(error, LoopbackError):
-            raise error
-    return [future.result() for future in futures]

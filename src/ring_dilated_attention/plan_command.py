@@ -149,7 +149,8 @@ class RowBytes(NamedTuple):
     Attributes:
         in_place: rows of query, key and value that tiles read as strided views, in forward; each as
             often as a tile reads it.
-        packed: rows of key and value copied into messages, in forward and in backward again.
+        packed: rows of key and value copied into messages, in forward and in backward again; what
+            one rank after another is sent is copied once.
         spread: rows of received messages copied because branches share them; also twice.
         home: rows of gradients that come back in backward, and are added to dkey and dvalue.
     """
@@ -167,10 +168,13 @@ def row_bytes(rank: RankPlan, size: TensorSize) -> RowBytes:
     remote = [tile for step in rank.steps() for tile in step.tiles]  # their keys: see `spread`
     rows = members * sum(_row_count(tile, tile.queries) for tile in (*rank.local, *remote))
     rows += 2 * sum(_row_count(tile, tile.keys) for tile in rank.local)
-    sent = rank.total_sent_rows
+    sent, packed, last = rank.total_sent_rows, 0, None
+    for message in [step.send for step in rank.steps() if step.send is not None]:
+        packed += 0 if message.is_same_for(last) else message.rows
+        last = message
     return RowBytes(
         in_place=rows * size.batch * size.head_dim * size.element_size,
-        packed=size.key_value_bytes(sent),
+        packed=size.key_value_bytes(packed),
         spread=size.key_value_bytes(sum(m.slots for m in received if m.rows < m.slots)),
         home=size.key_value_bytes(sent, size.accumulate_size),
     )

@@ -5,6 +5,7 @@ Shape legend: B batch, n local rows, H query heads, K KV heads, D head_dim, R ro
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ import torch
 from . import compute
 from .accumulate import Accumulator
 from .exchange import Exchange
-from .plan import RankPlan
+from .plan import RankPlan, TileGroup
 from .tiles import Selection, accumulate_dtype
 from .transfer import GradientReturn, fetch
 from .views import by_slot
@@ -111,14 +112,19 @@ def attention_backward(
     dquery, dkey, dvalue = (
         create(x.shape, dtype=dtype, device=x.device) for x in (query, key, value)
     )
+
+    def compute_local(groups: Iterable[tuple[int, TileGroup]]) -> None:
+        for number, group in groups:
+            compute.backward(
+                group, tiles, query, key, value, merged, dquery, dkey, dvalue, sums,
+                store=covers and number == 0,
+            )  # fmt: skip
+
     with autocast_off(query.device):
         arrivals = fetch(call.plan, call.exchange, key, value, depth=call.depth)
-        for number, group in enumerate(call.plan.local_groups):
-            store = covers and number == 0
-            compute.backward(
-                group, tiles, query, key, value, merged, dquery, dkey, dvalue, sums, store=store
-            )
-        sums.join()
+        local = list(enumerate(call.plan.local_groups))
+        # The first of them hides the first fetch, the others the last way home.
+        compute_local(local[:1])
         returning: GradientReturn | None = None
         for fetched in arrivals:
             dslots = None
@@ -133,10 +139,13 @@ def attention_backward(
                 sums.join()
                 del keys, values, dkeys, dvalues
             if returning is not None:
+                sums.join()
                 returning.finish()
                 returning = None  # frees its buffers before the next are made
             returning = GradientReturn(call.exchange, fetched, dslots, dkey, dvalue, lse.dtype)
             del fetched, dslots
+        compute_local(local[1:])
+        sums.join()
         if returning is not None:
             returning.finish()
     return dquery.to(query.dtype), dkey.to(key.dtype), dvalue.to(value.dtype)

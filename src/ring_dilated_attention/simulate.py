@@ -15,8 +15,8 @@ from functools import cache
 
 import torch
 
-from .exchange import LoopbackExchange, run_loopback
 from .functional import dilated_attention
+from .loopback import LoopbackExchange, run_loopback
 from .pattern import check_positive_int
 from .plan import RankPlan, plan_attention
 from .plan.costs import Balance, Memory, TensorSize, balance, flops_by_rank, memory, traffic

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from .exchange import ProcessGroupExchange, run_loopback
+from .exchange import ProcessGroupExchange
+from .loopback import run_loopback
 
 __all__ = [
     "nan_in_uninitialized_memory",

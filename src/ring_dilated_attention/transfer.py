@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from .exchange import Exchange, Pending
-from .packing import MessageIndex, add_home, gather, index_message, pack, spread
+from .packing import MessageRows, add_home, gather, message_rows, pack, spread
 from .plan import Message, RankPlan, Step
 
 
@@ -30,16 +30,16 @@ class Fetched(NamedTuple):
 
     step: Step
     slots: torch.Tensor | None
-    received: MessageIndex | None
-    sent: MessageIndex | None
+    received: MessageRows | None
+    sent: MessageRows | None
 
 
 class _InFlight(NamedTuple):
     step: Step
     pending: Pending
-    rows: torch.Tensor | None
-    received: MessageIndex | None
-    sent: MessageIndex | None
+    packed: torch.Tensor | None
+    received: MessageRows | None
+    sent: MessageRows | None
 
 
 def fetch(
@@ -58,19 +58,21 @@ def fetch(
         An iterator over the steps; the first `depth` transfers are under way when it is returned.
         Rows are freed when the caller drops a step: do so before asking for the next.
     """
-    steps = plan.steps()
+    steps, packer = plan.steps(), _Packer(key, value)
     flight: deque[_InFlight] = deque()
 
     def start() -> None:
         step = next(steps, None)
-        if step is not None:
-            flight.append(_start_fetch(step, exchange, key, value))
+        if step is None:
+            packer.forget()
+        else:
+            flight.append(_start_fetch(step, exchange, packer))
 
     def arrive() -> Fetched:
-        step, pending, rows, received, sent = flight.popleft()
+        step, pending, packed, received, sent = flight.popleft()
         pending.wait()
         start()
-        slots = None if rows is None or received is None else spread(rows, received)
+        slots = None if packed is None or received is None else spread(packed, received)
         return Fetched(step, slots, received, sent)
 
     def arrivals() -> Iterator[Fetched]:
@@ -82,21 +84,38 @@ def fetch(
     return arrivals()
 
 
-def _index(message: Message | None, key: torch.Tensor) -> MessageIndex | None:
-    return None if message is None else index_message(message, key.shape[2], key.device)
+class _Packer:
+    """Packs rows of K and V; what several ranks in turn are to be sent, once."""
+
+    def __init__(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        self.key, self.value = key, value
+        self._message: Message | None = None
+        self._packed: torch.Tensor | None = None
+
+    def rows(self, message: Message | None) -> MessageRows | None:
+        if message is None:
+            return None
+        return message_rows(message, self.key.shape[2], self.key.device)
+
+    def pack(self, rows: MessageRows) -> torch.Tensor:
+        if self._packed is None or not rows.message.is_same_for(self._message):
+            self._message, self._packed = rows.message, pack(self.key, self.value, rows)
+        return self._packed
+
+    def forget(self) -> None:
+        self._message = self._packed = None
 
 
-def _start_fetch(
-    step: Step, exchange: Exchange, key: torch.Tensor, value: torch.Tensor
-) -> _InFlight:
-    sent, received = _index(step.send, key), _index(step.receive, key)
-    send = receive = rows = None
+def _start_fetch(step: Step, exchange: Exchange, packer: _Packer) -> _InFlight:
+    sent, received = packer.rows(step.send), packer.rows(step.receive)
+    send = receive = packed = None
     if step.send is not None and sent is not None:
-        send = step.send.receiver, pack(key, value, sent)
+        send = step.send.receiver, packer.pack(sent)
     if step.receive is not None:
-        rows = key.new_empty(2, key.shape[0], step.receive.rows, key.shape[3])
-        receive = step.receive.sender, rows
-    return _InFlight(step, exchange.start(send, receive), rows, received, sent)
+        key = packer.key
+        packed = key.new_empty(2, key.shape[0], step.receive.rows, key.shape[3])
+        receive = step.receive.sender, packed
+    return _InFlight(step, exchange.start(send, receive), packed, received, sent)
 
 
 class GradientReturn:
@@ -122,19 +141,19 @@ class GradientReturn:
     ) -> None:
         self._dkey, self._dvalue, self._sent = dkey, dvalue, fetched.sent
         send = receive = None
-        self._rows: torch.Tensor | None = None
+        self._returned: torch.Tensor | None = None
         if fetched.step.receive is not None:
             assert dslots is not None
             assert fetched.received is not None
             send = fetched.step.receive.sender, gather(dslots, fetched.received)
         if fetched.step.send is not None:
             shape = 2, dkey.shape[0], fetched.step.send.rows, dkey.shape[3]
-            self._rows = dkey.new_empty(shape, dtype=dtype)
-            receive = fetched.step.send.receiver, self._rows
+            self._returned = dkey.new_empty(shape, dtype=dtype)
+            receive = fetched.step.send.receiver, self._returned
         self._pending = exchange.start(send, receive)
 
     def finish(self) -> None:
         """Wait, and add what came back for this rank's own rows to its dK and dV."""
         self._pending.wait()
-        if self._rows is not None and self._sent is not None:
-            add_home(self._dkey, self._dvalue, self._rows, self._sent)
+        if self._returned is not None and self._sent is not None:
+            add_home(self._dkey, self._dvalue, self._returned, self._sent)

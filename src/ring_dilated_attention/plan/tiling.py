@@ -79,6 +79,10 @@ class Message(NamedTuple):
     slots: int
     rows: int
 
+    def is_same_for(self, other: Message | None) -> bool:
+        """Whether a message of the same sender has the same rows, in the same order."""
+        return other is not None and self.runs == other.runs
+
 
 class _HeadRows(NamedTuple):
     """Rows of one head in a tile."""

@@ -203,6 +203,38 @@ def test_ranks_must_be_those_of_torchrun(
     assert (code, output) == (2, "error: torchrun started 2 ranks; got ranks 3\n")
 
 
+def test_the_base_preset_cut_down_trains_on_two_local_ranks(text: Path, tmp_path: Path) -> None:
+    """All of it but its size: bfloat16, chunks, kept attention, a branch of the whole sequence."""
+    out = tmp_path / "run"
+    result = subprocess.run(
+        [
+            *(*RDA, "train", "--preset=longnet-base", "--out", out, "--data", text, "--ranks=2"),
+            *("--steps=12", "--chunk-rows=10", "--segment-lengths=8,all", "--dilation-rates=1,2"),
+            *(option for option in SMALL if not option.startswith(("--seg", "--dil"))),
+        ],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    config = checkpoint.newest(out).config
+    assert (config.checkpoint, config.chunk_rows) == ("keep_attention", 10)
+    assert (config.precision, config.steps) == ("bfloat16", 12)
+    steps = [line for line in log.read(out) if line["kind"] == "step"]
+    assert steps[-1]["bits_per_byte"] < steps[0]["bits_per_byte"]
+    assert all(line["tokens_per_second"] > 0 < line["peak_memory_bytes"] for line in steps)
+
+
+def test_the_base_preset_needs_long_texts(text: Path, tmp_path: Path) -> None:
+    code, output = invoke(
+        "train", "--preset=longnet-base", "--device=cpu", "--data", text, "--out", tmp_path / "run"
+    )
+    assert code == 2
+    assert "a sequence of 2097152 bytes and its labels need 2097153 bytes of training" in output
+
+
 def make_empty(folder: Path) -> list[str]:
     (folder / "empty").mkdir()
     return [f"--data={folder / 'empty'}"]
@@ -229,6 +261,11 @@ def make_run(folder: Path) -> list[str]:
         (lambda _: ["--layout=striped"], "layout must be one of 'contiguous', 'zigzag'"),
         (lambda _: ["--exchange=quick"], "exchange must be one of 'auto', 'ring', 'gather'"),
         (lambda _: ["--backend=quick"], "backend must be one of 'auto'"),
+        (lambda _: ["--preset=huge"], "preset must be one of 'small', 'longnet-base'; got 'huge'"),
+        (lambda _: ["--checkpoint=some"], "checkpoint must be one of 'none', 'full'"),
+        (lambda _: ["--chunk-rows=0"], "chunk_rows must be >= 1, got 0"),
+        (lambda _: ["--heldout-fraction=0"], "heldout_fraction must be > 0 and <= 0.5, got 0.0"),
+        (lambda _: ["--resume", "--preset=small"], "resumed keeps its own options; got preset"),
         (lambda _: ["--segment-lengths=8,x"], "need ints separated by commas; got '8,x'"),
         (lambda _: ["--segment-lengths=8"], "one value each per branch"),
         (lambda _: ["--num-heads=3"], "num_heads must divide embed_dim 16; got 3"),
@@ -285,15 +322,16 @@ def test_the_help_shows_the_defaults_of_the_config() -> None:
     defaults = {f.name: f.default for f in fields(TrainConfig)}
     default_model = TrainConfig(out=Path("run")).model
     defaults.update({f.name: getattr(default_model, f.name) for f in fields(LongNetConfig)})
-    in_words = {"data", "sequence_ranks", "num_kv_heads"}
+    in_words = {"data", "sequence_ranks", "num_kv_heads", "chunk_rows"}
     command_line = typer.main.get_command(app).get_command(None, "train")  # type: ignore[attr-defined]
     options = {parameter.name: parameter for parameter in command_line.params}
     assert set(options) - {"help"} == set(defaults) - {"model", "vocab_size", "norm_eps"} | {
         "resume",
         "ranks",
+        "preset",
     }
     for name, parameter in options.items():
-        if name in {"out", "resume", "ranks", "help"} | in_words:
+        if name in {"out", "resume", "ranks", "preset", "help"} | in_words:
             continue
         default = defaults[name]
         expected = ",".join(map(str, default)) if isinstance(default, tuple) else str(default)

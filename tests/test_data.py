@@ -10,7 +10,12 @@ import pytest
 import torch
 
 from ring_dilated_attention import SequenceLayout
-from ring_dilated_attention.train.data import ByteCorpus, shard_windows, stdlib_sources
+from ring_dilated_attention.train.data import (
+    HEAD_BYTES,
+    ByteCorpus,
+    shard_windows,
+    stdlib_sources,
+)
 
 
 def write(folder: Path, **texts: bytes) -> Path:
@@ -62,11 +67,21 @@ def test_one_file_holds_out_its_end(tmp_path: Path) -> None:
     assert corpus.heldout.tolist() == [95, 96, 97, 98, 99]
 
 
+def test_more_can_be_held_out(tmp_path: Path) -> None:
+    path = tmp_path / "one.txt"
+    path.write_bytes(bytes(range(100)))
+    assert len(ByteCorpus.load([path], heldout_fraction=0.3).heldout) == 30
+    write(tmp_path / "many", **{f"f{i}": bytes([i]) * 40 for i in range(1, 200)})
+    corpus = ByteCorpus.load([tmp_path / "many"], heldout_fraction=0.3)
+    assert 0.3 <= len(corpus.heldout) / (199 * 40) <= 0.6
+
+
 def test_folders_skip_binary_hidden_and_installed_files(tmp_path: Path) -> None:
     write(
         tmp_path,
         sub__text=b"yes" * 20,
         binary=b"no\0no",
+        late=b"no" * HEAD_BYTES + b"\0",
         sub__empty=b"",
     )
     for skipped in (".hidden", ".git/x", "site-packages/x", "__pycache__/x"):
@@ -74,7 +89,7 @@ def test_folders_skip_binary_hidden_and_installed_files(tmp_path: Path) -> None:
         (tmp_path / skipped).write_bytes(b"no")
     corpus = ByteCorpus.load([tmp_path])
     assert all_bytes(corpus) == b"yes" * 20
-    named = ByteCorpus.load([tmp_path / "binary"])
+    named = ByteCorpus.load([tmp_path / "binary"])  # as it is
     assert all_bytes(named) == b"no\0no"
 
 

@@ -1,9 +1,11 @@
 """The same comparisons on CUDA devices; skipped where there are none."""
 
 from dataclasses import replace
+from random import Random
 
 import pytest
 import torch
+import torch.distributed
 
 from ring_dilated_attention import DilatedPattern, compute, dilated_attention
 from ring_dilated_attention.merge import merge_
@@ -231,3 +233,53 @@ def test_nccl():
     cases += kernel_cases(world_size, "auto", torch.bfloat16)
     outcomes = combine(run_ranks(run_cases, world_size, cases, backend="nccl"))
     assert not failures(cases, outcomes)
+
+
+def soak(rank, world_size, repeats):
+    """Calls of many shapes, patterns and layouts with fresh data; each against one GPU's result."""
+    group, device = torch.distributed.group.WORLD, torch.device("cuda", rank)
+    random, worst, held = Random(0), 0.0, []
+    for repeat in range(repeats):
+        length = random.choice([257, 1031, 4099, 8192, 12_345])
+        pattern = random.choice(
+            [
+                DilatedPattern.dense(),
+                DilatedPattern([256, 1024, None], [1, 3, 8]),
+                DilatedPattern([2048, 4096], [1, 2]),
+                DilatedPattern([100, None], [2, 5], head_offsets="blocked"),
+            ]
+        )
+        layout = make_layout(random.choice(["contiguous", "zigzag", "uneven"]), length, world_size)
+        is_causal, exchange = random.random() < 0.5, random.choice(["auto", "ring", "gather"])
+        heads, head_dim = random.choice([(8, 64), (4, 128), (16, 48)])
+        generator = torch.Generator(device).manual_seed(repeat)
+        whole = [
+            torch.randn(
+                1, length, heads, head_dim, generator=generator, device=device, dtype=torch.bfloat16
+            )
+            for _ in range(4)
+        ]
+
+        def attend(tensors, pattern=pattern, is_causal=is_causal, **options):
+            query, key, value = leaves = [x.contiguous().requires_grad_() for x in tensors[:3]]
+            out = dilated_attention(query, key, value, pattern, is_causal=is_causal, **options)
+            return out.detach(), *torch.autograd.grad(out, leaves, tensors[3])
+
+        mine = [layout.shard(x, rank, dim=1) for x in whole]
+        got = attend(mine, group=group, layout=layout, exchange=exchange)
+        for a, b in zip(got, attend([x.detach() for x in whole]), strict=True):
+            part = layout.shard(b, rank, dim=1)
+            if part.numel():
+                worst = max(worst, relative_error(a, part))
+        del whole, mine, got, a, b, part
+        held.append(torch.cuda.memory_allocated(device))
+    return worst, held
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_two_hundred_calls():
+    """No hang, no drift, flat memory: results equal one GPU's within what bf16 rounds."""
+    for worst, held in run_ranks(soak, torch.cuda.device_count(), 200, backend="nccl"):
+        print(f"largest error {worst:.1e}, bytes held {held[::20]}")
+        assert worst < 8e-3
+        assert max(held[10:]) <= held[10] + 2**24  # tables of shapes that are new

@@ -85,7 +85,8 @@ def run(groups, q, k, v, dout, scale, *, group, config=SMALL, backward=SMALL_BAC
         cells = build_cells(tiles, **blocks, **options)
         attention_backward(
             dout, q, k, v, lse, delta, dq, dk, dv, cells,
-            is_causal=tiles[0].is_causal, scale=scale, store=store, config=backward,
+            is_causal=tiles[0].is_causal, scale=scale, store=store, store_keys=store,
+            config=backward,
         )  # fmt: skip
     return out, lse, dq, dk, dv
 
@@ -229,7 +230,7 @@ def test_keys_in_slots_of_a_message():
     for one in cells:
         attention_backward(
             dout, q, k_slots, v_slots, lse, delta, dq, dk_slots, dv_slots, one,
-            config=SMALL_BACKWARD, **options,
+            config=SMALL_BACKWARD, store_keys=False, **options,
         )  # fmt: skip
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     scores = 0.3 * torch.einsum("bqhd,bkd->bhqk", leaves[0], leaves[1])

@@ -229,3 +229,24 @@ def test_bad_arguments_are_refused(changes, error, message):
         plan_attention(arguments.pop("pattern"), arguments.pop("layout"), **arguments)
     with pytest.raises(ValueError, match=r"rank must lie in \[0, 3\), got 3"):
         _plan().rank(3)
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 7])
+def test_a_step_of_dense_zigzag_is_one_tile(world_size):
+    """Two chunks of queries that see one of keys, or one that sees two, are joined."""
+    layout = SequenceLayout.zigzag(32 * world_size, world_size)
+    plan = plan_attention(DilatedPattern.dense(), layout, is_causal=True, num_heads=6)
+    for rank in map(plan.rank, range(world_size)):
+        for step in rank.steps():
+            assert len(step.tiles) == 1
+            assert step.tiles[0].queries.length * step.tiles[0].keys.length == 2 * 16**2
+            assert step.covers
+
+
+def test_a_step_that_does_not_read_every_slot_first():
+    """Two branches that cross: what each of them reads is half of the slots."""
+    layout = SequenceLayout.contiguous(64, 2)
+    plan = plan_attention(DilatedPattern([64, 64], [2, 4]), layout, is_causal=False, num_heads=4)
+    step = plan.rank(0).step(1)
+    assert len(step.groups) == 2
+    assert not step.covers

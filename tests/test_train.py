@@ -17,9 +17,11 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 from ring_dilated_attention.nn import LongNetConfig
 from ring_dilated_attention.testing import run_ranks
 from ring_dilated_attention.train import checkpoint, data, log, plot
+from ring_dilated_attention.train.command import make_config as make_run_config
 from ring_dilated_attention.train.config import TrainConfig
 from ring_dilated_attention.train.errors import TrainingError
 from ring_dilated_attention.train.loop import run
+from ring_dilated_attention.train.presets import PRESETS, preset_options
 from ring_dilated_attention.train.sample import decoded, sample_bytes
 from ring_dilated_attention.train.signals import StopRequest
 
@@ -150,6 +152,14 @@ def on_four(
         "contiguous": replace(alone, out=folder / "contiguous", layout="contiguous"),
         "grid": replace(alone, out=folder / "grid", sequence_ranks=2),
         "short": replace(short, out=folder / "short"),
+        "chunked": replace(
+            alone,
+            out=folder / "chunked",
+            checkpoint="keep_attention",
+            checkpoint_blocks=2,
+            chunk_rows=7,
+        ),
+        "short_chunked": replace(short, out=folder / "short_chunked", chunk_rows=1),
     }
     for rank in run_ranks(train_all, 4, [(config, False) for config in runs.values()]):
         assert rank == [""] * len(runs)
@@ -186,7 +196,7 @@ def test_curve_on_two_ranks_is_that_of_one(
     assert_same_curve(curve(folder), curve(alone.out))
 
 
-@pytest.mark.parametrize("name", ["zigzag", "contiguous", "grid"])
+@pytest.mark.parametrize("name", ["zigzag", "contiguous", "grid", "chunked"])
 def test_curve_on_four_ranks_is_that_of_one(
     alone: TrainConfig, on_four: dict[str, Path], name: str
 ) -> None:
@@ -195,7 +205,8 @@ def test_curve_on_four_ranks_is_that_of_one(
 
 def test_ranks_without_tokens_take_part(short: TrainConfig, on_four: dict[str, Path]) -> None:
     assert 0 in map(short.sequence_layout(4).local_length, range(4))
-    assert_same_curve(curve(on_four["short"]), curve(short.out))
+    for name in ("short", "short_chunked"):
+        assert_same_curve(curve(on_four[name]), curve(short.out))
 
 
 # --- resuming
@@ -357,7 +368,7 @@ def disagree(rank: int, world_size: int, config: TrainConfig) -> list[str]:
     said = train_all(rank, world_size, [(replace(config, steps=5 + rank), False)])
     if rank == 1:
         data.ByteCorpus.load = classmethod(  # type: ignore[assignment,method-assign]
-            lambda cls, paths, load=data.ByteCorpus.load: load([mine])
+            lambda cls, paths, load=data.ByteCorpus.load, **_: load([mine])
         )
     return said + train_all(rank, world_size, [(config, False)])
 
@@ -391,6 +402,12 @@ def test_ranks_that_disagree_hear_it_on_every_rank(tmp_path: Path) -> None:
         ({"layout": "striped"}, ValueError, "layout must be one of 'contiguous', 'zigzag'"),
         ({"device": "tpu"}, ValueError, "device must be one of 'auto', 'cpu', 'cuda'"),
         ({"precision": "int8"}, ValueError, "precision must be one of .* got 'int8'"),
+        ({"checkpoint": "some"}, ValueError, "checkpoint must be one of .* got 'some'"),
+        ({"checkpoint_blocks": 2}, ValueError, "needs checkpoint 'keep_attention'; got 2 with"),
+        ({"chunk_rows": 0}, ValueError, "chunk_rows must be >= 1, got 0"),
+        ({"chunk_rows": 0.5}, TypeError, "chunk_rows must be an int, got 0.5"),
+        ({"heldout_fraction": 0.0}, ValueError, "heldout_fraction must be > 0 and <= 0.5, got 0"),
+        ({"heldout_fraction": 0.6}, ValueError, "heldout_fraction must be > 0 .*, got 0.6"),
     ],
 )
 def test_config_refuses(changes: dict[str, Any], kind: type[Exception], message: str) -> None:
@@ -403,6 +420,36 @@ def test_config_survives_json() -> None:
     assert TrainConfig.from_json(config.to_json()) == config
     with pytest.raises(ValueError, match="unknown training options: colour"):
         TrainConfig.from_dict({**json.loads(config.to_json()), "colour": "red"})
+
+
+def test_options_of_earlier_versions_are_read() -> None:
+    config = TrainConfig(out=Path("run"), model=MODEL)
+    values = json.loads(config.to_json())
+    for name in ("checkpoint", "checkpoint_blocks", "chunk_rows", "heldout_fraction"):
+        del values[name]
+    assert TrainConfig.from_dict(values) == config
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_options_of_a_run(name: str) -> None:
+    options = preset_options(name)
+    config = make_run_config(Path("run"), {}, preset=name, resume=False, runs=Path("runs"))
+    for option, value in options.items():
+        assert getattr(config, option, getattr(config.model, option, None)) == value
+    assert 0 < config.learning_rate_at(0) < config.learning_rate_at(config.warmup_steps)
+
+
+def test_options_count_more_than_the_preset() -> None:
+    def configured(preset: str | None, **options: Any) -> TrainConfig:
+        return make_run_config(Path("run"), options, preset=preset, resume=False, runs=Path("runs"))
+
+    assert configured(None) == configured("small") == TrainConfig(out=Path("run"))
+    base = configured("longnet-base", steps=5, num_layers=2)
+    assert (base.steps, base.model.num_layers, base.model.embed_dim) == (5, 2, 768)
+    with pytest.raises(ValueError, match="preset must be one of 'small', 'longnet-base'; got 'x'"):
+        configured("x")
+    with pytest.raises(ValueError, match="resumed keeps its own options; got preset 'small'"):
+        make_run_config(Path("run"), {}, preset="small", resume=True, runs=Path("runs"))
 
 
 def test_options_reach_the_run_and_its_model() -> None:

@@ -19,12 +19,33 @@ from torch.utils.checkpoint import (
 )
 
 from .operator import FORWARD
+from .pattern import check_choice, check_positive_int
 
 T = TypeVar("T")
 
 CHECKPOINTS = ("none", "full", "keep_attention")
 """Valid values of a module's `checkpoint`: ``none`` keeps all that backward needs, ``full`` keeps
 the inputs of each block, ``keep_attention`` those and the out and lse of its attention."""
+
+
+def check_checkpoint(checkpoint: str, blocks: int) -> None:
+    """Raise unless a module can checkpoint like this.
+
+    Args:
+        checkpoint: one of `CHECKPOINTS`.
+        blocks: the input of one block in so many is kept.
+
+    Raises:
+        TypeError: `blocks` is not an int.
+        ValueError: `checkpoint` is unknown, `blocks` below 1, or above 1 without
+            ``keep_attention``, as attention would be computed a third time.
+    """
+    check_choice("checkpoint", checkpoint, CHECKPOINTS)
+    if check_positive_int("checkpoint_blocks", blocks) > 1 and checkpoint != "keep_attention":
+        raise ValueError(
+            f"checkpoint_blocks above 1 needs checkpoint 'keep_attention'; got {blocks} with "
+            f"{checkpoint!r}"
+        )
 
 
 def attention_policy(

@@ -94,6 +94,14 @@ def train(
         int | None,
         typer.Option(help="Local ranks to start; leave out under torchrun.", show_default="1"),
     ] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            help="Values of options that are not given: small (the defaults shown here), or "
+            "longnet-base (12 layers of width 768 on sequences of millions of bytes, for GPUs).",
+            show_default="small",
+        ),
+    ] = None,
     data: Annotated[
         list[str] | None,
         _option("the standard library's sources", "Text file or folder; may be repeated."),
@@ -138,6 +146,9 @@ def train(
         float | None, _option(1.0, "Gradients are scaled down to this norm.")
     ] = None,
     seed: Annotated[int | None, _option(0, "Of initial weights and sampling.")] = None,
+    heldout_fraction: Annotated[
+        float | None, _option(0.05, "Part of the text that is held out of training.")
+    ] = None,
     eval_every: Annotated[int | None, _option(50, "Steps between held-out evaluations.")] = None,
     eval_windows: Annotated[int | None, _option(16, "Held-out sequences in an evaluation.")] = None,
     save_every: Annotated[int | None, _option(100, "Steps between checkpoints.")] = None,
@@ -150,6 +161,18 @@ def train(
     precision: Annotated[
         str | None, _option("float32", "float32, or bfloat16 for autocast.")
     ] = None,
+    checkpoint: Annotated[
+        str | None,
+        _option("none", "What backward recomputes: none, full or keep_attention (all but it)."),
+    ] = None,
+    checkpoint_blocks: Annotated[
+        int | None,
+        _option(1, "With keep_attention: keep the input of one block in so many only."),
+    ] = None,
+    chunk_rows: Annotated[
+        int | None,
+        _option("all", "Rows at a time of MLP, projections and loss: bounds their memory."),
+    ] = None,
 ) -> None:
     """Train a byte-level LongNet with every sequence sharded over the ranks.
 
@@ -159,7 +182,7 @@ def train(
     options = {
         name: value
         for name, value in locals().items()
-        if value is not None and name not in ("out", "resume", "ranks")
+        if value is not None and name not in ("out", "resume", "ranks", "preset")
     }
     with reported_errors():
         for name, parse in (("segment_lengths", _lengths), ("dilation_rates", _rates)):
@@ -168,7 +191,7 @@ def train(
 
         from .train import command
 
-        command.train(out, options, ranks=ranks, resume=resume, runs=RUNS)
+        command.train(out, options, preset=preset, ranks=ranks, resume=resume, runs=RUNS)
 
 
 @app.command()
@@ -422,11 +445,43 @@ def bench(
         typer.Option(
             help="What else to run, in turn with it: sdpa (dense), torchscale (gathers), kernel "
             "(attention on contiguous segments), flash4 (dense); name:KERNEL forces the kernel "
-            "inside (cudnn, flash, ...). May be repeated."
+            "inside (cudnn, flash, ...). With --ranks: cp:allgather, cp:alltoall (torch's "
+            "context_parallel), ring-flash-attn:zigzag. May be repeated."
         ),
     ] = None,
+    ranks: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Measure on so many ranks of this host: 4, or 1,2,4 to compare them in one run; "
+            "may be repeated. Under torchrun its ranks are used.",
+            show_default="one device, and what follows does not apply",
+        ),
+    ] = None,
+    scaling: Annotated[
+        str | None,
+        typer.Option(
+            help="strong: --length is that of the whole sequence; weak: of each rank's shard.",
+            show_default="strong",
+        ),
+    ] = None,
+    layout: Annotated[
+        str | None,
+        typer.Option(
+            help="contiguous, zigzag, or auto: zigzag for causal cases.", show_default="auto"
+        ),
+    ] = None,
+    exchange: Annotated[
+        str | None,
+        typer.Option(help="How remote rows travel: auto, ring or gather.", show_default="auto"),
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    repeats: Annotated[int, typer.Option(help="Timed calls of each kind.")] = 20,
+    repeats: Annotated[
+        int | None,
+        typer.Option(
+            help="Timed calls of each kind; with --ranks, samples of some 60 ms.",
+            show_default="20; with --ranks 10",
+        ),
+    ] = None,
     seconds: Annotated[
         float,
         typer.Option(help="Time for one contender's calls of a kind; at least 3 are made."),
@@ -443,41 +498,51 @@ def bench(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder for results.json and tflops.png.", show_default="runs/bench-TIME"
+            help="Folder for results.json and tflops.png (scaling.png with --ranks).",
+            show_default="runs/bench-TIME",
         ),
     ] = None,
 ) -> None:
-    """Measure speed, memory and error on one device, beside what else could compute the same.
+    """Measure speed, memory and error, beside what else could compute the same.
 
-    Exit code 1 if this library failed in a case, or computed none; 2 if the only case is refused.
+    On one device, or with --ranks on many. Exit code 1 if this library failed in a case, computed
+    none, or sent other bytes than its plan; 2 if the only case is refused.
     """
     with reported_errors():
-        from .bench.command import run
+        from .bench.command import run_anywhere
+        from .bench.ranks_team import RankError
 
-        done = run(
-            out,
-            runs=RUNS,
-            device=device,
-            peers=peer or [],
-            repeats=repeats,
-            seconds=seconds,
-            cuda_graph=cuda_graph,
-            errors=errors,
-            seed=seed,
-            command=["rda", *sys.argv[1:]],
-            patterns=pattern or [],
-            segment_lengths=None if segment_lengths is None else _lengths(segment_lengths),
-            dilation_rates=None if dilation_rates is None else _rates(dilation_rates),
-            head_offsets=head_offsets,
-            lengths=length or [],
-            heads=heads or [],
-            kv_heads=kv_heads or [],
-            head_dims=head_dim or [],
-            batches=batch or [],
-            dtypes=dtype or [],
-            causal=[value for value, given in ((True, causal), (False, no_causal)) if given],
-            backends=backend or [],
-        )
+        try:
+            done = run_anywhere(
+                out,
+                runs=RUNS,
+                device=device,
+                peers=peer or [],
+                ranks=None if ranks is None else [size for text in ranks for size in _rates(text)],
+                scaling=scaling,
+                layout=layout,
+                exchange=exchange,
+                repeats=repeats,
+                seconds=seconds,
+                cuda_graph=cuda_graph,
+                errors=errors,
+                seed=seed,
+                command=["rda", *sys.argv[1:]],
+                patterns=pattern or [],
+                segment_lengths=None if segment_lengths is None else _lengths(segment_lengths),
+                dilation_rates=None if dilation_rates is None else _rates(dilation_rates),
+                head_offsets=head_offsets,
+                lengths=length or [],
+                heads=heads or [],
+                kv_heads=kv_heads or [],
+                head_dims=head_dim or [],
+                batches=batch or [],
+                dtypes=dtype or [],
+                causal=[value for value, given in ((True, causal), (False, no_causal)) if given],
+                backends=backend or [],
+            )
+        except RankError as error:
+            _fail(error, 1)
         if not done:
             raise typer.Exit(1)
 

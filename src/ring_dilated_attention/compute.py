@@ -25,7 +25,10 @@ FORWARD_WORKSPACE = 0.26
 BACKWARD_WORKSPACE = 0.52
 """... those of a backward call so much, ..."""
 WORKSPACE_FLOOR = 64 << 20
-"""... or so many bytes, where that is more: slices must be large enough to fill a GPU."""
+"""... or so many bytes, ..."""
+SLICE_ROWS = 1 << 17
+"""... or what a slice of so many rows takes, where that is more: slices must fill a GPU, eight
+times over on an H200 (132 multiprocessors, 128 rows each), for the last round to matter little."""
 LONG_FLOPS = 4e10
 """Additions go behind kernel calls of so many operations: 0.1 ms on an H200."""
 
@@ -53,7 +56,7 @@ class TileCall:
         """How many rows a slice may have that allocates `row_bytes` for each."""
         if self.workspace is not None:
             return self.workspace * query.nbytes / row_bytes
-        return max(default * query.nbytes, WORKSPACE_FLOOR) / row_bytes
+        return max(default * query.nbytes / row_bytes, WORKSPACE_FLOOR / row_bytes, SLICE_ROWS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,6 +229,7 @@ def backward(
     sums: Accumulator,
     *,
     store: bool,
+    store_keys: bool | None = None,
 ) -> None:
     """Compute the gradients of a group and add them to `dquery`, `dkeys` and `dvalues`.
 
@@ -240,16 +244,18 @@ def backward(
         dkeys: like `keys`.
         dvalues: like `values`.
         sums: through which results are added; to be joined when all groups are computed.
-        store: whether to write over what the gradients hold at the group's rows.
+        store: whether to write over what `dquery` holds at the group's rows.
+        store_keys: likewise of `dkeys` and `dvalues`; None: as `store` says.
     """
     selection, head_dim = call.selection, query.shape[3]
+    store_keys = store if store_keys is None else store_keys
     work = _schedule(group, call.batch, call.group, head_dim, selection.table_flops)
     lse_rows = merged.lse.transpose(1, 2)
     for block in work.blocks:
         backend = selection.backend
         assert backend is not None
-        store_keys = store and block.member == 0  # members of a KV head share its gradients
-        same = store and store_keys and dquery.dtype == query.dtype
+        own_keys = store_keys and block.member == 0  # members of a KV head share its gradients
+        same = store and own_keys and dquery.dtype == query.dtype == dkeys.dtype
         into = backend.backward_into if same else None
         row_bytes = lse_rows.element_size() + backend.backward_workspace(head_dim)
         if into is None:
@@ -267,7 +273,7 @@ def backward(
                 continue
             is_long = 10 * head_dim * part.pairs >= LONG_FLOPS
             tile = backend.backward(inputs, gradients)
-            add_all = partial(_add_all, totals, tile, (store, store_keys, store_keys))
+            add_all = partial(_add_all, totals, tile, (store, own_keys, own_keys))
             sums.run(add_all, *tile, is_long=is_long)
             del tile, add_all  # before the next slice makes its own
     if work.table:
@@ -291,6 +297,7 @@ def backward(
             is_causal=launch.cells.is_causal,
             scale=call.scale,
             store=store,
+            store_keys=store_keys,
             config=launch.config,
         )
 

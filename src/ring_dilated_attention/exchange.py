@@ -6,7 +6,8 @@ An `Exchange` is one rank's end of a group. `ProcessGroupExchange` speaks torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, Protocol, TypeAlias, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -174,16 +175,33 @@ def _for_transfers(group: dist.ProcessGroup, device: torch.device) -> dist.Proce
     if group not in _communicators:
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options.config.max_ctas = MOST_CTAS
-        made = dist.new_group(
-            dist.get_process_group_ranks(group),
-            backend="nccl",
-            pg_options=options,
-            use_local_synchronization=True,  # only members are here
-            group_desc="ring_dilated_attention",
-        )
+        with _unbound():
+            made = dist.new_group(
+                dist.get_process_group_ranks(group),
+                backend="nccl",
+                pg_options=options,
+                use_local_synchronization=True,  # only members are here
+                group_desc="ring_dilated_attention",
+            )
         _connect(made, device)
         _communicators[group] = made
     return _communicators[group]
+
+
+@contextmanager
+def _unbound() -> Iterator[None]:
+    """Have `new_group` make a communicator from nothing.
+
+    Where the default group is bound to a device, it would split that group's instead, which all of
+    its ranks must take part in; here are the members of a group alone.
+    """
+    default: Any = dist.group.WORLD
+    device = default.bound_device_id
+    default.bound_device_id = None
+    try:
+        yield
+    finally:
+        default.bound_device_id = device
 
 
 def _connect(group: dist.ProcessGroup, device: torch.device) -> None:

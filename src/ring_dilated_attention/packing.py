@@ -107,7 +107,7 @@ def add_home(
 
 
 def _rows_of(run: Run, tensor: torch.Tensor) -> torch.Tensor:
-    """A run's rows, (batch, heads, length, head_dim), of (batch, local_sequence, heads, head_dim)."""
+    """A run of (batch, local_sequence, heads, head_dim): (batch, heads, length, head_dim)."""
     of_batch, of_row, of_head, of_dim = tensor.stride()
     return tensor.as_strided(
         (tensor.shape[0], len(run.heads), run.rows.length, tensor.shape[3]),
@@ -122,7 +122,7 @@ def _rows_of(run: Run, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _slots_of(run: Run, slots: torch.Tensor) -> torch.Tensor:
-    """A run's slots, (batch, heads, length, head_dim), of (batch, slots, head_dim)."""
+    """A run of (batch, slots, head_dim): (batch, heads, length, head_dim)."""
     batch, _, head_dim = slots.shape
     stop = run.slot + len(run.heads) * run.rows.length
     return slots[:, run.slot : stop].view(batch, len(run.heads), run.rows.length, head_dim)

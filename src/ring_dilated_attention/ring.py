@@ -19,7 +19,9 @@ from .tiles import Selection, accumulate_dtype
 from .transfer import GradientReturn, fetch
 from .views import by_slot
 
-_FEW_ADDITIONS = 8
+_FEW_ADDITIONS = 8.0
+"""Additions to a row, on average, that may round to half precision each: errors of out and of the
+gradients stay below those of the kernels (benchmarks/results)."""
 
 
 @dataclass(frozen=True)
@@ -129,12 +131,14 @@ def attention_backward(
         for fetched in arrivals:
             dslots = None
             if fetched.slots is not None:
-                dslots = torch.zeros(fetched.slots.shape, dtype=lse.dtype, device=key.device)
+                fills = fetched.step.covers
+                create = torch.empty if fills else torch.zeros
+                dslots = create(fetched.slots.shape, dtype=lse.dtype, device=key.device)
                 keys, values, dkeys, dvalues = map(by_slot, (*fetched.slots, *dslots))
-                for group in fetched.step.groups:
+                for number, group in enumerate(fetched.step.groups):
                     compute.backward(
                         group, tiles, query, keys, values, merged, dquery, dkeys, dvalues, sums,
-                        store=False,
+                        store=False, store_keys=fills and number == 0,
                     )  # fmt: skip
                 sums.join()
                 del keys, values, dkeys, dvalues
@@ -155,10 +159,10 @@ def _sum_dtype(query: torch.Tensor, plan: RankPlan) -> torch.dtype:
     """The dtype in which results of tiles are summed up.
 
     On CUDA that of the inputs, which needs no second tensor: each addition is made in float32 and
-    rounds once. With more than a few additions to a row rounding would show: then float32, as on
-    other devices. float64 for float64 inputs.
+    rounds once. With more than a few additions to most rows rounding would show: then float32, as
+    on other devices. float64 for float64 inputs.
     """
-    if query.is_cuda and plan.most_additions <= _FEW_ADDITIONS:
+    if query.is_cuda and plan.mean_additions <= _FEW_ADDITIONS:
         return query.dtype
     return accumulate_dtype(query.dtype)
 

@@ -27,6 +27,7 @@ LEGEND = (
 WIDTH = 130
 """Characters of a line at least, where the output is no terminal."""
 
+DEFAULT_REPEATS = 20
 DEFAULT_PATTERNS = ("longnet",)
 DEFAULT_LENGTH = {"cpu": 8192, "cuda": 65536}
 
@@ -99,6 +100,62 @@ def sweep(
             options = {**dict(zip(given, combination, strict=True)), "pattern": pattern}
             cases.append(named_case(name, **options) if name else Case(**options))
     return cases
+
+
+def run_anywhere(
+    out: Path | None,
+    *,
+    ranks: Sequence[int] | None,
+    scaling: str | None,
+    layout: str | None,
+    exchange: str | None,
+    repeats: int | None,
+    cuda_graph: bool,
+    device: str,
+    peers: Sequence[str],
+    seconds: float,
+    errors: bool,
+    **options: Any,
+) -> bool:
+    """`run` on one device; on ranks, where sizes are given, `ranks_command.run`.
+
+    Args:
+        out: see `run`.
+        ranks: sizes to measure; None: one device.
+        scaling: of ranks, see `RanksOptions`; None: its default.
+        layout: likewise.
+        exchange: likewise.
+        repeats: see `bench` and `RanksOptions`; None: the default there.
+        cuda_graph: see `bench`; not with ranks.
+        device: one of `measure.DEVICES`.
+        peers: see `bench` and `RanksOptions`.
+        seconds: likewise.
+        errors: likewise.
+        options: see `run`.
+
+    Returns:
+        See `run` and `ranks_command.run`.
+
+    Raises:
+        TypeError, ValueError: an option is not allowed, or the only case is refused.
+        OSError: the folder cannot be written.
+        RankError: a rank failed where others went on.
+    """
+    of_ranks = {"scaling": scaling, "layout": layout, "exchange": exchange, "repeats": repeats}
+    given = {name: value for name, value in of_ranks.items() if value is not None}
+    common: dict[str, Any] = {"device": device, "seconds": seconds, "errors": errors}
+    if ranks is None:
+        if scaling or layout or exchange:
+            named = ", ".join(f"{name}={value!r}" for name, value in given.items())
+            raise ValueError(f"scaling, layout and exchange need ranks; got {named}")
+        timed = DEFAULT_REPEATS if repeats is None else repeats
+        return run(out, peers=peers, repeats=timed, cuda_graph=cuda_graph, **common, **options)
+    if cuda_graph:
+        raise ValueError("CUDA graphs are timed on one device; got cuda_graph with ranks")
+    from . import ranks_command
+
+    measuring = {**common, **given, "peers": tuple(dict.fromkeys(peers))}
+    return ranks_command.run(out, ranks=ranks, measuring=measuring, **options)
 
 
 def run(

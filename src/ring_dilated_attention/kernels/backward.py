@@ -316,6 +316,7 @@ def attention_backward(
     is_causal: bool,
     scale: float,
     store: bool,
+    store_keys: bool,
     config: BackwardConfig | None = None,
 ) -> None:
     """Gradients of all cells, written to dq, dk, dv or added to them.
@@ -336,7 +337,8 @@ def attention_backward(
         cells: built for the block_m of ``config.dq`` and the block_n of ``config.dkdv``.
         is_causal: as the tiles of `cells`.
         scale: factor on the scores.
-        store: write; else add, in float32.
+        store: write dq; else add, in float32.
+        store_keys: likewise dk and dv.
         config: how to launch; None: `default_config`.
     """
     assert is_causal == cells.is_causal
@@ -355,5 +357,5 @@ def attention_backward(
     )  # fmt: skip
     _dkdv_kernel[(len(cells.key_programs),)](
         *inputs, dk, dv, cells.table, cells.key_programs, *strides, *strides_in(unit, dk, dv),
-        scale, cells.group, **constants(q, unit, wide, cells, store, config.dkdv),
+        scale, cells.group, **constants(q, unit, wide, cells, store_keys, config.dkdv),
     )  # fmt: skip

@@ -1,7 +1,9 @@
 """Modules built on `dilated_attention`: attention layers and a byte-level language model."""
 
 from .attention import DilatedAttention, MultiheadDilatedAttention
-from .longnet import LongNet, LongNetConfig
+from .chunked import map_rows
+from .config import LongNetConfig
+from .longnet import LongNet
 from .rope import RotaryEmbedding, Rotation
 
 __all__ = [
@@ -11,4 +13,5 @@ __all__ = [
     "MultiheadDilatedAttention",
     "RotaryEmbedding",
     "Rotation",
+    "map_rows",
 ]

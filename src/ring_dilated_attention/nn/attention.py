@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -10,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ..functional import EXCHANGES, dilated_attention
-from ..pattern import DilatedPattern, check_choice, check_positive_int
+from ..pattern import DilatedPattern, check_choice
 from ..tiles import BACKENDS
+from .checks import check_head_sizes, check_positive_float
 
 if TYPE_CHECKING:
     from ..exchange import Group
@@ -251,13 +251,47 @@ class MultiheadDilatedAttention(nn.Module):
                     f"{name} must have shape (batch, local_sequence, {self.embed_dim}); "
                     f"got {tuple(tensor.shape)}"
                 )
-        # One legend: b batch, n local_sequence, h heads or kv_heads, d head_dim, e embed_dim.
+        q_bnhd, k_bnhd, v_bnhd = self.project(query, key, value, rope=rope)
+        out_bnhd = self.attend(
+            q_bnhd, k_bnhd, v_bnhd, is_causal=is_causal, group=group, layout=layout
+        )
+        return self.combine(out_bnhd), None
+
+    # The three parts of forward: the first and the last treat every row alone.
+    # One legend: b batch, n local_sequence, h heads or kv_heads, d head_dim, e embed_dim.
+
+    def project(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        rope: Callable[[Tensor], Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The first part of `forward`, whose arguments these are: heads, and their rotation.
+
+        Returns:
+            query, shape (batch, local_sequence, heads, head_dim), and key and value, with kv_heads.
+        """
         q_bnhd = self.q_proj(query).unflatten(-1, (self.num_heads, self.head_dim))
         k_bnhd = self.k_proj(key).unflatten(-1, (self.num_kv_heads, self.head_dim))
         v_bnhd = self.v_proj(value).unflatten(-1, (self.num_kv_heads, self.head_dim))
         if rope is not None:
             q_bnhd, k_bnhd = rope(q_bnhd), rope(k_bnhd)
-        out_bne = dilated_attention(
+        return q_bnhd, k_bnhd, v_bnhd
+
+    def attend(
+        self,
+        q_bnhd: Tensor,
+        k_bnhd: Tensor,
+        v_bnhd: Tensor,
+        *,
+        is_causal: bool = False,
+        group: Group = None,
+        layout: SequenceLayout | None = None,
+    ) -> Tensor:
+        """The second part of `forward`: `dilated_attention`, with the shape of `q_bnhd`."""
+        return dilated_attention(
             q_bnhd,
             k_bnhd,
             v_bnhd,
@@ -268,10 +302,15 @@ class MultiheadDilatedAttention(nn.Module):
             layout=layout,
             exchange=self.exchange,
             backend=self.backend,
-        ).flatten(2)
+        )
+
+    def combine(self, out_bnhd: Tensor) -> Tensor:
+        """The last part of `forward`: (batch, local_sequence, embed_dim) of all heads."""
+        out_bne = out_bnhd.flatten(2)
         if self.norm is not None:
             out_bne = self.norm(out_bne)
-        return self.out_proj(out_bne), None
+        combined: Tensor = self.out_proj(out_bne)
+        return combined
 
     def extra_repr(self) -> str:
         """What `repr` shows of the arguments."""
@@ -279,36 +318,3 @@ class MultiheadDilatedAttention(nn.Module):
         if self.num_kv_heads != self.num_heads:
             heads += f", num_kv_heads={self.num_kv_heads}"
         return f"{self.pattern}, {heads}"
-
-
-def check_head_sizes(
-    embed_dim: int, num_heads: int, num_kv_heads: int | None
-) -> tuple[int, int, int, int]:
-    """Validate head counts.
-
-    Returns:
-        (embed_dim, num_heads, num_kv_heads, head_dim), with None for `num_kv_heads` resolved.
-
-    Raises:
-        TypeError: a count is not an int.
-        ValueError: a count is below 1 or does not divide what it must.
-    """
-    embed_dim = check_positive_int("embed_dim", embed_dim)
-    num_heads = check_positive_int("num_heads", num_heads)
-    if num_kv_heads is None:
-        num_kv_heads = num_heads
-    num_kv_heads = check_positive_int("num_kv_heads", num_kv_heads)
-    if embed_dim % num_heads:
-        raise ValueError(f"num_heads must divide embed_dim {embed_dim}; got {num_heads}")
-    if num_heads % num_kv_heads:
-        raise ValueError(f"num_kv_heads must divide num_heads {num_heads}; got {num_kv_heads}")
-    return embed_dim, num_heads, num_kv_heads, embed_dim // num_heads
-
-
-def check_positive_float(name: str, value: float) -> float:
-    """Return `value` as a float > 0; a `TypeError` or `ValueError` names it otherwise."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} must be a number, got {value!r}")
-    if not 0 < value < math.inf:
-        raise ValueError(f"{name} must be finite and above 0; got {value!r}")
-    return float(value)

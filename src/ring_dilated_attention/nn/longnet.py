@@ -3,78 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..agreement import agree
-from ..checkpoint import CHECKPOINTS, run_checkpointed
+from ..checkpoint import check_checkpoint, run_checkpointed
 from ..exchange import Exchange, Group, resolve_exchange
+from ..functional import autocast_inputs
 from ..layout import SequenceLayout
-from ..pattern import DilatedPattern, check_choice, check_positive_int
-from .attention import MultiheadDilatedAttention, check_head_sizes, check_positive_float
+from ..pattern import check_positive_int
+from .block import LongNetBlock
+from .chunked import map_rows
+from .config import LongNetConfig
 from .rope import RotaryEmbedding, Rotation
-
-
-@dataclass(frozen=True, kw_only=True)
-class LongNetConfig:
-    """The shape of a `LongNet`; two models with equal configs have the same parameters.
-
-    Args:
-        vocab_size: number of tokens; 256 for bytes.
-        num_layers: number of blocks.
-        embed_dim: width of the residual stream.
-        num_heads: query heads a block; divides `embed_dim`, and the head size must be even.
-        num_kv_heads: key and value heads, a divisor of `num_heads`; None means `num_heads`.
-        ffn_dim: width of the hidden layer of the MLP.
-        segment_lengths: one per branch of the pattern, in positions; None means the whole document.
-        dilation_rates: one per branch of the pattern, in positions.
-        head_offsets: see `DilatedPattern`.
-        head_branches: see `DilatedPattern`.
-        rope_theta: base of the rotary wavelengths.
-        norm_eps: epsilon of the layer norms.
-
-    Raises:
-        TypeError: a value has the wrong type.
-        ValueError: a value is out of range; the message names it.
-    """
-
-    vocab_size: int = 256
-    num_layers: int
-    embed_dim: int
-    num_heads: int
-    num_kv_heads: int | None = None
-    ffn_dim: int
-    segment_lengths: Sequence[int | None]
-    dilation_rates: Sequence[int]
-    head_offsets: str = "interleaved"
-    head_branches: str = "all"
-    rope_theta: float = 10_000.0
-    norm_eps: float = 1e-5
-
-    def __post_init__(self) -> None:
-        for name in ("vocab_size", "num_layers", "ffn_dim"):
-            check_positive_int(name, getattr(self, name))
-        *_, head_dim = check_head_sizes(self.embed_dim, self.num_heads, self.num_kv_heads)
-        check_positive_float("norm_eps", self.norm_eps)
-        RotaryEmbedding(head_dim, theta=check_positive_float("rope_theta", self.rope_theta))
-        pattern = self.pattern
-        # Lists (from JSON, say) become tuples, so that configs hash and compare by value.
-        object.__setattr__(self, "segment_lengths", pattern.segment_lengths)
-        object.__setattr__(self, "dilation_rates", pattern.dilation_rates)
-
-    @property
-    def pattern(self) -> DilatedPattern:
-        """The pattern of every block."""
-        return DilatedPattern(
-            self.segment_lengths,
-            self.dilation_rates,
-            head_offsets=self.head_offsets,
-            head_branches=self.head_branches,
-        )
 
 
 class LongNet(nn.Module):
@@ -90,6 +33,11 @@ class LongNet(nn.Module):
     ``0.5 * embed_dim ** -0.5``, for small first logits, and enters the residual stream multiplied
     by ``sqrt(embed_dim)`` (Vaswani et al. 2017, section 3.4).
 
+    Under autocast the residual stream has autocast's dtype. With ``checkpoint="keep_attention"``
+    and `chunk_rows`, a rank holds for every block two tensors of the size of its residual stream
+    (the block's input and the out of its attention) and an lse; `loss` never makes all logits. With
+    `checkpoint_blocks` it holds the input of one block in so many.
+
     Args:
         config: the shape of the model.
         exchange: how remote rows travel; see `dilated_attention`.
@@ -97,9 +45,16 @@ class LongNet(nn.Module):
         checkpoint: what backward finds of a block's activations, the rest of which it recomputes:
             ``"none"`` recomputes nothing, ``"full"`` the whole block, ``"keep_attention"`` all but
             its attention.
+        checkpoint_blocks: with ``"keep_attention"``, the input of one block in so many is kept;
+            those between are recomputed, which computes all but attention once more.
+        chunk_rows: all that treats every row alone (embedding, norms, projections, MLP, logits and
+            their loss) is done in chunks of so many rows, and again in backward, so that no more of
+            its intermediates live at a time; None does all rows at once.
 
     Raises:
-        ValueError: `exchange`, `backend` or `checkpoint` has an unknown value.
+        TypeError: `chunk_rows` or `checkpoint_blocks` is not an int.
+        ValueError: `exchange`, `backend` or `checkpoint` has an unknown value, `chunk_rows` or
+            `checkpoint_blocks` is below 1, or the latter above 1 with another `checkpoint`.
     """
 
     def __init__(
@@ -109,15 +64,22 @@ class LongNet(nn.Module):
         exchange: str = "auto",
         backend: str = "auto",
         checkpoint: str = "none",
+        checkpoint_blocks: int = 1,
+        chunk_rows: int | None = None,
     ) -> None:
         super().__init__()
-        check_choice("checkpoint", checkpoint, CHECKPOINTS)
+        check_checkpoint(checkpoint, checkpoint_blocks)
+        if chunk_rows is not None:
+            check_positive_int("chunk_rows", chunk_rows)
         self.config = config
         self.checkpoint = checkpoint
+        self.checkpoint_blocks = checkpoint_blocks
+        self.chunk_rows = chunk_rows
         self.embedding = nn.Embedding(config.vocab_size, config.embed_dim)
         self.rope = RotaryEmbedding(config.embed_dim // config.num_heads, theta=config.rope_theta)
         self.blocks = nn.ModuleList(
-            _Block(config, exchange=exchange, backend=backend) for _ in range(config.num_layers)
+            LongNetBlock(config, exchange=exchange, backend=backend)
+            for _ in range(config.num_layers)
         )
         self.norm = nn.LayerNorm(config.embed_dim, eps=config.norm_eps)
         self.reset_parameters()
@@ -127,7 +89,7 @@ class LongNet(nn.Module):
         residual = 1 / math.sqrt(2 * self.config.num_layers)
         nn.init.normal_(self.embedding.weight, std=0.5 * self.config.embed_dim**-0.5)
         for block in self.blocks:
-            assert isinstance(block, _Block)
+            assert isinstance(block, LongNetBlock)
             for linear, gain in (
                 (block.attention.q_proj, 1.0),
                 (block.attention.k_proj, 1.0),
@@ -164,58 +126,96 @@ class LongNet(nn.Module):
                 or another local length; some other rank refused its arguments; and see
                 `dilated_attention`.
         """
-        rotation = self.rope(_agreed_positions(tokens, resolve_exchange(group), layout))
-        hidden = self.embedding(tokens) * math.sqrt(self.config.embed_dim)
-        for block in self.blocks:
-            hidden = run_checkpointed(self.checkpoint, block, hidden, rotation, group, layout)
-        return F.linear(self.norm(hidden), self.embedding.weight)
+        hidden = self._hidden(tokens, None, group, layout)
+        modules = (self.norm, self.embedding)
+        return map_rows(self._logits, hidden, rows=self.chunk_rows, modules=modules)
 
-
-class _Block(nn.Module):
-    """norm -> attention -> residual, norm -> MLP -> residual."""
-
-    def __init__(self, config: LongNetConfig, *, exchange: str, backend: str) -> None:
-        super().__init__()
-        self.attention_norm = nn.LayerNorm(config.embed_dim, eps=config.norm_eps)
-        self.attention = MultiheadDilatedAttention(
-            config.embed_dim,
-            config.num_heads,
-            segment_lengths=config.segment_lengths,
-            dilation_rates=config.dilation_rates,
-            head_offsets=config.head_offsets,
-            head_branches=config.head_branches,
-            num_kv_heads=config.num_kv_heads,
-            exchange=exchange,
-            backend=backend,
-        )
-        self.mlp_norm = nn.LayerNorm(config.embed_dim, eps=config.norm_eps)
-        self.expand = nn.Linear(config.embed_dim, config.ffn_dim)
-        self.contract = nn.Linear(config.ffn_dim, config.embed_dim)
-
-    def forward(
+    def loss(
         self,
+        tokens: Tensor,
+        labels: Tensor,
+        *,
+        group: Group = None,
+        layout: SequenceLayout | None = None,
+    ) -> Tensor:
+        """Cross-entropy, in nats, summed over the local positions.
+
+        Args:
+            tokens: see `forward`.
+            labels: the token that follows each of `tokens`, whichever rank holds it: like `tokens`.
+            group: see `forward`.
+            layout: see `forward`.
+
+        Returns:
+            A scalar, summed in float32 (float64 for float64 parameters); 0 where there is no local
+            position. The loss of the whole sequence is the sum over ranks, as its gradient is.
+
+        Raises:
+            TypeError: as `forward`, of `labels` too.
+            ValueError: as `forward`; and the labels have another shape than the tokens.
+        """
+        hidden = self._hidden(tokens, labels, group, layout)
+        modules = (self.norm, self.embedding)
+        losses = map_rows(self._losses, hidden, labels, rows=self.chunk_rows, modules=modules)
+        return losses.sum()
+
+    def _hidden(
+        self, tokens: Tensor, labels: Tensor | None, group: Group, layout: SequenceLayout | None
+    ) -> Tensor:
+        """The residual stream after the last block: (batch, local_sequence, embed_dim)."""
+        rotation = self.rope(_agreed_positions(tokens, labels, resolve_exchange(group), layout))
+        hidden = map_rows(self._embed, tokens, rows=self.chunk_rows, modules=(self.embedding,))
+        around = "keep_attention" if self.checkpoint_blocks > 1 else "none"
+        for first in range(0, len(self.blocks), self.checkpoint_blocks):
+            hidden = run_checkpointed(around, self._blocks, first, hidden, rotation, group, layout)
+        return hidden
+
+    def _blocks(
+        self,
+        first: int,
         hidden: Tensor,
         rotation: Rotation,
         group: Group,
         layout: SequenceLayout | None,
     ) -> Tensor:
-        normed = self.attention_norm(hidden)
-        attended, _ = self.attention(
-            normed, normed, normed, is_causal=True, rope=rotation, group=group, layout=layout
-        )
-        hidden = hidden + attended
-        contracted: Tensor = self.contract(F.gelu(self.expand(self.mlp_norm(hidden))))
-        return hidden + contracted
+        """Go through `checkpoint_blocks` blocks, or those that are left."""
+        for block in self.blocks[first : first + self.checkpoint_blocks]:
+            hidden = block(
+                hidden,
+                rotation,
+                group,
+                layout,
+                checkpoint=self.checkpoint,
+                chunk_rows=self.chunk_rows,
+            )
+        return hidden
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        embedded: Tensor = self.embedding(tokens) * math.sqrt(self.config.embed_dim)
+        return autocast_inputs(embedded)[0]
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return F.linear(self.norm(hidden), self.embedding.weight)
+
+    def _losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """Cross-entropy of every row: shape (batch, rows), float32 or float64."""
+        logits = self._logits(hidden).flatten(0, 1)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return F.cross_entropy(logits, labels.flatten(), reduction="none").view(labels.shape)
 
 
-def _agreed_positions(tokens: Tensor, ends: Exchange, layout: SequenceLayout | None) -> Tensor:
-    """This rank's positions; if any rank's tokens do not fit the layout, an error on every rank.
+def _agreed_positions(
+    tokens: Tensor, labels: Tensor | None, ends: Exchange, layout: SequenceLayout | None
+) -> Tensor:
+    """This rank's positions; if any rank's tokens or labels do not fit, an error on every rank.
 
     A rank that raised alone would leave the others waiting for it in the first attention.
     """
     positions, failure = None, None
     try:
         positions = _positions(tokens, ends, layout)
+        if labels is not None:
+            _check_labels(labels, tokens)
     except (TypeError, ValueError) as error:
         failure = error
     # What else must be equal on all ranks, the first attention compares.
@@ -247,3 +247,13 @@ def _positions(tokens: Tensor, ends: Exchange, layout: SequenceLayout | None) ->
             f"got tokens of shape {tuple(tokens.shape)}"
         )
     return layout.positions(ends.rank, device=tokens.device)
+
+
+def _check_labels(labels: Tensor, tokens: Tensor) -> None:
+    if labels.dtype != torch.int64:
+        raise TypeError(f"labels must be int64; got {labels.dtype}")
+    if labels.shape != tokens.shape:
+        raise ValueError(
+            f"labels must have the shape of tokens, {tuple(tokens.shape)}; "
+            f"got {tuple(labels.shape)}"
+        )

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from ..layout import SequenceLayout
 from ..pattern import DilatedPattern, check_positive_int
 from .parts import Link, Part, Span, own_segments, parts_of, spans
-from .tiling import Message, Tile, TileGroup, Tiling
+from .tiling import Message, Tile, TileGroup, Tiling, join_tiles
 
 
 class Step(NamedTuple):
@@ -41,6 +41,14 @@ class Step(NamedTuple):
     def tiles(self) -> tuple[Tile, ...]:
         """The tiles of all groups."""
         return _tiles(self.groups)
+
+    @property
+    def covers(self) -> bool:
+        """Whether the first group reads every slot; being a group, it reads none twice."""
+        if self.receive is None:
+            return False
+        read = sum(len(t.heads) * t.segments * t.keys.length for t in self.groups[0].tiles)
+        return read == self.receive.slots
 
 
 @dataclass(frozen=True)
@@ -158,7 +166,7 @@ class RankPlan:
         # Where this rank's queries see keys of others, and its keys are seen by others' queries.
         self._seen = [span for span in spanned if span.is_before or not plan.is_causal]
         self._shown = [span for span in spanned if not span.is_before or not plan.is_causal]
-        groups.extend(list(plan.tiling.tiles(link)) for link in self._links_from(rank))
+        groups.extend(join_tiles(list(plan.tiling.tiles(link)) for link in self._links_from(rank)))
         self.local_groups = _groups(groups)
 
     def _all_run(self, branch: int) -> bool:
@@ -191,11 +199,19 @@ class RankPlan:
         ]
 
     @cached_property
-    def most_additions(self) -> int:
-        """A bound on how many tiles add to one row: branches, and parts that share a segment."""
+    def mean_additions(self) -> float:
+        """A bound on how many tiles add to a row of a head, on average over rows and heads.
+
+        A branch reaches one row in its rate; where it crosses ranks, each part that shares the
+        segment adds once.
+        """
         crossing = {span.branch for span in (*self._seen, *self._shown)}
         others = sum(map(len, self.plan.layout.ranges)) + len(self.plan.documents) - 3
-        return len(self.plan.pattern.branches) + len(crossing) * max(others, 0)
+        mean = 0.0
+        for branch, rate in enumerate(self.plan.pattern.dilation_rates):
+            heads = len(self.plan.tiling.heads[branch]) / self.plan.num_kv_heads
+            mean += heads / rate * (1 + max(others, 0) * (branch in crossing))
+        return mean
 
     def received_rows(self, sender: int) -> int:
         """Distinct (row, head) pairs that `sender` sends this rank."""
@@ -231,9 +247,9 @@ class RankPlan:
         received, tiling = self._links_from(sender), self.plan.tiling
         receive, slots = tiling.message(sender, self.index, received)
         send, _ = tiling.message(self.index, receiver, self._links_to(receiver))
-        tiles = [
+        tiles = join_tiles(
             list(tiling.tiles(link, slots=slots.get(link.message_entry, {}))) for link in received
-        ]
+        )
         return Step(step, receive, send, _groups(tiles))
 
     def steps(self) -> Iterator[Step]:

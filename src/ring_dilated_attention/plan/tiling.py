@@ -195,23 +195,83 @@ class Tiling:
         runs: list[Run] = []
         first_slots: dict[tuple[int, int, int], dict[int, int]] = {}
         slots = 0
+        for entries in self._chains(links):
+            first, last = entries[0][1], entries[-1][1]
+            rate = self.pattern.dilation_rates[entries[0][0].branch]
+            whole = [
+                a._replace(key_count=(b.key - a.key) // rate + b.key_count)
+                for a, b in zip(first, last, strict=True)
+            ]
+            starts: dict[int, int] = {}
+            for run in _even_runs(whole):
+                rows = Rows(run[0].key, run[0].key_count, rate, _step(run).key)
+                runs.append(Run(_heads(run), rows, slots))
+                for head in runs[-1].heads:
+                    starts[head] = slots
+                    slots += rows.length
+            for link, heads in entries:
+                first_slots[link.message_entry] = {
+                    own.head: starts[own.head] + (own.key - begin.key) // rate
+                    for begin, own in zip(first, heads, strict=True)
+                }
+        if not runs:
+            return None, first_slots
+        return Message(sender, receiver, tuple(runs), slots, self.count_rows(links)), first_slots
+
+    def _chains(self, links: Iterable[Link]) -> Iterator[list[tuple[Link, list[_HeadRows]]]]:
+        """The entries of a message, those together whose rows go on where the last ones end."""
+        chain: list[tuple[Link, list[_HeadRows]]] = []
         for link, needed in self._entries(links):
             rate = self.pattern.dilation_rates[link.branch]
             heads = [
                 _HeadRows(head, 0, 0, link.keys.local_row(keys[0]), len(keys))
                 for head, keys in needed
             ]
-            starts = first_slots[link.message_entry] = {}
-            for run in _even_runs(heads):
-                first = run[0]
-                rows = Rows(first.key, first.key_count, rate, _step(run).key)
-                runs.append(Run(_heads(run), rows, slots))
-                for head in runs[-1].heads:
-                    starts[head] = slots
-                    slots += first.key_count
-        if not runs:
-            return None, first_slots
-        return Message(sender, receiver, tuple(runs), slots, self.count_rows(links)), first_slots
+            if chain and (
+                chain[-1][0].branch != link.branch
+                or [x._replace(key=x.key + rate * x.key_count, key_count=0) for x in chain[-1][1]]
+                != [x._replace(key_count=0) for x in heads]
+            ):
+                yield chain
+                chain = []
+            chain.append((link, heads))
+        if chain:
+            yield chain
+
+
+def join_tiles(groups: Iterable[Sequence[Tile]]) -> list[list[Tile]]:
+    """Join neighbours that make one block: the same keys and queries that go on, or vice versa.
+
+    Fewer and larger tiles: fewer results to merge, gradients to add and kernels to start.
+    """
+    joined: list[list[Tile]] = []
+    for group in groups:
+        joined.append(list(group))
+        while len(joined) > 1:
+            a, b = joined[-2:]
+            both = [_join(x, y) for x, y in zip(a, b, strict=False)]
+            together = [tile for tile in both if tile is not None]
+            if not len(a) == len(b) == len(together):
+                break
+            joined[-2:] = [together]
+    return joined
+
+
+def _join(a: Tile, b: Tile) -> Tile | None:
+    """One tile in place of two, where that is possible."""
+    if a._replace(queries=b.queries, keys=b.keys) != b or a.is_causal or a.segments > 1:
+        return None
+    if a.keys == b.keys and _goes_on(a.queries, b.queries):
+        longer = a.queries._replace(length=a.queries.length + b.queries.length)
+        return a._replace(queries=longer)
+    if a.queries == b.queries and _goes_on(a.keys, b.keys):
+        return a._replace(keys=a.keys._replace(length=a.keys.length + b.keys.length))
+    return None
+
+
+def _goes_on(a: Rows, b: Rows) -> bool:
+    """Whether rows `b` go on where rows `a` end."""
+    return a._replace(start=a.start + a.length * a.stride, length=b.length) == b
 
 
 def _even_runs(heads: Sequence[_HeadRows]) -> list[list[_HeadRows]]:

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from .config import TrainConfig
 
@@ -137,7 +136,10 @@ def joined(config: TrainConfig) -> Iterator[World]:
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        # gloo too: small collectives that need not wait for what the device has still to compute.
+        dist.init_process_group("cpu:gloo,cuda:nccl")
+    else:
+        dist.init_process_group("gloo")
     try:
         yield _world(config, device)
     except BaseException:
@@ -168,20 +170,29 @@ def _world(config: TrainConfig, device: torch.device) -> World:
     group_size = config.group_size(size)
     if size == 1:
         return _alone(device)
-    mesh = init_device_mesh(
-        device.type, (size // group_size, group_size), mesh_dim_names=("data", "sequence")
-    )
     data_rank, group_rank = divmod(dist.get_rank(), group_size)
     return World(
         rank=dist.get_rank(),
         size=size,
         data_rank=data_rank,
         data_size=size // group_size,
-        group=mesh.get_group("sequence") if group_size > 1 else None,
+        group=_sequence_group(size, group_size, data_rank),
         group_rank=group_rank,
         group_size=group_size,
         device=device,
     )
+
+
+def _sequence_group(size: int, group_size: int, data_rank: int) -> dist.ProcessGroup | None:
+    """The group of this rank's row of the grid; every rank makes those of all rows."""
+    if group_size == 1:
+        return None
+    if group_size == size:
+        world: dist.ProcessGroup | None = dist.group.WORLD
+        return world
+    rows = [range(first, first + group_size) for first in range(0, size, group_size)]
+    groups: list[dist.ProcessGroup] = [dist.new_group(list(row)) for row in rows]
+    return groups[data_rank]
 
 
 def local_device(name: str, local_rank: int) -> torch.device:

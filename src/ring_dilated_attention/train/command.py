@@ -12,12 +12,14 @@ from typing import Any
 from . import checkpoint, launch, log, plot
 from .config import TrainConfig
 from .loop import Outcome
+from .presets import DEFAULT_PRESET, preset_options
 
 
 def train(
     out: Path | None,
     options: Mapping[str, Any],
     *,
+    preset: str | None,
     ranks: int | None,
     resume: bool,
     runs: Path,
@@ -28,6 +30,7 @@ def train(
         out: folder of the run; None for a new one in `runs`, or its newest one on `resume`.
         options: those the user gave, by their names in `TrainConfig` and `LongNetConfig`; others
             keep their default, or on `resume` the run's value.
+        preset: one of `presets.PRESETS`, whose options count where the user gave none.
         ranks: local ranks to start; None means 1, or torchrun's.
         resume: whether to go on from the newest checkpoint.
         runs: where runs go that have no folder given.
@@ -38,30 +41,40 @@ def train(
         OSError: the folder cannot be written.
         TrainingError: the run failed.
     """
-    config = make_config(out, options, resume=resume, runs=runs)
+    config = make_config(out, options, preset=preset, resume=resume, runs=runs)
     outcome = launch.train(config, ranks=ranks, resume=resume)
     if outcome is not None:
         print(summary(outcome))
 
 
 def make_config(
-    out: Path | None, options: Mapping[str, Any], *, resume: bool, runs: Path
+    out: Path | None,
+    options: Mapping[str, Any],
+    *,
+    preset: str | None,
+    resume: bool,
+    runs: Path,
 ) -> TrainConfig:
-    """The options of a run: the user's over the defaults, or on `resume` over the run's own.
+    """The options of a run: the user's over the preset's, or on `resume` over the run's own.
 
     Args:
         out: see `train`.
         options: see `train`.
+        preset: see `train`.
         resume: see `train`.
         runs: see `train`.
 
     Raises:
         TypeError: an option has the wrong type.
-        ValueError: an option is out of range, or there is no checkpoint to resume.
+        ValueError: an option is out of range, the preset unknown or given on `resume`, or there is
+            no checkpoint to resume.
     """
     if not resume:
         out = out or runs / time.strftime("%Y%m%d-%H%M%S")
-        return TrainConfig(out=out).with_options(options)
+        defaults = preset_options(preset or DEFAULT_PRESET)
+        return TrainConfig(out=out).with_options({**defaults, **options})
+    if preset is not None:
+        raise ValueError(f"a run that is resumed keeps its own options; got preset {preset!r}")
     out = out or checkpoint.newest_run(runs)
     return checkpoint.newest(out).config.with_options({**options, "out": out})
 

@@ -9,11 +9,13 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint import check_checkpoint
 from ..functional import EXCHANGES
 from ..layout import SequenceLayout
 from ..nn import LongNetConfig
 from ..pattern import check_choice, check_positive_int
 from ..tiles import BACKENDS
+from .data import HELDOUT_FRACTION
 
 LAYOUTS = ("contiguous", "zigzag")
 DEVICES = ("auto", "cpu", "cuda")
@@ -50,6 +52,7 @@ class TrainConfig:
         beta2: of AdamW.
         max_grad_norm: gradients are scaled down to this norm.
         seed: decides initial weights and sampling.
+        heldout_fraction: of the text, held out of training.
         eval_every: steps between held-out evaluations; there is one at the end in any case.
         eval_windows: held-out sequences in an evaluation.
         save_every: steps between checkpoints; there is one at the end in any case.
@@ -60,6 +63,10 @@ class TrainConfig:
         backend: which kernels compute; see `dilated_attention`.
         device: ``"auto"`` (CUDA where there is one), ``"cpu"`` or ``"cuda"``.
         precision: ``"float32"``, or ``"bfloat16"`` for autocast around the model.
+        checkpoint: which activations are kept for backward; see `LongNet`.
+        checkpoint_blocks: the input of one block in so many is kept; see `LongNet`.
+        chunk_rows: rows of a chunk of all that treats every row alone; None is all at once; see
+            `LongNet`.
 
     Raises:
         TypeError: a value has the wrong type.
@@ -80,6 +87,7 @@ class TrainConfig:
     beta2: float = 0.95
     max_grad_norm: float = 1.0
     seed: int = 0
+    heldout_fraction: float = HELDOUT_FRACTION
     eval_every: int = 50
     eval_windows: int = 16
     save_every: int = 100
@@ -90,6 +98,9 @@ class TrainConfig:
     backend: str = "auto"
     device: str = "auto"
     precision: str = "float32"
+    checkpoint: str = "none"
+    checkpoint_blocks: int = 1
+    chunk_rows: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "out", Path(self.out))
@@ -104,8 +115,9 @@ class TrainConfig:
             "keep",
         ):
             check_positive_int(name, getattr(self, name))
-        if self.sequence_ranks is not None:
-            check_positive_int("sequence_ranks", self.sequence_ranks)
+        for name in ("sequence_ranks", "chunk_rows"):
+            if getattr(self, name) is not None:
+                check_positive_int(name, getattr(self, name))
         for name in ("warmup_steps", "seed"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
@@ -119,11 +131,12 @@ class TrainConfig:
             ("beta1", 0.0, 1.0),
             ("beta2", 0.0, 1.0),
             ("max_grad_norm", 0.0, math.inf),
+            ("heldout_fraction", 0.0, 0.5),
         ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise TypeError(f"{name} must be a number, got {value!r}")
-            zero_is_off = name not in ("learning_rate", "max_grad_norm")
+            zero_is_off = name not in ("learning_rate", "max_grad_norm", "heldout_fraction")
             if not (low <= value <= high) or math.isinf(value) or not (value or zero_is_off):
                 lowest = ">= 0" if zero_is_off else "> 0"
                 highest = "" if math.isinf(high) else f" and <= {high:g}"
@@ -136,6 +149,7 @@ class TrainConfig:
         check_choice("backend", self.backend, BACKENDS)
         check_choice("device", self.device, DEVICES)
         check_choice("precision", self.precision, PRECISIONS)
+        check_checkpoint(self.checkpoint, self.checkpoint_blocks)
 
     def group_size(self, world_size: int) -> int:
         """How many of `world_size` ranks share a sequence.

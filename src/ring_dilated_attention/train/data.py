@@ -17,6 +17,7 @@ from torch import Tensor
 from ..layout import SequenceLayout
 
 HELDOUT_FRACTION = 0.05
+HEAD_BYTES = 8192  # the start of a file, which tells most binary ones apart
 # Installed packages are not the standard library, and caches are not text.
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
@@ -47,7 +48,9 @@ class ByteCorpus:
     description: str
 
     @classmethod
-    def load(cls, paths: Sequence[str | Path] = ()) -> ByteCorpus:
+    def load(
+        cls, paths: Sequence[str | Path] = (), *, heldout_fraction: float = HELDOUT_FRACTION
+    ) -> ByteCorpus:
         """Read files and folders into memory, in an order that depends only on their names.
 
         A file is taken as it is. A folder gives every regular file below it, sorted by path,
@@ -55,12 +58,13 @@ class ByteCorpus:
         reached twice counts once.
 
         Files are held out in the order of a hash of their path (relative to the folder given) until
-        they hold `HELDOUT_FRACTION` of all bytes; one that would overshoot twice that is passed
+        they hold `heldout_fraction` of all bytes; one that would overshoot twice that is passed
         over. Where that leaves nothing, as with a single file, every file's end is held out.
 
         Args:
             paths: files and folders; none means the Python sources of the running interpreter's
                 standard library.
+            heldout_fraction: of all bytes, above 0.
 
         Raises:
             ValueError: a path does not exist or cannot be read, or there are no bytes to train on;
@@ -72,21 +76,18 @@ class ByteCorpus:
         else:
             files = list(stdlib_sources())
             description = f"the standard library's sources in {sysconfig.get_path('stdlib')}"
+        # Bytes of a file named on the command line are text whatever they are.
+        named = {os.path.realpath(path) for path in paths}
         texts: dict[str, tuple[str, bytes]] = {}
         for path, name in files:
             resolved = os.path.realpath(path)
             if resolved not in texts:
-                texts[resolved] = (name, _read(path))
-        # Bytes of a file named on the command line are text whatever they are.
-        named = {os.path.realpath(path) for path in paths}
-        parts = [
-            (name, text)
-            for path, (name, text) in texts.items()
-            if text and (path in named or b"\0" not in text)
-        ]
+                text = _read(path) if resolved in named else _read_text(path)
+                texts[resolved] = (name, text)
+        parts = [(name, text) for name, text in texts.values() if text]
         if not parts:
             raise ValueError(f"there is no text to train on in {description}")
-        train, heldout = _split(parts)
+        train, heldout = _split(parts, heldout_fraction)
         digest = hashlib.blake2b(digest_size=16)
         for text in (train, heldout):
             digest.update(len(text).to_bytes(8, "little"))
@@ -195,9 +196,21 @@ def _read(path: Path) -> bytes:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
 
 
-def _split(parts: Sequence[tuple[str, bytes]]) -> tuple[bytes, bytes]:
+def _read_text(path: Path) -> bytes:
+    """The bytes of a file; none if it is binary, most of which is seen without reading it all."""
+    try:
+        with path.open("rb") as file:
+            if b"\0" in file.read(HEAD_BYTES):
+                return b""
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    text = _read(path)
+    return b"" if b"\0" in text else text
+
+
+def _split(parts: Sequence[tuple[str, bytes]], heldout_fraction: float) -> tuple[bytes, bytes]:
     """Cut named texts into (training, held-out) bytes, by whole files where there are enough."""
-    wanted = HELDOUT_FRACTION * sum(len(text) for _, text in parts)
+    wanted = heldout_fraction * sum(len(text) for _, text in parts)
     chosen: set[int] = set()
     taken = 0
     for index in sorted(range(len(parts)), key=lambda i: (_hash(parts[i][0]), i)):
@@ -212,7 +225,7 @@ def _split(parts: Sequence[tuple[str, bytes]]) -> tuple[bytes, bytes]:
             b"".join(text for i, (_, text) in enumerate(parts) if i not in chosen),
             b"".join(text for i, (_, text) in enumerate(parts) if i in chosen),
         )
-    ends = [len(text) - round(HELDOUT_FRACTION * len(text)) for _, text in parts]
+    ends = [len(text) - round(heldout_fraction * len(text)) for _, text in parts]
     return (
         b"".join(text[:end] for (_, text), end in zip(parts, ends, strict=True)),
         b"".join(text[end:] for (_, text), end in zip(parts, ends, strict=True)),

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..layout import SequenceLayout
@@ -85,7 +84,7 @@ def check_run(
             )
     elif config.out.exists() and (not config.out.is_dir() or any(config.out.iterdir())):
         raise ValueError(f"{config.out} is not an empty folder; resume it or choose another")
-    corpus = ByteCorpus.load(config.data)
+    corpus = ByteCorpus.load(config.data, heldout_fraction=config.heldout_fraction)
     corpus.check_window(config.sequence_length)
     if start is not None and start.fingerprint != corpus.fingerprint:
         raise ValueError(
@@ -127,7 +126,14 @@ def run(config: TrainConfig, *, resume: bool = False, stop: StopRequest | None =
         # The same weights on every rank and device: drawn on the CPU, from the seed alone.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
-            model = LongNet(config.model, exchange=config.exchange, backend=config.backend)
+            model = LongNet(
+                config.model,
+                exchange=config.exchange,
+                backend=config.backend,
+                checkpoint=config.checkpoint,
+                checkpoint_blocks=config.checkpoint_blocks,
+                chunk_rows=config.chunk_rows,
+            )
         model.to(world.device)
         job = _Job(
             config=config,
@@ -241,8 +247,7 @@ def _summed_loss(job: _Job, windows: list[Tensor]) -> Tensor:
         part.to(world.device) for part in shard_windows(windows, job.layout, world.group_rank)
     )
     with _autocast(config, world.device):
-        logits = job.model(inputs, group=world.group, layout=job.layout)
-    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
+        return job.model.loss(inputs, labels, group=world.group, layout=job.layout)
 
 
 def _share_metrics(job: _Job, loss: Tensor, stop: bool) -> tuple[float, bool, list[int]]:

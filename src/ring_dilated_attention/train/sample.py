@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..nn import LongNet
-from ..nn.attention import check_positive_float
+from ..nn.checks import check_positive_float
 from ..pattern import check_positive_int
 from . import checkpoint
 

@@ -1,0 +1,54 @@
+"""How a benchmark of several ranks measures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..functional import EXCHANGES
+from ..pattern import check_choice, check_positive_int
+from . import measure
+from .ring_peers import LAYOUTS, PEERS
+
+SCALINGS = ("strong", "weak")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RanksOptions:
+    """How to measure.
+
+    Attributes:
+        scaling: ``"strong"``: a case's length is that of the whole sequence; ``"weak"``: of the
+            shard of each rank.
+        peers: what else computes the cases, of `ring_peers.PEERS`.
+        layout: of ours, one of `ring_peers.LAYOUTS`.
+        exchange: of ours, see `dilated_attention`.
+        device: one of `measure.DEVICES`.
+        repeats: samples of each kind.
+        seconds: time for the samples of one contender of each kind; at least three are taken.
+        errors: whether to compare small twins with float64.
+        seed: of the inputs.
+
+    Raises:
+        TypeError, ValueError: a value is not allowed.
+    """
+
+    scaling: str = "strong"
+    peers: tuple[str, ...] = ()
+    layout: str = "auto"
+    exchange: str = "auto"
+    device: str = "auto"
+    repeats: int = 10
+    seconds: float = 10.0
+    errors: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_choice("scaling", self.scaling, SCALINGS)
+        for peer in self.peers:
+            check_choice("peer", peer, PEERS)
+        check_choice("layout", self.layout, LAYOUTS)
+        check_choice("exchange", self.exchange, EXCHANGES)
+        check_choice("device", self.device, measure.DEVICES)
+        check_positive_int("repeats", self.repeats)
+        if not self.seconds > 0:
+            raise ValueError(f"seconds must be > 0, got {self.seconds}")

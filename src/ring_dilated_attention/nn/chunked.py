@@ -1,0 +1,154 @@
+"""Apply a row-wise function to a few rows at a time, forward and backward.
+
+A norm, a projection, an MLP, logits and their cross-entropy treat every row alone, so what they
+make in between (four times the width in an MLP, the vocabulary in a loss) never has to exist for
+all rows at once. `torch.cat` of parts would hold every result twice, and the backward of a slice
+makes a tensor of full size for each part: here results and gradients are written where they belong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+T = TypeVar("T", Tensor, tuple[Tensor, ...])
+
+
+def map_rows(
+    function: Callable[..., T],
+    *inputs: Tensor,
+    rows: int | None,
+    modules: Iterable[nn.Module] = (),
+) -> T:
+    """Call a row-wise function on chunks of rows, and again in backward.
+
+    With `rows`, autograd keeps the inputs alone; backward calls the function once more on each
+    chunk, under the autocast of the forward call, so the function must be deterministic. Beyond
+    inputs, results and their gradients, one chunk's intermediates live at a time. Gradients of
+    parameters are summed over chunks in the dtype of the parameter. Not for ``fullgraph=True`` of
+    torch.compile.
+
+    Args:
+        function: takes a chunk of each input and returns a tensor, or a tuple of tensors; row i of
+            every result, shape (batch, rows, ...), depends on row i of the inputs alone.
+        inputs: shape (batch, n, ...), the same n for all (batch may be 1 where a result's is not);
+            n may be 0: then the function is called once on no rows.
+        rows: of a chunk; the last may be shorter. None calls the function once, plainly.
+        modules: those that `function` uses: every parameter of theirs takes part in its results.
+
+    Returns:
+        What `function` would return for all rows.
+
+    Raises:
+        ValueError: `rows` is below 1, or the inputs have different numbers of rows.
+        RuntimeError: in backward, a parameter takes no part in the results.
+    """
+    if rows is None:
+        return function(*inputs)
+    if rows < 1:
+        raise ValueError(f"rows must be >= 1, got {rows}")
+    if len({x.shape[1] for x in inputs}) != 1:
+        shapes = ", ".join(str(tuple(x.shape)) for x in inputs)
+        raise ValueError(f"the inputs must have the same number of rows; got shapes {shapes}")
+    parameters = [p for module in modules for p in module.parameters()]
+    result: T = _MapRows.apply(  # type: ignore[no-untyped-call]
+        function, rows, len(inputs), *inputs, *parameters
+    )
+    return result
+
+
+class _MapRows(torch.autograd.Function):
+    """For chunks c: y_c = f(x_c; w). Backward: dx_c = dy_c df/dx_c, dw = sum_c dy_c df_c/dw."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, function: Callable[..., Any], rows: int, count: int, *tensors: Tensor
+    ) -> Any:
+        inputs, parameters = tensors[:count], tensors[count:]
+        ctx.save_for_backward(*tensors)  # parameters too: autograd checks that they are unchanged
+        ctx.function, ctx.rows, ctx.parameters = function, rows, parameters
+        ctx.autocast = _autocast(inputs[0].device.type)
+        ctx.set_materialize_grads(False)
+        length = inputs[0].shape[1]
+        whole: list[Tensor] | None = None
+        is_tuple = False
+        for start, stop in _chunks(length, rows):
+            results = function(*(x[:, start:stop] for x in inputs))
+            is_tuple = isinstance(results, tuple)
+            parts = results if is_tuple else (results,)
+            if whole is None:
+                whole = [y.new_empty(y.shape[0], length, *y.shape[2:]) for y in parts]
+            for total, part in zip(whole, parts, strict=True):
+                total[:, start:stop] = part
+            del results, parts  # before the next chunk makes its own
+        assert whole is not None
+        return tuple(whole) if is_tuple else whole[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        saved = ctx.saved_tensors  # once: inside of a checkpoint a second look is an error
+        inputs = saved[: len(saved) - len(ctx.parameters)]
+        needs = ctx.needs_input_grad[3:]
+        given = [index for index, gradient in enumerate(gradients) if gradient is not None]
+        if not given:
+            return (None,) * len(ctx.needs_input_grad)
+        parameters = [
+            p for p, need in zip(ctx.parameters, needs[len(inputs) :], strict=True) if need
+        ]
+        wanted = [index for index in range(len(inputs)) if needs[index]]
+        dinputs = {index: torch.empty_like(inputs[index]) for index in wanted}
+        dparameters: list[Tensor] = []
+        for start, stop in _chunks(inputs[0].shape[1], ctx.rows):
+            chunks = [x[:, start:stop].detach() for x in inputs]
+            for index in wanted:
+                chunks[index].requires_grad_()
+            with torch.enable_grad(), ctx.autocast():
+                results = ctx.function(*chunks)
+            parts = results if isinstance(results, tuple) else (results,)
+            dchunks = torch.autograd.grad(
+                [parts[index] for index in given],
+                [*(chunks[index] for index in wanted), *parameters],
+                [gradients[index][:, start:stop] for index in given],  # type: ignore[index]
+            )
+            del results, parts, chunks
+            for index, dchunk in zip(wanted, dchunks, strict=False):
+                dinputs[index][:, start:stop] = dchunk
+            shares = dchunks[len(wanted) :]
+            dparameters = (
+                [total + share for total, share in zip(dparameters, shares, strict=True)]
+                if dparameters
+                else list(shares)
+            )
+            del dchunks, shares
+        summed = iter(dparameters)
+        return (
+            *(None, None, None),
+            *(dinputs.get(index) for index in range(len(inputs))),
+            *(next(summed) if need else None for need in needs[len(inputs) :]),
+        )
+
+
+def _chunks(length: int, rows: int) -> Iterator[tuple[int, int]]:
+    """(start, stop) of every chunk; a single empty one where there are no rows."""
+    for start in range(0, max(length, 1), rows):
+        yield start, min(start + rows, length)
+
+
+def _autocast(device_type: str) -> Callable[[], AbstractContextManager[Any]]:
+    """Enters autocast as it is now; backward runs outside of it, on a thread of its own."""
+    if not torch.amp.is_autocast_available(device_type):
+        return nullcontext
+    return partial(
+        torch.autocast,
+        device_type,
+        dtype=torch.get_autocast_dtype(device_type),
+        enabled=torch.is_autocast_enabled(device_type),
+        cache_enabled=torch.is_autocast_cache_enabled(),
+    )

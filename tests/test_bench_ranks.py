@@ -1,0 +1,363 @@
+"""`rda bench --ranks`: several ranks measured, their waits, bytes and errors; failures end it."""
+
+import dataclasses
+import json
+import math
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from typer.testing import CliRunner
+
+from ring_dilated_attention import DilatedPattern, SequenceLayout
+from ring_dilated_attention.bench import (
+    Case,
+    measure,
+    ranks_command,
+    ranks_team,
+    report,
+    ring_peers,
+)
+from ring_dilated_attention.bench.exposed import TimedExchange
+from ring_dilated_attention.bench.peers import OURS
+from ring_dilated_attention.bench.ranks import measure_ranks
+from ring_dilated_attention.bench.ranks_launch import ERROR_NAME, launch
+from ring_dilated_attention.bench.ranks_memory import heaviest
+from ring_dilated_attention.bench.ranks_options import RanksOptions
+from ring_dilated_attention.bench.ranks_plot import PLOT_NAME, plot
+from ring_dilated_attention.bench.ranks_report import bytes_match, notes, tables, write_json
+from ring_dilated_attention.bench.ranks_result import RankMemory, compare
+from ring_dilated_attention.bench.ranks_team import RankError
+from ring_dilated_attention.cli import app
+from ring_dilated_attention.testing import run_ranks
+
+DENSE = Case(
+    pattern=DilatedPattern.dense(), length=257, heads=4, head_dim=8, dtype="float32", is_causal=True
+)
+# LongNet's shape, with a branch that crosses ranks; no length divides another.
+DILATED = Case(
+    pattern=DilatedPattern([16, 50, None], [1, 3, 6]),
+    length=301,
+    heads=6,
+    kv_heads=3,
+    head_dim=8,
+    dtype="float32",
+)
+SIZES = [1, 2, 3]
+PEER = "cp:allgather"
+OPTIONS = RanksOptions(device="cpu", repeats=2, peers=(PEER,))
+FLOAT32 = 1e-5
+
+
+def _measure(rank, world_size):
+    """What the test below looks at, in one world of processes."""
+    measure.MATMUL_SIZES["cpu"] = 64
+    said: list[str] = []
+    found = [measure_ranks([DENSE, DILATED], SIZES, OPTIONS, progress=said.append)]
+    weak = RanksOptions(device="cpu", repeats=1, scaling="weak", errors=False, exchange="ring")
+    found.append(measure_ranks([DILATED], [2], weak))
+
+    def out_of_memory(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    unbacked = dataclasses.replace(DENSE, backend="cudnn")
+    found.append(measure_ranks([unbacked], [2], dataclasses.replace(OPTIONS, peers=())))
+    ring_peers.dilated_attention = out_of_memory  # type: ignore[attr-defined]
+    found.append(measure_ranks([DENSE], [1, 3], dataclasses.replace(OPTIONS, peers=())))
+    module = ring_peers.context_parallel_module(PEER)
+    group = dist.new_group()
+    dealt = []
+    for case in (
+        dataclasses.replace(DENSE, length=48),
+        dataclasses.replace(DENSE, length=48, is_causal=False),
+    ):
+        arguments = module, group, case, world_size, torch.device("cpu"), "alltoall"
+        with ring_peers.in_context_parallel(*arguments):
+            dealt.append(torch.nn.functional.scaled_dot_product_attention.__name__)
+        with pytest.raises(KeyError), ring_peers.in_context_parallel(*arguments):
+            raise KeyError
+        dealt.append(torch.nn.functional.scaled_dot_product_attention.__name__)
+    return found, said, dealt
+
+
+@pytest.fixture(scope="module")
+def world():
+    return run_ranks(_measure, max(SIZES))
+
+
+@pytest.fixture(scope="module")
+def results(world):
+    return world[0][0][0]
+
+
+def timings(result):
+    assert result.status == "ok", (result.contender, result.reason)
+    assert result.forward is not None
+    assert result.forward_backward is not None
+    return result.forward, result.forward_backward
+
+
+def test_every_rank_knows_every_result(world):
+    (everything, said, _), *others = world
+    assert all(other[0] == everything for other in others)
+    assert [len(other[1]) for other in others] == [0, 0]
+    assert said[1] == f"{DENSE} on 2 ranks"
+    assert len(said) == 2 * len(SIZES)
+
+
+def test_ours_is_right_on_every_size(results):
+    assert [(r.base, r.ranks, r.contender) for r in results] == [
+        (case, size, name) for case in (DENSE, DILATED) for size in SIZES for name in (OURS, PEER)
+    ]
+    for result in results[::2]:
+        forward, forward_backward = timings(result)
+        assert result.errors.out < FLOAT32
+        assert result.errors.gradients < FLOAT32
+        assert result.errors.twin.length == result.case.length
+        for timing, passes in ((forward, 1), (forward_backward, 3.5)):
+            assert len(timing.flops_by_rank) == result.ranks
+            assert sum(timing.flops_by_rank) == pytest.approx(passes * result.case.flops())
+            assert len(timing.times_ms) == 2
+            assert timing.calls == 1
+            assert timing.matmul_size == 64
+            assert timing.fraction > 0
+            communication = timing.communication
+            assert communication.bytes_match
+            assert len(communication.sent_bytes) == result.ranks
+            assert (sum(communication.sent_bytes) > 0) == (result.ranks > 1)
+            assert (communication.exposed_ms > 0) == (result.ranks > 1)
+            assert 0 <= communication.share < 1
+            memory = timing.memory
+            assert memory.peak is None
+            deal = SequenceLayout.zigzag if result.case.is_causal else SequenceLayout.contiguous
+            rows = deal(result.case.length, result.ranks).local_length(memory.rank)
+            assert memory.query * result.case.length == result.case.query_bytes * rows
+            assert memory.out == memory.query
+            assert (memory.buffers > 0) == (result.ranks > 1)
+        assert forward.memory.gradients == forward.memory.dout == 0
+        assert forward_backward.memory.dout == forward_backward.memory.query
+
+
+def test_speed_up_is_over_one_rank_of_the_same_case(results):
+    one, three = results[0], results[4]
+    for backward in (False, True):
+        beside = compare(three, results, backward)
+        ratio = one.timing(backward).median_ms / three.timing(backward).median_ms
+        assert beside.speed_up == pytest.approx(ratio)
+        assert beside.rate_to_one == pytest.approx(ratio / 3)
+        assert compare(one, results, backward).speed_up == 1
+        assert beside.memory_to_one is None  # no peak on the CPU
+        assert beside.ours_to_this is None
+    assert compare(three, [three], True).speed_up is None
+
+
+def test_a_refused_peer_is_a_row(results):
+    for result in results[1::2]:
+        assert result.status == "refused"
+        assert result.forward is None
+        assert result.errors is None
+    assert results[1].reason == f"{PEER} runs on cuda, the inputs are on cpu"
+    assert "computes the dense pattern (document, 1); got (16, 1)" in results[-1].reason
+    assert any(f"{PEER}: refused" in line for line in notes(results))
+
+
+def test_what_is_written(results, tmp_path):
+    path = write_json(tmp_path, results, {"seed": 0}, ["rda", "bench"])
+    document = json.loads(path.read_text())
+    assert set(document) == {"command", "environment", "results"}
+    found = document["results"][4]
+    assert (found["ranks"], found["scaling"], found["contender"]) == (3, "strong", OURS)
+    assert found["forward"]["communication"]["bytes_match"] is True
+    assert len(found["forward_backward"]["times_ms"]) == 2
+    assert {"speed_up", "rate_to_one", "tflops_per_rank", "fraction_of_matmul"} <= set(
+        found["derived"]["forward"]
+    )
+    assert plot(tmp_path, results).read_bytes().startswith(b"\x89PNG")
+    assert len(tables(results)) == 2
+    assert bytes_match(results)
+    wrong = dataclasses.replace(results[4].forward.communication, bytes_match=False)
+    forward = dataclasses.replace(results[4].forward, communication=wrong)
+    changed = [dataclasses.replace(results[4], forward=forward)]
+    assert not bytes_match(changed)
+    assert any("planned" in line for line in notes(changed))
+
+
+def test_weak_scaling_lengthens_the_case(world):
+    (result,) = world[0][0][1]
+    assert result.base == DILATED
+    assert result.case.length == 2 * DILATED.length
+    assert result.errors is None
+    assert timings(result)[1].communication.bytes_match
+
+
+def test_what_all_ranks_cannot_do_is_a_row(world):
+    (refused,) = world[0][0][2]
+    assert refused.status == "refused"
+    assert "it runs on cuda" in refused.reason
+    for result in world[0][0][3]:
+        assert (result.status, result.reason) == ("out of memory", "CUDA out of memory")
+
+
+def test_context_parallel_deals_as_expected_and_cleans_up(world):
+    for _, _, dealt in world:
+        assert dealt == ["inner_fn", "scaled_dot_product_attention"] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "size", "reason"),
+    [
+        (PEER, {"length": 258}, 2, "a multiple of 4 on 2 ranks; got 258"),
+        (PEER, {"length": 257, "is_causal": False}, 2, "a multiple of 2 on 2 ranks; got 257"),
+        (PEER, {"kv_heads": 2}, 2, "no grouped queries; got 4 heads and 2 KV heads"),
+        (PEER, {"dtype": "float32"}, 2, "takes float16, bfloat16; got float32"),
+        ("ring-flash-attn:zigzag", {}, 2, "needs the package ring-flash-attn"),
+        ("ulysses", {}, 2, "peer must be one of 'cp:allgather'"),
+    ],
+)
+def test_peers_refuse(name, change, size, reason):
+    case = dataclasses.replace(DENSE, **{"dtype": "bfloat16", **change})
+    with pytest.raises(ValueError, match=reason):
+        ring_peers.ring_contender(name, case, None, size, torch.device("cuda"))
+
+
+def test_layouts():
+    def dealt(layout, is_causal):
+        case = dataclasses.replace(DENSE, is_causal=is_causal)
+        cpu = torch.device("cpu")
+        return ring_peers.ring_contender(OURS, case, None, 3, cpu, layout=layout).layout
+
+    contiguous = SequenceLayout.contiguous(257, 3)
+    zigzag = SequenceLayout.zigzag(257, 3)
+    assert dealt("auto", True) == dealt("zigzag", False) == zigzag
+    assert dealt("auto", False) == dealt("contiguous", True) == contiguous
+
+
+def test_waits_are_timed_and_the_rest_is_the_exchange_itself():
+    class Slow:
+        rank, world_size, sent_bytes, extra = 0, 2, 7, "more"
+
+        def start(self, send, receive):
+            return self
+
+        def wait(self):
+            time.sleep(0.02)
+
+        def maximum(self, values, device):
+            time.sleep(0.01)
+            return list(values)
+
+    timed = TimedExchange(Slow(), torch.device("cpu"))  # type: ignore[arg-type]
+    for _ in range(2):
+        timed.start(None, None).wait()
+    assert timed.maximum([3], torch.device("cpu")) == [3]
+    assert (timed.sent_bytes, timed.extra) == (7, "more")
+    waits = timed.take()
+    assert waits.transfers >= 40
+    assert 10 <= waits.agreement < 40
+    assert timed.take() == (0, 0)
+
+
+def test_memory_adds_up():
+    memory = RankMemory(
+        rank=1, query=8, key=4, value=4, dout=8, out=8, lse=2, buffers=3, gradients=16, peak=40
+    )
+    assert (memory.inputs, memory.temporaries, memory.total) == (24, 11, 64)
+    unknown = dataclasses.replace(memory, lse=None, buffers=None)
+    assert unknown.temporaries == 16
+    less = dataclasses.replace(memory, rank=0, peak=39)
+    assert heaviest([less, memory]).rank == 1
+
+
+def _one_fails():
+    """Rank 1 fails in its first call; rank 0 waits for it there."""
+    measure.MATMUL_SIZES["cpu"] = 64
+    ranks_team.GRACE = timedelta(seconds=1)
+
+    def broken(*args, **kwargs):
+        raise AssertionError("a bug")
+
+    if dist.get_rank() == 1:
+        ring_peers.dilated_attention = broken  # type: ignore[attr-defined]
+    measure_ranks([DENSE], [2], OPTIONS)
+
+
+def test_one_rank_that_fails_ends_the_run(tmp_path):
+    started = time.monotonic()
+    with pytest.raises(RankError, match=r"^rank 1 failed: AssertionError: a bug \(see .*\)$"):
+        launch(_one_fails, 2, device="cpu", out=tmp_path)
+    assert time.monotonic() - started < 60
+    assert "in broken" in (tmp_path / ERROR_NAME).read_text()  # the traceback
+
+
+def test_the_command(tmp_path):
+    arguments = (
+        "bench --device=cpu --ranks=1,2 --segment-lengths=32,all --dilation-rates=1,3 --length=201 "
+        f"--heads=3 --head-dim=8 --repeats=1 --causal --peer={PEER} --out={tmp_path}"
+    )
+    done = CliRunner().invoke(app, arguments.split())
+    assert done.exit_code == 0, done.output
+    assert "ms [min .. max]" in done.output
+    assert "MiB ✓" in done.output
+    document = json.loads((tmp_path / report.JSON_NAME).read_text())
+    assert [found["ranks"] for found in document["results"]] == [1, 1, 2, 2]
+    assert all(found["errors"]["out"] < FLOAT32 for found in document["results"][::2])
+    assert document["command"][0] == "rda"
+    assert "seed" in document["environment"]
+    assert (tmp_path / PLOT_NAME).stat().st_size > 0
+
+
+def test_a_rank_that_failed_is_one_line_and_exit_code_1(monkeypatch, tmp_path):
+    def gone(*args, **kwargs):
+        raise RankError("rank 1 failed: a bug")
+
+    monkeypatch.setattr(ranks_command, "launch", gone)
+    done = CliRunner().invoke(app, ["bench", "--device=cpu", "--ranks=2", f"--out={tmp_path}"])
+    assert done.exit_code == 1
+    assert done.stderr == "error: rank 1 failed: a bug\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--scaling=weak", "scaling, layout and exchange need ranks; got scaling='weak'"),
+        ("--ranks=0", "ranks must be >= 1, got 0"),
+        ("--ranks=2,x", "need ints separated by commas; got '2,x'"),
+        ("--ranks=2 --scaling=linear", "scaling must be one of 'strong', 'weak'; got 'linear'"),
+        ("--ranks=2 --layout=ring", "layout must be one of 'auto', 'contiguous', 'zigzag'"),
+        ("--ranks=2 --exchange=tree", "exchange must be one of 'auto', 'ring', 'gather'"),
+        ("--ranks=2 --peer=sdpa", "peer must be one of 'cp:allgather'"),
+        ("--ranks=2 --cuda-graph", "CUDA graphs are timed on one device"),
+        ("--ranks=2 --repeats=0", "repeats must be >= 1, got 0"),
+        ("--ranks=2 --seconds=0", "seconds must be > 0, got 0"),
+    ],
+)
+def test_bad_options_are_one_line(arguments, message, tmp_path):
+    done = CliRunner().invoke(app, ["bench", f"--out={tmp_path}", *arguments.split()])
+    assert done.exit_code == 2
+    assert message in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices")
+def test_on_cuda(tmp_path):
+    cases = [
+        dataclasses.replace(DENSE, length=4096, head_dim=64, dtype="bfloat16"),
+        dataclasses.replace(DILATED, length=4099, head_dim=64, dtype="bfloat16"),
+    ]
+    options = RanksOptions(device="cuda", repeats=3, peers=("cp:allgather", "cp:alltoall"))
+    found = launch(measure_ranks, 2, cases, [1, 2], options, device="cuda", out=tmp_path).value
+    for result in found:
+        if result.base == cases[1] and result.contender != OURS:
+            continue
+        for timing in timings(result):
+            assert timing.memory.peak > 0
+            assert math.isfinite(timing.matmul_tflops)
+            assert timing.communication is None or timing.communication.bytes_match
+        assert result.errors.out < 1e-2
+        assert result.errors.gradients < 2e-2
+    ratio = compare(found[3], found, True).memory_to_one
+    assert ratio is not None
+    assert ratio < 0.7

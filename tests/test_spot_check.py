@@ -1,0 +1,56 @@
+"""Single rows recomputed from the defining sums."""
+
+import pytest
+import torch
+
+from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention
+from ring_dilated_attention.spot_check import Shard, positions_to_check, spot_check
+from ring_dilated_attention.testing import run_loopback
+
+PATTERN = DilatedPattern([7, 20, 64, None], [1, 2, 6, 9])
+
+
+def errors(layout, is_causal, head, change=None):
+    positions = positions_to_check(PATTERN, layout, seed=1)
+
+    def rank(ends):
+        torch.manual_seed(ends.rank)
+        shape = 1, layout.local_length(ends.rank), 4, 8
+        query, key, value, dout = (torch.randn(shape) for _ in range(4))
+        leaves = [x.requires_grad_() for x in (query, key, value)]
+        out, lse = dilated_attention(
+            query, key, value, PATTERN, is_causal=is_causal, group=ends, layout=layout, return_lse=True
+        )
+        tensors = [*leaves, out, lse, dout, *torch.autograd.grad(out, leaves, dout)]
+        shard = Shard(*(x.detach() for x in tensors))
+        if change is not None:
+            getattr(shard, change)[:, -1] += 1.0
+        return spot_check(shard, PATTERN, layout, ends, positions, head=head, is_causal=is_causal)
+
+    found = run_loopback(layout.world_size, rank)
+    assert all(one == found[0] for one in found)
+    return found[0]
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_rows_are_right(world_size, is_causal):
+    for head, layout in (
+        (0, SequenceLayout.contiguous(131, world_size)),
+        (3, SequenceLayout.zigzag(131, world_size)),
+    ):
+        found = errors(layout, is_causal, head)
+        assert set(found) == {"out", "dquery", "dkey", "dvalue"}
+        assert max(found.values()) < 2e-6
+
+
+@pytest.mark.parametrize("name", ["out", "dquery", "dkey", "dvalue"])
+def test_a_wrong_row_at_a_border_shows(name):
+    assert errors(SequenceLayout.contiguous(131, 3), False, 0, change=name)[name] > 0.01
+
+
+def test_every_branch_and_border_is_looked_at():
+    layout = SequenceLayout.contiguous(1000, 4)
+    positions = positions_to_check(PATTERN, layout, seed=0, each=3)
+    assert {249, 250, 499, 500, 749, 750, 0, 999} <= set(positions)
+    assert len(positions) >= 8 + 4

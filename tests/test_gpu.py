@@ -194,6 +194,27 @@ def test_more_than_two_to_the_31_elements(backend):
         assert relative_error(got, want) < 4e-3
 
 
+@pytest.mark.parametrize("backend", ["fa4", "cudnn", "flash", "efficient"])
+def test_more_segments_than_a_grid_is_long(backend):
+    skip_if_refused(backend, torch.bfloat16, 64)
+    count, length = 140_001, 16
+    query, key, value, dout = torch.randn(
+        4, 1, count * length, 1, 64, device="cuda", dtype=torch.bfloat16
+    ).unbind(0)
+
+    def attend(*tensors):
+        q, k, v = leaves = [x.contiguous().requires_grad_() for x in tensors[:3]]
+        out = dilated_attention(q, k, v, DilatedPattern([length], [1]), backend=backend)
+        return out.detach(), *torch.autograd.grad(out, leaves, tensors[3])
+
+    whole = attend(query, key, value, dout)
+    for start in (0, 65_534 * length, (count - 3) * length):
+        rows = slice(start, start + 3 * length)
+        alone = attend(*(x[:, rows] for x in (query, key, value, dout)))
+        for got, want in zip(whole, alone, strict=True):
+            assert relative_error(got[:, rows], want) < 4e-3
+
+
 @pytest.mark.parametrize(("head_dim", "is_causal"), [(128, False), (64, True)])
 def test_peak_memory(head_dim, is_causal):
     """At most 1.3 times one tensor in forward, its out included; 4.6 with the gradients."""

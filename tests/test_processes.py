@@ -46,3 +46,28 @@ def _groups(rank, world_size):
 
 def test_subgroups_and_meshes():
     assert all(error < 1e-12 for errors in run_ranks(_groups, 4) for error in errors)
+
+
+def _overlapping_groups(rank, world_size):
+    """Groups of which every rank is in another number, as with a mesh of pipelines."""
+    members = ([0, 1], [1, 2], [0, 1, 2])
+    groups = [(ranks, dist.new_group(ranks)) for ranks in members]
+    torch.manual_seed(0)
+    whole = torch.randn(3, 1, 13, 2, 8, dtype=torch.float64)
+    errors = []
+    for ranks, group in groups:
+        if rank in ranks:
+            layout = SequenceLayout.contiguous(13, len(ranks))
+            index = ranks.index(rank)
+            query, key, value = (layout.shard(x, index, 1) for x in whole)
+            pattern = DilatedPattern.dense()
+            out = dilated_attention(query, key, value, pattern, group=group, layout=layout)
+            want, _ = reference_attention(whole[0], whole[1], whole[2], pattern)
+            errors.append(relative_error(out, layout.shard(want, index, 1)))
+    return errors
+
+
+def test_ranks_in_different_numbers_of_groups():
+    found = run_ranks(_overlapping_groups, 3)
+    assert [len(errors) for errors in found] == [2, 3, 2]
+    assert all(error < 1e-12 for errors in found for error in errors)

@@ -1,9 +1,11 @@
+import math
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import layouts, patterns
 
-from ring_dilated_attention import DilatedPattern, SequenceLayout, plan_attention
+from ring_dilated_attention import DilatedPattern, SequenceLayout, plan_attention, views
 from ring_dilated_attention.views import families
 
 
@@ -87,3 +89,15 @@ def test_slices_are_bounded():
     assert list(block.slices(block.rows)) == [block]
     assert [part.rows for part in block.slices(2.5 * 64)] == [64, 2 * 64] * 10
     assert len(list(block.slices(1))) == 10 * 3  # a segment of a head is the smallest slice
+
+
+def test_no_axis_is_longer_than_a_grid(monkeypatch):
+    monkeypatch.setattr(views, "MOST_PROGRAMS", 5)
+    plan = plan_attention(
+        DilatedPattern([4], [1]), SequenceLayout.contiguous(92, 1), is_causal=False, num_heads=7
+    ).rank(0)
+    (family,) = families(plan.local_groups[0].tiles)
+    (whole,) = family.blocks(1, 1)
+    parts = list(whole.slices(math.inf))
+    assert all(max(part.outer.size, part.inner.size) <= 5 for part in parts)
+    assert sum(part.rows for part in parts) == whole.rows

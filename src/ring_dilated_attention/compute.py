@@ -7,6 +7,7 @@ a kernel call allocates is bounded: blocks are taken in slices.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -186,8 +187,9 @@ def forward(
         assert backend is not None
         same = store and out.dtype == query.dtype
         if same and backend.forward_into and block.queries.stride == 1:
-            inputs = _inputs(block, call, query, keys, values)
-            backend.forward_into(inputs, block.view_queries(out), block.view_queries(lse_rows))
+            for part in block.slices(math.inf):
+                inputs = _inputs(part, call, query, keys, values)
+                backend.forward_into(inputs, part.view_queries(out), part.view_queries(lse_rows))
             continue
         for part in block.slices(most_rows):
             tile = backend.forward(_inputs(part, call, query, keys, values))

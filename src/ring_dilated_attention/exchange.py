@@ -6,8 +6,8 @@ An `Exchange` is one rank's end of a group. `ProcessGroupExchange` speaks torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from datetime import timedelta
 from functools import lru_cache
 from typing import Any, Protocol, TypeAlias, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -15,7 +15,10 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import (
+    _get_process_group_store,
+    _resolve_process_group,
+)
 
 
 class Pending(Protocol):
@@ -159,8 +162,9 @@ class _SoloExchange:
 MOST_CTAS = 16
 """Multiprocessors that transfers may take from the compute behind which they run."""
 
-_communicators: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
-"""Of groups that have exchanged on CUDA: their communicators for transfers."""
+_communicators: WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]]
+_communicators = WeakKeyDictionary()
+"""Of each group that has exchanged rows: the communicators over which they travel, by device."""
 
 
 @lru_cache(maxsize=8)
@@ -168,55 +172,82 @@ def _agreement_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
 
-def _for_transfers(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """The group over which rows on `device` travel; for the first time, all members ask at once."""
-    if device.type != "cuda":
-        return group
-    if group not in _communicators:
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        options.config.max_ctas = MOST_CTAS
-        with _unbound():
-            made = dist.new_group(
-                dist.get_process_group_ranks(group),
-                backend="nccl",
-                pg_options=options,
-                use_local_synchronization=True,  # only members are here
-                group_desc="ring_dilated_attention",
-            )
-        _connect(made, device)
-        _communicators[group] = made
-    return _communicators[group]
+def _communicator(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """The group's communicator for rows on `device`; for the first time, all members ask at once.
 
-
-@contextmanager
-def _unbound() -> Iterator[None]:
-    """Have `new_group` make a communicator from nothing.
-
-    Where the default group is bound to a device, it would split that group's instead, which all of
-    its ranks must take part in; here are the members of a group alone.
+    It is put together here because `new_group` needs ranks that are not in the group: all of them,
+    or, with ``use_local_synchronization``, that they have made as many groups before.
     """
-    default: Any = dist.group.WORLD
-    device = default.bound_device_id
-    default.bound_device_id = None
-    try:
-        yield
-    finally:
-        default.bound_device_id = device
+    known = _communicators.setdefault(group, {})
+    if device.type in known:
+        return known[device.type]
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    store = dist.PrefixStore(
+        f"ring_dilated_attention {device.type}", _get_process_group_store(group)
+    )
+    made = dist.ProcessGroup(store, rank, world_size)
+    backend: Any
+    if device.type == "cuda":
+        kind = dist.ProcessGroup.BackendType.NCCL
+        backend = dist.ProcessGroupNCCL(store, rank, world_size, _nccl_options(group))
+    else:
+        kind = dist.ProcessGroup.BackendType.GLOO
+        backend = dist.ProcessGroupGloo(store, rank, world_size, _timeout(group, device))
+    made._set_default_backend(kind)
+    made._register_backend(torch.device(device.type), kind, backend)
+    if device.type == "cuda":
+        _connect(made, device)
+    known[device.type] = made
+    return made
 
 
-def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Connect every pair of ranks: NCCL does it at the first transfer, and takes long."""
-    rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
-    dist.all_reduce(torch.zeros(1, device=device), group=group)
-    for step in range(1, len(ranks)):
+def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """The caller's."""
+    timeout: timedelta = group._get_backend(device).options._timeout
+    return timeout
+
+
+def _nccl_options(group: dist.ProcessGroup) -> Any:
+    """The caller's timeout; few multiprocessors, but those before the attention kernels."""
+    options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options.config.max_ctas = MOST_CTAS
+    options._timeout = _timeout(group, torch.device("cuda"))
+    options.global_ranks_in_group = dist.get_process_group_ranks(group)
+    options.group_name = f"ring_dilated_attention {group.group_name}"
+    return options
+
+
+def _connect(communicator: dist.ProcessGroup, device: torch.device) -> None:
+    """Connect every pair of ranks: NCCL does it at their first transfer, and takes long."""
+    rank, world_size = communicator.rank(), communicator.size()
+    communicator.allreduce([torch.zeros(1, device=device)]).wait()
+    for step in range(1, world_size):
         sent, received = torch.zeros(2, 1, device=device).unbind(0)
-        operations = [
-            dist.P2POp(dist.isend, sent, ranks[(rank + step) % len(ranks)], group),
-            dist.P2POp(dist.irecv, received, ranks[(rank - step) % len(ranks)], group),
-        ]
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
+        to, source = (rank + step) % world_size, (rank - step) % world_size
+        _transfer(communicator, (to, sent), (source, received)).wait()
     torch.cuda.synchronize(device)
+
+
+def _transfer(
+    communicator: dist.ProcessGroup,
+    send: tuple[int, torch.Tensor] | None,
+    receive: tuple[int, torch.Tensor] | None,
+) -> _Works:
+    """Begin to send, and to receive, together."""
+    transfers = [
+        (start, peer, tensor)
+        for start, one in ((communicator.send, send), (communicator.recv, receive))
+        if one is not None
+        for peer, tensor in (one,)
+    ]
+    tensors = [tensor for *_, tensor in transfers]
+    if not transfers or not tensors[0].is_cuda:
+        return _Works([start([x], peer, 0) for start, peer, x in transfers], tensors)
+    # One launch: two would wait for each other.
+    communicator._start_coalescing(tensors[0].device)
+    for start, peer, tensor in transfers:
+        start([tensor], peer, 0)
+    return _Works([communicator._end_coalescing(tensors[0].device)], tensors)
 
 
 class _Works:
@@ -234,9 +265,9 @@ class _Works:
 class ProcessGroupExchange:
     """An `Exchange` over a ProcessGroup of torch.distributed (gloo, NCCL).
 
-    On CUDA, rows travel over a communicator of their own: they do not queue behind the caller's
-    collectives, nor these behind them. The first call with a group makes it and connects every pair
-    of ranks, which takes seconds.
+    Rows travel over a communicator of their own: they do not queue behind the caller's collectives,
+    nor these behind them. The first call with a group makes it, and on CUDA connects every pair of
+    ranks, which takes seconds.
 
     Args:
         group: the group; this process must be a member.
@@ -254,33 +285,31 @@ class ProcessGroupExchange:
         self, send: tuple[int, torch.Tensor] | None, receive: tuple[int, torch.Tensor] | None
     ) -> Pending:
         """See `Exchange.start`."""
-        transfers = [x for x in (send, receive) if x is not None]
-        if not transfers:
+        if send is None and receive is None:
             return _Works([], [])
-        tensors = [tensor for _, tensor in transfers]
-        group = _for_transfers(self._group, tensors[0].device)
-        operations = [
-            dist.P2POp(kind, tensor, dist.get_global_rank(self._group, peer), group)
-            for kind, transfer in ((dist.isend, send), (dist.irecv, receive))
-            if transfer is not None
-            for peer, tensor in (transfer,)
-        ]
         if send is not None:
             self.sent_bytes += send[1].nbytes
-        return _Works(dist.batch_isend_irecv(operations), tensors)
+        _, tensor = send or receive or (0, torch.empty(0))
+        return _transfer(_communicator(self._group, tensor.device), send, receive)
 
     def maximum(self, values: Sequence[int], device: torch.device) -> list[int]:
         """See `Exchange.maximum`."""
-        _for_transfers(self._group, device)  # all ranks are here, which making it needs
+        on_cuda = int(device.type == "cuda")
+        *found, some, none = self._maximum([*values, on_cuda, -on_cuda], device)
+        if some == -none:  # all ranks are here, and on such devices: what making it needs
+            _communicator(self._group, device)
+        return found
+
+    def _maximum(self, values: list[int], device: torch.device) -> list[int]:
         if "cpu" in dist.get_backend_config(self._group):
-            return self._maximum(torch.tensor(values, dtype=torch.int64))
+            return self._reduce(torch.tensor(values, dtype=torch.int64))
         if device.type == "cpu":
             device = torch.device("cuda", torch.cuda.current_device())  # all that NCCL can reach
         # On a stream of its own it does not wait for what the device has still to compute.
         with torch.cuda.stream(_agreement_stream(device)):
-            return self._maximum(torch.tensor(values, dtype=torch.int64, device=device))
+            return self._reduce(torch.tensor(values, dtype=torch.int64, device=device))
 
-    def _maximum(self, tensor: torch.Tensor) -> list[int]:
+    def _reduce(self, tensor: torch.Tensor) -> list[int]:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
         return [int(value) for value in tensor.tolist()]
 

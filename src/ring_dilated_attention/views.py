@@ -17,6 +17,9 @@ import torch
 
 from .plan import RankPlan, Rows, Tile, TileGroup
 
+MOST_PROGRAMS = 65_535
+"""Of the second and third axis of a CUDA grid, which kernels lay along segments and heads."""
+
 
 class Place(NamedTuple):
     """A row of a (batch, sequence, heads, ...) tensor, or the step from one to another."""
@@ -110,14 +113,15 @@ class Block:
     def slices(self, most_rows: float) -> Iterator[Block]:
         """Cut it along its longer axis, then the other, into blocks of at most `most_rows` rows.
 
-        A single segment of a single head is the smallest block.
+        A single segment of a single head is the smallest block. No axis is longer than a CUDA grid
+        may be, whatever `most_rows` is.
         """
         cuts_outer = self.outer.size >= self.inner.size
         axis = self.outer if cuts_outer else self.inner
-        if self.rows <= most_rows or axis.size == 1:
+        if axis.size == 1 or (self.rows <= most_rows and axis.size <= MOST_PROGRAMS):
             yield self
             return
-        largest = max(1, int(most_rows * axis.size / self.rows))
+        largest = max(1, int(min(most_rows * axis.size / self.rows, MOST_PROGRAMS)))
         count = -(-axis.size // largest)
         for start, stop in pairwise(axis.size * i // count for i in range(count + 1)):
             size = axis._replace(size=stop - start)

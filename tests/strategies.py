@@ -1,6 +1,7 @@
 """Hypothesis strategies for patterns, layouts and whole cases."""
 
 import itertools
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -18,11 +19,12 @@ def patterns(draw: st.DrawFn) -> DilatedPattern:
             st.tuples(st.none() | st.integers(1, 70), st.integers(1, 9)), min_size=1, max_size=4
         )
     )
-    options = draw(
+    options: dict[str, Any] = draw(
         st.sampled_from(
             [{}, {"head_offsets": "blocked"}, {"head_branches": "split"}],
         )
     )
+    options = {**options, "zero_keys": draw(st.booleans())}
     return DilatedPattern([w for w, _ in branches], [r for _, r in branches], **options)
 
 

@@ -1,13 +1,25 @@
 """The sharded function against the reference, every rank inside this process."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from strategies import cases
 
-from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention, ring
+from ring_dilated_attention import (
+    DilatedPattern,
+    SequenceLayout,
+    dilated_attention,
+    operator,
+    plan_attention,
+    ring,
+)
 from ring_dilated_attention.loopback import LoopbackExchange
+from ring_dilated_attention.plan import attention
+from ring_dilated_attention.plan.costs import TensorSize, memory
 from ring_dilated_attention.reference import reference_attention, visible_counts
 from ring_dilated_attention.testing import relative_error, run_loopback
 from ring_dilated_attention.verify import combine, run_case
@@ -19,6 +31,42 @@ def test_any_case_equals_the_reference(case):
     outcomes = run_loopback(case.layout.world_size, lambda ends: [run_case(case, ends)])
     (outcome,) = combine(outcomes)
     assert outcome.passes(case.dtype), outcome
+
+
+@contextmanager
+def rings_cut_by_heads(slice_rows):
+    """A few heads at a time, which only long sequences ask for."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "SLICE_ROWS", slice_rows)
+        operator._plan.cache_clear()  # plans keep their slices
+        yield
+    operator._plan.cache_clear()
+
+
+@settings(max_examples=120)
+@given(cases(), st.integers(1, 60))
+def test_any_case_cut_by_heads_equals_the_reference(case, slice_rows):
+    with rings_cut_by_heads(slice_rows):
+        outcomes = run_loopback(case.layout.world_size, lambda ends: [run_case(case, ends)])
+    (outcome,) = combine(outcomes)
+    assert outcome.passes(case.dtype), outcome
+
+
+def test_a_ring_cut_by_heads_holds_less_and_moves_the_same():
+    plan = plan_attention(
+        DilatedPattern.dense(),
+        SequenceLayout.zigzag(4 * 2**16, 4),
+        is_causal=True,
+        num_heads=16,
+    )
+    assert [one.kv_heads for one in plan.slices] == [range(i, i + 2) for i in range(0, 16, 2)]
+    size = TensorSize(batch=1, head_dim=128, element_size=2)
+    for rank in map(plan.rank, range(4)):
+        parts = rank.parts(gathers=False)
+        assert sum(part.total_received_rows for part in parts) == rank.total_received_rows
+        assert sum(part.pairs for part in parts) == rank.pairs
+        # Two messages of up to a shard of K and V each, of an eighth of the heads.
+        assert memory(rank, size).buffers <= 2 * 2 * memory(rank, size).key // 8
 
 
 def sharded(layout, pattern, tensors, dout, **options):

@@ -69,20 +69,24 @@ def assert_equal(actual, expected):
     [
         (
             Options(
-                [0], [1], "interleaved", "all", False, None, [], "", "auto", "auto", None, True,
+                [0], [1], "interleaved", "all", False, False, None, [], "", "auto", "auto", None,
+                True,
             ),
             4,
             32,
         ),
         (
-            Options([6, 0], [2, 3], "blocked", "all", True, 0.3, [], "", "ring", "auto", 0.1, True),
+            Options(
+                [6, 0], [2, 3], "blocked", "all", True, False, 0.3, [], "", "ring", "auto", 0.1,
+                True,
+            ),
             2,
             64,
         ),
         (
             Options(
-                [5, 9], [7, 1], "interleaved", "split", True, None, [2, 9, 21, 0, 9], "", "auto",
-                "eager", None, True,
+                [5, 9], [7, 1], "interleaved", "split", False, True, None, [2, 9, 21, 0, 9], "",
+                "auto", "eager", None, True,
             ),
             2,
             16,

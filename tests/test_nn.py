@@ -149,7 +149,10 @@ def test_rope_is_applied_to_query_and_key() -> None:
     [
         ({"need_weights": True}, "need_weights must be False: .* got True"),
         ({"attn_mask": torch.zeros(9, 9)}, "attn_mask must be None; use is_causal"),
-        ({"key_padding_mask": torch.zeros(1, 9)}, "key_padding_mask must be None; pass sequences"),
+        (
+            {"key_padding_mask": torch.zeros(1, 8, dtype=torch.bool)},
+            r"key_padding_mask must have shape .* \(1, 9\); got \(1, 8\)",
+        ),
         ({"query": torch.zeros(1, 9, 23)}, r"query must have shape .* 24\); got \(1, 9, 23\)"),
         ({"key": torch.zeros(9, 24)}, r"key must have shape .* got \(9, 24\)"),
         ({"value": torch.zeros(1, 8, 24)}, r"value \(1, 8, 4, 6\)"),

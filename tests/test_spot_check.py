@@ -19,7 +19,14 @@ def errors(layout, is_causal, head, change=None):
         query, key, value, dout = (torch.randn(shape) for _ in range(4))
         leaves = [x.requires_grad_() for x in (query, key, value)]
         out, lse = dilated_attention(
-            query, key, value, PATTERN, is_causal=is_causal, group=ends, layout=layout, return_lse=True
+            query,
+            key,
+            value,
+            PATTERN,
+            is_causal=is_causal,
+            group=ends,
+            layout=layout,
+            return_lse=True,
         )
         tensors = [*leaves, out, lse, dout, *torch.autograd.grad(out, leaves, dout)]
         shard = Shard(*(x.detach() for x in tensors))

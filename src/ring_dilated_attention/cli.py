@@ -69,6 +69,11 @@ def _rates(text: str) -> tuple[int, ...]:
     return tuple(_int(part, text) for part in text.split(","))
 
 
+def _documents(text: str | None) -> tuple[int, ...] | None:
+    """Parse the borders of documents: ``0,100,250``."""
+    return None if text is None else tuple(_int(part, text) for part in text.split(","))
+
+
 def _int(part: str, text: str) -> int:
     try:
         return int(part)
@@ -265,6 +270,10 @@ def plan(
     head_branches: Annotated[str, typer.Option(help="all or split.")] = "all",
     layout: Annotated[str, typer.Option(help="contiguous or zigzag.")] = "contiguous",
     causal: Annotated[bool, typer.Option(help="Queries see no later keys.")] = False,
+    documents: Annotated[
+        str | None,
+        typer.Option(help="Cumulative lengths of packed documents, separated by commas: 0,...,n."),
+    ] = None,
     heads: Annotated[int, typer.Option(help="Query heads.")] = 12,
     kv_heads: Annotated[
         int | None, typer.Option(help="KV heads.", show_default="as many as heads")
@@ -297,6 +306,7 @@ def plan(
             world_size=ranks,
             layout=layout,
             is_causal=causal,
+            documents=_documents(documents),
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
@@ -330,6 +340,10 @@ def simulate(
     ] = None,
     layout: Annotated[str, typer.Option(help="contiguous or zigzag.")] = "contiguous",
     causal: Annotated[bool, typer.Option(help="Queries see no later keys.")] = False,
+    documents: Annotated[
+        str | None,
+        typer.Option(help="Cumulative lengths of packed documents, separated by commas: 0,...,n."),
+    ] = None,
     heads: Annotated[int, typer.Option(help="Query heads.")] = 4,
     kv_heads: Annotated[
         int | None, typer.Option(help="KV heads.", show_default="as many as heads")
@@ -369,6 +383,7 @@ def simulate(
             world_size=ranks,
             layout=layout,
             is_causal=causal,
+            documents=_documents(documents),
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,

@@ -10,14 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
 from .accumulate import Accumulator, add, merge, row_sums
-from .plan import Tile, TileGroup
+from .plan import SLICE_ROWS, PackedTiles, Tile, TileGroup
 from .tiles import Selection, TileGradients, TileInputs
 from .views import Block, families
 
@@ -26,10 +27,8 @@ FORWARD_WORKSPACE = 0.26
 BACKWARD_WORKSPACE = 0.52
 """... those of a backward call so much, ..."""
 WORKSPACE_FLOOR = 64 << 20
-"""... or so many bytes, ..."""
-SLICE_ROWS = 1 << 17
-"""... or what a slice of so many rows takes, where that is more: slices must fill a GPU, eight
-times over on an H200 (132 multiprocessors, 128 rows each), for the last round to matter little."""
+"""... or so many bytes, or what a slice of SLICE_ROWS rows takes, where that is more: slices must
+be large enough to fill a GPU."""
 LONG_FLOPS = 4e10
 """Additions go behind kernel calls of so many operations: 0.1 ms on an H200."""
 
@@ -60,27 +59,74 @@ class TileCall:
         return max(default * query.nbytes / row_bytes, WORKSPACE_FLOOR / row_bytes, SLICE_ROWS)
 
 
+class _Launch(NamedTuple):
+    """A launch of the table-driven kernels."""
+
+    cells: Any
+    config: Any
+
+
 @dataclass(frozen=True, eq=False)
 class _Schedule:
     """How the tiles of a group are computed: block by block, or all in one launch."""
 
     blocks: tuple[Block, ...]
     table: tuple[Tile, ...]
+    packed: tuple[PackedTiles, ...] = ()
+    launches: dict[tuple[Any, ...], _Launch] = field(default_factory=dict)
+
+    @property
+    def shares_launch(self) -> bool:
+        """Whether any tile is computed by the table-driven kernel."""
+        return bool(self.table or self.packed)
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        """The most queries and keys of a cell of the launch."""
+        many = [max(tiles.lengths) for tiles in self.packed]
+        return (
+            max([tile.queries.length for tile in self.table] + many),
+            max([tile.keys.length for tile in self.table] + many),
+        )
 
 
-@lru_cache(maxsize=1024)
+_schedules: WeakKeyDictionary[TileGroup, dict[tuple[Any, ...], _Schedule]] = WeakKeyDictionary()
+"""Schedules, and in them tables on the device, live as long as the plan of their group: the next
+step may bring other documents, and the tables of thousands take megabytes."""
+_captured: dict[int, _Launch] = {}
+"""What CUDA graphs read whenever they are replayed, by id: never freed."""
+
+
 def _schedule(
+    group: TileGroup, batch: int, members: int, head_dim: int, table_flops: float
+) -> _Schedule:
+    kept = _schedules.setdefault(group, {})
+    key = batch, members, head_dim, table_flops
+    if key not in kept:
+        kept[key] = _make_schedule(group, *key)
+    return kept[key]
+
+
+def _make_schedule(
     group: TileGroup, batch: int, members: int, head_dim: int, table_flops: float
 ) -> _Schedule:
     blocks: list[Block] = []
     table: list[Tile] = []
-    for family in families(group.tiles):
+    packed: list[PackedTiles] = []
+    single = list(group.single)
+    for many in group.packed:
+        # A block would be a tile of all rows of the batch: (4, or causal 2) * its pairs operations.
+        flops = (2 if many.is_causal else 4) * head_dim * batch * len(many.heads)
+        short, long = many.split(math.sqrt(table_flops / flops))
+        packed.extend([short] if short.starts else [])
+        single.extend(long.tiles())
+    for family in families(single):
         cut = list(family.blocks(batch, members))
         if 4 * head_dim * sum(block.pairs for block in cut) <= table_flops * len(cut):
             table.extend(family.tiles)
         else:
             blocks.extend(cut)
-    return _Schedule(tuple(blocks), tuple(table))
+    return _Schedule(tuple(blocks), tuple(table), tuple(packed))
 
 
 @dataclass
@@ -100,15 +146,17 @@ class Merged:
         return row_sums(self.dout, self.out)
 
 
-class _Launch(NamedTuple):
-    """A launch of the table-driven kernels."""
+def _launch(work: _Schedule, *key: Any) -> _Launch:
+    """The tables of a launch, on the device, and its configuration: see `_make_launch`."""
+    if key not in work.launches:
+        work.launches[key] = _make_launch(work, *key)
+    launch = work.launches[key]
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        _captured[id(launch)] = launch
+    return launch
 
-    cells: Any
-    config: Any
 
-
-@lru_cache(maxsize=1024)
-def _launch(
+def _make_launch(
     work: _Schedule,
     direction: str,
     batch: int,
@@ -121,14 +169,10 @@ def _launch(
     from .kernels.cells import build_cells
     from .kernels.tuning import BackwardConfig, Kernel, LaunchConfig, default_config
 
+    queries, keys = work.longest
+
     def config(kernel: Kernel) -> LaunchConfig:
-        return default_config(
-            kernel,
-            head_dim,
-            dtype,
-            queries=max(tile.queries.length for tile in work.table),
-            keys=max(tile.keys.length for tile in work.table),
-        )
+        return default_config(kernel, head_dim, dtype, queries=queries, keys=keys)
 
     chosen: LaunchConfig | BackwardConfig
     if direction == "forward":
@@ -143,12 +187,16 @@ def _launch(
         cells = elsewhere.submit(
             build_cells,
             work.table,
+            work.packed,
             batch=batch,
             group=members,
             block_m=block_m,
             block_n=block_n,
             device=device,
         ).result()
+    if device.type == "cuda":  # may outlive its plan by what is queued here
+        for tensor in (cells.table, cells.query_programs, cells.key_programs):
+            tensor.record_stream(torch.cuda.current_stream(device))
     return _Launch(cells, chosen)
 
 
@@ -197,7 +245,7 @@ def forward(
             is_long = 4 * head_dim * part.pairs >= LONG_FLOPS
             sums.run(partial(merge, *views, *tile, store=store), *tile, is_long=is_long)
             del tile  # before the next slice makes its own
-    if work.table:
+    if work.shares_launch:
         from .kernels.forward import attention_forward
 
         sums.join()
@@ -278,7 +326,7 @@ def backward(
             add_all = partial(_add_all, totals, tile, (store, own_keys, own_keys))
             sums.run(add_all, *tile, is_long=is_long)
             del tile, add_all  # before the next slice makes its own
-    if work.table:
+    if work.shares_launch:
         from .kernels.backward import attention_backward
 
         sums.join()

@@ -14,7 +14,8 @@ import torch
 from .agreement import agree
 from .exchange import Group, exchange_named, group_name
 from .layout import SequenceLayout
-from .operator import FORWARD, Options
+from .operator import FORWARD, Options, agree_on_call
+from .packed import Integers, as_ints, check_padding_mask, lengths_of_mask
 from .pattern import DilatedPattern, check_choice
 from .tiles import BACKENDS
 
@@ -31,6 +32,9 @@ def dilated_attention(
     *,
     is_causal: bool = False,
     scale: float | None = None,
+    documents: Integers | None = None,
+    lengths: Integers | None = None,
+    key_padding_mask: torch.Tensor | None = None,
     group: Group = None,
     layout: SequenceLayout | None = None,
     exchange: str = "auto",
@@ -49,6 +53,9 @@ def dilated_attention(
     *,
     is_causal: bool = False,
     scale: float | None = None,
+    documents: Integers | None = None,
+    lengths: Integers | None = None,
+    key_padding_mask: torch.Tensor | None = None,
     group: Group = None,
     layout: SequenceLayout | None = None,
     exchange: str = "auto",
@@ -66,6 +73,9 @@ def dilated_attention(
     *,
     is_causal: bool = False,
     scale: float | None = None,
+    documents: Integers | None = None,
+    lengths: Integers | None = None,
+    key_padding_mask: torch.Tensor | None = None,
     group: Group = None,
     layout: SequenceLayout | None = None,
     exchange: str = "auto",
@@ -89,6 +99,25 @@ def dilated_attention(
         pattern: which keys each head sees.
         is_causal: whether a query sees only keys at positions <= its own.
         scale: factor on the scores; None: head_dim ** -0.5.
+        documents: cumulative lengths ``[0, ..., n]`` of documents packed in the whole sequence of n
+            positions (not in this rank's shard): ints, or a 1-D int32 or int64 tensor, as
+            ``cu_seqlens`` elsewhere; a CUDA tensor makes the call wait for the device. Each is cut
+            into segments on its own, a segment length of None is the whole document, and attention
+            never crosses a border; ranks may hold any parts of any documents. All rows of the batch
+            have the same documents. Under torch.compile: ints only, as for `lengths`, and another
+            number of documents is another graph. None: one document.
+        lengths: (batch,) ints, or a tensor as above: row b of the batch holds that many valid
+            positions of the whole sequence, 0 to n, and padding behind them. A row is what a
+            sequence of its length would be: padding is seen by nobody, not even as part of a
+            segment, and computed for nobody; it gets output 0, lse -inf and gradient 0, whatever
+            the tensors hold there. With `documents`, which may then end anywhere from the longest
+            length on, each row's are cut off at its length. Rows of one length are computed
+            together, others one after another. None: no padding.
+        key_padding_mask: in place of `lengths`, the local shard of a boolean mask, (batch,
+            local_sequence): True where a position is PADDING, as in `nn.MultiheadAttention` (the
+            opposite of a mask of valid positions). It must be a right padding of the whole
+            sequence; anything else is refused. It makes the call wait for the device, and costs two
+            small collectives: pass `lengths` to save them.
         group: the ranks that share the sequence: a ProcessGroup, a 1-D DeviceMesh, an `Exchange`,
             or None for one process that holds it all.
         layout: which rank holds which positions; None: contiguous equal shards.
@@ -120,6 +149,10 @@ def dilated_attention(
         validate_tensors(query, key, value)
         if layout is None and query.shape[1] == 0:
             raise ValueError(f"the sequence is empty: query has shape {tuple(query.shape)}")
+        borders = [] if documents is None else as_ints("documents", documents)
+        valid = [] if lengths is None else as_ints("lengths", lengths)
+        if key_padding_mask is not None:
+            _validate_mask(key_padding_mask, query, lengths)
     except (TypeError, ValueError) as failure:
         # The other ranks are about to agree on their calls: inside of the operator.
         device = query.device if isinstance(query, torch.Tensor) else torch.device("cpu")
@@ -133,6 +166,7 @@ def dilated_attention(
         list(pattern.dilation_rates),
         pattern.head_offsets,
         pattern.head_branches,
+        pattern.zero_keys,
         is_causal,
         None if scale is None else float(scale),
         [] if layout is None else list(layout.flat),
@@ -141,7 +175,13 @@ def dilated_attention(
         backend,
         None if workspace is None else float(workspace),
         needs_gradients,
+        documents=borders,
+        lengths=valid,
     )
+    if key_padding_mask is not None:
+        agree_on_call(query, key, options, lengths="from key_padding_mask")
+        found = lengths_of_mask(key_padding_mask, exchange_named(name), layout)
+        options = options._replace(lengths=found)
     out, lse = FORWARD(query, key, value, *options)
     return (out, lse) if return_lse else out
 
@@ -197,6 +237,16 @@ def _validate_workspace(workspace: float | None) -> None:
         raise TypeError(f"workspace must be a float or None, got {workspace!r}")
     if not 0 < workspace < math.inf:
         raise ValueError(f"workspace must be > 0 and finite, got {workspace}")
+
+
+def _validate_mask(mask: torch.Tensor, query: torch.Tensor, lengths: Integers | None) -> None:
+    if lengths is not None:
+        raise ValueError("pass lengths or key_padding_mask, not both")
+    if torch.compiler.is_compiling():
+        raise TypeError(
+            "under torch.compile pass lengths, a list of ints, in place of key_padding_mask"
+        )
+    check_padding_mask(mask, query.shape[0], query.shape[1], query.device)
 
 
 def validate_tensors(

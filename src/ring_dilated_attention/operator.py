@@ -8,6 +8,8 @@ waits for other ranks happens inside the operators alone, so tracing a call invo
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -16,8 +18,10 @@ import torch
 from .agreement import agree
 from .exchange import Exchange, exchange_named
 from .layout import SequenceLayout
+from .packed import PackedRows, packed_rows
 from .pattern import DilatedPattern
 from .plan import AttentionPlan, plan_attention
+from .plan.documents import SHOWN, in_words
 from .ring import RingCall, attention_backward, attention_forward
 from .tiles import Selection, accumulate_dtype, select_backend
 
@@ -30,6 +34,7 @@ class Options(NamedTuple):
         dilation_rates: of the pattern.
         head_offsets: of the pattern.
         head_branches: of the pattern.
+        zero_keys: of the pattern.
         is_causal: see `dilated_attention`.
         scale: see `dilated_attention`.
         layout: `SequenceLayout.flat`; empty is contiguous equal shards.
@@ -38,12 +43,15 @@ class Options(NamedTuple):
         backend: see `dilated_attention`.
         workspace: see `dilated_attention`.
         needs_gradients: whether autograd records this call.
+        documents: cumulative lengths; empty: one document.
+        lengths: valid positions of each batch row; empty: all positions of all rows.
     """
 
     segment_lengths: list[int]
     dilation_rates: list[int]
     head_offsets: str
     head_branches: str
+    zero_keys: bool
     is_causal: bool
     scale: float | None
     layout: list[int]
@@ -52,12 +60,15 @@ class Options(NamedTuple):
     backend: str
     workspace: float | None
     needs_gradients: bool
+    documents: Sequence[int] = ()
+    lengths: Sequence[int] = ()
 
 
 _OPTIONS = (
     "int[] segment_lengths, int[] dilation_rates, str head_offsets, str head_branches, "
-    "bool is_causal, float? scale, SymInt[] layout, str group, str exchange, str backend, "
-    "float? workspace, bool needs_gradients"
+    "bool zero_keys, bool is_causal, float? scale, "
+    "SymInt[] layout, str group, str exchange, str backend, "
+    "float? workspace, bool needs_gradients, SymInt[] documents, SymInt[] lengths"
 )
 _Library: Any = torch.library.Library  # its methods have no annotations
 _library = _Library("ring_dilated_attention", "DEF")
@@ -91,6 +102,8 @@ class RingDilatedAttention(torch.autograd.Function):
         start   receive K_ij, V_ij from j = i-s-1; send K_ki, V_ki to k = i+s+1   [P2P, input dtype]
         tile    O_t, L_t = softmax(scale Q_t K_t^T) V_t, and its lse
         merge   L_i = logaddexp(L_i, L_t); O_i = O_i e^(L_old-L_i) + O_t e^(L_t-L_i)    [float32]
+    and then, where the pattern has zero keys and a query sees m of them:
+        zeros   a tile with O_t = 0 and L_t = log m, merged alike
     Saved: Q_i, K_i, V_i, O_i, L_i.
 
     Backward, given dO_i, with delta_i = rowsum(dO_i * O_i), for s = 0 .. p-1:
@@ -103,8 +116,10 @@ class RingDilatedAttention(torch.autograd.Function):
 
     Since the merged softmax is one softmax, every tile uses the same L_i and delta_i, and gradients
     only add up. Transfers of step s+1 (ring), or of all steps (gather), run behind the tiles of
-    step s; the way home of step s runs behind the tiles of step s+1. float32 is float64 for float64
-    inputs. The lse is returned for use outside of autograd: it is marked non-differentiable.
+    step s; the way home of step s runs behind the tiles of step s+1, and that of the last step
+    behind local tiles held back for it. A ring does all this for a few heads at a time. float32 is
+    float64 for float64 inputs. The lse is returned for use outside of autograd: it is marked
+    non-differentiable.
     """
 
     @staticmethod
@@ -150,8 +165,13 @@ def _autograd(
 def _forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    call = _ring_call(query, key, Options(*options), first=True)
-    return attention_forward(query, key, value, call)
+    calls = _ring_calls(query, key, Options(*options), first=True)
+    if len(calls) == 1:
+        return attention_forward(query, key, value, calls[0].call)
+    out, lse = _fake_forward(query, key, value)
+    for rows, call in calls:
+        out[rows], lse[rows] = attention_forward(query[rows], key[rows], value[rows], call)
+    return out, lse
 
 
 def _backward(
@@ -163,8 +183,15 @@ def _backward(
     lse: torch.Tensor,
     *options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    call = _ring_call(query, key, Options(*options), first=False)
-    return attention_backward(dout, query, key, value, out, lse, call)
+    calls = _ring_calls(query, key, Options(*options), first=False)
+    if len(calls) == 1:
+        return attention_backward(dout, query, key, value, out, lse, calls[0].call)
+    dquery, dkey, dvalue = _fake_backward(dout, query, key, value)
+    for rows, call in calls:
+        dquery[rows], dkey[rows], dvalue[rows] = attention_backward(
+            dout[rows], query[rows], key[rows], value[rows], out[rows], lse[rows], call
+        )
+    return dquery, dkey, dvalue
 
 
 def _fake_forward(
@@ -189,49 +216,87 @@ torch.library.register_fake(FORWARD, _fake_forward, lib=_library)
 torch.library.register_fake(BACKWARD, _fake_backward, lib=_library)
 
 
-def _ring_call(
+class _RowsCall(NamedTuple):
+    """The call of some rows of a batch: those that are equally long."""
+
+    rows: slice
+    call: RingCall
+
+
+def _ring_calls(
     query: torch.Tensor, key: torch.Tensor, options: Options, *, first: bool
-) -> RingCall:
+) -> list[_RowsCall]:
     """Look up what the options stand for; where the ranks meet `first`, they must agree on them.
 
+    Returns:
+        The calls that make up this one, in the same order on every rank: one, unless the rows of
+        the batch differ in length.
+
     Raises:
-        ValueError: the layout or the backend does not fit the call, on this rank or another, or
-            the ranks' calls differ; raised on every rank.
+        ValueError: the layout, the documents, the lengths or the backend do not fit the call, on
+            this rank or another, or the ranks' calls differ; raised on every rank.
     """
     ends = exchange_named(options.group)
+    if first:
+        agree_on_call(query, key, options)
     length, num_heads, head_dim = query.shape[1:]
-    backend, failure = None, None
+    backend = _select(options.backend, query.device, query.dtype, head_dim)
+    calls = []
+    for packed in _packed_rows(options, query, ends.world_size):
+        plan = (_plan if len(packed.borders) <= _FEW_BORDERS else _large_plan)(
+            tuple(options.segment_lengths),
+            tuple(options.dilation_rates),
+            options.head_offsets,
+            options.head_branches,
+            options.zero_keys,
+            tuple(options.layout) or length,
+            ends.world_size,
+            options.is_causal,
+            num_heads,
+            key.shape[2],
+            packed.borders,
+        )
+        gathers = plan.gathers if options.exchange == "auto" else options.exchange == "gather"
+        call = RingCall(
+            plan.rank(ends.rank),
+            ends,
+            backend,
+            head_dim**-0.5 if options.scale is None else options.scale,
+            gathers,
+            options.workspace,
+        )
+        calls.append(_RowsCall(packed.rows, call))
+    return calls
+
+
+def agree_on_call(query: torch.Tensor, key: torch.Tensor, options: Options, **others: str) -> None:
+    """Raise a `ValueError` on every rank unless the ranks' calls are the same, and can be made.
+
+    Args:
+        query: of this rank's call.
+        key: likewise.
+        options: likewise.
+        others: what takes the place of an option, in words.
+    """
+    ends, failure = exchange_named(options.group), None
     try:
-        _check_layout(tuple(options.layout), length, ends)
-        backend = _select(options.backend, query.device, query.dtype, head_dim)
+        _check_layout(tuple(options.layout), query.shape[1], ends)
+        _packed_rows(options, query, ends.world_size)
+        _select(options.backend, query.device, query.dtype, query.shape[3])
     except ValueError as error:
         failure = error
-    if first and ends.world_size > 1:
-        shared = None if failure else _shared(query, key, options)
+    if ends.world_size > 1:
+        shared = None if failure else {**_shared(query, key, options), **others}
         agree("dilated_attention", ends, shared, failure, query.device)
     elif failure is not None:
         raise failure
-    assert backend is not None
-    plan = _plan(
-        tuple(options.segment_lengths),
-        tuple(options.dilation_rates),
-        options.head_offsets,
-        options.head_branches,
-        tuple(options.layout) or length,
-        ends.world_size,
-        options.is_causal,
-        num_heads,
-        key.shape[2],
-    )
-    gathers = plan.gathers if options.exchange == "auto" else options.exchange == "gather"
-    return RingCall(
-        plan.rank(ends.rank),
-        ends,
-        backend,
-        head_dim**-0.5 if options.scale is None else options.scale,
-        ends.world_size - 1 if gathers else 1,
-        options.workspace,
-    )
+
+
+def _packed_rows(options: Options, query: torch.Tensor, world_size: int) -> tuple[PackedRows, ...]:
+    """The rows of the batch that can be computed together, and their documents."""
+    batch, length = query.shape[:2]
+    total = _layout(tuple(options.layout)).length if options.layout else length * world_size
+    return packed_rows(tuple(options.documents), tuple(options.lengths), batch, total)
 
 
 def _check_layout(flat: tuple[int, ...], local_length: int, ends: Exchange) -> None:
@@ -258,6 +323,7 @@ def _shared(query: torch.Tensor, key: torch.Tensor, options: Options) -> dict[st
         tuple(options.dilation_rates),
         options.head_offsets,
         options.head_branches,
+        options.zero_keys,
     )
     return {
         "batch": batch,
@@ -270,6 +336,8 @@ def _shared(query: torch.Tensor, key: torch.Tensor, options: Options) -> dict[st
         "layout": f"{layout!r} ({layout.digest[:8]})"
         if layout
         else f"{length} positions on each rank",
+        "documents": _in_words(tuple(options.documents)),
+        "lengths": _in_words(tuple(options.lengths)),
         "is_causal": options.is_causal,
         "scale": options.scale,
         "exchange": options.exchange,
@@ -284,26 +352,46 @@ def _select(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) 
 
 
 @lru_cache(maxsize=64)
+def _in_words(numbers: tuple[int, ...]) -> str:
+    if not numbers:
+        return "None"
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=4).hexdigest()
+    return in_words(numbers) + f" ({digest})" * (len(numbers) > SHOWN)
+
+
+_FEW_BORDERS = 65
+"""Plans of so many borders of documents are small, and many are kept: one for each length of a
+batch. A plan of thousands takes megabytes, and the next step brings other documents."""
+
+
+@lru_cache(maxsize=256)
 def _plan(
     segment_lengths: tuple[int, ...],
     dilation_rates: tuple[int, ...],
     head_offsets: str,
     head_branches: str,
+    zero_keys: bool,
     layout: tuple[int, ...] | int,  # an int: equal shards of so many positions
     world_size: int,
     is_causal: bool,
     num_heads: int,
     num_kv_heads: int,
+    borders: tuple[int, ...],
 ) -> AttentionPlan:
     return plan_attention(
-        _pattern(segment_lengths, dilation_rates, head_offsets, head_branches),
+        _pattern(segment_lengths, dilation_rates, head_offsets, head_branches, zero_keys),
         _layout(layout)
         if isinstance(layout, tuple)
         else SequenceLayout.contiguous(layout * world_size, world_size),
         is_causal=is_causal,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
+        documents=borders,
+        length=borders[-1],
     )
+
+
+_large_plan = lru_cache(maxsize=8)(_plan.__wrapped__)
 
 
 @lru_cache(maxsize=64)
@@ -312,12 +400,14 @@ def _pattern(
     dilation_rates: tuple[int, ...],
     head_offsets: str,
     head_branches: str,
+    zero_keys: bool,
 ) -> DilatedPattern:
     return DilatedPattern(
         [length or None for length in segment_lengths],
         dilation_rates,
         head_offsets=head_offsets,
         head_branches=head_branches,
+        zero_keys=zero_keys,
     )
 
 

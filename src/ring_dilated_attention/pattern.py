@@ -71,9 +71,14 @@ class DilatedPattern:
             are cut into one contiguous group per branch, the first H mod G of the G groups one
             head larger, and all heads of group g take offset g mod r (dilated-attention-pytorch);
             `head_offsets` must then keep its default, since the group decides the offset.
+        zero_keys: whether short cells are filled up with keys of score 0 and value 0, which take
+            their share of the softmax (torchscale pads with zeros and does not mask them). A head's
+            rows in a segment are then counted as ceil(min(w, document length) / r); the ones that
+            are missing, in a clipped last segment or where r does not divide, are zero keys. They
+            come last, so causal queries do not see them. False: there are none (the paper).
 
     Raises:
-        TypeError: a length or rate is not an int.
+        TypeError: a length or rate is not an int, or `zero_keys` not a bool.
         ValueError: a length or rate is below 1, the lists differ in length or are empty, or an
             option has an unknown value.
 
@@ -86,6 +91,7 @@ class DilatedPattern:
     dilation_rates: tuple[int, ...]
     head_offsets: str
     head_branches: str
+    zero_keys: bool
 
     def __init__(
         self,
@@ -94,6 +100,7 @@ class DilatedPattern:
         *,
         head_offsets: str = "interleaved",
         head_branches: str = "all",
+        zero_keys: bool = False,
     ) -> None:
         for name, values in (
             ("segment_lengths", segment_lengths),
@@ -113,6 +120,8 @@ class DilatedPattern:
                 "head_branches='split' takes each head's offset from its group, so head_offsets "
                 f"must keep its default 'interleaved'; got {head_offsets!r}"
             )
+        if not isinstance(zero_keys, bool):
+            raise TypeError(f"zero_keys must be a bool, got {zero_keys!r}")
         lengths = tuple(
             None if w is None else check_positive_int("a segment length", w)
             for w in segment_lengths
@@ -123,6 +132,7 @@ class DilatedPattern:
             ("dilation_rates", rates),
             ("head_offsets", head_offsets),
             ("head_branches", head_branches),
+            ("zero_keys", zero_keys),
         ):
             object.__setattr__(self, field, value)
 
@@ -158,6 +168,7 @@ class DilatedPattern:
             for name, value, default in (
                 ("head_offsets", self.head_offsets, "interleaved"),
                 ("head_branches", self.head_branches, "all"),
+                ("zero_keys", self.zero_keys, False),
             )
             if value != default
         )

@@ -35,6 +35,7 @@ def show(
     head_dim: int,
     batch: int,
     dtype: str,
+    documents: Sequence[int] | None = None,
     ranks: Sequence[int] | None = None,
     tiles: bool = False,
     check: bool = False,
@@ -53,6 +54,7 @@ def show(
         head_dim: elements of a row of a head.
         batch: sequences in the batch.
         dtype: a key of `DTYPES`.
+        documents: cumulative lengths of packed documents; None: one document.
         ranks: ranks to show; None: the first, the last and some between.
         tiles: whether to list each tile and message of those ranks.
         check: whether to prove the plan by enumeration.
@@ -76,6 +78,7 @@ def show(
         is_causal=is_causal,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
+        documents=documents,
     )
     if ranks is None:
         count = world_size if world_size <= SHOWN_ALL else SHOWN_FEW
@@ -85,7 +88,7 @@ def show(
         f"[bold]{pattern}[/bold]: {length:,} positions on {world_size} "
         f"{'rank' if world_size == 1 else 'ranks'} ({layout}), "
         f"{plan.num_heads} heads of {head_dim}, {plan.num_kv_heads} KV heads, batch {batch}, "
-        f"{dtype}, {'causal' if is_causal else 'not causal'}"
+        f"{dtype}, {'causal' if is_causal else 'not causal'}{in_documents(documents)}"
     )
     console.print(_decision(plan))
     work = flops_by_rank(plan, size)
@@ -106,12 +109,25 @@ def show(
         )
 
 
+def in_documents(documents: Sequence[int] | None) -> str:
+    """How many documents there are, for a title; nothing if there is one."""
+    return "" if documents is None else f", {len(documents) - 1:,} documents"
+
+
 def _decision(plan: AttentionPlan) -> str:
     if plan.layout.world_size == 1:
         return "one rank: nothing is exchanged"
     if plan.gathers:
         return "exchange: gather (no rank receives more rows than the largest shard holds)"
-    return "exchange: ring (a rank may receive more rows than the largest shard holds)"
+    count = len(plan.slices)
+    return "exchange: ring (a rank may receive more rows than the largest shard holds)" + (
+        f", in {count} parts of the heads one after the other, so that buffers hold one"
+        * (count > 1)
+    )
+
+
+def _parts(rank: RankPlan) -> tuple[RankPlan, ...]:
+    return rank.parts(gathers=rank.plan.gathers)
 
 
 def in_words(found: Balance) -> str:
@@ -198,15 +214,17 @@ def _compute_table(ranks: Sequence[RankPlan], size: TensorSize, work: Sequence[i
         "of the mean",
     )
     for rank in ranks:
-        remote = [group for step in rank.steps() for group in step.groups]
+        parts = _parts(rank)
+        local = [group for part in parts for group in part.local_groups]
+        remote = [group for part in parts for step in part.steps() for group in step.groups]
         table.add_row(
             str(rank.index),
             f"{rank.plan.layout.local_length(rank.index):,}",
-            str(len(rank.local)),
-            str(kernel_calls(rank.local_groups, rank, size.batch)),
+            str(sum(len(group.tiles) for group in local)),
+            str(kernel_calls(local, rank, size.batch)),
             str(sum(len(group.tiles) for group in remote)),
             str(kernel_calls(remote, rank, size.batch)),
-            str(len(rank.local_groups) + len(remote)),
+            str(len(local) + len(remote)),
             scaled(work[rank.index], "", 1000),
             of_mean(work[rank.index], work),
         )
@@ -247,7 +265,7 @@ def _exchange_table(ranks: Sequence[RankPlan], size: TensorSize) -> Table:
             f"{rank.total_sent_rows:,}",
             in_bytes(moved.forward_sent),
             in_bytes(moved.backward_sent),
-            str(sum(step.send is not None for step in rank.steps())),
+            str(sum(step.send is not None for part in _parts(rank) for step in part.steps())),
         )
     return table
 
@@ -284,11 +302,12 @@ def _tiles_table(rank: RankPlan) -> Table:
             _rows(tile.keys),
         )
 
-    for tile in rank.local:
-        add(0, tile)
-    for step in rank.steps():
-        for tile in step.tiles:
-            add(step.step, tile)
+    for part in _parts(rank):
+        for tile in part.local:
+            add(0, tile)
+        for step in part.steps():
+            for tile in step.tiles:
+                add(step.step, tile)
     return table
 
 
@@ -313,7 +332,7 @@ def _messages_table(rank: RankPlan, size: TensorSize) -> Table:
             in_bytes(size.key_value_bytes(message.rows, size.accumulate_size)),
         )
 
-    for step in rank.steps():
+    for step in [step for part in _parts(rank) for step in part.steps()]:
         if step.send is not None:
             add(step.step, "sends to", step.send.receiver, step.send)
         if step.receive is not None:

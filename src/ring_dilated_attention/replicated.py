@@ -22,9 +22,10 @@ from .functional import autocast_inputs, validate_options, validate_tensors
 from .layout import SequenceLayout
 from .merge import merge_
 from .pattern import DilatedPattern
-from .plan import TileGroup, plan_attention, replicated_groups
+from .plan import TileGroup, plan_attention, replicated_groups, replicated_zero_keys
 from .ring import autocast_off, unit_last_stride
 from .tiles import accumulate_dtype, select_backend
+from .zero_keys import merge_zero_keys
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class _Call:
     """Everything but the tensors of one call on one rank."""
 
     groups: tuple[TileGroup, ...]
+    zero_keys: tuple[TileGroup, ...]
     exchange: Exchange
     tiles: compute.TileCall
     returns_dquery: bool
@@ -47,6 +49,7 @@ class ReplicatedQueryAttention(torch.autograd.Function):
         tile    O_t, L_t = softmax(scale Q_t K_t^T) V_t, and its lse; merged into O_i, L_i
         gather  (O_i, L_i) of every rank: p m B H (D + 1) elements              [float32]
         merge   in rank order: L = logaddexp(L, L_i); O = O e^(L_old-L) + O_i e^(L_i-L)   [float32]
+        zeros   m zero keys, where the pattern has them: a tile with O_t = 0 and L_t = log m
     Saved: Q, K_i, V_i, O, L.
 
     Backward, given dO, with delta = rowsum(dO * O):
@@ -292,7 +295,7 @@ def _make_call(
     selection = select_backend(backend, query.device, query.dtype, head_dim)
     needs_gradient = torch.is_grad_enabled() and query.requires_grad
     call = _Call(
-        _groups(pattern, layout, positions, is_causal, num_heads, num_kv_heads, ends.rank),
+        *_groups(pattern, layout, positions, is_causal, num_heads, num_kv_heads, ends.rank),
         ends,
         compute.TileCall(
             selection,
@@ -334,11 +337,12 @@ def _groups(
     num_heads: int,
     num_kv_heads: int,
     rank: int,
-) -> tuple[TileGroup, ...]:
+) -> tuple[tuple[TileGroup, ...], tuple[TileGroup, ...]]:
+    """The tiles of a rank, and the zero keys that the queries see."""
     plan = plan_attention(
         pattern, layout, is_causal=is_causal, num_heads=num_heads, num_kv_heads=num_kv_heads
     )
-    return replicated_groups(plan, positions, rank)
+    return replicated_groups(plan, positions, rank), replicated_zero_keys(plan, positions)
 
 
 def _forward(
@@ -360,6 +364,7 @@ def _forward(
         out, lse = total[..., :-1], total[..., -1]
         for other in others:
             merge_(out, lse, other[..., :-1], other[..., -1])
+        merge_zero_keys(call.zero_keys, out, lse, call.tiles.group)
     return out.to(query.dtype).contiguous(), lse.transpose(1, 2).contiguous()
 
 

@@ -5,23 +5,30 @@ Shape legend: B batch, n local rows, H query heads, K KV heads, D head_dim, R ro
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import chain, islice
 
 import torch
 
 from . import compute
 from .accumulate import Accumulator
 from .exchange import Exchange
-from .plan import RankPlan, TileGroup
+from .plan import LocalHalves, RankPlan, TileGroup
 from .tiles import Selection, accumulate_dtype
-from .transfer import GradientReturn, fetch
+from .transfer import Fetched, GradientReturn, fetch
 from .views import by_slot
+from .zero_keys import merge_zero_keys
 
 _FEW_ADDITIONS = 8.0
 """Additions to a row, on average, that may round to half precision each: errors of out and of the
 gradients stay below those of the kernels (benchmarks/results)."""
+
+
+_RETURNING_BYTES = 64 << 20
+"""Of gradients on their way home behind a gather: so many are not waited for before the end."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +39,19 @@ class RingCall:
     exchange: Exchange
     backend: Selection
     scale: float
-    depth: int  # messages in flight behind the running compute
+    gathers: bool  # whether all messages are in flight behind the running compute, or one
     workspace: float | None = None  # see `dilated_attention`
+
+    @property
+    def parts(self) -> tuple[RankPlan, ...]:
+        """What is run one after the other."""
+        return self.plan.parts(gathers=self.gathers)
+
+    def fetch(self, key: torch.Tensor, value: torch.Tensor) -> Iterator[Fetched]:
+        """Start fetching the rows of all steps of all parts, in order."""
+        steps = chain.from_iterable(part.steps() for part in self.parts)
+        depth = self.plan.world_size - 1 if self.gathers else 1
+        return fetch(steps, self.exchange, key, value, depth=depth)
 
     def tiles(self, query: torch.Tensor) -> compute.TileCall:
         """What tiles need to know of the call."""
@@ -57,7 +75,8 @@ def attention_forward(
     """
     query, key, value = (unit_last_stride(x) for x in (query, key, value))
     batch, length, num_heads, _ = query.shape
-    covers, tiles, sums = call.plan.covers, call.tiles(query), Accumulator(query.device)
+    parts, tiles, sums = call.parts, call.tiles(query), Accumulator(query.device)
+    covers = all(part.covers for part in parts)
     create = torch.empty if covers else torch.zeros
     dtype = _sum_dtype(query, call.plan)
     out = create(query.shape, dtype=dtype, device=query.device)
@@ -67,18 +86,22 @@ def attention_forward(
     if not covers:
         lse.fill_(-torch.inf)
     with autocast_off(query.device):
-        arrivals = fetch(call.plan, call.exchange, key, value, depth=call.depth)
-        for number, group in enumerate(call.plan.local_groups):
-            store = covers and number == 0
-            compute.forward(group, tiles, query, key, value, out, lse, sums, store=store)
-        for fetched in arrivals:
-            if fetched.slots is not None:
-                keys, values = map(by_slot, fetched.slots)
-                for group in fetched.step.groups:
-                    compute.forward(group, tiles, query, keys, values, out, lse, sums, store=False)
-                del keys, values
-            del fetched
+        arrivals = call.fetch(key, value)
+        for part in parts:
+            for number, group in enumerate(part.local_groups):
+                store = covers and number == 0
+                compute.forward(group, tiles, query, key, value, out, lse, sums, store=store)
+            for fetched in islice(arrivals, part.world_size - 1):
+                if fetched.slots is not None:
+                    keys, values = map(by_slot, fetched.slots)
+                    for group in fetched.step.groups:
+                        compute.forward(
+                            group, tiles, query, keys, values, out, lse, sums, store=False
+                        )
+                    del keys, values
+                del fetched
         sums.join()
+        merge_zero_keys(call.plan.zero_keys, out, lse.transpose(1, 2), tiles.group)
     return out.to(query.dtype), lse
 
 
@@ -107,52 +130,78 @@ def attention_backward(
     """
     query, key, value = (unit_last_stride(x) for x in (query, key, value))
     merged = compute.Merged(dout.contiguous(), out, lse)
-    covers, tiles, sums = call.plan.covers, call.tiles(query), Accumulator(query.device)
+    parts, tiles, sums = call.parts, call.tiles(query), Accumulator(query.device)
+    covers = all(part.covers for part in parts)
     create = torch.empty if covers else torch.zeros
     # Gradients that come home are added too.
     dtype = _sum_dtype(query, call.plan)
     dquery, dkey, dvalue = (
         create(x.shape, dtype=dtype, device=x.device) for x in (query, key, value)
     )
+    returning: deque[GradientReturn] = deque()
 
-    def compute_local(groups: Iterable[tuple[int, TileGroup]]) -> None:
-        for number, group in groups:
+    def compute_local(groups: Iterable[TileGroup], *, stores_first: bool) -> None:
+        for number, group in enumerate(groups):
             compute.backward(
                 group, tiles, query, key, value, merged, dquery, dkey, dvalue, sums,
-                store=covers and number == 0,
+                store=stores_first and number == 0,
             )  # fmt: skip
 
+    def finish_returns(most_bytes: int) -> None:
+        while returning and sum(x.nbytes for x in returning) > most_bytes:
+            sums.join()
+            returning.popleft().finish()
+
     with autocast_off(query.device):
-        arrivals = fetch(call.plan, call.exchange, key, value, depth=call.depth)
-        local = list(enumerate(call.plan.local_groups))
-        # The first of them hides the first fetch, the others the last way home.
-        compute_local(local[:1])
-        returning: GradientReturn | None = None
-        for fetched in arrivals:
-            dslots = None
-            if fetched.slots is not None:
-                fills = fetched.step.covers
-                create = torch.empty if fills else torch.zeros
-                dslots = create(fetched.slots.shape, dtype=lse.dtype, device=key.device)
-                keys, values, dkeys, dvalues = map(by_slot, (*fetched.slots, *dslots))
-                for number, group in enumerate(fetched.step.groups):
-                    compute.backward(
-                        group, tiles, query, keys, values, merged, dquery, dkeys, dvalues, sums,
-                        store=False, store_keys=fills and number == 0,
-                    )  # fmt: skip
-                sums.join()
-                del keys, values, dkeys, dvalues
-            if returning is not None:
-                sums.join()
-                returning.finish()
-                returning = None  # frees its buffers before the next are made
-            returning = GradientReturn(call.exchange, fetched, dslots, dkey, dvalue, lse.dtype)
-            del fetched, dslots
-        compute_local(local[1:])
+        arrivals = call.fetch(key, value)
+        for part in parts:
+            early, late, late_heads = LocalHalves(part.local_groups, (), None)
+            if part is parts[-1]:  # something must be left to do while its gradients come home
+                early, late, late_heads = part.local_halves
+            compute_local(early, stores_first=covers)
+            if covers and late_heads is not None:
+                for x, group in ((dquery, tiles.group), (dkey, 1), (dvalue, 1)):
+                    x[:, :, late_heads.start * group : late_heads.stop * group].zero_()
+            for fetched in islice(arrivals, part.world_size - 1):
+                dslots = None
+                if fetched.slots is not None:
+                    dslots = _backward_of_step(
+                        fetched, tiles, query, merged, dquery, lse.dtype, sums
+                    )
+                # A ring frees its buffers before the next are made.
+                finish_returns(_RETURNING_BYTES if call.gathers else -1)
+                returning.append(
+                    GradientReturn(call.exchange, fetched, dslots, dkey, dvalue, lse.dtype)
+                )
+                del fetched, dslots
+        compute_local(late, stores_first=False)
+        finish_returns(-1)
         sums.join()
-        if returning is not None:
-            returning.finish()
     return dquery.to(query.dtype), dkey.to(key.dtype), dvalue.to(value.dtype)
+
+
+def _backward_of_step(
+    fetched: Fetched,
+    tiles: compute.TileCall,
+    query: torch.Tensor,
+    merged: compute.Merged,
+    dquery: torch.Tensor,
+    dtype: torch.dtype,
+    sums: Accumulator,
+) -> torch.Tensor:
+    """Add a step's gradients to `dquery`; return those of its slots, in `dtype`."""
+    assert fetched.slots is not None
+    covers = fetched.step.covers
+    create = torch.empty if covers else torch.zeros
+    dslots = create(fetched.slots.shape, dtype=dtype, device=query.device)
+    keys, values, dkeys, dvalues = map(by_slot, (*fetched.slots, *dslots))
+    for number, group in enumerate(fetched.step.groups):
+        compute.backward(
+            group, tiles, query, keys, values, merged, dquery, dkeys, dvalues, sums,
+            store=False, store_keys=covers and number == 0,
+        )  # fmt: skip
+    sums.join()
+    return dslots
 
 
 def _sum_dtype(query: torch.Tensor, plan: RankPlan) -> torch.dtype:

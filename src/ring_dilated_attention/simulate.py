@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -120,6 +120,8 @@ def simulate(case: Case, *, backward: bool = True) -> Simulation:
     Raises:
         TypeError, ValueError: the case is not one that `dilated_attention` can compute.
     """
+    if case.lengths is not None:
+        raise ValueError(f"a simulated case has no padding; got lengths {case.lengths}")
     size = TensorSize(
         batch=check_positive_int("batch", case.batch),
         head_dim=check_positive_int("head_dim", case.head_dim),
@@ -131,11 +133,13 @@ def simulate(case: Case, *, backward: bool = True) -> Simulation:
         is_causal=case.is_causal,
         num_heads=case.num_heads,
         num_kv_heads=case.num_kv_heads,
+        documents=case.documents,
     )
     device, whole = torch.device(case.device), _inputs(case)
     # First, so that whatever cannot be computed is refused before there are any threads. The short
     # run takes what the first call of a process costs out of the measured time.
-    _run(case, [x[:, :_WARM_UP] for x in whole], None, Clock(device), backward)
+    short = replace(case, documents=None)
+    _run(short, [x[:, :_WARM_UP] for x in whole], None, Clock(device), backward)
     alone = _run(case, whole, None, Clock(device), backward)
     lock = threading.Lock()
 
@@ -215,6 +219,7 @@ def _run(
         value,
         case.pattern,
         is_causal=case.is_causal,
+        documents=case.documents,
         group=ends,
         layout=None if ends is None else case.layout,
         exchange=case.exchange,
@@ -241,11 +246,13 @@ def _run(
 def _report(
     rank: RankPlan, size: TensorSize, work: Sequence[int], ran: _Ran, *, gathers: bool
 ) -> RankReport:
-    steps = list(rank.steps())
-    groups = [*rank.local_groups, *(group for step in steps for group in step.groups)]
-    receivers = {step.send.receiver for step in steps if step.send is not None}
-    senders = {step.receive.sender for step in steps if step.receive is not None}
-    peers = tuple(sorted(receivers | senders))
+    parts = rank.parts(gathers=gathers)
+    steps = [step for part in parts for step in part.steps()]
+    groups = [group for part in parts for group in part.local_groups]
+    groups += [group for step in steps for group in step.groups]
+    receivers = [step.send.receiver for step in steps if step.send is not None]
+    senders = [step.receive.sender for step in steps if step.receive is not None]
+    peers = tuple(sorted({*receivers, *senders}))
     moved = traffic(rank, size)
     planned = [
         Transfers(

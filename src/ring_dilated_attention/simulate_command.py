@@ -23,6 +23,7 @@ from .plan_command import (
     SHOWN_ALL,
     SHOWN_FEW,
     in_bytes,
+    in_documents,
     in_words,
     make_table,
     scaled,
@@ -58,6 +59,7 @@ def run(
     device: str,
     seed: int | None,
     backward: bool,
+    documents: Sequence[int] | None = None,
     every: bool = False,
     json_file: Path | None = None,
     console: Console | None = None,
@@ -84,6 +86,7 @@ def run(
         device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
         seed: of the random inputs; None: a fresh one, which is printed.
         backward: whether to run backward too.
+        documents: cumulative lengths of packed documents; None: one document.
         every: whether to show every rank, not a few and the extremes.
         json_file: where to write everything; None: nowhere.
         console: where to print; None: standard output.
@@ -111,6 +114,7 @@ def run(
         head_dim=head_dim,
         batch=batch,
         is_causal=is_causal,
+        documents=None if documents is None else tuple(documents),
         dtype=getattr(torch, dtype),
         exchange=exchange,
         backend=backend,
@@ -124,7 +128,7 @@ def run(
         f"[bold]{case.pattern}[/bold]: {length:,} positions on {world_size} "
         f"{'rank' if world_size == 1 else 'ranks'} ({layout}), "
         f"{case.num_heads} heads of {head_dim}, {case.num_kv_heads} KV heads, batch {batch}, "
-        f"{dtype}, {'causal' if is_causal else 'not causal'}, "
+        f"{dtype}, {'causal' if is_causal else 'not causal'}{in_documents(documents)}, "
         f"{'gather' if found.gathers else 'ring'}, {case.device}, inputs of seed {seed}"
     )
     console.print(in_words(found.balance))
@@ -152,13 +156,14 @@ def _pattern(
             f"{segment_lengths} and {dilation_rates}"
         )
     options = {"head_offsets": head_offsets, "head_branches": head_branches}
-    given = {key: value for key, value in options.items() if value is not None}
+    given: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
     if segment_lengths is not None and dilation_rates is not None:
         if name is not None:
             raise ValueError(f"give a pattern's name or its segment_lengths, not both; got {name}")
         return DilatedPattern(segment_lengths, dilation_rates, **given)
     own = named_pattern("longnet" if name is None else name)
-    given = {"head_offsets": own.head_offsets, "head_branches": own.head_branches, **given}
+    names = ("head_offsets", "head_branches", "zero_keys")
+    given = {**{key: getattr(own, key) for key in names}, **given}
     return DilatedPattern(own.segment_lengths, own.dilation_rates, **given)
 
 

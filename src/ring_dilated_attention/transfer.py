@@ -15,7 +15,7 @@ import torch
 
 from .exchange import Exchange, Pending
 from .packing import MessageRows, add_home, gather, message_rows, pack, spread
-from .plan import Message, RankPlan, Step
+from .plan import Message, Step
 
 
 class Fetched(NamedTuple):
@@ -43,12 +43,12 @@ class _InFlight(NamedTuple):
 
 
 def fetch(
-    plan: RankPlan, exchange: Exchange, key: torch.Tensor, value: torch.Tensor, *, depth: int
+    steps: Iterator[Step], exchange: Exchange, key: torch.Tensor, value: torch.Tensor, *, depth: int
 ) -> Iterator[Fetched]:
     """Start `depth` fetches, then yield each step when its rows are there, starting one more.
 
     Args:
-        plan: what this rank exchanges.
+        steps: what this rank exchanges.
         exchange: this rank's end of the group.
         key: (batch, local_sequence, kv_heads, head_dim).
         value: likewise.
@@ -58,7 +58,7 @@ def fetch(
         An iterator over the steps; the first `depth` transfers are under way when it is returned.
         Rows are freed when the caller drops a step: do so before asking for the next.
     """
-    steps, packer = plan.steps(), _Packer(key, value)
+    packer = _Packer(key, value)
     flight: deque[_InFlight] = deque()
 
     def start() -> None:
@@ -128,6 +128,9 @@ class GradientReturn:
         dkey: this rank's dK so far, (batch, local_sequence, kv_heads, head_dim), contiguous.
         dvalue: its dV.
         dtype: of `dslots` on every rank; `dkey` and `dvalue` may be narrower.
+
+    Attributes:
+        nbytes: of what is sent and received, held until it has finished.
     """
 
     def __init__(
@@ -150,6 +153,7 @@ class GradientReturn:
             shape = 2, dkey.shape[0], fetched.step.send.rows, dkey.shape[3]
             self._returned = dkey.new_empty(shape, dtype=dtype)
             receive = fetched.step.send.receiver, self._returned
+        self.nbytes = sum(x[1].nbytes for x in (send, receive) if x is not None)
         self._pending = exchange.start(send, receive)
 
     def finish(self) -> None:

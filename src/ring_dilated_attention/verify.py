@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +32,10 @@ TOLERANCE = {
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One comparison: a pattern, a layout, sizes and options. Inputs are drawn from `seed`."""
+    """One comparison: a pattern, a layout, sizes and options. Inputs are drawn from `seed`.
+
+    With `lengths`, everything in padded positions is NaN, dout included: none of it may be read.
+    """
 
     pattern: DilatedPattern
     layout: SequenceLayout
@@ -40,6 +44,8 @@ class Case:
     head_dim: int = 8
     batch: int = 1
     is_causal: bool = False
+    documents: tuple[int, ...] | None = None
+    lengths: tuple[int, ...] | None = None
     dtype: torch.dtype = torch.float64
     exchange: str = "auto"
     backend: str = "auto"
@@ -68,8 +74,16 @@ class Case:
         query, key, value, dout = (x.to(dtype) for x in self.inputs())
         leaves = [x.requires_grad_() for x in (query, key, value)]
         query, key, value = leaves
-        out, lse = reference_attention(query, key, value, self.pattern, is_causal=self.is_causal)
-        gradients = torch.autograd.grad(out, leaves, dout)
+        out, lse = reference_attention(
+            query,
+            key,
+            value,
+            self.pattern,
+            is_causal=self.is_causal,
+            documents=self.documents,
+            lengths=self.lengths,
+        )
+        gradients = torch.autograd.grad(out, leaves, dout, materialize_grads=True)
         return dict(zip(TENSORS, (out.detach(), lse.detach(), *gradients), strict=True))
 
 
@@ -124,7 +138,11 @@ class Outcome:
 def run_case(case: Case, ends: Exchange) -> Outcome:
     """Run a case on this rank and compare this rank's shard with the reference."""
     rank = ends.rank
-    *inputs, dout = (case.layout.shard(x, rank, 1).to(case.dtype) for x in case.inputs())
+    inputs = [x.to(case.dtype) for x in case.inputs()]
+    for row, length in enumerate(case.lengths or ()):
+        for x in inputs:
+            x[row, length:] = torch.nan
+    *inputs, dout = (case.layout.shard(x, rank, 1) for x in inputs)
     query, key, value = leaves = [x.clone().requires_grad_() for x in inputs]
     before = ends.sent_bytes
     out, lse = dilated_attention(
@@ -133,6 +151,8 @@ def run_case(case: Case, ends: Exchange) -> Outcome:
         value,
         case.pattern,
         is_causal=case.is_causal,
+        documents=case.documents,
+        lengths=case.lengths,
         group=ends if ends.world_size > 1 else None,
         layout=case.layout,
         exchange=case.exchange,
@@ -141,18 +161,12 @@ def run_case(case: Case, ends: Exchange) -> Outcome:
     )
     gradients = torch.autograd.grad(out, leaves, dout)
     actual = dict(zip(TENSORS, (out.detach(), lse, *gradients), strict=True))
-    plan = plan_attention(
-        case.pattern,
-        case.layout,
-        is_causal=case.is_causal,
-        num_heads=case.num_heads,
-        num_kv_heads=case.num_kv_heads,
-    )
-    size = TensorSize(batch=case.batch, head_dim=case.head_dim, element_size=case.dtype.itemsize)
-    planned = traffic(plan.rank(rank), size)
     outcome = Outcome(
         sent_bytes=ends.sent_bytes - before,
-        planned_bytes=planned.forward_sent + planned.backward_sent,
+        planned_bytes=sum(
+            _planned_bytes(case, rank, length, batch)
+            for length, batch in Counter(case.lengths or [None] * case.batch).items()
+        ),
     )
     expected, plain = case.expected(), case.expected(case.dtype)
     for name in TENSORS:
@@ -174,6 +188,22 @@ def run_case(case: Case, ends: Exchange) -> Outcome:
             (rough.double() - want).square().sum().item(),
         )
     return outcome
+
+
+def _planned_bytes(case: Case, rank: int, length: int | None, batch: int) -> int:
+    """Bytes that a rank sends for so many rows of a batch that are of one length."""
+    plan = plan_attention(
+        case.pattern,
+        case.layout,
+        is_causal=case.is_causal,
+        num_heads=case.num_heads,
+        num_kv_heads=case.num_kv_heads,
+        documents=case.documents,
+        length=length,
+    )
+    size = TensorSize(batch=batch, head_dim=case.head_dim, element_size=case.dtype.itemsize)
+    planned = traffic(plan.rank(rank), size)
+    return planned.forward_sent + planned.backward_sent
 
 
 def run_cases(rank: int, world_size: int, cases: Sequence[Case]) -> list[Outcome]:
@@ -222,8 +252,20 @@ def sweep(world_size: int, seed: int = 0) -> Iterator[Case]:
                     is_causal=is_causal,
                     seed=seed + number,
                     **options,
+                    **_packing(number, batch, length),
                 )
                 number += 1
+
+
+def _packing(number: int, batch: int, length: int) -> dict[str, Any]:
+    """Documents and lengths of a case of the sweep: neither, one of them, or both."""
+    packing: dict[str, Any] = {}
+    if number % 3 == 1:
+        cuts = {length * i * i // 9 for i in (1, 2)} | {1, length - 1}
+        packing["documents"] = tuple(sorted({0, length} | {x for x in cuts if 0 < x < length}))
+    if number % 4 > 1:
+        packing["lengths"] = tuple((number * 7 + 5 * row) % (length + 1) for row in range(batch))
+    return packing
 
 
 def make_layout(name: str, length: int, world_size: int) -> SequenceLayout:

@@ -115,6 +115,7 @@ class Case:
             self.pattern.dilation_rates,
             head_offsets=self.pattern.head_offsets,
             head_branches=self.pattern.head_branches,
+            zero_keys=self.pattern.zero_keys,
         )
         return replace(self, pattern=pattern, length=most, batch=1)
 

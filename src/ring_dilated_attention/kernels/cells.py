@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..plan import Tile
+from ..plan import PackedTiles, Tile
 
 CELL_FIELDS = ("batch", "kv_head", "q_row", "q_stride", "q_len", "k_row", "k_stride", "k_len")
 
@@ -50,6 +50,7 @@ class Cells:
 
 def build_cells(
     tiles: Sequence[Tile],
+    packed: Sequence[PackedTiles] = (),
     *,
     batch: int,
     group: int,
@@ -61,16 +62,18 @@ def build_cells(
 
     Args:
         tiles: all causal or none; no two share a (query row, head) or a (key row, head).
+        packed: further such tiles.
         batch: batch entries.
         group: query heads per KV head.
         block_m: queries per block.
         block_n: keys per block of the dk, dv kernel.
         device: where the kernels run.
     """
-    is_causal = bool(tiles) and tiles[0].is_causal
-    if any(tile.is_causal != is_causal for tile in tiles):
+    kinds = {tile.is_causal for tile in tiles} | {many.is_causal for many in packed}
+    if len(kinds) > 1:
         raise ValueError("the tiles of a launch must be all causal or none")
-    table = _table(tiles, batch)
+    is_causal = kinds == {True}
+    table = torch.cat([_table(tiles, batch), *(_packed_table(many, batch) for many in packed)])
     q_len, k_len = table[:, 4], table[:, 7]
     assert not len(table) or table[:, [4, 7]].min() > 0
 
@@ -125,6 +128,21 @@ def _table(tiles: Sequence[Tile], batch: int) -> torch.Tensor:
     for start, length, stride, head_stride, segment_stride in (rows[:5], rows[5:]):
         columns += [start + segment * segment_stride + j * head_stride, stride, length]
     return torch.stack(columns, 1)
+
+
+def _packed_table(many: PackedTiles, batch: int) -> torch.Tensor:
+    """int64 (cells, 8): per batch entry the tiles, of each the heads."""
+    heads = len(many.heads)
+    table = torch.empty(batch, len(many.starts), heads, len(CELL_FIELDS), dtype=torch.int64)
+    starts, lengths = (torch.tensor(x).unsqueeze(1) for x in (many.starts, many.lengths))
+    number = torch.arange(heads)
+    table[..., 0] = torch.arange(batch)[:, None, None]
+    table[..., 1] = many.heads.start + number * many.heads.step
+    for rows in (table[..., 2:5], table[..., 5:]):
+        rows[..., 0] = starts + number * many.head_stride
+        rows[..., 1] = many.stride
+        rows[..., 2] = lengths
+    return table.flatten(0, 2)
 
 
 def _blocks(lengths: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,17 +1,27 @@
-"""Modules built on `dilated_attention`: attention layers and a byte-level language model."""
+"""Modules built on `dilated_attention`: layers, a language model of bytes, an encoder of slides."""
 
 from .attention import DilatedAttention, MultiheadDilatedAttention
 from .chunked import map_rows
 from .config import LongNetConfig
 from .longnet import LongNet
-from .rope import RotaryEmbedding, Rotation
+from .norm import LayerNorm
+from .rope import RotaryEmbedding, Rotation, document_positions
+from .sincos import sincos_positions
+from .slide import Encoded, SlideEncoder
+from .slide_config import SlideEncoderConfig
 
 __all__ = [
     "DilatedAttention",
+    "Encoded",
+    "LayerNorm",
     "LongNet",
     "LongNetConfig",
     "MultiheadDilatedAttention",
     "RotaryEmbedding",
     "Rotation",
+    "SlideEncoder",
+    "SlideEncoderConfig",
+    "document_positions",
     "map_rows",
+    "sincos_positions",
 ]

@@ -8,14 +8,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ..functional import EXCHANGES, dilated_attention
+from ..detached import branch_function
+from ..functional import EXCHANGES
 from ..pattern import DilatedPattern, check_choice
 from ..tiles import BACKENDS
 from .checks import check_head_sizes, check_positive_float
+from .norm import LayerNorm
 
 if TYPE_CHECKING:
     from ..exchange import Group
     from ..layout import SequenceLayout
+    from ..packed import Integers
 
 
 class DilatedAttention(nn.Module):
@@ -28,12 +31,13 @@ class DilatedAttention(nn.Module):
         group: the ranks that share each sequence: a ProcessGroup, a 1-D DeviceMesh, or None for
             one process.
         layout: which positions each rank holds; None means contiguous equal shards.
+        branch_gradients: ``"exact"``, or ``"detached"``: see `detached_dilated_attention`.
         exchange: how remote rows travel; see `dilated_attention`.
         backend: which kernels compute; see `dilated_attention`.
 
     Raises:
         TypeError: `pattern` is not a `DilatedPattern`.
-        ValueError: `exchange` or `backend` has an unknown value.
+        ValueError: `branch_gradients`, `exchange` or `backend` has an unknown value.
     """
 
     def __init__(
@@ -44,6 +48,7 @@ class DilatedAttention(nn.Module):
         scale: float | None = None,
         group: Group = None,
         layout: SequenceLayout | None = None,
+        branch_gradients: str = "exact",
         exchange: str = "auto",
         backend: str = "auto",
     ) -> None:
@@ -57,16 +62,31 @@ class DilatedAttention(nn.Module):
         self.scale = scale
         self.group = group
         self.layout = layout
+        self.branch_gradients = branch_gradients
+        self._attend = branch_function(branch_gradients)
         self.exchange = exchange
         self.backend = backend
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        documents: Integers | None = None,
+        lengths: Integers | None = None,
+        key_padding_mask: Tensor | None = None,
+    ) -> Tensor:
         """Attend.
 
         Args:
             query: shape (batch, local_sequence, heads, head_dim).
             key: shape (batch, local_sequence, kv_heads, head_dim); kv_heads divides heads.
             value: the shape of `key`.
+            documents: cumulative lengths of packed documents; see `dilated_attention`.
+            lengths: valid positions of each row of the batch; see `dilated_attention`.
+            key_padding_mask: the local shard of a right padding, bool, shape (batch,
+                local_sequence), True where a position is padding; see `dilated_attention`.
 
         Returns:
             The shape and dtype of `query`.
@@ -75,18 +95,22 @@ class DilatedAttention(nn.Module):
             TypeError: see `dilated_attention`.
             ValueError: see `dilated_attention`.
         """
-        return dilated_attention(
+        out: Tensor = self._attend(
             query,
             key,
             value,
             self.pattern,
             is_causal=self.is_causal,
             scale=self.scale,
+            documents=documents,
+            lengths=lengths,
+            key_padding_mask=key_padding_mask,
             group=self.group,
             layout=self.layout,
             exchange=self.exchange,
             backend=self.backend,
         )
+        return out
 
     def extra_repr(self) -> str:
         """What `repr` shows of the arguments."""
@@ -97,7 +121,9 @@ class MultiheadDilatedAttention(nn.Module):
     """Multi-head dilated attention with projections, in the style of `nn.MultiheadAttention`.
 
     Differs from it: batch first always; a pattern in place of masks; the sequence may be sharded
-    over the ranks of a group; masks and attention weights are refused, never ignored.
+    over the ranks of a group; attention weights, and masks other than a right padding, are refused,
+    never ignored. There is no dropout: it is refused until it is exact and reproducible across
+    ranks.
 
     Weights start as in MAGNETO (Wang et al. 2022, arXiv 2210.06423): Xavier-normal, with gain
     `gamma_init` for the value and output projections, biases 0. Its sub-LN, a LayerNorm on the
@@ -111,6 +137,8 @@ class MultiheadDilatedAttention(nn.Module):
         dilation_rates: one per branch, in positions.
         head_offsets: see `DilatedPattern`.
         head_branches: see `DilatedPattern`.
+        zero_keys: see `DilatedPattern`.
+        branch_gradients: ``"exact"``, or ``"detached"``: see `detached_dilated_attention`.
         num_kv_heads: key and value heads, a divisor of `num_heads`; None means `num_heads`.
         bias: whether the four projections have a bias.
         layer_norm: whether to normalise the concatenated heads (MAGNETO's sub-LN).
@@ -137,6 +165,8 @@ class MultiheadDilatedAttention(nn.Module):
         dilation_rates: Sequence[int],
         head_offsets: str = "interleaved",
         head_branches: str = "all",
+        zero_keys: bool = False,
+        branch_gradients: str = "exact",
         num_kv_heads: int | None = None,
         bias: bool = True,
         layer_norm: bool = False,
@@ -154,7 +184,10 @@ class MultiheadDilatedAttention(nn.Module):
             dilation_rates,
             head_offsets=head_offsets,
             head_branches=head_branches,
+            zero_keys=zero_keys,
         )
+        self.branch_gradients = branch_gradients
+        self._attend = branch_function(branch_gradients)
         self.embed_dim, self.num_heads, self.num_kv_heads, self.head_dim = check_head_sizes(
             embed_dim, num_heads, num_kv_heads
         )
@@ -170,7 +203,7 @@ class MultiheadDilatedAttention(nn.Module):
         self.v_proj = nn.Linear(embed_dim, kv_dim, bias, device=device, dtype=dtype)
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias, device=device, dtype=dtype)
         self.norm = (
-            nn.LayerNorm(
+            LayerNorm(
                 embed_dim,
                 eps=check_positive_float("layer_norm_eps", layer_norm_eps),
                 device=device,
@@ -204,7 +237,9 @@ class MultiheadDilatedAttention(nn.Module):
         is_causal: bool = False,
         need_weights: bool = False,
         attn_mask: None = None,
-        key_padding_mask: None = None,
+        key_padding_mask: Tensor | None = None,
+        documents: Integers | None = None,
+        lengths: Integers | None = None,
         rope: Callable[[Tensor], Tensor] | None = None,
         group: Group = None,
         layout: SequenceLayout | None = None,
@@ -218,7 +253,12 @@ class MultiheadDilatedAttention(nn.Module):
             is_causal: whether a query sees only keys at its own position and before.
             need_weights: must be False: the weights are never formed.
             attn_mask: must be None: the pattern and `is_causal` are the only masks.
-            key_padding_mask: must be None: sequences are never padded.
+            key_padding_mask: the local shard of a right padding, bool, shape (batch,
+                local_sequence), True where a position is padding; see `dilated_attention`. Heads
+                are 0 in padded positions, so the output there is that of `combine` for zeros.
+            documents: cumulative lengths of packed documents; see `dilated_attention`, and
+                `document_positions` for `rope`.
+            lengths: valid positions of each row of the batch; see `dilated_attention`.
             rope: applied to the projected query and key, shape (batch, local_sequence, heads or
                 kv_heads, head_dim), and returns that shape; a `Rotation` is one.
             group: the ranks that share each sequence: a ProcessGroup, a 1-D DeviceMesh, or None
@@ -231,7 +271,7 @@ class MultiheadDilatedAttention(nn.Module):
 
         Raises:
             TypeError: see `dilated_attention`.
-            ValueError: a mask or the weights are asked for, a shape does not fit, and see
+            ValueError: `attn_mask` or the weights are asked for, a shape does not fit, and see
                 `dilated_attention`.
         """
         if need_weights is not False:
@@ -239,12 +279,11 @@ class MultiheadDilatedAttention(nn.Module):
                 "need_weights must be False: dilated attention never forms the weights; "
                 f"got {need_weights!r}"
             )
-        for name, mask, instead in (
-            ("attn_mask", attn_mask, "use is_causal, and the pattern for what a head sees"),
-            ("key_padding_mask", key_padding_mask, "pass sequences without padding"),
-        ):
-            if mask is not None:
-                raise ValueError(f"{name} must be None; {instead}; got {type(mask).__name__}")
+        if attn_mask is not None:
+            raise ValueError(
+                "attn_mask must be None; use is_causal, documents and lengths, and the pattern for "
+                f"what a head sees; got {type(attn_mask).__name__}"
+            )
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             if tensor.dim() != 3 or tensor.shape[2] != self.embed_dim:
                 raise ValueError(
@@ -253,7 +292,15 @@ class MultiheadDilatedAttention(nn.Module):
                 )
         q_bnhd, k_bnhd, v_bnhd = self.project(query, key, value, rope=rope)
         out_bnhd = self.attend(
-            q_bnhd, k_bnhd, v_bnhd, is_causal=is_causal, group=group, layout=layout
+            q_bnhd,
+            k_bnhd,
+            v_bnhd,
+            is_causal=is_causal,
+            documents=documents,
+            lengths=lengths,
+            key_padding_mask=key_padding_mask,
+            group=group,
+            layout=layout,
         )
         return self.combine(out_bnhd), None
 
@@ -287,22 +334,29 @@ class MultiheadDilatedAttention(nn.Module):
         v_bnhd: Tensor,
         *,
         is_causal: bool = False,
+        documents: Integers | None = None,
+        lengths: Integers | None = None,
+        key_padding_mask: Tensor | None = None,
         group: Group = None,
         layout: SequenceLayout | None = None,
     ) -> Tensor:
         """The second part of `forward`: `dilated_attention`, with the shape of `q_bnhd`."""
-        return dilated_attention(
+        out_bnhd: Tensor = self._attend(
             q_bnhd,
             k_bnhd,
             v_bnhd,
             self.pattern,
             is_causal=is_causal,
             scale=self.scale,
+            documents=documents,
+            lengths=lengths,
+            key_padding_mask=key_padding_mask,
             group=group,
             layout=layout,
             exchange=self.exchange,
             backend=self.backend,
         )
+        return out_bnhd
 
     def combine(self, out_bnhd: Tensor) -> Tensor:
         """The last part of `forward`: (batch, local_sequence, embed_dim) of all heads."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -49,6 +51,7 @@ class LongNetBlock(nn.Module):
         self,
         hidden: Tensor,
         rotation: Rotation,
+        documents: Sequence[int] | None = None,
         group: Group = None,
         layout: SequenceLayout | None = None,
         *,
@@ -60,6 +63,7 @@ class LongNetBlock(nn.Module):
         Args:
             hidden: shape (batch, local_sequence, embed_dim).
             rotation: of every local row.
+            documents: see `dilated_attention`.
             group: see `dilated_attention`.
             layout: see `dilated_attention`.
             checkpoint: see `LongNet`.
@@ -70,22 +74,31 @@ class LongNetBlock(nn.Module):
         """
         if chunk_rows is not None and checkpoint == "keep_attention":
             # Its chunks recompute the last part by themselves, from attention's out, which is kept.
-            return self._through(hidden, rotation, group, layout, checkpoint, chunk_rows)
+            return self._through(hidden, rotation, documents, group, layout, checkpoint, chunk_rows)
         return run_checkpointed(
-            checkpoint, self._through, hidden, rotation, group, layout, "none", chunk_rows
+            checkpoint,
+            self._through,
+            hidden,
+            rotation,
+            documents,
+            group,
+            layout,
+            "none",
+            chunk_rows,
         )
 
     def _through(
         self,
         hidden: Tensor,
         rotation: Rotation,
+        documents: Sequence[int] | None,
         group: Group,
         layout: SequenceLayout | None,
         checkpoint: str,
         chunk_rows: int | None,
     ) -> Tensor:
         attended = run_checkpointed(
-            checkpoint, self._attend, hidden, rotation, group, layout, chunk_rows
+            checkpoint, self._attend, hidden, rotation, documents, group, layout, chunk_rows
         )
         attention = self.attention
         modules = (attention.out_proj, self.mlp_norm, self.expand, self.contract)
@@ -95,6 +108,7 @@ class LongNetBlock(nn.Module):
         self,
         hidden: Tensor,
         rotation: Rotation,
+        documents: Sequence[int] | None,
         group: Group,
         layout: SequenceLayout | None,
         chunk_rows: int | None,
@@ -105,7 +119,15 @@ class LongNetBlock(nn.Module):
         query, key, value = map_rows(
             self._heads, hidden, cos, sin, rows=chunk_rows, modules=modules
         )
-        return attention.attend(query, key, value, is_causal=True, group=group, layout=layout)
+        return attention.attend(
+            query,
+            key,
+            value,
+            is_causal=True,
+            documents=documents,
+            group=group,
+            layout=layout,
+        )
 
     def _heads(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         """Query, key and value of every row."""

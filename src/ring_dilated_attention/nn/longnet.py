@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -13,11 +14,13 @@ from ..checkpoint import check_checkpoint, run_checkpointed
 from ..exchange import Exchange, Group, resolve_exchange
 from ..functional import autocast_inputs
 from ..layout import SequenceLayout
+from ..packed import Integers, as_ints
 from ..pattern import check_positive_int
+from ..plan.documents import document_borders
 from .block import LongNetBlock
 from .chunked import map_rows
 from .config import LongNetConfig
-from .rope import RotaryEmbedding, Rotation
+from .rope import RotaryEmbedding, Rotation, document_positions
 
 
 class LongNet(nn.Module):
@@ -105,6 +108,7 @@ class LongNet(nn.Module):
         self,
         tokens: Tensor,
         *,
+        documents: Integers | None = None,
         group: Group = None,
         layout: SequenceLayout | None = None,
     ) -> Tensor:
@@ -112,6 +116,8 @@ class LongNet(nn.Module):
 
         Args:
             tokens: the local shard, int64, shape (batch, local_sequence).
+            documents: cumulative lengths of documents packed in every sequence, in global
+                positions: see `dilated_attention`. Rotary positions restart at each.
             group: the ranks that share each sequence: a ProcessGroup, a 1-D DeviceMesh, or None
                 for one process.
             layout: which positions each rank holds; None means contiguous equal shards.
@@ -126,7 +132,7 @@ class LongNet(nn.Module):
                 or another local length; some other rank refused its arguments; and see
                 `dilated_attention`.
         """
-        hidden = self._hidden(tokens, None, group, layout)
+        hidden = self._hidden(tokens, None, documents, group, layout)
         modules = (self.norm, self.embedding)
         return map_rows(self._logits, hidden, rows=self.chunk_rows, modules=modules)
 
@@ -135,6 +141,7 @@ class LongNet(nn.Module):
         tokens: Tensor,
         labels: Tensor,
         *,
+        documents: Integers | None = None,
         group: Group = None,
         layout: SequenceLayout | None = None,
     ) -> Tensor:
@@ -143,6 +150,7 @@ class LongNet(nn.Module):
         Args:
             tokens: see `forward`.
             labels: the token that follows each of `tokens`, whichever rank holds it: like `tokens`.
+            documents: see `forward`; the last label of a document counts like any other.
             group: see `forward`.
             layout: see `forward`.
 
@@ -154,20 +162,30 @@ class LongNet(nn.Module):
             TypeError: as `forward`, of `labels` too.
             ValueError: as `forward`; and the labels have another shape than the tokens.
         """
-        hidden = self._hidden(tokens, labels, group, layout)
+        hidden = self._hidden(tokens, labels, documents, group, layout)
         modules = (self.norm, self.embedding)
         losses = map_rows(self._losses, hidden, labels, rows=self.chunk_rows, modules=modules)
         return losses.sum()
 
     def _hidden(
-        self, tokens: Tensor, labels: Tensor | None, group: Group, layout: SequenceLayout | None
+        self,
+        tokens: Tensor,
+        labels: Tensor | None,
+        documents: Integers | None,
+        group: Group,
+        layout: SequenceLayout | None,
     ) -> Tensor:
         """The residual stream after the last block: (batch, local_sequence, embed_dim)."""
-        rotation = self.rope(_agreed_positions(tokens, labels, resolve_exchange(group), layout))
+        positions, borders = _agreed_positions(
+            tokens, labels, documents, resolve_exchange(group), layout
+        )
+        rotation = self.rope(positions)
         hidden = map_rows(self._embed, tokens, rows=self.chunk_rows, modules=(self.embedding,))
         around = "keep_attention" if self.checkpoint_blocks > 1 else "none"
         for first in range(0, len(self.blocks), self.checkpoint_blocks):
-            hidden = run_checkpointed(around, self._blocks, first, hidden, rotation, group, layout)
+            hidden = run_checkpointed(
+                around, self._blocks, first, hidden, rotation, borders, group, layout
+            )
         return hidden
 
     def _blocks(
@@ -175,6 +193,7 @@ class LongNet(nn.Module):
         first: int,
         hidden: Tensor,
         rotation: Rotation,
+        documents: Sequence[int] | None,
         group: Group,
         layout: SequenceLayout | None,
     ) -> Tensor:
@@ -183,6 +202,7 @@ class LongNet(nn.Module):
             hidden = block(
                 hidden,
                 rotation,
+                documents,
                 group,
                 layout,
                 checkpoint=self.checkpoint,
@@ -205,23 +225,33 @@ class LongNet(nn.Module):
 
 
 def _agreed_positions(
-    tokens: Tensor, labels: Tensor | None, ends: Exchange, layout: SequenceLayout | None
-) -> Tensor:
-    """This rank's positions; if any rank's tokens or labels do not fit, an error on every rank.
+    tokens: Tensor,
+    labels: Tensor | None,
+    documents: Integers | None,
+    ends: Exchange,
+    layout: SequenceLayout | None,
+) -> tuple[Tensor, list[int] | None]:
+    """This rank's rotary positions, and the documents as ints.
+
+    If any rank's tokens, labels or documents do not fit, an error on every rank.
 
     A rank that raised alone would leave the others waiting for it in the first attention.
     """
-    positions, failure = None, None
+    positions, borders, failure = None, None, None
     try:
         positions = _positions(tokens, ends, layout)
         if labels is not None:
             _check_labels(labels, tokens)
+        if documents is not None:
+            borders = as_ints("documents", documents)
+            total = len(positions) * ends.world_size if layout is None else layout.length
+            positions = document_positions(positions, document_borders(borders, None, total))
     except (TypeError, ValueError) as error:
         failure = error
     # What else must be equal on all ranks, the first attention compares.
     agree("LongNet", ends, None if failure else {}, failure, tokens.device)
     assert positions is not None
-    return positions
+    return positions, borders
 
 
 def _positions(tokens: Tensor, ends: Exchange, layout: SequenceLayout | None) -> Tensor:

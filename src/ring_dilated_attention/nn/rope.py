@@ -8,7 +8,36 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..packed import Integers, as_ints
 from ..pattern import check_positive_int
+from ..plan.documents import in_words
+
+
+def document_positions(positions: Tensor, documents: Integers) -> Tensor:
+    """Positions that restart at every document, for a rotation (or labels) of packed documents.
+
+    Args:
+        positions: global positions, int64, of any shape; `SequenceLayout.positions` gives a rank's.
+        documents: cumulative lengths ``[0, ..., n]``, as for `dilated_attention`; positions behind
+            the last are counted from it.
+
+    Returns:
+        How far each position lies behind the start of its document: like `positions`.
+
+    Raises:
+        TypeError: `documents` are not ints.
+        ValueError: `documents` do not start with 0.
+
+    Example:
+        >>> document_positions(torch.arange(6), [0, 2, 6]).tolist()
+        [0, 1, 0, 1, 2, 3]
+    """
+    borders = as_ints("documents", documents)
+    if borders[0] != 0:
+        raise ValueError(f"documents must rise from 0; got {in_words(borders)}")
+    starts = torch.tensor(borders, device=positions.device)
+    document = torch.searchsorted(starts, positions.contiguous(), right=True) - 1
+    return positions - starts[document]
 
 
 class Rotation(NamedTuple):
@@ -76,7 +105,7 @@ class RotaryEmbedding(nn.Module):
 
         Args:
             positions: global positions, int64, shape (local_sequence,); `SequenceLayout.positions`
-                gives a rank's.
+                gives a rank's, and `document_positions` those of packed documents.
 
         Returns:
             A `Rotation` on the device of `positions`.

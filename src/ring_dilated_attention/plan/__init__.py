@@ -1,17 +1,28 @@
 """The plan: from (pattern, layout) to what each rank computes and exchanges. Integers only.
 
-`parts` says what ranks hold and who shares a segment with whom, `tiling` turns that into tiles and
-messages, `attention` puts the plan of a rank together, `replicated` plans queries that every rank
-holds, `check` proves a plan, `costs` counts its bytes and operations.
+`documents` says where documents begin and end, `parts` what ranks hold and who shares a segment
+with whom, `tiling` turns that into tiles and messages, `zero_keys` counts keys that no rank holds,
+`attention` puts the plan of a rank together, `replicated` plans queries that every rank holds,
+`check` proves a plan, `costs` counts its bytes and operations.
 """
 
-from .attention import AttentionPlan, RankPlan, Step, plan_attention
-from .replicated import replicated_groups
-from .tiling import Message, Rows, Run, Tile, TileGroup
+from .attention import (
+    SLICE_ROWS,
+    AttentionPlan,
+    LocalHalves,
+    RankPlan,
+    Step,
+    plan_attention,
+)
+from .replicated import replicated_groups, replicated_zero_keys
+from .tiling import Message, PackedTiles, Rows, Run, Tile, TileGroup
 
 __all__ = [
+    "SLICE_ROWS",
     "AttentionPlan",
+    "LocalHalves",
     "Message",
+    "PackedTiles",
     "RankPlan",
     "Rows",
     "Run",
@@ -20,4 +31,5 @@ __all__ = [
     "TileGroup",
     "plan_attention",
     "replicated_groups",
+    "replicated_zero_keys",
 ]

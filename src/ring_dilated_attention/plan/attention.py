@@ -15,15 +15,17 @@ dilated rows that the receiver's queries need, each (row, head) once however man
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
 from ..layout import SequenceLayout
 from ..pattern import DilatedPattern, check_positive_int
-from .parts import Link, Part, Span, own_segments, parts_of, spans
+from .documents import document_borders
+from .parts import Link, OwnRun, Part, Span, own_runs, parts_of, spans
 from .tiling import Message, Tile, TileGroup, Tiling, join_tiles
+from .zero_keys import zero_key_groups
 
 
 class Step(NamedTuple):
@@ -51,9 +53,24 @@ class Step(NamedTuple):
         return read == self.receive.slots
 
 
+SLICE_ROWS = 1 << 17
+"""Query rows that a rank needs to be busy with a few heads at a time: an H200 takes 128 to each of
+its 132 multiprocessors, and these are eight rounds, so that the last one matters little."""
+
+
 @dataclass(frozen=True)
 class AttentionPlan:
-    """Everything that `plan_attention` was told; `rank` derives what one rank does."""
+    """Everything that `plan_attention` was told; `rank` derives what one rank does.
+
+    Attributes:
+        pattern: see `plan_attention`, like the next four.
+        layout: which rank holds which positions.
+        is_causal: whether a query sees only keys at positions <= its own.
+        num_heads: number of query heads.
+        num_kv_heads: number of KV heads.
+        documents: cumulative lengths.
+        narrowed_to: the KV heads that the plan is for; None: all of them.
+    """
 
     pattern: DilatedPattern
     layout: SequenceLayout
@@ -61,6 +78,34 @@ class AttentionPlan:
     num_heads: int
     num_kv_heads: int
     documents: tuple[int, ...]
+    narrowed_to: range | None = None
+
+    @property
+    def kv_heads(self) -> range:
+        """The KV heads that the plan is for."""
+        return range(self.num_kv_heads) if self.narrowed_to is None else self.narrowed_to
+
+    @cached_property
+    def _narrowed(self) -> dict[range, AttentionPlan]:
+        return {}
+
+    def narrowed(self, kv_heads: range) -> AttentionPlan:
+        """The same for some of the KV heads. Heads have nothing to do with each other."""
+        if kv_heads not in self._narrowed:
+            self._narrowed[kv_heads] = replace(self, narrowed_to=kv_heads)
+        return self._narrowed[kv_heads]
+
+    @cached_property
+    def slices(self) -> tuple[AttentionPlan, ...]:
+        """The plan for a few heads at a time, as few as keep a rank busy: what a ring runs.
+
+        Its buffers then hold rows of these heads alone.
+        """
+        rows = self.layout.max_local_length * (self.num_heads // self.num_kv_heads)
+        total = self.num_kv_heads
+        count = -(-total // min(total, -(-SLICE_ROWS // rows)))
+        borders = (total * i // count for i in range(count + 1))
+        return tuple(self.narrowed(range(a, b)) for a, b in pairwise(borders))
 
     def parts_of(self, rank: int) -> list[Part]:
         """The ranges that `rank` holds, cut at document borders."""
@@ -69,7 +114,7 @@ class AttentionPlan:
     @cached_property
     def tiling(self) -> Tiling:
         """Which rows each head takes part with."""
-        return Tiling(self.pattern, self.num_kv_heads, self.is_causal)
+        return Tiling(self.pattern, self.num_kv_heads, self.is_causal, self.kv_heads)
 
     @cached_property
     def _rank_plans(self) -> dict[int, RankPlan]:
@@ -94,7 +139,7 @@ class AttentionPlan:
         """
         layout, pattern = self.layout, self.pattern
         pieces = max(map(len, layout.ranges))
-        longest = max(b - a for a, b in pairwise(self.documents))
+        longest = max((b - a for a, b in pairwise(self.documents)), default=1)
         bound = 0
         for branch, (length, rate) in enumerate(pattern.branches):
             w = longest if length is None else min(length, longest)
@@ -132,6 +177,20 @@ class AttentionPlan:
         return "\n".join([title, *lines, *more])
 
 
+class LocalHalves(NamedTuple):
+    """Local groups to compute before remote ones, and behind them.
+
+    Attributes:
+        early: the first group at least, so that it may be stored.
+        late: the others.
+        late_heads: the KV heads whose rows `late` alone has to itself; None: `early` has them too.
+    """
+
+    early: tuple[TileGroup, ...]
+    late: tuple[TileGroup, ...]
+    late_heads: range | None
+
+
 class RankPlan:
     """What one rank computes and exchanges; the messages of a step are worked out when asked for.
 
@@ -149,34 +208,69 @@ class RankPlan:
         self.index = rank
         self.world_size = plan.layout.world_size
         self._steps: dict[int, Step] = {}
-        groups: list[Sequence[Tile]] = []
+        groups: list[TileGroup] = []
         spanned: list[Span] = []
         parts = plan.parts_of(rank)
+        cut_parts = [part for part in parts if not part.is_whole]
+        longest = max((part.document_stop - part.document_start for part in parts), default=0)
+        runs: dict[int | None, list[OwnRun]] = {}
         branches = list(enumerate(plan.pattern.branches))
         covering = [b for b, (_, rate) in branches if rate == 1 and self._all_run(b)]
         for branch, (length, _) in sorted(branches, key=lambda item: item[0] not in covering[:1]):
-            own: list[Tile] = []
-            for part in parts:
-                for start, stop, count in own_segments(part, length):
-                    link = Link(branch, part, part, start, stop)
-                    own.extend(plan.tiling.tiles(link, segments=count))
+            w = None if length is None or length >= longest else length
+            if w not in runs:
+                runs[w] = list(own_runs(parts, w))
+            own = plan.tiling.own_group(branch, runs[w])
+            groups.extend([own] if own else [])
+            for part in cut_parts:
                 spanned.extend(spans(branch, part, length))
-            groups.append(own)
-        self.covers = bool(covering)
+        # Rows that belong to no document are in no tile.
+        held = sum(part.stop - part.start for part in parts)
+        self.covers = bool(covering) and held == plan.layout.local_length(rank)
         # Where this rank's queries see keys of others, and its keys are seen by others' queries.
         self._seen = [span for span in spanned if span.is_before or not plan.is_causal]
         self._shown = [span for span in spanned if not span.is_before or not plan.is_causal]
-        groups.extend(join_tiles(list(plan.tiling.tiles(link)) for link in self._links_from(rank)))
-        self.local_groups = _groups(groups)
+        joined = join_tiles(list(plan.tiling.tiles(link)) for link in self._links_from(rank))
+        self.local_groups = (*groups, *_groups(joined))
 
     def _all_run(self, branch: int) -> bool:
         """Whether every KV head runs a branch."""
-        return len(self.plan.tiling.heads[branch]) == self.plan.num_kv_heads
+        return len(self.plan.tiling.heads[branch]) == len(self.plan.kv_heads)
 
     @property
     def local(self) -> tuple[Tile, ...]:
         """The tiles whose queries and keys this rank holds."""
         return _tiles(self.local_groups)
+
+    @cached_property
+    def zero_keys(self) -> tuple[TileGroup, ...]:
+        """Which of this rank's queries see how many zero keys; see `zero_key_groups`."""
+        return zero_key_groups(self.plan.tiling, self.plan.parts_of(self.index))
+
+    def parts(self, *, gathers: bool) -> tuple[RankPlan, ...]:
+        """What the rank does one after the other: all at once, or some heads at a time.
+
+        Args:
+            gathers: whether all transfers are in flight at once; a ring is cut by heads.
+        """
+        if gathers or self.world_size == 1:
+            return (self,)
+        return tuple(plan.rank(self.index) for plan in self.plan.slices)
+
+    @cached_property
+    def local_halves(self) -> LocalHalves:
+        """The local work cut in two, so that some is left to do while the last gradients return."""
+        if len(self.local_groups) > 1:
+            return LocalHalves(self.local_groups[:1], self.local_groups[1:], None)
+        heads = self.plan.kv_heads
+        if len(heads) < 2 or not (self._seen or self._shown):
+            return LocalHalves(self.local_groups, (), None)
+        middle = len(heads) // 2
+        early, late = (
+            self.plan.narrowed(half).rank(self.index).local_groups
+            for half in (heads[:middle], heads[middle:])
+        )
+        return LocalHalves(early, late, heads[middle:])
 
     def _links_from(self, sender: int) -> list[Link]:
         """This rank's queries that see keys of `sender`."""
@@ -206,11 +300,11 @@ class RankPlan:
         segment adds once.
         """
         crossing = {span.branch for span in (*self._seen, *self._shown)}
-        others = sum(map(len, self.plan.layout.ranges)) + len(self.plan.documents) - 3
+        others = sum(map(len, self.plan.layout.ranges)) - 1  # of the same document
         mean = 0.0
         for branch, rate in enumerate(self.plan.pattern.dilation_rates):
-            heads = len(self.plan.tiling.heads[branch]) / self.plan.num_kv_heads
-            mean += heads / rate * (1 + max(others, 0) * (branch in crossing))
+            heads = len(self.plan.tiling.heads[branch]) / len(self.plan.kv_heads)
+            mean += heads / rate * (1 + others * (branch in crossing))
         return mean
 
     def received_rows(self, sender: int) -> int:
@@ -279,6 +373,7 @@ def plan_attention(
     num_heads: int = 1,
     num_kv_heads: int | None = None,
     documents: Sequence[int] | None = None,
+    length: int | None = None,
 ) -> AttentionPlan:
     """Plan dilated attention of `pattern` over a sequence that `layout` shards.
 
@@ -290,14 +385,17 @@ def plan_attention(
         num_kv_heads: number of KV heads, a divisor of `num_heads`; None: as many.
         documents: cumulative lengths ``[0, ..., layout.length]`` of documents packed in the
             sequence: each is cut into segments on its own and attention never crosses a border.
-            None: one document.
+            None: one document. With `length` they may end behind it, and are cut off there.
+        length: how many positions are valid: those from there on are padding, which belongs to no
+            document. None: all.
 
     Returns:
         A hashable plan; ``plan.rank(i)`` is what rank i does.
 
     Raises:
         TypeError, ValueError: an argument is not of its kind, `num_kv_heads` does not divide
-            `num_heads`, or `documents` does not rise from 0 to the layout's length.
+            `num_heads`, `documents` does not rise from 0 to the layout's length, or `length` lies
+            outside of [0, layout.length].
     """
     if not isinstance(pattern, DilatedPattern):
         raise TypeError(f"pattern must be a DilatedPattern, got {pattern!r}")
@@ -309,14 +407,5 @@ def plan_attention(
     )
     if num_heads % kv_heads:
         raise ValueError(f"heads must be a multiple of kv_heads; got {num_heads} and {kv_heads}")
-    borders = (0, layout.length) if documents is None else tuple(documents)
-    if (
-        len(borders) < 2
-        or borders[0] != 0
-        or borders[-1] != layout.length
-        or any(a >= b for a, b in pairwise(borders))
-    ):
-        raise ValueError(
-            f"documents must rise from 0 to the sequence length {layout.length}; got {borders}"
-        )
+    borders = document_borders(documents, length, layout.length)
     return AttentionPlan(pattern, layout, bool(is_causal), num_heads, kv_heads, borders)

@@ -7,10 +7,10 @@ of the pattern, so its cost is the number of (branch, head, query, key) quadrupl
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from .attention import AttentionPlan, Step
-from .replicated import replicated_groups
+from .replicated import replicated_groups, replicated_zero_keys
 from .tiling import Message, Rows, Tile, TileGroup
 
 
@@ -29,6 +29,7 @@ def check_plan(plan: AttentionPlan) -> None:
       rows the sender owns: so each remote gradient, returned against that message, comes home.
     - Tiles of a group share no query row of a head and no key row; where the plan says that its
       first group covers, that one has every row of every head as query and as key.
+    - Each (branch, KV head, query) is given, by its rank, the zero keys of its cell.
 
     Raises:
         PlanError: the first violation found.
@@ -39,6 +40,7 @@ def check_plan(plan: AttentionPlan) -> None:
         for ranges in layout.ranges
     ]
     computed: Counter[tuple[int, int, int, int]] = Counter()
+    zeros: Counter[tuple[int, int, int]] = Counter()
     for rank in range(layout.world_size):
         rank_plan = plan.rank(rank)
         num_rows = len(held[rank]) * plan.num_kv_heads
@@ -47,6 +49,7 @@ def check_plan(plan: AttentionPlan) -> None:
             _check_group(group, rows)
         for tile in rank_plan.local:
             computed.update(_quadruples(tile, held[rank], dict.fromkeys(tile.heads, held[rank])))
+        zeros.update(_zero_keys(rank_plan.zero_keys, held[rank]))
         received = 0
         for step in rank_plan.steps():
             sender = (rank - step.step) % layout.world_size
@@ -60,6 +63,7 @@ def check_plan(plan: AttentionPlan) -> None:
         if received != rank_plan.total_received_rows:
             raise PlanError(f"rank {rank}: {rank_plan.total_received_rows=}, expected {received}")
     _compare(computed, Counter(_expected(plan)))
+    _compare_zero_keys(zeros, _expected_zero_keys(plan))
 
 
 def check_replicated(plan: AttentionPlan, positions: range) -> None:
@@ -68,6 +72,7 @@ def check_replicated(plan: AttentionPlan, positions: range) -> None:
     - Each (branch, KV head, query at `positions`, visible key) is computed exactly once, by the
       rank that holds the key.
     - Tiles of a group share no query row of a head and no key row, and are all causal or none.
+    - Each (branch, KV head, query at `positions`) is given the zero keys of its cell.
 
     Raises:
         PlanError: the first violation found.
@@ -83,6 +88,8 @@ def check_replicated(plan: AttentionPlan, positions: range) -> None:
                 keys = dict.fromkeys(tile.heads, held)
                 computed.update(_quadruples(tile, list(positions), keys))
     _compare(computed, Counter(x for x in _expected(plan) if x[2] in positions))
+    expected = {x: n for x, n in _expected_zero_keys(plan).items() if x[2] in positions}
+    _compare_zero_keys(_zero_keys(replicated_zero_keys(plan, positions), positions), expected)
 
 
 def _compare(
@@ -93,6 +100,47 @@ def _compare(
         raise PlanError(
             f"(branch, head, query, key): {missing.total()} missing {list(missing)[:3]}, "
             f"{extra.total()} too many {list(extra)[:3]}"
+        )
+
+
+def _zero_keys(
+    groups: Iterable[TileGroup], positions: Sequence[int]
+) -> Counter[tuple[int, int, int]]:
+    """Zero keys that each (branch, KV head, query) is given."""
+    counts: Counter[tuple[int, int, int]] = Counter()
+    for tile in (tile for group in groups for tile in group.tiles):
+        for segment in range(tile.segments):
+            rows = _expand(tile.queries, len(tile.heads), segment)
+            for head, head_rows in zip(tile.heads, rows, strict=True):
+                for row in head_rows:
+                    counts[tile.branch, head, positions[row]] += tile.keys.length
+    return counts
+
+
+def _expected_zero_keys(plan: AttentionPlan) -> dict[tuple[int, int, int], int]:
+    expected = {}
+    if plan.is_causal or not plan.pattern.zero_keys:
+        return {}
+    for branch, (length, rate) in enumerate(plan.pattern.branches):
+        for start, stop in zip(plan.documents, plan.documents[1:], strict=False):
+            w = min(stop - start if length is None else length, stop - start)
+            for segment in range(start, stop, w):
+                for head, offset in plan.pattern.heads(branch, plan.num_kv_heads):
+                    padded = range(segment + offset, segment + -(-w // rate) * rate, rate)
+                    real = [place for place in padded if place < min(segment + w, stop)]
+                    for place in real:
+                        expected[branch, head, place] = len(padded) - len(real)
+    return {x: count for x, count in expected.items() if count}
+
+
+def _compare_zero_keys(
+    given: Mapping[tuple[int, int, int], int], expected: Mapping[tuple[int, int, int], int]
+) -> None:
+    if given != expected:
+        wrong = [x for x in {**given, **expected} if given.get(x) != expected.get(x)]
+        raise PlanError(
+            f"zero keys of (branch, head, query): {len(wrong)} wrong, such as {wrong[0]}: "
+            f"{given.get(wrong[0], 0)}, expected {expected.get(wrong[0], 0)}"
         )
 
 

@@ -109,7 +109,11 @@ def memory(rank: RankPlan, size: TensorSize, *, gathers: bool | None = None) -> 
     if plan.gathers if gathers is None else gathers:
         rows = rank.total_received_rows
     else:
-        by_step = [rank.received_rows((rank.index - s) % world_size) for s in range(1, world_size)]
+        by_step = [
+            part.received_rows((rank.index - s) % world_size)
+            for part in rank.parts(gathers=False)
+            for s in range(1, world_size)
+        ]
         rows = max((a + b for a, b in pairwise([*by_step, 0])), default=0)
     return Memory(
         query=queries,

@@ -38,6 +38,11 @@ class Part(NamedTuple):
         start, stop = max(start, self.start), min(stop, self.stop)
         return self._replace(start=start, stop=stop, local=self.local_row(start))
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of its document."""
+        return self.start == self.document_start and self.stop == self.document_stop
+
 
 class Link(NamedTuple):
     """Queries of one part that see keys of another (or the same): a segment that both hold."""
@@ -64,7 +69,7 @@ def parts_of(layout: SequenceLayout, documents: Sequence[int], rank: int) -> lis
 
     Args:
         layout: which rank holds which positions.
-        documents: cumulative lengths ``(0, ..., layout.length)`` of the documents.
+        documents: cumulative lengths of the documents; positions behind the last are in none.
         rank: whose ranges.
     """
     return cut(layout.ranges[rank], documents, rank)
@@ -78,9 +83,9 @@ def cut(ranges: Sequence[tuple[int, int]], documents: Sequence[int], rank: int) 
         first = bisect_right(documents, start) - 1
         last = bisect_left(documents, stop)
         for low, high in pairwise(documents[first : last + 1]):
-            part = Part(max(low, start), min(high, stop), rank, local, low, high)
-            parts.append(part)
-            local += part.stop - part.start
+            begin, end = max(low, start), min(high, stop)
+            parts.append(Part(begin, end, rank, local + begin - start, low, high))
+        local += stop - start
     return parts
 
 
@@ -111,6 +116,43 @@ def spans(branch: int, part: Part, length: int | None) -> Iterator[Span]:
     stop = min(start + w, part.document_stop)
     if part.stop < stop:
         yield Span(branch, part, False, part.stop, stop, start, stop)
+
+
+class OwnRun(NamedTuple):
+    """Equal runs of positions, one behind the other in local rows, each within one segment."""
+
+    size: int  # positions of a run
+    phase: int  # by how many the first of them lies behind the start of its segment
+    local: int  # the local row of the first position of the first run
+    copies: int  # how many runs
+
+
+def own_runs(parts: Sequence[Part], length: int | None) -> Iterator[OwnRun]:
+    """What parts hold of the segments of `length`: neighbours that are equal are one entry.
+
+    Those of several documents too: documents of one length, held one behind the other, cost no more
+    than one.
+    """
+    last = OwnRun(0, 0, 0, 0)
+    for part in parts:
+        positions = part.stop - part.start
+        if part.is_whole and (length is None or positions <= length):
+            own = [OwnRun(positions, 0, part.local, 1)]
+        else:
+            own = []
+            for start, stop, count in own_segments(part, length):
+                low, high = max(start, part.start), min(stop, part.stop)
+                own.append(OwnRun(high - low, low - start, part.local_row(low), count))
+        for run in own:
+            size, phase, local, copies = last
+            if (size, phase, local + size * copies) == run[:3]:
+                last = OwnRun(size, phase, local, copies + run.copies)
+                continue
+            if copies:
+                yield last
+            last = run
+    if last.copies:
+        yield last
 
 
 def own_segments(part: Part, length: int | None) -> Iterator[tuple[int, int, int]]:

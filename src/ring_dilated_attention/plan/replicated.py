@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from .attention import AttentionPlan
 from .parts import Link, Part, cut, own_segments, spans
 from .tiling import Tile, TileGroup, Tiling
+from .zero_keys import zero_key_groups
 
 
 def replicated_groups(plan: AttentionPlan, positions: range, rank: int) -> tuple[TileGroup, ...]:
@@ -38,7 +39,7 @@ def replicated_groups(plan: AttentionPlan, positions: range, rank: int) -> tuple
     if plan.is_causal:
         keys = [k.within(0, positions.stop) for k in keys if k.start < positions.stop]
     is_causal = plan.is_causal and len(positions) > 1
-    tiling = Tiling(plan.pattern, plan.num_kv_heads, is_causal)
+    tiling = Tiling(plan.pattern, plan.num_kv_heads, is_causal, plan.kv_heads)
     pairs = [(q, k) for q in queries for k in keys if q.document_start == k.document_start]
     groups: list[TileGroup] = []
     for branch, (length, _) in enumerate(plan.pattern.branches):
@@ -54,6 +55,17 @@ def replicated_groups(plan: AttentionPlan, positions: range, rank: int) -> tuple
         if own:
             groups.append(TileGroup(tuple(own)))
     return tuple(groups)
+
+
+def replicated_zero_keys(plan: AttentionPlan, positions: range) -> tuple[TileGroup, ...]:
+    """The zero keys that these queries see: see `zero_key_groups`; no rank holds them.
+
+    Args:
+        plan: the pattern, and the documents.
+        positions: as for `replicated_groups`; row i of the queries is ``positions[i]``.
+    """
+    queries = cut([(positions.start, positions.stop)], plan.documents, 0)
+    return zero_key_groups(plan.tiling, queries)
 
 
 def _links(

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain, compress
 from typing import NamedTuple
 
 from ..pattern import DilatedPattern, HeadOffset
-from .parts import Link, Part
+from .parts import Link, OwnRun, Part
 from .progression import dilated_rows, union_size
 
 
@@ -47,15 +48,74 @@ class Tile(NamedTuple):
         return self.segments * len(self.heads) * (q * (q + 1) // 2 if self.is_causal else q * k)
 
 
+_MANY = 8
+"""Tiles that differ in start and length alone are kept together if there are so many."""
+
+
+class PackedTiles(NamedTuple):
+    """Tiles of a single segment, alike but for start and length; their queries are their keys.
+
+    What packed documents come to: thousands of tiles, written down and handled as two columns.
+
+    Attributes:
+        branch: as of a `Tile`.
+        heads: as of a `Tile`.
+        is_causal: as of a `Tile`.
+        stride: of the rows of each.
+        head_stride: likewise.
+        starts: of each tile, the first local row of its first head.
+        lengths: of each tile, the rows of a head.
+    """
+
+    branch: int
+    heads: range
+    is_causal: bool
+    stride: int
+    head_stride: int
+    starts: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    def tiles(self) -> Iterator[Tile]:
+        """Each of them on its own."""
+        for start, length in zip(self.starts, self.lengths, strict=True):
+            rows = Rows(start, length, self.stride, self.head_stride)
+            yield Tile(self.branch, self.heads, 1, self.is_causal, rows, rows)
+
+    def split(self, longest: float) -> tuple[PackedTiles, PackedTiles]:
+        """Those of at most `longest` rows a head, and the others."""
+        if not self.lengths or max(self.lengths) <= longest:
+            return self, self._replace(starts=(), lengths=())
+        short = [length <= longest for length in self.lengths]
+        long = [not is_short for is_short in short]
+        parts = [
+            self._replace(
+                starts=tuple(compress(self.starts, chosen)),
+                lengths=tuple(compress(self.lengths, chosen)),
+            )
+            for chosen in (short, long)
+        ]
+        return parts[0], parts[1]
+
+
 @dataclass(frozen=True, eq=False)
 class TileGroup:
     """Tiles no two of which share a query row of a head, or a key row of a head.
 
     They may be computed in any order, or at once. Equal only to itself, so that what is worked out
     for a group can be kept by it without hashing its tiles.
+
+    Attributes:
+        single: tiles written down one by one.
+        packed: further tiles, written down together.
     """
 
-    tiles: tuple[Tile, ...]
+    single: tuple[Tile, ...]
+    packed: tuple[PackedTiles, ...] = ()
+
+    @cached_property
+    def tiles(self) -> tuple[Tile, ...]:
+        """All of them, one by one."""
+        return (*self.single, *chain.from_iterable(many.tiles() for many in self.packed))
 
 
 class Run(NamedTuple):
@@ -94,6 +154,15 @@ class _HeadRows(NamedTuple):
     key_count: int
 
 
+class _Twin(NamedTuple):
+    """A tile whose queries are its keys, in a single segment that starts at local row 0."""
+
+    heads: range
+    start: int
+    length: int
+    head_stride: int
+
+
 @dataclass(frozen=True)
 class Tiling:
     """Which rows each KV head takes part with, in a pattern."""
@@ -101,12 +170,15 @@ class Tiling:
     pattern: DilatedPattern
     num_kv_heads: int
     is_causal: bool
+    among: range  # of the KV heads, those to tile
 
     @cached_property
     def heads(self) -> tuple[tuple[HeadOffset, ...], ...]:
         """Per branch, the KV heads that run it, each with its offset."""
-        branches = range(len(self.pattern.branches))
-        return tuple(self.pattern.heads(branch, self.num_kv_heads) for branch in branches)
+        return tuple(
+            tuple(x for x in self.pattern.heads(branch, self.num_kv_heads) if x.head in self.among)
+            for branch in range(len(self.pattern.branches))
+        )
 
     def _rows(self, link: Link, part: Part, offset: int) -> range:
         """The positions of `part` in the link's segment at `offset`."""
@@ -145,6 +217,64 @@ class Tiling:
                 Rows(first.query, first.query_count, rate, step.query, w),
                 Rows(first.key, first.key_count, rate if slots is None else 1, step.key, w),
             )
+
+    def own_group(self, branch: int, runs: Iterable[OwnRun]) -> TileGroup | None:
+        """The tiles of positions that are queries and keys alike; None if there are none.
+
+        Where segments start and stop does not matter, only how rows fall on offsets: tiles that are
+        alike in that differ in their starts and lengths alone. They are worked out once, and those
+        of many runs are kept together.
+
+        Args:
+            branch: which branch.
+            runs: all that a rank holds of the segments of the branch.
+        """
+        rate = self.pattern.dilation_rates[branch]
+        tiles: list[Tile] = []
+        alike: dict[tuple[int, int], list[OwnRun]] = {}
+        for run in runs:
+            size, phase, local, copies = run
+            # With a whole rate less, all offsets have a row less.
+            kind = phase % rate, size if size < rate else rate + size % rate
+            if copies == 1:
+                alike.setdefault(kind, []).append(run)
+                continue
+            more = (size - kind[1]) // rate
+            for heads, first, length, step in self._twins(branch, *kind):
+                rows = Rows(local + first, length + more, rate, step, size)
+                tiles.append(Tile(branch, heads, copies, self.is_causal, rows, rows))
+        packed: dict[tuple[range, int], tuple[list[int], list[int]]] = {}
+        for kind, single in alike.items():
+            longer = [(run.size - kind[1]) // rate for run in single]
+            for heads, first, length, step in self._twins(branch, *kind):
+                starts, lengths = packed.setdefault((heads, step), ([], []))
+                starts.extend([run.local + first for run in single])
+                lengths.extend([length + x for x in longer])
+        many: list[PackedTiles] = []
+        for (heads, step), (starts, lengths) in packed.items():
+            found = PackedTiles(
+                branch, heads, self.is_causal, rate, step, tuple(starts), tuple(lengths)
+            )
+            if len(starts) >= _MANY:
+                many.append(found)
+            else:
+                tiles.extend(found.tiles())
+        return TileGroup(tuple(tiles), tuple(many)) if tiles or many else None
+
+    def _twins(self, branch: int, phase: int, count: int) -> tuple[_Twin, ...]:
+        """The tiles of `count` positions, `phase` behind the start of their segment."""
+        kind = branch, phase, count
+        if kind not in self._known_twins:
+            part = Part(phase, phase + count, 0, 0, 0, phase + count)
+            self._known_twins[kind] = tuple(
+                _Twin(tile.heads, tile.queries.start, tile.queries.length, tile.queries.head_stride)
+                for tile in self.tiles(Link(branch, part, part, 0, phase + count))
+            )
+        return self._known_twins[kind]
+
+    @cached_property
+    def _known_twins(self) -> dict[tuple[int, int, int], tuple[_Twin, ...]]:
+        return {}
 
     def _entries(self, links: Iterable[Link]) -> Iterator[tuple[Link, list[tuple[int, range]]]]:
         """Per (branch, segment, part of the sender), the (head, positions) that queries need."""

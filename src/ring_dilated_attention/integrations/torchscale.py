@@ -1,0 +1,366 @@
+"""torchscale's DilatedAttention, computed by this package: for Prov-GigaPath, LongViT and others.
+
+The constructor, the names of the parameters, the arguments and result of forward and, by default,
+the function computed are those of torchscale's components dilated_attention.py and
+multihead_attention.py. torchscale itself is not needed, nor is flash-attn.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..detached import branch_function
+from ..exchange import Group
+from ..functional import EXCHANGES
+from ..layout import SequenceLayout
+from ..nn.checks import check_head_sizes, check_positive_float
+from ..pattern import DilatedPattern, check_choice
+from ..tiles import BACKENDS
+
+_SUBMODULES = ("q_proj", "k_proj", "v_proj", "out_proj", "inner_attn_ln")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class DilatedAttention(nn.Module):
+    """torchscale's `DilatedAttention`, on one device or on a sequence sharded over many.
+
+    By default it computes what weights trained with torchscale expect: blocked head offsets, cells
+    filled up with zero keys, and no gradient through the weights that mix the branches. The options
+    behind `subln` choose LongNet's definition instead, one by one.
+
+    It differs from torchscale in this: it honours `key_padding_mask`, which torchscale drops where
+    `args.flash_attention` is set; a position whose lse happens to be exactly 0 is not taken for one
+    that no branch covers; and sequences are sharded over `group`, in any layout, with exact
+    gradients. What it does not support it refuses.
+
+    Args:
+        args: torchscale's configuration. Read are `segment_length` and `dilated_ratio` (lists of
+            ints, or their text), `layernorm_eps` (with `subln`), `flash_attention` (False: plain
+            torch operations compute, see `backend`), `seq_parallel` (True needs a `group`),
+            `xpos_rel_pos` and `multiway` (both must be False).
+        embed_dim: width of query, key, value and output.
+        num_heads: divides `embed_dim`.
+        dropout: of the attention weights; above 0 it is refused in training mode.
+        self_attention: must be True.
+        encoder_decoder_attention: must be False.
+        subln: whether to normalise the concatenated heads (`inner_attn_ln`).
+        group: the ranks that share each sequence; see `dilated_attention`.
+        layout: which positions each rank holds; see `dilated_attention`, and `set_layout`.
+        head_offsets: see `DilatedPattern`.
+        zero_keys: see `DilatedPattern`.
+        branch_gradients: ``"detached"`` (see `detached_dilated_attention`), or ``"exact"``, which
+            is faster and takes less memory.
+        exchange: how remote rows travel; see `dilated_attention`.
+        backend: which kernels compute; see `dilated_attention`. None: ``"auto"``, or ``"eager"``
+            where `args.flash_attention` is False.
+
+    Raises:
+        TypeError: a value has the wrong type, or `args` lacks what is read of it.
+        ValueError: a value is not supported; the message says which.
+    """
+
+    def __init__(
+        self,
+        args: Any,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        self_attention: bool = False,
+        encoder_decoder_attention: bool = False,
+        subln: bool = False,
+        *,
+        group: Group = None,
+        layout: SequenceLayout | None = None,
+        head_offsets: str = "blocked",
+        zero_keys: bool = True,
+        branch_gradients: str = "detached",
+        exchange: str = "auto",
+        backend: str | None = None,
+    ) -> None:
+        super().__init__()
+        if encoder_decoder_attention or not self_attention:
+            raise ValueError(
+                "only self-attention is dilated: self_attention must be True and "
+                f"encoder_decoder_attention False; got {self_attention!r} and "
+                f"{encoder_decoder_attention!r}"
+            )
+        for name, instead in (
+            ("xpos_rel_pos", "xPos rotates by positions that a shard does not know"),
+            ("multiway", "its split position counts rows that other ranks may hold"),
+        ):
+            if getattr(args, name, False):
+                raise ValueError(
+                    f"args.{name} must be False: {instead}; got {getattr(args, name)!r}"
+                )
+        if getattr(args, "seq_parallel", False) and group is None:
+            raise ValueError(
+                "args.seq_parallel is True: pass group=, the ranks that share each sequence, or "
+                "set it to False; got group=None"
+            )
+        if backend is None:
+            backend = "auto" if getattr(args, "flash_attention", True) else "eager"
+        check_choice("exchange", exchange, EXCHANGES)
+        check_choice("backend", backend, BACKENDS)
+        self.args = args
+        self.embed_dim, self.num_heads, _, self.head_dim = check_head_sizes(
+            embed_dim, num_heads, None
+        )
+        self.scaling = self.head_dim**-0.5
+        self.dropout = _check_dropout(dropout)
+        self.self_attention = True
+        self.encoder_decoder_attention = False
+        self.pattern = DilatedPattern(
+            _ints(args, "segment_length"),
+            _ints(args, "dilated_ratio"),
+            head_offsets=head_offsets,
+            zero_keys=zero_keys,
+        )
+        self.branch_gradients = branch_gradients
+        self._attend = branch_function(branch_gradients)
+        self.group = group
+        self.layout = layout
+        self.exchange = exchange
+        self.backend = backend
+        self.k_proj = nn.Linear(embed_dim, embed_dim)
+        self.v_proj = nn.Linear(embed_dim, embed_dim)
+        self.q_proj = nn.Linear(embed_dim, embed_dim)
+        self.out_proj = nn.Linear(embed_dim, embed_dim)
+        self.inner_attn_ln = (
+            nn.LayerNorm(
+                embed_dim, eps=check_positive_float("args.layernorm_eps", args.layernorm_eps)
+            )
+            if subln
+            else None
+        )
+
+    def reset_parameters(self) -> None:
+        """Set torchscale's initial weights: Xavier-uniform, gain sqrt(1/2) for q, k and v."""
+        for linear in (self.k_proj, self.v_proj, self.q_proj):
+            nn.init.xavier_uniform_(linear.weight, gain=math.sqrt(0.5))
+        nn.init.xavier_uniform_(self.out_proj.weight)
+        nn.init.zeros_(self.out_proj.bias)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        incremental_state: None = None,
+        key_padding_mask: Tensor | None = None,
+        attn_mask: None = None,
+        rel_pos: None = None,
+        is_first_step: bool = False,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, None]:
+        """Project, attend, project back.
+
+        Args:
+            query: this rank's shard, shape (batch, local_sequence, embed_dim).
+            key: the shape of `query`.
+            value: the shape of `query`.
+            incremental_state: must be None.
+            key_padding_mask: boolean, (batch, local_sequence), True where a position is padding,
+                which must be at the end of the sequence; see `dilated_attention`.
+            attn_mask: must be None.
+            rel_pos: must be None.
+            is_first_step: must be False.
+            is_causal: whether a query sees only keys at its own position and before.
+
+        Returns:
+            (output, None): output has the shape of `query`.
+
+        Raises:
+            TypeError: see `dilated_attention`.
+            ValueError: an argument is not supported, a shape does not fit, dropout is above 0 in
+                training mode, and see `dilated_attention`.
+        """
+        for name, given, instead in (
+            ("incremental_state", incremental_state, "use replicated_query_attention to decode"),
+            ("attn_mask", attn_mask, "use is_causal, and the pattern for what a head sees"),
+            ("rel_pos", rel_pos, "dilated attention takes no bias"),
+        ):
+            if given is not None:
+                raise ValueError(f"{name} must be None; {instead}; got {type(given).__name__}")
+        if is_first_step:
+            raise ValueError(f"is_first_step must be False; got {is_first_step!r}")
+        if self.dropout and self.training:
+            raise ValueError(
+                "attention dropout is refused until it is exact and reproducible across ranks; set "
+                f"dropout to 0.0, or call eval(); got dropout {self.dropout} in training mode"
+            )
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
+            if tensor.dim() != 3 or tensor.shape[2] != self.embed_dim:
+                raise ValueError(
+                    f"{name} must have shape (batch, local_sequence, {self.embed_dim}); "
+                    f"got {tuple(tensor.shape)}"
+                )
+        heads = (self.num_heads, self.head_dim)
+        attended: Tensor = self._attend(
+            self.q_proj(query).unflatten(-1, heads),
+            self.k_proj(key).unflatten(-1, heads),
+            self.v_proj(value).unflatten(-1, heads),
+            self.pattern,
+            is_causal=is_causal,
+            key_padding_mask=key_padding_mask,
+            group=self.group,
+            layout=self.layout,
+            exchange=self.exchange,
+            backend=self.backend,
+        )
+        attended = attended.flatten(2)
+        if self.inner_attn_ln is not None:
+            attended = self.inner_attn_ln(attended)
+        return self.out_proj(attended), None
+
+    def extra_repr(self) -> str:
+        """What `repr` shows of the arguments."""
+        return (
+            f"{self.pattern}, num_heads={self.num_heads}, "
+            f"branch_gradients={self.branch_gradients!r}"
+        )
+
+
+def replace_dilated_attention(
+    model: nn.Module,
+    *,
+    group: Group = None,
+    layout: SequenceLayout | None = None,
+    **options: Any,
+) -> int:
+    """Put this package's `DilatedAttention` in the place of every one of torchscale's in a model.
+
+    The projections and the norm themselves go over, with their parameters, dtypes and devices, and
+    so does the training mode: optimizers, state dicts and references to parameters stay valid. A
+    module that stands in several places is replaced by one. Modules are told by the name of their
+    class and what they are made of. Modules of this package get the group and the layout.
+
+    Args:
+        model: changed in place, or not at all where this raises.
+        group: the ranks that share each sequence; see `dilated_attention`.
+        layout: which positions each rank holds; see `dilated_attention`, and `set_layout`.
+        options: the keyword arguments behind `subln` of `DilatedAttention`.
+
+    Returns:
+        How many modules now are this package's.
+
+    Raises:
+        TypeError: `model` is not a module, or an option is unknown.
+        ValueError: a module is not supported, by its class, its hooks or its `args`; or `model`
+            itself would have to be replaced.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {model!r}")
+    ours: list[DilatedAttention] = []
+    replacements: dict[nn.Module, DilatedAttention] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, DilatedAttention):
+            ours.append(module)
+        elif _is_torchscales(module):
+            where = path or "the model itself"
+            if module is model:
+                raise ValueError(
+                    "the model itself is a DilatedAttention: nothing holds it that could hold "
+                    f"another; got {type(module).__name__}"
+                )
+            replacements[module] = _replacement(where, module, group, layout, options)
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if child in replacements:
+                setattr(parent, name, replacements[child])
+    for module in ours:
+        module.group, module.layout = group, layout
+    return len(replacements) + len(ours)
+
+
+def set_layout(model: nn.Module, layout: SequenceLayout | None) -> int:
+    """Tell every `DilatedAttention` of a model which positions each rank holds from now on.
+
+    For sequences of other lengths than the last one's, whose shards are not equal.
+
+    Args:
+        model: its modules of this package are changed.
+        layout: see `dilated_attention`.
+
+    Returns:
+        How many modules were told.
+
+    Raises:
+        TypeError: `layout` is neither a `SequenceLayout` nor None.
+    """
+    if layout is not None and not isinstance(layout, SequenceLayout):
+        raise TypeError(f"layout must be a SequenceLayout or None, got {layout!r}")
+    told = [module for module in model.modules() if isinstance(module, DilatedAttention)]
+    for module in told:
+        module.layout = layout
+    return len(told)
+
+
+def _is_torchscales(module: nn.Module) -> bool:
+    named = any(kind.__name__ == "DilatedAttention" for kind in type(module).__mro__)
+    return (
+        named
+        and hasattr(getattr(module, "args", None), "segment_length")
+        and all(hasattr(module, name) for name in _SUBMODULES)
+    )
+
+
+def _replacement(
+    where: str, old: Any, group: Group, layout: SequenceLayout | None, options: dict[str, Any]
+) -> DilatedAttention:
+    if type(old).__name__ != "DilatedAttention":
+        raise ValueError(
+            f"{where} is a {type(old).__name__}, a subclass of DilatedAttention that may compute "
+            "something else: replace it by hand"
+        )
+    hooks = [name for name in _HOOKS if getattr(old, name)]
+    if hooks:
+        raise ValueError(
+            f"{where} has hooks, which would be lost: register them after replacing; "
+            f"got {', '.join(hooks)}"
+        )
+    with torch.device("meta"):
+        new = DilatedAttention(
+            old.args,
+            old.embed_dim,
+            old.num_heads,
+            old.dropout,
+            old.self_attention,
+            old.encoder_decoder_attention,
+            old.inner_attn_ln is not None,
+            group=group,
+            layout=layout,
+            **options,
+        )
+    for name in _SUBMODULES:
+        setattr(new, name, getattr(old, name))
+    new.training = old.training
+    return new
+
+
+def _ints(args: Any, name: str) -> Sequence[int]:
+    """A list of ints of torchscale's configuration, which may be given as text."""
+    if not hasattr(args, name):
+        raise TypeError(f"args must have {name}, a list of ints; got {args!r}")
+    value = getattr(args, name)
+    if isinstance(value, str):
+        try:
+            value = ast.literal_eval(value)
+        except (SyntaxError, ValueError):
+            raise ValueError(f"args.{name} must be a list of ints; got {value!r}") from None
+    if not isinstance(value, list | tuple):
+        raise TypeError(f"args.{name} must be a list of ints; got {value!r}")
+    return value
+
+
+def _check_dropout(dropout: float) -> float:
+    if isinstance(dropout, bool) or not isinstance(dropout, int | float):
+        raise TypeError(f"dropout must be a number, got {dropout!r}")
+    if not 0 <= dropout <= 1:
+        raise ValueError(f"dropout must lie in [0, 1]; got {dropout!r}")
+    return float(dropout)

@@ -1,0 +1,225 @@
+"""An encoder of whole slides: from features and coordinates of tiles to a vector of the slide."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..agreement import agree
+from ..checkpoint import check_checkpoint
+from ..exchange import Exchange, Group, resolve_exchange
+from ..functional import autocast_inputs
+from ..layout import SequenceLayout
+from ..packed import Integers, as_ints
+from ..pattern import check_positive_int
+from .chunked import map_rows
+from .encoder_block import EncoderBlock
+from .norm import LayerNorm
+from .sincos import sincos_positions
+from .slide_config import SlideEncoderConfig
+
+
+class Encoded(NamedTuple):
+    """What a rank gets of an encoded slide.
+
+    Attributes:
+        cls: of the class token, shape (batch, 1, embed_dim) on the rank that holds position 0,
+            (batch, 0, embed_dim) on the others.
+        tiles: of its tiles, shape (batch, local_tiles, embed_dim).
+    """
+
+    cls: Tensor
+    tiles: Tensor
+
+
+class SlideEncoder(nn.Module):
+    """A pre-norm encoder on dilated attention for slides of any number of tiles, on any ranks.
+
+    Features are projected, given a sine-cosine embedding of where the tile is, and go through
+    `EncoderBlock`s and a final norm behind a class token: the shape of Prov-GigaPath's slide
+    encoder (Xu et al. 2024, Nature 630), for training one's own. For its published weights, put
+    this package's attention in its own code: see `integrations.torchscale`. There is no dropout.
+
+    The sequence has a position more than the slide has tiles: the class token is position 0, tile i
+    is position i + 1. A rank passes the tiles of its positions, and the rank that holds position 0
+    (the first, in most layouts) so one tile less than it holds positions.
+
+    Under autocast the residual stream and the norms have autocast's dtype. With ``keep_attention``
+    and `chunk_rows`, a rank holds for every block two tensors of the size of its residual stream
+    and an lse.
+
+    Args:
+        config: the shape of the encoder.
+        exchange: how remote rows travel; see `dilated_attention`.
+        backend: which kernels compute; see `dilated_attention`.
+        checkpoint: what backward finds of a block's activations, the rest of which it recomputes:
+            ``"none"`` recomputes nothing, ``"full"`` the whole block, ``"keep_attention"`` all but
+            its attention.
+        chunk_rows: all that treats every row alone is done in chunks of so many rows, and again in
+            backward, so that no more of its intermediates live at a time; None does all at once.
+
+    Raises:
+        TypeError: `chunk_rows` is not an int.
+        ValueError: an option has an unknown value, or `chunk_rows` is below 1.
+    """
+
+    def __init__(
+        self,
+        config: SlideEncoderConfig,
+        *,
+        exchange: str = "auto",
+        backend: str = "auto",
+        checkpoint: str = "none",
+        chunk_rows: int | None = None,
+    ) -> None:
+        super().__init__()
+        check_checkpoint(checkpoint, 1)
+        if chunk_rows is not None:
+            check_positive_int("chunk_rows", chunk_rows)
+        self.config = config
+        self.checkpoint = checkpoint
+        self.chunk_rows = chunk_rows
+        self.embedding = nn.Linear(config.in_dim, config.embed_dim)
+        self.cls_token = nn.Parameter(torch.empty(1, 1, config.embed_dim))
+        self.blocks = nn.ModuleList(
+            EncoderBlock(config, exchange=exchange, backend=backend)
+            for _ in range(config.num_layers)
+        )
+        self.norm = LayerNorm(config.embed_dim, eps=config.norm_eps)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the initial weights from torch's random state: see `EncoderBlock`."""
+        nn.init.xavier_uniform_(self.embedding.weight)
+        nn.init.zeros_(self.embedding.bias)
+        nn.init.normal_(self.cls_token, std=0.02)
+        for block in self.blocks:
+            assert isinstance(block, EncoderBlock)
+            block.reset_parameters()
+        self.norm.reset_parameters()
+
+    def forward(
+        self,
+        features: Tensor,
+        coordinates: Tensor,
+        *,
+        lengths: Integers | None = None,
+        group: Group = None,
+        layout: SequenceLayout | None = None,
+    ) -> Encoded:
+        """Encode the tiles that this rank holds, among those that all ranks hold.
+
+        Args:
+            features: shape (batch, local_tiles, in_dim), floating.
+            coordinates: where the tiles are, shape (batch, local_tiles, 2), integer or floating.
+            lengths: (batch,) ints, how many tiles each slide of the batch has, where slides are
+                padded at their ends; see `dilated_attention`. None: all of them.
+            group: the ranks that share each slide: a ProcessGroup, a 1-D DeviceMesh, or None for
+                one process.
+            layout: which positions each rank holds, of one more than a slide has tiles; None means
+                contiguous equal shards.
+
+        Returns:
+            Rows of the class token and of the tiles. Backward must run on every rank, so every
+            rank's loss must depend on them: on no rows, where it has none.
+
+        Raises:
+            TypeError, ValueError: the arguments do not fit, on this rank or on another; and see
+                `dilated_attention`.
+        """
+        ends = resolve_exchange(group)
+        at, positions = self._agreed_row_of_cls(features, coordinates, lengths, ends, layout)
+        hidden = map_rows(
+            self._embed, features, coordinates, rows=self.chunk_rows, modules=(self.embedding,)
+        )
+        count = 0 if at is None else 1
+        # On no rows where this rank has no class token, so that its parameter gets a gradient.
+        cls = autocast_inputs(self.cls_token)[0].expand(len(hidden), count, -1)
+        hidden = torch.cat([hidden[:, : at or 0], cls.to(hidden.dtype), hidden[:, at or 0 :]], 1)
+        for block in self.blocks:
+            hidden = block(
+                hidden,
+                checkpoint=self.checkpoint,
+                chunk_rows=self.chunk_rows,
+                lengths=positions,
+                group=group,
+                layout=layout,
+            )
+        hidden = map_rows(self.norm, hidden, rows=self.chunk_rows, modules=(self.norm,))
+        if at is None:
+            return Encoded(hidden[:, :0], hidden)
+        cls, after = hidden[:, at : at + 1], hidden[:, at + 1 :]
+        return Encoded(cls, torch.cat([hidden[:, :at], after], 1) if at else after)
+
+    def _embed(self, features: Tensor, coordinates: Tensor) -> Tensor:
+        embedded = self.embedding(features)
+        tiles = coordinates.to(torch.float64) / self.config.tile_size
+        position = sincos_positions(tiles, self.config.embed_dim).to(embedded.dtype)
+        return autocast_inputs(embedded + position)[0]
+
+    def _agreed_row_of_cls(
+        self,
+        features: Tensor,
+        coordinates: Tensor,
+        lengths: Integers | None,
+        ends: Exchange,
+        layout: SequenceLayout | None,
+    ) -> tuple[int | None, list[int] | None]:
+        """The class token's local row, if it is here; positions of each slide, if they differ.
+
+        If any rank's arguments do not fit, an error on every rank: one that raised alone would
+        leave the others waiting for it in the first attention.
+        """
+        at, positions, failure = None, None, None
+        try:
+            self._check_shapes(features, coordinates)
+            at = _row_of_cls(features.shape[1], ends, layout)
+            if lengths is not None:
+                positions = [tiles + 1 for tiles in as_ints("lengths", lengths)]
+        except (TypeError, ValueError) as error:
+            failure = error
+        # What else must be equal on all ranks, the first attention compares.
+        device = features.device if isinstance(features, Tensor) else torch.device("cpu")
+        agree("SlideEncoder", ends, None if failure else {}, failure, device)
+        return at, positions
+
+    def _check_shapes(self, features: Tensor, coordinates: Tensor) -> None:
+        for name, tensor, width in (
+            ("features", features, self.config.in_dim),
+            ("coordinates", coordinates, 2),
+        ):
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"{name} must be a tensor, got {tensor!r}")
+            if tensor.dim() != 3 or tensor.shape[2] != width:
+                raise ValueError(
+                    f"{name} must have shape (batch, local_tiles, {width}); "
+                    f"got {tuple(tensor.shape)}"
+                )
+        if features.shape[:2] != coordinates.shape[:2]:
+            raise ValueError(
+                "features and coordinates must have the same batch and tiles; got shapes "
+                f"{tuple(features.shape)} and {tuple(coordinates.shape)}"
+            )
+
+
+def _row_of_cls(tiles: int, ends: Exchange, layout: SequenceLayout | None) -> int | None:
+    """The local row of position 0; None where another rank holds it."""
+    if layout is None:
+        return None if ends.rank else 0
+    if not isinstance(layout, SequenceLayout):
+        raise TypeError(f"layout must be a SequenceLayout or None; got {layout!r}")
+    if layout.world_size != ends.world_size:
+        raise ValueError(
+            f"the layout is for {layout.world_size} ranks; the group has {ends.world_size}"
+        )
+    first = layout.pieces[0]
+    own = first.rank == ends.rank
+    expected = layout.local_length(ends.rank) - own
+    if tiles != expected:
+        raise ValueError(
+            f"the layout gives this rank {expected} tiles{' behind the class token' * own}; "
+            f"got {tiles}"
+        )
+    return first.local if own else None

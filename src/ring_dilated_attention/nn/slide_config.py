@@ -1,0 +1,71 @@
+"""The shape of a slide encoder as a frozen dataclass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..detached import branch_function
+from ..pattern import DilatedPattern, check_positive_int
+from .checks import check_head_sizes, check_positive_float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlideEncoderConfig:
+    """The shape of a `SlideEncoder`; the defaults are those of Prov-GigaPath's.
+
+    Args:
+        in_dim: width of the features of a tile.
+        num_layers: number of blocks.
+        embed_dim: width of the residual stream, a multiple of 4.
+        num_heads: heads a block; divides `embed_dim`.
+        ffn_dim: width of the hidden layer of the MLP.
+        segment_lengths: one per branch of the pattern, in positions; None means the whole slide.
+        dilation_rates: one per branch of the pattern, in positions.
+        head_offsets: see `DilatedPattern`.
+        zero_keys: see `DilatedPattern`.
+        branch_gradients: ``"exact"``, or ``"detached"``: see `detached_dilated_attention`.
+        tile_size: coordinates are in units of which so many make a tile.
+        norm_eps: epsilon of the layer norms.
+
+    Raises:
+        TypeError: a value has the wrong type.
+        ValueError: a value is out of range; the message names it.
+    """
+
+    in_dim: int = 1536
+    num_layers: int = 12
+    embed_dim: int = 768
+    num_heads: int = 16
+    ffn_dim: int = 3072
+    segment_lengths: Sequence[int | None] = (1024, 5792, 32768, 185363, 1048576)
+    dilation_rates: Sequence[int] = (1, 2, 4, 8, 16)
+    head_offsets: str = "interleaved"
+    zero_keys: bool = False
+    branch_gradients: str = "exact"
+    tile_size: float = 256.0
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        for name in ("in_dim", "num_layers", "ffn_dim"):
+            check_positive_int(name, getattr(self, name))
+        check_head_sizes(self.embed_dim, self.num_heads, None)
+        if self.embed_dim % 4:
+            raise ValueError(f"embed_dim must be a multiple of 4; got {self.embed_dim}")
+        check_positive_float("tile_size", self.tile_size)
+        check_positive_float("norm_eps", self.norm_eps)
+        branch_function(self.branch_gradients)
+        pattern = self.pattern
+        # Lists (from JSON, say) become tuples, so that configs hash and compare by value.
+        object.__setattr__(self, "segment_lengths", pattern.segment_lengths)
+        object.__setattr__(self, "dilation_rates", pattern.dilation_rates)
+
+    @property
+    def pattern(self) -> DilatedPattern:
+        """Which keys each head sees."""
+        return DilatedPattern(
+            self.segment_lengths,
+            self.dilation_rates,
+            head_offsets=self.head_offsets,
+            zero_keys=self.zero_keys,
+        )

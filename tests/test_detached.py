@@ -1,0 +1,190 @@
+"""Branch weights without a gradient: the mix of torchscale."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import layouts
+from torch.utils.checkpoint import checkpoint
+from torchscale_definition import torchscale_by_definition
+
+from ring_dilated_attention import (
+    DilatedPattern,
+    SequenceLayout,
+    dilated_attention,
+    operator,
+    ring,
+)
+from ring_dilated_attention.checkpoint import keep_attention
+from ring_dilated_attention.detached import branch_function, detached_dilated_attention
+from ring_dilated_attention.nn import DilatedAttention, MultiheadDilatedAttention
+from ring_dilated_attention.testing import relative_error, run_loopback
+
+PATTERN = DilatedPattern([6, 11, None], [1, 2, 3], head_offsets="blocked", zero_keys=True)
+
+
+def close(got, want, bound=1e-11):
+    """Relative, or absolute where the gradient is 0 but for rounding."""
+    return relative_error(got, want) < bound or (got - want).abs().max() < bound
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.tuples(st.integers(1, 70), st.integers(1, 9)), min_size=1, max_size=4),
+    layouts(max_length=40),
+    st.integers(1, 5),
+    st.booleans(),
+    st.integers(0, 100),
+)
+def test_on_any_ranks_it_is_the_definition(branches, layout, heads, is_causal, seed):
+    lengths, rates = zip(*branches, strict=True)
+    pattern = DilatedPattern(lengths, rates, head_offsets="blocked", zero_keys=True)
+    generator = torch.Generator().manual_seed(seed)
+    *whole, dout = torch.randn(
+        4, 1, layout.length, heads, 4, dtype=torch.float64, generator=generator
+    )
+    leaves = [x.clone().requires_grad_() for x in whole]
+    want, want_lse = torchscale_by_definition(
+        leaves[0], leaves[1], leaves[2], lengths, rates, is_causal=is_causal
+    )
+    expected = torch.autograd.grad(want, leaves, dout)
+
+    def run(ends):
+        own = [layout.shard(x, ends.rank, 1).clone().requires_grad_() for x in whole]
+        out, lse = detached_dilated_attention(
+            own[0],
+            own[1],
+            own[2],
+            pattern,
+            is_causal=is_causal,
+            group=ends,
+            layout=layout,
+            return_lse=True,
+        )
+        gradients = torch.autograd.grad(out, own, layout.shard(dout, ends.rank, 1))
+        return out.detach(), lse, *gradients
+
+    ran = run_loopback(layout.world_size, run)
+    out, lse, *gradients = (
+        layout.unshard([r[i] for r in ran], 2 if i == 1 else 1) for i in range(5)
+    )
+    assert close(out, want)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-12, atol=1e-12)
+    assert all(map(close, gradients, expected))
+
+
+def test_forward_is_exact_and_backward_is_not():
+    torch.manual_seed(0)
+    whole = [x.requires_grad_() for x in torch.randn(3, 1, 40, 4, 8, dtype=torch.float64)]
+    functions = [branch_function(name) for name in ("exact", "detached")]
+    outs = [function(*whole, PATTERN) for function in functions]
+    assert relative_error(outs[1], outs[0]) < 1e-14
+    exact, detached = (torch.autograd.grad(out.square().sum(), whole) for out in outs)
+    assert relative_error(detached[0], exact[0]) > 0.01
+    assert relative_error(detached[2], exact[2]) < 1e-14  # dvalue is the same
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [DilatedPattern([7], [3]), DilatedPattern([7, 9], [3, 2], head_branches="split")],
+)
+def test_nothing_to_mix_is_one_call(pattern, monkeypatch):
+    calls = []
+
+    def count(*arguments, **options):
+        calls.append(options)
+        return dilated_attention(*arguments, **options)
+
+    monkeypatch.setattr("ring_dilated_attention.detached.dilated_attention", count)
+    x = torch.randn(1, 20, 4, 8)
+    out, lse = detached_dilated_attention(x, x, x, pattern, is_causal=True, return_lse=True)
+    want, want_lse = dilated_attention(x, x, x, pattern, is_causal=True, return_lse=True)
+    assert torch.equal(out, want)
+    assert torch.equal(lse, want_lse)
+    assert len(calls) == 1
+
+
+def test_uncovered_rows_are_zero_and_have_no_gradient():
+    pattern = DilatedPattern([6, 12], [3, 6])
+    x = torch.randn(1, 20, 1, 8, dtype=torch.float64, requires_grad=True)
+    out, lse = detached_dilated_attention(x, x, x, pattern, return_lse=True)
+    uncovered = torch.isneginf(lse[0, 0])
+    assert uncovered.sum() == 13
+    assert not out[0, uncovered].any()
+    (gradient,) = torch.autograd.grad(out.sum(), x)
+    assert not gradient[0, uncovered].any()
+    assert torch.isfinite(gradient).all()
+
+
+def test_keep_attention_computes_no_branch_twice(monkeypatch):
+    calls = []
+    forward = ring.attention_forward
+
+    def count(*arguments):
+        calls.append(1)
+        return forward(*arguments)
+
+    monkeypatch.setattr(operator, "attention_forward", count)
+    torch.manual_seed(0)
+    block = MultiheadDilatedAttention(
+        32,
+        4,
+        segment_lengths=PATTERN.segment_lengths,
+        dilation_rates=PATTERN.dilation_rates,
+        head_offsets="blocked",
+        zero_keys=True,
+        branch_gradients="detached",
+        dtype=torch.float64,
+    )
+    x = torch.randn(1, 23, 32, dtype=torch.float64, requires_grad=True)
+    expected = torch.autograd.grad(block(x, x, x)[0].square().sum(), [x, *block.parameters()])
+    calls.clear()
+    out, _ = checkpoint(block, x, x, x, use_reentrant=False, context_fn=keep_attention)
+    gradients = torch.autograd.grad(out.square().sum(), [x, *block.parameters()])
+    assert len(calls) == 3
+    for got, want in zip(gradients, expected, strict=True):
+        assert close(got, want)
+
+
+def test_packed_and_padded():
+    torch.manual_seed(0)
+    x = torch.randn(2, 20, 2, 4, dtype=torch.float64)
+    out = detached_dilated_attention(x, x, x, PATTERN, lengths=[13, 20])
+    assert not out[0, 13:].any()
+    alone = detached_dilated_attention(x[:1, :13], x[:1, :13], x[:1, :13], PATTERN)
+    assert close(out[:1, :13], alone)
+    out = detached_dilated_attention(x, x, x, PATTERN, documents=[0, 13, 20])
+    assert close(out[:1, :13], alone)
+
+
+def test_modules_take_it():
+    torch.manual_seed(0)
+    x = torch.randn(1, 30, 2, 4, dtype=torch.float64, requires_grad=True)
+    module = DilatedAttention(PATTERN, branch_gradients="detached")
+    (got,) = torch.autograd.grad(module(x, x, x).square().sum(), x)
+    (want,) = torch.autograd.grad(detached_dilated_attention(x, x, x, PATTERN).square().sum(), x)
+    (exact,) = torch.autograd.grad(dilated_attention(x, x, x, PATTERN).square().sum(), x)
+    assert torch.equal(got, want)
+    assert relative_error(exact, want) > 1e-3
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="branch_gradients must be one of 'exact', 'detached'"):
+        branch_function("no_grad")
+    x = torch.zeros(1, 8, 2, 4)
+    with pytest.raises(TypeError, match="pattern must be a DilatedPattern"):
+        detached_dilated_attention(x, x, x, [8])  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="dropout"):
+        detached_dilated_attention(x, x, x, PATTERN, dropout=0.1)
+
+
+def test_ranks_that_differ_hear_of_it():
+    layout = SequenceLayout.contiguous(12, 2)
+
+    def run(ends):
+        shard = torch.zeros(1, 6, 2, 4)
+        attend = branch_function(("exact", "detached")[ends.rank])
+        with pytest.raises(ValueError, match=r"different arguments .* pattern is"):
+            attend(shard, shard, shard, PATTERN, group=ends, layout=layout)
+
+    run_loopback(2, run)

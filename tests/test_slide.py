@@ -1,0 +1,310 @@
+"""The slide encoder: the same on any ranks, in any chunks, with any checkpointing."""
+
+import copy
+import math
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from ring_dilated_attention import SequenceLayout
+from ring_dilated_attention.nn import (
+    LayerNorm,
+    SlideEncoder,
+    SlideEncoderConfig,
+    sincos_positions,
+)
+from ring_dilated_attention.reference import reference_attention
+from ring_dilated_attention.testing import relative_error, run_loopback, run_ranks
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "slide_encoder.py"
+TORCHSCALE = {"head_offsets": "blocked", "zero_keys": True, "branch_gradients": "detached"}
+
+
+def small(**changes):
+    values = {
+        "in_dim": 12,
+        "num_layers": 2,
+        "embed_dim": 32,
+        "num_heads": 4,
+        "ffn_dim": 48,
+        "segment_lengths": [6, 17, 29, None],
+        "dilation_rates": [1, 2, 4, 3],
+    }
+    return SlideEncoderConfig(**{**values, **changes})
+
+
+def encoder(seed=0, **options):
+    changes = {key: options.pop(key) for key in list(options) if key in small().__dict__}
+    torch.manual_seed(seed)
+    model = SlideEncoder(small(**changes), **options)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return model.double()
+
+
+def slide(tiles=40, batch=1, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    features = torch.randn(batch, tiles, 12, dtype=torch.float64, generator=generator)
+    return features, torch.randint(0, 50, (batch, tiles, 2), generator=generator) * 256
+
+
+def step(model, features, coordinates, **options):
+    """Loss and gradients of this rank; both have to be added up over ranks."""
+    encoded = model(features, coordinates, **options)
+    loss = encoded.cls.square().sum() + encoded.tiles.sin().sum()
+    return loss.detach(), torch.autograd.grad(loss, list(model.parameters()))
+
+
+def test_it_is_what_it_says_it_is():
+    """Written down once more, in plain torch, from the definition."""
+    model = encoder(num_layers=1)
+    features, coordinates = slide()
+    (block,) = model.blocks
+    positions = sincos_positions(coordinates / 256, 32)
+    x = model.embedding(features) + positions
+    x = torch.cat([model.cls_token, x], 1)
+
+    def norm(module, y):
+        return F.layer_norm(y, module.normalized_shape, module.weight, module.bias, 1e-5)
+
+    y = norm(block.attention_norm, x)
+    a = block.attention
+    q, k, v = (p(y).unflatten(-1, (4, 8)) for p in (a.q_proj, a.k_proj, a.v_proj))
+    out, _ = reference_attention(q, k, v, small().pattern)
+    x = x + a.out_proj(norm(a.norm, out.flatten(2)))
+    inner = F.gelu(block.expand(norm(block.mlp_norm, x)))
+    x = norm(model.norm, x + block.contract(norm(block.inner_norm, inner)))
+    encoded = model(features, coordinates)
+    assert relative_error(encoded.cls, x[:, :1]) < 1e-12
+    assert relative_error(encoded.tiles, x[:, 1:]) < 1e-12
+
+
+def test_sincos_by_hand():
+    got = sincos_positions(torch.tensor([[3, 0], [0, 2**40]]), 8)
+    assert got.dtype == torch.float32
+    x, y = 3.0, float(2**40)
+    want = [
+        [math.sin(x), math.sin(x / 100), math.cos(x), math.cos(x / 100), 0, 0, 1, 1],
+        [0, 0, 1, 1, math.sin(y), math.sin(y / 100), math.cos(y), math.cos(y / 100)],
+    ]
+    torch.testing.assert_close(got, torch.tensor(want))
+    with pytest.raises(ValueError, match="embed_dim must be a multiple of 4; got 6"):
+        sincos_positions(torch.zeros(3, 2), 6)
+
+
+LAYOUTS = {
+    "uneven": SequenceLayout([[(0, 23)], [(23, 24)], [(24, 41)]]),
+    "zigzag": SequenceLayout.zigzag(41, 3),
+    "an empty rank": SequenceLayout([[(0, 30)], [], [(30, 41)]]),
+    "class token behind tiles": SequenceLayout([[(9, 20)], [(30, 41), (0, 9)], [(20, 30)]]),
+    "nothing but the class token": SequenceLayout([[(0, 1)], [(1, 20)], [(20, 41)]]),
+}  # fmt: skip
+
+
+def own_tiles(layout, rank, *tensors):
+    rows = layout.positions(rank)
+    return [x[:, rows[rows > 0] - 1] for x in tensors]
+
+
+@pytest.mark.parametrize("options", [{}, TORCHSCALE], ids=["exact", "torchscale"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_any_ranks_encode_alike(name, options):
+    layout, model = LAYOUTS[name], encoder(**options)
+    features, coordinates = slide(batch=2)
+    encoded = model(features, coordinates)
+    want, expected = step(model, features, coordinates)
+
+    def run(ends):
+        own = copy.deepcopy(model)
+        shard = own_tiles(layout, ends.rank, features, coordinates)
+        result = own(*shard, group=ends, layout=layout)
+        return result, step(own, *shard, group=ends, layout=layout)
+
+    ran = run_loopback(3, run)
+    holder = layout.pieces[0].rank
+    for rank, (result, _) in enumerate(ran):
+        assert result.cls.shape == (2, int(rank == holder), 32)
+        (tiles,) = own_tiles(layout, rank, encoded.tiles)
+        assert tiles.numel() == 0 or relative_error(result.tiles, tiles) < 1e-11
+    assert relative_error(ran[holder][0].cls, encoded.cls) < 1e-11
+    assert relative_error(sum(loss for _, (loss, _) in ran), want) < 1e-11
+    for index, gradient in enumerate(expected):
+        total = sum(gradients[index] for _, (_, gradients) in ran)
+        # Without zero keys the bias of keys has no gradient but rounding.
+        assert relative_error(total, gradient) < 1e-10 or total.abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("chunk_rows", [None, 7])
+@pytest.mark.parametrize("checkpoint", ["none", "full", "keep_attention"])
+def test_chunks_and_checkpoints_change_nothing(checkpoint, chunk_rows):
+    for options in ({}, TORCHSCALE):
+        want, expected = step(encoder(**options), *slide())
+        model = encoder(checkpoint=checkpoint, chunk_rows=chunk_rows, **options)
+        loss, gradients = step(model, *slide())
+        assert relative_error(loss, want) < 1e-12
+        for got, gradient in zip(gradients, expected, strict=True):
+            assert relative_error(got, gradient) < 1e-9 or (got - gradient).abs().max() < 1e-10
+
+
+def test_slides_of_a_batch_may_differ_in_length():
+    model = encoder(zero_keys=True)
+    features, coordinates = slide(batch=3)
+    encoded = model(features, coordinates, lengths=[40, 13, 25])
+    for row, count in enumerate((40, 13, 25)):
+        alone = model(features[row : row + 1, :count], coordinates[row : row + 1, :count])
+        assert relative_error(encoded.cls[row], alone.cls[0]) < 1e-11
+        assert relative_error(encoded.tiles[row, :count], alone.tiles[0]) < 1e-11
+
+
+def gloo_step(rank, world_size):
+    """Uneven shards, the class token on the first rank; loss and gradients added up."""
+    model = encoder(checkpoint="keep_attention", chunk_rows=8).float()
+    features, coordinates = slide(tiles=60)
+    layout = SequenceLayout([[(0, 31)], [(31, 40)], [(40, 61)]])
+    shard = own_tiles(layout, rank, features.float(), coordinates)
+    loss, gradients = step(model, *shard, group=dist.group.WORLD, layout=layout)
+    for tensor in (loss, *gradients):
+        dist.all_reduce(tensor)
+    return loss, gradients
+
+
+def test_one_process_and_three_have_one_loss_and_gradient():
+    features, coordinates = slide(tiles=60)
+    want, expected = step(encoder(), features, coordinates)
+    for loss, gradients in run_ranks(gloo_step, 3):
+        assert relative_error(loss, want) < 1e-5
+        for got, gradient in zip(gradients, expected, strict=True):
+            size = gradient.norm()
+            assert (got - gradient).norm() < 1e-5 * size or size < 1e-9
+
+
+def test_chunks_hold_a_few_tensors_a_block():
+    """In chunks: the block's input, query, key, value and out, and an lse; else 14 and more."""
+
+    def held(**options):
+        sizes = {}
+
+        def pack(tensor):
+            if tensor.grad_fn is not None or not tensor.requires_grad:  # no parameters
+                sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        model = encoder(num_layers=4, **options).float()
+        features, coordinates = slide(tiles=999)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            encoded = model(features.float(), coordinates)
+        assert encoded.cls.requires_grad
+        return sum(sizes.values()) / (1000 * 32 * 4) / 4
+
+    plain, chunked = held(), held(chunk_rows=64)
+    assert chunked < 6.5 < 12 < plain
+
+
+def test_layer_norm_keeps_half_precision():
+    norm, theirs = LayerNorm(48), nn.LayerNorm(48)
+    for module in (norm, theirs):
+        nn.init.normal_(module.weight, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(5, 48)
+    assert torch.equal(norm(x), theirs(x))
+    with torch.autocast("cpu", torch.bfloat16):
+        half, wide = norm(x.bfloat16()), theirs(x.bfloat16())
+        assert norm(x).dtype == torch.float32
+    assert half.dtype == torch.bfloat16
+    assert relative_error(half, wide) < 1e-2
+
+
+def test_autocast():
+    model = encoder().float()
+    features, coordinates = slide()
+    want, expected = step(model, features.float(), coordinates)
+    with torch.autocast("cpu", torch.bfloat16):
+        encoded = model(features.float(), coordinates)
+        assert encoded.tiles.dtype == torch.bfloat16
+        loss, gradients = step(model, features.float(), coordinates)
+    assert relative_error(loss, want) < 0.05
+    assert all(g.dtype == torch.float32 for g in gradients)
+    whole, other = (torch.cat([g.flatten() for g in gs]) for gs in (expected, gradients))
+    assert relative_error(other, whole) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "message"),
+    [
+        ({"in_dim": 0}, ValueError, "in_dim must be >= 1, got 0"),
+        ({"embed_dim": 30, "num_heads": 3}, ValueError, "embed_dim must be a multiple of 4"),
+        ({"num_heads": 5}, ValueError, "num_heads must divide embed_dim 32; got 5"),
+        ({"tile_size": 0}, ValueError, "tile_size must be finite and above 0; got 0"),
+        ({"norm_eps": "x"}, TypeError, "norm_eps must be a number, got 'x'"),
+        ({"zero_keys": 1}, TypeError, "zero_keys must be a bool, got 1"),
+        ({"branch_gradients": "x"}, ValueError, "branch_gradients must be one of"),
+        ({"dilation_rates": [1]}, ValueError, "one value each per branch"),
+    ],
+)
+def test_config_refuses(changes, kind, message):
+    with pytest.raises(kind, match=message):
+        small(**changes)
+
+
+def test_config_is_a_value_and_gigapaths_by_default():
+    assert small() == small(segment_lengths=(6, 17, 29, None))
+    assert hash(small()) == hash(small())
+    model = SlideEncoder(SlideEncoderConfig())
+    assert sum(p.numel() for p in model.blocks.parameters()) == 12 * 7_095_552
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        ({"features": torch.zeros(1, 40, 11)}, ValueError, r"features must have shape .* 12\)"),
+        ({"coordinates": torch.zeros(1, 40, 3)}, ValueError, "coordinates must have shape"),
+        ({"coordinates": torch.zeros(1, 39, 2)}, ValueError, "same batch and tiles"),
+        ({"features": [1]}, TypeError, "features must be a tensor"),
+        ({"layout": "zigzag"}, TypeError, "layout must be a SequenceLayout or None"),
+        ({"layout": SequenceLayout.contiguous(40, 1)}, ValueError, "39 tiles behind the class"),
+        ({"layout": SequenceLayout.contiguous(41, 2)}, ValueError, "the layout is for 2 ranks"),
+        ({"lengths": [50]}, ValueError, "length"),
+    ],
+)
+def test_forward_refuses(arguments, kind, message):
+    features, coordinates = slide()
+    with pytest.raises(kind, match=message):
+        encoder()(**{"features": features, "coordinates": coordinates, **arguments})
+
+
+def test_a_bad_call_is_an_error_on_every_rank():
+    layout = SequenceLayout.contiguous(41, 2)
+    features, coordinates = slide()
+
+    def run(ends):
+        shard = own_tiles(layout, ends.rank, features, coordinates)
+        if ends.rank:
+            shard[0] = shard[0][:, :-1]
+        with pytest.raises(ValueError) as caught:  # noqa: PT011
+            encoder()(*shard, group=ends, layout=layout)
+        return str(caught.value)
+
+    first, second = run_loopback(2, run)
+    assert "SlideEncoder was refused on other ranks: rank 1" in first
+    assert "same batch and tiles" in second
+
+
+def test_options_are_refused():
+    with pytest.raises(ValueError, match="checkpoint must be one of"):
+        SlideEncoder(small(), checkpoint="some")
+    with pytest.raises(ValueError, match="chunk_rows must be >= 1"):
+        SlideEncoder(small(), chunk_rows=0)
+
+
+def test_the_example_runs_and_learns(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), "--tiles", "500"])
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    losses = runpy.run_path(str(EXAMPLE))["main"]()
+    assert len(losses) == 3
+    assert losses[2] < losses[0] / 2
+    assert "501 positions, 1 ranks" in capsys.readouterr().out

@@ -146,6 +146,18 @@ def test_keep_attention_computes_no_branch_twice(monkeypatch):
         assert close(got, want)
 
 
+def test_it_compiles_to_one_graph_for_any_length():
+    attend = torch.compile(
+        detached_dilated_attention, fullgraph=True, dynamic=True, backend="aot_eager"
+    )
+    for length in (30, 47):
+        x = torch.randn(1, length, 4, 8, dtype=torch.float64, requires_grad=True)
+        got, want = attend(x, x, x, PATTERN), detached_dilated_attention(x, x, x, PATTERN)
+        assert close(got, want)
+        gradients = (torch.autograd.grad(out.square().sum(), x)[0] for out in (got, want))
+        assert close(*gradients)
+
+
 def test_packed_and_padded():
     torch.manual_seed(0)
     x = torch.randn(2, 20, 2, 4, dtype=torch.float64)

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torchscale_definition import torchscale_by_definition
 
-from ring_dilated_attention import SequenceLayout
+from ring_dilated_attention import DilatedPattern, SequenceLayout
 from ring_dilated_attention.nn import (
     LayerNorm,
     SlideEncoder,
@@ -61,9 +62,11 @@ def step(model, features, coordinates, **options):
     return loss.detach(), torch.autograd.grad(loss, list(model.parameters()))
 
 
-def test_it_is_what_it_says_it_is():
-    """Written down once more, in plain torch, from the definition."""
-    model = encoder(num_layers=1)
+@pytest.mark.parametrize("options", [{}, TORCHSCALE], ids=["exact", "torchscale"])
+def test_it_is_what_it_says_it_is(options):
+    """Written down once more, in plain torch, from the definitions."""
+    segments, rates = (6, 17, 29, 41), (1, 2, 4, 3)
+    model = encoder(num_layers=1, segment_lengths=segments, **options)
     features, coordinates = slide()
     (block,) = model.blocks
     positions = sincos_positions(coordinates / 256, 32)
@@ -76,13 +79,21 @@ def test_it_is_what_it_says_it_is():
     y = norm(block.attention_norm, x)
     a = block.attention
     q, k, v = (p(y).unflatten(-1, (4, 8)) for p in (a.q_proj, a.k_proj, a.v_proj))
-    out, _ = reference_attention(q, k, v, small().pattern)
+    if options:
+        out, _ = torchscale_by_definition(q, k, v, segments, rates)
+    else:
+        out, _ = reference_attention(q, k, v, DilatedPattern(segments, rates))
     x = x + a.out_proj(norm(a.norm, out.flatten(2)))
     inner = F.gelu(block.expand(norm(block.mlp_norm, x)))
     x = norm(model.norm, x + block.contract(norm(block.inner_norm, inner)))
     encoded = model(features, coordinates)
     assert relative_error(encoded.cls, x[:, :1]) < 1e-12
     assert relative_error(encoded.tiles, x[:, 1:]) < 1e-12
+    parameters = list(model.parameters())
+    expected = torch.autograd.grad(x[:, :1].square().sum() + x[:, 1:].sin().sum(), parameters)
+    _, gradients = step(model, features, coordinates)
+    for got, want in zip(gradients, expected, strict=True):
+        assert relative_error(got, want) < 1e-10 or (got - want).abs().max() < 1e-11
 
 
 def test_sincos_by_hand():
@@ -308,3 +319,23 @@ def test_the_example_runs_and_learns(monkeypatch, capsys):
     assert len(losses) == 3
     assert losses[2] < losses[0] / 2
     assert "501 positions, 1 ranks" in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("default")  # kernels that have no deterministic form say so
+@pytest.mark.parametrize("options", [{}, TORCHSCALE], ids=["exact", "torchscale"])
+def test_half_precision_on_a_gpu(options):
+    model = encoder(
+        embed_dim=64, ffn_dim=96, checkpoint="keep_attention", chunk_rows=512, **options
+    )
+    features, coordinates = slide(tiles=3000)
+    want, expected = step(model, features, coordinates)
+    model = model.float().cuda()
+    features, coordinates = features.float().cuda(), coordinates.cuda()
+    with torch.autocast("cuda", torch.float16):
+        assert model.norm(features.new_zeros(3, 64, dtype=torch.float16)).dtype == torch.float16
+        assert model(features, coordinates).tiles.dtype == torch.float16
+        loss, gradients = step(model, features, coordinates)
+    assert relative_error(loss.cpu(), want) < 0.02
+    whole, other = (torch.cat([g.flatten().cpu() for g in gs]) for gs in (expected, gradients))
+    assert relative_error(other, whole) < 0.05

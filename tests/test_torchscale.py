@@ -211,7 +211,7 @@ def test_replacing_keeps_weights_modes_and_results():
     layouts = [m.layout for m in model.modules() if isinstance(m, DilatedAttention)]
     assert layouts == [None, None]
     with pytest.raises(TypeError, match="layout must be a SequenceLayout or None, got 3"):
-        set_layout(model, 3)
+        set_layout(model, 3)  # type: ignore[arg-type]
 
 
 def test_replacing_takes_options_and_other_modules_stay():

@@ -10,6 +10,7 @@ from torchscale_definition import torchscale_by_definition
 from ring_dilated_attention import (
     DilatedPattern,
     SequenceLayout,
+    accumulate,
     dilated_attention,
     plan_attention,
     replicated_query_attention,
@@ -20,6 +21,7 @@ from ring_dilated_attention.plan.zero_keys import zero_key_groups
 from ring_dilated_attention.reference import reference_attention, zero_key_counts
 from ring_dilated_attention.testing import relative_error, run_loopback
 from ring_dilated_attention.verify import TOLERANCE, combine, run_case
+from ring_dilated_attention.zero_keys import merge_zero_keys
 
 
 def zero_pattern(segment_lengths, rates, **options):
@@ -208,3 +210,26 @@ def test_low_precision(dtype):
         )
         assert relative_error(out, want) < 2 * TOLERANCE[dtype]
         torch.testing.assert_close(lse.double(), want_lse, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernel_that_merges_on_gpus_takes_them(dtype, monkeypatch):
+    """Triton's; interpreted where there is no GPU. What it reads has strides of 0."""
+    pytest.importorskip("triton")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    plan = plan_attention(
+        zero_pattern([16, 30], [3, 4]), SequenceLayout.contiguous(61, 1), is_causal=False,
+        num_heads=4, num_kv_heads=2,
+    )  # fmt: skip
+    groups = plan.rank(0).zero_keys
+    out = torch.randn(2, 61, 4, 24, device=device).to(dtype)
+    lse = torch.randn(2, 4, 61, device=device)
+    results = []
+    for runs_triton in (False, True):
+        monkeypatch.setattr(accumulate, "_runs_triton", lambda _, runs=runs_triton: runs)
+        results.append((out.clone(), lse.clone()))
+        merge_zero_keys(groups, results[-1][0], results[-1][1].transpose(1, 2), 2)
+    assert not torch.equal(results[0][1], lse)
+    assert relative_error(results[1][0], results[0][0]) < (1e-6 if dtype == torch.float32 else 1e-2)
+    assert relative_error(results[1][1], results[0][1]) < 1e-6

@@ -192,9 +192,10 @@ def test_half_precision_is_as_good_as_plain_computation(dtype, is_causal):
     )
     got = run(launches(plan), *inputs, 0.2, group=1)
     want = expected(pattern, *inputs, is_causal, 0.2)
-    plain = expected(pattern, *inputs, is_causal, 0.2, dtype=dtype)
+    # On the CPU: compute-sanitizer takes what cuBLAS writes for uninitialised.
+    plain = expected(pattern, *(x.cpu() for x in inputs), is_causal, 0.2, dtype=dtype)
     for error, a, b in zip(errors(got, want), plain, want, strict=True):
-        assert error <= 2 * relative_error(a, b)
+        assert error <= 2 * relative_error(a, b.cpu())
 
 
 def test_keys_in_slots_of_a_message():

@@ -196,7 +196,11 @@ def test_one_process_and_three_have_one_loss_and_gradient():
 
 
 def test_chunks_hold_a_few_tensors_a_block():
-    """In chunks: the block's input, query, key, value and out, and an lse; else 14 and more."""
+    """In chunks: the block's input, query, key, value and out, and an lse.
+
+    Without: what every step reads, but inside of the MLP (1.5 wide) its first projection's result
+    alone, of three.
+    """
 
     def held(**options):
         sizes = {}
@@ -214,7 +218,7 @@ def test_chunks_hold_a_few_tensors_a_block():
         return sum(sizes.values()) / (1000 * 32 * 4) / 4
 
     plain, chunked = held(), held(chunk_rows=64)
-    assert chunked < 6.5 < 12 < plain
+    assert chunked < 6.5 < 11 < plain < 12
 
 
 def test_layer_norm_keeps_half_precision():

@@ -226,7 +226,7 @@ def forward(
         store: whether to write over what `out` and `lse` hold at the group's rows.
     """
     selection, head_dim = call.selection, query.shape[3]
-    work = _schedule(group, call.batch, call.group, head_dim, selection.table_flops)
+    work = _schedule(group, call.batch, call.group, head_dim, selection.forward_table_flops)
     lse_rows = lse.transpose(1, 2)
     row_bytes = head_dim * query.element_size() + lse.element_size()
     most_rows = call.most_rows(query, FORWARD_WORKSPACE, row_bytes * sums.most_held)
@@ -299,7 +299,7 @@ def backward(
     """
     selection, head_dim = call.selection, query.shape[3]
     store_keys = store if store_keys is None else store_keys
-    work = _schedule(group, call.batch, call.group, head_dim, selection.table_flops)
+    work = _schedule(group, call.batch, call.group, head_dim, selection.backward_table_flops)
     lse_rows = merged.lse.transpose(1, 2)
     for block in work.blocks:
         backend = selection.backend

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
@@ -97,7 +98,9 @@ class EncoderBlock(nn.Module):
         modules = [attention.out_proj, self.mlp_norm, self.expand, self.inner_norm, self.contract]
         if attention.norm is not None:
             modules.append(attention.norm)
-        return map_rows(self._rest, hidden, attended, rows=chunk_rows, modules=modules)
+        # A chunk's intermediates do not live long enough to be worth a second GELU.
+        rest = partial(self._rest, keep_inner=chunk_rows is not None)
+        return map_rows(rest, hidden, attended, rows=chunk_rows, modules=modules)
 
     def _attend(self, hidden: Tensor, chunk_rows: int | None, options: dict[str, Any]) -> Tensor:
         attention = self.attention
@@ -110,9 +113,17 @@ class EncoderBlock(nn.Module):
         normed = self.attention_norm(hidden)
         return self.attention.project(normed, normed, normed)
 
-    def _rest(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """What follows attention, for every row."""
+    def _rest(self, hidden: Tensor, attended: Tensor, *, keep_inner: bool) -> Tensor:
+        """What follows attention, for every row.
+
+        The widest tensors are those between the MLP's two projections. Unless `keep_inner`,
+        autograd holds the first projection's result alone: the GELU and its norm, which are cheap,
+        run again in backward.
+        """
         hidden = hidden + self.attention.combine(attended)
-        inner = self.inner_norm(F.gelu(self.expand(self.mlp_norm(hidden))))
-        contracted: Tensor = self.contract(inner)
-        return hidden + contracted
+        expanded = self.expand(self.mlp_norm(hidden))
+        return hidden + run_checkpointed("none" if keep_inner else "full", self._contract, expanded)
+
+    def _contract(self, expanded: Tensor) -> Tensor:
+        contracted: Tensor = self.contract(self.inner_norm(F.gelu(expanded)))
+        return contracted

@@ -55,8 +55,8 @@ class SlideEncoder(nn.Module):
         exchange: how remote rows travel; see `dilated_attention`.
         backend: which kernels compute; see `dilated_attention`.
         checkpoint: what backward finds of a block's activations, the rest of which it recomputes:
-            ``"none"`` recomputes nothing, ``"full"`` the whole block, ``"keep_attention"`` all but
-            its attention.
+            ``"none"`` recomputes the GELU of its MLP and the norm behind it alone, ``"full"`` the
+            whole block, ``"keep_attention"`` all but its attention.
         chunk_rows: all that treats every row alone is done in chunks of so many rows, and again in
             backward, so that no more of its intermediates live at a time; None does all at once.
 

@@ -26,6 +26,9 @@ SMALL_FLOPS = {2: 1.5e10, 4: 1.5e9}
 """Kernel calls of fewer operations leave the GPU idle, at their ends and between their launches:
 such tiles share one launch of the table-driven kernel. By bytes of an element: measured on an H200
 for 2 (benchmarks/results), and a tenth of that, as the rate is, for 4."""
+NARROW_HEAD_DIM = 64
+"""Up to this head_dim the table-driven kernel is about as fast in forward as the others are on
+tiles of twice as many operations, and costs the CPU less."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +37,14 @@ class Selection:
 
     Attributes:
         backend: the back end; None: the table-driven kernel computes them all.
-        table_flops: kernel calls of at most so many operations go to the table-driven kernel.
+        forward_table_flops: kernel calls of forward of at most so many operations go to the
+            table-driven kernel.
+        backward_table_flops: likewise of backward, where operations are counted as in forward.
     """
 
     backend: TileBackend | None
-    table_flops: float = 0.0
+    forward_table_flops: float = 0.0
+    backward_table_flops: float = 0.0
 
 
 def select_backend(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Selection:
@@ -52,7 +58,7 @@ def select_backend(name: str, device: torch.device, dtype: torch.dtype, head_dim
         reason = table_refusal(device, dtype, head_dim)
         if reason is not None:
             raise ValueError(f"backend={name!r} cannot compute this attention ({reason})")
-        return Selection(None, math.inf)
+        return Selection(None, math.inf, math.inf)
     groups = {"auto": _AUTO, "sdpa": _SDPA}
     candidates = groups[name] if name in groups else (_NAMED[name],)
     reasons = {}
@@ -61,7 +67,10 @@ def select_backend(name: str, device: torch.device, dtype: torch.dtype, head_dim
         if reason is None:
             shares = name == "auto" and device.type == "cuda"
             shares = shares and table_refusal(device, dtype, head_dim) is None
-            return Selection(backend, SMALL_FLOPS[dtype.itemsize] if shares else 0.0)
+            if not shares:
+                return Selection(backend)
+            small = SMALL_FLOPS[dtype.itemsize]
+            return Selection(backend, small * (2 if head_dim <= NARROW_HEAD_DIM else 1), small)
         reasons[backend.name] = reason
     if name == "auto" and (device.type != "cuda" or dtype == torch.float64):
         return Selection(EAGER)  # no fused kernel exists there

@@ -1,0 +1,159 @@
+"""Training steps of a GigaPath-shaped slide encoder: time, peak memory, and where the time goes.
+
+    python benchmarks/slide_encoder.py --tiles 45680 --out slide.json
+    torchrun --nproc-per-node 4 benchmarks/slide_encoder.py --tiles 1048576 --checkpointed-only
+
+12 layers of width 768, 16 heads of 48, GigaPath's pattern, float16 autocast with loss scaling,
+AdamW, one slide sharded over all ranks; once without activation checkpointing, once with. A slide
+of so many tiles is a sequence of one position more.
+"""
+
+import json
+import os
+import statistics
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import typer
+
+from ring_dilated_attention import SequenceLayout
+from ring_dilated_attention.nn import SlideEncoder, SlideEncoderConfig
+
+KINDS = {  # a kernel belongs to the first kind that one of these is a part of its name
+    "communication": ("nccl",),
+    "attention": ("flash", "fmha", "sdpa", "attn", "attention", "_kernel_cutlass", "rows", "merge"),
+    "projections": ("gemm", "nvjet", "cutlass", "splitk", "sm90_"),
+    "norms": ("layer_norm", "layernorm", "gammabeta"),
+    "optimizer": ("multi_tensor", "adam"),
+}
+
+
+def main(
+    tiles: Annotated[list[int] | None, typer.Option(help="of a slide; may be repeated")] = None,
+    checkpointed_only: bool = False,
+    repeats: int = 10,
+    layers: int = 12,
+    chunk_rows: int = 16_384,
+    out: Annotated[Path | None, typer.Option(help="JSON file to write")] = None,
+) -> None:
+    """Train a few steps of each case."""
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else "cpu"
+    if cuda:
+        torch.cuda.set_device(device)
+    many = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if many:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    first = not many or dist.get_rank() == 0
+    found = []
+    for count in tiles or [45_680]:
+        for checkpointed in (True,) if checkpointed_only else (False, True):
+            options = {"checkpoint": "keep_attention", "chunk_rows": chunk_rows}
+            case = measure(count, repeats, layers, device, many, options if checkpointed else {})
+            found.append(case)
+            if first:
+                print(json.dumps(case), flush=True)
+    if first and out is not None:
+        out.write_text(json.dumps(found, indent=1) + "\n")
+    if many:
+        dist.destroy_process_group()
+
+
+def measure(
+    tiles: int, repeats: int, layers: int, device: Any, many: bool, options: dict[str, Any]
+) -> dict[str, Any]:
+    """Train on one slide; the slowest rank's times, and the largest rank's memory."""
+    cuda = torch.cuda.is_available()
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if many else (0, 1)
+    group = dist.group.WORLD if many else None
+    layout = SequenceLayout.contiguous(tiles + 1, ranks)
+    own = layout.local_length(rank) - (rank == 0)
+    config = SlideEncoderConfig(num_layers=layers)
+    torch.manual_seed(0)
+    encoder = SlideEncoder(config, **options).to(device)
+    head = torch.nn.Linear(config.embed_dim, 2).to(device)
+    parameters = [*encoder.parameters(), *head.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-4)
+    scaler = torch.amp.GradScaler(enabled=cuda)
+    torch.manual_seed(1 + rank)
+    features = torch.randn(1, own, config.in_dim, device=device)
+    coordinates = torch.randint(0, 1000, (1, own, 2), device=device) * 256
+    label = torch.ones(1, dtype=torch.long, device=device)
+
+    def step() -> torch.Tensor:
+        optimizer.zero_grad()
+        with torch.autocast("cuda" if cuda else "cpu", torch.float16 if cuda else torch.bfloat16):
+            encoded = encoder(features, coordinates, group=group, layout=layout)
+            logits = head(encoded.cls)
+        if logits.shape[1]:
+            loss = F.cross_entropy(logits[:, 0].float(), label, label_smoothing=0.1)
+        else:
+            loss = logits.float().sum()  # of no rows
+        scaler.scale(loss).backward()
+        if many:
+            for parameter in parameters:
+                dist.all_reduce(parameter.grad)
+        scaler.step(optimizer)
+        scaler.update()
+        return loss.detach()
+
+    if cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    losses, times = [], []
+    for _ in range(repeats + 3):  # the first compile
+        if many:
+            dist.barrier()
+        before = time.perf_counter()
+        losses.append(step())
+        if cuda:
+            torch.cuda.synchronize()
+        times.append((time.perf_counter() - before) * 1e3)
+    summary = torch.tensor([*times[3:], torch.cuda.max_memory_allocated() if cuda else 0.0])
+    summary = summary.to(torch.float64)
+    if many:
+        dist.all_reduce(summary, op=dist.ReduceOp.MAX)
+    *slowest, peak = summary.tolist()
+    return {
+        "positions": tiles + 1,
+        "ranks": ranks,
+        "options": options,
+        "median_ms": round(statistics.median(slowest), 2),
+        "min_ms": round(min(slowest), 2),
+        "max_ms": round(max(slowest), 2),
+        "peak_gb": round(peak / 1e9, 3),
+        "parameters": sum(p.numel() for p in parameters),
+        "losses": [round(loss.item(), 5) for loss in losses],
+        **(kernels(step) if cuda else {}),
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if cuda else "cpu",
+    }
+
+
+def kernels(step: Any) -> dict[str, Any]:
+    """Milliseconds of GPU time in a step, by kind of kernel; kinds may run at the same time."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize()
+    kinds: dict[str, float] = defaultdict(float)
+    longest = sorted(profiler.key_averages(), key=lambda e: -e.device_time_total)
+    for event in longest:
+        name = event.key.lower()
+        kind = next((k for k, parts in KINDS.items() if any(p in name for p in parts)), "other")
+        kinds[kind] += event.device_time_total / 1e3
+    return {
+        "kernels_ms": {kind: round(ms, 2) for kind, ms in sorted(kinds.items())},
+        "longest_kernels_ms": [
+            [event.key[:120], event.count, round(event.device_time_total / 1e3, 2)]
+            for event in longest[:30]
+        ],
+    }
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -2,7 +2,8 @@
 
 Views are (outer, inner, rows, head_dim), head_dim contiguous, as `views.Block` makes them. A
 program takes `BLOCK_ROWS` rows of one (outer, inner) pair. Offsets are computed in int64: tensors
-may exceed 2^31 elements.
+may exceed 2^31 elements. Strides are counted in units of `UNIT` elements: the compiler then knows
+that rows are aligned, and is not to be asked again for every other stride.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+
+from .blocks import stride_unit, strides_in
 
 
 @triton.jit
@@ -22,18 +25,30 @@ def _place(inner, row_blocks, BLOCK_ROWS: tl.constexpr):
 
 
 @triton.jit
+def _rows_at(base, a, b, row, dim, outer, inner, stride, UNIT: tl.constexpr):
+    """Pointers to rows of a pair: strides are in units."""
+    return base + (a * outer + b * inner + row[:, None] * stride) * UNIT + dim[None, :]
+
+
+@triton.jit
 def _sigmoid(x):
     # The exponential of a number that is never positive cannot overflow.
     e = tl.exp(-tl.abs(x))
     return tl.where(x >= 0, 1.0, e) / (1.0 + e)
 
 
-@triton.jit(do_not_specialize=["inner", "rows"])
+@triton.jit(
+    do_not_specialize=[
+        "inner", "rows", "row_blocks", "out_outer", "out_inner", "out_row",
+        "tile_outer", "tile_inner", "tile_row", "lse_outer", "lse_inner", "lse_row",
+        "tile_lse_outer", "tile_lse_inner", "tile_lse_row",
+    ]
+)  # fmt: skip
 def _merge_kernel(
     out, lse, tile_out, tile_lse, inner, rows, row_blocks,
-    out_outer, out_inner, out_row, lse_outer, lse_inner, lse_row,
-    tile_outer, tile_inner, tile_row, tile_lse_outer, tile_lse_inner, tile_lse_row,
-    HEAD_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    out_outer, out_inner, out_row, tile_outer, tile_inner, tile_row,
+    lse_outer, lse_inner, lse_row, tile_lse_outer, tile_lse_inner, tile_lse_row,
+    UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr,
     STORE: tl.constexpr,
 ):  # fmt: skip
     a, b, row = _place(inner, row_blocks, BLOCK_ROWS)
@@ -41,9 +56,9 @@ def _merge_kernel(
     valid = row < rows
     where = valid[:, None] & (dim < HEAD_DIM)[None, :]
     lse_at = lse + a * lse_outer + b * lse_inner + row * lse_row
-    out_at = out + a * out_outer + b * out_inner + row[:, None] * out_row + dim[None, :]
+    out_at = _rows_at(out, a, b, row, dim, out_outer, out_inner, out_row, UNIT)
     tile_lse_at = tile_lse + a * tile_lse_outer + b * tile_lse_inner + row * tile_lse_row
-    tile_at = tile_out + a * tile_outer + b * tile_inner + row[:, None] * tile_row + dim[None, :]
+    tile_at = _rows_at(tile_out, a, b, row, dim, tile_outer, tile_inner, tile_row, UNIT)
     new_lse = tl.load(tile_lse_at, mask=valid, other=-float("inf"))
     new = tl.load(tile_at, mask=where, other=0.0).to(tl.float32)
     if not STORE:
@@ -65,36 +80,46 @@ def _merge_kernel(
     tl.store(lse_at, new_lse, mask=valid)
 
 
-@triton.jit(do_not_specialize=["inner", "rows"])
+@triton.jit(
+    do_not_specialize=[
+        "inner", "rows", "row_blocks", "total_outer", "total_inner", "total_row",
+        "part_outer", "part_inner", "part_row",
+    ]
+)  # fmt: skip
 def _add_kernel(
     total, part, inner, rows, row_blocks,
     total_outer, total_inner, total_row, part_outer, part_inner, part_row,
-    HEAD_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr,
     STORE: tl.constexpr,
 ):  # fmt: skip
     a, b, row = _place(inner, row_blocks, BLOCK_ROWS)
     dim = tl.arange(0, BLOCK_DIM)
     where = (row < rows)[:, None] & (dim < HEAD_DIM)[None, :]
-    at = total + a * total_outer + b * total_inner + row[:, None] * total_row + dim[None, :]
-    part_at = part + a * part_outer + b * part_inner + row[:, None] * part_row + dim[None, :]
+    at = _rows_at(total, a, b, row, dim, total_outer, total_inner, total_row, UNIT)
+    part_at = _rows_at(part, a, b, row, dim, part_outer, part_inner, part_row, UNIT)
     new = tl.load(part_at, mask=where, other=0.0).to(tl.float32)
     if not STORE:
         new += tl.load(at, mask=where, other=0.0).to(tl.float32)
     tl.store(at, new.to(total.dtype.element_ty), mask=where)
 
 
-@triton.jit(do_not_specialize=["inner", "rows"])
+@triton.jit(
+    do_not_specialize=[
+        "inner", "rows", "row_blocks", "dout_outer", "dout_inner", "dout_row",
+        "out_outer", "out_inner", "out_row", "delta_outer", "delta_inner", "delta_row",
+    ]
+)  # fmt: skip
 def _delta_kernel(
     dout, out, delta, inner, rows, row_blocks,
     dout_outer, dout_inner, dout_row, out_outer, out_inner, out_row,
     delta_outer, delta_inner, delta_row,
-    HEAD_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
     a, b, row = _place(inner, row_blocks, BLOCK_ROWS)
     dim = tl.arange(0, BLOCK_DIM)
     where = (row < rows)[:, None] & (dim < HEAD_DIM)[None, :]
-    dout_at = dout + a * dout_outer + b * dout_inner + row[:, None] * dout_row + dim[None, :]
-    out_at = out + a * out_outer + b * out_inner + row[:, None] * out_row + dim[None, :]
+    dout_at = _rows_at(dout, a, b, row, dim, dout_outer, dout_inner, dout_row, UNIT)
+    out_at = _rows_at(out, a, b, row, dim, out_outer, out_inner, out_row, UNIT)
     x = tl.load(dout_at, mask=where, other=0.0).to(tl.float32)
     y = tl.load(out_at, mask=where, other=0.0).to(tl.float32)
     delta_at = delta + a * delta_outer + b * delta_inner + row * delta_row
@@ -118,9 +143,9 @@ def merge_rows(
         tile_lse: (outer, inner, rows), float32.
         store: whether to write the tile's result instead, without reading `out` and `lse`.
     """
-    grid, sizes, constants = _launch(out)
-    strides = [s for x in (out, lse, tile_out, tile_lse) for s in x.stride()[:3]]
-    _merge_kernel[grid](out, lse, tile_out, tile_lse, *sizes, *strides, **constants, STORE=store)
+    grid, numbers, constants = _launch(out, tile_out)
+    numbers += [*lse.stride(), *tile_lse.stride()]
+    _merge_kernel[grid](out, lse, tile_out, tile_lse, *numbers, **constants, STORE=store)
 
 
 def add_rows(total: torch.Tensor, part: torch.Tensor, *, store: bool) -> None:
@@ -131,9 +156,8 @@ def add_rows(total: torch.Tensor, part: torch.Tensor, *, store: bool) -> None:
         part: likewise.
         store: whether to write `part` instead, without reading `total`.
     """
-    grid, sizes, constants = _launch(total)
-    strides = total.stride()[:3] + part.stride()[:3]
-    _add_kernel[grid](total, part, *sizes, *strides, **constants, STORE=store)
+    grid, numbers, constants = _launch(total, part)
+    _add_kernel[grid](total, part, *numbers, **constants, STORE=store)
 
 
 def row_sums(dout: torch.Tensor, out: torch.Tensor, delta: torch.Tensor) -> None:
@@ -144,19 +168,23 @@ def row_sums(dout: torch.Tensor, out: torch.Tensor, delta: torch.Tensor) -> None
         out: likewise.
         delta: (outer, inner, rows) view, float32.
     """
-    grid, sizes, constants = _launch(dout)
-    strides = dout.stride()[:3] + out.stride()[:3] + delta.stride()[:3]
-    _delta_kernel[grid](dout, out, delta, *sizes, *strides, **constants)
+    grid, numbers, constants = _launch(dout, out)
+    _delta_kernel[grid](dout, out, delta, *numbers, *delta.stride(), **constants)
 
 
-def _launch(
-    view: torch.Tensor,
-) -> tuple[tuple[int], tuple[int, int, int], dict[str, int]]:
-    """Grid, sizes and constants of a kernel that goes over all rows of a view."""
-    outer, inner, rows, head_dim = view.shape
+def _launch(*views: torch.Tensor) -> tuple[tuple[int], list[int], dict[str, int]]:
+    """Grid, sizes and strides, and constants of a kernel that goes over all rows of the views."""
+    outer, inner, rows, head_dim = views[0].shape
+    unit = stride_unit(*views)
     block_dim = triton.next_power_of_2(head_dim)
     # 4,096 elements a program: 32 a thread at four warps.
     block_rows = max(1, min(4096 // block_dim, triton.next_power_of_2(rows)))
     row_blocks = triton.cdiv(rows, block_rows)
-    constants = {"HEAD_DIM": head_dim, "BLOCK_ROWS": block_rows, "BLOCK_DIM": block_dim}
-    return (outer * inner * row_blocks,), (inner, rows, row_blocks), constants
+    constants = {
+        "UNIT": unit,
+        "HEAD_DIM": head_dim,
+        "BLOCK_ROWS": block_rows,
+        "BLOCK_DIM": block_dim,
+    }
+    numbers = [inner, rows, row_blocks, *strides_in(unit, *views)]
+    return (outer * inner * row_blocks,), numbers, constants

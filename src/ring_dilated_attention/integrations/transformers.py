@@ -1,0 +1,388 @@
+"""Hugging Face transformers: ``attn_implementation="ring_dilated_attention"``.
+
+Importing this module registers the attention function with transformers; `set_attention` tells a
+model its pattern, its group and its layout. They belong to the model: the registry is one for all
+of them. Every rank calls the model with its own shard of the sequence:
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(
+    ...     vocab_size=99, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+    ...     num_attention_heads=4, num_key_value_heads=2,
+    ...     attn_implementation="ring_dilated_attention",
+    ... )
+    >>> model = LlamaForCausalLM(config)
+    >>> set_attention(model, DilatedPattern([16, None], [1, 4]))
+    >>> model(torch.arange(50)[None]).logits.shape
+    torch.Size([1, 50, 99])
+
+Honoured: grouped queries, ``scaling``, ``is_causal`` (so encoders too), right padding as a 2-D
+``attention_mask``, documents as ``position_ids`` that restart at 0 (with an ``attention_mask`` too)
+or as ``cu_seq_lens_q`` and ``cu_seq_lens_k`` (borders in the whole sequence), gradient
+checkpointing. ``use_cache`` is False. Everything else that attention is given is refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+from ..exchange import Group, resolve_exchange
+from ..functional import dilated_attention, validate_options
+from ..layout import SequenceLayout
+from ..pattern import DilatedPattern
+from .transformers_call import ARGUMENT, Call, Settings, by_name, check_loss_arguments, prepared
+
+NAME = ARGUMENT
+"""What ``attn_implementation`` has to be."""
+
+_SETTINGS = "_ring_dilated_attention"  # of a model: its Settings
+_HOOKS = "_ring_dilated_attention_hooks"  # of a model: what `remove_attention` takes away
+
+_HARMLESS = frozenset(
+    {
+        "position_ids",  # the model's rotations have them
+        "use_cache",
+        "cache_position",
+        "return_dict",
+        "output_hidden_states",
+        "output_router_logits",
+        "num_items_in_batch",
+        "labels",
+        "shift_labels",
+        "seq_idx",  # of layers other than attention
+    }
+)
+"""Keyword arguments of a model that reach its attention and mean nothing there."""
+
+_SHARDED = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels")
+_WHOLE = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+
+
+def set_attention(
+    model: PreTrainedModel,
+    pattern: DilatedPattern,
+    *,
+    group: Group = None,
+    layout: SequenceLayout | None = None,
+    exchange: str = "auto",
+    backend: str = "auto",
+) -> None:
+    """Give a model this package's attention, with these settings; again, to change them.
+
+    From then on its forward takes this rank's shard of ``input_ids`` (or ``inputs_embeds``),
+    ``attention_mask``, ``position_ids`` and labels; `shard_batch` makes one. Without position ids
+    it gets those of the layout. Logits are those of the shard. On several ranks a loss needs
+    ``shift_labels`` and ``num_items_in_batch``; the loss of the whole batch and its gradients are
+    the sums over ranks (DDP and FSDP take means: multiply the loss by the number of ranks).
+
+    Args:
+        model: the model that will be called, with or without a language modelling head; changed in
+            place, its ``attn_implementation`` too. On several ranks a model whose layers are all
+            full attention and MLPs, or experts.
+        pattern: which keys each head sees; `DilatedPattern.dense` is what transformers computes.
+        group: the ranks that share each sequence; see `dilated_attention`.
+        layout: which positions each rank holds, at least one; see `set_layout`. None: contiguous
+            equal shards.
+        exchange: see `dilated_attention`.
+        backend: see `dilated_attention`.
+
+    Raises:
+        TypeError: a value has the wrong type.
+        ValueError: the model is not supported; the message says why.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model must be a transformers.PreTrainedModel, got {type(model).__name__}")
+    validate_options(pattern, False, None, layout, exchange, backend, False)
+    base: Any = model.base_model
+    _check_model(model, base, resolve_exchange(group).world_size)
+    if model.config._attn_implementation != NAME:
+        model.set_attn_implementation(NAME)
+    if base.config._attn_implementation != NAME:
+        raise ValueError(
+            f"{type(model).__name__} does not take its attention from transformers' "
+            f"AttentionInterface; its attn_implementation stays {base.config._attn_implementation}"
+        )
+    _remove_hooks(model)
+    settings = Settings(pattern, group, layout, exchange, backend)
+    handles = [base.register_forward_pre_hook(_before_base, with_kwargs=True)]
+    setattr(base, _SETTINGS, settings)
+    if base is not model:
+        handles.append(model.register_forward_pre_hook(_before_head, with_kwargs=True))
+        setattr(model, _SETTINGS, settings)
+    setattr(model, _HOOKS, handles)
+
+
+def set_layout(model: PreTrainedModel, layout: SequenceLayout | None) -> None:
+    """Tell a model which positions each rank holds from now on: for sequences of another length.
+
+    Args:
+        model: what `set_attention` was called with.
+        layout: see `dilated_attention`.
+
+    Raises:
+        TypeError: `layout` is neither a `SequenceLayout` nor None.
+        ValueError: `set_attention` was not called with this model.
+    """
+    if layout is not None and not isinstance(layout, SequenceLayout):
+        raise TypeError(f"layout must be a SequenceLayout or None, got {layout!r}")
+    _check_is_set(model)
+    settings = replace(getattr(model, _SETTINGS), layout=layout)
+    for module in (model, model.base_model):
+        setattr(module, _SETTINGS, settings)
+
+
+def remove_attention(model: PreTrainedModel, attn_implementation: str = "sdpa") -> None:
+    """Give a model transformers' own attention back: to generate, say, which needs a KV cache.
+
+    Args:
+        model: what `set_attention` was called with.
+        attn_implementation: one of transformers'.
+
+    Raises:
+        ValueError: `set_attention` was not called with this model, or transformers refuses.
+    """
+    _check_is_set(model)
+    model.set_attn_implementation(attn_implementation)
+    _remove_hooks(model)
+
+
+def shard_batch(batch: Mapping[str, Any], layout: SequenceLayout, rank: int) -> dict[str, Any]:
+    """A rank's part of a whole batch, with labels shifted before sharding.
+
+    Args:
+        batch: any of ``input_ids``, ``attention_mask``, ``position_ids`` and ``labels``, (batch,
+            n), ``inputs_embeds`` (batch, n, hidden); ``cu_seq_lens_q`` and its companions. Labels
+            are as transformers has them: where the tokens are, -100 where nothing is learnt.
+        layout: which positions each rank holds.
+        rank: whose part.
+
+    Returns:
+        Arguments for the model: the shards; and where there are labels also ``shift_labels``, the
+        label of the next position wherever that is held, and ``num_items_in_batch``, how many of
+        them there are on all ranks, a 0-d int64 tensor.
+
+    Raises:
+        ValueError: an argument is unknown, or has another length than the layout.
+    """
+    unknown = sorted(set(batch) - {*_SHARDED, *_WHOLE})
+    if unknown:
+        raise ValueError(
+            f"a batch may hold {', '.join((*_SHARDED, *_WHOLE))}; got {', '.join(unknown)}"
+        )
+    shards = {name: batch[name] for name in _WHOLE if name in batch}
+    whole = {name: batch[name] for name in _SHARDED if batch.get(name) is not None}
+    if "labels" in whole:
+        shifted = nn.functional.pad(whole["labels"], (0, 1), value=-100)[:, 1:]
+        whole["shift_labels"] = shifted
+        shards["num_items_in_batch"] = (shifted != -100).sum()
+    for name, tensor in whole.items():
+        if tensor.dim() < 2 or tensor.shape[1] != layout.length:
+            raise ValueError(
+                f"{name} must have the layout's {layout.length} positions in dimension 1; got "
+                f"shape {tuple(tensor.shape)}"
+            )
+        shards[name] = layout.shard(tensor, rank, dim=1).contiguous()  # losses view them flat
+    return shards
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls in a layer.
+
+    Args:
+        module: the attention module; its ``is_causal`` counts where the argument is None.
+        query: this rank's shard, (batch, heads, local_sequence, head_dim).
+        key: (batch, kv_heads, local_sequence, head_dim).
+        value: like `key`.
+        attention_mask: must be None: the model's hook has turned it into lengths.
+        dropout: must be 0.
+        scaling: factor on the scores; None: head_dim ** -0.5.
+        is_causal: whether a query sees only keys at positions <= its own.
+        kwargs: the `Call`; what means nothing to attention; or None.
+
+    Returns:
+        (out, None): out is (batch, local_sequence, heads, head_dim).
+
+    Raises:
+        ValueError: `set_attention` was not called, or an argument is not supported.
+    """
+    call = kwargs.pop(ARGUMENT, None)
+    if not isinstance(call, Call):
+        raise ValueError(
+            f"no settings reached {type(module).__name__}: call "
+            "ring_dilated_attention.integrations.transformers.set_attention(model, pattern) with "
+            "the model that you call (it must hand keyword arguments down to its attention); got "
+            f"{call!r}"
+        )
+    given = {name: x for name, x in kwargs.items() if x is not None and name not in _HARMLESS}
+    if given.get("output_attentions") is False:
+        del given["output_attentions"]
+    if given:
+        got = ", ".join(f"{name} ({type(x).__name__})" for name, x in sorted(given.items()))
+        raise ValueError(f"dilated attention takes no {got}; allowed are None and its absence")
+    if attention_mask is not None:
+        raise ValueError(
+            "a mask must be a right padding, given to the model as a 2-D attention_mask; "
+            f"{type(module).__name__} got {type(attention_mask).__name__} of shape "
+            f"{tuple(getattr(attention_mask, 'shape', ()))}"
+        )
+    if dropout:
+        raise ValueError(
+            "attention dropout is refused until it is exact and reproducible across ranks; set it "
+            f"to 0.0 in the model's config; got {dropout}"
+        )
+    if key.shape[2] != query.shape[2] or getattr(module, "is_cross_attention", False):
+        raise ValueError(
+            "only self-attention without a KV cache is dilated; got query "
+            f"{tuple(query.shape)} and key {tuple(key.shape)} in {type(module).__name__}"
+        )
+    causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
+    if causal is None:
+        raise ValueError(f"{type(module).__name__} must have is_causal, or pass it; got None")
+    settings = call.settings
+    out = dilated_attention(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        settings.pattern,
+        is_causal=causal,
+        scale=scaling,
+        documents=call.documents,
+        lengths=call.lengths,
+        group=settings.group,
+        layout=settings.layout,
+        exchange=settings.exchange,
+        backend=settings.backend,
+    )
+    return out, None
+
+
+def attention_mask(
+    *,
+    q_length: int,
+    kv_length: int,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    q_offset: int | Tensor = 0,
+    kv_offset: int | Tensor = 0,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = True,
+    **others: Any,
+) -> None:
+    """What transformers calls to make a mask; without it, it would drop masks in silence.
+
+    Causal masks and none at all are `is_causal` of the layer, and padding and documents the model's
+    hook has seen. Any other mask is refused here.
+
+    Raises:
+        ValueError: the mask is another, or there is a KV cache.
+    """
+    if mask_function is causal_mask_function:
+        plain = allow_is_causal_skip
+    else:
+        plain = mask_function is bidirectional_mask_function and allow_is_bidirectional_skip
+    if not plain:
+        name = getattr(mask_function, "__qualname__", repr(mask_function))
+        raise ValueError(
+            "of transformers' masks there are the causal one and none at all (no sliding windows, "
+            "chunks or overlays: the pattern says what a head sees); packing and padding need "
+            f"set_attention(model, pattern) first. Got {name.split('.')[0]}"
+        )
+    if (q_offset, kv_offset, kv_length) != (0, 0, q_length):
+        raise ValueError(
+            "only self-attention without a KV cache is dilated; got queries "
+            f"{q_offset} to {q_offset + q_length}, keys {kv_offset} to {kv_offset + kv_length}"
+        )
+
+
+def _check_model(model: nn.Module, base: nn.Module, world_size: int) -> None:
+    kind, config = type(model).__name__, model.config
+    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", 0):
+        raise ValueError(f"models with cross-attention are not supported; got {kind}")
+    parameters = inspect.signature(base.forward).parameters
+    takes_more = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    if not takes_more or not {"attention_mask", "position_ids"} <= parameters.keys():
+        raise ValueError(
+            f"{type(base).__name__}.forward must take attention_mask, position_ids and further "
+            f"keyword arguments; it takes {', '.join(parameters)}"
+        )
+    if world_size == 1:
+        return
+    where = f"on {world_size} ranks"
+    if base is not model and not kind.endswith("ForCausalLM"):
+        raise ValueError(
+            f"{where} a head must treat every token alone: a ForCausalLM, or model.base_model with "
+            f"a head of your own; got {kind}"
+        )
+    others = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    if others:
+        raise ValueError(
+            f"{where} config.layer_types must all be 'full_attention'; got {sorted(others)}"
+        )
+    for path, module in base.named_modules():
+        if isinstance(module, nn.Conv1d | nn.RNNBase):
+            raise ValueError(
+                f"{where} nothing but attention may mix positions; {path} is a "
+                f"{type(module).__name__}"
+            )
+        rope = getattr(module, "rope_type", None)
+        for name in rope.values() if isinstance(rope, dict) else [rope]:
+            if name in ("dynamic", "longrope"):
+                raise ValueError(
+                    f"{where} rotary frequencies must not depend on the longest position of a "
+                    f"shard; {path} has rope_type {name!r}"
+                )
+
+
+def _check_is_set(model: nn.Module) -> None:
+    if not hasattr(model, _HOOKS):
+        raise ValueError(
+            f"call set_attention first, with this very {type(model).__name__}; it was not called"
+        )
+
+
+def _before_base(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    settings = getattr(module, _SETTINGS)
+    prepare = prepared if settings.group is None else _prepared_untraced
+    return (), prepare(module, settings, by_name(module, args, kwargs))
+
+
+def _before_head(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    settings = getattr(module, _SETTINGS)
+    if settings.group is not None:
+        _check_loss_untraced(type(module).__name__, settings, by_name(module, args, kwargs))
+
+
+# torch.compile cannot trace what ranks tell each other.
+_prepared_untraced: Any = torch.compiler.disable(prepared)  # type: ignore[no-untyped-call]
+_check_loss_untraced: Any = torch.compiler.disable(  # type: ignore[no-untyped-call]
+    check_loss_arguments
+)
+
+
+def _remove_hooks(model: PreTrainedModel) -> None:
+    for handle in getattr(model, _HOOKS, ()):
+        handle.remove()
+    for module in (model, model.base_model):
+        for name in (_SETTINGS, _HOOKS):
+            if name in module.__dict__:
+                delattr(module, name)
+
+
+AttentionInterface.register(NAME, attention_forward)
+AttentionMaskInterface.register(NAME, attention_mask)

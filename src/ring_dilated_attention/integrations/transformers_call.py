@@ -1,0 +1,350 @@
+"""What one call of a transformers model says: positions, documents, padding, and what is refused.
+
+Nothing here imports transformers. The ranks agree once for each call of the model, not per layer.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..agreement import agree
+from ..exchange import Exchange, Group, resolve_exchange
+from ..layout import SequenceLayout
+from ..nn.rope import document_positions
+from ..packed import as_ints, lengths_of_mask
+from ..pattern import DilatedPattern
+from ..plan.documents import document_borders, in_words
+
+ARGUMENT = "ring_dilated_attention"
+"""The keyword argument by which a `Call` goes from the model to each of its attention modules."""
+
+_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_REFUSED = {
+    "past_key_values": "there is no KV cache: remove_attention(model) before you generate",
+    "head_mask": "heads are not masked",
+    "encoder_hidden_states": "there is no cross-attention",
+    "encoder_attention_mask": "there is no cross-attention",
+}
+_FLAGS = {
+    "use_cache": "there is no KV cache: remove_attention(model) before you generate",
+    "output_attentions": "attention weights are never made",
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `set_attention` was called with; see there."""
+
+    pattern: DilatedPattern
+    group: Group
+    layout: SequenceLayout | None
+    exchange: str
+    backend: str
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Settings:
+        return self  # a copy of the model belongs to the same ranks
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one call of the model hands to each of its attention modules.
+
+    Attributes:
+        settings: of the model.
+        documents: cumulative lengths; None: one document.
+        lengths: valid positions of each row of the batch; None: all.
+    """
+
+    settings: Settings
+    documents: list[int] | None
+    lengths: list[int] | None
+
+
+class _Rows(NamedTuple):
+    """This rank's part of the input.
+
+    Attributes:
+        batch: rows of the batch.
+        positions: the global position of each local one, int64, shape (local_sequence,).
+        total: number of positions of the whole sequence.
+    """
+
+    batch: int
+    positions: Tensor
+    total: int
+
+
+def by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of ``module.forward``, all by name."""
+    return {**dict(zip(inspect.signature(module.forward).parameters, args, strict=False)), **kwargs}
+
+
+def prepared(module: nn.Module, settings: Settings, given: dict[str, Any]) -> dict[str, Any]:
+    """What the decoder (or encoder) has to be called with, in place of what it is called with.
+
+    Args:
+        module: the model without its head.
+        settings: of `set_attention`.
+        given: arguments of its forward, by name.
+
+    Returns:
+        `given` with global ``position_ids``, a 2-D ``attention_mask`` (with one, transformers looks
+        for no documents in a shard), ``use_cache=False`` and a `Call`, without ``cu_seq_lens_q``
+        and its companions.
+
+    Raises:
+        TypeError, ValueError: an argument is not supported, or the ranks differ; on every rank.
+    """
+    ends = resolve_exchange(settings.group)
+    name, failure, rows, borders = type(module).__name__, None, None, None
+    mask, position_ids = given.get("attention_mask"), given.get("position_ids")
+    try:
+        _refuse(module, given, ends.world_size)
+        rows = _rows(given, ends, settings.layout)
+        _check_position_ids(position_ids, rows)
+        padding = _padding(mask, rows)
+        borders = _given_borders(given, rows)
+    except (TypeError, ValueError) as error:
+        failure = error
+    layout, device = settings.layout, _device(given)
+    shared = rows and {
+        "batch": rows.batch,
+        "layout": f"{layout!r} ({layout.digest[:8]})"
+        if layout
+        else f"{len(rows.positions)} positions on each rank",
+        "attention_mask": _kind(mask),
+        "position_ids": _kind(position_ids),
+        "cu_seq_lens_q": _kind(borders),
+    }
+    agree(name, ends, None if failure else shared, failure, device)
+    assert rows is not None
+    lengths = None
+    if padding is not None:
+        try:
+            found = lengths_of_mask(padding, ends, layout)
+        except ValueError as error:  # alike on every rank
+            raise ValueError(
+                f"attention_mask must be a right padding, 1 at the first positions: {error}"
+            ) from None
+        lengths = None if set(found) == {rows.total} else found
+    if position_ids is None:
+        position_ids, documents = rows.positions[None], borders
+    else:
+        documents = _documents(name, position_ids, rows, lengths, ends)
+        if borders is not None and documents not in (None, borders):
+            raise ValueError(  # alike on every rank
+                "cu_seq_lens_q and the restarts of position_ids must be the same borders; got "
+                f"{in_words(borders)} and {in_words(documents or ())}"
+            )
+        documents = borders or documents
+    if borders is not None and lengths is not None:
+        raise ValueError(
+            "cu_seq_lens_q is for batches without padding; got an attention_mask of "
+            f"{lengths[0]} valid positions of {rows.total}"
+        )
+    if mask is None:
+        mask = torch.ones(rows.batch, len(rows.positions), dtype=torch.bool, device=device)
+    return {
+        **{key: value for key, value in given.items() if key not in _PACKING},
+        "position_ids": position_ids,
+        "attention_mask": mask,
+        "use_cache": False,
+        ARGUMENT: Call(settings, documents, lengths),
+    }
+
+
+def check_loss_arguments(name: str, settings: Settings, given: dict[str, Any]) -> None:
+    """Raise on every rank if a loss, or a choice of logits, would be that of a shard alone.
+
+    Args:
+        name: of the model's class, for messages.
+        settings: of `set_attention`.
+        given: arguments of the forward of a model with a head, by name.
+
+    Raises:
+        ValueError: there are several ranks, and labels without ``shift_labels`` or
+            ``num_items_in_batch``, or ``logits_to_keep``.
+    """
+    ends = resolve_exchange(settings.group)
+    if ends.world_size == 1:
+        return
+    failure = None
+    if given.get("labels") is not None:
+        for key, why in (
+            ("shift_labels", "the label of a shard's last token is on another rank"),
+            ("num_items_in_batch", "the mean is over the labels of all ranks"),
+        ):
+            if given.get(key) is None:
+                failure = ValueError(
+                    f"on {ends.world_size} ranks labels need {key}: {why}; shard_batch gives it. "
+                    f"Got {key}=None"
+                )
+    kept = given.get("logits_to_keep")
+    if isinstance(kept, Tensor) or kept:
+        failure = ValueError(
+            f"on {ends.world_size} ranks logits_to_keep must be 0, since it counts the rows of a "
+            f"shard; got {kept!r}"
+        )
+    agree(name, ends, None if failure else {}, failure, _device(given))
+
+
+def _device(given: dict[str, Any]) -> torch.device:
+    inputs = (given.get(key) for key in ("input_ids", "inputs_embeds"))
+    return next((x.device for x in inputs if isinstance(x, Tensor)), torch.device("cpu"))
+
+
+def _kind(value: Any) -> str:
+    return "None" if value is None else "given"
+
+
+def _refuse(module: nn.Module, given: dict[str, Any], world_size: int) -> None:
+    config: Any = module.config
+    implementation = config._attn_implementation
+    if implementation != ARGUMENT:
+        raise ValueError(
+            f"set_attention was called, but the model's attn_implementation now is "
+            f"{implementation!r}: call remove_attention(model) first, or set it back to "
+            f"{ARGUMENT!r}"
+        )
+    for key, why in _REFUSED.items():
+        if given.get(key) is not None:
+            raise ValueError(f"{key} must be None: {why}; got {type(given[key]).__name__}")
+    for key, why in _FLAGS.items():
+        if given.get(key):
+            raise ValueError(f"{key} must be False: {why}; got {given[key]!r}")
+    if given.get("output_attentions") is None and getattr(config, "output_attentions", False):
+        raise ValueError(f"config.output_attentions must be False: {_FLAGS['output_attentions']}")
+    flag = given.get("output_router_logits")
+    flag = getattr(config, "output_router_logits", False) if flag is None else flag
+    if world_size > 1 and flag:
+        raise ValueError(
+            f"on {world_size} ranks output_router_logits must be False: the balance of the experts "
+            f"would be that of a shard; got {flag!r}"
+        )
+
+
+def _inputs(given: dict[str, Any]) -> Tensor:
+    inputs = given.get("input_ids")
+    inputs = given.get("inputs_embeds") if inputs is None else inputs
+    if not isinstance(inputs, Tensor) or inputs.dim() < 2:
+        raise ValueError(
+            "the model needs input_ids (batch, local_sequence), or inputs_embeds "
+            f"(batch, local_sequence, hidden); got {type(inputs).__name__}"
+        )
+    return inputs
+
+
+def _rows(given: dict[str, Any], ends: Exchange, layout: SequenceLayout | None) -> _Rows:
+    inputs = _inputs(given)
+    batch, length = inputs.shape[:2]
+    if not length:
+        raise ValueError(
+            "transformers' models take no empty shards: every rank must hold a position; "
+            f"got input of shape {tuple(inputs.shape)}"
+        )
+    if layout is None:
+        first = ends.rank * length
+        positions = torch.arange(first, first + length, device=inputs.device)
+        return _Rows(batch, positions, length * ends.world_size)
+    if layout.world_size != ends.world_size:
+        raise ValueError(
+            f"the layout is for {layout.world_size} ranks, the group has {ends.world_size}"
+        )
+    if layout.local_length(ends.rank) != length:
+        raise ValueError(
+            f"the layout gives rank {ends.rank} {layout.local_length(ends.rank)} positions; got "
+            f"input of shape {tuple(inputs.shape)} (set_layout sets another layout)"
+        )
+    return _Rows(batch, layout.positions(ends.rank, device=inputs.device), layout.length)
+
+
+def _check_position_ids(position_ids: Any, rows: _Rows) -> None:
+    if position_ids is None:
+        return
+    if not isinstance(position_ids, Tensor) or position_ids.dtype not in (torch.int32, torch.int64):
+        got = position_ids.dtype if isinstance(position_ids, Tensor) else repr(position_ids)
+        raise TypeError(f"position_ids must be a tensor of int32 or int64; got {got}")
+    length = len(rows.positions)
+    if tuple(position_ids.shape) not in ((1, length), (rows.batch, length)):
+        raise ValueError(
+            f"position_ids must have shape (batch, local_sequence), {(rows.batch, length)}, or "
+            f"{(1, length)}; got {tuple(position_ids.shape)}"
+        )
+
+
+def _padding(mask: Any, rows: _Rows) -> Tensor | None:
+    """This rank's shard of the mask, True where a position is padding."""
+    if mask is None:
+        return None
+    wanted = "(batch, local_sequence), 1 where a position is valid"
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"attention_mask must be a tensor {wanted}; got {type(mask).__name__}")
+    if mask.dim() != 2 or mask.is_floating_point():
+        raise ValueError(
+            f"attention_mask must be bool or ints, {wanted}; other masks have no dilated "
+            f"attention. Got {mask.dtype}, shape {tuple(mask.shape)}"
+        )
+    if mask.shape != (rows.batch, len(rows.positions)):
+        raise ValueError(
+            f"attention_mask must have shape (batch, local_sequence), "
+            f"{(rows.batch, len(rows.positions))}; got {tuple(mask.shape)}"
+        )
+    if mask.dtype != torch.bool and ((mask != 0) & (mask != 1)).any():
+        raise ValueError(
+            "attention_mask must hold 0 and 1 only (documents are told by position_ids that "
+            f"restart at 0); got {mask[(mask != 0) & (mask != 1)][0].item()}"
+        )
+    return mask.to(rows.positions.device) == 0
+
+
+def _given_borders(given: dict[str, Any], rows: _Rows) -> list[int] | None:
+    """The documents that the keyword arguments of flash attention name."""
+    query, key = given.get("cu_seq_lens_q"), given.get("cu_seq_lens_k")
+    if query is None and key is None:
+        return None
+    if query is None or key is None:
+        raise ValueError("cu_seq_lens_q and cu_seq_lens_k must both be given, or neither")
+    borders = as_ints("cu_seq_lens_q", query)
+    if borders != as_ints("cu_seq_lens_k", key):
+        raise ValueError("cu_seq_lens_q and cu_seq_lens_k must be equal: there is no KV cache")
+    if rows.batch != 1:
+        raise ValueError(f"cu_seq_lens_q needs a batch of 1 row; got {rows.batch}")
+    try:
+        return list(document_borders(borders, None, rows.total))
+    except ValueError as error:
+        raise ValueError(
+            f"cu_seq_lens_q must be borders in the whole sequence, the same on every rank: {error}"
+        ) from None
+
+
+def _documents(
+    name: str, position_ids: Tensor, rows: _Rows, lengths: list[int] | None, ends: Exchange
+) -> list[int] | None:
+    """The documents that restarts of the position ids begin: the same on every rank."""
+    stops = torch.tensor(lengths or [rows.total] * rows.batch, device=rows.positions.device)
+    valid = rows.positions < stops[:, None]
+    ids = position_ids.to(rows.positions.device).expand(rows.batch, -1)
+    begun = rows.positions[((ids == 0) & valid).any(0)].tolist()
+    everyone: Iterable[list[int]] = ends.share(begun)
+    starts, stop = sorted(set(chain.from_iterable(everyone))), int(max(lengths or [rows.total]))
+    borders = [*starts, stop] if starts[:1] == [0] else [0, *starts, stop]
+    expected = document_positions(rows.positions, borders)
+    wrong = (valid & (ids != expected)).nonzero().tolist()
+    failure = None
+    if wrong:
+        row, local = wrong[0]
+        failure = ValueError(
+            "position_ids must count up from 0 and restart at 0 where a document begins, at the "
+            "same positions in every row of the batch; in row "
+            f"{row}, position {rows.positions[local].item()} of the sequence must have "
+            f"{expected[local].item()}; got {ids[row, local].item()}"
+        )
+    agree(name, ends, None if failure else {}, failure, rows.positions.device)
+    return borders if len(borders) > 2 else None

@@ -193,7 +193,8 @@ def test_half_precision_is_as_good_as_plain_computation(dtype, is_causal):
     got = run(launches(plan), *inputs, 0.2, group=1)
     want = expected(pattern, *inputs, is_causal, 0.2)
     # On the CPU: compute-sanitizer takes what cuBLAS writes for uninitialised.
-    plain = expected(pattern, *(x.cpu() for x in inputs), is_causal, 0.2, dtype=dtype)
+    q, k, v, dout = (x.cpu() for x in inputs)
+    plain = expected(pattern, q, k, v, dout, is_causal, 0.2, dtype=dtype)
     for error, a, b in zip(errors(got, want), plain, want, strict=True):
         assert error <= 2 * relative_error(a, b.cpu())
 

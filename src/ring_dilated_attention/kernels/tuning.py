@@ -57,6 +57,9 @@ _CONFIGS: dict[tuple[Kernel, int, int], LaunchConfig] = {
     ("dkdv", 4, 256): LaunchConfig(16, 16, 8, 1),
 }
 
+_WGMMA_ROWS = 64
+"""Rows of an accumulator from which products are those of a warp group."""
+
 
 def padded_head_dim(head_dim: int) -> int:
     """The power of two that the kernels work with."""
@@ -86,6 +89,10 @@ def default_config(
     best = _CONFIGS[kernel, dtype.itemsize, max(64, padded_head_dim(head_dim))]
     block_m = min(best.block_m, _power_of_two(queries))
     block_n = min(best.block_n, _power_of_two(keys))
+    if kernel == "dkdv" and dtype.itemsize == 2 and block_m < _WGMMA_ROWS:
+        # As a wgmma over so few queries dk comes out wrong, and differently every time (Triton 3.6
+        # on Hopper); dv and larger blocks do not.
+        block_n = min(block_n, _WGMMA_ROWS // 2)
     # The accumulators have the rows of one side: as many warps per row as before, and the four
     # that a wgmma takes where there are 64 rows.
     rows, most = (block_n, best.block_n) if kernel == "dkdv" else (block_m, best.block_m)

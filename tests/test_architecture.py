@@ -17,6 +17,7 @@ ORDER = [
     ["reference", "merge", "kernels"],
     ["accumulate"],
     ["tiles"],
+    ["communicator", "peer_memory"],
     ["exchange"],
     ["loopback"],
     ["views", "packing", "agreement", "packed", "turns"],
@@ -34,7 +35,7 @@ ORDER = [
 ]
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 INTEGERS_ONLY = {"pattern", "plan"}  # and layout, but for its tensor helpers
-MAY_USE_DISTRIBUTED = {"exchange", "cli", "train", "testing"} | {
+MAY_USE_DISTRIBUTED = {"communicator", "peer_memory", "exchange", "cli", "train", "testing"} | {
     f"bench.{name}" for name in ("ranks", "ranks_team", "ranks_launch", "ring_peers")
 }
 

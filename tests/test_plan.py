@@ -167,7 +167,7 @@ def test_costs_in_bytes():
     rank = plan.rank(0)
     rows = 8 * 4
     assert traffic(rank, size).forward_sent == 2 * 2 * rows * 8 * 2
-    assert traffic(rank, size).backward_sent == 2 * 2 * rows * 8 * (2 + 4)
+    assert traffic(rank, size).backward_sent == 2 * 2 * rows * 8 * (2 + 2)
     held = memory(rank, size)
     assert held.query == held.key == held.value == held.out == 2 * 32 * 4 * 8 * 2
     assert held.lse == 2 * 32 * 4 * 4

@@ -8,7 +8,7 @@ so an `Accumulator` runs the one behind the other.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import NamedTuple
@@ -89,6 +89,8 @@ def row_sums(dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 class _Behind(NamedTuple):
     done: torch.cuda.Event
     tensors: tuple[torch.Tensor, ...]  # that must live until then
+    targets: frozenset[int]  # storages that are added to
+    is_result: bool  # of a tile
 
 
 @lru_cache(maxsize=8)
@@ -98,7 +100,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class Accumulator:
-    """Adds results of tiles into the whole, on CUDA on a stream of its own behind the compute.
+    """Adds results into the whole, on CUDA on a stream of its own behind the compute.
 
     Args:
         device: where the tensors are.
@@ -111,31 +113,81 @@ class Accumulator:
         self.most_held = 2 if device.type == "cuda" else 1
         self._device = device
         self._behind: deque[_Behind] = deque()
+        self._started: deque[Callable[[], None]] = deque()
 
-    def run(self, add_all: Callable[[], None], *tensors: torch.Tensor, is_long: bool) -> None:
+    def run(
+        self,
+        add_all: Callable[[], None],
+        *tensors: torch.Tensor,
+        into: Sequence[torch.Tensor],
+        is_long: bool,
+    ) -> None:
         """Add results of tiles, in the order of the calls.
 
         Args:
             add_all: calls `merge` and `add`.
             tensors: the results, which are freed when they have been added.
+            into: what they are added to.
             is_long: whether computing them took long enough for going behind to be worthwhile.
         """
         if self._device.type != "cuda" or not (is_long or self._behind):
             add_all()
             return
+        self._run_behind(add_all, tensors, into, is_result=True)
+        if sum(behind.is_result for behind in self._behind) == self.most_held:
+            while not self._wait():
+                pass
+
+    def start(
+        self, add_all: Callable[[], None], *tensors: torch.Tensor, into: Sequence[torch.Tensor]
+    ) -> None:
+        """Add what must be waited for, too, behind the compute that follows, until `finish`.
+
+        Args:
+            add_all: waits, and adds.
+            tensors: what is added, and freed at `finish`.
+            into: what it is added to.
+        """
+        if self._device.type != "cuda":
+            self._started.append(add_all)
+        else:
+            self._run_behind(add_all, tensors, into, is_result=False)
+
+    def finish(self) -> None:
+        """Make the current stream wait for what was started; without streams, do it now."""
+        while self._started:
+            self._started.popleft()()
+        while not all(behind.is_result for behind in self._behind):
+            self._wait()
+
+    def _run_behind(
+        self,
+        add_all: Callable[[], None],
+        tensors: tuple[torch.Tensor, ...],
+        into: Sequence[torch.Tensor],
+        *,
+        is_result: bool,
+    ) -> None:
         side, main = _side_stream(self._device), torch.cuda.current_stream(self._device)
         side.wait_stream(main)
+        targets = frozenset(map(_storage, into))
         with torch.cuda.stream(side):
             add_all()
-            self._behind.append(_Behind(side.record_event(), tensors))
-        if len(self._behind) == self.most_held:
+            self._behind.append(_Behind(side.record_event(), tensors, targets, is_result))
+
+    def join(self, *totals: torch.Tensor) -> None:
+        """Make the current stream wait for additions to `totals`; none: for all, started or run."""
+        wanted = set(map(_storage, totals))
+        while any(not wanted or wanted & behind.targets for behind in self._behind):
             self._wait()
 
-    def join(self) -> None:
-        """Make the current stream wait for all additions."""
-        while self._behind:
-            self._wait()
-
-    def _wait(self) -> None:
+    def _wait(self) -> bool:
+        """Wait for the oldest additions; return whether they were a tile's."""
         # What is freed here is reused by the current stream alone, after this wait.
-        torch.cuda.current_stream(self._device).wait_event(self._behind.popleft().done)
+        behind = self._behind.popleft()
+        torch.cuda.current_stream(self._device).wait_event(behind.done)
+        return behind.is_result
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -243,8 +243,9 @@ def forward(
             tile = backend.forward(_inputs(part, call, query, keys, values))
             views = part.view_queries(out), part.view_queries(lse_rows)
             is_long = 4 * head_dim * part.pairs >= LONG_FLOPS
-            sums.run(partial(merge, *views, *tile, store=store), *tile, is_long=is_long)
-            del tile  # before the next slice makes its own
+            add_all = partial(merge, *views, *tile, store=store)
+            sums.run(add_all, *tile, into=views, is_long=is_long)
+            del tile, add_all  # before the next slice makes its own
     if work.shares_launch:
         from .kernels.forward import attention_forward
 
@@ -305,11 +306,12 @@ def backward(
         backend = selection.backend
         assert backend is not None
         own_keys = store_keys and block.member == 0  # members of a KV head share its gradients
-        same = store and own_keys and dquery.dtype == query.dtype == dkeys.dtype
-        into = backend.backward_into if same else None
+        # Where nothing is there to add to, a back end may write what it finds where it belongs.
+        places_keys = bool(backend.backward_into) and own_keys and dkeys.dtype == query.dtype
+        places_query = places_keys and store and dquery.dtype == query.dtype
+        held = (not places_query) + 2 * (not places_keys)
         row_bytes = lse_rows.element_size() + backend.backward_workspace(head_dim)
-        if into is None:
-            row_bytes += 3 * head_dim * query.element_size() * sums.most_held
+        row_bytes += held * head_dim * query.element_size() * sums.most_held
         for part in block.slices(call.most_rows(query, BACKWARD_WORKSPACE, row_bytes)):
             inputs = _inputs(part, call, query, keys, values)
             gradients = TileGradients(
@@ -318,14 +320,25 @@ def backward(
                 part.view_queries(lse_rows),
             )
             totals = part.view_queries(dquery), part.view_keys(dkeys), part.view_keys(dvalues)
-            if into is not None:
-                into(inputs, gradients, *totals)
-                continue
-            is_long = 10 * head_dim * part.pairs >= LONG_FLOPS
-            tile = backend.backward(inputs, gradients)
-            add_all = partial(_add_all, totals, tile, (store, own_keys, own_keys))
-            sums.run(add_all, *tile, is_long=is_long)
-            del tile, add_all  # before the next slice makes its own
+            if places_keys:
+                assert backend.backward_into is not None
+                dq = totals[0] if places_query else _empty_rows(inputs.q)
+                backend.backward_into(inputs, gradients, dq, *totals[1:])
+                additions = [] if places_query else [_Addition(totals[0], dq, store)]
+                del dq
+            else:
+                tile = backend.backward(inputs, gradients)
+                stores = store, own_keys, own_keys
+                additions = list(map(_Addition, totals, tile, stores))
+                del tile
+            if additions:
+                sums.run(
+                    partial(_add_all, additions),
+                    *(addition.part for addition in additions),
+                    into=[addition.total for addition in additions],
+                    is_long=10 * head_dim * part.pairs >= LONG_FLOPS,
+                )
+            del additions  # before the next slice makes its own
     if work.shares_launch:
         from .kernels.backward import attention_backward
 
@@ -352,11 +365,21 @@ def backward(
         )
 
 
-def _add_all(
-    totals: Sequence[torch.Tensor], tile: Sequence[torch.Tensor], stores: Sequence[bool]
-) -> None:
-    for total, part, store in zip(totals, tile, stores, strict=True):
-        add(total, part, store=store)
+class _Addition(NamedTuple):
+    total: torch.Tensor
+    part: torch.Tensor
+    store: bool
+
+
+def _add_all(additions: Sequence[_Addition]) -> None:
+    for addition in additions:
+        add(addition.total, addition.part, store=addition.store)
+
+
+def _empty_rows(like: torch.Tensor) -> torch.Tensor:
+    """(batch, heads, rows, head_dim), the heads of a row side by side."""
+    batch, heads, rows, head_dim = like.shape
+    return like.new_empty(batch, rows, heads, head_dim).transpose(1, 2)
 
 
 def _inputs(

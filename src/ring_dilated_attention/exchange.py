@@ -1,13 +1,15 @@
-"""Move rows between ranks. The only point-to-point code of the library.
+"""Move rows between ranks.
 
-An `Exchange` is one rank's end of a group. `ProcessGroupExchange` speaks torch.distributed;
-`loopback.LoopbackExchange` connects ranks that are threads of one process.
+An `Exchange` is one rank's end of a group. `ProcessGroupExchange` is that of torch.distributed's
+groups: rows travel by messages (`communicator`), or between GPUs of one host by copies
+(`peer_memory`). `loopback.LoopbackExchange` connects ranks that are threads of one process.
 """
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Sequence
-from datetime import timedelta
 from functools import lru_cache
 from typing import Any, Protocol, TypeAlias, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -15,10 +17,12 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import (
-    _get_process_group_store,
-    _resolve_process_group,
-)
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from .communicator import Communicator, Works
+from .peer_memory import PeerMemory, can_reach, place_of
+
+_logger = logging.getLogger(__name__)
 
 
 class Pending(Protocol):
@@ -159,12 +163,18 @@ class _SoloExchange:
         return [tensor.clone()]
 
 
-MOST_CTAS = 16
-"""Multiprocessors that transfers may take from the compute behind which they run."""
+class _Transport(Protocol):
+    """How rows travel between the ranks of a group."""
 
-_communicators: WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]]
-_communicators = WeakKeyDictionary()
-"""Of each group that has exchanged rows: the communicators over which they travel, by device."""
+    def transfer(
+        self, send: tuple[int, torch.Tensor] | None, receive: tuple[int, torch.Tensor] | None
+    ) -> Pending:
+        """See `Exchange.start`."""
+
+
+_transports: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, bool], _Transport]]
+_transports = WeakKeyDictionary()
+"""Of each group that has exchanged rows, by device type and whether peer memory was allowed."""
 
 
 @lru_cache(maxsize=8)
@@ -172,132 +182,76 @@ def _agreement_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
 
-def _communicator(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """The group's communicator for rows on `device`; for the first time, all members ask at once.
-
-    It is put together here because `new_group` needs ranks that are not in the group: all of them,
-    or, with ``use_local_synchronization``, that they have made as many groups before.
-    """
-    known = _communicators.setdefault(group, {})
-    if device.type in known:
-        return known[device.type]
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    store = dist.PrefixStore(
-        f"ring_dilated_attention {device.type}", _get_process_group_store(group)
-    )
-    made = dist.ProcessGroup(store, rank, world_size)
-    backend: Any
-    if device.type == "cuda":
-        kind = dist.ProcessGroup.BackendType.NCCL
-        backend = dist.ProcessGroupNCCL(store, rank, world_size, _nccl_options(group))
-    else:
-        kind = dist.ProcessGroup.BackendType.GLOO
-        backend = dist.ProcessGroupGloo(store, rank, world_size, _timeout(group, device))
-    made._set_default_backend(kind)
-    made._register_backend(torch.device(device.type), kind, backend)
-    if device.type == "cuda":
-        _connect(made, device)
-    known[device.type] = made
-    return made
-
-
-def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """The caller's."""
-    timeout: timedelta = group._get_backend(device).options._timeout
-    return timeout
-
-
-def _nccl_options(group: dist.ProcessGroup) -> Any:
-    """The caller's timeout; few multiprocessors, but those before the attention kernels."""
-    options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options.config.max_ctas = MOST_CTAS
-    options._timeout = _timeout(group, torch.device("cuda"))
-    options.global_ranks_in_group = dist.get_process_group_ranks(group)
-    options.group_name = f"ring_dilated_attention {group.group_name}"
-    return options
-
-
-def _connect(communicator: dist.ProcessGroup, device: torch.device) -> None:
-    """Connect every pair of ranks: NCCL does it at their first transfer, and takes long."""
-    rank, world_size = communicator.rank(), communicator.size()
-    communicator.allreduce([torch.zeros(1, device=device)]).wait()
-    for step in range(1, world_size):
-        sent, received = torch.zeros(2, 1, device=device).unbind(0)
-        to, source = (rank + step) % world_size, (rank - step) % world_size
-        _transfer(communicator, (to, sent), (source, received)).wait()
-    torch.cuda.synchronize(device)
-
-
-def _transfer(
-    communicator: dist.ProcessGroup,
-    send: tuple[int, torch.Tensor] | None,
-    receive: tuple[int, torch.Tensor] | None,
-) -> _Works:
-    """Begin to send, and to receive, together."""
-    transfers = [
-        (start, peer, tensor)
-        for start, one in ((communicator.send, send), (communicator.recv, receive))
-        if one is not None
-        for peer, tensor in (one,)
-    ]
-    tensors = [tensor for *_, tensor in transfers]
-    if not transfers or not tensors[0].is_cuda:
-        return _Works([start([x], peer, 0) for start, peer, x in transfers], tensors)
-    # One launch: two would wait for each other.
-    communicator._start_coalescing(tensors[0].device)
-    for start, peer, tensor in transfers:
-        start([tensor], peer, 0)
-    return _Works([communicator._end_coalescing(tensors[0].device)], tensors)
-
-
-class _Works:
-    """Transfers of torch.distributed, and the tensors that must outlive them."""
-
-    def __init__(self, works: list[Any], tensors: list[torch.Tensor]) -> None:
-        self._works, self._tensors = works, tensors
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-        self._tensors.clear()
-
-
 class ProcessGroupExchange:
     """An `Exchange` over a ProcessGroup of torch.distributed (gloo, NCCL).
 
-    Rows travel over a communicator of their own: they do not queue behind the caller's collectives,
-    nor these behind them. The first call with a group makes it, and on CUDA connects every pair of
-    ranks, which takes seconds.
+    Between GPUs of one host that can read each other's memory, copy engines move the rows
+    (`peer_memory`). Elsewhere they travel over a communicator of their own: they do not queue
+    behind the caller's collectives, nor these behind them. The first call with a group makes what
+    is needed; a communicator of NCCL connects every pair of ranks, which takes seconds.
 
     Args:
         group: the group; this process must be a member.
+        peer_memory: whether copy engines may be used; alike on all ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, *, peer_memory: bool = True) -> None:
         self.rank = dist.get_rank(group)
         if self.rank < 0:
             raise ValueError(f"rank {dist.get_rank()} is not a member of the group {group!r}")
         self.world_size = dist.get_world_size(group)
         self.sent_bytes = 0
         self._group = group
+        self._peer_memory = bool(peer_memory)
 
     def start(
         self, send: tuple[int, torch.Tensor] | None, receive: tuple[int, torch.Tensor] | None
     ) -> Pending:
         """See `Exchange.start`."""
         if send is None and receive is None:
-            return _Works([], [])
+            return Works([], [])
         if send is not None:
             self.sent_bytes += send[1].nbytes
         _, tensor = send or receive or (0, torch.empty(0))
-        return _transfer(_communicator(self._group, tensor.device), send, receive)
+        return self._transport(tensor.device).transfer(send, receive)
+
+    def _transport(self, device: torch.device) -> _Transport:
+        """How rows on `device` travel; for the first time, all members ask at once."""
+        known = _transports.setdefault(self._group, {})
+        key = device.type, self._peer_memory
+        if key not in known:
+            memory = None
+            if device.type == "cuda" and self._peer_memory:
+                memory = self._shared_memory(device)
+            known[key] = memory or Communicator(self._group, device)
+            _logger.info("rows on %s travel through %s", device.type, known[key])
+        return known[key]
+
+    def _shared_memory(self, device: torch.device) -> PeerMemory | None:
+        """Memory that all ranks can read; None where there is none."""
+        if not can_reach(self.share(place_of(device))):
+            return None
+        memory, reason = None, ""
+        try:
+            memory = PeerMemory(self._group, device)
+        except RuntimeError as error:  # of torch or the driver, on machines that restrict them
+            reason = str(error)
+        if self._maximum([memory is None], device)[0]:
+            warnings.warn(
+                "GPUs of this host can reach each other, but memory could not be shared "
+                f"({reason or 'on another rank'}); transfers take NCCL, which takes "
+                "multiprocessors from the compute",
+                stacklevel=2,
+            )
+            return None
+        return memory
 
     def maximum(self, values: Sequence[int], device: torch.device) -> list[int]:
         """See `Exchange.maximum`."""
         on_cuda = int(device.type == "cuda")
         *found, some, none = self._maximum([*values, on_cuda, -on_cuda], device)
         if some == -none:  # all ranks are here, and on such devices: what making it needs
-            _communicator(self._group, device)
+            self._transport(device)
         return found
 
     def _maximum(self, values: list[int], device: torch.device) -> list[int]:

@@ -14,7 +14,7 @@ from .layout import SequenceLayout
 from .pattern import DilatedPattern, check_choice, check_positive_int
 from .plan import AttentionPlan, Message, RankPlan, Rows, Tile, plan_attention
 from .plan.check import check_plan
-from .plan.costs import Balance, TensorSize, balance, flops_by_rank, memory, traffic
+from .plan.costs import Balance, TensorSize, balance, flops_by_rank, memory, returned_bytes, traffic
 from .views import kernel_calls
 
 LAYOUTS = {"contiguous": SequenceLayout.contiguous, "zigzag": SequenceLayout.zigzag}
@@ -192,7 +192,7 @@ def row_bytes(rank: RankPlan, size: TensorSize) -> RowBytes:
         in_place=rows * size.batch * size.head_dim * size.element_size,
         packed=size.key_value_bytes(packed),
         spread=size.key_value_bytes(sum(m.slots for m in received if m.rows < m.slots)),
-        home=size.key_value_bytes(sent, size.accumulate_size),
+        home=returned_bytes(rank, size, sent),
     )
 
 
@@ -329,7 +329,7 @@ def _messages_table(rank: RankPlan, size: TensorSize) -> Table:
             str(peer),
             f"{message.rows:,}",
             in_bytes(size.key_value_bytes(message.rows)),
-            in_bytes(size.key_value_bytes(message.rows, size.accumulate_size)),
+            in_bytes(returned_bytes(rank, size, message.rows)),
         )
 
     for step in [step for part in _parts(rank) for step in part.steps()]:

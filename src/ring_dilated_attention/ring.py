@@ -16,16 +16,11 @@ import torch
 from . import compute
 from .accumulate import Accumulator
 from .exchange import Exchange
-from .plan import LocalHalves, RankPlan, TileGroup
+from .plan import FEW_ADDITIONS, LocalHalves, RankPlan, TileGroup
 from .tiles import Selection, accumulate_dtype
 from .transfer import Fetched, GradientReturn, fetch
 from .views import by_slot
 from .zero_keys import merge_zero_keys
-
-_FEW_ADDITIONS = 8.0
-"""Additions to a row, on average, that may round to half precision each: errors of out and of the
-gradients stay below those of the kernels (benchmarks/results)."""
-
 
 _RETURNING_BYTES = 64 << 20
 """Of gradients on their way home behind a gather: so many are not waited for before the end."""
@@ -78,7 +73,7 @@ def attention_forward(
     parts, tiles, sums = call.parts, call.tiles(query), Accumulator(query.device)
     covers = all(part.covers for part in parts)
     create = torch.empty if covers else torch.zeros
-    dtype = _sum_dtype(query, call.plan)
+    dtype = _sum_dtype(query, call.plan.mean_additions)
     out = create(query.shape, dtype=dtype, device=query.device)
     lse = torch.empty(
         batch, num_heads, length, dtype=accumulate_dtype(query.dtype), device=query.device
@@ -133,11 +128,13 @@ def attention_backward(
     parts, tiles, sums = call.parts, call.tiles(query), Accumulator(query.device)
     covers = all(part.covers for part in parts)
     create = torch.empty if covers else torch.zeros
-    # Gradients that come home are added too.
-    dtype = _sum_dtype(query, call.plan)
+    additions = call.plan.mean_additions
     dquery, dkey, dvalue = (
-        create(x.shape, dtype=dtype, device=x.device) for x in (query, key, value)
+        create(x.shape, dtype=_sum_dtype(query, additions * members), device=x.device)
+        for x, members in ((query, 1), (key, tiles.group), (value, tiles.group))
     )
+    wide = call.plan.plan.returns_wide
+    returned = accumulate_dtype(query.dtype) if wide else query.dtype
     returning: deque[GradientReturn] = deque()
 
     def compute_local(groups: Iterable[TileGroup], *, stores_first: bool) -> None:
@@ -147,10 +144,12 @@ def attention_backward(
                 store=stores_first and number == 0,
             )  # fmt: skip
 
-    def finish_returns(most_bytes: int) -> None:
+    def add_returned() -> None:
+        """Have gradients that come home added behind the next compute, but for the most recent."""
+        most_bytes = _RETURNING_BYTES if call.gathers else -1
         while returning and sum(x.nbytes for x in returning) > most_bytes:
-            sums.join()
-            returning.popleft().finish()
+            one = returning.popleft()
+            sums.start(one.finish, *one.tensors, into=(dkey, dvalue))
 
     with autocast_off(query.device):
         arrivals = call.fetch(key, value)
@@ -164,19 +163,20 @@ def attention_backward(
                     x[:, :, late_heads.start * group : late_heads.stop * group].zero_()
             for fetched in islice(arrivals, part.world_size - 1):
                 dslots = None
+                add_returned()
                 if fetched.slots is not None:
                     dslots = _backward_of_step(
-                        fetched, tiles, query, merged, dquery, lse.dtype, sums
+                        fetched, tiles, query, merged, dquery, returned, sums
                     )
-                # A ring frees its buffers before the next are made.
-                finish_returns(_RETURNING_BYTES if call.gathers else -1)
+                sums.finish()  # a ring frees its buffers before the next are made
                 returning.append(
-                    GradientReturn(call.exchange, fetched, dslots, dkey, dvalue, lse.dtype)
+                    GradientReturn(call.exchange, fetched, dslots, dkey, dvalue, returned)
                 )
                 del fetched, dslots
         compute_local(late, stores_first=False)
-        finish_returns(-1)
         sums.join()
+        for last in returning:  # there is nothing left to compute meanwhile
+            last.finish()
     return dquery.to(query.dtype), dkey.to(key.dtype), dvalue.to(value.dtype)
 
 
@@ -200,18 +200,18 @@ def _backward_of_step(
             group, tiles, query, keys, values, merged, dquery, dkeys, dvalues, sums,
             store=False, store_keys=covers and number == 0,
         )  # fmt: skip
-    sums.join()
+    sums.join(dslots)
     return dslots
 
 
-def _sum_dtype(query: torch.Tensor, plan: RankPlan) -> torch.dtype:
+def _sum_dtype(query: torch.Tensor, additions: float) -> torch.dtype:
     """The dtype in which results of tiles are summed up.
 
     On CUDA that of the inputs, which needs no second tensor: each addition is made in float32 and
     rounds once. With more than a few additions to most rows rounding would show: then float32, as
     on other devices. float64 for float64 inputs.
     """
-    if query.is_cuda and plan.mean_additions <= _FEW_ADDITIONS:
+    if query.is_cuda and additions <= FEW_ADDITIONS:
         return query.dtype
     return accumulate_dtype(query.dtype)
 

@@ -127,10 +127,11 @@ class GradientReturn:
         dslots: gradients of ``fetched.slots``, in the dtype in which gradients are summed.
         dkey: this rank's dK so far, (batch, local_sequence, kv_heads, head_dim), contiguous.
         dvalue: its dV.
-        dtype: of `dslots` on every rank; `dkey` and `dvalue` may be narrower.
+        dtype: of `dslots` on every rank; `dkey` and `dvalue` may have others.
 
     Attributes:
-        nbytes: of what is sent and received, held until it has finished.
+        tensors: what is sent and received, held until it has finished.
+        nbytes: their bytes.
     """
 
     def __init__(
@@ -153,7 +154,8 @@ class GradientReturn:
             shape = 2, dkey.shape[0], fetched.step.send.rows, dkey.shape[3]
             self._returned = dkey.new_empty(shape, dtype=dtype)
             receive = fetched.step.send.receiver, self._returned
-        self.nbytes = sum(x[1].nbytes for x in (send, receive) if x is not None)
+        self.tensors = [x[1] for x in (send, receive) if x is not None]
+        self.nbytes = sum(x.nbytes for x in self.tensors)
         self._pending = exchange.start(send, receive)
 
     def finish(self) -> None:

@@ -24,11 +24,12 @@ class Waits(NamedTuple):
 
 
 class TimedExchange:
-    """Another exchange, with the time that the current stream spends waiting for it.
+    """Another exchange, with the time that the compute spends waiting for it.
 
-    On CUDA events of the current stream are recorded before and after each wait: what lies between
-    is time in which that stream had nothing to compute. On the CPU it is the clock's time. Whatever
-    else the exchange has is its own.
+    On CUDA events are recorded before and after each wait of the stream that was current when this
+    was made: what lies between is time in which it had nothing to compute. Other streams wait
+    behind the compute. On the CPU it is the clock's time. Whatever else the exchange has is its
+    own.
 
     Args:
         ends: the exchange.
@@ -38,6 +39,7 @@ class TimedExchange:
     def __init__(self, ends: Exchange, device: torch.device) -> None:
         self.rank, self.world_size = ends.rank, ends.world_size
         self._ends, self._device = ends, device
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._transfers: list[Callable[[], float]] = []
         self._agreement: list[Callable[[], float]] = []
 
@@ -58,7 +60,7 @@ class TimedExchange:
     ) -> Pending:
         """See `Exchange.start`; the wait is timed."""
         pending = self._ends.start(send, receive)
-        return _TimedPending(pending, self._device, self._transfers)
+        return _TimedPending(pending, self._device, self._stream, self._transfers)
 
     def maximum(self, values: Sequence[int], device: torch.device) -> list[int]:
         """See `Exchange.maximum`; timed as the agreement."""
@@ -88,14 +90,21 @@ class TimedExchange:
 
 class _TimedPending:
     def __init__(
-        self, pending: Pending, device: torch.device, found: list[Callable[[], float]]
+        self,
+        pending: Pending,
+        device: torch.device,
+        stream: torch.cuda.Stream | None,
+        found: list[Callable[[], float]],
     ) -> None:
-        self._pending, self._device, self._found = pending, device, found
+        self._pending, self._device, self._stream, self._found = pending, device, stream, found
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._pending, name)
 
     def wait(self) -> None:
+        if self._stream is not None and torch.cuda.current_stream(self._device) != self._stream:
+            self._pending.wait()
+            return
         stop = _stopwatch(self._device)
         self._pending.wait()
         self._found.append(stop())

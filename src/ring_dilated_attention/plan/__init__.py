@@ -7,6 +7,7 @@ with whom, `tiling` turns that into tiles and messages, `zero_keys` counts keys 
 """
 
 from .attention import (
+    FEW_ADDITIONS,
     SLICE_ROWS,
     AttentionPlan,
     LocalHalves,
@@ -18,6 +19,7 @@ from .replicated import replicated_groups, replicated_zero_keys
 from .tiling import Message, PackedTiles, Rows, Run, Tile, TileGroup
 
 __all__ = [
+    "FEW_ADDITIONS",
     "SLICE_ROWS",
     "AttentionPlan",
     "LocalHalves",

@@ -14,6 +14,7 @@ dilated rows that the receiver's queries need, each (row, head) once however man
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -53,9 +54,20 @@ class Step(NamedTuple):
         return read == self.receive.slots
 
 
+FEW_ADDITIONS = 8.0
+"""Additions to a row, on average, that may round to half precision each: errors of out and of the
+gradients stay below those of the kernels (benchmarks/results)."""
+
 SLICE_ROWS = 1 << 17
 """Query rows that a rank needs to be busy with a few heads at a time: an H200 takes 128 to each of
 its 132 multiprocessors, and these are eight rounds, so that the last one matters little."""
+
+LONG_SLICE_ROWS = 1 << 16
+"""So many, four rounds, are enough where a step takes long."""
+
+LONG_STEP = 1 << 30
+"""(query, key) pairs of a step that takes long: about 2 ms backward, on an H200 with head_dim 128.
+What comes with each step, 50 us, then matters little."""
 
 
 @dataclass(frozen=True)
@@ -101,15 +113,30 @@ class AttentionPlan:
 
         Its buffers then hold rows of these heads alone.
         """
-        rows = self.layout.max_local_length * (self.num_heads // self.num_kv_heads)
-        total = self.num_kv_heads
-        count = -(-total // min(total, -(-SLICE_ROWS // rows)))
+        length, total = self.layout.length, self.num_kv_heads
+        rows = self.layout.max_local_length * (self.num_heads // total)  # of a KV head
+        seen = sum(min(w or length, length) / rate**2 for w, rate in self.pattern.branches)
+        pairs = rows * seen / (self.layout.world_size * (1 + self.is_causal))  # of a step
+        heads = max(-(-LONG_SLICE_ROWS // rows), math.ceil(LONG_STEP / pairs))
+        count = -(-total // min(total, -(-SLICE_ROWS // rows), heads))
         borders = (total * i // count for i in range(count + 1))
         return tuple(self.narrowed(range(a, b)) for a, b in pairwise(borders))
 
     def parts_of(self, rank: int) -> list[Part]:
         """The ranges that `rank` holds, cut at document borders."""
         return parts_of(self.layout, self.documents, rank)
+
+    @cached_property
+    def returns_wide(self) -> bool:
+        """Whether gradients of received rows are summed, and come home, in float32 at least.
+
+        Else in the dtype of the inputs. It is alike on all ranks: a branch reaches one row in its
+        rate, once from each part of the rank that received it and for each query head of a KV head.
+        """
+        parts = max(map(len, self.layout.ranges))  # of a document
+        members = self.num_heads // self.num_kv_heads
+        reached = sum(1 / rate for rate in self.pattern.dilation_rates)
+        return members * parts * reached > FEW_ADDITIONS
 
     @cached_property
     def tiling(self) -> Tiling:

@@ -27,7 +27,7 @@ class TensorSize:
 
     @property
     def accumulate_size(self) -> int:
-        """Bytes of an element of lse and of gradients on their way home: float32, or float64."""
+        """Bytes of an element of lse: float32, or float64."""
         return max(self.element_size, 4)
 
     def key_value_bytes(self, rows: int, element_size: int | None = None) -> int:
@@ -86,16 +86,21 @@ class Balance:
         return self.world_size / self.imbalance
 
 
+def returned_bytes(rank: RankPlan, size: TensorSize, rows: int) -> int:
+    """Bytes of the gradients of K and V of `rows` (row, head) pairs on their way home."""
+    element_size = size.accumulate_size if rank.plan.returns_wide else size.element_size
+    return size.key_value_bytes(rows, element_size)
+
+
 def traffic(rank: RankPlan, size: TensorSize) -> Traffic:
     """Bytes that a rank exchanges: K and V of each needed row; in backward its gradients too."""
     sent = size.key_value_bytes(rank.total_sent_rows)
     received = size.key_value_bytes(rank.total_received_rows)
-    gradients = size.accumulate_size
     return Traffic(
         forward_sent=sent,
         forward_received=received,
-        backward_sent=sent + size.key_value_bytes(rank.total_received_rows, gradients),
-        backward_received=received + size.key_value_bytes(rank.total_sent_rows, gradients),
+        backward_sent=sent + returned_bytes(rank, size, rank.total_received_rows),
+        backward_received=received + returned_bytes(rank, size, rank.total_sent_rows),
     )
 
 

@@ -1,0 +1,276 @@
+"""Transfers between GPUs of one host by their copy engines.
+
+They take no multiprocessor from the compute behind which they run, and NVLink's whole rate.
+
+For each of its peers a rank has an outbox of `SLOTS` slots, in memory that all ranks can read
+(torch's symmetric memory). A message goes through them in chunks: the sender copies a chunk into a
+slot, the receiver copies it from there to where it is wanted. Two flags a slot keep them in step.
+`free`, in the sender's memory, says that the slot may be written, `ready`, in the receiver's, that
+it may be read; who waits for a flag clears it, the other side sets it. Streams wait for flags and
+set them by themselves (stream memory operations of CUDA's driver), so neither the host nor a kernel
+waits.
+
+No two ranks can wait for each other: ranks start transfers in the same order, a chunk is sent
+before one is received, and whatever an operation waits for comes earlier in that order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import socket
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+SLOTS = 2
+"""Slots of an outbox: one is read while the next is written."""
+
+SLOT_BYTES = 16 << 20
+"""Of an outbox: large enough for the full rate (50 us on an H200), small enough for many peers."""
+
+_FLAG_BYTES = 4
+_EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
+
+
+class Place(NamedTuple):
+    """Where a rank runs, and which devices its own can read.
+
+    Attributes:
+        host: name of the host, and what tells one boot of it from another.
+        device: uuid of the rank's device.
+        reads: uuids of the devices whose memory it can map; empty where it lacks what is needed.
+    """
+
+    host: str
+    device: str
+    reads: frozenset[str]
+
+
+def place_of(device: torch.device) -> Place:
+    """The place of a rank on a CUDA device."""
+    count = torch.cuda.device_count()
+    own = torch.cuda.current_device() if device.index is None else device.index
+    reads = [
+        _uuid(other)
+        for other in range(count)
+        if _has_driver() and other != own and torch.cuda.can_device_access_peer(own, other)
+    ]
+    return Place(socket.gethostname(), _uuid(own), frozenset(reads))
+
+
+def can_reach(places: Sequence[Place]) -> bool:
+    """Whether ranks at these places can all read each other's memory."""
+    return all(
+        here is there or (here.host == there.host and there.device in here.reads)
+        for here in places
+        for there in places
+    )
+
+
+def _uuid(index: int) -> str:
+    return str(torch.cuda.get_device_properties(index).uuid)
+
+
+class Operation(NamedTuple):
+    """What a stream is to do: wait for a flag and clear it, copy, and set a flag of the peer's.
+
+    Attributes:
+        sends: whether it is part of sending, or of receiving.
+        take: address of the flag waited for, in this rank's memory.
+        target: address to copy to.
+        source: address to copy from.
+        nbytes: how much.
+        give: address of the flag set, in the peer's memory.
+    """
+
+    sends: bool
+    take: int
+    target: int
+    source: int
+    nbytes: int
+    give: int
+
+
+class Outboxes:
+    """Where the slots and flags of all ranks are, and which slot is next. Integers only.
+
+    The memory of a rank holds the slots of its outboxes, a `free` flag for each, and a `ready` flag
+    for each slot that its peers have for it.
+
+    Args:
+        rank: this rank.
+        bases: the address at which this rank finds the memory of each rank.
+    """
+
+    def __init__(self, rank: int, bases: Sequence[int]) -> None:
+        self._rank, self._bases = rank, bases
+        self._sent: Counter[int] = Counter()  # chunks, by peer
+        self._received: Counter[int] = Counter()
+
+    @staticmethod
+    def nbytes(world_size: int) -> int:
+        """Bytes of a rank's memory."""
+        return (world_size - 1) * SLOTS * (SLOT_BYTES + 2 * _FLAG_BYTES)
+
+    @staticmethod
+    def flags(memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The flags `free` and `ready`, int32, in a rank's memory (uint8)."""
+        count = memory.numel() // (SLOT_BYTES + 2 * _FLAG_BYTES)
+        free, ready = memory[count * SLOT_BYTES :].view(torch.int32).chunk(2)
+        return free, ready
+
+    def operations(
+        self, send: tuple[int, int, int] | None, receive: tuple[int, int, int] | None
+    ) -> Iterator[Operation]:
+        """What a transfer takes, in order; `send` and `receive` are (peer, address, bytes)."""
+        most = max((one[2] for one in (send, receive) if one is not None), default=0)
+        for offset in range(0, most, SLOT_BYTES):
+            # In turns, and the one that is sent first: see the module's docstring.
+            if send is not None and offset < send[2]:
+                peer, address, total = send
+                slot, free, ready = self._find(self._rank, peer, self._sent)
+                nbytes = min(SLOT_BYTES, total - offset)
+                yield Operation(True, free, slot, address + offset, nbytes, ready)
+            if receive is not None and offset < receive[2]:
+                peer, address, total = receive
+                slot, free, ready = self._find(peer, self._rank, self._received)
+                nbytes = min(SLOT_BYTES, total - offset)
+                yield Operation(False, ready, address + offset, slot, nbytes, free)
+
+    def _find(self, owner: int, reader: int, chunks: Counter[int]) -> tuple[int, int, int]:
+        """Addresses of the next slot of `owner`'s outbox for `reader`, of its flags free, ready."""
+        peer = owner + reader - self._rank
+        size = len(self._bases)
+        count = (size - 1) * SLOTS
+        number = ((reader - owner) % size - 1) * SLOTS + chunks[peer] % SLOTS
+        chunks[peer] += 1
+        flag = count * SLOT_BYTES + number * _FLAG_BYTES
+        return (
+            self._bases[owner] + number * SLOT_BYTES,
+            self._bases[owner] + flag,
+            self._bases[reader] + flag + count * _FLAG_BYTES,
+        )
+
+
+class PeerMemory:
+    """One rank's end of the outboxes of a group.
+
+    All ranks make theirs at once, and use it when all have. What they take of device memory,
+    `nbytes`, is not in the figures of torch's allocator.
+
+    Args:
+        group: the ranks; `can_reach` holds of their places.
+        device: this rank's.
+
+    Raises:
+        RuntimeError: memory cannot be shared.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        import torch.distributed._symmetric_memory as symmetric_memory
+
+        self._device = device
+        self.nbytes = Outboxes.nbytes(dist.get_world_size(group))
+        own = symmetric_memory.empty(self.nbytes, dtype=torch.uint8, device=device)
+        handle = symmetric_memory.rendezvous(own, group)
+        self._mapped = own, handle  # for as long as this lives
+        bases = [
+            handle.get_buffer(rank, (self.nbytes,), torch.uint8).data_ptr()
+            for rank in range(handle.world_size)
+        ]
+        self._outboxes = Outboxes(handle.rank, bases)
+        free, ready = Outboxes.flags(own)
+        free.fill_(1)
+        ready.zero_()
+        torch.cuda.synchronize(device)
+        # With priority: those who wait for rows are compute.
+        self._sending, self._receiving = (
+            torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+            for _ in range(2)
+        )
+
+    def transfer(
+        self, send: tuple[int, torch.Tensor] | None, receive: tuple[int, torch.Tensor] | None
+    ) -> _Copies:
+        """Begin to send, and to receive; see `Exchange.start`."""
+        main = torch.cuda.current_stream(self._device)
+        used = [
+            (stream, one[1])
+            for stream, one in ((self._sending, send), (self._receiving, receive))
+            if one is not None
+        ]
+        for stream, _ in used:
+            stream.wait_stream(main)
+        streams = self._receiving.cuda_stream, self._sending.cuda_stream
+        for operation in self._outboxes.operations(_extent(send), _extent(receive)):
+            _run(operation, streams[operation.sends])
+        return _Copies([stream.record_event() for stream, _ in used], [x for _, x in used])
+
+
+class _Copies:
+    """Copies under way, and the tensors that must outlive them."""
+
+    def __init__(self, done: list[torch.cuda.Event], tensors: list[torch.Tensor]) -> None:
+        self._done, self._tensors = done, tensors
+
+    def wait(self) -> None:
+        for event, tensor in zip(self._done, self._tensors, strict=True):
+            torch.cuda.current_stream(tensor.device).wait_event(event)
+        self._done.clear()
+        self._tensors.clear()
+
+
+def _extent(one: tuple[int, torch.Tensor] | None) -> tuple[int, int, int] | None:
+    """(peer, address, bytes) of what is sent or received."""
+    if one is None:
+        return None
+    peer, tensor = one
+    assert tensor.is_contiguous()
+    return peer, tensor.data_ptr(), tensor.nbytes
+
+
+def _run(operation: Operation, stream: int) -> None:
+    """Have a stream do an operation."""
+    driver = _driver()
+    _check(driver.cuStreamWaitValue32_v2(stream, operation.take, 1, _EQUAL))
+    _check(driver.cuStreamWriteValue32_v2(stream, operation.take, 0, 0))
+    _check(
+        driver.cuMemcpyDtoDAsync_v2(operation.target, operation.source, operation.nbytes, stream)
+    )
+    # By default it comes behind a fence: other devices see what was copied when they see the flag.
+    _check(driver.cuStreamWriteValue32_v2(stream, operation.give, 1, 0))
+
+
+def _check(result: int) -> None:
+    if result:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(result, ctypes.byref(text))
+        reason = text.value.decode() if text.value else "unknown"
+        raise RuntimeError(f"CUDA driver error {result} in a transfer between GPUs: {reason}")
+
+
+@lru_cache(maxsize=1)
+def _driver() -> Any:
+    """CUDA's driver, which torch has loaded."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    pointer, address, word = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32
+    for name in ("cuStreamWaitValue32_v2", "cuStreamWriteValue32_v2"):
+        getattr(driver, name).argtypes = [pointer, address, word, ctypes.c_uint]
+    driver.cuMemcpyDtoDAsync_v2.argtypes = [address, address, ctypes.c_size_t, pointer]
+    driver.cuGetErrorString.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]
+    return driver
+
+
+@lru_cache(maxsize=1)
+def _has_driver() -> bool:
+    """Whether this is CUDA, with a driver that has stream memory operations."""
+    if torch.version.cuda is None:
+        return False
+    try:
+        return hasattr(_driver(), "cuStreamWaitValue32_v2")
+    except (OSError, AttributeError):
+        return False

@@ -1,0 +1,114 @@
+"""Outboxes of ranks, run by streams that are queues: no device takes part."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+import torch
+
+from ring_dilated_attention import peer_memory
+from ring_dilated_attention.peer_memory import Operation, Outboxes, Place, can_reach
+
+
+@pytest.fixture(autouse=True)
+def small_slots(monkeypatch):
+    monkeypatch.setattr(peer_memory, "SLOT_BYTES", 64)
+
+
+class Host:
+    """Ranks whose streams do what they are told when `run` picks them, in any order."""
+
+    def __init__(self, world_size, streams):
+        self.messages = []
+        nbytes = Outboxes.nbytes(world_size)
+        self.memory = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(world_size)]
+        for memory in self.memory:
+            free, _ = Outboxes.flags(memory)
+            free.fill_(1)
+        bases = [memory.data_ptr() for memory in self.memory]
+        self.outboxes = [Outboxes(rank, bases) for rank in range(world_size)]
+        self.queues: dict[tuple[int, int], list[Operation]] = {
+            (rank, i): [] for rank in range(world_size) for i in range(streams)
+        }
+        self.streams = streams
+
+    def transfer(self, rank, send, receive):
+        extents = [
+            None if one is None else (one[0], one[1].data_ptr(), one[1].nbytes)
+            for one in (send, receive)
+        ]
+        for operation in self.outboxes[rank].operations(*extents):
+            self.queues[rank, operation.sends % self.streams].append(operation)
+
+    def run(self, random):
+        """Let streams go on until none has anything left to do."""
+        while any(self.queues.values()):
+            able = [
+                queue for queue in self.queues.values() if queue and self.flag(queue[0].take) == 1
+            ]
+            assert able, "all streams wait"
+            operation = random.choice(able).pop(0)
+            self.at(operation.take, 4).zero_()
+            target = self.at(operation.target, operation.nbytes)
+            target.copy_(self.at(operation.source, operation.nbytes))
+            assert self.flag(operation.give) == 0
+            self.at(operation.give, 4).view(torch.int32).fill_(1)
+
+    def flag(self, address):
+        return self.at(address, 4).view(torch.int32).item()
+
+    def at(self, address, nbytes):
+        for memory in (*self.memory, *self.messages):
+            if memory.data_ptr() <= address < memory.data_ptr() + memory.nbytes:
+                offset = address - memory.data_ptr()
+                assert offset + nbytes <= memory.nbytes
+                return memory[offset : offset + nbytes]
+        raise AssertionError(f"{address} is in nobody's memory")
+
+
+@pytest.mark.parametrize("streams", [1, 2])  # of a rank: one is what CUDA makes of two at worst
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_messages_arrive_in_any_order_of_streams(world_size, streams):
+    for seed in range(20):
+        random = Random(seed)
+        host = Host(world_size, streams)
+        sent, received = [], []
+        for _ in range(12):
+            step = random.randrange(1, world_size)
+            for _ in range(world_size):
+                # Each pair draws its own size; some exchange nothing.
+                sent.append(
+                    torch.randint(256, (random.choice([0, 1, 63, 64, 65, 1000]),)).to(torch.uint8)
+                )
+                received.append(torch.zeros_like(sent[-1]))
+            first = len(sent) - world_size
+            host.messages = [*sent, *received]
+            for rank in range(world_size):
+                to, source = (rank + step) % world_size, (rank - step) % world_size
+                send, receive = (to, sent[first + rank]), (source, received[first + source])
+                host.transfer(
+                    rank,
+                    send if send[1].numel() else None,
+                    receive if receive[1].numel() else None,
+                )
+        host.run(random)
+        for a, b in zip(sent, received, strict=True):
+            assert torch.equal(a, b)
+        for memory in host.memory:
+            free, ready = Outboxes.flags(memory)
+            assert free.all()
+            assert not ready.any()
+
+
+def test_who_can_reach_whom():
+    def place(host, device, *reads):
+        return Place(host, device, frozenset(reads))
+
+    pair = [place("a", "0", "1"), place("a", "1", "0")]
+    assert can_reach(pair)
+    assert can_reach(pair[:1])
+    assert not can_reach([pair[0], place("a", "1")])  # the second cannot read the first
+    assert not can_reach([pair[0], place("b", "1", "0")])
+    assert not can_reach([place("a", "0"), place("a", "0")])  # two ranks on one device
+    assert not can_reach([*pair, place("a", "2", "0", "1")])

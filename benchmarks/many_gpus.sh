@@ -26,6 +26,8 @@ for length in 64 512 2048 4096 8192 16384 32768 65536 262144 400000; do
 done
 row earlier --ranks 1,2 --segment-lengths 2048,4096 --dilation-rates 1,2 --heads 12 --head-dim 64 \
   --dtype bfloat16 --dtype float32 "${sizes[@]}"
+"$python" -m torch.distributed.run --nproc-per-node "$gpus" benchmarks/transports.py \
+  --out "$out/transports.json"
 billion=("$python" -m torch.distributed.run --nproc-per-node "$gpus" benchmarks/billion_tokens.py)
 "${billion[@]}" --log2-length 30 --out "$out/billion_forward.json"
 "${billion[@]}" --log2-length 29 --backward --out "$out/billion_backward.json"

@@ -7,8 +7,10 @@ from random import Random
 import pytest
 import torch
 
-from ring_dilated_attention import peer_memory
-from ring_dilated_attention.peer_memory import Operation, Outboxes, Place, can_reach
+from ring_dilated_attention import DilatedPattern, dilated_attention, peer_memory
+from ring_dilated_attention.exchange import ProcessGroupExchange
+from ring_dilated_attention.peer_memory import Operation, Outboxes, Place, check_reach
+from ring_dilated_attention.testing import run_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -101,14 +103,46 @@ def test_messages_arrive_in_any_order_of_streams(world_size, streams):
             assert not ready.any()
 
 
-def test_who_can_reach_whom():
-    def place(host, device, *reads):
-        return Place(host, device, frozenset(reads))
+def place(host, device, *reads):
+    return Place(host, device, frozenset(reads))
 
-    pair = [place("a", "0", "1"), place("a", "1", "0")]
-    assert can_reach(pair)
-    assert can_reach(pair[:1])
-    assert not can_reach([pair[0], place("a", "1")])  # the second cannot read the first
-    assert not can_reach([pair[0], place("b", "1", "0")])
-    assert not can_reach([place("a", "0"), place("a", "0")])  # two ranks on one device
-    assert not can_reach([*pair, place("a", "2", "0", "1")])
+
+PAIR = [place("a", "0", "1"), place("a", "1", "0")]
+
+
+def test_who_can_reach_whom():
+    check_reach(PAIR)
+    check_reach(PAIR[:1])
+
+
+@pytest.mark.parametrize(
+    ("places", "named"),
+    [
+        ([PAIR[0], place("a", "1")], r"rank 1 \(device 1 of a\) cannot read that of rank 0"),
+        ([PAIR[0], place("b", "1", "0")], "rank 0 .* cannot read that of rank 1 .*of b"),
+        ([place("a", "0"), place("a", "0")], r"device 0 of a\) cannot .* device 0 of a"),
+        ([*PAIR, place("a", "2", "0", "1")], "rank 0 .* rank 2"),
+        ([place("a", "cpu"), place("a", "cpu")], "device cpu"),
+    ],
+)
+def test_who_cannot(places, named):
+    with pytest.raises(ValueError, match=named):
+        check_reach(places)
+
+
+def ask_for_copies_on_the_cpu(rank, world_size):
+    group = torch.distributed.group.WORLD
+    assert group is not None
+    x = torch.zeros(1, 4, 1, 8)
+    exchange = ProcessGroupExchange(group, peer_memory=True)
+    try:
+        dilated_attention(x, x, x, DilatedPattern.dense(), group=exchange)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_copies_are_refused_without_gpus():
+    for message in run_ranks(ask_for_copies_on_the_cpu, 2):
+        assert "peer_memory=True needs ranks on CUDA devices" in message
+        assert "device cpu" in message

@@ -1,14 +1,12 @@
 """Move rows between ranks.
 
 An `Exchange` is one rank's end of a group. `ProcessGroupExchange` is that of torch.distributed's
-groups: rows travel by messages (`communicator`), or between GPUs of one host by copies
-(`peer_memory`). `loopback.LoopbackExchange` connects ranks that are threads of one process.
+groups: rows travel by messages (`communicator`), or, if asked for, by copies between GPUs of one
+host (`peer_memory`). `loopback.LoopbackExchange` connects ranks that are threads of one process.
 """
 
 from __future__ import annotations
 
-import logging
-import warnings
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Protocol, TypeAlias, cast
@@ -20,9 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from .communicator import Communicator, Works
-from .peer_memory import PeerMemory, can_reach, place_of
-
-_logger = logging.getLogger(__name__)
+from .peer_memory import PeerMemory, check_reach, place_of
 
 
 class Pending(Protocol):
@@ -185,17 +181,25 @@ def _agreement_stream(device: torch.device) -> torch.cuda.Stream:
 class ProcessGroupExchange:
     """An `Exchange` over a ProcessGroup of torch.distributed (gloo, NCCL).
 
-    Between GPUs of one host that can read each other's memory, copy engines move the rows
-    (`peer_memory`). Elsewhere they travel over a communicator of their own: they do not queue
-    behind the caller's collectives, nor these behind them. The first call with a group makes what
-    is needed; a communicator of NCCL connects every pair of ranks, which takes seconds.
+    Rows travel over a communicator of their own: they do not queue behind the caller's collectives,
+    nor these behind them. With `peer_memory` copy engines move them instead, between GPUs of one
+    host that can read each other's memory. The first call with a group makes what is needed; a
+    communicator of NCCL connects every pair of ranks, which takes seconds.
 
     Args:
         group: the group; this process must be a member.
-        peer_memory: whether copy engines may be used; alike on all ranks.
+        peer_memory: whether copy engines are to be used; alike on all ranks. Faster where steps are
+            short, and NEW: 200 calls of mixed shapes have not been seen to end with it
+            (benchmarks/results/many_gpus_*.md). A rank that dies leaves the others waiting, without
+            the timeout of NCCL.
+
+    Raises:
+        ValueError: this process is not a member of the group; from the first call, with
+            `peer_memory`: the tensors are not on CUDA devices of one host that can read each
+            other's memory.
     """
 
-    def __init__(self, group: dist.ProcessGroup, *, peer_memory: bool = True) -> None:
+    def __init__(self, group: dist.ProcessGroup, *, peer_memory: bool = False) -> None:
         self.rank = dist.get_rank(group)
         if self.rank < 0:
             raise ValueError(f"rank {dist.get_rank()} is not a member of the group {group!r}")
@@ -220,31 +224,11 @@ class ProcessGroupExchange:
         known = _transports.setdefault(self._group, {})
         key = device.type, self._peer_memory
         if key not in known:
-            memory = None
-            if device.type == "cuda" and self._peer_memory:
-                memory = self._shared_memory(device)
-            known[key] = memory or Communicator(self._group, device)
-            _logger.info("rows on %s travel through %s", device.type, known[key])
+            if self._peer_memory:
+                check_reach(self.share(place_of(device)))
+            make = PeerMemory if self._peer_memory else Communicator
+            known[key] = make(self._group, device)
         return known[key]
-
-    def _shared_memory(self, device: torch.device) -> PeerMemory | None:
-        """Memory that all ranks can read; None where there is none."""
-        if not can_reach(self.share(place_of(device))):
-            return None
-        memory, reason = None, ""
-        try:
-            memory = PeerMemory(self._group, device)
-        except RuntimeError as error:  # of torch or the driver, on machines that restrict them
-            reason = str(error)
-        if self._maximum([memory is None], device)[0]:
-            warnings.warn(
-                "GPUs of this host can reach each other, but memory could not be shared "
-                f"({reason or 'on another rank'}); transfers take NCCL, which takes "
-                "multiprocessors from the compute",
-                stacklevel=2,
-            )
-            return None
-        return memory
 
     def maximum(self, values: Sequence[int], device: torch.device) -> list[int]:
         """See `Exchange.maximum`."""

@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -26,11 +26,11 @@ class _LoopbackWorld:
         self.world_size = world_size
         self.shared: list[Any] = [None] * world_size
         self.barrier = threading.Barrier(world_size)
-        self._letters: dict[tuple[int, int, int], Future[torch.Tensor]] = {}
+        self._letters: dict[tuple[int, int, int], Future[_Letter]] = {}
         self._lock = threading.Lock()
         self._failed = False
 
-    def letter(self, sender: int, receiver: int, number: int) -> Future[torch.Tensor]:
+    def letter(self, sender: int, receiver: int, number: int) -> Future[_Letter]:
         """The transfer number `number` from `sender` to `receiver`; either may ask first."""
         with self._lock:
             letter = self._letters.setdefault((sender, receiver, number), Future())
@@ -53,6 +53,28 @@ class _LoopbackWorld:
             del self._letters[sender, receiver, number]
 
 
+class _Letter(NamedTuple):
+    """What was sent; on CUDA also when it is there: who waits may be on another stream."""
+
+    tensor: torch.Tensor
+    written: torch.cuda.Event | None
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Letter:
+        """A copy of what is sent: the sender may go on writing to it."""
+        copy = tensor.clone()
+        stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
+        return cls(copy, None if stream is None else stream.record_event())
+
+    def read(self, into: torch.Tensor) -> None:
+        """Copy it to where it is wanted."""
+        if self.written is not None:
+            stream = torch.cuda.current_stream(into.device)
+            stream.wait_event(self.written)
+            self.tensor.record_stream(stream)
+        into.copy_(self.tensor)
+
+
 class _Nothing:
     """A transfer that receives nothing."""
 
@@ -68,11 +90,12 @@ class _LoopbackReceipt:
         self._letter = world.letter(*key)
 
     def wait(self) -> None:
-        sent = self._letter.result()
+        letter = self._letter.result()
+        sent = letter.tensor
         self._world.discard(*self._key)
         assert sent.shape == self._into.shape, f"{sent.shape} sent, {self._into.shape} expected"
         assert sent.dtype == self._into.dtype, f"{sent.dtype} sent, {self._into.dtype} expected"
-        self._into.copy_(sent)
+        letter.read(self._into)
 
 
 class LoopbackExchange:
@@ -92,7 +115,7 @@ class LoopbackExchange:
             self.sent_bytes += tensor.nbytes
             letter = self._world.letter(self.rank, peer, self._sent[peer])
             if not letter.done():  # done: the world has failed
-                letter.set_result(tensor.clone())
+                letter.set_result(_Letter.of(tensor))
             self._sent[peer] += 1
         if receive is None:
             return _Nothing()

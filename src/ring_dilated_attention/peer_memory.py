@@ -21,6 +21,7 @@ import socket
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import permutations
 from typing import Any, NamedTuple
 
 import torch
@@ -32,17 +33,17 @@ SLOTS = 2
 SLOT_BYTES = 16 << 20
 """Of an outbox: large enough for the full rate (50 us on an H200), small enough for many peers."""
 
-_FLAG_BYTES = 4
+_FLAG_BYTES = 128  # an int32 on a cache line of its own: two devices write to neighbours
 _EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
 
 
 class Place(NamedTuple):
-    """Where a rank runs, and which devices its own can read.
+    """Where a rank's tensors are, and which devices its own can read.
 
     Attributes:
-        host: name of the host, and what tells one boot of it from another.
-        device: uuid of the rank's device.
-        reads: uuids of the devices whose memory it can map; empty where it lacks what is needed.
+        host: name of the host.
+        device: uuid of the device; what kind it is where that is not CUDA.
+        reads: uuids of the devices whose memory it can map.
     """
 
     host: str
@@ -51,24 +52,26 @@ class Place(NamedTuple):
 
 
 def place_of(device: torch.device) -> Place:
-    """The place of a rank on a CUDA device."""
-    count = torch.cuda.device_count()
+    """The place of a rank whose tensors are on `device`."""
+    host = socket.gethostname()
+    if device.type != "cuda" or torch.version.cuda is None:  # ROCm calls itself cuda too
+        return Place(host, device.type if device.type != "cuda" else "ROCm", frozenset())
     own = torch.cuda.current_device() if device.index is None else device.index
-    reads = [
-        _uuid(other)
-        for other in range(count)
-        if _has_driver() and other != own and torch.cuda.can_device_access_peer(own, other)
-    ]
-    return Place(socket.gethostname(), _uuid(own), frozenset(reads))
+    others = [index for index in range(torch.cuda.device_count()) if index != own]
+    reads = [_uuid(other) for other in others if torch.cuda.can_device_access_peer(own, other)]
+    return Place(host, _uuid(own), frozenset(reads))
 
 
-def can_reach(places: Sequence[Place]) -> bool:
-    """Whether ranks at these places can all read each other's memory."""
-    return all(
-        here is there or (here.host == there.host and there.device in here.reads)
-        for here in places
-        for there in places
-    )
+def check_reach(places: Sequence[Place]) -> None:
+    """Raise a `ValueError` unless ranks at these places can all read each other's memory."""
+    for (rank, here), (other, there) in permutations(enumerate(places), 2):
+        if here.host != there.host or there.device not in here.reads:
+            raise ValueError(
+                "peer_memory=True needs ranks on CUDA devices of one host, which can read each "
+                f"other's memory and are visible to every rank; rank {rank} (device {here.device} "
+                f"of {here.host}) cannot read that of rank {other} (device {there.device} of "
+                f"{there.host})"
+            )
 
 
 def _uuid(index: int) -> str:
@@ -120,7 +123,8 @@ class Outboxes:
     def flags(memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The flags `free` and `ready`, int32, in a rank's memory (uint8)."""
         count = memory.numel() // (SLOT_BYTES + 2 * _FLAG_BYTES)
-        free, ready = memory[count * SLOT_BYTES :].view(torch.int32).chunk(2)
+        lines = memory[count * SLOT_BYTES :].view(torch.int32).view(2, count, -1)
+        free, ready = lines[..., 0]
         return free, ready
 
     def operations(
@@ -163,7 +167,7 @@ class PeerMemory:
     `nbytes`, is not in the figures of torch's allocator.
 
     Args:
-        group: the ranks; `can_reach` holds of their places.
+        group: the ranks; `check_reach` lets their places pass.
         device: this rank's.
 
     Raises:
@@ -263,14 +267,3 @@ def _driver() -> Any:
     driver.cuMemcpyDtoDAsync_v2.argtypes = [address, address, ctypes.c_size_t, pointer]
     driver.cuGetErrorString.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]
     return driver
-
-
-@lru_cache(maxsize=1)
-def _has_driver() -> bool:
-    """Whether this is CUDA, with a driver that has stream memory operations."""
-    if torch.version.cuda is None:
-        return False
-    try:
-        return hasattr(_driver(), "cuStreamWaitValue32_v2")
-    except (OSError, AttributeError):
-        return False

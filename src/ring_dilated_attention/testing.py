@@ -94,7 +94,7 @@ def run_ranks(
         processes = [
             context.Process(
                 target=_rank_main,
-                args=(rank, world_size, backend, store, results, function, arguments),
+                args=(rank, world_size, backend, store, timeout, results, function, arguments),
                 daemon=True,
             )
             for rank in range(world_size)
@@ -116,6 +116,7 @@ def _rank_main(
     world_size: int,
     backend: str,
     store: str,
+    timeout: float,
     results: Any,
     function: Callable[..., Any],
     arguments: Sequence[Any],
@@ -129,7 +130,7 @@ def _rank_main(
             store=dist.FileStore(store, world_size),
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(seconds=60),
+            timeout=timedelta(seconds=timeout),
         )
         # Pickled here, so that what cannot be pickled is this rank's error; tensors by value.
         with nan_in_uninitialized_memory():

@@ -14,7 +14,6 @@ dilated rows that the receiver's queries need, each (row, head) once however man
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -62,13 +61,6 @@ SLICE_ROWS = 1 << 17
 """Query rows that a rank needs to be busy with a few heads at a time: an H200 takes 128 to each of
 its 132 multiprocessors, and these are eight rounds, so that the last one matters little."""
 
-LONG_SLICE_ROWS = 1 << 16
-"""So many, four rounds, are enough where a step takes long."""
-
-LONG_STEP = 1 << 30
-"""(query, key) pairs of a step that takes long: about 2 ms backward, on an H200 with head_dim 128.
-What comes with each step, 50 us, then matters little."""
-
 
 @dataclass(frozen=True)
 class AttentionPlan:
@@ -113,12 +105,9 @@ class AttentionPlan:
 
         Its buffers then hold rows of these heads alone.
         """
-        length, total = self.layout.length, self.num_kv_heads
-        rows = self.layout.max_local_length * (self.num_heads // total)  # of a KV head
-        seen = sum(min(w or length, length) / rate**2 for w, rate in self.pattern.branches)
-        pairs = rows * seen / (self.layout.world_size * (1 + self.is_causal))  # of a step
-        heads = max(-(-LONG_SLICE_ROWS // rows), math.ceil(LONG_STEP / pairs))
-        count = -(-total // min(total, -(-SLICE_ROWS // rows), heads))
+        rows = self.layout.max_local_length * (self.num_heads // self.num_kv_heads)
+        total = self.num_kv_heads
+        count = -(-total // min(total, -(-SLICE_ROWS // rows)))
         borders = (total * i // count for i in range(count + 1))
         return tuple(self.narrowed(range(a, b)) for a, b in pairwise(borders))
 

@@ -120,7 +120,7 @@ def test_who_can_reach_whom():
     [
         ([PAIR[0], place("a", "1")], r"rank 1 \(device 1 of a\) cannot read that of rank 0"),
         ([PAIR[0], place("b", "1", "0")], "rank 0 .* cannot read that of rank 1 .*of b"),
-        ([place("a", "0"), place("a", "0")], r"device 0 of a\) cannot .* device 0 of a"),
+        ([place("a", "0"), place("a", "0")], "device 0 of a.*device 0 of a"),
         ([*PAIR, place("a", "2", "0", "1")], "rank 0 .* rank 2"),
         ([place("a", "cpu"), place("a", "cpu")], "device cpu"),
     ],

@@ -13,7 +13,7 @@ from .peers import OURS
 from .ranks_team import Team
 from .result import Errors
 from .ring_peers import RingContender
-from .run import TWIN_LENGTH, TWIN_SCORES, _largest, _relative
+from .run import TWIN_LENGTH, TWIN_SCORES, largest_error, relative_error
 
 
 def twin_of(name: str, case: Case, team: Team) -> Case:
@@ -71,8 +71,8 @@ def twin_errors(
         out, _ = reference_attention(query, key, value, twin.pattern, is_causal=twin.is_causal)
         wanted = (out.detach(), *torch.autograd.grad(out, leaves, dout))
         got = (contender.layout.unshard(parts, 1) for parts in zip(*by_rank, strict=True))
-        errors = [_relative(a.to(b.device), b) for a, b in zip(got, wanted, strict=True)]
-        return Errors(twin=twin, out=errors[0], gradients=_largest(errors[1:]))
+        errors = [relative_error(a.to(b.device), b) for a, b in zip(got, wanted, strict=True)]
+        return Errors(twin=twin, out=errors[0], gradients=largest_error(errors[1:]))
 
     found: Errors = team.share(team.attempt(judge))[0]
     return found

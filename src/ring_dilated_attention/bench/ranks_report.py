@@ -13,7 +13,7 @@ from rich.table import Table
 from .case import Case
 from .ranks_plot import plot
 from .ranks_result import RankMemory, RanksResult, RanksTiming, compare, to_dict
-from .report import JSON_NAME, _number
+from .report import JSON_NAME, short_number
 from .result import OK
 
 __all__ = ["LEGEND", "bytes_match", "memory_tables", "notes", "plot", "tables", "write_json"]
@@ -157,9 +157,9 @@ def _cells(result: RanksResult, results: Sequence[RanksResult], backward: bool) 
     exposed, sent = _communication(timing)
     memory = timing.memory
     return [
-        f"{_number(timing.median_ms)} [{_number(low)} .. {_number(high)}]",
-        _number(timing.tflops),
-        _number(timing.tflops_per_rank),
+        f"{short_number(timing.median_ms)} [{short_number(low)} .. {short_number(high)}]",
+        short_number(timing.tflops),
+        short_number(timing.tflops_per_rank),
         f"{100 * timing.fraction:.1f}%",
         _ratio(beside.speed_up),
         _ratio(beside.rate_to_one),
@@ -175,9 +175,9 @@ def _communication(timing: RanksTiming) -> tuple[str, str]:
     found = timing.communication
     if found is None:
         return "", ""
-    exposed = f"{_number(found.exposed_ms)} ms {100 * found.share:.1f}%"
+    exposed = f"{short_number(found.exposed_ms)} ms {100 * found.share:.1f}%"
     mark = "✓" if found.bytes_match else "✗"
-    return exposed, f"{_number(max(found.sent_bytes) / MEBI)} MiB {mark}"
+    return exposed, f"{short_number(max(found.sent_bytes) / MEBI)} MiB {mark}"
 
 
 def _ratio(value: float | None) -> str:
@@ -186,4 +186,4 @@ def _ratio(value: float | None) -> str:
 
 def _mebibytes(memory: RankMemory, name: str) -> str:
     value: int | None = getattr(memory, name)
-    return "" if value is None else _number(value / MEBI)
+    return "" if value is None else short_number(value / MEBI)

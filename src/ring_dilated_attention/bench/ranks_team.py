@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from .result import OK
-from .run import _status
+from .run import status_of
 
 T = TypeVar("T")
 
@@ -90,7 +90,7 @@ class Team:
                 caught.append(error)
                 raise
 
-        status, reason = _status(call)
+        status, reason = status_of(call)
         try:
             arrived = dist.barrier(group=self.verdict, async_op=True)
             assert arrived is not None

@@ -126,7 +126,7 @@ def notes(results: Sequence[Result]) -> list[str]:
             timing: Timing | None = getattr(result, what)
             if timing is not None and timing.graph_ms:
                 low, median, high = map(
-                    _number,
+                    short_number,
                     (
                         min(timing.graph_ms),
                         statistics.median(timing.graph_ms),
@@ -149,10 +149,10 @@ def _cells(result: Result, timing: Timing | None) -> tuple[str, ...]:
     low, high = min(timing.times_ms), max(timing.times_ms)
     peak = timing.peak_bytes
     return (
-        f"{_number(timing.median_ms)} [{_number(low)} .. {_number(high)}]",
-        _number(timing.tflops),
+        f"{short_number(timing.median_ms)} [{short_number(low)} .. {short_number(high)}]",
+        short_number(timing.tflops),
         f"{100 * result.fraction(timing):.1f}%",
-        _number(statistics.median(timing.wall_ms)),
+        short_number(statistics.median(timing.wall_ms)),
         "" if peak is None else f"{peak / result.case.query_bytes:.2f}",
     )
 
@@ -162,7 +162,7 @@ def _matmul_tflops(result: Result) -> float:
     return timing.tflops / result.fraction(timing) if timing else result.ceilings.matmul_tflops
 
 
-def _number(value: float) -> str:
+def short_number(value: float) -> str:
     """Three digits, or all before the point."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
@@ -200,7 +200,7 @@ def plot(folder: Path, results: Sequence[Result]) -> Path:
                 label=name,
                 color=f"C{index % 10}",
             )
-            axes.bar_label(drawn, [_number(y) for _, y in shown], fontsize=7)
+            axes.bar_label(drawn, [short_number(y) for _, y in shown], fontsize=7)
         for place, case in enumerate(cases):
             rate = next(_matmul_tflops(r) for r in results if r.case == case)
             axes.plot([place - 0.42, place + 0.42], [rate, rate], color="black", linewidth=1.4)

@@ -143,12 +143,12 @@ def bench(
 def _attempt(entry: _Entry, function: Callable[[], None]) -> None:
     """Run a function for an entry that is still in; what it raises takes the entry out."""
     if entry.status == OK:
-        entry.status, entry.reason = _status(function)
+        entry.status, entry.reason = status_of(function)
         if entry.status == OUT_OF_MEMORY and torch.cuda.is_available():
             torch.cuda.empty_cache()
 
 
-def _status(function: Callable[[], None]) -> tuple[str, str]:
+def status_of(function: Callable[[], None]) -> tuple[str, str]:
     """Run a function and say how it went: any error is a finding here, and kept in words."""
     try:
         function()
@@ -267,7 +267,7 @@ def _with_graph(timing: Timing, device: torch.device, call: measure.Call) -> Tim
         nonlocal times
         times = measure.graph_ms(device, call, len(timing.times_ms))
 
-    return replace(timing, graph_reason=_status(replay)[1], graph_ms=times)
+    return replace(timing, graph_reason=status_of(replay)[1], graph_ms=times)
 
 
 def _errors(
@@ -289,21 +289,21 @@ def _errors(
         wanted = (expected, *torch.autograd.grad(expected, leaves, dout.double()))
         out = attend.attend(query, key, value)
         got = (out, *torch.autograd.grad(out, (query, key, value), dout))
-        errors = [_relative(a, b) for a, b in zip(got, wanted, strict=True)]
-        found = Errors(twin=twin, out=errors[0], gradients=_largest(errors[1:]))
+        errors = [relative_error(a, b) for a, b in zip(got, wanted, strict=True)]
+        found = Errors(twin=twin, out=errors[0], gradients=largest_error(errors[1:]))
 
-    _, reason = _status(compare)
+    _, reason = status_of(compare)
     return found, reason
 
 
-def _relative(got: torch.Tensor, expected: torch.Tensor) -> float:
+def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
     """||got - expected|| / ||expected||; without the denominator where that is 0."""
     with torch.no_grad():
         error, size = (got.double() - expected).norm(), expected.norm()
         return float(error / size if size > 0 else error)
 
 
-def _largest(errors: Sequence[float]) -> float:
+def largest_error(errors: Sequence[float]) -> float:
     """The largest, or NaN if there is one: `max` would lose it."""
     return math.nan if any(map(math.isnan, errors)) else max(errors)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import pickle
 import queue
@@ -79,7 +80,8 @@ def run_ranks(
         world_size: number of ranks; torch.distributed is initialised with them.
         arguments: passed on; anything that can be pickled.
         backend: of torch.distributed: ``"gloo"``, or ``"nccl"`` with one GPU per rank.
-        timeout: seconds after which all ranks are stopped and a `TimeoutError` raised.
+        timeout: seconds after which all ranks are stopped and a `TimeoutError` raised. Shortly
+            before, ranks write to stderr where they are.
 
     Returns:
         What the calls returned, by rank.
@@ -122,6 +124,7 @@ def _rank_main(
     arguments: Sequence[Any],
 ) -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
+    faulthandler.dump_traceback_later(0.9 * timeout)  # to stderr: where a rank that hangs is
     try:
         if backend == "nccl":
             torch.cuda.set_device(rank)
@@ -137,6 +140,7 @@ def _rank_main(
             answer = rank, True, pickle.dumps(function(rank, world_size, *arguments))
     except BaseException:
         answer = rank, False, pickle.dumps(traceback.format_exc())
+    faulthandler.cancel_dump_traceback_later()
     results.put(answer)
     if answer[1]:
         dist.destroy_process_group()

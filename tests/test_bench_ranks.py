@@ -222,6 +222,11 @@ def test_peers_refuse(name, change, size, reason):
         ring_peers.ring_contender(name, case, None, size, torch.device("cuda"))
 
 
+def test_copies_are_for_gpus():
+    with pytest.raises(ValueError, match="ours:copies runs on cuda, the inputs are on cpu"):
+        ring_peers.ring_contender("ours:copies", DILATED, None, 2, torch.device("cpu"))
+
+
 def test_layouts():
     def dealt(layout, is_causal):
         case = dataclasses.replace(DENSE, is_causal=is_causal)
@@ -347,10 +352,11 @@ def test_on_cuda(tmp_path):
         dataclasses.replace(DENSE, length=4096, head_dim=64, dtype="bfloat16"),
         dataclasses.replace(DILATED, length=4099, head_dim=64, dtype="bfloat16"),
     ]
-    options = RanksOptions(device="cuda", repeats=3, peers=("cp:allgather", "cp:alltoall"))
+    peers = ("cp:allgather", "cp:alltoall", "ours:copies")
+    options = RanksOptions(device="cuda", repeats=3, peers=peers)
     found = launch(measure_ranks, 2, cases, [1, 2], options, device="cuda", out=tmp_path).value
     for result in found:
-        if result.base == cases[1] and result.contender != OURS:
+        if result.base == cases[1] and result.contender.startswith("cp:"):
             continue
         for timing in timings(result):
             assert timing.memory.peak > 0
@@ -358,6 +364,6 @@ def test_on_cuda(tmp_path):
             assert timing.communication is None or timing.communication.bytes_match
         assert result.errors.out < 1e-2
         assert result.errors.gradients < 2e-2
-    ratio = compare(found[3], found, True).memory_to_one
+    ratio = compare(found[1 + len(peers)], found, True).memory_to_one
     assert ratio is not None
     assert ratio < 0.7

@@ -2,7 +2,8 @@
 
 ``cp:allgather`` and ``cp:alltoall`` are torch's context_parallel with its two ways of rotating K
 and V, cuDNN inside; on one rank they are that cuDNN call. ``ring-flash-attn:zigzag`` is the package
-of that name. They compute the dense pattern only.
+of that name. They compute the dense pattern only. ``ours:copies`` is this library with rows that
+travel by copy engines between GPUs of one host.
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..exchange import Group
+from ..exchange import Group, ProcessGroupExchange
 from ..functional import dilated_attention
 from ..layout import SequenceLayout
 from ..pattern import DilatedPattern, check_choice
 from .case import Case
 from .peers import OURS, Attend
 
-PEERS = ("cp:allgather", "cp:alltoall", "ring-flash-attn:zigzag")
+COPIES = "ours:copies"
+PEERS = ("cp:allgather", "cp:alltoall", "ring-flash-attn:zigzag", COPIES)
 LAYOUTS = ("auto", "contiguous", "zigzag")
 
 _HALVES = ("float16", "bfloat16")
@@ -85,10 +87,15 @@ def ring_contender(
         return _ours(case, group, size, layout, exchange)
     check_choice("peer", name, PEERS)
     dense = DilatedPattern.dense()
-    if case.pattern != dense:
+    if name != COPIES and case.pattern != dense:
         raise ValueError(f"{name} computes the dense pattern {dense}; got {case.pattern}")
     if device.type != "cuda":
         raise ValueError(f"{name} runs on cuda, the inputs are on {device.type}")
+    if name == COPIES:
+        if size > 1:
+            assert isinstance(group, dist.ProcessGroup)
+            group = ProcessGroupExchange(group, peer_memory=True)
+        return _ours(case, group, size, layout, exchange)
     if case.dtype not in _HALVES:
         raise ValueError(f"{name} takes {', '.join(_HALVES)}; got {case.dtype}")
     kind, _, method = name.partition(":")

@@ -226,8 +226,10 @@ class ProcessGroupExchange:
         if key not in known:
             if self._peer_memory:
                 check_reach(self.share(place_of(device)))
-            make = PeerMemory if self._peer_memory else Communicator
-            known[key] = make(self._group, device)
+                known[key] = PeerMemory(self._group, device)
+                self._maximum([0], device)  # nobody writes to memory that its rank has yet to clear
+            else:
+                known[key] = Communicator(self._group, device)
         return known[key]
 
     def maximum(self, values: Sequence[int], device: torch.device) -> list[int]:

@@ -52,7 +52,7 @@ def call(group=None, **changes):
         ({"workspace": "much"}, TypeError, "workspace must be a float or None, got 'much'"),
         ({"workspace": 0}, ValueError, "workspace must be > 0 and finite, got 0"),
         ({"layout": [(0, 6)]}, TypeError, "layout must be a SequenceLayout"),
-        ({"layout": SequenceLayout.contiguous(6, 2)}, ValueError, "for 2 ranks, the group has 1"),
+        ({"layout": SequenceLayout.contiguous(6, 2)}, ValueError, "for 2 ranks; the group has 1"),
         ({"layout": SequenceLayout.contiguous(7, 1)}, ValueError, "gives rank 0 7 positions"),
         ({"exchange": "mail"}, ValueError, "exchange must be one of 'auto', 'ring', 'gather'"),
         ({"backend": "magic"}, ValueError, "backend must be one of 'auto', 'sdpa', 'fa4'"),

@@ -92,6 +92,24 @@ class SequenceLayout:
         """Number of positions that `rank` holds."""
         return sum(stop - start for start, stop in self.ranges[rank])
 
+    def check_shard(self, rank: int, world_size: int, length: int, held: str) -> None:
+        """Raise a `ValueError` unless `rank` of `world_size` ranks is to hold `length` positions.
+
+        Args:
+            rank: the rank.
+            world_size: number of ranks.
+            length: positions that it holds.
+            held: that, in words for the message.
+        """
+        if self.world_size != world_size:
+            raise ValueError(
+                f"the layout is for {self.world_size} ranks; the group has {world_size}"
+            )
+        if self.local_length(rank) != length:
+            raise ValueError(
+                f"the layout gives rank {rank} {self.local_length(rank)} positions, {held}"
+            )
+
     @cached_property
     def max_local_length(self) -> int:
         """The largest number of positions that any rank holds."""

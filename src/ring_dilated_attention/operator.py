@@ -301,18 +301,9 @@ def _packed_rows(options: Options, query: torch.Tensor, world_size: int) -> tupl
 
 
 def _check_layout(flat: tuple[int, ...], local_length: int, ends: Exchange) -> None:
-    if not flat:
-        return
-    layout = _layout(flat)
-    if layout.world_size != ends.world_size:
-        raise ValueError(
-            f"the layout is for {layout.world_size} ranks, the group has {ends.world_size}"
-        )
-    if layout.local_length(ends.rank) != local_length:
-        raise ValueError(
-            f"the layout gives rank {ends.rank} {layout.local_length(ends.rank)} positions, "
-            f"its query has a local sequence length of {local_length}"
-        )
+    if flat:
+        held = f"its query has a local sequence length of {local_length}"
+        _layout(flat).check_shard(ends.rank, ends.world_size, local_length, held)
 
 
 def _shared(query: torch.Tensor, key: torch.Tensor, options: Options) -> dict[str, Any]:

@@ -239,15 +239,8 @@ def _whole(layout: SequenceLayout | None, local_length: int, ends: Exchange) -> 
         if local_length == 0:
             raise ValueError("the sequence is empty: key has no rows, and no layout is given")
         return _equal_shards(local_length, ends.world_size)
-    if layout.world_size != ends.world_size:
-        raise ValueError(
-            f"the layout is for {layout.world_size} ranks, the group has {ends.world_size}"
-        )
-    if layout.local_length(ends.rank) != local_length:
-        raise ValueError(
-            f"the layout gives rank {ends.rank} {layout.local_length(ends.rank)} positions, "
-            f"its key has a local sequence length of {local_length}"
-        )
+    held = f"its key has a local sequence length of {local_length}"
+    layout.check_shard(ends.rank, ends.world_size, local_length, held)
     return layout
 
 

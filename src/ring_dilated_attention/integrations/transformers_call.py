@@ -253,15 +253,8 @@ def _rows(given: dict[str, Any], ends: Exchange, layout: SequenceLayout | None) 
         first = ends.rank * length
         positions = torch.arange(first, first + length, device=inputs.device)
         return _Rows(batch, positions, length * ends.world_size)
-    if layout.world_size != ends.world_size:
-        raise ValueError(
-            f"the layout is for {layout.world_size} ranks, the group has {ends.world_size}"
-        )
-    if layout.local_length(ends.rank) != length:
-        raise ValueError(
-            f"the layout gives rank {ends.rank} {layout.local_length(ends.rank)} positions; got "
-            f"input of shape {tuple(inputs.shape)} (set_layout sets another layout)"
-        )
+    held = f"got input of shape {tuple(inputs.shape)} (set_layout sets another layout)"
+    layout.check_shard(ends.rank, ends.world_size, length, held)
     return _Rows(batch, layout.positions(ends.rank, device=inputs.device), layout.length)
 
 

@@ -267,15 +267,8 @@ def _positions(tokens: Tensor, ends: Exchange, layout: SequenceLayout | None) ->
         return torch.arange(ends.rank * rows, (ends.rank + 1) * rows, device=tokens.device)
     if not isinstance(layout, SequenceLayout):
         raise TypeError(f"layout must be a SequenceLayout or None; got {layout!r}")
-    if layout.world_size != ends.world_size:
-        raise ValueError(
-            f"the layout is for {layout.world_size} ranks; the group has {ends.world_size}"
-        )
-    if rows != layout.local_length(ends.rank):
-        raise ValueError(
-            f"the layout gives this rank {layout.local_length(ends.rank)} positions; "
-            f"got tokens of shape {tuple(tokens.shape)}"
-        )
+    held = f"got tokens of shape {tuple(tokens.shape)}"
+    layout.check_shard(ends.rank, ends.world_size, rows, held)
     return layout.positions(ends.rank, device=tokens.device)
 
 

@@ -1,0 +1,137 @@
+"""Ranks on CUDA devices of their own: both ways in which rows travel, and many calls in a row."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+import torch
+import torch.distributed
+from test_gpu import failures, kernel_cases
+
+from ring_dilated_attention import DilatedPattern, dilated_attention
+from ring_dilated_attention.communicator import Communicator
+from ring_dilated_attention.exchange import ProcessGroupExchange, _transports
+from ring_dilated_attention.peer_memory import SLOT_BYTES, PeerMemory
+from ring_dilated_attention.testing import relative_error, run_ranks
+from ring_dilated_attention.verify import combine, make_layout, run_case, sweep
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("default"),  # see test_gpu
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
+
+
+def run_over(rank, world_size, cases, peer_memory):
+    """Like `run_cases`, over copies or messages."""
+    group = torch.distributed.group.WORLD
+    assert group is not None
+    exchange = ProcessGroupExchange(group, peer_memory=peer_memory)
+    outcomes = [run_case(case, exchange) for case in cases]
+    (transport,) = _transports[group].values()
+    assert isinstance(transport, PeerMemory if peer_memory else Communicator)
+    return outcomes
+
+
+@pytest.mark.parametrize("peer_memory", [True, False])
+def test_nccl(peer_memory):
+    world_size = torch.cuda.device_count()
+    cases = [replace(case, device="cuda") for case in sweep(world_size)]
+    cases += kernel_cases(world_size, "auto", torch.bfloat16)
+    outcomes = combine(run_ranks(run_over, world_size, cases, peer_memory, backend="nccl"))
+    assert not failures(cases, outcomes)
+
+
+def many_transfers(rank, world_size, peer_memory):
+    """Messages of all sizes, several in flight, ranks ahead of others; how many arrived broken."""
+    group = torch.distributed.group.WORLD
+    assert group is not None
+    exchange = ProcessGroupExchange(group, peer_memory=peer_memory)
+    device, own, broken = torch.device("cuda", rank), Random(-1 - rank), []
+    exchange.maximum([0], device)
+    sizes = [1, 63, 4096, SLOT_BYTES - 1, SLOT_BYTES, SLOT_BYTES + 1, 5 * SLOT_BYTES // 2]
+
+    def message(nbytes, *seed):
+        generator = torch.Generator(device).manual_seed(hash(seed))
+        return torch.randint(256, (nbytes,), generator=generator, dtype=torch.uint8, device=device)
+
+    for repeat in range(100):
+        random = Random(repeat)  # alike on all ranks
+        flights = []
+        for number in range(random.randrange(1, 5)):
+            step = random.randrange(1, world_size)
+            # By sender; None: nothing is sent.
+            by_rank = [random.choice([None, *sizes]) for _ in range(world_size)]
+            to, source = (rank + step) % world_size, (rank - step) % world_size
+            send = receive = None
+            if own.random() < 0.3:
+                torch.cuda._sleep(own.randrange(3_000_000))  # up to 2 ms
+            if by_rank[rank] is not None:
+                send = to, message(by_rank[rank], repeat, number, rank)
+            if by_rank[source] is not None:
+                receive = source, torch.zeros(by_rank[source], dtype=torch.uint8, device=device)
+            flights.append((number, source, receive, exchange.start(send, receive)))
+            del send  # the transfer keeps it
+        for number, source, receive, pending in flights:
+            pending.wait()
+            if receive is not None:
+                want = message(receive[1].numel(), repeat, number, source)
+                broken.append((receive[1] != want).any())
+    return int(torch.stack(broken).sum())
+
+
+@pytest.mark.parametrize("peer_memory", [True, False])
+def test_transfers(peer_memory):
+    world_size = torch.cuda.device_count()
+    assert not any(run_ranks(many_transfers, world_size, peer_memory, backend="nccl"))
+
+
+def soak(rank, world_size, repeats):
+    """Calls of many shapes, patterns and layouts with fresh data; each against one GPU's result."""
+    group, device = torch.distributed.group.WORLD, torch.device("cuda", rank)
+    random, worst, held = Random(0), 0.0, []
+    for repeat in range(repeats):
+        length = random.choice([1031, 4099, 12_345])
+        pattern = random.choice(
+            [
+                DilatedPattern.dense(),
+                DilatedPattern([256, 1024, None], [1, 3, 8]),
+                DilatedPattern([2048, 4096], [1, 2]),
+                DilatedPattern([100, None], [2, 5], head_offsets="blocked"),
+            ]
+        )
+        layout = make_layout(random.choice(["contiguous", "zigzag", "uneven"]), length, world_size)
+        is_causal, exchange = random.random() < 0.5, random.choice(["auto", "ring", "gather"])
+        heads, head_dim = random.choice([4, 8]), 64  # one: kernels compile for minutes
+        generator = torch.Generator(device).manual_seed(repeat)
+        whole = [
+            torch.randn(
+                1, length, heads, head_dim, generator=generator, device=device, dtype=torch.bfloat16
+            )
+            for _ in range(4)
+        ]
+
+        def attend(tensors, pattern=pattern, is_causal=is_causal, **options):
+            query, key, value = leaves = [x.contiguous().requires_grad_() for x in tensors[:3]]
+            out = dilated_attention(query, key, value, pattern, is_causal=is_causal, **options)
+            return out.detach(), *torch.autograd.grad(out, leaves, tensors[3])
+
+        mine = [layout.shard(x, rank, dim=1) for x in whole]
+        got = attend(mine, group=group, layout=layout, exchange=exchange)
+        for a, b in zip(got, attend([x.detach() for x in whole]), strict=True):
+            part = layout.shard(b, rank, dim=1)
+            if part.numel():
+                worst = max(worst, relative_error(a, part))
+        del whole, mine, got, a, b, part
+        held.append(torch.cuda.memory_allocated(device))
+        if rank == 0 and repeat % 20 == 0:
+            print(f"repeat {repeat}, largest error {worst:.1e}", flush=True)
+    return worst, held
+
+
+def test_two_hundred_calls():
+    """No hang, no drift, flat memory: results equal one GPU's within what bf16 rounds."""
+    for worst, held in run_ranks(soak, torch.cuda.device_count(), 200, backend="nccl", timeout=600):
+        print(f"largest error {worst:.1e}, bytes held {held[::20]}")
+        assert worst < 8e-3
+        assert max(held[10:]) <= held[10] + 2**24  # tables of shapes that are new

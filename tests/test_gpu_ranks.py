@@ -86,9 +86,11 @@ def test_transfers(peer_memory):
     assert not any(run_ranks(many_transfers, world_size, peer_memory, backend="nccl"))
 
 
-def soak(rank, world_size, repeats):
+def soak(rank, world_size, peer_memory, repeats):
     """Calls of many shapes, patterns and layouts with fresh data; each against one GPU's result."""
-    group, device = torch.distributed.group.WORLD, torch.device("cuda", rank)
+    world, device = torch.distributed.group.WORLD, torch.device("cuda", rank)
+    assert world is not None
+    group = ProcessGroupExchange(world, peer_memory=peer_memory)
     random, worst, held = Random(0), 0.0, []
     for repeat in range(repeats):
         length = random.choice([1031, 4099, 12_345])
@@ -102,7 +104,7 @@ def soak(rank, world_size, repeats):
         )
         layout = make_layout(random.choice(["contiguous", "zigzag", "uneven"]), length, world_size)
         is_causal, exchange = random.random() < 0.5, random.choice(["auto", "ring", "gather"])
-        heads, head_dim = random.choice([4, 8]), 64  # one: kernels compile for minutes
+        heads, head_dim = random.choice([4, 8]), 64
         generator = torch.Generator(device).manual_seed(repeat)
         whole = [
             torch.randn(
@@ -129,9 +131,13 @@ def soak(rank, world_size, repeats):
     return worst, held
 
 
-def test_two_hundred_calls():
+@pytest.mark.parametrize("peer_memory", [False, True])
+def test_two_hundred_calls(peer_memory):
     """No hang, no drift, flat memory: results equal one GPU's within what bf16 rounds."""
-    for worst, held in run_ranks(soak, torch.cuda.device_count(), 200, backend="nccl", timeout=600):
+    world_size = torch.cuda.device_count()
+    # Kernels compile for minutes.
+    found = run_ranks(soak, world_size, peer_memory, 200, backend="nccl", timeout=600)
+    for worst, held in found:
         print(f"largest error {worst:.1e}, bytes held {held[::20]}")
         assert worst < 8e-3
         assert max(held[10:]) <= held[10] + 2**24  # tables of shapes that are new

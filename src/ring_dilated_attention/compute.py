@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from .accumulate import Accumulator, add, merge, row_sums
-from .plan import SLICE_ROWS, PackedTiles, Tile, TileGroup
+from .plan import PackedTiles, Tile, TileGroup
 from .tiles import Selection, TileGradients, TileInputs
 from .views import Block, families
 
@@ -29,6 +29,9 @@ BACKWARD_WORKSPACE = 0.52
 WORKSPACE_FLOOR = 64 << 20
 """... or so many bytes, or what a slice of SLICE_ROWS rows takes, where that is more: slices must
 be large enough to fill a GPU."""
+SLICE_ROWS = 1 << 17
+"""Query rows that keep a GPU busy: an H200 takes 128 to each of its 132 multiprocessors, and these
+are eight rounds, so that the last one matters little."""
 LONG_FLOPS = 4e10
 """Additions go behind kernel calls of so many operations: 0.1 ms on an H200."""
 

@@ -119,10 +119,12 @@ def _decision(plan: AttentionPlan) -> str:
         return "one rank: nothing is exchanged"
     if plan.gathers:
         return "exchange: gather (no rank receives more rows than the largest shard holds)"
-    count = len(plan.slices)
-    return "exchange: ring (a rank may receive more rows than the largest shard holds)" + (
-        f", in {count} parts of the heads one after the other, so that buffers hold one"
+    count, pieces = len(plan.slices), plan.slices[0].pieces
+    return (
+        "exchange: ring (a rank may receive more rows than the largest shard holds)"
+        + f", in {count} parts of the heads one after the other, so that buffers hold one"
         * (count > 1)
+        + f", range by range ({pieces} at most)" * (pieces > 1)
     )
 
 

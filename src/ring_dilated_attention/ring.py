@@ -73,7 +73,7 @@ def attention_forward(
     parts, tiles, sums = call.parts, call.tiles(query), Accumulator(query.device)
     covers = all(part.covers for part in parts)
     create = torch.empty if covers else torch.zeros
-    dtype = _sum_dtype(query, call.plan.mean_additions)
+    dtype = _sum_dtype(query, max(part.mean_additions for part in parts))
     out = create(query.shape, dtype=dtype, device=query.device)
     lse = torch.empty(
         batch, num_heads, length, dtype=accumulate_dtype(query.dtype), device=query.device
@@ -86,7 +86,7 @@ def attention_forward(
             for number, group in enumerate(part.local_groups):
                 store = covers and number == 0
                 compute.forward(group, tiles, query, key, value, out, lse, sums, store=store)
-            for fetched in islice(arrivals, part.world_size - 1):
+            for fetched in islice(arrivals, part.num_steps):
                 if fetched.slots is not None:
                     keys, values = map(by_slot, fetched.slots)
                     for group in fetched.step.groups:
@@ -128,7 +128,7 @@ def attention_backward(
     parts, tiles, sums = call.parts, call.tiles(query), Accumulator(query.device)
     covers = all(part.covers for part in parts)
     create = torch.empty if covers else torch.zeros
-    additions = call.plan.mean_additions
+    additions = max(part.mean_additions for part in parts)
     dquery, dkey, dvalue = (
         create(x.shape, dtype=_sum_dtype(query, additions * members), device=x.device)
         for x, members in ((query, 1), (key, tiles.group), (value, tiles.group))
@@ -161,7 +161,7 @@ def attention_backward(
             if covers and late_heads is not None:
                 for x, group in ((dquery, tiles.group), (dkey, 1), (dvalue, 1)):
                     x[:, :, late_heads.start * group : late_heads.stop * group].zero_()
-            for fetched in islice(arrivals, part.world_size - 1):
+            for fetched in islice(arrivals, part.num_steps):
                 dslots = None
                 add_returned()
                 if fetched.slots is not None:

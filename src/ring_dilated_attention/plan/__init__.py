@@ -8,7 +8,6 @@ with whom, `tiling` turns that into tiles and messages, `zero_keys` counts keys 
 
 from .attention import (
     FEW_ADDITIONS,
-    SLICE_ROWS,
     AttentionPlan,
     LocalHalves,
     RankPlan,
@@ -20,7 +19,6 @@ from .tiling import Message, PackedTiles, Rows, Run, Tile, TileGroup
 
 __all__ = [
     "FEW_ADDITIONS",
-    "SLICE_ROWS",
     "AttentionPlan",
     "LocalHalves",
     "Message",

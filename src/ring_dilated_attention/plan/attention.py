@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise, product
 from typing import NamedTuple
 
 from ..layout import SequenceLayout
@@ -29,12 +29,13 @@ from .zero_keys import zero_key_groups
 
 
 class Step(NamedTuple):
-    """Step s of a rank: it works with the rows of rank ``(rank - s) mod p``.
+    """Step s of a rank: it works with the rows of rank ``(rank - s) mod p``, or a piece of them.
 
     The keys of its tiles are slots of the received message.
     """
 
     step: int
+    piece: int
     receive: Message | None
     send: Message | None
     groups: tuple[TileGroup, ...]
@@ -57,9 +58,9 @@ FEW_ADDITIONS = 8.0
 """Additions to a row, on average, that may round to half precision each: errors of out and of the
 gradients stay below those of the kernels (benchmarks/results)."""
 
-SLICE_ROWS = 1 << 17
-"""Query rows that a rank needs to be busy with a few heads at a time: an H200 takes 128 to each of
-its 132 multiprocessors, and these are eight rounds, so that the last one matters little."""
+SLICE_PAIRS = 1 << 31
+"""(Query, key) pairs of a step that keep a rank busy, a few heads at a time: 2 ms of an H200's
+backward, behind which their rows travel and the gaps between kernels matter little."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ class AttentionPlan:
         num_kv_heads: number of KV heads.
         documents: cumulative lengths.
         narrowed_to: the KV heads that the plan is for; None: all of them.
+        pieces: in how many pieces a rank's rows are fetched: one, or one for each of its ranges.
     """
 
     pattern: DilatedPattern
@@ -83,6 +85,7 @@ class AttentionPlan:
     num_kv_heads: int
     documents: tuple[int, ...]
     narrowed_to: range | None = None
+    pieces: int = 1
 
     @property
     def kv_heads(self) -> range:
@@ -103,13 +106,44 @@ class AttentionPlan:
     def slices(self) -> tuple[AttentionPlan, ...]:
         """The plan for a few heads at a time, as few as keep a rank busy: what a ring runs.
 
-        Its buffers then hold rows of these heads alone.
+        Its buffers then hold rows of these heads alone; where one head is more than enough, of one
+        range at a time.
         """
-        rows = self.layout.max_local_length * (self.num_heads // self.num_kv_heads)
+        # Of a head, in the branch that has the most of them in a shard.
+        rows = max(
+            -(-min(self.layout.max_local_length, length or self.layout.length) // rate)
+            for length, rate in self.pattern.branches
+        )
+        pairs = max(rows * rows * (self.num_heads // self.num_kv_heads), 1)
+        ranges = max(map(len, self.layout.ranges))
+        one = replace(self, pieces=ranges) if pairs >= ranges * SLICE_PAIRS else self
         total = self.num_kv_heads
-        count = -(-total // min(total, -(-SLICE_ROWS // rows)))
+        count = -(-total // min(total, -(-SLICE_PAIRS // pairs)))
         borders = (total * i // count for i in range(count + 1))
-        return tuple(self.narrowed(range(a, b)) for a, b in pairwise(borders))
+        return tuple(one.narrowed(range(a, b)) for a, b in pairwise(borders))
+
+    def piece(self, rank: int, number: int) -> range:
+        """The local rows of a rank that are fetched at a time: as many each time, nearly.
+
+        They end where a range does if one ends close to there: tiles of a few rows take long.
+        """
+        ends = self._ends(rank)
+        total = ends[-1] if ends else 0
+        borders = [0]
+        for i in range(1, self.pieces):
+            even = total * i // self.pieces
+            nearest = min(ends, key=lambda end: abs(end - even), default=0)
+            borders.append(nearest if abs(nearest - even) * 8 * self.pieces <= total else even)
+        return range(*[*borders, total][number : number + 2])
+
+    def fetched_ranges(self, rank: int) -> int:
+        """How many ranges of a rank are fetched, those counted twice that two pieces share."""
+        stops = {self.piece(rank, i).stop for i in range(self.pieces)}
+        return len({*self._ends(rank), *stops} - {0})
+
+    def _ends(self, rank: int) -> list[int]:
+        """Where the ranges of a rank end, in local rows."""
+        return list(accumulate(stop - start for start, stop in self.layout.ranges[rank]))
 
     def parts_of(self, rank: int) -> list[Part]:
         """The ranges that `rank` holds, cut at document borders."""
@@ -223,7 +257,7 @@ class RankPlan:
         self.plan = plan
         self.index = rank
         self.world_size = plan.layout.world_size
-        self._steps: dict[int, Step] = {}
+        self._steps: dict[tuple[int, int], Step] = {}
         groups: list[TileGroup] = []
         spanned: list[Span] = []
         parts = plan.parts_of(rank)
@@ -246,7 +280,8 @@ class RankPlan:
         # Where this rank's queries see keys of others, and its keys are seen by others' queries.
         self._seen = [span for span in spanned if span.is_before or not plan.is_causal]
         self._shown = [span for span in spanned if not span.is_before or not plan.is_causal]
-        joined = join_tiles(list(plan.tiling.tiles(link)) for link in self._links_from(rank))
+        own_links = self._links_from(rank)
+        joined = join_tiles(list(plan.tiling.tiles(link)) for link in own_links)
         self.local_groups = (*groups, *_groups(joined))
 
     def _all_run(self, branch: int) -> bool:
@@ -288,9 +323,13 @@ class RankPlan:
         )
         return LocalHalves(early, late, heads[middle:])
 
-    def _links_from(self, sender: int) -> list[Link]:
-        """This rank's queries that see keys of `sender`."""
-        parts = self.plan.parts_of(sender) if self._seen else []
+    def _links_from(self, sender: int, keys: range | None = None) -> list[Link]:
+        """This rank's queries that see keys of `sender`: all, or those at some local rows."""
+        if not self._seen:
+            return []
+        parts = self.plan.parts_of(sender)
+        if keys is not None:
+            parts = [x for part in parts if (x := part.within_rows(keys)).start < x.stop]
         return [
             Link(span.branch, other, span.part, span.start, span.stop)
             for span in self._seen
@@ -298,12 +337,15 @@ class RankPlan:
             if span.reaches(other)
         ]
 
-    def _links_to(self, receiver: int) -> list[Link]:
-        """Queries of `receiver` that see this rank's keys."""
-        parts = self.plan.parts_of(receiver) if self._shown else []
+    def _links_to(self, receiver: int, keys: range) -> list[Link]:
+        """Queries of `receiver` that see this rank's keys at some local rows."""
+        if not self._shown:
+            return []
+        parts = self.plan.parts_of(receiver)
         return [
-            Link(span.branch, span.part, other, span.start, span.stop)
+            Link(span.branch, own, other, span.start, span.stop)
             for span in self._shown
+            if (own := span.part.within_rows(keys)).start < own.stop
             for other in parts
             if span.reaches(other)
         ]
@@ -316,20 +358,22 @@ class RankPlan:
         segment adds once.
         """
         crossing = {span.branch for span in (*self._seen, *self._shown)}
-        others = sum(map(len, self.plan.layout.ranges)) - 1  # of the same document
+        others = sum(map(self.plan.fetched_ranges, range(self.world_size))) - 1  # of a document
         mean = 0.0
         for branch, rate in enumerate(self.plan.pattern.dilation_rates):
             heads = len(self.plan.tiling.heads[branch]) / len(self.plan.kv_heads)
             mean += heads / rate * (1 + others * (branch in crossing))
         return mean
 
-    def received_rows(self, sender: int) -> int:
-        """Distinct (row, head) pairs that `sender` sends this rank."""
-        return self.plan.tiling.count_rows(self._links_from(sender))
+    def received_rows(self, sender: int, piece: int | None = None) -> int:
+        """Distinct (row, head) pairs that `sender` sends this rank: in all, or of a piece."""
+        keys = None if piece is None else self.plan.piece(sender, piece)
+        return self.plan.tiling.count_rows(self._links_from(sender, keys))
 
     def sent_rows(self, receiver: int) -> int:
         """Distinct (row, head) pairs that this rank sends `receiver`."""
-        return self.plan.tiling.count_rows(self._links_to(receiver))
+        everything = range(self.plan.layout.local_length(self.index))
+        return self.plan.tiling.count_rows(self._links_to(receiver, everything))
 
     @cached_property
     def _peers(self) -> list[int]:
@@ -345,26 +389,37 @@ class RankPlan:
         """Distinct (row, head) pairs that this rank sends, over all peers."""
         return sum(map(self.sent_rows, self._peers))
 
-    def step(self, step: int) -> Step:
-        """What this rank exchanges and computes at step 1 <= `step` < world size."""
-        if step not in self._steps:
-            self._steps[step] = self._make_step(step)
-        return self._steps[step]
+    def step(self, step: int, piece: int = 0) -> Step:
+        """What this rank exchanges and computes at step 1 <= `step` < world size, of a piece."""
+        if (step, piece) not in self._steps:
+            self._steps[step, piece] = self._make_step(step, piece)
+        return self._steps[step, piece]
 
-    def _make_step(self, step: int) -> Step:
+    def _make_step(self, step: int, piece: int) -> Step:
         sender = (self.index - step) % self.world_size
         receiver = (self.index + step) % self.world_size
-        received, tiling = self._links_from(sender), self.plan.tiling
+        received = self._links_from(sender, self.plan.piece(sender, piece))
+        shown = self._links_to(receiver, self.plan.piece(self.index, piece))
+        tiling = self.plan.tiling
         receive, slots = tiling.message(sender, self.index, received)
-        send, _ = tiling.message(self.index, receiver, self._links_to(receiver))
+        send, _ = tiling.message(self.index, receiver, shown)
         tiles = join_tiles(
             list(tiling.tiles(link, slots=slots.get(link.message_entry, {}))) for link in received
         )
-        return Step(step, receive, send, _groups(tiles))
+        return Step(step, piece, receive, send, _groups(tiles))
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps there are."""
+        return self.plan.pieces * (self.world_size - 1)
 
     def steps(self) -> Iterator[Step]:
-        """Every step in order; most exchange nothing when segments are shorter than shards."""
-        return map(self.step, range(1, self.world_size))
+        """Every step in order; most exchange nothing when segments are shorter than shards.
+
+        A piece goes to all ranks before the next: it is packed once.
+        """
+        order = product(range(self.plan.pieces), range(1, self.world_size))
+        return (self.step(step, piece) for piece, step in order)
 
     @cached_property
     def pairs(self) -> int:

@@ -53,7 +53,7 @@ def check_plan(plan: AttentionPlan) -> None:
         received = 0
         for step in rank_plan.steps():
             sender = (rank - step.step) % layout.world_size
-            mirror = plan.rank(sender).step(step.step)
+            mirror = plan.rank(sender).step(step.step, step.piece)
             if step.receive != mirror.send:
                 raise PlanError(
                     f"step {step.step}: rank {rank} receives {step.receive}, "

@@ -115,8 +115,9 @@ def memory(rank: RankPlan, size: TensorSize, *, gathers: bool | None = None) -> 
         rows = rank.total_received_rows
     else:
         by_step = [
-            part.received_rows((rank.index - s) % world_size)
+            part.received_rows((rank.index - s) % world_size, piece)
             for part in rank.parts(gathers=False)
+            for piece in range(part.plan.pieces)
             for s in range(1, world_size)
         ]
         rows = max((a + b for a, b in pairwise([*by_step, 0])), default=0)

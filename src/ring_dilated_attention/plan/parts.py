@@ -38,6 +38,11 @@ class Part(NamedTuple):
         start, stop = max(start, self.start), min(stop, self.stop)
         return self._replace(start=start, stop=stop, local=self.local_row(start))
 
+    def within_rows(self, rows: range) -> Part:
+        """What lies of the part in these local rows; nothing where start >= stop."""
+        behind = self.start - self.local
+        return self.within(rows.start + behind, rows.stop + behind)
+
     @property
     def is_whole(self) -> bool:
         """Whether it is all of its document."""

@@ -16,7 +16,7 @@ row() {
 everyone=$(seq -s, 1 "$gpus")
 wide=(--dtype bfloat16 --head-dim 128)
 row dense --ranks "1,$gpus" --pattern dense --causal --heads 16 "${wide[@]}" \
-  --length 65536 --length 262144 --peer cp:allgather --peer cp:alltoall --peer ours:copies --no-errors
+  --length 65536 --length 262144 --peer cp:allgather --peer cp:alltoall --peer ours:messages --no-errors
 row longnet --ranks "$everyone" --pattern longnet --heads 12 "${wide[@]}" --length 1048576
 row crossing --ranks "1,$gpus" --segment-lengths 2048,16384,131072,all \
   --dilation-rates 1,8,64,512 --heads 12 "${wide[@]}" --length 1048576 --causal --no-causal

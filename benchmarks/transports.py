@@ -129,7 +129,7 @@ def main(
     assert world is not None
     exchanges = {
         "copies": ProcessGroupExchange(world, peer_memory=True),
-        "NCCL": ProcessGroupExchange(world),
+        "NCCL": ProcessGroupExchange(world, peer_memory=False),
     }
     rows = []
     for case in (case for case in CASES if only in case.name):

@@ -222,9 +222,9 @@ def test_peers_refuse(name, change, size, reason):
         ring_peers.ring_contender(name, case, None, size, torch.device("cuda"))
 
 
-def test_copies_are_for_gpus():
-    with pytest.raises(ValueError, match="ours:copies runs on cuda, the inputs are on cpu"):
-        ring_peers.ring_contender("ours:copies", DILATED, None, 2, torch.device("cpu"))
+def test_comparing_with_messages_is_for_gpus():
+    with pytest.raises(ValueError, match="ours:messages runs on cuda, the inputs are on cpu"):
+        ring_peers.ring_contender("ours:messages", DILATED, None, 2, torch.device("cpu"))
 
 
 def test_layouts():
@@ -352,7 +352,7 @@ def test_on_cuda(tmp_path):
         dataclasses.replace(DENSE, length=4096, head_dim=64, dtype="bfloat16"),
         dataclasses.replace(DILATED, length=4099, head_dim=64, dtype="bfloat16"),
     ]
-    peers = ("cp:allgather", "cp:alltoall", "ours:copies")
+    peers = ("cp:allgather", "cp:alltoall", "ours:messages")
     options = RanksOptions(device="cuda", repeats=3, peers=peers)
     found = launch(measure_ranks, 2, cases, [1, 2], options, device="cuda", out=tmp_path).value
     for result in found:

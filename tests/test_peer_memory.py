@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from random import Random
 
 import pytest
 import torch
 
-from ring_dilated_attention import DilatedPattern, dilated_attention, peer_memory
+from ring_dilated_attention import DilatedPattern, dilated_attention, exchange, peer_memory
 from ring_dilated_attention.exchange import ProcessGroupExchange
-from ring_dilated_attention.peer_memory import Operation, Outboxes, Place, check_reach
+from ring_dilated_attention.peer_memory import Operation, Outboxes, Place, out_of_reach
 from ring_dilated_attention.testing import run_ranks
 
 
@@ -111,8 +113,8 @@ PAIR = [place("a", "0", "1"), place("a", "1", "0")]
 
 
 def test_who_can_reach_whom():
-    check_reach(PAIR)
-    check_reach(PAIR[:1])
+    assert out_of_reach(PAIR) is None
+    assert out_of_reach(PAIR[:1]) is None
 
 
 @pytest.mark.parametrize(
@@ -120,23 +122,22 @@ def test_who_can_reach_whom():
     [
         ([PAIR[0], place("a", "1")], r"rank 1 \(device 1 of a\) cannot read that of rank 0"),
         ([PAIR[0], place("b", "1", "0")], "rank 0 .* cannot read that of rank 1 .*of b"),
-        ([place("a", "0"), place("a", "0")], "device 0 of a.*device 0 of a"),
+        ([place("a", "0"), place("a", "0")], ".*device 0 of a.*device 0 of a"),
         ([*PAIR, place("a", "2", "0", "1")], "rank 0 .* rank 2"),
-        ([place("a", "cpu"), place("a", "cpu")], "device cpu"),
+        ([place("a", "cpu"), place("a", "cpu")], ".*device cpu"),
     ],
 )
 def test_who_cannot(places, named):
-    with pytest.raises(ValueError, match=named):
-        check_reach(places)
+    assert re.match(named, out_of_reach(places))
 
 
 def ask_for_copies_on_the_cpu(rank, world_size):
     group = torch.distributed.group.WORLD
     assert group is not None
     x = torch.zeros(1, 4, 1, 8)
-    exchange = ProcessGroupExchange(group, peer_memory=True)
+    ends = ProcessGroupExchange(group, peer_memory=True)
     try:
-        dilated_attention(x, x, x, DilatedPattern.dense(), group=exchange)
+        dilated_attention(x, x, x, DilatedPattern.dense(), group=ends)
     except ValueError as error:
         return str(error)
     return ""
@@ -146,3 +147,43 @@ def test_copies_are_refused_without_gpus():
     for message in run_ranks(ask_for_copies_on_the_cpu, 2):
         assert "peer_memory=True needs ranks on CUDA devices" in message
         assert "device cpu" in message
+
+
+def choose(rank, world_size, peer_memory, hosts, broken):
+    """What moves rows of ranks on CUDA devices, of which there are none here; the warnings."""
+
+    def share(group, device):
+        if rank in broken:
+            raise RuntimeError("no permission")
+        return "copies"
+
+    exchange.place_of = lambda device: place(hosts[rank], str(rank), *"01".replace(str(rank), ""))
+    exchange.PeerMemory = share
+    exchange.Communicator = lambda group, device: "messages"
+    ends = ProcessGroupExchange(torch.distributed.group.WORLD, peer_memory=peer_memory)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        try:
+            return ends._transport(torch.device("cuda")), [str(one.message) for one in warned]
+        except (RuntimeError, ValueError) as error:
+            return type(error).__name__, [str(error)]
+
+
+def test_what_moves_rows():
+    def of_all(*args):
+        first, second = run_ranks(choose, 2, *args)
+        assert first == second
+        return first
+
+    assert of_all(None, "aa", []) == ("copies", [])
+    assert of_all(None, "ab", []) == ("messages", [])
+    assert of_all(False, "aa", []) == ("messages", [])
+    assert of_all(True, "aa", []) == ("copies", [])
+    assert of_all(True, "ab", [])[0] == "ValueError"
+
+
+@pytest.mark.parametrize(("asked", "found"), [(None, "messages"), (True, "RuntimeError")])
+def test_memory_that_one_rank_cannot_share(asked, found):
+    for outcome, (text,) in run_ranks(choose, 2, asked, "aa", [1]):
+        assert outcome == found
+        assert "['rank 1: no permission']" in text

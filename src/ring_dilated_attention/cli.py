@@ -461,7 +461,7 @@ def bench(
             help="What else to run, in turn with it: sdpa (dense), torchscale (gathers), kernel "
             "(attention on contiguous segments), flash4 (dense); name:KERNEL forces the kernel "
             "inside (cudnn, flash, ...). With --ranks: cp:allgather, cp:alltoall (torch's "
-            "context_parallel), ring-flash-attn:zigzag, ours:copies (rows travel by copy engines). "
+            "context_parallel), ring-flash-attn:zigzag, ours:messages (rows travel by NCCL). "
             "May be repeated."
         ),
     ] = None,

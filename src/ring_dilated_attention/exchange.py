@@ -1,12 +1,13 @@
 """Move rows between ranks.
 
 An `Exchange` is one rank's end of a group. `ProcessGroupExchange` is that of torch.distributed's
-groups: rows travel by messages (`communicator`), or, if asked for, by copies between GPUs of one
-host (`peer_memory`). `loopback.LoopbackExchange` connects ranks that are threads of one process.
+groups: rows travel by copies between GPUs of one host (`peer_memory`), else by messages
+(`communicator`). `loopback.LoopbackExchange` connects ranks that are threads of one process.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Protocol, TypeAlias, cast
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from .communicator import Communicator, Works
-from .peer_memory import PeerMemory, check_reach, place_of
+from .peer_memory import PeerMemory, out_of_reach, place_of
 
 
 class Pending(Protocol):
@@ -168,9 +169,9 @@ class _Transport(Protocol):
         """See `Exchange.start`."""
 
 
-_transports: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, bool], _Transport]]
+_transports: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, bool | None], _Transport]]
 _transports = WeakKeyDictionary()
-"""Of each group that has exchanged rows, by device type and whether peer memory was allowed."""
+"""Of each group that has exchanged rows, by device type and what was asked for."""
 
 
 @lru_cache(maxsize=8)
@@ -181,32 +182,34 @@ def _agreement_stream(device: torch.device) -> torch.cuda.Stream:
 class ProcessGroupExchange:
     """An `Exchange` over a ProcessGroup of torch.distributed (gloo, NCCL).
 
-    Rows travel over a communicator of their own: they do not queue behind the caller's collectives,
-    nor these behind them. With `peer_memory` copy engines move them instead, between GPUs of one
-    host that can read each other's memory. The first call with a group makes what is needed; a
-    communicator of NCCL connects every pair of ranks, which takes seconds.
+    GPUs of one host that can read each other's memory move rows by their copy engines, which take
+    no multiprocessor from the compute and NVLink's whole rate. Elsewhere rows travel as messages,
+    over a communicator of their own: they do not queue behind the caller's collectives, nor these
+    behind them. The first call with a group makes what is needed; a communicator of NCCL connects
+    every pair of ranks, which takes seconds.
 
     Args:
         group: the group; this process must be a member.
-        peer_memory: whether copy engines are to be used; alike on all ranks. Faster where steps are
-            short, and NEW: 200 calls of mixed shapes have not been seen to end with it
-            (benchmarks/results/many_gpus_*.md). A rank that dies leaves the others waiting, without
-            the timeout of NCCL.
+        peer_memory: whether copy engines move rows; alike on all ranks. None: where they can, with
+            a warning where the ranks' GPUs can read each other's memory and the system does not
+            let them share it. They take 32 MiB of a GPU for each of its peers. A rank that dies
+            leaves the others waiting, without the timeout of NCCL.
 
     Raises:
         ValueError: this process is not a member of the group; from the first call, with
-            `peer_memory`: the tensors are not on CUDA devices of one host that can read each
+            ``peer_memory=True``: the tensors are not on CUDA devices of one host that can read each
             other's memory.
+        RuntimeError: from the first call, with ``peer_memory=True``: they cannot share it.
     """
 
-    def __init__(self, group: dist.ProcessGroup, *, peer_memory: bool = False) -> None:
+    def __init__(self, group: dist.ProcessGroup, *, peer_memory: bool | None = None) -> None:
         self.rank = dist.get_rank(group)
         if self.rank < 0:
             raise ValueError(f"rank {dist.get_rank()} is not a member of the group {group!r}")
         self.world_size = dist.get_world_size(group)
         self.sent_bytes = 0
         self._group = group
-        self._peer_memory = bool(peer_memory)
+        self._peer_memory = peer_memory
 
     def start(
         self, send: tuple[int, torch.Tensor] | None, receive: tuple[int, torch.Tensor] | None
@@ -224,19 +227,46 @@ class ProcessGroupExchange:
         known = _transports.setdefault(self._group, {})
         key = device.type, self._peer_memory
         if key not in known:
-            if self._peer_memory:
-                check_reach(self.share(place_of(device)))
-                known[key] = PeerMemory(self._group, device)
-                self._maximum([0], device)  # nobody writes to memory that its rank has yet to clear
-            else:
-                known[key] = Communicator(self._group, device)
+            copies = self._peer_memory or (self._peer_memory is None and device.type == "cuda")
+            made = self._share_memory(device) if copies else None
+            known[key] = made or Communicator(self._group, device)
         return known[key]
+
+    def _share_memory(self, device: torch.device) -> PeerMemory | None:
+        """Peer memory of the group; None where that is not to be had, and was not asked for."""
+        reason = out_of_reach(self.share(place_of(device)))
+        if reason is not None:
+            if self._peer_memory:
+                raise ValueError(
+                    "peer_memory=True needs ranks on CUDA devices of one host, which can read each "
+                    f"other's memory and are visible to every rank; {reason}"
+                )
+            return None
+        made, failure = None, ""
+        try:
+            made = PeerMemory(self._group, device)
+        except RuntimeError as error:
+            failure = f"rank {self.rank}: {error}"
+        # Having heard of all, nobody writes to memory that its rank has yet to clear.
+        failures = [one for one in self.share(failure) if one]
+        if failures and self._peer_memory:
+            raise RuntimeError(f"peer_memory=True, but memory cannot be shared: {failures}")
+        if failures:
+            warnings.warn(
+                "the GPUs of this host could read each other's memory, but cannot share it, so "
+                "rows travel as messages, which is slower (peer_memory=False asks for that): "
+                f"{failures}",
+                stacklevel=2,
+            )
+            return None
+        return made
 
     def maximum(self, values: Sequence[int], device: torch.device) -> list[int]:
         """See `Exchange.maximum`."""
         on_cuda = int(device.type == "cuda")
         *found, some, none = self._maximum([*values, on_cuda, -on_cuda], device)
-        if some == -none:  # all ranks are here, and on such devices: what making it needs
+        # What making it needs: all ranks are here, and on such devices.
+        if some == -none and self.world_size > 1:
             self._transport(device)
         return found
 

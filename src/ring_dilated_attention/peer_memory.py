@@ -62,16 +62,15 @@ def place_of(device: torch.device) -> Place:
     return Place(host, _uuid(own), frozenset(reads))
 
 
-def check_reach(places: Sequence[Place]) -> None:
-    """Raise a `ValueError` unless ranks at these places can all read each other's memory."""
+def out_of_reach(places: Sequence[Place]) -> str | None:
+    """Which rank at these places cannot read whose memory; None if all can."""
     for (rank, here), (other, there) in permutations(enumerate(places), 2):
         if here.host != there.host or there.device not in here.reads:
-            raise ValueError(
-                "peer_memory=True needs ranks on CUDA devices of one host, which can read each "
-                f"other's memory and are visible to every rank; rank {rank} (device {here.device} "
-                f"of {here.host}) cannot read that of rank {other} (device {there.device} of "
-                f"{there.host})"
+            return (
+                f"rank {rank} (device {here.device} of {here.host}) cannot read that of rank "
+                f"{other} (device {there.device} of {there.host})"
             )
+    return None
 
 
 def _uuid(index: int) -> str:
@@ -167,7 +166,7 @@ class PeerMemory:
     `nbytes`, is not in the figures of torch's allocator.
 
     Args:
-        group: the ranks; `check_reach` lets their places pass.
+        group: the ranks, none of which is `out_of_reach` of another.
         device: this rank's.
 
     Raises:

@@ -2,8 +2,8 @@
 
 ``cp:allgather`` and ``cp:alltoall`` are torch's context_parallel with its two ways of rotating K
 and V, cuDNN inside; on one rank they are that cuDNN call. ``ring-flash-attn:zigzag`` is the package
-of that name. They compute the dense pattern only. ``ours:copies`` is this library with rows that
-travel by copy engines between GPUs of one host.
+of that name. They compute the dense pattern only. ``ours:messages`` is this library with rows that
+travel as messages of NCCL between GPUs of one host too.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from ..pattern import DilatedPattern, check_choice
 from .case import Case
 from .peers import OURS, Attend
 
-COPIES = "ours:copies"
-PEERS = ("cp:allgather", "cp:alltoall", "ring-flash-attn:zigzag", COPIES)
+MESSAGES = "ours:messages"
+PEERS = ("cp:allgather", "cp:alltoall", "ring-flash-attn:zigzag", MESSAGES)
 LAYOUTS = ("auto", "contiguous", "zigzag")
 
 _HALVES = ("float16", "bfloat16")
@@ -87,14 +87,14 @@ def ring_contender(
         return _ours(case, group, size, layout, exchange)
     check_choice("peer", name, PEERS)
     dense = DilatedPattern.dense()
-    if name != COPIES and case.pattern != dense:
+    if name != MESSAGES and case.pattern != dense:
         raise ValueError(f"{name} computes the dense pattern {dense}; got {case.pattern}")
     if device.type != "cuda":
         raise ValueError(f"{name} runs on cuda, the inputs are on {device.type}")
-    if name == COPIES:
+    if name == MESSAGES:
         if size > 1:
             assert isinstance(group, dist.ProcessGroup)
-            group = ProcessGroupExchange(group, peer_memory=True)
+            group = ProcessGroupExchange(group, peer_memory=False)
         return _ours(case, group, size, layout, exchange)
     if case.dtype not in _HALVES:
         raise ValueError(f"{name} takes {', '.join(_HALVES)}; got {case.dtype}")

@@ -55,7 +55,16 @@ def _measure(rank, world_size):
     """What the test below looks at, in one world of processes."""
     measure.MATMUL_SIZES["cpu"] = 64
     said: list[str] = []
-    found = [measure_ranks([DENSE, DILATED], SIZES, OPTIONS, progress=said.append)]
+    counted: list[int] = []
+    found = [
+        measure_ranks(
+            [DENSE, DILATED],
+            SIZES,
+            OPTIONS,
+            progress=said.append,
+            finished=lambda results: counted.append(len(results)),
+        )
+    ]
     weak = RanksOptions(device="cpu", repeats=1, scaling="weak", errors=False, exchange="ring")
     found.append(measure_ranks([DILATED], [2], weak))
 
@@ -79,7 +88,7 @@ def _measure(rank, world_size):
         with pytest.raises(KeyError), ring_peers.in_context_parallel(*arguments):
             raise KeyError
         dealt.append(torch.nn.functional.scaled_dot_product_attention.__name__)
-    return found, said, dealt
+    return found, said, dealt, counted
 
 
 @pytest.fixture(scope="module")
@@ -100,11 +109,13 @@ def timings(result):
 
 
 def test_every_rank_knows_every_result(world):
-    (everything, said, _), *others = world
+    (everything, said, _, counted), *others = world
     assert all(other[0] == everything for other in others)
     assert [len(other[1]) for other in others] == [0, 0]
     assert said[1] == f"{DENSE} on 2 ranks"
     assert len(said) == 2 * len(SIZES)
+    assert counted == list(range(2, 2 * len(said) + 1, 2))  # ours and a peer each time
+    assert not any(other[3] for other in others)
 
 
 def test_ours_is_right_on_every_size(results):
@@ -124,11 +135,13 @@ def test_ours_is_right_on_every_size(results):
             assert timing.matmul_size == 64
             assert timing.fraction > 0
             communication = timing.communication
-            assert communication.bytes_match
-            assert len(communication.sent_bytes) == result.ranks
-            assert (sum(communication.sent_bytes) > 0) == (result.ranks > 1)
-            assert (communication.exposed_ms > 0) == (result.ranks > 1)
-            assert 0 <= communication.share < 1
+            assert (communication is None) == (result.ranks == 1)
+            if communication is not None:
+                assert communication.bytes_match
+                assert len(communication.sent_bytes) == result.ranks
+                assert sum(communication.sent_bytes) > 0
+                assert communication.exposed_ms > 0
+                assert 0 < communication.share < 1
             memory = timing.memory
             assert memory.peak is None
             deal = SequenceLayout.zigzag if result.case.is_causal else SequenceLayout.contiguous
@@ -201,7 +214,7 @@ def test_what_all_ranks_cannot_do_is_a_row(world):
 
 
 def test_context_parallel_deals_as_expected_and_cleans_up(world):
-    for _, _, dealt in world:
+    for _, _, dealt, _ in world:
         assert dealt == ["inner_fn", "scaled_dot_product_attention"] * 2
 
 
@@ -220,6 +233,14 @@ def test_peers_refuse(name, change, size, reason):
     case = dataclasses.replace(DENSE, **{"dtype": "bfloat16", **change})
     with pytest.raises(ValueError, match=reason):
         ring_peers.ring_contender(name, case, None, size, torch.device("cuda"))
+
+
+def test_messages_are_compared_with_ours_on_one_rank(results):
+    one, three = results[0], dataclasses.replace(results[4], contender=ring_peers.MESSAGES)
+    ratio = one.forward.median_ms / three.forward.median_ms
+    assert compare(three, [*results, three], False).speed_up == pytest.approx(ratio)
+    with pytest.raises(ValueError, match="ours:messages needs several ranks: on one it is ours"):
+        ring_peers.ring_contender(ring_peers.MESSAGES, DENSE, None, 1, torch.device("cuda"))
 
 
 def test_comparing_with_messages_is_for_gpus():

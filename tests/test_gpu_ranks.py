@@ -126,7 +126,7 @@ def soak(rank, world_size, peer_memory, repeats):
                 worst = max(worst, relative_error(a, part))
         del whole, mine, got, a, b, part
         held.append(torch.cuda.memory_allocated(device))
-        if rank == 0 and repeat % 20 == 0:
+        if rank == 0 and repeat % 10 == 0:
             print(f"repeat {repeat}, largest error {worst:.1e}", flush=True)
     return worst, held
 

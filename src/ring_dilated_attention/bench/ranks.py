@@ -38,6 +38,7 @@ def measure_ranks(
     options: RanksOptions,
     *,
     progress: Callable[[str], None] | None = None,
+    finished: Callable[[list[RanksResult]], None] | None = None,
 ) -> list[RanksResult]:
     """Time cases on the first p ranks of the default process group, for every size p.
 
@@ -50,6 +51,7 @@ def measure_ranks(
         sizes: numbers of ranks.
         options: how to measure.
         progress: told on rank 0 what is about to be measured.
+        finished: given on rank 0, after each case and size, all results so far.
 
     Returns:
         A result per case, size and contender, in order, `OURS` before its peers; on every rank.
@@ -82,6 +84,8 @@ def measure_ranks(
             team = teams[size]
             if team is not None:
                 results.extend(_Run(base, case, team, names, options).results())
+                if finished is not None and team.rank == 0:
+                    finished(results)
             dist.barrier(group=everyone)
     shared: list[list[RanksResult]] = [results]
     dist.broadcast_object_list(shared, 0, group=everyone)
@@ -234,7 +238,7 @@ class _Run:
             return None
         memory = heaviest(team.share(held))
         communication = None
-        if entry.name == OURS:
+        if entry.name == OURS and team.size > 1:
             communication = entry.attempt(
                 team,
                 partial(

@@ -66,17 +66,15 @@ def run(
     cases = sweep("cuda" if on_cuda else "cpu", **options)
     out = out or runs / time.strftime("bench-%Y%m%d-%H%M%S")
     value, first = launch(
-        measure_and_describe, max(ranks), cases, list(ranks), measured,
+        measure_and_write, max(ranks), cases, list(ranks), measured, out, command,
         device=measured.device, out=out,
     )  # fmt: skip
     if not first:
         return True
-    results, environment = value
-    out.mkdir(parents=True, exist_ok=True)
-    environment = {**environment, "seed": measured.seed}
+    results, environment, path = value
     for name, found in environment.items():
         console.print(f"{name}: {found}", highlight=False)
-    written = [ranks_report.write_json(out, results, environment, command)]
+    written = [path]
     ours = [result for result in results if result.contender == OURS]
     statuses = {result.status for result in ours}
     if statuses == {REFUSED}:
@@ -94,16 +92,28 @@ def run(
     return OK in statuses and FAILED not in statuses and ranks_report.bytes_match(results)
 
 
-def measure_and_describe(
-    cases: Sequence[Case], sizes: Sequence[int], options: RanksOptions
-) -> tuple[list[RanksResult], dict[str, Any]]:
-    """`measure_ranks`, and the environment of this rank; for `launch`."""
-    results = measure_ranks(cases, sizes, options, progress=_say)
+def measure_and_write(
+    cases: Sequence[Case],
+    sizes: Sequence[int],
+    options: RanksOptions,
+    out: Path,
+    command: Sequence[str],
+) -> tuple[list[RanksResult], dict[str, Any], Path]:
+    """`measure_ranks`, the environment of this rank and the JSON file of both; for `launch`.
+
+    The file is there as soon as there is a result: a long run that ends early leaves what it found.
+    """
     device = resolve_device(options.device)
-    environment = report.environment(device)
+    environment = {**report.environment(device), "seed": options.seed}
     if device.type == "cuda":
         environment["nccl"] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-    return results, environment
+
+    def write(results: list[RanksResult]) -> None:
+        out.mkdir(parents=True, exist_ok=True)
+        ranks_report.write_json(out, results, environment, command)
+
+    results = measure_ranks(cases, sizes, options, progress=_say, finished=write)
+    return results, environment, out / report.JSON_NAME
 
 
 def _say(text: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from .case import Case
 from .peers import OURS
 from .result import OK, Errors
+from .ring_peers import MESSAGES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +95,7 @@ class RanksTiming:
         matmul_tflops: rate of the matrix product that took turns with the calls; mean of the ranks.
         matmul_size: its side.
         memory: of the rank that holds most.
-        communication: of ours; None: not measured.
+        communication: of ours on several ranks; None: not measured.
     """
 
     flops_by_rank: tuple[int, ...]
@@ -170,8 +171,9 @@ class Comparison:
     """A timing beside others of the same run; None: there is no such other.
 
     Attributes:
-        speed_up: time of the same contender on one rank over this time. With strong scaling p is
-            ideal; with weak scaling it is the efficiency, and 1 is ideal where work is linear.
+        speed_up: time of the same contender on one rank (ours, for `MESSAGES`) over this time. With
+            strong scaling p is ideal; with weak scaling it is the efficiency, and 1 is ideal where
+            work is linear.
         rate_to_one: useful TFLOP/s per rank over those of the same contender on one rank.
         memory_to_one: `RankMemory.total` over that of the same contender on one rank.
         ours_to_this: our useful TFLOP/s on as many ranks over these; None for ours.
@@ -200,7 +202,8 @@ def compare(result: RanksResult, results: Sequence[RanksResult], backward: bool)
                 return found.timing(backward)
         return None
 
-    one, ours = other(1, result.contender), other(result.ranks, OURS)
+    alone = OURS if result.contender == MESSAGES else result.contender
+    one, ours = other(1, alone), other(result.ranks, OURS)
     total, total_of_one = timing.memory.total, None if one is None else one.memory.total
     return Comparison(
         speed_up=None if one is None else one.median_ms / timing.median_ms,

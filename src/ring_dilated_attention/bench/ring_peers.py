@@ -92,10 +92,11 @@ def ring_contender(
     if device.type != "cuda":
         raise ValueError(f"{name} runs on cuda, the inputs are on {device.type}")
     if name == MESSAGES:
-        if size > 1:
-            assert isinstance(group, dist.ProcessGroup)
-            group = ProcessGroupExchange(group, peer_memory=False)
-        return _ours(case, group, size, layout, exchange)
+        if size == 1:
+            raise ValueError(f"{name} needs several ranks: on one it is {OURS}")
+        assert isinstance(group, dist.ProcessGroup)
+        by_messages = ProcessGroupExchange(group, peer_memory=False)
+        return _ours(case, by_messages, size, layout, exchange)
     if case.dtype not in _HALVES:
         raise ValueError(f"{name} takes {', '.join(_HALVES)}; got {case.dtype}")
     kind, _, method = name.partition(":")

@@ -17,7 +17,7 @@ ORDER = [
     ["reference", "merge", "kernels"],
     ["accumulate"],
     ["tiles"],
-    ["communicator", "peer_memory"],
+    ["board", "communicator", "peer_memory"],
     ["exchange"],
     ["loopback"],
     ["views", "packing", "agreement", "packed", "turns"],

@@ -34,7 +34,7 @@ class Communicator:
             backend = dist.ProcessGroupNCCL(store, rank, world_size, _nccl_options(group))
         else:
             kind = dist.ProcessGroup.BackendType.GLOO
-            backend = dist.ProcessGroupGloo(store, rank, world_size, _timeout(group, device))
+            backend = dist.ProcessGroupGloo(store, rank, world_size, timeout_of(group, device))
         self._messages._set_default_backend(kind)
         self._messages._register_backend(torch.device(device.type), kind, backend)
         if device.type == "cuda":
@@ -70,8 +70,8 @@ class Communicator:
         return Works([self._messages._end_coalescing(tensors[0].device)], tensors)
 
 
-def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """The caller's."""
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """How long the group waits for tensors on such devices."""
     timeout: timedelta = group._get_backend(device).options._timeout
     return timeout
 
@@ -80,7 +80,7 @@ def _nccl_options(group: dist.ProcessGroup) -> Any:
     """The caller's timeout; few multiprocessors, but those before the attention kernels."""
     options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options.config.max_ctas = MOST_CTAS
-    options._timeout = _timeout(group, torch.device("cuda"))
+    options._timeout = timeout_of(group, torch.device("cuda"))
     options.global_ranks_in_group = dist.get_process_group_ranks(group)
     options.group_name = f"ring_dilated_attention {group.group_name}"
     return options

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from .communicator import Communicator, Works
+from .board import MOST_VALUES, Board, make_board
+from .communicator import Communicator, Works, timeout_of
 from .peer_memory import PeerMemory, out_of_reach, place_of
 
 
@@ -53,8 +54,9 @@ class Exchange(Protocol):
     def maximum(self, values: Sequence[int], device: torch.device) -> list[int]:
         """The elementwise maximum of `values` (int64) over all ranks: one small collective.
 
-        It runs on the CPU where the group can, else on `device`, where the ranks' tensors are,
-        without waiting for what that has still to compute.
+        It runs in shared memory where all ranks are on one Linux host, else on the CPU where the
+        group can, else on `device`, where the ranks' tensors are; nothing waits for what that has
+        still to compute.
         """
 
     def share(self, value: Any) -> list[Any]:
@@ -174,6 +176,10 @@ _transports = WeakKeyDictionary()
 """Of each group that has exchanged rows, by device type and what was asked for."""
 
 
+_boards: WeakKeyDictionary[dist.ProcessGroup, Board | None] = WeakKeyDictionary()
+"""Of each group whose ranks have agreed on something."""
+
+
 @lru_cache(maxsize=8)
 def _agreement_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
@@ -263,15 +269,23 @@ class ProcessGroupExchange:
 
     def maximum(self, values: Sequence[int], device: torch.device) -> list[int]:
         """See `Exchange.maximum`."""
+        if self.world_size == 1:
+            return list(values)
         on_cuda = int(device.type == "cuda")
         *found, some, none = self._maximum([*values, on_cuda, -on_cuda], device)
-        # What making it needs: all ranks are here, and on such devices.
-        if some == -none and self.world_size > 1:
+        if some == -none:  # all ranks are here, and on such devices: what making it needs
             self._transport(device)
         return found
 
     def _maximum(self, values: list[int], device: torch.device) -> list[int]:
-        if "cpu" in dist.get_backend_config(self._group):
+        on_cpu = "cpu" in dist.get_backend_config(self._group)
+        if self._group not in _boards:
+            timeout = timeout_of(self._group, torch.device("cpu" if on_cpu else "cuda"))
+            _boards[self._group] = make_board(self.rank, self.world_size, self.share, timeout)
+        board = _boards[self._group]
+        if board is not None and len(values) <= MOST_VALUES:
+            return board.maximum(values)
+        if on_cpu:
             return self._reduce(torch.tensor(values, dtype=torch.int64))
         if device.type == "cpu":
             device = torch.device("cuda", torch.cuda.current_device())  # all that NCCL can reach

@@ -42,6 +42,36 @@ def test_nccl(peer_memory):
     assert not failures(cases, outcomes)
 
 
+def subgroups(world_size):
+    """Ranks of groups that overlap, so that a rank has another number in each."""
+    return [range(world_size - 1), range(1, world_size), range(world_size)]
+
+
+def cases_of(ranks, device="cuda"):
+    return [replace(case, device=device) for case in list(sweep(len(ranks)))[::7]]
+
+
+def run_in_subgroups(rank, world_size, device, peer_memory):
+    """By group, the outcomes of the ranks that are in it."""
+    groups = [(ranks, torch.distributed.new_group(list(ranks))) for ranks in subgroups(world_size)]
+    outcomes = []
+    for ranks, group in groups:
+        outcomes.append([])
+        if rank in ranks:
+            exchange = ProcessGroupExchange(group, peer_memory=peer_memory)
+            outcomes[-1] = [run_case(case, exchange) for case in cases_of(ranks, device)]
+    return outcomes
+
+
+@pytest.mark.parametrize("peer_memory", [None, False])
+def test_subgroups(peer_memory):
+    world_size = torch.cuda.device_count()
+    found = run_ranks(run_in_subgroups, world_size, "cuda", peer_memory, backend="nccl")
+    for ranks, *by_rank in zip(subgroups(world_size), *found, strict=True):
+        outcomes = combine([by_rank[rank] for rank in ranks])
+        assert not failures(cases_of(ranks), outcomes)
+
+
 def many_transfers(rank, world_size, peer_memory):
     """Messages of all sizes, several in flight, ranks ahead of others; how many arrived broken."""
     group = torch.distributed.group.WORLD

@@ -132,7 +132,7 @@ def test_a_block_is_its_layers_in_turn(chunk_rows):
     normed = block.attention_norm(hidden)
     want = hidden + block.attention(normed, normed, normed, is_causal=True, rope=rotation)[0]
     want = want + block.contract(F.gelu(block.expand(block.mlp_norm(want))))
-    assert relative_error(block(hidden, rotation, chunk_rows=chunk_rows), want) < 1e-12
+    assert relative_error(block(hidden, *rotation, chunk_rows=chunk_rows), want) < 1e-12
 
 
 @pytest.mark.parametrize(("checkpoint", "times"), [("none", 2), ("keep_attention", 2), ("full", 3)])

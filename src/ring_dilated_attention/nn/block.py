@@ -1,143 +1,98 @@
-"""A block of the language model, in three parts: up to the heads, attention, and the rest."""
+"""A block of a model, in three parts: up to the heads, attention, and the rest."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from functools import partial
+from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..checkpoint import run_checkpointed
-from ..exchange import Group
-from ..layout import SequenceLayout
 from .attention import MultiheadDilatedAttention
 from .chunked import map_rows
-from .config import LongNetConfig
-from .rope import Rotation
 
 
-class LongNetBlock(nn.Module):
+class Block(nn.Module, ABC):
     """norm -> attention -> residual, norm -> MLP -> residual.
 
     All but attention itself treats every row alone and can be done in chunks of rows. With chunks
     and ``keep_attention``, autograd holds of a block its input, and out and lse of its attention;
     backward recomputes query, key and value from the input, and everything else chunk by chunk.
-
-    Args:
-        config: the shape of the model.
-        exchange: how remote rows travel; see `dilated_attention`.
-        backend: which kernels compute; see `dilated_attention`.
     """
 
-    def __init__(self, config: LongNetConfig, *, exchange: str, backend: str) -> None:
-        super().__init__()
-        self.attention_norm = nn.LayerNorm(config.embed_dim, eps=config.norm_eps)
-        self.attention = MultiheadDilatedAttention(
-            config.embed_dim,
-            config.num_heads,
-            segment_lengths=config.segment_lengths,
-            dilation_rates=config.dilation_rates,
-            head_offsets=config.head_offsets,
-            head_branches=config.head_branches,
-            num_kv_heads=config.num_kv_heads,
-            exchange=exchange,
-            backend=backend,
-        )
-        self.mlp_norm = nn.LayerNorm(config.embed_dim, eps=config.norm_eps)
-        self.expand = nn.Linear(config.embed_dim, config.ffn_dim)
-        self.contract = nn.Linear(config.ffn_dim, config.embed_dim)
+    is_causal = False
+    attention_norm: nn.Module
+    attention: MultiheadDilatedAttention
+    mlp_norm: nn.Module
+    expand: nn.Linear
+    contract: nn.Linear
 
     def forward(
         self,
         hidden: Tensor,
-        rotation: Rotation,
-        documents: Sequence[int] | None = None,
-        group: Group = None,
-        layout: SequenceLayout | None = None,
-        *,
+        *tables: Tensor,
         checkpoint: str = "none",
         chunk_rows: int | None = None,
+        **options: Any,
     ) -> Tensor:
         """Go through the block.
 
         Args:
             hidden: shape (batch, local_sequence, embed_dim).
-            rotation: of every local row.
-            documents: see `dilated_attention`.
-            group: see `dilated_attention`.
-            layout: see `dilated_attention`.
-            checkpoint: see `LongNet`.
-            chunk_rows: see `LongNet`.
+            tables: what the heads of a row need beside it, shape (local_sequence, ...).
+            checkpoint: see `LongNet` and `SlideEncoder`.
+            chunk_rows: likewise.
+            options: further keyword arguments of `MultiheadDilatedAttention.attend`.
 
         Returns:
             The shape and dtype of `hidden`.
         """
         if chunk_rows is not None and checkpoint == "keep_attention":
             # Its chunks recompute the last part by themselves, from attention's out, which is kept.
-            return self._through(hidden, rotation, documents, group, layout, checkpoint, chunk_rows)
+            return self._through(hidden, tables, checkpoint, chunk_rows, options)
         return run_checkpointed(
-            checkpoint,
-            self._through,
-            hidden,
-            rotation,
-            documents,
-            group,
-            layout,
-            "none",
-            chunk_rows,
+            checkpoint, self._through, hidden, tables, "none", chunk_rows, options
         )
 
     def _through(
         self,
         hidden: Tensor,
-        rotation: Rotation,
-        documents: Sequence[int] | None,
-        group: Group,
-        layout: SequenceLayout | None,
+        tables: tuple[Tensor, ...],
         checkpoint: str,
         chunk_rows: int | None,
+        options: dict[str, Any],
     ) -> Tensor:
-        attended = run_checkpointed(
-            checkpoint, self._attend, hidden, rotation, documents, group, layout, chunk_rows
-        )
-        attention = self.attention
-        modules = (attention.out_proj, self.mlp_norm, self.expand, self.contract)
-        return map_rows(self._rest, hidden, attended, rows=chunk_rows, modules=modules)
+        attended = run_checkpointed(checkpoint, self._attend, hidden, tables, chunk_rows, options)
+        rest = partial(self._rest, in_chunks=chunk_rows is not None)
+        return map_rows(rest, hidden, attended, rows=chunk_rows, modules=self._behind_attention())
 
     def _attend(
         self,
         hidden: Tensor,
-        rotation: Rotation,
-        documents: Sequence[int] | None,
-        group: Group,
-        layout: SequenceLayout | None,
+        tables: tuple[Tensor, ...],
         chunk_rows: int | None,
+        options: dict[str, Any],
     ) -> Tensor:
         attention = self.attention
         modules = (self.attention_norm, attention.q_proj, attention.k_proj, attention.v_proj)
-        cos, sin = (table[None] for table in rotation)  # rows are dimension 1
-        query, key, value = map_rows(
-            self._heads, hidden, cos, sin, rows=chunk_rows, modules=modules
-        )
-        return attention.attend(
-            query,
-            key,
-            value,
-            is_causal=True,
-            documents=documents,
-            group=group,
-            layout=layout,
-        )
+        rows = [table[None] for table in tables]  # rows are dimension 1
+        query, key, value = map_rows(self._heads, hidden, *rows, rows=chunk_rows, modules=modules)
+        return attention.attend(query, key, value, is_causal=self.is_causal, **options)
 
-    def _heads(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-        """Query, key and value of every row."""
-        normed = self.attention_norm(hidden)
-        return self.attention.project(
-            normed, normed, normed, rope=Rotation(cos[0], sin[0]).__call__
-        )
+    def _behind_attention(self) -> list[nn.Module]:
+        """The modules that `_rest` uses."""
+        return [self.attention.out_proj, self.mlp_norm, self.expand, self.contract]
 
-    def _rest(self, hidden: Tensor, attended: Tensor) -> Tensor:
+    @abstractmethod
+    def _heads(self, hidden: Tensor, *tables: Tensor) -> tuple[Tensor, ...]:
+        """Query, key and value of every row; the tables have a batch dimension of 1."""
+
+    def _rest(self, hidden: Tensor, attended: Tensor, *, in_chunks: bool) -> Tensor:
         """What follows attention, for every row."""
         hidden = hidden + self.attention.combine(attended)
-        contracted: Tensor = self.contract(F.gelu(self.expand(self.mlp_norm(hidden))))
-        return hidden + contracted
+        return hidden + self._contract(self.expand(self.mlp_norm(hidden)), in_chunks=in_chunks)
+
+    @abstractmethod
+    def _contract(self, expanded: Tensor, *, in_chunks: bool) -> Tensor:
+        """The MLP from its first projection on."""

@@ -1,36 +1,34 @@
-"""A block of an encoder, in three parts: up to the heads, attention, and the rest."""
+"""A block of an encoder."""
 
 from __future__ import annotations
 
 import math
-from functools import partial
-from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..checkpoint import run_checkpointed
 from .attention import MultiheadDilatedAttention
-from .chunked import map_rows
+from .block import Block
 from .norm import LayerNorm
 from .slide_config import SlideEncoderConfig
 
 
-class EncoderBlock(nn.Module):
-    """norm -> attention -> residual, norm -> MLP -> residual, with MAGNETO's sub-LN in both.
+class EncoderBlock(Block):
+    """A `Block` with MAGNETO's sub-LN in attention and in the MLP.
 
     MAGNETO (Wang et al. 2022, arXiv 2210.06423) also normalises what the output projections of
     attention and of the MLP read. torchscale's encoders do the same, in other words: their
     inner_attn_ln, fc1, ffn_layernorm and fc2 are attention.norm, expand, inner_norm and contract.
-
-    All but attention itself treats every row alone and can be done in chunks of rows; see
-    `LongNetBlock` for what autograd then holds.
 
     Args:
         config: the shape of the encoder.
         exchange: how remote rows travel; see `dilated_attention`.
         backend: which kernels compute; see `dilated_attention`.
     """
+
+    attention_norm: LayerNorm
+    mlp_norm: LayerNorm
 
     def __init__(self, config: SlideEncoderConfig, *, exchange: str, backend: str) -> None:
         super().__init__()
@@ -66,64 +64,23 @@ class EncoderBlock(nn.Module):
             nn.init.xavier_normal_(linear.weight, gain=self.gain)
             nn.init.zeros_(linear.bias)
 
-    def forward(
-        self,
-        hidden: Tensor,
-        *,
-        checkpoint: str = "none",
-        chunk_rows: int | None = None,
-        **options: Any,
-    ) -> Tensor:
-        """Go through the block.
+    def _behind_attention(self) -> list[nn.Module]:
+        norm = self.attention.norm
+        return [*super()._behind_attention(), self.inner_norm, *([] if norm is None else [norm])]
 
-        Args:
-            hidden: shape (batch, local_sequence, embed_dim).
-            checkpoint: see `SlideEncoder`.
-            chunk_rows: see `SlideEncoder`.
-            options: keyword arguments of `MultiheadDilatedAttention.attend`.
-
-        Returns:
-            The shape and dtype of `hidden`.
-        """
-        if chunk_rows is not None and checkpoint == "keep_attention":
-            # Its chunks recompute the last part by themselves, from attention's out, which is kept.
-            return self._through(hidden, checkpoint, chunk_rows, options)
-        return run_checkpointed(checkpoint, self._through, hidden, "none", chunk_rows, options)
-
-    def _through(
-        self, hidden: Tensor, checkpoint: str, chunk_rows: int | None, options: dict[str, Any]
-    ) -> Tensor:
-        attended = run_checkpointed(checkpoint, self._attend, hidden, chunk_rows, options)
-        attention = self.attention
-        modules = [attention.out_proj, self.mlp_norm, self.expand, self.inner_norm, self.contract]
-        if attention.norm is not None:
-            modules.append(attention.norm)
-        # A chunk's intermediates do not live long enough to be worth a second GELU.
-        rest = partial(self._rest, keep_inner=chunk_rows is not None)
-        return map_rows(rest, hidden, attended, rows=chunk_rows, modules=modules)
-
-    def _attend(self, hidden: Tensor, chunk_rows: int | None, options: dict[str, Any]) -> Tensor:
-        attention = self.attention
-        modules = (self.attention_norm, attention.q_proj, attention.k_proj, attention.v_proj)
-        query, key, value = map_rows(self._heads, hidden, rows=chunk_rows, modules=modules)
-        return attention.attend(query, key, value, **options)
-
-    def _heads(self, hidden: Tensor) -> tuple[Tensor, ...]:
-        """Query, key and value of every row."""
+    def _heads(self, hidden: Tensor, *tables: Tensor) -> tuple[Tensor, ...]:
         normed = self.attention_norm(hidden)
         return self.attention.project(normed, normed, normed)
 
-    def _rest(self, hidden: Tensor, attended: Tensor, *, keep_inner: bool) -> Tensor:
-        """What follows attention, for every row.
+    def _contract(self, expanded: Tensor, *, in_chunks: bool) -> Tensor:
+        """The MLP from its first projection on.
 
-        The widest tensors are those between the MLP's two projections. Unless `keep_inner`,
-        autograd holds the first projection's result alone: the GELU and its norm, which are cheap,
-        run again in backward.
+        The widest tensors are those between the MLP's two projections. Unless it is done in chunks,
+        whose intermediates do not live long, autograd holds the first projection's result alone:
+        the GELU and its norm, which are cheap, run again in backward.
         """
-        hidden = hidden + self.attention.combine(attended)
-        expanded = self.expand(self.mlp_norm(hidden))
-        return hidden + run_checkpointed("none" if keep_inner else "full", self._contract, expanded)
+        return run_checkpointed("none" if in_chunks else "full", self._normed, expanded)
 
-    def _contract(self, expanded: Tensor) -> Tensor:
+    def _normed(self, expanded: Tensor) -> Tensor:
         contracted: Tensor = self.contract(self.inner_norm(F.gelu(expanded)))
         return contracted

@@ -17,9 +17,9 @@ from ..layout import SequenceLayout
 from ..packed import Integers, as_ints
 from ..pattern import check_positive_int
 from ..plan.documents import document_borders
-from .block import LongNetBlock
 from .chunked import map_rows
 from .config import LongNetConfig
+from .longnet_block import LongNetBlock
 from .rope import RotaryEmbedding, Rotation, document_positions
 
 
@@ -201,12 +201,12 @@ class LongNet(nn.Module):
         for block in self.blocks[first : first + self.checkpoint_blocks]:
             hidden = block(
                 hidden,
-                rotation,
-                documents,
-                group,
-                layout,
+                *rotation,
                 checkpoint=self.checkpoint,
                 chunk_rows=self.chunk_rows,
+                documents=documents,
+                group=group,
+                layout=layout,
             )
         return hidden
 

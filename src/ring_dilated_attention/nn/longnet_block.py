@@ -1,0 +1,52 @@
+"""A block of the language model."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .attention import MultiheadDilatedAttention
+from .block import Block
+from .config import LongNetConfig
+from .rope import Rotation
+
+
+class LongNetBlock(Block):
+    """A causal `Block` with layer norms and rotated queries and keys.
+
+    Its tables are those of a `Rotation`.
+
+    Args:
+        config: the shape of the model.
+        exchange: how remote rows travel; see `dilated_attention`.
+        backend: which kernels compute; see `dilated_attention`.
+    """
+
+    is_causal = True
+
+    def __init__(self, config: LongNetConfig, *, exchange: str, backend: str) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.embed_dim, eps=config.norm_eps)
+        self.attention = MultiheadDilatedAttention(
+            config.embed_dim,
+            config.num_heads,
+            segment_lengths=config.segment_lengths,
+            dilation_rates=config.dilation_rates,
+            head_offsets=config.head_offsets,
+            head_branches=config.head_branches,
+            num_kv_heads=config.num_kv_heads,
+            exchange=exchange,
+            backend=backend,
+        )
+        self.mlp_norm = nn.LayerNorm(config.embed_dim, eps=config.norm_eps)
+        self.expand = nn.Linear(config.embed_dim, config.ffn_dim)
+        self.contract = nn.Linear(config.ffn_dim, config.embed_dim)
+
+    def _heads(self, hidden: Tensor, *tables: Tensor) -> tuple[Tensor, ...]:
+        normed = self.attention_norm(hidden)
+        cos, sin = (table[0] for table in tables)
+        return self.attention.project(normed, normed, normed, rope=Rotation(cos, sin).__call__)
+
+    def _contract(self, expanded: Tensor, *, in_chunks: bool) -> Tensor:
+        contracted: Tensor = self.contract(F.gelu(expanded))
+        return contracted

@@ -1,6 +1,7 @@
 """Agreements in shared memory."""
 
 import os
+import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -8,7 +9,7 @@ from random import Random
 
 import pytest
 import torch
-import torch.distributed as dist
+from worlds import world
 
 from ring_dilated_attention import board as board_module
 from ring_dilated_attention import exchange
@@ -21,7 +22,7 @@ CPU = torch.device("cpu")
 
 def calls(rank, world_size, repeats):
     """How many maxima were wrong: ranks are late now and then, and numbers are many or few."""
-    ends, own, wrong = ProcessGroupExchange(dist.group.WORLD), Random(rank), 0
+    ends, own, wrong = ProcessGroupExchange(world()), Random(rank), 0
     for repeat in range(repeats):
         random = Random(repeat)  # alike on all ranks
         count = random.choice([1, 3, MOST_VALUES - 2])
@@ -32,7 +33,7 @@ def calls(rank, world_size, repeats):
             time.sleep(own.random() * 0.003)
         found = ends.maximum(by_rank[rank], CPU)
         wrong += found != [max(column) for column in zip(*by_rank, strict=True)]
-    assert isinstance(exchange._boards[dist.group.WORLD], Board)
+    assert isinstance(exchange._boards[world()], Board)
     return wrong
 
 
@@ -48,7 +49,7 @@ def test_nothing_is_left_behind():
 
 
 def more_than_fit(rank, world_size):
-    return ProcessGroupExchange(dist.group.WORLD).maximum([rank] * (MOST_VALUES + 1), CPU)
+    return ProcessGroupExchange(world()).maximum([rank] * (MOST_VALUES + 1), CPU)
 
 
 def test_more_than_fit_a_row():
@@ -57,17 +58,18 @@ def test_more_than_fit_a_row():
 
 def without_a_board(rank, world_size, change):
     """The maximum, and whether it came from a board, where one rank or all cannot have one."""
+    patch = pytest.MonkeyPatch()
     if change == "no folder":
-        board_module.FOLDER = "/nowhere"
+        patch.setattr(board_module, "FOLDER", "/nowhere")
     elif change == "not writable":
-        board_module.tempfile.NamedTemporaryFile = refuse
+        patch.setattr(tempfile, "NamedTemporaryFile", refuse)
     elif change == "other host" and rank == 1:
-        board_module.open = refuse
+        patch.setattr(board_module, "open", refuse, raising=False)
     elif change == "other file" and rank == 1:
         tokens = board_module._token
-        board_module._token = lambda file: tokens(file)[::-1]
-    found = ProcessGroupExchange(dist.group.WORLD).maximum([rank, -rank], CPU)
-    return found, exchange._boards[dist.group.WORLD] is not None
+        patch.setattr(board_module, "_token", lambda file: tokens(file)[::-1])
+    found = ProcessGroupExchange(world()).maximum([rank, -rank], CPU)
+    return found, exchange._boards[world()] is not None
 
 
 def refuse(*args, **kwargs):
@@ -84,7 +86,7 @@ def test_ranks_without_a_board_agree_by_a_collective(change):
 def left_alone(rank, world_size, how):
     """What the others are told when the last rank does not come, and after how long."""
     timeout = timedelta(seconds=60 if how == "gone" else 1)
-    ends = ProcessGroupExchange(dist.group.WORLD)
+    ends = ProcessGroupExchange(world())
     board = make_board(rank, world_size, ends.share, timeout)
     assert board is not None
     board.maximum([0])

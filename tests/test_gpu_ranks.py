@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed
 from test_gpu import failures, kernel_cases
+from worlds import world
 
 from ring_dilated_attention import DilatedPattern, dilated_attention
 from ring_dilated_attention.communicator import Communicator
@@ -24,11 +25,9 @@ pytestmark = [
 
 def run_over(rank, world_size, cases, peer_memory):
     """Like `run_cases`, over copies or messages."""
-    group = torch.distributed.group.WORLD
-    assert group is not None
-    exchange = ProcessGroupExchange(group, peer_memory=peer_memory)
+    exchange = ProcessGroupExchange(world(), peer_memory=peer_memory)
     outcomes = [run_case(case, exchange) for case in cases]
-    (transport,) = _transports[group].values()
+    (transport,) = _transports[world()].values()
     assert isinstance(transport, PeerMemory if peer_memory else Communicator)
     return outcomes
 
@@ -54,13 +53,12 @@ def cases_of(ranks, device="cuda"):
 def run_in_subgroups(rank, world_size, device, peer_memory):
     """By group, the outcomes of the ranks that are in it."""
     groups = [(ranks, torch.distributed.new_group(list(ranks))) for ranks in subgroups(world_size)]
-    outcomes = []
-    for ranks, group in groups:
-        outcomes.append([])
-        if rank in ranks:
-            exchange = ProcessGroupExchange(group, peer_memory=peer_memory)
-            outcomes[-1] = [run_case(case, exchange) for case in cases_of(ranks, device)]
-    return outcomes
+
+    def outcomes(ranks, group):
+        exchange = ProcessGroupExchange(group, peer_memory=peer_memory)
+        return [run_case(case, exchange) for case in cases_of(ranks, device)]
+
+    return [outcomes(ranks, group) if rank in ranks else [] for ranks, group in groups]
 
 
 @pytest.mark.parametrize("peer_memory", [None, False])
@@ -74,9 +72,7 @@ def test_subgroups(peer_memory):
 
 def many_transfers(rank, world_size, peer_memory):
     """Messages of all sizes, several in flight, ranks ahead of others; how many arrived broken."""
-    group = torch.distributed.group.WORLD
-    assert group is not None
-    exchange = ProcessGroupExchange(group, peer_memory=peer_memory)
+    exchange = ProcessGroupExchange(world(), peer_memory=peer_memory)
     device, own, broken = torch.device("cuda", rank), Random(-1 - rank), []
     exchange.maximum([0], device)
     sizes = [1, 63, 4096, SLOT_BYTES - 1, SLOT_BYTES, SLOT_BYTES + 1, 5 * SLOT_BYTES // 2]
@@ -118,9 +114,10 @@ def test_transfers(peer_memory):
 
 def soak(rank, world_size, peer_memory, repeats):
     """Calls of many shapes, patterns and layouts with fresh data; each against one GPU's result."""
-    world, device = torch.distributed.group.WORLD, torch.device("cuda", rank)
-    assert world is not None
-    group = ProcessGroupExchange(world, peer_memory=peer_memory)
+    group, device = (
+        ProcessGroupExchange(world(), peer_memory=peer_memory),
+        torch.device("cuda", rank),
+    )
     random, worst, held = Random(0), 0.0, []
     for repeat in range(repeats):
         length = random.choice([1031, 4099, 12_345])

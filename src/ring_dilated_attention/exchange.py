@@ -278,14 +278,17 @@ class ProcessGroupExchange:
         return found
 
     def _maximum(self, values: list[int], device: torch.device) -> list[int]:
-        on_cpu = "cpu" in dist.get_backend_config(self._group)
         if self._group not in _boards:
+            on_cpu = "cpu" in dist.get_backend_config(self._group)
             timeout = timeout_of(self._group, torch.device("cpu" if on_cpu else "cuda"))
             _boards[self._group] = make_board(self.rank, self.world_size, self.share, timeout)
         board = _boards[self._group]
         if board is not None and len(values) <= MOST_VALUES:
             return board.maximum(values)
-        if on_cpu:
+        return self._all_reduce(values, device)
+
+    def _all_reduce(self, values: list[int], device: torch.device) -> list[int]:
+        if "cpu" in dist.get_backend_config(self._group):
             return self._reduce(torch.tensor(values, dtype=torch.int64))
         if device.type == "cpu":
             device = torch.device("cuda", torch.cuda.current_device())  # all that NCCL can reach

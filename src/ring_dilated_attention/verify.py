@@ -282,18 +282,17 @@ def _packing(number: int, batch: int, length: int) -> dict[str, Any]:
 def make_layout(name: str, length: int, world_size: int) -> SequenceLayout:
     """A layout by name: ``contiguous``, ``zigzag``, or ``uneven``.
 
-    ``uneven`` deals up to 25 ever longer ranges to the ranks in turn, the last rank coming away
-    empty, and hands the ranges over in falling order, so that local order is not global order.
+    ``uneven`` deals ever longer ranges to the ranks in turn, the last rank coming away empty, and
+    hands the ranges over in falling order, so that local order is not global order.
     """
     if name == "contiguous":
         return SequenceLayout.contiguous(length, world_size)
     if name == "zigzag":
         return SequenceLayout.zigzag(length, world_size)
     ranges: list[list[tuple[int, int]]] = [[] for _ in range(world_size)]
-    unit = -(-length // sum(range(1, 26)))
-    start, number = 0, 1
+    start, size = 0, 1
     while start < length:
-        stop = min(start + number * unit, length)
-        ranges[number % max(world_size - 1, 1)].insert(0, (start, stop))
-        start, number = stop, number + 1
+        stop = min(start + size, length)
+        ranges[size % max(world_size - 1, 1)].insert(0, (start, stop))
+        start, size = stop, size + 1
     return SequenceLayout(ranges)

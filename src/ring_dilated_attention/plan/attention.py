@@ -23,7 +23,7 @@ from typing import NamedTuple
 from ..layout import SequenceLayout
 from ..pattern import DilatedPattern, check_positive_int
 from .documents import document_borders
-from .parts import Link, OwnRun, Part, Span, own_runs, parts_of, spans
+from .parts import Link, OwnRun, Part, Span, own_runs, parts_of, spans, within_rows
 from .tiling import Message, Tile, TileGroup, Tiling, join_tiles
 from .zero_keys import zero_key_groups
 
@@ -123,11 +123,13 @@ class AttentionPlan:
         borders = (total * i // count for i in range(count + 1))
         return tuple(one.narrowed(range(a, b)) for a, b in pairwise(borders))
 
-    def piece(self, rank: int, number: int) -> range:
-        """The local rows of a rank that are fetched at a time: as many each time, nearly.
+    def piece(self, rank: int, number: int) -> range | None:
+        """The local rows of a rank that are fetched at a time, nearly as many each time; None: all.
 
         They end where a range does if one ends close to there: tiles of a few rows take long.
         """
+        if self.pieces == 1:
+            return None
         ends = self._ends(rank)
         total = ends[-1] if ends else 0
         borders = [0]
@@ -139,7 +141,8 @@ class AttentionPlan:
 
     def fetched_ranges(self, rank: int) -> int:
         """How many ranges of a rank are fetched, those counted twice that two pieces share."""
-        stops = {self.piece(rank, i).stop for i in range(self.pieces)}
+        pieces = (self.piece(rank, number) for number in range(self.pieces))
+        stops = {piece.stop for piece in pieces if piece is not None}
         return len({*self._ends(rank), *stops} - {0})
 
     def _ends(self, rank: int) -> list[int]:
@@ -327,9 +330,7 @@ class RankPlan:
         """This rank's queries that see keys of `sender`: all, or those at some local rows."""
         if not self._seen:
             return []
-        parts = self.plan.parts_of(sender)
-        if keys is not None:
-            parts = [x for part in parts if (x := part.within_rows(keys)).start < x.stop]
+        parts = within_rows(self.plan.parts_of(sender), keys)
         return [
             Link(span.branch, other, span.part, span.start, span.stop)
             for span in self._seen
@@ -337,15 +338,15 @@ class RankPlan:
             if span.reaches(other)
         ]
 
-    def _links_to(self, receiver: int, keys: range) -> list[Link]:
-        """Queries of `receiver` that see this rank's keys at some local rows."""
+    def _links_to(self, receiver: int, keys: range | None = None) -> list[Link]:
+        """Queries of `receiver` that see this rank's keys: all, or those at some local rows."""
         if not self._shown:
             return []
         parts = self.plan.parts_of(receiver)
         return [
             Link(span.branch, own, other, span.start, span.stop)
             for span in self._shown
-            if (own := span.part.within_rows(keys)).start < own.stop
+            for own in within_rows([span.part], keys)
             for other in parts
             if span.reaches(other)
         ]
@@ -372,8 +373,7 @@ class RankPlan:
 
     def sent_rows(self, receiver: int) -> int:
         """Distinct (row, head) pairs that this rank sends `receiver`."""
-        everything = range(self.plan.layout.local_length(self.index))
-        return self.plan.tiling.count_rows(self._links_to(receiver, everything))
+        return self.plan.tiling.count_rows(self._links_to(receiver))
 
     @cached_property
     def _peers(self) -> list[int]:

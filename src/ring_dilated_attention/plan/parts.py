@@ -38,11 +38,6 @@ class Part(NamedTuple):
         start, stop = max(start, self.start), min(stop, self.stop)
         return self._replace(start=start, stop=stop, local=self.local_row(start))
 
-    def within_rows(self, rows: range) -> Part:
-        """What lies of the part in these local rows; nothing where start >= stop."""
-        behind = self.start - self.local
-        return self.within(rows.start + behind, rows.stop + behind)
-
     @property
     def is_whole(self) -> bool:
         """Whether it is all of its document."""
@@ -92,6 +87,19 @@ def cut(ranges: Sequence[tuple[int, int]], documents: Sequence[int], rank: int) 
             parts.append(Part(begin, end, rank, local + begin - start, low, high))
         local += stop - start
     return parts
+
+
+def within_rows(parts: Sequence[Part], rows: range | None) -> Sequence[Part]:
+    """What lies of a rank's parts in these local rows; None: all of them."""
+    if rows is None:
+        return parts
+    found = []
+    for part in parts:
+        behind = part.start - part.local
+        piece = part.within(rows.start + behind, rows.stop + behind)
+        if piece.start < piece.stop:
+            found.append(piece)
+    return found
 
 
 class Span(NamedTuple):

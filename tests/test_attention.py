@@ -1,12 +1,11 @@
 """The sharded function against the reference, every rank inside this process."""
 
-import dataclasses
 from contextlib import contextmanager
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import cases
 
@@ -23,38 +22,15 @@ from ring_dilated_attention.plan import attention
 from ring_dilated_attention.plan.costs import TensorSize, memory
 from ring_dilated_attention.reference import reference_attention, visible_counts
 from ring_dilated_attention.testing import relative_error, run_loopback
-from ring_dilated_attention.verify import Case, combine, run_case
-
-CANCELS = Case(  # a softmax that sees one of two keys nearly alone: dkey is 1e-4 of its terms
-    pattern=DilatedPattern([2], [1]),
-    layout=SequenceLayout.contiguous(3, 1),
-    num_heads=3,
-    num_kv_heads=1,
-    head_dim=1,
-    dtype=torch.float32,
-    seed=128,
-)
+from ring_dilated_attention.verify import combine, run_case
 
 
 @settings(max_examples=250)
 @given(cases())
-@example(CANCELS)
 def test_any_case_equals_the_reference(case):
     outcomes = run_loopback(case.layout.world_size, lambda ends: [run_case(case, ends)])
     (outcome,) = combine(outcomes)
     assert outcome.passes(case.dtype), outcome
-
-
-def test_what_cancels_in_the_gradients_of_a_case():
-    case = dataclasses.replace(CANCELS, pattern=DilatedPattern.dense(), num_heads=1, head_dim=2)
-    query, key, value, dout = (x[0, :, 0] for x in case.inputs())
-    p = torch.softmax(query @ key.T / 2**0.5, -1)
-    found = case.expected(normalized=False)
-    dscore = p * (dout @ value.T)
-    assert relative_error(found["dkey"][0, :, 0], dscore.T @ query / 2**0.5) < 1e-12
-    assert relative_error(found["dquery"][0, :, 0], dscore @ key / 2**0.5) < 1e-12
-    exact = dscore - p * dscore.sum(-1, keepdim=True)
-    assert relative_error(case.expected()["dkey"][0, :, 0], exact.T @ query / 2**0.5) < 1e-12
 
 
 @contextmanager

@@ -230,7 +230,7 @@ def test_verify_passes_and_counts_bytes():
 
 def test_verify_fails_when_something_is_wrong(monkeypatch):
     def wrong(function, world_size, cases, *, backend):
-        squares = dict.fromkeys(TENSORS, (1.0, 1.0, 0.0, 1.0))
+        squares = dict.fromkeys(TENSORS, (1.0, 1.0, 0.0))
         return [[Outcome(squares=squares) for _ in cases]]
 
     monkeypatch.setattr(verify_command, "run_ranks", wrong)

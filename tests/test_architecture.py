@@ -15,7 +15,7 @@ ORDER = [
     ["layout"],
     ["plan"],
     ["reference", "merge", "kernels"],
-    ["accumulate"],
+    ["accumulate", "device_tables"],
     ["tiles"],
     ["board", "communicator", "peer_memory"],
     ["exchange"],

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -18,6 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from .accumulate import Accumulator, add, merge, row_sums
+from .device_tables import TABLES
 from .plan import PackedTiles, Tile, TileGroup
 from .tiles import Selection, TileGradients, TileInputs
 from .views import Block, families
@@ -68,6 +68,12 @@ class _Launch(NamedTuple):
     cells: Any
     config: Any
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The tables on the device."""
+        cells = self.cells
+        return cells.table, cells.query_programs, cells.key_programs
+
 
 @dataclass(frozen=True, eq=False)
 class _Schedule:
@@ -76,7 +82,6 @@ class _Schedule:
     blocks: tuple[Block, ...]
     table: tuple[Tile, ...]
     packed: tuple[PackedTiles, ...] = ()
-    launches: dict[tuple[Any, ...], _Launch] = field(default_factory=dict)
 
     @property
     def shares_launch(self) -> bool:
@@ -94,10 +99,7 @@ class _Schedule:
 
 
 _schedules: WeakKeyDictionary[TileGroup, dict[tuple[Any, ...], _Schedule]] = WeakKeyDictionary()
-"""Schedules, and in them tables on the device, live as long as the plan of their group: the next
-step may bring other documents, and the tables of thousands take megabytes."""
-_captured: dict[int, _Launch] = {}
-"""What CUDA graphs read whenever they are replayed, by id: never freed."""
+"""Schedules live as long as the plan of their group: the next step may bring other documents."""
 
 
 def _schedule(
@@ -151,12 +153,8 @@ class Merged:
 
 def _launch(work: _Schedule, *key: Any) -> _Launch:
     """The tables of a launch, on the device, and its configuration: see `_make_launch`."""
-    if key not in work.launches:
-        work.launches[key] = _make_launch(work, *key)
-    launch = work.launches[key]
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        _captured[id(launch)] = launch
-    return launch
+    device = key[-1]
+    return TABLES.get(work, key, device, partial(_make_launch, work, *key))
 
 
 def _make_launch(
@@ -184,22 +182,15 @@ def _make_launch(
     else:
         chosen = BackwardConfig(config("dq"), config("dkdv"))
         block_m, block_n = chosen.dq.block_m, chosen.dkdv.block_n
-    # What a thread allocates while torch.compile warms up for a CUDA graph belongs to that graph's
-    # memory; the tables outlive it, so another thread makes them.
-    with ThreadPoolExecutor(1) as elsewhere:
-        cells = elsewhere.submit(
-            build_cells,
-            work.table,
-            work.packed,
-            batch=batch,
-            group=members,
-            block_m=block_m,
-            block_n=block_n,
-            device=device,
-        ).result()
-    if device.type == "cuda":  # may outlive its plan by what is queued here
-        for tensor in (cells.table, cells.query_programs, cells.key_programs):
-            tensor.record_stream(torch.cuda.current_stream(device))
+    cells = build_cells(
+        work.table,
+        work.packed,
+        batch=batch,
+        group=members,
+        block_m=block_m,
+        block_n=block_n,
+        device=device,
+    )
     return _Launch(cells, chosen)
 
 

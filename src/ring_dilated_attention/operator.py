@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .agreement import agree
+from .device_tables import TABLES
 from .exchange import Exchange, exchange_named
 from .layout import SequenceLayout
 from .packed import PackedRows, packed_rows
@@ -238,6 +239,7 @@ def _ring_calls(
             this rank or another, or the ranks' calls differ; raised on every rank.
     """
     ends = exchange_named(options.group)
+    TABLES.start_call()
     if first:
         agree_on_call(query, key, options)
     length, num_heads, head_dim = query.shape[1:]

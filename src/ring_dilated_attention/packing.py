@@ -7,12 +7,13 @@ share rows, each of which is sent once, it takes the index of each row.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from .accumulate import add
+from .device_tables import TABLES
 from .plan import Message, Run
 
 
@@ -28,6 +29,11 @@ class SharedRows(NamedTuple):
     positions: torch.Tensor
     heads: torch.Tensor
     row_of_slot: torch.Tensor
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All of them."""
+        return tuple(self)
 
 
 class MessageRows(NamedTuple):
@@ -46,10 +52,10 @@ def message_rows(message: Message, num_kv_heads: int, device: torch.device) -> M
     """Work out a message's rows; sender and receiver come to the same answer."""
     if message.rows == message.slots:
         return MessageRows(message, None)
-    return MessageRows(message, _shared_rows(message, num_kv_heads, device))
+    make = partial(_shared_rows, message, num_kv_heads, device)
+    return MessageRows(message, TABLES.get(message, (num_kv_heads, device), device, make))
 
 
-@lru_cache(maxsize=64)
 def _shared_rows(message: Message, num_kv_heads: int, device: torch.device) -> SharedRows:
     parts = []
     for run in message.runs:

@@ -17,6 +17,7 @@ import torch
 from . import compute
 from .accumulate import Accumulator
 from .agreement import agree
+from .device_tables import TABLES
 from .exchange import Exchange, Group, resolve_exchange
 from .functional import autocast_inputs, validate_options, validate_tensors
 from .layout import SequenceLayout
@@ -341,6 +342,7 @@ def _groups(
 def _forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: _Call
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    TABLES.start_call()
     query, key, value = (unit_last_stride(x) for x in (query, key, value))
     batch, length, num_heads, _ = query.shape
     dtype, sums = accumulate_dtype(query.dtype), Accumulator(query.device)
@@ -370,6 +372,7 @@ def _backward(
     lse: torch.Tensor,
     call: _Call,
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    TABLES.start_call()
     query, key, value = (unit_last_stride(x) for x in (query, key, value))
     merged, sums = compute.Merged(dout.contiguous(), out, lse), Accumulator(query.device)
     dquery, dkey, dvalue = (

@@ -18,6 +18,9 @@ from ..plan import PackedTiles, Tile
 
 CELL_FIELDS = ("batch", "kv_head", "q_row", "q_stride", "q_len", "k_row", "k_stride", "k_len")
 
+_ALIGNMENT = 16
+"""Bytes at which a table starts: Triton compiles a kernel anew for a pointer that is not so."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cells:
@@ -90,10 +93,11 @@ def build_cells(
     work = q_len[cell] - block * block_n if is_causal else q_len[cell]
     key_programs = torch.stack(_longest_first(work, cell, block), 1)
 
+    on_device = _moved(device, table, query_programs.flatten(0, 1), key_programs.int())
     return Cells(
-        table=table.to(device),
-        query_programs=query_programs.flatten(0, 1).to(device),
-        key_programs=key_programs.int().to(device),
+        table=on_device[0],
+        query_programs=on_device[1],
+        key_programs=on_device[2],
         block_m=block_m,
         block_n=block_n,
         group=group,
@@ -102,6 +106,19 @@ def build_cells(
         max_keys=_largest(k_len),
         max_stride=_largest(table[:, [3, 6]]),
     )
+
+
+def _moved(device: torch.device | str, *tables: torch.Tensor) -> list[torch.Tensor]:
+    """Tables of a few rows are many: they go to the device together, in one allocation."""
+    sizes = [-(-x.nbytes // _ALIGNMENT) * _ALIGNMENT for x in tables]
+    together = torch.zeros(sum(sizes), dtype=torch.uint8)
+    for table, place in zip(tables, together.split(sizes), strict=True):
+        place[: table.nbytes] = table.flatten().view(torch.uint8)
+    places = together.to(device).split(sizes)
+    return [
+        place[: x.nbytes].view(x.dtype).view(x.shape)
+        for x, place in zip(tables, places, strict=True)
+    ]
 
 
 def _largest(numbers: torch.Tensor) -> int:

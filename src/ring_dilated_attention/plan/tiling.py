@@ -126,7 +126,8 @@ class Run(NamedTuple):
     slot: int
 
 
-class Message(NamedTuple):
+@dataclass(frozen=True)
+class Message:
     """What one rank sends another: K and V of `rows` distinct (row, head) pairs.
 
     The runs list `slots` pairs; where branches share some, `slots` exceeds `rows` and each shared

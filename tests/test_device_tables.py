@@ -1,0 +1,93 @@
+"""What is kept on the device from call to call: while its plan lives, and not without bound."""
+
+import gc
+from functools import partial
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from ring_dilated_attention import DilatedPattern, device_tables, dilated_attention
+from ring_dilated_attention.device_tables import KEPT_BYTES, KEPT_CALLS, DeviceTables
+from ring_dilated_attention.testing import relative_error
+
+CPU = torch.device("cpu")
+
+
+class Owner:
+    pass
+
+
+class Table(NamedTuple):
+    rows: torch.Tensor
+
+    @property
+    def tensors(self):
+        return tuple(self)
+
+
+def made(log, nbytes):
+    log.append(nbytes)
+    return Table(torch.empty(nbytes, dtype=torch.uint8))
+
+
+def test_tables_are_made_once():
+    tables, owner = DeviceTables(), Owner()
+    log: list[int] = []
+    first = tables.get(owner, ("forward", 1), CPU, partial(made, log, 100))
+    assert tables.get(owner, ("forward", 1), CPU, partial(made, log, 100)) is first
+    tables.get(owner, ("backward", 1), CPU, partial(made, log, 600))
+    assert log == [100, 600]
+    assert tables.nbytes == 512 + 1024  # what a CUDA device gives
+
+
+def test_tables_go_with_their_owner():
+    tables, owner = DeviceTables(), Owner()
+    tables.get(owner, 0, CPU, partial(made, [], 100))
+    del owner
+    gc.collect()
+    assert tables.nbytes == 0
+
+
+@pytest.mark.parametrize("nbytes", [KEPT_BYTES // 8, KEPT_BYTES])
+def test_long_unused_tables_are_dropped_where_they_are_large(nbytes):
+    tables, old, steady = DeviceTables(), Owner(), Owner()
+    log: list[int] = []
+    tables.get(old, 0, CPU, partial(made, log, nbytes))
+    for _ in range(2 * KEPT_CALLS):
+        tables.start_call()
+        tables.get(steady, 0, CPU, partial(made, log, 512))
+    assert log == [nbytes, 512]  # what is used stays, and as little as this in all
+    assert tables.nbytes == (512 if nbytes == KEPT_BYTES else nbytes + 512)
+    tables.get(old, 0, CPU, partial(made, log, nbytes))
+    assert len(log) == (3 if nbytes == KEPT_BYTES else 2)
+
+
+def test_a_call_of_more_tables_than_are_kept_makes_them_once():
+    tables, owners = DeviceTables(), [Owner() for _ in range(5)]
+    log: list[int] = []
+    for _ in range(3 * KEPT_CALLS):
+        tables.start_call()
+        for owner in owners:
+            tables.get(owner, 0, CPU, partial(made, log, KEPT_BYTES))
+    assert len(log) == 5
+
+
+def test_calls_of_ever_new_shapes(monkeypatch):
+    """The same results, and no more tables than those of the latest calls."""
+    tables = DeviceTables()
+    for name in ("operator", "compute", "packing"):
+        monkeypatch.setattr(f"ring_dilated_attention.{name}.TABLES", tables)
+    monkeypatch.setattr(device_tables, "KEPT_BYTES", 0)
+    monkeypatch.setattr(device_tables, "KEPT_CALLS", 4)
+    pattern, held = DilatedPattern([16, None], [1, 3]), []
+    for length in (*range(33, 73), 33):
+        query, key, value = torch.randn(3, 1, length, 2, 8, requires_grad=True)
+        results = {}
+        for backend in ("triton", "eager"):
+            out = dilated_attention(query, key, value, pattern, backend=backend)
+            results[backend] = out, *torch.autograd.grad(out.square().sum(), (query, key, value))
+        for got, want in zip(*results.values(), strict=True):
+            assert relative_error(got, want) < 1e-5
+        held.append(tables.nbytes)
+    assert max(held) <= 4 * held[0]

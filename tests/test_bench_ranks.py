@@ -283,6 +283,10 @@ def test_waits_are_timed_and_the_rest_is_the_exchange_itself():
     assert waits.transfers >= 40
     assert 10 <= waits.agreement < 40
     assert timed.take() == (0, 0)
+    stop = timed.clock()  # the compute waits for a stream that waits for a transfer
+    time.sleep(0.02)
+    stop()
+    assert timed.take().transfers >= 20
 
 
 def test_memory_adds_up():

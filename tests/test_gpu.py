@@ -8,6 +8,7 @@ import torch
 import torch.distributed
 
 from ring_dilated_attention import DilatedPattern, compute, dilated_attention
+from ring_dilated_attention.accumulate import Accumulator
 from ring_dilated_attention.merge import merge_
 from ring_dilated_attention.plan import Rows, Tile
 from ring_dilated_attention.reference import reference_attention
@@ -327,3 +328,28 @@ def shared_launch(queries, keys, head_dim, dtype, is_causal):
 def test_the_sweep_on_one_gpu():
     cases = [replace(case, device="cuda") for case in sweep(4)]
     assert not failures(cases, run_here(4, cases))
+
+
+def test_waits_for_what_others_send_are_timed():
+    """The compute waits for the stream that adds gradients, and that for the transfer."""
+    device, found = torch.device("cuda", 0), []
+
+    def clock():
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        found.append((start, stop))
+        return stop.record
+
+    def add_late():
+        torch.cuda._sleep(20_000_000)  # 10 ms at 2 GHz
+        total.add_(1)
+
+    total = torch.zeros(4, device=device)
+    sums = Accumulator(device, clock)
+    sums.finish()
+    assert not found
+    sums.start(add_late, into=(total,))
+    sums.finish()
+    assert torch.equal(total, torch.ones_like(total))
+    ((start, stop),) = found
+    assert start.elapsed_time(stop) > 5

@@ -104,14 +104,17 @@ class Accumulator:
 
     Args:
         device: where the tensors are.
+        clock: started where the compute waits for what others must send; see `Exchange`.
 
     Attributes:
         most_held: the results of so many calls are held at a time, at most.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(
+        self, device: torch.device, clock: Callable[[], Callable[[], None]] | None = None
+    ) -> None:
         self.most_held = 2 if device.type == "cuda" else 1
-        self._device = device
+        self._device, self._clock = device, clock
         self._behind: deque[_Behind] = deque()
         self._started: deque[Callable[[], None]] = deque()
 
@@ -157,8 +160,13 @@ class Accumulator:
         """Make the current stream wait for what was started; without streams, do it now."""
         while self._started:
             self._started.popleft()()
+        if all(behind.is_result for behind in self._behind):
+            return
+        stop = None if self._clock is None else self._clock()
         while not all(behind.is_result for behind in self._behind):
             self._wait()
+        if stop is not None:
+            stop()
 
     def _run_behind(
         self,

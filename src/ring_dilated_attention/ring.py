@@ -48,6 +48,10 @@ class RingCall:
         depth = self.plan.world_size - 1 if self.gathers else 1
         return fetch(steps, self.exchange, key, value, depth=depth)
 
+    def sums(self, query: torch.Tensor) -> Accumulator:
+        """Through which results are added up."""
+        return Accumulator(query.device, getattr(self.exchange, "clock", None))
+
     def tiles(self, query: torch.Tensor) -> compute.TileCall:
         """What tiles need to know of the call."""
         group = self.plan.plan.num_heads // self.plan.plan.num_kv_heads
@@ -70,7 +74,7 @@ def attention_forward(
     """
     query, key, value = (unit_last_stride(x) for x in (query, key, value))
     batch, length, num_heads, _ = query.shape
-    parts, tiles, sums = call.parts, call.tiles(query), Accumulator(query.device)
+    parts, tiles, sums = call.parts, call.tiles(query), call.sums(query)
     covers = all(part.covers for part in parts)
     create = torch.empty if covers else torch.zeros
     dtype = _sum_dtype(query, max(part.mean_additions for part in parts))
@@ -125,7 +129,7 @@ def attention_backward(
     """
     query, key, value = (unit_last_stride(x) for x in (query, key, value))
     merged = compute.Merged(dout.contiguous(), out, lse)
-    parts, tiles, sums = call.parts, call.tiles(query), Accumulator(query.device)
+    parts, tiles, sums = call.parts, call.tiles(query), call.sums(query)
     covers = all(part.covers for part in parts)
     create = torch.empty if covers else torch.zeros
     additions = max(part.mean_additions for part in parts)
@@ -174,6 +178,7 @@ def attention_backward(
                 )
                 del fetched, dslots
         compute_local(late, stores_first=False)
+        sums.finish()
         sums.join()
         for last in returning:  # there is nothing left to compute meanwhile
             last.finish()

@@ -27,9 +27,9 @@ class TimedExchange:
     """Another exchange, with the time that the compute spends waiting for it.
 
     On CUDA events are recorded before and after each wait of the stream that was current when this
-    was made: what lies between is time in which it had nothing to compute. Other streams wait
-    behind the compute. On the CPU it is the clock's time. Whatever else the exchange has is its
-    own.
+    was made, be it for a transfer or for another stream that waits for one: what lies between is
+    time in which it had nothing to compute. On the CPU it is the clock's time. Whatever else the
+    exchange has is its own.
 
     Args:
         ends: the exchange.
@@ -61,6 +61,11 @@ class TimedExchange:
         """See `Exchange.start`; the wait is timed."""
         pending = self._ends.start(send, receive)
         return _TimedPending(pending, self._device, self._stream, self._transfers)
+
+    def clock(self) -> Callable[[], None]:
+        """See `Exchange`."""
+        stop = _stopwatch(self._device)
+        return lambda: self._transfers.append(stop())
 
     def maximum(self, values: Sequence[int], device: torch.device) -> list[int]:
         """See `Exchange.maximum`; timed as the agreement."""

@@ -25,6 +25,13 @@ def test_random_plans_are_proven(pattern, layout, is_causal, heads, data):
     check_plan(replace(plan, pieces=data.draw(st.sampled_from([1, layout_ranges(layout)]))))
 
 
+def test_a_piece_that_a_segment_does_not_reach():
+    """Of rank 1's rows 5 to 10 the first piece ends at 9: the segment from 9 on is not in it."""
+    layout = SequenceLayout([[(0, 5), (22, 26)], [(5, 10), (18, 22)], [(10, 18)]])
+    plan = plan_attention(DilatedPattern([3], [1]), layout, is_causal=False)
+    check_plan(replace(plan, pieces=2))
+
+
 def layout_ranges(layout: SequenceLayout) -> int:
     """The most ranges of a rank."""
     return max(map(len, layout.ranges))

@@ -351,7 +351,9 @@ def test_a_rank_that_failed_is_one_line_and_exit_code_1(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--scaling=weak", "scaling, layout and exchange need ranks; got scaling='weak'"),
+        ("--scaling=weak", "layout, exchange and sample_ms need ranks; got scaling='weak'"),
+        ("--sample-ms=5", "exchange and sample_ms need ranks; got sample_ms=5.0"),
+        ("--ranks=2 --sample-ms=-1", "sample_ms must be >= 0, got -1.0"),
         ("--ranks=0", "ranks must be >= 1, got 0"),
         ("--ranks=2,x", "need ints separated by commas; got '2,x'"),
         ("--ranks=2 --scaling=linear", "scaling must be one of 'strong', 'weak'; got 'linear'"),

@@ -345,6 +345,9 @@ def test_waits_for_what_others_send_are_timed():
         total.add_(1)
 
     total = torch.zeros(4, device=device)
+    add_late()  # the first time, loading its kernels waits for the device
+    total.zero_()
+    torch.cuda.synchronize(device)
     sums = Accumulator(device, clock)
     sums.finish()
     assert not found

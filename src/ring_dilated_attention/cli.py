@@ -494,7 +494,7 @@ def bench(
     repeats: Annotated[
         int | None,
         typer.Option(
-            help="Timed calls of each kind; with --ranks, samples of some 60 ms.",
+            help="Timed calls of each kind; with --ranks, samples (see --sample-ms).",
             show_default="20; with --ranks 10",
         ),
     ] = None,
@@ -502,6 +502,13 @@ def bench(
         float,
         typer.Option(help="Time for one contender's calls of a kind; at least 3 are made."),
     ] = 10.0,
+    sample_ms: Annotated[
+        float | None,
+        typer.Option(
+            help="With --ranks: a sample is as many back-to-back calls as take so long.",
+            show_default="300 on CUDA, one call on the CPU",
+        ),
+    ] = None,
     cuda_graph: Annotated[
         bool, typer.Option("--cuda-graph", help="Time replays of CUDA graphs too.")
     ] = False,
@@ -540,6 +547,7 @@ def bench(
                 exchange=exchange,
                 repeats=repeats,
                 seconds=seconds,
+                sample_ms=sample_ms,
                 cuda_graph=cuda_graph,
                 errors=errors,
                 seed=seed,

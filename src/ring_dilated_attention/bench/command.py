@@ -110,6 +110,7 @@ def run_anywhere(
     layout: str | None,
     exchange: str | None,
     repeats: int | None,
+    sample_ms: float | None,
     cuda_graph: bool,
     device: str,
     peers: Sequence[str],
@@ -126,6 +127,7 @@ def run_anywhere(
         layout: likewise.
         exchange: likewise.
         repeats: see `bench` and `RanksOptions`; None: the default there.
+        sample_ms: of ranks, see `RanksOptions`; None: its default.
         cuda_graph: see `bench`; not with ranks.
         device: one of `measure.DEVICES`.
         peers: see `bench` and `RanksOptions`.
@@ -141,13 +143,18 @@ def run_anywhere(
         OSError: the folder cannot be written.
         RankError: a rank failed where others went on.
     """
-    of_ranks = {"scaling": scaling, "layout": layout, "exchange": exchange, "repeats": repeats}
+    of_ranks = {
+        "scaling": scaling,
+        "layout": layout,
+        "exchange": exchange,
+        "sample_ms": sample_ms,
+    }
     given = {name: value for name, value in of_ranks.items() if value is not None}
     common: dict[str, Any] = {"device": device, "seconds": seconds, "errors": errors}
     if ranks is None:
-        if scaling or layout or exchange:
+        if given:
             named = ", ".join(f"{name}={value!r}" for name, value in given.items())
-            raise ValueError(f"scaling, layout and exchange need ranks; got {named}")
+            raise ValueError(f"scaling, layout, exchange and sample_ms need ranks; got {named}")
         timed = DEFAULT_REPEATS if repeats is None else repeats
         return run(out, peers=peers, repeats=timed, cuda_graph=cuda_graph, **common, **options)
     if cuda_graph:
@@ -155,6 +162,8 @@ def run_anywhere(
     from . import ranks_command
 
     measuring = {**common, **given, "peers": tuple(dict.fromkeys(peers))}
+    if repeats is not None:
+        measuring["repeats"] = repeats
     return ranks_command.run(out, ranks=ranks, measuring=measuring, **options)
 
 

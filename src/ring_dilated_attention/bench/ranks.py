@@ -208,7 +208,14 @@ class _Run:
                 raise failure
             entries[name].fail(failure)
 
-        samples = take_turns(turns, team, options.repeats, options.seconds, failed)
+        samples = take_turns(
+            turns,
+            team,
+            options.repeats,
+            options.seconds,
+            options.sample_ms_on(team.device.type),
+            failed,
+        )
         products = samples.pop(_MATMUL)
         rate = statistics.mean(2 * side**3 / statistics.median(ms) / 1e9 for ms in products.by_rank)
         for name, found in samples.items():

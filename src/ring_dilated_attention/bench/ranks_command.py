@@ -72,15 +72,23 @@ def run(
     if not first:
         return True
     results, environment, path = value
-    for name, found in environment.items():
-        console.print(f"{name}: {found}", highlight=False)
-    written = [path]
     ours = [result for result in results if result.contender == OURS]
     statuses = {result.status for result in ours}
     if statuses == {REFUSED}:
         raise ValueError(ours[0].reason)
+    show(console, results, environment, path)
+    return OK in statuses and FAILED not in statuses and ranks_report.bytes_match(results)
+
+
+def show(
+    console: Console, results: Sequence[RanksResult], environment: dict[str, Any], path: Path
+) -> None:
+    """Print what was found, and plot it beside the JSON file `path`."""
+    for name, found in environment.items():
+        console.print(f"{name}: {found}", highlight=False)
+    written = [path]
     if any(result.forward is not None for result in results):
-        written.append(ranks_report.plot(out, results))
+        written.append(ranks_report.plot(path.parent, results))
     if not console.is_terminal:
         console.width = max(console.width, WIDTH)
     console.print(ranks_report.LEGEND, highlight=False, markup=False)
@@ -89,7 +97,6 @@ def run(
     for line in ranks_report.notes(results):
         console.print(line, highlight=False, markup=False)
     console.print(f"wrote {', '.join(map(str, written))}", highlight=False)
-    return OK in statuses and FAILED not in statuses and ranks_report.bytes_match(results)
 
 
 def measure_and_write(

@@ -11,6 +11,10 @@ from .ring_peers import LAYOUTS, PEERS
 
 SCALINGS = ("strong", "weak")
 
+SAMPLE_MS = {"cpu": 0.0, "cuda": 300.0}
+"""Milliseconds of a sample: on CUDA ranks leave a barrier some 0.1 ms apart, launching the first
+call takes about 2 ms in which the GPU waits, and it slows down after 50 ms."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RanksOptions:
@@ -25,6 +29,7 @@ class RanksOptions:
         device: one of `measure.DEVICES`.
         repeats: samples of each kind.
         seconds: time for the samples of one contender of each kind; at least three are taken.
+        sample_ms: a sample is as many back-to-back calls as take so long; None: `SAMPLE_MS`.
         errors: whether to compare small twins with float64.
         seed: of the inputs.
 
@@ -39,6 +44,7 @@ class RanksOptions:
     device: str = "auto"
     repeats: int = 10
     seconds: float = 10.0
+    sample_ms: float | None = None
     errors: bool = True
     seed: int = 0
 
@@ -52,3 +58,9 @@ class RanksOptions:
         check_positive_int("repeats", self.repeats)
         if not self.seconds > 0:
             raise ValueError(f"seconds must be > 0, got {self.seconds}")
+        if self.sample_ms is not None and not self.sample_ms >= 0:
+            raise ValueError(f"sample_ms must be >= 0, got {self.sample_ms}")
+
+    def sample_ms_on(self, kind: str) -> float:
+        """Milliseconds of a sample on a device of this type."""
+        return SAMPLE_MS[kind] if self.sample_ms is None else self.sample_ms

@@ -13,10 +13,6 @@ from . import measure
 from .ranks_team import Failure, Team
 from .run import FEWEST_REPEATS
 
-SAMPLE_MS = {"cpu": 0.0, "cuda": 300.0}
-"""A sample is as many back-to-back calls as take so long: ranks leave a barrier some 0.1 ms apart,
-launching the first call takes about 2 ms in which the GPU waits, and it slows down after 50 ms."""
-
 WARM_UPS = {"cpu": 2, "cuda": 3}
 """Calls before the first sample, of which the last one is timed: CUDA compiles in the first one and
 allocates in the second one."""
@@ -59,6 +55,7 @@ def take_turns(
     team: Team,
     repeats: int,
     seconds: float,
+    sample_ms: float,
     failed: Callable[[str, Failure], None],
 ) -> dict[str, Samples]:
     """Warm all up, then take samples of each in turn; who comes first changes.
@@ -69,6 +66,7 @@ def take_turns(
         repeats: samples of each.
         seconds: time for the samples of one; there are fewer where it would not do, but not fewer
             than three for that.
+        sample_ms: see `RanksOptions`.
         failed: told of a turn that fails, which is then out.
 
     Returns:
@@ -77,7 +75,6 @@ def take_turns(
     Raises:
         RankError: a rank failed where others went on.
     """
-    kind = team.device.type
     numbers: dict[str, tuple[int, int]] = {}  # calls of a sample, samples
     taken: dict[str, list[float]] = {}
 
@@ -93,7 +90,7 @@ def take_turns(
         ms = attempt(turn, partial(_warm_up, turn, team))
         if ms is not None:
             slowest = max(team.share(ms))
-            calls = max(1, math.ceil(SAMPLE_MS[kind] / slowest))
+            calls = max(1, math.ceil(sample_ms / slowest))
             count = min(repeats, max(FEWEST_REPEATS, int(seconds * 1e3 / (calls * slowest))))
             numbers[turn.name], taken[turn.name] = (calls, count), []
     for index in range(max((count for _, count in numbers.values()), default=0)):

@@ -1,0 +1,94 @@
+"""The tables of benchmarks/results/many_gpus_h200_*.md, on the CUDA devices of one host.
+
+    python benchmarks/many_gpus.py OUT --gpus 4
+
+makes OUT/<table>/ with JSON and plots. All tables are measured by the same processes, which start,
+compile and warm up once; each is written as it grows. Wants flash-attn-4 (the extra fa4). What
+`rda bench --ranks` has no case for is in transports.py and billion_tokens.py.
+"""
+
+import secrets
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import torch.distributed as dist
+import typer
+from rich.console import Console
+
+from ring_dilated_attention.bench import ranks_command
+from ring_dilated_attention.bench.case import Case
+from ring_dilated_attention.bench.command import sweep
+from ring_dilated_attention.bench.ranks_launch import launch
+from ring_dilated_attention.bench.ranks_options import RanksOptions
+from ring_dilated_attention.pattern import check_choice
+
+EARLIER_LENGTHS = [64, 512, 2048, 4096, 8192, 16_384, 32_768, 65_536, 262_144, 400_000]
+
+
+class Table(NamedTuple):
+    """Cases, the numbers of GPUs that they are measured on, and how."""
+
+    cases: list[Case]
+    gpus: list[int]
+    how: dict[str, Any]
+
+
+def tables(gpus: int) -> dict[str, Table]:
+    """All tables by name, in the order in which they are measured."""
+    ends, all_sizes = sorted({1, gpus}), list(range(1, gpus + 1))
+    wide = {"dtypes": ["bfloat16"], "head_dims": [128]}
+    longnet = {"patterns": ["longnet"], "heads": [12], **wide}
+    peers = ("cp:allgather", "cp:alltoall", "ours:messages")
+    return {
+        "dense": Table(
+            sweep("cuda", patterns=["dense"], heads=[16], causal=[True],
+                  lengths=[65_536, 262_144], **wide),
+            ends, {"peers": peers, "seconds": 2, "errors": False},
+        ),
+        "longnet": Table(sweep("cuda", lengths=[2**20], **longnet), all_sizes, {"seconds": 3}),
+        "crossing": Table(
+            sweep("cuda", segment_lengths=[2048, 16_384, 131_072, None],
+                  dilation_rates=[1, 8, 64, 512], heads=[12], causal=[True, False],
+                  lengths=[2**20], **wide),
+            ends, {"seconds": 3},
+        ),
+        "earlier": Table(
+            sweep("cuda", segment_lengths=[2048, 4096], dilation_rates=[1, 2], heads=[12],
+                  head_dims=[64], dtypes=["bfloat16", "float32"], lengths=EARLIER_LENGTHS),
+            all_sizes[:2], {"seconds": 0.5, "sample_ms": 50, "errors": False},
+        ),
+        "weak": Table(
+            sweep("cuda", lengths=[262_144], **longnet), all_sizes,
+            {"scaling": "weak", "seconds": 2, "errors": False},
+        ),
+    }  # fmt: skip
+
+
+def measure(names: Sequence[str], gpus: int, seed: int, out: Path) -> None:
+    """On every rank: measure tables, one after the other."""
+    for name in names:
+        cases, sizes, how = tables(gpus)[name]
+        options = RanksOptions(device="cuda", repeats=5, seed=seed, **how)
+        found = ranks_command.measure_and_write(cases, sizes, options, out / name, sys.argv)
+        if dist.get_rank() == 0:
+            ranks_command.show(Console(width=ranks_command.WIDTH), *found)
+
+
+def main(
+    out: Annotated[Path, typer.Argument(help="Folder to write to.")],
+    gpus: Annotated[int, typer.Option(help="On how many.")] = 4,
+    table: Annotated[list[str] | None, typer.Option(help="Only this one; may be repeated.")] = None,
+) -> None:
+    """Measure the tables, or some of them."""
+    known = list(tables(gpus))
+    for name in table or ():
+        check_choice("table", name, known)
+    launch(
+        measure, gpus, table or known, gpus, secrets.randbelow(10**9), out, device="cuda", out=out
+    )
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -7,6 +7,7 @@ stay that recent calls have used.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -60,6 +61,7 @@ class DeviceTables:
         self._captured: dict[int, _Kept] = {}  # what CUDA graphs read whenever they are replayed
         self._calls = 0
         self._lock = Lock()
+        self._elsewhere: tuple[int, ThreadPoolExecutor] | None = None  # of which process
 
     @property
     def nbytes(self) -> int:
@@ -90,14 +92,18 @@ class DeviceTables:
         with self._lock:
             tables = self._kept.setdefault(owner, {})
             if key not in tables:
-                with ThreadPoolExecutor(1) as elsewhere:
-                    tables[key] = _Kept(elsewhere.submit(make).result())
+                tables[key] = _Kept(self._make_elsewhere(make))
             kept = tables[key]
             kept.last_call = self._calls
             if device.type == "cuda":
                 self._note_stream(kept, device)
             made: T = kept.tables
             return made
+
+    def _make_elsewhere(self, make: Callable[[], T]) -> T:
+        if self._elsewhere is None or self._elsewhere[0] != os.getpid():  # a fork has no threads
+            self._elsewhere = os.getpid(), ThreadPoolExecutor(1, "device-tables")
+        return self._elsewhere[1].submit(make).result()
 
     def _note_stream(self, kept: _Kept, device: torch.device) -> None:
         """See to it that tables outlive what is queued on the current stream, or captured."""

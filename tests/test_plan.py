@@ -159,6 +159,21 @@ def test_a_plan_of_a_billion_tokens_on_4096_ranks_takes_under_100_ms(make, rate)
     assert min(took) < 0.1
 
 
+def test_many_ranges_take_few_groups():
+    """About as many as there are ranges, not as pairs of them; a group is one launch."""
+    count = 12
+    bounds = [(i * 10, i * 10 + 10) for i in range(2 * count)]
+    shuffled = [bounds[i * 7 % (2 * count)] for i in range(2 * count)]
+    layout = SequenceLayout([shuffled[::2], shuffled[1::2]])
+    plan = plan_attention(DilatedPattern([None, None], [1, 3]), layout, is_causal=False)
+    check_plan(plan)
+    for rank in (plan.rank(0), plan.rank(1)):
+        (step,) = rank.steps()
+        for groups in (rank.local_groups, step.groups):
+            assert sum(len(group.tiles) for group in groups) > 100
+            assert len(groups) <= 3 * count  # 144 pairs in each of two branches
+
+
 def test_zigzag_balances_causal_work():
     size = TensorSize(batch=1, head_dim=4, element_size=4)
     imbalance = {}

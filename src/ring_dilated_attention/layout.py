@@ -39,8 +39,9 @@ class SequenceLayout:
         ValueError: a range is reversed or negative, or positions are missing or held twice.
 
     A few long ranges a rank are fast. Each pair of ranges that share a segment is a tile of its
-    own, with a launch or more: hundreds of ranges of one document on a rank take seconds a call,
-    and a striped layout (position i on rank i mod p) is right but of no use.
+    own, and m ranges take m launches or more for each branch: hundreds of ranges of one document on
+    a rank take seconds to plan, and a striped layout (position i on rank i mod p) is right but of
+    no use.
 
     Instances are immutable, hashable and compare by value. `flat` writes one down in ints, for
     operators: for every rank the number of its ranges, then their bounds.

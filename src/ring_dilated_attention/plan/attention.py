@@ -24,7 +24,7 @@ from ..layout import SequenceLayout
 from ..pattern import DilatedPattern, check_positive_int
 from .documents import document_borders
 from .parts import Link, OwnRun, Part, Span, own_runs, parts_of, spans, within_rows
-from .tiling import Message, Tile, TileGroup, Tiling, join_tiles
+from .tiling import Message, Tile, TileGroup, Tiling, group_tiles
 from .zero_keys import zero_key_groups
 
 
@@ -284,8 +284,9 @@ class RankPlan:
         # Where this rank's queries see keys of others, and its keys are seen by others' queries.
         self._seen = [span for span in spanned if span.is_before or not plan.is_causal]
         self._shown = [span for span in spanned if not span.is_before or not plan.is_causal]
-        joined = join_tiles(list(plan.tiling.tiles(link)) for link in self._links_from(rank))
-        self.local_groups = (*groups, *_groups(joined))
+        links = self._links_from(rank)
+        crossing = group_tiles((link, list(plan.tiling.tiles(link))) for link in links)
+        self.local_groups = (*groups, *crossing)
 
     def _all_run(self, branch: int) -> bool:
         """Whether every KV head runs a branch."""
@@ -404,10 +405,11 @@ class RankPlan:
         tiling = self.plan.tiling
         receive, slots = tiling.message(sender, self.index, received)
         send, _ = tiling.message(self.index, receiver, shown)
-        tiles = join_tiles(
-            list(tiling.tiles(link, slots=slots.get(link.message_entry, {}))) for link in received
+        groups = group_tiles(
+            (link, list(tiling.tiles(link, slots=slots.get(link.message_entry, {}))))
+            for link in received
         )
-        return Step(step, piece, receive, send, _groups(tiles))
+        return Step(step, piece, receive, send, groups)
 
     @property
     def num_steps(self) -> int:
@@ -427,10 +429,6 @@ class RankPlan:
         """(query, key) pairs this rank computes, over all query heads, per batch entry."""
         tiles = [*self.local, *(tile for step in self.steps() for tile in step.tiles)]
         return sum(t.pairs for t in tiles) * (self.plan.num_heads // self.plan.num_kv_heads)
-
-
-def _groups(tiles: Sequence[Sequence[Tile]]) -> tuple[TileGroup, ...]:
-    return tuple(TileGroup(tuple(group)) for group in tiles if group)
 
 
 def _tiles(groups: Sequence[TileGroup]) -> tuple[Tile, ...]:

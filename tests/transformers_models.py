@@ -1,0 +1,114 @@
+"""Small models of transformers, batches for them, and the ranks that they run on."""
+
+import copy
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from ring_dilated_attention import DilatedPattern, SequenceLayout
+from ring_dilated_attention.integrations.transformers import (
+    set_attention,
+    shard_batch,
+)
+from ring_dilated_attention.integrations.transformers_call import Call, Settings
+from ring_dilated_attention.testing import relative_error, run_loopback
+
+DENSE = DilatedPattern.dense()
+
+
+PATTERN = DilatedPattern([8, 19, None], [1, 2, 3])
+
+
+LENGTH = 41
+
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "attn_implementation": "ring_dilated_attention",
+}
+
+
+def make(family="Llama", seed=0, head="ForCausalLM", **changes):
+    """A small model with weights large enough to tell positions apart, in float64."""
+    config = getattr(transformers, f"{family}Config")(**{**SMALL, **changes})
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{family}{head}")(config)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=0.2)
+    return model.double()
+
+
+def restarts(*lengths):
+    return torch.cat([torch.arange(length) for length in lengths])[None]
+
+
+def batch_of(kind, rows=2, length=LENGTH, seed=0):
+    """A whole batch: plain, packed (alike in all rows), padded, or both."""
+    generator = torch.Generator().manual_seed(seed)
+    batch = {"input_ids": torch.randint(0, 61, (rows, length), generator=generator)}
+    batch["labels"] = batch["input_ids"].clone()
+    if "padded" in kind:
+        valid = torch.tensor([length, length - 12, 3][:rows])[:, None]
+        batch["attention_mask"] = (torch.arange(length) < valid).long()
+        batch["labels"][batch["attention_mask"] == 0] = -100
+    if "packed" in kind:
+        batch["position_ids"] = restarts(1, 9, 17, length - 27).expand(rows, -1)
+    return batch
+
+
+def step(model, batch, **options):
+    """Logits, loss and gradients."""
+    result = model(**batch, **options)
+    gradients = torch.autograd.grad(result.loss, list(model.parameters()), allow_unused=True)
+    return result.logits.detach(), result.loss.detach(), [g for g in gradients if g is not None]
+
+
+def check_gradients(got, want, error):
+    assert len(got) == len(want)
+    for mine, theirs in zip(got, want, strict=True):
+        assert relative_error(mine, theirs) < error or (mine - theirs).abs().max() < error * 1e-2
+
+
+def backward_step(model, batch):
+    """`step` by backward(), which reentrant checkpointing needs."""
+    model.zero_grad()
+    loss = model(**batch).loss
+    loss.backward()
+    return loss.detach(), [p.grad.clone() for p in model.parameters()]
+
+
+def assert_step(model, batch, loss, gradients):
+    got, found = backward_step(model, batch)
+    assert relative_error(got, loss) < 1e-12
+    check_gradients(found, gradients, 1e-10)
+
+
+def on_ranks(model, layout, batch, function):
+    """What ``function(model, shard)`` returns on each rank; `model` has its settings."""
+    settings = model._ring_dilated_attention
+
+    def run(ends):
+        own = copy.deepcopy(model)
+        set_attention(own, settings.pattern, group=ends, layout=layout)
+        return function(own, shard_batch(batch, layout, ends.rank))
+
+    return run_loopback(layout.world_size, run)
+
+
+LAYOUTS = {
+    "zigzag 2": SequenceLayout.zigzag(LENGTH, 2),
+    "zigzag 3": SequenceLayout.zigzag(LENGTH, 3),
+    "uneven": SequenceLayout([[(30, 41), (0, 3)], [(3, 4)], [(4, 30)]]),
+}
+
+
+def call(pattern=DENSE):
+    return Call(Settings(pattern, None, None, "auto", "auto"), None, None)

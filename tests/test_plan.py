@@ -132,6 +132,15 @@ def test_a_row_that_two_branches_need_is_sent_once():
     assert (message.rows, message.slots) == (8, 12)
 
 
+def test_heads_that_repeat_offsets_are_packed_together():
+    """Six heads of each offset are one pass over the rows, not one for each pair of heads."""
+    layout = SequenceLayout.contiguous(64, 2)
+    plan = plan_attention(DilatedPattern([64], [2]), layout, is_causal=False, num_heads=12)
+    message = plan.rank(0).step(1).send
+    assert message is not None
+    assert [list(run.heads) for run in message.runs] == [[*range(0, 12, 2)], [*range(1, 12, 2)]]
+
+
 def test_plan_size_does_not_grow_with_the_number_of_segments():
     sizes = [
         len(

@@ -205,10 +205,9 @@ class Tiling:
                 query = link.queries.local_row(queries[0])
                 key = link.keys.local_row(keys[0]) if slots is None else slots[head]
                 heads.append((offset, _HeadRows(head, query, len(queries), key, len(keys))))
-        in_order = _even_runs([rows for _, rows in heads])
-        by_offset = _even_runs([rows for _, rows in sorted(heads)])
+        by_offset = [rows for _, rows in sorted(heads)]
         w = link.stop - link.start if segments > 1 else 0
-        for run in min(in_order, by_offset, key=len):
+        for run in _fewest_runs([rows for _, rows in heads], by_offset):
             first, step = run[0], _step(run)
             yield Tile(
                 link.branch,
@@ -334,7 +333,7 @@ class Tiling:
                 for a, b in zip(first, last, strict=True)
             ]
             starts: dict[int, int] = {}
-            for run in _even_runs(whole):
+            for run in _fewest_runs(whole, sorted(whole, key=lambda rows: rows.key)):
                 rows = Rows(run[0].key, run[0].key_count, rate, _step(run).key)
                 runs.append(Run(_heads(run), rows, slots))
                 for head in runs[-1].heads:
@@ -434,6 +433,11 @@ def _join(a: Tile, b: Tile) -> Tile | None:
 def _goes_on(a: Rows, b: Rows) -> bool:
     """Whether rows `b` go on where rows `a` end."""
     return a._replace(start=a.start + a.length * a.stride, length=b.length) == b
+
+
+def _fewest_runs(*orders: Sequence[_HeadRows]) -> list[list[_HeadRows]]:
+    """The even runs of heads, in the order in which they are fewest."""
+    return min(map(_even_runs, orders), key=len)
 
 
 def _even_runs(heads: Sequence[_HeadRows]) -> list[list[_HeadRows]]:

@@ -1,0 +1,18 @@
+"""The `rda` command. Each command parses its options and calls one function of the package.
+
+Heavy imports happen inside the commands, so that ``rda --help`` is fast. To add a command, write a
+function decorated with ``@app.command()`` that does its work inside ``with reported_errors():``, in
+a module of this package, and import that here: commands are listed in the order of the imports.
+"""
+
+from __future__ import annotations
+
+from . import train, verify, plan, bench  # isort: skip  # in the order of the help
+from .common import app
+
+__all__ = ["app", "bench", "main", "plan", "train", "verify"]
+
+
+def main() -> None:
+    """Entry point of `rda`."""
+    app()

@@ -1,0 +1,155 @@
+"""`rda plan` and `rda simulate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .common import app, documents_of, lengths_of, rates_of, reported_errors
+
+
+@app.command()
+def plan(
+    length: Annotated[int, typer.Option(help="Global length of the sequence, in positions.")],
+    ranks: Annotated[int, typer.Option(help="World size.")] = 1,
+    segment_lengths: Annotated[
+        str, typer.Option(help="One per branch, separated by commas; all: the whole sequence.")
+    ] = "2048,4096,8192,16384,32768",
+    dilation_rates: Annotated[
+        str, typer.Option(help="One per branch, separated by commas.")
+    ] = "1,2,4,6,12",
+    head_offsets: Annotated[str, typer.Option(help="interleaved or blocked.")] = "interleaved",
+    head_branches: Annotated[str, typer.Option(help="all or split.")] = "all",
+    layout: Annotated[str, typer.Option(help="contiguous or zigzag.")] = "contiguous",
+    causal: Annotated[bool, typer.Option(help="Queries see no later keys.")] = False,
+    documents: Annotated[
+        str | None,
+        typer.Option(help="Cumulative lengths of packed documents, separated by commas: 0,...,n."),
+    ] = None,
+    heads: Annotated[int, typer.Option(help="Query heads.")] = 12,
+    kv_heads: Annotated[
+        int | None, typer.Option(help="KV heads.", show_default="as many as heads")
+    ] = None,
+    head_dim: Annotated[int, typer.Option(help="Elements of a row of a head.")] = 64,
+    batch: Annotated[int, typer.Option(help="Sequences in the batch.")] = 1,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16, float32 or float64.")] = "bfloat16",
+    rank: Annotated[
+        list[int] | None,
+        typer.Option(help="Rank to show; may be repeated.", show_default="a few"),
+    ] = None,
+    tiles: Annotated[bool, typer.Option("--tiles", help="List every tile and message.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Prove the plan by enumeration (short sequences).")
+    ] = False,
+) -> None:
+    """Print what each rank would hold, compute and exchange; nothing is run."""
+    with reported_errors():
+        from ..pattern import DilatedPattern
+        from ..plan_command import show
+
+        show(
+            DilatedPattern(
+                lengths_of(segment_lengths),
+                rates_of(dilation_rates),
+                head_offsets=head_offsets,
+                head_branches=head_branches,
+            ),
+            length=length,
+            world_size=ranks,
+            layout=layout,
+            is_causal=causal,
+            documents=documents_of(documents),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            batch=batch,
+            dtype=dtype,
+            ranks=rank,
+            tiles=tiles,
+            check=check,
+        )
+
+
+@app.command()
+def simulate(
+    length: Annotated[int, typer.Option(help="Global length of the sequence, in positions.")],
+    ranks: Annotated[int, typer.Option(help="World size.")] = 4,
+    pattern: Annotated[
+        str | None,
+        typer.Option(help="longnet, gigapath, longvit or dense.", show_default="longnet"),
+    ] = None,
+    segment_lengths: Annotated[
+        str | None,
+        typer.Option(help="Of a pattern without a name: one per branch; all: the whole sequence."),
+    ] = None,
+    dilation_rates: Annotated[str | None, typer.Option(help="Its rates, one per branch.")] = None,
+    head_offsets: Annotated[
+        str | None,
+        typer.Option(help="interleaved or blocked.", show_default="the pattern's own"),
+    ] = None,
+    head_branches: Annotated[
+        str | None, typer.Option(help="all or split.", show_default="the pattern's own")
+    ] = None,
+    layout: Annotated[str, typer.Option(help="contiguous or zigzag.")] = "contiguous",
+    causal: Annotated[bool, typer.Option(help="Queries see no later keys.")] = False,
+    documents: Annotated[
+        str | None,
+        typer.Option(help="Cumulative lengths of packed documents, separated by commas: 0,...,n."),
+    ] = None,
+    heads: Annotated[int, typer.Option(help="Query heads.")] = 4,
+    kv_heads: Annotated[
+        int | None, typer.Option(help="KV heads.", show_default="as many as heads")
+    ] = None,
+    head_dim: Annotated[int, typer.Option(help="Elements of a row of a head.")] = 64,
+    batch: Annotated[int, typer.Option(help="Sequences in the batch.")] = 1,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16, float32 or float64.")] = "float32",
+    exchange: Annotated[
+        str, typer.Option(help="How remote rows travel: auto, ring or gather.")
+    ] = "auto",
+    backend: Annotated[str, typer.Option(help="Which attention kernels compute.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    backward: Annotated[bool, typer.Option(help="Run backward too.")] = True,
+    seed: Annotated[
+        int | None, typer.Option(help="Of the random inputs.", show_default="a fresh one")
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help="Show every rank, not a few.")] = False,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="File to write everything to.")
+    ] = None,
+) -> None:
+    """Run every rank on one device, one at a time, and compare with one rank that holds it all.
+
+    Prints what each rank held, computed and sent, beside the plan. Exit code 1 if results are not
+    those of one device, or memory or bytes not those of the plan.
+    """
+    with reported_errors():
+        from ..simulate_command import run
+
+        right = run(
+            pattern=pattern,
+            segment_lengths=None if segment_lengths is None else lengths_of(segment_lengths),
+            dilation_rates=None if dilation_rates is None else rates_of(dilation_rates),
+            head_offsets=head_offsets,
+            head_branches=head_branches,
+            length=length,
+            world_size=ranks,
+            layout=layout,
+            is_causal=causal,
+            documents=documents_of(documents),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            batch=batch,
+            dtype=dtype,
+            exchange=exchange,
+            backend=backend,
+            device=device,
+            seed=seed,
+            backward=backward,
+            every=every,
+            json_file=json_file,
+        )
+        if not right:
+            raise typer.Exit(1)

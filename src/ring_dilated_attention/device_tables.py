@@ -41,16 +41,15 @@ T = TypeVar("T", bound=Tables)
 @dataclass
 class _Kept:
     tables: Any
+    nbytes: int
     last_call: int = 0
     streams: set[int] = field(default_factory=set)  # that read it, by handle
 
-    @property
-    def nbytes(self) -> int:
-        storages = {
-            x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()
-            for x in self.tables.tensors
-        }
-        return sum(-(-nbytes // _ALLOCATION) * _ALLOCATION for nbytes in storages.values())
+
+def _nbytes(tables: Tables) -> int:
+    """What they take on the device."""
+    storages = {x.data_ptr(): x for x in (y.untyped_storage() for y in tables.tensors)}
+    return sum(-(-x.nbytes() // _ALLOCATION) * _ALLOCATION for x in storages.values())
 
 
 class DeviceTables:
@@ -92,13 +91,14 @@ class DeviceTables:
         with self._lock:
             tables = self._kept.setdefault(owner, {})
             if key not in tables:
-                tables[key] = _Kept(self._make_elsewhere(make))
+                made = self._make_elsewhere(make)
+                tables[key] = _Kept(made, _nbytes(made))
             kept = tables[key]
             kept.last_call = self._calls
             if device.type == "cuda":
                 self._note_stream(kept, device)
-            made: T = kept.tables
-            return made
+            found: T = kept.tables
+            return found
 
     def _make_elsewhere(self, make: Callable[[], T]) -> T:
         if self._elsewhere is None or self._elsewhere[0] != os.getpid():  # a fork has no threads

@@ -348,7 +348,7 @@ class RankPlan:
             Link(span.branch, own, other, span.start, span.stop)
             for span in self._shown
             for own in within_rows([span.part], keys)
-            if own.start < span.stop and span.start < own.stop
+            if own.start < span.stop and span.start < own.stop  # a piece may be elsewhere
             for other in parts
             if span.reaches(other)
         ]

@@ -28,11 +28,6 @@ class Place(NamedTuple):
     row: int = 0
     head: int = 0
 
-    def offset(self, tensor: torch.Tensor) -> int:
-        """Its offset in elements."""
-        batch, row, head = tensor.stride()[:3]
-        return self.batch * batch + self.row * row + self.head * head
-
     def ahead(self, step: Place, count: int = 1) -> Place:
         """The place `count` steps on."""
         return Place(*(a + count * b for a, b in zip(self, step, strict=True)))
@@ -101,13 +96,17 @@ class Block:
     def _view(
         self, tensor: torch.Tensor, start: Place, steps: tuple[Place, Place], rows: Rows
     ) -> torch.Tensor:
-        batch, sequence, _, *rest = tensor.stride()
+        # Dozens of views a call: no function for an offset, and no generator.
+        batch, row, head, *rest = tensor.stride()
+        outer, inner = steps
         # The stride of a single element does not matter, but kernels may take 0 for a broadcast.
-        outer, inner = (step.offset(tensor) or batch for step in steps)
+        outer_stride = outer.batch * batch + outer.row * row + outer.head * head or batch
+        inner_stride = inner.batch * batch + inner.row * row + inner.head * head or batch
+        offset = start.batch * batch + start.row * row + start.head * head
         return tensor.as_strided(
             (self.outer.size, self.inner.size, rows.length, *tensor.shape[3:]),
-            (outer, inner, rows.stride * sequence, *rest),
-            tensor.storage_offset() + start.offset(tensor),
+            (outer_stride, inner_stride, rows.stride * row, *rest),
+            tensor.storage_offset() + offset,
         )
 
     def slices(self, most_rows: float) -> Iterator[Block]:

@@ -1,7 +1,5 @@
 """`rda plan` and `rda simulate`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 
@@ -9,11 +7,25 @@ import typer
 
 from .common import app, documents_of, lengths_of, rates_of, reported_errors
 
+Length = Annotated[int, typer.Option(help="Global length of the sequence, in positions.")]
+Ranks = Annotated[int, typer.Option(help="World size.")]
+Layout = Annotated[str, typer.Option(help="contiguous or zigzag.")]
+Causal = Annotated[bool, typer.Option(help="Queries see no later keys.")]
+Documents = Annotated[
+    str | None,
+    typer.Option(help="Cumulative lengths of packed documents, separated by commas: 0,...,n."),
+]
+Heads = Annotated[int, typer.Option(help="Query heads.")]
+KvHeads = Annotated[int | None, typer.Option(help="KV heads.", show_default="as many as heads")]
+HeadDim = Annotated[int, typer.Option(help="Elements of a row of a head.")]
+Batch = Annotated[int, typer.Option(help="Sequences in the batch.")]
+Dtype = Annotated[str, typer.Option(help="bfloat16, float16, float32 or float64.")]
+
 
 @app.command()
 def plan(
-    length: Annotated[int, typer.Option(help="Global length of the sequence, in positions.")],
-    ranks: Annotated[int, typer.Option(help="World size.")] = 1,
+    length: Length,
+    ranks: Ranks = 1,
     segment_lengths: Annotated[
         str, typer.Option(help="One per branch, separated by commas; all: the whole sequence.")
     ] = "2048,4096,8192,16384,32768",
@@ -22,19 +34,14 @@ def plan(
     ] = "1,2,4,6,12",
     head_offsets: Annotated[str, typer.Option(help="interleaved or blocked.")] = "interleaved",
     head_branches: Annotated[str, typer.Option(help="all or split.")] = "all",
-    layout: Annotated[str, typer.Option(help="contiguous or zigzag.")] = "contiguous",
-    causal: Annotated[bool, typer.Option(help="Queries see no later keys.")] = False,
-    documents: Annotated[
-        str | None,
-        typer.Option(help="Cumulative lengths of packed documents, separated by commas: 0,...,n."),
-    ] = None,
-    heads: Annotated[int, typer.Option(help="Query heads.")] = 12,
-    kv_heads: Annotated[
-        int | None, typer.Option(help="KV heads.", show_default="as many as heads")
-    ] = None,
-    head_dim: Annotated[int, typer.Option(help="Elements of a row of a head.")] = 64,
-    batch: Annotated[int, typer.Option(help="Sequences in the batch.")] = 1,
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16, float32 or float64.")] = "bfloat16",
+    layout: Layout = "contiguous",
+    causal: Causal = False,
+    documents: Documents = None,
+    heads: Heads = 12,
+    kv_heads: KvHeads = None,
+    head_dim: HeadDim = 64,
+    batch: Batch = 1,
+    dtype: Dtype = "bfloat16",
     rank: Annotated[
         list[int] | None,
         typer.Option(help="Rank to show; may be repeated.", show_default="a few"),
@@ -74,8 +81,8 @@ def plan(
 
 @app.command()
 def simulate(
-    length: Annotated[int, typer.Option(help="Global length of the sequence, in positions.")],
-    ranks: Annotated[int, typer.Option(help="World size.")] = 4,
+    length: Length,
+    ranks: Ranks = 4,
     pattern: Annotated[
         str | None,
         typer.Option(help="longnet, gigapath, longvit or dense.", show_default="longnet"),
@@ -92,19 +99,14 @@ def simulate(
     head_branches: Annotated[
         str | None, typer.Option(help="all or split.", show_default="the pattern's own")
     ] = None,
-    layout: Annotated[str, typer.Option(help="contiguous or zigzag.")] = "contiguous",
-    causal: Annotated[bool, typer.Option(help="Queries see no later keys.")] = False,
-    documents: Annotated[
-        str | None,
-        typer.Option(help="Cumulative lengths of packed documents, separated by commas: 0,...,n."),
-    ] = None,
-    heads: Annotated[int, typer.Option(help="Query heads.")] = 4,
-    kv_heads: Annotated[
-        int | None, typer.Option(help="KV heads.", show_default="as many as heads")
-    ] = None,
-    head_dim: Annotated[int, typer.Option(help="Elements of a row of a head.")] = 64,
-    batch: Annotated[int, typer.Option(help="Sequences in the batch.")] = 1,
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16, float32 or float64.")] = "float32",
+    layout: Layout = "contiguous",
+    causal: Causal = False,
+    documents: Documents = None,
+    heads: Heads = 4,
+    kv_heads: KvHeads = None,
+    head_dim: HeadDim = 64,
+    batch: Batch = 1,
+    dtype: Dtype = "float32",
     exchange: Annotated[
         str, typer.Option(help="How remote rows travel: auto, ring or gather.")
     ] = "auto",

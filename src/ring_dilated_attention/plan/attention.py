@@ -23,8 +23,9 @@ from typing import NamedTuple
 from ..layout import SequenceLayout
 from ..pattern import DilatedPattern, check_positive_int
 from .documents import document_borders
+from .grouping import group_tiles
 from .parts import Link, OwnRun, Part, Span, own_runs, parts_of, spans, within_rows
-from .tiling import Message, Tile, TileGroup, Tiling, group_tiles
+from .tiling import Message, Tile, TileGroup, Tiling
 from .zero_keys import zero_key_groups
 
 

@@ -1,5 +1,6 @@
 """Ranks on CUDA devices of their own: both ways in which rows travel, and many calls in a row."""
 
+import time
 from dataclasses import replace
 from random import Random
 
@@ -9,7 +10,7 @@ import torch.distributed
 from test_gpu import failures, kernel_cases
 from worlds import world
 
-from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention
+from ring_dilated_attention import DilatedPattern, dilated_attention
 from ring_dilated_attention.communicator import Communicator
 from ring_dilated_attention.exchange import ProcessGroupExchange, _transports
 from ring_dilated_attention.peer_memory import SLOT_BYTES, PeerMemory
@@ -112,14 +113,14 @@ def test_transfers(peer_memory):
     assert not any(run_ranks(many_transfers, world_size, peer_memory, backend="nccl"))
 
 
-def soak_layout(name, length, world_size):
-    """`make_layout`, in larger units: hundreds of ranges, each pair a tile, take seconds a call."""
-    unit = -(-length // 325) if name == "uneven" else 1
-    layout = make_layout(name, -(-length // unit), world_size)
-    return SequenceLayout(
-        [(start * unit, min(stop * unit, length)) for start, stop in ranges]
-        for ranges in layout.ranges
-    )
+def held_bytes(device):
+    """Bytes that calls left behind, when torch's backward thread has let go of the last leaves."""
+    at_once = torch.cuda.memory_allocated(device)
+    time.sleep(0.01)  # it does so when grad() has returned, for which it needs the interpreter
+    held = torch.cuda.memory_allocated(device)
+    if held != at_once:
+        print(f"{at_once - held} bytes were let go of late", flush=True)
+    return held
 
 
 def soak(rank, world_size, peer_memory, repeats):
@@ -137,7 +138,7 @@ def soak(rank, world_size, peer_memory, repeats):
                 DilatedPattern([100, None], [2, 5], head_offsets="blocked"),
             ]
         )
-        layout = soak_layout(random.choice(["contiguous", "zigzag", "uneven"]), length, world_size)
+        layout = make_layout(random.choice(["contiguous", "zigzag", "uneven"]), length, world_size)
         is_causal, exchange = random.random() < 0.5, random.choice(["auto", "ring", "gather"])
         heads, head_dim = random.choice([(8, 64), (4, 128)])  # few: kernels compile
         generator = torch.Generator(device).manual_seed(repeat)
@@ -160,7 +161,7 @@ def soak(rank, world_size, peer_memory, repeats):
             if part.numel():
                 worst = max(worst, relative_error(a, part))
         del whole, mine, got, a, b, part
-        held.append(torch.cuda.memory_allocated(device))
+        held.append(held_bytes(device))
         if rank == 0 and repeat % 10 == 0:
             print(f"repeat {repeat}, largest error {worst:.1e}", flush=True)
     return worst, held
@@ -173,6 +174,6 @@ def test_two_hundred_calls(peer_memory):
     # Kernels compile for minutes.
     found = run_ranks(soak, world_size, peer_memory, 200, backend="nccl", timeout=600)
     for worst, held in found:
-        print(f"largest error {worst:.1e}, bytes held {held[::20]}")
+        print(f"largest error {worst:.1e}, bytes held {held[::20]}, at most {max(held[10:])}")
         assert worst < 8e-3
         assert max(held[10:]) <= held[10] + 2**24  # tables of shapes that are new

@@ -2,7 +2,8 @@
 
 Work of a few shapes makes its tables once. Work whose shapes change from call to call (slides,
 documents) would leave those of hundreds of plans on the device: of more than a few megabytes, those
-stay that recent calls have used.
+stay that recent calls have come back to. Of the others only what was dropped and when is kept: a
+table that is made again is one that calls come back to.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ import torch
 KEPT_BYTES = 8 << 20
 """Tables of so many bytes in all are kept, however old, ..."""
 KEPT_CALLS = 64
-"""... and whatever they take those that so many calls before the present one have used: a step of a
-model of half as many different layers makes its tables once."""
+"""... and whatever they take those that calls came back to, for so many calls after the last one.
+A step of a model of half as many different layers makes its tables once, large ones twice."""
 _ALLOCATION = 512
 """Bytes of which an allocation on a CUDA device is a multiple."""
 
@@ -42,8 +43,9 @@ T = TypeVar("T", bound=Tables)
 class _Kept:
     tables: Any
     nbytes: int
-    last_call: int = 0
-    streams: set[int] = field(default_factory=set)  # that read it, by handle
+    last_call: int
+    returns: bool  # whether more than one call has used them
+    streams: set[int] = field(default_factory=set)  # that read them, by handle
 
 
 def _nbytes(tables: Tables) -> int:
@@ -57,8 +59,11 @@ class DeviceTables:
 
     def __init__(self) -> None:
         self._kept: WeakKeyDictionary[Any, dict[Hashable, _Kept]] = WeakKeyDictionary()
-        self._captured: dict[int, _Kept] = {}  # what CUDA graphs read whenever they are replayed
+        # Which call was the last to use what is not kept.
+        self._dropped: WeakKeyDictionary[Any, dict[Hashable, int]] = WeakKeyDictionary()
+        self._captured: dict[int, Tables] = {}  # what CUDA graphs read whenever they are replayed
         self._calls = 0
+        self._has_new = False  # whether any were made since bytes were last counted
         self._lock = Lock()
         self._elsewhere: tuple[int, ThreadPoolExecutor] | None = None  # of which process
 
@@ -68,15 +73,37 @@ class DeviceTables:
         return sum(kept.nbytes for tables in self._kept.values() for kept in tables.values())
 
     def start_call(self) -> None:
-        """Count a call: of forward, or of backward. Now and then, drop what is long unused."""
+        """Count a call: of forward, or of backward. Drop what is not worth its bytes."""
         with self._lock:
             self._calls += 1
-            if self._calls % KEPT_CALLS or self.nbytes <= KEPT_BYTES:
-                return
-            for tables in self._kept.values():
-                for key, kept in list(tables.items()):
-                    if kept.last_call < self._calls - KEPT_CALLS:
-                        del tables[key]
+            if self._has_new or self._calls % KEPT_CALLS == 0:
+                self._has_new = False
+                self._drop()
+
+    def _drop(self) -> None:
+        """Of more than KEPT_BYTES, drop what calls do not come back to, the oldest first."""
+        excess = self.nbytes - KEPT_BYTES
+        if excess <= 0:
+            return
+        unused = [
+            (kept.last_call, owner, key, kept.nbytes)
+            for owner, tables in self._kept.items()
+            for key, kept in tables.items()
+            if kept.last_call < self._calls - (KEPT_CALLS if kept.returns else 1)
+        ]
+        for last_call, owner, key, nbytes in sorted(unused, key=lambda entry: entry[0]):
+            if excess <= 0:
+                break
+            del self._kept[owner][key]
+            self._dropped.setdefault(owner, {})[key] = last_call
+            excess -= nbytes
+        for dropped in self._dropped.values():
+            for key, last_call in list(dropped.items()):
+                if not self._is_recent(last_call):
+                    del dropped[key]
+
+    def _is_recent(self, call: int) -> bool:
+        return call >= self._calls - KEPT_CALLS
 
     def get(self, owner: object, key: Hashable, device: torch.device, make: Callable[[], T]) -> T:
         """The tables of `owner` with this key, made if there are none.
@@ -92,8 +119,12 @@ class DeviceTables:
             tables = self._kept.setdefault(owner, {})
             if key not in tables:
                 made = self._make_elsewhere(make)
-                tables[key] = _Kept(made, _nbytes(made))
+                dropped = self._dropped.get(owner, {}).pop(key, None)
+                returns = dropped is not None and self._is_recent(dropped)
+                tables[key] = _Kept(made, _nbytes(made), self._calls, returns)
+                self._has_new = True
             kept = tables[key]
+            kept.returns = kept.returns or kept.last_call < self._calls
             kept.last_call = self._calls
             if device.type == "cuda":
                 self._note_stream(kept, device)
@@ -108,7 +139,7 @@ class DeviceTables:
     def _note_stream(self, kept: _Kept, device: torch.device) -> None:
         """See to it that tables outlive what is queued on the current stream, or captured."""
         if torch.cuda.is_current_stream_capturing():
-            self._captured[id(kept)] = kept
+            self._captured[id(kept.tables)] = kept.tables
             return
         stream = torch.cuda.current_stream(device)
         if stream.cuda_stream not in kept.streams:

@@ -1,5 +1,6 @@
 """No rank ever holds a tensor of global length, and the ring holds two remote shards at most."""
 
+import threading
 import weakref
 
 import pytest
@@ -7,7 +8,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention, plan_attention
+from ring_dilated_attention import (
+    DilatedPattern,
+    SequenceLayout,
+    compute,
+    dilated_attention,
+    operator,
+    plan_attention,
+)
+from ring_dilated_attention.plan import attention
 from ring_dilated_attention.testing import relative_error, run_loopback
 from ring_dilated_attention.views import Block
 
@@ -106,6 +115,49 @@ def test_ring_holds_two_remote_shards_at_most():
     # In backward, one more buffer: gradients that come home for this rank's own rows.
     watches = run(Held, pattern, "ring", is_causal=False)
     assert {watch.most for watch in watches} == {3}
+
+
+@pytest.mark.parametrize("slice_pairs", [None, 1])
+def test_the_last_gradients_come_home_behind_local_tiles(slice_pairs, monkeypatch):
+    """Those of the last two steps: nothing waits for them while there is something to compute."""
+    if slice_pairs is not None:  # a range of a head at a time
+        monkeypatch.setattr(attention, "SLICE_PAIRS", slice_pairs)
+        operator._plan.cache_clear()  # plans keep their slices
+    events: dict[int, list[str]] = {}
+    backward = compute.backward
+
+    class Watched:
+        def __init__(self, ends):
+            self.ends, self.start = ends, ends.start
+
+        def __enter__(self):
+            self.ends.start = self.watch
+            events[threading.get_ident()] = []
+
+        def __exit__(self, *_: object):
+            self.ends.start = self.start
+
+        def watch(self, send, receive):
+            pending = self.start(send, receive)
+            wait = pending.wait
+
+            def waits():
+                events[threading.get_ident()].append("wait")
+                wait()
+
+            pending.wait = waits
+            return pending
+
+    def computes(*arguments, **options):
+        events[threading.get_ident()].append("compute")
+        backward(*arguments, **options)
+
+    monkeypatch.setattr(compute, "backward", computes)
+    run(Watched, DilatedPattern.dense(), "ring", is_causal=False)
+    operator._plan.cache_clear()
+    assert len(events) == WORLD_SIZE
+    for of_rank in events.values():
+        assert of_rank[-3:] == ["compute", "wait", "wait"]
 
 
 def test_workspace_bounds_what_kernels_allocate(monkeypatch):

@@ -165,9 +165,13 @@ def attention_backward(
             if covers and late_heads is not None:
                 for x, group in ((dquery, tiles.group), (dkey, 1), (dvalue, 1)):
                     x[:, :, late_heads.start * group : late_heads.stop * group].zero_()
+            steps_left = part.num_steps
             for fetched in islice(arrivals, part.num_steps):
                 dslots = None
-                add_returned()
+                steps_left -= 1
+                # The last step waits for none: they have until the end, no more buffers are made.
+                if steps_left or part is not parts[-1]:
+                    add_returned()
                 if fetched.slots is not None:
                     dslots = _backward_of_step(
                         fetched, tiles, query, merged, dquery, returned, sums

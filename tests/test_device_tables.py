@@ -93,6 +93,11 @@ def test_what_a_second_call_has_used_stays():
         tables.start_call()
         tables.get(owner, 0, CPU, partial(made, log, KEPT_BYTES))
     assert len(log) == 1 + len(others)
+    steady = Owner()
+    for _ in range(2 * KEPT_CALLS):  # but not for ever
+        tables.start_call()
+        tables.get(steady, 0, CPU, partial(made, log, 512))
+    assert tables.nbytes <= KEPT_BYTES
 
 
 @pytest.mark.parametrize("calls", [3, KEPT_CALLS // 2])
@@ -107,10 +112,11 @@ def test_a_step_of_many_large_tables_makes_them_twice(calls):
     for _ in range(2):  # too seldom to be worth the bytes
         tables.start_call()
         tables.get(rare, 0, CPU, partial(made, log, KEPT_BYTES))
-        for owner in owners * (1 + 2 * KEPT_CALLS // calls):
+        for number in range(2 * KEPT_CALLS):
             tables.start_call()
-            tables.get(owner, 0, CPU, partial(made, log, KEPT_BYTES))
-    assert tables.nbytes == calls * KEPT_BYTES
+            tables.get(owners[number % calls], 0, CPU, partial(made, log, KEPT_BYTES))
+            assert tables.nbytes == (calls + (number < 1)) * KEPT_BYTES
+    assert len(log) <= 2 * calls + 2
 
 
 def test_calls_of_ever_new_shapes(monkeypatch):

@@ -114,9 +114,12 @@ def test_transfers(peer_memory):
 
 
 def held_bytes(device):
-    """Bytes that calls left behind, when torch's backward thread has let go of the last leaves."""
+    """Bytes that calls left behind, when torch's backward thread has let go of the last gradients.
+
+    It holds what grad() returned for a moment longer: presumably, see the results of 2026-11-22.
+    """
     at_once = torch.cuda.memory_allocated(device)
-    time.sleep(0.01)  # it does so when grad() has returned, for which it needs the interpreter
+    time.sleep(0.01)
     held = torch.cuda.memory_allocated(device)
     if held != at_once:
         print(f"{at_once - held} bytes were let go of late", flush=True)

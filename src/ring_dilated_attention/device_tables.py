@@ -59,11 +59,11 @@ class DeviceTables:
 
     def __init__(self) -> None:
         self._kept: WeakKeyDictionary[Any, dict[Hashable, _Kept]] = WeakKeyDictionary()
-        # Which call was the last to use what is not kept.
+        # Which call was the last to use what is not kept: a number for each table of a live plan.
         self._dropped: WeakKeyDictionary[Any, dict[Hashable, int]] = WeakKeyDictionary()
         self._captured: dict[int, Tables] = {}  # what CUDA graphs read whenever they are replayed
         self._calls = 0
-        self._has_new = False  # whether any were made since bytes were last counted
+        self._last_made = 0  # in which call
         self._lock = Lock()
         self._elsewhere: tuple[int, ThreadPoolExecutor] | None = None  # of which process
 
@@ -76,8 +76,8 @@ class DeviceTables:
         """Count a call: of forward, or of backward. Drop what is not worth its bytes."""
         with self._lock:
             self._calls += 1
-            if self._has_new or self._calls % KEPT_CALLS == 0:
-                self._has_new = False
+            # What one call alone has used may go two calls later.
+            if self._calls - self._last_made <= 2 or self._calls % KEPT_CALLS == 0:
                 self._drop()
 
     def _drop(self) -> None:
@@ -97,13 +97,6 @@ class DeviceTables:
             del self._kept[owner][key]
             self._dropped.setdefault(owner, {})[key] = last_call
             excess -= nbytes
-        for dropped in self._dropped.values():
-            for key, last_call in list(dropped.items()):
-                if not self._is_recent(last_call):
-                    del dropped[key]
-
-    def _is_recent(self, call: int) -> bool:
-        return call >= self._calls - KEPT_CALLS
 
     def get(self, owner: object, key: Hashable, device: torch.device, make: Callable[[], T]) -> T:
         """The tables of `owner` with this key, made if there are none.
@@ -120,9 +113,9 @@ class DeviceTables:
             if key not in tables:
                 made = self._make_elsewhere(make)
                 dropped = self._dropped.get(owner, {}).pop(key, None)
-                returns = dropped is not None and self._is_recent(dropped)
+                returns = dropped is not None and dropped >= self._calls - KEPT_CALLS
                 tables[key] = _Kept(made, _nbytes(made), self._calls, returns)
-                self._has_new = True
+                self._last_made = self._calls
             kept = tables[key]
             kept.returns = kept.returns or kept.last_call < self._calls
             kept.last_call = self._calls

@@ -169,7 +169,7 @@ def attention_backward(
             for fetched in islice(arrivals, part.num_steps):
                 dslots = None
                 steps_left -= 1
-                # The last step waits for none: they have until the end, no more buffers are made.
+                # The last step waits for none: nothing is fetched after it, so there is room.
                 if steps_left or part is not parts[-1]:
                     add_returned()
                 if fetched.slots is not None:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from .common import RUNS, app, fail, lengths_of, rates_of, reported_errors
+from .common import RUNS, app, fail, ints_of, lengths_of, reported_errors
 
 
 @app.command()
@@ -151,9 +151,7 @@ def bench(
                 runs=RUNS,
                 device=device,
                 peers=peer or [],
-                ranks=None
-                if ranks is None
-                else [size for text in ranks for size in rates_of(text)],
+                ranks=None if ranks is None else [size for text in ranks for size in ints_of(text)],
                 scaling=scaling,
                 layout=layout,
                 exchange=exchange,
@@ -166,7 +164,7 @@ def bench(
                 command=["rda", *sys.argv[1:]],
                 patterns=pattern or [],
                 segment_lengths=None if segment_lengths is None else lengths_of(segment_lengths),
-                dilation_rates=None if dilation_rates is None else rates_of(dilation_rates),
+                dilation_rates=None if dilation_rates is None else ints_of(dilation_rates),
                 head_offsets=head_offsets,
                 lengths=length or [],
                 heads=heads or [],

@@ -53,14 +53,14 @@ def lengths_of(text: str) -> tuple[int | None, ...]:
     return tuple(None if part.strip() == "all" else _int(part, text) for part in text.split(","))
 
 
-def rates_of(text: str) -> tuple[int, ...]:
-    """Parse dilation rates: ``1,2,4``."""
+def ints_of(text: str) -> tuple[int, ...]:
+    """Parse rates, or numbers of ranks: ``1,2,4``."""
     return tuple(_int(part, text) for part in text.split(","))
 
 
 def documents_of(text: str | None) -> tuple[int, ...] | None:
     """Parse the borders of documents: ``0,100,250``."""
-    return None if text is None else tuple(_int(part, text) for part in text.split(","))
+    return None if text is None else ints_of(text)
 
 
 def _int(part: str, text: str) -> int:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from .common import app, documents_of, lengths_of, rates_of, reported_errors
+from .common import app, documents_of, ints_of, lengths_of, reported_errors
 
 Length = Annotated[int, typer.Option(help="Global length of the sequence, in positions.")]
 Ranks = Annotated[int, typer.Option(help="World size.")]
@@ -59,7 +59,7 @@ def plan(
         show(
             DilatedPattern(
                 lengths_of(segment_lengths),
-                rates_of(dilation_rates),
+                ints_of(dilation_rates),
                 head_offsets=head_offsets,
                 head_branches=head_branches,
             ),
@@ -132,7 +132,7 @@ def simulate(
         right = run(
             pattern=pattern,
             segment_lengths=None if segment_lengths is None else lengths_of(segment_lengths),
-            dilation_rates=None if dilation_rates is None else rates_of(dilation_rates),
+            dilation_rates=None if dilation_rates is None else ints_of(dilation_rates),
             head_offsets=head_offsets,
             head_branches=head_branches,
             length=length,

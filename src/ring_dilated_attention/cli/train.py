@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .common import RUNS, app, lengths_of, rates_of, reported_errors
+from .common import RUNS, app, ints_of, lengths_of, reported_errors
 
 
 def _option(default: object, help_text: str) -> Any:
@@ -127,7 +127,7 @@ def train(
         if value is not None and name not in ("out", "resume", "ranks", "preset")
     }
     with reported_errors():
-        for name, parse in (("segment_lengths", lengths_of), ("dilation_rates", rates_of)):
+        for name, parse in (("segment_lengths", lengths_of), ("dilation_rates", ints_of)):
             if name in options:
                 options[name] = parse(options[name])
 

@@ -385,6 +385,9 @@ def test_on_cuda(tmp_path):
     for result in found:
         if result.base == cases[1] and result.contender.startswith("cp:"):
             continue
+        if result.ranks == 1 and result.contender == "ours:messages":
+            assert result.status == "refused"
+            continue
         for timing in timings(result):
             assert timing.memory.peak > 0
             assert math.isfinite(timing.matmul_tflops)

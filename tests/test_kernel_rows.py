@@ -6,6 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from ring_dilated_attention.accumulate import row_sums as eager_row_sums
+from ring_dilated_attention.kernels import rows
 from ring_dilated_attention.kernels.rows import add_rows, merge_rows, row_sums
 from ring_dilated_attention.merge import merge_
 from ring_dilated_attention.testing import relative_error
@@ -60,7 +61,7 @@ def test_store_does_not_read():
     assert torch.equal(_view(out), tile_out)
     assert torch.equal(_view(lse), tile_lse)
     total = torch.full_like(out, torch.nan)
-    add_rows(_view(total), tile_out, store=True)
+    add_rows([_view(total)], [tile_out], store=True)
     assert torch.equal(_view(total), tile_out)
 
 
@@ -71,9 +72,36 @@ def test_add(head_dim, dtype):
     part = _random(2, HEADS, ROWS, head_dim)
     want = total.float()
     _view(want).add_(part)
-    add_rows(_view(total), part, store=False)
+    add_rows([_view(total)], [part], store=False)
     # The interpreter cuts off what bf16 cannot hold instead of rounding.
     assert relative_error(total, want) < (1e-7 if dtype == torch.float32 else 6e-3)
+
+
+@pytest.mark.parametrize("store", [True, False])
+def test_additions_that_are_alike_share_a_launch(store, monkeypatch):
+    """Five are alike, two have another length, one another dtype."""
+    launches = []
+    kernel = rows._add_kernel
+
+    class Counted:
+        def __getitem__(self, grid):
+            launches.append(grid[1])
+            return kernel[grid]
+
+    monkeypatch.setattr(rows, "_add_kernel", Counted())
+    shapes = [(2, HEADS, n, 16) for n in (ROWS, 7, ROWS, ROWS, ROWS, 7, ROWS, ROWS)]
+    parts = [_random(*shape) for shape in shapes]
+    parts[3] = parts[3].to(torch.bfloat16)
+    totals = [_random(*shape) for shape in shapes]
+    pairs = list(zip(totals, parts, strict=True))
+    want = [part.float() if store else total + part for total, part in pairs]
+    if store:
+        for total in totals:
+            total.fill_(torch.nan)
+    add_rows(totals, parts, store=store)
+    for total, expected in zip(totals, want, strict=True):
+        torch.testing.assert_close(total, expected, rtol=1e-6, atol=1e-6)
+    assert launches == [3, 2, 2, 1]
 
 
 @pytest.mark.parametrize("head_dim", [8, 48, 128])

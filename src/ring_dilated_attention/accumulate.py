@@ -56,16 +56,24 @@ def merge(
         merge_(out, lse, tile_out, tile_lse)
 
 
-def add(total: torch.Tensor, part: torch.Tensor, *, store: bool) -> None:
-    """Add `part` (outer, inner, rows, head_dim) to `total`, in place; with `store`, replace it."""
-    if _runs_triton(total):
+def add(totals: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], *, store: bool) -> None:
+    """Add each part (outer, inner, rows, head_dim) to its total, in place.
+
+    Args:
+        totals: views of disjoint tensors of one device, all float64 or none.
+        parts: as many, of the same shapes.
+        store: whether to replace what is there.
+    """
+    if _runs_triton(totals[0]):
         from .kernels.rows import add_rows
 
-        add_rows(total, part, store=store)
-    elif store:
-        total.copy_(part)
-    else:
-        total.add_(part)  # torch adds half precision in float32 too
+        add_rows(totals, parts, store=store)
+        return
+    for total, part in zip(totals, parts, strict=True):
+        if store:
+            total.copy_(part)
+        else:
+            total.add_(part)  # torch adds half precision in float32 too
 
 
 def row_sums(dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -103,7 +111,7 @@ class Accumulator:
     """Adds results into the whole, on CUDA on a stream of its own behind the compute.
 
     Args:
-        device: where the tensors are.
+        device: where the tensors are; on CUDA the current stream there is the compute's.
         clock: started where the compute waits for what others must send; see `Exchange`.
 
     Attributes:
@@ -115,6 +123,9 @@ class Accumulator:
     ) -> None:
         self.most_held = 2 if device.type == "cuda" else 1
         self._device, self._clock = device, clock
+        self._main: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._main = torch.cuda.current_stream(device)
         self._behind: deque[_Behind] = deque()
         self._started: deque[Callable[[], None]] = deque()
 
@@ -133,7 +144,7 @@ class Accumulator:
             into: what they are added to.
             is_long: whether computing them took long enough for going behind to be worthwhile.
         """
-        if self._device.type != "cuda" or not (is_long or self._behind):
+        if self._main is None or not (is_long or self._behind):
             add_all()
             return
         self._run_behind(add_all, tensors, into, is_result=True)
@@ -151,7 +162,7 @@ class Accumulator:
             tensors: what is added, and freed at `finish`.
             into: what it is added to.
         """
-        if self._device.type != "cuda":
+        if self._main is None:
             self._started.append(add_all)
         else:
             self._run_behind(add_all, tensors, into, is_result=False)
@@ -176,8 +187,9 @@ class Accumulator:
         *,
         is_result: bool,
     ) -> None:
-        side, main = _side_stream(self._device), torch.cuda.current_stream(self._device)
-        side.wait_stream(main)
+        assert self._main is not None
+        side = _side_stream(self._device)
+        side.wait_stream(self._main)
         targets = frozenset(map(_storage, into))
         with torch.cuda.stream(side):
             add_all()
@@ -193,7 +205,8 @@ class Accumulator:
         """Wait for the oldest additions; return whether they were a tile's."""
         # What is freed here is reused by the current stream alone, after this wait.
         behind = self._behind.popleft()
-        torch.cuda.current_stream(self._device).wait_event(behind.done)
+        assert self._main is not None
+        self._main.wait_event(behind.done)
         return behind.is_result
 
 

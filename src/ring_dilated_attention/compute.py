@@ -366,8 +366,10 @@ class _Addition(NamedTuple):
 
 
 def _add_all(additions: Sequence[_Addition]) -> None:
-    for addition in additions:
-        add(addition.total, addition.part, store=addition.store)
+    for store in (True, False):
+        chosen = [addition for addition in additions if addition.store is store]
+        if chosen:
+            add([x.total for x in chosen], [x.part for x in chosen], store=store)
 
 
 def _empty_rows(like: torch.Tensor) -> torch.Tensor:

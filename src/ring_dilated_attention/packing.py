@@ -75,9 +75,9 @@ def pack(key: torch.Tensor, value: torch.Tensor, rows: MessageRows) -> torch.Ten
         positions, heads, _ = rows.shared
         return torch.stack([tensor[:, positions, heads] for tensor in (key, value)])
     packed = key.new_empty(2, key.shape[0], rows.message.rows, key.shape[3])
-    for tensor, target in zip((key, value), packed, strict=True):
-        for run in rows.message.runs:
-            add(_slots_of(run, target), _rows_of(run, tensor), store=True)
+    for run in rows.message.runs:
+        slots = [_slots_of(run, target) for target in packed]
+        add(slots, [_rows_of(run, tensor) for tensor in (key, value)], store=True)
     return packed
 
 
@@ -101,15 +101,17 @@ def add_home(
 
     `dkey` and `dvalue` are contiguous (batch, local_sequence, kv_heads, head_dim).
     """
-    for gradient, part in zip((dkey, dvalue), returned, strict=True):
-        if rows.shared is None:
-            for run in rows.message.runs:
-                add(_rows_of(run, gradient), _slots_of(run, part), store=False)
-        else:
-            total = gradient.flatten(1, 2)
-            flat = rows.shared.positions * gradient.shape[2] + rows.shared.heads
-            summed = total.index_select(1, flat) + part  # in the wider dtype; rows are distinct
-            total.index_copy_(1, flat, summed.to(total.dtype))
+    gradients = dkey, dvalue
+    if rows.shared is None:
+        for run in rows.message.runs:
+            totals = [_rows_of(run, gradient) for gradient in gradients]
+            add(totals, [_slots_of(run, part) for part in returned], store=False)
+        return
+    flat = rows.shared.positions * dkey.shape[2] + rows.shared.heads
+    for gradient, part in zip(gradients, returned, strict=True):
+        total = gradient.flatten(1, 2)
+        summed = total.index_select(1, flat) + part  # in the wider dtype; rows are distinct
+        total.index_copy_(1, flat, summed.to(total.dtype))
 
 
 def _rows_of(run: Run, tensor: torch.Tensor) -> torch.Tensor:

@@ -347,15 +347,16 @@ def attention_backward(
     assert (config.dq.block_m, config.dkdv.block_n) == (cells.block_m, cells.block_n)
     if not len(cells.query_programs):
         return
-    unit = stride_unit(q, k, v, dout, dq, dk, dv)
+    *read, of_dq, of_dk, of_dv = [x.stride() for x in (q, k, v, dout, dq, dk, dv)]
+    unit = stride_unit(*read, of_dq, of_dk, of_dv)
     wide = is_wide(cells, q, k, v, dout, dq, dk, dv, lse.mT, delta.mT)
     inputs = q, k, v, dout, lse, delta
-    strides = *strides_in(unit, q, k, v, dout), *lse.stride(), *delta.stride()
+    strides = *strides_in(unit, *read), *lse.stride(), *delta.stride()
     _dq_kernel[(len(cells.query_programs),)](
-        *inputs, dq, cells.table, cells.query_programs, *strides, *strides_in(unit, dq),
+        *inputs, dq, cells.table, cells.query_programs, *strides, *strides_in(unit, of_dq),
         scale, cells.group, **constants(q, unit, wide, cells, store, config.dq),
     )  # fmt: skip
     _dkdv_kernel[(len(cells.key_programs),)](
-        *inputs, dk, dv, cells.table, cells.key_programs, *strides, *strides_in(unit, dk, dv),
+        *inputs, dk, dv, cells.table, cells.key_programs, *strides, *strides_in(unit, of_dk, of_dv),
         scale, cells.group, **constants(q, unit, wide, cells, store_keys, config.dkdv),
     )  # fmt: skip

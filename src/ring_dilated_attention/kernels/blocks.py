@@ -6,6 +6,7 @@ Integers that change from call to call are not specialised on, so that new lengt
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -54,9 +55,13 @@ def add_block(base, offsets, rows, length, block, STORE: tl.constexpr, HEAD_DIM:
     tl.store(base + offsets, block.to(base.dtype.element_ty), mask=mask)
 
 
-def stride_unit(*tensors: torch.Tensor) -> int:
-    """Strides are counted in this many elements, so that the compiler knows rows are aligned."""
-    return math.gcd(8, *(stride for tensor in tensors for stride in tensor.stride()[:3]))
+def stride_unit(*strides: Sequence[int]) -> int:
+    """Strides are counted in this many elements, so that the compiler knows rows are aligned.
+
+    Args:
+        strides: those of each tensor.
+    """
+    return math.gcd(8, *(stride for each in strides for stride in each[:3]))
 
 
 def is_wide(cells: Cells, *tensors: torch.Tensor) -> bool:
@@ -64,9 +69,9 @@ def is_wide(cells: Cells, *tensors: torch.Tensor) -> bool:
     return 256 * cells.max_stride * max(tensor.stride(1) for tensor in tensors) >= 2**31
 
 
-def strides_in(unit: int, *tensors: torch.Tensor) -> list[int]:
+def strides_in(unit: int, *strides: Sequence[int]) -> list[int]:
     """The first three strides of each tensor, in units."""
-    return [stride // unit for tensor in tensors for stride in tensor.stride()[:3]]
+    return [stride // unit for each in strides for stride in each[:3]]
 
 
 def default_launch(kernel: Kernel, q: torch.Tensor, cells: Cells) -> LaunchConfig:

@@ -200,10 +200,11 @@ def attention_forward(
     assert config.block_m == cells.block_m
     if not len(cells.query_programs):
         return
-    unit = stride_unit(q, k, v, out)
+    strides = [x.stride() for x in (q, k, v, out)]
+    unit = stride_unit(*strides)
     wide = is_wide(cells, q, k, v, out, lse.mT)
     _forward_kernel[(len(cells.query_programs),)](
         q, k, v, out, lse, cells.table, cells.query_programs,
-        *strides_in(unit, q, k, v, out), *lse.stride(),
+        *strides_in(unit, *strides), *lse.stride(),
         scale, cells.group, **constants(q, unit, wide, cells, store, config),
     )  # fmt: skip

@@ -8,6 +8,10 @@ that rows are aligned, and is not to be asked again for every other stride.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -87,11 +91,16 @@ def _merge_kernel(
     ]
 )  # fmt: skip
 def _add_kernel(
-    total, part, inner, rows, row_blocks,
+    total, part, second_total, second_part, third_total, third_part, inner, rows, row_blocks,
     total_outer, total_inner, total_row, part_outer, part_inner, part_row,
     UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr,
     STORE: tl.constexpr,
 ):  # fmt: skip
+    which = tl.program_id(1)
+    if which == 1:
+        total, part = second_total, second_part
+    if which == 2:
+        total, part = third_total, third_part
     a, b, row = _place(inner, row_blocks, BLOCK_ROWS)
     dim = tl.arange(0, BLOCK_DIM)
     where = (row < rows)[:, None] & (dim < HEAD_DIM)[None, :]
@@ -144,20 +153,31 @@ def merge_rows(
         store: whether to write the tile's result instead, without reading `out` and `lse`.
     """
     grid, numbers, constants = _launch(out, tile_out)
-    numbers += [*lse.stride(), *tile_lse.stride()]
-    _merge_kernel[grid](out, lse, tile_out, tile_lse, *numbers, **constants, STORE=store)
+    lse_strides = *lse.stride(), *tile_lse.stride()
+    _merge_kernel[grid](
+        out, lse, tile_out, tile_lse, *numbers, *lse_strides, **constants, STORE=store
+    )
 
 
-def add_rows(total: torch.Tensor, part: torch.Tensor, *, store: bool) -> None:
-    """Add `part` to `total` in float32, in place.
+def add_rows(totals: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], *, store: bool) -> None:
+    """Add each part to its total in float32, in place; up to three that are alike share a launch.
 
     Args:
-        total: (outer, inner, rows, head_dim) view, any floating dtype but float64.
-        part: likewise.
-        store: whether to write `part` instead, without reading `total`.
+        totals: (outer, inner, rows, head_dim) views, any floating dtype but float64; disjoint.
+        parts: likewise.
+        store: whether to write the parts instead, without reading the totals.
     """
-    grid, numbers, constants = _launch(total, part)
-    _add_kernel[grid](total, part, *numbers, **constants, STORE=store)
+    alike: dict[Any, list[torch.Tensor]] = {}
+    for total, part in zip(totals, parts, strict=True):
+        layout = total.shape, total.stride(), part.stride(), total.dtype, part.dtype
+        alike.setdefault(layout, []).extend((total, part))
+    for pairs in alike.values():
+        (programs,), numbers, constants = _launch(*pairs[:2])
+        for start in range(0, len(pairs), 6):
+            few = pairs[start : start + 6]
+            grid = programs, len(few) // 2
+            few += few[:2] * (3 - grid[1])  # not touched: there is no program for them
+            _add_kernel[grid](*few, *numbers, **constants, STORE=store)
 
 
 def row_sums(dout: torch.Tensor, out: torch.Tensor, delta: torch.Tensor) -> None:
@@ -172,10 +192,21 @@ def row_sums(dout: torch.Tensor, out: torch.Tensor, delta: torch.Tensor) -> None
     _delta_kernel[grid](dout, out, delta, *numbers, *delta.stride(), **constants)
 
 
-def _launch(*views: torch.Tensor) -> tuple[tuple[int], list[int], dict[str, int]]:
-    """Grid, sizes and strides, and constants of a kernel that goes over all rows of the views."""
-    outer, inner, rows, head_dim = views[0].shape
-    unit = stride_unit(*views)
+def _launch(*views: torch.Tensor) -> _Launch:
+    """How to launch a kernel that goes over all rows of the views."""
+    return _launch_of(views[0].shape, *(view.stride() for view in views))
+
+
+class _Launch(NamedTuple):
+    grid: tuple[int]
+    numbers: tuple[int, ...]  # sizes, and strides in units
+    constants: dict[str, int]
+
+
+@lru_cache(maxsize=4096)
+def _launch_of(shape: torch.Size, *strides: tuple[int, ...]) -> _Launch:
+    outer, inner, rows, head_dim = shape
+    unit = stride_unit(*strides)
     block_dim = triton.next_power_of_2(head_dim)
     # 4,096 elements a program: 32 a thread at four warps.
     block_rows = max(1, min(4096 // block_dim, triton.next_power_of_2(rows)))
@@ -186,5 +217,5 @@ def _launch(*views: torch.Tensor) -> tuple[tuple[int], list[int], dict[str, int]
         "BLOCK_ROWS": block_rows,
         "BLOCK_DIM": block_dim,
     }
-    numbers = [inner, rows, row_blocks, *strides_in(unit, *views)]
-    return (outer * inner * row_blocks,), numbers, constants
+    numbers = inner, rows, row_blocks, *strides_in(unit, *strides)
+    return _Launch((outer * inner * row_blocks,), numbers, constants)

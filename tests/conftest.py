@@ -1,4 +1,4 @@
-"""Shared by all tests: uninitialised memory, hypothesis, interpreted kernels, the gpu marker."""
+"""Shared by all tests: memory of tensors, hypothesis, interpreted kernels, the gpu marker."""
 
 import os
 
@@ -19,6 +19,13 @@ settings.load_profile("default")
 def _nan_in_uninitialized_memory():
     with nan_in_uninitialized_memory():
         yield
+
+
+@pytest.fixture(autouse=True)
+def _give_gpu_memory_back(request):
+    yield
+    if "gpu" in request.keywords:
+        torch.cuda.empty_cache()  # to the other workers, whose tests run on the same GPU
 
 
 def pytest_collection_modifyitems(items):

@@ -23,6 +23,9 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),
 ]
 
+LARGE = pytest.mark.xdist_group("large")
+"""Takes tens of GB: not two at a time."""
+
 HALF_KERNELS = [
     (name, dtype)
     for name in ("auto", "fa4", "cudnn", "flash", "efficient", "triton", "eager")
@@ -126,6 +129,7 @@ def relative_errors(pattern, length, heads, head_dim, dtype, is_causal, backend=
     return [relative_error(got.detach(), want.detach()) for got, want in pairs]
 
 
+@LARGE
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("length", [1031, 6151])  # tiles of all sizes: one launch, and one each
@@ -158,6 +162,7 @@ def test_merging_many_rows(head_dim, dtype):
         torch.testing.assert_close(got, want.to(dtype), rtol=0.01, atol=1e-5)
 
 
+@LARGE
 @pytest.mark.parametrize("backend", ["auto", "fa4", "cudnn"])
 @pytest.mark.parametrize("head_dim", [48, 128])
 def test_small_slices_on_both_streams(backend, head_dim, monkeypatch):
@@ -173,6 +178,7 @@ def test_small_slices_on_both_streams(backend, head_dim, monkeypatch):
         assert max(gradients) <= 3.2e-3
 
 
+@LARGE
 @pytest.mark.parametrize("backend", ["auto", "cudnn", "triton"])
 def test_more_than_two_to_the_31_elements(backend):
     """The last segments, beyond 2^31 elements, are what they are on their own."""
@@ -217,6 +223,7 @@ def test_more_segments_than_a_grid_is_long(backend):
             assert relative_error(got[:, rows], want) < 4e-3
 
 
+@LARGE
 @pytest.mark.parametrize(("head_dim", "is_causal"), [(128, False), (64, True)])
 def test_peak_memory(head_dim, is_causal):
     """At most 1.3 times one tensor in forward, its out included; 4.6 with the gradients."""

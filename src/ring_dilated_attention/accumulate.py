@@ -60,7 +60,7 @@ def add(totals: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], *, store:
     """Add each part (outer, inner, rows, head_dim) to its total, in place.
 
     Args:
-        totals: views of disjoint tensors of one device, all float64 or none.
+        totals: disjoint views, at least one, of tensors of one device, all float64 or none.
         parts: as many, of the same shapes.
         store: whether to replace what is there.
     """

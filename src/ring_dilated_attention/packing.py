@@ -75,9 +75,7 @@ def pack(key: torch.Tensor, value: torch.Tensor, rows: MessageRows) -> torch.Ten
         positions, heads, _ = rows.shared
         return torch.stack([tensor[:, positions, heads] for tensor in (key, value)])
     packed = key.new_empty(2, key.shape[0], rows.message.rows, key.shape[3])
-    for run in rows.message.runs:
-        slots = [_slots_of(run, target) for target in packed]
-        add(slots, [_rows_of(run, tensor) for tensor in (key, value)], store=True)
+    add(*_runs_of(rows.message, packed, (key, value)), store=True)
     return packed
 
 
@@ -101,17 +99,23 @@ def add_home(
 
     `dkey` and `dvalue` are contiguous (batch, local_sequence, kv_heads, head_dim).
     """
-    gradients = dkey, dvalue
     if rows.shared is None:
-        for run in rows.message.runs:
-            totals = [_rows_of(run, gradient) for gradient in gradients]
-            add(totals, [_slots_of(run, part) for part in returned], store=False)
+        parts, totals = _runs_of(rows.message, returned, (dkey, dvalue))
+        add(totals, parts, store=False)
         return
     flat = rows.shared.positions * dkey.shape[2] + rows.shared.heads
-    for gradient, part in zip(gradients, returned, strict=True):
+    for gradient, part in zip((dkey, dvalue), returned, strict=True):
         total = gradient.flatten(1, 2)
         summed = total.index_select(1, flat) + part  # in the wider dtype; rows are distinct
         total.index_copy_(1, flat, summed.to(total.dtype))
+
+
+def _runs_of(
+    message: Message, packed: torch.Tensor, tensors: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The slots of every run of a message, for K and for V, and its rows in their tensors."""
+    slots = [_slots_of(run, each) for run in message.runs for each in packed]
+    return slots, [_rows_of(run, each) for run in message.runs for each in tensors]
 
 
 def _rows_of(run: Run, tensor: torch.Tensor) -> torch.Tensor:

@@ -192,19 +192,20 @@ def row_sums(dout: torch.Tensor, out: torch.Tensor, delta: torch.Tensor) -> None
     _delta_kernel[grid](dout, out, delta, *numbers, *delta.stride(), **constants)
 
 
-def _launch(*views: torch.Tensor) -> _Launch:
-    """How to launch a kernel that goes over all rows of the views."""
-    return _launch_of(views[0].shape, *(view.stride() for view in views))
-
-
 class _Launch(NamedTuple):
     grid: tuple[int]
     numbers: tuple[int, ...]  # sizes, and strides in units
     constants: dict[str, int]
 
 
+def _launch(*views: torch.Tensor) -> _Launch:
+    """How to launch a kernel that goes over all rows of the views."""
+    return _launch_of(views[0].shape, *(view.stride() for view in views))
+
+
 @lru_cache(maxsize=4096)
 def _launch_of(shape: torch.Size, *strides: tuple[int, ...]) -> _Launch:
+    """Worked out once for a layout: launches are short, and many in a call."""
     outer, inner, rows, head_dim = shape
     unit = stride_unit(*strides)
     block_dim = triton.next_power_of_2(head_dim)

@@ -1,6 +1,5 @@
 """Ranks on CUDA devices of their own: both ways in which rows travel, and many calls in a row."""
 
-import time
 from dataclasses import replace
 from random import Random
 
@@ -114,16 +113,15 @@ def test_transfers(peer_memory):
 
 
 def held_bytes(device):
-    """Bytes that calls left behind, when torch's backward thread has let go of the last gradients.
+    """Bytes that calls left behind.
 
-    It holds what grad() returned for a moment longer: presumably, see the results of 2026-11-22.
+    grad() returns as soon as its result is there, which torch's backward thread of the device holds
+    until it has ended its round: it has when it comes to the next task.
     """
-    at_once = torch.cuda.memory_allocated(device)
-    time.sleep(0.01)
-    held = torch.cuda.memory_allocated(device)
-    if held != at_once:
-        print(f"{at_once - held} bytes were let go of late", flush=True)
-    return held
+    one = torch.ones(1, device=device, requires_grad=True)
+    torch.autograd.grad(one.exp(), one)
+    del one
+    return torch.cuda.memory_allocated(device)
 
 
 def soak(rank, world_size, peer_memory, repeats):

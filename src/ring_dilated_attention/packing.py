@@ -114,8 +114,8 @@ def _runs_of(
     message: Message, packed: torch.Tensor, tensors: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The slots of every run of a message, for K and for V, and its rows in their tensors."""
-    slots = [_slots_of(run, each) for run in message.runs for each in packed]
-    return slots, [_rows_of(run, each) for run in message.runs for each in tensors]
+    slots = [_slots_of(run, each) for each in packed for run in message.runs]
+    return slots, [_rows_of(run, each) for each in tensors for run in message.runs]
 
 
 def _rows_of(run: Run, tensor: torch.Tensor) -> torch.Tensor:

@@ -171,8 +171,8 @@ def add_rows(totals: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], *, s
     for total, part in zip(totals, parts, strict=True):
         layout = total.shape, total.stride(), part.stride(), total.dtype, part.dtype
         alike.setdefault(layout, []).extend((total, part))
-    for pairs in alike.values():
-        (programs,), numbers, constants = _launch(*pairs[:2])
+    for (shape, *strides, _, _), pairs in alike.items():
+        (programs,), numbers, constants = _launch_of(shape, *strides)
         for start in range(0, len(pairs), 6):
             few = pairs[start : start + 6]
             grid = programs, len(few) // 2

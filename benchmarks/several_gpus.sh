@@ -1,0 +1,67 @@
+#!/usr/bin/env bash
+# The rows of benchmarks/results/many_gpus_h200x2_*.md and of several GPUs in slides_h200_*.md, on the CUDA
+# devices of one host. Needs the extra fa4; the tests also the group test and pytest-xdist.
+#
+#   benchmarks/several_gpus.sh OUT GPUS [STEP...]     makes OUT/<step>.log and what the step writes
+#
+# All steps are run, or those that are named. A step that fails does not stop the next.
+set -uo pipefail
+steps=(tables tokens slides documents calls tests train longest power)
+out=${1:?usage: several_gpus.sh OUT GPUS [STEP...]} gpus=${2:?how many GPUs}
+shift 2
+here=$(dirname "$0")
+python=${PYTHON:-python3}
+mkdir -p "$out"
+
+ranks() { "$python" -m torch.distributed.run --nproc-per-node "$gpus" "$@"; }
+rda() { "$python" -m ring_dilated_attention.cli "$@"; }
+log2() { awk -v n="$1" 'BEGIN { print int(log(n) / log(2) + 1e-9) }'; }
+
+tables() { "$python" "$here/many_gpus.py" "$out/tables" --gpus "$gpus"; }
+tokens() { # as many as fit: 2^28 a GPU forward, half as many forward and backward
+  ranks "$here/billion_tokens.py" --log2-length $((28 + $(log2 "$gpus"))) --out "$out/tokens.json" &&
+    ranks "$here/billion_tokens.py" --log2-length $((27 + $(log2 "$gpus"))) --backward \
+      --out "$out/tokens_backward.json"
+}
+slides() {
+  "$python" "$here/slide_encoder.py" --tiles 45680 --tiles 100000 --out "$out/slides.json" &&
+    ranks "$here/slide_encoder.py" --tiles 1048576 --checkpointed-only --repeats 3 \
+      --out "$out/slides_sharded.json"
+}
+documents() { "$python" "$here/documents.py" --out "$out/documents.json"; }
+calls() { "$python" -m pytest -m gpu "$here/../tests/test_gpu_ranks.py" -k two_hundred -s; }
+tests() { "$python" -m pytest -m gpu -n 8 --dist loadgroup -k "not two_hundred" "$here/../tests"; }
+sources() { # the Python sources of all packages that are installed, about 150 MB
+  local site
+  site=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+  find -L "$site" -name '*.py' -print0 | sort -z | xargs -0 cat >"$out/sources.txt"
+}
+train_on() { # bytes a GPU, name, options
+  sources && PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True rda train --preset longnet-base \
+    --ranks "$gpus" --sequence-length $((gpus * $1)) --data "$out/sources.txt" --warmup-steps 2 \
+    --out "$out/$2.run" "${@:3}"
+  local status=$?
+  rm -rf "$out/sources.txt" "$out/$2.run/checkpoints"
+  return $status
+}
+train() { train_on 2097152 train --steps 5; }
+longest() { train_on 3276800 longest --steps 2 --checkpoint-blocks 3; }
+power() { ranks "$here/power.py" --out "$out/power.json"; }
+
+failed=()
+for step in "${@:-${steps[@]}}"; do
+  case " ${steps[*]} " in
+    *" $step "*) ;;
+    *)
+      echo "unknown step $step; there are: ${steps[*]}" >&2
+      exit 2
+      ;;
+  esac
+  SECONDS=0
+  "$step" 2>&1 | tee "$out/$step.log" || failed+=("$step")
+  echo "$step: $SECONDS s" | tee -a "$out/$step.log"
+done
+if ((${#failed[@]})); then
+  echo "failed: ${failed[*]}" >&2
+  exit 1
+fi

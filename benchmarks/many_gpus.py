@@ -2,9 +2,10 @@
 
     python benchmarks/many_gpus.py OUT --gpus 4
 
-makes OUT/<table>/ with JSON and plots. All tables are measured by the same processes, which start,
-compile and warm up once; each is written as it grows. Wants flash-attn-4 (the extra fa4). What
-`rda bench --ranks` has no case for is in transports.py and billion_tokens.py.
+makes OUT/<table>/ with JSON and plots, and OUT/scaling.png, a plot of what is large enough to gain.
+All tables are measured by the same processes, which start, compile and warm up once; each is
+written as it grows. Wants flash-attn-4 (the extra fa4). What `rda bench --ranks` has no case for is
+in transports.py and billion_tokens.py.
 """
 
 import secrets
@@ -20,10 +21,13 @@ from rich.console import Console
 from ring_dilated_attention.bench import ranks_command
 from ring_dilated_attention.bench.case import Case
 from ring_dilated_attention.bench.command import sweep
+from ring_dilated_attention.bench.peers import OURS
 from ring_dilated_attention.bench.ranks_launch import launch
 from ring_dilated_attention.bench.ranks_options import RanksOptions
+from ring_dilated_attention.bench.ranks_plot import plot
 from ring_dilated_attention.pattern import check_choice
 
+PLOTTED = ("dense", "longnet", "crossing")
 EARLIER_LENGTHS = [64, 512, 2048, 4096, 8192, 16_384, 32_768, 65_536, 262_144, 400_000]
 
 
@@ -68,12 +72,16 @@ def tables(gpus: int) -> dict[str, Table]:
 
 def measure(names: Sequence[str], gpus: int, seed: int, out: Path) -> None:
     """On every rank: measure tables, one after the other."""
+    plotted = []
     for name in names:
         cases, sizes, how = tables(gpus)[name]
         options = RanksOptions(device="cuda", repeats=5, seed=seed, **how)
         found = ranks_command.measure_and_write(cases, sizes, options, out / name, sys.argv)
         if dist.get_rank() == 0:
             ranks_command.show(Console(width=ranks_command.WIDTH), *found)
+            plotted += [x for x in found[0] if x.contender == OURS and name in PLOTTED]
+    if plotted:
+        plot(out, plotted)
 
 
 def main(

@@ -2,11 +2,13 @@
 
     torchrun --nproc-per-node 2 benchmarks/power.py --out power.json
 
-Calls on every GPU at once: the whole sequence on each by itself, the same beside copies to and from
-its neighbour, the tiles of all ranks of a ring on each GPU, and the ring; with random inputs and
-with zeros, which take much less power. A call is timed by the host's clock, from a barrier to the
-end of its work; its energy is NVML's, its kernels are those of two more calls. `--device cpu
---length 1024` shows that the script runs.
+Calls on every GPU at once: the whole sequence on each by itself; the same beside what a ring does
+to a GPU (copies to and from the neighbour, copies so small that they only keep the links awake, and
+streams that wait for a flag); the tiles of all ranks of a ring on each GPU; the ring, by copies and
+by messages. With random inputs and with zeros, which take much less power. A call is timed by the
+host's clock, from a barrier to the end of its work; its energy is NVML's (wrong by up to 0.5 s of
+power a row), its kernels are those of two more calls. `--device cpu --length 1024` shows that the
+script runs.
 """
 
 import ctypes
@@ -17,7 +19,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,11 +29,11 @@ import torch.distributed as dist
 import typer
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention
-from ring_dilated_attention.exchange import Group
+from ring_dilated_attention.exchange import Group, ProcessGroupExchange
+from ring_dilated_attention.peer_memory import _check, _driver
 from ring_dilated_attention.testing import run_loopback
 
 DENSE = DilatedPattern.dense()
-COPY_BYTES = 16 << 20
 
 
 def main(
@@ -39,7 +42,6 @@ def main(
     head_dim: int = 128,
     repeats: int = 5,
     device: Annotated[str, typer.Option(help="cuda or cpu")] = "cuda",
-    copies: Annotated[int, typer.Option(help="of 16 MiB, in and out, every 15 ms")] = 4,
     out: Annotated[Path | None, typer.Option(help="JSON file to write")] = None,
 ) -> None:
     """Time and weigh every kind of call."""
@@ -48,7 +50,8 @@ def main(
     if cuda:
         torch.cuda.set_device(own)
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank, world_size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    assert world is not None
     ranks = dist.new_group(backend="gloo")  # to meet without taking the GPU
     layout = SequenceLayout.zigzag(length, world_size)
     dtype = torch.bfloat16 if cuda else torch.float32
@@ -70,28 +73,40 @@ def main(
 
             run_loopback(world_size, rank_of)
 
-        def ring(inputs: list[torch.Tensor] = shards[rank]) -> None:
-            _call(inputs, dist.group.WORLD, layout)
+        def ring(group: Group, inputs: list[torch.Tensor] = shards[rank]) -> None:
+            _call(inputs, group, layout)
 
-        for name, call in (
-            ("alone", alone),
-            ("beside copies", alone),
-            ("tiles", tiles),
-            ("ring", ring),
-        ):
-            if name == "beside copies" and not cuda:
-                continue
-            with _copying(own, world_size, copies if name == "beside copies" else 0):
-                row = _measure(call, repeats, own, ranks)
+        for _ in range(3 if cuda else 0):  # a GPU that is cool runs above its limit for a while
+            alone()
+        copying = partial(_copying, own, world_size)
+        kinds: dict[str, tuple[Callable[[], None], AbstractContextManager[None]]] = {
+            "alone": (alone, nullcontext()),
+            "tiles": (tiles, nullcontext()),
+            "ring": (partial(ring, world), nullcontext()),
+        }
+        if cuda:
+            messages = ProcessGroupExchange(world, peer_memory=False)
+            kinds |= {
+                "ring by messages": (partial(ring, messages), nullcontext()),
+                "alone beside 4 copies of 16 MiB every 15 ms": (alone, copying(4, 16 << 20, 0.015)),
+                "alone beside a copy of 64 KiB every 2 ms": (alone, copying(1, 64 << 10, 0.002)),
+                "alone beside two streams that wait": (alone, _waiting(own, 2)),
+            }
+        for name, (call, beside) in kinds.items():
+            with beside:
+                row = _time(call, repeats, own, ranks)
             row = {"call": name, "zeros": zeros, "rank": rank, **row}
+            if cuda and call is not alone:
+                row["kernels_ms"] = _kernels(call)
             every: list[Any] = [None] * world_size
             dist.all_gather_object(every, row, group=ranks)
             rows.extend(every)
             for one in every if rank == 0 else ():
                 print({key: value for key, value in one.items() if key != "kernels_ms"}, flush=True)
-    if rank == 0 and out is not None:
-        found_by = {"device": torch.cuda.get_device_name() if cuda else "cpu", "length": length}
-        out.write_text(json.dumps(found_by | {"rows": rows}, indent=1) + "\n")
+            if rank == 0 and out is not None:
+                found_by = {"device": torch.cuda.get_device_name() if cuda else "cpu"}
+                found = found_by | {"length": length, "rows": rows}
+                out.write_text(json.dumps(found, indent=1) + "\n")
     dist.barrier(group=ranks)
     dist.destroy_process_group()
 
@@ -113,14 +128,14 @@ def _call(
     torch.autograd.grad(out, (query, key, value), dout)
 
 
-def _measure(
+def _time(
     call: Callable[[], None], repeats: int, device: torch.device, ranks: dist.ProcessGroup
 ) -> dict[str, Any]:
-    """Of one rank: milliseconds of calls and their median, joules a call, kernels' milliseconds."""
+    """Of one rank: milliseconds of calls and their median, joules a call."""
 
     def finish() -> None:
         if device.type == "cuda":
-            torch.cuda.synchronize(device)
+            torch.cuda.current_stream(device).synchronize()  # others may wait for a flag
 
     call()
     finish()
@@ -132,21 +147,23 @@ def _measure(
         finish()
         times.append(1e3 * (time.perf_counter() - start))
     after = _joules(device)
-    row = {
+    return {
         "median_ms": round(statistics.median(times), 1),
         "ms": [round(x, 1) for x in times],
         "joules": None if before is None or after is None else round((after - before) / repeats, 1),
     }
-    if device.type != "cuda":
-        return row
+
+
+def _kernels(call: Callable[[], None]) -> dict[str, float]:
+    """The longest kernels and copies of a call: milliseconds in all."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         for _ in range(2):
             call()
-        finish()
+        torch.cuda.synchronize()
     kernels: Counter[str] = Counter()
     for event in profiler.key_averages():
         kernels[event.key[:60]] += event.device_time_total / 2e3
-    return row | {"kernels_ms": {name: round(ms, 2) for name, ms in kernels.most_common(8)}}
+    return {name: round(ms, 2) for name, ms in kernels.most_common(8)}
 
 
 def _joules(device: torch.device) -> float | None:
@@ -163,21 +180,18 @@ def _joules(device: torch.device) -> float | None:
 
 
 @contextmanager
-def _copying(device: torch.device, world_size: int, copies: int) -> Iterator[None]:
-    """Meanwhile, copy from the next GPU every 15 ms; the one before does so from this one."""
-    if not copies:
-        yield
-        return
+def _copying(
+    device: torch.device, world_size: int, copies: int, nbytes: int, seconds: float
+) -> Iterator[None]:
+    """Meanwhile, copy from the next GPU now and then; the one before does so from this one."""
     theirs = torch.device("cuda", (device.index + 1) % world_size)
-    source, target = (
-        torch.empty(COPY_BYTES, dtype=torch.uint8, device=x) for x in (theirs, device)
-    )
+    source, target = (torch.empty(nbytes, dtype=torch.uint8, device=x) for x in (theirs, device))
     done = threading.Event()
 
     def copy() -> None:
         torch.cuda.set_device(device)
         with torch.cuda.stream(torch.cuda.Stream(device, priority=-1)):
-            while not done.wait(0.015):
+            while not done.wait(seconds):
                 for _ in range(copies):
                     target.copy_(source, non_blocking=True)
 
@@ -188,6 +202,23 @@ def _copying(device: torch.device, world_size: int, copies: int) -> Iterator[Non
     finally:
         done.set()
         thread.join()
+
+
+@contextmanager
+def _waiting(device: torch.device, count: int) -> Iterator[None]:
+    """Meanwhile, streams wait for a flag, as those of `PeerMemory` do most of the time."""
+    flag = torch.zeros(1, dtype=torch.int32, device=device)
+    torch.cuda.synchronize(device)
+    streams = [torch.cuda.Stream(device, priority=-1) for _ in range(count)]
+    for stream in streams:
+        equal = 1
+        _check(_driver().cuStreamWaitValue32_v2(stream.cuda_stream, flag.data_ptr(), 1, equal))
+    try:
+        yield
+    finally:
+        flag.fill_(1)
+        for stream in streams:
+            stream.synchronize()
 
 
 if __name__ == "__main__":

@@ -29,7 +29,9 @@ slides() {
       --out "$out/slides_sharded.json"
 }
 documents() { "$python" "$here/documents.py" --out "$out/documents.json"; }
-calls() { "$python" -m pytest -m gpu "$here/../tests/test_gpu_ranks.py" -k two_hundred -s; }
+calls() { # compiling every kernel takes longer than a test may
+  "$python" -m pytest -m gpu "$here/../tests/test_gpu_ranks.py" -k two_hundred -s --timeout 600
+}
 tests() { "$python" -m pytest -m gpu -n 8 --dist loadgroup -k "not two_hundred" "$here/../tests"; }
 sources() { # the Python sources of all packages that are installed, about 150 MB
   local site

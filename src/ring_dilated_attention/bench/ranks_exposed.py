@@ -69,9 +69,11 @@ def measure_communication(
     expected = planned.forward_sent + planned.backward_sent * backward
     sent, rest = divmod(timed.sent_bytes - before, calls * SAMPLES)
     return Communication(
-        exposed_ms=statistics.median(wait.transfers / calls for wait in waits),
-        share=statistics.median(
-            wait.transfers / calls / step for wait, step in zip(waits, steps, strict=True)
+        exposed_ms=(statistics.median(wait.transfers / calls for wait in waits),),
+        shares=(
+            statistics.median(
+                wait.transfers / calls / step for wait, step in zip(waits, steps, strict=True)
+            ),
         ),
         agreement_ms=statistics.median(wait.agreement / calls for wait in waits),
         sent_bytes=(sent,),
@@ -83,8 +85,8 @@ def measure_communication(
 def combined(by_rank: Sequence[Communication]) -> Communication:
     """That of all ranks, from each rank's."""
     return Communication(
-        exposed_ms=max(found.exposed_ms for found in by_rank),
-        share=max(found.share for found in by_rank),
+        exposed_ms=tuple(found.exposed_ms[0] for found in by_rank),
+        shares=tuple(found.shares[0] for found in by_rank),
         agreement_ms=max(found.agreement_ms for found in by_rank),
         sent_bytes=tuple(found.sent_bytes[0] for found in by_rank),
         planned_bytes=tuple(found.planned_bytes[0] for found in by_rank),

@@ -22,10 +22,11 @@ LEGEND = (
     "ms: of one call on the slowest rank, median of samples [min .. max]; TFLOP/s: useful work "
     "only, backward counts 2.5 times forward; speed-up: time on 1 rank over this (weak scaling: "
     "the efficiency, 1 is ideal where work is linear); rate/1: TFLOP/s per rank over that of 1 "
-    "rank; exposed: time that compute waits for rows of others, and its share; sent: bytes per "
-    "rank, the most of any rank, and whether all are those of the plan; peak: over the inputs, in "
-    "multiples of the rank's query; total/1: inputs and peak over those of 1 rank; error: of out, "
-    "and the largest of a gradient"
+    "rank; exposed: time that compute waits for rows of others on the rank that waits longest, its "
+    "share of the call, and the share on the rank that waits least; sent: bytes per rank, the most "
+    "of any rank, and whether all are those of the plan; peak: over the inputs, in multiples of "
+    "the rank's query; total/1: inputs and peak over those of 1 rank; error: of out, and the "
+    "largest of a gradient"
 )
 MEBI = 2**20
 _PASSES = ("forward", "fwd+bwd")
@@ -175,7 +176,8 @@ def _communication(timing: RanksTiming) -> tuple[str, str]:
     found = timing.communication
     if found is None:
         return "", ""
-    exposed = f"{short_number(found.exposed_ms)} ms {100 * found.share:.1f}%"
+    most, least = (f"{100 * share:.1f}%" for share in (max(found.shares), min(found.shares)))
+    exposed = f"{short_number(max(found.exposed_ms))} ms {most} / {least}"
     mark = "✓" if found.bytes_match else "✗"
     return exposed, f"{short_number(max(found.sent_bytes) / MEBI)} MiB {mark}"
 

@@ -18,8 +18,9 @@ class Communication:
     """What a rank's call sends, and how long its compute waits: of one call.
 
     Attributes:
-        exposed_ms: time that compute waits for rows of other ranks; of the rank that waits longest.
-        share: that over the time of the call; of the rank where it is largest.
+        exposed_ms: time that compute waits for rows of other ranks, by rank. Among ranks with equal
+            work the one that waits least is the slowest: what others wait more, they wait for it.
+        shares: these over the time of the call.
         agreement_ms: time in which ranks compare their arguments while the device has nothing to
             do; of the rank that takes longest.
         sent_bytes: bytes sent, by rank.
@@ -27,8 +28,8 @@ class Communication:
         bytes_match: whether these are equal.
     """
 
-    exposed_ms: float
-    share: float
+    exposed_ms: tuple[float, ...]
+    shares: tuple[float, ...]
     agreement_ms: float
     sent_bytes: tuple[int, ...]
     planned_bytes: tuple[int, ...]

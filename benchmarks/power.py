@@ -6,12 +6,11 @@ Calls on every GPU at once: the whole sequence on each by itself; the same besid
 to a GPU (copies to and from the neighbour, copies so small that they only keep the links awake, and
 streams that wait for a flag); the tiles of all ranks of a ring on each GPU; the ring, by copies and
 by messages. With random inputs and with zeros, which take much less power. A call is timed by the
-host's clock, from a barrier to the end of its work; its energy is NVML's (wrong by up to 0.5 s of
-power a row), its kernels are those of two more calls. `--device cpu --length 1024` shows that the
-script runs.
+host's clock, from a barrier to the end of its work; its kernels are those of two more calls. NVML
+(the package nvidia-ml-py) says what power the GPU takes meanwhile, how fast it is clocked and how
+often it finds the links asleep. `--device cpu --length 1024` shows that the script runs.
 """
 
-import ctypes
 import json
 import os
 import statistics
@@ -131,7 +130,7 @@ def _call(
 def _time(
     call: Callable[[], None], repeats: int, device: torch.device, ranks: dist.ProcessGroup
 ) -> dict[str, Any]:
-    """Of one rank: milliseconds of calls and their median, joules a call."""
+    """Of one rank: milliseconds of calls and their median, and what NVML says meanwhile."""
 
     def finish() -> None:
         if device.type == "cuda":
@@ -139,19 +138,16 @@ def _time(
 
     call()
     finish()
-    times, before = [], _joules(device)
-    for _ in range(repeats):
-        dist.barrier(group=ranks)
-        start = time.perf_counter()
-        call()
-        finish()
-        times.append(1e3 * (time.perf_counter() - start))
-    after = _joules(device)
-    return {
-        "median_ms": round(statistics.median(times), 1),
-        "ms": [round(x, 1) for x in times],
-        "joules": None if before is None or after is None else round((after - before) / repeats, 1),
-    }
+    times = []
+    with _watching(device) as seen:
+        for _ in range(repeats):
+            dist.barrier(group=ranks)
+            start = time.perf_counter()
+            call()
+            finish()
+            times.append(1e3 * (time.perf_counter() - start))
+    median = statistics.median(times)
+    return {"median_ms": round(median, 1), "ms": [round(x, 1) for x in times], **seen}
 
 
 def _kernels(call: Callable[[], None]) -> dict[str, float]:
@@ -166,17 +162,47 @@ def _kernels(call: Callable[[], None]) -> dict[str, float]:
     return {name: round(ms, 2) for name, ms in kernels.most_common(8)}
 
 
-def _joules(device: torch.device) -> float | None:
-    """That the device has taken since its driver was loaded, if NVML says."""
+@contextmanager
+def _watching(device: torch.device) -> Iterator[dict[str, Any]]:
+    """What NVML says meanwhile, there at the end: means, and the share of links found asleep."""
+    seen: dict[str, Any] = {}
     if device.type != "cuda":
-        return None
-    nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    handle, energy = ctypes.c_void_p(), ctypes.c_ulonglong()
-    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode()
-    failed = nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(handle))
-    if failed or nvml.nvmlDeviceGetTotalEnergyConsumption(handle, ctypes.byref(energy)):
-        return None
-    return energy.value / 1e3
+        yield seen
+        return
+    import pynvml
+
+    pynvml.nvmlInit()
+    uuid = torch.cuda.get_device_properties(device).uuid
+    handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+    link = 0  # they sleep together
+    fields = {
+        "watts": (pynvml.NVML_FI_DEV_POWER_INSTANT, 0),
+        "links_asleep": (pynvml.NVML_FI_DEV_NVLINK_GET_POWER_STATE, link),
+        "asleep_after": (pynvml.NVML_FI_DEV_NVLINK_GET_POWER_THRESHOLD, link),
+        "asleep_after_unit": (pynvml.NVML_FI_DEV_NVLINK_GET_POWER_THRESHOLD_UNITS, link),
+    }
+    samples: dict[str, list[int]] = {name: [] for name in (*fields, "megahertz")}
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.02):
+            found = pynvml.nvmlDeviceGetFieldValues(handle, list(fields.values()))
+            for name, one in zip(fields, found, strict=True):
+                if one.nvmlReturn == pynvml.NVML_SUCCESS:
+                    samples[name].append(one.value.uiVal)
+            clock = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
+            samples["megahertz"].append(clock)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        done.set()
+        thread.join()
+        seen |= {name: round(statistics.mean(x), 2) for name, x in samples.items() if x}
+        if "watts" in seen:
+            seen["watts"] /= 1e3
 
 
 @contextmanager

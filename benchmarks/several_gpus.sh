@@ -33,7 +33,7 @@ calls() { # compiling every kernel takes longer than a test may
   "$python" -m pytest -m gpu "$here/../tests/test_gpu_ranks.py" -k two_hundred -s --timeout 600
 }
 tests() { "$python" -m pytest -m gpu -n 8 --dist loadgroup -k "not two_hundred" "$here/../tests"; }
-sources() { # the Python sources of all packages that are installed, about 150 MB
+sources() { # the Python sources of all packages that are installed
   local site
   site=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
   find -L "$site" -name '*.py' -print0 | sort -z | xargs -0 cat >"$out/sources.txt"

@@ -44,7 +44,8 @@ def by_brute_force(query, key, value, pattern, is_causal):
     for w, r in pattern.branches:
         w = n if w is None else min(w, n)
         # A branch that has no row of a head at a position has no say there.
-        rows, weights = [[None] * heads for _ in range(n)], torch.full((n, heads), -math.inf)
+        rows = [[None] * heads for _ in range(n)]
+        weights = query.new_full((n, heads), -math.inf)
         for head in range(heads):
             for start in range(0, n, w):
                 seen = list(range(start + head // -(-heads // r), min(start + w, n), r))
@@ -60,7 +61,7 @@ def by_brute_force(query, key, value, pattern, is_causal):
         outs.append(
             torch.stack([torch.stack([nothing if x is None else x for x in row]) for row in rows])
         )
-        lses.append(weights.to(query.dtype))
+        lses.append(weights)
     alpha = torch.stack(lses).softmax(0).nan_to_num(0.0)
     return sum(a[..., None] * out for a, out in zip(alpha, outs, strict=True))[None]
 

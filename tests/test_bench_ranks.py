@@ -322,6 +322,23 @@ def test_one_rank_that_fails_ends_the_run(tmp_path):
     assert "in broken" in (tmp_path / ERROR_NAME).read_text()  # the traceback
 
 
+def _one_computes_nan():
+    measure.MATMUL_SIZES["cpu"] = 64
+    attend = ring_peers.dilated_attention
+
+    def broken(*args, **kwargs):
+        return attend(*args, **kwargs) * torch.nan
+
+    if dist.get_rank() == 1:
+        ring_peers.dilated_attention = broken  # type: ignore[attr-defined]
+    return [(found.status, found.reason) for found in measure_ranks([DENSE], [2], OPTIONS)]
+
+
+def test_what_is_not_finite_is_a_failure(tmp_path):
+    ours, _ = launch(_one_computes_nan, 2, device="cpu", out=tmp_path).value
+    assert ours == ("failed", "rank 1: ArithmeticError: ours computed what is not finite")
+
+
 def test_the_command(tmp_path):
     arguments = (
         "bench --device=cpu --ranks=1,2 --segment-lengths=32,all --dilation-rates=1,3 --length=201 "

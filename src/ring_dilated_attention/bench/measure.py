@@ -112,7 +112,7 @@ def graph_ms(device: torch.device, call: Call, repeats: int) -> tuple[float, ...
     return tuple(elapsed() for elapsed in pending)
 
 
-def matmul(device: torch.device, dtype: torch.dtype) -> tuple[Call, int]:
+def matmul(device: torch.device, dtype: torch.dtype) -> tuple[Callable[[], torch.Tensor], int]:
     """The matrix product that stands for the device's rate, and its side."""
     size = MATMUL_SIZES[device.type]
     if device.type == "cuda" and dtype.itemsize > 2:

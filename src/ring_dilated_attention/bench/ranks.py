@@ -201,7 +201,7 @@ class _Run:
         multiply, side = measure.matmul(team.device, self.case.torch_dtype)
         entries = {entry.name: entry for entry in self.entries if entry.status == OK}
         turns = [entry.turn(backward) for entry in entries.values()]
-        turns.append(Turn(name=_MATMUL, call=lambda _: multiply()))
+        turns.append(Turn(name=_MATMUL, call=lambda _: (multiply(),)))
 
         def failed(name: str, failure: Failure) -> None:
             if name == _MATMUL:

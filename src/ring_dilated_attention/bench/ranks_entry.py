@@ -42,12 +42,13 @@ class Entry:
         contender, sets = self.contender, self.sets
         assert contender is not None
 
-        def call(number: int) -> None:
+        def call(number: int) -> tuple[torch.Tensor, ...]:
             query, key, value, dout = sets[number % len(sets)]
             with torch.set_grad_enabled(backward):
                 out = contender.attend(query, key, value)
             if backward:
-                torch.autograd.grad(out, (query, key, value), dout)
+                return out, *torch.autograd.grad(out, (query, key, value), dout)
+            return (out,)
 
         return Turn(name=self.name, call=call, inside=contender.inside)
 

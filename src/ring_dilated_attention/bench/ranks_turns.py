@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+import torch
+
 from . import measure
 from .ranks_team import Failure, Team
 from .run import FEWEST_REPEATS
@@ -24,12 +26,12 @@ class Turn:
 
     Attributes:
         name: of it.
-        call: is given the number of the call.
+        call: is given the number of the call; returns what it computed.
         inside: the context in which it runs.
     """
 
     name: str
-    call: Callable[[int], object]
+    call: Callable[[int], tuple[torch.Tensor, ...]]
     inside: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
@@ -124,7 +126,15 @@ def sample(turn: Turn, team: Team, calls: int) -> float:
 
 
 def _warm_up(turn: Turn, team: Team) -> float:
+    """Milliseconds of the last warm-up.
+
+    Raises:
+        ArithmeticError: what the call computed is not finite.
+    """
     with turn.inside():
         for number in range(WARM_UPS[team.device.type] - 1):
-            turn.call(number)
-    return sample(turn, team, 1)
+            finite = [x.isfinite().all() for x in turn.call(number)]
+    ms = sample(turn, team, 1)  # a rank that failed before it would leave the others waiting
+    if not all(finite):
+        raise ArithmeticError(f"{turn.name} computed what is not finite")
+    return ms

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from ring_dilated_attention import DilatedPattern, SequenceLayout
+from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention
 from ring_dilated_attention.bench import (
     Case,
     measure,
@@ -324,7 +324,7 @@ def test_one_rank_that_fails_ends_the_run(tmp_path):
 
 def _one_computes_nan():
     measure.MATMUL_SIZES["cpu"] = 64
-    attend = ring_peers.dilated_attention
+    attend = dilated_attention
 
     def broken(*args, **kwargs):
         return attend(*args, **kwargs) * torch.nan

@@ -30,6 +30,7 @@ import typer
 from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention
 from ring_dilated_attention.exchange import Group, ProcessGroupExchange
 from ring_dilated_attention.peer_memory import _check, _driver
+from ring_dilated_attention.plan import attention
 from ring_dilated_attention.testing import run_loopback
 
 DENSE = DilatedPattern.dense()
@@ -41,9 +42,14 @@ def main(
     head_dim: int = 128,
     repeats: int = 5,
     device: Annotated[str, typer.Option(help="cuda or cpu")] = "cuda",
+    pairs: Annotated[
+        int, typer.Option(help="see plan.attention.SLICE_PAIRS: the more, the fewer messages")
+    ] = attention.SLICE_PAIRS,
+    only: Annotated[str, typer.Option(help="calls whose names begin with this")] = "",
     out: Annotated[Path | None, typer.Option(help="JSON file to write")] = None,
 ) -> None:
     """Time and weigh every kind of call."""
+    attention.SLICE_PAIRS = pairs
     cuda = device == "cuda"
     own = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
@@ -92,6 +98,8 @@ def main(
                 "alone beside two streams that wait": (alone, _waiting(own, 2)),
             }
         for name, (call, beside) in kinds.items():
+            if not name.startswith(only):
+                continue
             with beside:
                 row = _time(call, repeats, own, ranks)
             row = {"call": name, "zeros": zeros, "rank": rank, **row}
@@ -104,7 +112,7 @@ def main(
                 print({key: value for key, value in one.items() if key != "kernels_ms"}, flush=True)
             if rank == 0 and out is not None:
                 found_by = {"device": torch.cuda.get_device_name() if cuda else "cpu"}
-                found = found_by | {"length": length, "rows": rows}
+                found = found_by | {"length": length, "pairs": pairs, "rows": rows}
                 out.write_text(json.dumps(found, indent=1) + "\n")
     dist.barrier(group=ranks)
     dist.destroy_process_group()

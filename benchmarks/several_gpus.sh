@@ -48,7 +48,10 @@ train_on() { # bytes a GPU, name, options
 }
 train() { train_on 2097152 train --steps 5; }
 longest() { train_on 3276800 longest --steps 2 --checkpoint-blocks 3; }
-power() { ranks "$here/power.py" --out "$out/power.json"; }
+power() { # then with messages eight times as long, and as rare
+  ranks "$here/power.py" --out "$out/power.json" &&
+    ranks "$here/power.py" --only ring --pairs $((1 << 36)) --out "$out/power_long_messages.json"
+}
 
 failed=()
 for step in "${@:-${steps[@]}}"; do

@@ -49,7 +49,7 @@ train_on() { # bytes a GPU, name, options
 train() { train_on 2097152 train --steps 5; }
 longest() { # by the memory of those that fitted; the first may not
   for each in 3473408 3276800; do
-    train_on "$each" longest --steps 2 --checkpoint-blocks 3 && return
+    train_on "$each" "longest_$each" --steps 2 --checkpoint-blocks 3 && return
   done
   return 1
 }

@@ -60,7 +60,8 @@ def main(
     ranks = dist.new_group(backend="gloo")  # to meet without taking the GPU
     layout = SequenceLayout.zigzag(length, world_size)
     dtype = torch.bfloat16 if cuda else torch.float32
-    rows = []
+    name = torch.cuda.get_device_name() if cuda else "cpu"
+    about, rows = {"device": name, "length": length, "pairs": pairs}, []
     for zeros in (False, True):
         whole, *shards = (
             _inputs((1, count, heads, head_dim), own, dtype, zeros)
@@ -111,9 +112,7 @@ def main(
             for one in every if rank == 0 else ():
                 print({key: value for key, value in one.items() if key != "kernels_ms"}, flush=True)
             if rank == 0 and out is not None:
-                found_by = {"device": torch.cuda.get_device_name() if cuda else "cpu"}
-                found = found_by | {"length": length, "pairs": pairs, "rows": rows}
-                out.write_text(json.dumps(found, indent=1) + "\n")
+                out.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
     dist.barrier(group=ranks)
     dist.destroy_process_group()
 

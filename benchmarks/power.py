@@ -60,8 +60,8 @@ def main(
     ranks = dist.new_group(backend="gloo")  # to meet without taking the GPU
     layout = SequenceLayout.zigzag(length, world_size)
     dtype = torch.bfloat16 if cuda else torch.float32
-    name = torch.cuda.get_device_name() if cuda else "cpu"
-    about, rows = {"device": name, "length": length, "pairs": pairs}, []
+    kind = torch.cuda.get_device_name() if cuda else "cpu"
+    about, rows = {"device": kind, "length": length, "pairs": pairs}, []
     for zeros in (False, True):
         whole, *shards = (
             _inputs((1, count, heads, head_dim), own, dtype, zeros)

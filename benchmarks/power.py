@@ -28,8 +28,8 @@ import torch.distributed as dist
 import typer
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention
+from ring_dilated_attention.cuda_driver import WAIT_EQUAL, check, driver
 from ring_dilated_attention.exchange import Group, ProcessGroupExchange
-from ring_dilated_attention.peer_memory import _check, _driver
 from ring_dilated_attention.plan import attention
 from ring_dilated_attention.testing import run_loopback
 
@@ -244,8 +244,8 @@ def _waiting(device: torch.device, count: int) -> Iterator[None]:
     torch.cuda.synchronize(device)
     streams = [torch.cuda.Stream(device, priority=-1) for _ in range(count)]
     for stream in streams:
-        equal = 1
-        _check(_driver().cuStreamWaitValue32_v2(stream.cuda_stream, flag.data_ptr(), 1, equal))
+        waits = stream.cuda_stream, flag.data_ptr(), 1, WAIT_EQUAL
+        check(driver().cuStreamWaitValue32_v2(*waits), "waiting for a flag")
     try:
         yield
     finally:

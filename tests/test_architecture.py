@@ -17,6 +17,8 @@ ORDER = [
     ["reference", "merge", "kernels"],
     ["accumulate", "device_tables"],
     ["tiles"],
+    ["cuda_driver"],
+    ["mapped_memory"],
     ["board", "communicator", "peer_memory"],
     ["exchange"],
     ["loopback"],
@@ -35,7 +37,7 @@ ORDER = [
 ]
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 INTEGERS_ONLY = {"pattern", "plan"}  # and layout, but for its tensor helpers
-MAY_USE_DISTRIBUTED = {"communicator", "peer_memory", "exchange", "cli", "train", "testing"} | {
+MAY_USE_DISTRIBUTED = {"communicator", "exchange", "cli", "train", "testing"} | {
     f"bench.{name}" for name in ("ranks", "ranks_team", "ranks_launch", "ring_peers")
 }
 

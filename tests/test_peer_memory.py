@@ -26,11 +26,10 @@ class Host:
 
     def __init__(self, world_size, streams):
         self.messages = []
-        nbytes = Outboxes.nbytes(world_size)
+        nbytes, flags = Outboxes.nbytes(world_size), Outboxes.flags(world_size)
         self.memory = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(world_size)]
         for memory in self.memory:
-            free, _ = Outboxes.flags(memory)
-            free.fill_(1)
+            memory[-flags.numel() :] = flags
         bases = [memory.data_ptr() for memory in self.memory]
         self.outboxes = [Outboxes(rank, bases) for rank in range(world_size)]
         self.queues: dict[tuple[int, int], list[Operation]] = {
@@ -101,9 +100,8 @@ def test_messages_arrive_in_any_order_of_streams(world_size, streams):
         for a, b in zip(sent, received, strict=True):
             assert torch.equal(a, b)
         for memory in host.memory:
-            free, ready = Outboxes.flags(memory)
-            assert free.all()
-            assert not ready.any()
+            flags = Outboxes.flags(world_size)
+            assert torch.equal(memory[-flags.numel() :], flags)
 
 
 def place(host, device, *reads):
@@ -151,7 +149,7 @@ def test_copies_are_refused_without_gpus():
 def choose(rank, world_size, peer_memory, hosts, broken):
     """What moves rows of ranks on CUDA devices, of which there are none here; the warnings."""
 
-    def share(group, device):
+    def share(rank, world_size, share, device):
         if rank in broken:
             raise RuntimeError("no permission")
         return "copies"

@@ -25,6 +25,18 @@ def test_random_plans_are_proven(pattern, layout, is_causal, heads, data):
     check_plan(replace(plan, pieces=data.draw(st.sampled_from([1, layout_ranges(layout)]))))
 
 
+@settings(max_examples=200)
+@given(patterns(), layouts(), st.booleans(), st.integers(1, 6), st.booleans())
+def test_additions_are_not_more_than_the_plan_says(pattern, layout, is_causal, heads, in_pieces):
+    plan = plan_attention(pattern, layout, is_causal=is_causal, num_heads=heads)
+    plan = replace(plan, pieces=layout_ranges(layout) if in_pieces else 1)
+    for rank in map(plan.rank, range(layout.world_size)):
+        tiles = [*rank.local, *(tile for step in rank.steps() for tile in step.tiles)]
+        # A cell has a row more than its share where the rate does not divide it.
+        additions = sum(t.segments * len(t.heads) * (t.queries.length - 1) for t in tiles)
+        assert additions <= rank.mean_additions * layout.local_length(rank.index) * heads
+
+
 def test_a_piece_that_a_segment_does_not_reach():
     """Of rank 1's rows 5 to 10 the first piece ends at 9: the segment from 9 on is not in it."""
     layout = SequenceLayout([[(0, 5), (22, 26)], [(5, 10), (18, 22)], [(10, 18)]])

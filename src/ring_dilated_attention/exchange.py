@@ -253,7 +253,7 @@ class ProcessGroupExchange:
             return None
         made, failure = None, ""
         try:
-            made = PeerMemory(self._group, device)
+            made = PeerMemory(self.rank, self.world_size, self.share, device)
         except RuntimeError as error:
             failure = f"rank {self.rank}: {error}"
         # Having heard of all, nobody writes to memory that its rank has yet to clear.

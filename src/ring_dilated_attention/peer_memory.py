@@ -3,8 +3,8 @@
 They take no multiprocessor from the compute behind which they run, and NVLink's whole rate.
 
 For each of its peers a rank has an outbox of `SLOTS` slots, in memory that all ranks can read
-(torch's symmetric memory). A message goes through them in chunks: the sender copies a chunk into a
-slot, the receiver copies it from there to where it is wanted. Two flags a slot keep them in step.
+(`mapped_memory`). A message goes through them in chunks: the sender copies a chunk into a slot, the
+receiver copies it from there to where it is wanted. Two flags a slot keep them in step.
 `free`, in the sender's memory, says that the slot may be written, `ready`, in the receiver's, that
 it may be read; who waits for a flag clears it, the other side sets it. Streams wait for flags and
 set them by themselves (stream memory operations of CUDA's driver), so neither the host nor a kernel
@@ -16,16 +16,16 @@ before one is received, and whatever an operation waits for comes earlier in tha
 
 from __future__ import annotations
 
-import ctypes
 import socket
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Sequence
 from itertools import permutations
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
+
+from .cuda_driver import WAIT_EQUAL, check, driver
+from .mapped_memory import MappedMemory
 
 SLOTS = 2
 """Slots of an outbox: one is read while the next is written."""
@@ -34,7 +34,6 @@ SLOT_BYTES = 16 << 20
 """Of an outbox: large enough for the full rate (50 us on an H200), small enough for many peers."""
 
 _FLAG_BYTES = 128  # an int32 on a cache line of its own: two devices write to neighbours
-_EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
 
 
 class Place(NamedTuple):
@@ -119,12 +118,13 @@ class Outboxes:
         return (world_size - 1) * SLOTS * (SLOT_BYTES + 2 * _FLAG_BYTES)
 
     @staticmethod
-    def flags(memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The flags `free` and `ready`, int32, in a rank's memory (uint8)."""
-        count = memory.numel() // (SLOT_BYTES + 2 * _FLAG_BYTES)
-        lines = memory[count * SLOT_BYTES :].view(torch.int32).view(2, count, -1)
-        free, ready = lines[..., 0]
-        return free, ready
+    def flags(world_size: int) -> torch.Tensor:
+        """What the end of a rank's memory holds at first, uint8: flags, of which `free` are set."""
+        count = (world_size - 1) * SLOTS
+        lines = torch.zeros(2, count, _FLAG_BYTES // 4, dtype=torch.int32)
+        free, _ = lines[..., 0]
+        free.fill_(1)
+        return lines.view(torch.uint8).flatten()
 
     def operations(
         self, send: tuple[int, int, int] | None, receive: tuple[int, int, int] | None
@@ -166,29 +166,35 @@ class PeerMemory:
     `nbytes`, is not in the figures of torch's allocator.
 
     Args:
-        group: the ranks, none of which is `out_of_reach` of another.
+        rank: this rank.
+        world_size: number of ranks, none of which is `out_of_reach` of another.
+        share: every rank's value, by rank: a collective.
         device: this rank's.
 
     Raises:
         RuntimeError: memory cannot be shared.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        import torch.distributed._symmetric_memory as symmetric_memory
-
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        share: Callable[[Any], list[Any]],
+        device: torch.device,
+    ) -> None:
         self._device = device
-        self.nbytes = Outboxes.nbytes(dist.get_world_size(group))
-        own = symmetric_memory.empty(self.nbytes, dtype=torch.uint8, device=device)
-        handle = symmetric_memory.rendezvous(own, group)
-        self._mapped = own, handle  # for as long as this lives
-        bases = [
-            handle.get_buffer(rank, (self.nbytes,), torch.uint8).data_ptr()
-            for rank in range(handle.world_size)
-        ]
-        self._outboxes = Outboxes(handle.rank, bases)
-        free, ready = Outboxes.flags(own)
-        free.fill_(1)
-        ready.zero_()
+        self.nbytes = Outboxes.nbytes(world_size)
+        self._memory = MappedMemory(self.nbytes, device, rank, share)
+        bases = self._memory.addresses
+        self._outboxes = Outboxes(rank, bases)
+        flags = Outboxes.flags(world_size).to(device)
+        end = bases[rank] + self.nbytes
+        stream = torch.cuda.current_stream(device)
+        _check(
+            driver().cuMemcpyDtoDAsync_v2(
+                end - flags.nbytes, flags.data_ptr(), flags.nbytes, stream.cuda_stream
+            )
+        )
         torch.cuda.synchronize(device)
         # With priority: those who wait for rows are compute.
         self._sending, self._receiving = (
@@ -238,31 +244,15 @@ def _extent(one: tuple[int, torch.Tensor] | None) -> tuple[int, int, int] | None
 
 def _run(operation: Operation, stream: int) -> None:
     """Have a stream do an operation."""
-    driver = _driver()
-    _check(driver.cuStreamWaitValue32_v2(stream, operation.take, 1, _EQUAL))
-    _check(driver.cuStreamWriteValue32_v2(stream, operation.take, 0, 0))
+    library = driver()
+    _check(library.cuStreamWaitValue32_v2(stream, operation.take, 1, WAIT_EQUAL))
+    _check(library.cuStreamWriteValue32_v2(stream, operation.take, 0, 0))
     _check(
-        driver.cuMemcpyDtoDAsync_v2(operation.target, operation.source, operation.nbytes, stream)
+        library.cuMemcpyDtoDAsync_v2(operation.target, operation.source, operation.nbytes, stream)
     )
     # By default it comes behind a fence: other devices see what was copied when they see the flag.
-    _check(driver.cuStreamWriteValue32_v2(stream, operation.give, 1, 0))
+    _check(library.cuStreamWriteValue32_v2(stream, operation.give, 1, 0))
 
 
 def _check(result: int) -> None:
-    if result:
-        text = ctypes.c_char_p()
-        _driver().cuGetErrorString(result, ctypes.byref(text))
-        reason = text.value.decode() if text.value else "unknown"
-        raise RuntimeError(f"CUDA driver error {result} in a transfer between GPUs: {reason}")
-
-
-@lru_cache(maxsize=1)
-def _driver() -> Any:
-    """CUDA's driver, which torch has loaded."""
-    driver = ctypes.CDLL("libcuda.so.1")
-    pointer, address, word = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32
-    for name in ("cuStreamWaitValue32_v2", "cuStreamWriteValue32_v2"):
-        getattr(driver, name).argtypes = [pointer, address, word, ctypes.c_uint]
-    driver.cuMemcpyDtoDAsync_v2.argtypes = [address, address, ctypes.c_size_t, pointer]
-    driver.cuGetErrorString.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]
-    return driver
+    check(result, "a transfer between GPUs")

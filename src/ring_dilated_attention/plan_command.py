@@ -124,7 +124,7 @@ def _decision(plan: AttentionPlan) -> str:
         "exchange: ring (a rank may receive more rows than the largest shard holds)"
         + f", in {count} parts of the heads one after the other, so that buffers hold one"
         * (count > 1)
-        + f", range by range ({pieces} at most)" * (pieces > 1)
+        + f", rows in {pieces} pieces" * (pieces > 1)
     )
 
 

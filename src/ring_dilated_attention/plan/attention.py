@@ -77,7 +77,8 @@ class AttentionPlan:
         num_kv_heads: number of KV heads.
         documents: cumulative lengths.
         narrowed_to: the KV heads that the plan is for; None: all of them.
-        pieces: in how many pieces a rank's rows are fetched: one, or one for each of its ranges.
+        pieces: in how many pieces the rows that a rank needs of another are fetched: one, or as
+            many as a rank has ranges.
     """
 
     pattern: DilatedPattern
@@ -108,8 +109,8 @@ class AttentionPlan:
     def slices(self) -> tuple[AttentionPlan, ...]:
         """The plan for a few heads at a time, as few as keep a rank busy: what a ring runs.
 
-        Its buffers then hold rows of these heads alone; where one head is more than enough, of one
-        range at a time.
+        Its buffers then hold rows of these heads alone; where one head is more than enough, in as
+        many pieces as a rank has ranges.
         """
         # Of a head, in the branch that has the most of them in a shard.
         rows = max(
@@ -124,31 +125,102 @@ class AttentionPlan:
         borders = (total * i // count for i in range(count + 1))
         return tuple(one.narrowed(range(a, b)) for a, b in pairwise(borders))
 
-    def piece(self, rank: int, number: int) -> range | None:
-        """The local rows of a rank that are fetched at a time, nearly as many each time; None: all.
+    def piece(self, sender: int, receiver: int, number: int) -> range | None:
+        """The local rows of `sender` that `receiver` fetches at a time; None: all that it needs.
 
-        They end where a range does if one ends close to there: tiles of a few rows take long.
+        Nearly as many of these each time, whichever ranks it is: who computed longer at a step than
+        others would keep them waiting for the rows of the next one.
         """
         if self.pieces == 1:
             return None
-        ends = self._ends(rank)
-        total = ends[-1] if ends else 0
-        borders = [0]
-        for i in range(1, self.pieces):
-            even = total * i // self.pieces
-            nearest = min(ends, key=lambda end: abs(end - even), default=0)
-            borders.append(nearest if abs(nearest - even) * 8 * self.pieces <= total else even)
-        return range(*[*borders, total][number : number + 2])
+        borders = self._borders(sender, receiver)
+        return range(*borders[number : number + 2])
 
-    def fetched_ranges(self, rank: int) -> int:
-        """How many ranges of a rank are fetched, those counted twice that two pieces share."""
-        pieces = (self.piece(rank, number) for number in range(self.pieces))
-        stops = {piece.stop for piece in pieces if piece is not None}
-        return len({*self._ends(rank), *stops} - {0})
+    def _borders(self, sender: int, receiver: int) -> list[int]:
+        """Where pieces begin and end, in local rows of `sender`.
+
+        They end where a range does if one ends close to there: tiles of a few rows take long.
+        """
+        if (sender, receiver) not in self._known_borders:
+            needed = self._needed(sender, receiver)
+            ends = list(accumulate(map(len, needed)))
+            total = ends[-1] if ends else 0
+            borders = [0]
+            for i in range(1, self.pieces):
+                even = total * i // self.pieces
+                nearest = min(ends, key=lambda end: abs(end - even), default=0)
+                rows = nearest if abs(nearest - even) * 8 * self.pieces <= total else even
+                behind = next((x for x in zip(ends, needed, strict=True) if rows <= x[0]), None)
+                borders.append(behind[1].stop - (behind[0] - rows) if behind else 0)
+            self._known_borders[sender, receiver] = [*borders, self.layout.local_length(sender)]
+        return self._known_borders[sender, receiver]
+
+    @cached_property
+    def _known_borders(self) -> dict[tuple[int, int], list[int]]:
+        return {}
+
+    def _needed(self, sender: int, receiver: int) -> list[range]:
+        """Local rows of each range of `sender`, from the first that `receiver` needs to the last.
+
+        But for dilation: which rows of a segment a head needs is another matter.
+        """
+        parts = self.parts_of(sender)
+        seen = [
+            (part.local_row(max(part.start, span.start)), part.local_row(min(part.stop, span.stop)))
+            for span in self.crossing_spans(receiver)
+            if span.is_before or not self.is_causal
+            for part in parts
+            if span.reaches(part)
+        ]
+        needed = []
+        for first, last in pairwise([0, *self._ends(sender)]):
+            inside = [rows for rows in seen if first <= rows[0] < last]
+            if inside:
+                needed.append(range(min(a for a, _ in inside), max(b for _, b in inside)))
+        return needed
+
+    def fetched_ranges(self, sender: int, receiver: int) -> int:
+        """How many ranges of `sender` are fetched at most, those that two pieces share twice."""
+        if self.pieces == 1 or sender == receiver:
+            return len({*self._ends(sender)} - {0})
+        needed, borders = self._needed(sender, receiver), self._borders(sender, receiver)
+        return sum(
+            rows.start < stop and start < rows.stop
+            for rows in needed
+            for start, stop in pairwise(borders)
+        )
 
     def _ends(self, rank: int) -> list[int]:
         """Where the ranges of a rank end, in local rows."""
         return list(accumulate(stop - start for start, stop in self.layout.ranges[rank]))
+
+    @cached_property
+    def covering(self) -> int | None:
+        """The first branch in which every row of every head takes part; None if there is none."""
+        return next(
+            (
+                branch
+                for branch, rate in enumerate(self.pattern.dilation_rates)
+                if rate == 1 and len(self.tiling.heads[branch]) == len(self.kv_heads)
+            ),
+            None,
+        )
+
+    @cached_property
+    def branches(self) -> list[tuple[int, int | None]]:
+        """The number of each branch and its segments' length; the one that covers first."""
+        lengths = enumerate(length for length, _ in self.pattern.branches)
+        return sorted(lengths, key=lambda item: item[0] != self.covering)
+
+    def crossing_spans(self, rank: int) -> list[Span]:
+        """Where parts lie that share segments with parts of `rank`."""
+        cut_parts = [part for part in self.parts_of(rank) if not part.is_whole]
+        return [
+            span
+            for branch, length in self.branches
+            for part in cut_parts
+            for span in spans(branch, part, length)
+        ]
 
     def parts_of(self, rank: int) -> list[Part]:
         """The ranges that `rank` holds, cut at document borders."""
@@ -264,34 +336,25 @@ class RankPlan:
         self.world_size = plan.layout.world_size
         self._steps: dict[tuple[int, int], Step] = {}
         groups: list[TileGroup] = []
-        spanned: list[Span] = []
         parts = plan.parts_of(rank)
-        cut_parts = [part for part in parts if not part.is_whole]
         longest = max((part.document_stop - part.document_start for part in parts), default=0)
         runs: dict[int | None, list[OwnRun]] = {}
-        branches = list(enumerate(plan.pattern.branches))
-        covering = [b for b, (_, rate) in branches if rate == 1 and self._all_run(b)]
-        for branch, (length, _) in sorted(branches, key=lambda item: item[0] not in covering[:1]):
+        for branch, length in plan.branches:
             w = None if length is None or length >= longest else length
             if w not in runs:
                 runs[w] = list(own_runs(parts, w))
             own = plan.tiling.own_group(branch, runs[w])
             groups.extend([own] if own else [])
-            for part in cut_parts:
-                spanned.extend(spans(branch, part, length))
         # Rows that belong to no document are in no tile.
         held = sum(part.stop - part.start for part in parts)
-        self.covers = bool(covering) and held == plan.layout.local_length(rank)
+        self.covers = plan.covering is not None and held == plan.layout.local_length(rank)
+        spanned = plan.crossing_spans(rank)
         # Where this rank's queries see keys of others, and its keys are seen by others' queries.
         self._seen = [span for span in spanned if span.is_before or not plan.is_causal]
         self._shown = [span for span in spanned if not span.is_before or not plan.is_causal]
         links = self._links_from(rank)
         crossing = group_tiles((link, list(plan.tiling.tiles(link))) for link in links)
         self.local_groups = (*groups, *crossing)
-
-    def _all_run(self, branch: int) -> bool:
-        """Whether every KV head runs a branch."""
-        return len(self.plan.tiling.heads[branch]) == len(self.plan.kv_heads)
 
     @property
     def local(self) -> tuple[Tile, ...]:
@@ -362,7 +425,8 @@ class RankPlan:
         segment adds once.
         """
         crossing = {span.branch for span in (*self._seen, *self._shown)}
-        others = sum(map(self.plan.fetched_ranges, range(self.world_size))) - 1  # of a document
+        fetched = [self.plan.fetched_ranges(x, self.index) for x in range(self.world_size)]
+        others = sum(fetched) - 1  # of a document
         mean = 0.0
         for branch, rate in enumerate(self.plan.pattern.dilation_rates):
             heads = len(self.plan.tiling.heads[branch]) / len(self.plan.kv_heads)
@@ -371,7 +435,7 @@ class RankPlan:
 
     def received_rows(self, sender: int, piece: int | None = None) -> int:
         """Distinct (row, head) pairs that `sender` sends this rank: in all, or of a piece."""
-        keys = None if piece is None else self.plan.piece(sender, piece)
+        keys = None if piece is None else self.plan.piece(sender, self.index, piece)
         return self.plan.tiling.count_rows(self._links_from(sender, keys))
 
     def sent_rows(self, receiver: int) -> int:
@@ -401,8 +465,8 @@ class RankPlan:
     def _make_step(self, step: int, piece: int) -> Step:
         sender = (self.index - step) % self.world_size
         receiver = (self.index + step) % self.world_size
-        received = self._links_from(sender, self.plan.piece(sender, piece))
-        shown = self._links_to(receiver, self.plan.piece(self.index, piece))
+        received = self._links_from(sender, self.plan.piece(sender, self.index, piece))
+        shown = self._links_to(receiver, self.plan.piece(self.index, receiver, piece))
         tiling = self.plan.tiling
         receive, slots = tiling.message(sender, self.index, received)
         send, _ = tiling.message(self.index, receiver, shown)
@@ -420,7 +484,7 @@ class RankPlan:
     def steps(self) -> Iterator[Step]:
         """Every step in order; most exchange nothing when segments are shorter than shards.
 
-        A piece goes to all ranks before the next: it is packed once.
+        A piece goes to all ranks before the next: it is packed once where they need the same.
         """
         order = product(range(self.plan.pieces), range(1, self.world_size))
         return (self.step(step, piece) for piece, step in order)

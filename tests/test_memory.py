@@ -120,8 +120,9 @@ def test_ring_holds_two_remote_shards_at_most():
 @pytest.mark.parametrize("slice_pairs", [None, 1])
 def test_the_last_gradients_come_home_behind_local_tiles(slice_pairs, monkeypatch):
     """Those of the last two steps: nothing waits for them while there is something to compute."""
-    if slice_pairs is not None:  # a range of a head at a time
+    if slice_pairs is not None:  # a head at a time, in pieces
         monkeypatch.setattr(attention, "SLICE_PAIRS", slice_pairs)
+        monkeypatch.setattr(attention, "BACKWARD_PIECE_PAIRS", slice_pairs)
         operator._plan.cache_clear()  # plans keep their slices
     events: dict[int, list[str]] = {}
     backward = compute.backward

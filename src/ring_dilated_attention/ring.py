@@ -37,14 +37,15 @@ class RingCall:
     gathers: bool  # whether all messages are in flight behind the running compute, or one
     workspace: float | None = None  # see `dilated_attention`
 
-    @property
-    def parts(self) -> tuple[RankPlan, ...]:
+    def parts(self, *, backward: bool) -> tuple[RankPlan, ...]:
         """What is run one after the other."""
-        return self.plan.parts(gathers=self.gathers)
+        return self.plan.parts(gathers=self.gathers, backward=backward)
 
-    def fetch(self, key: torch.Tensor, value: torch.Tensor) -> Iterator[Fetched]:
+    def fetch(
+        self, parts: Iterable[RankPlan], key: torch.Tensor, value: torch.Tensor
+    ) -> Iterator[Fetched]:
         """Start fetching the rows of all steps of all parts, in order."""
-        steps = chain.from_iterable(part.steps() for part in self.parts)
+        steps = chain.from_iterable(part.steps() for part in parts)
         depth = self.plan.world_size - 1 if self.gathers else 1
         return fetch(steps, self.exchange, key, value, depth=depth)
 
@@ -74,7 +75,8 @@ def attention_forward(
     """
     query, key, value = (unit_last_stride(x) for x in (query, key, value))
     batch, length, num_heads, _ = query.shape
-    parts, tiles, sums = call.parts, call.tiles(query), call.sums(query)
+    parts = call.parts(backward=False)
+    tiles, sums = call.tiles(query), call.sums(query)
     covers = all(part.covers for part in parts)
     create = torch.empty if covers else torch.zeros
     dtype = _sum_dtype(query, max(part.mean_additions for part in parts))
@@ -85,7 +87,7 @@ def attention_forward(
     if not covers:
         lse.fill_(-torch.inf)
     with autocast_off(query.device):
-        arrivals = call.fetch(key, value)
+        arrivals = call.fetch(parts, key, value)
         for part in parts:
             for number, group in enumerate(part.local_groups):
                 store = covers and number == 0
@@ -129,7 +131,8 @@ def attention_backward(
     """
     query, key, value = (unit_last_stride(x) for x in (query, key, value))
     merged = compute.Merged(dout.contiguous(), out, lse)
-    parts, tiles, sums = call.parts, call.tiles(query), call.sums(query)
+    parts = call.parts(backward=True)
+    tiles, sums = call.tiles(query), call.sums(query)
     covers = all(part.covers for part in parts)
     create = torch.empty if covers else torch.zeros
     additions = max(part.mean_additions for part in parts)
@@ -156,7 +159,7 @@ def attention_backward(
             sums.start(one.finish, *one.tensors, into=(dkey, dvalue))
 
     with autocast_off(query.device):
-        arrivals = call.fetch(key, value)
+        arrivals = call.fetch(parts, key, value)
         for part in parts:
             early, late, late_heads = LocalHalves(part.local_groups, (), None)
             if part is parts[-1]:  # something must be left to do while its gradients come home

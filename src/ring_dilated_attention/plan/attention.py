@@ -64,6 +64,10 @@ SLICE_PAIRS = 1 << 31
 head_dim of 128 (half of it if causal), behind which their rows travel and the gaps between kernels
 matter little."""
 
+BACKWARD_PIECE_PAIRS = 1 << 32
+"""Fewer pairs of a head and step are not cut into pieces in backward, where every tile goes over
+its queries several times more: with 16,384 keys that takes 3% of it."""
+
 
 @dataclass(frozen=True)
 class AttentionPlan:
@@ -112,6 +116,14 @@ class AttentionPlan:
         Its buffers then hold rows of these heads alone; where one head is more than enough, in as
         many pieces as a rank has ranges.
         """
+        return self._cut(SLICE_PAIRS)
+
+    @cached_property
+    def backward_slices(self) -> tuple[AttentionPlan, ...]:
+        """Likewise of backward, with longer pieces."""
+        return self._cut(BACKWARD_PIECE_PAIRS)
+
+    def _cut(self, piece_pairs: int) -> tuple[AttentionPlan, ...]:
         # Of a head, in the branch that has the most of them in a shard.
         rows = max(
             -(-min(self.layout.max_local_length, length or self.layout.length) // rate)
@@ -119,7 +131,7 @@ class AttentionPlan:
         )
         pairs = max(rows * rows * (self.num_heads // self.num_kv_heads), 1)
         ranges = max(map(len, self.layout.ranges))
-        one = replace(self, pieces=ranges) if pairs >= ranges * SLICE_PAIRS else self
+        one = replace(self, pieces=ranges) if pairs >= ranges * piece_pairs else self
         total = self.num_kv_heads
         count = -(-total // min(total, -(-SLICE_PAIRS // pairs)))
         borders = (total * i // count for i in range(count + 1))
@@ -366,15 +378,17 @@ class RankPlan:
         """Which of this rank's queries see how many zero keys; see `zero_key_groups`."""
         return zero_key_groups(self.plan.tiling, self.plan.parts_of(self.index))
 
-    def parts(self, *, gathers: bool) -> tuple[RankPlan, ...]:
+    def parts(self, *, gathers: bool, backward: bool = False) -> tuple[RankPlan, ...]:
         """What the rank does one after the other: all at once, or some heads at a time.
 
         Args:
             gathers: whether all transfers are in flight at once; a ring is cut by heads.
+            backward: whether it is what backward does.
         """
         if gathers or self.world_size == 1:
             return (self,)
-        return tuple(plan.rank(self.index) for plan in self.plan.slices)
+        slices = self.plan.backward_slices if backward else self.plan.slices
+        return tuple(plan.rank(self.index) for plan in slices)
 
     @cached_property
     def local_halves(self) -> LocalHalves:

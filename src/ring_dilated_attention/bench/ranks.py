@@ -217,12 +217,12 @@ class _Run:
             failed,
         )
         products = samples.pop(_MATMUL)
-        rate = statistics.mean(2 * side**3 / statistics.median(ms) / 1e9 for ms in products.by_rank)
+        rates = [2 * side**3 / statistics.median(ms) / 1e9 for ms in products.by_rank]
         for name, found in samples.items():
             timing = self._timing(entries[name], backward, found)
             if timing is not None:
                 entries[name].timings[backward] = replace(
-                    timing, matmul_tflops=rate, matmul_size=side
+                    timing, matmul_tflops=tuple(rates), matmul_size=side
                 )
 
     def _timing(self, entry: Entry, backward: bool, samples: Samples) -> RanksTiming | None:
@@ -269,7 +269,7 @@ class _Run:
             ),
             calls=samples.calls,
             times_ms=samples.slowest,
-            matmul_tflops=math.nan,
+            matmul_tflops=(),
             matmul_size=0,
             memory=memory,
             communication=communication,

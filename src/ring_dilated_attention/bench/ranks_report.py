@@ -123,9 +123,10 @@ def notes(results: Sequence[RanksResult]) -> list[str]:
             timing = result.timing(bool(backward))
             if timing is None:
                 continue
+            rates = ", ".join(f"{rate:.4g}" for rate in timing.matmul_tflops)
             lines.append(
                 f"{where}, {label}: {len(timing.times_ms)} samples of {timing.calls} call(s); "
-                f"matmul {timing.matmul_size}^3 {timing.matmul_tflops:.4g} TFLOP/s a rank"
+                f"matmul {timing.matmul_size}^3 {rates} TFLOP/s"
             )
             communication = timing.communication
             if communication is not None and not communication.bytes_match:

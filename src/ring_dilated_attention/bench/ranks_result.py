@@ -93,7 +93,8 @@ class RanksTiming:
         flops_by_rank: useful operations of the call.
         calls: back-to-back calls of a sample.
         times_ms: time of one call in every sample, on the rank that took longest.
-        matmul_tflops: rate of the matrix product that took turns with the calls; mean of the ranks.
+        matmul_tflops: rate of the matrix product that took turns with the calls, by rank: how much
+            slower one GPU is than another.
         matmul_size: its side.
         memory: of the rank that holds most.
         communication: of ours on several ranks; None: not measured.
@@ -102,7 +103,7 @@ class RanksTiming:
     flops_by_rank: tuple[int, ...]
     calls: int
     times_ms: tuple[float, ...]
-    matmul_tflops: float
+    matmul_tflops: tuple[float, ...]
     matmul_size: int
     memory: RankMemory
     communication: Communication | None = None
@@ -124,8 +125,8 @@ class RanksTiming:
 
     @property
     def fraction(self) -> float:
-        """Useful TFLOP/s of a rank over the matmul rate of the same turns."""
-        return self.tflops_per_rank / self.matmul_tflops
+        """Useful TFLOP/s of a rank over the matmul rate of the same turns, both on average."""
+        return self.tflops_per_rank / statistics.mean(self.matmul_tflops)
 
 
 @dataclass(frozen=True, kw_only=True)

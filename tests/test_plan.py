@@ -9,7 +9,7 @@ from strategies import layouts, patterns
 from ring_dilated_attention import DilatedPattern, SequenceLayout, plan_attention
 from ring_dilated_attention.plan import RankPlan, Tile, TileGroup
 from ring_dilated_attention.plan.check import PlanError, check_plan
-from ring_dilated_attention.plan.costs import TensorSize, flops, memory, traffic
+from ring_dilated_attention.plan.costs import TensorSize, flops, memory, step_imbalance, traffic
 
 LONGNET = ([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12])
 
@@ -205,6 +205,18 @@ def test_zigzag_balances_causal_work():
         imbalance[make.__name__] = max(work) / (sum(work) / 4)
     assert imbalance["zigzag"] < 1.01
     assert imbalance["contiguous"] > 1.7
+
+
+def test_balance_step_by_step():
+    """Contiguous causal ranks compute half a square, then at step s a whole one from rank s on."""
+
+    def found(make):
+        layout = make(4 * 1024, 4)
+        plan = plan_attention(DilatedPattern.dense(), layout, is_causal=True, num_heads=2)
+        return step_imbalance(plan)
+
+    assert found(SequenceLayout.contiguous) == pytest.approx(3.5 / 2, rel=1e-3)
+    assert found(SequenceLayout.zigzag) == pytest.approx(1, rel=1e-3)
 
 
 def test_costs_in_bytes():

@@ -14,7 +14,16 @@ from .layout import SequenceLayout
 from .pattern import DilatedPattern, check_choice, check_positive_int
 from .plan import AttentionPlan, Message, RankPlan, Rows, Tile, plan_attention
 from .plan.check import check_plan
-from .plan.costs import Balance, TensorSize, balance, flops_by_rank, memory, returned_bytes, traffic
+from .plan.costs import (
+    Balance,
+    TensorSize,
+    balance,
+    flops_by_rank,
+    memory,
+    returned_bytes,
+    step_imbalance,
+    traffic,
+)
 from .views import kernel_calls
 
 LAYOUTS = {"contiguous": SequenceLayout.contiguous, "zigzag": SequenceLayout.zigzag}
@@ -93,6 +102,11 @@ def show(
     console.print(_decision(plan))
     work = flops_by_rank(plan, size)
     console.print(in_words(balance(work)) + _with_zigzag(plan, size, layout))
+    if world_size <= SHOWN_ALL and not plan.gathers and world_size > 1:
+        console.print(
+            f"step by step: {step_imbalance(plan):.3f} times the mean, if all ranks met at every "
+            "step of the ring"
+        )
     console.print(_compute_table(chosen, size, work))
     console.print(_rows_table(chosen, size))
     console.print(_exchange_table(chosen, size))

@@ -163,6 +163,24 @@ def balance(flops: Sequence[int]) -> Balance:
     )
 
 
+def step_imbalance(plan: AttentionPlan) -> float:
+    """How long a ring takes in which all ranks meet at every step, over the mean of all ranks.
+
+    1.0 is even. Ranks do not meet, but one that computes longer at a step sends its next rows
+    later. Forward, of the heads that are run first: others are like them.
+    """
+    ranks = list(map(plan.slices[0].rank, range(plan.layout.world_size)))
+    steps = [
+        [sum(tile.pairs for tile in rank.local) for rank in ranks],
+        *(
+            [sum(tile.pairs for tile in step.tiles) for step in together]
+            for together in zip(*(rank.steps() for rank in ranks), strict=True)
+        ),
+    ]
+    total = sum(map(sum, steps))
+    return sum(map(max, steps)) * len(ranks) / total if total else 1.0
+
+
 def _pairs_before(plan: AttentionPlan, position: int) -> int:
     """(query, key) pairs of the queries before `position`, over all KV heads."""
     pairs = 0

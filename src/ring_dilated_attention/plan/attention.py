@@ -25,6 +25,7 @@ from ..pattern import DilatedPattern, check_positive_int
 from .documents import document_borders
 from .grouping import group_tiles
 from .parts import Link, OwnRun, Part, Span, own_runs, parts_of, spans, within_rows
+from .pieces import Pieces, cut_into_pieces
 from .tiling import Message, Tile, TileGroup, Tiling
 from .zero_keys import zero_key_groups
 
@@ -138,69 +139,33 @@ class AttentionPlan:
         return tuple(one.narrowed(range(a, b)) for a, b in pairwise(borders))
 
     def piece(self, sender: int, receiver: int, number: int) -> range | None:
-        """The local rows of `sender` that `receiver` fetches at a time; None: all that it needs.
-
-        Nearly as many of these each time, whichever ranks it is: who computed longer at a step than
-        others would keep them waiting for the rows of the next one.
-        """
-        if self.pieces == 1:
-            return None
-        borders = self._borders(sender, receiver)
-        return range(*borders[number : number + 2])
-
-    def _borders(self, sender: int, receiver: int) -> list[int]:
-        """Where pieces begin and end, in local rows of `sender`.
-
-        They end where a range does if one ends close to there: tiles of a few rows take long.
-        """
-        if (sender, receiver) not in self._known_borders:
-            needed = self._needed(sender, receiver)
-            ends = list(accumulate(map(len, needed)))
-            total = ends[-1] if ends else 0
-            borders = [0]
-            for i in range(1, self.pieces):
-                even = total * i // self.pieces
-                nearest = min(ends, key=lambda end: abs(end - even), default=0)
-                rows = nearest if abs(nearest - even) * 8 * self.pieces <= total else even
-                behind = next((x for x in zip(ends, needed, strict=True) if rows <= x[0]), None)
-                borders.append(behind[1].stop - (behind[0] - rows) if behind else 0)
-            self._known_borders[sender, receiver] = [*borders, self.layout.local_length(sender)]
-        return self._known_borders[sender, receiver]
-
-    @cached_property
-    def _known_borders(self) -> dict[tuple[int, int], list[int]]:
-        return {}
-
-    def _needed(self, sender: int, receiver: int) -> list[range]:
-        """Local rows of each range of `sender`, from the first that `receiver` needs to the last.
-
-        But for dilation: which rows of a segment a head needs is another matter.
-        """
-        parts = self.parts_of(sender)
-        seen = [
-            (part.local_row(max(part.start, span.start)), part.local_row(min(part.stop, span.stop)))
-            for span in self.crossing_spans(receiver)
-            if span.is_before or not self.is_causal
-            for part in parts
-            if span.reaches(part)
-        ]
-        needed = []
-        for first, last in pairwise([0, *self._ends(sender)]):
-            inside = [rows for rows in seen if first <= rows[0] < last]
-            if inside:
-                needed.append(range(min(a for a, _ in inside), max(b for _, b in inside)))
-        return needed
+        """The local rows of `sender` that `receiver` fetches at a time; None: all that it needs."""
+        return None if self.pieces == 1 else self._pieces_of(sender, receiver).rows(number)
 
     def fetched_ranges(self, sender: int, receiver: int) -> int:
         """How many ranges of `sender` are fetched at most, those that two pieces share twice."""
         if self.pieces == 1 or sender == receiver:
             return len({*self._ends(sender)} - {0})
-        needed, borders = self._needed(sender, receiver), self._borders(sender, receiver)
-        return sum(
-            rows.start < stop and start < rows.stop
-            for rows in needed
-            for start, stop in pairwise(borders)
-        )
+        return self._pieces_of(sender, receiver).ranges
+
+    def _pieces_of(self, sender: int, receiver: int) -> Pieces:
+        if (sender, receiver) not in self._known_pieces:
+            parts = self.parts_of(sender)
+            seen, _ = self.crossing_spans(self.parts_of(receiver))
+            needed = (
+                (part.local_row(max(part.start, span.start)),
+                 part.local_row(min(part.stop, span.stop)))
+                for span in seen
+                for part in parts
+                if span.reaches(part)
+            )  # fmt: skip
+            pieces = cut_into_pieces(needed, self._ends(sender), self.pieces)
+            self._known_pieces[sender, receiver] = pieces
+        return self._known_pieces[sender, receiver]
+
+    @cached_property
+    def _known_pieces(self) -> dict[tuple[int, int], Pieces]:
+        return {}
 
     def _ends(self, rank: int) -> list[int]:
         """Where the ranges of a rank end, in local rows."""
@@ -224,15 +189,18 @@ class AttentionPlan:
         lengths = enumerate(length for length, _ in self.pattern.branches)
         return sorted(lengths, key=lambda item: item[0] != self.covering)
 
-    def crossing_spans(self, rank: int) -> list[Span]:
-        """Where parts lie that share segments with parts of `rank`."""
-        cut_parts = [part for part in self.parts_of(rank) if not part.is_whole]
-        return [
+    def crossing_spans(self, parts: Sequence[Part]) -> tuple[list[Span], list[Span]]:
+        """Where other parts lie whose keys queries of `parts` see, or whose queries see theirs."""
+        cut_parts = [part for part in parts if not part.is_whole]
+        found = [
             span
             for branch, length in self.branches
             for part in cut_parts
             for span in spans(branch, part, length)
         ]
+        if not self.is_causal:
+            return found, found
+        return [x for x in found if x.is_before], [x for x in found if not x.is_before]
 
     def parts_of(self, rank: int) -> list[Part]:
         """The ranges that `rank` holds, cut at document borders."""
@@ -360,10 +328,7 @@ class RankPlan:
         # Rows that belong to no document are in no tile.
         held = sum(part.stop - part.start for part in parts)
         self.covers = plan.covering is not None and held == plan.layout.local_length(rank)
-        spanned = plan.crossing_spans(rank)
-        # Where this rank's queries see keys of others, and its keys are seen by others' queries.
-        self._seen = [span for span in spanned if span.is_before or not plan.is_causal]
-        self._shown = [span for span in spanned if not span.is_before or not plan.is_causal]
+        self._seen, self._shown = plan.crossing_spans(parts)
         links = self._links_from(rank)
         crossing = group_tiles((link, list(plan.tiling.tiles(link))) for link in links)
         self.local_groups = (*groups, *crossing)

@@ -1,0 +1,79 @@
+"""What it costs to run a dense ring for a few heads, and a piece of rows, at a time: ms and bytes.
+
+    torchrun --nproc-per-node 4 benchmarks/slices.py --out slices.json
+
+Each row is a call with other values of `plan.attention.SLICE_PAIRS` and `BACKWARD_PIECE_PAIRS`, one
+GPU in the same run; timed as in transports.py. Memory is inputs and peak over those of one GPU.
+"""
+
+import json
+import os
+import statistics
+from itertools import product
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import torch.distributed as dist
+import typer
+from transports import DENSE, Case, call_of, measure
+
+from ring_dilated_attention import operator
+from ring_dilated_attention.plan import attention
+
+HEADS = 16
+SETTINGS = {  # by length: powers of two of SLICE_PAIRS, of BACKWARD_PIECE_PAIRS
+    65_536: ([28, 29, 30, 31, 32], [32]),
+    262_144: ([31, 32, 33], [31, 32]),
+}
+
+
+def main(
+    samples: int = 3,
+    out: Annotated[Path | None, typer.Option(help="JSON file to write")] = None,
+) -> None:
+    """Time all settings."""
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    rank, world_size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    assert world is not None
+    ranks = dist.new_group(backend="gloo")  # to meet without taking the GPU
+    rows = []
+    for (length, (slices, pieces)), backward in product(SETTINGS.items(), (False, True)):
+        case = Case(f"dense causal {length:,}", DENSE, length, HEADS, True, backward)
+        inputs = (3 + backward) * length * HEADS * 128 * 2 / 2**30
+        alone, one = [0.0], 0.0
+        if rank == 0:
+            alone, one = measure(call_of(case, None, 0, 1, device), samples, None)
+        torch.cuda.empty_cache()
+        dist.barrier(group=ranks)
+        for slice_power, piece_power in product(slices, pieces if backward else pieces[:1]):
+            attention.SLICE_PAIRS = 1 << slice_power
+            attention.BACKWARD_PIECE_PAIRS = 1 << piece_power
+            operator._plan.cache_clear()  # plans keep their slices
+            call = call_of(case, world, rank, world_size, device)
+            times, peak = measure(call, samples, ranks)
+            del call
+            torch.cuda.empty_cache()
+            if rank == 0:
+                rate = statistics.median(alone) / statistics.median(times) / world_size
+                memory = (inputs / world_size + peak) / (inputs + one)
+                row = {"length": length, "backward": backward, "one_ms": alone, "ms": times}
+                row |= {"slice_pairs": slice_power, "backward_piece_pairs": piece_power}
+                rows.append(row | {"rate": rate, "memory": memory})
+                print(
+                    f"{case.name} {'fwd+bwd' if backward else 'forward'} 2^{slice_power} "
+                    f"2^{piece_power}: {statistics.median(times):.2f} ms [{min(times):.2f} .. "
+                    f"{max(times):.2f}], {rate:.3f} per GPU, {memory:.3f} of the memory",
+                    flush=True,
+                )
+                if out is not None:
+                    about = {"device": torch.cuda.get_device_name(), "ranks": world_size}
+                    out.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
+    dist.barrier(group=ranks)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -61,7 +61,7 @@ class MappedMemory:
                 meanwhile.callback(_release, own)
                 file = _export(own)
                 meanwhile.callback(os.close, file)
-            except RuntimeError as error:
+            except (OSError, RuntimeError) as error:  # there is no driver, or it refuses
                 failure = str(error)
             files = meanwhile.enter_context(passed_files(file, failure, rank, share))
             self.addresses: list[int] = []

@@ -117,26 +117,33 @@ class AttentionPlan:
         Its buffers then hold rows of these heads alone; where one head is more than enough, in as
         many pieces as a rank has ranges.
         """
-        return self._cut(SLICE_PAIRS)
+        one = self._in_pieces(SLICE_PAIRS)
+        total = self.num_kv_heads
+        count = -(-total // min(total, -(-SLICE_PAIRS // self._step_pairs)))
+        borders = (total * i // count for i in range(count + 1))
+        return tuple(one.narrowed(range(a, b)) for a, b in pairwise(borders))
 
     @cached_property
     def backward_slices(self) -> tuple[AttentionPlan, ...]:
         """Likewise of backward, with longer pieces."""
-        return self._cut(BACKWARD_PIECE_PAIRS)
+        one = self._in_pieces(BACKWARD_PIECE_PAIRS)
+        if one.pieces == self.slices[0].pieces:
+            return self.slices  # what they have worked out
+        return tuple(one.narrowed(part.kv_heads) for part in self.slices)
 
-    def _cut(self, piece_pairs: int) -> tuple[AttentionPlan, ...]:
-        # Of a head, in the branch that has the most of them in a shard.
+    @cached_property
+    def _step_pairs(self) -> int:
+        """Pairs of a head and step, in the branch that has the most rows in a shard."""
         rows = max(
             -(-min(self.layout.max_local_length, length or self.layout.length) // rate)
             for length, rate in self.pattern.branches
         )
-        pairs = max(rows * rows * (self.num_heads // self.num_kv_heads), 1)
+        return max(rows * rows * (self.num_heads // self.num_kv_heads), 1)
+
+    def _in_pieces(self, pairs: int) -> AttentionPlan:
+        """In as many pieces as a rank has ranges, if each has so many pairs."""
         ranges = max(map(len, self.layout.ranges))
-        one = replace(self, pieces=ranges) if pairs >= ranges * piece_pairs else self
-        total = self.num_kv_heads
-        count = -(-total // min(total, -(-SLICE_PAIRS // pairs)))
-        borders = (total * i // count for i in range(count + 1))
-        return tuple(one.narrowed(range(a, b)) for a, b in pairwise(borders))
+        return replace(self, pieces=ranges) if self._step_pairs >= ranges * pairs else self
 
     def piece(self, sender: int, receiver: int, number: int) -> range | None:
         """The local rows of `sender` that `receiver` fetches at a time; None: all that it needs."""

@@ -409,6 +409,7 @@ def test_on_cuda(tmp_path):
             continue
         for timing in timings(result):
             assert timing.memory.peak > 0
+            assert len(timing.matmul_tflops) == result.ranks
             assert all(map(math.isfinite, timing.matmul_tflops))
             assert timing.communication is None or timing.communication.bytes_match
         assert result.errors.out < 1e-2

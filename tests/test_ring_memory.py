@@ -130,9 +130,8 @@ def hold(rank, world_size, length):
     layout = SequenceLayout.zigzag(length // SCALE, world_size)
     plan = plan_attention(DilatedPattern.dense(), layout, is_causal=True, num_heads=HEADS)
     rows = layout.local_length(rank)
-    query, key, value, dout = torch.zeros(4, 1, rows, HEADS, HEAD_DIM, dtype=torch.bfloat16).unbind(
-        0
-    )
+    shape = 4, 1, rows, HEADS, HEAD_DIM
+    query, key, value, dout = torch.zeros(shape, dtype=torch.bfloat16)
     ends = resolve_exchange(world() if world_size > 1 else None)
     call = ring.RingCall(plan.rank(rank), ends, Selection(NOTHING), 1.0, plan.gathers)
     with Held(query) as forward:

@@ -28,6 +28,9 @@ MOST_VALUES = 510
 FOLDER = "/dev/shm"
 """Memory that processes of a Linux host share; elsewhere there are no boards."""
 
+PREFIX = "ring-dilated-attention-"
+"""Of what this package makes there."""
+
 _ROW = MOST_VALUES + 2  # the number of the call, a hash, the values
 _SPIN_S = 0.0003  # is waited without sleeping
 _PAUSE_S = 0.00005  # is slept then, between looks
@@ -159,7 +162,7 @@ def _create(nbytes: int) -> Any:
         return None
     with suppress(OSError):  # it is full, or not ours to write to
         file = tempfile.NamedTemporaryFile(  # noqa: SIM115
-            prefix="ring-dilated-attention-", dir=FOLDER, buffering=0, delete=False
+            prefix=PREFIX, dir=FOLDER, buffering=0, delete=False
         )
         try:
             file.write(bytes(nbytes) + secrets.token_bytes(_TOKEN_BYTES))

@@ -18,10 +18,8 @@ from typing import Any
 
 import torch
 
+from .board import FOLDER, PREFIX
 from .cuda_driver import check, driver
-
-FOLDER = "/dev/shm"
-"""Where ranks find each other's sockets: paths of sockets must be short."""
 
 HANDSHAKE_S = 60.0
 """So long a rank waits for another's file, having heard that all are about to pass theirs."""
@@ -121,8 +119,8 @@ def passed_files(
 
 def _listening(stack: ExitStack) -> tuple[socket.socket, str]:
     """A socket that nobody else's processes reach, and its address."""
-    parent = FOLDER if Path(FOLDER).is_dir() else None
-    folder = tempfile.TemporaryDirectory(prefix="ring-dilated-attention-", dir=parent)
+    parent = FOLDER if Path(FOLDER).is_dir() else None  # short: so must the address be
+    folder = tempfile.TemporaryDirectory(prefix=PREFIX, dir=parent)
     address = str(Path(stack.enter_context(folder), "socket"))
     server = stack.enter_context(socket.socket(socket.AF_UNIX))
     server.settimeout(HANDSHAKE_S)
@@ -178,9 +176,9 @@ def _allocate(nbytes: int, index: int) -> tuple[int, int]:
     """Memory on a device: its bytes, rounded up, and its handle."""
     properties = _Properties(_PINNED, _AS_FILE, _Location(_ON_DEVICE, index))
     unit, handle = ctypes.c_size_t(), ctypes.c_uint64()
-    _check(driver().cuMemGetAllocationGranularity(_at(unit), _at(properties), 0))
+    _check(driver().cuMemGetAllocationGranularity(ctypes.byref(unit), ctypes.byref(properties), 0))
     size = -(-nbytes // unit.value) * unit.value
-    _check(driver().cuMemCreate(_at(handle), size, _at(properties), 0))
+    _check(driver().cuMemCreate(ctypes.byref(handle), size, ctypes.byref(properties), 0))
     return size, handle.value
 
 
@@ -191,32 +189,28 @@ def _release(handle: int) -> None:
 
 def _export(handle: int) -> int:
     file = ctypes.c_int()
-    _check(driver().cuMemExportToShareableHandle(_at(file), handle, _AS_FILE, 0))
+    _check(driver().cuMemExportToShareableHandle(ctypes.byref(file), handle, _AS_FILE, 0))
     return file.value
 
 
 def _import(file: int) -> int:
     handle = ctypes.c_uint64()
-    _check(driver().cuMemImportFromShareableHandle(_at(handle), file, _AS_FILE))
+    _check(driver().cuMemImportFromShareableHandle(ctypes.byref(handle), file, _AS_FILE))
     return handle.value
 
 
 def _map(handle: int, size: int, index: int, mapped: ExitStack) -> int:
     """Where a device finds memory from now on, until `mapped` is closed."""
     library, address = driver(), ctypes.c_uint64()
-    _check(library.cuMemAddressReserve(_at(address), size, 0, 0, 0))
+    _check(library.cuMemAddressReserve(ctypes.byref(address), size, 0, 0, 0))
     mapped.callback(lambda: _check(library.cuMemAddressFree(address, size)))
     _check(library.cuMemMap(address, size, 0, handle, 0))
     mapped.callback(lambda: _check(library.cuMemUnmap(address, size)))
     access = _Access(_Location(_ON_DEVICE, index), _READ_WRITE)
-    _check(library.cuMemSetAccess(address, size, _at(access), 1))
+    _check(library.cuMemSetAccess(address, size, ctypes.byref(access), 1))
     return address.value
 
 
 def _unmap(mapped: ExitStack, device: torch.device) -> None:
     torch.cuda.synchronize(device)  # streams may still read and write there
     mapped.close()
-
-
-def _at(value: Any) -> Any:
-    return ctypes.byref(value)

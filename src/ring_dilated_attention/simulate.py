@@ -253,12 +253,10 @@ def _report(
     receivers = [step.send.receiver for step in steps if step.send is not None]
     senders = [step.receive.sender for step in steps if step.receive is not None]
     peers = tuple(sorted({*receivers, *senders}))
-    again = [
-        message  # rows again, and gradients on their way home
+    back = [
+        (step.send is not None) + (step.receive is not None)  # rows again, and gradients home
         for part in rank.parts(gathers=gathers, backward=True)
         for step in part.steps()
-        for message in (step.send, step.receive)
-        if message is not None
     ]
     moved = traffic(rank, size)
     planned = [
@@ -271,7 +269,7 @@ def _report(
         Transfers(
             sent=moved.backward_sent,
             received=moved.backward_received,
-            messages=len(again),
+            messages=sum(back),
             peers=peers,
         ),
     ]

@@ -1,9 +1,12 @@
 """What it costs to run a dense ring for a few heads, and a piece of rows, at a time: ms and bytes.
 
+And what it gains to have lanes for them in backward.
+
     torchrun --nproc-per-node 4 benchmarks/slices.py --out slices.json
 
-Each row is a call with other values of `plan.attention.SLICE_PAIRS` and `BACKWARD_PIECE_PAIRS`, one
-GPU in the same run; timed as in transports.py. Memory is inputs and peak over those of one GPU.
+Each row is a call with other values of `plan.attention.SLICE_PAIRS` and `BACKWARD_PIECE_PAIRS` and
+of `lanes.LANES`, one GPU in the same run; timed as in transports.py. Memory is inputs and peak over
+those of one GPU.
 """
 
 import json
@@ -18,14 +21,15 @@ import torch.distributed as dist
 import typer
 from transports import DENSE, Case, call_of, measure
 
-from ring_dilated_attention import operator
+from ring_dilated_attention import operator, ring
 from ring_dilated_attention.plan import attention
 
 HEADS = 16
 SETTINGS = {  # by length: powers of two of SLICE_PAIRS, of BACKWARD_PIECE_PAIRS
-    65_536: ([28, 29, 30, 31, 32], [32]),
-    262_144: ([31, 32, 33], [31, 32]),
+    65_536: ([30, 31, 32], [32]),
+    262_144: ([31, 32], [31, 32]),
 }
+LANES = [1, 2]
 
 
 def main(
@@ -48,9 +52,11 @@ def main(
             alone, one = measure(call_of(case, None, 0, 1, device), samples, None)
         torch.cuda.empty_cache()
         dist.barrier(group=ranks)
-        for slice_power, piece_power in product(slices, pieces if backward else pieces[:1]):
+        varied = (pieces, LANES) if backward else (pieces[:1], LANES[-1:])
+        for slice_power, piece_power, lanes in product(slices, *varied):
             attention.SLICE_PAIRS = 1 << slice_power
             attention.BACKWARD_PIECE_PAIRS = 1 << piece_power
+            ring.LANES = lanes
             operator._plan.cache_clear()  # plans keep their slices
             call = call_of(case, world, rank, world_size, device)
             times, peak = measure(call, samples, ranks)
@@ -61,11 +67,13 @@ def main(
                 memory = (inputs / world_size + peak) / (inputs + one)
                 row = {"length": length, "backward": backward, "one_ms": alone, "ms": times}
                 row |= {"slice_pairs": slice_power, "backward_piece_pairs": piece_power}
+                row |= {"lanes": lanes}
                 rows.append(row | {"rate": rate, "memory": memory})
                 print(
                     f"{case.name} {'fwd+bwd' if backward else 'forward'} 2^{slice_power} "
-                    f"2^{piece_power}: {statistics.median(times):.2f} ms [{min(times):.2f} .. "
-                    f"{max(times):.2f}], {rate:.3f} per GPU, {memory:.3f} of the memory",
+                    f"2^{piece_power}, {lanes} lanes: {statistics.median(times):.2f} ms "
+                    f"[{min(times):.2f} .. {max(times):.2f}], {rate:.3f} per GPU, "
+                    f"{memory:.3f} of the memory",
                     flush=True,
                 )
                 if out is not None:

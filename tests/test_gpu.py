@@ -7,11 +7,12 @@ import pytest
 import torch
 import torch.distributed
 
-from ring_dilated_attention import DilatedPattern, compute, dilated_attention
+from ring_dilated_attention import DilatedPattern, compute, dilated_attention, operator
 from ring_dilated_attention.accumulate import Accumulator
 from ring_dilated_attention.merge import merge_
-from ring_dilated_attention.plan import Rows, Tile
+from ring_dilated_attention.plan import Rows, Tile, attention
 from ring_dilated_attention.reference import reference_attention
+from ring_dilated_attention.simulate import simulate
 from ring_dilated_attention.testing import relative_error, run_loopback
 from ring_dilated_attention.tiles import select_backend
 from ring_dilated_attention.verify import Case, combine, make_layout, run_case, sweep
@@ -72,6 +73,14 @@ def failures(cases, outcomes):
         for case, outcome in zip(cases, outcomes, strict=True)
         if not outcome.passes(case.dtype)
     ]
+
+
+def cut_rings(patch, slice_pairs):
+    """A few heads at a time, or one in pieces, which only long sequences ask for."""
+    patch.setattr(attention, "SLICE_PAIRS", slice_pairs)
+    patch.setattr(attention, "BACKWARD_PIECE_PAIRS", slice_pairs)
+    patch.setattr(compute, "LONG_FLOPS", 0)  # results are added behind the compute
+    operator._plan.cache_clear()  # plans keep their slices
 
 
 def run_here(world_size, cases):
@@ -332,9 +341,27 @@ def shared_launch(queries, keys, head_dim, dtype, is_causal):
         yield name, error, all(torch.equal(got, repeat[number]) for repeat in repeats)
 
 
-def test_the_sweep_on_one_gpu():
+@pytest.mark.parametrize("slice_pairs", [None, 1])
+def test_the_sweep_on_one_gpu(slice_pairs, monkeypatch):
+    """Rings also cut up: heads in lanes, in pieces."""
+    if slice_pairs is not None:
+        cut_rings(monkeypatch, slice_pairs)
     cases = [replace(case, device="cuda") for case in sweep(4)]
     assert not failures(cases, run_here(4, cases))
+
+
+def test_simulate_on_one_gpu():
+    case = Case(
+        pattern=DilatedPattern.dense(),
+        layout=make_layout("zigzag", 1031, 3),
+        num_heads=4,
+        is_causal=True,
+        dtype=torch.bfloat16,
+        exchange="ring",
+        device="cuda",
+    )
+    report = simulate(case)
+    assert report.ok, report.problems
 
 
 def test_waits_for_what_others_send_are_timed():

@@ -6,15 +6,16 @@ from random import Random
 import pytest
 import torch
 import torch.distributed
-from test_gpu import failures, kernel_cases
+from test_gpu import cut_rings, failures, kernel_cases
 from worlds import world
 
-from ring_dilated_attention import DilatedPattern, dilated_attention
+from ring_dilated_attention import DilatedPattern, dilated_attention, operator
 from ring_dilated_attention.communicator import Communicator
 from ring_dilated_attention.exchange import ProcessGroupExchange, _transports
 from ring_dilated_attention.peer_memory import SLOT_BYTES, PeerMemory
+from ring_dilated_attention.plan import attention
 from ring_dilated_attention.testing import relative_error, run_ranks
-from ring_dilated_attention.verify import combine, make_layout, run_case, sweep
+from ring_dilated_attention.verify import Case, combine, make_layout, run_case, sweep
 
 pytestmark = [
     pytest.mark.gpu,
@@ -39,6 +40,47 @@ def test_nccl(peer_memory):
     cases += kernel_cases(world_size, "auto", torch.bfloat16)
     outcomes = combine(run_ranks(run_over, world_size, cases, peer_memory, backend="nccl"))
     assert not failures(cases, outcomes)
+
+
+def cut_cases(world_size):
+    """Dense rings of some length, with additions enough to go behind the compute."""
+    for seed, (heads, head_dim, is_causal, layout) in enumerate(
+        [
+            ((5, 5), 64, True, "zigzag"),  # an odd number of parts
+            ((6, 3), 128, True, "zigzag"),
+            ((4, 4), 128, False, "uneven"),
+            ((1, 1), 64, True, "contiguous"),  # one part
+        ]
+    ):
+        for length in (1031, 4099):
+            yield Case(
+                pattern=DilatedPattern.dense(),
+                layout=make_layout(layout, length, world_size),
+                num_heads=heads[0],
+                num_kv_heads=heads[1],
+                head_dim=head_dim,
+                is_causal=is_causal,
+                dtype=torch.bfloat16,
+                exchange="ring",
+                seed=seed,
+                device="cuda",
+            )
+
+
+def run_cut(rank, world_size, cases, peer_memory, slice_pairs):
+    with pytest.MonkeyPatch.context() as patch:
+        cut_rings(patch, slice_pairs)
+        return run_over(rank, world_size, cases, peer_memory)
+
+
+@pytest.mark.parametrize("slice_pairs", [1, 1 << 20])
+@pytest.mark.parametrize("peer_memory", [True, False])
+def test_rings_in_lanes(peer_memory, slice_pairs):
+    """Several times: what one lane frees another one may take."""
+    world_size = torch.cuda.device_count()
+    cases = list(cut_cases(world_size)) * 4
+    found = run_ranks(run_cut, world_size, cases, peer_memory, slice_pairs, backend="nccl")
+    assert not failures(cases, combine(found))
 
 
 def subgroups(world_size):
@@ -158,6 +200,9 @@ def soak(rank, world_size, peer_memory, repeats):
             out = dilated_attention(query, key, value, pattern, is_causal=is_causal, **options)
             return out.detach(), *torch.autograd.grad(out, leaves, tensors[3])
 
+        # Half of the rings that long sequences would make: a few heads at a time, in lanes.
+        attention.SLICE_PAIRS = attention.BACKWARD_PIECE_PAIRS = 1 << random.choice([20, 32])
+        operator._plan.cache_clear()  # plans keep their slices
         mine = [layout.shard(x, rank, dim=1) for x in whole]
         got = attend(mine, group=group, layout=layout, exchange=exchange)
         for a, b in zip(got, attend([x.detach() for x in whole]), strict=True):

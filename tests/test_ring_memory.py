@@ -99,9 +99,9 @@ def patch_like_a_gpu():
     """For the rest of this process."""
     make = accumulate.Accumulator.__init__
 
-    def make_with_streams(self, device, clock=None):
-        make(self, device, clock)
-        self.most_held, self._main = 2, Stream()
+    def make_with_streams(self, device, stopwatch=None, most_held=2):
+        make(self, device, stopwatch)
+        self.most_held, self._main = most_held, Stream()
 
     def sum_dtype(query, additions):
         assert additions <= attention.FEW_ADDITIONS
@@ -109,7 +109,7 @@ def patch_like_a_gpu():
 
     patch = pytest.MonkeyPatch()
     patch.setattr(accumulate.Accumulator, "__init__", make_with_streams)
-    patch.setattr(accumulate, "_side_stream", lambda device: Stream())
+    patch.setattr(accumulate, "_side_stream", lambda *_: Stream())
     patch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     patch.setattr(ring, "_sum_dtype", sum_dtype)
     patch.setattr(compute, "merge", lambda *_, **__: None)  # the kernel's temporaries: none

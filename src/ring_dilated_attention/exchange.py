@@ -38,7 +38,7 @@ class Exchange(Protocol):
         world_size: number of ranks.
         sent_bytes: bytes that `start` and `gather` have sent so far.
 
-    It may have a `clock` too, which is started where compute waits for transfers in a way that
+    It may have a `stopwatch` too, which is started where compute waits for transfers in a way that
     `Pending.wait` does not show; what it returns is called when compute goes on.
     """
 

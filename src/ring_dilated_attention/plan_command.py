@@ -10,6 +10,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from .lanes import LANES
 from .layout import SequenceLayout
 from .pattern import DilatedPattern, check_choice, check_positive_int
 from .plan import AttentionPlan, Message, RankPlan, Rows, Tile, plan_attention
@@ -139,6 +140,7 @@ def _decision(plan: AttentionPlan) -> str:
         "exchange: ring (a rank may receive more rows than the largest shard holds)"
         + f", in {count} parts of the heads one after the other, so that buffers hold one"
         * (count > 1)
+        + f" (in backward {LANES} at a time)" * (count > 1)
         + f", rows in {pieces} pieces" * (pieces > 1)
         + f" (in backward {backward})" * (pieces != backward)
     )

@@ -50,7 +50,6 @@ def main(
 ) -> None:
     """Time and weigh every kind of call."""
     attention.SLICE_PAIRS = pairs
-    attention.BACKWARD_PIECE_PAIRS = max(pairs, attention.BACKWARD_PIECE_PAIRS)
     cuda = device == "cuda"
     own = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:

@@ -1,12 +1,9 @@
 """What it costs to run a dense ring for a few heads, and a piece of rows, at a time: ms and bytes.
 
-And what it gains to have lanes for them in backward.
-
     torchrun --nproc-per-node 4 benchmarks/slices.py --out slices.json
 
-Each row is a call with other values of `plan.attention.SLICE_PAIRS` and `BACKWARD_PIECE_PAIRS` and
-of `lanes.LANES`, one GPU in the same run; timed as in transports.py. Memory is inputs and peak over
-those of one GPU.
+Each row is a call with another value of `plan.attention.SLICE_PAIRS`, one GPU in the same run;
+timed as in transports.py. Memory is inputs and peak over those of one GPU.
 """
 
 import json
@@ -21,15 +18,14 @@ import torch.distributed as dist
 import typer
 from transports import DENSE, Case, call_of, measure
 
-from ring_dilated_attention import operator, ring
+from ring_dilated_attention import operator
 from ring_dilated_attention.plan import attention
 
 HEADS = 16
-SETTINGS = {  # by length: powers of two of SLICE_PAIRS, of BACKWARD_PIECE_PAIRS
-    65_536: ([30, 31, 32], [32]),
-    262_144: ([31, 32], [31, 32]),
-}
-LANES = [1, 2]
+SETTINGS = {
+    65_536: range(28, 33),
+    262_144: range(31, 34),
+}  # by length: powers of two of SLICE_PAIRS
 
 
 def main(
@@ -44,7 +40,7 @@ def main(
     assert world is not None
     ranks = dist.new_group(backend="gloo")  # to meet without taking the GPU
     rows = []
-    for (length, (slices, pieces)), backward in product(SETTINGS.items(), (False, True)):
+    for (length, powers), backward in product(SETTINGS.items(), (False, True)):
         case = Case(f"dense causal {length:,}", DENSE, length, HEADS, True, backward)
         inputs = (3 + backward) * length * HEADS * 128 * 2 / 2**30
         alone, one = [0.0], 0.0
@@ -52,11 +48,8 @@ def main(
             alone, one = measure(call_of(case, None, 0, 1, device), samples, None)
         torch.cuda.empty_cache()
         dist.barrier(group=ranks)
-        varied = (pieces, LANES) if backward else (pieces[:1], LANES[-1:])
-        for slice_power, piece_power, lanes in product(slices, *varied):
-            attention.SLICE_PAIRS = 1 << slice_power
-            attention.BACKWARD_PIECE_PAIRS = 1 << piece_power
-            ring.LANES = lanes
+        for power in powers:
+            attention.SLICE_PAIRS = 1 << power
             operator._plan.cache_clear()  # plans keep their slices
             call = call_of(case, world, rank, world_size, device)
             times, peak = measure(call, samples, ranks)
@@ -65,15 +58,13 @@ def main(
             if rank == 0:
                 rate = statistics.median(alone) / statistics.median(times) / world_size
                 memory = (inputs / world_size + peak) / (inputs + one)
-                row = {"length": length, "backward": backward, "one_ms": alone, "ms": times}
-                row |= {"slice_pairs": slice_power, "backward_piece_pairs": piece_power}
-                row |= {"lanes": lanes}
-                rows.append(row | {"rate": rate, "memory": memory})
+                row = {"length": length, "backward": backward, "slice_pairs": power}
+                row |= {"one_ms": alone, "ms": times, "rate": rate, "memory": memory}
+                rows.append(row)
                 print(
-                    f"{case.name} {'fwd+bwd' if backward else 'forward'} 2^{slice_power} "
-                    f"2^{piece_power}, {lanes} lanes: {statistics.median(times):.2f} ms "
-                    f"[{min(times):.2f} .. {max(times):.2f}], {rate:.3f} per GPU, "
-                    f"{memory:.3f} of the memory",
+                    f"{case.name} {'fwd+bwd' if backward else 'forward'} 2^{power}: "
+                    f"{statistics.median(times):.2f} ms [{min(times):.2f} .. "
+                    f"{max(times):.2f}], {rate:.3f} per GPU, {memory:.3f} of the memory",
                     flush=True,
                 )
                 if out is not None:

@@ -20,7 +20,7 @@ from ring_dilated_attention.bench import (
     report,
     ring_peers,
 )
-from ring_dilated_attention.bench.exposed import TimedExchange, Wait, time_without_work
+from ring_dilated_attention.bench.exposed import TimedExchange
 from ring_dilated_attention.bench.peers import OURS
 from ring_dilated_attention.bench.ranks import measure_ranks
 from ring_dilated_attention.bench.ranks_launch import ERROR_NAME, launch
@@ -289,18 +289,6 @@ def test_waits_are_timed_and_the_rest_is_the_exchange_itself():
     time.sleep(0.02)
     stop()
     assert timed.take().transfers >= 20
-
-
-def test_lanes_wait_when_all_do():
-    call = [Wait(0, 0, 2), Wait(0, 5, 6)]
-    assert time_without_work([]) == 0
-    assert time_without_work(call) == 3
-    one = [Wait(1, 10, 13), Wait(1, 20, 21)]
-    assert time_without_work([*call, *one]) == 3 + 4  # a lane alone
-    other = [Wait(2, 12, 20.5)]  # both from 12 to 13 and 20 to 20.5; then it has ended
-    assert time_without_work([*call, *one, *other]) == 3 + 1 + 1
-    assert time_without_work([*one, Wait(2, 14, 15), Wait(2, 30, 40)]) == 10
-    assert time_without_work([*one, *other, Wait(3, 0, 1), Wait(3, 12.5, 21)]) == 0.5 + 1
 
 
 def test_memory_adds_up():

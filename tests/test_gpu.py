@@ -78,7 +78,6 @@ def failures(cases, outcomes):
 def cut_rings(patch, slice_pairs):
     """A few heads at a time, or one in pieces, which only long sequences ask for."""
     patch.setattr(attention, "SLICE_PAIRS", slice_pairs)
-    patch.setattr(attention, "BACKWARD_PIECE_PAIRS", slice_pairs)
     patch.setattr(compute, "LONG_FLOPS", 0)  # results are added behind the compute
     operator._plan.cache_clear()  # plans keep their slices
 
@@ -343,7 +342,7 @@ def shared_launch(queries, keys, head_dim, dtype, is_causal):
 
 @pytest.mark.parametrize("slice_pairs", [None, 1])
 def test_the_sweep_on_one_gpu(slice_pairs, monkeypatch):
-    """Rings also cut up: heads in lanes, in pieces."""
+    """Rings also cut up, as only long sequences are."""
     if slice_pairs is not None:
         cut_rings(monkeypatch, slice_pairs)
     cases = [replace(case, device="cuda") for case in sweep(4)]

@@ -102,8 +102,7 @@ class _Behind(NamedTuple):
 
 
 @lru_cache(maxsize=8)
-def _side_stream(device: torch.device, main: torch.cuda.Stream) -> torch.cuda.Stream:
-    """The one for additions behind what `main` computes."""
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
     # It has priority: its short kernels are to slip in between those of a long one.
     return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
@@ -114,20 +113,15 @@ class Accumulator:
     Args:
         device: where the tensors are; on CUDA the current stream there is the compute's.
         stopwatch: started where the compute waits for what others must send; see `Exchange`.
-        most_held: the results of so many calls may be held at a time, on CUDA: the last one's are
-            added while the next one computes.
 
     Attributes:
         most_held: the results of so many calls are held at a time, at most.
     """
 
     def __init__(
-        self,
-        device: torch.device,
-        stopwatch: Callable[[], Callable[[], None]] | None = None,
-        most_held: int = 2,
+        self, device: torch.device, stopwatch: Callable[[], Callable[[], None]] | None = None
     ) -> None:
-        self.most_held = most_held if device.type == "cuda" else 1
+        self.most_held = 2 if device.type == "cuda" else 1
         self._device, self._stopwatch = device, stopwatch
         self._main: torch.cuda.Stream | None = None
         if device.type == "cuda":
@@ -194,7 +188,7 @@ class Accumulator:
         is_result: bool,
     ) -> None:
         assert self._main is not None
-        side = _side_stream(self._device, self._main)
+        side = _side_stream(self._device)
         side.wait_stream(self._main)
         targets = frozenset(map(_storage, into))
         with torch.cuda.stream(side):

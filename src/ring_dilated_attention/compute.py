@@ -47,7 +47,6 @@ class TileCall:
         group: query heads per KV head.
         workspace: what slices allocate may take so many times the size of query; None: the
             constants of this module say.
-        lanes: so many slices are computed at once, and share that.
     """
 
     selection: Selection
@@ -55,14 +54,12 @@ class TileCall:
     batch: int
     group: int
     workspace: float | None = None
-    lanes: int = 1
 
     def most_rows(self, query: torch.Tensor, default: float, row_bytes: float) -> float:
         """How many rows a slice may have that allocates `row_bytes` for each."""
-        share = query.nbytes / self.lanes
         if self.workspace is not None:
-            return self.workspace * share / row_bytes
-        return max(default * share / row_bytes, WORKSPACE_FLOOR / row_bytes, SLICE_ROWS)
+            return self.workspace * query.nbytes / row_bytes
+        return max(default * query.nbytes / row_bytes, WORKSPACE_FLOOR / row_bytes, SLICE_ROWS)
 
 
 class _Launch(NamedTuple):

@@ -118,9 +118,8 @@ class RingDilatedAttention(torch.autograd.Function):
     Since the merged softmax is one softmax, every tile uses the same L_i and delta_i, and gradients
     only add up. Transfers of step s+1 (ring), or of all steps (gather), run behind the tiles of
     step s; the way home of step s runs behind the tiles of step s+1, and those of the last two
-    behind local tiles held back for them. A ring does all this for a few heads at a time, backward
-    for two such sets of heads in turns, on CUDA on streams of their own (`lanes`). Gradients of
-    remote rows go home in the dtype of the inputs, in which kernels return them; in float32
+    behind local tiles held back for them. A ring does all this for a few heads at a time. Gradients
+    of remote rows go home in the dtype of the inputs, in which kernels return them; in float32
     where many tiles add to a row. float32 is float64 for float64 inputs. The lse is returned for
     use outside of autograd: it is marked non-differentiable.
     """

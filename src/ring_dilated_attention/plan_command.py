@@ -10,7 +10,6 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from .lanes import LANES
 from .layout import SequenceLayout
 from .pattern import DilatedPattern, check_choice, check_positive_int
 from .plan import AttentionPlan, Message, RankPlan, Rows, Tile, plan_attention
@@ -134,15 +133,12 @@ def _decision(plan: AttentionPlan) -> str:
         return "one rank: nothing is exchanged"
     if plan.gathers:
         return "exchange: gather (no rank receives more rows than the largest shard holds)"
-    count = len(plan.slices)
-    pieces, backward = plan.slices[0].pieces, plan.backward_slices[0].pieces
+    count, pieces = len(plan.slices), plan.slices[0].pieces
     return (
         "exchange: ring (a rank may receive more rows than the largest shard holds)"
         + f", in {count} parts of the heads one after the other, so that buffers hold one"
         * (count > 1)
-        + f" (in backward {LANES} at a time)" * (count > 1)
         + f", rows in {pieces} pieces" * (pieces > 1)
-        + f" (in backward {backward})" * (pieces != backward)
     )
 
 

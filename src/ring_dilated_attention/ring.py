@@ -6,20 +6,19 @@ Shape legend: B batch, n local rows, H query heads, K KV heads, D head_dim, R ro
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 
 import torch
 
 from . import compute
 from .accumulate import Accumulator
 from .exchange import Exchange
-from .lanes import LANES, side_by_side
 from .plan import FEW_ADDITIONS, LocalHalves, RankPlan, TileGroup
 from .tiles import Selection, accumulate_dtype
-from .transfer import Fetched, Fetches, GradientReturn
+from .transfer import Fetched, GradientReturn, fetch
 from .views import by_slot
 from .zero_keys import merge_zero_keys
 
@@ -38,26 +37,25 @@ class RingCall:
     gathers: bool  # whether all messages are in flight behind the running compute, or one
     workspace: float | None = None  # see `dilated_attention`
 
-    def parts(self, *, backward: bool) -> tuple[RankPlan, ...]:
+    @property
+    def parts(self) -> tuple[RankPlan, ...]:
         """What is run one after the other."""
-        return self.plan.parts(gathers=self.gathers, backward=backward)
+        return self.plan.parts(gathers=self.gathers)
 
-    def fetch(self, parts: Iterable[RankPlan], key: torch.Tensor, value: torch.Tensor) -> Fetches:
+    def fetch(self, key: torch.Tensor, value: torch.Tensor) -> Iterator[Fetched]:
         """Start fetching the rows of all steps of all parts, in order."""
-        steps = chain.from_iterable(part.steps() for part in parts)
+        steps = chain.from_iterable(part.steps() for part in self.parts)
         depth = self.plan.world_size - 1 if self.gathers else 1
-        return Fetches(steps, self.exchange, key, value, depth=depth)
+        return fetch(steps, self.exchange, key, value, depth=depth)
 
-    def sums(self, query: torch.Tensor, lanes: int = 1) -> Accumulator:
-        """Through which results are added up, in one of so many lanes."""
-        # The other lane computes while the results of this one are added.
-        most_held = 2 if lanes == 1 else 1
-        return Accumulator(query.device, getattr(self.exchange, "stopwatch", None), most_held)
+    def sums(self, query: torch.Tensor) -> Accumulator:
+        """Through which results are added up."""
+        return Accumulator(query.device, getattr(self.exchange, "stopwatch", None))
 
-    def tiles(self, query: torch.Tensor, lanes: int = 1) -> compute.TileCall:
-        """What tiles in one of so many lanes need to know of the call."""
-        group, batch = self.plan.plan.num_heads // self.plan.plan.num_kv_heads, query.shape[0]
-        return compute.TileCall(self.backend, self.scale, batch, group, self.workspace, lanes)
+    def tiles(self, query: torch.Tensor) -> compute.TileCall:
+        """What tiles need to know of the call."""
+        group = self.plan.plan.num_heads // self.plan.plan.num_kv_heads
+        return compute.TileCall(self.backend, self.scale, query.shape[0], group, self.workspace)
 
 
 def attention_forward(
@@ -76,8 +74,7 @@ def attention_forward(
     """
     query, key, value = (unit_last_stride(x) for x in (query, key, value))
     batch, length, num_heads, _ = query.shape
-    parts = call.parts(backward=False)
-    tiles, sums = call.tiles(query), call.sums(query)
+    parts, tiles, sums = call.parts, call.tiles(query), call.sums(query)
     covers = all(part.covers for part in parts)
     create = torch.empty if covers else torch.zeros
     dtype = _sum_dtype(query, max(part.mean_additions for part in parts))
@@ -88,13 +85,12 @@ def attention_forward(
     if not covers:
         lse.fill_(-torch.inf)
     with autocast_off(query.device):
-        fetches = call.fetch(parts, key, value)
+        arrivals = call.fetch(key, value)
         for part in parts:
             for number, group in enumerate(part.local_groups):
                 store = covers and number == 0
                 compute.forward(group, tiles, query, key, value, out, lse, sums, store=store)
-            for _ in range(part.num_steps):
-                fetched = fetches.arrive()
+            for fetched in islice(arrivals, part.num_steps):
                 if fetched.slots is not None:
                     keys, values = map(by_slot, fetched.slots)
                     for group in fetched.step.groups:
@@ -132,142 +128,89 @@ def attention_backward(
         dquery, dkey, dvalue: contiguous, in the dtypes of query, key and value.
     """
     query, key, value = (unit_last_stride(x) for x in (query, key, value))
-    parts = call.parts(backward=True)
-    create = torch.empty if all(part.covers for part in parts) else torch.zeros
+    merged = compute.Merged(dout.contiguous(), out, lse)
+    parts, tiles, sums = call.parts, call.tiles(query), call.sums(query)
+    covers = all(part.covers for part in parts)
+    create = torch.empty if covers else torch.zeros
     additions = max(part.mean_additions for part in parts)
-    group = call.plan.plan.num_heads // call.plan.plan.num_kv_heads
     dquery, dkey, dvalue = (
         create(x.shape, dtype=_sum_dtype(query, additions * members), device=x.device)
-        for x, members in ((query, 1), (key, group), (value, group))
+        for x, members in ((query, 1), (key, tiles.group), (value, tiles.group))
     )
-    merged = dout.contiguous(), out, lse
-    lanes = min(LANES, len(parts))
-    work = _Backward(call, lanes, query, key, value, merged, dquery, dkey, dvalue)
+    wide = call.plan.plan.returns_wide
+    returned = accumulate_dtype(query.dtype) if wide else query.dtype
+    returning: deque[GradientReturn] = deque()
+
+    def compute_local(groups: Iterable[TileGroup], *, stores_first: bool) -> None:
+        for number, group in enumerate(groups):
+            compute.backward(
+                group, tiles, query, key, value, merged, dquery, dkey, dvalue, sums,
+                store=stores_first and number == 0,
+            )  # fmt: skip
+
+    def add_returned() -> None:
+        """Have gradients that come home added behind the next compute, but for the most recent."""
+        most_bytes = _RETURNING_BYTES if call.gathers else -1
+        while returning and sum(x.nbytes for x in returning) > most_bytes:
+            one = returning.popleft()
+            sums.start(one.finish, *one.tensors, into=(dkey, dvalue))
+
     with autocast_off(query.device):
-        side_by_side([work.run(parts[lane::lanes]) for lane in range(lanes)], query.device)
-    return dquery.to(query.dtype), dkey.to(key.dtype), dvalue.to(value.dtype)
-
-
-@dataclass(frozen=True, eq=False)
-class _Backward:
-    """What the lanes of a backward call share: see `attention_backward`.
-
-    Heads of different parts have nothing to do with each other, nor have their rows of `dquery`,
-    `dkey` and `dvalue`.
-    """
-
-    call: RingCall
-    lanes: int
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    merged: tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # dout, out, lse
-    dquery: torch.Tensor
-    dkey: torch.Tensor
-    dvalue: torch.Tensor
-
-    def run(self, parts: Sequence[RankPlan]) -> Iterator[None]:
-        """Compute parts one after the other.
-
-        Others go on when the first rows are on their way, after each step, and before the last
-        waits.
-        """
-        lane = _Lane(self, parts)
-        yield
-        covers = all(part.covers for part in parts)
+        arrivals = call.fetch(key, value)
         for part in parts:
             early, late, late_heads = LocalHalves(part.local_groups, (), None)
             if part is parts[-1]:  # something must be left to do while its gradients come home
                 early, late, late_heads = part.local_halves
-            lane.compute_local(early, stores_first=covers)
+            compute_local(early, stores_first=covers)
             if covers and late_heads is not None:
-                group = lane.tiles.group
-                for x, members in ((self.dquery, group), (self.dkey, 1), (self.dvalue, 1)):
-                    x[:, :, late_heads.start * members : late_heads.stop * members].zero_()
-            for number in range(1, part.num_steps + 1):
-                is_last = number == part.num_steps and part is parts[-1]
+                for x, group in ((dquery, tiles.group), (dkey, 1), (dvalue, 1)):
+                    x[:, :, late_heads.start * group : late_heads.stop * group].zero_()
+            steps_left = part.num_steps
+            for fetched in islice(arrivals, part.num_steps):
+                dslots = None
+                steps_left -= 1
                 # The last step waits for none: nothing is fetched after it, so there is room.
-                lane.run_step(adds_returned=not is_last)
-                yield
-        lane.compute_local(late, stores_first=False)
-        yield
-        lane.finish()
-
-
-class _Lane:
-    """Computes parts of a backward call, on the current stream; see `_Backward.run`."""
-
-    def __init__(self, shared: _Backward, parts: Sequence[RankPlan]) -> None:
-        self._shared = shared
-        self._fetches = shared.call.fetch(parts, shared.key, shared.value)
-        self.tiles = shared.call.tiles(shared.query, shared.lanes)
-        self._sums = shared.call.sums(shared.query, shared.lanes)
-        self._merged = compute.Merged(*shared.merged)
-        wide = shared.call.plan.plan.returns_wide
-        self._returned = accumulate_dtype(shared.query.dtype) if wide else shared.query.dtype
-        self._returning: deque[GradientReturn] = deque()
-
-    def compute_local(self, groups: Iterable[TileGroup], *, stores_first: bool) -> None:
-        shared = self._shared
-        for number, group in enumerate(groups):
-            compute.backward(
-                group, self.tiles, shared.query, shared.key, shared.value, self._merged,
-                shared.dquery, shared.dkey, shared.dvalue, self._sums,
-                store=stores_first and number == 0,
-            )  # fmt: skip
-
-    def run_step(self, *, adds_returned: bool) -> None:
-        """Compute a step when its rows are there, and send their gradients home.
-
-        Args:
-            adds_returned: whether gradients that come home are added behind the compute, but for
-                the most recent.
-        """
-        shared = self._shared
-        # Alone, the next rows travel behind the compute; else behind that of the other lane.
-        alone = shared.lanes == 1
-        fetched = self._fetches.arrive(starts_next=alone)
-        if adds_returned:
-            self._add_returned()
-        dslots = None if fetched.slots is None else self._compute_slots(fetched, fetched.slots)
-        self._sums.finish()  # a ring frees its buffers before the next are made
-        fetched = fetched._replace(slots=None)
-        if not alone:
-            self._fetches.start()
-        self._returning.append(
-            GradientReturn(
-                shared.call.exchange, fetched, dslots, shared.dkey, shared.dvalue, self._returned
-            )
-        )
-
-    def _add_returned(self) -> None:
-        shared = self._shared
-        most_bytes = _RETURNING_BYTES if shared.call.gathers else -1
-        while self._returning and sum(x.nbytes for x in self._returning) > most_bytes:
-            one = self._returning.popleft()
-            self._sums.start(one.finish, *one.tensors, into=(shared.dkey, shared.dvalue))
-
-    def _compute_slots(self, fetched: Fetched, slots: torch.Tensor) -> torch.Tensor:
-        """Add a step's gradients to `dquery`; return those of its slots."""
-        shared, covers = self._shared, fetched.step.covers
-        create = torch.empty if covers else torch.zeros
-        dslots = create(slots.shape, dtype=self._returned, device=slots.device)
-        keys, values, dkeys, dvalues = map(by_slot, (*slots, *dslots))
-        for number, group in enumerate(fetched.step.groups):
-            compute.backward(
-                group, self.tiles, shared.query, keys, values, self._merged,
-                shared.dquery, dkeys, dvalues, self._sums,
-                store=False, store_keys=covers and number == 0,
-            )  # fmt: skip
-        self._sums.join(dslots)
-        return dslots
-
-    def finish(self) -> None:
-        """Wait for what is still to come, and add it: there is nothing to compute meanwhile."""
-        self._sums.finish()
-        self._sums.join()
-        for last in self._returning:
+                if steps_left or part is not parts[-1]:
+                    add_returned()
+                if fetched.slots is not None:
+                    dslots = _backward_of_step(
+                        fetched, tiles, query, merged, dquery, returned, sums
+                    )
+                sums.finish()  # a ring frees its buffers before the next are made
+                returning.append(
+                    GradientReturn(call.exchange, fetched, dslots, dkey, dvalue, returned)
+                )
+                del fetched, dslots
+        compute_local(late, stores_first=False)
+        sums.finish()
+        sums.join()
+        for last in returning:  # there is nothing left to compute meanwhile
             last.finish()
+    return dquery.to(query.dtype), dkey.to(key.dtype), dvalue.to(value.dtype)
+
+
+def _backward_of_step(
+    fetched: Fetched,
+    tiles: compute.TileCall,
+    query: torch.Tensor,
+    merged: compute.Merged,
+    dquery: torch.Tensor,
+    dtype: torch.dtype,
+    sums: Accumulator,
+) -> torch.Tensor:
+    """Add a step's gradients to `dquery`; return those of its slots, in `dtype`."""
+    assert fetched.slots is not None
+    covers = fetched.step.covers
+    create = torch.empty if covers else torch.zeros
+    dslots = create(fetched.slots.shape, dtype=dtype, device=query.device)
+    keys, values, dkeys, dvalues = map(by_slot, (*fetched.slots, *dslots))
+    for number, group in enumerate(fetched.step.groups):
+        compute.backward(
+            group, tiles, query, keys, values, merged, dquery, dkeys, dvalues, sums,
+            store=False, store_keys=covers and number == 0,
+        )  # fmt: skip
+    sums.join(dslots)
+    return dslots
 
 
 def _sum_dtype(query: torch.Tensor, additions: float) -> torch.dtype:

@@ -253,11 +253,6 @@ def _report(
     receivers = [step.send.receiver for step in steps if step.send is not None]
     senders = [step.receive.sender for step in steps if step.receive is not None]
     peers = tuple(sorted({*receivers, *senders}))
-    back = [
-        (step.send is not None) + (step.receive is not None)  # rows again, and gradients home
-        for part in rank.parts(gathers=gathers, backward=True)
-        for step in part.steps()
-    ]
     moved = traffic(rank, size)
     planned = [
         Transfers(
@@ -269,7 +264,7 @@ def _report(
         Transfers(
             sent=moved.backward_sent,
             received=moved.backward_received,
-            messages=sum(back),
+            messages=len(receivers) + len(senders),  # rows again, and gradients on their way home
             peers=peers,
         ),
     ]

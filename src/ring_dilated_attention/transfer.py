@@ -1,15 +1,14 @@
 """The transfers of a ring: fetching remote rows of K and V, returning their gradients.
 
 Every rank starts its transfers in the same order, empty ones included: fetches of step 1, 2, ...
-each before the compute of the step before it, returns after the compute of their step; with two
-lanes (`lanes`), fetches too come after that, behind the compute of the other lane. What the order
-needs is thus the same on all ranks, and no rank can wait for one that waits for it.
+each before the compute of the step before it, returns after the compute of their step. What the
+order needs is thus the same on all ranks, and no rank can wait for one that waits for it.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -43,8 +42,10 @@ class _InFlight(NamedTuple):
     sent: MessageRows | None
 
 
-class Fetches:
-    """Fetches of a rank's steps, in order: `depth` of them are under way from the beginning on.
+def fetch(
+    steps: Iterator[Step], exchange: Exchange, key: torch.Tensor, value: torch.Tensor, *, depth: int
+) -> Iterator[Fetched]:
+    """Start `depth` fetches, then yield each step when its rows are there, starting one more.
 
     Args:
         steps: what this rank exchanges.
@@ -52,44 +53,35 @@ class Fetches:
         key: (batch, local_sequence, kv_heads, head_dim).
         value: likewise.
         depth: messages in flight behind the running compute: 1 is the ring.
+
+    Returns:
+        An iterator over the steps; the first `depth` transfers are under way when it is returned.
+        Rows are freed when the caller drops a step: do so before asking for the next.
     """
+    packer = _Packer(key, value)
+    flight: deque[_InFlight] = deque()
 
-    def __init__(
-        self,
-        steps: Iterable[Step],
-        exchange: Exchange,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        depth: int,
-    ) -> None:
-        self._steps, self._exchange = iter(steps), exchange
-        self._packer = _Packer(key, value)
-        self._flight: deque[_InFlight] = deque()
-        for _ in range(depth):
-            self.start()
-
-    def start(self) -> None:
-        """Start one more, if there are steps left."""
-        step = next(self._steps, None)
+    def start() -> None:
+        step = next(steps, None)
         if step is None:
-            self._packer.forget()
+            packer.forget()
         else:
-            self._flight.append(_start_fetch(step, self._exchange, self._packer))
+            flight.append(_start_fetch(step, exchange, packer))
 
-    def arrive(self, *, starts_next: bool = True) -> Fetched:
-        """The next step when its rows are there, which are freed when the caller drops it.
-
-        Args:
-            starts_next: whether to start one more first. Else the caller does, which may then have
-                dropped the rows of this one.
-        """
-        step, pending, packed, received, sent = self._flight.popleft()
+    def arrive() -> Fetched:
+        step, pending, packed, received, sent = flight.popleft()
         pending.wait()
-        if starts_next:
-            self.start()
+        start()
         slots = None if packed is None or received is None else spread(packed, received)
         return Fetched(step, slots, received, sent)
+
+    def arrivals() -> Iterator[Fetched]:
+        while flight:
+            yield arrive()  # nothing here may outlive it: the caller decides when rows are freed
+
+    for _ in range(depth):
+        start()
+    return arrivals()
 
 
 class _Packer:
@@ -131,7 +123,7 @@ class GradientReturn:
 
     Args:
         exchange: this rank's end of the group.
-        fetched: the step; its slots are not used.
+        fetched: the step.
         dslots: gradients of ``fetched.slots``, in the dtype in which gradients are summed.
         dkey: this rank's dK so far, (batch, local_sequence, kv_heads, head_dim), contiguous.
         dvalue: its dV.

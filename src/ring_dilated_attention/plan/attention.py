@@ -65,11 +65,6 @@ SLICE_PAIRS = 1 << 31
 head_dim of 128 (half of it if causal), behind which their rows travel and the gaps between kernels
 matter little."""
 
-BACKWARD_PIECE_PAIRS = 1 << 32
-"""So many pairs a piece of backward has, whose tiles go over their queries several times more (its
-statistics, dq in float32, its rounding and addition): with 16,384 keys for about 3% of the time, by
-the kernels that benchmarks/power.py lists."""
-
 
 @dataclass(frozen=True)
 class AttentionPlan:
@@ -118,33 +113,18 @@ class AttentionPlan:
         Its buffers then hold rows of these heads alone; where one head is more than enough, in as
         many pieces as a rank has ranges.
         """
-        one = self._in_pieces(SLICE_PAIRS)
-        total = self.num_kv_heads
-        count = -(-total // min(total, -(-SLICE_PAIRS // self._step_pairs)))
-        borders = (total * i // count for i in range(count + 1))
-        return tuple(one.narrowed(range(a, b)) for a, b in pairwise(borders))
-
-    @cached_property
-    def backward_slices(self) -> tuple[AttentionPlan, ...]:
-        """Likewise of backward, with longer pieces."""
-        one = self._in_pieces(BACKWARD_PIECE_PAIRS)
-        if one.pieces == self.slices[0].pieces:
-            return self.slices  # what they have worked out
-        return tuple(one.narrowed(part.kv_heads) for part in self.slices)
-
-    @cached_property
-    def _step_pairs(self) -> int:
-        """Pairs of a head and step, in the branch that has the most rows in a shard."""
+        # Of a head, in the branch that has the most of them in a shard.
         rows = max(
             -(-min(self.layout.max_local_length, length or self.layout.length) // rate)
             for length, rate in self.pattern.branches
         )
-        return max(rows * rows * (self.num_heads // self.num_kv_heads), 1)
-
-    def _in_pieces(self, pairs: int) -> AttentionPlan:
-        """In as many pieces as a rank has ranges, if each has so many pairs."""
+        pairs = max(rows * rows * (self.num_heads // self.num_kv_heads), 1)
         ranges = max(map(len, self.layout.ranges))
-        return replace(self, pieces=ranges) if self._step_pairs >= ranges * pairs else self
+        one = replace(self, pieces=ranges) if pairs >= ranges * SLICE_PAIRS else self
+        total = self.num_kv_heads
+        count = -(-total // min(total, -(-SLICE_PAIRS // pairs)))
+        borders = (total * i // count for i in range(count + 1))
+        return tuple(one.narrowed(range(a, b)) for a, b in pairwise(borders))
 
     def piece(self, sender: int, receiver: int, number: int) -> range | None:
         """The local rows of `sender` that `receiver` fetches at a time; None: all that it needs."""
@@ -351,17 +331,15 @@ class RankPlan:
         """Which of this rank's queries see how many zero keys; see `zero_key_groups`."""
         return zero_key_groups(self.plan.tiling, self.plan.parts_of(self.index))
 
-    def parts(self, *, gathers: bool, backward: bool = False) -> tuple[RankPlan, ...]:
+    def parts(self, *, gathers: bool) -> tuple[RankPlan, ...]:
         """What the rank does one after the other: all at once, or some heads at a time.
 
         Args:
             gathers: whether all transfers are in flight at once; a ring is cut by heads.
-            backward: whether it is what backward does.
         """
         if gathers or self.world_size == 1:
             return (self,)
-        slices = self.plan.backward_slices if backward else self.plan.slices
-        return tuple(plan.rank(self.index) for plan in slices)
+        return tuple(plan.rank(self.index) for plan in self.plan.slices)
 
     @cached_property
     def local_halves(self) -> LocalHalves:

@@ -22,10 +22,10 @@ from ring_dilated_attention import operator
 from ring_dilated_attention.plan import attention
 
 HEADS = 16
-SETTINGS = {
+POWERS = {  # of two, of SLICE_PAIRS, by length
     65_536: range(28, 33),
     262_144: range(31, 34),
-}  # by length: powers of two of SLICE_PAIRS
+}
 
 
 def main(
@@ -40,7 +40,7 @@ def main(
     assert world is not None
     ranks = dist.new_group(backend="gloo")  # to meet without taking the GPU
     rows = []
-    for (length, powers), backward in product(SETTINGS.items(), (False, True)):
+    for (length, powers), backward in product(POWERS.items(), (False, True)):
         case = Case(f"dense causal {length:,}", DENSE, length, HEADS, True, backward)
         inputs = (3 + backward) * length * HEADS * 128 * 2 / 2**30
         alone, one = [0.0], 0.0

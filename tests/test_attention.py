@@ -1,10 +1,9 @@
 """The sharded function against the reference, every rank inside this process."""
 
-from contextlib import contextmanager
-
 import pytest
 import torch
 import torch.nn.functional as F
+from cut_rings import rings_cut
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import cases
@@ -13,12 +12,10 @@ from ring_dilated_attention import (
     DilatedPattern,
     SequenceLayout,
     dilated_attention,
-    operator,
     plan_attention,
     ring,
 )
 from ring_dilated_attention.loopback import LoopbackExchange
-from ring_dilated_attention.plan import attention
 from ring_dilated_attention.plan.costs import TensorSize, memory
 from ring_dilated_attention.reference import reference_attention, visible_counts
 from ring_dilated_attention.testing import relative_error, run_loopback
@@ -31,16 +28,6 @@ def test_any_case_equals_the_reference(case):
     outcomes = run_loopback(case.layout.world_size, lambda ends: [run_case(case, ends)])
     (outcome,) = combine(outcomes)
     assert outcome.passes(case.dtype), outcome
-
-
-@contextmanager
-def rings_cut(slice_pairs):
-    """A few heads at a time, or one of some ranges, which only long sequences ask for."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "SLICE_PAIRS", slice_pairs)
-        operator._plan.cache_clear()  # plans keep their slices
-        yield
-    operator._plan.cache_clear()
 
 
 @settings(max_examples=120)

@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed
+from cut_rings import rings_cut
 
-from ring_dilated_attention import DilatedPattern, compute, dilated_attention, operator
+from ring_dilated_attention import DilatedPattern, compute, dilated_attention
 from ring_dilated_attention.accumulate import Accumulator
 from ring_dilated_attention.merge import merge_
-from ring_dilated_attention.plan import Rows, Tile, attention
+from ring_dilated_attention.plan import Rows, Tile
 from ring_dilated_attention.reference import reference_attention
 from ring_dilated_attention.simulate import simulate
 from ring_dilated_attention.testing import relative_error, run_loopback
@@ -73,13 +74,6 @@ def failures(cases, outcomes):
         for case, outcome in zip(cases, outcomes, strict=True)
         if not outcome.passes(case.dtype)
     ]
-
-
-def cut_rings(patch, slice_pairs):
-    """A few heads at a time, or one in pieces, which only long sequences ask for."""
-    patch.setattr(attention, "SLICE_PAIRS", slice_pairs)
-    patch.setattr(compute, "LONG_FLOPS", 0)  # results are added behind the compute
-    operator._plan.cache_clear()  # plans keep their slices
 
 
 def run_here(world_size, cases):
@@ -341,12 +335,10 @@ def shared_launch(queries, keys, head_dim, dtype, is_causal):
 
 
 @pytest.mark.parametrize("slice_pairs", [None, 1])
-def test_the_sweep_on_one_gpu(slice_pairs, monkeypatch):
-    """Rings also cut up, as only long sequences are."""
-    if slice_pairs is not None:
-        cut_rings(monkeypatch, slice_pairs)
+def test_the_sweep_on_one_gpu(slice_pairs):
     cases = [replace(case, device="cuda") for case in sweep(4)]
-    assert not failures(cases, run_here(4, cases))
+    with rings_cut(slice_pairs):
+        assert not failures(cases, run_here(4, cases))
 
 
 def test_simulate_on_one_gpu():

@@ -6,7 +6,8 @@ from random import Random
 import pytest
 import torch
 import torch.distributed
-from test_gpu import cut_rings, failures, kernel_cases
+from cut_rings import rings_cut
+from test_gpu import failures, kernel_cases
 from worlds import world
 
 from ring_dilated_attention import DilatedPattern, dilated_attention
@@ -67,8 +68,7 @@ def cut_cases(world_size):
 
 
 def run_cut(rank, world_size, cases, peer_memory, slice_pairs):
-    with pytest.MonkeyPatch.context() as patch:
-        cut_rings(patch, slice_pairs)
+    with rings_cut(slice_pairs):
         return run_over(rank, world_size, cases, peer_memory)
 
 

@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from cut_rings import rings_cut
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -13,10 +14,8 @@ from ring_dilated_attention import (
     SequenceLayout,
     compute,
     dilated_attention,
-    operator,
     plan_attention,
 )
-from ring_dilated_attention.plan import attention
 from ring_dilated_attention.testing import relative_error, run_loopback
 from ring_dilated_attention.views import Block
 
@@ -120,9 +119,6 @@ def test_ring_holds_two_remote_shards_at_most():
 @pytest.mark.parametrize("slice_pairs", [None, 1])
 def test_the_last_gradients_come_home_behind_local_tiles(slice_pairs, monkeypatch):
     """Those of the last two steps: nothing waits for them while there is something to compute."""
-    if slice_pairs is not None:  # a range of a head at a time
-        monkeypatch.setattr(attention, "SLICE_PAIRS", slice_pairs)
-        operator._plan.cache_clear()  # plans keep their slices
     events: dict[int, list[str]] = {}
     backward = compute.backward
 
@@ -153,8 +149,8 @@ def test_the_last_gradients_come_home_behind_local_tiles(slice_pairs, monkeypatc
         backward(*arguments, **options)
 
     monkeypatch.setattr(compute, "backward", computes)
-    run(Watched, DilatedPattern.dense(), "ring", is_causal=False)
-    operator._plan.cache_clear()
+    with rings_cut(slice_pairs):
+        run(Watched, DilatedPattern.dense(), "ring", is_causal=False)
     assert len(events) == WORLD_SIZE
     for of_rank in events.values():
         assert of_rank[-3:] == ["compute", "wait", "wait"]

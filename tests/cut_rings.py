@@ -1,0 +1,25 @@
+"""Rings cut up as only long sequences are."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from ring_dilated_attention import compute, operator
+from ring_dilated_attention.plan import attention
+
+
+@contextmanager
+def rings_cut(slice_pairs: int | None) -> Iterator[None]:
+    """A few heads at a time, or one in pieces, their results added behind the compute.
+
+    Args:
+        slice_pairs: see `plan.attention.SLICE_PAIRS`; None: as they are.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if slice_pairs is not None:
+            patch.setattr(attention, "SLICE_PAIRS", slice_pairs)
+            patch.setattr(compute, "LONG_FLOPS", 0)
+        operator._plan.cache_clear()  # plans keep their slices
+        yield
+    operator._plan.cache_clear()

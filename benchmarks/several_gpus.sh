@@ -6,7 +6,7 @@
 #
 # All steps are run, or those that are named. A step that fails does not stop the next.
 set -uo pipefail
-steps=(tables tokens slides documents calls tests train longest slices host power)
+steps=(tables tokens slides documents calls tests train longest slices host power without_exchange)
 out=${1:?usage: several_gpus.sh OUT GPUS [STEP...]} gpus=${2:?how many GPUs}
 shift 2
 here=$(dirname "$0")
@@ -55,6 +55,7 @@ longest() { # by the memory of those that fitted; the first may not
 }
 slices() { ranks "$here/slices.py" --out "$out/slices.json"; } # of heads, of a dense ring
 host() { ranks "$here/host_time.py" --out "$out/host_time.json"; }
+without_exchange() { ranks "$here/without_exchange.py" --out "$out/without_exchange.json"; }
 power() { # then with messages eight times as long, and as rare
   ranks "$here/power.py" --out "$out/power.json" &&
     ranks "$here/power.py" --only ring --pairs $((1 << 36)) --out "$out/power_long_messages.json"

@@ -61,21 +61,32 @@ def map_and_leave(rank, world_size):
     ends.share(None)
     found = [read(other) for other in range(world_size)]
     ends.share(None)
-    free, _ = torch.cuda.mem_get_info(device)
     if rank == 0:
         del memory
         gc.collect()
     ends.share(None)
     found.append(read(0) if rank else [1])
-    ends.share(None)
-    if rank:
-        del memory
-        gc.collect()
-    ends.share(None)
-    return found, torch.cuda.mem_get_info(device)[0] > free
+    return found
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_processes_read_each_others_memory():
-    assert run_ranks(map_and_leave, 3) == [([[1], [2], [3], [1]], True)] * 3
+    assert run_ranks(map_and_leave, 3) == [[[1], [2], [3], [1]]] * 3
+
+
+def map_and_unmap(rank, world_size, rounds, share_of_device):
+    """Map so much memory in each round that the device could not hold what the rounds leave."""
+    ends, device = ProcessGroupExchange(world()), torch.device("cuda", 0)
+    count = int(torch.cuda.mem_get_info(device)[1] * share_of_device)
+    for _ in range(rounds):
+        memory = MappedMemory(count, device, rank, ends.share)
+        del memory
+        gc.collect()
+        ends.share(None)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_memory_that_nobody_has_mapped_is_free():
+    run_ranks(map_and_unmap, 3, 20, 0.02)  # 3 ranks x 20 rounds x 2%: more than there is

@@ -71,9 +71,11 @@ class Host:
         raise AssertionError(f"{address} is in nobody's memory")
 
 
+@pytest.mark.parametrize("slots", [1, peer_memory.SLOTS])
 @pytest.mark.parametrize("streams", [1, 2])  # of a rank: one is what CUDA makes of two at worst
 @pytest.mark.parametrize("world_size", [2, 3, 5])
-def test_messages_arrive_in_any_order_of_streams(world_size, streams):
+def test_messages_arrive_in_any_order_of_streams(world_size, streams, slots, monkeypatch):
+    monkeypatch.setattr(peer_memory, "SLOTS", slots)
     for seed in range(20):
         random = Random(seed)
         host = Host(world_size, streams)
@@ -101,9 +103,14 @@ def test_messages_arrive_in_any_order_of_streams(world_size, streams):
             assert torch.equal(a, b)
         for memory in host.memory:
             flags = memory[-Outboxes.flags(world_size).numel() :].view(torch.int32)
-            free, ready = flags.view(2, (world_size - 1) * peer_memory.SLOTS, -1)[..., 0]
+            free, *ready = flags.view(world_size, slots, -1)[..., 0]
             assert free.all()
-            assert not ready.any()
+            assert not torch.stack(ready).any()
+
+
+def test_an_outbox_does_not_grow_with_the_number_of_ranks(monkeypatch):
+    monkeypatch.setattr(peer_memory, "SLOT_BYTES", 8 << 20)
+    assert Outboxes.nbytes(64) < 1.01 * Outboxes.nbytes(2)
 
 
 def place(host, device, *reads):

@@ -2,16 +2,17 @@
 
 They take no multiprocessor from the compute behind which they run, and NVLink's whole rate.
 
-For each of its peers a rank has an outbox of `SLOTS` slots, in memory that all ranks can read
-(`mapped_memory`). A message goes through them in chunks: the sender copies a chunk into a slot, the
-receiver copies it from there to where it is wanted. Two flags a slot keep them in step.
-`free`, in the sender's memory, says that the slot may be written, `ready`, in the receiver's, that
-it may be read; who waits for a flag clears it, the other side sets it. Streams wait for flags and
-set them by themselves (stream memory operations of CUDA's driver), so neither the host nor a kernel
-waits.
+A rank has an outbox of `SLOTS` slots, in memory that all ranks can read (`mapped_memory`). A
+message goes through them in chunks: the sender copies a chunk into a slot, the receiver copies it
+from there to where it is wanted. Two kinds of flags keep them in step. `free`, in the sender's
+memory, says that a slot may be written, `ready`, in the receiver's, that a slot of that sender may
+be read; who waits for a flag clears it, the other side sets it. Streams wait for flags and set them
+by themselves (stream memory operations of CUDA's driver), so neither the host nor a kernel waits.
 
-No two ranks can wait for each other: ranks start transfers in the same order, a chunk is sent
-before one is received, and whatever an operation waits for comes earlier in that order.
+All peers share the slots, so an outbox is as large whatever the number of ranks. Which one a chunk
+takes depends on how many the sender has sent this receiver, which both know. No two ranks can wait
+for each other: ranks start transfers in the same order, a chunk is sent before one is
+received, and whatever an operation waits for comes earlier in that order.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ import torch
 from .cuda_driver import WAIT_EQUAL, check, driver
 from .mapped_memory import MappedMemory
 
-SLOTS = 2
-"""Slots of an outbox: one is read while the next is written."""
+SLOTS = 4
+"""Slots of an outbox: some are read while others are written, and a rank that is late to read one
+keeps no other waiting that is sent less than the rest."""
 
-SLOT_BYTES = 16 << 20
-"""Of an outbox: large enough for the full rate (50 us on an H200), small enough for many peers."""
+SLOT_BYTES = 8 << 20
+"""Of an outbox: large enough for the full rate (25 us on an H200)."""
 
 _FLAG_BYTES = 128  # an int32 on a cache line of its own: two devices write to neighbours
 
@@ -99,8 +101,8 @@ class Operation(NamedTuple):
 class Outboxes:
     """Where the slots and flags of all ranks are, and which slot is next. Integers only.
 
-    The memory of a rank holds the slots of its outboxes, a `free` flag for each, and a `ready` flag
-    for each slot that its peers have for it.
+    The memory of a rank holds the slots of its outbox, a `free` flag for each, and a `ready` flag
+    for each slot of each of its peers.
 
     Args:
         rank: this rank.
@@ -115,14 +117,13 @@ class Outboxes:
     @staticmethod
     def nbytes(world_size: int) -> int:
         """Bytes of a rank's memory."""
-        return (world_size - 1) * SLOTS * (SLOT_BYTES + 2 * _FLAG_BYTES)
+        return SLOTS * (SLOT_BYTES + world_size * _FLAG_BYTES)
 
     @staticmethod
     def flags(world_size: int) -> torch.Tensor:
         """What the end of a rank's memory holds at first, uint8: flags, of which `free` are set."""
-        count = (world_size - 1) * SLOTS
-        lines = torch.zeros(2, count, _FLAG_BYTES // 4, dtype=torch.int32)
-        free, _ = lines[..., 0]
+        lines = torch.zeros(world_size, SLOTS, _FLAG_BYTES // 4, dtype=torch.int32)
+        free, *_ = lines[..., 0]
         free.fill_(1)
         return lines.view(torch.uint8).flatten()
 
@@ -145,17 +146,16 @@ class Outboxes:
                 yield Operation(False, ready, address + offset, slot, nbytes, free)
 
     def _find(self, owner: int, reader: int, chunks: Counter[int]) -> tuple[int, int, int]:
-        """Addresses of the next slot of `owner`'s outbox for `reader`, of its flags free, ready."""
+        """Addresses of the slot of `owner`'s next chunk for `reader`, of its flags free, ready."""
         peer = owner + reader - self._rank
-        size = len(self._bases)
-        count = (size - 1) * SLOTS
-        number = ((reader - owner) % size - 1) * SLOTS + chunks[peer] % SLOTS
+        distance = (reader - owner) % len(self._bases)
+        slot = (chunks[peer] + distance) % SLOTS  # peers that were sent as much take other slots
         chunks[peer] += 1
-        flag = count * SLOT_BYTES + number * _FLAG_BYTES
+        flags = SLOTS * SLOT_BYTES + slot * _FLAG_BYTES
         return (
-            self._bases[owner] + number * SLOT_BYTES,
-            self._bases[owner] + flag,
-            self._bases[reader] + flag + count * _FLAG_BYTES,
+            self._bases[owner] + slot * SLOT_BYTES,
+            self._bases[owner] + flags,
+            self._bases[reader] + flags + distance * SLOTS * _FLAG_BYTES,
         )
 
 

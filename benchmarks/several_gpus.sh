@@ -55,7 +55,10 @@ longest() { # by the memory of those that fitted; the first may not
 }
 slices() { ranks "$here/slices.py" --out "$out/slices.json"; } # of heads, of a dense ring
 host() { ranks "$here/host_time.py" --out "$out/host_time.json"; }
-without_exchange() { ranks "$here/without_exchange.py" --out "$out/without_exchange.json"; }
+without_exchange() { # then with zeros, which take less power
+  ranks "$here/without_exchange.py" --out "$out/without_exchange.json" &&
+    ranks "$here/without_exchange.py" --zeros --out "$out/without_exchange_zeros.json"
+}
 power() { # then with messages eight times as long, and as rare
   ranks "$here/power.py" --out "$out/power.json" &&
     ranks "$here/power.py" --only ring --pairs $((1 << 36)) --out "$out/power_long_messages.json"

@@ -53,14 +53,22 @@ CASES = [
 Call = Callable[[], tuple[torch.Tensor, ...]]
 
 
-def call_of(case: Case, group: Group, rank: int, world_size: int, device: torch.device) -> Call:
-    """What a rank of so many runs."""
+def call_of(
+    case: Case,
+    group: Group,
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    *,
+    zeros: bool = False,
+) -> Call:
+    """What a rank of so many runs, with random inputs or zeros."""
     deal = SequenceLayout.zigzag if case.is_causal else SequenceLayout.contiguous
     layout = deal(case.length, world_size)
     generator = torch.Generator(device).manual_seed(rank)
     shape = 1, layout.local_length(rank), case.heads, 128
     query, key, value, dout = (
-        torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
+        torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16) * (not zeros)
         for _ in range(4)
     )
     leaves = [x.requires_grad_(case.backward) for x in (query, key, value)]

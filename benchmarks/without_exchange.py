@@ -29,9 +29,9 @@ COPIED = 64 << 20  # elements that stand for those of other ranks
 class OwnRows:
     """An `Exchange` of one rank of several that are not there: rows come from its own memory."""
 
-    def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
+    def __init__(self, rank: int, world_size: int, device: torch.device, *, zeros: bool) -> None:
         self.rank, self.world_size, self.sent_bytes = rank, world_size, 0
-        self._rows = torch.randn(COPIED, device=device, dtype=torch.bfloat16)
+        self._rows = torch.randn(COPIED, device=device, dtype=torch.bfloat16) * (not zeros)
         self._stream = torch.cuda.Stream(device, priority=-1)
 
     def start(
@@ -71,6 +71,9 @@ class Copied:
 
 def main(
     samples: int = 4,
+    zeros: Annotated[
+        bool, typer.Option(help="as inputs, with which GPUs stay below their power limit")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="JSON file to write")] = None,
 ) -> None:
     """Time all three."""
@@ -80,7 +83,7 @@ def main(
     rank, world_size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     assert world is not None
     ranks = dist.new_group(backend="gloo")  # to meet without taking the GPU
-    own_rows = OwnRows(rank, world_size, device)
+    own_rows = OwnRows(rank, world_size, device, zeros=zeros)
 
     def meet() -> None:
         dist.barrier(group=ranks)
@@ -105,7 +108,7 @@ def main(
             ("alone", None, 1), ("without exchange", own_rows, world_size),
             ("ring", world, world_size),
         ):  # fmt: skip
-            found[name] = medians(call_of(case, group, rank % size, size, device))
+            found[name] = medians(call_of(case, group, rank % size, size, device, zeros=zeros))
             torch.cuda.empty_cache()
         rows.append({"length": length, "backward": backward, "ms": found})
         if rank == 0:
@@ -114,6 +117,7 @@ def main(
                 print(f"  {name:16}", *(f"{ms:9.2f}" for ms in every), flush=True)
             if out is not None:
                 about = {"device": torch.cuda.get_device_name(), "ranks": world_size}
+                about |= {"zeros": zeros}
                 out.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
     meet()
     dist.destroy_process_group()

@@ -7,7 +7,6 @@ Times calls, and recomputes rows in float64 at positions in every branch and at 
 """
 
 import json
-import os
 import statistics
 from pathlib import Path
 from typing import Annotated
@@ -15,6 +14,7 @@ from typing import Annotated
 import torch
 import torch.distributed as dist
 import typer
+from ranks import join
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention
 from ring_dilated_attention.exchange import resolve_exchange
@@ -44,11 +44,7 @@ def main(
 ) -> None:
     """Time and check."""
     cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank, world_size, *_, device = join("cuda" if cuda else "cpu")
     length = 2**log2_length
     pattern, layout = extended(length), SequenceLayout.contiguous(length, world_size)
     generator = torch.Generator(device).manual_seed(seed + rank)

@@ -9,7 +9,6 @@ slices (benchmarks/slices.py). The device is idle before each call, so nothing w
 
 import cProfile
 import json
-import os
 import pstats
 import statistics
 import time
@@ -21,6 +20,7 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 import typer
+from ranks import join
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention, operator
 from ring_dilated_attention.plan import attention
@@ -37,15 +37,10 @@ def main(
     out: Annotated[Path | None, typer.Option(help="JSON file to write")] = None,
 ) -> None:
     """Time forward and backward, each by the host's clock and then by its profiler."""
+    rank, world_size, world, ranks, own = join(device)
     cuda = device == "cuda"
-    own = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(own)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
-    world, ranks = dist.group.WORLD, dist.new_group(backend="gloo")
-    assert world is not None
-    layout = SequenceLayout.zigzag(length, dist.get_world_size())
-    shape = 1, layout.local_length(dist.get_rank()), heads, head_dim
+    layout = SequenceLayout.zigzag(length, world_size)
+    shape = 1, layout.local_length(rank), heads, head_dim
     dtype = torch.bfloat16 if cuda else torch.float32
     query, key, value, dout = (torch.randn(shape, device=own, dtype=dtype) for _ in range(4))
     leaves = [x.requires_grad_() for x in (query, key, value)]
@@ -81,17 +76,17 @@ def main(
                     call()
                     times[call] += [1e3 * (time.perf_counter() - begin)] * (number >= 0)
         for call, profiler in profilers.items():
-            row = {"rank": dist.get_rank(), "slice_pairs": exponent, "direction": call.__name__}
+            row = {"rank": rank, "slice_pairs": exponent, "direction": call.__name__}
             longest = _longest(profiler, repeats, shown)
             rows.append(row | {"ms": times[call], "profiled": longest})
-            if dist.get_rank() == 0:
+            if rank == 0:
                 median = statistics.median(times[call])
                 print(f"2^{exponent} {call.__name__}: {median:.2f} ms; profiled:", flush=True)
                 for name, (count, milliseconds) in longest.items():
                     print(f"  {milliseconds:8.3f} ms {count:7.1f} x {name[:90]}", flush=True)
-    every: list[Any] = [None] * dist.get_world_size()
+    every: list[Any] = [None] * world_size
     dist.all_gather_object(every, rows, group=ranks)
-    if dist.get_rank() == 0 and out is not None:
+    if rank == 0 and out is not None:
         kind = torch.cuda.get_device_name() if cuda else "cpu"
         about = {"device": kind, "length": length, "heads": heads, "rows": list(chain(*every))}
         out.write_text(json.dumps(about, indent=1) + "\n")

@@ -12,7 +12,6 @@ often it finds the links asleep. `--device cpu --length 1024` shows that the scr
 """
 
 import json
-import os
 import statistics
 import threading
 import time
@@ -26,6 +25,7 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 import typer
+from ranks import join
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention
 from ring_dilated_attention.cuda_driver import WAIT_EQUAL, check, driver
@@ -51,13 +51,7 @@ def main(
     """Time and weigh every kind of call."""
     attention.SLICE_PAIRS = pairs
     cuda = device == "cuda"
-    own = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(own)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
-    rank, world_size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
-    assert world is not None
-    ranks = dist.new_group(backend="gloo")  # to meet without taking the GPU
+    rank, world_size, world, ranks, own = join(device)
     layout = SequenceLayout.zigzag(length, world_size)
     dtype = torch.bfloat16 if cuda else torch.float32
     kind = torch.cuda.get_device_name() if cuda else "cpu"

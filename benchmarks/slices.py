@@ -7,7 +7,6 @@ timed as in transports.py. Memory is inputs and peak over those of one GPU.
 """
 
 import json
-import os
 import statistics
 from itertools import product
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Annotated
 import torch
 import torch.distributed as dist
 import typer
+from ranks import join
 from transports import DENSE, Case, call_of, measure
 
 from ring_dilated_attention import operator
@@ -33,12 +33,7 @@ def main(
     out: Annotated[Path | None, typer.Option(help="JSON file to write")] = None,
 ) -> None:
     """Time all settings."""
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl")
-    rank, world_size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
-    assert world is not None
-    ranks = dist.new_group(backend="gloo")  # to meet without taking the GPU
+    rank, world_size, world, ranks, device = join()
     rows = []
     for (length, powers), backward in product(POWERS.items(), (False, True)):
         case = Case(f"dense causal {length:,}", DENSE, length, HEADS, True, backward)

@@ -7,7 +7,6 @@ events, on the slowest rank. Whether both transports find the same is in the JSO
 """
 
 import json
-import os
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Annotated, NamedTuple
 import torch
 import torch.distributed as dist
 import typer
+from ranks import join
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention
 from ring_dilated_attention.bench.patterns import named_pattern
@@ -128,13 +128,7 @@ def main(
     out: Annotated[Path | None, typer.Option(help="JSON file to write")] = None,
 ) -> None:
     """Time all cases."""
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl")
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    ranks = dist.new_group(backend="gloo")  # to meet without taking the GPU
-    world = dist.group.WORLD
-    assert world is not None
+    rank, world_size, world, ranks, device = join()
     exchanges = {
         "copies": ProcessGroupExchange(world, peer_memory=True),
         "NCCL": ProcessGroupExchange(world, peer_memory=False),

@@ -9,7 +9,6 @@ costs. Timed as in transports.py.
 """
 
 import json
-import os
 import statistics
 from collections.abc import Sequence
 from itertools import product
@@ -19,6 +18,7 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 import typer
+from ranks import join
 from transports import DENSE, SAMPLE_MS, Call, Case, call_of, sample
 
 HEADS = 16
@@ -77,12 +77,7 @@ def main(
     out: Annotated[Path | None, typer.Option(help="JSON file to write")] = None,
 ) -> None:
     """Time all three."""
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl")
-    rank, world_size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
-    assert world is not None
-    ranks = dist.new_group(backend="gloo")  # to meet without taking the GPU
+    rank, world_size, world, ranks, device = join()
     own_rows = OwnRows(rank, world_size, device, zeros=zeros)
 
     def meet() -> None:

@@ -29,8 +29,8 @@ from .cuda_driver import WAIT_EQUAL, check, driver
 from .mapped_memory import MappedMemory
 
 SLOTS = 4
-"""Slots of an outbox: some are read while others are written, and a rank that is late to read one
-keeps no other waiting that is sent less than the rest."""
+"""Slots of an outbox: some are read while others are written, and what a rank that is late has yet
+to read leaves slots for the others."""
 
 SLOT_BYTES = 8 << 20
 """Of an outbox: large enough for the full rate (25 us on an H200)."""

@@ -146,6 +146,7 @@ def test_ours_is_right_on_every_size(results):
                 assert all(0 < share < 1 for share in communication.shares)
             memory = timing.memory
             assert memory.peak is None
+            assert memory.outbox == 0  # there are no copies
             deal = SequenceLayout.zigzag if result.case.is_causal else SequenceLayout.contiguous
             rows = deal(result.case.length, result.ranks).local_length(memory.rank)
             assert memory.query * result.case.length == result.case.query_bytes * rows
@@ -293,8 +294,9 @@ def test_waits_are_timed_and_the_rest_is_the_exchange_itself():
 
 def test_memory_adds_up():
     memory = RankMemory(
-        rank=1, query=8, key=4, value=4, dout=8, out=8, lse=2, buffers=3, gradients=16, peak=40
-    )
+        rank=1, query=8, key=4, value=4, dout=8, out=8, lse=2, buffers=3, gradients=16, peak=40,
+        outbox=7,
+    )  # fmt: skip
     assert (memory.inputs, memory.temporaries, memory.total) == (24, 11, 64)
     unknown = dataclasses.replace(memory, lse=None, buffers=None)
     assert unknown.temporaries == 16
@@ -430,3 +432,5 @@ def test_long_sequences_halve_memory_on_cuda(tmp_path):
         ratio = compare(found[1], found, backward).memory_to_one
         assert ratio is not None
         assert ratio < most
+        one, two = (result.timing(backward).memory.outbox for result in found)
+        assert one == 0 < two < 40 << 20

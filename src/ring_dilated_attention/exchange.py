@@ -270,6 +270,14 @@ class ProcessGroupExchange:
             return None
         return made
 
+    def outbox_bytes(self, device: torch.device) -> int:
+        """Bytes of `device` that copies take beside what torch has allocated.
+
+        0 before the first call, and where rows travel as messages.
+        """
+        transport = _transports.get(self._group, {}).get((device.type, self._peer_memory))
+        return transport.nbytes if isinstance(transport, PeerMemory) else 0
+
     def maximum(self, values: Sequence[int], device: torch.device) -> list[int]:
         """See `Exchange.maximum`."""
         if self.world_size == 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ..exchange import ProcessGroupExchange
 from ..plan import RankPlan
 from ..plan.costs import TensorSize, memory
 from . import measure
@@ -45,9 +46,16 @@ def measure_memory(
             buffers=planned.buffers if ours else None,
             gradients=(planned.query + planned.key + planned.value) * backward,
             peak=peak,
+            outbox=_outbox(team) if ours else None,
         )
 
     return held
+
+
+def _outbox(team: Team) -> int:
+    """Bytes that our copies between GPUs take of this rank's."""
+    group = team.groups[OURS]
+    return 0 if group is None else ProcessGroupExchange(group).outbox_bytes(team.device)
 
 
 def heaviest(by_rank: list[RankMemory]) -> RankMemory:

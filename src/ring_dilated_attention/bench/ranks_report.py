@@ -32,7 +32,7 @@ MEBI = 2**20
 _PASSES = ("forward", "fwd+bwd")
 _COMPONENTS = (
     "query", "key", "value", "dout", "out", "lse", "buffers", "gradients", "temporaries", "peak",
-    "total",
+    "total", "outbox",
 )  # fmt: skip
 
 
@@ -96,7 +96,8 @@ def memory_tables(results: Sequence[RanksResult]) -> list[Table]:
                 continue
             if result.base not in found:
                 found[result.base] = _table(
-                    f"{result.base}: MiB of the rank that holds most",
+                    f"{result.base}: MiB of the rank that holds most; beside its total: the outbox "
+                    "of copies between GPUs",
                     ("ranks", "", ""),
                     ("rank", *_COMPONENTS),
                 )

@@ -51,6 +51,8 @@ class RankMemory:
         buffers: rows received in forward, of ours, as planned; None: not known.
         gradients: of query, key and value, with backward; else 0.
         peak: most bytes allocated above what was before the call; None: not known (CPU).
+        outbox: what copies between GPUs take all the time, of which torch's allocator knows
+            nothing: not in `peak`; of ours; None: not known.
     """
 
     rank: int
@@ -63,6 +65,7 @@ class RankMemory:
     buffers: int | None
     gradients: int
     peak: int | None
+    outbox: int | None
 
     @property
     def inputs(self) -> int:

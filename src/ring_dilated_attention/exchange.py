@@ -201,8 +201,8 @@ class ProcessGroupExchange:
         group: the group; this process must be a member.
         peer_memory: whether copy engines move rows; alike on all ranks. None: where they can, with
             a warning where the ranks' GPUs can read each other's memory and the system does not
-            let them share it. They take 32 MiB of a GPU, beside what torch has allocated. A rank
-            that dies leaves the others waiting, without the timeout of NCCL.
+            let them share it. They take 32 MiB of a GPU for each group, beside what torch has
+            allocated. A rank that dies leaves the others waiting, without the timeout of NCCL.
 
     Raises:
         ValueError: this process is not a member of the group; from the first call, with

@@ -8,12 +8,15 @@ from random import Random
 
 import pytest
 import torch
+from cut_rings import rings_cut
+from outbox_host import Host, HostExchange
 from worlds import world
 
 from ring_dilated_attention import DilatedPattern, dilated_attention, exchange, peer_memory
 from ring_dilated_attention.exchange import ProcessGroupExchange
-from ring_dilated_attention.peer_memory import Operation, Outboxes, Place, out_of_reach
-from ring_dilated_attention.testing import run_ranks
+from ring_dilated_attention.peer_memory import Outboxes, Place, out_of_reach
+from ring_dilated_attention.testing import run_loopback, run_ranks
+from ring_dilated_attention.verify import combine, run_case, sweep
 
 
 @pytest.fixture(autouse=True)
@@ -21,64 +24,14 @@ def small_slots(monkeypatch):
     monkeypatch.setattr(peer_memory, "SLOT_BYTES", 64)
 
 
-class Host:
-    """Ranks whose streams do what they are told when `run` picks them, in any order."""
-
-    def __init__(self, world_size, streams):
-        self.messages = []
-        nbytes, flags = Outboxes.nbytes(world_size), Outboxes.flags(world_size)
-        self.memory = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(world_size)]
-        for memory in self.memory:
-            memory[-flags.numel() :] = flags
-        bases = [memory.data_ptr() for memory in self.memory]
-        self.outboxes = [Outboxes(rank, bases) for rank in range(world_size)]
-        self.queues: dict[tuple[int, int], list[Operation]] = {
-            (rank, i): [] for rank in range(world_size) for i in range(streams)
-        }
-        self.streams = streams
-
-    def transfer(self, rank, send, receive):
-        extents = [
-            None if one is None else (one[0], one[1].data_ptr(), one[1].nbytes)
-            for one in (send, receive)
-        ]
-        for operation in self.outboxes[rank].operations(*extents):
-            self.queues[rank, operation.sends % self.streams].append(operation)
-
-    def run(self, random):
-        """Let streams go on until none has anything left to do."""
-        while any(self.queues.values()):
-            able = [
-                queue for queue in self.queues.values() if queue and self.flag(queue[0].take) == 1
-            ]
-            assert able, "all streams wait"
-            operation = random.choice(able).pop(0)
-            self.at(operation.take, 4).zero_()
-            target = self.at(operation.target, operation.nbytes)
-            target.copy_(self.at(operation.source, operation.nbytes))
-            assert self.flag(operation.give) == 0
-            self.at(operation.give, 4).view(torch.int32).fill_(1)
-
-    def flag(self, address):
-        return self.at(address, 4).view(torch.int32).item()
-
-    def at(self, address, nbytes):
-        for memory in (*self.memory, *self.messages):
-            if memory.data_ptr() <= address < memory.data_ptr() + memory.nbytes:
-                offset = address - memory.data_ptr()
-                assert offset + nbytes <= memory.nbytes
-                return memory[offset : offset + nbytes]
-        raise AssertionError(f"{address} is in nobody's memory")
-
-
 @pytest.mark.parametrize("slots", [1, peer_memory.SLOTS])
-@pytest.mark.parametrize("streams", [1, 2])  # of a rank: one is what CUDA makes of two at worst
+@pytest.mark.parametrize("streams", [1, 2])
 @pytest.mark.parametrize("world_size", [2, 3, 5])
 def test_messages_arrive_in_any_order_of_streams(world_size, streams, slots, monkeypatch):
     monkeypatch.setattr(peer_memory, "SLOTS", slots)
     for seed in range(20):
         random = Random(seed)
-        host = Host(world_size, streams)
+        host = Host(world_size, streams, seed)
         sent, received = [], []
         for _ in range(12):
             step = random.randrange(1, world_size)
@@ -89,7 +42,6 @@ def test_messages_arrive_in_any_order_of_streams(world_size, streams, slots, mon
                 )
                 received.append(torch.zeros_like(sent[-1]))
             first = len(sent) - world_size
-            host.messages = [*sent, *received]
             for rank in range(world_size):
                 to, source = (rank + step) % world_size, (rank - step) % world_size
                 send, receive = (to, sent[first + rank]), (source, received[first + source])
@@ -98,14 +50,28 @@ def test_messages_arrive_in_any_order_of_streams(world_size, streams, slots, mon
                     send if send[1].numel() else None,
                     receive if receive[1].numel() else None,
                 )
-        host.run(random)
+        while host.step():
+            pass
+        host.assert_empty()
         for a, b in zip(sent, received, strict=True):
             assert torch.equal(a, b)
-        for memory in host.memory:
-            flags = memory[-Outboxes.flags(world_size).numel() :].view(torch.int32)
-            free, *ready = flags.view(world_size, slots, -1)[..., 0]
-            assert free.all()
-            assert not torch.stack(ready).any()
+
+
+@pytest.mark.parametrize(("streams", "slots"), [(1, 1), (2, peer_memory.SLOTS)])
+@pytest.mark.parametrize(("world_size", "slice_pairs"), [(2, None), (4, None), (4, 300), (7, None)])
+def test_calls_through_outboxes(world_size, slice_pairs, streams, slots, monkeypatch):
+    """One after the other, of many shapes, patterns and layouts, forward and backward."""
+    monkeypatch.setattr(peer_memory, "SLOTS", slots)
+    host, cases = Host(world_size, streams, seed=0), list(sweep(world_size))
+
+    def rank(ends):
+        exchange = HostExchange(host, ends)
+        return [run_case(case, exchange) for case in cases]
+
+    with rings_cut(slice_pairs):
+        outcomes = combine(run_loopback(world_size, rank))
+    assert not [case for case, x in zip(cases, outcomes, strict=True) if not x.passes(case.dtype)]
+    host.assert_empty()
 
 
 def test_an_outbox_does_not_grow_with_the_number_of_ranks(monkeypatch):

@@ -2,6 +2,8 @@
 
 import shutil
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.library import opcheck
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention
+from ring_dilated_attention.agreement import agree
+from ring_dilated_attention.exchange import group_name
 from ring_dilated_attention.nn import LongNet, LongNetConfig
-from ring_dilated_attention.operator import BACKWARD, FORWARD, Options
+from ring_dilated_attention.operator import BACKWARD, FORWARD, Options, _ring_calls
 from ring_dilated_attention.testing import relative_error, run_loopback, run_ranks
 
 pytestmark = pytest.mark.filterwarnings(
@@ -315,6 +319,27 @@ def test_cuda_graph(backend, backward):
                 x.copy_(y)
         graph.replay()
         assert_close(captured, step(fresh))
+
+
+def test_several_ranks_cannot_be_captured(monkeypatch):
+    """Neither what they agree on first, nor backward by itself; on GPUs: test_gpu_ranks."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    captured: Any = SimpleNamespace(device=torch.device("cuda"))
+    refused = "on 2 ranks cannot be captured in a CUDA graph"
+
+    def rank(ends):
+        with pytest.raises(RuntimeError, match=f"LongNet {refused}"):
+            agree("LongNet", ends, {}, None, captured.device)
+        agree("LongNet", ends, {}, None, torch.device("cpu"))
+        options = Options(
+            [0], [1], "strided", "all", False, False, None, [], group_name(ends), "auto", "auto",
+            None, True,
+        )  # fmt: skip
+        with pytest.raises(RuntimeError, match=f"dilated_attention {refused}"):
+            _ring_calls(captured, captured, options, first=False)
+
+    run_loopback(2, rank)
+    run_loopback(1, lambda ends: agree("LongNet", ends, {}, None, captured.device))
 
 
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # inductor warms up with one

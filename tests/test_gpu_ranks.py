@@ -113,6 +113,31 @@ def test_subgroups(peer_memory):
         assert not failures(cases_of(ranks), outcomes)
 
 
+def capture(rank, world_size):
+    """What is said of a call that is captured."""
+    torch.cuda.set_device(rank)
+    query, key, value = torch.randn(3, 1, 64, 2, 64, device="cuda", dtype=torch.bfloat16)
+
+    def attend():
+        dilated_attention(query, key, value, DilatedPattern.dense(), group=world())
+
+    attend()  # makes all that calls need
+    torch.cuda.synchronize()
+    try:
+        # Other threads of torch.distributed look at the device meanwhile.
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+            attend()
+    except RuntimeError as error:
+        return str(error)
+    return "captured"
+
+
+def test_several_ranks_cannot_be_captured():
+    world_size = torch.cuda.device_count()
+    for message in run_ranks(capture, world_size, backend="nccl"):
+        assert f"on {world_size} ranks cannot be captured in a CUDA graph" in message
+
+
 def many_transfers(rank, world_size, peer_memory):
     """Messages of all sizes, several in flight, ranks ahead of others; how many arrived broken."""
     exchange = ProcessGroupExchange(world(), peer_memory=peer_memory)

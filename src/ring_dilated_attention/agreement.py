@@ -33,7 +33,9 @@ def agree(
     Raises:
         ValueError: other ranks refused their arguments, or ranks differ; the message names them.
         Exception: `failure`, on the ranks that have one.
+        RuntimeError: see `refuse_capture`.
     """
+    refuse_capture(name, ends, device)
     if ends.world_size > 1:
         digest = hashlib.blake2b(repr(shared).encode(), digest_size=7).digest()
         number = int.from_bytes(digest)
@@ -45,6 +47,19 @@ def agree(
                 raise ValueError(f"{name} {_disagreement(everyone)}")
     if failure is not None:
         raise failure
+
+
+def refuse_capture(name: str, ends: Exchange, device: torch.device) -> None:
+    """Raise a `RuntimeError` where one of several ranks is capturing a CUDA graph.
+
+    The others are not told: they would have to be by a collective, which cannot be captured either.
+    """
+    several = ends.world_size > 1 and device.type == "cuda"
+    if several and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{name} on {ends.world_size} ranks cannot be captured in a CUDA graph: ranks agree on "
+            "every call, and replays would not"
+        )
 
 
 def _disagreement(everyone: list[tuple[Mapping[str, Any] | None, str | None]]) -> str:

@@ -140,6 +140,7 @@ def dilated_attention(
     Raises:
         TypeError, ValueError: an argument is not allowed, or the ranks disagree about one; raised
             on every rank of the group, naming the ranks at fault.
+        RuntimeError: a CUDA graph is being captured, and there are several ranks.
     """
     name = group_name(group)
     query, key, value = autocast_inputs(query, key, value)

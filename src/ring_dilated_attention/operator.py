@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .agreement import agree
+from .agreement import agree, refuse_capture
 from .device_tables import TABLES
 from .exchange import Exchange, exchange_named
 from .layout import SequenceLayout
@@ -237,11 +237,14 @@ def _ring_calls(
     Raises:
         ValueError: the layout, the documents, the lengths or the backend do not fit the call, on
             this rank or another, or the ranks' calls differ; raised on every rank.
+        RuntimeError: see `refuse_capture`.
     """
     ends = exchange_named(options.group)
     TABLES.start_call()
     if first:
         agree_on_call(query, key, options)
+    else:
+        refuse_capture("dilated_attention", ends, query.device)
     length, num_heads, head_dim = query.shape[1:]
     backend = _select(options.backend, query.device, query.dtype, head_dim)
     calls = []

@@ -177,6 +177,7 @@ def replicated_query_attention(
     Raises:
         TypeError, ValueError: an argument is not allowed, or the ranks disagree about one; raised
             on every rank of the group, naming the ranks at fault.
+        RuntimeError: a CUDA graph is being captured, and there are several ranks.
 
     Example:
         Decode one token: it stands at the last position, where its key and value are already in the

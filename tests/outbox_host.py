@@ -7,6 +7,7 @@ from random import Random
 
 import torch
 
+from ring_dilated_attention import peer_memory
 from ring_dilated_attention.loopback import LoopbackExchange
 from ring_dilated_attention.peer_memory import Operation, Outboxes
 
@@ -88,7 +89,7 @@ class Host:
         assert not any(self.queues.values())
         for memory in self.memory:
             flags = memory[-Outboxes.flags(self.world_size).numel() :].view(torch.int32)
-            free, *ready = flags.view(self.world_size, -1, 32)[..., 0]
+            free, *ready = flags.view(self.world_size, peer_memory.SLOTS, -1)[..., 0]
             assert free.all()
             assert not torch.stack(ready).any()
 

@@ -13,7 +13,7 @@ from worlds import world
 
 from ring_dilated_attention import board as board_module
 from ring_dilated_attention import exchange
-from ring_dilated_attention.board import FOLDER, MOST_VALUES, PREFIX, Board, make_board
+from ring_dilated_attention.board import FOLDER, MOST_VALUES, Board, make_board
 from ring_dilated_attention.exchange import ProcessGroupExchange
 from ring_dilated_attention.testing import run_ranks
 
@@ -21,8 +21,8 @@ CPU = torch.device("cpu")
 
 
 def files():
-    """Of this package, in shared memory; other processes of this host have theirs there."""
-    return {name for name in os.listdir(FOLDER) if name.startswith(PREFIX)}
+    """In shared memory, but for semaphores: other processes of this host have theirs there."""
+    return {name for name in os.listdir(FOLDER) if not name.startswith("sem.")}
 
 
 def calls(rank, world_size, repeats):

@@ -38,7 +38,7 @@ class Host:
         self.messages: list[torch.Tensor] = []  # bytes of what is under way
         self.changed = threading.Condition()
 
-    def transfer(self, rank, send, receive):
+    def transfer(self, rank, send, receive, call=1):
         """Queue a transfer; `send` and `receive` are (peer, contiguous tensor) or None.
 
         Returns:
@@ -51,14 +51,18 @@ class Host:
                 used.append(one[1].view(-1).view(torch.uint8))
             extents.append(one and (one[0], one[1].data_ptr(), one[1].nbytes))
         self.messages += used
-        for operation in self.outboxes[rank].operations(*extents):
+        for operation in self.outboxes[rank].operations(*extents, call):
             self.queues[rank, operation.sends % self.streams].append(operation)
             queued.append(operation)
         return queued, used
 
     def step(self):
         """Let one stream go on that can; whether any could."""
-        able = [queue for queue in self.queues.values() if queue and self.flag(queue[0].take) == 1]
+        able = [
+            queue
+            for queue in self.queues.values()
+            if queue and self.flag(queue[0].take) == queue[0].expects
+        ]
         if not able:
             return False
         operation = self.random.choice(able).pop(0)
@@ -66,7 +70,7 @@ class Host:
         target = self.at(operation.target, operation.nbytes)
         target.copy_(self.at(operation.source, operation.nbytes))
         assert self.flag(operation.give) == 0
-        self.at(operation.give, 4).view(torch.int32).fill_(1)
+        self.at(operation.give, 4).view(torch.int32).fill_(operation.gives)
         return True
 
     def is_queued(self, operation):
@@ -99,14 +103,14 @@ class HostExchange:
 
     def __init__(self, host, ends: LoopbackExchange):
         self.rank, self.world_size, self.sent_bytes = ends.rank, ends.world_size, 0
-        self.maximum, self.share, self.gather = ends.maximum, ends.share, ends.gather
+        self.maximum, self.share, self.calls = ends.maximum, ends.share, ends.calls
         self._host = host
 
     def start(self, send, receive):
         if send is not None:
             self.sent_bytes += send[1].nbytes
         with self._host.changed:
-            queued, used = self._host.transfer(self.rank, send, receive)
+            queued, used = self._host.transfer(self.rank, send, receive, self.calls.number)
             self._host.changed.notify_all()
         return HostTransfer(self._host, queued, used)
 

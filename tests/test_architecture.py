@@ -17,7 +17,8 @@ ORDER = [
     ["reference", "merge", "kernels"],
     ["accumulate", "device_tables"],
     ["tiles"],
-    ["board", "cuda_driver"],
+    ["version", "calls", "cuda_driver", "derivatives"],
+    ["board", "collectives", "watch"],
     ["mapped_memory"],
     ["communicator", "peer_memory"],
     ["exchange"],
@@ -37,7 +38,7 @@ ORDER = [
 ]
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 INTEGERS_ONLY = {"pattern", "plan"}  # and layout, but for its tensor helpers
-MAY_USE_DISTRIBUTED = {"communicator", "exchange", "cli", "train", "testing"} | {
+MAY_USE_DISTRIBUTED = {"collectives", "communicator", "exchange", "cli", "train", "testing"} | {
     f"bench.{name}" for name in ("ranks", "ranks_team", "ranks_launch", "ring_peers")
 }
 

@@ -1,10 +1,7 @@
 """Agreements in shared memory."""
 
 import os
-import tempfile
 import time
-from datetime import timedelta
-from pathlib import Path
 from random import Random
 
 import pytest
@@ -13,11 +10,13 @@ from worlds import world
 
 from ring_dilated_attention import board as board_module
 from ring_dilated_attention import exchange
-from ring_dilated_attention.board import FOLDER, MOST_VALUES, Board, make_board
+from ring_dilated_attention.board import MOST_VALUES, Board, make_board
+from ring_dilated_attention.calls import Call, Finding, LostPeerError
 from ring_dilated_attention.exchange import ProcessGroupExchange
 from ring_dilated_attention.testing import run_ranks
 
 CPU = torch.device("cpu")
+FOLDER = "/dev/shm"
 
 
 def files():
@@ -38,7 +37,7 @@ def calls(rank, world_size, repeats):
             time.sleep(own.random() * 0.003)
         found = ends.maximum(by_rank[rank], CPU)
         wrong += found != [max(column) for column in zip(*by_rank, strict=True)]
-    assert isinstance(exchange._boards[world()], Board)
+    assert isinstance(exchange._members[world()].board, Board)
     return wrong
 
 
@@ -64,75 +63,143 @@ def test_more_than_fit_a_row():
 def without_a_board(rank, world_size, change):
     """The maximum, and whether it came from a board, where one rank or all cannot have one."""
     patch = pytest.MonkeyPatch()
-    if change == "no folder":
-        patch.setattr(board_module, "FOLDER", "/nowhere")
-    elif change == "not writable":
-        patch.setattr(tempfile, "NamedTemporaryFile", refuse)
+    if change == "no memory":
+        patch.setattr(os, "memfd_create", refuse)
+    elif change == "no such memory":
+        patch.delattr(os, "memfd_create")
     elif change == "other host" and rank == 1:
         patch.setattr(board_module, "open", refuse, raising=False)
-    elif change == "other file" and rank == 1:
+    elif change == "another file" and rank == 1:
+        patch.setattr(os, "readlink", lambda name: "/etc/passwd")
+    elif change == "other token" and rank == 1:
         tokens = board_module._token
         patch.setattr(board_module, "_token", lambda file: tokens(file)[::-1])
-    found = ProcessGroupExchange(world()).maximum([rank, -rank], CPU)
-    return found, exchange._boards[world()] is not None
+    ends = ProcessGroupExchange(world())
+    found = ends.maximum([rank, -rank], CPU), ends.share("x" * rank)
+    return found, exchange._members[world()].board is not None
 
 
 def refuse(*args, **kwargs):
     raise PermissionError("no")
 
 
-@pytest.mark.parametrize("change", ["no folder", "not writable", "other host", "other file"])
+@pytest.mark.parametrize(
+    "change", ["no memory", "no such memory", "other host", "another file", "other token"]
+)
 def test_ranks_without_a_board_agree_by_a_collective(change):
     before = files()
-    assert run_ranks(without_a_board, 3, change) == [([2, 0], False)] * 3
+    everyone = ["", "x", "xx"]
+    assert run_ranks(without_a_board, 3, change) == [(([2, 0], everyone), False)] * 3
     assert files() <= before
+
+
+def share_objects(rank, world_size):
+    """What ranks show of each other's objects, small, large and of several rows."""
+    ends = ProcessGroupExchange(world())
+    sizes = [0, 1, 7, 8, 9, 8 * MOST_VALUES, 8 * MOST_VALUES + 1, 20_000]
+    return [ends.share({"rank": rank, "text": "y" * (size * (rank + 1))}) for size in sizes]
+
+
+def test_every_rank_shares_objects():
+    first, *rest = run_ranks(share_objects, 3)
+    assert all(one == first for one in rest)
+    assert [[one["rank"] for one in shared] for shared in first] == [[0, 1, 2]] * len(first)
+    assert len(first[-1][2]["text"]) == 60_000
 
 
 def left_alone(rank, world_size, how):
     """What the others are told when the last rank does not come, and after how long."""
-    timeout = timedelta(seconds=60 if how == "gone" else 1)
+    timeout = 60.0 if how == "gone" else 1.0
     ends = ProcessGroupExchange(world())
-    board = make_board(rank, world_size, ends.share, timeout)
+    board = make_board(rank, world_size, ends.share)
     assert board is not None
-    board.maximum([0])
+    board.maximum([0], timeout)
+    board.begin(Call(7, "some_call", "forward"))
+    board.maximum([0], timeout)
     if rank == world_size - 1:
         if how == "gone":
             board = None  # as when its process ends
-        else:
-            time.sleep(2)
+        ends.share(None)
         return "", 0.0
     begun = time.monotonic()
     try:
-        board.maximum([0])
-    except RuntimeError as error:
-        return str(error), time.monotonic() - begun
+        board.maximum([0], timeout)
+    except LostPeerError as lost:
+        seconds = time.monotonic() - begun
+        text = board.explain(lost).text
+        ends.share(None)
+        return text, seconds
     return "nothing was wrong", 0.0
+
+
+_LAST = "its last call is call 7 (some_call, forward), which it has not left"
 
 
 def test_a_rank_that_has_gone():
     *others, _ = run_ranks(left_alone, 3, "gone")
     for text, seconds in others:
-        assert "has gone" in text
-        assert seconds < 10
+        assert text == f"rank 2 has gone; {_LAST}"
+        assert seconds < 5
 
 
 def test_a_rank_that_does_not_come():
-    (text, _), _ = run_ranks(left_alone, 2, "late")
-    assert text == "rank 1 did not make the call for which rank 0 waited 0:00:01"
+    *others, _ = run_ranks(left_alone, 3, "late")
+    for text, _ in others:
+        assert text == f"rank 2 did not answer within 1 s; {_LAST}"
 
 
-def test_a_row_half_written_does_not_count(tmp_path):
-    path = Path(tmp_path, "board")
-    path.write_bytes(bytes(Board.nbytes(2)))
-    with path.open("r+b", buffering=0) as file:
-        board = Board(file, 0, 2, timedelta(seconds=1))
-        board._calls = 1
-        start = board._start(1)
-        board._words[start] = 1
-        assert board._look(1, 2) is None
-        board._words[start + 1] = board._hash([5, 6])
-        board._words[start + 2] = 5
-        assert board._look(1, 2) is None
-        board._words[start + 3] = 6
-        assert board._look(1, 2) == [5, 6]
-        assert board._look(1, 1) is None
+def boards(count):
+    """Boards of as many ranks, all in this process, which has no lock on itself."""
+    file = board_module._create(Board.nbytes(count))
+    return [Board(open(file.fileno(), "r+b", 0, closefd=False), i, count) for i in range(count)]
+
+
+def test_who_waits_is_not_at_fault(monkeypatch):
+    first, second, third = boards(3)
+    monkeypatch.setattr(Board, "has_gone", lambda self, rank: False)
+    third.begin(Call(4, "a", "forward"))
+    second.waits_for(2)
+    lost = LostPeerError([1], 1.0)
+    assert first.explain(lost).rank == 2
+    second.waits_for(None)
+    second.waits_for(2, on_stream=True)
+    assert first.explain(lost).rank == 2
+    third.waits_for(0)  # a circle: nobody else is to blame
+    assert first.explain(lost).rank == 2
+    second.waits_for(None, on_stream=True)
+    assert first.explain(lost).rank == 1
+
+
+def test_what_a_rank_says_of_its_failure(monkeypatch):
+    first, second, third = boards(3)
+    monkeypatch.setattr(Board, "has_gone", lambda self, rank: False)
+    assert first.failed() is None
+    first.look([1, 2])
+    finding = Finding(2, "rank 2 failed: " + "x" * 2000)
+    second.fail(finding)
+    for board in (first, second, third):
+        failed = board.failed()
+        assert failed is not None
+        assert failed.rank == 2
+        assert finding.text.startswith(failed.text)
+        assert len(failed.text) > 300
+    with pytest.raises(LostPeerError):
+        first.look([1])
+    second.begin(Call(1, "n" * 100, "p"))  # names too long are cut
+    assert "call 1 (nnn" in first._last_call(1)
+
+
+def test_a_row_half_written_does_not_count():
+    board, _ = boards(2)
+    board._rounds = 1
+    start = board._row(1)
+    board._words[start] = 1
+    assert board._look(1) is None
+    board._words[start + 1] = board._hash([5, 6])
+    board._words[start + 2] = 2
+    board._words[start + 3] = 5
+    assert board._look(1) is None
+    board._words[start + 4] = 6
+    assert board._look(1) == [5, 6]
+    board._words[start + 2] = 1
+    assert board._look(1) is None

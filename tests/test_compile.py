@@ -17,7 +17,7 @@ from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_atten
 from ring_dilated_attention.agreement import agree
 from ring_dilated_attention.exchange import group_name
 from ring_dilated_attention.nn import LongNet, LongNetConfig
-from ring_dilated_attention.operator import BACKWARD, FORWARD, Options, _ring_calls
+from ring_dilated_attention.operator import BACKWARD, FORWARD, Options, _backward
 from ring_dilated_attention.testing import relative_error, run_loopback, run_ranks
 
 pytestmark = pytest.mark.filterwarnings(
@@ -336,7 +336,7 @@ def test_several_ranks_cannot_be_captured(monkeypatch):
             None, True,
         )  # fmt: skip
         with pytest.raises(RuntimeError, match=f"dilated_attention {refused}"):
-            _ring_calls(captured, captured, options, first=False)
+            _backward(*[captured] * 7, *options)
 
     run_loopback(2, rank)
     run_loopback(1, lambda ends: agree("LongNet", ends, {}, None, captured.device))

@@ -12,7 +12,7 @@ from worlds import world
 
 from ring_dilated_attention import DilatedPattern, dilated_attention
 from ring_dilated_attention.communicator import Communicator
-from ring_dilated_attention.exchange import ProcessGroupExchange, _transports
+from ring_dilated_attention.exchange import ProcessGroupExchange, _members
 from ring_dilated_attention.peer_memory import SLOT_BYTES, PeerMemory
 from ring_dilated_attention.testing import relative_error, run_ranks
 from ring_dilated_attention.verify import Case, combine, make_layout, run_case, sweep
@@ -28,7 +28,7 @@ def run_over(rank, world_size, cases, peer_memory):
     """Like `run_cases`, over copies or messages."""
     exchange = ProcessGroupExchange(world(), peer_memory=peer_memory)
     outcomes = [run_case(case, exchange) for case in cases]
-    (transport,) = _transports[world()].values()
+    (transport,) = _members[world()].transports.values()
     assert isinstance(transport, PeerMemory if peer_memory else Communicator)
     return outcomes
 

@@ -124,7 +124,7 @@ def test_copies_are_refused_without_gpus():
 def choose(rank, world_size, peer_memory, hosts, broken):
     """What moves rows of ranks on CUDA devices, of which there are none here; the warnings."""
 
-    def share(rank, world_size, share, device):
+    def share(rank, *rest):
         if rank in broken:
             raise RuntimeError("no permission")
         return "copies"
@@ -133,7 +133,8 @@ def choose(rank, world_size, peer_memory, hosts, broken):
     patch = pytest.MonkeyPatch()
     patch.setattr(exchange, "place_of", lambda device: here)
     patch.setattr(exchange, "PeerMemory", share)
-    patch.setattr(exchange, "Communicator", lambda group, device: "messages")
+    patch.setattr(exchange, "Communicator", lambda *args: "messages")
+    patch.setattr(exchange, "_while_looking", lambda look, device, make: make())
     ends = ProcessGroupExchange(world(), peer_memory=peer_memory)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .calls import Call, ExchangeError, Scope
 from .exchange import Exchange
 
 
@@ -18,13 +19,37 @@ def agree(
     failure: Exception | None,
     device: torch.device,
 ) -> None:
-    """Raise on every rank if any rank refused its arguments, or if ranks differ in them.
-
-    One small collective a call, whatever the arguments: a rank that skipped it because it had seen
-    its own arguments before could not tell that another rank's are new, and would go on without it.
+    """A call of the group that does nothing but agree: see `settle`.
 
     Args:
         name: what was called, for the message.
+        ends: this rank's end of the group.
+        shared: see `settle`.
+        failure: see `settle`.
+        device: see `settle`.
+
+    Raises:
+        Exception: see `settle`.
+    """
+    refuse_capture(name, ends, device)
+    with ends.calls.enter(name, "inputs") as scope:
+        settle(scope, ends, shared, failure, device)
+
+
+def settle(
+    scope: Scope,
+    ends: Exchange,
+    shared: Mapping[str, Any] | None,
+    failure: Exception | None,
+    device: torch.device,
+) -> None:
+    """Raise on every rank unless all are in the same call, with the same arguments.
+
+    One small collective, whatever the arguments: a rank that skipped it because it had seen its own
+    arguments before could not tell that another rank's are new, and would go on without it.
+
+    Args:
+        scope: the call.
         ends: this rank's end of the group.
         shared: the arguments that must be equal on all ranks, by name; None if this rank refused.
         failure: why this rank refused its arguments; None if it did not.
@@ -33,19 +58,24 @@ def agree(
     Raises:
         ValueError: other ranks refused their arguments, or ranks differ; the message names them.
         Exception: `failure`, on the ranks that have one.
-        RuntimeError: see `refuse_capture`.
+        ExchangeError: the ranks are in different calls, or one of them is missing or has failed.
     """
-    refuse_capture(name, ends, device)
     if ends.world_size > 1:
-        digest = hashlib.blake2b(repr(shared).encode(), digest_size=7).digest()
+        digest = hashlib.blake2b(repr((scope.call, shared)).encode(), digest_size=7).digest()
         number = int.from_bytes(digest)
         values = [number, -number, int(failure is not None)]
         largest, minus_smallest, failed = ends.maximum(values, device)
         if failed or largest != -minus_smallest:
-            everyone = ends.share((shared, failure and f"{type(failure).__name__}: {failure}"))
+            refusal = failure and f"{type(failure).__name__}: {failure}"
+            everyone = ends.share((scope.call, shared, refusal))
+            scope.in_step = True  # every rank raises now, and may go on with its next call
+            others = None if failed else _other_calls(everyone)
+            if others is not None:
+                raise ExchangeError(others)
             if failure is None:
-                raise ValueError(f"{name} {_disagreement(everyone)}")
+                raise ValueError(f"{scope.call.name} {_disagreement(everyone)}")
     if failure is not None:
+        scope.in_step = True
         raise failure
 
 
@@ -62,21 +92,36 @@ def refuse_capture(name: str, ends: Exchange, device: torch.device) -> None:
         )
 
 
-def _disagreement(everyone: list[tuple[Mapping[str, Any] | None, str | None]]) -> str:
+def _other_calls(everyone: list[tuple[Call, Mapping[str, Any] | None, str | None]]) -> str | None:
+    """Which rank is in which call; None if all are in the same one."""
+    ranks: dict[Call, list[int]] = {}
+    for rank, (call, *_) in enumerate(everyone):
+        ranks.setdefault(call, []).append(rank)
+    if len(ranks) == 1:
+        return None
+    found = "; ".join(f"{_ranks(who)} in {call}" for call, who in ranks.items())
+    return (
+        f"ranks are in different calls, so none of them was computed: {found}. Every rank must "
+        "make the same calls in the same order, backward included, and from the same thread"
+    )
+
+
+def _disagreement(everyone: list[tuple[Call, Mapping[str, Any] | None, str | None]]) -> str:
     """Say which ranks refused their arguments, or which arguments differ between ranks."""
-    refused = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(everyone) if why]
+    refused = [f"rank {rank}: {why}" for rank, (_, _, why) in enumerate(everyone) if why]
     if refused:
         return f"was refused on other ranks: {'; '.join(refused)}"
-    calls = [shared for shared, _ in everyone if shared is not None]
+    calls = [shared or {} for _, shared, _ in everyone]
     differences = []
-    for name in calls[0]:
-        ranks: dict[Any, list[int]] = {}
+    for name in dict.fromkeys(name for shared in calls for name in shared):
+        ranks: dict[str, list[int]] = {}
         for rank, shared in enumerate(calls):
-            ranks.setdefault(shared[name], []).append(rank)
+            ranks.setdefault(str(shared.get(name, "not given")), []).append(rank)
         if len(ranks) > 1:
-            values = ", ".join(
-                f"{value} on rank{'s' * (len(who) > 1)} {', '.join(map(str, who))}"
-                for value, who in ranks.items()
-            )
+            values = ", ".join(f"{value} on {_ranks(who)}" for value, who in ranks.items())
             differences.append(f"{name} is {values}")
     return f"was called with different arguments on different ranks: {'; '.join(differences)}"
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

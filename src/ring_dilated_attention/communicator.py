@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
+
+from .calls import Calls, LostPeerError, Roll
+from .watch import UnderWay, Watch, prepare_to_watch
 
 MOST_CTAS = 16
 """Multiprocessors that NCCL may take from the compute behind which it runs."""
@@ -20,25 +27,45 @@ class Communicator:
     here because `new_group` needs ranks that are not in the group: all of them, or, with
     ``use_local_synchronization``, that they have made as many groups before. All members make
     theirs at once.
+
+    Args:
+        group: the group.
+        device: where the tensors are.
+        timeout: seconds to wait for another rank.
+        calls: of the group.
+        roll: what the ranks know of each other.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        timeout: float,
+        calls: Calls,
+        roll: Roll,
+    ) -> None:
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         store = dist.PrefixStore(
-            f"ring_dilated_attention {device.type}", _get_process_group_store(group)
+            f"ring_dilated_attention {device.type} {timeout}", _get_process_group_store(group)
         )
+        self._timeout, self._roll = timeout, roll
+        self._under_way: WeakSet[Works] = WeakSet()
+        self._watch: Watch | None = None
         self._messages = dist.ProcessGroup(store, rank, world_size)
-        backend: Any
+        limit = timedelta(seconds=timeout)
         if device.type == "cuda":
             kind = dist.ProcessGroup.BackendType.NCCL
-            backend = dist.ProcessGroupNCCL(store, rank, world_size, _nccl_options(group))
+            options = _nccl_options(group, limit)
+            self._backend: Any = dist.ProcessGroupNCCL(store, rank, world_size, options)
         else:
             kind = dist.ProcessGroup.BackendType.GLOO
-            backend = dist.ProcessGroupGloo(store, rank, world_size, timeout_of(group, device))
+            self._backend = dist.ProcessGroupGloo(store, rank, world_size, limit)
         self._messages._set_default_backend(kind)
-        self._messages._register_backend(torch.device(device.type), kind, backend)
+        self._messages._register_backend(torch.device(device.type), kind, self._backend)
         if device.type == "cuda":
             self._connect(device)
+            abort = partial(_abort, self._backend)
+            self._watch = Watch(calls, roll, abort, timeout, partial(prepare_to_watch, device))
 
     def _connect(self, device: torch.device) -> None:
         """Connect every pair of ranks: NCCL does it at their first transfer, and takes long."""
@@ -62,38 +89,85 @@ class Communicator:
         ]
         tensors = [tensor for *_, tensor in transfers]
         if not transfers or not tensors[0].is_cuda:
-            return Works([start([x], peer, 0) for start, peer, x in transfers], tensors)
-        # One launch: two would wait for each other.
-        self._messages._start_coalescing(tensors[0].device)
-        for start, peer, tensor in transfers:
-            start([tensor], peer, 0)
-        return Works([self._messages._end_coalescing(tensors[0].device)], tensors)
+            works = [(peer, start([x], peer, 0)) for start, peer, x in transfers]
+        else:
+            computed = torch.cuda.current_stream(tensors[0].device).record_event()
+            # One launch: two would wait for each other.
+            self._messages._start_coalescing(tensors[0].device)
+            for start, peer, tensor in transfers:
+                start([tensor], peer, 0)
+            peers = [peer for _, peer, _ in reversed(transfers)]
+            work = self._messages._end_coalescing(tensors[0].device)
+            works = [(peers[0], work)]
+            if self._watch is not None:
+                self._watch.add(UnderWay(computed.query, work.is_completed, tuple(peers)))
+        begun = Works(works, tensors, self._timeout, self._roll)
+        self._under_way.add(begun)
+        return begun
+
+    def close(self) -> None:
+        """End all transfers on the CPU: other ranks' waits for them fail. The watch ends others."""
+        if self._watch is None:
+            for works in list(self._under_way):
+                works.forget()
+            del self._messages, self._backend
 
 
-def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """How long the group waits for tensors on such devices."""
+def _abort(backend: Any, is_done: Callable[[], bool]) -> None:
+    """See `watch.Watch`."""
+    backend.abort()
+
+
+def timeout_of(group: dist.ProcessGroup) -> float:
+    """How long a group waits, in seconds: for tensors on the CPU where it takes those."""
+    device = torch.device("cpu" if "cpu" in dist.get_backend_config(group) else "cuda")
     timeout: timedelta = group._get_backend(device).options._timeout
-    return timeout
+    return timeout.total_seconds()
 
 
-def _nccl_options(group: dist.ProcessGroup) -> Any:
-    """The caller's timeout; few multiprocessors, but those before the attention kernels."""
+def _nccl_options(group: dist.ProcessGroup, timeout: timedelta) -> Any:
+    """Few multiprocessors, but those before the attention kernels."""
     options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options.config.max_ctas = MOST_CTAS
-    options._timeout = timeout_of(group, torch.device("cuda"))
+    options._timeout = timeout
     options.global_ranks_in_group = dist.get_process_group_ranks(group)
     options.group_name = f"ring_dilated_attention {group.group_name}"
     return options
 
 
 class Works:
-    """Transfers of torch.distributed, and the tensors that must outlive them."""
+    """Transfers of torch.distributed, and the tensors that must outlive them.
 
-    def __init__(self, works: list[Any], tensors: list[torch.Tensor]) -> None:
+    Args:
+        works: each with the rank that it waits for.
+        tensors: what they send and receive.
+        timeout: seconds after which a wait on the host fails.
+        roll: what the ranks know of each other.
+    """
+
+    def __init__(
+        self,
+        works: list[tuple[int, Any]],
+        tensors: list[torch.Tensor],
+        timeout: float,
+        roll: Roll,
+    ) -> None:
         self._works, self._tensors = works, tensors
+        self._timeout, self._roll = timeout, roll
 
     def wait(self) -> None:
         """See `exchange.Pending.wait`."""
-        for work in self._works:
-            work.wait()
+        for peer, work in self._works:
+            self._roll.waits_for(peer)
+            begun = time.monotonic()
+            try:
+                work.wait()
+            except RuntimeError as error:
+                waited = self._timeout if time.monotonic() - begun >= self._timeout else None
+                raise LostPeerError([peer], waited) from error
+            self._roll.waits_for(None)
         self._tensors.clear()
+
+    def forget(self) -> None:
+        """Let go of transfers that nobody is to wait for any more."""
+        self._works, self._tensors = [], []

@@ -22,6 +22,7 @@ _FUNCTIONS = {
     "cuMemMap": [_ADDRESS, _SIZE, _SIZE, _HANDLE, _OPTIONS],
     "cuMemUnmap": [_ADDRESS, _SIZE],
     "cuMemSetAccess": [_ADDRESS, _SIZE, _POINTER, _SIZE],
+    "cuThreadExchangeStreamCaptureMode": [_POINTER],
     "cuGetErrorString": [_KIND, _POINTER],
 }
 
@@ -35,6 +36,12 @@ def driver() -> Any:
     for name, arguments in _FUNCTIONS.items():
         getattr(library, name).argtypes = arguments
     return library
+
+
+def query_while_capturing() -> None:
+    """Let the current thread ask for events while another one captures a CUDA graph."""
+    mode = ctypes.c_int(1)  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+    check(driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)), "watching transfers")
 
 
 def check(result: int, what: str) -> None:

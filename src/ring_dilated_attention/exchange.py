@@ -7,10 +7,14 @@ groups: rows travel by copies between GPUs of one host (`peer_memory`), else by 
 
 from __future__ import annotations
 
+import math
+import threading
 import warnings
-from collections.abc import Sequence
-from functools import lru_cache
-from typing import Any, Protocol, TypeAlias, cast
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from functools import partial
+from typing import Any, Protocol, TypeAlias, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
@@ -18,9 +22,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from .board import MOST_VALUES, Board, make_board
-from .communicator import Communicator, Works, timeout_of
+from .board import MOST_VALUES, make_board
+from .calls import ALONE, Calls, ExchangeError, LostPeerError
+from .collectives import Collectives
+from .communicator import Communicator, timeout_of
 from .peer_memory import PeerMemory, out_of_reach, place_of
+from .version import VERSION
 
 
 class Pending(Protocol):
@@ -36,15 +43,23 @@ class Exchange(Protocol):
     Attributes:
         rank: this rank, in [0, world_size).
         world_size: number of ranks.
-        sent_bytes: bytes that `start` and `gather` have sent so far.
+        sent_bytes: bytes that `start` has sent so far.
+        calls: the calls of the group: transfers and agreements are part of one.
 
     It may have a `stopwatch` too, which is started where compute waits for transfers in a way that
     `Pending.wait` does not show; what it returns is called when compute goes on.
+
+    Whatever waits for a rank that has ended, has failed, or does not come in time raises a
+    `LostPeerError`, which `Calls` explains.
     """
 
     rank: int
     world_size: int
     sent_bytes: int
+
+    @property
+    def calls(self) -> Calls:
+        """See above."""
 
     def start(
         self, send: tuple[int, torch.Tensor] | None, receive: tuple[int, torch.Tensor] | None
@@ -65,11 +80,27 @@ class Exchange(Protocol):
     def share(self, value: Any) -> list[Any]:
         """Every rank's `value`, by rank: a collective of small Python objects."""
 
-    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's `tensor`, by rank: a collective; shapes, dtypes and devices are alike.
 
-        Each is the caller's own: it may be written to. A rank sends its tensor to each other one.
-        """
+def all_gather(ends: Exchange, tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Every rank's tensor, by rank, inside of a call.
+
+    Args:
+        ends: this rank's end of the group.
+        tensor: this rank's; shapes, dtypes and devices are the same on all ranks.
+
+    Returns:
+        One tensor for each rank, which the caller may write to. A rank sends its own to each other.
+    """
+    tensor = tensor.contiguous()
+    everyone = {ends.rank: tensor.clone()}
+    pending = []
+    for step in range(1, ends.world_size):
+        to, source = (ends.rank + step) % ends.world_size, (ends.rank - step) % ends.world_size
+        everyone[source] = torch.empty_like(tensor)
+        pending.append(ends.start((to, tensor), (source, everyone[source])))
+    for one in pending:
+        one.wait()
+    return [everyone[rank] for rank in range(ends.world_size)]
 
 
 Group: TypeAlias = dist.ProcessGroup | DeviceMesh | Exchange | None
@@ -77,7 +108,7 @@ Group: TypeAlias = dist.ProcessGroup | DeviceMesh | Exchange | None
 process on its own."""
 
 
-_MEMBERS = ("rank", "world_size", "start", "maximum", "share", "gather")
+_MEMBERS = ("rank", "world_size", "calls", "start", "maximum", "share")
 """What tells an `Exchange`."""
 
 _registered: WeakValueDictionary[str, Exchange] = WeakValueDictionary()
@@ -149,6 +180,7 @@ class _SoloExchange:
     rank = 0
     world_size = 1
     sent_bytes = 0
+    calls = ALONE
 
     def start(
         self, send: tuple[int, torch.Tensor] | None, receive: tuple[int, torch.Tensor] | None
@@ -161,9 +193,6 @@ class _SoloExchange:
     def share(self, value: Any) -> list[Any]:
         return [value]
 
-    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        return [tensor.clone()]
-
 
 class _Transport(Protocol):
     """How rows travel between the ranks of a group."""
@@ -173,19 +202,60 @@ class _Transport(Protocol):
     ) -> Pending:
         """See `Exchange.start`."""
 
-
-_transports: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, bool | None], _Transport]]
-_transports = WeakKeyDictionary()
-"""Of each group that has exchanged rows, by device type and what was asked for."""
+    def close(self) -> None:
+        """End all transfers, so that no other rank waits for this one."""
 
 
-_boards: WeakKeyDictionary[dist.ProcessGroup, Board | None] = WeakKeyDictionary()
-"""Of each group whose ranks have agreed on something."""
+class _Members:
+    """What this process keeps of a process group, from its first call on.
+
+    All ranks make theirs at once, in their first call.
+
+    Args:
+        group: the group.
+        timeout: seconds to wait for the others.
+
+    Raises:
+        LostPeerError: a rank did not come.
+        ExchangeError: ranks have different versions of this package.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
+        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.transports: dict[Any, _Transport] = {}
+        self.is_closed = False
+        self.collectives = Collectives(group, self.close)
+        share = partial(self.collectives.share, timeout=timeout)
+        try:
+            _check_versions(share(VERSION))
+            self.board = make_board(rank, world_size, share)
+        except LostPeerError as lost:
+            raise ExchangeError(
+                f"{self.collectives.explain(lost).text}; this is rank {rank} in its first call of "
+                f"the group of {world_size} ranks"
+            ) from lost
+        self.roll = self.board or self.collectives
+        self.calls = Calls(rank, world_size, self.roll, self.close)
+
+    def close(self) -> None:
+        """End all transfers, and begin no other."""
+        self.is_closed = True
+        for transport in self.transports.values():  # which stay: streams may still be using them
+            transport.close()
 
 
-@lru_cache(maxsize=8)
-def _agreement_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+def _check_versions(versions: list[str]) -> None:
+    """Ranks of different versions might not mean the same by the same message."""
+    if len(set(versions)) > 1:
+        found = ", ".join(f"{each} on rank {rank}" for rank, each in enumerate(versions))
+        raise ExchangeError(
+            f"all ranks of a group must have one version of ring-dilated-attention; got {found}: "
+            "install the same one everywhere"
+        )
+
+
+_members: WeakKeyDictionary[dist.ProcessGroup, _Members] = WeakKeyDictionary()
+"""Of each group that has made a call."""
 
 
 class ProcessGroupExchange:
@@ -197,21 +267,34 @@ class ProcessGroupExchange:
     behind them. The first call with a group makes what is needed; a communicator of NCCL connects
     every pair of ranks, which takes seconds.
 
+    A rank whose process has ended ends the others' waits for it within seconds. Where ranks share a
+    host, that holds from the group's first call on, and for streams of their devices too.
+
     Args:
         group: the group; this process must be a member.
-        peer_memory: whether copy engines move rows; alike on all ranks. None: where they can, with
-            a warning where the ranks' GPUs can read each other's memory and the system does not
-            let them share it. They take 32 MiB of a GPU for each group, beside what torch has
-            allocated. A rank that dies leaves the others waiting, without the timeout of NCCL.
+        peer_memory: whether copy engines move rows; the same on all ranks. None: where they can,
+            with a warning where the ranks' GPUs can read each other's memory and the system does
+            not let them share it. They take 32 MiB of a GPU for each group, beside what torch has
+            allocated.
+        timeout: how long to wait for another rank that is alive and does not answer, in seconds or
+            as a timedelta; the same on all ranks. None: the group's own timeout (see
+            `torch.distributed.init_process_group`).
 
     Raises:
-        ValueError: this process is not a member of the group; from the first call, with
-            ``peer_memory=True``: the tensors are not on CUDA devices of one host that can read each
-            other's memory.
+        TypeError: `timeout` is neither a number, a timedelta nor None.
+        ValueError: this process is not a member of the group, or `timeout` is not > 0 and finite;
+            from the first call, with ``peer_memory=True``: the tensors are not on CUDA devices of
+            one host that can read each other's memory.
         RuntimeError: from the first call, with ``peer_memory=True``: they cannot share it.
     """
 
-    def __init__(self, group: dist.ProcessGroup, *, peer_memory: bool | None = None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        *,
+        peer_memory: bool | None = None,
+        timeout: float | timedelta | None = None,
+    ) -> None:
         self.rank = dist.get_rank(group)
         if self.rank < 0:
             raise ValueError(f"rank {dist.get_rank()} is not a member of the group {group!r}")
@@ -219,13 +302,25 @@ class ProcessGroupExchange:
         self.sent_bytes = 0
         self._group = group
         self._peer_memory = peer_memory
+        self._timeout = timeout_of(group) if timeout is None else _seconds(timeout)
+
+    @property
+    def _met(self) -> _Members:
+        if self._group not in _members:
+            _members[self._group] = _Members(self._group, self._timeout)
+        return _members[self._group]
+
+    @property
+    def calls(self) -> Calls:
+        """See `Exchange`."""
+        return ALONE if self.world_size == 1 else self._met.calls
 
     def start(
         self, send: tuple[int, torch.Tensor] | None, receive: tuple[int, torch.Tensor] | None
     ) -> Pending:
         """See `Exchange.start`."""
         if send is None and receive is None:
-            return Works([], [])
+            return _Nothing()
         if send is not None:
             self.sent_bytes += send[1].nbytes
         _, tensor = send or receive or (0, torch.empty(0))
@@ -233,13 +328,24 @@ class ProcessGroupExchange:
 
     def _transport(self, device: torch.device) -> _Transport:
         """How rows on `device` travel; for the first time, all members ask at once."""
-        known = _transports.setdefault(self._group, {})
-        key = device.type, self._peer_memory
-        if key not in known:
-            copies = self._peer_memory or (self._peer_memory is None and device.type == "cuda")
-            made = self._share_memory(device) if copies else None
-            known[key] = made or Communicator(self._group, device)
-        return known[key]
+        met = self._met
+        if met.is_closed:
+            raise LostPeerError([])
+        key = device.type, self._peer_memory, self._timeout
+        if key not in met.transports:
+            others = [rank for rank in range(self.world_size) if rank != self.rank]
+            met.transports[key] = _while_looking(
+                lambda: met.roll.look(others), device, lambda: self._make(device)
+            )
+        return met.transports[key]
+
+    def _make(self, device: torch.device) -> _Transport:
+        copies = self._peer_memory or (self._peer_memory is None and device.type == "cuda")
+        made = self._share_memory(device) if copies else None
+        if made is not None:
+            return made
+        met = self._met
+        return Communicator(self._group, device, self._timeout, met.calls, met.roll)
 
     def _share_memory(self, device: torch.device) -> PeerMemory | None:
         """Peer memory of the group; None where that is not to be had, and was not asked for."""
@@ -253,7 +359,10 @@ class ProcessGroupExchange:
             return None
         made, failure = None, ""
         try:
-            made = PeerMemory(self.rank, self.world_size, self.share, device)
+            met = self._met
+            made = PeerMemory(
+                self.rank, self.world_size, self.share, device, met.calls, met.roll, self._timeout
+            )
         except RuntimeError as error:
             failure = f"rank {self.rank}: {error}"
         # Having heard of all, nobody writes to memory that its rank has yet to clear.
@@ -275,7 +384,9 @@ class ProcessGroupExchange:
 
         0 before the first call, and where rows travel as messages.
         """
-        transport = _transports.get(self._group, {}).get((device.type, self._peer_memory))
+        met = _members.get(self._group)
+        key = device.type, self._peer_memory, self._timeout
+        transport = None if met is None else met.transports.get(key)
         return transport.nbytes if isinstance(transport, PeerMemory) else 0
 
     def maximum(self, values: Sequence[int], device: torch.device) -> list[int]:
@@ -289,38 +400,62 @@ class ProcessGroupExchange:
         return found
 
     def _maximum(self, values: list[int], device: torch.device) -> list[int]:
-        if self._group not in _boards:
-            on_cpu = "cpu" in dist.get_backend_config(self._group)
-            timeout = timeout_of(self._group, torch.device("cpu" if on_cpu else "cuda"))
-            _boards[self._group] = make_board(self.rank, self.world_size, self.share, timeout)
-        board = _boards[self._group]
-        if board is not None and len(values) <= MOST_VALUES:
-            return board.maximum(values)
-        return self._all_reduce(values, device)
-
-    def _all_reduce(self, values: list[int], device: torch.device) -> list[int]:
-        if "cpu" in dist.get_backend_config(self._group):
-            return self._reduce(torch.tensor(values, dtype=torch.int64))
-        if device.type == "cpu":
-            device = torch.device("cuda", torch.cuda.current_device())  # all that NCCL can reach
-        # On a stream of its own it does not wait for what the device has still to compute.
-        with torch.cuda.stream(_agreement_stream(device)):
-            return self._reduce(torch.tensor(values, dtype=torch.int64, device=device))
-
-    def _reduce(self, tensor: torch.Tensor) -> list[int]:
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
-        return [int(value) for value in tensor.tolist()]
+        met = self._met
+        if met.board is not None and len(values) <= MOST_VALUES:
+            return met.board.maximum(values, self._timeout)
+        return met.collectives.maximum(values, device, self._timeout)
 
     def share(self, value: Any) -> list[Any]:
         """See `Exchange.share`."""
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self._group)
-        return values
+        if self.world_size == 1:
+            return [value]
+        met = self._met
+        return (met.board or met.collectives).share(value, self._timeout)
 
-    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """See `Exchange.gather`."""
-        tensor = tensor.contiguous()
-        everyone = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        self.sent_bytes += (self.world_size - 1) * tensor.nbytes
-        dist.all_gather(everyone, tensor, group=self._group)
-        return everyone
+
+def _seconds(timeout: float | timedelta) -> float:
+    if isinstance(timeout, timedelta):
+        timeout = timeout.total_seconds()
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+        raise TypeError(
+            f"timeout must be a number of seconds, a timedelta or None; got {timeout!r}"
+        )
+    if not 0 < timeout < math.inf:
+        raise ValueError(f"timeout must be > 0 and finite; got {timeout}")
+    return float(timeout)
+
+
+class _Nothing:
+    """A transfer of nothing."""
+
+    def wait(self) -> None:
+        pass
+
+
+_T = TypeVar("_T")
+_LOOK_S = 0.2  # between looks at the other ranks
+
+
+def _while_looking(look: Callable[[], None], device: torch.device, make: Callable[[], _T]) -> _T:
+    """What `make` returns, which waits for all ranks; give it up when `look` raises."""
+    result: Future[_T] = Future()
+    on_cuda = device.type == "cuda"
+    index = torch.cuda.current_device() if on_cuda and device.index is None else device.index
+
+    def run() -> None:
+        try:
+            if on_cuda:
+                torch.cuda.set_device(index)
+            result.set_result(make())
+        except BaseException as error:
+            result.set_exception(error)
+
+    # Not of a pool: whoever gives it up must not wait for it when the process ends.
+    threading.Thread(target=run, daemon=True, name="ring-dilated-attention connects").start()
+    while True:
+        try:
+            return result.result(_LOOK_S)
+        except TimeoutError:
+            if result.done():
+                raise
+            look()

@@ -11,7 +11,7 @@ from typing import Literal, overload
 
 import torch
 
-from .agreement import agree
+from .agreement import agree, refuse_capture
 from .exchange import Group, exchange_named, group_name
 from .layout import SequenceLayout
 from .operator import FORWARD, Options, agree_on_call
@@ -154,7 +154,7 @@ def dilated_attention(
         valid = [] if lengths is None else as_ints("lengths", lengths)
         if key_padding_mask is not None:
             _validate_mask(key_padding_mask, query, lengths)
-    except (TypeError, ValueError) as failure:
+    except Exception as failure:
         # The other ranks are about to agree on their calls: inside of the operator.
         device = query.device if isinstance(query, torch.Tensor) else torch.device("cpu")
         agree("dilated_attention", exchange_named(name), None, failure, device)
@@ -180,10 +180,13 @@ def dilated_attention(
         lengths=valid,
     )
     if key_padding_mask is not None:
-        agree_on_call(query, key, options, lengths="from key_padding_mask")
-        found = lengths_of_mask(key_padding_mask, exchange_named(name), layout)
+        ends = exchange_named(name)
+        refuse_capture("dilated_attention", ends, query.device)
+        with ends.calls.enter("dilated_attention", "forward") as scope:
+            agree_on_call(scope, ends, query, key, options, lengths="from key_padding_mask")
+            found = lengths_of_mask(key_padding_mask, ends, layout, scope)
         options = options._replace(lengths=found)
-    out, lse = FORWARD(query, key, value, *options)
+    out, lse, _ = FORWARD(query, key, value, *options)
     return (out, lse) if return_lse else out
 
 

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import ctypes
 import os
+import secrets
 import socket
-import tempfile
+import struct
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from .board import FOLDER, PREFIX
+from .board import PREFIX
 from .cuda_driver import check, driver
 
 HANDSHAKE_S = 60.0
@@ -106,8 +106,7 @@ def passed_files(
                 if other != rank
             }
             for _ in peers:
-                peer, _ = server.accept()
-                with peer:
+                with _accepted(server) as peer:
                     socket.send_fds(peer, [b"file"], [own])
             files = {rank: own}
             for other, peer in peers.items():
@@ -118,15 +117,26 @@ def passed_files(
 
 
 def _listening(stack: ExitStack) -> tuple[socket.socket, str]:
-    """A socket that nobody else's processes reach, and its address."""
-    parent = FOLDER if Path(FOLDER).is_dir() else None  # short: so must the address be
-    folder = tempfile.TemporaryDirectory(prefix=PREFIX, dir=parent)
-    address = str(Path(stack.enter_context(folder), "socket"))
+    """A socket, and its address, which is no file: nothing stays behind."""
+    address = f"\0{PREFIX}{secrets.token_hex(16)}"
     server = stack.enter_context(socket.socket(socket.AF_UNIX))
     server.settimeout(HANDSHAKE_S)
     server.bind(address)
     server.listen(socket.SOMAXCONN)
     return server, address
+
+
+def _accepted(server: socket.socket) -> socket.socket:
+    """A connection from a process of this user; those of others are refused."""
+    while True:
+        peer, _ = server.accept()
+        credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        if _CREDENTIALS.unpack(credentials)[1] == os.getuid():
+            return peer
+        peer.close()
+
+
+_CREDENTIALS = struct.Struct("=iII")  # process, user, group
 
 
 def _connected(address: str, stack: ExitStack) -> socket.socket:

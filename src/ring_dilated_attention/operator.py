@@ -14,8 +14,11 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+from torch._functorch.utils import enable_single_level_autograd_function
 
-from .agreement import agree, refuse_capture
+from .agreement import refuse_capture, settle
+from .calls import Call, Scope
+from .derivatives import once_differentiable, refuse_tangents
 from .device_tables import TABLES
 from .exchange import Exchange, exchange_named
 from .layout import SequenceLayout
@@ -74,21 +77,24 @@ _OPTIONS = (
 _Library: Any = torch.library.Library  # its methods have no annotations
 _library = _Library("ring_dilated_attention", "DEF")
 _library.define(
-    f"forward(Tensor query, Tensor key, Tensor value, {_OPTIONS}) -> (Tensor out, Tensor lse)",
+    f"forward(Tensor query, Tensor key, Tensor value, {_OPTIONS}) "
+    "-> (Tensor out, Tensor lse, Tensor identity)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
     "backward(Tensor dout, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
-    f"{_OPTIONS}) -> (Tensor dquery, Tensor dkey, Tensor dvalue)",
+    f"Tensor identity, {_OPTIONS}) -> (Tensor dquery, Tensor dkey, Tensor dvalue)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
 FORWARD = torch.ops.ring_dilated_attention.forward.default
-"""(query, key, value, *options) -> (out, lse), contiguous: out as query, lse (batch, heads,
-local_sequence). The arguments are those that `dilated_attention` has validated."""
+"""(query, key, value, *options) -> (out, lse, identity): out as query, lse (batch, heads,
+local_sequence), both contiguous; identity int64 (1,) on the CPU, the number of the call among those
+of its group, (0,) without a group. The arguments are those that `dilated_attention` has
+validated."""
 BACKWARD = torch.ops.ring_dilated_attention.backward.default
-"""(dout, query, key, value, out, lse, *options) -> (dquery, dkey, dvalue), contiguous, each as its
-input."""
+"""(dout, query, key, value, out, lse, identity, *options) -> (dquery, dkey, dvalue), contiguous,
+each as its input."""
 
 
 class RingDilatedAttention(torch.autograd.Function):
@@ -126,54 +132,82 @@ class RingDilatedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(  # noqa: D102
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         with torch._C._AutoDispatchBelowAutograd():
-            out, lse = FORWARD(query, key, value, *options)
-        ctx.save_for_backward(query, key, value, out, lse)
+            out, lse, identity = FORWARD(query, key, value, *options)
+        return out, lse, identity
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: D102
+        query, key, value, options = inputs
+        out, lse, identity = output
+        ctx.save_for_backward(query, key, value, out, lse, identity)
         ctx.options = options
         ctx.ends = exchange_named(options.group)  # keeps it for backward, which goes by its name
-        ctx.mark_non_differentiable(lse)
-        return out, lse
+        ctx.mark_non_differentiable(lse, identity)
 
     @staticmethod
     def backward(  # noqa: D102
-        ctx: Any, dout: torch.Tensor, dlse: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "the gradient of dilated_attention cannot be differentiated again; "
-                "backward was called with create_graph=True"
-            )
-        dquery, dkey, dvalue = BACKWARD(dout, *ctx.saved_tensors, *ctx.options)
-        return dquery, dkey, dvalue, None
+        ctx: Any, dout: torch.Tensor, *rest: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        options = ctx.options
+        gradients = once_differentiable(
+            "dilated_attention", lambda *x: BACKWARD(*x, *options), dout, *ctx.saved_tensors
+        )
+        return *gradients, None
 
 
 def _autograd(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *options: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    refuse_tangents("dilated_attention", query, key, value)
     if torch.is_grad_enabled() and (
         query.requires_grad or key.requires_grad or value.requires_grad
     ):
-        out, lse = RingDilatedAttention.apply(  # type: ignore[no-untyped-call]
-            query, key, value, Options(*options)
-        )
-        return out, lse
+        out, lse, identity = _apply(query, key, value, Options(*options))
+        return out, lse, identity
     with torch._C._AutoDispatchBelowAutograd():
-        out, lse = FORWARD(query, key, value, *options)
-    return out, lse
+        out, lse, identity = FORWARD(query, key, value, *options)
+    return out, lse, identity
+
+
+def _apply(*inputs: Any) -> Any:
+    if not torch._C._are_functorch_transforms_active():
+        return RingDilatedAttention.apply(*inputs)  # type: ignore[no-untyped-call]
+    # `Function.apply` would hand the call to the transforms of torch.func. The dispatcher has done
+    # that on the way here, and what is left to do is the derivative of one of them.
+    with enable_single_level_autograd_function():
+        apply: Any = super(torch.autograd.Function, RingDilatedAttention).apply
+        return apply(*inputs)
 
 
 def _forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *options: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    calls = _ring_calls(query, key, Options(*options), first=True)
-    if len(calls) == 1:
-        return attention_forward(query, key, value, calls[0].call)
-    out, lse = _fake_forward(query, key, value)
-    for rows, call in calls:
-        out[rows], lse[rows] = attention_forward(query[rows], key[rows], value[rows], call)
-    return out, lse
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    named = Options(*options)
+    ends = exchange_named(named.group)
+    TABLES.start_call()
+    refuse_capture("dilated_attention", ends, query.device)
+    with ends.calls.enter("dilated_attention", "forward") as scope:
+        agree_on_call(scope, ends, query, key, named)
+        calls = _ring_calls(query, key, named, ends)
+        identity = _identity(named.group, query, scope.call)
+        if len(calls) == 1:
+            return *attention_forward(query, key, value, calls[0].call), identity
+        out, lse, _ = _fake_forward(query, key, value, *options)
+        for rows, call in calls:
+            out[rows], lse[rows] = attention_forward(query[rows], key[rows], value[rows], call)
+        return out, lse, identity
+
+
+def _identity(group: str, query: torch.Tensor, call: Call | None = None) -> torch.Tensor:
+    """The number of a call, where there is a group; where there is none, nothing to wait for."""
+    if not group:
+        return query.new_empty(0, dtype=torch.int64)
+    if call is None:
+        return query.new_empty(1, dtype=torch.int64, device="cpu")
+    return torch.tensor([call.number])
 
 
 def _backward(
@@ -183,25 +217,33 @@ def _backward(
     value: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
+    identity: torch.Tensor,
     *options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    calls = _ring_calls(query, key, Options(*options), first=False)
-    if len(calls) == 1:
-        return attention_backward(dout, query, key, value, out, lse, calls[0].call)
-    dquery, dkey, dvalue = _fake_backward(dout, query, key, value)
-    for rows, call in calls:
-        dquery[rows], dkey[rows], dvalue[rows] = attention_backward(
-            dout[rows], query[rows], key[rows], value[rows], out[rows], lse[rows], call
-        )
-    return dquery, dkey, dvalue
+    named = Options(*options)
+    ends = exchange_named(named.group)
+    TABLES.start_call()
+    refuse_capture("dilated_attention", ends, query.device)
+    forward = int(identity) if named.group else 0
+    with ends.calls.enter("dilated_attention", "backward", forward) as scope:
+        settle(scope, ends, {}, None, query.device)
+        calls = _ring_calls(query, key, named, ends)
+        if len(calls) == 1:
+            return attention_backward(dout, query, key, value, out, lse, calls[0].call)
+        dquery, dkey, dvalue = _fake_backward(dout, query, key, value)
+        for rows, call in calls:
+            dquery[rows], dkey[rows], dvalue[rows] = attention_backward(
+                dout[rows], query[rows], key[rows], value[rows], out[rows], lse[rows], call
+            )
+        return dquery, dkey, dvalue
 
 
 def _fake_forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *options: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     batch, length, num_heads, _ = query.shape
     lse = query.new_empty((batch, num_heads, length), dtype=accumulate_dtype(query.dtype))
-    return query.new_empty(query.shape), lse
+    return query.new_empty(query.shape), lse, _identity(Options(*options).group, query)
 
 
 def _fake_backward(
@@ -226,25 +268,14 @@ class _RowsCall(NamedTuple):
 
 
 def _ring_calls(
-    query: torch.Tensor, key: torch.Tensor, options: Options, *, first: bool
+    query: torch.Tensor, key: torch.Tensor, options: Options, ends: Exchange
 ) -> list[_RowsCall]:
-    """Look up what the options stand for; where the ranks meet `first`, they must agree on them.
+    """Look up what the options stand for, which the ranks have agreed on.
 
     Returns:
         The calls that make up this one, in the same order on every rank: one, unless the rows of
         the batch differ in length.
-
-    Raises:
-        ValueError: the layout, the documents, the lengths or the backend do not fit the call, on
-            this rank or another, or the ranks' calls differ; raised on every rank.
-        RuntimeError: see `refuse_capture`.
     """
-    ends = exchange_named(options.group)
-    TABLES.start_call()
-    if first:
-        agree_on_call(query, key, options)
-    else:
-        refuse_capture("dilated_attention", ends, query.device)
     length, num_heads, head_dim = query.shape[1:]
     backend = _select(options.backend, query.device, query.dtype, head_dim)
     calls = []
@@ -275,27 +306,39 @@ def _ring_calls(
     return calls
 
 
-def agree_on_call(query: torch.Tensor, key: torch.Tensor, options: Options, **others: str) -> None:
-    """Raise a `ValueError` on every rank unless the ranks' calls are the same, and can be made.
+def agree_on_call(
+    scope: Scope,
+    ends: Exchange,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    options: Options,
+    **others: str,
+) -> None:
+    """Raise on every rank unless the ranks' calls are the same, and can be made.
 
     Args:
+        scope: the call.
+        ends: this rank's end of the group.
         query: of this rank's call.
-        key: likewise.
-        options: likewise.
+        key: of this rank's call.
+        options: of this rank's call.
         others: what takes the place of an option, in words.
+
+    Raises:
+        ValueError: the layout, the documents, the lengths or the backend do not fit the call, on
+            this rank or another, or the ranks' calls differ; raised on every rank.
+        ExchangeError: see `settle`.
     """
-    ends, failure = exchange_named(options.group), None
+    shared, failure = None, None
     try:
         _check_layout(tuple(options.layout), query.shape[1], ends)
         _packed_rows(options, query, ends.world_size)
         _select(options.backend, query.device, query.dtype, query.shape[3])
-    except ValueError as error:
+        if ends.world_size > 1:
+            shared = {**_shared(query, key, options), **others}
+    except Exception as error:  # whatever it is, the other ranks are to be told
         failure = error
-    if ends.world_size > 1:
-        shared = None if failure else {**_shared(query, key, options), **others}
-        agree("dilated_attention", ends, shared, failure, query.device)
-    elif failure is not None:
-        raise failure
+    settle(scope, ends, shared, failure, query.device)
 
 
 def _packed_rows(options: Options, query: torch.Tensor, world_size: int) -> tuple[PackedRows, ...]:

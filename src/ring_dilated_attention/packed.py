@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from .calls import Scope
 from .exchange import Exchange
 from .layout import SequenceLayout
 from .plan.documents import document_borders
@@ -142,7 +143,9 @@ def check_padding_mask(mask: Any, batch: int, local_length: int, device: torch.d
         raise ValueError(f"key_padding_mask must be on {device}; got {mask.device}")
 
 
-def lengths_of_mask(mask: torch.Tensor, ends: Exchange, layout: SequenceLayout | None) -> list[int]:
+def lengths_of_mask(
+    mask: torch.Tensor, ends: Exchange, layout: SequenceLayout | None, scope: Scope
+) -> list[int]:
     """The lengths that a right padding stands for: one small collective, and a wait for `mask`.
 
     Args:
@@ -150,6 +153,7 @@ def lengths_of_mask(mask: torch.Tensor, ends: Exchange, layout: SequenceLayout |
             batch and the kind of layout are the same on every rank.
         ends: this rank's end of the group.
         layout: which rank holds which positions; None: contiguous equal shards.
+        scope: the call that this is part of.
 
     Returns:
         The number of valid positions of each row of the batch, the same on every rank.
@@ -172,6 +176,7 @@ def lengths_of_mask(mask: torch.Tensor, ends: Exchange, layout: SequenceLayout |
     lengths, paddings = found[:batch], [-x for x in found[batch:]]
     for row, (stop, first) in enumerate(zip(lengths, paddings, strict=True)):
         if first < stop:
+            scope.in_step = True  # every rank has found the same
             raise ValueError(
                 "key_padding_mask must be a right padding (dilated attention has no other masks): "
                 f"in row {row}, position {first} is padding and position {stop - 1} is not"

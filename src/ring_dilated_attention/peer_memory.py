@@ -6,7 +6,8 @@ A rank has an outbox of `SLOTS` slots, in memory that all ranks can read (`mappe
 message goes through them in chunks: the sender copies a chunk into a slot, the receiver copies it
 from there to where it is wanted. Two kinds of flags keep them in step. `free`, in the sender's
 memory, says that a slot may be written, `ready`, in the receiver's, that a slot of that sender may
-be read; who waits for a flag clears it, the other side sets it. Streams wait for flags and set them
+be read, and which call it belongs to: rows of another call are never taken for those of this one.
+Who waits for a flag clears it, the other side sets it. Streams wait for flags and set them
 by themselves (stream memory operations of CUDA's driver), so neither the host nor a kernel waits.
 
 All peers share the slots, so an outbox is as large whatever the number of ranks. Which one a chunk
@@ -18,15 +19,18 @@ whatever an operation waits for comes earlier in that order.
 from __future__ import annotations
 
 import socket
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import permutations
 from typing import Any, NamedTuple
 
 import torch
 
+from .calls import Calls, Roll
 from .cuda_driver import WAIT_EQUAL, check, driver
 from .mapped_memory import MappedMemory
+from .watch import UnderWay, Watch, prepare_to_watch
 
 SLOTS = 4
 """Slots of an outbox: some are read while others are written, and what a rank that is late has yet
@@ -83,19 +87,29 @@ class Operation(NamedTuple):
 
     Attributes:
         sends: whether it is part of sending, or of receiving.
+        awaited: the rank that sets the flag waited for; None: it is set from the start.
         take: address of the flag waited for, in this rank's memory.
+        expects: the value waited for.
         target: address to copy to.
         source: address to copy from.
         nbytes: how much.
         give: address of the flag set, in the peer's memory.
+        gives: the value it is set to.
     """
 
     sends: bool
+    awaited: int | None
     take: int
+    expects: int
     target: int
     source: int
     nbytes: int
     give: int
+    gives: int
+
+
+_FREE = 1  # the value of a flag `free` that is set
+_TOKENS = 2**31 - 1  # values of a flag `ready` that is set: 1 to this
 
 
 class Outboxes:
@@ -113,6 +127,7 @@ class Outboxes:
         self._rank, self._bases = rank, bases
         self._sent: Counter[int] = Counter()  # chunks, by peer
         self._received: Counter[int] = Counter()
+        self._readers: dict[int, int] = {}  # of each slot of this rank, who was last sent it
 
     @staticmethod
     def nbytes(world_size: int) -> int:
@@ -124,13 +139,20 @@ class Outboxes:
         """What the end of a rank's memory holds at first, uint8: flags, of which `free` are set."""
         lines = torch.zeros(world_size, SLOTS, _FLAG_BYTES // 4, dtype=torch.int32)
         free, *_ = lines[..., 0]
-        free.fill_(1)
+        free.fill_(_FREE)
         return lines.view(torch.uint8).flatten()
 
     def operations(
-        self, send: tuple[int, int, int] | None, receive: tuple[int, int, int] | None
+        self, send: tuple[int, int, int] | None, receive: tuple[int, int, int] | None, call: int
     ) -> Iterator[Operation]:
-        """What a transfer takes, in order; `send` and `receive` are (peer, address, bytes)."""
+        """What a transfer takes, in order.
+
+        Args:
+            send: (peer, address, bytes); None: nothing.
+            receive: (peer, address, bytes); None: nothing.
+            call: the number of the call that it is part of, the same on both sides.
+        """
+        token = (call - 1) % _TOKENS + 1
         most = max((one[2] for one in (send, receive) if one is not None), default=0)
         for offset in range(0, most, SLOT_BYTES):
             # In turns, and the one that is sent first: see the module's docstring.
@@ -138,12 +160,18 @@ class Outboxes:
                 peer, address, total = send
                 slot, free, ready = self._find(self._rank, peer, self._sent)
                 nbytes = min(SLOT_BYTES, total - offset)
-                yield Operation(True, free, slot, address + offset, nbytes, ready)
+                reader = self._readers.get(slot)
+                self._readers[slot] = peer
+                yield Operation(
+                    True, reader, free, _FREE, slot, address + offset, nbytes, ready, token
+                )
             if receive is not None and offset < receive[2]:
                 peer, address, total = receive
                 slot, free, ready = self._find(peer, self._rank, self._received)
                 nbytes = min(SLOT_BYTES, total - offset)
-                yield Operation(False, ready, address + offset, slot, nbytes, free)
+                yield Operation(
+                    False, peer, ready, token, address + offset, slot, nbytes, free, _FREE
+                )
 
     def _find(self, owner: int, reader: int, chunks: Counter[int]) -> tuple[int, int, int]:
         """Addresses of the slot of `owner`'s next chunk for `reader`, of its flags free, ready."""
@@ -170,6 +198,9 @@ class PeerMemory:
         world_size: number of ranks, none of which is `out_of_reach` of another.
         share: every rank's value, by rank: a collective.
         device: this rank's.
+        calls: of the group.
+        roll: what the ranks know of each other.
+        timeout: seconds that a stream may wait for a rank that is alive.
 
     Raises:
         RuntimeError: memory cannot be shared.
@@ -181,8 +212,11 @@ class PeerMemory:
         world_size: int,
         share: Callable[[Any], list[Any]],
         device: torch.device,
+        calls: Calls,
+        roll: Roll,
+        timeout: float,
     ) -> None:
-        self._device = device
+        self._device, self._calls = device, calls
         self.nbytes = Outboxes.nbytes(world_size)
         self._memory = MappedMemory(self.nbytes, device, rank, share)
         bases = self._memory.addresses
@@ -202,22 +236,61 @@ class PeerMemory:
             for _ in range(2)
         )
 
+        self._queued: deque[_Queued] = deque()
+        release = partial(_release, device, self._queued)
+        self._watch = Watch(calls, roll, release, timeout, partial(prepare_to_watch, device))
+
     def transfer(
         self, send: tuple[int, torch.Tensor] | None, receive: tuple[int, torch.Tensor] | None
     ) -> _Copies:
         """Begin to send, and to receive; see `Exchange.start`."""
-        main = torch.cuda.current_stream(self._device)
+        computed = torch.cuda.current_stream(self._device).record_event()
         used = [
             (stream, one[1])
             for stream, one in ((self._sending, send), (self._receiving, receive))
             if one is not None
         ]
         for stream, _ in used:
-            stream.wait_stream(main)
+            stream.wait_event(computed)
         streams = self._receiving.cuda_stream, self._sending.cuda_stream
-        for operation in self._outboxes.operations(_extent(send), _extent(receive)):
+        operations = list(
+            self._outboxes.operations(_extent(send), _extent(receive), self._calls.number)
+        )
+        for operation in operations:
             _run(operation, streams[operation.sends])
-        return _Copies([stream.record_event() for stream, _ in used], [x for _, x in used])
+        done = [stream.record_event() for stream, _ in used]
+        peers = {x.awaited: None for x in reversed(operations) if x.awaited is not None}
+        if peers:
+            queued = _Queued([(x.take, x.expects) for x in operations], done)
+            while self._queued and self._queued[0].is_done():
+                self._queued.popleft()
+            self._queued.append(queued)
+            self._watch.add(UnderWay(computed.query, queued.is_done, tuple(peers)))
+        return _Copies(list(done), [x for _, x in used])
+
+    def close(self) -> None:
+        """Nothing to end: streams go on by themselves, and the watch sees to that."""
+
+
+class _Queued(NamedTuple):
+    """Operations that streams may not have done yet."""
+
+    flags: list[tuple[int, int]]  # waited for: address and value
+    done: list[torch.cuda.Event]
+
+    def is_done(self) -> bool:
+        return all(event.query() for event in self.done)  # type: ignore[no-untyped-call]
+
+
+def _release(device: torch.device, queued: deque[_Queued], is_done: Callable[[], bool]) -> None:
+    """Set the flags that streams of this rank wait for, until none waits any more."""
+    stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+    while not is_done():
+        waited = dict.fromkeys(f for one in list(queued) if not one.is_done() for f in one.flags)
+        # A stream clears what it waited for: in each round, every stream gets one further at least.
+        for address, value in waited:
+            _check(driver().cuStreamWriteValue32_v2(stream.cuda_stream, address, value, 0))
+        stream.synchronize()
 
 
 class _Copies:
@@ -245,13 +318,13 @@ def _extent(one: tuple[int, torch.Tensor] | None) -> tuple[int, int, int] | None
 def _run(operation: Operation, stream: int) -> None:
     """Have a stream do an operation."""
     library = driver()
-    _check(library.cuStreamWaitValue32_v2(stream, operation.take, 1, WAIT_EQUAL))
+    _check(library.cuStreamWaitValue32_v2(stream, operation.take, operation.expects, WAIT_EQUAL))
     _check(library.cuStreamWriteValue32_v2(stream, operation.take, 0, 0))
     _check(
         library.cuMemcpyDtoDAsync_v2(operation.target, operation.source, operation.nbytes, stream)
     )
     # By default it comes behind a fence: other devices see what was copied when they see the flag.
-    _check(library.cuStreamWriteValue32_v2(stream, operation.give, 1, 0))
+    _check(library.cuStreamWriteValue32_v2(stream, operation.give, operation.gives, 0))
 
 
 def _check(result: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal, overload
 
@@ -16,9 +16,10 @@ import torch
 
 from . import compute
 from .accumulate import Accumulator
-from .agreement import agree
+from .agreement import refuse_capture, settle
+from .derivatives import once_differentiable, refuse_tangents
 from .device_tables import TABLES
-from .exchange import Exchange, Group, resolve_exchange
+from .exchange import Exchange, Group, all_gather, resolve_exchange
 from .functional import autocast_inputs, validate_options, validate_tensors
 from .layout import SequenceLayout
 from .merge import merge_
@@ -27,6 +28,8 @@ from .plan import TileGroup, plan_attention, replicated_groups, replicated_zero_
 from .ring import autocast_off, unit_last_stride
 from .tiles import accumulate_dtype, select_backend
 from .zero_keys import merge_zero_keys
+
+_NAME = "replicated_query_attention"
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class _Call:
     exchange: Exchange
     tiles: compute.TileCall
     returns_dquery: bool
+    number: int = 0  # of the call among those of its group
 
 
 class ReplicatedQueryAttention(torch.autograd.Function):
@@ -66,25 +70,29 @@ class ReplicatedQueryAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(  # noqa: D102
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: _Call
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: _Call
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = _forward(query, key, value, call)
-        ctx.save_for_backward(query, key, value, out, lse)
+        return _forward(query, key, value, call)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: D102
+        query, key, value, call = inputs
+        ctx.save_for_backward(query, key, value, *output)
         ctx.call = call
-        ctx.mark_non_differentiable(lse)
-        return out, lse
+        ctx.mark_non_differentiable(output[1])
 
     @staticmethod
     def backward(  # noqa: D102
         ctx: Any, dout: torch.Tensor, dlse: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor, None]:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "the gradient of replicated_query_attention cannot be differentiated again; "
-                "backward was called with create_graph=True"
-            )
-        query, key, value, out, lse = ctx.saved_tensors
-        return *_backward(dout, query, key, value, out, lse, ctx.call), None
+    ) -> tuple[torch.Tensor | None, ...]:
+        call: _Call = ctx.call
+
+        def gradient(*tensors: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+            with call.exchange.calls.enter(_NAME, "backward", call.number) as scope:
+                settle(scope, call.exchange, {}, None, dout.device)
+                return _backward(*tensors, call=call)
+
+        return *once_differentiable(_NAME, gradient, dout, *ctx.saved_tensors), None
 
 
 @overload
@@ -215,6 +223,9 @@ def _attend(
     """Validate, plan, agree, run."""
     ends = resolve_exchange(group)
     query, key, value = autocast_inputs(query, key, value)
+    refuse_tangents(_NAME, *(x for x in (query, key, value) if isinstance(x, torch.Tensor)))
+    device = query.device if isinstance(query, torch.Tensor) else torch.device("cpu")
+    refuse_capture(_NAME, ends, device)
     call, shared, failure = None, None, None
     try:
         validate_options(pattern, is_causal, scale, layout, "auto", backend, return_lse)
@@ -224,15 +235,15 @@ def _attend(
         call, shared = _make_call(
             query, key, pattern, rows, is_causal, scale, ends, whole, backend
         )  # fmt: skip
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # whatever it is, the other ranks are to be told
         failure = error
-    device = query.device if isinstance(query, torch.Tensor) else torch.device("cpu")
-    agree("replicated_query_attention", ends, shared, failure, device)
-    assert call is not None
-    out, lse = ReplicatedQueryAttention.apply(  # type: ignore[no-untyped-call]
-        query, key, value, call
-    )
-    return out, lse
+    with ends.calls.enter(_NAME, "forward") as scope:
+        settle(scope, ends, shared, failure, device)
+        assert call is not None
+        out, lse = ReplicatedQueryAttention.apply(  # type: ignore[no-untyped-call]
+            query, key, value, replace(call, number=scope.call.number)
+        )
+        return out, lse
 
 
 def _whole(layout: SequenceLayout | None, local_length: int, ends: Exchange) -> SequenceLayout:
@@ -356,7 +367,7 @@ def _forward(
             )  # fmt: skip
         sums.join()
         packed = torch.cat([out, lse.transpose(1, 2).unsqueeze(-1)], -1)
-        total, *others = call.exchange.gather(packed)
+        total, *others = all_gather(call.exchange, packed)
         out, lse = total[..., :-1], total[..., -1]
         for other in others:
             merge_(out, lse, other[..., :-1], other[..., -1])
@@ -371,6 +382,7 @@ def _backward(
     value: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
+    *,
     call: _Call,
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
     TABLES.start_call()
@@ -389,7 +401,7 @@ def _backward(
         dkey, dvalue = dkey.to(key.dtype), dvalue.to(value.dtype)
         if not call.returns_dquery:
             return None, dkey, dvalue
-        total, *others = call.exchange.gather(dquery)
+        total, *others = all_gather(call.exchange, dquery)
         for other in others:
             total += other
     return total.to(query.dtype), dkey, dvalue

@@ -82,6 +82,7 @@ class Turns:
 
     def __init__(self, ends: Exchange, clock: Clock, lock: threading.Lock) -> None:
         self.rank, self.world_size, self.sent_bytes = ends.rank, ends.world_size, 0
+        self.calls = ends.calls
         self.clock = clock
         self.most_buffered = 0
         self._ends, self._lock = ends, lock
@@ -146,12 +147,6 @@ class Turns:
         """See `Exchange.share`."""
         with self.others_go_on():
             return self._ends.share(value)
-
-    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """See `Exchange.gather`."""
-        self.sent_bytes += (self.world_size - 1) * tensor.nbytes
-        with self.others_go_on():
-            return self._ends.gather(tensor)
 
 
 class _Wait:

@@ -78,10 +78,6 @@ class TimedExchange:
         """See `Exchange.share`."""
         return self._ends.share(value)
 
-    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """See `Exchange.gather`; not timed, it computes nothing meanwhile."""
-        return self._ends.gather(tensor)
-
     def take(self) -> Waits:
         """What was waited since the last `take`; the device must be idle."""
         waits = Waits(

@@ -111,7 +111,7 @@ def prepared(module: nn.Module, settings: Settings, given: dict[str, Any]) -> di
         _check_position_ids(position_ids, rows)
         padding = _padding(mask, rows)
         borders = _given_borders(given, rows)
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # whatever it is, the other ranks are to be told
         failure = error
     layout, device = settings.layout, _device(given)
     shared = rows and {
@@ -128,8 +128,9 @@ def prepared(module: nn.Module, settings: Settings, given: dict[str, Any]) -> di
     lengths = None
     if padding is not None:
         try:
-            found = lengths_of_mask(padding, ends, layout)
-        except ValueError as error:  # alike on every rank
+            with ends.calls.enter(name, "attention_mask") as scope:
+                found = lengths_of_mask(padding, ends, layout, scope)
+        except ValueError as error:  # the same on every rank
             raise ValueError(
                 f"attention_mask must be a right padding, 1 at the first positions: {error}"
             ) from None
@@ -325,7 +326,8 @@ def _documents(
     valid = rows.positions < stops[:, None]
     ids = position_ids.to(rows.positions.device).expand(rows.batch, -1)
     begun = rows.positions[((ids == 0) & valid).any(0)].tolist()
-    everyone: Iterable[list[int]] = ends.share(begun)
+    with ends.calls.enter(name, "position_ids"):
+        everyone: Iterable[list[int]] = ends.share(begun)
     starts, stop = sorted(set(chain.from_iterable(everyone))), int(max(lengths or [rows.total]))
     borders = [*starts, stop] if starts[:1] == [0] else [0, *starts, stop]
     expected = document_positions(rows.positions, borders)

@@ -246,7 +246,7 @@ def _agreed_positions(
             borders = as_ints("documents", documents)
             total = len(positions) * ends.world_size if layout is None else layout.length
             positions = document_positions(positions, document_borders(borders, None, total))
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # whatever it is, the other ranks are to be told
         failure = error
     # What else must be equal on all ranks, the first attention compares.
     agree("LongNet", ends, None if failure else {}, failure, tokens.device)

@@ -178,7 +178,7 @@ class SlideEncoder(nn.Module):
             at = _row_of_cls(features.shape[1], ends, layout)
             if lengths is not None:
                 positions = [tiles + 1 for tiles in as_ints("lengths", lengths)]
-        except (TypeError, ValueError) as error:
+        except Exception as error:  # whatever it is, the other ranks are to be told
             failure = error
         # What else must be equal on all ranks, the first attention compares.
         device = features.device if isinstance(features, Tensor) else torch.device("cpu")

@@ -1,0 +1,279 @@
+"""The calls of a group: each has an identity, and a rank that cannot go on tells the others.
+
+A group's calls follow one order, which is the same on every rank. `Calls` numbers them, refuses a
+second thread in the middle of one, and turns whatever ends a call on this rank alone into an error
+on every rank. What the ranks let each other know travels by a `Roll`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol, Self
+
+import torch
+
+
+class Call(NamedTuple):
+    """What tells a call from every other one of its group.
+
+    Attributes:
+        number: how many calls of the group this rank had begun, this one included.
+        name: the function or module that was called.
+        part: what of it: ``"forward"``, ``"backward"`` or ``"inputs"``.
+        of: the number of the forward that a backward belongs to; 0 for the others.
+        thread: the name of the thread that calls; empty in the main thread and in autograd's.
+    """
+
+    number: int
+    name: str
+    part: str
+    of: int = 0
+    thread: str = ""
+
+    def __str__(self) -> str:
+        part = f"{self.part} of call {self.of}" if self.of else self.part
+        thread = f", thread {self.thread!r}" if self.thread else ""
+        return f"call {self.number} ({self.name}, {part}{thread})"
+
+
+class Finding(NamedTuple):
+    """Which rank is at fault, and what is known of it, in words that name the rank."""
+
+    rank: int
+    text: str
+
+
+class ExchangeError(RuntimeError):
+    """The ranks of a group cannot go on together.
+
+    One of them is missing, has failed in the middle of a call, or is in another call than the rest.
+    """
+
+
+class LostPeerError(ExchangeError):
+    """A wait for other ranks ended without what it waited for; `Calls` finds out why.
+
+    Args:
+        peers: the ranks waited for; empty: any of the group.
+        waited: seconds until the wait was given up; None: it failed before that.
+    """
+
+    def __init__(self, peers: Sequence[int], waited: float | None = None) -> None:
+        who = f"rank{'s' * (len(peers) > 1)} {', '.join(map(str, peers))}" if peers else "a rank"
+        after = "" if waited is None else f" within {waited:g} s"
+        super().__init__(f"{who} did not answer{after}")
+        self.peers, self.waited = tuple(peers), waited
+
+
+class Roll(Protocol):
+    """What a rank lets the others of its group know, and learns of them."""
+
+    def begin(self, call: Call) -> None:
+        """This rank begins a call."""
+
+    def end(self) -> None:
+        """This rank has left its call, with the others."""
+
+    def waits_for(self, rank: int | None, *, on_stream: bool = False) -> None:
+        """This rank waits for another, on the host or a stream; None: for nobody any more."""
+
+    def look(self, peers: Sequence[int]) -> None:
+        """Raise a `LostPeerError` if waiting for these ranks is known to be in vain."""
+
+    def fail(self, finding: Finding) -> None:
+        """This rank leaves its call alone, and takes part in no other one of the group."""
+
+    def failed(self) -> Finding | None:
+        """What made a rank leave its call alone, if one did."""
+
+    def explain(self, lost: LostPeerError) -> Finding:
+        """Why a wait was in vain. A rank that only waits for another is not at fault."""
+
+
+class Scope:
+    """A call under way on this rank, from its first agreement until its last wait.
+
+    Attributes:
+        call: its identity.
+        in_step: whether an exception that leaves it now leaves it on every rank.
+    """
+
+    def __init__(self, calls: Calls, call: Call) -> None:
+        self.call, self.in_step = call, False
+        self._calls = calls
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._calls.leave(self, error)
+
+
+class Calls:
+    """One rank's calls of a group.
+
+    Args:
+        rank: this rank.
+        world_size: number of ranks.
+        roll: how the ranks know of each other.
+        close: ends all transfers of this rank with the others, who wait for none of them any more.
+        main: the thread that calls need not name; None: the main thread of the process.
+
+    Attributes:
+        number: how many have begun.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        roll: Roll,
+        close: Callable[[], None] = lambda: None,
+        main: threading.Thread | None = None,
+    ) -> None:
+        self.number = 0
+        self._rank, self._world_size = rank, world_size
+        self._roll, self._close = roll, close
+        self._failure: Finding | None = None
+        self._lock = threading.Lock()
+        self._main = main or threading.main_thread()
+        self._in_call = self._users = self._main
+
+    def enter(self, name: str, part: str, of: int = 0) -> Scope:
+        """Begin a call; use the result in a ``with`` statement.
+
+        Args:
+            name: see `Call`.
+            part: likewise.
+            of: likewise.
+
+        Raises:
+            ExchangeError: a rank has failed in an earlier call, or two threads of this rank use
+                the group.
+        """
+        failure = self._failure or self._roll.failed()
+        if failure is not None:
+            self._failure = failure
+            _interrupt(threading.get_ident(), None)  # this says it
+            raise ExchangeError(
+                f"this group of {self._world_size} ranks cannot be used any more: {failure.text}; "
+                "start the ranks again, or make a new group without those that are missing"
+            )
+        thread = threading.current_thread()
+        if not self._lock.acquire(blocking=False):
+            self._refuse(thread, self._in_call, name)
+        self._in_call = thread
+        self.number += 1
+        # Backward, and forward again for a checkpoint, may run in a thread of autograd's.
+        is_users = torch._C._current_graph_task_id() < 0
+        if is_users:
+            self._users = thread
+        is_named = is_users and thread is not self._main
+        call = Call(self.number, name, part, of, thread.name if is_named else "")
+        self._roll.begin(call)
+        return Scope(self, call)
+
+    def _refuse(self, thread: threading.Thread, other: threading.Thread, name: str) -> None:
+        text = (
+            f"on rank {self._rank}, threads {other.name!r} and {thread.name!r} both use a group "
+            f"of {self._world_size} ranks (the second one in {name}), so that their calls are in "
+            "no order; give each thread a group of its own (torch.distributed.new_group)"
+        )
+        self.fail(Finding(self._rank, text))
+        raise ExchangeError(text)
+
+    def leave(self, scope: Scope, error: BaseException | None) -> None:
+        """End a call: what `Scope` does as its ``with`` statement ends."""
+        try:
+            if error is None or scope.in_step:
+                self._roll.end()
+                return
+            lost = isinstance(error, LostPeerError)
+            if isinstance(error, LostPeerError):
+                finding = self._roll.explain(error)
+            else:
+                finding = Finding(self._rank, f"rank {self._rank} failed in {scope.call}: "
+                                  f"{type(error).__name__}: {_one_line(error)}")  # fmt: skip
+            self.fail(finding)
+            self._close()  # last: who loses a transfer with this rank asks why
+        finally:
+            self._lock.release()
+        if lost:
+            _interrupt(threading.get_ident(), None)  # this says it
+            raise ExchangeError(
+                f"{finding.text}; this is rank {self._rank} in {scope.call}"
+            ) from error
+
+    def fail(self, finding: Finding) -> bool:
+        """Take part in no further call of the group, and tell the others why.
+
+        Returns:
+            Whether nothing of this rank has said so before.
+        """
+        if self._failure is not None:
+            return False
+        self._failure = finding
+        self._roll.fail(finding)
+        return True
+
+    def interrupt(self, finding: Finding) -> None:
+        """Raise an `ExchangeError` in the thread that calls, which has gone on to something else.
+
+        It comes as soon as that thread runs Python again: calls of this group have returned what
+        their streams have yet to receive, and never will.
+
+        Args:
+            finding: why.
+        """
+        text = (
+            f"{finding.text}; this is rank {self._rank}, whose calls up to call {self.number} of "
+            f"the group of {self._world_size} ranks have no valid results"
+        )
+
+        class ToldError(ExchangeError):
+            def __init__(self, *args: Any) -> None:
+                super().__init__(*(args or (text,)))
+
+        told = ToldError
+        told.__name__ = told.__qualname__ = ExchangeError.__name__
+        if self._users.ident is not None:
+            _interrupt(self._users.ident, told)
+
+
+def _interrupt(thread: int, error: type[BaseException] | None) -> None:
+    """Raise an error in a thread of this process; None: not the one that it has yet to see."""
+    what = None if error is None else ctypes.py_object(error)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), what)
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= 160 else f"{text[:157]}..."
+
+
+class _OfOneRank(Calls):
+    """The calls of a rank that has nobody to agree with."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def enter(self, name: str, part: str, of: int = 0) -> Scope:
+        return Scope(self, Call(0, name, part, of))
+
+    def leave(self, scope: Scope, error: BaseException | None) -> None:
+        pass
+
+    def fail(self, finding: Finding) -> bool:
+        return False
+
+
+ALONE: Any = _OfOneRank()
+"""The calls of a world of one rank."""

@@ -1,0 +1,187 @@
+"""Agreements of a process group by torch.distributed: at its first call, and between hosts.
+
+Ranks of one Linux host have a `board` for this from their first call on.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions
+from torch.distributed.distributed_c10d import _get_process_group_store
+
+from .calls import Call, Finding, LostPeerError
+
+_POLL_S = 0.002  # between looks into the store
+_CAUSE_S = 3.0  # so long ranks may take to say that they wait, too, when a wait has failed
+
+
+class Collectives:
+    """One rank's end of a process group, for small objects and numbers.
+
+    Args:
+        group: the group.
+        close: ends the transfers of this rank, so that those who wait for it do so no longer.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, close: Callable[[], None]) -> None:
+        self._group, self._close = group, close
+        self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
+        self._store = dist.PrefixStore("ring_dilated_attention", _get_process_group_store(group))
+        self._on_cpu = "cpu" in dist.get_backend_config(group)
+        self._rounds = 0
+        self._call: Call | None = None
+        self._agreed = 0  # the last call in which all ranks were seen
+
+    def share(self, value: Any, timeout: float) -> list[Any]:
+        """What every rank passes to its call of this method, by rank: small, and can be pickled.
+
+        Args:
+            value: this rank's.
+            timeout: seconds to wait for the others.
+
+        Raises:
+            LostPeerError: a rank did not come, or has ended.
+        """
+        self._rounds += 1
+        data = pickle.dumps(value)
+        with self._lost_after(timeout):
+            found = (self._by_gloo if self._on_cpu else self._by_store)(data, timeout)
+        self._seen()
+        return [pickle.loads(each) for each in found]
+
+    def maximum(self, values: Sequence[int], device: torch.device, timeout: float) -> list[int]:
+        """The elementwise maximum over all ranks of equally many numbers (int64): see `share`."""
+        with self._lost_after(timeout):
+            found = self._all_reduce(list(values), device, timeout)
+        self._seen()
+        return found
+
+    def _seen(self) -> None:
+        if self._call is not None:
+            self._agreed = self._call.number
+
+    def _by_gloo(self, data: bytes, timeout: float) -> list[bytes]:
+        self._store.set(f"{self._rounds}/{self._rank}", "")  # says who has come
+        sizes = self._all_gather(torch.tensor([len(data)]), timeout)
+        largest = int(max(sizes))
+        padded = torch.frombuffer(bytearray(data.ljust(largest, b"\0")), dtype=torch.uint8)
+        found = self._all_gather(padded, timeout)
+        self._store.delete_key(f"{self._rounds - 1}/{self._rank}")
+        return [bytes(x[: int(n)].tolist()) for x, n in zip(found, sizes, strict=True)]
+
+    def _all_gather(self, tensor: torch.Tensor, timeout: float) -> list[torch.Tensor]:
+        everyone = [torch.empty_like(tensor) for _ in range(self._world_size)]
+        options = AllgatherOptions()
+        options.timeout = timedelta(seconds=timeout)
+        self._group.allgather([everyone], [tensor], options).wait()
+        return everyone
+
+    def _by_store(self, data: bytes, timeout: float) -> list[bytes]:
+        keys = [f"{self._rounds}/{rank}" for rank in range(self._world_size)]
+        self._store.set(keys[self._rank], data.hex())
+        deadline = time.monotonic() + timeout
+        while not self._store.check(keys):
+            if time.monotonic() > deadline:
+                raise TimeoutError
+            time.sleep(_POLL_S)
+        found = [bytes.fromhex(self._store.get(key).decode()) for key in keys]
+        self._store.delete_key(f"{self._rounds - 1}/{self._rank}")  # everybody has read it
+        return found
+
+    def _all_reduce(self, values: list[int], device: torch.device, timeout: float) -> list[int]:
+        options: Any = AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX
+        options.timeout = timedelta(seconds=timeout)
+        if self._on_cpu:
+            tensor = torch.tensor(values, dtype=torch.int64)
+            self._group.allreduce([tensor], options).wait()
+            return [int(value) for value in tensor.tolist()]
+        if device.type == "cpu":
+            device = torch.device("cuda", torch.cuda.current_device())  # all that NCCL can reach
+        # On a stream of its own it does not wait for what the device has still to compute.
+        with torch.cuda.stream(_agreement_stream(device)):
+            tensor = torch.tensor(values, dtype=torch.int64, device=device)
+            self._group.allreduce([tensor], options).wait(timedelta(seconds=timeout))
+            return [int(value) for value in tensor.tolist()]
+
+    @contextmanager
+    def _lost_after(self, timeout: float) -> Iterator[None]:
+        begun = time.monotonic()
+        try:
+            yield
+        except (RuntimeError, TimeoutError) as error:
+            waited = timeout if time.monotonic() - begun >= timeout else None
+            raise LostPeerError([], waited) from error
+
+    def begin(self, call: Call) -> None:
+        """See `calls.Roll`."""
+        self._call = call
+
+    def end(self) -> None:
+        """See `calls.Roll`."""
+
+    def waits_for(self, rank: int | None, *, on_stream: bool = False) -> None:
+        """See `calls.Roll`; told when a wait fails."""
+
+    def look(self, peers: Sequence[int]) -> None:
+        """See `calls.Roll`; nothing is known of ranks between their collectives."""
+
+    def fail(self, finding: Finding) -> None:
+        """See `calls.Roll`."""
+        try:
+            self._store.set(f"failed/{self._rank}", json.dumps(finding))
+        except RuntimeError:
+            return  # whoever holds the store has gone; the others will find that too
+
+    def failed(self) -> Finding | None:
+        """See `calls.Roll`: what others say is read when a wait for them fails."""
+        return None
+
+    def explain(self, lost: LostPeerError) -> Finding:
+        """See `calls.Roll`: whose wait fails says so in the store; who does not is at fault."""
+        try:
+            return self._explain(lost)
+        except RuntimeError:
+            rank = lost.peers[0] if lost.peers else 0
+            return Finding(
+                rank,
+                f"rank {rank} does not answer, and neither does the store of torch.distributed: "
+                "the process that holds it, as a rule that of rank 0, has gone",
+            )
+
+    def _explain(self, lost: LostPeerError) -> Finding:
+        number = self._call.number if self._call is not None else 1
+        self._store.set(f"waits/{number}/{self._rank}", "")
+        self._close()  # those who wait for this rank say so too
+        others = [rank for rank in range(self._world_size) if rank != self._rank]
+        deadline = time.monotonic() + _CAUSE_S
+        silent = others
+        while silent and time.monotonic() < deadline:
+            for rank in others:
+                if self._store.check([f"failed/{rank}"]):
+                    return Finding(*json.loads(self._store.get(f"failed/{rank}")))
+            silent = [r for r in silent if not self._store.check([f"waits/{number}/{r}"])]
+            time.sleep(0.02)
+        suspects = [r for r in silent if r in lost.peers] or silent or list(lost.peers) or others
+        rank = suspects[0]
+        after = "has gone, or does not answer" if lost.waited is None else (
+            f"did not answer within {lost.waited:g} s")  # fmt: skip
+        known = f"the last call it is known to have begun is call {self._agreed}"
+        if not self._agreed:
+            known = "it has made no call of this group"
+        return Finding(rank, f"rank {rank} {after}; {known}")
+
+
+@lru_cache(maxsize=8)
+def _agreement_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]

@@ -1,0 +1,61 @@
+"""What our derivatives do not offer, refused: forward mode, and being differentiated again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+
+def refuse_tangents(name: str, *tensors: torch.Tensor) -> None:
+    """Raise a `NotImplementedError` where forward-mode autograd would lose a tensor's tangent.
+
+    Args:
+        name: of the function, for the message.
+        tensors: its inputs.
+    """
+    if forward_ad._current_level < 0:
+        return
+    parts = [forward_ad.unpack_dual(tensor) for tensor in tensors]  # type: ignore[no-untyped-call]
+    if any(part.tangent is not None for part in parts):
+        raise NotImplementedError(
+            f"{name} has no forward-mode derivative (torch.func.jvp, torch.autograd.forward_ad): "
+            "use reverse mode, torch.func.vjp or backward"
+        )
+
+
+def once_differentiable(
+    name: str, gradient: Callable[..., Any], *tensors: torch.Tensor
+) -> tuple[torch.Tensor | None, ...]:
+    """The gradients that a function returns; differentiating them raises a `RuntimeError`.
+
+    Args:
+        name: of what they are the gradients of, for the message.
+        gradient: takes `tensors` and returns the gradients, with autograd off.
+        tensors: all that the gradients depend on.
+    """
+    if not torch.is_grad_enabled():  # backward without create_graph
+        found: tuple[torch.Tensor | None, ...] = gradient(*tensors)
+        return found
+    found = _Once.apply(name, gradient, *tensors)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Once(torch.autograd.Function):
+    """Calls a function, and refuses to go back through it."""
+
+    generate_vmap_rule = True  # torch.func.jacrev
+
+    @staticmethod
+    def forward(name: str, gradient: Callable[..., Any], *tensors: torch.Tensor) -> Any:
+        return gradient(*tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.name = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise RuntimeError(f"the gradient of {ctx.name} cannot be differentiated again")

@@ -1,0 +1,491 @@
+"""Ranks of which one does something wrong, as real processes over gloo or NCCL: what the rest say.
+
+Run by `test_faults`, and as a command for many rounds:
+
+    python tests/faulty_ranks.py --rounds 10 --ranks 2,3,5
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.utils.checkpoint import checkpoint
+
+from ring_dilated_attention import DilatedPattern, SequenceLayout, compute, dilated_attention
+from ring_dilated_attention import exchange as exchange_module
+from ring_dilated_attention.exchange import ProcessGroupExchange
+
+TIMEOUT_S = 3.0
+"""Of the groups, where a rank is stopped; it is minutes where one has ended."""
+LONG_S = 120.0
+GRACE_S = 5.0
+EXPECTED = 3  # calls that go well before the fault: forward, backward, forward
+
+
+class Rank:
+    """What a rank does: calls over a group of all ranks.
+
+    Args:
+        rank: this rank.
+        world_size: number of ranks.
+        victim: the rank that does something wrong.
+        device: where the tensors are.
+        group: through which rows travel.
+        note: told when the fault begins.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        victim: int,
+        device: torch.device,
+        group: ProcessGroupExchange,
+        note: Callable[[], None],
+    ) -> None:
+        self.rank, self.world_size, self.is_victim = rank, world_size, rank == victim
+        self.device, self.group, self._note = device, group, note
+        self.stays = False
+        self.layout = SequenceLayout.zigzag(61, world_size)
+        self.pattern = DilatedPattern([16, None], [1, 3])
+        torch.manual_seed(rank)
+
+    def call(self, *, pattern: DilatedPattern | None = None) -> torch.Tensor:
+        """A forward, of inputs that need gradients."""
+        dtype = torch.float16 if self.device.type == "cuda" else torch.float32
+        shape = 1, self.layout.local_length(self.rank), 4, 16
+        tensors = [torch.randn(shape, device=self.device, dtype=dtype) for _ in range(3)]
+        query, key, value = (x.requires_grad_() for x in tensors)
+        return dilated_attention(
+            query,
+            key,
+            value,
+            pattern or self.pattern,
+            is_causal=True,
+            group=self.group,
+            layout=self.layout,
+        )
+
+    def warm_up(self) -> None:
+        """Calls that go well: numbers 1, 2 and 3."""
+        self.call().sum().backward()
+        self.call()
+        self.synchronize()
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def fault(self) -> None:
+        """Say that the fault begins now."""
+        self._note()
+
+    def die(self, how: str) -> None:
+        """End this process, or stop it for good."""
+        self.fault()
+        if how == "exit":
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+
+    def stay(self) -> None:
+        """Stay alive, and in no call, until everybody else has ended."""
+        self.stays = True
+
+
+def between_calls(me: Rank, how: str) -> None:
+    me.warm_up()
+    if me.is_victim:
+        me.die(how)
+    me.call().sum().backward()
+    me.synchronize()
+
+
+def in_the_first_call(me: Rank, how: str) -> None:
+    if me.is_victim:
+        me.die(how)
+    me.call()
+    me.synchronize()
+
+
+def in_a_tile(me: Rank, how: str) -> None:
+    """In the middle of forward: its rows are sent, or not, and those of others are waited for."""
+    me.warm_up()
+    if me.is_victim:
+        compute.forward = lambda *a, **k: me.die(how)
+    me.call().sum().backward()
+    me.synchronize()
+
+
+def in_backward(me: Rank, how: str) -> None:
+    me.warm_up()
+    out = me.call()
+    if me.is_victim:
+        compute.backward = lambda *a, **k: me.die(how)
+    out.sum().backward()
+    me.synchronize()
+
+
+def error_in_a_tile(me: Rank, how: str) -> None:
+    """An exception on one rank, in the middle of a call; it may be caught."""
+    me.warm_up()
+    if not me.is_victim:
+        me.call().sum().backward()
+        me.synchronize()
+        return
+    forward = compute.forward
+
+    def fail(*args: Any, **options: Any) -> None:
+        me.fault()
+        raise MemoryError("no memory for a tile")
+
+    compute.forward = fail
+    try:
+        me.call()
+    except MemoryError:
+        if how == "uncaught":
+            raise
+        compute.forward = forward
+        try:
+            me.call()  # refused: the others have given this group up
+        finally:
+            me.stay()
+
+
+def skipped_call(me: Rank, how: str) -> None:
+    """One rank leaves a call out; the next one is the backward of another."""
+    me.warm_up()
+    first = me.call()
+    second = None
+    if me.is_victim:
+        me.fault()
+    else:
+        second = me.call()
+    if how == "backward":
+        loss = first.sum() if second is None else (first * second).sum()
+        loss.backward()
+    elif how == "other arguments":
+        me.call(pattern=DilatedPattern([7], [1]))
+    elif me.is_victim and how == "stays":
+        me.stay()
+    me.synchronize()
+
+
+def other_order(me: Rank, how: str) -> None:
+    me.warm_up()
+    first, second = me.call(), me.call()
+    if me.is_victim:
+        me.fault()
+        first, second = second, first
+    first.sum().backward()
+    if how == "swapped" or not me.is_victim:
+        second.sum().backward()
+    me.synchronize()
+
+
+def recomputed(me: Rank, how: str) -> None:
+    """One rank checkpoints its activations, and computes forward again in backward."""
+    me.warm_up()
+    x = torch.zeros((), device=me.device, requires_grad=True)
+    if me.is_victim:
+        me.fault()
+        out = checkpoint(lambda y: me.call() + y, x, use_reentrant=False)
+    else:
+        out = me.call() + x
+    out.sum().backward()
+    me.synchronize()
+
+
+def two_threads(me: Rank, how: str) -> None:
+    me.warm_up()
+    failures: list[BaseException] = []
+
+    def many() -> None:
+        try:
+            for _ in range(200):
+                me.call().sum().backward()
+        except BaseException as error:
+            failures.append(error)
+
+    if me.is_victim or how == "everywhere":
+        me.fault()
+        threads = [threading.Thread(target=many, name=f"user {i}") for i in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    else:
+        many()
+    me.synchronize()
+    if failures:
+        raise failures[0]
+
+
+def one_call_more(me: Rank, how: str) -> None:
+    """All ranks but one call once more, and that one ends, or stays."""
+    me.warm_up()
+    if me.is_victim:
+        me.fault()
+        if how == "stays":
+            me.stay()
+        return
+    me.call()
+    me.synchronize()
+
+
+def other_version(me: Rank, how: str) -> None:
+    if me.is_victim:
+        me.fault()
+        pytest.MonkeyPatch().setattr(exchange_module, "VERSION", "0.0.1")
+    me.call()
+
+
+class Fault(NamedTuple):
+    """A fault, and what the others are to say of it.
+
+    Attributes:
+        program: what every rank does.
+        how: which variant of it.
+        blames: a pattern that the errors of the other ranks match; {victim} is the rank.
+        stops: whether the victim stays alive, so that the others wait for the timeout.
+        says: a pattern that the victim's error matches; None: it has none, or none that it can say.
+    """
+
+    program: Callable[[Rank, str], None]
+    how: str
+    blames: str
+    stops: bool = False
+    says: str | None = None
+
+
+_GONE = r"rank {victim} (has gone|has ended).*call \d+ \(dilated_attention.*this is rank \d in"
+_SILENT = r"rank {victim} did not answer within 3 s.*this is rank \d in"
+_DIFFER = r"ranks are in different calls.*rank {victim} in call \d+ \(dilated_attention"
+
+FAULTS = {
+    "killed between calls": Fault(between_calls, "kill", _GONE),
+    "exited between calls": Fault(between_calls, "exit", _GONE),
+    "stopped between calls": Fault(between_calls, "stop", _SILENT, stops=True),
+    "killed before the first call": Fault(in_the_first_call, "kill", "rank {victim} .*first call"),
+    "stopped before the first call": Fault(
+        in_the_first_call, "stop", "rank {victim} did not .*first call", stops=True
+    ),
+    "killed in forward": Fault(in_a_tile, "kill", _GONE),
+    "stopped in forward": Fault(in_a_tile, "stop", _SILENT, stops=True),
+    "killed in backward": Fault(in_backward, "kill", _GONE),
+    "stopped in backward": Fault(in_backward, "stop", _SILENT, stops=True),
+    "error in a tile": Fault(
+        error_in_a_tile,
+        "uncaught",
+        r"rank {victim} failed in call 4 \(dilated_attention, forward\): MemoryError: no memory",
+        says="no memory for a tile",
+    ),
+    "error in a tile, caught": Fault(
+        error_in_a_tile,
+        "caught",
+        r"rank {victim} failed in call 4 \(dilated_attention, forward\): MemoryError: no memory",
+        says="cannot be used any more",
+    ),
+    "skipped call, backward": Fault(skipped_call, "backward", _DIFFER, says=_DIFFER),
+    "skipped call, other arguments": Fault(
+        skipped_call, "other arguments", "pattern is .* on rank {victim}", says="pattern is"
+    ),
+    "skipped call, then the end": Fault(skipped_call, "ends", _GONE),
+    "skipped call, then nothing": Fault(skipped_call, "stays", _SILENT, stops=True),
+    "other order of backward": Fault(other_order, "swapped", _DIFFER, says=_DIFFER),
+    "a call left out of the loss": Fault(other_order, "left out", _DIFFER, says=_DIFFER),
+    "checkpoint on one rank": Fault(recomputed, "", _DIFFER, says=_DIFFER),
+    "two threads on one rank": Fault(
+        two_threads, "", r"rank {victim}\b.* threads? 'user \d'", says=r"threads? 'user \d'"
+    ),
+    "two threads on all ranks": Fault(
+        two_threads, "everywhere", r"threads? 'user \d'", says=r"threads? 'user \d'"
+    ),
+    "one call more than a rank that ends": Fault(one_call_more, "ends", _GONE),
+    "one call more than a rank that stays": Fault(one_call_more, "stays", _SILENT, stops=True),
+    "another version": Fault(
+        other_version, "", r"one version of .* 0\.0\.1 on rank {victim}", says="one version of"
+    ),
+}
+
+
+class Outcome(NamedTuple):
+    """How a rank ended: what it raised, how long after the fault, and its exit status."""
+
+    error: str
+    seconds: float
+    status: int | None
+
+
+def _rank_main(
+    rank: int, world_size: int, victim: int, name: str, folder: str, backend: str, copies: bool
+) -> None:
+    fault = FAULTS[name]
+    torch.set_num_threads(1)
+    error, me = "", None
+    timeout = TIMEOUT_S if fault.stops else LONG_S
+    device = torch.device("cpu")
+    if backend != "gloo":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    try:
+        dist.init_process_group(
+            backend,
+            store=dist.FileStore(str(Path(folder, "store")), world_size),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=LONG_S),
+        )
+        group = dist.group.WORLD
+        assert group is not None
+        ends = ProcessGroupExchange(
+            group, timeout=timeout, peer_memory=copies if device.type == "cuda" else None
+        )
+        note = Path(folder, "fault").touch
+        me = Rank(rank, world_size, victim, device, ends, note)
+        fault.program(me, fault.how)
+    except BaseException as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    Path(folder, f"rank{rank}.json").write_text(json.dumps([error, time.time()]))
+    if me is not None and me.stays:
+        time.sleep(60)
+    sys.stdout.flush()
+    os._exit(1 if error else 0)  # as it is: nobody is to wait for anybody here
+
+
+def run_fault(
+    name: str, world_size: int, victim: int, *, backend: str = "gloo", copies: bool = False
+) -> list[Outcome]:
+    """Run ranks of which one does something wrong.
+
+    Args:
+        name: of the fault.
+        world_size: number of ranks.
+        victim: which one.
+        backend: of torch.distributed.
+        copies: whether rows travel by copies between GPUs.
+
+    Returns:
+        How the ranks ended, by rank. Those that had not after a minute are killed.
+    """
+    context: Any = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch.testing", "ring_dilated_attention.testing"])
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [
+            context.Process(
+                target=_rank_main, args=(rank, world_size, victim, name, folder, backend, copies)
+            )
+            for rank in range(world_size)
+        ]
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + 60
+        for process in (p for rank, p in enumerate(processes) if rank != victim):
+            process.join(max(0.0, deadline - time.monotonic()))
+        if FAULTS[name].says is not None:
+            while processes[victim].is_alive() and not Path(folder, f"rank{victim}.json").exists():
+                time.sleep(0.01)
+                if time.monotonic() > deadline:
+                    break
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+        begun = Path(folder, "fault").stat().st_mtime if Path(folder, "fault").exists() else 0.0
+        outcomes = []
+        for rank, process in enumerate(processes):
+            found = Path(folder, f"rank{rank}.json")
+            error, when = json.loads(found.read_text()) if found.exists() else ("", begun)
+            outcomes.append(Outcome(error, when - begun, process.exitcode))
+    return outcomes
+
+
+def problems(name: str, world_size: int, victim: int, outcomes: list[Outcome]) -> list[str]:
+    """What is not as it should be."""
+    fault, found = FAULTS[name], []
+    limit = GRACE_S + TIMEOUT_S * fault.stops
+    for rank, outcome in enumerate(outcomes):
+        wanted = fault.says if rank == victim else fault.blames
+        if wanted is None:
+            continue
+        wanted = wanted.replace("{victim}", str(victim)).replace("rank ", r"ranks? (?:\d, )*")
+        if not re.search(wanted, outcome.error, re.DOTALL):
+            found.append(f"rank {rank} said {outcome.error!r}, not {wanted!r}")
+        elif rank != victim and outcome.seconds > limit:
+            found.append(f"rank {rank} ended after {outcome.seconds:.1f} s")
+        if rank != victim and outcome.status != 1:
+            found.append(f"rank {rank} exited with {outcome.status}")
+    return found
+
+
+def leftovers() -> set[str]:
+    """Names of this package in shared memory and in the folder of temporary files."""
+    folders = [Path("/dev/shm"), Path(tempfile.gettempdir())]
+    names = [path.name for folder in folders if folder.is_dir() for path in folder.iterdir()]
+    return {name for name in names if name.startswith(("ring-dilated", "rda-"))}
+
+
+def main() -> None:
+    """All faults, several times, each time with another rank at fault."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--ranks", default="2,3,5")
+    parser.add_argument("--backend", default="gloo", choices=["gloo", "nccl", "cpu:gloo,cuda:nccl"])
+    parser.add_argument("--copies", action="store_true")
+    parser.add_argument("--only", default="")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    before, wrong, rows = leftovers(), 0, []
+    transport = {"backend": options.backend, "copies": options.copies}
+    cases = [
+        (name, world_size)
+        for name in FAULTS
+        if options.only in name
+        for world_size in map(int, options.ranks.split(","))
+    ]
+    with ThreadPoolExecutor(options.jobs) as pool:
+        runs = {
+            (*case, number): pool.submit(run_fault, *case, number % case[1], **transport)
+            for case in cases
+            for number in range(options.rounds)
+        }
+        for name, world_size in cases:
+            slowest, bad = 0.0, 0
+            for number in range(options.rounds):
+                victim, outcomes = number % world_size, runs[name, world_size, number].result()
+                found = problems(name, world_size, victim, outcomes)
+                others = [one.seconds for rank, one in enumerate(outcomes) if rank != victim]
+                slowest, bad = max(slowest, *others), bad + bool(found)
+                for problem in found:
+                    print(f"  {name}, {world_size} ranks, victim {victim}: {problem}")
+            print(f"{name}, {world_size} ranks: {bad} of {options.rounds} wrong; "
+                  f"slowest {slowest:.1f} s", flush=True)  # fmt: skip
+            rows.append([name, world_size, options.rounds, bad, slowest])
+            wrong += bad
+    left = leftovers() - before
+    print(f"{wrong} wrong, left behind: {sorted(left)}")
+    if options.json:
+        options.json.write_text(json.dumps({"rows": rows, "wrong": wrong, "left": sorted(left)}))
+    sys.exit(bool(wrong or left))
+
+
+if __name__ == "__main__":
+    main()

@@ -275,8 +275,8 @@ class Fault(NamedTuple):
     says: str | None = None
 
 
-_GONE = r"rank {victim} (has gone|has ended).*call \d+ \(dilated_attention.*this is rank \d in"
-_SILENT = r"rank {victim} did not answer within 3 s.*this is rank \d in"
+_GONE = r"rank {victim} (has gone|has ended).*call \d+ \(dilated_attention.*this is rank \d"
+_SILENT = r"rank {victim} did not answer within 3 s.*this is rank \d"
 _DIFFER = r"ranks are in different calls.*rank {victim} in call \d+ \(dilated_attention"
 
 FAULTS = {
@@ -340,7 +340,7 @@ def _rank_main(
     fault = FAULTS[name]
     torch.set_num_threads(1)
     error, me = "", None
-    timeout = TIMEOUT_S if fault.stops else LONG_S
+    timeout = TIMEOUT_S if waits_for_timeout(name, backend) else LONG_S
     device = torch.device("cpu")
     if backend != "gloo":
         device = torch.device("cuda", rank)
@@ -417,10 +417,20 @@ def run_fault(
     return outcomes
 
 
-def problems(name: str, world_size: int, victim: int, outcomes: list[Outcome]) -> list[str]:
+def waits_for_timeout(name: str, backend: str) -> bool:
+    """Whether the others can know of the fault by the timeout alone.
+
+    Before a group's first call its ranks know nothing of each other, unless gloo connects them.
+    """
+    return FAULTS[name].stops or (FAULTS[name].program is in_the_first_call and backend == "nccl")
+
+
+def problems(
+    name: str, world_size: int, victim: int, outcomes: list[Outcome], backend: str = "gloo"
+) -> list[str]:
     """What is not as it should be."""
     fault, found = FAULTS[name], []
-    limit = GRACE_S + TIMEOUT_S * fault.stops
+    limit = GRACE_S + TIMEOUT_S * waits_for_timeout(name, backend)
     for rank, outcome in enumerate(outcomes):
         wanted = fault.says if rank == victim else fault.blames
         if wanted is None:
@@ -471,7 +481,7 @@ def main() -> None:
             slowest, bad = 0.0, 0
             for number in range(options.rounds):
                 victim, outcomes = number % world_size, runs[name, world_size, number].result()
-                found = problems(name, world_size, victim, outcomes)
+                found = problems(name, world_size, victim, outcomes, options.backend)
                 others = [one.seconds for rank, one in enumerate(outcomes) if rank != victim]
                 slowest, bad = max(slowest, *others), bad + bool(found)
                 for problem in found:

@@ -102,8 +102,8 @@ def test_the_operators_are_what_torch_expects(options, kv_heads, dtype):
     tensors = leaves(21, kv_heads=kv_heads, dtype=dtypes[dtype])
     opcheck(FORWARD, (*tensors, *options))
     inputs = [x.detach() for x in tensors]
-    out, lse = FORWARD(*inputs, *options)
-    opcheck(BACKWARD, (torch.ones_like(out), *inputs, out, lse, *options))
+    out, lse, identity = FORWARD(*inputs, *options)
+    opcheck(BACKWARD, (torch.ones_like(out), *inputs, out, lse, identity, *options))
     inputs[0] = inputs[0].transpose(1, 2).contiguous().transpose(1, 2)  # results are contiguous
     opcheck(FORWARD, (*inputs, *options))
 
@@ -113,7 +113,7 @@ def test_an_exchange_that_only_autograd_keeps():
         def __init__(self, ends):
             self.rank, self.world_size, self.sent_bytes = ends.rank, ends.world_size, 0
             self.start, self.maximum = ends.start, ends.maximum
-            self.share, self.gather = ends.share, ends.gather
+            self.share, self.calls = ends.share, ends.calls
 
     def rank(ends):
         def briefly(*tensors):

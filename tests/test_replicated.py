@@ -310,8 +310,9 @@ def test_lse_is_outside_of_autograd_and_double_backward_refused():
     )
     assert out.requires_grad
     assert not lse.requires_grad
-    with pytest.raises(RuntimeError, match="cannot be differentiated again"):
-        torch.autograd.grad(out.sum(), query, create_graph=True)
+    (gradient,) = torch.autograd.grad(out.sum(), query, create_graph=True)
+    with pytest.raises(RuntimeError, match="replicated_query_attention cannot be differentiated"):
+        gradient.sum().backward()
 
 
 def test_autocast_casts_as_for_sdpa():

@@ -5,7 +5,9 @@ from .layout import SequenceLayout
 from .pattern import DilatedPattern
 from .plan import AttentionPlan, plan_attention
 from .replicated import replicated_query_attention
-from .version import VERSION as __version__
+from .version import VERSION
+
+__version__ = VERSION
 
 __all__ = [
     "AttentionPlan",

@@ -4,12 +4,32 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from .calls import Call, ExchangeError, Scope
 from .exchange import Exchange
+
+
+class Shared(NamedTuple):
+    """Arguments that must be equal on all ranks.
+
+    Attributes:
+        words: each by its name, as messages show it.
+        text: all of them, which is what ranks compare.
+    """
+
+    words: Mapping[str, Any]
+    text: str
+
+    @classmethod
+    def of(cls, words: Mapping[str, Any]) -> Shared:
+        """Arguments by name."""
+        return cls(words, repr(words))
+
+
+_NOTHING = Shared.of({})
 
 
 def agree(
@@ -24,24 +44,24 @@ def agree(
     Args:
         name: what was called, for the message.
         ends: this rank's end of the group.
-        shared: see `settle`.
-        failure: see `settle`.
-        device: see `settle`.
+        shared: the arguments that must be equal on all ranks, by name; None if this rank refused.
+        failure: why this rank refused its arguments; None if it did not.
+        device: where the tensors of the call are.
 
     Raises:
         Exception: see `settle`.
     """
     refuse_capture(name, ends, device)
     with ends.calls.enter(name, "inputs") as scope:
-        settle(scope, ends, shared, failure, device)
+        settle(scope, ends, device, None if shared is None else Shared.of(shared), failure)
 
 
 def settle(
     scope: Scope,
     ends: Exchange,
-    shared: Mapping[str, Any] | None,
-    failure: Exception | None,
     device: torch.device,
+    shared: Shared | None = _NOTHING,
+    failure: Exception | None = None,
 ) -> None:
     """Raise on every rank unless all are in the same call, with the same arguments.
 
@@ -51,9 +71,9 @@ def settle(
     Args:
         scope: the call.
         ends: this rank's end of the group.
-        shared: the arguments that must be equal on all ranks, by name; None if this rank refused.
-        failure: why this rank refused its arguments; None if it did not.
         device: where the tensors of the call are.
+        shared: the arguments that must be equal on all ranks; None if this rank refused.
+        failure: why this rank refused its arguments; None if it did not.
 
     Raises:
         ValueError: other ranks refused their arguments, or ranks differ; the message names them.
@@ -61,13 +81,13 @@ def settle(
         ExchangeError: the ranks are in different calls, or one of them is missing or has failed.
     """
     if ends.world_size > 1:
-        digest = hashlib.blake2b(repr((scope.call, shared)).encode(), digest_size=7).digest()
-        number = int.from_bytes(digest)
+        text = f"{scope.call}{shared and shared.text}".encode()
+        number = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest())
         values = [number, -number, int(failure is not None)]
         largest, minus_smallest, failed = ends.maximum(values, device)
         if failed or largest != -minus_smallest:
             refusal = failure and f"{type(failure).__name__}: {failure}"
-            everyone = ends.share((scope.call, shared, refusal))
+            everyone = ends.share((scope.call, shared and shared.words, refusal))
             scope.in_step = True  # every rank raises now, and may go on with its next call
             others = None if failed else _other_calls(everyone)
             if others is not None:

@@ -19,6 +19,8 @@ from .watch import UnderWay, Watch, prepare_to_watch
 MOST_CTAS = 16
 """Multiprocessors that NCCL may take from the compute behind which it runs."""
 
+_NCCL_LATER = timedelta(seconds=60)
+
 
 class Communicator:
     """A communicator of its own for the rows that a group exchanges.
@@ -129,7 +131,7 @@ def _nccl_options(group: dist.ProcessGroup, timeout: timedelta) -> Any:
     """Few multiprocessors, but those before the attention kernels."""
     options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options.config.max_ctas = MOST_CTAS
-    options._timeout = timeout
+    options._timeout = timeout + _NCCL_LATER  # it ends the process; the watch raises an error
     options.global_ranks_in_group = dist.get_process_group_ranks(group)
     options.group_name = f"ring_dilated_attention {group.group_name}"
     return options

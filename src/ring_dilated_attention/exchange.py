@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol, TypeAlias, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -302,13 +302,18 @@ class ProcessGroupExchange:
         self.sent_bytes = 0
         self._group = group
         self._peer_memory = peer_memory
-        self._timeout = timeout_of(group) if timeout is None else _seconds(timeout)
+        self._given_timeout = None if timeout is None else _seconds(timeout)
 
-    @property
+    @cached_property
+    def _timeout(self) -> float:
+        return timeout_of(self._group) if self._given_timeout is None else self._given_timeout
+
+    @cached_property
     def _met(self) -> _Members:
-        if self._group not in _members:
-            _members[self._group] = _Members(self._group, self._timeout)
-        return _members[self._group]
+        met = _members.get(self._group)
+        if met is None:
+            met = _members[self._group] = _Members(self._group, self._timeout)
+        return met
 
     @property
     def calls(self) -> Calls:

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch._functorch.utils import enable_single_level_autograd_function
 
-from .agreement import refuse_capture, settle
+from .agreement import Shared, refuse_capture, settle
+from .caches import INT_BYTES, cache_by_size
 from .calls import Call, Scope
 from .derivatives import once_differentiable, refuse_tangents
 from .device_tables import TABLES
@@ -226,7 +227,7 @@ def _backward(
     refuse_capture("dilated_attention", ends, query.device)
     forward = int(identity) if named.group else 0
     with ends.calls.enter("dilated_attention", "backward", forward) as scope:
-        settle(scope, ends, {}, None, query.device)
+        settle(scope, ends, query.device)
         calls = _ring_calls(query, key, named, ends)
         if len(calls) == 1:
             return attention_backward(dout, query, key, value, out, lse, calls[0].call)
@@ -332,13 +333,16 @@ def agree_on_call(
     shared, failure = None, None
     try:
         _check_layout(tuple(options.layout), query.shape[1], ends)
-        _packed_rows(options, query, ends.world_size)
+        if not others:  # else documents may end where lengths that are not known yet say
+            _packed_rows(options, query, ends.world_size)
         _select(options.backend, query.device, query.dtype, query.shape[3])
         if ends.world_size > 1:
-            shared = {**_shared(query, key, options), **others}
+            shared = _shared(query, key, options)
+            if others:
+                shared = Shared.of({**shared.words, **others})
     except Exception as error:  # whatever it is, the other ranks are to be told
         failure = error
-    settle(scope, ends, shared, failure, query.device)
+    settle(scope, ends, query.device, shared, failure)
 
 
 def _packed_rows(options: Options, query: torch.Tensor, world_size: int) -> tuple[PackedRows, ...]:
@@ -354,36 +358,47 @@ def _check_layout(flat: tuple[int, ...], local_length: int, ends: Exchange) -> N
         _layout(flat).check_shard(ends.rank, ends.world_size, local_length, held)
 
 
-def _shared(query: torch.Tensor, key: torch.Tensor, options: Options) -> dict[str, Any]:
-    """What must be equal on all ranks, in words for the message."""
-    batch, length, num_heads, head_dim = query.shape
+def _shared(query: torch.Tensor, key: torch.Tensor, options: Options) -> Shared:
+    """What must be equal on all ranks."""
+    hashable = (tuple(x) if isinstance(x, Sequence) and not isinstance(x, str) else x
+                for x in options)  # fmt: skip
+    return _in_words(query.shape, key.shape[2], query.dtype, query.device.type, *hashable)
+
+
+def _nbytes_in_words(arguments: tuple[Any, ...], shared: Shared) -> int:
+    lists = (len(x) for x in arguments if isinstance(x, tuple))
+    return INT_BYTES * sum(lists) + 2 * len(shared.text)
+
+
+@cache_by_size(4 << 20, _nbytes_in_words)
+def _in_words(
+    shape: tuple[int, ...], num_kv_heads: int, dtype: torch.dtype, device: str, *values: Any
+) -> Shared:
+    options = Options(*values)
+    batch, length, num_heads, head_dim = shape
     layout = _layout(tuple(options.layout)) if options.layout else None
-    pattern = _pattern(
-        tuple(options.segment_lengths),
-        tuple(options.dilation_rates),
-        options.head_offsets,
-        options.head_branches,
-        options.zero_keys,
+    pattern = _pattern(*values[:5])
+    return Shared.of(
+        {
+            "batch": batch,
+            "heads": num_heads,
+            "kv_heads": num_kv_heads,
+            "head_dim": head_dim,
+            "dtype": str(dtype),
+            "device": device,
+            "pattern": str(pattern),
+            "layout": f"{layout!r} ({layout.digest[:8]})"
+            if layout
+            else f"{length} positions on each rank",
+            "documents": _digest(options.documents),
+            "lengths": _digest(options.lengths),
+            "is_causal": options.is_causal,
+            "scale": options.scale,
+            "exchange": options.exchange,
+            "backend": options.backend,
+            "needs gradients": options.needs_gradients,
+        }
     )
-    return {
-        "batch": batch,
-        "heads": num_heads,
-        "kv_heads": key.shape[2],
-        "head_dim": head_dim,
-        "dtype": str(query.dtype),
-        "device": query.device.type,
-        "pattern": str(pattern),
-        "layout": f"{layout!r} ({layout.digest[:8]})"
-        if layout
-        else f"{length} positions on each rank",
-        "documents": _in_words(tuple(options.documents)),
-        "lengths": _in_words(tuple(options.lengths)),
-        "is_causal": options.is_causal,
-        "scale": options.scale,
-        "exchange": options.exchange,
-        "backend": options.backend,
-        "needs gradients": options.needs_gradients,
-    }
 
 
 @lru_cache(maxsize=64)
@@ -391,8 +406,7 @@ def _select(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) 
     return select_backend(name, device, dtype, head_dim)
 
 
-@lru_cache(maxsize=64)
-def _in_words(numbers: tuple[int, ...]) -> str:
+def _digest(numbers: Sequence[int]) -> str:
     if not numbers:
         return "None"
     digest = hashlib.blake2b(repr(numbers).encode(), digest_size=4).hexdigest()

@@ -16,7 +16,7 @@ import torch
 
 from . import compute
 from .accumulate import Accumulator
-from .agreement import refuse_capture, settle
+from .agreement import Shared, refuse_capture, settle
 from .derivatives import once_differentiable, refuse_tangents
 from .device_tables import TABLES
 from .exchange import Exchange, Group, all_gather, resolve_exchange
@@ -88,8 +88,10 @@ class ReplicatedQueryAttention(torch.autograd.Function):
         call: _Call = ctx.call
 
         def gradient(*tensors: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+            if not call.returns_dquery:  # nothing travels, and a rank may leave it out
+                return _backward(*tensors, call=call)
             with call.exchange.calls.enter(_NAME, "backward", call.number) as scope:
-                settle(scope, call.exchange, {}, None, dout.device)
+                settle(scope, call.exchange, dout.device)
                 return _backward(*tensors, call=call)
 
         return *once_differentiable(_NAME, gradient, dout, *ctx.saved_tensors), None
@@ -238,7 +240,7 @@ def _attend(
     except Exception as error:  # whatever it is, the other ranks are to be told
         failure = error
     with ends.calls.enter(_NAME, "forward") as scope:
-        settle(scope, ends, shared, failure, device)
+        settle(scope, ends, device, None if shared is None else Shared.of(shared), failure)
         assert call is not None
         out, lse = ReplicatedQueryAttention.apply(  # type: ignore[no-untyped-call]
             query, key, value, replace(call, number=scope.call.number)

@@ -8,13 +8,17 @@ from typing import NamedTuple
 
 import torch
 
+_ALIGNMENT = 16
+"""Bytes of the largest load of a GPU's threads, and of what its TMA unit takes addresses in."""
+
 
 class TileInputs(NamedTuple):
     """What the forward of a tile takes.
 
-    q (batch, heads, queries, head_dim); k, v (batch, heads, keys, head_dim): strided views that may
-    overlap, the last dimension contiguous. With `is_causal`, queries and keys are equally many and
-    row i sees keys 0 to i.
+    q (batch, heads, queries, head_dim); k, v (batch, heads, keys, head_dim): strided views, the
+    last dimension contiguous, of tensors that the back end `reads`. Rows of different heads may lie
+    between each other. With `is_causal`, queries and keys are equally many and row i sees keys 0 to
+    i.
     """
 
     q: torch.Tensor
@@ -57,6 +61,8 @@ class TileBackend:
             None if it cannot.
         backward_workspace: bytes a row of queries that `backward` allocates for itself, besides dq,
             dk and dv, given head_dim.
+        reads: whether it reads views of a tensor (batch, sequence, heads, head_dim) as it is: one
+            of `reads_any_rows`, `reads_separate_rows`, `reads_aligned_rows`. Others are copied.
     """
 
     name: str
@@ -68,6 +74,38 @@ class TileBackend:
         Callable[[TileInputs, TileGradients, torch.Tensor, torch.Tensor, torch.Tensor], None] | None
     ) = None
     backward_workspace: Callable[[int], int] = lambda head_dim: 0
+    reads: Callable[[torch.Tensor], bool] = lambda tensor: reads_aligned_rows(tensor)
+
+
+def reads_any_rows(tensor: torch.Tensor) -> bool:
+    """head_dim is contiguous. Strides may be 0, and rows may overlap."""
+    return tensor.stride(-1) == 1
+
+
+def reads_separate_rows(tensor: torch.Tensor) -> bool:
+    """As `reads_any_rows`, and no two elements share memory: no stride is 0, no rows overlap.
+
+    Kernels of others allocate their results by the strides of their inputs, and call BLAS with
+    them: where rows share memory, torch's CPU kernel is wrong without a word.
+    """
+    if tensor.stride(-1) != 1:
+        return False
+    end = 0  # the last element of what the dimensions of smaller strides hold
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= end:
+                return False
+            end += stride * (size - 1)
+    return True
+
+
+def reads_aligned_rows(tensor: torch.Tensor) -> bool:
+    """As `reads_separate_rows`, and every row starts at a multiple of 16 bytes."""
+    return (
+        tensor.data_ptr() % _ALIGNMENT == 0
+        and all(stride * tensor.element_size() % _ALIGNMENT == 0 for stride in tensor.stride()[:-1])
+        and reads_separate_rows(tensor)
+    )
 
 
 def refuse_all_but(

@@ -245,6 +245,25 @@ def test_scale_and_lse():
     torch.testing.assert_close(lse, torch.full((2, 2, 10), 10.0).log())
 
 
+@pytest.mark.parametrize("backend", ["auto", "eager"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [-0.7, 0.0, -0.0, 1e-40, -1e-310, 2.5])
+def test_any_scale(scale, dtype, backend):
+    """torch's CPU kernel gives NaN where a causal scale is not above 0 in float32."""
+    for is_causal in (False, True):
+        case = Case(
+            pattern=DilatedPattern([8, None], [1, 3]),
+            layout=SequenceLayout.zigzag(23, 2),
+            num_kv_heads=2,
+            is_causal=is_causal,
+            dtype=dtype,
+            backend=backend,
+            scale=scale,
+        )
+        (outcome,) = run_here(case)
+        assert outcome.passes(dtype), outcome
+
+
 def test_lse_is_outside_of_autograd():
     query = torch.randn(1, 4, 1, 8, requires_grad=True)
     out, lse = dilated_attention(query, query, query, DilatedPattern.dense(), return_lse=True)

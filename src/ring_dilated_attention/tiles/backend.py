@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -105,6 +105,59 @@ def reads_aligned_rows(tensor: torch.Tensor) -> bool:
         tensor.data_ptr() % _ALIGNMENT == 0
         and all(stride * tensor.element_size() % _ALIGNMENT == 0 for stride in tensor.stride()[:-1])
         and reads_separate_rows(tensor)
+    )
+
+
+_LEAST_SCALE = torch.finfo(torch.float32).tiny
+"""Below it, float32 kernels take a scale for 0, or for a number of fewer bits."""
+
+
+def for_any_scale(backend: TileBackend) -> TileBackend:
+    """The same back end, asked for positive scales only.
+
+    Fused kernels scale the largest score of a row in place of looking for the largest scaled score,
+    or multiply the -inf of a masked score by the scale: with `is_causal`, a scale <= 0 gives NaN.
+    Another scale is moved into a copy of the tile's queries: its sign if that is enough.
+    """
+
+    def moved(t: TileInputs) -> tuple[TileInputs, float]:
+        scale = -t.scale if -t.scale >= _LEAST_SCALE else 1.0
+        factor = t.scale / scale
+        return t._replace(q=t.q * factor, scale=scale), factor
+
+    def forward(t: TileInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        return backend.forward(t if t.scale >= _LEAST_SCALE else moved(t)[0])
+
+    def backward(
+        t: TileInputs, g: TileGradients
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if t.scale >= _LEAST_SCALE:
+            return backend.backward(t, g)
+        t, factor = moved(t)
+        dq, dk, dv = backend.backward(t, g)
+        return dq.mul_(factor), dk, dv
+
+    def forward_into(t: TileInputs, out: torch.Tensor, lse: torch.Tensor) -> None:
+        assert backend.forward_into is not None
+        backend.forward_into(t if t.scale >= _LEAST_SCALE else moved(t)[0], out, lse)
+
+    def backward_into(
+        t: TileInputs, g: TileGradients, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor
+    ) -> None:
+        assert backend.backward_into is not None
+        if t.scale >= _LEAST_SCALE:
+            backend.backward_into(t, g, dq, dk, dv)
+            return
+        t, factor = moved(t)
+        backend.backward_into(t, g, dq, dk, dv)
+        dq.mul_(factor)
+
+    return replace(
+        backend,
+        forward=forward,
+        backward=backward,
+        forward_into=forward_into if backend.forward_into else None,
+        backward_into=backward_into if backend.backward_into else None,
     )
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -90,15 +90,17 @@ class Case:
         """
         query, key, value, dout = (x.square().mean().sqrt().item() for x in self.inputs())
         scale = self.head_dim**-0.5 if self.scale is None else abs(self.scale)
+        # Scores of 4 standard deviations, which p = exp(score - lse) is as inexact as.
+        scores = 1 + 4 * scale * self.head_dim**0.5 * query * key
         # One term: p (dout v^T - delta) is of this size, and as many queries share a key.
-        ds = scale * self.head_dim**0.5 * dout * value
+        ds = scores * scale * self.head_dim**0.5 * dout * value
         queries = (self.layout.length * self.num_heads / self.num_kv_heads) ** 0.5
         sizes = (
             value,
-            1 + scale * self.head_dim**0.5 * query * key,
+            scores,
             ds * key,
             ds * query * queries,
-            dout * queries,
+            scores * dout * queries,
         )
         units = {name: torch.finfo(self.dtype).eps / 2 for name in TENSORS}
         units["lse"] = torch.finfo(accumulate_dtype(self.dtype)).eps / 2
@@ -171,8 +173,28 @@ class Outcome:
         return within and self.valid and self.sent_bytes == self.planned_bytes
 
 
-def run_case(case: Case, ends: Exchange) -> Outcome:
-    """Run a case on this rank and compare this rank's shard with the reference."""
+class References(NamedTuple):
+    """What a case should find, as `Case.expected` returns it."""
+
+    exact: dict[str, torch.Tensor]  # in float64
+    plain: dict[str, torch.Tensor]  # in the case's dtype
+
+
+def references(case: Case) -> References:
+    """Computed on the CPU, and moved to the device of the case."""
+    on_cpu = replace(case, device="cpu")
+    found = (on_cpu.expected(dtype) for dtype in (torch.float64, case.dtype))
+    return References(*({name: x.to(case.device) for name, x in each.items()} for each in found))
+
+
+def run_case(case: Case, ends: Exchange, wanted: References | None = None) -> Outcome:
+    """Run a case on this rank and compare this rank's shard with the reference.
+
+    Args:
+        case: the case, the same on every rank.
+        ends: this rank's end of the group.
+        wanted: `references(case)`, where ranks of one process share them; None: computed here.
+    """
     rank = ends.rank
     kinds = case.views or (ViewKind(),) * 4
     inputs = [x.to(case.dtype) for x in case.inputs()]
@@ -220,7 +242,8 @@ def run_case(case: Case, ends: Exchange) -> Outcome:
             for length, batch in Counter(case.lengths or [None] * case.batch).items()
         ),
     )
-    expected, plain, roundoff = case.expected(), case.expected(case.dtype), case.roundoff()
+    expected, plain = wanted or references(case)
+    roundoff = case.roundoff()
     for name in actual:
         dim = 2 if name == "lse" else 1
         want, rough = (case.layout.shard(x[name], rank, dim) for x in (expected, plain))

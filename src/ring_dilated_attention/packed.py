@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from .caches import INT_BYTES, cache_by_size
 from .exchange import Exchange
 from .layout import SequenceLayout
 from .plan.documents import document_borders
@@ -76,7 +76,13 @@ def _as_int(name: str, number: Any) -> int:
         raise TypeError(f"{name} must hold ints; got {number!r}") from None
 
 
-@lru_cache(maxsize=64)
+def _nbytes(arguments: tuple[Any, ...], rows: tuple[PackedRows, ...]) -> int:
+    documents, lengths, *_ = arguments
+    numbers = len(documents) + len(lengths) + sum(len(packed.borders) for packed in rows)
+    return numbers * INT_BYTES
+
+
+@cache_by_size(8 << 20, _nbytes)
 def packed_rows(
     documents: tuple[int, ...], lengths: tuple[int, ...], batch: int, total: int
 ) -> tuple[PackedRows, ...]:

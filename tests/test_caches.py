@@ -49,11 +49,11 @@ def test_lists_of_documents_are_kept_up_to_a_size():
     packed_rows.forget()
     for last in range(40_000, 40_050):
         packed_rows(tuple(range(last)), (), 1, last - 1)
-    assert 1 << 20 < packed_rows.held() <= 8 << 20
+    assert 1 << 20 < packed_rows.held <= 8 << 20
     packed_rows(tuple(range(1_000_001)), (), 1, 1_000_000)
-    assert packed_rows.held() == 2 * 40 * 1_000_001  # the last one alone, whatever its size
+    assert packed_rows.held == 2 * 40 * 1_000_001  # the last one alone, whatever its size
     packed_rows(tuple(range(100)), (), 1, 99)
-    assert packed_rows.held() == 2 * 40 * 100
+    assert packed_rows.held == 2 * 40 * 100
 
 
 def test_cache_by_size():
@@ -73,7 +73,7 @@ def test_cache_by_size():
     make("a", 40)
     make("b", 40)
     assert made == ["a", "b", "c", "b"]
-    assert make.held() == 80
+    assert make.held == 80
 
 
 def test_threads_may_share_a_cache():
@@ -90,5 +90,5 @@ def test_threads_may_share_a_cache():
         thread.start()
     for thread in threads:
         thread.join()
-    assert make.held() <= 500
+    assert make.held <= 500
     assert len(entries) <= 5

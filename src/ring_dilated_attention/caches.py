@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from functools import wraps
+from functools import update_wrapper
 from threading import Lock
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -14,9 +14,43 @@ INT_BYTES = 40
 """Of an int in a tuple: the object, and the reference to it."""
 
 
+class CachedBySize(Generic[T]):
+    """A function of hashable positional arguments that keeps results: see `cache_by_size`."""
+
+    def __init__(
+        self, function: Callable[..., T], most_bytes: int, nbytes: Callable[[Any, Any], int]
+    ) -> None:
+        update_wrapper(self, function)
+        self._function, self._most_bytes, self._nbytes = function, most_bytes, nbytes
+        self._kept: OrderedDict[Hashable, tuple[T, int]] = OrderedDict()
+        self._lock = Lock()
+        self.held = 0
+
+    def __call__(self, *arguments: Hashable) -> T:
+        with self._lock:
+            if arguments in self._kept:
+                self._kept.move_to_end(arguments)
+                return self._kept[arguments][0]
+        result = self._function(*arguments)
+        size = self._nbytes(arguments, result)
+        with self._lock:
+            if arguments not in self._kept:
+                self._kept[arguments] = result, size
+                self.held += size
+            while self.held > self._most_bytes and len(self._kept) > 1:
+                self.held -= self._kept.popitem(last=False)[1][1]
+        return result
+
+    def forget(self) -> None:
+        """Drop everything."""
+        with self._lock:
+            self._kept.clear()
+            self.held = 0
+
+
 def cache_by_size(
     most_bytes: int, nbytes: Callable[[Any, Any], int]
-) -> Callable[[Callable[..., T]], Callable[..., T]]:
+) -> Callable[[Callable[..., T]], CachedBySize[T]]:
     """Keep the results of a function's most recent calls, as far as they fit in `most_bytes`.
 
     The result of the last call is kept whatever its size is: its caller holds it anyway.
@@ -26,43 +60,9 @@ def cache_by_size(
         nbytes: ``nbytes(arguments, result)``, roughly what the two take; `arguments` is a tuple.
 
     Returns:
-        A decorator for functions of positional, hashable arguments. Threads may share the function;
-        its `held` returns the bytes that it keeps, and its `forget` drops everything.
+        A decorator. Threads may share the function; `held` is the bytes that it keeps.
     """
-
-    def decorate(function: Callable[..., T]) -> Callable[..., T]:
-        kept: OrderedDict[Hashable, tuple[T, int]] = OrderedDict()
-        total = 0
-        lock = Lock()
-
-        @wraps(function)
-        def cached(*arguments: Hashable) -> T:
-            nonlocal total
-            with lock:
-                if arguments in kept:
-                    kept.move_to_end(arguments)
-                    return kept[arguments][0]
-            result = function(*arguments)
-            size = nbytes(arguments, result)
-            with lock:
-                if arguments not in kept:
-                    kept[arguments] = result, size
-                    total += size
-                while total > most_bytes and len(kept) > 1:
-                    total -= kept.popitem(last=False)[1][1]
-            return result
-
-        def forget() -> None:
-            nonlocal total
-            with lock:
-                kept.clear()
-                total = 0
-
-        cached.held = lambda: total  # type: ignore[attr-defined]
-        cached.forget = forget  # type: ignore[attr-defined]
-        return cached
-
-    return decorate
+    return lambda function: CachedBySize(function, most_bytes, nbytes)
 
 
 def keep_few(entries: dict[Hashable, T], key: Hashable, make: Callable[[], T], most: int) -> T:
@@ -71,5 +71,6 @@ def keep_few(entries: dict[Hashable, T], key: Hashable, make: Callable[[], T], m
     if found is None:
         found = entries[key] = make()
         if len(entries) > most:
-            entries.pop(list(entries)[0], None)  # another thread may do the same
+            oldest = list(entries)[:1]  # in one step: other threads may add, and drop the same
+            entries.pop(oldest[0], None)
     return found

@@ -130,7 +130,7 @@ def _even_padding(head_dim: int) -> Iterator[None]:
 
 @lru_cache(maxsize=1)
 def _evenly_padded_kernels() -> dict[Any, Any]:
-    # As flash-attn-4 keeps its own, by head_dim, dtype and the like: no shape or stride is in a key.
+    # By head_dim, dtype and the like, as flash-attn-4 keeps its own: no shape is in a key.
     return {}
 
 

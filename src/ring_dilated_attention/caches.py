@@ -27,6 +27,7 @@ class CachedBySize(Generic[T]):
         self.held = 0
 
     def __call__(self, *arguments: Hashable) -> T:
+        """The result, kept or made."""
         with self._lock:
             if arguments in self._kept:
                 self._kept.move_to_end(arguments)

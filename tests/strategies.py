@@ -7,7 +7,8 @@ import torch
 from hypothesis import strategies as st
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout
-from ring_dilated_attention.verify import Case
+from ring_dilated_attention.verify import INPUTS, Case
+from ring_dilated_attention.view_kinds import KINDS, ViewKind
 
 WORLD_SIZES = (1, 2, 3, 4, 5, 7)
 
@@ -46,6 +47,21 @@ def layouts(draw: st.DrawFn, max_length: int = 60) -> SequenceLayout:
 
 
 @st.composite
+def views(draw: st.DrawFn) -> ViewKind:
+    """How a tensor lies in memory: one of the kinds with a name, or any mixture."""
+    named = draw(st.none() | st.sampled_from(list(KINDS)))
+    if named:
+        return KINDS[named]
+    return ViewKind(
+        expanded=tuple(draw(st.sets(st.integers(0, 3), max_size=2))),
+        window=draw(st.sampled_from([None, None, None, 1, 2])),
+        order=tuple(draw(st.permutations(range(4)))),
+        steps=draw(st.tuples(*[st.integers(1, 3)] * 4)),
+        offset=draw(st.integers(0, 9)),
+    )
+
+
+@st.composite
 def cases(draw: st.DrawFn) -> Case:
     num_kv_heads = draw(st.integers(1, 4))
     return Case(
@@ -60,4 +76,6 @@ def cases(draw: st.DrawFn) -> Case:
         exchange=draw(st.sampled_from(["auto", "ring", "gather"])),
         backend=draw(st.sampled_from(["auto", "eager", "cpu_flash"])),
         seed=draw(st.integers(0, 1000)),
+        views=draw(st.tuples(views(), views(), views(), views())),
+        wanted=tuple(draw(st.lists(st.sampled_from(INPUTS), unique=True))),
     )

@@ -11,7 +11,7 @@ import ring_dilated_attention
 
 ROOT = Path(ring_dilated_attention.__file__).parent
 ORDER = [
-    ["pattern"],
+    ["pattern", "view_kinds", "caches"],
     ["layout"],
     ["plan"],
     ["reference", "merge", "kernels"],

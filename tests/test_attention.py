@@ -19,14 +19,19 @@ from ring_dilated_attention.loopback import LoopbackExchange
 from ring_dilated_attention.plan.costs import TensorSize, memory
 from ring_dilated_attention.reference import reference_attention, visible_counts
 from ring_dilated_attention.testing import relative_error, run_loopback
-from ring_dilated_attention.verify import combine, run_case
+from ring_dilated_attention.verify import Case, combine, run_case
+from ring_dilated_attention.view_kinds import KINDS, ViewKind
 
 
-@settings(max_examples=250)
+def run_here(case):
+    """Its outcome over all ranks, each a thread."""
+    return combine(run_loopback(case.layout.world_size, lambda ends: [run_case(case, ends)]))
+
+
+@settings(max_examples=200)
 @given(cases())
 def test_any_case_equals_the_reference(case):
-    outcomes = run_loopback(case.layout.world_size, lambda ends: [run_case(case, ends)])
-    (outcome,) = combine(outcomes)
+    (outcome,) = run_here(case)
     assert outcome.passes(case.dtype), outcome
 
 
@@ -34,8 +39,7 @@ def test_any_case_equals_the_reference(case):
 @given(cases(), st.integers(1, 3000))
 def test_any_case_cut_up_equals_the_reference(case, slice_pairs):
     with rings_cut(slice_pairs):
-        outcomes = run_loopback(case.layout.world_size, lambda ends: [run_case(case, ends)])
-    (outcome,) = combine(outcomes)
+        (outcome,) = run_here(case)
     assert outcome.passes(case.dtype), outcome
 
 
@@ -177,26 +181,50 @@ def test_half_precision_errs_as_one_plain_sdpa_call(pattern, dtype, is_causal, w
         assert relative_error(ours, exactly) <= 1.3 * relative_error(theirs, exactly)
 
 
-def test_strides_of_the_inputs_do_not_matter():
-    """Chunks of one projection, an expanded batch, a transposed head_dim, an expanded dout."""
+@pytest.mark.parametrize("backend", ["auto", "eager"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_strides_of_the_inputs_do_not_matter(kind, backend):
+    """Of each of query, key, value and dout in turn, and of all: on one rank, and on three."""
+    others = ViewKind()
+    for number, is_causal in enumerate((False, True, False, True, False)):
+        views = [KINDS[kind] if number in (i, 4) else others for i in range(4)]
+        for layout in (SequenceLayout.contiguous(11, 1), SequenceLayout.zigzag(11, 3)):
+            case = Case(
+                pattern=DilatedPattern([4, None], [1, 3]),
+                layout=layout,
+                batch=2,
+                num_kv_heads=2,
+                is_causal=is_causal,
+                dtype=torch.float32,
+                backend=backend,
+                seed=number,
+                views=tuple(views),
+            )
+            (outcome,) = run_here(case)
+            assert outcome.passes(case.dtype), (case, outcome)
+
+
+@pytest.mark.parametrize("backend", ["auto", "eager"])
+@pytest.mark.parametrize("dim", range(4))
+def test_strides_of_dimensions_of_one_element_do_not_matter(dim, backend):
+    """torch calls such tensors contiguous, whatever the stride is."""
     torch.manual_seed(0)
-    pattern, layout = DilatedPattern([5, None], [2, 4]), SequenceLayout.contiguous(23, 3)
-    packed = torch.randn(2, 23, 4, 24, dtype=torch.float64)
-    query, key, value = packed.split(8, -1)
-    key = key[:1].expand(2, -1, -1, -1)
-    value = value.transpose(-1, -2).contiguous().transpose(-1, -2)
-    dout = torch.ones(1, 1, 1, 1, dtype=torch.float64).expand_as(query)
-    whole = [query, key, value]
+    shape = [2, 7, 3, 8]
+    shape[dim] = 1
+    tensors = torch.randn(4, *shape, dtype=torch.float64).unbind(0)
 
-    def rank(ends: LoopbackExchange) -> list[torch.Tensor]:
-        leaves = [layout.shard(x, ends.rank, 1).detach().requires_grad_() for x in whole]
-        out = dilated_attention(leaves[0], leaves[1], leaves[2], pattern, group=ends, layout=layout)
-        return [out.detach(), *torch.autograd.grad(out.sum(), leaves)]
+    def run(query, key, value, dout):
+        leaves = [x.detach().requires_grad_() for x in (query, key, value)]
+        pattern = DilatedPattern([4, None], [1, 3])
+        out = dilated_attention(leaves[0], leaves[1], leaves[2], pattern, backend=backend)
+        return out.detach(), *torch.autograd.grad(out, leaves, dout)
 
-    got = [layout.unshard(x, 1) for x in zip(*run_loopback(3, rank), strict=True)]
-    want = sharded(layout, pattern, [x.contiguous() for x in whole], dout.contiguous())
-    for a, b in zip(got, want, strict=True):
-        assert relative_error(a, b) < 1e-13
+    want = run(*tensors)
+    for stride in (0, 1, 10**15):
+        strides = [stride if i == dim else x for i, x in enumerate(tensors[0].stride())]
+        got = run(*(x.as_strided(shape, strides) for x in tensors))
+        for a, b in zip(got, want, strict=True):
+            assert relative_error(a, b) < 1e-13
 
 
 def test_one_process_needs_no_group():
@@ -215,6 +243,25 @@ def test_scale_and_lse():
     )
     torch.testing.assert_close(out, value.mean(1, keepdim=True).expand_as(value))
     torch.testing.assert_close(lse, torch.full((2, 2, 10), 10.0).log())
+
+
+@pytest.mark.parametrize("backend", ["auto", "eager"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [-0.7, 0.0, -0.0, 1e-40, -1e-310, 2.5])
+def test_any_scale(scale, dtype, backend):
+    """torch's CPU kernel gives NaN where a causal scale is not above 0 in float32."""
+    for is_causal in (False, True):
+        case = Case(
+            pattern=DilatedPattern([8, None], [1, 3]),
+            layout=SequenceLayout.zigzag(23, 2),
+            num_kv_heads=2,
+            is_causal=is_causal,
+            dtype=dtype,
+            backend=backend,
+            scale=scale,
+        )
+        (outcome,) = run_here(case)
+        assert outcome.passes(dtype), outcome
 
 
 def test_lse_is_outside_of_autograd():

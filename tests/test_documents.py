@@ -219,6 +219,34 @@ def test_a_padding_mask_is_lengths(name):
         assert all(map(torch.equal, got, want))
 
 
+@pytest.mark.xfail(
+    strict=True,
+    reason="`dilated_attention` agrees on documents before it knows the lengths of the mask",
+)
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_documents_may_end_early_with_a_padding_mask_as_with_lengths(world_size):
+    total = 21
+    layout = SequenceLayout.contiguous(total, world_size)
+    whole = torch.randn(3, 4, total, 4, 8).unbind(0)
+    lengths = [14, 0, 8, 13]
+    mask = torch.arange(total) >= torch.tensor(lengths)[:, None]
+
+    def rank(ends):
+        group = ends if world_size > 1 else None
+        options = {"group": group, "layout": layout, "documents": [0, 5, 9, 17]}
+        shards = [layout.shard(x, ends.rank, 1) for x in whole]
+        shard = layout.shard(mask, ends.rank, 1)
+        with pytest.raises(ValueError, match="rise from 0 to the sequence length 14 or more"):
+            attend(shards, key_padding_mask=shard, **{**options, "documents": [0, 5, 9, 13]})
+        return (
+            attend(shards, key_padding_mask=shard, **options),
+            attend(shards, lengths=lengths, **options),
+        )
+
+    for got, want in run_loopback(world_size, rank):
+        assert all(map(torch.equal, got, want))
+
+
 def test_multihead_attention_takes_torch_padding_masks():
     torch.manual_seed(0)
     dense: dict[str, Any] = {"segment_lengths": [None], "dilation_rates": [1]}

@@ -17,6 +17,7 @@ from ring_dilated_attention.simulate import simulate
 from ring_dilated_attention.testing import relative_error, run_loopback
 from ring_dilated_attention.tiles import select_backend
 from ring_dilated_attention.verify import Case, combine, make_layout, run_case, sweep
+from ring_dilated_attention.view_kinds import KINDS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -87,6 +88,52 @@ def test_every_kernel_on_one_gpu(backend, dtype, world_size):
     skip_if_refused(backend, dtype, 64)
     cases = list(kernel_cases(world_size, backend, dtype))
     assert not failures(cases, run_here(world_size, cases))
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize(("backend", "dtype"), KERNELS)
+def test_views_of_every_kind(backend, dtype, world_size):
+    """Strides of 0, rows that overlap, head_dim that is not contiguous, addresses that are odd."""
+    skip_if_refused(backend, dtype, 64)
+    cases = [
+        Case(
+            pattern=DilatedPattern([16, None], [1, 3]),
+            layout=make_layout("zigzag", 40, world_size),
+            num_kv_heads=2,
+            head_dim=64,
+            batch=2,
+            is_causal=is_causal,
+            dtype=dtype,
+            backend=backend,
+            seed=number,
+            device="cuda",
+            views=(kind,) * 4,
+        )
+        for number, kind in enumerate(KINDS.values())
+        for is_causal in (False, True)
+    ]
+    assert not failures(cases, run_here(world_size, cases))
+
+
+@pytest.mark.parametrize(("backend", "dtype"), KERNELS)
+def test_any_scale(backend, dtype):
+    skip_if_refused(backend, dtype, 64)
+    cases = [
+        Case(
+            pattern=DilatedPattern([16, None], [1, 3]),
+            layout=make_layout("contiguous", 150, 1),
+            head_dim=64,
+            is_causal=is_causal,
+            dtype=dtype,
+            backend=backend,
+            seed=number,
+            device="cuda",
+            scale=scale,
+        )
+        for number, scale in enumerate((-0.2, 0.0, 1e-40, -1e-40))
+        for is_causal in (False, True)
+    ]
+    assert not failures(cases, run_here(1, cases))
 
 
 @pytest.mark.parametrize("head_dim", range(16, 257, 8))

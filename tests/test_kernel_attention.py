@@ -10,7 +10,9 @@ import torch
 from ring_dilated_attention import DilatedPattern, SequenceLayout
 from ring_dilated_attention.plan import Rows, Tile, plan_attention
 from ring_dilated_attention.reference import reference_attention
-from ring_dilated_attention.testing import relative_error
+from ring_dilated_attention.testing import relative_error, run_loopback
+from ring_dilated_attention.verify import Case, run_case
+from ring_dilated_attention.view_kinds import KINDS
 
 pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -180,6 +182,24 @@ def test_any_scale(scale):
     want = expected(DilatedPattern.dense(), *inputs, True, scale)
     assert max(errors(got, want)[: None if scale else 2]) <= 2e-6
     assert not any(x.isnan().any() for x in got)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_strides_of_the_inputs_do_not_matter(kind):
+    """Nothing is copied but where head_dim is not contiguous."""
+    case = Case(
+        pattern=DilatedPattern([4, None], [1, 3]),
+        layout=SequenceLayout.contiguous(11, 1),
+        num_kv_heads=2,
+        batch=2,
+        is_causal=True,
+        dtype=torch.float32,
+        backend="triton",
+        device=DEVICE.type,
+        views=(KINDS[kind],) * 4,
+    )
+    (outcome,) = run_loopback(1, lambda ends: run_case(case, ends))
+    assert outcome.passes(case.dtype), outcome
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -8,7 +8,7 @@ a kernel call allocates is bounded: blocks are taken in slices.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from .accumulate import Accumulator, add, merge, row_sums
+from .caches import keep_few
 from .device_tables import TABLES
 from .plan import PackedTiles, Tile, TileGroup
 from .tiles import Selection, TileGradients, TileInputs
@@ -98,18 +99,21 @@ class _Schedule:
         )
 
 
-_schedules: WeakKeyDictionary[TileGroup, dict[tuple[Any, ...], _Schedule]] = WeakKeyDictionary()
-"""Schedules live as long as the plan of their group: the next step may bring other documents."""
+_schedules: WeakKeyDictionary[TileGroup, dict[Hashable, _Schedule]] = WeakKeyDictionary()
+"""Schedules live as long as the plan of their group: the next step may bring other documents. They
+take about as many bytes as its tiles, for each of the last few batch sizes, head_dims, directions.
+"""
+_SCHEDULES_KEPT = 8
 
 
 def _schedule(
     group: TileGroup, batch: int, members: int, head_dim: int, table_flops: float
 ) -> _Schedule:
-    kept = _schedules.setdefault(group, {})
     key = batch, members, head_dim, table_flops
-    if key not in kept:
-        kept[key] = _make_schedule(group, *key)
-    return kept[key]
+    kept = _schedules.setdefault(group, {})
+    return kept.get(key) or keep_few(
+        kept, key, partial(_make_schedule, group, *key), _SCHEDULES_KEPT
+    )
 
 
 def _make_schedule(

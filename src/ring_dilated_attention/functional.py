@@ -6,7 +6,7 @@ what is cached, looked up or shared with other ranks happens when the operator r
 
 from __future__ import annotations
 
-import math
+import sys
 from typing import Literal, overload
 
 import torch
@@ -16,10 +16,12 @@ from .exchange import Group, exchange_named, group_name
 from .layout import SequenceLayout
 from .operator import FORWARD, Options, agree_on_call
 from .packed import Integers, as_ints, check_padding_mask, lengths_of_mask
-from .pattern import DilatedPattern, check_choice
+from .pattern import DilatedPattern, check_choice, in_brief, shape_in_brief
 from .tiles import BACKENDS
 
 EXCHANGES = ("auto", "ring", "gather")
+MOST_SCALE = 2.0**64
+"""Scores of ordinary inputs times this are finite in float32; beyond, they would turn into NaN."""
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -98,7 +100,7 @@ def dilated_attention(
         value: like `key`.
         pattern: which keys each head sees.
         is_causal: whether a query sees only keys at positions <= its own.
-        scale: factor on the scores; None: head_dim ** -0.5.
+        scale: factor on the scores, -2**64 to 2**64; None: head_dim ** -0.5.
         documents: cumulative lengths ``[0, ..., n]`` of documents packed in the whole sequence of n
             positions (not in this rank's shard): ints, or a 1-D int32 or int64 tensor, as
             ``cu_seqlens`` elsewhere; a CUDA tensor makes the call wait for the device. Each is cut
@@ -218,18 +220,20 @@ def validate_options(
 ) -> None:
     """Raise a `TypeError` or `ValueError` unless `dilated_attention` allows these options."""
     if not isinstance(pattern, DilatedPattern):
-        raise TypeError(f"pattern must be a DilatedPattern, got {pattern!r}")
+        raise TypeError(f"pattern must be a DilatedPattern, got {in_brief(pattern)}")
     if not isinstance(is_causal, bool):
-        raise TypeError(f"is_causal must be a bool, got {is_causal!r}")
+        raise TypeError(f"is_causal must be a bool, got {in_brief(is_causal)}")
     if not isinstance(return_lse, bool):
-        raise TypeError(f"return_lse must be a bool, got {return_lse!r}")
+        raise TypeError(f"return_lse must be a bool, got {in_brief(return_lse)}")
     if layout is not None and not isinstance(layout, SequenceLayout):
-        raise TypeError(f"layout must be a SequenceLayout or None, got {layout!r}")
+        raise TypeError(f"layout must be a SequenceLayout or None, got {in_brief(layout)}")
     if scale is not None:
         if isinstance(scale, bool) or not isinstance(scale, int | float):
-            raise TypeError(f"scale must be a float or None, got {scale!r}")
-        if not -math.inf < scale < math.inf:
-            raise ValueError(f"scale must be finite, got {scale}")
+            raise TypeError(f"scale must be a float or None, got {in_brief(scale)}")
+        if not -MOST_SCALE <= scale <= MOST_SCALE:
+            raise ValueError(
+                f"scale must be finite and lie between -2**64 and 2**64; got {in_brief(scale)}"
+            )
     check_choice("exchange", exchange, EXCHANGES)
     check_choice("backend", backend, BACKENDS)
 
@@ -238,9 +242,9 @@ def _validate_workspace(workspace: float | None) -> None:
     if workspace is None:
         return
     if isinstance(workspace, bool) or not isinstance(workspace, int | float):
-        raise TypeError(f"workspace must be a float or None, got {workspace!r}")
-    if not 0 < workspace < math.inf:
-        raise ValueError(f"workspace must be > 0 and finite, got {workspace}")
+        raise TypeError(f"workspace must be a float or None, got {in_brief(workspace)}")
+    if not 0 < workspace <= sys.float_info.max:
+        raise ValueError(f"workspace must be > 0 and finite, got {in_brief(workspace)}")
 
 
 def _validate_mask(mask: torch.Tensor, query: torch.Tensor, lengths: Integers | None) -> None:
@@ -266,11 +270,16 @@ def validate_tensors(
     """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} must be a tensor, got {tensor!r}")
+            raise TypeError(f"{name} must be a tensor, got {in_brief(tensor)}")
+        if hasattr(tensor, "device_mesh"):
+            raise TypeError(f"{name} is a DTensor; pass its shard, {name}.to_local()")
+        if tensor.is_nested or tensor.layout != torch.strided:
+            kind = "a nested tensor" if tensor.is_nested else str(tensor.layout)
+            raise TypeError(f"{name} must be a dense (torch.strided) tensor; got {kind}")
         if tensor.ndim != 4:
             raise ValueError(
                 f"{name} must have 4 dimensions (batch, local_sequence, heads, head_dim); "
-                f"got shape {tuple(tensor.shape)}"
+                f"got shape {shape_in_brief(tensor)}"
             )
         if tensor.dtype not in _DTYPES:
             allowed = ", ".join(str(d) for d in _DTYPES)

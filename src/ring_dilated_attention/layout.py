@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-from .pattern import check_positive_int
+from .pattern import INT_LIMIT, check_positive_int, in_brief, shape_in_brief
 
 if TYPE_CHECKING:
     import torch
@@ -48,6 +48,8 @@ class SequenceLayout:
     """
 
     def __init__(self, ranges: Iterable[Iterable[Sequence[int]]]) -> None:
+        if not isinstance(ranges, Iterable):
+            raise TypeError(f"ranges must be lists of pairs, one a rank; got {in_brief(ranges)}")
         self.ranges = tuple(_joined(rank, rank_ranges) for rank, rank_ranges in enumerate(ranges))
         if not self.ranges:
             raise ValueError("a layout needs at least one rank; got an empty list of ranges")
@@ -95,7 +97,16 @@ class SequenceLayout:
 
     def local_length(self, rank: int) -> int:
         """Number of positions that `rank` holds."""
-        return sum(stop - start for start, stop in self.ranges[rank])
+        return sum(stop - start for start, stop in self.ranges[self._check_rank(rank)])
+
+    def _check_rank(self, rank: int) -> int:
+        if not isinstance(rank, int) or isinstance(rank, bool):
+            raise TypeError(f"rank must be an int, got {in_brief(rank)}")
+        if not 0 <= rank < len(self.ranges):
+            raise ValueError(
+                f"rank must lie in [0, {len(self.ranges)}), the layout's; got {in_brief(rank)}"
+            )
+        return rank
 
     def check_shard(self, rank: int, world_size: int, length: int, held: str) -> None:
         """Raise a `ValueError` unless `rank` of `world_size` ranks is to hold `length` positions.
@@ -140,7 +151,8 @@ class SequenceLayout:
         """The global position of each local row of `rank`: int64, shape (local_length,)."""
         import torch
 
-        parts = [torch.arange(*bounds, device=device) for bounds in self.ranges[rank]]
+        ranges = self.ranges[self._check_rank(rank)]
+        parts = [torch.arange(*bounds, device=device) for bounds in ranges]
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=device)
 
     def shard(self, tensor: torch.Tensor, rank: int, dim: int) -> torch.Tensor:
@@ -157,12 +169,13 @@ class SequenceLayout:
         """
         import torch
 
-        if tensor.shape[dim] != self.length:
+        ranges = self.ranges[self._check_rank(rank)]
+        if _size("the tensor", tensor, dim) != self.length:
             raise ValueError(
                 f"dimension {dim} of the tensor must have the layout's {self.length} positions; "
-                f"got shape {tuple(tensor.shape)}"
+                f"got shape {shape_in_brief(tensor)}"
             )
-        parts = [tensor.narrow(dim, a, b - a) for a, b in self.ranges[rank]]
+        parts = [tensor.narrow(dim, a, b - a) for a, b in ranges]
         if len(parts) == 1:
             return parts[0]
         return torch.cat(parts, dim) if parts else tensor.narrow(dim, 0, 0)
@@ -174,10 +187,10 @@ class SequenceLayout:
         if len(shards) != self.world_size:
             raise ValueError(f"need one shard per rank, {self.world_size}; got {len(shards)}")
         for rank, shard in enumerate(shards):
-            if shard.shape[dim] != self.local_length(rank):
+            if _size(f"the shard of rank {rank}", shard, dim) != self.local_length(rank):
                 raise ValueError(
                     f"the shard of rank {rank} must have {self.local_length(rank)} rows along "
-                    f"dimension {dim}; got shape {tuple(shard.shape)}"
+                    f"dimension {dim}; got shape {shape_in_brief(shard)}"
                 )
         return torch.cat(
             [shards[p.rank].narrow(dim, p.local, p.stop - p.start) for p in self.pieces], dim
@@ -201,20 +214,46 @@ def _chunks(length: int, count: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(bounds))
 
 
+def _size(name: str, tensor: torch.Tensor, dim: int) -> int:
+    """The size of a dimension that the tensor has."""
+    import torch
+
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, got {in_brief(tensor)}")
+    if not isinstance(dim, int) or not -tensor.ndim <= dim < tensor.ndim:
+        raise ValueError(
+            f"dim must be a dimension of {name}, which has {tensor.ndim}; got {in_brief(dim)}"
+        )
+    return tensor.shape[dim]
+
+
 def _flat(ranges: Sequence[tuple[int, int]]) -> tuple[int, ...]:
     return len(ranges), *itertools.chain.from_iterable(ranges)
 
 
 def _joined(rank: int, ranges: Iterable[Sequence[int]]) -> tuple[tuple[int, int], ...]:
+    if not isinstance(ranges, Iterable):
+        raise TypeError(
+            f"the ranges of a rank must be (start, stop) pairs; rank {rank}: {in_brief(ranges)}"
+        )
     joined: list[tuple[int, int]] = []
     for bounds in ranges:
-        if len(bounds) != 2 or any(isinstance(b, bool) or not isinstance(b, int) for b in bounds):
+        if not isinstance(bounds, Sequence) or len(bounds) != 2:
             raise TypeError(
-                f"a range must be a (start, stop) pair of ints; rank {rank}: {bounds!r}"
+                f"a range must be a (start, stop) pair of ints; rank {rank}: {in_brief(bounds)}"
             )
         start, stop = bounds
-        if not 0 <= start <= stop:
-            raise ValueError(f"a range needs 0 <= start <= stop; rank {rank}: {bounds!r}")
+        for bound in bounds:
+            if isinstance(bound, bool) or not isinstance(bound, int):
+                raise TypeError(
+                    f"a range must be a (start, stop) pair of ints; rank {rank}: {in_brief(bound)}"
+                )
+        if not 0 <= start <= stop < INT_LIMIT:
+            limit = " < 2**63" * (stop >= INT_LIMIT)
+            raise ValueError(
+                f"a range needs 0 <= start <= stop{limit}; rank {rank}: "
+                f"({in_brief(start)}, {in_brief(stop)})"
+            )
         if start == stop:
             continue
         if joined and joined[-1][1] == start:

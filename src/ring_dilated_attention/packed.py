@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from .caches import INT_BYTES, cache_by_size
 from .calls import Scope
 from .exchange import Exchange
 from .layout import SequenceLayout
-from .plan.documents import document_borders
+from .pattern import INT_LIMIT, in_brief, shape_in_brief
+from .plan.documents import document_borders, in_words
 
 Integers: TypeAlias = Sequence[int] | torch.Tensor
 """Ints as callers have them: a sequence, or a 1-D tensor of int32 or int64."""
@@ -44,7 +45,7 @@ def as_ints(name: str, values: Any) -> list[int]:
     Raises:
         TypeError: it is neither; or it is a tensor while torch.compile traces, since its numbers
             decide what is computed and are not known then.
-        ValueError: the tensor is not 1-D, or there are no numbers.
+        ValueError: the tensor is not 1-D, there are no numbers, or one is not below 2**63.
     """
     if isinstance(values, torch.Tensor):
         if torch.compiler.is_compiling():
@@ -52,17 +53,25 @@ def as_ints(name: str, values: Any) -> list[int]:
                 f"under torch.compile {name} must be a list of ints: a tensor's numbers are not "
                 "known when it traces"
             )
+        if values.is_nested or values.layout != torch.strided or values.is_meta:
+            raise TypeError(f"{name} must be a dense tensor that holds numbers")
         if values.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"{name} must be int32 or int64; got {values.dtype}")
         if values.ndim != 1:
-            raise ValueError(f"{name} must be 1-D; got shape {tuple(values.shape)}")
+            raise ValueError(f"{name} must be 1-D; got shape {shape_in_brief(values)}")
         numbers: list[int] = values.tolist()
     elif isinstance(values, list | tuple | range):
         numbers = list(values)
-        if not torch.compiler.is_compiling() and set(map(type, numbers)) - {int}:
-            numbers = [_as_int(name, number) for number in numbers]
+        if not torch.compiler.is_compiling():
+            if set(map(type, numbers)) - {int}:
+                numbers = [_as_int(name, number) for number in numbers]
+            if numbers and not -INT_LIMIT <= min(numbers) <= max(numbers) < INT_LIMIT:
+                largest = max(numbers, key=abs)
+                raise ValueError(f"{name} must hold ints below 2**63; got {in_brief(largest)}")
     else:
-        raise TypeError(f"{name} must be a list of ints or a 1-D tensor of them; got {values!r}")
+        raise TypeError(
+            f"{name} must be a list of ints or a 1-D tensor of them; got {in_brief(values)}"
+        )
     if not numbers:
         raise ValueError(f"{name} must not be empty")
     return numbers
@@ -74,10 +83,16 @@ def _as_int(name: str, number: Any) -> int:
             raise TypeError
         return operator.index(number)
     except TypeError:
-        raise TypeError(f"{name} must hold ints; got {number!r}") from None
+        raise TypeError(f"{name} must hold ints; got {in_brief(number)}") from None
 
 
-@lru_cache(maxsize=64)
+def _nbytes(arguments: tuple[Any, ...], rows: tuple[PackedRows, ...]) -> int:
+    documents, lengths, *_ = arguments
+    numbers = len(documents) + len(lengths) + sum(len(packed.borders) for packed in rows)
+    return numbers * INT_BYTES
+
+
+@cache_by_size(8 << 20, _nbytes)
 def packed_rows(
     documents: tuple[int, ...], lengths: tuple[int, ...], batch: int, total: int
 ) -> tuple[PackedRows, ...]:
@@ -98,7 +113,9 @@ def packed_rows(
     if not lengths:
         return (PackedRows(slice(None), document_borders(documents or None, None, total)),)
     if len(lengths) != batch:
-        raise ValueError(f"lengths must hold one number for each of {batch} rows; got {lengths}")
+        raise ValueError(
+            f"lengths must hold one number for each of {batch} rows; got {in_words(lengths)}"
+        )
     borders = {m: document_borders(documents or None, m, total) for m in dict.fromkeys(lengths)}
     if len(borders) == 1:
         return (PackedRows(slice(None), borders[lengths[0]]),)
@@ -129,7 +146,9 @@ def check_padding_mask(mask: Any, batch: int, local_length: int, device: torch.d
         ValueError: it has another shape than (batch, local_length), or another device.
     """
     if not isinstance(mask, torch.Tensor):
-        raise TypeError(f"key_padding_mask must be a tensor, got {mask!r}")
+        raise TypeError(f"key_padding_mask must be a tensor, got {in_brief(mask)}")
+    if mask.is_nested or mask.layout != torch.strided:
+        raise TypeError("key_padding_mask must be a dense tensor, not a sparse or nested one")
     if mask.dtype != torch.bool:
         raise TypeError(
             f"key_padding_mask must be boolean, True where a position is padding; got {mask.dtype}"
@@ -137,7 +156,7 @@ def check_padding_mask(mask: Any, batch: int, local_length: int, device: torch.d
     if mask.shape != (batch, local_length):
         raise ValueError(
             f"key_padding_mask must have shape (batch, local_sequence), {(batch, local_length)}; "
-            f"got {tuple(mask.shape)}"
+            f"got {shape_in_brief(mask)}"
         )
     if mask.device != device:
         raise ValueError(f"key_padding_mask must be on {device}; got {mask.device}")

@@ -33,22 +33,57 @@ class HeadOffset(NamedTuple):
     offset: int
 
 
+INT_LIMIT = 2**63
+"""Positions, lengths and rates lie below it: operators of torch take no larger ints."""
+MOST_BRANCHES = 1000
+"""Of a pattern: planning these takes about a second. LongNet has 5."""
+_SHOWN = 40
+
+
+def in_brief(value: Any) -> str:
+    """A value for a message of one line: small ones as they are written, of all others the type."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        shown = value.bit_length() <= 4 * _SHOWN
+        return repr(value) if shown else f"an int of {value.bit_length()} bits"
+    if isinstance(value, str):
+        return repr(value) if len(value) <= _SHOWN else f"{value[:_SHOWN]!r}..."
+    if value is None or isinstance(value, bool | float):
+        return repr(value)
+    kind = type(value)
+    module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+    return f"type {module}{kind.__qualname__}"[: 2 * _SHOWN]
+
+
+def shape_in_brief(tensor: Any) -> str:
+    """The shape of a tensor for a message of one line."""
+    return str(tuple(tensor.shape)) if tensor.ndim <= 8 else f"of {tensor.ndim} dimensions"
+
+
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
     """Raise a `ValueError` that lists the valid values unless `value` is one of them."""
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}")
+    if not isinstance(value, str) or value not in choices:
+        allowed = ", ".join(map(repr, choices))
+        raise ValueError(f"{name} must be one of {allowed}; got {in_brief(value)}")
 
 
 def check_positive_int(name: str, value: Any) -> int:
     """Return `value` as an int >= 1; a `TypeError` or `ValueError` names it otherwise."""
-    if isinstance(value, bool):
-        raise TypeError(f"{name} must be an int, got {value!r}")
+    number = check_int(name, value)
+    if number < 1:
+        raise ValueError(f"{name} must be >= 1, got {in_brief(number)}")
+    return number
+
+
+def check_int(name: str, value: Any) -> int:
+    """Return `value` as an int of 64 bits; a `TypeError` or `ValueError` names it otherwise."""
     try:
+        if isinstance(value, bool):
+            raise TypeError
         number = operator.index(value)
     except TypeError:
-        raise TypeError(f"{name} must be an int, got {value!r}") from None
-    if number < 1:
-        raise ValueError(f"{name} must be >= 1, got {number}")
+        raise TypeError(f"{name} must be an int, got {in_brief(value)}") from None
+    if not -INT_LIMIT <= number < INT_LIMIT:
+        raise ValueError(f"{name} must be below 2**63, got {in_brief(number)}")
     return number
 
 
@@ -79,8 +114,8 @@ class DilatedPattern:
 
     Raises:
         TypeError: a length or rate is not an int, or `zero_keys` not a bool.
-        ValueError: a length or rate is below 1, the lists differ in length or are empty, or an
-            option has an unknown value.
+        ValueError: a length or rate is below 1 or not below 2**63, the lists differ in length, are
+            empty or hold more than 1000 branches, or an option has an unknown value.
 
     Example:
         >>> DilatedPattern([2048, 4096, None], [1, 2, 4]).branches[1].dilation_rate
@@ -107,11 +142,17 @@ class DilatedPattern:
             ("dilation_rates", dilation_rates),
         ):
             if not isinstance(values, Sequence):
-                raise TypeError(f"{name} must be a list of ints, one per branch; got {values!r}")
+                raise TypeError(
+                    f"{name} must be a list of ints, one per branch; got {in_brief(values)}"
+                )
         if len(segment_lengths) != len(dilation_rates) or not segment_lengths:
             raise ValueError(
                 "segment_lengths and dilation_rates need one value each per branch, and at least "
-                f"one branch; got {list(segment_lengths)} and {list(dilation_rates)}"
+                f"one branch; got {len(segment_lengths)} and {len(dilation_rates)} of them"
+            )
+        if len(segment_lengths) > MOST_BRANCHES:
+            raise ValueError(
+                f"a pattern has at most {MOST_BRANCHES} branches; got {len(segment_lengths)}"
             )
         check_choice("head_offsets", head_offsets, HEAD_OFFSETS)
         check_choice("head_branches", head_branches, HEAD_BRANCHES)
@@ -121,7 +162,7 @@ class DilatedPattern:
                 f"must keep its default 'interleaved'; got {head_offsets!r}"
             )
         if not isinstance(zero_keys, bool):
-            raise TypeError(f"zero_keys must be a bool, got {zero_keys!r}")
+            raise TypeError(f"zero_keys must be a bool, got {in_brief(zero_keys)}")
         lengths = tuple(
             None if w is None else check_positive_int("a segment length", w)
             for w in segment_lengths

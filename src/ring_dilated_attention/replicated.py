@@ -25,8 +25,9 @@ from .layout import SequenceLayout
 from .merge import merge_
 from .pattern import DilatedPattern
 from .plan import TileGroup, plan_attention, replicated_groups, replicated_zero_keys
-from .ring import autocast_off, unit_last_stride
+from .ring import autocast_off
 from .tiles import accumulate_dtype, select_backend
+from .views import readable
 from .zero_keys import merge_zero_keys
 
 _NAME = "replicated_query_attention"
@@ -357,7 +358,7 @@ def _forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: _Call
 ) -> tuple[torch.Tensor, torch.Tensor]:
     TABLES.start_call()
-    query, key, value = (unit_last_stride(x) for x in (query, key, value))
+    query, key, value = (readable(x, call.tiles.selection) for x in (query, key, value))
     batch, length, num_heads, _ = query.shape
     dtype, sums = accumulate_dtype(query.dtype), Accumulator(query.device)
     out = torch.zeros(query.shape, dtype=dtype, device=query.device)
@@ -388,8 +389,9 @@ def _backward(
     call: _Call,
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
     TABLES.start_call()
-    query, key, value = (unit_last_stride(x) for x in (query, key, value))
-    merged, sums = compute.Merged(dout.contiguous(), out, lse), Accumulator(query.device)
+    query, key, value = (readable(x, call.tiles.selection) for x in (query, key, value))
+    dout, out = (readable(x.contiguous(), call.tiles.selection) for x in (dout, out))
+    merged, sums = compute.Merged(dout, out, lse.contiguous()), Accumulator(query.device)
     dquery, dkey, dvalue = (
         torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (query, key, value)
     )

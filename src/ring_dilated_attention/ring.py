@@ -19,7 +19,7 @@ from .exchange import Exchange
 from .plan import FEW_ADDITIONS, LocalHalves, RankPlan, TileGroup
 from .tiles import Selection, accumulate_dtype
 from .transfer import Fetched, GradientReturn, fetch
-from .views import by_slot
+from .views import by_slot, readable
 from .zero_keys import merge_zero_keys
 
 _RETURNING_BYTES = 64 << 20
@@ -72,7 +72,7 @@ def attention_forward(
     Returns:
         out (B, n, H, D), of query's dtype, and lse (B, H, n), float32 or float64; contiguous.
     """
-    query, key, value = (unit_last_stride(x) for x in (query, key, value))
+    query, key, value = (readable(x, call.backend) for x in (query, key, value))
     batch, length, num_heads, _ = query.shape
     parts, tiles, sums = call.parts, call.tiles(query), call.sums(query)
     covers = all(part.covers for part in parts)
@@ -127,8 +127,9 @@ def attention_backward(
     Returns:
         dquery, dkey, dvalue: contiguous, in the dtypes of query, key and value.
     """
-    query, key, value = (unit_last_stride(x) for x in (query, key, value))
-    merged = compute.Merged(dout.contiguous(), out, lse)
+    query, key, value = (readable(x, call.backend) for x in (query, key, value))
+    dout, out = (readable(x.contiguous(), call.backend) for x in (dout, out))
+    merged = compute.Merged(dout, out, lse.contiguous())
     parts, tiles, sums = call.parts, call.tiles(query), call.sums(query)
     covers = all(part.covers for part in parts)
     create = torch.empty if covers else torch.zeros
@@ -230,8 +231,3 @@ def autocast_off(device: torch.device) -> AbstractContextManager[None]:
     if torch.amp.is_autocast_available(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
-
-
-def unit_last_stride(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself where the kernels can read it: head_dim contiguous; else a copy."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

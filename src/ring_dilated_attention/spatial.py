@@ -13,6 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .pattern import in_brief, shape_in_brief
+
 _KEY_BITS = 62  # of an int64 that is never negative
 
 
@@ -42,12 +44,13 @@ def hilbert_order(coordinates: Tensor) -> Tensor:
         [0, 2, 1, 3]
     """
     if not isinstance(coordinates, Tensor):
-        raise TypeError(f"coordinates must be a tensor, got {coordinates!r}")
+        raise TypeError(f"coordinates must be a tensor, got {in_brief(coordinates)}")
+    _check_dense("coordinates", coordinates)
     if coordinates.dtype == torch.bool or coordinates.is_complex():
         raise TypeError(f"coordinates must be integer or floating; got {coordinates.dtype}")
     if coordinates.dim() != 2 or coordinates.shape[1] not in (2, 3):
         raise ValueError(
-            f"coordinates must have shape (n, 2) or (n, 3); got {tuple(coordinates.shape)}"
+            f"coordinates must have shape (n, 2) or (n, 3); got {shape_in_brief(coordinates)}"
         )
     if coordinates.shape[0] == 0:
         return torch.empty(0, dtype=torch.int64, device=coordinates.device)
@@ -69,15 +72,28 @@ def inverse_order(order: Tensor) -> Tensor:
         int64 (n,), on the device of `order`.
 
     Raises:
-        ValueError: `order` is not an int64 tensor of one dimension.
+        TypeError: `order` is not a tensor.
+        ValueError: it is not an int64 tensor of one dimension, or not a permutation.
     """
+    if not isinstance(order, Tensor):
+        raise TypeError(f"order must be a tensor, got {in_brief(order)}")
+    _check_dense("order", order)
     if order.dim() != 1 or order.dtype != torch.int64:
         raise ValueError(
-            f"order must be int64 of one dimension; got {order.dtype} {tuple(order.shape)}"
+            f"order must be int64 of one dimension; got {order.dtype} {shape_in_brief(order)}"
         )
-    inverse = torch.empty_like(order)
-    inverse[order] = torch.arange(len(order), device=order.device)
+    count = len(order)
+    inverse = torch.full_like(order, -1)
+    inside = (order >= 0) & (order < count)
+    inverse[order.clamp(0, max(count - 1, 0))] = torch.arange(count, device=order.device)
+    if not (inside & (inverse >= 0)).all():
+        raise ValueError(f"order must hold each number from 0 to {count - 1} once")
     return inverse
+
+
+def _check_dense(name: str, tensor: Tensor) -> None:
+    if tensor.is_nested or tensor.layout != torch.strided or tensor.is_meta:
+        raise TypeError(f"{name} must be a dense tensor that holds numbers")
 
 
 def _cells_of_ints(coordinates: Tensor, most_bits: int) -> tuple[Tensor, int]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,8 +19,10 @@ from .plan.costs import TensorSize, traffic
 from .reference import reference_attention
 from .testing import world_exchange
 from .tiles import accumulate_dtype
+from .view_kinds import ViewKind
 
-TENSORS = ("out", "lse", "dquery", "dkey", "dvalue")
+INPUTS = ("query", "key", "value")
+TENSORS = ("out", "lse", *(f"d{name}" for name in INPUTS))
 TOLERANCE = {
     torch.float64: 1e-9,
     torch.float32: 2e-5,
@@ -35,6 +37,9 @@ class Case:
     """One comparison: a pattern, a layout, sizes and options. Inputs are drawn from `seed`.
 
     With `lengths`, everything in padded positions is NaN, dout included: none of it may be read.
+    (But for views whose positions share memory with others.) `views` says how query, key, value
+    and dout lie in memory, contiguous where it is empty; `wanted` whose gradients are asked for;
+    `as_mask` that `lengths` are given as a `key_padding_mask`.
     """
 
     pattern: DilatedPattern
@@ -51,11 +56,16 @@ class Case:
     backend: str = "auto"
     seed: int = 0
     device: str = "cpu"
+    views: tuple[ViewKind, ...] = ()
+    wanted: tuple[str, ...] = INPUTS
+    scale: float | None = None
+    workspace: float | None = None
+    as_mask: bool = False
 
     def inputs(self) -> tuple[torch.Tensor, ...]:
         """Whole query, key, value and dout, float64 numbers that `dtype` represents exactly."""
         generator = torch.Generator().manual_seed(self.seed)
-        return tuple(
+        tensors = (
             torch.randn(
                 self.batch,
                 self.layout.length,
@@ -68,6 +78,33 @@ class Case:
             .to(self.device, torch.float64)
             for heads in (self.num_heads, self.num_kv_heads, self.num_kv_heads, self.num_heads)
         )
+        if not self.views:
+            return tuple(tensors)
+        return tuple(kind.fit(x) for kind, x in zip(self.views, tensors, strict=True))
+
+    def roundoff(self) -> dict[str, float]:
+        """How far an element of each result may be off where its terms cancel, by rounding alone.
+
+        Where values are all the same (as in an expanded tensor) gradients are 0 but for rounding,
+        so that their own size says nothing.
+        """
+        query, key, value, dout = (x.square().mean().sqrt().item() for x in self.inputs())
+        scale = self.head_dim**-0.5 if self.scale is None else abs(self.scale)
+        # Scores of 4 standard deviations, which p = exp(score - lse) is as inexact as.
+        scores = 1 + 4 * scale * self.head_dim**0.5 * query * key
+        # One term: p (dout v^T - delta) is of this size, and as many queries share a key.
+        ds = scores * scale * self.head_dim**0.5 * dout * value
+        queries = (self.layout.length * self.num_heads / self.num_kv_heads) ** 0.5
+        sizes = (
+            value,
+            scores,
+            ds * key,
+            ds * query * queries,
+            scores * dout * queries,
+        )
+        units = {name: torch.finfo(self.dtype).eps / 2 for name in TENSORS}
+        units["lse"] = torch.finfo(accumulate_dtype(self.dtype)).eps / 2
+        return {name: units[name] * size for name, size in zip(TENSORS, sizes, strict=True)}
 
     def expected(self, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
         """Whole out, lse and gradients by brute force in `dtype`."""
@@ -82,6 +119,7 @@ class Case:
             is_causal=self.is_causal,
             documents=self.documents,
             lengths=self.lengths,
+            scale=self.scale,
         )
         gradients = torch.autograd.grad(out, leaves, dout, materialize_grads=True)
         return dict(zip(TENSORS, (out.detach(), lse.detach(), *gradients), strict=True))
@@ -93,7 +131,7 @@ class Outcome:
 
     Attributes:
         squares: per tensor, sums of squares of (error, expected, plain error): the plain error is
-            that of the reference computed in the case's dtype.
+            that of the reference computed in the case's dtype, or `Case.roundoff` if that is more.
         sent_bytes: bytes that the exchange sent.
         planned_bytes: bytes that the plan says it sends.
         valid: no NaN, uncovered rows exactly (0, -inf), shapes and dtypes as documented.
@@ -107,7 +145,7 @@ class Outcome:
     def __add__(self, other: Outcome) -> Outcome:
         squares = {
             name: tuple(map(sum, zip(self.squares[name], other.squares[name], strict=True)))
-            for name in TENSORS
+            for name in self.squares
         }
         return Outcome(
             squares,  # type: ignore[arg-type]
@@ -130,20 +168,52 @@ class Outcome:
         within = all(
             self.error(name) <= TOLERANCE[dtype]
             or self.squares[name][0] <= 16 * self.squares[name][2]
-            for name in TENSORS
+            for name in self.squares
         )
         return within and self.valid and self.sent_bytes == self.planned_bytes
 
 
-def run_case(case: Case, ends: Exchange) -> Outcome:
-    """Run a case on this rank and compare this rank's shard with the reference."""
+class References(NamedTuple):
+    """What a case should find, as `Case.expected` returns it."""
+
+    exact: dict[str, torch.Tensor]  # in float64
+    plain: dict[str, torch.Tensor]  # in the case's dtype
+
+
+def references(case: Case) -> References:
+    """Computed on the CPU, and moved to the device of the case."""
+    on_cpu = replace(case, device="cpu")
+    found = (on_cpu.expected(dtype) for dtype in (torch.float64, case.dtype))
+    return References(*({name: x.to(case.device) for name, x in each.items()} for each in found))
+
+
+def run_case(case: Case, ends: Exchange, wanted: References | None = None) -> Outcome:
+    """Run a case on this rank and compare this rank's shard with the reference.
+
+    Args:
+        case: the case, the same on every rank.
+        ends: this rank's end of the group.
+        wanted: `references(case)`, where ranks of one process share them; None: computed here.
+    """
     rank = ends.rank
+    kinds = case.views or (ViewKind(),) * 4
     inputs = [x.to(case.dtype) for x in case.inputs()]
     for row, length in enumerate(case.lengths or ()):
-        for x in inputs:
-            x[row, length:] = torch.nan
-    *inputs, dout = (case.layout.shard(x, rank, 1) for x in inputs)
-    query, key, value = leaves = [x.clone().requires_grad_() for x in inputs]
+        for x, kind in zip(inputs, kinds, strict=True):
+            if not kind.repeats_positions:
+                x[row, length:] = torch.nan
+    *inputs, dout = (
+        kind.view(case.layout.shard(x, rank, 1)) for x, kind in zip(inputs, kinds, strict=True)
+    )
+    query, key, value = inputs
+    leaves = [
+        x.requires_grad_() for x, name in zip(inputs, INPUTS, strict=True) if name in case.wanted
+    ]
+    options: dict[str, Any] = {"lengths": case.lengths}
+    if case.as_mask and case.lengths is not None:
+        padding = torch.arange(case.layout.length) >= torch.tensor(case.lengths)[:, None]
+        mask = case.layout.shard(padding, rank, 1).to(query.device)
+        options = {"key_padding_mask": mask}
     before = ends.sent_bytes
     out, lse = dilated_attention(
         query,
@@ -151,16 +221,20 @@ def run_case(case: Case, ends: Exchange) -> Outcome:
         value,
         case.pattern,
         is_causal=case.is_causal,
+        scale=case.scale,
         documents=case.documents,
-        lengths=case.lengths,
         group=ends if ends.world_size > 1 else None,
         layout=case.layout,
         exchange=case.exchange,
         backend=case.backend,
+        workspace=case.workspace,
         return_lse=True,
+        **options,
     )
-    gradients = torch.autograd.grad(out, leaves, dout)
-    actual = dict(zip(TENSORS, (out.detach(), lse, *gradients), strict=True))
+    gradients = torch.autograd.grad(out, leaves, dout) if leaves else ()
+    actual = {"out": out.detach(), "lse": lse}
+    names = (f"d{name}" for name in INPUTS if name in case.wanted)
+    actual.update(zip(names, gradients, strict=True))
     outcome = Outcome(
         sent_bytes=ends.sent_bytes - before,
         planned_bytes=sum(
@@ -168,8 +242,9 @@ def run_case(case: Case, ends: Exchange) -> Outcome:
             for length, batch in Counter(case.lengths or [None] * case.batch).items()
         ),
     )
-    expected, plain = case.expected(), case.expected(case.dtype)
-    for name in TENSORS:
+    expected, plain = wanted or references(case)
+    roundoff = case.roundoff()
+    for name in actual:
         dim = 2 if name == "lse" else 1
         want, rough = (case.layout.shard(x[name], rank, dim) for x in (expected, plain))
         got = actual[name]
@@ -185,7 +260,7 @@ def run_case(case: Case, ends: Exchange) -> Outcome:
         outcome.squares[name] = (
             (got.double() - want).square().sum().item(),
             want.square().sum().item(),
-            (rough.double() - want).square().sum().item(),
+            max((rough.double() - want).square().sum().item(), want.numel() * roundoff[name] ** 2),
         )
     return outcome
 
@@ -203,7 +278,7 @@ def _planned_bytes(case: Case, rank: int, length: int | None, batch: int) -> int
     )
     size = TensorSize(batch=batch, head_dim=case.head_dim, element_size=case.dtype.itemsize)
     planned = traffic(plan.rank(rank), size)
-    return planned.forward_sent + planned.backward_sent
+    return planned.forward_sent + (planned.backward_sent if case.wanted else 0)
 
 
 def run_cases(rank: int, world_size: int, cases: Sequence[Case]) -> list[Outcome]:

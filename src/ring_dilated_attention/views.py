@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from .plan import RankPlan, Rows, Tile, TileGroup
+from .tiles import Selection, reads_aligned_rows, reads_separate_rows
 
 MOST_PROGRAMS = 65_535
 """Of the second and third axis of a CUDA grid, which kernels lay along segments and heads."""
@@ -99,13 +100,17 @@ class Block:
         # Dozens of views a call: no function for an offset, and no generator.
         batch, row, head, *rest = tensor.stride()
         outer, inner = steps
-        # The stride of a single element does not matter, but kernels may take 0 for a broadcast.
-        outer_stride = outer.batch * batch + outer.row * row + outer.head * head or batch
-        inner_stride = inner.batch * batch + inner.row * row + inner.head * head or batch
+        # The stride of a single element does not matter, but kernels may take 0 for a broadcast,
+        # and a step that is never made may be longer than an address.
+        outer_stride = inner_stride = batch
+        if self.outer.size > 1:
+            outer_stride = outer.batch * batch + outer.row * row + outer.head * head
+        if self.inner.size > 1:
+            inner_stride = inner.batch * batch + inner.row * row + inner.head * head
         offset = start.batch * batch + start.row * row + start.head * head
         return tensor.as_strided(
             (self.outer.size, self.inner.size, rows.length, *tensor.shape[3:]),
-            (outer_stride, inner_stride, rows.stride * row, *rest),
+            (outer_stride, inner_stride, rows.stride * row if rows.length > 1 else row, *rest),
             tensor.storage_offset() + offset,
         )
 
@@ -232,6 +237,33 @@ def _merge(axes: list[Axis]) -> list[Axis]:
         else:
             merged.append(axis)
     return merged
+
+
+def readable(tensor: torch.Tensor, selection: Selection | None = None) -> torch.Tensor:
+    """The tensor itself where views of it can be read, else a copy.
+
+    Strides may be anything: 0 where a dimension is expanded, small where rows overlap, odd where a
+    dimension has one element. An expanded tensor is copied at its full size, unless all tiles are
+    computed by ``backend="triton"`` or ``"eager"``.
+
+    Args:
+        tensor: (batch, sequence, heads, head_dim).
+        selection: what is to read it; None: any of the device's back ends.
+
+    Returns:
+        The same values. The stride of a dimension of one element is that of a contiguous tensor.
+    """
+    _, length, heads, head_dim = tensor.shape
+    dense = length * heads * head_dim, heads * head_dim, head_dim, 1
+    if 1 in tensor.shape and tensor.stride() != dense:
+        given = zip(tensor.shape, tensor.stride(), dense, strict=True)
+        strides = [plain if size == 1 else stride for size, stride, plain in given]
+        tensor = tensor.as_strided(tensor.shape, strides)
+    strictest = reads_aligned_rows if tensor.is_cuda else reads_separate_rows
+    reads = strictest if selection is None else selection.reads
+    if reads(tensor) or not tensor.numel():
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def by_slot(slots: torch.Tensor) -> torch.Tensor:

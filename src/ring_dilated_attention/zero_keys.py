@@ -9,12 +9,13 @@ backward uses, already count them.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Hashable, Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 
 from .accumulate import merge
+from .caches import keep_few
 from .plan import TileGroup
 from .views import Block, families
 
@@ -50,8 +51,16 @@ def merge_zero_keys(
             )
 
 
-@lru_cache(maxsize=1024)
+_kept: WeakKeyDictionary[TileGroup, dict[Hashable, tuple[Block, ...]]] = WeakKeyDictionary()
+"""Blocks live as long as the plan of their group, whose size bounds theirs: at most as many blocks
+as it has tiles, for each of the last few batch sizes."""
+_BATCH_SIZES = 4
+
+
 def _blocks(group: TileGroup, batch: int, members: int) -> tuple[Block, ...]:
-    return tuple(
-        block for family in families(group.tiles) for block in family.blocks(batch, members)
-    )
+    def make() -> tuple[Block, ...]:
+        return tuple(
+            block for family in families(group.tiles) for block in family.blocks(batch, members)
+        )
+
+    return keep_few(_kept.setdefault(group, {}), (batch, members), make, _BATCH_SIZES)

@@ -203,7 +203,7 @@ def _launch(*views: torch.Tensor) -> _Launch:
     return _launch_of(views[0].shape, *(view.stride() for view in views))
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=4096)  # of about 1.5 KiB: 6 MiB in all
 def _launch_of(shape: torch.Size, *strides: tuple[int, ...]) -> _Launch:
     """Worked out once for a layout: launches are short, and many in a call."""
     outer, inner, rows, head_dim = shape

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from ..detached import branch_function
 from ..functional import EXCHANGES
-from ..pattern import DilatedPattern, check_choice
+from ..pattern import DilatedPattern, check_choice, in_brief
 from ..tiles import BACKENDS
-from .checks import check_head_sizes, check_positive_float
+from .checks import check_head_sizes, check_positive_float, check_rows
 from .norm import LayerNorm
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class DilatedAttention(nn.Module):
     ) -> None:
         super().__init__()
         if not isinstance(pattern, DilatedPattern):
-            raise TypeError(f"pattern must be a DilatedPattern; got {pattern!r}")
+            raise TypeError(f"pattern must be a DilatedPattern; got {in_brief(pattern)}")
         check_choice("exchange", exchange, EXCHANGES)
         check_choice("backend", backend, BACKENDS)
         self.pattern = pattern
@@ -277,7 +277,7 @@ class MultiheadDilatedAttention(nn.Module):
         if need_weights is not False:
             raise ValueError(
                 "need_weights must be False: dilated attention never forms the weights; "
-                f"got {need_weights!r}"
+                f"got {in_brief(need_weights)}"
             )
         if attn_mask is not None:
             raise ValueError(
@@ -285,11 +285,7 @@ class MultiheadDilatedAttention(nn.Module):
                 f"what a head sees; got {type(attn_mask).__name__}"
             )
         for name, tensor in (("query", query), ("key", key), ("value", value)):
-            if tensor.dim() != 3 or tensor.shape[2] != self.embed_dim:
-                raise ValueError(
-                    f"{name} must have shape (batch, local_sequence, {self.embed_dim}); "
-                    f"got {tuple(tensor.shape)}"
-                )
+            check_rows(name, tensor, self.embed_dim, "(batch, local_sequence, ")
         q_bnhd, k_bnhd, v_bnhd = self.project(query, key, value, rope=rope)
         out_bnhd = self.attend(
             q_bnhd,

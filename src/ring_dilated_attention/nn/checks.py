@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import math
+import sys
+from typing import Any
 
-from ..pattern import check_positive_int
+import torch
+
+from ..pattern import check_positive_int, in_brief, shape_in_brief
 
 
 def check_head_sizes(
@@ -31,10 +34,27 @@ def check_head_sizes(
     return embed_dim, num_heads, num_kv_heads, embed_dim // num_heads
 
 
+def check_rows(name: str, tensor: Any, width: int, shape: str) -> None:
+    """Raise a `TypeError` or `ValueError` unless it is a tensor of 3 dimensions, the last `width`.
+
+    Args:
+        name: of the argument, for the message.
+        tensor: the argument.
+        width: of its last dimension.
+        shape: the dimensions before it, in words.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, got {in_brief(tensor)}")
+    if tensor.is_nested or tensor.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, not a sparse or nested one")
+    if tensor.dim() != 3 or tensor.shape[2] != width:
+        raise ValueError(f"{name} must have shape {shape}{width}); got {shape_in_brief(tensor)}")
+
+
 def check_positive_float(name: str, value: float) -> float:
     """Return `value` as a float > 0; a `TypeError` or `ValueError` names it otherwise."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} must be a number, got {value!r}")
-    if not 0 < value < math.inf:
-        raise ValueError(f"{name} must be finite and above 0; got {value!r}")
+        raise TypeError(f"{name} must be a number, got {in_brief(value)}")
+    if not 0 < value <= sys.float_info.max:
+        raise ValueError(f"{name} must be finite and above 0; got {in_brief(value)}")
     return float(value)

@@ -15,7 +15,7 @@ from ..exchange import Exchange, Group, resolve_exchange
 from ..functional import autocast_inputs
 from ..layout import SequenceLayout
 from ..packed import Integers, as_ints
-from ..pattern import check_positive_int
+from ..pattern import check_positive_int, in_brief, shape_in_brief
 from ..plan.documents import document_borders
 from .chunked import map_rows
 from .config import LongNetConfig
@@ -256,27 +256,31 @@ def _agreed_positions(
 
 def _positions(tokens: Tensor, ends: Exchange, layout: SequenceLayout | None) -> Tensor:
     """The global position of every local row: int64, shape (local_sequence,)."""
+    if not isinstance(tokens, Tensor):
+        raise TypeError(f"tokens must be a tensor, got {in_brief(tokens)}")
     if tokens.dtype != torch.int64:
         raise TypeError(f"tokens must be int64; got {tokens.dtype}")
     if tokens.dim() != 2:
         raise ValueError(
-            f"tokens must have shape (batch, local_sequence); got {tuple(tokens.shape)}"
+            f"tokens must have shape (batch, local_sequence); got {shape_in_brief(tokens)}"
         )
     rows = tokens.shape[1]
     if layout is None:
         return torch.arange(ends.rank * rows, (ends.rank + 1) * rows, device=tokens.device)
     if not isinstance(layout, SequenceLayout):
-        raise TypeError(f"layout must be a SequenceLayout or None; got {layout!r}")
+        raise TypeError(f"layout must be a SequenceLayout or None; got {in_brief(layout)}")
     held = f"got tokens of shape {tuple(tokens.shape)}"
     layout.check_shard(ends.rank, ends.world_size, rows, held)
     return layout.positions(ends.rank, device=tokens.device)
 
 
 def _check_labels(labels: Tensor, tokens: Tensor) -> None:
+    if not isinstance(labels, Tensor):
+        raise TypeError(f"labels must be a tensor, got {in_brief(labels)}")
     if labels.dtype != torch.int64:
         raise TypeError(f"labels must be int64; got {labels.dtype}")
     if labels.shape != tokens.shape:
         raise ValueError(
             f"labels must have the shape of tokens, {tuple(tokens.shape)}; "
-            f"got {tuple(labels.shape)}"
+            f"got {shape_in_brief(labels)}"
         )

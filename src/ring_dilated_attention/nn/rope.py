@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..packed import Integers, as_ints
-from ..pattern import check_positive_int
+from ..pattern import check_positive_int, in_brief, shape_in_brief
 from ..plan.documents import in_words
 
 
@@ -96,8 +96,10 @@ class RotaryEmbedding(nn.Module):
         self.head_dim = check_positive_int("head_dim", head_dim)
         if self.head_dim % 2:
             raise ValueError(f"rotary positions need an even head_dim; got {head_dim}")
-        if not 1 < theta < math.inf:
-            raise ValueError(f"theta must be finite and above 1; got {theta!r}")
+        if isinstance(theta, bool) or not isinstance(theta, int | float):
+            raise TypeError(f"theta must be a number, got {in_brief(theta)}")
+        if not 1 < theta <= sys.float_info.max:
+            raise ValueError(f"theta must be finite and above 1; got {in_brief(theta)}")
         self.theta = float(theta)
 
     def forward(self, positions: Tensor) -> Rotation:
@@ -110,6 +112,10 @@ class RotaryEmbedding(nn.Module):
         Returns:
             A `Rotation` on the device of `positions`.
         """
+        if not isinstance(positions, Tensor) or positions.dim() != 1:
+            is_tensor = isinstance(positions, Tensor)
+            got = shape_in_brief(positions) if is_tensor else in_brief(positions)
+            raise TypeError(f"positions must be a tensor of shape (local_sequence,), got {got}")
         pairs = torch.arange(self.head_dim // 2, dtype=torch.float64, device=positions.device)
         frequencies = torch.pow(self.theta, pairs * (-2 / self.head_dim))
         angles = positions.to(torch.float64)[:, None] * frequencies

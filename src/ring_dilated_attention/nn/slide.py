@@ -13,7 +13,8 @@ from ..exchange import Exchange, Group, resolve_exchange
 from ..functional import autocast_inputs
 from ..layout import SequenceLayout
 from ..packed import Integers, as_ints
-from ..pattern import check_positive_int
+from ..pattern import check_positive_int, in_brief
+from .checks import check_rows
 from .chunked import map_rows
 from .encoder_block import EncoderBlock
 from .norm import LayerNorm
@@ -190,13 +191,7 @@ class SlideEncoder(nn.Module):
             ("features", features, self.config.in_dim),
             ("coordinates", coordinates, 2),
         ):
-            if not isinstance(tensor, Tensor):
-                raise TypeError(f"{name} must be a tensor, got {tensor!r}")
-            if tensor.dim() != 3 or tensor.shape[2] != width:
-                raise ValueError(
-                    f"{name} must have shape (batch, local_tiles, {width}); "
-                    f"got {tuple(tensor.shape)}"
-                )
+            check_rows(name, tensor, width, "(batch, local_tiles, ")
         if features.shape[:2] != coordinates.shape[:2]:
             raise ValueError(
                 "features and coordinates must have the same batch and tiles; got shapes "
@@ -209,7 +204,7 @@ def _row_of_cls(tiles: int, ends: Exchange, layout: SequenceLayout | None) -> in
     if layout is None:
         return None if ends.rank else 0
     if not isinstance(layout, SequenceLayout):
-        raise TypeError(f"layout must be a SequenceLayout or None; got {layout!r}")
+        raise TypeError(f"layout must be a SequenceLayout or None; got {in_brief(layout)}")
     if layout.world_size != ends.world_size:
         raise ValueError(
             f"the layout is for {layout.world_size} ranks; the group has {ends.world_size}"

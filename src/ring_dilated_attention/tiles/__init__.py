@@ -3,7 +3,13 @@
 A tile knows nothing of ranks, patterns or positions. `select_backend` picks who computes it.
 """
 
-from .backend import TileBackend, TileGradients, TileInputs
+from .backend import (
+    TileBackend,
+    TileGradients,
+    TileInputs,
+    reads_aligned_rows,
+    reads_separate_rows,
+)
 from .eager import accumulate_dtype
 from .select import BACKENDS, Selection, select_backend
 
@@ -14,5 +20,7 @@ __all__ = [
     "TileGradients",
     "TileInputs",
     "accumulate_dtype",
+    "reads_aligned_rows",
+    "reads_separate_rows",
     "select_backend",
 ]

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
+
+_ALIGNMENT = 16
+"""Bytes of the largest load of a GPU's threads, and of what its TMA unit takes addresses in."""
 
 
 class TileInputs(NamedTuple):
     """What the forward of a tile takes.
 
-    q (batch, heads, queries, head_dim); k, v (batch, heads, keys, head_dim): strided views that may
-    overlap, the last dimension contiguous. With `is_causal`, queries and keys are equally many and
-    row i sees keys 0 to i.
+    q (batch, heads, queries, head_dim); k, v (batch, heads, keys, head_dim): strided views, the
+    last dimension contiguous, of tensors that the back end `reads`. Rows of different heads may lie
+    between each other. With `is_causal`, queries and keys are equally many and row i sees keys 0 to
+    i.
     """
 
     q: torch.Tensor
@@ -57,6 +61,8 @@ class TileBackend:
             None if it cannot.
         backward_workspace: bytes a row of queries that `backward` allocates for itself, besides dq,
             dk and dv, given head_dim.
+        reads: whether it reads views of a tensor (batch, sequence, heads, head_dim) as it is: one
+            of `reads_any_rows`, `reads_separate_rows`, `reads_aligned_rows`. Others are copied.
     """
 
     name: str
@@ -68,6 +74,91 @@ class TileBackend:
         Callable[[TileInputs, TileGradients, torch.Tensor, torch.Tensor, torch.Tensor], None] | None
     ) = None
     backward_workspace: Callable[[int], int] = lambda head_dim: 0
+    reads: Callable[[torch.Tensor], bool] = lambda tensor: reads_aligned_rows(tensor)
+
+
+def reads_any_rows(tensor: torch.Tensor) -> bool:
+    """head_dim is contiguous. Strides may be 0, and rows may overlap."""
+    return tensor.stride(-1) == 1
+
+
+def reads_separate_rows(tensor: torch.Tensor) -> bool:
+    """As `reads_any_rows`, and no two elements share memory: no stride is 0, no rows overlap.
+
+    Kernels of others allocate their results by the strides of their inputs, and call BLAS with
+    them: where rows share memory, torch's CPU kernel is wrong without a word.
+    """
+    if tensor.stride(-1) != 1:
+        return False
+    end = 0  # the last element of what the dimensions of smaller strides hold
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= end:
+                return False
+            end += stride * (size - 1)
+    return True
+
+
+def reads_aligned_rows(tensor: torch.Tensor) -> bool:
+    """As `reads_separate_rows`, and every row starts at a multiple of 16 bytes."""
+    return (
+        tensor.data_ptr() % _ALIGNMENT == 0
+        and all(stride * tensor.element_size() % _ALIGNMENT == 0 for stride in tensor.stride()[:-1])
+        and reads_separate_rows(tensor)
+    )
+
+
+_LEAST_SCALE = torch.finfo(torch.float32).tiny
+"""Below it, float32 kernels take a scale for 0, or for a number of fewer bits."""
+
+
+def for_any_scale(backend: TileBackend) -> TileBackend:
+    """The same back end, asked for positive scales only.
+
+    Fused kernels scale the largest score of a row in place of looking for the largest scaled score,
+    or multiply the -inf of a masked score by the scale: with `is_causal`, a scale <= 0 gives NaN.
+    Another scale is moved into a copy of the tile's queries: its sign if that is enough.
+    """
+
+    def moved(t: TileInputs) -> tuple[TileInputs, float]:
+        scale = -t.scale if -t.scale >= _LEAST_SCALE else 1.0
+        factor = t.scale / scale
+        return t._replace(q=t.q * factor, scale=scale), factor
+
+    def forward(t: TileInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        return backend.forward(t if t.scale >= _LEAST_SCALE else moved(t)[0])
+
+    def backward(
+        t: TileInputs, g: TileGradients
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if t.scale >= _LEAST_SCALE:
+            return backend.backward(t, g)
+        t, factor = moved(t)
+        dq, dk, dv = backend.backward(t, g)
+        return dq.mul_(factor), dk, dv
+
+    def forward_into(t: TileInputs, out: torch.Tensor, lse: torch.Tensor) -> None:
+        assert backend.forward_into is not None
+        backend.forward_into(t if t.scale >= _LEAST_SCALE else moved(t)[0], out, lse)
+
+    def backward_into(
+        t: TileInputs, g: TileGradients, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor
+    ) -> None:
+        assert backend.backward_into is not None
+        if t.scale >= _LEAST_SCALE:
+            backend.backward_into(t, g, dq, dk, dv)
+            return
+        t, factor = moved(t)
+        backend.backward_into(t, g, dq, dk, dv)
+        dq.mul_(factor)
+
+    return replace(
+        backend,
+        forward=forward,
+        backward=backward,
+        forward_into=forward_into if backend.forward_into else None,
+        backward_into=backward_into if backend.backward_into else None,
+    )
 
 
 def refuse_all_but(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from .backend import TileBackend, TileGradients, TileInputs
+from .backend import TileBackend, TileGradients, TileInputs, reads_any_rows
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -37,5 +37,9 @@ def _backward(t: TileInputs, g: TileGradients) -> tuple[torch.Tensor, torch.Tens
 
 
 EAGER = TileBackend(
-    name="eager", forward=_forward, backward=_backward, refusal=lambda on, dtype, head_dim: None
+    name="eager",
+    forward=_forward,
+    backward=_backward,
+    refusal=lambda on, dtype, head_dim: None,
+    reads=reads_any_rows,
 )

@@ -15,7 +15,13 @@ from typing import Any
 
 import torch
 
-from .backend import TileBackend, TileGradients, TileInputs, refuse_all_but
+from .backend import (
+    TileBackend,
+    TileGradients,
+    TileInputs,
+    reads_aligned_rows,
+    refuse_all_but,
+)
 
 _CAPABILITIES = (9, 10)  # compute capability 9.x and 10.x
 _LOCK = threading.Lock()  # its compiler crashes when two threads are in it
@@ -124,6 +130,7 @@ def _even_padding(head_dim: int) -> Iterator[None]:
 
 @lru_cache(maxsize=1)
 def _evenly_padded_kernels() -> dict[Any, Any]:
+    # By head_dim, dtype and the like, as flash-attn-4 keeps its own: no shape is in a key.
     return {}
 
 
@@ -149,4 +156,5 @@ FA4 = TileBackend(
     backward_into=_backward_into,
     # dq in float32, and two statistics of rows.
     backward_workspace=lambda head_dim: 4 * _padded(head_dim, 64 if head_dim > 128 else 32) + 12,
+    reads=reads_aligned_rows,  # CuTe compiles a stride of 0 into the kernel that it then keeps
 )

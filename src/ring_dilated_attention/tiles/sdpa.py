@@ -9,7 +9,14 @@ from __future__ import annotations
 
 import torch
 
-from .backend import TileBackend, TileGradients, TileInputs, refuse_all_but
+from .backend import (
+    TileBackend,
+    TileGradients,
+    TileInputs,
+    reads_aligned_rows,
+    reads_separate_rows,
+    refuse_all_but,
+)
 from .eager import EAGER
 
 aten = torch.ops.aten
@@ -103,6 +110,7 @@ CPU_FLASH, CUDNN, FLASH, EFFICIENT = (
         forward=_cpu_forward,
         backward=_cpu_backward,
         refusal=refuse_all_but("cpu", (torch.float64, torch.float32, *_HALF)),
+        reads=reads_separate_rows,
     ),
     TileBackend(
         name="cudnn",
@@ -110,6 +118,7 @@ CPU_FLASH, CUDNN, FLASH, EFFICIENT = (
         backward=_cudnn_backward,
         refusal=refuse_all_but("cuda", _HALF, multiple=8, largest=128),
         backward_workspace=_float32_dq,
+        reads=reads_aligned_rows,
     ),
     TileBackend(
         name="flash",
@@ -117,6 +126,7 @@ CPU_FLASH, CUDNN, FLASH, EFFICIENT = (
         backward=_flash_backward,
         refusal=refuse_all_but("cuda", _HALF, multiple=8, largest=256),
         backward_workspace=_float32_dq,
+        reads=reads_aligned_rows,
     ),
     TileBackend(
         name="efficient",
@@ -124,5 +134,6 @@ CPU_FLASH, CUDNN, FLASH, EFFICIENT = (
         backward=_efficient_backward,
         refusal=refuse_all_but("cuda", (torch.float32, *_HALF), multiple=8, largest=256),
         backward_workspace=_float32_dq,
+        reads=reads_aligned_rows,
     ),
 )

@@ -8,14 +8,17 @@ from dataclasses import dataclass
 import torch
 
 from ..pattern import check_choice
-from .backend import TileBackend
+from .backend import TileBackend, for_any_scale, reads_any_rows
 from .eager import EAGER
 from .fa4 import FA4
 from .sdpa import CPU_FLASH, CUDNN, EFFICIENT, FLASH
 from .table import TABLE_NAME, table_refusal
 
-_SDPA = (CPU_FLASH, CUDNN, FLASH, EFFICIENT)
-_AUTO = (FA4, *_SDPA)  # by falling speed, forward and backward, on what each can compute
+_SDPA = tuple(map(for_any_scale, (CPU_FLASH, CUDNN, FLASH, EFFICIENT)))
+_AUTO = (
+    for_any_scale(FA4),
+    *_SDPA,
+)  # by falling speed, forward and backward, on what each can compute
 _NAMED = {backend.name: backend for backend in (*_AUTO, EAGER)}
 
 BACKENDS = ("auto", "sdpa", *_NAMED, TABLE_NAME)
@@ -45,6 +48,11 @@ class Selection:
     backend: TileBackend | None
     forward_table_flops: float = 0.0
     backward_table_flops: float = 0.0
+
+    def reads(self, tensor: torch.Tensor) -> bool:
+        """Whether tiles are computed from views of a tensor as it is; else from those of a copy."""
+        # The table-driven kernel reads through strides that are plain numbers to it.
+        return (reads_any_rows if self.backend is None else self.backend.reads)(tensor)
 
 
 def select_backend(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Selection:

@@ -1,0 +1,94 @@
+"""Nothing that is kept between calls grows without a bound in bytes."""
+
+import gc
+import threading
+
+import pytest
+import torch
+
+from ring_dilated_attention import DilatedPattern, compute, dilated_attention, operator, zero_keys
+from ring_dilated_attention.caches import cache_by_size, keep_few
+from ring_dilated_attention.packed import packed_rows
+
+
+@pytest.fixture
+def _no_plans():
+    operator._plan.cache_clear()
+    operator._large_plan.cache_clear()
+    gc.collect()
+
+
+def attend(length, batch=1):
+    query = torch.randn(batch, length, 2, 8)
+    return dilated_attention(query, query, query, DilatedPattern([8], [3], zero_keys=True))
+
+
+@pytest.mark.usefixtures("_no_plans")
+def test_what_is_kept_for_a_plan_goes_with_it():
+    for length in range(20, 40):
+        attend(length)
+    assert len(zero_keys._kept) >= 15
+    assert len(compute._schedules) == 20
+    operator._plan.cache_clear()
+    gc.collect()
+    assert len(zero_keys._kept) == 0
+    assert len(compute._schedules) == 0
+
+
+@pytest.mark.usefixtures("_no_plans")
+def test_what_is_kept_for_a_plan_does_not_grow():
+    for batch in range(1, 30):
+        attend(20, batch)
+    (blocks,) = zero_keys._kept.values()
+    assert len(blocks) == 4
+    (schedules,) = compute._schedules.values()
+    assert len(schedules) == 8
+
+
+def test_lists_of_documents_are_kept_up_to_a_size():
+    packed_rows.forget()
+    for last in range(40_000, 40_050):
+        packed_rows(tuple(range(last)), (), 1, last - 1)
+    assert 1 << 20 < packed_rows.held <= 8 << 20
+    packed_rows(tuple(range(1_000_001)), (), 1, 1_000_000)
+    assert packed_rows.held == 2 * 40 * 1_000_001  # the last one alone, whatever its size
+    packed_rows(tuple(range(100)), (), 1, 99)
+    assert packed_rows.held == 2 * 40 * 100
+
+
+def test_cache_by_size():
+    made = []
+
+    @cache_by_size(100, lambda arguments, result: arguments[1])
+    def make(name, size):
+        made.append(name)
+        return [name] * size
+
+    first = make("a", 40)
+    assert make("a", 40) is first
+    make("b", 40)
+    make("a", 40)  # b is now the oldest
+    make("c", 40)
+    assert made == ["a", "b", "c"]
+    make("a", 40)
+    make("b", 40)
+    assert made == ["a", "b", "c", "b"]
+    assert make.held == 80
+
+
+def test_threads_may_share_a_cache():
+    make = cache_by_size(500, lambda arguments, result: 100)(lambda number: number)
+    entries: dict[object, int] = {}
+
+    def work():
+        for number in range(3000):
+            assert make(number % 7) == number % 7
+            assert keep_few(entries, number % 7, lambda: 1, 5) == 1
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert make.held <= 500
+    assert len(entries) <= 5

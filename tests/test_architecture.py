@@ -23,7 +23,7 @@ ORDER = [
     ["exchange"],
     ["loopback"],
     ["views", "packing", "agreement", "packed", "turns"],
-    ["transfer", "compute", "zero_keys"],
+    ["transfer", "compute", "zero_keys", "flops"],
     ["ring"],
     ["operator"],
     ["functional", "checkpoint"],

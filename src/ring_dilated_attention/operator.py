@@ -14,10 +14,12 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.flop_counter import register_flop_formula
 
 from .agreement import agree, refuse_capture
 from .device_tables import TABLES
 from .exchange import Exchange, exchange_named
+from .flops import backward_flops, forward_flops
 from .layout import SequenceLayout
 from .packed import PackedRows, packed_rows
 from .pattern import DilatedPattern
@@ -411,3 +413,8 @@ def _pattern(
 @lru_cache(maxsize=64)
 def _layout(flat: tuple[int, ...]) -> SequenceLayout:
     return SequenceLayout.from_flat(flat)
+
+
+_packets = torch.ops.ring_dilated_attention
+register_flop_formula(_packets.forward)(forward_flops)
+register_flop_formula(_packets.backward)(backward_flops)

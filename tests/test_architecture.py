@@ -12,7 +12,7 @@ import ring_dilated_attention
 ROOT = Path(ring_dilated_attention.__file__).parent
 ORDER = [
     ["pattern"],
-    ["layout"],
+    ["layout", "limits"],
     ["plan"],
     ["reference", "merge", "kernels"],
     ["accumulate", "device_tables"],

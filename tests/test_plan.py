@@ -1,8 +1,8 @@
-import time
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from counted_calls import count_calls
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import layouts, patterns
@@ -169,17 +169,19 @@ def test_plan_size_does_not_grow_with_the_number_of_segments():
 
 @pytest.mark.parametrize("make", [SequenceLayout.contiguous, SequenceLayout.zigzag])
 @pytest.mark.parametrize("rate", [1, 2**15])
-def test_a_plan_of_a_billion_tokens_on_4096_ranks_takes_under_100_ms(make, rate):
+def test_a_plan_of_a_billion_tokens_on_4096_ranks_is_little_work(make, rate):
+    """Some 50 function calls for each other rank: less than 100 ms."""
     lengths, rates = LONGNET
     pattern = DilatedPattern([*lengths, None], [*rates, rate])
     layout = make(2**30, 4096)
-    took = []
-    for _ in range(3):  # the best of three, in CPU time: the machine may be busy
-        start = time.process_time()
-        rank = plan_attention(pattern, layout, is_causal=True, num_heads=12).rank(2047)
-        assert rank.total_received_rows > 0
-        took.append(time.process_time() - start)
-    assert min(took) < 0.1
+
+    def count_rows():
+        plan = plan_attention(pattern, layout, is_causal=True, num_heads=12)
+        return plan.rank(2047).total_received_rows
+
+    calls, rows = count_calls(count_rows)
+    assert rows > 0
+    assert calls < 75 * 4096
 
 
 def test_many_ranges_take_few_groups():

@@ -12,7 +12,7 @@ import ring_dilated_attention
 ROOT = Path(ring_dilated_attention.__file__).parent
 ORDER = [
     ["pattern", "view_kinds", "caches"],
-    ["layout"],
+    ["layout", "limits"],
     ["plan"],
     ["reference", "merge", "kernels"],
     ["accumulate", "device_tables"],
@@ -24,7 +24,7 @@ ORDER = [
     ["exchange"],
     ["loopback"],
     ["views", "packing", "agreement", "packed", "turns"],
-    ["transfer", "compute", "zero_keys"],
+    ["transfer", "compute", "zero_keys", "flops"],
     ["ring"],
     ["operator"],
     ["functional", "checkpoint"],

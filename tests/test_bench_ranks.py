@@ -5,6 +5,7 @@ import json
 import math
 import time
 from datetime import timedelta
+from threading import Event
 
 import pytest
 import torch
@@ -263,7 +264,14 @@ def test_layouts():
     assert dealt("auto", False) == dealt("contiguous", True) == contiguous
 
 
-def test_waits_are_timed_and_the_rest_is_the_exchange_itself():
+def test_waits_are_timed_and_the_rest_is_the_exchange_itself(monkeypatch):
+    now = [0.0]
+
+    def passes(ms):
+        now[0] += ms / 1e3
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
     class Slow:
         rank, world_size, sent_bytes, extra = 0, 2, 7, "more"
 
@@ -271,25 +279,25 @@ def test_waits_are_timed_and_the_rest_is_the_exchange_itself():
             return self
 
         def wait(self):
-            time.sleep(0.02)
+            passes(20)
 
         def maximum(self, values, device):
-            time.sleep(0.01)
+            passes(10)
             return list(values)
 
     timed = TimedExchange(Slow(), torch.device("cpu"))  # type: ignore[arg-type]
     for _ in range(2):
         timed.start(None, None).wait()
+        passes(100)  # of compute
     assert timed.maximum([3], torch.device("cpu")) == [3]
     assert (timed.sent_bytes, timed.extra) == (7, "more")
     waits = timed.take()
-    assert waits.transfers >= 40
-    assert 10 <= waits.agreement < 40
+    assert tuple(waits) == pytest.approx((40, 10))
     assert timed.take() == (0, 0)
     stop = timed.stopwatch()  # the compute waits for a stream that waits for a transfer
-    time.sleep(0.02)
+    passes(20)
     stop()
-    assert timed.take().transfers >= 20
+    assert tuple(timed.take()) == pytest.approx((20, 0))
 
 
 def test_memory_adds_up():
@@ -318,11 +326,21 @@ def _one_fails():
 
 
 def test_one_rank_that_fails_ends_the_run(tmp_path):
-    started = time.monotonic()
     with pytest.raises(RankError, match=r"^rank 1 failed: AssertionError: a bug \(see .*\)$"):
         launch(_one_fails, 2, device="cpu", out=tmp_path)
-    assert time.monotonic() - started < 60
     assert "in broken" in (tmp_path / ERROR_NAME).read_text()  # the traceback
+
+
+def _one_does_not_come():
+    """Rank 1 has something else to do until it is stopped."""
+    if dist.get_rank() == 1:
+        Event().wait()
+    dist.barrier()
+
+
+def test_ranks_wait_as_long_as_they_are_told(tmp_path):
+    with pytest.raises(RankError, match=r"^rank 0 failed: "):
+        launch(_one_does_not_come, 2, device="cpu", out=tmp_path, timeout=1)
 
 
 def _one_computes_nan():
@@ -372,7 +390,10 @@ def test_a_rank_that_failed_is_one_line_and_exit_code_1(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--scaling=weak", "layout, exchange and sample_ms need ranks; got scaling='weak'"),
+        (
+            "--scaling=weak",
+            "layout, exchange, timeout and sample_ms need ranks; got scaling='weak'",
+        ),
         ("--sample-ms=5", "exchange and sample_ms need ranks; got sample_ms=5.0"),
         ("--ranks=2 --sample-ms=-1", "sample_ms must be >= 0, got -1.0"),
         ("--ranks=0", "ranks must be >= 1, got 0"),
@@ -416,9 +437,12 @@ def test_on_cuda(tmp_path):
             assert timing.communication is None or timing.communication.bytes_match
         assert result.errors.out < 1e-2
         assert result.errors.gradients < 2e-2
-    ratio = compare(found[1 + len(peers)], found, True).memory_to_one
-    assert ratio is not None
-    assert ratio < 0.7
+    # Two ranks hold half of the inputs and results each. What a call takes besides does not shrink
+    # with shards as short as these: the test below is of long ones.
+    one, two = (found[number].timing(True).memory for number in (0, 1 + len(peers)))
+    assert (found[0].ranks, found[1 + len(peers)].ranks) == (1, 2)
+    for name in ("query", "key", "value", "dout", "out", "lse", "gradients"):
+        assert getattr(one, name) == 2 * getattr(two, name) > 0, name
 
 
 @pytest.mark.gpu

@@ -108,7 +108,7 @@ def test_every_rank_shares_objects():
 
 
 def left_alone(rank, world_size, how):
-    """What the others are told when the last rank does not come, and after how long."""
+    """What the others are told when the last rank does not come."""
     timeout = 60.0 if how == "gone" else 1.0
     ends = ProcessGroupExchange(world())
     board = make_board(rank, world_size, ends.share)
@@ -120,16 +120,14 @@ def left_alone(rank, world_size, how):
         if how == "gone":
             board = None  # as when its process ends
         ends.share(None)
-        return "", 0.0
-    begun = time.monotonic()
+        return ""
     try:
         board.maximum([0], timeout)
     except LostPeerError as lost:
-        seconds = time.monotonic() - begun
         text = board.explain(lost).text
         ends.share(None)
-        return text, seconds
-    return "nothing was wrong", 0.0
+        return text
+    return "nothing was wrong"
 
 
 _LAST = "its last call is call 7 (some_call, forward), which it has not left"
@@ -137,15 +135,12 @@ _LAST = "its last call is call 7 (some_call, forward), which it has not left"
 
 def test_a_rank_that_has_gone():
     *others, _ = run_ranks(left_alone, 3, "gone")
-    for text, seconds in others:
-        assert text == f"rank 2 has gone; {_LAST}"
-        assert seconds < 5
+    assert others == [f"rank 2 has gone; {_LAST}"] * 2  # not that it is late
 
 
 def test_a_rank_that_does_not_come():
     *others, _ = run_ranks(left_alone, 3, "late")
-    for text, _ in others:
-        assert text == f"rank 2 did not answer within 1 s; {_LAST}"
+    assert others == [f"rank 2 did not answer within 1 s; {_LAST}"] * 2
 
 
 def boards(count):

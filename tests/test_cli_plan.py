@@ -229,12 +229,13 @@ def test_verify_passes_and_counts_bytes():
 
 
 def test_verify_fails_when_something_is_wrong(monkeypatch):
-    def wrong(function, world_size, cases, *, backend):
+    def wrong(function, world_size, cases, *, backend, timeout, wait_timeout):
+        assert wait_timeout == 5 < timeout
         squares = dict.fromkeys(TENSORS, (1.0, 1.0, 0.0))
         return [[Outcome(squares=squares) for _ in cases]]
 
     monkeypatch.setattr(verify_command, "run_ranks", wrong)
-    done = rda("verify", "--ranks=1", "--all", "--seed=7")
+    done = rda("verify", "--ranks=1", "--all", "--seed=7", "--timeout=5")
     assert done.exit_code == 1
     assert "OUT OF BOUNDS" in done.output
     assert "n = 53, seed 7" in done.output
@@ -243,3 +244,13 @@ def test_verify_fails_when_something_is_wrong(monkeypatch):
 def test_verify_refuses_what_it_cannot_run():
     assert "ranks must be >= 1, got 0" in rda("verify", "--ranks=0").output
     assert "device must be one of 'cpu', 'cuda'" in rda("verify", "--device=tpu").output
+
+
+def test_verify_says_in_one_line_which_rank_failed(monkeypatch):
+    def failing(*arguments, **options):
+        raise RuntimeError("rank 1 failed:\nTraceback ...\nRuntimeError: rank 0 is missing\n")
+
+    monkeypatch.setattr(verify_command, "run_ranks", failing)
+    done = rda("verify", "--ranks=2")
+    assert done.exit_code == 1
+    assert done.stderr == "error: rank 1 failed: RuntimeError: rank 0 is missing\n"

@@ -2,6 +2,9 @@
 
 import threading
 import weakref
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +18,12 @@ from ring_dilated_attention import (
     compute,
     dilated_attention,
     plan_attention,
+    ring,
 )
 from ring_dilated_attention.testing import relative_error, run_loopback
+from ring_dilated_attention.tiles import Selection
+from ring_dilated_attention.tiles.eager import EAGER
+from ring_dilated_attention.transfer import GradientReturn, fetch
 from ring_dilated_attention.views import Block
 
 WORLD_SIZE, LENGTH = 8, 8 * 32
@@ -182,3 +189,69 @@ def test_workspace_bounds_what_kernels_allocate(monkeypatch):
     # Forward allocates out and lse, backward three gradients: of a tenth of query's rows at most.
     rows = 256 * 4
     assert max(results[0.1][1]) <= 0.1 * rows < max(results[None][1]) == rows
+
+
+def test_a_slice_is_large_enough_for_a_gpu():
+    """However small the query is, unless the caller bounds what slices take."""
+    query = torch.empty(1, 4, 2, 8)
+
+    def most_rows(row_bytes, workspace=None):
+        call = compute.TileCall(Selection(EAGER), 1.0, 1, 1, workspace)
+        return call.most_rows(query, compute.FORWARD_WORKSPACE, row_bytes)
+
+    assert most_rows(1 << 20) == compute.SLICE_ROWS >= 132 * 128  # a tile for each multiprocessor
+    assert most_rows(16) * 16 == compute.WORKSPACE_FLOOR
+    assert most_rows(16, 0.5) == 0.5 * query.nbytes / 16
+
+
+class Transport:
+    """Rank 0 of two, alone. What has been sent is dropped when it is waited for."""
+
+    rank, world_size = 0, 2
+
+    def __init__(self):
+        self.sent = []
+
+    def start(self, send, receive):
+        self.sent.append(weakref.ref(send[1]))
+        held = [send[1]]
+        return SimpleNamespace(wait=held.clear)
+
+
+def test_packed_rows_are_freed_with_the_last_message():
+    layout = SequenceLayout.contiguous(32, 2)
+    plan = plan_attention(DilatedPattern.dense(), layout, is_causal=False)
+    transport: Any = Transport()
+    key = torch.zeros(1, 16, 1, 8)
+    arrivals = fetch(plan.rank(0).steps(), transport, key, key, depth=1)
+    (sent,) = transport.sent
+    assert sent() is not None
+    fetched = next(arrivals)
+    assert fetched.slots is not None
+    assert sent() is None  # although the call goes on
+
+
+@pytest.mark.parametrize(("at_once", "waits"), [(None, False), (0, True)])
+def test_a_gather_waits_for_returned_gradients_when_they_are_many(at_once, waits, monkeypatch):
+    """Before the next is computed; while they are few, at the end."""
+    if at_once is not None:
+        monkeypatch.setattr(ring, "_RETURNING_BYTES", at_once)
+    assert ring._RETURNING_BYTES <= 64 << 20  # of memory that no bound of the ring's counts
+    events: dict[int, list[str]] = {}
+    step, finish = ring._backward_of_step, GradientReturn.finish
+
+    def noted(name, function):
+        def note(*args, **options):
+            events.setdefault(threading.get_ident(), []).append(name)
+            return function(*args, **options)
+
+        return note
+
+    monkeypatch.setattr(ring, "_backward_of_step", noted("step", step))
+    monkeypatch.setattr(GradientReturn, "finish", noted("return", finish))
+    run(lambda ends: nullcontext(), DilatedPattern.dense(), "gather", is_causal=False)
+    for of_rank in events.values():
+        steps = WORLD_SIZE - 1
+        last_step = max(i for i, name in enumerate(of_rank) if name == "step")
+        assert of_rank.count("step") == of_rank.count("return") == steps
+        assert of_rank[:last_step].count("return") == (steps - 2 if waits else 0)

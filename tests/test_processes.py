@@ -1,5 +1,7 @@
 """The fixed sweep over real processes and gloo: what `rda verify` runs."""
 
+from threading import Event
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -46,6 +48,17 @@ def _groups(rank, world_size):
 
 def test_subgroups_and_meshes():
     assert all(error < 1e-12 for errors in run_ranks(_groups, 4) for error in errors)
+
+
+def _one_does_not_come(rank, world_size):
+    if rank == 1:
+        Event().wait()  # until it is stopped
+    dist.barrier()
+
+
+def test_ranks_wait_as_long_as_they_are_told():
+    with pytest.raises(RuntimeError, match=r"^rank 0 failed:"):  # not after 240 s
+        run_ranks(_one_does_not_come, 2, wait_timeout=1)
 
 
 def _overlapping_groups(rank, world_size):

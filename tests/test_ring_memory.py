@@ -5,8 +5,6 @@ long as additions behind the compute do. On H200s torch's allocator said the sam
 (results/many_gpus_h200x4).
 """
 
-import contextlib
-
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -53,17 +51,14 @@ class Held(TorchDispatchMode):
         return result
 
 
-class Stream:
-    """What an `Accumulator` asks of a stream."""
+class Streams:
+    """What an `Accumulator` asks of streams: results live until somebody waits."""
 
-    def wait_stream(self, other):
+    def run(self, add_all, into):
+        add_all()
+
+    def wait(self, done):
         pass
-
-    def wait_event(self, event):
-        pass
-
-    def record_event(self):
-        return self
 
 
 def no_forward(tile):
@@ -97,20 +92,13 @@ NOTHING = TileBackend(
 
 def patch_like_a_gpu():
     """For the rest of this process."""
-    make = accumulate.Accumulator.__init__
-
-    def make_with_streams(self, device, stopwatch=None):
-        make(self, device, stopwatch)
-        self.most_held, self._main = 2, Stream()
 
     def sum_dtype(query, additions):
         assert additions <= attention.FEW_ADDITIONS
         return query.dtype
 
     patch = pytest.MonkeyPatch()
-    patch.setattr(accumulate.Accumulator, "__init__", make_with_streams)
-    patch.setattr(accumulate, "_side_stream", lambda device: Stream())
-    patch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    patch.setattr(accumulate, "streams_of", lambda device: Streams())
     patch.setattr(ring, "_sum_dtype", sum_dtype)
     patch.setattr(compute, "merge", lambda *_, **__: None)  # the kernel's temporaries: none
     for module, name, scale in (

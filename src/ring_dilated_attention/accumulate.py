@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -94,11 +94,44 @@ def row_sums(dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     return (dout.to(wide) * out).sum(-1).transpose(1, 2)
 
 
-class _Behind(NamedTuple):
-    done: torch.cuda.Event
-    tensors: tuple[torch.Tensor, ...]  # that must live until then
-    targets: frozenset[int]  # storages that are added to
-    is_result: bool  # of a tile
+class Streams(Protocol):
+    """A side stream of one rank, next to the stream that computes."""
+
+    def run(self, add_all: Callable[[], None], into: Sequence[torch.Tensor]) -> Any:
+        """Queue `add_all` on the side stream, after all that the computing stream has queued.
+
+        Args:
+            add_all: what to queue. It is called at once; its work may be done later.
+            into: the tensors that it changes.
+
+        Returns:
+            What `wait` takes to wait for it.
+        """
+        ...
+
+    def wait(self, done: Any) -> None:
+        """Make what the computing stream queues from now on wait for what `run` has queued."""
+        ...
+
+
+class _CudaStreams:
+    """The current stream of a CUDA device, and one of our own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._main = device, torch.cuda.current_stream(device)
+
+    def run(self, add_all: Callable[[], None], into: Sequence[torch.Tensor]) -> torch.cuda.Event:
+        """See `Streams.run`."""
+        side = _side_stream(self._device)
+        side.wait_stream(self._main)
+        with torch.cuda.stream(side):
+            add_all()
+            done: torch.cuda.Event = side.record_event()
+        return done
+
+    def wait(self, done: torch.cuda.Event) -> None:
+        """See `Streams.wait`."""
+        self._main.wait_event(done)
 
 
 @lru_cache(maxsize=8)
@@ -107,11 +140,23 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
 
+def streams_of(device: torch.device) -> Streams | None:
+    """The streams of a device for the thread that asks; None where a device has none."""
+    return _CudaStreams(device) if device.type == "cuda" else None
+
+
+class _Behind(NamedTuple):
+    done: Any  # for `Streams.wait`
+    tensors: tuple[torch.Tensor, ...]  # that must live until then
+    targets: frozenset[int]  # storages that are added to
+    is_result: bool  # of a tile
+
+
 class Accumulator:
-    """Adds results into the whole, on CUDA on a stream of its own behind the compute.
+    """Adds results into the whole; where there are streams, on one of its own behind the compute.
 
     Args:
-        device: where the tensors are; on CUDA the current stream there is the compute's.
+        device: where the tensors are; the current stream there is the compute's.
         stopwatch: started where the compute waits for what others must send; see `Exchange`.
 
     Attributes:
@@ -121,11 +166,8 @@ class Accumulator:
     def __init__(
         self, device: torch.device, stopwatch: Callable[[], Callable[[], None]] | None = None
     ) -> None:
-        self.most_held = 2 if device.type == "cuda" else 1
-        self._device, self._stopwatch = device, stopwatch
-        self._main: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self._main = torch.cuda.current_stream(device)
+        self._streams, self._stopwatch = streams_of(device), stopwatch
+        self.most_held = 1 if self._streams is None else 2
         self._behind: deque[_Behind] = deque()
         self._started: deque[Callable[[], None]] = deque()
 
@@ -144,7 +186,7 @@ class Accumulator:
             into: what they are added to.
             is_long: whether computing them took long enough for going behind to be worthwhile.
         """
-        if self._main is None or not (is_long or self._behind):
+        if self._streams is None or not (is_long or self._behind):
             add_all()
             return
         self._run_behind(add_all, tensors, into, is_result=True)
@@ -162,7 +204,7 @@ class Accumulator:
             tensors: what is added, and freed at `finish`.
             into: what it is added to.
         """
-        if self._main is None:
+        if self._streams is None:
             self._started.append(add_all)
         else:
             self._run_behind(add_all, tensors, into, is_result=False)
@@ -187,13 +229,10 @@ class Accumulator:
         *,
         is_result: bool,
     ) -> None:
-        assert self._main is not None
-        side = _side_stream(self._device)
-        side.wait_stream(self._main)
+        assert self._streams is not None
+        done = self._streams.run(add_all, into)
         targets = frozenset(map(_storage, into))
-        with torch.cuda.stream(side):
-            add_all()
-            self._behind.append(_Behind(side.record_event(), tensors, targets, is_result))
+        self._behind.append(_Behind(done, tensors, targets, is_result))
 
     def join(self, *totals: torch.Tensor) -> None:
         """Make the current stream wait for additions to `totals`; none: for all, started or run."""
@@ -205,8 +244,8 @@ class Accumulator:
         """Wait for the oldest additions; return whether they were a tile's."""
         # What is freed here is reused by the current stream alone, after this wait.
         behind = self._behind.popleft()
-        assert self._main is not None
-        self._main.wait_event(behind.done)
+        assert self._streams is not None
+        self._streams.wait(behind.done)
         return behind.is_result
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._functorch.utils import enable_single_level_autograd_function
+from torch.utils.flop_counter import register_flop_formula
 
 from .agreement import Shared, refuse_capture, settle
 from .caches import INT_BYTES, cache_by_size
@@ -22,6 +23,7 @@ from .calls import Call, Scope
 from .derivatives import once_differentiable, refuse_tangents
 from .device_tables import TABLES
 from .exchange import Exchange, exchange_named
+from .flops import backward_flops, forward_flops
 from .layout import SequenceLayout
 from .packed import PackedRows, packed_rows
 from .pattern import DilatedPattern
@@ -468,3 +470,8 @@ def _pattern(
 @lru_cache(maxsize=64)
 def _layout(flat: tuple[int, ...]) -> SequenceLayout:
     return SequenceLayout.from_flat(flat)
+
+
+_packets = torch.ops.ring_dilated_attention
+register_flop_formula(_packets.forward)(forward_flops)
+register_flop_formula(_packets.backward)(backward_flops)

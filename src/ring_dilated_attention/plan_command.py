@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -11,9 +12,10 @@ from rich.console import Console
 from rich.table import Table
 
 from .layout import SequenceLayout
-from .pattern import DilatedPattern, check_choice, check_positive_int
+from .limits import MOST_PLANNED_RANKS, check_pattern, check_size
+from .pattern import DilatedPattern, check_choice
 from .plan import AttentionPlan, Message, RankPlan, Rows, Tile, plan_attention
-from .plan.check import check_plan
+from .plan.check import check_plan, enumerated
 from .plan.costs import (
     Balance,
     TensorSize,
@@ -28,6 +30,10 @@ from .views import kernel_calls
 
 LAYOUTS = {"contiguous": SequenceLayout.contiguous, "zigzag": SequenceLayout.zigzag}
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+CHECK_LIMIT = 2_000_000
+"""(Query, key) pairs and positions that `--check` enumerates unless it is told otherwise."""
+CHECK_BYTES = 500
+"""Memory that it takes for each, about: a key of four numbers in two dicts."""
 SHOWN_ALL, SHOWN_FEW = 8, 4
 """When no ranks are named: all of so many, or else so many of them."""
 
@@ -48,6 +54,7 @@ def show(
     ranks: Sequence[int] | None = None,
     tiles: bool = False,
     check: bool = False,
+    check_limit: int = CHECK_LIMIT,
     console: Console | None = None,
 ) -> None:
     """Print the plan of a call of `dilated_attention`.
@@ -67,6 +74,7 @@ def show(
         ranks: ranks to show; None: the first, the last and some between.
         tiles: whether to list each tile and message of those ranks.
         check: whether to prove the plan by enumeration.
+        check_limit: the most (query, key) pairs and positions that a proof may enumerate.
         console: where to print; None: standard output.
 
     Raises:
@@ -76,9 +84,13 @@ def show(
     console = console or Console()
     check_choice("layout", layout, tuple(LAYOUTS))
     check_choice("dtype", dtype, tuple(DTYPES))
+    check_size("length", length)
+    check_size("ranks", world_size, MOST_PLANNED_RANKS)
+    check_size("heads", num_heads)
+    check_pattern(pattern, documents)
     size = TensorSize(
-        batch=check_positive_int("batch", batch),
-        head_dim=check_positive_int("head_dim", head_dim),
+        batch=check_size("batch", batch),
+        head_dim=check_size("head_dim", head_dim),
         element_size=DTYPES[dtype],
     )
     plan = plan_attention(
@@ -89,6 +101,8 @@ def show(
         num_kv_heads=num_kv_heads,
         documents=documents,
     )
+    if check:  # before the tables: whoever asks too much hears it at once
+        _refuse_long_check(plan, check_limit)
     if ranks is None:
         count = world_size if world_size <= SHOWN_ALL else SHOWN_FEW
         ranks = [(world_size - 1) * i // max(count - 1, 1) for i in range(count)]
@@ -120,6 +134,17 @@ def show(
         console.print(
             "proven: every (branch, head, query, visible key) is computed once; sends match "
             "receives; each message is the fewest rows; every remote gradient comes home"
+        )
+
+
+def _refuse_long_check(plan: AttentionPlan, limit: int) -> None:
+    check_size("check_limit", limit, sys.maxsize)
+    work = enumerated(plan)
+    if work > limit:
+        raise ValueError(
+            f"--check would enumerate {work:,} pairs of positions, more than {limit:,}: take a "
+            f"shorter length or fewer heads, or raise --check-limit (a million takes about "
+            f"{CHECK_BYTES / 1000:.1f} GB and 2 seconds)"
         )
 
 

@@ -13,9 +13,17 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from .bench.measure import resolve_device
+from .bench.measure import memory_of, resolve_device
 from .bench.patterns import named_pattern
-from .pattern import DilatedPattern, check_choice, check_positive_int
+from .limits import (
+    MOST_SIMULATED_RANKS,
+    check_memory,
+    check_output,
+    check_pattern,
+    check_seed,
+    check_size,
+)
+from .pattern import DilatedPattern, check_choice
 from .plan.costs import Memory
 from .plan_command import (
     DTYPES,
@@ -34,6 +42,9 @@ from .verify import Case
 
 MEMORY = tuple(field.name for field in fields(Memory))
 SHOWN_PROBLEMS = 8
+_HELD = 5
+"""Tensors of query's size that are held at least: query and its out on one device, query, out and
+dout of the ranks; keys and values may be smaller."""
 WIDTH = 130
 """Characters of a line at least, where the output is no terminal."""
 
@@ -103,14 +114,29 @@ def run(
         console.width = max(console.width, WIDTH)
     check_choice("layout", layout, tuple(LAYOUTS))
     check_choice("dtype", dtype, tuple(DTYPES))
-    heads = check_positive_int("heads", num_heads)
+    for name, value in (
+        ("length", length),
+        ("heads", num_heads),
+        ("kv_heads", num_heads if num_kv_heads is None else num_kv_heads),
+        ("head_dim", head_dim),
+        ("batch", batch),
+    ):
+        check_size(name, value)
+    check_size("ranks", world_size, MOST_SIMULATED_RANKS)
+    check_seed(seed)
+    of_case = _pattern(pattern, segment_lengths, dilation_rates, head_offsets, head_branches)
+    check_pattern(of_case, documents)
+    on = resolve_device(device)
+    check_memory(
+        _HELD * batch * length * num_heads * head_dim * DTYPES[dtype], memory_of(on), "simulating"
+    )
     if seed is None:
         seed = secrets.randbelow(10**9)
     case = Case(
-        pattern=_pattern(pattern, segment_lengths, dilation_rates, head_offsets, head_branches),
-        layout=LAYOUTS[layout](length, check_positive_int("ranks", world_size)),
-        num_heads=heads,
-        num_kv_heads=heads if num_kv_heads is None else num_kv_heads,
+        pattern=of_case,
+        layout=LAYOUTS[layout](length, world_size),
+        num_heads=num_heads,
+        num_kv_heads=num_heads if num_kv_heads is None else num_kv_heads,
         head_dim=head_dim,
         batch=batch,
         is_causal=is_causal,
@@ -119,10 +145,10 @@ def run(
         exchange=exchange,
         backend=backend,
         seed=seed,
-        device=str(resolve_device(device)),
+        device=str(on),
     )
     if json_file is not None:
-        json_file.touch()  # so that a bad path is found now
+        check_output(json_file)
     found = simulate(case, backward=backward)
     console.print(
         f"[bold]{case.pattern}[/bold]: {length:,} positions on {world_size} "

@@ -70,6 +70,7 @@ def run_ranks(
     *arguments: Any,
     backend: str = "gloo",
     timeout: float = 240,
+    wait_timeout: float | None = None,
 ) -> list[Any]:
     """Call ``function(rank, world_size, *arguments)`` in one process per rank.
 
@@ -82,6 +83,7 @@ def run_ranks(
         backend: of torch.distributed: ``"gloo"``, or ``"nccl"`` with one GPU per rank.
         timeout: seconds after which all ranks are stopped and a `TimeoutError` raised. Shortly
             before, ranks write to stderr where they are.
+        wait_timeout: seconds that a rank waits for another; None: `timeout`.
 
     Returns:
         What the calls returned, by rank.
@@ -91,12 +93,13 @@ def run_ranks(
     """
     context = mp.get_context("spawn")
     results: Any = context.Queue()
+    timeouts = timeout, timeout if wait_timeout is None else wait_timeout
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         processes = [
             context.Process(
                 target=_rank_main,
-                args=(rank, world_size, backend, store, timeout, results, function, arguments),
+                args=(rank, world_size, backend, store, timeouts, results, function, arguments),
                 daemon=True,
             )
             for rank in range(world_size)
@@ -118,13 +121,13 @@ def _rank_main(
     world_size: int,
     backend: str,
     store: str,
-    timeout: float,
+    timeouts: tuple[float, float],
     results: Any,
     function: Callable[..., Any],
     arguments: Sequence[Any],
 ) -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
-    faulthandler.dump_traceback_later(0.9 * timeout)  # to stderr: where a rank that hangs is
+    faulthandler.dump_traceback_later(0.9 * timeouts[0])  # to stderr: where a rank that hangs is
     try:
         if backend == "nccl":
             torch.cuda.set_device(rank)
@@ -133,7 +136,7 @@ def _rank_main(
             store=dist.FileStore(store, world_size),
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(seconds=timeout),
+            timeout=timedelta(seconds=timeouts[1]),
         )
         # Pickled here, so that what cannot be pickled is this rank's error; tensors by value.
         with nan_in_uninitialized_memory():

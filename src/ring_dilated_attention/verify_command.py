@@ -10,9 +10,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from .pattern import check_choice, check_positive_int
+from .limits import MOST_PROCESSES, RANK_TIMEOUT, check_seconds, check_seed, check_size
+from .pattern import check_choice
 from .testing import run_ranks
 from .verify import TENSORS, Case, Outcome, combine, run_cases, sweep
+
+_SWEEP_S = 3600.0
+"""Seconds for all cases on one number of ranks: about 20 on an idle machine."""
 
 
 def verify(
@@ -20,6 +24,7 @@ def verify(
     *,
     device: str = "cpu",
     seed: int | None = None,
+    timeout: float = RANK_TIMEOUT,
     every: bool = False,
     console: Console | None = None,
 ) -> bool:
@@ -29,6 +34,7 @@ def verify(
         world_sizes: numbers of ranks; each is spawned as so many processes.
         device: ``"cpu"`` over gloo, or ``"cuda"`` over NCCL with one GPU per rank.
         seed: of the random inputs; None: fresh ones, of a seed that is printed.
+        timeout: seconds that a rank waits for another.
         every: print a row per case instead of one per pattern and dtype.
         console: where to print; None: standard output.
 
@@ -36,16 +42,19 @@ def verify(
         Whether every case is within bounds.
 
     Raises:
-        TypeError, ValueError: a world size or the device is not allowed.
+        TypeError, ValueError: a world size, the device, the seed or the timeout is not allowed.
+        RuntimeError, TimeoutError: a rank failed, or did not answer.
     """
     console = console or Console()
     check_choice("device", device, ("cpu", "cuda"))
     for world_size in world_sizes:
-        check_positive_int("ranks", world_size)
+        check_size("ranks", world_size, MOST_PROCESSES)
         if device == "cuda" and world_size > torch.cuda.device_count():
             raise ValueError(
                 f"{world_size} ranks need a CUDA device each; there are {torch.cuda.device_count()}"
             )
+    check_seed(seed)
+    check_seconds("timeout", timeout)
     if seed is None:
         seed = secrets.randbelow(10**9)
     console.print(f"inputs of seed {seed}")
@@ -53,7 +62,16 @@ def verify(
     for world_size in world_sizes:
         cases = [replace(case, device=device) for case in sweep(world_size, seed)]
         backend = "nccl" if device == "cuda" else "gloo"
-        outcomes = combine(run_ranks(run_cases, world_size, cases, backend=backend))
+        outcomes = combine(
+            run_ranks(
+                run_cases,
+                world_size,
+                cases,
+                backend=backend,
+                timeout=timeout + _SWEEP_S,
+                wait_timeout=timeout,
+            )
+        )
         console.print(_table(world_size, cases, outcomes, every))
         right &= all(map(_passes, cases, outcomes))
     console.print("all within bounds" if right else "[bold red]OUT OF BOUNDS[/bold red]")

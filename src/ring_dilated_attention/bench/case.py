@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..layout import SequenceLayout
-from ..pattern import DilatedPattern, check_choice, check_positive_int
+from ..limits import check_pattern, check_size
+from ..pattern import DilatedPattern, check_choice
 from ..plan import plan_attention
 from ..plan.costs import TensorSize, flops
 
@@ -47,8 +48,9 @@ class Case:
 
     def __post_init__(self) -> None:
         for name in ("length", "heads", "head_dim", "batch"):
-            check_positive_int(name, getattr(self, name))
-        if self.heads % check_positive_int("kv_heads", self.num_kv_heads):
+            check_size(name, getattr(self, name))
+        check_pattern(self.pattern)
+        if self.heads % check_size("kv_heads", self.num_kv_heads):
             raise ValueError(
                 f"heads must be a multiple of kv_heads; got {self.heads} and {self.num_kv_heads}"
             )

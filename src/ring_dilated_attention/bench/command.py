@@ -11,10 +11,11 @@ from typing import Any
 
 from rich.console import Console
 
+from ..limits import check_memory, check_output, check_seed
 from ..pattern import DilatedPattern
 from . import report
 from .case import Case
-from .measure import resolve_device
+from .measure import memory_of, resolve_device
 from .patterns import named_case, named_pattern
 from .peers import OURS
 from .result import FAILED, OK, REFUSED
@@ -109,6 +110,7 @@ def run_anywhere(
     scaling: str | None,
     layout: str | None,
     exchange: str | None,
+    timeout: float | None,
     repeats: int | None,
     sample_ms: float | None,
     cuda_graph: bool,
@@ -126,6 +128,7 @@ def run_anywhere(
         scaling: of ranks, see `RanksOptions`; None: its default.
         layout: likewise.
         exchange: likewise.
+        timeout: likewise.
         repeats: see `bench` and `RanksOptions`; None: the default there.
         sample_ms: of ranks, see `RanksOptions`; None: its default.
         cuda_graph: see `bench`; not with ranks.
@@ -147,6 +150,7 @@ def run_anywhere(
         "scaling": scaling,
         "layout": layout,
         "exchange": exchange,
+        "timeout": timeout,
         "sample_ms": sample_ms,
     }
     given = {name: value for name, value in of_ranks.items() if value is not None}
@@ -154,7 +158,9 @@ def run_anywhere(
     if ranks is None:
         if given:
             named = ", ".join(f"{name}={value!r}" for name, value in given.items())
-            raise ValueError(f"scaling, layout, exchange and sample_ms need ranks; got {named}")
+            raise ValueError(
+                f"scaling, layout, exchange, timeout and sample_ms need ranks; got {named}"
+            )
         timed = DEFAULT_REPEATS if repeats is None else repeats
         return run(out, peers=peers, repeats=timed, cuda_graph=cuda_graph, **common, **options)
     if cuda_graph:
@@ -165,6 +171,21 @@ def run_anywhere(
     if repeats is not None:
         measuring["repeats"] = repeats
     return ranks_command.run(out, ranks=ranks, measuring=measuring, **options)
+
+
+def check_folder(out: Path) -> None:
+    """Make the folder of a benchmark, and raise if its JSON file cannot be written.
+
+    Raises:
+        OSError: the folder or the file cannot be written.
+        ValueError: there is something else that has the file's name.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / report.JSON_NAME
+    is_new = not path.exists()
+    check_output(path)
+    if is_new:
+        path.unlink()  # it is there when there is a result
 
 
 def run(
@@ -209,10 +230,16 @@ def run(
     console = console or Console()
     on = resolve_device(device)
     cases = sweep(on.type, **options)
+    check_memory(
+        max(case.query_bytes for case in cases),
+        None if on.type == "cuda" else memory_of(on),  # there, too much is a finding of the sweep
+        "the largest query of the benchmark",
+    )
+    check_seed(seed)
     if seed is None:
         seed = secrets.randbelow(10**9)
     out = out or runs / time.strftime("bench-%Y%m%d-%H%M%S")
-    out.mkdir(parents=True, exist_ok=True)
+    check_folder(out)
     environment = {**report.environment(on), "seed": seed}
     for name, value in environment.items():
         console.print(f"{name}: {value}", highlight=False)

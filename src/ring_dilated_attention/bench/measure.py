@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 
+from ..limits import host_memory
 from ..pattern import check_choice
 from .result import Ceilings
 
@@ -38,6 +39,13 @@ def resolve_device(name: str) -> torch.device:
     if name == "cpu" or not available:
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def memory_of(device: torch.device) -> int | None:
+    """Bytes of memory of a device; None where nobody knows."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return host_memory()
 
 
 def synchronize(device: torch.device) -> None:

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from ..limits import MOST_PROCESSES, check_memory, check_seed, check_size, host_memory
 from ..pattern import check_positive_int
 from . import ranks_report, report
 from .case import Case
-from .command import sweep
+from .command import check_folder, sweep
 from .measure import resolve_device
 from .peers import OURS
 from .ranks import measure_ranks
@@ -61,13 +62,20 @@ def run(
     console = console or Console()
     for size in ranks:
         check_positive_int("ranks", size)
+    check_seed(seed)
     measured = RanksOptions(**measuring, seed=secrets.randbelow(10**9) if seed is None else seed)
     on_cuda = measured.device != "cpu" and torch.cuda.is_available()
     cases = sweep("cuda" if on_cuda else "cpu", **options)
     out = out or runs / time.strftime("bench-%Y%m%d-%H%M%S")
+    check_size("ranks", max(ranks), MOST_PROCESSES)
+    held = max(case.query_bytes for case in cases) * (
+        max(ranks) if measured.scaling == "weak" else 1
+    )
+    check_memory(held, None if on_cuda else host_memory(), "the largest query of the benchmark")
+    check_folder(out)
     value, first = launch(
         measure_and_write, max(ranks), cases, list(ranks), measured, out, command,
-        device=measured.device, out=out,
+        device=measured.device, out=out, timeout=measured.timeout,
     )  # fmt: skip
     if not first:
         return True

@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
+from ..limits import MOST_PROCESSES, RANK_TIMEOUT, check_size
 from ..pattern import check_choice
 from .measure import DEVICES
 from .ranks_team import RankError
@@ -48,7 +50,12 @@ def under_torchrun() -> bool:
 
 
 def launch(
-    function: Callable[..., Any], ranks: int, *arguments: Any, device: str, out: Path
+    function: Callable[..., Any],
+    ranks: int,
+    *arguments: Any,
+    device: str,
+    out: Path,
+    timeout: float = RANK_TIMEOUT,
 ) -> Answer:
     """Call a function on so many ranks; on torchrun's ranks if this is one of them.
 
@@ -60,6 +67,7 @@ def launch(
         arguments: of the function; can be pickled.
         device: one of `measure.DEVICES`.
         out: folder for `ERROR_NAME`, should a rank fail.
+        timeout: seconds that a rank waits for another.
 
     Raises:
         ValueError: there are too few devices, or torchrun's ranks are too few; or a rank raised a
@@ -72,10 +80,11 @@ def launch(
         if ranks > size:
             raise ValueError(f"torchrun started {size} ranks; got ranks {ranks}")
         local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
-        with _joined(kind, local_rank):
+        with _joined(kind, local_rank, timeout=timedelta(seconds=timeout)):
             value = function(*arguments)
         first = os.environ["RANK"] == "0"
         return Answer(value if first else None, first)
+    check_size("ranks", ranks, MOST_PROCESSES)
     if kind == "cuda" and ranks > torch.cuda.device_count():
         raise ValueError(
             f"{ranks} ranks need a CUDA device each; there are {torch.cuda.device_count()}"
@@ -83,7 +92,7 @@ def launch(
     with tempfile.TemporaryDirectory(prefix="rda-bench-") as folder:
         context = start_processes(  # type: ignore[no-untyped-call]
             _worker,
-            args=(ranks, folder, kind, function, arguments),
+            args=(ranks, folder, kind, timeout, function, arguments),
             nprocs=ranks,
             join=False,
             daemon=True,
@@ -132,6 +141,7 @@ def _worker(
     ranks: int,
     folder: str,
     kind: str,
+    timeout: float,
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
@@ -140,7 +150,8 @@ def _worker(
         torch.set_num_threads(max(1, _cores() // ranks))
     try:
         store = dist.FileStore(str(Path(folder, _STORE)), ranks)
-        with _joined(kind, rank, store=store, rank=rank, world_size=ranks):
+        waits = timedelta(seconds=timeout)
+        with _joined(kind, rank, timeout=waits, store=store, rank=rank, world_size=ranks):
             value = function(*arguments)
             if rank == 0:
                 Path(folder, _FOUND).write_bytes(pickle.dumps(value))

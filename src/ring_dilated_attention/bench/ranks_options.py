@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..functional import EXCHANGES
-from ..pattern import check_choice, check_positive_int
+from ..limits import RANK_TIMEOUT, check_seconds, check_size
+from ..pattern import check_choice
 from . import measure
 from .ring_peers import LAYOUTS, PEERS
 
@@ -14,6 +15,8 @@ SCALINGS = ("strong", "weak")
 SAMPLE_MS = {"cpu": 0.0, "cuda": 300.0}
 """Milliseconds of a sample: on CUDA ranks leave a barrier some 0.1 ms apart, launching the first
 call takes about 2 ms in which the GPU waits, and it slows down after 50 ms."""
+
+MOST_SAMPLE_MS = 600_000.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +34,7 @@ class RanksOptions:
         seconds: time for the samples of one contender of each kind; at least three are taken.
         sample_ms: a sample is as many back-to-back calls as take so long; None: `SAMPLE_MS`.
         errors: whether to compare small twins with float64.
+        timeout: seconds that a rank waits for another.
         seed: of the inputs.
 
     Raises:
@@ -46,6 +50,7 @@ class RanksOptions:
     seconds: float = 10.0
     sample_ms: float | None = None
     errors: bool = True
+    timeout: float = RANK_TIMEOUT
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -55,11 +60,13 @@ class RanksOptions:
         check_choice("layout", self.layout, LAYOUTS)
         check_choice("exchange", self.exchange, EXCHANGES)
         check_choice("device", self.device, measure.DEVICES)
-        check_positive_int("repeats", self.repeats)
-        if not self.seconds > 0:
-            raise ValueError(f"seconds must be > 0, got {self.seconds}")
-        if self.sample_ms is not None and not self.sample_ms >= 0:
-            raise ValueError(f"sample_ms must be >= 0, got {self.sample_ms}")
+        check_size("repeats", self.repeats)
+        check_seconds("seconds", self.seconds)
+        check_seconds("timeout", self.timeout)
+        if self.sample_ms is not None and not 0 <= self.sample_ms <= MOST_SAMPLE_MS:
+            raise ValueError(
+                f"sample_ms must be from 0 to {MOST_SAMPLE_MS:,.0f}, got {self.sample_ms}"
+            )
 
     def sample_ms_on(self, kind: str) -> float:
         """Milliseconds of a sample on a device of this type."""

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..pattern import check_choice, check_positive_int
+from ..limits import check_seconds, check_size
+from ..pattern import check_choice
 from . import measure
 from .case import Case
 from .peers import OURS, PEERS, Contender, Shapes, contender
@@ -108,9 +109,8 @@ def bench(
         raise ValueError("cases must not be empty")
     for peer in peers:
         check_choice("peer", peer, PEERS)
-    check_positive_int("repeats", repeats)
-    if not seconds > 0:
-        raise ValueError(f"seconds must be > 0, got {seconds}")
+    check_size("repeats", repeats)
+    check_seconds("seconds", seconds)
     generator = torch.Generator(on)
     if seed is None:
         generator.seed()

@@ -100,6 +100,13 @@ def bench(
         str | None,
         typer.Option(help="How remote rows travel: auto, ring or gather.", show_default="auto"),
     ] = None,
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            help="With --ranks: seconds that a rank waits for another before it raises.",
+            show_default="600",
+        ),
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     repeats: Annotated[
         int | None,
@@ -155,6 +162,7 @@ def bench(
                 scaling=scaling,
                 layout=layout,
                 exchange=exchange,
+                timeout=timeout,
                 repeats=repeats,
                 seconds=seconds,
                 sample_ms=sample_ms,

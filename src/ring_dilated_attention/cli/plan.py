@@ -50,11 +50,18 @@ def plan(
     check: Annotated[
         bool, typer.Option("--check", help="Prove the plan by enumeration (short sequences).")
     ] = False,
+    check_limit: Annotated[
+        int | None,
+        typer.Option(
+            help="(Query, key) pairs that --check may enumerate; a million takes about 0.5 GB.",
+            show_default="2,000,000",
+        ),
+    ] = None,
 ) -> None:
     """Print what each rank would hold, compute and exchange; nothing is run."""
     with reported_errors():
         from ..pattern import DilatedPattern
-        from ..plan_command import show
+        from ..plan_command import CHECK_LIMIT, show
 
         show(
             DilatedPattern(
@@ -76,6 +83,7 @@ def plan(
             ranks=rank,
             tiles=tiles,
             check=check,
+            check_limit=CHECK_LIMIT if check_limit is None else check_limit,
         )
 
 

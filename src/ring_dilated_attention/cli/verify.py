@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from .common import app, reported_errors
+from ..limits import RANK_TIMEOUT
+from .common import Timeout, app, fail, reported_errors
 
 
 @app.command()
@@ -19,6 +20,7 @@ def verify(
     seed: Annotated[
         int | None, typer.Option(help="Of the random inputs.", show_default="a fresh one")
     ] = None,
+    timeout: Timeout = RANK_TIMEOUT,
     every: Annotated[bool, typer.Option("--all", help="A row per case, not per pattern.")] = False,
 ) -> None:
     """Compare forward and backward on real ranks with a brute-force reference.
@@ -29,5 +31,12 @@ def verify(
     with reported_errors():
         from ..verify_command import verify as run
 
-        if not run(ranks or [1, 2, 3, 4], device=device, seed=seed, every=every):
+        try:
+            right = run(
+                ranks or [1, 2, 3, 4], device=device, seed=seed, timeout=timeout, every=every
+            )
+        except (RuntimeError, TimeoutError) as error:
+            first, *traceback = str(error).strip().splitlines()
+            fail(" ".join([first, *traceback[-1:]]), 1)  # which rank, and why
+        if not right:
             raise typer.Exit(1)

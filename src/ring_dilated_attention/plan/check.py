@@ -8,14 +8,34 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 
 from .attention import AttentionPlan, Step
+from .costs import TensorSize, flops_by_rank
 from .replicated import replicated_groups, replicated_zero_keys
 from .tiling import Message, Rows, Tile, TileGroup
 
 
 class PlanError(AssertionError):
     """A plan that does not compute what its pattern means."""
+
+
+def enumerated(plan: AttentionPlan) -> int:
+    """How many things `check_plan` looks at, about: what its time and memory grow with.
+
+    They are (branch, KV head, query, key) quadruples, positions, the segments of every KV head,
+    and the steps of every rank.
+    """
+    size = TensorSize(batch=1, head_dim=1, element_size=1)
+    members = plan.num_heads // plan.num_kv_heads
+    quadruples = sum(flops_by_rank(plan, size)) // (4 * members)
+    segments = sum(
+        -(-(stop - start) // min(length or stop - start, stop - start))
+        for start, stop in pairwise(plan.documents)
+        for length, _ in plan.pattern.branches
+    )
+    steps = plan.layout.world_size**2 * plan.pieces
+    return quadruples + plan.layout.length + segments * plan.num_kv_heads + steps
 
 
 def check_plan(plan: AttentionPlan) -> None:

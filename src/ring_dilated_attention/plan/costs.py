@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 
 from .attention import AttentionPlan, RankPlan
@@ -136,21 +136,28 @@ def flops(rank: RankPlan, size: TensorSize) -> int:
     return 4 * size.batch * size.head_dim * rank.pairs
 
 
-def flops_by_rank(plan: AttentionPlan, size: TensorSize) -> list[int]:
-    """`flops` of every rank, counted without planning any of them: quick for thousands of ranks.
+def flops_of_rank(plan: AttentionPlan, size: TensorSize, rank: int) -> int:
+    """`flops` of one rank, counted without planning it.
 
     How many keys a query sees is a matter of the pattern, whoever holds them.
     """
+    return _flops_of_ranges(plan, size, plan.layout.ranges[rank], partial(_pairs_before, plan))
 
-    @cache
-    def pairs_before(position: int) -> int:
-        return _pairs_before(plan, position)
 
-    pair = 4 * size.batch * size.head_dim * (plan.num_heads // plan.num_kv_heads)
-    return [
-        pair * sum(pairs_before(stop) - pairs_before(start) for start, stop in ranges)
-        for ranges in plan.layout.ranges
-    ]
+def flops_by_rank(plan: AttentionPlan, size: TensorSize) -> list[int]:
+    """`flops_of_rank` of every rank: quick for thousands of ranks."""
+    pairs_before = cache(partial(_pairs_before, plan))
+    return [_flops_of_ranges(plan, size, ranges, pairs_before) for ranges in plan.layout.ranges]
+
+
+def _flops_of_ranges(
+    plan: AttentionPlan,
+    size: TensorSize,
+    ranges: Sequence[tuple[int, int]],
+    pairs_before: Callable[[int], int],
+) -> int:
+    pairs = sum(pairs_before(stop) - pairs_before(start) for start, stop in ranges)
+    return 4 * size.batch * size.head_dim * (plan.num_heads // plan.num_kv_heads) * pairs
 
 
 def balance(flops: Sequence[int]) -> Balance:

@@ -1,0 +1,147 @@
+"""How many floating-point operations a call takes: what `FlopCounterMode` counts for it.
+
+Useful operations of this rank, as the plan counts them: 4 * head_dim for each (query, key) pair of
+a head in forward, 10 * head_dim in backward. Operations that a kernel throws away (masked scores of
+a causal tile) are not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import dropwhile
+from typing import Any
+
+import torch
+
+from .exchange import exchange_named
+from .layout import SequenceLayout
+from .packed import packed_rows
+from .pattern import DilatedPattern
+from .plan import plan_attention
+from .plan.costs import TensorSize, flops_of_rank
+
+
+def forward_flops(
+    query_shape: Sequence[int],
+    key_shape: Sequence[int],
+    value_shape: Sequence[int],
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    head_offsets: str,
+    head_branches: str,
+    zero_keys: bool,
+    is_causal: bool,
+    scale: float | None,
+    layout: Sequence[int],
+    group: str,
+    exchange: str,
+    backend: str,
+    workspace: float | None,
+    needs_gradients: bool,
+    documents: Sequence[int] = (),
+    lengths: Sequence[int] = (),
+    **_: Any,
+) -> int:
+    """Operations of ``ring_dilated_attention::forward`` on this rank.
+
+    Args:
+        query_shape: (batch, local_sequence, heads, head_dim).
+        key_shape: (batch, local_sequence, kv_heads, head_dim).
+        value_shape: as `key_shape`.
+        segment_lengths: of the pattern; 0 is the whole document. This and what follows are the
+            fields of `operator.Options`, by their order.
+        dilation_rates: of the pattern.
+        head_offsets: of the pattern.
+        head_branches: of the pattern.
+        zero_keys: of the pattern; they take no operations.
+        is_causal: whether a query sees no later keys.
+        scale: makes no difference.
+        layout: `SequenceLayout.flat`; empty: contiguous equal shards.
+        group: the name of the group, whose size and whose rank of this process count.
+        exchange: makes no difference, as do the next three.
+        backend: see `exchange`.
+        workspace: see `exchange`.
+        needs_gradients: see `exchange`.
+        documents: cumulative lengths; empty: one document.
+        lengths: valid positions of each row of the batch; empty: all.
+
+    Returns:
+        The number of operations, 0 or more.
+    """
+    batch, length, heads, head_dim = map(int, query_shape)
+    ends = exchange_named(group)
+    flat = tuple(map(int, layout))
+    total = _layout(flat, length, ends.world_size).length
+    pattern = tuple(segment_lengths), tuple(dilation_rates), head_offsets, head_branches, zero_keys
+    rows = packed_rows(tuple(map(int, documents)), tuple(map(int, lengths)), batch, total)
+    return sum(
+        len(range(batch)[some.rows]) * head_dim * _flops(
+            pattern, flat, length, ends.world_size, ends.rank, bool(is_causal), heads,
+            int(key_shape[2]), some.borders,
+        )
+        for some in rows
+    )  # fmt: skip
+
+
+def backward_flops(
+    dout_shape: Sequence[int],
+    query_shape: Sequence[int],
+    key_shape: Sequence[int],
+    value_shape: Sequence[int],
+    *others: Any,
+    **_: Any,
+) -> int:
+    """Operations of ``ring_dilated_attention::backward`` on this rank: 2.5 times forward's.
+
+    Args:
+        dout_shape: as `query_shape`.
+        query_shape: see `forward_flops`, like the next two.
+        key_shape: see `forward_flops`.
+        value_shape: see `forward_flops`.
+        others: the shapes of what forward saved for backward, then the options of `forward_flops`.
+
+    Returns:
+        The number of operations, 0 or more.
+    """
+    options = dropwhile(lambda x: isinstance(x, torch.Size), others)
+    # Scores again, and a product each for dq, dk, dv and the gradient of the scores.
+    return forward_flops(query_shape, key_shape, value_shape, *options) // 2 * 5
+
+
+def _layout(flat: tuple[int, ...], local_length: int, world_size: int) -> SequenceLayout:
+    if flat:
+        return SequenceLayout.from_flat(flat)
+    return SequenceLayout.contiguous(local_length * world_size, world_size)
+
+
+@lru_cache(maxsize=256)
+def _flops(
+    pattern: tuple[Any, ...],
+    flat: tuple[int, ...],
+    local_length: int,
+    world_size: int,
+    rank: int,
+    is_causal: bool,
+    heads: int,
+    kv_heads: int,
+    borders: tuple[int, ...],
+) -> int:
+    """Operations of one row of the batch and a head_dim of 1."""
+    segment_lengths, dilation_rates, head_offsets, head_branches, zero_keys = pattern
+    plan = plan_attention(
+        DilatedPattern(
+            [length or None for length in segment_lengths],
+            dilation_rates,
+            head_offsets=head_offsets,
+            head_branches=head_branches,
+            zero_keys=zero_keys,
+        ),
+        _layout(flat, local_length, world_size),
+        is_causal=is_causal,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        documents=borders,
+        length=borders[-1],
+    )
+    return flops_of_rank(plan, TensorSize(batch=1, head_dim=1, element_size=1), rank)

@@ -1,0 +1,212 @@
+"""Command lines that cannot be run: one line says why, and nothing has been started."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from ring_dilated_attention.cli import app
+from ring_dilated_attention.cli.common import MOST_CHARACTERS
+
+HUGE, BEYOND = 2**62, 2**70  # 2**70 is no int64
+MANY = f"--segment-lengths={'4,' * 9999}4 --dilation-rates={'1,' * 9999}1"
+
+OF_ALL = [
+    ("--length=0", "length must be >= 1, got 0"),
+    ("--length=-1", "length must be >= 1, got -1"),
+    (f"--length={HUGE}", "length must be <= 281,474,976,710,656 in this command"),
+    (f"--length={BEYOND}", "length must be <="),
+    (f"--length={'9' * 5000}", "'--length'"),
+    ("--length=nan", "'--length'"),
+    ("--length=1e6", "'--length'"),
+    ("--length=", "'--length'"),
+    ("--heads=0", "heads must be >= 1, got 0"),
+    (f"--heads={HUGE}", "heads must be <= 4,096"),
+    (f"--heads={BEYOND}", "heads must be <= 4,096"),
+    ("--heads=4 --kv-heads=3", "multiple of kv_heads; got 4 and 3"),
+    (f"--kv-heads={HUGE}", "kv_heads"),
+    ("--kv-heads=0", "kv_heads must be >= 1, got 0"),
+    ("--head-dim=0", "head_dim must be >= 1, got 0"),
+    (f"--head-dim={HUGE}", "head_dim must be <= 4,096"),
+    (f"--head-dim={BEYOND}", "head_dim must be <= 4,096"),
+    ("--batch=-1", "batch must be >= 1, got -1"),
+    (f"--batch={HUGE}", "batch must be <= 1,048,576"),
+    (f"--batch={BEYOND}", "batch must be <= 1,048,576"),
+    ("--dtype=int4", "dtype must be one of 'bfloat16'"),
+    ("--dtype=", "dtype must be one of 'bfloat16'"),
+    ("--segment-lengths= --dilation-rates=", "need ints separated by commas; got ''"),
+    ("--segment-lengths=, --dilation-rates=1", "need ints separated by commas; got ','"),
+    ("--segment-lengths=4,8 --dilation-rates=1", "one value each per branch"),
+    ("--segment-lengths=0 --dilation-rates=1", "a segment length must be >= 1, got 0"),
+    ("--segment-lengths=-4 --dilation-rates=1", "a segment length must be >= 1, got -4"),
+    ("--segment-lengths=nan --dilation-rates=1", "need ints separated by commas; got 'nan'"),
+    ("--segment-lengths=inf --dilation-rates=1", "need ints separated by commas; got 'inf'"),
+    ("--segment-lengths=4 --dilation-rates=0", "a dilation rate must be >= 1, got 0"),
+    ("--segment-lengths=4 --dilation-rates=1.5", "need ints separated by commas; got '1.5'"),
+    (f"--segment-lengths={BEYOND} --dilation-rates=1", "segment_lengths must be <="),
+    (f"--segment-lengths=4 --dilation-rates={BEYOND}", "dilation_rates must be <="),
+    (f"--segment-lengths={'x' * 9999} --dilation-rates=1", "need ints separated by commas"),
+    (MANY, "may have 128 branches in this command, got 10,000"),
+    ("--head-offsets=both", "head_offsets must be one of 'interleaved', 'blocked'"),
+    ("--no-such-option", "No such option"),
+    ("5", "unexpected extra argument"),
+]
+OF_RANKS = [
+    ("--ranks=0", "ranks must be >= 1, got 0"),
+    ("--ranks=-3", "ranks must be >= 1, got -3"),
+    ("--ranks=1000000", "ranks must be <="),
+    (f"--ranks={HUGE}", "ranks must be <="),
+    (f"--ranks={BEYOND}", "ranks must be <="),
+    ("--ranks=inf", ""),
+    ("--ranks=", ""),
+]
+OF_PLANS = [
+    *OF_RANKS,
+    ("--layout=spiral", "layout must be one of 'contiguous', 'zigzag'; got 'spiral'"),
+    ("--head-branches=none", "head_branches must be one of 'all', 'split'"),
+    ("--documents=", "need ints separated by commas"),
+    ("--documents=0", "documents must rise from 0"),
+    ("--documents=5,100", "documents must rise from 0"),
+    ("--documents=0,50,50,100", "documents must rise from 0"),
+    ("--documents=0,70,30,100", "documents must rise from 0"),
+    (f"--documents=0,{BEYOND}", "documents must rise from 0"),
+    ("--documents=a,b", "need ints separated by commas; got 'a,b'"),
+]
+BAD = {
+    "plan --length=100": [
+        *OF_ALL,
+        *OF_PLANS,
+        ("--rank=1", "rank must lie in [0, 1), got 1"),
+        ("--rank=-1", "rank must lie in [0, 1), got -1"),
+        ("--length=100000000 --ranks=3 --check", "pairs of positions, more than 2,000,000: take"),
+        ("--check --heads=4096", "more than 2,000,000"),
+        ("--check --check-limit=10", "more than 10: take a shorter length"),
+        ("--check --check-limit=0", "check_limit must be >= 1, got 0"),
+        # Few pairs, but every position is looked at.
+        (
+            "--check --length=10000000 --segment-lengths=all --dilation-rates=10000000 --heads=1",
+            "would enumerate 10,000,",
+        ),
+    ],
+    "simulate --length=100 --device=cpu": [
+        *OF_ALL,
+        *OF_PLANS,
+        ("--length=10000000000 --head-dim=4096", "GiB at least, and there are"),
+        ("--pattern=plaid", "pattern must be one of 'longnet'"),
+        ("--pattern=", "pattern must be one of 'longnet'"),
+        ("--segment-lengths=4", "segment_lengths and dilation_rates go together"),
+        ("--exchange=bus", "exchange must be one of 'auto', 'ring', 'gather'"),
+        ("--backend=abacus", "backend must be one of 'auto'"),
+        ("--device=tpu", "device must be one of 'auto', 'cpu', 'cuda'"),
+        ("--seed=-1", "seed must be from 0 to"),
+        (f"--seed={BEYOND}", "seed must be from 0 to"),
+        ("--json=/no/such/folder/file", "No such file or directory"),
+        ("--json=FOLDER", "is a directory"),
+        ("--json=FIFO", "is a FIFO"),
+        ("--json=FILE/below", "Not a directory"),
+    ],
+    "verify": [
+        *OF_RANKS,
+        ("--ranks=x", "'--ranks'"),
+        ("--device=tpu", "device must be one of 'cpu', 'cuda'; got 'tpu'"),
+        ("--device=cuda --ranks=100", "100 ranks need a CUDA device each"),
+        ("--seed=-1", "seed must be from 0 to"),
+        (f"--seed={BEYOND}", "seed must be from 0 to"),
+        ("--timeout=0", "timeout must be > 0 and <= 2,592,000 seconds, got 0.0"),
+        ("--timeout=-1", "timeout must be > 0"),
+        ("--timeout=nan", "timeout must be > 0 and <= 2,592,000 seconds, got nan"),
+        ("--timeout=inf", "timeout must be > 0"),
+        ("--timeout=1e30", "timeout must be > 0"),
+        ("--timeout=soon", "'--timeout'"),
+    ],
+    "bench --device=cpu --out=OUT": [
+        *OF_ALL,
+        *OF_RANKS,
+        ("--length=10000000000 --head-dim=4096", "GiB at least, and there are"),
+        ("--length=10000000000 --head-dim=4096 --ranks=2", "GiB at least, and there are"),
+        ("--length=9 --ranks=2,x", "need ints separated by commas; got '2,x'"),
+        ("--pattern=shortnet", "pattern must be one of 'longnet', 'gigapath'"),
+        ("--segment-lengths=8", "segment_lengths and dilation_rates go together"),
+        ("--peer=xformers", "peer must be one of 'sdpa'"),
+        ("--device=tpu", "device must be one of 'auto', 'cpu', 'cuda'"),
+        ("--length=9 --backend=cudnn", "it runs on cuda, the inputs are on cpu"),
+        ("--repeats=0", "repeats must be >= 1, got 0"),
+        (f"--repeats={BEYOND}", "repeats must be <= 1,048,576"),
+        ("--seconds=nan", "seconds must be > 0 and <= 2,592,000 seconds, got nan"),
+        ("--seconds=inf", "seconds must be > 0"),
+        ("--seconds=0", "seconds must be > 0"),
+        ("--ranks=2 --sample-ms=nan", "sample_ms must be from 0 to 600,000, got nan"),
+        ("--ranks=2 --sample-ms=inf", "sample_ms must be from 0 to"),
+        ("--ranks=2 --timeout=0", "timeout must be > 0"),
+        ("--ranks=2 --timeout=nan", "timeout must be > 0"),
+        ("--timeout=5", "need ranks; got timeout=5.0"),
+        ("--ranks=2 --scaling=super", "scaling must be one of 'strong', 'weak'"),
+        ("--ranks=2 --layout=spiral", "layout must be one of"),
+        ("--seed=-1", "seed must be from 0 to"),
+        (f"--seed={BEYOND}", "seed must be from 0 to"),
+        ("--out=FILE", "File exists"),
+        ("--out=FILE/below", "Not a directory"),
+        ("--out=FIFO", "File exists"),
+        ("--out=TAKEN", "results.json is a FIFO"),
+        ("--out=TAKEN --ranks=2", "results.json is a FIFO"),
+    ],
+    "": [("fly", "No such command 'fly'"), ("--fast", "No such option")],
+}
+LINES = [(start, line, reason) for start, lines in BAD.items() for line, reason in lines]
+
+
+def named(line):
+    return line if len(line) < 80 else f"{line[:60]}... of {len(line)}"
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    """Paths by name: of a file, a folder, a FIFO, and a folder whose results are a FIFO."""
+    folder = tmp_path_factory.mktemp("places")
+    (folder / "FILE").touch()
+    (folder / "FOLDER").mkdir()
+    (folder / "TAKEN").mkdir()
+    os.mkfifo(folder / "FIFO")
+    os.mkfifo(folder / "TAKEN" / "results.json")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("start", "line", "reason"),
+    LINES,
+    ids=[f"{start.split(' ')[0]} {named(line)}".strip() for start, line, _ in LINES],
+)
+def test_one_line_says_why(start, line, reason, places):
+    words = f"{start} {line}".split()
+    for name in ("FILE", "FOLDER", "FIFO", "TAKEN", "OUT"):
+        words = [word.replace(f"={name}", f"={places / name}") for word in words]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 2, done.output
+    assert isinstance(done.exception, SystemExit)
+    assert reason in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert len(done.stderr.strip()) <= MOST_CHARACTERS
+
+
+def test_as_a_program():
+    """A usage error, without arguments, and help."""
+    for words, code, text in (
+        (["plan"], 2, "error: Missing option '--length'."),
+        ([], 0, "Usage: "),
+        (["--help"], 0, "Usage: "),
+    ):
+        command = [sys.executable, "-m", "ring_dilated_attention.cli", *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == code
+        assert text in (done.stderr if code else done.stdout)
+        assert len(done.stderr.splitlines()) == (code > 0)
+
+
+def test_a_check_within_a_higher_limit():
+    line = "plan --length=300 --heads=1 --segment-lengths=all --dilation-rates=1 --check"
+    for limit, code in ((1, 2), (100_000, 0)):
+        done = CliRunner().invoke(app, [*line.split(), f"--check-limit={limit}"])
+        assert done.exit_code == code, done.output
+    assert "proven" in done.output

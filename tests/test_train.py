@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from ring_dilated_attention.nn import LongNetConfig
 from ring_dilated_attention.testing import run_ranks
 from ring_dilated_attention.train import checkpoint, data, log, plot
+from ring_dilated_attention.train.comm import BUCKET_NUMEL, joined
 from ring_dilated_attention.train.command import make_config as make_run_config
 from ring_dilated_attention.train.config import TrainConfig
 from ring_dilated_attention.train.errors import TrainingError
@@ -207,6 +209,44 @@ def test_ranks_without_tokens_take_part(short: TrainConfig, on_four: dict[str, P
     assert 0 in map(short.sequence_layout(4).local_length, range(4))
     for name in ("short", "short_chunked"):
         assert_same_curve(curve(on_four[name]), curve(short.out))
+
+
+# --- gradients
+
+# In buckets of 8 elements: (5, 3), (20), (1, 6, 2), and (4) that fills no bucket.
+GRADIENT_SIZES = (5, 3, 20, 1, 6, 2, 4)
+
+
+def summed_gradients(rank: int, world_size: int, config: TrainConfig, numel: int) -> list[Tensor]:
+    """Gradients of several sizes, shapes and types, other ones on every rank, and summed."""
+    generator = torch.Generator().manual_seed(rank)
+    parameters = []
+    for index, size in enumerate(GRADIENT_SIZES):
+        half = index in (1, 3, 4, 5)  # among others, and a bucket of them alone
+        dtype = torch.bfloat16 if half else torch.float32
+        parameter = torch.nn.Parameter(torch.zeros(size, dtype=dtype))
+        # Whole numbers: sums are exact in any order. In bfloat16, 256 + 1 would be 256.
+        values = torch.randint(-99, 99, (size,), generator=generator)
+        parameter.grad = (torch.full((size,), 1 if rank else 256) if half else values).to(dtype)
+        parameters.append(parameter)
+    parameters[2] = torch.nn.Parameter(parameters[2].detach().view(4, 5).t())
+    parameters[2].grad = torch.randint(-99, 99, (4, 5), generator=generator).float().t()
+    before = [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
+    with joined(config) as world:
+        world.sum_gradients(parameters, bucket_numel=numel)
+    after = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return [*before, *after]
+
+
+@pytest.mark.parametrize("numel", [8, BUCKET_NUMEL])
+def test_every_bucket_of_gradients_is_summed(tmp_path: Path, numel: int) -> None:
+    said = run_ranks(summed_gradients, 3, make_config(tmp_path), numel)
+    count = len(GRADIENT_SIZES)
+    for index in range(count):
+        gradients = [rank[index] for rank in said]
+        expected = torch.stack([g.float() for g in gradients]).sum(0).to(gradients[0].dtype)
+        for rank in said:
+            assert torch.equal(rank[count + index], expected), index
 
 
 # --- resuming

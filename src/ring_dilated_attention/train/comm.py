@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from .config import TrainConfig
 
 _T = TypeVar("_T")
-_BUCKET_NUMEL = 1 << 23  # 32 MiB of float32: the extra memory that summing the gradients takes
+BUCKET_NUMEL = 1 << 23  # 32 MiB of float32: the extra memory that summing the gradients takes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +50,16 @@ class World:
             dist.all_reduce(tensor)
         return tensor
 
-    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Sum every gradient over all ranks in float32, through few flat buffers."""
+    def sum_gradients(
+        self, parameters: Iterable[nn.Parameter], *, bucket_numel: int = BUCKET_NUMEL
+    ) -> None:
+        """Sum every gradient over all ranks in float32, in place, through few flat buffers.
+
+        Args:
+            parameters: equal on all ranks, each with a gradient.
+            bucket_numel: a buffer is summed as soon as it holds this many elements; the last one
+                may hold fewer.
+        """
         if self.size == 1:
             return
         bucket: list[Tensor] = []
@@ -60,7 +68,7 @@ class World:
             assert parameter.grad is not None, "every parameter takes part on every rank"
             bucket.append(parameter.grad)
             numel += parameter.grad.numel()
-            if numel >= _BUCKET_NUMEL:
+            if numel >= bucket_numel:
                 self._sum_bucket(bucket)
                 bucket, numel = [], 0
         if bucket:

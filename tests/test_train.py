@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
-from ring_dilated_attention.nn import LongNetConfig
+from ring_dilated_attention.nn import LongNet, LongNetConfig
 from ring_dilated_attention.testing import run_ranks
 from ring_dilated_attention.train import checkpoint, data, log, plot
 from ring_dilated_attention.train.comm import BUCKET_NUMEL, joined
@@ -247,6 +248,89 @@ def test_every_bucket_of_gradients_is_summed(tmp_path: Path, numel: int) -> None
         expected = torch.stack([g.float() for g in gradients]).sum(0).to(gradients[0].dtype)
         for rank in said:
             assert torch.equal(rank[count + index], expected), index
+
+
+# --- what a run computes, beside the same written out
+
+
+def bits_per_byte(model: LongNet, windows: list[Tensor]) -> Tensor:
+    """Mean cross-entropy of windows, in bits, without anything that a run uses."""
+    batch = torch.stack(windows).long()
+    logits = model(batch[:, :-1])
+    return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()) / math.log(2)
+
+
+def test_a_run_is_adamw_on_clipped_gradients(tmp_path: Path) -> None:
+    """Rates, windows, clipping, decay, moments, what is logged and held out: all recomputed."""
+    config = make_config(
+        tmp_path,
+        steps=4,
+        warmup_steps=1,
+        learning_rate=0.01,
+        weight_decay=5.0,  # so large that decay of a bias or a norm shows
+        max_grad_norm=0.3,
+        eval_every=2,
+        beta1=0.7,
+        beta2=0.8,
+    )
+    run(config)
+    corpus = data.ByteCorpus.load(config.data, heldout_fraction=config.heldout_fraction)
+    torch.manual_seed(config.seed)
+    model = LongNet(MODEL)
+    moments = {
+        name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in model.named_parameters()
+    }
+    lines = log.read(config.out)
+    steps = [line for line in lines if line["kind"] == "step"]
+    evals = {line["step"]: line["bits_per_byte"] for line in lines if line["kind"] == "eval"}
+    for index, line in enumerate(steps):
+        rate = (0.005, *(0.01 * (0.1 + 0.45 * (1 + math.cos(math.pi * i / 3))) for i in range(3)))[
+            index
+        ]
+        windows = corpus.train_windows(61, seed=0, step=index, rows=range(3))
+        model.zero_grad()
+        bits = bits_per_byte(model, windows)
+        (bits * math.log(2)).backward()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        norm = torch.cat([g.flatten() for g in gradients.values()]).norm().item()
+        assert norm > 2 * config.max_grad_norm  # otherwise nothing is clipped
+        assert line["step"] == index + 1
+        assert line["bits_per_byte"] == pytest.approx(bits.item(), rel=1e-5)
+        assert line["gradient_norm"] == pytest.approx(norm, rel=1e-4)
+        assert line["learning_rate"] == pytest.approx(rate)
+        assert line["tokens_per_second"] == pytest.approx(3 * 61 / line["seconds"])
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                gradient = gradients[name] * (config.max_grad_norm / norm)
+                first, second = moments[name]
+                first.mul_(0.7).add_(0.3 * gradient)
+                second.mul_(0.8).add_(0.2 * gradient.square())
+                if parameter.dim() == 2:  # not biases and norms
+                    parameter.mul_(1 - rate * config.weight_decay)
+                mean = first / (1 - 0.7 ** (index + 1))
+                square = second / (1 - 0.8 ** (index + 1))
+                parameter.sub_(rate * mean / (square.sqrt() + 1e-8))
+        if index % 2:
+            starts = corpus.heldout_starts(61, 5)
+            assert len(starts) == 5
+            with torch.no_grad():
+                heldout = bits_per_byte(model, corpus.heldout_windows(61, starts))
+            assert evals.pop(index + 1) == pytest.approx(heldout.item(), rel=1e-4)
+    assert not evals
+    found = checkpoint.newest(config.out)
+    assert found.step == 4
+    trained = LongNet(MODEL)
+    optimizer = torch.optim.AdamW(trained.parameters())
+    found.load(trained, optimizer)
+    assert any(p.dim() == 1 for p in trained.parameters())
+    for name, parameter in model.named_parameters():
+        actual = trained.get_parameter(name)
+        torch.testing.assert_close(actual, parameter, rtol=1e-3, atol=2e-4)
+        first, second = moments[name]
+        state = optimizer.state[actual]
+        torch.testing.assert_close(state["exp_avg"], first, rtol=1e-2, atol=1e-5)
+        torch.testing.assert_close(state["exp_avg_sq"], second, rtol=1e-2, atol=1e-7)
+        assert state["step"] == 4
 
 
 # --- resuming

@@ -32,7 +32,7 @@ _WORKER = (
 )
 _ERROR = "error.txt"
 # Seconds that the other ranks have to end and to say why, once one has ended in failure. They find
-# out what is missing for 2 s (watch.py); all of them must have ended 5 s after a rank has died.
+# out what is missing for 1.5 s (watch.py); all of them must have ended 5 s after a rank has died.
 _GRACE = 3.0
 _POLL = 0.05
 
@@ -236,8 +236,10 @@ def _outcome_of(ranks: list[_Rank], selector: selectors.BaseSelector, out: Path)
                 selector.unregister(key.fd)
         if deadline is None and any(rank.failed for rank in ranks):
             deadline = time.monotonic() + _GRACE
-        if deadline is not None and time.monotonic() > deadline:
-            break
+        if deadline is not None:
+            running = [rank for rank in ranks if rank.process.poll() is None]
+            if time.monotonic() > deadline or (running and all(map(_is_stopped, running))):
+                break
         if not selector.get_map():
             time.sleep(_POLL)
     if any(rank.process.poll() != 0 for rank in ranks):
@@ -263,7 +265,7 @@ def _error_of(ranks: list[_Rank], out: Path) -> TrainingError:
                 return TrainingError(f"rank {rank.number} failed: {report.text}{where}")
             return TrainingError(report.text, bad_input=report.bad_input)
     for rank in ranks:
-        if rank.process.poll() is None and _is_stopped(rank.process.pid):
+        if rank.process.poll() is None and _is_stopped(rank):
             text = f"rank {rank.number} is stopped, as by SIGSTOP (process {rank.process.pid})"
             return TrainingError(one_line(f"{text}{seen}"))
     return TrainingError(lost[0])
@@ -277,10 +279,11 @@ def _signal(number: int) -> str:
     return f"{name}, perhaps for want of memory" if name == "SIGKILL" else name
 
 
-def _is_stopped(process: int) -> bool:
-    """Whether a process of ours is stopped; False where the system does not tell."""
+def _is_stopped(rank: _Rank) -> bool:
+    """Whether a rank's process is stopped; False where the system does not tell."""
     try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+        status = Path(f"/proc/{rank.process.pid}/stat").read_text()
+        return status.rpartition(")")[2].split()[0] in "Tt"
     except OSError:
         return False
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import re
 import time
+import traceback
+from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from .errors import TrainingError, one_line
 
+_PACKAGE = __name__.partition(".")[0]
 _PREFIX = "ring_dilated_attention/train"
 # Seconds that ranks which have given up wait for each other's word. They give up within moments of
 # each other, because one that does closes its connections.
-_GRACE = 2.0
+_GRACE = 1.5
 _POLL = 0.02
 # What errors of torch's transports say; their class is RuntimeError, as that of much else is.
 _TRANSPORT = re.compile(r"gloo|NCCL|closed by peer|reset by peer|[Tt]imed out|timeout|Broken pipe")
@@ -49,7 +52,9 @@ class Watch:
     def begin(self, what: str) -> None:
         """Say what this rank begins, such as ``step 12: the metrics``."""
         self._doing = what
-        self._store.set(f"doing/{self._rank}", what)
+        # Without the store, as when the launcher is gone, the ranks still end their step and save.
+        with suppress(RuntimeError):
+            self._store.set(f"doing/{self._rank}", what)
 
     def explained(self, error: BaseException) -> BaseException:
         """Tell the others why this rank gives up, and find out who is missing where it waited.
@@ -58,8 +63,9 @@ class Watch:
             error: what ended this rank's run.
 
         Returns:
-            `error`, or where it only says that another rank is gone a `LostRankError` that names
-            the rank, what this rank was doing, and the last that the missing one began.
+            `error`, or where it says that another rank is gone a `LostRankError`, which names the
+            rank, what this rank was doing, and where the exchange has not said so the last that
+            the missing one began.
         """
         waited = _is_transport(error)
         text = one_line(f"{type(error).__name__}: {error}")
@@ -68,8 +74,10 @@ class Watch:
             # gloo: ranks that wait for this one then give up at once.
             if self._close:
                 dist.destroy_process_group()
-            if not waited or _names_a_rank(error):
+            if not waited:
                 return error
+            if _names_a_rank(error):
+                return LostRankError(f"{one_line(error)} ({self._doing})")
             return self._explained_wait(error)
         except (
             RuntimeError,
@@ -118,5 +126,7 @@ def _is_transport(error: BaseException) -> bool:
 
 
 def _names_a_rank(error: BaseException) -> bool:
-    """Whether it is one of this package's exchange, which says what there is to say."""
-    return type(error).__module__.startswith("ring_dilated_attention.") and "rank" in str(error)
+    """Whether this package's exchange raised it: such a message says which rank is missing."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    raised_in = str(frames[-1].f_globals.get("__name__")) if frames else ""
+    return raised_in.startswith(_PACKAGE) and re.search(r"\branks? \d", str(error)) is not None

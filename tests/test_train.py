@@ -333,6 +333,22 @@ def test_a_run_is_adamw_on_clipped_gradients(tmp_path: Path) -> None:
         assert state["step"] == 4
 
 
+def test_evaluation_keeps_nothing_for_backward(
+    alone: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses: list[Tensor] = []
+    loss = LongNet.loss
+
+    def kept(*arguments: Any, **options: Any) -> Tensor:
+        losses.append(loss(*arguments, **options))
+        return losses[-1]
+
+    monkeypatch.setattr(LongNet, "loss", kept)
+    run(replace(alone, out=tmp_path / "run", steps=1, batch_size=2))
+    # A step of two sequences, then five held-out ones, at most two at a time.
+    assert [loss.requires_grad for loss in losses] == [True, False, False, False]
+
+
 # --- resuming
 
 

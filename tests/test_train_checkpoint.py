@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -573,6 +574,6 @@ def test_a_file_system_without_locks_is_refused(
     def no_locks(*_: Any) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(lock.fcntl, "flock", no_locks)
+    monkeypatch.setattr(fcntl, "flock", no_locks)
     with pytest.raises(ValueError, match="cannot be locked against a second training: No locks"):
         lock.RunLock(tmp_path, resume=False)

@@ -23,6 +23,7 @@ DEVICES = ("auto", "cpu", "cuda")
 PRECISIONS = ("float32", "bfloat16")
 
 MAX_SIZE = 1 << 24  # of a dimension of the model
+MAX_STEPS = 1 << 53  # the largest that a float counts by ones, for the learning rate
 MAX_TIMEOUT = 10_000_000  # seconds, 115 days; torch counts nanoseconds in 64 bits
 
 DEFAULT_MODEL = LongNetConfig(
@@ -131,8 +132,13 @@ class TrainConfig:
                 raise TypeError(f"{name} must be an int, got {value!r}")
             if value < 0:
                 raise ValueError(f"{name} must be >= 0, got {value}")
+        for name in ("steps", "warmup_steps"):
+            if getattr(self, name) > MAX_STEPS:
+                raise ValueError(
+                    f"{name} must be at most {MAX_STEPS}, got {_digits(getattr(self, name))}"
+                )
         if self.seed >= 1 << 64:  # torch takes 64 bits
-            raise ValueError(f"seed must be below 2**64, got {self.seed}")
+            raise ValueError(f"seed must be below 2**64, got {_digits(self.seed)}")
         if self.timeout is not None:
             check_positive_float("timeout", self.timeout)
             if self.timeout > MAX_TIMEOUT:
@@ -238,4 +244,9 @@ def _check_sizes(options: Mapping[str, Any]) -> None:
     for name in ("vocab_size", "num_layers", "embed_dim", "num_heads", "ffn_dim"):
         value = options.get(name)
         if isinstance(value, int) and value > MAX_SIZE:
-            raise ValueError(f"{name} must be at most {MAX_SIZE}, got {value}")
+            raise ValueError(f"{name} must be at most {MAX_SIZE}, got {_digits(value)}")
+
+
+def _digits(value: int) -> str:
+    """An int for a message: of a very large one only the number of its bits."""
+    return str(value) if value.bit_length() <= 128 else f"an int of {value.bit_length()} bits"

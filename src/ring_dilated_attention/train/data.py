@@ -83,9 +83,9 @@ class ByteCorpus:
         else:
             files = list(stdlib_sources())
             description = f"the standard library's sources in {sysconfig.get_path('stdlib')}"
-        sizes = {os.path.realpath(path): _size(path) for path, _ in files}
+        sizes = [(_size(path), os.path.realpath(path)) for path, _ in files]
         if check_size is not None:
-            check_size(sum(sizes.values()), description)
+            check_size(sum(size for size, _ in set(sizes)), description)
         # Bytes of a file named on the command line are text whatever they are.
         named = {os.path.realpath(path) for path in paths}
         texts: dict[str, tuple[str, bytes]] = {}
@@ -205,6 +205,8 @@ def _size(path: Path) -> int:
         status = path.stat()
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:  # a null byte
+        raise ValueError(f"cannot read {str(path)!r}: {error}") from error
     if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"cannot read {path}: it is neither a regular file nor a folder")
     return status.st_size

@@ -502,6 +502,49 @@ def test_a_lost_rank_ends_the_run_and_is_named(
     assert (code, output) == (2, f"error: there is no checkpoint in {out}\n")
 
 
+FAULTY = """
+import os, time
+from ring_dilated_attention.nn import LongNet
+from ring_dilated_attention.train import launch
+loss, calls = LongNet.loss, []
+def faulty(*arguments, **options):
+    calls.append(1)
+    if os.environ["RANK"] == "1" and len(calls) == 3:
+        {fault}
+    return loss(*arguments, **options)
+LongNet.loss = faulty
+launch.worker()
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("raise RuntimeError('boom')", r"rank 1 failed: RuntimeError: boom \(traceback in .*\)"),
+        ("raise MemoryError", r"rank 1 failed: MemoryError: \(traceback in .*\)"),
+        (
+            "time.sleep(1000)",  # neither dead nor stopped
+            r"rank 1: no answer within 2 s; rank 0 waited in step 3, the sum of gradients; the "
+            "last that rank 1 began: step 3, forward and backward",
+        ),
+    ],
+    ids=["error", "memory", "sleep"],
+)
+def test_a_fault_of_one_rank_is_told_as_its_own(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, message: str
+) -> None:
+    monkeypatch.setattr(launch, "_WORKER", FAULTY.format(fault=fault))
+    out = tmp_path / "run"
+    code, output = invoke(
+        *("train", "--out", out, "--data", text, "--ranks=2", "--steps=9", "--timeout=2"),
+        *("--sequence-ranks=1", *SMALL),
+    )
+    assert code == 1
+    assert re.fullmatch(rf"error: {message}\n", output), output
+    if "raise" in fault:
+        assert "in faulty\n" in (out / "error.txt").read_text()
+
+
 def test_resuming_another_model_names_the_fields(text: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     code, output = invoke("train", "--out", out, "--data", text, "--steps=1", *SMALL)

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,8 +21,9 @@ from typer.testing import CliRunner
 
 from ring_dilated_attention.cli import app
 from ring_dilated_attention.nn import LongNetConfig
-from ring_dilated_attention.train import checkpoint, launch, log, plot
+from ring_dilated_attention.train import checkpoint, launch, lock, log, plot
 from ring_dilated_attention.train.config import TrainConfig
+from ring_dilated_attention.train.memory import machine_memory
 
 RDA = (sys.executable, "-m", "ring_dilated_attention.cli")
 SMALL = (
@@ -150,13 +152,15 @@ def test_the_death_of_the_launcher_stops_the_ranks(text: Path, tmp_path: Path) -
         "train", "--out", out, "--data", text, "--ranks=2", *steps, *SMALL, cwd=tmp_path
     ) as process:
         wait_for_steps(out, 1)
+        leftovers = set(Path(tempfile.gettempdir()).glob("rda-*"))
         process.kill()
         process.wait()
-        deadline = time.monotonic() + 30
-        while not checkpoint.usable(out):
+        deadline = time.monotonic() + 60
+        while not checkpoint.usable(out) or (out / lock.NAME).exists():
             assert time.monotonic() < deadline
             time.sleep(0.1)
     assert checkpoint.newest(out).step >= 1
+    assert not leftovers
 
 
 def test_a_failing_rank_is_one_message(text: Path, tmp_path: Path) -> None:
@@ -169,9 +173,8 @@ def test_a_failing_rank_is_one_message(text: Path, tmp_path: Path) -> None:
     assert process.returncode == 1, output
     assert not NOISE.search(output), output
     (error,) = [line for line in output.splitlines() if line.startswith("error: ")]
-    assert re.search(r"rank \d failed: TrainingError: the loss of step \d is (nan|inf)", error)
-    assert f"traceback in {out / 'error.txt'}" in error
-    assert "Traceback" in (out / "error.txt").read_text()
+    assert re.search(r"error: the loss of step \d is (nan|inf); a lower learning rate", error)
+    assert not (out / "error.txt").exists()
 
 
 def test_torchrun_starts_the_ranks(text: Path, tmp_path: Path) -> None:
@@ -229,7 +232,8 @@ def test_the_base_preset_cut_down_trains_on_two_local_ranks(text: Path, tmp_path
 
 def test_the_base_preset_needs_long_texts(text: Path, tmp_path: Path) -> None:
     code, output = invoke(
-        "train", "--preset=longnet-base", "--device=cpu", "--data", text, "--out", tmp_path / "run"
+        *("train", "--preset=longnet-base", "--device=cpu", "--data", text),
+        *("--out", tmp_path / "run", "--checkpoint-blocks=12"),  # so that memory is no matter
     )
     assert code == 2
     assert "a sequence of 2097152 bytes and its labels need 2097153 bytes of training" in output
@@ -301,6 +305,246 @@ def test_bad_input_is_one_line_before_any_rank_starts(
     assert not (tmp_path / "run" / checkpoint.FOLDER).exists()
 
 
+def fifo(folder: Path) -> str:
+    os.mkfifo(folder / "fifo")
+    return f"--data={folder / 'fifo'}"
+
+
+def sparse(folder: Path) -> str:
+    (folder / "sparse").touch()
+    os.truncate(folder / "sparse", 1 << 40)
+    return f"--data={folder / 'sparse'}"
+
+
+def not_utf8(folder: Path) -> str:
+    """A run whose log is no text, to be resumed."""
+    out = folder / "run"
+    code, output = invoke("train", "--out", out, "--data", folder / "text.txt", "--steps=1", *SMALL)
+    assert code == 0, output
+    (out / log.NAME).write_bytes(b"\xff\xfe\n")
+    return "--resume --steps=2"
+
+
+HUGE = 1 << 62
+BAD_TRAIN = [
+    (fifo, "cannot read {folder}/fifo: it is neither a regular file nor a folder"),
+    ("--data=/dev/zero", "cannot read /dev/zero: it is neither a regular file nor a folder"),
+    (sparse, "{folder}/sparse has 1,099.5 GB, and reading it takes 2,199.0 GB; this machine has"),
+    ("--data=a\0b", "cannot read 'a\\x00b': embedded null byte"),
+    (f"--data={'y' * 5000}", "cannot read yyy"),
+    (not_utf8, "{folder}/run/log.jsonl is not UTF-8: invalid start byte at byte 0"),
+    ("--out=/dev/null", "/dev/null is not an empty folder; resume it or choose another"),
+    ("--out={folder}/text.txt/run", "Not a directory: {folder}/text.txt/run"),
+    (f"--out={'x' * 5000}", "File name too long: xxx"),
+    ("--resume --out=/nowhere", "there is no checkpoint in /nowhere"),
+    (f"--preset={'z' * 5000}", "preset must be one of 'small', 'longnet-base'; got 'zzz"),
+    (f"--embed-dim={1 << 40}", "embed_dim must be at most 16777216, got 1099511627776"),
+    (f"--embed-dim={1 << 70}", "embed_dim must be at most 16777216, got 1180591620717411303424"),
+    (f"--embed-dim={10**4000}", "embed_dim must be at most 16777216, got an int of 13288 bits"),
+    (f"--embed-dim={1 << 20}", "GB for its batch; this machine has {memory}: lower --num-layers"),
+    (f"--batch-size={HUGE}", "this machine has {memory}: lower --batch-size or --sequence-length"),
+    (f"--sequence-length={HUGE}", "has {memory}: lower --batch-size or --sequence-length"),
+    (f"--num-layers={HUGE}", "num_layers must be at most 16777216, got 4611686018427387904"),
+    (f"--num-layers={1 << 24}", "lower --num-layers, --embed-dim or --ffn-dim"),
+    (f"--ffn-dim={HUGE}", "ffn_dim must be at most 16777216, got 4611686018427387904"),
+    (f"--num-heads={HUGE}", "num_heads must be at most 16777216, got 4611686018427387904"),
+    (f"--seed={1 << 64}", "seed must be below 2**64, got 18446744073709551616"),
+    ("--seed=-1", "seed must be >= 0, got -1"),
+    ("--ranks=1000000", "for 1000000 ranks, "),
+    (f"--ranks={HUGE}", "this machine has {memory}: lower --ranks"),
+    ("--ranks=-1", "ranks must be >= 1, got -1"),
+    ("--timeout=0", "timeout must be finite and above 0; got 0.0"),
+    ("--timeout=-3", "timeout must be finite and above 0; got -3.0"),
+    ("--timeout=nan", "timeout must be finite and above 0; got nan"),
+    ("--timeout=1e300", "timeout must be at most 10000000, got 1e+300"),
+    ("--learning-rate=nan", "learning_rate must be > 0, got nan"),
+    ("--learning-rate=inf", "learning_rate must be > 0, got inf"),
+    ("--final-learning-rate=2", "final_learning_rate must be >= 0 and <= 1, got 2.0"),
+    ("--beta1=1", "beta1 must be below 1, got 1.0"),
+    ("--beta2=-1", "beta2 must be >= 0 and <= 1, got -1.0"),
+    ("--weight-decay=nan", "weight_decay must be >= 0, got nan"),
+    ("--max-grad-norm=0", "max_grad_norm must be > 0, got 0.0"),
+    (f"--steps={10**30}", "steps must be at most 9007199254740992, got 1000000000000000000000000"),
+    ("--warmup-steps=-1", "warmup_steps must be >= 0, got -1"),
+    (f"--warmup-steps={10**400}", "warmup_steps must be at most 9007199254740992, got an int of"),
+    ("--eval-every=0", "eval_every must be >= 1, got 0"),
+    ("--eval-windows=0", "eval_windows must be >= 1, got 0"),
+    ("--save-every=-7", "save_every must be >= 1, got -7"),
+    ("--keep=0", "keep must be >= 1, got 0"),
+    ("--segment-lengths=", "need ints separated by commas; got ''"),
+    ("--segment-lengths=0,8", "a segment length must be >= 1, got 0"),
+    ("--dilation-rates=1,0", "a dilation rate must be >= 1, got 0"),
+    ("--dilation-rates=1.5,2", "need ints separated by commas; got '1.5,2'"),
+    (f"--segment-lengths={','.join(['8'] * 10_000)}", "one value each per branch"),
+    ("--head-offsets=x", "head_offsets must be one of 'interleaved', 'blocked'; got 'x'"),
+    ("--head-branches=x", "head_branches must be one of 'all', 'split'; got 'x'"),
+    ("--num-kv-heads=3", "num_kv_heads must divide num_heads 2; got 3"),
+    ("--embed-dim=18", "rotary positions need an even head_dim; got 9"),
+    ("--rope-theta=nan", "rope_theta must be finite and above 0; got nan"),
+    ("--device=tpu", "device must be one of 'auto', 'cpu', 'cuda'; got 'tpu'"),
+    ("--precision=int8", "precision must be one of 'float32', 'bfloat16'; got 'int8'"),
+    ("--checkpoint-blocks=3", "checkpoint_blocks above 1 needs checkpoint 'keep_attention'"),
+    ("--sequence-ranks=3", "sequence_ranks must divide the number of ranks, 1; got 3"),
+    ("--heldout-fraction=0.0001", "need 65 bytes of held-out text"),
+]
+
+
+def assert_one_line(result: Any, began: float, message: str) -> None:
+    assert result.exit_code == 2, result.output
+    assert time.monotonic() - began < 10  # these take tenths of a second
+    error = result.stderr
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert len(error) <= 300
+    assert message in error
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"), BAD_TRAIN, ids=[str(i) for i in range(len(BAD_TRAIN))]
+)
+def test_a_bad_command_line_is_one_line(
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    argument: str | Callable[[Path], str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch, "_launch", None)
+    made = argument if isinstance(argument, str) else argument(tmp_path)
+    arguments = ["train", *SMALL, *made.replace("{folder}", str(tmp_path)).split(" ")]
+    for option in (f"--data={text}", f"--out={tmp_path / 'run'}", "--steps=1"):
+        if option.partition("=")[0] not in made:
+            arguments.append(option)
+    began = time.monotonic()
+    result = CliRunner().invoke(app, arguments)
+    have = f"{machine_memory() / 1e9:,.1f} GB"
+    assert_one_line(result, began, message.format(folder=tmp_path, memory=have))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--prompt=", "the prompt must have at least one byte; got an empty one"),
+        ("--prompt=x --checkpoint=/nowhere", "there is no checkpoint in /nowhere"),
+        ("--prompt=x --checkpoint=/dev/zero", "there is no checkpoint in /dev/zero"),
+        (f"--prompt=x --checkpoint={'q' * 5000}", "File name too long: qqq"),
+        ("--prompt=x", "there is no run with a checkpoint in runs"),
+        ("--prompt=x --checkpoint=. --bytes=0", "count must be >= 1, got 0"),
+        ("--prompt=x --checkpoint=. --bytes=-5", "count must be >= 1, got -5"),
+        ("--prompt=x --checkpoint=. --temperature=nan", "temperature must be finite and above 0"),
+        ("--prompt=x --checkpoint=. --temperature=-1", "temperature must be finite and above 0"),
+        ("--prompt=x --checkpoint=. --seed=-1", "seed must be >= 0 and below 2**64; got -1"),
+        (f"--prompt=x --checkpoint=. --seed={1 << 70}", "seed must be >= 0 and below 2**64; got"),
+    ],
+)
+def test_a_bad_command_line_of_sampling_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if arguments == "--prompt=":
+        arguments += " --checkpoint=."
+    began = time.monotonic()
+    assert_one_line(CliRunner().invoke(app, ["sample", *arguments.split(" ")]), began, message)
+
+
+def ranks_of(process: subprocess.Popen[str]) -> dict[int, int]:
+    """Process ids of the local ranks that a launcher has started."""
+    found = {}
+    for tasks in Path(f"/proc/{process.pid}/task").iterdir():
+        for child in (tasks / "children").read_text().split():
+            for entry in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
+                if entry.startswith(b"RANK="):
+                    found[int(entry[5:])] = int(child)
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds processes in /proc")
+@pytest.mark.parametrize(
+    ("ranks", "number", "victim", "more"),
+    [
+        (2, signal.SIGKILL, 0, "--sequence-ranks=2"),
+        (3, signal.SIGSTOP, 2, "--sequence-ranks=3"),
+        (2, signal.SIGSTOP, 1, "--sequence-ranks=1"),  # training's own collectives alone
+    ],
+)
+def test_a_lost_rank_ends_the_run_and_is_named(
+    text: Path, tmp_path: Path, ranks: int, number: signal.Signals, victim: int, more: str
+) -> None:
+    out = tmp_path / "run"
+    steps = ("--steps=100000", "--eval-every=100000", "--save-every=100000", "--timeout=3")
+    with started(
+        "train", "--out", out, "--data", text, f"--ranks={ranks}", more, *steps, *SMALL,
+        cwd=tmp_path,
+    ) as process:  # fmt: skip
+        wait_for_steps(out, 3)
+        found = ranks_of(process)
+        assert sorted(found) == list(range(ranks))
+        began = time.monotonic()
+        os.kill(found[victim], number)
+        output, _ = process.communicate(timeout=60)
+        took = time.monotonic() - began
+    assert process.returncode == 1, output
+    assert not NOISE.search(output), output
+    (error,) = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert len(error) <= 300
+    if number == signal.SIGKILL:
+        assert error.startswith(f"error: rank {victim} was killed by SIGKILL")
+    else:
+        stopped = f"rank {victim} is stopped, as by SIGSTOP (process {found[victim]})"
+        assert error.startswith(f"error: {stopped}")
+        assert re.search(r"step \d+, ", error)  # in which call
+    # The bars are 5 s, and the timeout + 5 s: twice that, for machines that do other things too.
+    assert took < 2 * (5 if number == signal.SIGKILL else 8)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in found.values())
+    assert (out / log.NAME).exists()
+    code, output = invoke("train", "--resume", "--out", out)  # the lock is gone with the run
+    assert (code, output) == (2, f"error: there is no checkpoint in {out}\n")
+
+
+FAULTY = """
+import os, time
+from ring_dilated_attention.nn import LongNet
+from ring_dilated_attention.train import launch
+loss, calls = LongNet.loss, []
+def faulty(*arguments, **options):
+    calls.append(1)
+    if os.environ["RANK"] == "1" and len(calls) == 3:
+        {fault}
+    return loss(*arguments, **options)
+LongNet.loss = faulty
+launch.worker()
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("raise RuntimeError('boom')", r"rank 1 failed: RuntimeError: boom \(traceback in .*\)"),
+        ("raise MemoryError", r"rank 1 failed: MemoryError: \(traceback in .*\)"),
+        (
+            "time.sleep(1000)",  # neither dead nor stopped
+            r"rank 1: no answer within 2 s; rank 0 waited in step 3, the sum of gradients; the "
+            "last that rank 1 began: step 3, forward and backward",
+        ),
+    ],
+    ids=["error", "memory", "sleep"],
+)
+def test_a_fault_of_one_rank_is_told_as_its_own(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, message: str
+) -> None:
+    monkeypatch.setattr(launch, "_WORKER", FAULTY.format(fault=fault))
+    out = tmp_path / "run"
+    code, output = invoke(
+        *("train", "--out", out, "--data", text, "--ranks=2", "--steps=9", "--timeout=2"),
+        *("--sequence-ranks=1", *SMALL),
+    )
+    assert code == 1
+    assert re.fullmatch(rf"error: {message}\n", output), output
+    if "raise" in fault:
+        assert "in faulty\n" in (out / "error.txt").read_text()
+
+
 def test_resuming_another_model_names_the_fields(text: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     code, output = invoke("train", "--out", out, "--data", text, "--steps=1", *SMALL)
@@ -322,7 +566,7 @@ def test_the_help_shows_the_defaults_of_the_config() -> None:
     defaults = {f.name: f.default for f in fields(TrainConfig)}
     default_model = TrainConfig(out=Path("run")).model
     defaults.update({f.name: getattr(default_model, f.name) for f in fields(LongNetConfig)})
-    in_words = {"data", "sequence_ranks", "num_kv_heads", "chunk_rows"}
+    in_words = {"data", "sequence_ranks", "num_kv_heads", "chunk_rows", "timeout"}
     command_line = typer.main.get_command(app).get_command(None, "train")  # type: ignore[attr-defined]
     options = {parameter.name: parameter for parameter in command_line.params}
     assert set(options) - {"help"} == set(defaults) - {"model", "vocab_size", "norm_eps"} | {

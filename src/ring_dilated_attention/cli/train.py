@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +18,22 @@ def _option(default: object, help_text: str) -> Any:
     `default` is what the help shows; a test holds it to the default of `TrainConfig`.
     """
     return typer.Option(help=help_text, show_default=str(default))
+
+
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """`reported_errors`, of one line of less than 300 characters each."""
+    from ..train.errors import TrainingError, one_line
+
+    with reported_errors():
+        try:
+            yield
+        except TrainingError as error:
+            raise TrainingError(one_line(error), bad_input=error.bad_input) from error
+        except (ValueError, TypeError, OSError) as error:
+            raise ValueError(one_line(error)) from error
+        except MemoryError as error:
+            raise TrainingError(one_line(f"out of memory: {error}")) from error
 
 
 @app.command()
@@ -115,18 +133,25 @@ def train(
         int | None,
         _option("all", "Rows at a time of MLP, projections and loss: bounds their memory."),
     ] = None,
+    timeout: Annotated[
+        float | None,
+        _option(
+            "1800 for gloo, 600 for NCCL",
+            "Seconds that a rank waits for another before the run fails and names it.",
+        ),
+    ] = None,
 ) -> None:
     """Train a byte-level LongNet with every sequence sharded over the ranks.
 
     Leaves log.jsonl, loss.png and checkpoints/ in the folder of the run. Ctrl-C stops after the
-    current step and leaves a checkpoint to resume from.
+    current step and leaves a checkpoint to resume from. One training at a time can use a folder.
     """
     options = {
         name: value
         for name, value in locals().items()
         if value is not None and name not in ("out", "resume", "ranks", "preset")
     }
-    with reported_errors():
+    with _one_line_errors():
         for name, parse in (("segment_lengths", lengths_of), ("dilation_rates", ints_of)):
             if name in options:
                 options[name] = parse(options[name])
@@ -150,8 +175,11 @@ def sample(
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
 ) -> None:
-    """Continue a prompt from a checkpoint of `rda train`."""
-    with reported_errors():
+    """Continue a prompt from a checkpoint of `rda train`.
+
+    Of a run, the newest checkpoint that is whole counts. Checkpoints hold no code.
+    """
+    with _one_line_errors():
         from ..train.checkpoint import newest_run
         from ..train.sample import decoded, sample_bytes
 
@@ -162,6 +190,7 @@ def sample(
             temperature=temperature,
             top_k=top_k,
             seed=seed,
+            told=lambda line: typer.echo(line, err=True),
         )
         typer.echo(prompt, nl=False)
         for text in decoded(stream):

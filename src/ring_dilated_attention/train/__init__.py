@@ -1,7 +1,8 @@
 """Training of the byte-level language model: `rda train` and `rda sample`.
 
-`command` is what the CLI calls. `config` (options), `data` (bytes and windows), `comm` (ranks and
-collectives), `loop` (the training loop), `checkpoint`, `log` (JSONL), `plot` (PNG), `report` (what
-the user sees), `signals` (stopping), `launch` (local ranks), `errors`, `sample` (continuing a
-prompt).
+`command` is what the CLI calls. `config` (options), `data` (bytes and windows), `memory` (what a
+run needs at least), `comm` (ranks and collectives), `watch` (which rank is missing), `loop` (the
+training loop), `checkpoint`, `lock` (one training in a folder), `log` (JSONL), `plot` (PNG),
+`report` (what the user sees), `signals` (stopping), `launch` (local ranks), `errors`, `sample`
+(continuing a prompt).
 """

@@ -1,49 +1,73 @@
-"""Checkpoints: written by all ranks through torch.distributed.checkpoint, seen only when whole.
+"""Checkpoints of a run: safetensors files under SHA-256 checksums, seen only when complete.
 
-A run keeps them in ``checkpoints/step_0000100/``: the tensors, and `META` with the step and the
-configs of model and run. One is written under another name and renamed when it is complete, so a
-folder of that name is always usable. Every rank holds all parameters, so the number of ranks may
-change. Open only checkpoints that you trust: torch.distributed.checkpoint unpickles its index.
+A run keeps them in ``checkpoints/step_0000100/``:
+
+- ``tensors_00000.safetensors`` and so on: parameters and AdamW's state. All ranks write, each its
+  share of the files.
+- ``meta.json``: the step, the configs of model and run, a fingerprint of the corpus, and the sizes
+  of the tensor files.
+- ``SHA256SUMS``: the checksum of every other file (``sha256sum -c SHA256SUMS`` checks it too).
+
+A checkpoint is written into a hidden folder, synced and then renamed, so a crash leaves the ones
+before it as they are. Reading checks every byte before it is used, and neither safetensors nor JSON
+can hold code. Files that ``SHA256SUMS`` does not list are never opened. Every rank holds all
+parameters, so the number of ranks may change; on several hosts the folder of the run must be on a
+file system that they share.
 """
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
 import os
 import re
 import shutil
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+import stat
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
+import safetensors.torch
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
-from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from ..nn import LongNet, LongNetConfig
 from .comm import World
 from .config import TrainConfig
+from .errors import TrainingError, one_line, os_error_text
 
 FOLDER = "checkpoints"
 META = "meta.json"
-_NAME = re.compile(r"step_(\d{7,})")
+SUMS = "SHA256SUMS"
+FORMAT = 2  # 1 was torch.distributed.checkpoint's, whose index is a pickle
+# Files are read and checked whole, so this bounds what loading takes above the model: about twice
+# this, or twice the largest tensor. A tensor is never cut.
+FILE_BYTES = 32 << 20
+_TEXT_BYTES = 16 << 20  # of META and SUMS: those of a terabyte of tensors are smaller
+_NAME = re.compile(r"step_(\d{7,18})")
+_SUM_LINE = re.compile(r"([0-9a-f]{64})  (meta\.json|tensors_\d{5,9}\.safetensors)")
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")  # what AdamW keeps for a parameter
+
+
+class _DamagedError(ValueError):
+    """A file of a checkpoint is not what was written."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A usable checkpoint on disk.
+    """A checkpoint on disk whose description has been read and checked.
 
     Attributes:
         path: its folder.
-        step: number of steps it has been trained.
+        step: number of steps it has been trained, at least 1.
         model: the shape of its model.
         config: the options of its run.
         fingerprint: of the corpus it was trained on.
+        sums: the SHA-256 checksum of each file, in hexadecimal, by name.
+        damaged: one line about each newer checkpoint of the run that `newest` found damaged.
     """
 
     path: Path
@@ -51,23 +75,58 @@ class Checkpoint:
     model: LongNetConfig
     config: TrainConfig
     fingerprint: str
+    sums: dict[str, str]
+    damaged: tuple[str, ...] = ()
 
     @classmethod
     def open(cls, path: Path) -> Checkpoint:
-        """Read the description of a checkpoint; the tensors stay on disk.
+        """Read the description of a checkpoint and check it; the tensors stay on disk.
 
         Raises:
-            ValueError: this is not a checkpoint, or cannot be read; the message names it.
+            ValueError: this is not a checkpoint, or a file is missing, of another size, or damaged
+                in what this reads; the message names it.
         """
         try:
-            meta = json.loads((path / META).read_text())
-            config = TrainConfig.from_dict(meta["config"])
-            step, fingerprint = int(meta["step"]), str(meta["fingerprint"])
-        except (OSError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"{path} is not a checkpoint of rda train: {type(error).__name__}: {error}"
-            ) from error
-        return cls(path=path, step=step, model=config.model, config=config, fingerprint=fingerprint)
+            sums = _read_sums(path)
+            text = _checked(path, META, sums, _TEXT_BYTES)
+            try:
+                meta = json.loads(text.decode())
+                checkpoint = cls._of(path, sums, meta)
+            except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+                reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+                raise _DamagedError(f"{META}: {type(error).__name__}: {reason}") from error
+            for name, size in meta["files"].items():
+                _regular_file(path, name, size)
+        except _DamagedError as error:
+            raise ValueError(f"{path} is not a whole checkpoint of rda train: {error}") from error
+        return checkpoint
+
+    @classmethod
+    def _of(cls, path: Path, sums: dict[str, str], meta: dict[str, Any]) -> Checkpoint:
+        """The description in parsed JSON, every value checked."""
+        if meta["format"] != FORMAT:
+            raise ValueError(f"format must be {FORMAT}, got {meta['format']!r}")
+        step, fingerprint, files = meta["step"], meta["fingerprint"], meta["files"]
+        if isinstance(step, bool) or not isinstance(step, int) or step < 1:
+            raise ValueError(f"step must be an int >= 1, got {step!r}")
+        match = _NAME.fullmatch(path.name)
+        if match and int(match[1]) != step:
+            raise ValueError(f"step must be that of the folder's name, got {step}")
+        if not isinstance(fingerprint, str):
+            raise TypeError(f"fingerprint must be a text, got {fingerprint!r}")
+        if {*files, META} != set(sums):
+            raise ValueError(f"files must be those of {SUMS}")
+        if not all(type(size) is int and size >= 0 for size in files.values()):
+            raise ValueError("the sizes of files must be ints >= 0")
+        config = TrainConfig.from_dict(meta["config"])
+        return cls(
+            path=path,
+            step=step,
+            model=config.model,
+            config=config,
+            fingerprint=fingerprint,
+            sums=sums,
+        )
 
     def check_model(self, model: LongNetConfig) -> None:
         """Raise a `ValueError` that names the fields that differ, unless the models are equal."""
@@ -79,8 +138,25 @@ class Checkpoint:
         if differences:
             raise ValueError(f"{self.path} holds another model: {'; '.join(differences)}")
 
+    def check_files(self) -> None:
+        """Read every file and compare it with its checksum, about a second per GB.
+
+        Raises:
+            ValueError: a file is damaged; the message names it.
+        """
+        try:
+            for name in sorted(self.sums):
+                with _regular_file(self.path, name).open("rb") as file:
+                    actual = hashlib.file_digest(file, "sha256").hexdigest()
+                _compare(name, actual, self.sums)
+        except (_DamagedError, OSError) as error:
+            raise ValueError(f"{self.path} is damaged: {_text(error)}") from error
+
     def load(self, model: LongNet, optimizer: torch.optim.AdamW | None = None) -> None:
         """Read the tensors into a model, and into its optimizer. Every rank calls this.
+
+        Every file is compared with its checksum before a tensor of it is used. Where this raises,
+        the model may hold some of the checkpoint's tensors.
 
         Args:
             model: with the config of this checkpoint.
@@ -97,11 +173,30 @@ class Checkpoint:
                     "exp_avg_sq": torch.zeros_like(parameter),
                     "step": torch.zeros((), dtype=torch.float32),
                 }
+        missing = _tensors(model, optimizer)
         try:
-            with _alone_or_together():
-                load_tensors(_tensors(model, optimizer), checkpoint_id=self.path)
-        except (CheckpointException, RuntimeError, OSError) as error:
-            raise ValueError(f"cannot read the tensors of {self.path}: {error}") from error
+            for name in sorted(self.sums):
+                if name == META:
+                    continue
+                data = _checked(self.path, name, self.sums)
+                try:
+                    tensors = safetensors.torch.load(data)
+                except (SafetensorError, ValueError, RuntimeError, KeyError) as error:
+                    raise _DamagedError(f"{name}: {error}") from error
+                for key, tensor in tensors.items():
+                    if optimizer is None and key.startswith("optimizer."):
+                        continue
+                    target = missing.pop(key, None)
+                    if target is None or (target.shape, target.dtype) != (
+                        tensor.shape,
+                        tensor.dtype,
+                    ):
+                        raise _DamagedError(f"{name}: tensor {key} is not one of this model")
+                    target.copy_(tensor)
+            if missing:
+                raise _DamagedError(f"tensor {next(iter(missing))} is missing")
+        except _DamagedError as error:
+            raise ValueError(f"{self.path} is damaged: {error}") from error
 
 
 def save(
@@ -111,8 +206,13 @@ def save(
     optimizer: torch.optim.AdamW,
     fingerprint: str,
     world: World,
+    *,
+    file_bytes: int = FILE_BYTES,
 ) -> Path:
     """Write a checkpoint and drop all but the newest `config.keep`. Every rank calls this.
+
+    A checkpoint of the same step, such as a damaged one that the run did not go on from, is
+    replaced. Checkpoints of later steps stay.
 
     Args:
         config: of the run; its `out` decides where.
@@ -121,78 +221,135 @@ def save(
         optimizer: its optimizer.
         fingerprint: of the corpus.
         world: the ranks.
+        file_bytes: a file of tensors has at most this many bytes of them, or one tensor.
 
     Returns:
-        The folder of the checkpoint; if the run has one of that step already, that one, untouched.
+        The folder of the checkpoint.
 
     Raises:
-        ValueError: a rank cannot write it.
+        TrainingError: a rank cannot write it; the message says why and which checkpoints there
+            are. The folder is left without the half-written one.
     """
     folder = config.out / FOLDER
     path = folder / f"step_{step:07d}"
     partial = folder / f".partial_{path.name}"
+    tensors = _tensors(model, optimizer)
+    files = {
+        f"tensors_{index:05d}.safetensors": names
+        for index, names in enumerate(_cut(tensors, file_bytes))
+    }
 
-    def begin() -> bool:
-        """Whether the run has it already, which rank 0 decides."""
-        if world.rank != 0 or (path / META).is_file():
-            return world.rank == 0
-        for stale in folder.glob(".partial_*"):  # of a run that was killed while writing
-            shutil.rmtree(stale)
-        partial.mkdir(parents=True)
-        return False
+    def begin() -> None:
+        if world.rank == 0:
+            for stale in folder.glob(".partial_*"):  # of a run that was killed while writing
+                _remove(stale)
+            partial.mkdir(parents=True)
+
+    def write() -> dict[str, tuple[int, str]]:
+        """This rank's files: their sizes and checksums."""
+        written = {}
+        for name in list(files)[world.rank :: world.size]:
+            data = safetensors.torch.save(
+                {key: tensors[key].cpu().contiguous() for key in files[name]}
+            )
+            written[name] = len(data), _write_synced(partial / name, data)
+        return written
 
     def finish() -> None:
         if world.rank != 0:
             return
+        written = {name: entry for share in shares for name, entry in share.items()}
+        for name, (size, _) in written.items():
+            _regular_file(partial, name, size)
         meta = {
+            "format": FORMAT,
             "step": step,
             "fingerprint": fingerprint,
             "config": {**asdict(config), "out": str(config.out)},
             "torch": torch.__version__,
+            "files": {name: written[name][0] for name in files},
         }
-        _write_synced(partial / META, json.dumps(meta, indent=1))
+        sums = {name: written[name][1] for name in files}
+        sums[META] = _write_synced(partial / META, json.dumps(meta, indent=1).encode())
+        lines = [f"{sums[name]}  {name}\n" for name in sorted(sums)]
+        _write_synced(partial / SUMS, "".join(lines).encode())
         _sync(partial)
+        if path.exists() or path.is_symlink():
+            path.rename(folder / f".partial_old_{path.name}")
         partial.rename(path)
         _sync(folder)
-        for old in usable(config.out)[: -config.keep]:
-            # Hidden first: a folder that is half deleted must not look like a checkpoint.
-            hidden = folder / f".partial_{old.name}"
-            old.rename(hidden)
-            shutil.rmtree(hidden)
+        for old in folder.glob(".partial_*"):
+            _remove(old)
+        _prune(config, step)
 
-    if any(world.gather(world.everywhere(begin))):
-        return path
-    with _alone_or_together():
-        save_tensors(_tensors(model, optimizer), checkpoint_id=partial)
-    world.everywhere(finish)
+    try:
+        world.everywhere(begin)
+        shares = world.gather(world.everywhere(write))
+        world.everywhere(finish)
+    except (ValueError, OSError, TrainingError) as error:
+        if world.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        needed = sum(t.numel() * t.element_size() for t in tensors.values())
+        raise TrainingError(
+            f"cannot save {path.name} ({needed / 1e6:,.1f} MB): {one_line(error)}; "
+            f"{still_there(config.out)}"
+        ) from error
     return path
 
 
+def still_there(run: Path) -> str:
+    """Which checkpoints a run has, for messages."""
+    names = [path.name for path in usable(run)]
+    return f"still in {run / FOLDER}: {', '.join(names[-3:]) or 'no checkpoint'}"
+
+
+def _prune(config: TrainConfig, step: int) -> None:
+    """Drop all but the newest `config.keep` up to `step`; incomplete ones do not count as kept."""
+    complete = []
+    for old in usable(config.out):
+        if _step(old) <= step:
+            with suppress(ValueError):
+                complete.append(Checkpoint.open(old).path)
+    for old in complete[: -config.keep]:
+        # Hidden first: a folder that is half deleted must not look like a checkpoint.
+        hidden = old.with_name(f".partial_{old.name}")
+        old.rename(hidden)
+        _remove(hidden)
+
+
 def usable(run: Path) -> list[Path]:
-    """The checkpoints of a run, oldest first."""
+    """The checkpoints of a run by their names, oldest first; they may be damaged."""
     folder = run / FOLDER
-    if not folder.is_dir():
+    try:
+        found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    found = [
-        (int(match[1]), path)
-        for path in folder.iterdir()
-        if (match := _NAME.fullmatch(path.name)) and (path / META).is_file()
-    ]
-    return [path for _, path in sorted(found)]
+    return sorted(found, key=_step)
 
 
 def newest(path: Path) -> Checkpoint:
-    """The checkpoint at `path`, or the newest one of the run at `path`.
+    """The checkpoint at `path`, or the newest whole one of the run at `path`.
+
+    Every file of it has been compared with its checksum. Of a run, damaged checkpoints are passed
+    over; `Checkpoint.damaged` of what is returned says which, and why.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none, or the one at `path` is damaged.
     """
-    if (path / META).is_file():
-        return Checkpoint.open(path)
+    if _NAME.fullmatch(path.name) or (path / SUMS).exists() or (path / META).exists():
+        return _whole(path)
     found = usable(path)
     if not found:
         raise ValueError(f"there is no checkpoint in {path}")
-    return Checkpoint.open(found[-1])
+    damaged: list[str] = []
+    for candidate in reversed(found):
+        try:
+            return replace(_whole(candidate), damaged=tuple(damaged))
+        except ValueError as error:
+            damaged.append(str(error))
+    if len(damaged) == 1:
+        raise ValueError(damaged[0])
+    raise ValueError(f"none of {len(damaged)} checkpoints is whole; the newest: {damaged[0]}")
 
 
 def newest_run(folder: Path) -> Path:
@@ -211,30 +368,119 @@ def newest_run(folder: Path) -> Path:
     return max(runs)[1]
 
 
+def _whole(path: Path) -> Checkpoint:
+    checkpoint = Checkpoint.open(path)
+    checkpoint.check_files()
+    return checkpoint
+
+
+def _step(path: Path) -> int:
+    match = _NAME.fullmatch(path.name)
+    assert match
+    return int(match[1])
+
+
 def _tensors(model: LongNet, optimizer: torch.optim.AdamW | None) -> dict[str, Tensor]:
-    """The tensors of a checkpoint, by name; reading fills them in place."""
-    tensors = {}
-    for name, parameter in model.named_parameters():
-        tensors[f"model.{name}"] = parameter.detach()
-        if optimizer is not None:
+    """The tensors of a checkpoint, by name: the model's, then the optimizer's."""
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    tensors = {f"model.{name}": tensor for name, tensor in parameters.items()}
+    if optimizer is not None:
+        for name, parameter in model.named_parameters():
             for moment in _MOMENTS:
                 tensors[f"optimizer.{name}.{moment}"] = optimizer.state[parameter][moment]
     return tensors
 
 
-@contextmanager
-def _alone_or_together() -> Iterator[None]:
-    """Silence the warning that torch.distributed.checkpoint gives where there is one process."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninit")
-        yield
+def _cut(tensors: dict[str, Tensor], file_bytes: int) -> list[list[str]]:
+    """Names of tensors, by file: the same for any number of ranks."""
+    files: list[list[str]] = []
+    room = 0
+    for name, tensor in tensors.items():
+        size = tensor.numel() * tensor.element_size()
+        if not files or size > room:
+            files.append([])
+            room = file_bytes
+        files[-1].append(name)
+        room -= size
+    return files
 
 
-def _write_synced(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+def _read_sums(path: Path) -> dict[str, str]:
+    """Checksums by file name. A changed byte changes a checksum or a name, or is refused."""
+    text = _read(path, SUMS, _TEXT_BYTES).decode("latin-1")
+    sums: dict[str, str] = {}
+    for line in text.removesuffix("\n").split("\n"):
+        match = _SUM_LINE.fullmatch(line)
+        if not match or match[2] in sums:
+            raise _DamagedError(f"{SUMS} is damaged")
+        sums[match[2]] = match[1]
+    if META not in sums or not text.endswith("\n"):
+        raise _DamagedError(f"{SUMS} is damaged")
+    return sums
+
+
+def _checked(path: Path, name: str, sums: dict[str, str], limit: int | None = None) -> bytes:
+    """The bytes of a file, which have the checksum that `sums` says."""
+    data = _read(path, name, limit)
+    _compare(name, hashlib.sha256(data).hexdigest(), sums)
+    return data
+
+
+def _compare(name: str, actual: str, sums: dict[str, str]) -> None:
+    if actual != sums[name]:
+        raise _DamagedError(f"{name} does not have the checksum in {SUMS}; one of them is damaged")
+
+
+def _read(path: Path, name: str, limit: int | None) -> bytes:
+    file = _regular_file(path, name)
+    try:
+        if limit is not None and file.stat().st_size > limit:
+            raise _DamagedError(f"{name} has more than {limit} bytes")
+        return file.read_bytes()
+    except OSError as error:
+        raise _DamagedError(_text(error)) from error
+
+
+def _regular_file(path: Path, name: str, size: int | None = None) -> Path:
+    """The path of a file, which is one: neither a link nor a pipe, and of this size."""
+    try:
+        status = (path / name).lstat()
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            raise _DamagedError(f"{name} is missing") from error
+        raise _DamagedError(_text(error)) from error
+    if not stat.S_ISREG(status.st_mode):
+        raise _DamagedError(f"{name} is not a regular file")
+    if size is not None and status.st_size != size:
+        raise _DamagedError(f"{name} has {status.st_size} bytes; {size} were written")
+    return path / name
+
+
+def _text(error: Exception) -> str:
+    return os_error_text(error) if isinstance(error, OSError) else str(error)
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder, or a link in its place; nothing if there is none."""
+    if path.is_symlink():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
+
+
+def _write_synced(path: Path, data: bytes) -> str:
+    """Write a new file to the disk. Returns its SHA-256 checksum in hexadecimal."""
+    try:
+        with path.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        free = shutil.disk_usage(path.parent).free
+        raise OSError(
+            error.errno, f"{error.strerror} ({free / 1e6:,.1f} MB free)", path.name
+        ) from error
+    return hashlib.sha256(data).hexdigest()
 
 
 def _sync(folder: Path) -> None:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -15,9 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .config import TrainConfig
+from .errors import TrainingError, one_line
+from .watch import Watch
 
 _T = TypeVar("_T")
-_BUCKET_NUMEL = 1 << 23  # 32 MiB of float32: the extra memory that summing the gradients takes
+BUCKET_NUMEL = 1 << 23  # 32 MiB of float32: the extra memory that summing the gradients takes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +36,7 @@ class World:
         group_rank: this rank in its sequence group.
         group_size: number of ranks that share a sequence.
         device: where this rank computes.
+        watch: what finds a missing rank; None where there is one rank.
     """
 
     rank: int
@@ -43,6 +47,12 @@ class World:
     group_rank: int
     group_size: int
     device: torch.device
+    watch: Watch | None = None
+
+    def begin(self, what: str) -> None:
+        """Say what this rank begins: messages about missing ranks name it. Takes microseconds."""
+        if self.watch is not None:
+            self.watch.begin(what)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum a tensor over all ranks, in place; every rank gets the same bits."""
@@ -50,8 +60,24 @@ class World:
             dist.all_reduce(tensor)
         return tensor
 
-    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Sum every gradient over all ranks in float32, through few flat buffers."""
+    def meet(self) -> None:
+        """Wait for all ranks on the host, within the group's timeout.
+
+        Called before this process waits for its device. The host can give up on a missing rank and
+        say which one it is; a device that waits in NCCL cannot.
+        """
+        self.sum(torch.zeros(()))
+
+    def sum_gradients(
+        self, parameters: Iterable[nn.Parameter], *, bucket_numel: int = BUCKET_NUMEL
+    ) -> None:
+        """Sum every gradient over all ranks in float32, in place, through few flat buffers.
+
+        Args:
+            parameters: equal on all ranks, each with a gradient.
+            bucket_numel: a buffer is summed as soon as it holds this many elements; the last one
+                may hold fewer.
+        """
         if self.size == 1:
             return
         bucket: list[Tensor] = []
@@ -60,7 +86,7 @@ class World:
             assert parameter.grad is not None, "every parameter takes part on every rank"
             bucket.append(parameter.grad)
             numel += parameter.grad.numel()
-            if numel >= _BUCKET_NUMEL:
+            if numel >= bucket_numel:
                 self._sum_bucket(bucket)
                 bucket, numel = [], 0
         if bucket:
@@ -86,22 +112,26 @@ class World:
         Every rank must call this. It keeps ranks from waiting for one that has given up.
 
         Raises:
-            ValueError: `function` raised a `ValueError` or `OSError` on some rank; the message is
-                that of the first such rank.
+            ValueError: `function` raised a `ValueError` or an `OSError` on some rank; the message
+                is that of the first rank that failed.
+            TrainingError: it raised something else there.
         """
         result: _T | None = None
-        error: str | None = None
+        error: tuple[bool, str] | None = None
         try:
             result = function()
         except (ValueError, OSError) as raised:
-            error = str(raised)
+            error = True, one_line(raised)
+        except Exception as raised:
             if self.size == 1:
                 raise
+            error = False, one_line(f"{type(raised).__name__}: {raised}")
         errors = self.gather(error)
-        failed = [rank for rank, text in enumerate(errors) if text is not None]
-        if failed:
-            where = "" if len(failed) == self.size else f"rank {failed[0]}: "
-            raise ValueError(f"{where}{errors[failed[0]]}")
+        for rank, failure in enumerate(errors):
+            if failure is not None:
+                bad_input, text = failure
+                where = "" if None not in errors else f"rank {rank}: "
+                raise (ValueError if bad_input else TrainingError)(f"{where}{text}")
         return result  # type: ignore[return-value]  # None only where function returns None
 
     def peak_memory(self) -> int:
@@ -116,17 +146,20 @@ class World:
 def joined(config: TrainConfig) -> Iterator[World]:
     """Join the ranks of this process's group, or of the environment (as torchrun sets it).
 
-    A process group that is initialised already is used and left as it is. Otherwise ``RANK`` and
-    its companions decide, with gloo for CPU tensors and NCCL for CUDA ones, until the end of the
-    context. Without either this process is the only rank.
+    A process group that is initialised already is used, with its own timeout, and left as it is.
+    Otherwise ``RANK`` and its companions decide, with gloo for CPU tensors and NCCL for CUDA ones
+    and ``config.timeout``, until the end of the context. Without either this process is the only
+    rank.
 
     Raises:
         ValueError: the sequence groups do not fit the number of ranks, or there is no CUDA device
             for this rank.
+        TrainingError: the ranks do not all join within the timeout, or one is lost while the
+            context is entered; the message names it.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if dist.is_initialized():
-        yield _world(config, local_device(config.device, local_rank))
+        yield _world(config, local_device(config.device, local_rank), None)
         return
     size = int(os.environ.get("WORLD_SIZE", "1"))
     config.group_size(size)
@@ -136,18 +169,25 @@ def joined(config: TrainConfig) -> Iterator[World]:
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        # gloo too: small collectives that need not wait for what the device has still to compute.
-        dist.init_process_group("cpu:gloo,cuda:nccl")
-    else:
-        dist.init_process_group("gloo")
+    timeout = None if config.timeout is None else timedelta(seconds=config.timeout)
     try:
-        yield _world(config, device)
-    except BaseException:
-        # gloo: closing its connections lets ranks that wait for this one fail at once. NCCL would
-        # itself wait for them here; its ranks are ended by their launcher.
-        if device.type == "cpu":
-            dist.destroy_process_group()
-        raise
+        # gloo beside NCCL: small collectives that need not wait for what the device has to compute.
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timeout)
+    except RuntimeError as error:
+        raise TrainingError(
+            f"the {size} ranks did not meet: rank {os.environ['RANK']}: {one_line(error)}"
+        ) from error
+    # NCCL would itself wait for missing ranks there; the end of this process closes what it has.
+    closes = device.type == "cpu"
+    watch = Watch(dist.get_rank(), size, config.timeout, close=closes)
+    try:
+        yield _world(config, device, watch)
+    except BaseException as error:
+        explained = watch.explained(error)
+        if explained is error:
+            raise
+        raise explained from error
     dist.destroy_process_group()
 
 
@@ -164,7 +204,7 @@ def _alone(device: torch.device) -> World:
     )
 
 
-def _world(config: TrainConfig, device: torch.device) -> World:
+def _world(config: TrainConfig, device: torch.device, watch: Watch | None) -> World:
     """This rank's place in the grid of the initialised process group."""
     size = dist.get_world_size()
     group_size = config.group_size(size)
@@ -176,14 +216,17 @@ def _world(config: TrainConfig, device: torch.device) -> World:
         size=size,
         data_rank=data_rank,
         data_size=size // group_size,
-        group=_sequence_group(size, group_size, data_rank),
+        group=_sequence_group(config, size, group_size, data_rank),
         group_rank=group_rank,
         group_size=group_size,
         device=device,
+        watch=watch,
     )
 
 
-def _sequence_group(size: int, group_size: int, data_rank: int) -> dist.ProcessGroup | None:
+def _sequence_group(
+    config: TrainConfig, size: int, group_size: int, data_rank: int
+) -> dist.ProcessGroup | None:
     """The group of this rank's row of the grid; every rank makes those of all rows."""
     if group_size == 1:
         return None
@@ -191,7 +234,9 @@ def _sequence_group(size: int, group_size: int, data_rank: int) -> dist.ProcessG
         world: dist.ProcessGroup | None = dist.group.WORLD
         return world
     rows = [range(first, first + group_size) for first in range(0, size, group_size)]
-    groups: list[dist.ProcessGroup] = [dist.new_group(list(row)) for row in rows]
+    # A new group does not take the timeout of the first one.
+    timeout = None if config.timeout is None else timedelta(seconds=config.timeout)
+    groups: list[dist.ProcessGroup] = [dist.new_group(list(row), timeout=timeout) for row in rows]
     return groups[data_rank]
 
 

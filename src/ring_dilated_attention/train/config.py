@@ -13,6 +13,7 @@ from ..checkpoint import check_checkpoint
 from ..functional import EXCHANGES
 from ..layout import SequenceLayout
 from ..nn import LongNetConfig
+from ..nn.checks import check_positive_float
 from ..pattern import check_choice, check_positive_int
 from ..tiles import BACKENDS
 from .data import HELDOUT_FRACTION
@@ -20,6 +21,10 @@ from .data import HELDOUT_FRACTION
 LAYOUTS = ("contiguous", "zigzag")
 DEVICES = ("auto", "cpu", "cuda")
 PRECISIONS = ("float32", "bfloat16")
+
+MAX_SIZE = 1 << 24  # of a dimension of the model
+MAX_STEPS = 1 << 53  # the largest that a float counts by ones, for the learning rate
+MAX_TIMEOUT = 10_000_000  # seconds, 115 days; torch counts nanoseconds in 64 bits
 
 DEFAULT_MODEL = LongNetConfig(
     num_layers=3,
@@ -67,6 +72,8 @@ class TrainConfig:
         checkpoint_blocks: the input of one block in so many is kept; see `LongNet`.
         chunk_rows: rows of a chunk of all that treats every row alone; None is all at once; see
             `LongNet`.
+        timeout: seconds that a rank waits for another one before the run fails; None means
+            torch's own, 1,800 for gloo and 600 for NCCL.
 
     Raises:
         TypeError: a value has the wrong type.
@@ -101,6 +108,7 @@ class TrainConfig:
     checkpoint: str = "none"
     checkpoint_blocks: int = 1
     chunk_rows: int | None = None
+    timeout: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "out", Path(self.out))
@@ -124,6 +132,17 @@ class TrainConfig:
                 raise TypeError(f"{name} must be an int, got {value!r}")
             if value < 0:
                 raise ValueError(f"{name} must be >= 0, got {value}")
+        for name in ("steps", "warmup_steps"):
+            if getattr(self, name) > MAX_STEPS:
+                raise ValueError(
+                    f"{name} must be at most {MAX_STEPS}, got {_digits(getattr(self, name))}"
+                )
+        if self.seed >= 1 << 64:  # torch takes 64 bits
+            raise ValueError(f"seed must be below 2**64, got {_digits(self.seed)}")
+        if self.timeout is not None:
+            check_positive_float("timeout", self.timeout)
+            if self.timeout > MAX_TIMEOUT:
+                raise ValueError(f"timeout must be at most {MAX_TIMEOUT}, got {self.timeout:g}")
         for name, low, high in (
             ("learning_rate", 0.0, math.inf),
             ("final_learning_rate", 0.0, 1.0),
@@ -191,6 +210,7 @@ class TrainConfig:
             ValueError: a value is out of range.
         """
         own = {f.name for f in fields(self)}
+        _check_sizes(options)
         model = replace(self.model, **{k: v for k, v in options.items() if k not in own})
         return replace(self, **{"model": model, **{k: v for k, v in options.items() if k in own}})
 
@@ -215,4 +235,18 @@ class TrainConfig:
         unknown = sorted(set(values) - known)
         if unknown:
             raise ValueError(f"unknown training options: {', '.join(unknown)}")
+        _check_sizes(values["model"])
         return cls(**{**values, "model": LongNetConfig(**values["model"])})
+
+
+def _check_sizes(options: Mapping[str, Any]) -> None:
+    """Refuse sizes that no machine can hold, before a tensor is made of one."""
+    for name in ("vocab_size", "num_layers", "embed_dim", "num_heads", "ffn_dim"):
+        value = options.get(name)
+        if isinstance(value, int) and value > MAX_SIZE:
+            raise ValueError(f"{name} must be at most {MAX_SIZE}, got {_digits(value)}")
+
+
+def _digits(value: int) -> str:
+    """An int for a message: of a very large one only the number of its bits."""
+    return str(value) if value.bit_length() <= 128 else f"an int of {value.bit_length()} bits"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+import stat
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -49,7 +50,11 @@ class ByteCorpus:
 
     @classmethod
     def load(
-        cls, paths: Sequence[str | Path] = (), *, heldout_fraction: float = HELDOUT_FRACTION
+        cls,
+        paths: Sequence[str | Path] = (),
+        *,
+        heldout_fraction: float = HELDOUT_FRACTION,
+        check_size: Callable[[int, str], None] | None = None,
     ) -> ByteCorpus:
         """Read files and folders into memory, in an order that depends only on their names.
 
@@ -65,10 +70,12 @@ class ByteCorpus:
             paths: files and folders; none means the Python sources of the running interpreter's
                 standard library.
             heldout_fraction: of all bytes, above 0.
+            check_size: called with the size of all files in bytes and a description of them, before
+                any is read; to refuse what does not fit into memory. None takes all sizes.
 
         Raises:
-            ValueError: a path does not exist or cannot be read, or there are no bytes to train on;
-                the message names the path.
+            ValueError: a path does not exist, cannot be read or is a pipe or a device, or there are
+                no bytes to train on; the message names the path.
         """
         if paths:
             files = [file for path in paths for file in _files(Path(path))]
@@ -76,6 +83,9 @@ class ByteCorpus:
         else:
             files = list(stdlib_sources())
             description = f"the standard library's sources in {sysconfig.get_path('stdlib')}"
+        sizes = [(_size(path), os.path.realpath(path)) for path, _ in files]
+        if check_size is not None:
+            check_size(sum(size for size, _ in set(sizes)), description)
         # Bytes of a file named on the command line are text whatever they are.
         named = {os.path.realpath(path) for path in paths}
         texts: dict[str, tuple[str, bytes]] = {}
@@ -187,6 +197,19 @@ def _files(path: Path) -> Iterator[SourceFile]:
 
 def _raise(error: OSError) -> None:
     raise error
+
+
+def _size(path: Path) -> int:
+    """Bytes of a regular file; others, such as pipes, may have no end."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:  # a null byte
+        raise ValueError(f"cannot read {str(path)!r}: {error}") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"cannot read {path}: it is neither a regular file nor a folder")
+    return status.st_size
 
 
 def _read(path: Path) -> bytes:

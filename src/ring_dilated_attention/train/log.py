@@ -51,16 +51,21 @@ def read(run: Path) -> list[dict[str, Any]]:
     """The lines of a run's log; a last line that a crash cut short is left out.
 
     Raises:
-        ValueError: another line is not JSON.
+        ValueError: it is not UTF-8, or another line is not a JSON object.
     """
     path = run / NAME
     if not path.exists():
         return []
-    lines = path.read_text().split("\n")
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from error
     parsed = []
     for number, line in enumerate(lines[:-1], start=1):  # a whole line ends in a newline
         try:
             parsed.append(json.loads(line))
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
+        if not isinstance(parsed[-1], dict):
+            raise ValueError(f"{path}, line {number} is not a JSON object")
     return parsed

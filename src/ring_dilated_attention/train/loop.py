@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -19,8 +21,10 @@ from .checkpoint import Checkpoint
 from .comm import World, joined, local_device
 from .config import TrainConfig
 from .data import ByteCorpus, shard_windows
-from .errors import TrainingError
+from .errors import TrainingError, one_line, os_error_text
+from .lock import RunLock, check_free
 from .log import RunLog
+from .memory import check_memory, check_text
 from .plot import plot_losses
 from .report import Report
 from .signals import OnFirstSignal, StopRequest
@@ -55,36 +59,47 @@ class _Job:
 
 
 def check_run(
-    config: TrainConfig, world_size: int, *, resume: bool
+    config: TrainConfig,
+    world_size: int,
+    local_ranks: int,
+    *,
+    resume: bool,
+    start: Checkpoint | None = None,
 ) -> tuple[ByteCorpus, Checkpoint | None]:
-    """Read the data, and the checkpoint's description on `resume`: all that can fail early.
+    """Read the data, and find and check the checkpoint on `resume`: all that can fail early.
 
     Args:
         config: the options.
         world_size: number of ranks.
+        local_ranks: number of ranks on this machine.
         resume: whether to go on from the newest checkpoint of ``config.out``.
+        start: that checkpoint where it is known already.
 
     Returns:
         The corpus, and the checkpoint to go on from.
 
     Raises:
-        ValueError: data, checkpoint, ranks and options do not fit together, or `resume` is False
-            and the folder holds a run.
-        OSError: the folder cannot be written.
+        ValueError: data, checkpoint, memory, ranks and options do not fit together, or `resume` is
+            False and the folder holds a run.
     """
+    check_memory(config, world_size, local_ranks)
     config.sequence_layout(config.group_size(world_size))
-    start = None
-    if resume:
+    if not resume:
+        check_free(config.out)
+    elif start is None:
         start = checkpoint.newest(config.out)
+    if start is not None:
         start.check_model(config.model)
         if start.step >= config.steps:
             raise ValueError(
                 f"{start.path} has done {start.step} of {config.steps} steps; ask for more steps "
                 "to go on"
             )
-    elif config.out.exists() and (not config.out.is_dir() or any(config.out.iterdir())):
-        raise ValueError(f"{config.out} is not an empty folder; resume it or choose another")
-    corpus = ByteCorpus.load(config.data, heldout_fraction=config.heldout_fraction)
+    corpus = ByteCorpus.load(
+        config.data,
+        heldout_fraction=config.heldout_fraction,
+        check_size=lambda size, description: check_text(size, local_ranks, description),
+    )
     corpus.check_window(config.sequence_length)
     if start is not None and start.fingerprint != corpus.fingerprint:
         raise ValueError(
@@ -116,9 +131,17 @@ def run(config: TrainConfig, *, resume: bool = False, stop: StopRequest | None =
         TrainingError: the loss is not finite.
     """
     stop = stop or StopRequest()
-    with joined(config) as world:
+    with joined(config) as world, ExitStack() as stack:
+        leader = world.rank == 0
         config = _agree(config, world)
-        corpus, start = world.everywhere(lambda: check_run(config, world.size, resume=resume))
+        lock = world.everywhere(lambda: RunLock(config.out, resume=resume) if leader else None)
+        if lock:
+            stack.enter_context(lock)
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+        start = _start(config, world) if resume else None
+        corpus, _ = world.everywhere(
+            lambda: check_run(config, world.size, local_ranks, resume=resume, start=start)
+        )
         prints = world.gather(corpus.fingerprint)
         if len(set(prints)) > 1:
             other = next(r for r, text in enumerate(prints) if text != prints[0])
@@ -144,14 +167,48 @@ def run(config: TrainConfig, *, resume: bool = False, stop: StopRequest | None =
         )
         optimizer = _optimizer(model, config)
         if start is not None:
-            start.load(model, optimizer)
-        return _train(job, optimizer, start.step if start else 0, stop)
+            world.begin(f"loading {start.path.name}")
+            found = start
+            world.everywhere(lambda: found.load(model, optimizer))
+        with _told_of_disk(config.out):
+            return _train(job, optimizer, start, stop)
 
 
-def _train(job: _Job, optimizer: torch.optim.AdamW, start: int, stop: StopRequest) -> Outcome:
+def _start(config: TrainConfig, world: World) -> Checkpoint:
+    """The newest whole checkpoint of the run, as rank 0 finds it, on every rank.
+
+    Raises:
+        ValueError: there is none, or a rank cannot read it.
+    """
+    leader = world.rank == 0
+    found = world.everywhere(lambda: checkpoint.newest(config.out) if leader else None)
+    path = world.gather(found.path if found else None)[0]
+    assert path is not None
+    return world.everywhere(lambda: found or Checkpoint.open(path))
+
+
+@contextmanager
+def _told_of_disk(run: Path) -> Iterator[None]:
+    """Files that cannot be written while a run goes on: one line, with the checkpoints there are.
+
+    Raises:
+        TrainingError: instead of an `OSError`.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise TrainingError(
+            f"cannot write to {run}: {os_error_text(error)}; {checkpoint.still_there(run)}"
+        ) from error
+
+
+def _train(
+    job: _Job, optimizer: torch.optim.AdamW, resumed: Checkpoint | None, stop: StopRequest
+) -> Outcome:
     config, world = job.config, job.world
     leader = world.rank == 0
     parameters = list(job.model.parameters())
+    start = resumed.step if resumed else 0
     step, path, heldout = start, config.out, None
     with ExitStack() as stack:
         log = world.everywhere(lambda: RunLog(config.out, start=start) if leader else None)
@@ -161,13 +218,17 @@ def _train(job: _Job, optimizer: torch.optim.AdamW, start: int, stop: StopReques
         report = stack.enter_context(
             Report(steps=config.steps, start=start, every=max(config.steps // 20, 1), show=leader)
         )
+        if resumed:
+            for damaged in resumed.damaged:
+                report.line(f"{one_line(damaged)}; going on from {resumed.path.name}")
         report.line(_introduction(job, parameters))
         stack.enter_context(OnFirstSignal(stop.ask))
         stopping = False
         while step < config.steps and not stopping:
             began = time.perf_counter()
-            loss, gradient_norm = _step(job, optimizer, parameters, step)
+            loss, norm = _step(job, optimizer, parameters, step)
             step += 1
+            world.begin(f"step {step}, its metrics")
             bits, stopping, memory = _share_metrics(job, loss, stop.asked)
             seconds = time.perf_counter() - began
             if not math.isfinite(bits):
@@ -181,7 +242,7 @@ def _train(job: _Job, optimizer: torch.optim.AdamW, start: int, stop: StopReques
                     step=step,
                     bits_per_byte=bits,
                     learning_rate=config.learning_rate_at(step - 1),
-                    gradient_norm=gradient_norm,
+                    gradient_norm=norm.item(),
                     seconds=seconds,
                     tokens_per_second=rate,
                     peak_memory_bytes=max(memory),
@@ -189,11 +250,13 @@ def _train(job: _Job, optimizer: torch.optim.AdamW, start: int, stop: StopReques
             report.step(step, bits_per_byte=bits, tokens_per_second=rate, peak_memory=max(memory))
             last = step == config.steps
             if last or (step % config.eval_every == 0 and not stopping):
+                world.begin(f"step {step}, held-out evaluation")
                 heldout = _evaluate(job)
                 if log:
                     log.write("eval", step=step, bits_per_byte=heldout)
                 report.line(f"step {step}: {heldout:.3f} bits/byte on held-out text")
             if last or stopping or step % config.save_every == 0:
+                world.begin(f"step {step}, its checkpoint")
                 path = checkpoint.save(
                     config, step, job.model, optimizer, job.corpus.fingerprint, world
                 )
@@ -220,9 +283,13 @@ def _introduction(job: _Job, parameters: list[torch.nn.Parameter]) -> str:
 
 def _step(
     job: _Job, optimizer: torch.optim.AdamW, parameters: list[torch.nn.Parameter], step: int
-) -> tuple[Tensor, float]:
-    """One update. Returns this rank's summed cross-entropy, and the global gradient norm."""
+) -> tuple[Tensor, Tensor]:
+    """One update. Returns this rank's summed cross-entropy, and the global gradient norm.
+
+    Nothing in it waits for a CUDA device.
+    """
     config, world = job.config, job.world
+    world.begin(f"step {step + 1}, forward and backward")
     for group in optimizer.param_groups:
         group["lr"] = config.learning_rate_at(step)
     optimizer.zero_grad(set_to_none=True)
@@ -234,10 +301,11 @@ def _step(
     )
     loss = _summed_loss(job, windows)
     (loss / (config.batch_size * config.sequence_length)).backward()  # type: ignore[no-untyped-call]
+    world.begin(f"step {step + 1}, the sum of gradients")
     world.sum_gradients(parameters)
     norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
     optimizer.step()
-    return loss.detach(), norm.item()
+    return loss.detach(), norm
 
 
 def _summed_loss(job: _Job, windows: list[Tensor]) -> Tensor:
@@ -251,13 +319,14 @@ def _summed_loss(job: _Job, windows: list[Tensor]) -> Tensor:
 
 
 def _share_metrics(job: _Job, loss: Tensor, stop: bool) -> tuple[float, bool, list[int]]:
-    """One all-reduce: (bits per byte of the step, whether any rank stops, peak bytes by rank)."""
+    """(Bits per byte of the step, whether any rank stops, peak bytes by rank), of all ranks."""
     config, world = job.config, job.world
-    shared = torch.zeros(2 + world.size, dtype=torch.float64, device=world.device)
-    shared[0] = loss
-    shared[1] = float(stop)
-    shared[2 + world.rank] = world.peak_memory()
-    loss_sum, stops, *memory = world.sum(shared).tolist()
+    shared = torch.zeros(1 + world.size, dtype=torch.float64)
+    shared[0] = float(stop)
+    shared[1 + world.rank] = world.peak_memory()
+    # On the host, before any waits for its device: where a rank is missing, this says so.
+    stops, *memory = world.sum(shared).tolist()
+    loss_sum = world.sum(loss.double()).item()
     tokens = config.batch_size * config.sequence_length
     return loss_sum / tokens / math.log(2), stops > 0, [int(m) for m in memory]
 
@@ -273,6 +342,7 @@ def _evaluate(job: _Job) -> float:
     for first in range(0, len(mine), rows):
         windows = job.corpus.heldout_windows(config.sequence_length, mine[first : first + rows])
         total += _summed_loss(job, windows)
+    world.meet()
     return world.sum(total).item() / (len(starts) * config.sequence_length) / math.log(2)
 
 

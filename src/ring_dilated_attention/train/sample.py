@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -13,12 +13,14 @@ from ..nn import LongNet
 from ..nn.checks import check_positive_float
 from ..pattern import check_positive_int
 from . import checkpoint
+from .errors import one_line
 
 
 def sample_bytes(
     path: Path,
     prompt: bytes,
     *,
+    told: Callable[[str], None] = lambda _: None,
     count: int = 200,
     temperature: float = 0.8,
     top_k: int | None = None,
@@ -34,7 +36,8 @@ def sample_bytes(
         count: how many bytes to give.
         temperature: logits are divided by it; 0 takes the most likely byte always.
         top_k: draw among this many most likely bytes only; None means all.
-        seed: of the draws.
+        seed: of the draws, from 0 to 2**64 - 1.
+        told: called with one line for every newer checkpoint of the run that is damaged.
 
     Returns:
         An iterator; the checkpoint has been read when this returns.
@@ -49,7 +52,11 @@ def sample_bytes(
         check_positive_float("temperature", temperature)
     if not prompt:
         raise ValueError("the prompt must have at least one byte; got an empty one")
+    if not 0 <= seed < 1 << 64:
+        raise ValueError(f"seed must be >= 0 and below 2**64; got {seed}")
     found = checkpoint.newest(path)
+    for damaged in found.damaged:
+        told(f"{one_line(damaged)}; taking {found.path.name}")
     vocabulary = found.model.vocab_size
     if vocabulary != 256:
         raise ValueError(f"{found.path} is not a model of bytes: its vocabulary is {vocabulary}")

@@ -1,12 +1,11 @@
-"""Stopping a run from outside: signals, the launcher's stop file, or the launcher's death."""
+"""Stopping a run from outside: signals, or the launcher's pipe, which its death closes too."""
 
 from __future__ import annotations
 
-import os
+import select
 import signal
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
@@ -56,13 +55,12 @@ class StopRequest:
     """Whether this rank has been asked to stop.
 
     Args:
-        stop_file: a file whose appearance asks for it; None if there is no launcher.
-        parent: process id of the launcher, whose death asks for it; None if there is none.
+        pipe: descriptor of the read end of a pipe that asks for it when its other end is closed,
+            by the launcher or by the launcher's death; None if there is no launcher.
     """
 
-    def __init__(self, *, stop_file: Path | None = None, parent: int | None = None) -> None:
-        self._stop_file = stop_file
-        self._parent = parent
+    def __init__(self, pipe: int | None = None) -> None:
+        self._pipe = pipe
         self._asked = False
 
     def ask(self) -> None:
@@ -72,8 +70,6 @@ class StopRequest:
     @property
     def asked(self) -> bool:
         """Whether a stop has been asked for."""
-        return (
-            self._asked
-            or (self._stop_file is not None and self._stop_file.exists())
-            or (self._parent is not None and os.getppid() != self._parent)
-        )
+        if self._pipe is not None and select.select([self._pipe], [], [], 0)[0]:
+            self._asked = True
+        return self._asked

@@ -1,0 +1,98 @@
+"""What a run needs at least, and what the machine has: runs that cannot fit are refused."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from .config import TrainConfig
+
+_STATE_BYTES = 16  # of a parameter: itself, its gradient and AdamW's two moments, in float32
+_TOKEN_BYTES = 16  # of a position: input and label, in int64
+_PROCESS_BYTES = 100 << 20  # of a rank before it has a tensor: Python, torch, one thread
+_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def check_memory(config: TrainConfig, world_size: int, local_ranks: int) -> None:
+    """Refuse a run that needs more memory than there is, by a count that is too low if anything.
+
+    Counted are the parameters with all that training keeps of them, the tokens, and the inputs of
+    blocks that are kept for backward.
+
+    Args:
+        config: the options.
+        world_size: number of ranks.
+        local_ranks: number of ranks on this machine.
+
+    Raises:
+        ValueError: it needs more; the message says how much, and which options to change.
+    """
+    model = config.model
+    group_size = config.group_size(world_size)
+    kv_dim = model.embed_dim // model.num_heads * (model.num_kv_heads or model.num_heads)
+    block = 2 * model.embed_dim * (model.embed_dim + kv_dim + model.ffn_dim)
+    state = (model.num_layers * block + model.vocab_size * model.embed_dim) * _STATE_BYTES
+    rows = -(-config.batch_size // (world_size // group_size))
+    kept = -(-model.num_layers // config.checkpoint_blocks)
+    itemsize = 4 if config.precision == "float32" else 2
+    batch = rows * (config.sequence_length // group_size)
+    batch *= _TOKEN_BYTES + kept * model.embed_dim * itemsize
+    cuda = config.device != "cpu" and torch.cuda.is_available()
+    if cuda:
+        have, where, ranks = torch.cuda.get_device_properties(0).total_memory, "a GPU here", 1
+        process = 0
+    else:
+        have, where, ranks = machine_memory(), "this machine", local_ranks
+        process = _PROCESS_BYTES
+    need = ranks * (process + state + batch)
+    if need <= have:
+        return
+    most = max(process, state, batch)
+    if most == state:
+        change = "--num-layers, --embed-dim or --ffn-dim"
+    elif most == batch:
+        change = "--batch-size or --sequence-length"
+    else:
+        change = "--ranks"
+    of = "" if ranks == 1 else f" for {ranks} ranks"
+    raise ValueError(
+        f"this run needs at least {_size(need)}{of}, {_size(ranks * state)} for parameters and "
+        f"AdamW and {_size(ranks * batch)} for its batch; {where} has {_size(have)}: lower {change}"
+    )
+
+
+def check_text(size: int, local_ranks: int, description: str) -> None:
+    """Refuse text that does not fit into the machine's memory, before it is read.
+
+    Args:
+        size: bytes of all files.
+        local_ranks: number of ranks on this machine; each holds all text, and twice while it reads.
+        description: of the text, for the message.
+
+    Raises:
+        ValueError: it does not fit.
+    """
+    need, have = 2 * size * local_ranks, machine_memory()
+    if need > have:
+        of = "" if local_ranks == 1 else f" on each of {local_ranks} ranks"
+        raise ValueError(
+            f"{description} has {_size(size)}, and reading it{of} takes {_size(need)}; this "
+            f"machine has {_size(have)}: give less --data"
+        )
+
+
+def machine_memory() -> int:
+    """Bytes of memory that this process's machine, or the container it runs in, has."""
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for path in _CGROUP_LIMITS:
+        try:
+            limits.append(int(Path(path).read_text()))
+        except (OSError, ValueError):  # no such version of cgroups, or no limit: "max"
+            continue
+    return min(limits)
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:,.1f} GB" if count < 1e15 else f"{count / 1e12:,.4g} TB"

@@ -1,0 +1,132 @@
+"""Which rank is missing: ranks write what they begin into the store that they met in."""
+
+from __future__ import annotations
+
+import re
+import time
+import traceback
+from contextlib import suppress
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from .errors import TrainingError, one_line
+
+_PACKAGE = __name__.partition(".")[0]
+_PREFIX = "ring_dilated_attention/train"
+# Seconds that ranks which have given up wait for each other's word. They give up within moments of
+# each other, because one that does closes its connections.
+_GRACE = 1.5
+_POLL = 0.02
+# What errors of torch's transports say; their class is RuntimeError, as that of much else is.
+_TRANSPORT = re.compile(r"gloo|NCCL|closed by peer|reset by peer|[Tt]imed out|timeout|Broken pipe")
+
+
+class LostRankError(TrainingError):
+    """Another rank of the run is gone, does not answer, or has failed."""
+
+
+class Watch:
+    """What this rank tells the others of its progress, and what they have told.
+
+    Writing takes microseconds: nobody waits for an answer.
+
+    Args:
+        rank: this rank.
+        size: number of ranks.
+        timeout: seconds that the process group waits; None if that is torch's own.
+        close: whether to close the group's connections when this rank gives up.
+    """
+
+    def __init__(self, rank: int, size: int, timeout: float | None, *, close: bool) -> None:
+        self._rank = rank
+        self._size = size
+        self._timeout = timeout
+        self._close = close
+        self._doing = "starting"
+        # A clone has a timeout of its own. torch's type hints leave it out.
+        store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+        self._store = dist.PrefixStore(_PREFIX, store)
+        self._store.set_timeout(timedelta(seconds=_GRACE))
+
+    def begin(self, what: str) -> None:
+        """Say what this rank begins, such as ``step 12: the metrics``."""
+        self._doing = what
+        # Without the store, as when the launcher is gone, the ranks still end their step and save.
+        with suppress(RuntimeError):
+            self._store.set(f"doing/{self._rank}", what)
+
+    def explained(self, error: BaseException) -> BaseException:
+        """Tell the others why this rank gives up, and find out who is missing where it waited.
+
+        Args:
+            error: what ended this rank's run.
+
+        Returns:
+            `error`, or where it says that another rank is gone a `LostRankError`, which names the
+            rank, what this rank was doing, and where the exchange has not said so the last that
+            the missing one began.
+        """
+        waited = _is_transport(error)
+        text = one_line(f"{type(error).__name__}: {error}")
+        try:
+            self._store.set(f"end/{self._rank}", "waited" if waited else f"failed: {text}")
+            # gloo: ranks that wait for this one then give up at once.
+            if self._close:
+                dist.destroy_process_group()
+            if not waited:
+                return error
+            if _names_a_rank(error):
+                return LostRankError(f"{one_line(error)} ({self._doing})")
+            return self._explained_wait(error)
+        except (
+            RuntimeError,
+            ValueError,
+        ) as other:  # the store went with its rank
+            return LostRankError(
+                f"rank {self._rank} lost another rank in {self._doing}, and the store of the ranks "
+                f"does not answer: {one_line(other)[:80]}"
+            )
+
+    def _explained_wait(self, error: BaseException) -> BaseException:
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        deadline = time.monotonic() + _GRACE
+        while True:
+            silent = [rank for rank in others if not self._store.check([f"end/{rank}"])]
+            if not silent or time.monotonic() > deadline:
+                break
+            time.sleep(_POLL)
+        for rank in others:
+            if rank not in silent:
+                end = self._store.get(f"end/{rank}").decode()
+                if end.startswith("failed: "):
+                    return LostRankError(f"rank {rank} {end}")
+        if not silent:
+            return LostRankError(
+                f"the ranks lost their connections in {self._doing}: {one_line(error)[:120]}"
+            )
+        began = "nothing"
+        if self._store.check([f"doing/{silent[0]}"]):
+            began = self._store.get(f"doing/{silent[0]}").decode()
+        names = f"rank{'s'[: len(silent) > 1]} {', '.join(map(str, silent))}"
+        timed_out = re.search(r"[Tt]imed out|timeout", str(error)) is not None
+        limit = "the timeout" if self._timeout is None else f"{self._timeout:g} s"
+        kind = f"no answer within {limit}" if timed_out else "gone"
+        return LostRankError(
+            f"{names}: {kind}; rank {self._rank} waited in {self._doing}; the last that rank "
+            f"{silent[0]} began: {began}"
+        )
+
+
+def _is_transport(error: BaseException) -> bool:
+    """Whether an error says that another rank is gone or does not answer."""
+    if not isinstance(error, RuntimeError) or isinstance(error, TrainingError):
+        return False
+    return _names_a_rank(error) or _TRANSPORT.search(str(error)) is not None
+
+
+def _names_a_rank(error: BaseException) -> bool:
+    """Whether this package's exchange raised it: such a message says which rank is missing."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    raised_in = str(frames[-1].f_globals.get("__name__")) if frames else ""
+    return raised_in.startswith(_PACKAGE) and re.search(r"\branks? \d", str(error)) is not None

@@ -7,9 +7,14 @@ a causal tile) are not counted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from itertools import dropwhile
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -20,6 +25,51 @@ from .packed import packed_rows
 from .pattern import DilatedPattern
 from .plan import plan_attention
 from .plan.costs import TensorSize, flops_of_rank
+
+_COUNTER = "torch.utils.flop_counter"
+
+
+def count_flops(formulas: dict[Any, Callable[..., int]]) -> None:
+    """Have `FlopCounterMode` count operators by these formulas, now or as soon as it is imported.
+
+    Its module imports Triton, which takes longer than importing this package does.
+
+    Args:
+        formulas: a formula for each operator (an overload packet).
+    """
+    if _COUNTER in sys.modules:
+        _register(formulas)
+    else:
+        sys.meta_path.insert(0, _OnImport(formulas))
+
+
+def _register(formulas: dict[Any, Callable[..., int]]) -> None:
+    from torch.utils.flop_counter import register_flop_formula
+
+    for operator, formula in formulas.items():
+        register_flop_formula(operator)(formula)
+
+
+class _OnImport(MetaPathFinder):
+    """Waits for one module to be imported, and registers formulas then."""
+
+    def __init__(self, formulas: dict[Any, Callable[..., int]]) -> None:
+        self._formulas = formulas
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name != _COUNTER:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_register(module: ModuleType) -> None:
+                execute(module)
+                _register(self._formulas)
+
+            spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
+        return spec
 
 
 def forward_flops(

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._functorch.utils import enable_single_level_autograd_function
-from torch.utils.flop_counter import register_flop_formula
 
 from .agreement import Shared, refuse_capture, settle
 from .caches import INT_BYTES, cache_by_size
@@ -23,7 +22,7 @@ from .calls import Call, Scope
 from .derivatives import once_differentiable, refuse_tangents
 from .device_tables import TABLES
 from .exchange import Exchange, exchange_named
-from .flops import backward_flops, forward_flops
+from .flops import backward_flops, count_flops, forward_flops
 from .layout import SequenceLayout
 from .packed import PackedRows, packed_rows
 from .pattern import DilatedPattern
@@ -472,6 +471,5 @@ def _layout(flat: tuple[int, ...]) -> SequenceLayout:
     return SequenceLayout.from_flat(flat)
 
 
-_packets = torch.ops.ring_dilated_attention
-register_flop_formula(_packets.forward)(forward_flops)
-register_flop_formula(_packets.backward)(backward_flops)
+_packets: Any = torch.ops.ring_dilated_attention
+count_flops({_packets.forward: forward_flops, _packets.backward: backward_flops})

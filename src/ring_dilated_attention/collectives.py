@@ -40,7 +40,7 @@ class Collectives:
         self._on_cpu = "cpu" in dist.get_backend_config(group)
         self._rounds = 0
         self._call: Call | None = None
-        self._agreed = 0  # the last call in which all ranks were seen
+        self._agreed: Call | None = None  # the last call in which all ranks were seen
 
     def share(self, value: Any, timeout: float) -> list[Any]:
         """What every rank passes to its call of this method, by rank: small, and can be pickled.
@@ -67,8 +67,7 @@ class Collectives:
         return found
 
     def _seen(self) -> None:
-        if self._call is not None:
-            self._agreed = self._call.number
+        self._agreed = self._call
 
     def _by_gloo(self, data: bytes, timeout: float) -> list[bytes]:
         self._store.set(f"{self._rounds}/{self._rank}", "")  # says who has come
@@ -176,8 +175,8 @@ class Collectives:
         rank = suspects[0]
         after = "has gone, or does not answer" if lost.waited is None else (
             f"did not answer within {lost.waited:g} s")  # fmt: skip
-        known = f"the last call it is known to have begun is call {self._agreed}"
-        if not self._agreed:
+        known = f"the last call it is known to have begun is {self._agreed}"
+        if self._agreed is None:
             known = "it has made no call of this group"
         return Finding(rank, f"rank {rank} {after}; {known}")
 

@@ -53,7 +53,7 @@ class Communicator:
         self._timeout, self._roll = timeout, roll
         self._under_way: WeakSet[Works] = WeakSet()
         self._watch: Watch | None = None
-        self._messages = dist.ProcessGroup(store, rank, world_size)
+        self._messages: Any = dist.ProcessGroup(store, rank, world_size)
         limit = timedelta(seconds=timeout)
         if device.type == "cuda":
             kind = dist.ProcessGroup.BackendType.NCCL
@@ -112,7 +112,7 @@ class Communicator:
         if self._watch is None:
             for works in list(self._under_way):
                 works.forget()
-            del self._messages, self._backend
+            self._messages = self._backend = None
 
 
 def _abort(backend: Any, is_done: Callable[[], bool]) -> None:

@@ -1,0 +1,54 @@
+"""One rank does something wrong: the others end soon, and say which rank, in which call."""
+
+import pytest
+import torch
+from faulty_ranks import FAULTS, GLOO, Transport, leftovers, problems, run_fault
+
+pytestmark = pytest.mark.faults
+
+WITHOUT_A_BOARD = [
+    "killed between calls",
+    "killed in forward",
+    "stopped in backward",
+    "error in a tile",
+    "skipped call, backward",
+    "skipped call, then the end",
+]
+"""Ranks of several hosts learn of these by collectives, and by the store that they met in."""
+BETWEEN_GPUS = [
+    "killed between calls",
+    "killed in forward",
+    "killed in backward",
+    "stopped in backward",
+    "error in a tile",
+    "error in a tile, caught",
+    "skipped call, backward",
+    "skipped call, then the end",
+    "other order of backward",
+    "two threads on all ranks",
+]
+
+
+def check(name, world_size, victim, transport=GLOO):
+    before = leftovers()
+    outcomes = run_fault(name, world_size, victim, transport)
+    assert not problems(name, world_size, victim, outcomes, transport)
+    assert leftovers() <= before
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_on_one_host(name):
+    check(name, 3, 1)
+
+
+@pytest.mark.parametrize("name", WITHOUT_A_BOARD)
+def test_without_a_board(name):
+    check(name, 3, 1, Transport(board=False))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("copies", [True, False], ids=["copies", "messages"])
+@pytest.mark.parametrize("name", BETWEEN_GPUS)
+def test_between_gpus(name, copies):
+    check(name, 2, 1, Transport("nccl", copies))

@@ -1,0 +1,148 @@
+"""The watch over transfers of streams, which are events here that somebody sets, or nobody."""
+
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from ring_dilated_attention import watch
+from ring_dilated_attention.calls import Calls, ExchangeError, Finding, LostPeerError
+from ring_dilated_attention.watch import UnderWay, Watch
+
+
+class Ranks:
+    """What is known of the others: a `calls.Roll`."""
+
+    def __init__(self):
+        self.gone, self.failure, self.waiting = set(), None, []
+
+    def begin(self, call):
+        pass
+
+    def end(self):
+        pass
+
+    def waits_for(self, rank, *, on_stream=False):
+        assert on_stream
+        self.waiting.append(rank)
+
+    def look(self, peers):
+        if self.gone & set(peers):
+            raise LostPeerError(peers)
+
+    def fail(self, finding):
+        self.failure = finding
+
+    def failed(self):
+        return self.failure
+
+    def explain(self, lost):
+        what = "has gone" if lost.waited is None else f"did not answer within {lost.waited:g} s"
+        return Finding(lost.peers[0], f"rank {lost.peers[0]} {what}")
+
+
+@pytest.fixture
+def world(monkeypatch):
+    """A rank that watches; `stuck` are events of transfers, which `release` sets."""
+    monkeypatch.setattr(watch, "LOOK_S", 0.005)
+    monkeypatch.setattr(watch, "STUCK_S", 0.02)
+    ranks = Ranks()
+    calls = Calls(0, 3, ranks, main=threading.current_thread())
+    with calls.enter("a_call", "forward"):
+        pass
+    world = SimpleNamespace(ranks=ranks, calls=calls, stuck=[], released=[])
+
+    def release(is_done):
+        world.released.append(ranks.failure)
+        for event in world.stuck:
+            event.set()
+        assert is_done()
+
+    def add(*peers, begins=True):
+        done = threading.Event()
+        world.stuck.append(done)
+        world.watch.add(UnderWay(lambda: begins, done.is_set, peers))
+        return done
+
+    world.watch, world.add = Watch(calls, ranks, release, 0.3), add
+    yield world
+    for event in world.stuck:
+        event.set()
+
+
+def use_time(seconds):
+    """Python that runs for some time, as a user's does."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        time.sleep(0.001)
+
+
+def test_transfers_that_end_are_left_alone(world):
+    for _ in range(3):
+        done = world.add(1)
+        use_time(0.05)
+        done.set()
+    use_time(0.05)
+    assert not world.released
+    assert set(world.ranks.waiting) <= {1, None}
+    world.calls.enter("a_call", "forward").__exit__(None, None, None)
+
+
+def test_a_rank_that_has_gone_ends_the_wait(world):
+    world.ranks.gone = {2}
+    done = world.add(2)
+    with pytest.raises(ExchangeError, match="rank 2 has gone; this is rank 0, whose calls up to"):
+        use_time(20)
+    assert done.wait(10)
+    assert world.released == [Finding(2, "rank 2 has gone")]  # the others knew before
+    with pytest.raises(ExchangeError, match="cannot be used any more: rank 2 has gone"):
+        world.calls.enter("a_call", "forward")
+    use_time(0.05)  # and it says so once
+
+
+def test_a_rank_that_is_not_waited_for_may_go(world):
+    world.ranks.gone = {2}
+    done = world.add(1)
+    use_time(0.1)
+    done.set()
+    use_time(0.05)
+    assert not world.released
+
+
+def test_a_rank_that_does_not_answer(world):
+    world.add(1)
+    with pytest.raises(ExchangeError, match=r"rank 1 did not answer within 0\.3 s"):
+        use_time(20)
+
+
+def test_what_has_yet_to_be_computed_is_not_waited_for(world):
+    world.ranks.gone = {1}
+    world.add(1, begins=False)
+    use_time(0.5)
+    assert not world.released
+
+
+def test_what_another_rank_says_ends_the_wait_at_once(world):
+    world.add(1, begins=False)
+    world.ranks.failure = Finding(2, "rank 2 failed")
+    with pytest.raises(ExchangeError, match="rank 2 failed"):
+        use_time(20)
+
+
+def test_who_fails_by_itself_says_it_once(world):
+    world.add(1)
+    with pytest.raises(MemoryError), world.calls.enter("a_call", "forward"):
+        raise MemoryError("no memory")
+    while not world.released:  # nothing else is raised
+        use_time(0.01)
+    assert "failed in call 2 (a_call, forward): MemoryError: no memory" in world.ranks.failure.text
+
+
+def test_a_watch_ends_with_its_transport(world):
+    threads = threading.active_count()
+    world.watch = None
+    end = time.monotonic() + 10
+    while threading.active_count() >= threads and time.monotonic() < end:
+        time.sleep(0.005)
+    assert threading.active_count() < threads

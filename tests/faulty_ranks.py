@@ -212,10 +212,7 @@ def recomputed(me: Rank, how: str) -> None:
             me.fault()
         return me.call() + y
 
-    if me.is_victim:
-        out = checkpoint(function, x, use_reentrant=False)
-    else:
-        out = me.call() + x
+    out = checkpoint(function, x, use_reentrant=False) if me.is_victim else me.call() + x
     out.sum().backward()
     me.synchronize()
 

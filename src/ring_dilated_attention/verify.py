@@ -103,7 +103,7 @@ class Case:
             scores * dout * queries,
         )
         own, wide = torch.finfo(self.dtype), torch.finfo(accumulate_dtype(self.dtype))
-        units = {name: own.eps / 2 for name in TENSORS}
+        units = dict.fromkeys(TENSORS, own.eps / 2)
         units["lse"] = wide.eps / 2
         # Numbers this close to 0 have few bits, or none: those of sums, and those of results.
         least = wide.tiny + own.tiny * own.eps

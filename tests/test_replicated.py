@@ -362,7 +362,7 @@ def call(group=None, **changes):
 
 
 BAD = [
-    ({"query": [1.0]}, TypeError, "query must be a tensor, got [1.0]"),
+    ({"query": [1.0]}, TypeError, "query must be a tensor, got type list"),
     ({"query": torch.randn(2, 3, 4, 8)}, ValueError, "the same batch size"),
     ({"query": torch.randn(1, 3, 3, 8)}, ValueError, "heads must be a multiple of kv_heads"),
     ({"value": torch.randn(1, 5, 2, 8)}, ValueError, "key and value must have the same shape"),

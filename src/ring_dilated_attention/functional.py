@@ -271,7 +271,7 @@ def validate_tensors(
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} must be a tensor, got {in_brief(tensor)}")
-        if hasattr(tensor, "device_mesh"):
+        if type(tensor) is not torch.Tensor and hasattr(tensor, "device_mesh"):
             raise TypeError(f"{name} is a DTensor; pass its shard, {name}.to_local()")
         if tensor.is_nested or tensor.layout != torch.strided:
             kind = "a nested tensor" if tensor.is_nested else str(tensor.layout)

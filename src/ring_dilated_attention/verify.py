@@ -102,9 +102,12 @@ class Case:
             ds * query * queries,
             scores * dout * queries,
         )
-        units = {name: torch.finfo(self.dtype).eps / 2 for name in TENSORS}
-        units["lse"] = torch.finfo(accumulate_dtype(self.dtype)).eps / 2
-        return {name: units[name] * size for name, size in zip(TENSORS, sizes, strict=True)}
+        own, wide = torch.finfo(self.dtype), torch.finfo(accumulate_dtype(self.dtype))
+        units = dict.fromkeys(TENSORS, own.eps / 2)
+        units["lse"] = wide.eps / 2
+        # Numbers this close to 0 have few bits, or none: those of sums, and those of results.
+        least = wide.tiny + own.tiny * own.eps
+        return {name: units[name] * size + least for name, size in zip(TENSORS, sizes, strict=True)}
 
     def expected(self, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
         """Whole out, lse and gradients by brute force in `dtype`."""

@@ -4,6 +4,7 @@ A tile knows nothing of ranks, patterns or positions. `select_backend` picks who
 """
 
 from .backend import (
+    ALIGNMENT,
     TileBackend,
     TileGradients,
     TileInputs,
@@ -14,6 +15,7 @@ from .eager import accumulate_dtype
 from .select import BACKENDS, Selection, select_backend
 
 __all__ = [
+    "ALIGNMENT",
     "BACKENDS",
     "Selection",
     "TileBackend",

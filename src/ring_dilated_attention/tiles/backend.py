@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-_ALIGNMENT = 16
+ALIGNMENT = 16
 """Bytes of the largest load of a GPU's threads, and of what its TMA unit takes addresses in."""
 
 
@@ -102,8 +102,8 @@ def reads_separate_rows(tensor: torch.Tensor) -> bool:
 def reads_aligned_rows(tensor: torch.Tensor) -> bool:
     """As `reads_separate_rows`, and every row starts at a multiple of 16 bytes."""
     return (
-        tensor.data_ptr() % _ALIGNMENT == 0
-        and all(stride * tensor.element_size() % _ALIGNMENT == 0 for stride in tensor.stride()[:-1])
+        tensor.data_ptr() % ALIGNMENT == 0
+        and all(stride * tensor.element_size() % ALIGNMENT == 0 for stride in tensor.stride()[:-1])
         and reads_separate_rows(tensor)
     )
 

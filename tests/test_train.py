@@ -8,17 +8,19 @@ import math
 import os
 import shutil
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from ring_dilated_attention.nn import LongNet, LongNetConfig
 from ring_dilated_attention.testing import run_ranks
-from ring_dilated_attention.train import checkpoint, data, log, plot
+from ring_dilated_attention.train import checkpoint, comm, data, log, plot
 from ring_dilated_attention.train.comm import BUCKET_NUMEL, joined
 from ring_dilated_attention.train.command import make_config as make_run_config
 from ring_dilated_attention.train.config import TrainConfig
@@ -347,6 +349,23 @@ def test_evaluation_keeps_nothing_for_backward(
     run(replace(alone, out=tmp_path / "run", steps=1, batch_size=2))
     # A step of two sequences, then five held-out ones, at most two at a time.
     assert [loss.requires_grad for loss in losses] == [True, False, False, False]
+
+
+def test_sequence_groups_take_the_timeout_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+
+    def new_group(ranks: list[int], *, timeout: timedelta | None) -> str:
+        made.append((ranks, timeout))
+        return "group"
+
+    monkeypatch.setattr(dist, "new_group", new_group)
+    config = make_config(tmp_path, sequence_ranks=2, timeout=7.0)
+    comm._sequence_group(config, 4, 2, 1)
+    comm._sequence_group(replace(config, timeout=None), 4, 2, 1)
+    seven = timedelta(seconds=7)
+    assert made == [([0, 1], seven), ([2, 3], seven), ([0, 1], None), ([2, 3], None)]
 
 
 # --- resuming

@@ -170,17 +170,22 @@ def joined(config: TrainConfig) -> Iterator[World]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     timeout = None if config.timeout is None else timedelta(seconds=config.timeout)
-    try:
-        # gloo beside NCCL: small collectives that need not wait for what the device has to compute.
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timeout)
-    except RuntimeError as error:
-        raise TrainingError(
-            f"the {size} ranks did not meet: rank {os.environ['RANK']}: {one_line(error)}"
-        ) from error
-    # NCCL would itself wait for missing ranks there; the end of this process closes what it has.
+    # NCCL would itself wait for missing ranks; its connections close with this process.
     closes = device.type == "cpu"
-    watch = Watch(dist.get_rank(), size, config.timeout, close=closes)
+    rank = int(os.environ["RANK"])
+    try:
+        store, _, _ = next(dist.rendezvous("env://", rank, size))
+        watch = Watch(store, rank, size, config.timeout, close=closes)
+        watch.meet()
+        # gloo beside NCCL: small collectives that need not wait for what the device has to compute.
+        backend = "gloo" if closes else "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    except (RuntimeError, ValueError) as error:
+        if isinstance(error, TrainingError):
+            raise
+        raise TrainingError(
+            f"the {size} ranks did not meet: rank {rank}: {one_line(error)}"
+        ) from error
     try:
         yield _world(config, device, watch)
     except BaseException as error:

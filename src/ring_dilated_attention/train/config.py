@@ -73,7 +73,8 @@ class TrainConfig:
         chunk_rows: rows of a chunk of all that treats every row alone; None is all at once; see
             `LongNet`.
         timeout: seconds that a rank waits for another one before the run fails; None means
-            torch's own, 1,800 for gloo and 600 for NCCL.
+            torch's own, 1,800 for gloo and 600 for NCCL. It must exceed what ranks may differ by,
+            such as rank 0's plot of the curve. To start, ranks have at least 300 seconds.
 
     Raises:
         TypeError: a value has the wrong type.

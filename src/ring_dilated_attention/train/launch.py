@@ -207,6 +207,7 @@ def _start(config: TrainConfig, number: int, ranks: int, resume: bool, port: int
         "WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # no rank holds the store that they meet in
     }
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 import traceback
@@ -18,6 +19,7 @@ _PREFIX = "ring_dilated_attention/train"
 # each other, because one that does closes its connections.
 _GRACE = 1.5
 _POLL = 0.02
+_START = 300.0  # seconds that ranks may start apart: they read Python's files, perhaps from afar
 # What errors of torch's transports say; their class is RuntimeError, as that of much else is.
 _TRANSPORT = re.compile(r"gloo|NCCL|closed by peer|reset by peer|[Tt]imed out|timeout|Broken pipe")
 
@@ -32,22 +34,47 @@ class Watch:
     Writing takes microseconds: nobody waits for an answer.
 
     Args:
+        store: in which the ranks meet.
         rank: this rank.
         size: number of ranks.
         timeout: seconds that the process group waits; None if that is torch's own.
         close: whether to close the group's connections when this rank gives up.
     """
 
-    def __init__(self, rank: int, size: int, timeout: float | None, *, close: bool) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, timeout: float | None, *, close: bool
+    ) -> None:
         self._rank = rank
         self._size = size
         self._timeout = timeout
         self._close = close
         self._doing = "starting"
         # A clone has a timeout of its own. torch's type hints leave it out.
-        store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
-        self._store = dist.PrefixStore(_PREFIX, store)
+        clone: dist.Store = store.clone()  # type: ignore[attr-defined]
+        # torchrun may start the ranks again on the same store.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self._store = dist.PrefixStore(f"{_PREFIX}/{attempt}", clone)
         self._store.set_timeout(timedelta(seconds=_GRACE))
+
+    def meet(self) -> None:
+        """Wait until all ranks have started, for at least `_START` seconds.
+
+        Ranks may start many seconds apart, which says nothing of how long they may wait later.
+
+        Raises:
+            LostRankError: some have not; the message names them.
+        """
+        limit = max(_START, self._timeout or 0)
+        self._store.set(f"met/{self._rank}", "")
+        names = [f"met/{rank}" for rank in range(self._size)]
+        try:
+            self._store.wait(names, timedelta(seconds=limit))
+        except RuntimeError as error:
+            late = [str(r) for r, name in enumerate(names) if not self._store.check([name])]
+            raise LostRankError(
+                f"rank{'s'[: len(late) > 1]} {', '.join(late)} did not start within {limit:g} s of "
+                f"rank {self._rank}"
+            ) from error
 
     def begin(self, what: str) -> None:
         """Say what this rank begins, such as ``step 12: the metrics``."""

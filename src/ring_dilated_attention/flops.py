@@ -7,9 +7,14 @@ a causal tile) are not counted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from itertools import dropwhile
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -107,6 +112,52 @@ def backward_flops(
     options = dropwhile(lambda x: isinstance(x, torch.Size), others)
     # Scores again, and a product each for dq, dk, dv and the gradient of the scores.
     return forward_flops(query_shape, key_shape, value_shape, *options) // 2 * 5
+
+
+_COUNTER = "torch.utils.flop_counter"
+
+
+def count_flops_of(forward: Any, backward: Any) -> None:
+    """Have `FlopCounterMode` count the two operators (packets of overloads) by these formulas.
+
+    Its module imports Triton, or warns that there is none, which importing this package must not
+    do. So the formulas are registered when somebody imports it: now, if that has happened.
+    """
+
+    def register(counter: ModuleType) -> None:
+        counter.register_flop_formula(forward)(forward_flops)
+        counter.register_flop_formula(backward)(backward_flops)
+
+    if _COUNTER in sys.modules:
+        register(sys.modules[_COUNTER])
+    else:
+        sys.meta_path.insert(0, _AfterImport(_COUNTER, register))
+
+
+class _AfterImport(MetaPathFinder):
+    """Finds a module as the other finders do, once, and runs a function on it when it is loaded."""
+
+    def __init__(self, name: str, function: Callable[[ModuleType], None]) -> None:
+        self._name, self._function = name, function
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """See `MetaPathFinder`."""
+        if fullname != self._name or self not in sys.meta_path:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        load, function = spec.loader.exec_module, self._function
+
+        def exec_module(module: ModuleType) -> None:
+            load(module)
+            function(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
 
 
 def _layout(flat: tuple[int, ...], local_length: int, world_size: int) -> SequenceLayout:

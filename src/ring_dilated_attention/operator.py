@@ -14,12 +14,11 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
 
 from .agreement import agree, refuse_capture
 from .device_tables import TABLES
 from .exchange import Exchange, exchange_named
-from .flops import backward_flops, forward_flops
+from .flops import count_flops_of
 from .layout import SequenceLayout
 from .packed import PackedRows, packed_rows
 from .pattern import DilatedPattern
@@ -415,6 +414,4 @@ def _layout(flat: tuple[int, ...]) -> SequenceLayout:
     return SequenceLayout.from_flat(flat)
 
 
-_packets = torch.ops.ring_dilated_attention
-register_flop_formula(_packets.forward)(forward_flops)
-register_flop_formula(_packets.backward)(backward_flops)
+count_flops_of(torch.ops.ring_dilated_attention.forward, torch.ops.ring_dilated_attention.backward)

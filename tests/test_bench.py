@@ -308,7 +308,7 @@ def test_a_failure_in_backward_keeps_forward(monkeypatch, tmp_path, error, statu
         ({"peers": ["xformers"]}, "peer must be one of 'sdpa', 'sdpa:cudnn'"),
         ({"device": "tpu"}, "device must be one of 'auto', 'cpu', 'cuda'; got 'tpu'"),
         ({"repeats": 0}, "repeats must be >= 1, got 0"),
-        ({"seconds": 0.0}, "seconds must be > 0, got 0"),
+        ({"seconds": 0.0}, "seconds must be > 0 and <= 2,592,000 seconds, got 0.0"),
     ],
 )
 def test_bad_arguments(change, message):

@@ -394,8 +394,8 @@ def test_a_rank_that_failed_is_one_line_and_exit_code_1(monkeypatch, tmp_path):
             "--scaling=weak",
             "layout, exchange, timeout and sample_ms need ranks; got scaling='weak'",
         ),
-        ("--sample-ms=5", "exchange and sample_ms need ranks; got sample_ms=5.0"),
-        ("--ranks=2 --sample-ms=-1", "sample_ms must be >= 0, got -1.0"),
+        ("--sample-ms=5", "exchange, timeout and sample_ms need ranks; got sample_ms=5.0"),
+        ("--ranks=2 --sample-ms=-1", "sample_ms must be from 0 to 600,000, got -1.0"),
         ("--ranks=0", "ranks must be >= 1, got 0"),
         ("--ranks=2,x", "need ints separated by commas; got '2,x'"),
         ("--ranks=2 --scaling=linear", "scaling must be one of 'strong', 'weak'; got 'linear'"),
@@ -404,7 +404,7 @@ def test_a_rank_that_failed_is_one_line_and_exit_code_1(monkeypatch, tmp_path):
         ("--ranks=2 --peer=sdpa", "peer must be one of 'cp:allgather'"),
         ("--ranks=2 --cuda-graph", "CUDA graphs are timed on one device"),
         ("--ranks=2 --repeats=0", "repeats must be >= 1, got 0"),
-        ("--ranks=2 --seconds=0", "seconds must be > 0, got 0"),
+        ("--ranks=2 --seconds=0", "seconds must be > 0 and <= 2,592,000 seconds, got 0.0"),
     ],
 )
 def test_bad_options_are_one_line(arguments, message, tmp_path):

@@ -1,5 +1,7 @@
 """`FlopCounterMode` counts what the plan counts: useful operations of this rank."""
 
+import subprocess
+import sys
 from functools import partial
 from typing import Any
 
@@ -73,6 +75,21 @@ def test_one_rank(name):
     rest = {key: value for key, value in options.items() if key != "layout"}
     assert found == planned(layout, 0, 3, **rest)
     assert min(found) > 0
+
+
+@pytest.mark.parametrize("first", ["ring_dilated_attention", "torch.utils.flop_counter"])
+def test_whichever_is_imported_first(first):
+    """Importing this package imports neither the counter nor Triton."""
+    code = f"""
+import sys, {first}
+if {first!r} == "ring_dilated_attention":
+    assert not {{"triton", "torch.utils.flop_counter"}} & set(sys.modules)
+import torch, ring_dilated_attention
+from torch.utils.flop_counter import flop_registry
+operators = torch.ops.ring_dilated_attention
+assert operators.forward in flop_registry and operators.backward in flop_registry
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
 
 
 @pytest.mark.parametrize("make", [SequenceLayout.contiguous, SequenceLayout.zigzag])

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -19,57 +18,13 @@ from typing import Any
 
 import torch
 
+from .caches import INT_BYTES, cache_by_size
 from .exchange import exchange_named
 from .layout import SequenceLayout
 from .packed import packed_rows
 from .pattern import DilatedPattern
 from .plan import plan_attention
 from .plan.costs import TensorSize, flops_of_rank
-
-_COUNTER = "torch.utils.flop_counter"
-
-
-def count_flops(formulas: dict[Any, Callable[..., int]]) -> None:
-    """Have `FlopCounterMode` count operators by these formulas, now or as soon as it is imported.
-
-    Its module imports Triton, which takes longer than importing this package does.
-
-    Args:
-        formulas: a formula for each operator (an overload packet).
-    """
-    if _COUNTER in sys.modules:
-        _register(formulas)
-    else:
-        sys.meta_path.insert(0, _OnImport(formulas))
-
-
-def _register(formulas: dict[Any, Callable[..., int]]) -> None:
-    from torch.utils.flop_counter import register_flop_formula
-
-    for operator, formula in formulas.items():
-        register_flop_formula(operator)(formula)
-
-
-class _OnImport(MetaPathFinder):
-    """Waits for one module to be imported, and registers formulas then."""
-
-    def __init__(self, formulas: dict[Any, Callable[..., int]]) -> None:
-        self._formulas = formulas
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name != _COUNTER:
-            return None
-        sys.meta_path.remove(self)
-        spec = find_spec(name)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def execute_and_register(module: ModuleType) -> None:
-                execute(module)
-                _register(self._formulas)
-
-            spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
-        return spec
 
 
 def forward_flops(
@@ -159,13 +114,63 @@ def backward_flops(
     return forward_flops(query_shape, key_shape, value_shape, *options) // 2 * 5
 
 
+_COUNTER = "torch.utils.flop_counter"
+
+
+def count_flops_of(forward: Any, backward: Any) -> None:
+    """Have `FlopCounterMode` count the two operators (packets of overloads) by these formulas.
+
+    Its module imports Triton, or warns that there is none, which importing this package must not
+    do. So the formulas are registered when somebody imports it: now, if that has happened.
+    """
+
+    def register(counter: ModuleType) -> None:
+        counter.register_flop_formula(forward)(forward_flops)
+        counter.register_flop_formula(backward)(backward_flops)
+
+    if _COUNTER in sys.modules:
+        register(sys.modules[_COUNTER])
+    else:
+        sys.meta_path.insert(0, _AfterImport(_COUNTER, register))
+
+
+class _AfterImport(MetaPathFinder):
+    """Finds a module as the other finders do, once, and runs a function on it when it is loaded."""
+
+    def __init__(self, name: str, function: Callable[[ModuleType], None]) -> None:
+        self._name, self._function = name, function
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """See `MetaPathFinder`."""
+        if fullname != self._name or self not in sys.meta_path:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        load, function = spec.loader.exec_module, self._function
+
+        def exec_module(module: ModuleType) -> None:
+            load(module)
+            function(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
 def _layout(flat: tuple[int, ...], local_length: int, world_size: int) -> SequenceLayout:
     if flat:
         return SequenceLayout.from_flat(flat)
     return SequenceLayout.contiguous(local_length * world_size, world_size)
 
 
-@lru_cache(maxsize=256)
+def _nbytes(arguments: tuple[Any, ...], flops: int) -> int:
+    return INT_BYTES * (len(arguments) + sum(len(x) for x in arguments if isinstance(x, tuple)))
+
+
+@cache_by_size(4 << 20, _nbytes)
 def _flops(
     pattern: tuple[Any, ...],
     flat: tuple[int, ...],

@@ -22,7 +22,7 @@ from .calls import Call, Scope
 from .derivatives import once_differentiable, refuse_tangents
 from .device_tables import TABLES
 from .exchange import Exchange, exchange_named
-from .flops import backward_flops, count_flops, forward_flops
+from .flops import count_flops_of
 from .layout import SequenceLayout
 from .packed import PackedRows, packed_rows
 from .pattern import DilatedPattern
@@ -471,5 +471,4 @@ def _layout(flat: tuple[int, ...]) -> SequenceLayout:
     return SequenceLayout.from_flat(flat)
 
 
-_packets: Any = torch.ops.ring_dilated_attention
-count_flops({_packets.forward: forward_flops, _packets.backward: backward_flops})
+count_flops_of(torch.ops.ring_dilated_attention.forward, torch.ops.ring_dilated_attention.backward)

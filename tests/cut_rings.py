@@ -20,6 +20,6 @@ def rings_cut(slice_pairs: int | None) -> Iterator[None]:
         if slice_pairs is not None:
             patch.setattr(attention, "SLICE_PAIRS", slice_pairs)
             patch.setattr(compute, "LONG_FLOPS", 0)
-        operator._plan.cache_clear()  # plans keep their slices
+        operator._plan.forget()  # plans keep their slices
         yield
-    operator._plan.cache_clear()
+    operator._plan.forget()

@@ -13,8 +13,7 @@ from ring_dilated_attention.packed import packed_rows
 
 @pytest.fixture
 def _no_plans():
-    operator._plan.cache_clear()
-    operator._large_plan.cache_clear()
+    operator._plan.forget()
     gc.collect()
 
 
@@ -29,7 +28,7 @@ def test_what_is_kept_for_a_plan_goes_with_it():
         attend(length)
     assert len(zero_keys._kept) >= 15
     assert len(compute._schedules) == 20
-    operator._plan.cache_clear()
+    operator._plan.forget()
     gc.collect()
     assert len(zero_keys._kept) == 0
     assert len(compute._schedules) == 0

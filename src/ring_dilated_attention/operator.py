@@ -282,7 +282,7 @@ def _ring_calls(
     backend = _select(options.backend, query.device, query.dtype, head_dim)
     calls = []
     for packed in _packed_rows(options, query, ends.world_size):
-        plan = (_plan if len(packed.borders) <= _FEW_BORDERS else _large_plan)(
+        plan = _plan(
             tuple(options.segment_lengths),
             tuple(options.dilation_rates),
             options.head_offsets,
@@ -414,12 +414,14 @@ def _digest(numbers: Sequence[int]) -> str:
     return in_words(numbers) + f" ({digest})" * (len(numbers) > SHOWN)
 
 
-_FEW_BORDERS = 65
-"""Plans of so many borders of documents are small, and many are kept: one for each length of a
-batch. A plan of thousands takes megabytes, and the next step brings other documents."""
+def _nbytes_of_plan(arguments: tuple[Any, ...], plan: AttentionPlan) -> int:
+    """Roughly what a plan and its schedules take when they have been used."""
+    segment_lengths, borders = arguments[0], arguments[10]
+    world_size: int = arguments[6]
+    return 4096 * (len(segment_lengths) * (8 + world_size) + len(borders))
 
 
-@lru_cache(maxsize=256)
+@cache_by_size(64 << 20, _nbytes_of_plan)
 def _plan(
     segment_lengths: tuple[int, ...],
     dilation_rates: tuple[int, ...],
@@ -444,9 +446,6 @@ def _plan(
         documents=borders,
         length=borders[-1],
     )
-
-
-_large_plan = lru_cache(maxsize=8)(_plan.__wrapped__)
 
 
 @lru_cache(maxsize=64)

@@ -63,12 +63,12 @@ def measure(rank: int, world_size: int, folder: str, device_type: str, length: i
             call()
         synchronize()
         taken = []
-        for _ in range(40):
+        for _ in range(30):
             begun = time.perf_counter()
-            for _ in range(50):
+            for _ in range(40):
                 call()
             synchronize()
-            taken.append((time.perf_counter() - begun) / 50 * 1e6)
+            taken.append((time.perf_counter() - begun) / 40 * 1e6)
         found[name] = statistics.median(taken)
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
     if world_size > 1:

@@ -14,12 +14,11 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from torch._functorch.utils import enable_single_level_autograd_function
 
 from .agreement import Shared, refuse_capture, settle
 from .caches import INT_BYTES, cache_by_size
 from .calls import Call, Scope
-from .derivatives import once_differentiable, refuse_tangents
+from .derivatives import apply_function, once_differentiable, refuse_tangents
 from .device_tables import TABLES
 from .exchange import Exchange, exchange_named
 from .flops import count_flops_of
@@ -167,21 +166,13 @@ def _autograd(
     if torch.is_grad_enabled() and (
         query.requires_grad or key.requires_grad or value.requires_grad
     ):
-        out, lse, identity = _apply(query, key, value, Options(*options))
+        out, lse, identity = apply_function(
+            RingDilatedAttention, query, key, value, Options(*options), in_operator=True
+        )
         return out, lse, identity
     with torch._C._AutoDispatchBelowAutograd():
         out, lse, identity = FORWARD(query, key, value, *options)
     return out, lse, identity
-
-
-def _apply(*inputs: Any) -> Any:
-    if not torch._C._are_functorch_transforms_active():
-        return RingDilatedAttention.apply(*inputs)  # type: ignore[no-untyped-call]
-    # `Function.apply` would hand the call to the transforms of torch.func. The dispatcher has done
-    # that on the way here, and what is left to do is the derivative of one of them.
-    with enable_single_level_autograd_function():
-        apply: Any = super(torch.autograd.Function, RingDilatedAttention).apply
-        return apply(*inputs)
 
 
 def _forward(

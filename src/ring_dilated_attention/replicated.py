@@ -17,7 +17,7 @@ import torch
 from . import compute
 from .accumulate import Accumulator
 from .agreement import Shared, refuse_capture, settle
-from .derivatives import once_differentiable, refuse_tangents
+from .derivatives import apply_function, once_differentiable, refuse_tangents
 from .device_tables import TABLES
 from .exchange import Exchange, Group, all_gather, resolve_exchange
 from .functional import autocast_inputs, validate_options, validate_tensors
@@ -243,8 +243,9 @@ def _attend(
     with ends.calls.enter(_NAME, "forward") as scope:
         settle(scope, ends, device, None if shared is None else Shared.of(shared), failure)
         assert call is not None
-        out, lse = ReplicatedQueryAttention.apply(  # type: ignore[no-untyped-call]
-            query, key, value, replace(call, number=scope.call.number)
+        numbered = replace(call, number=scope.call.number)
+        out, lse = apply_function(
+            ReplicatedQueryAttention, query, key, value, numbered, in_operator=False
         )
         return out, lse
 

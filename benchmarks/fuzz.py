@@ -7,7 +7,7 @@
 Every call runs forward and backward on all ranks of a group, which are threads of this process. Its
 tensors are views of every kind (`view_kinds`) in storages of NaN, and its pattern, layout,
 documents, lengths, mask and options are drawn too. Call number i is drawn from seed S + i and from
-the other arguments alone. Exits with 1 if a call was wrong or crashed.
+the other arguments alone. Exits with 1 unless all were right: nothing is drawn that is refused.
 
 On CUDA shapes come from a small set, because kernels are compiled, and cuDNN plans, for each.
 Needs torch and numpy; back ends that are not installed are left out and named.
@@ -257,7 +257,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = BACKENDS[given.device] if given.backend == "all" else given.backend.split(",")
     among = choices(given.ranks, given.device, names)
     counts = fuzz(given.calls, given.seed, among, verbose=given.verbose)
-    return int(bool(counts["wrong"] + counts["crashed"]))
+    return int(counts["right"] < given.calls)
 
 
 if __name__ == "__main__":

@@ -219,10 +219,6 @@ def test_a_padding_mask_is_lengths(name):
         assert all(map(torch.equal, got, want))
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="`dilated_attention` agrees on documents before it knows the lengths of the mask",
-)
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_documents_may_end_early_with_a_padding_mask_as_with_lengths(world_size):
     total = 21

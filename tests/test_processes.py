@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention
+from ring_dilated_attention.exchange import SoloExchange
 from ring_dilated_attention.reference import reference_attention
 from ring_dilated_attention.testing import relative_error, run_ranks
 from ring_dilated_attention.verify import combine, run_cases, sweep
@@ -84,3 +85,15 @@ def test_ranks_in_different_numbers_of_groups():
     found = run_ranks(_overlapping_groups, 3)
     assert [len(errors) for errors in found] == [2, 3, 2]
     assert all(error < 1e-12 for errors in found for error in errors)
+
+
+def test_a_group_that_is_missing(monkeypatch):
+    """`dist.group.WORLD` is None before `init_process_group`: ranks must not compute alone."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    x = torch.randn(1, 8, 1, 8)
+    with pytest.raises(ValueError, match="group is None in one of 4 ranks"):
+        dilated_attention(x, x, x, DilatedPattern.dense(), group=dist.group.WORLD)
+    alone = SoloExchange()
+    out = dilated_attention(x, x, x, DilatedPattern.dense(), group=alone)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert torch.equal(out, dilated_attention(x, x, x, DilatedPattern.dense()))

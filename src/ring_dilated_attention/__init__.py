@@ -1,5 +1,6 @@
 """Exact ring dilated attention for PyTorch. `dilated_attention` is the function to start from."""
 
+from .calls import ExchangeError
 from .functional import dilated_attention
 from .layout import SequenceLayout
 from .pattern import DilatedPattern
@@ -12,6 +13,7 @@ __version__ = VERSION
 __all__ = [
     "AttentionPlan",
     "DilatedPattern",
+    "ExchangeError",
     "SequenceLayout",
     "dilated_attention",
     "plan_attention",

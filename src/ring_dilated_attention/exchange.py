@@ -8,6 +8,7 @@ groups: rows travel by copies between GPUs of one host (`peer_memory`), else by 
 from __future__ import annotations
 
 import math
+import os
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -156,9 +157,11 @@ def exchange_named(name: str) -> Exchange:
 
     Raises:
         KeyError: it was an `Exchange` that nobody has kept.
+        ValueError: there is no group, and this process is one of several ranks that have none yet.
     """
     if not name:
-        return _SoloExchange()
+        _refuse_a_missing_group()
+        return SoloExchange()
     if name.startswith("exchange "):
         return _registered[name]
     return ProcessGroupExchange(_resolve_process_group(name))  # type: ignore[arg-type]
@@ -174,8 +177,19 @@ def resolve_exchange(group: Group) -> Exchange:
     return exchange_named(group_name(group))
 
 
-class _SoloExchange:
-    """A world of one rank: nothing to exchange with anybody."""
+def _refuse_a_missing_group() -> None:
+    """``dist.group.WORLD`` is None before `init_process_group`: no rank must then compute alone."""
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if ranks != "1" and not dist.is_initialized():
+        raise ValueError(
+            f"group is None in one of {ranks} ranks (WORLD_SIZE), and torch.distributed is not "
+            "initialized: call init_process_group first, then pass a group; a rank that is to "
+            "compute alone passes SoloExchange(), of ring_dilated_attention.exchange"
+        )
+
+
+class SoloExchange:
+    """A world of one rank: as a `group`, says that this process holds the whole sequence."""
 
     rank = 0
     world_size = 1
@@ -185,12 +199,15 @@ class _SoloExchange:
     def start(
         self, send: tuple[int, torch.Tensor] | None, receive: tuple[int, torch.Tensor] | None
     ) -> Pending:
+        """See `Exchange.start`; there is nobody to send to."""
         raise AssertionError("a single rank has no peer")
 
     def maximum(self, values: Sequence[int], device: torch.device) -> list[int]:
+        """See `Exchange.maximum`."""
         return list(values)
 
     def share(self, value: Any) -> list[Any]:
+        """See `Exchange.share`."""
         return [value]
 
 

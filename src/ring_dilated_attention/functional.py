@@ -142,6 +142,11 @@ def dilated_attention(
     Raises:
         TypeError, ValueError: an argument is not allowed, or the ranks disagree about one; raised
             on every rank of the group, naming the ranks at fault.
+        ExchangeError: a rank is missing, has failed in the middle of a call, or makes another call
+            than the rest; raised on every rank, naming that rank and its call. Backward raises it
+            too. After a rank was lost the group cannot be used any more; after calls that differ it
+            can.
+        NotImplementedError: an input has a tangent: there is no forward-mode derivative.
         RuntimeError: a CUDA graph is being captured, and there are several ranks.
     """
     name = group_name(group)

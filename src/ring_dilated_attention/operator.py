@@ -456,7 +456,11 @@ def _pattern(
     )
 
 
-@lru_cache(maxsize=64)
+def _nbytes_of_layout(arguments: tuple[Any, ...], layout: SequenceLayout) -> int:
+    return 4 * INT_BYTES * len(arguments[0])
+
+
+@cache_by_size(4 << 20, _nbytes_of_layout)
 def _layout(flat: tuple[int, ...]) -> SequenceLayout:
     return SequenceLayout.from_flat(flat)
 

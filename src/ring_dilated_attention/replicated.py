@@ -17,6 +17,7 @@ import torch
 from . import compute
 from .accumulate import Accumulator
 from .agreement import Shared, refuse_capture, settle
+from .caches import cache_by_size
 from .derivatives import apply_function, once_differentiable, refuse_tangents
 from .device_tables import TABLES
 from .exchange import Exchange, Group, all_gather, resolve_exchange
@@ -188,6 +189,7 @@ def replicated_query_attention(
     Raises:
         TypeError, ValueError: an argument is not allowed, or the ranks disagree about one; raised
             on every rank of the group, naming the ranks at fault.
+        ExchangeError, NotImplementedError: see `dilated_attention`.
         RuntimeError: a CUDA graph is being captured, and there are several ranks.
 
     Example:
@@ -338,7 +340,13 @@ def _equal_shards(local_length: int, world_size: int) -> SequenceLayout:
     return SequenceLayout.contiguous(local_length * world_size, world_size)
 
 
-@lru_cache(maxsize=64)
+def _nbytes_of_groups(arguments: tuple[Any, ...], groups: Any) -> int:
+    pattern, layout = arguments[0], arguments[1]
+    numbers: int = len(pattern.branches) * (8 + layout.world_size)
+    return 4096 * numbers
+
+
+@cache_by_size(16 << 20, _nbytes_of_groups)
 def _groups(
     pattern: DilatedPattern,
     layout: SequenceLayout,

@@ -465,7 +465,7 @@ def mixed(length, count, seed=0):
 
 
 def test_planning_thousands_of_documents_is_little_work():
-    """Some 33 function calls for each: less than 50 ms."""
+    """Some 33 function calls for each: less than 50 ms. Branches longer than all share them."""
     layout, documents = SequenceLayout.contiguous(262_144, 1), mixed(262_144, 2048)
 
     def groups_of_all():
@@ -473,7 +473,7 @@ def test_planning_thousands_of_documents_is_little_work():
         return plan.rank(0).local_groups
 
     calls, groups = count_calls(groups_of_all)
-    assert calls < 50 * 2048
+    assert calls < 40 * 2048
     assert sum(len(group.single) + len(group.packed) for group in groups) < 300
 
 

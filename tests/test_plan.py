@@ -262,6 +262,17 @@ def test_ring_buffers_are_two_messages():
     assert memory(alone.rank(0), size, gathers=False).buffers == 0
 
 
+def test_messages_of_the_first_and_the_last_step_are_not_held_together():
+    """Of its two neighbours a rank receives at the first step and at the last."""
+    layout = SequenceLayout([[pair] for pair in pairwise([0, 4, 12, 20, 28, 32])])
+    plan = plan_attention(DilatedPattern([8], [1]), layout, is_causal=False)
+    size = TensorSize(batch=1, head_dim=1, element_size=4)
+    received = [plan.rank(2).received_rows(rank) for rank in (1, 0, 4, 3)]
+    assert received == [4, 0, 0, 4]
+    assert memory(plan.rank(2), size, gathers=False).buffers == 4 * 2 * 4
+    assert memory(plan.rank(2), size, gathers=True).buffers == 8 * 2 * 4
+
+
 def test_auto_gathers_little_and_rings_much():
     layout = SequenceLayout.contiguous(4096, 4)
     assert not plan_attention(DilatedPattern.dense(), layout, is_causal=False).gathers
@@ -285,6 +296,11 @@ def test_a_rank_between_two_segments_receives_rows_of_both():
     layout = SequenceLayout([[pair] for pair in pairwise(borders)])
     plan = plan_attention(DilatedPattern([64], [4]), layout, is_causal=False)
     assert plan.rank(4).total_received_rows == 2 * 16 - 4 > layout.max_local_length
+    assert not plan.gathers
+    # The second of two segments may be short.
+    shorter = SequenceLayout([[pair] for pair in pairwise([*borders[:-1], 127])])
+    plan = plan_attention(DilatedPattern([64], [4]), shorter, is_causal=False)
+    assert plan.rank(4).total_received_rows > shorter.max_local_length
     assert not plan.gathers
     # Of half as many rows, two segments are as many as a shard has.
     assert plan_attention(DilatedPattern([64], [8]), layout, is_causal=False).gathers

@@ -104,6 +104,8 @@ class Rank:
         if how == "exit":
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+        while True:  # it is the main thread that is told to stop; this one may run on a little
+            time.sleep(1)
 
     def stay(self) -> None:
         """Stay alive, and in no call, until everybody else has ended."""

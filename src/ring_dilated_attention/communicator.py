@@ -53,6 +53,7 @@ class Communicator:
         self._timeout, self._roll = timeout, roll
         self._under_way: WeakSet[Works] = WeakSet()
         self._watch: Watch | None = None
+        self._side: torch.cuda.Stream | None = None  # waits for transfers, and for nothing else
         self._messages: Any = dist.ProcessGroup(store, rank, world_size)
         limit = timedelta(seconds=timeout)
         if device.type == "cuda":
@@ -66,6 +67,7 @@ class Communicator:
         self._messages._register_backend(torch.device(device.type), kind, self._backend)
         if device.type == "cuda":
             self._connect(device)
+            self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             abort = partial(_abort, self._backend)
             self._watch = Watch(calls, roll, abort, timeout, partial(prepare_to_watch, device))
 
@@ -93,16 +95,22 @@ class Communicator:
         if not transfers or not tensors[0].is_cuda:
             works = [(peer, start([x], peer, 0)) for start, peer, x in transfers]
         else:
-            computed = torch.cuda.current_stream(tensors[0].device).record_event()
+            device = tensors[0].device
+            computed = torch.cuda.current_stream(device).record_event()
             # One launch: two would wait for each other.
-            self._messages._start_coalescing(tensors[0].device)
+            self._messages._start_coalescing(device)
             for start, peer, tensor in transfers:
                 start([tensor], peer, 0)
             peers = [peer for _, peer, _ in reversed(transfers)]
-            work = self._messages._end_coalescing(tensors[0].device)
+            work = self._messages._end_coalescing(device)
             works = [(peers[0], work)]
             if self._watch is not None:
-                self._watch.add(UnderWay(computed.query, work.is_completed, tuple(peers)))
+                assert self._side is not None
+                # Not `work.is_completed`, which is also true of a transfer that has failed.
+                with torch.cuda.stream(self._side):
+                    work.wait()
+                    done = self._side.record_event()
+                self._watch.add(UnderWay(computed.query, done.query, tuple(peers)))
         begun = Works(works, tensors, self._timeout, self._roll)
         self._under_way.add(begun)
         return begun

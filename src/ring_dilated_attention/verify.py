@@ -88,12 +88,16 @@ class Case:
         Where values are all the same (as in an expanded tensor) gradients are 0 but for rounding,
         so that their own size says nothing.
         """
-        query, key, value, dout = (x.square().mean().sqrt().item() for x in self.inputs())
+        tensors = self.inputs()
+        query, key, value, dout = (x.square().mean().sqrt().item() for x in tensors)
+        # dout v^T sums terms that are all the same where neither varies along a row.
+        is_constant = all(bool((x == x[..., :1]).all()) for x in tensors[2:])
+        width = self.head_dim ** (1.0 if is_constant else 0.5)
         scale = self.head_dim**-0.5 if self.scale is None else abs(self.scale)
         # Scores of 4 standard deviations, which p = exp(score - lse) is as inexact as.
         scores = 1 + 4 * scale * self.head_dim**0.5 * query * key
         # One term: p (dout v^T - delta) is of this size, and as many queries share a key.
-        ds = scores * scale * self.head_dim**0.5 * dout * value
+        ds = scores * scale * width * dout * value
         queries = (self.layout.length * self.num_heads / self.num_kv_heads) ** 0.5
         sizes = (
             value,

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any, Protocol, TypeAlias, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -179,13 +179,18 @@ def resolve_exchange(group: Group) -> Exchange:
 
 def _refuse_a_missing_group() -> None:
     """``dist.group.WORLD`` is None before `init_process_group`: no rank must then compute alone."""
-    ranks = os.environ.get("WORLD_SIZE", "1")
+    ranks = _ranks_of_launcher()
     if ranks != "1" and not dist.is_initialized():
         raise ValueError(
             f"group is None in one of {ranks} ranks (WORLD_SIZE), and torch.distributed is not "
             "initialized: call init_process_group first, then pass a group; a rank that is to "
             "compute alone passes SoloExchange(), of ring_dilated_attention.exchange"
         )
+
+
+@lru_cache(maxsize=1)
+def _ranks_of_launcher() -> str:
+    return os.environ.get("WORLD_SIZE", "1")
 
 
 class SoloExchange:

@@ -2,6 +2,7 @@
 
 import os
 import time
+from contextlib import ExitStack
 from random import Random
 
 import pytest
@@ -143,14 +144,16 @@ def test_a_rank_that_does_not_come():
     assert others == [f"rank 2 did not answer within 1 s; {_LAST}"] * 2
 
 
-def boards(count):
-    """Boards of as many ranks, all in this process, which has no lock on itself."""
-    file = board_module._create(Board.nbytes(count))
-    return [Board(open(file.fileno(), "r+b", 0, closefd=False), i, count) for i in range(count)]
+@pytest.fixture
+def boards():
+    """Boards of three ranks, all in this process, which has no lock on itself."""
+    with board_module._create(Board.nbytes(3)) as file, ExitStack() as stack:
+        files = [stack.enter_context(open(file.fileno(), "r+b", 0, closefd=False)) for _ in "123"]
+        yield [Board(each, rank, 3) for rank, each in enumerate(files)]
 
 
-def test_who_waits_is_not_at_fault(monkeypatch):
-    first, second, third = boards(3)
+def test_who_waits_is_not_at_fault(boards, monkeypatch):
+    first, second, third = boards
     monkeypatch.setattr(Board, "has_gone", lambda self, rank: False)
     third.begin(Call(4, "a", "forward"))
     second.waits_for(2)
@@ -165,8 +168,8 @@ def test_who_waits_is_not_at_fault(monkeypatch):
     assert first.explain(lost).rank == 1
 
 
-def test_what_a_rank_says_of_its_failure(monkeypatch):
-    first, second, third = boards(3)
+def test_what_a_rank_says_of_its_failure(boards, monkeypatch):
+    first, second, third = boards
     monkeypatch.setattr(Board, "has_gone", lambda self, rank: False)
     assert first.failed() is None
     first.look([1, 2])
@@ -184,8 +187,8 @@ def test_what_a_rank_says_of_its_failure(monkeypatch):
     assert "call 1 (nnn" in first._last_call(1)
 
 
-def test_a_row_half_written_does_not_count():
-    board, _ = boards(2)
+def test_a_row_half_written_does_not_count(boards):
+    board, *_ = boards
     board._rounds = 1
     start = board._row(1)
     board._words[start] = 1

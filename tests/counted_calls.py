@@ -1,20 +1,34 @@
 """How much work something is, whatever the machine does besides."""
 
+import multiprocessing
 import sys
+from concurrent.futures import ProcessPoolExecutor
 
 
-def count_calls(function):
-    """How many functions a function calls, Python's and those in C, and what it returns."""
+def count_calls(function, *arguments):
+    """How many functions a function calls, Python's and those in C, and what it returns.
+
+    It runs in a process of its own: what other tests have set up there (torch's compiler, for one)
+    does not get along with a profiler.
+
+    Args:
+        function: defined at the top of a module.
+        arguments: passed on; what can be pickled, as what it returns.
+    """
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_counted, function, arguments).result()
+
+
+def _counted(function, arguments):
     calls = 0
 
     def count(frame, event, argument):
         nonlocal calls
         calls += event in ("call", "c_call")
 
-    before = sys.getprofile()
     sys.setprofile(count)
     try:
-        result = function()
+        result = function(*arguments)
     finally:
-        sys.setprofile(before)
+        sys.setprofile(None)
     return calls, result

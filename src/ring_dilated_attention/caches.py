@@ -74,7 +74,7 @@ def keep_few(entries: dict[Hashable, T], key: Hashable, make: Callable[[], T], m
     found = entries.get(key)
     if found is None:
         found = entries[key] = make()
-        if len(entries) > most:
+        while len(entries) > most:
             oldest = list(entries)[:1]  # in one step: other threads may add, and drop the same
             entries.pop(oldest[0], None)
     return found

@@ -93,7 +93,7 @@ class Communicator:
         ]
         tensors = [tensor for *_, tensor in transfers]
         if not transfers or not tensors[0].is_cuda:
-            works = [(peer, start([x], peer, 0)) for start, peer, x in transfers]
+            works = [(peer, _started(start, peer, x)) for start, peer, x in transfers]
         else:
             device = tensors[0].device
             computed = torch.cuda.current_stream(device).record_event()
@@ -121,6 +121,13 @@ class Communicator:
             for works in list(self._under_way):
                 works.forget()
             self._messages = self._backend = None
+
+
+def _started(start: Callable[..., Any], peer: int, tensor: torch.Tensor) -> Any:
+    try:
+        return start([tensor], peer, 0)
+    except RuntimeError as error:  # gloo: the connection is closed already
+        raise LostPeerError([peer]) from error
 
 
 def _abort(backend: Any, is_done: Callable[[], bool]) -> None:

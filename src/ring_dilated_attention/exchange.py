@@ -160,7 +160,8 @@ def exchange_named(name: str) -> Exchange:
         ValueError: there is no group, and this process is one of several ranks that have none yet.
     """
     if not name:
-        _refuse_a_missing_group()
+        if not torch.compiler.is_compiling():  # the operator asks again when it runs
+            _refuse_a_missing_group()
         return SoloExchange()
     if name.startswith("exchange "):
         return _registered[name]
@@ -326,6 +327,10 @@ class ProcessGroupExchange:
         self._peer_memory = peer_memory
         self._given_timeout = None if timeout is None else _seconds(timeout)
 
+    @property
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.world_size) if rank != self.rank]
+
     @cached_property
     def _timeout(self) -> float:
         return timeout_of(self._group) if self._given_timeout is None else self._given_timeout
@@ -360,9 +365,8 @@ class ProcessGroupExchange:
             raise LostPeerError([])
         key = device.type, self._peer_memory, self._timeout
         if key not in met.transports:
-            others = [rank for rank in range(self.world_size) if rank != self.rank]
             met.transports[key] = _while_looking(
-                lambda: met.roll.look(others), device, lambda: self._make(device)
+                lambda: met.roll.look(self._others), device, lambda: self._make(device)
             )
         return met.transports[key]
 
@@ -372,7 +376,11 @@ class ProcessGroupExchange:
         if made is not None:
             return made
         met = self._met
-        return Communicator(self._group, device, self._timeout, met.calls, met.roll)
+        try:
+            return Communicator(self._group, device, self._timeout, met.calls, met.roll)
+        except RuntimeError:
+            met.roll.look(self._others)  # they may be what it could not connect to
+            raise
 
     def _share_memory(self, device: torch.device) -> PeerMemory | None:
         """Peer memory of the group; None where that is not to be had, and was not asked for."""

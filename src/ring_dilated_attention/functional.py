@@ -176,7 +176,7 @@ def dilated_attention(
         pattern.head_branches,
         pattern.zero_keys,
         is_causal,
-        None if scale is None else float(scale),
+        None if scale is None else float(scale) + 0.0,  # not -0.0, which is equal to 0.0
         [] if layout is None else list(layout.flat),
         name,
         exchange,

@@ -32,7 +32,8 @@ BETWEEN_GPUS = [
 def check(name, world_size, victim, transport=GLOO):
     before = leftovers()
     outcomes = run_fault(name, world_size, victim, transport)
-    assert not problems(name, world_size, victim, outcomes, transport)
+    found = problems(name, world_size, victim, outcomes, transport)
+    assert not found, "\n".join(found)
     assert leftovers() <= before
 
 

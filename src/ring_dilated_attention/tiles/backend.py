@@ -108,49 +108,55 @@ def reads_aligned_rows(tensor: torch.Tensor) -> bool:
     )
 
 
-_LEAST_SCALE = torch.finfo(torch.float32).tiny
+LEAST_SCALE = torch.finfo(torch.float32).tiny
 """Below it, float32 kernels take a scale for 0, or for a number of fewer bits."""
 
 
 def for_any_scale(backend: TileBackend) -> TileBackend:
-    """The same back end, asked for positive scales only.
+    """The same back end, asked for scales of at least `LEAST_SCALE` only.
 
     Fused kernels scale the largest score of a row in place of looking for the largest scaled score,
     or multiply the -inf of a masked score by the scale: with `is_causal`, a scale <= 0 gives NaN.
-    Another scale is moved into a copy of the tile's queries: its sign if that is enough.
+    The sign of a negative scale is moved into a copy of the tile's queries. Scores of a scale
+    closer to 0 are 0 for `LEAST_SCALE` too, and gradients, which a scale multiplies, shrink after.
     """
 
-    def moved(t: TileInputs) -> tuple[TileInputs, float]:
-        scale = -t.scale if -t.scale >= _LEAST_SCALE else 1.0
-        factor = t.scale / scale
-        return t._replace(q=t.q * factor, scale=scale), factor
+    def positive(t: TileInputs) -> TileInputs:
+        q = -t.q if t.scale < 0 else t.q
+        return t._replace(q=q, scale=max(abs(t.scale), LEAST_SCALE))
+
+    def restore(t: TileInputs, dq: torch.Tensor, dk: torch.Tensor) -> None:
+        """From gradients of `positive` to those of the tile, in place."""
+        shrinks = min(abs(t.scale) / LEAST_SCALE, 1.0)
+        dq.mul_(-shrinks if t.scale < 0 else shrinks)
+        if shrinks < 1:
+            dk.mul_(shrinks)
 
     def forward(t: TileInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        return backend.forward(t if t.scale >= _LEAST_SCALE else moved(t)[0])
+        return backend.forward(t if t.scale >= LEAST_SCALE else positive(t))
 
     def backward(
         t: TileInputs, g: TileGradients
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        if t.scale >= _LEAST_SCALE:
+        if t.scale >= LEAST_SCALE:
             return backend.backward(t, g)
-        t, factor = moved(t)
-        dq, dk, dv = backend.backward(t, g)
-        return dq.mul_(factor), dk, dv
+        dq, dk, dv = backend.backward(positive(t), g)
+        restore(t, dq, dk)
+        return dq, dk, dv
 
     def forward_into(t: TileInputs, out: torch.Tensor, lse: torch.Tensor) -> None:
         assert backend.forward_into is not None
-        backend.forward_into(t if t.scale >= _LEAST_SCALE else moved(t)[0], out, lse)
+        backend.forward_into(t if t.scale >= LEAST_SCALE else positive(t), out, lse)
 
     def backward_into(
         t: TileInputs, g: TileGradients, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor
     ) -> None:
         assert backend.backward_into is not None
-        if t.scale >= _LEAST_SCALE:
+        if t.scale >= LEAST_SCALE:
             backend.backward_into(t, g, dq, dk, dv)
             return
-        t, factor = moved(t)
-        backend.backward_into(t, g, dq, dk, dv)
-        dq.mul_(factor)
+        backend.backward_into(positive(t), g, dq, dk, dv)
+        restore(t, dq, dk)
 
     return replace(
         backend,

@@ -18,8 +18,8 @@ import typer
 from ranks import join
 from transports import DENSE, Case, call_of, measure
 
-from ring_dilated_attention import operator
 from ring_dilated_attention.plan import attention
+from ring_dilated_attention.resolve import forget_plans
 
 HEADS = 16
 POWERS = {  # of two, of SLICE_PAIRS, by length
@@ -45,7 +45,7 @@ def main(
         dist.barrier(group=ranks)
         for power in powers:
             attention.SLICE_PAIRS = 1 << power
-            operator._plan.forget()  # plans keep their slices
+            forget_plans()  # plans keep their slices
             call = call_of(case, world, rank, world_size, device)
             times, peak = measure(call, samples, ranks)
             del call

@@ -5,8 +5,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from ring_dilated_attention import compute, operator
+from ring_dilated_attention import compute
 from ring_dilated_attention.plan import attention
+from ring_dilated_attention.resolve import forget_plans
 
 
 @contextmanager
@@ -20,6 +21,6 @@ def rings_cut(slice_pairs: int | None) -> Iterator[None]:
         if slice_pairs is not None:
             patch.setattr(attention, "SLICE_PAIRS", slice_pairs)
             patch.setattr(compute, "LONG_FLOPS", 0)
-        operator._plan.forget()  # plans keep their slices
+        forget_plans()  # plans keep their slices
         yield
-    operator._plan.forget()
+    forget_plans()

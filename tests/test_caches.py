@@ -6,14 +6,15 @@ import threading
 import pytest
 import torch
 
-from ring_dilated_attention import DilatedPattern, compute, dilated_attention, operator, zero_keys
+from ring_dilated_attention import DilatedPattern, compute, dilated_attention, zero_keys
 from ring_dilated_attention.caches import cache_by_size, keep_few
 from ring_dilated_attention.packed import packed_rows
+from ring_dilated_attention.resolve import forget_plans
 
 
 @pytest.fixture
 def _no_plans():
-    operator._plan.forget()
+    forget_plans()
     gc.collect()
     # Other tests may hold plans.
     zero_keys._kept.clear()
@@ -31,7 +32,7 @@ def test_what_is_kept_for_a_plan_goes_with_it():
         attend(length)
     assert len(zero_keys._kept) >= 15
     assert len(compute._schedules) == 20
-    operator._plan.forget()
+    forget_plans()
     gc.collect()
     assert len(zero_keys._kept) == 0
     assert len(compute._schedules) == 0

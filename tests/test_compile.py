@@ -17,7 +17,8 @@ from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_atten
 from ring_dilated_attention.agreement import agree
 from ring_dilated_attention.exchange import group_name
 from ring_dilated_attention.nn import LongNet, LongNetConfig
-from ring_dilated_attention.operator import BACKWARD, FORWARD, Options, _backward
+from ring_dilated_attention.operator import BACKWARD, FORWARD, _backward
+from ring_dilated_attention.resolve import Options
 from ring_dilated_attention.testing import relative_error, run_loopback, run_ranks
 
 pytestmark = pytest.mark.filterwarnings(

@@ -1,5 +1,6 @@
 """The fixed sweep over real processes and gloo: what `rda verify` runs."""
 
+import gc
 from threading import Event
 
 import pytest
@@ -85,6 +86,24 @@ def test_ranks_in_different_numbers_of_groups():
     found = run_ranks(_overlapping_groups, 3)
     assert [len(errors) for errors in found] == [2, 3, 2]
     assert all(error < 1e-12 for errors in found for error in errors)
+
+
+def groups_in_turns(rank, world_size):
+    """How much is kept of groups that are gone, while a thread holds what a watch would."""
+    query, kept, watched = torch.randn(1, 4, 2, 8), [], []
+    for _ in range(3):
+        group = dist.new_group()
+        dilated_attention(query, query, query, DilatedPattern.dense(), group=group)
+        watched.append(exchange.ProcessGroupExchange(group).calls)
+        dist.destroy_process_group(group)
+        del group
+        gc.collect()
+        kept.append(len(exchange._members))
+    return kept
+
+
+def test_nothing_is_kept_of_groups_that_are_gone():
+    assert run_ranks(groups_in_turns, 2) == [[0, 0, 0], [0, 0, 0]]
 
 
 def test_a_group_that_is_missing(monkeypatch):

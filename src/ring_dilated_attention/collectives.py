@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -29,18 +30,24 @@ class Collectives:
     """One rank's end of a process group, for small objects and numbers.
 
     Args:
-        group: the group.
+        group: the group, which is not kept alive.
         close: ends the transfers of this rank, so that those who wait for it do so no longer.
     """
 
     def __init__(self, group: dist.ProcessGroup, close: Callable[[], None]) -> None:
-        self._group, self._close = group, close
+        self._weak_group, self._close = ref(group), close
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
         self._store = dist.PrefixStore("ring_dilated_attention", _get_process_group_store(group))
         self._on_cpu = "cpu" in dist.get_backend_config(group)
         self._rounds = 0
         self._call: Call | None = None
         self._agreed: Call | None = None  # the last call in which all ranks were seen
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        group = self._weak_group()
+        assert group is not None, "whoever calls has it"
+        return group
 
     def share(self, value: Any, timeout: float) -> list[Any]:
         """What every rank passes to its call of this method, by rank: small, and can be pickled.

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from datetime import timedelta
 from functools import cached_property, lru_cache, partial
 from typing import Any, Protocol, TypeAlias, TypeVar, cast
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakMethod, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -235,20 +235,26 @@ class _Members:
     All ranks make theirs at once, in their first call.
 
     Args:
-        group: the group.
-        timeout: seconds to wait for the others.
+        group: the group, which is not kept alive.
+        timeout: seconds to wait for the others; None: the group's own.
+
+    Attributes:
+        timeout: the group's own, in seconds.
 
     Raises:
         LostPeerError: a rank did not come.
         ExchangeError: ranks have different versions of this package.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
+    def __init__(self, group: dist.ProcessGroup, timeout: float | None) -> None:
+        self.timeout = timeout_of(group)
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         self.transports: dict[Any, _Transport] = {}
         self.is_closed = False
-        self.collectives = Collectives(group, self.close)
-        share = partial(self.collectives.share, timeout=timeout)
+        close = _weakly(self.close)  # a thread that watches transfers holds what it may call
+        self.collectives = Collectives(group, close)
+        limit = self.timeout if timeout is None else timeout
+        share = partial(self.collectives.share, timeout=limit)
         try:
             _check_versions(share(VERSION))
             self.board = make_board(rank, world_size, share)
@@ -258,13 +264,25 @@ class _Members:
                 f"the group of {world_size} ranks"
             ) from lost
         self.roll = self.board or self.collectives
-        self.calls = Calls(rank, world_size, self.roll, self.close)
+        self.calls = Calls(rank, world_size, self.roll, close)
 
     def close(self) -> None:
         """End all transfers, and begin no other."""
         self.is_closed = True
         for transport in self.transports.values():  # which stay: streams may still be using them
             transport.close()
+
+
+def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """A function that calls a method, as long as its object lives."""
+    found = WeakMethod(method)
+
+    def call() -> None:
+        method = found()
+        if method is not None:
+            method()
+
+    return call
 
 
 def _check_versions(versions: list[str]) -> None:
@@ -278,7 +296,7 @@ def _check_versions(versions: list[str]) -> None:
 
 
 _members: WeakKeyDictionary[dist.ProcessGroup, _Members] = WeakKeyDictionary()
-"""Of each group that has made a call."""
+"""Of each group that has made a call, for as long as the group lives: nothing in it keeps that."""
 
 
 class ProcessGroupExchange:
@@ -301,7 +319,7 @@ class ProcessGroupExchange:
             allocated.
         timeout: how long to wait for another rank that is alive and does not answer, in seconds or
             as a timedelta; the same on all ranks. None: the group's own timeout (see
-            `torch.distributed.init_process_group`).
+            `torch.distributed.init_process_group`), as it is at the group's first call.
 
     Raises:
         TypeError: `timeout` is neither a number, a timedelta nor None.
@@ -333,13 +351,13 @@ class ProcessGroupExchange:
 
     @cached_property
     def _timeout(self) -> float:
-        return timeout_of(self._group) if self._given_timeout is None else self._given_timeout
+        return self._met.timeout if self._given_timeout is None else self._given_timeout
 
     @cached_property
     def _met(self) -> _Members:
         met = _members.get(self._group)
         if met is None:
-            met = _members[self._group] = _Members(self._group, self._timeout)
+            met = _members[self._group] = _Members(self._group, self._given_timeout)
         return met
 
     @property
@@ -419,9 +437,10 @@ class ProcessGroupExchange:
 
         0 before the first call, and where rows travel as messages.
         """
-        met = _members.get(self._group)
+        if self._group not in _members:
+            return 0
         key = device.type, self._peer_memory, self._timeout
-        transport = None if met is None else met.transports.get(key)
+        transport = self._met.transports.get(key)
         return transport.nbytes if isinstance(transport, PeerMemory) else 0
 
     def maximum(self, values: Sequence[int], device: torch.device) -> list[int]:

@@ -18,13 +18,9 @@ from typing import Any
 
 import torch
 
-from .caches import INT_BYTES, cache_by_size
 from .exchange import exchange_named
-from .layout import SequenceLayout
-from .packed import packed_rows
-from .pattern import DilatedPattern
-from .plan import plan_attention
 from .plan.costs import TensorSize, flops_of_rank
+from .resolve import Options, plan_rows
 
 
 def forward_flops(
@@ -55,7 +51,7 @@ def forward_flops(
         key_shape: (batch, local_sequence, kv_heads, head_dim).
         value_shape: as `key_shape`.
         segment_lengths: of the pattern; 0 is the whole document. This and what follows are the
-            fields of `operator.Options`, by their order.
+            fields of `resolve.Options`, by their order.
         dilation_rates: of the pattern.
         head_offsets: of the pattern.
         head_branches: of the pattern.
@@ -76,17 +72,17 @@ def forward_flops(
     """
     batch, length, heads, head_dim = map(int, query_shape)
     ends = exchange_named(group)
-    flat = tuple(map(int, layout))
-    total = _layout(flat, length, ends.world_size).length
-    pattern = tuple(segment_lengths), tuple(dilation_rates), head_offsets, head_branches, zero_keys
-    rows = packed_rows(tuple(map(int, documents)), tuple(map(int, lengths)), batch, total)
-    return sum(
-        len(range(batch)[some.rows]) * head_dim * _flops(
-            pattern, flat, length, ends.world_size, ends.rank, bool(is_causal), heads,
-            int(key_shape[2]), some.borders,
-        )
-        for some in rows
+    options = Options(
+        tuple(segment_lengths), tuple(dilation_rates), head_offsets, head_branches, zero_keys,
+        bool(is_causal), scale, tuple(map(int, layout)), group, exchange, backend, workspace,
+        needs_gradients, tuple(map(int, documents)), tuple(map(int, lengths)),
     )  # fmt: skip
+    shape = batch, length, heads, head_dim
+    flops = 0
+    for rows, plan in plan_rows(options, shape, int(key_shape[2]), ends.world_size):
+        size = TensorSize(batch=len(range(batch)[rows]), head_dim=head_dim, element_size=1)
+        flops += flops_of_rank(plan, size, ends.rank)
+    return flops
 
 
 def backward_flops(
@@ -158,45 +154,3 @@ class _AfterImport(MetaPathFinder):
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
-
-
-def _layout(flat: tuple[int, ...], local_length: int, world_size: int) -> SequenceLayout:
-    if flat:
-        return SequenceLayout.from_flat(flat)
-    return SequenceLayout.contiguous(local_length * world_size, world_size)
-
-
-def _nbytes(arguments: tuple[Any, ...], flops: int) -> int:
-    return INT_BYTES * (len(arguments) + sum(len(x) for x in arguments if isinstance(x, tuple)))
-
-
-@cache_by_size(4 << 20, _nbytes)
-def _flops(
-    pattern: tuple[Any, ...],
-    flat: tuple[int, ...],
-    local_length: int,
-    world_size: int,
-    rank: int,
-    is_causal: bool,
-    heads: int,
-    kv_heads: int,
-    borders: tuple[int, ...],
-) -> int:
-    """Operations of one row of the batch and a head_dim of 1."""
-    segment_lengths, dilation_rates, head_offsets, head_branches, zero_keys = pattern
-    plan = plan_attention(
-        DilatedPattern(
-            [length or None for length in segment_lengths],
-            dilation_rates,
-            head_offsets=head_offsets,
-            head_branches=head_branches,
-            zero_keys=zero_keys,
-        ),
-        _layout(flat, local_length, world_size),
-        is_causal=is_causal,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        documents=borders,
-        length=borders[-1],
-    )
-    return flops_of_rank(plan, TensorSize(batch=1, head_dim=1, element_size=1), rank)

@@ -11,12 +11,14 @@ from typing import Literal, overload
 
 import torch
 
-from .agreement import agree, refuse_capture
-from .exchange import Group, exchange_named, group_name
+from .agreement import agree, refuse_capture, settle
+from .calls import Scope
+from .exchange import Exchange, Group, exchange_named, group_name
 from .layout import SequenceLayout
-from .operator import FORWARD, Options, agree_on_call
+from .operator import FORWARD
 from .packed import Integers, as_ints, check_padding_mask, lengths_of_mask
 from .pattern import DilatedPattern, check_choice, in_brief, shape_in_brief
+from .resolve import Options, shared_words
 from .tiles import BACKENDS
 
 EXCHANGES = ("auto", "ring", "gather")
@@ -190,11 +192,23 @@ def dilated_attention(
         ends = exchange_named(name)
         refuse_capture("dilated_attention", ends, query.device)
         with ends.calls.enter("dilated_attention", "forward") as scope:
-            agree_on_call(scope, ends, query, key, options, lengths="from key_padding_mask")
+            _agree_but_on_lengths(scope, ends, query, key, options)
             found = lengths_of_mask(key_padding_mask, ends, layout, scope)
         options = options._replace(lengths=found)
     out, lse, _ = FORWARD(query, key, value, *options)
     return (out, lse) if return_lse else out
+
+
+def _agree_but_on_lengths(
+    scope: Scope, ends: Exchange, query: torch.Tensor, key: torch.Tensor, options: Options
+) -> None:
+    """Agree on a call whose lengths are in masks, which are about to travel."""
+    shared, failure = None, None
+    try:
+        shared = shared_words(options, query, key, ends, lengths="from key_padding_mask")
+    except Exception as error:  # whatever it is, the other ranks are to be told
+        failure = error
+    settle(scope, ends, query.device, shared, failure)
 
 
 def autocast_inputs(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

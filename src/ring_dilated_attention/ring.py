@@ -22,6 +22,7 @@ from .transfer import Fetched, GradientReturn, fetch
 from .views import by_slot, readable
 from .zero_keys import merge_zero_keys
 
+_NOTHING = nullcontext()
 _RETURNING_BYTES = 64 << 20
 """Of gradients on their way home behind a gather: so many are not waited for before the end."""
 
@@ -228,6 +229,8 @@ def _sum_dtype(query: torch.Tensor, additions: float) -> torch.dtype:
 
 def autocast_off(device: torch.device) -> AbstractContextManager[None]:
     """Kernels are given the dtypes they are meant to compute in."""
-    if torch.amp.is_autocast_available(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()
+    try:
+        enabled = torch.is_autocast_enabled(device.type)
+    except RuntimeError:
+        return _NOTHING  # autocast does not know such devices
+    return torch.autocast(device.type, enabled=False) if enabled else _NOTHING

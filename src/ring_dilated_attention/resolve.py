@@ -1,0 +1,323 @@
+"""What a call's options stand for: looked up once for every kind of call, and kept.
+
+An operator takes no Python objects, so a call is written down as `Options`; `resolve` turns them
+into plans and back ends, and into the words in which ranks compare their calls.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from .agreement import Shared
+from .caches import INT_BYTES, cache_by_size
+from .exchange import Exchange
+from .layout import SequenceLayout
+from .packed import packed_rows
+from .pattern import DilatedPattern
+from .plan import AttentionPlan, RankPlan, plan_attention
+from .plan.documents import SHOWN, in_words
+from .tiles import Selection, select_backend
+
+
+class Options(NamedTuple):
+    """A call of `dilated_attention` without its tensors, in types that an operator takes.
+
+    Attributes:
+        segment_lengths: of the pattern; 0 is the whole document.
+        dilation_rates: of the pattern.
+        head_offsets: of the pattern.
+        head_branches: of the pattern.
+        zero_keys: of the pattern.
+        is_causal: see `dilated_attention`.
+        scale: see `dilated_attention`.
+        layout: `SequenceLayout.flat`; empty is contiguous equal shards.
+        group: what `group_name` calls the group.
+        exchange: see `dilated_attention`.
+        backend: see `dilated_attention`.
+        workspace: see `dilated_attention`.
+        needs_gradients: whether autograd records this call.
+        documents: cumulative lengths; empty: one document.
+        lengths: valid positions of each batch row; empty: all positions of all rows.
+    """
+
+    segment_lengths: Sequence[int]
+    dilation_rates: Sequence[int]
+    head_offsets: str
+    head_branches: str
+    zero_keys: bool
+    is_causal: bool
+    scale: float | None
+    layout: Sequence[int]
+    group: str
+    exchange: str
+    backend: str
+    workspace: float | None
+    needs_gradients: bool
+    documents: Sequence[int] = ()
+    lengths: Sequence[int] = ()
+
+
+class PlannedRows(NamedTuple):
+    """Rows of a batch that are computed together, because they are equally long.
+
+    Attributes:
+        rows: which, evenly spaced: indexing with it gives a view.
+        plan: what this rank does.
+        gathers: whether all messages are in flight at once.
+    """
+
+    rows: slice
+    plan: RankPlan
+    gathers: bool
+
+
+class Resolved(NamedTuple):
+    """What a call is, for all calls of its kind.
+
+    Attributes:
+        shared: what must be equal on all ranks.
+        backend: what computes the tiles.
+        scale: factor on the scores.
+        planned: all rows of the batch, in the same order on every rank.
+    """
+
+    shared: Shared
+    backend: Selection
+    scale: float
+    planned: tuple[PlannedRows, ...]
+
+
+def resolve(options: Options, query: torch.Tensor, key: torch.Tensor, ends: Exchange) -> Resolved:
+    """Look up what the options stand for.
+
+    Args:
+        options: of a call.
+        query: (batch, local_sequence, heads, head_dim).
+        key: (batch, local_sequence, kv_heads, head_dim).
+        ends: this rank's end of the group.
+
+    Raises:
+        ValueError: the layout, the documents, the lengths or the back end do not fit the call.
+    """
+    return _resolve(
+        ends.rank,
+        ends.world_size,
+        query.shape,
+        key.shape[2],
+        query.dtype,
+        query.device,
+        *[tuple(x) if type(x) is list else x for x in options],
+    )
+
+
+def plan_rows(
+    options: Options, shape: Sequence[int], num_kv_heads: int, world_size: int
+) -> Iterator[tuple[slice, AttentionPlan]]:
+    """The rows of a batch that are computed together, each with its plan.
+
+    Args:
+        options: of a call, with tuples in place of lists.
+        shape: of its query.
+        num_kv_heads: heads of its key.
+        world_size: number of ranks.
+
+    Raises:
+        ValueError: the documents or the lengths do not fit the call.
+    """
+    batch, length, num_heads, _ = shape
+    total = _layout(options.layout).length if options.layout else length * world_size
+    for rows, borders in packed_rows(options.documents, options.lengths, batch, total):
+        plan = _plan(
+            options.segment_lengths,
+            options.dilation_rates,
+            options.head_offsets,
+            options.head_branches,
+            options.zero_keys,
+            options.layout or length,
+            world_size,
+            options.is_causal,
+            num_heads,
+            num_kv_heads,
+            borders,
+        )
+        yield rows, plan
+
+
+def forget_plans() -> None:
+    """Drop what is kept of the calls so far: plans, schedules, lists of documents."""
+    for kept in (_resolve, _plan, packed_rows):
+        kept.forget()
+
+
+def shared_words(
+    options: Options, query: torch.Tensor, key: torch.Tensor, ends: Exchange, **others: str
+) -> Shared:
+    """What must be equal on all ranks, while a call's lengths are not known.
+
+    Args:
+        options: of a call.
+        query: see `resolve`.
+        key: (batch, local_sequence, kv_heads, head_dim).
+        ends: this rank's end of the group.
+        others: what takes the place of an option, in words.
+
+    Raises:
+        ValueError: the layout or the back end do not fit the call.
+    """
+    _check(options, query.shape, query.dtype, query.device, ends.rank, ends.world_size)
+    words = _in_words(query.shape, key.shape[2], query.dtype, query.device, options)
+    return Shared.of({**words, **others})
+
+
+def _nbytes_of_call(arguments: tuple[Any, ...], resolved: Resolved) -> int:
+    options = Options(*arguments[6:])
+    numbers = len(options.layout) + len(options.documents) + len(options.lengths)
+    plans = sum(_nbytes_of_plan(rows.plan.plan) for rows in resolved.planned)
+    return INT_BYTES * numbers + 2 * len(resolved.shared.text) + plans
+
+
+@cache_by_size(64 << 20, _nbytes_of_call)
+def _resolve(
+    rank: int,
+    world_size: int,
+    shape: tuple[int, int, int, int],
+    num_kv_heads: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *values: Any,
+) -> Resolved:
+    options = Options(*values)
+    backend = _check(options, shape, dtype, device, rank, world_size)
+    planned = []
+    for rows, plan in plan_rows(options, shape, num_kv_heads, world_size):
+        gathers = plan.gathers if options.exchange == "auto" else options.exchange == "gather"
+        planned.append(PlannedRows(rows, plan.rank(rank), gathers))
+    return Resolved(
+        Shared.of(_in_words(shape, num_kv_heads, dtype, device, options)),
+        backend,
+        shape[3] ** -0.5 if options.scale is None else options.scale,
+        tuple(planned),
+    )
+
+
+def _check(
+    options: Options,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    rank: int,
+    world_size: int,
+) -> Selection:
+    """What computes the tiles; raise a `ValueError` unless layout and back end fit the call."""
+    if options.layout:
+        held = f"its query has a local sequence length of {shape[1]}"
+        _layout(tuple(options.layout)).check_shard(rank, world_size, shape[1], held)
+    return select_backend(options.backend, device, dtype, shape[3])
+
+
+def _in_words(
+    shape: tuple[int, ...],
+    num_kv_heads: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    options: Options,
+) -> dict[str, Any]:
+    batch, length, num_heads, head_dim = shape
+    layout = _layout(tuple(options.layout)) if options.layout else None
+    pattern = _pattern(
+        tuple(options.segment_lengths),
+        tuple(options.dilation_rates),
+        options.head_offsets,
+        options.head_branches,
+        options.zero_keys,
+    )
+    return {
+        "batch": batch,
+        "heads": num_heads,
+        "kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "dtype": str(dtype),
+        "device": device.type,
+        "pattern": str(pattern),
+        "layout": f"{layout!r} ({layout.digest[:8]})"
+        if layout
+        else f"{length} positions on each rank",
+        "documents": _digest(options.documents),
+        "lengths": _digest(options.lengths),
+        "is_causal": options.is_causal,
+        "scale": options.scale,
+        "exchange": options.exchange,
+        "backend": options.backend,
+        "needs gradients": options.needs_gradients,
+    }
+
+
+def _digest(numbers: Sequence[int]) -> str:
+    if not numbers:
+        return "None"
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=4).hexdigest()
+    return in_words(numbers) + f" ({digest})" * (len(numbers) > SHOWN)
+
+
+def _nbytes_of_plan(plan: AttentionPlan) -> int:
+    """Roughly what a plan and its schedules take when they have been used."""
+    branches = len(plan.pattern.segment_lengths)
+    return 4096 * (branches * (8 + plan.layout.world_size) + len(plan.documents))
+
+
+@cache_by_size(64 << 20, lambda arguments, plan: _nbytes_of_plan(plan))
+def _plan(
+    segment_lengths: tuple[int, ...],
+    dilation_rates: tuple[int, ...],
+    head_offsets: str,
+    head_branches: str,
+    zero_keys: bool,
+    layout: tuple[int, ...] | int,  # an int: equal shards of so many positions
+    world_size: int,
+    is_causal: bool,
+    num_heads: int,
+    num_kv_heads: int,
+    borders: tuple[int, ...],
+) -> AttentionPlan:
+    return plan_attention(
+        _pattern(segment_lengths, dilation_rates, head_offsets, head_branches, zero_keys),
+        _layout(layout)
+        if isinstance(layout, tuple)
+        else SequenceLayout.contiguous(layout * world_size, world_size),
+        is_causal=is_causal,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        documents=borders,
+        length=borders[-1],
+    )
+
+
+@lru_cache(maxsize=64)
+def _pattern(
+    segment_lengths: tuple[int, ...],
+    dilation_rates: tuple[int, ...],
+    head_offsets: str,
+    head_branches: str,
+    zero_keys: bool,
+) -> DilatedPattern:
+    return DilatedPattern(
+        [length or None for length in segment_lengths],
+        dilation_rates,
+        head_offsets=head_offsets,
+        head_branches=head_branches,
+        zero_keys=zero_keys,
+    )
+
+
+def _nbytes_of_layout(arguments: tuple[Any, ...], layout: SequenceLayout) -> int:
+    return 4 * INT_BYTES * len(arguments[0])
+
+
+@cache_by_size(4 << 20, _nbytes_of_layout)
+def _layout(flat: tuple[int, ...]) -> SequenceLayout:
+    return SequenceLayout.from_flat(flat)

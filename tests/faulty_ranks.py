@@ -25,12 +25,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.utils.checkpoint import checkpoint
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, compute, dilated_attention
 from ring_dilated_attention import exchange as exchange_module
 from ring_dilated_attention.exchange import ProcessGroupExchange
+from ring_dilated_attention.testing import forked_context
 
 TIMEOUT_S = 3.0
 """Of the groups, where a rank is stopped; it is minutes where one has ended."""
@@ -410,8 +410,7 @@ def run_fault(
     Returns:
         How the ranks ended, by rank. Those that had not after a minute are killed.
     """
-    context: Any = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch.testing", "ring_dilated_attention.testing"])
+    context = forked_context()
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             context.Process(

@@ -264,10 +264,9 @@ class _OfOneRank(Calls):
 
     def __init__(self) -> None:
         self.number = 0
-        self._scope = Scope(self, Call(0, "", ""))  # nobody asks what it is called
 
     def enter(self, name: str, part: str, of: int = 0) -> Scope:
-        return self._scope
+        return Scope(self, Call(0, name, part, of))
 
     def leave(self, scope: Scope, error: BaseException | None) -> None:
         pass

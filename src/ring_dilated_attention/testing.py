@@ -22,6 +22,7 @@ from .exchange import ProcessGroupExchange
 from .loopback import run_loopback
 
 __all__ = [
+    "forked_context",
     "nan_in_uninitialized_memory",
     "relative_error",
     "run_loopback",
@@ -74,7 +75,8 @@ def run_ranks(
 ) -> list[Any]:
     """Call ``function(rank, world_size, *arguments)`` in one process per rank.
 
-    Uninitialised memory holds NaN there.
+    Uninitialised memory holds NaN there. Where the system can, they are forked from a process that
+    has imported torch and this package and done nothing else: importing takes seconds.
 
     Args:
         function: a function that can be pickled (defined at the top of a module).
@@ -91,7 +93,7 @@ def run_ranks(
     Raises:
         RuntimeError: a rank failed; the message holds its traceback.
     """
-    context = mp.get_context("spawn")
+    context = forked_context()
     results: Any = context.Queue()
     timeouts = timeout, timeout if wait_timeout is None else wait_timeout
     with tempfile.TemporaryDirectory() as folder:
@@ -99,7 +101,17 @@ def run_ranks(
         processes = [
             context.Process(
                 target=_rank_main,
-                args=(rank, world_size, backend, store, timeouts, results, function, arguments),
+                args=(
+                    dict(os.environ),
+                    rank,
+                    world_size,
+                    backend,
+                    store,
+                    timeouts,
+                    results,
+                    function,
+                    arguments,
+                ),
                 daemon=True,
             )
             for rank in range(world_size)
@@ -116,7 +128,18 @@ def run_ranks(
                     process.join()
 
 
+def forked_context() -> Any:
+    """A context of multiprocessing whose processes start with what `run_ranks` needs, imported."""
+    if "forkserver" not in mp.get_all_start_methods():
+        return mp.get_context("spawn")
+    context: Any = mp.get_context("forkserver")
+    # torch imports its compiler's configuration where deterministic algorithms are asked for.
+    context.set_forkserver_preload([__name__, "torch._inductor.config"])
+    return context
+
+
 def _rank_main(
+    environment: dict[str, str],
     rank: int,
     world_size: int,
     backend: str,
@@ -126,6 +149,8 @@ def _rank_main(
     function: Callable[..., Any],
     arguments: Sequence[Any],
 ) -> None:
+    os.environ.clear()  # it is that of whoever asked for ranks first
+    os.environ.update(environment)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
     faulthandler.dump_traceback_later(0.9 * timeouts[0])  # to stderr: where a rank that hangs is
     try:

@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, compute, dilated_attention
 from ring_dilated_attention import exchange as exchange_module
+from ring_dilated_attention.calls import ExchangeError
 from ring_dilated_attention.exchange import ProcessGroupExchange
 from ring_dilated_attention.testing import forked_context
 
@@ -190,6 +191,24 @@ def skipped_call(me: Rank, how: str) -> None:
     me.synchronize()
 
 
+def skipped_where_nothing_travels(me: Rank, how: str) -> None:
+    """Nobody waits for rows, so ranks learn of it in the next call; then they go on together."""
+    me.warm_up()
+    alone = DilatedPattern([1], [1])
+    first = me.call(pattern=alone)
+    try:
+        if me.is_victim:
+            me.fault()
+        else:
+            me.call(pattern=alone)
+        first.sum().backward()
+        me.call(pattern=alone)
+    except ExchangeError:
+        me.call().sum().backward()
+        me.synchronize()
+        raise
+
+
 def other_order(me: Rank, how: str) -> None:
     me.warm_up()
     first, second = me.call(), me.call()
@@ -315,6 +334,9 @@ FAULTS = {
     ),
     "skipped call, then the end": Fault(skipped_call, "ends", _GONE),
     "skipped call, then nothing": Fault(skipped_call, "stays", _SILENT, stops=True),
+    "skipped call, nothing travels": Fault(
+        skipped_where_nothing_travels, "", _DIFFER, says=_DIFFER
+    ),
     "other order of backward": Fault(other_order, "swapped", _DIFFER, says=_DIFFER),
     "a call left out of the loss": Fault(other_order, "left out", _DIFFER, says=_DIFFER),
     "checkpoint on one rank": Fault(recomputed, "", _DIFFER, says=_DIFFER),

@@ -17,7 +17,7 @@ ORDER = [
     ["reference", "merge", "kernels"],
     ["accumulate", "device_tables"],
     ["tiles"],
-    ["version", "calls", "cuda_driver", "derivatives"],
+    ["version", "calls", "cuda_driver", "derivatives", "waiter"],
     ["board", "collectives", "watch"],
     ["mapped_memory"],
     ["communicator", "peer_memory"],

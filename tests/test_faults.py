@@ -12,6 +12,7 @@ WITHOUT_A_BOARD = [
     "stopped in backward",
     "error in a tile",
     "skipped call, backward",
+    "skipped call, nothing travels",
     "skipped call, then the end",
 ]
 """Ranks of several hosts learn of these by collectives, and by the store that they met in."""
@@ -23,6 +24,7 @@ BETWEEN_GPUS = [
     "error in a tile",
     "error in a tile, caught",
     "skipped call, backward",
+    "skipped call, nothing travels",
     "skipped call, then the end",
     "other order of backward",
     "two threads on all ranks",

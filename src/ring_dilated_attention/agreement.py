@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -17,16 +17,19 @@ class Shared(NamedTuple):
 
     Attributes:
         words: each by its name, as messages show it.
-        text: all of them, which is what ranks compare.
+        text: all of them.
+        digest: of the text, which is what ranks compare.
     """
 
     words: Mapping[str, Any]
     text: str
+    digest: bytes
 
     @classmethod
     def of(cls, words: Mapping[str, Any]) -> Shared:
         """Arguments by name."""
-        return cls(words, repr(words))
+        text = repr(words)
+        return cls(words, text, hashlib.blake2b(text.encode()).digest())
 
 
 _NOTHING = Shared.of({})
@@ -81,22 +84,67 @@ def settle(
         ExchangeError: the ranks are in different calls, or one of them is missing or has failed.
     """
     if ends.world_size > 1:
-        text = f"{scope.call}{shared and shared.text}".encode()
-        number = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest())
-        values = [number, -number, int(failure is not None)]
-        largest, minus_smallest, failed = ends.maximum(values, device)
-        if failed or largest != -minus_smallest:
-            refusal = failure and f"{type(failure).__name__}: {failure}"
-            everyone = ends.share((scope.call, shared and shared.words, refusal))
-            scope.in_step = True  # every rank raises now, and may go on with its next call
-            others = None if failed else _other_calls(everyone)
-            if others is not None:
-                raise ExchangeError(others)
-            if failure is None:
-                raise ValueError(f"{scope.call.name} {_disagreement(everyone)}")
+        found = ends.maximum(_numbers(scope, shared, failure), device)
+        _compare(scope, found, ends.share, shared, failure)
     if failure is not None:
         scope.in_step = True
         raise failure
+
+
+def settle_later(scope: Scope, ends: Exchange, device: torch.device) -> None:
+    """As `settle` of a call without arguments, which does not wait for ranks that need no rows.
+
+    Where ranks share a host, a rank shows which call it is in, and compares that of the others
+    before it sends or receives the first row of the call. If there is none, its next call does it.
+
+    Args:
+        scope: the call.
+        ends: this rank's end of the group.
+        device: where the tensors of the call are.
+
+    Raises:
+        ExchangeError: see `settle`; it may come from the first transfer, or from the next call.
+    """
+    show = getattr(ends, "show", None)
+    shown = show and show(_numbers(scope, _NOTHING, None), device)
+    if shown is None:
+        settle(scope, ends, device)
+        return
+
+    def agreement(scope: Scope) -> None:  # holds no `ends`: it may outlive them
+        _compare(scope, shown.wait(), shown.share, _NOTHING, None)
+
+    ends.calls.agree_later(agreement)
+
+
+def _numbers(scope: Scope, shared: Shared | None, failure: Exception | None) -> list[int]:
+    """What is equal on all ranks where their calls are."""
+    digest = b"refused" if shared is None else shared.digest
+    number, name, part, of, thread = scope.call
+    text = f"{number} {of} {name} {part} {thread} ".encode() + digest
+    number = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest())
+    return [number, -number, int(failure is not None)]
+
+
+def _compare(
+    scope: Scope,
+    found: list[int],
+    share: Callable[[Any], list[Any]],
+    shared: Shared | None,
+    failure: Exception | None,
+) -> None:
+    """Raise unless all ranks' `_numbers`, of which `found` is the maximum, are the same."""
+    largest, minus_smallest, failed = found[:3]
+    if not failed and largest == -minus_smallest:
+        return
+    refusal = failure and f"{type(failure).__name__}: {failure}"
+    everyone = share((scope.call, shared and shared.words, refusal))
+    scope.in_step = True  # every rank raises now, and may go on with its next call
+    others = None if failed else _other_calls(everyone)
+    if others is not None:
+        raise ExchangeError(others)
+    if failure is None:
+        raise ValueError(f"{scope.call.name} {_disagreement(everyone)}")
 
 
 def refuse_capture(name: str, ends: Exchange, device: torch.device) -> None:

@@ -15,6 +15,7 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from typing import Any, BinaryIO
 
 from .calls import Call, Finding, LostPeerError
@@ -65,7 +66,7 @@ class Board:
         self._bytes = memoryview(mmap.mmap(file.fileno(), self.nbytes(world_size)))
         self._words = self._bytes.cast("q")
         self._rounds = 0
-        self._begin = struct.Struct(f"=qqq{_NAME_BYTES}s")
+        self._own_state = self._state(rank)
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
 
     @staticmethod
@@ -83,6 +84,19 @@ class Board:
         Raises:
             LostPeerError: a rank has gone or has failed, or did not come in time.
         """
+        self._show(values)
+        return self._read_all(values, timeout)
+
+    def maximum(self, values: Sequence[int], timeout: float) -> list[int]:
+        """The elementwise maximum over all ranks of equally many numbers: see `exchange`."""
+        return _maximum(self.exchange(values, timeout))
+
+    def show(self, values: Sequence[int], timeout: float) -> Shown:
+        """Begin a `maximum`; nothing else is exchanged until its result is waited for."""
+        self._show(values)
+        return Shown(self, values, timeout)
+
+    def _show(self, values: Sequence[int]) -> None:
         self._rounds += 1
         start = self._row(self._rank)
         words = self._words
@@ -91,14 +105,12 @@ class Board:
         words[start + 2] = len(values)
         words[start + 1] = self._hash(values)
         words[start] = self._rounds
+
+    def _read_all(self, values: Sequence[int], timeout: float) -> list[Sequence[int]]:
         return [
             values if rank == self._rank else self._read(rank, timeout)
             for rank in range(self._world_size)
         ]
-
-    def maximum(self, values: Sequence[int], timeout: float) -> list[int]:
-        """The elementwise maximum over all ranks of equally many numbers: see `exchange`."""
-        return [max(column) for column in zip(*self.exchange(values, timeout), strict=True)]
 
     def share(self, value: Any, timeout: float) -> list[Any]:
         """What every rank passes, by rank, as `exchange`: anything that can be pickled."""
@@ -169,17 +181,16 @@ class Board:
 
     def begin(self, call: Call) -> None:
         """See `calls.Roll`."""
-        name = f"{call.name}\n{call.part}".encode()[:_NAME_BYTES]
-        state = self._state(self._rank)
-        self._words[state + _NUMBER] = call.number
-        self._words[state + _OF] = call.of
-        self._words[state + _IN_CALL] = 1
+        state, words = self._own_state, self._words
+        words[state + _NUMBER] = call.number
+        words[state + _OF] = call.of
+        words[state + _IN_CALL] = 1
         at = (state + _WORDS) * 8
-        self._bytes[at : at + _NAME_BYTES] = name.ljust(_NAME_BYTES, b"\0")
+        self._bytes[at : at + _NAME_BYTES] = _padded(call.name, call.part)
 
     def end(self) -> None:
         """See `calls.Roll`."""
-        self._words[self._state(self._rank) + _IN_CALL] = 0
+        self._words[self._own_state + _IN_CALL] = 0
 
     def look(self, peers: Sequence[int]) -> None:
         """See `calls.Roll`."""
@@ -259,6 +270,36 @@ class Board:
         name = bytes(self._bytes[at : at + _NAME_BYTES]).rstrip(b"\0").decode(errors="ignore")
         call = Call(number, *name.partition("\n")[::2], of=of)
         return f"its last call is {call}, which it has {'not ' * in_call}left"
+
+
+class Shown:
+    """Numbers that a rank shows on a board while it does something else.
+
+    Args:
+        board: the board.
+        values: the numbers.
+        timeout: seconds to wait for another rank.
+    """
+
+    def __init__(self, board: Board, values: Sequence[int], timeout: float) -> None:
+        self._board, self._values, self._timeout = board, values, timeout
+
+    def wait(self) -> list[int]:
+        """The elementwise maximum over all ranks: see `Board.exchange`."""
+        return _maximum(self._board._read_all(self._values, self._timeout))
+
+    def share(self, value: Any) -> list[Any]:
+        """See `Board.share`."""
+        return self._board.share(value, self._timeout)
+
+
+@lru_cache(maxsize=64)
+def _padded(name: str, part: str) -> bytes:
+    return f"{name}\n{part}".encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
+
+
+def _maximum(rows: list[Sequence[int]]) -> list[int]:
+    return [max(column) for column in zip(*rows, strict=True)]
 
 
 def make_board(rank: int, world_size: int, share: Callable[[Any], list[Any]]) -> Board | None:

@@ -146,6 +146,8 @@ class Calls:
         self._lock = threading.Lock()
         self._main = main or threading.main_thread()
         self._in_call = self._users = self._main
+        self._scope: Scope | None = None  # of the last call
+        self._late: Callable[[Scope], None] | None = None
 
     def enter(self, name: str, part: str, of: int = 0) -> Scope:
         """Begin a call; use the result in a ``with`` statement.
@@ -156,8 +158,8 @@ class Calls:
             of: likewise.
 
         Raises:
-            ExchangeError: a rank has failed in an earlier call, or two threads of this rank use
-                the group.
+            ExchangeError: a rank has failed in an earlier call, the ranks were in different calls
+                before, or two threads of this rank use the group.
         """
         failure = self._failure or self._roll.failed()
         if failure is not None:
@@ -167,10 +169,11 @@ class Calls:
                 f"this group of {self._world_size} ranks cannot be used any more: {failure.text}; "
                 "start the ranks again, or make a new group without those that are missing"
             )
-        thread = threading.current_thread()
-        if not self._lock.acquire(blocking=False):
-            self._refuse(thread, self._in_call, name)
-        self._in_call = thread
+        if self._late is not None and self._scope is not None:
+            self._take(name)
+            with self._scope:  # what the last call has left undone
+                self.agree_now()
+        thread = self._take(name)
         self.number += 1
         # Backward, and forward again for a checkpoint, may run in a thread of autograd's.
         is_users = torch._C._current_graph_task_id() < 0
@@ -179,7 +182,31 @@ class Calls:
         is_named = is_users and thread is not self._main
         call = Call(self.number, name, part, of, thread.name if is_named else "")
         self._roll.begin(call)
-        return Scope(self, call)
+        self._scope = Scope(self, call)
+        return self._scope
+
+    def _take(self, name: str) -> threading.Thread:
+        """Keep other threads out, until the scope that is entered now ends."""
+        thread = threading.current_thread()
+        if not self._lock.acquire(blocking=False):
+            self._refuse(thread, self._in_call, name)
+        self._in_call = thread
+        return thread
+
+    def agree_later(self, agreement: Callable[[Scope], None]) -> None:
+        """Have the call under way agreed on before a row of it moves, or else in the next call.
+
+        Args:
+            agreement: takes the call; raises unless all ranks are in it.
+        """
+        self._late = agreement
+
+    def agree_now(self) -> None:
+        """Agree on the call under way, if that is still to be done."""
+        agreement, self._late = self._late, None
+        if agreement is not None:
+            assert self._scope is not None
+            agreement(self._scope)
 
     def _refuse(self, thread: threading.Thread, other: threading.Thread, name: str) -> None:
         text = (

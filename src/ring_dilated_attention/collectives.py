@@ -21,8 +21,10 @@ from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from .calls import Call, Finding, LostPeerError
+from .waiter import LOOK_S
 
 _POLL_S = 0.002  # between looks into the store
+_SPIN_S, _PAUSE_S = 0.001, 0.0001  # is waited without sleeping; is slept then, between looks
 _CAUSE_S = 3.0  # so long ranks may take to say that they wait, too, when a wait has failed
 
 
@@ -89,8 +91,23 @@ class Collectives:
         everyone = [torch.empty_like(tensor) for _ in range(self._world_size)]
         options = AllgatherOptions()
         options.timeout = timedelta(seconds=timeout)
-        self._group.allgather([everyone], [tensor], options).wait()
+        self._finish(self._group.allgather([everyone], [tensor], options))
         return everyone
+
+    def _finish(self, work: Any) -> None:
+        """Wait for a collective of gloo, unless another rank finds that it will never end.
+
+        A rank sees only those of its connections break that the collective uses.
+        """
+        begun = time.monotonic()
+        around = begun + LOOK_S
+        while not work.is_completed():
+            now = time.monotonic()
+            time.sleep(0 if now < begun + _SPIN_S else _PAUSE_S)
+            if now >= around:
+                around = now + LOOK_S
+                self.look([])
+        work.wait()
 
     def _by_store(self, data: bytes, timeout: float) -> list[bytes]:
         keys = [f"{self._rounds}/{rank}" for rank in range(self._world_size)]
@@ -110,7 +127,7 @@ class Collectives:
         options.timeout = timedelta(seconds=timeout)
         if self._on_cpu:
             tensor = torch.tensor(values, dtype=torch.int64)
-            self._group.allreduce([tensor], options).wait()
+            self._finish(self._group.allreduce([tensor], options))
             return [int(value) for value in tensor.tolist()]
         if device.type == "cpu":
             device = torch.device("cuda", torch.cuda.current_device())  # all that NCCL can reach
@@ -125,6 +142,8 @@ class Collectives:
         begun = time.monotonic()
         try:
             yield
+        except LostPeerError:
+            raise
         except (RuntimeError, TimeoutError) as error:
             waited = timeout if time.monotonic() - begun >= timeout else None
             raise LostPeerError([], waited) from error
@@ -140,12 +159,15 @@ class Collectives:
         """See `calls.Roll`; told when a wait fails."""
 
     def look(self, peers: Sequence[int]) -> None:
-        """See `calls.Roll`; nothing is known of ranks between their collectives."""
+        """See `calls.Roll`; known is only that some rank has given up a wait, or has failed."""
+        if self._store.check(["lost"]):
+            raise LostPeerError(peers)
 
     def fail(self, finding: Finding) -> None:
         """See `calls.Roll`."""
         try:
             self._store.set(f"failed/{self._rank}", json.dumps(finding))
+            self._store.set("lost", "")  # whoever waits for this rank in a collective looks there
         except RuntimeError:
             return  # whoever holds the store has gone; the others will find that too
 
@@ -166,9 +188,9 @@ class Collectives:
             )
 
     def _explain(self, lost: LostPeerError) -> Finding:
-        number = self._call.number if self._call is not None else 1
-        self._store.set(f"waits/{number}/{self._rank}", "")
-        self._close()  # those who wait for this rank say so too
+        self._store.set(f"waits/{self._rank}", "")
+        self._store.set("lost", "")  # those who wait in a collective say so too
+        self._close()  # and those who wait for this rank
         others = [rank for rank in range(self._world_size) if rank != self._rank]
         deadline = time.monotonic() + _CAUSE_S
         silent = others
@@ -176,7 +198,7 @@ class Collectives:
             for rank in others:
                 if self._store.check([f"failed/{rank}"]):
                     return Finding(*json.loads(self._store.get(f"failed/{rank}")))
-            silent = [r for r in silent if not self._store.check([f"waits/{number}/{r}"])]
+            silent = [r for r in silent if not self._store.check([f"waits/{r}"])]
             time.sleep(0.02)
         suspects = [r for r in silent if r in lost.peers] or silent or list(lost.peers) or others
         rank = suspects[0]

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from .calls import Calls, LostPeerError, Roll
+from .waiter import Waiter
 from .watch import UnderWay, Watch, prepare_to_watch
 
 MOST_CTAS = 16
@@ -53,6 +54,7 @@ class Communicator:
         self._timeout, self._roll = timeout, roll
         self._under_way: WeakSet[Works] = WeakSet()
         self._watch: Watch | None = None
+        self._waiter = Waiter() if device.type == "cpu" else None
         self._side: torch.cuda.Stream | None = None  # waits for transfers, and for nothing else
         self._messages: Any = dist.ProcessGroup(store, rank, world_size)
         limit = timedelta(seconds=timeout)
@@ -111,7 +113,7 @@ class Communicator:
                     work.wait()
                     done = self._side.record_event()
                 self._watch.add(UnderWay(computed.query, done.query, tuple(peers)))
-        begun = Works(works, tensors, self._timeout, self._roll)
+        begun = Works(works, tensors, self._timeout, self._roll, self._waiter)
         self._under_way.add(begun)
         return begun
 
@@ -160,6 +162,7 @@ class Works:
         tensors: what they send and receive.
         timeout: seconds after which a wait on the host fails.
         roll: what the ranks know of each other.
+        waiter: waits on the host; None: works are waited for by streams.
     """
 
     def __init__(
@@ -168,9 +171,10 @@ class Works:
         tensors: list[torch.Tensor],
         timeout: float,
         roll: Roll,
+        waiter: Waiter | None,
     ) -> None:
         self._works, self._tensors = works, tensors
-        self._timeout, self._roll = timeout, roll
+        self._timeout, self._roll, self._waiter = timeout, roll, waiter
 
     def wait(self) -> None:
         """See `exchange.Pending.wait`."""
@@ -178,7 +182,12 @@ class Works:
             self._roll.waits_for(peer)
             begun = time.monotonic()
             try:
-                work.wait()
+                if self._waiter is None:
+                    work.wait()
+                else:
+                    self._waiter.run(work.wait, partial(self._roll.look, [peer]))
+            except LostPeerError:
+                raise
             except RuntimeError as error:
                 waited = self._timeout if time.monotonic() - begun >= self._timeout else None
                 raise LostPeerError([peer], waited) from error

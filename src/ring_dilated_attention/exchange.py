@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import math
 import os
-import threading
 import warnings
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from datetime import timedelta
-from functools import cached_property, lru_cache, partial
-from typing import Any, Protocol, TypeAlias, TypeVar, cast
+from functools import lru_cache, partial
+from typing import Any, Protocol, TypeAlias, cast
 from weakref import WeakKeyDictionary, WeakMethod, WeakValueDictionary
 
 import torch
@@ -23,12 +21,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from .board import MOST_VALUES, make_board
+from .board import MOST_VALUES, Shown, make_board
 from .calls import ALONE, Calls, ExchangeError, LostPeerError
 from .collectives import Collectives
 from .communicator import Communicator, timeout_of
 from .peer_memory import PeerMemory, out_of_reach, place_of
 from .version import VERSION
+from .waiter import Waiter
 
 
 class Pending(Protocol):
@@ -48,7 +47,8 @@ class Exchange(Protocol):
         calls: the calls of the group: transfers and agreements are part of one.
 
     It may have a `stopwatch` too, which is started where compute waits for transfers in a way that
-    `Pending.wait` does not show; what it returns is called when compute goes on.
+    `Pending.wait` does not show; what it returns is called when compute goes on. And it may have a
+    `show`, which begins a `maximum` whose result is waited for later: see `settle_later`.
 
     Whatever waits for a rank that has ended, has failed, or does not come in time raises a
     `LostPeerError`, which `Calls` explains.
@@ -344,20 +344,24 @@ class ProcessGroupExchange:
         self._group = group
         self._peer_memory = peer_memory
         self._given_timeout = None if timeout is None else _seconds(timeout)
+        self._found: _Members | None = None
 
     @property
     def _others(self) -> list[int]:
         return [rank for rank in range(self.world_size) if rank != self.rank]
 
-    @cached_property
+    @property
     def _timeout(self) -> float:
         return self._met.timeout if self._given_timeout is None else self._given_timeout
 
-    @cached_property
+    @property
     def _met(self) -> _Members:
-        met = _members.get(self._group)
+        met = self._found  # cached_property takes a lock, several times a call
         if met is None:
-            met = _members[self._group] = _Members(self._group, self._given_timeout)
+            met = _members.get(self._group)
+            if met is None:
+                met = _members[self._group] = _Members(self._group, self._given_timeout)
+            self._found = met
         return met
 
     @property
@@ -371,6 +375,7 @@ class ProcessGroupExchange:
         """See `Exchange.start`."""
         if send is None and receive is None:
             return _Nothing()
+        self.calls.agree_now()
         if send is not None:
             self.sent_bytes += send[1].nbytes
         _, tensor = send or receive or (0, torch.empty(0))
@@ -383,12 +388,16 @@ class ProcessGroupExchange:
             raise LostPeerError([])
         key = device.type, self._peer_memory, self._timeout
         if key not in met.transports:
-            met.transports[key] = _while_looking(
-                lambda: met.roll.look(self._others), device, lambda: self._make(device)
+            if device == torch.device("cuda"):  # which one, the thread that makes it cannot say
+                device = torch.device("cuda", torch.cuda.current_device())
+            met.transports[key] = Waiter().run(
+                lambda: self._make(device), lambda: met.roll.look(self._others)
             )
         return met.transports[key]
 
     def _make(self, device: torch.device) -> _Transport:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # of the thread that makes it
         copies = self._peer_memory or (self._peer_memory is None and device.type == "cuda")
         made = self._share_memory(device) if copies else None
         if made is not None:
@@ -453,6 +462,14 @@ class ProcessGroupExchange:
             self._transport(device)
         return found
 
+    def show(self, values: Sequence[int], device: torch.device) -> Shown | None:
+        """Begin a `maximum`; None, and nothing is begun, where ranks are not on one host."""
+        board = self._met.board if self.world_size > 1 else None
+        if board is None:
+            return None
+        on_cuda = int(device.type == "cuda")  # as `maximum`, which other ranks may be in
+        return board.show([*values, on_cuda, -on_cuda], self._timeout)
+
     def _maximum(self, values: list[int], device: torch.device) -> list[int]:
         met = self._met
         if met.board is not None and len(values) <= MOST_VALUES:
@@ -484,32 +501,3 @@ class _Nothing:
 
     def wait(self) -> None:
         pass
-
-
-_T = TypeVar("_T")
-_LOOK_S = 0.2  # between looks at the other ranks
-
-
-def _while_looking(look: Callable[[], None], device: torch.device, make: Callable[[], _T]) -> _T:
-    """What `make` returns, which waits for all ranks; give it up when `look` raises."""
-    result: Future[_T] = Future()
-    on_cuda = device.type == "cuda"
-    index = torch.cuda.current_device() if on_cuda and device.index is None else device.index
-
-    def run() -> None:
-        try:
-            if on_cuda:
-                torch.cuda.set_device(index)
-            result.set_result(make())
-        except BaseException as error:
-            result.set_exception(error)
-
-    # Not of a pool: whoever gives it up must not wait for it when the process ends.
-    threading.Thread(target=run, daemon=True, name="ring-dilated-attention connects").start()
-    while True:
-        try:
-            return result.result(_LOOK_S)
-        except TimeoutError:
-            if result.done():
-                raise
-            look()

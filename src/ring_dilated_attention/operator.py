@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .agreement import refuse_capture, settle
+from .agreement import refuse_capture, settle, settle_later
 from .calls import Call
 from .derivatives import apply_function, once_differentiable, refuse_tangents
 from .device_tables import TABLES
@@ -43,7 +43,7 @@ _library.define(
 
 FORWARD = torch.ops.ring_dilated_attention.forward.default
 """(query, key, value, *options) -> (out, lse, identity): out as query, lse (batch, heads,
-local_sequence), both contiguous; identity int64 (1,) on the CPU, the number of the call among those
+local_sequence), both contiguous; identity int64 () on the CPU, the number of the call among those
 of its group, (0,) without a group. The arguments are those that `dilated_attention` has
 validated."""
 BACKWARD = torch.ops.ring_dilated_attention.backward.default
@@ -164,8 +164,8 @@ def _identity(group: str, query: torch.Tensor, call: Call | None = None) -> torc
     if not group:
         return torch.empty(0, dtype=torch.int64, device=query.device)
     if call is None:
-        return torch.empty(1, dtype=torch.int64)
-    return torch.tensor([call.number])
+        return torch.empty((), dtype=torch.int64)
+    return torch.scalar_tensor(call.number, dtype=torch.int64)
 
 
 def _backward(
@@ -184,7 +184,7 @@ def _backward(
     refuse_capture("dilated_attention", ends, query.device)
     forward = int(identity) if named.group else 0
     with ends.calls.enter("dilated_attention", "backward", forward) as scope:
-        settle(scope, ends, query.device)
+        settle_later(scope, ends, query.device)
         resolved = resolve(named, query, key, ends)
         if len(resolved.planned) == 1:
             call = _ring_call(named, ends, resolved, resolved.planned[0])

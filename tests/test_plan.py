@@ -1,3 +1,6 @@
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import pairwise
 
@@ -394,3 +397,26 @@ def test_a_step_that_does_not_read_every_slot_first():
     step = plan.rank(0).step(1)
     assert len(step.groups) == 2
     assert not step.covers
+
+
+def test_plans_do_not_depend_on_hash_seeds():
+    """Processes of one group have different ones, and must plan the same messages."""
+    code = (
+        "from ring_dilated_attention import *\n"
+        "pattern = DilatedPattern([5, 16, None], [1, 2, 3])\n"
+        "layout = SequenceLayout.zigzag(61, 3)\n"
+        "plan = plan_attention(pattern, layout, num_heads=6, num_kv_heads=3, is_causal=True)\n"
+        "print([[step for step in plan.rank(rank).steps()] for rank in range(3)])\n"
+    )
+    found = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert len(found[0]) > 1000
+    assert found[0] == found[1]

@@ -121,11 +121,11 @@ def settle_later(scope: Scope, ends: Exchange, device: torch.device) -> None:
 
 def _numbers(scope: Scope, shared: Shared | None, failure: Exception | None) -> list[int]:
     """What is equal on all ranks where their calls are."""
-    digest = b"refused" if shared is None else shared.digest
     number, name, part, of, thread = scope.call
-    text = f"{number} {of} {name} {part} {thread} ".encode() + digest
-    number = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest())
-    return [number, -number, int(failure is not None)]
+    text = f"{number} {of} {name} {part} {thread} ".encode()
+    text += b"refused" if shared is None else shared.digest
+    digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest())
+    return [digest, -digest, int(failure is not None)]
 
 
 def _compare(

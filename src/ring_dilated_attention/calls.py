@@ -153,9 +153,9 @@ class Calls:
         """Begin a call; use the result in a ``with`` statement.
 
         Args:
-            name: see `Call`.
-            part: likewise.
-            of: likewise.
+            name: the function or module that was called.
+            part: what of it, ``"forward"``, ``"backward"`` or ``"inputs"``.
+            of: the number of the forward that a backward belongs to, else 0.
 
         Raises:
             ExchangeError: a rank has failed in an earlier call, the ranks were in different calls

@@ -188,7 +188,8 @@ class Collectives:
             )
 
     def _explain(self, lost: LostPeerError) -> Finding:
-        self._store.set(f"waits/{self._rank}", "")
+        # What the wait was, and how long: one that times out breaks others' connections.
+        self._store.set(f"waits/{self._rank}", "" if lost.waited is None else f"{lost.waited:g}")
         self._store.set("lost", "")  # those who wait in a collective say so too
         self._close()  # and those who wait for this rank
         others = [rank for rank in range(self._world_size) if rank != self._rank]
@@ -202,8 +203,9 @@ class Collectives:
             time.sleep(0.02)
         suspects = [r for r in silent if r in lost.peers] or silent or list(lost.peers) or others
         rank = suspects[0]
-        after = "has gone, or does not answer" if lost.waited is None else (
-            f"did not answer within {lost.waited:g} s")  # fmt: skip
+        waits = [f"waits/{r}" for r in range(self._world_size) if r not in silent]
+        waited = next((found for key in waits if (found := self._store.get(key).decode())), "")
+        after = f"did not answer within {waited} s" if waited else "has gone, or does not answer"
         known = f"the last call it is known to have begun is {self._agreed}"
         if self._agreed is None:
             known = "it has made no call of this group"

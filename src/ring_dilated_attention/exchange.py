@@ -456,6 +456,7 @@ class ProcessGroupExchange:
         """See `Exchange.maximum`."""
         if self.world_size == 1:
             return list(values)
+        self.calls.agree_now()
         on_cuda = int(device.type == "cuda")
         *found, some, none = self._maximum([*values, on_cuda, -on_cuda], device)
         if some == -none:  # all ranks are here, and on such devices: what making it needs
@@ -480,6 +481,7 @@ class ProcessGroupExchange:
         """See `Exchange.share`."""
         if self.world_size == 1:
             return [value]
+        self.calls.agree_now()
         met = self._met
         return (met.board or met.collectives).share(value, self._timeout)
 

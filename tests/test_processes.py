@@ -2,6 +2,7 @@
 
 import gc
 from threading import Event
+from weakref import ref
 
 import pytest
 import torch
@@ -90,15 +91,16 @@ def test_ranks_in_different_numbers_of_groups():
 
 def groups_in_turns(rank, world_size):
     """How much is kept of groups that are gone, while a thread holds what a watch would."""
-    query, kept, watched = torch.randn(1, 4, 2, 8), [], []
+    query, kept, watched, members = torch.randn(1, 4, 2, 8), [], [], []
     for _ in range(3):
         group = dist.new_group()
         dilated_attention(query, query, query, DilatedPattern.dense(), group=group)
         watched.append(exchange.ProcessGroupExchange(group).calls)
+        members.append(ref(exchange._members[group]))
         dist.destroy_process_group(group)
         del group
         gc.collect()
-        kept.append(len(exchange._members))
+        kept.append(len(exchange._members) + sum(one() is not None for one in members))
     return kept
 
 

@@ -114,6 +114,7 @@ class Collectives:
         self._store.set(keys[self._rank], data.hex())
         deadline = time.monotonic() + timeout
         while not self._store.check(keys):
+            self.look([])
             if time.monotonic() > deadline:
                 raise TimeoutError
             time.sleep(_POLL_S)

@@ -3,6 +3,7 @@
 import threading
 import weakref
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from ring_dilated_attention import (
     compute,
     dilated_attention,
     plan_attention,
+    resolve,
     ring,
 )
 from ring_dilated_attention.testing import relative_error, run_loopback
@@ -243,6 +245,48 @@ def test_packed_rows_are_freed_with_the_last_message():
     fetched = next(arrivals)
     assert fetched.slots is not None
     assert sent() is None  # although the call goes on
+
+
+def test_a_ring_has_one_fetch_under_way():
+    layout = SequenceLayout.contiguous(48, 3)
+    plan = plan_attention(DilatedPattern.dense(), layout, is_causal=False)
+    events = []
+
+    def start(send, receive):
+        events.append("start")
+        return SimpleNamespace(wait=lambda: events.append("wait"))
+
+    transport: Any = SimpleNamespace(rank=0, world_size=3, start=start)
+    key = torch.zeros(1, 16, 1, 8)
+    assert len(list(fetch(plan.rank(0).steps(), transport, key, key, depth=1))) == 2
+    assert events == ["start", "wait", "start", "wait"]
+
+
+def test_what_a_slice_allocates_is_freed_before_the_next(monkeypatch):
+    """However many slices there are, results of one are alive at a time."""
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    def computed(tensors):
+        alive.extend(weakref.ref(tensor) for tensor in tensors)
+        return tensors
+
+    def forward(tile):
+        assert not any(result() is not None for result in alive)
+        return computed(EAGER.forward(tile))
+
+    def backward(tile, gradients):
+        assert not any(result() is not None for result in alive)
+        return computed(EAGER.backward(tile, gradients))
+
+    watched = replace(EAGER, forward=forward, backward=backward)
+    monkeypatch.setattr(resolve, "select_backend", lambda *call: Selection(watched))
+    resolve.forget_plans()
+    query, key, value = torch.randn(3, 1, 256, 4, 8).unbind(0)
+    leaves = [x.clone().requires_grad_() for x in (query, key, value)]
+    pattern = DilatedPattern([16, 64], [1, 2])
+    dilated_attention(*leaves, pattern, workspace=0.1).sum().backward()
+    resolve.forget_plans()
+    assert len(alive) > 5 * 10
 
 
 @pytest.mark.parametrize(("at_once", "waits"), [(None, False), (0, True)])

@@ -17,19 +17,16 @@ class Shared(NamedTuple):
 
     Attributes:
         words: each by its name, as messages show it.
-        text: all of them.
-        digest: of the text, which is what ranks compare.
+        digest: of all of them, which is what ranks compare.
     """
 
     words: Mapping[str, Any]
-    text: str
     digest: bytes
 
     @classmethod
     def of(cls, words: Mapping[str, Any]) -> Shared:
         """Arguments by name."""
-        text = repr(words)
-        return cls(words, text, hashlib.blake2b(text.encode()).digest())
+        return cls(words, hashlib.blake2b(repr(words).encode()).digest())
 
 
 _NOTHING = Shared.of({})

@@ -178,7 +178,7 @@ def _nbytes_of_call(arguments: tuple[Any, ...], resolved: Resolved) -> int:
     options = Options(*arguments[6:])
     numbers = len(options.layout) + len(options.documents) + len(options.lengths)
     plans = sum(_nbytes_of_plan(rows.plan.plan) for rows in resolved.planned)
-    return INT_BYTES * numbers + 2 * len(resolved.shared.text) + plans
+    return INT_BYTES * numbers + plans
 
 
 @cache_by_size(64 << 20, _nbytes_of_call)

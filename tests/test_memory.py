@@ -281,10 +281,9 @@ def test_what_a_slice_allocates_is_freed_before_the_next(monkeypatch):
     watched = replace(EAGER, forward=forward, backward=backward)
     monkeypatch.setattr(resolve, "select_backend", lambda *call: Selection(watched))
     resolve.forget_plans()
-    query, key, value = torch.randn(3, 1, 256, 4, 8).unbind(0)
-    leaves = [x.clone().requires_grad_() for x in (query, key, value)]
+    query, key, value = (torch.randn(1, 256, 4, 8, requires_grad=True) for _ in range(3))
     pattern = DilatedPattern([16, 64], [1, 2])
-    dilated_attention(*leaves, pattern, workspace=0.1).sum().backward()
+    dilated_attention(query, key, value, pattern, workspace=0.1).sum().backward()
     resolve.forget_plans()
     assert len(alive) > 5 * 10
 

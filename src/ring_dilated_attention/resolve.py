@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -130,21 +129,9 @@ def plan_rows(
         ValueError: the documents or the lengths do not fit the call.
     """
     batch, length, num_heads, _ = shape
-    total = _layout(options.layout).length if options.layout else length * world_size
-    for rows, borders in packed_rows(options.documents, options.lengths, batch, total):
-        plan = _plan(
-            options.segment_lengths,
-            options.dilation_rates,
-            options.head_offsets,
-            options.head_branches,
-            options.zero_keys,
-            options.layout or length,
-            world_size,
-            options.is_causal,
-            num_heads,
-            num_kv_heads,
-            borders,
-        )
+    pattern, layout = _pattern(options), _layout(options, length, world_size)
+    for rows, borders in packed_rows(options.documents, options.lengths, batch, layout.length):
+        plan = _plan(pattern, layout, options.is_causal, num_heads, num_kv_heads, borders)
         yield rows, plan
 
 
@@ -216,7 +203,7 @@ def _check(
     """What computes the tiles; raise a `ValueError` unless layout and back end fit the call."""
     if options.layout:
         held = f"its query has a local sequence length of {shape[1]}"
-        _layout(tuple(options.layout)).check_shard(rank, world_size, shape[1], held)
+        _layout_of(tuple(options.layout)).check_shard(rank, world_size, shape[1], held)
     return select_backend(options.backend, device, dtype, shape[3])
 
 
@@ -228,14 +215,7 @@ def _in_words(
     options: Options,
 ) -> dict[str, Any]:
     batch, length, num_heads, head_dim = shape
-    layout = _layout(tuple(options.layout)) if options.layout else None
-    pattern = _pattern(
-        tuple(options.segment_lengths),
-        tuple(options.dilation_rates),
-        options.head_offsets,
-        options.head_branches,
-        options.zero_keys,
-    )
+    layout = _layout_of(tuple(options.layout)) if options.layout else None
     return {
         "batch": batch,
         "heads": num_heads,
@@ -243,7 +223,7 @@ def _in_words(
         "head_dim": head_dim,
         "dtype": str(dtype),
         "device": device.type,
-        "pattern": str(pattern),
+        "pattern": str(_pattern(options)),
         "layout": f"{layout!r} ({layout.digest[:8]})"
         if layout
         else f"{length} positions on each rank",
@@ -272,23 +252,16 @@ def _nbytes_of_plan(plan: AttentionPlan) -> int:
 
 @cache_by_size(64 << 20, lambda arguments, plan: _nbytes_of_plan(plan))
 def _plan(
-    segment_lengths: tuple[int, ...],
-    dilation_rates: tuple[int, ...],
-    head_offsets: str,
-    head_branches: str,
-    zero_keys: bool,
-    layout: tuple[int, ...] | int,  # an int: equal shards of so many positions
-    world_size: int,
+    pattern: DilatedPattern,
+    layout: SequenceLayout,
     is_causal: bool,
     num_heads: int,
     num_kv_heads: int,
     borders: tuple[int, ...],
 ) -> AttentionPlan:
     return plan_attention(
-        _pattern(segment_lengths, dilation_rates, head_offsets, head_branches, zero_keys),
-        _layout(layout)
-        if isinstance(layout, tuple)
-        else SequenceLayout.contiguous(layout * world_size, world_size),
+        pattern,
+        layout,
         is_causal=is_causal,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -297,21 +270,20 @@ def _plan(
     )
 
 
-@lru_cache(maxsize=64)
-def _pattern(
-    segment_lengths: tuple[int, ...],
-    dilation_rates: tuple[int, ...],
-    head_offsets: str,
-    head_branches: str,
-    zero_keys: bool,
-) -> DilatedPattern:
+def _pattern(options: Options) -> DilatedPattern:
     return DilatedPattern(
-        [length or None for length in segment_lengths],
-        dilation_rates,
-        head_offsets=head_offsets,
-        head_branches=head_branches,
-        zero_keys=zero_keys,
+        [length or None for length in options.segment_lengths],
+        options.dilation_rates,
+        head_offsets=options.head_offsets,
+        head_branches=options.head_branches,
+        zero_keys=options.zero_keys,
     )
+
+
+def _layout(options: Options, length: int, world_size: int) -> SequenceLayout:
+    if options.layout:
+        return _layout_of(tuple(options.layout))
+    return SequenceLayout.contiguous(length * world_size, world_size)
 
 
 def _nbytes_of_layout(arguments: tuple[Any, ...], layout: SequenceLayout) -> int:
@@ -319,5 +291,5 @@ def _nbytes_of_layout(arguments: tuple[Any, ...], layout: SequenceLayout) -> int
 
 
 @cache_by_size(4 << 20, _nbytes_of_layout)
-def _layout(flat: tuple[int, ...]) -> SequenceLayout:
+def _layout_of(flat: tuple[int, ...]) -> SequenceLayout:
     return SequenceLayout.from_flat(flat)

@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 import pickle
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any
@@ -21,7 +20,7 @@ from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from .calls import Call, Finding, LostPeerError
-from .waiter import LOOK_S
+from .waiter import LOOK_S, waiting
 
 _POLL_S = 0.002  # between looks into the store
 _SPIN_S, _PAUSE_S = 0.001, 0.0001  # is waited without sleeping; is slept then, between looks
@@ -63,14 +62,14 @@ class Collectives:
         """
         self._rounds += 1
         data = pickle.dumps(value)
-        with self._lost_after(timeout):
+        with waiting([], timeout):
             found = (self._by_gloo if self._on_cpu else self._by_store)(data, timeout)
         self._seen()
         return [pickle.loads(each) for each in found]
 
     def maximum(self, values: Sequence[int], device: torch.device, timeout: float) -> list[int]:
         """The elementwise maximum over all ranks of equally many numbers (int64): see `share`."""
-        with self._lost_after(timeout):
+        with waiting([], timeout):
             found = self._all_reduce(list(values), device, timeout)
         self._seen()
         return found
@@ -137,17 +136,6 @@ class Collectives:
             tensor = torch.tensor(values, dtype=torch.int64, device=device)
             self._group.allreduce([tensor], options).wait(timedelta(seconds=timeout))
             return [int(value) for value in tensor.tolist()]
-
-    @contextmanager
-    def _lost_after(self, timeout: float) -> Iterator[None]:
-        begun = time.monotonic()
-        try:
-            yield
-        except LostPeerError:
-            raise
-        except (RuntimeError, TimeoutError) as error:
-            waited = timeout if time.monotonic() - begun >= timeout else None
-            raise LostPeerError([], waited) from error
 
     def begin(self, call: Call) -> None:
         """See `calls.Roll`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from .calls import Calls, LostPeerError, Roll
-from .waiter import Waiter
+from .waiter import Waiter, waiting
 from .watch import UnderWay, Watch, prepare_to_watch
 
 MOST_CTAS = 16
@@ -180,17 +179,11 @@ class Works:
         """See `exchange.Pending.wait`."""
         for peer, work in self._works:
             self._roll.waits_for(peer)
-            begun = time.monotonic()
-            try:
+            with waiting([peer], self._timeout):
                 if self._waiter is None:
                     work.wait()
                 else:
                     self._waiter.run(work.wait, partial(self._roll.look, [peer]))
-            except LostPeerError:
-                raise
-            except RuntimeError as error:
-                waited = self._timeout if time.monotonic() - begun >= self._timeout else None
-                raise LostPeerError([peer], waited) from error
             self._roll.waits_for(None)
         self._tensors.clear()
 

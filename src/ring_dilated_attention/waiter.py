@@ -8,15 +8,43 @@ now and then, and goes on without an answer if one of them is lost.
 from __future__ import annotations
 
 import threading
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any, TypeVar
+
+from .calls import LostPeerError
 
 T = TypeVar("T")
 
 LOOK_S = 0.2
 """Between two looks at the other ranks."""
+
+
+@contextmanager
+def waiting(peers: Sequence[int], timeout: float) -> Iterator[None]:
+    """A wait for other ranks: whatever error ends it says how long it was.
+
+    What a rank's timeout breaks fails for others, who say so; whichever of the two errors this rank
+    sees first, its own wait has taken the timeout.
+
+    Args:
+        peers: the ranks waited for; empty: any of the group.
+        timeout: seconds after which the wait is given up.
+
+    Raises:
+        LostPeerError: in place of a RuntimeError or TimeoutError.
+    """
+    begun = time.monotonic()
+    try:
+        yield
+    except (RuntimeError, TimeoutError) as error:  # a LostPeerError is one
+        if isinstance(error, LostPeerError):
+            peers = error.peers
+        waited = timeout if time.monotonic() - begun >= timeout else None
+        raise LostPeerError(peers, waited) from error
 
 
 class _Task:

@@ -137,6 +137,21 @@ def in_a_tile(me: Rank, how: str) -> None:
     me.synchronize()
 
 
+def in_a_message(me: Rank, how: str) -> None:
+    """A part of a large message has come, which gloo does not say when the rest never does."""
+    me.warm_up()
+    sent, received = torch.zeros(2, 2**24, device=me.device)
+    to, source = (me.rank + 1) % me.world_size, (me.rank - 1) % me.world_size
+    with me.group.calls.enter("dilated_attention", "forward"):
+        pending = me.group.start((to, sent), (source, received))
+        if me.is_victim:
+            time.sleep(0.005)
+            me.die(how)
+        pending.wait()
+    me.call()
+    me.synchronize()
+
+
 def in_backward(me: Rank, how: str) -> None:
     me.warm_up()
     out = me.call()
@@ -314,6 +329,7 @@ FAULTS = {
     ),
     "killed in forward": Fault(in_a_tile, "kill", _GONE),
     "stopped in forward": Fault(in_a_tile, "stop", _SILENT, stops=True),
+    "killed in a message": Fault(in_a_message, "kill", _GONE),
     "killed in backward": Fault(in_backward, "kill", _GONE),
     "stopped in backward": Fault(in_backward, "stop", _SILENT, stops=True),
     "error in a tile": Fault(
@@ -396,7 +412,7 @@ def _rank_main(
     try:
         dist.init_process_group(
             backend,
-            store=dist.FileStore(str(Path(folder, "store")), world_size),
+            store=_store(Path(folder, "store"), rank, world_size, is_file=board),
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=LONG_S),
@@ -416,6 +432,20 @@ def _rank_main(
         time.sleep(60)
     sys.stdout.flush()
     os._exit(1 if error else 0)  # as it is: nobody is to wait for anybody here
+
+
+def _store(path: Path, rank: int, world_size: int, *, is_file: bool) -> dist.Store:
+    """Where the ranks meet: a file, or, as between hosts, a port of the first rank's process."""
+    if is_file:
+        return dist.FileStore(str(path), world_size)
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, world_size, True, wait_for_workers=False)
+        path.with_suffix(".new").write_text(str(store.port))
+        path.with_suffix(".new").rename(path)
+        return store
+    while not path.exists():
+        time.sleep(0.01)
+    return dist.TCPStore("127.0.0.1", int(path.read_text()), world_size, False)
 
 
 def run_fault(

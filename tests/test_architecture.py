@@ -18,7 +18,7 @@ ORDER = [
     ["accumulate", "device_tables"],
     ["tiles"],
     ["version", "calls", "cuda_driver", "derivatives"],
-    ["waiter"],
+    ["waiter", "presence"],
     ["board", "collectives", "watch"],
     ["mapped_memory"],
     ["communicator", "peer_memory"],
@@ -40,9 +40,15 @@ ORDER = [
 ]
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 INTEGERS_ONLY = {"pattern", "plan"}  # and layout, but for its tensor helpers
-MAY_USE_DISTRIBUTED = {"collectives", "communicator", "exchange", "cli", "train", "testing"} | {
-    f"bench.{name}" for name in ("ranks", "ranks_team", "ranks_launch", "ring_peers")
-}
+MAY_USE_DISTRIBUTED = (
+    {"collectives", "communicator", "exchange", "presence"}
+    | {
+        "cli",
+        "train",
+        "testing",
+    }
+    | {f"bench.{name}" for name in ("ranks", "ranks_team", "ranks_launch", "ring_peers")}
+)
 
 
 def modules():

@@ -9,6 +9,7 @@ pytestmark = pytest.mark.faults
 WITHOUT_A_BOARD = [
     "killed between calls",
     "killed in forward",
+    "killed in a message",
     "stopped in backward",
     "error in a tile",
     "skipped call, backward",
@@ -19,6 +20,7 @@ WITHOUT_A_BOARD = [
 BETWEEN_GPUS = [
     "killed between calls",
     "killed in forward",
+    "killed in a message",
     "killed in backward",
     "stopped in backward",
     "error in a tile",

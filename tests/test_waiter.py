@@ -1,6 +1,8 @@
 """Waits that another thread takes over: what comes of them, and what ends them."""
 
 import gc
+import subprocess
+import sys
 import threading
 from functools import partial
 
@@ -57,3 +59,31 @@ def test_a_wait_is_left_behind():
     end.set()
     threads[0].join(60)
     assert not threads[0].is_alive()
+
+
+def test_a_process_ends_in_order_with_a_wait_left_behind():
+    """torch's waits end the process by SIGABRT if they come back while Python is ending."""
+    script = """
+import time
+from datetime import timedelta
+import torch.distributed as dist
+from ring_dilated_attention.waiter import Waiter
+
+class Late:
+    def __del__(self, sleep=time.sleep):
+        sleep(1)  # Python is ending; other threads may run
+
+def wait():
+    dist.HashStore().wait(["a key that nobody sets"], timedelta(seconds=0.5))
+
+def look():
+    raise KeyError
+
+kept, waiter = Late(), Waiter()
+try:
+    waiter.run(wait, look)
+except KeyError:
+    print("left")
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (0, "left\n"), ended.stderr

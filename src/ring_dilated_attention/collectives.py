@@ -10,7 +10,7 @@ import pickle
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 from weakref import ref
 
@@ -20,11 +20,14 @@ from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from .calls import Call, Finding, LostPeerError
+from .presence import Presence, make_presence
 from .waiter import LOOK_S, waiting
 
 _POLL_S = 0.002  # between looks into the store
 _SPIN_S, _PAUSE_S = 0.001, 0.0001  # is waited without sleeping; is slept then, between looks
 _CAUSE_S = 3.0  # so long ranks may take to say that they wait, too, when a wait has failed
+_ARRIVES_S = 1.0  # so long what a rank sent before it ended may take to arrive
+_MOST_ASKED = 16  # of the ranks that have said nothing, whether they still run
 
 
 class Collectives:
@@ -43,6 +46,19 @@ class Collectives:
         self._rounds = 0
         self._call: Call | None = None
         self._agreed: Call | None = None  # the last call in which all ranks were seen
+        self._presence: Presence | None = None
+
+    def meet(self, timeout: float) -> None:
+        """Learn how to tell that the process of another rank has ended. All ranks make this call.
+
+        Args:
+            timeout: seconds to wait for the others.
+
+        Raises:
+            LostPeerError: a rank did not come, or has ended.
+        """
+        share = partial(self.share, timeout=timeout)
+        self._presence = make_presence(self._rank, self._world_size, self._store, share)
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -148,9 +164,17 @@ class Collectives:
         """See `calls.Roll`; told when a wait fails."""
 
     def look(self, peers: Sequence[int]) -> None:
-        """See `calls.Roll`; known is only that some rank has given up a wait, or has failed."""
+        """See `calls.Roll`; a rank that has given up a wait, or has failed, is not named."""
         if self._store.check(["lost"]):
             raise LostPeerError(peers)
+        # Of those whom everybody waits for, each rank looks after one.
+        for rank in peers or [(self._rank + 1) % self._world_size]:
+            since = self._gone_since(rank)
+            if since is not None and time.monotonic() - since > _ARRIVES_S:
+                raise LostPeerError([rank])
+
+    def _gone_since(self, rank: int) -> float | None:
+        return None if self._presence is None else self._presence.gone_since(rank)
 
     def fail(self, finding: Finding) -> None:
         """See `calls.Roll`."""
@@ -182,19 +206,25 @@ class Collectives:
         self._store.set("lost", "")  # those who wait in a collective say so too
         self._close()  # and those who wait for this rank
         others = [rank for rank in range(self._world_size) if rank != self._rank]
+        silent = sorted(others, key=lambda rank: rank not in lost.peers)
         deadline = time.monotonic() + _CAUSE_S
-        silent = others
-        while silent and time.monotonic() < deadline:
+        while True:
+            # Whoever has gone may have said why before, so this is asked first.
+            gone = [r for r in silent[:_MOST_ASKED] if self._gone_since(r) is not None]
             for rank in others:
                 if self._store.check([f"failed/{rank}"]):
                     return Finding(*json.loads(self._store.get(f"failed/{rank}")))
             silent = [r for r in silent if not self._store.check([f"waits/{r}"])]
+            gone = [r for r in gone if r in silent]
+            if gone or not silent or time.monotonic() >= deadline:
+                break
             time.sleep(0.02)
-        suspects = [r for r in silent if r in lost.peers] or silent or list(lost.peers) or others
-        rank = suspects[0]
+        rank = (*gone, *silent, *lost.peers, *others)[0]
         waits = [f"waits/{r}" for r in range(self._world_size) if r not in silent]
         waited = next((found for key in waits if (found := self._store.get(key).decode())), "")
         after = f"did not answer within {waited} s" if waited else "has gone, or does not answer"
+        if gone:
+            after = "has gone"
         known = f"the last call it is known to have begun is {self._agreed}"
         if self._agreed is None:
             known = "it has made no call of this group"

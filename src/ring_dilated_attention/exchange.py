@@ -258,6 +258,8 @@ class _Members:
         try:
             _check_versions(share(VERSION))
             self.board = make_board(rank, world_size, share)
+            if self.board is None:
+                self.collectives.meet(limit)
         except LostPeerError as lost:
             raise ExchangeError(
                 f"{self.collectives.explain(lost).text}; this is rank {rank} in its first call of "

@@ -7,13 +7,14 @@ now and then, and goes on without an answer if one of them is lost.
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any, TypeVar
+from weakref import WeakSet, finalize
 
 from .calls import LostPeerError
 
@@ -21,6 +22,8 @@ T = TypeVar("T")
 
 LOOK_S = 0.2
 """Between two looks at the other ranks."""
+_END_S = 1.0
+"""What was left behind may take so long when the process ends; it ends as other ranks do."""
 
 
 @contextmanager
@@ -65,16 +68,32 @@ class _Task:
         self.is_done.release()
 
 
+class _Thread(threading.Thread):
+    """Runs tasks, one after the other, until it finds a None."""
+
+    def __init__(self) -> None:
+        # Of no pool: whoever has given up a wait must not wait for it when the process ends.
+        super().__init__(daemon=True, name="ring-dilated-attention waits")
+        self.tasks: SimpleQueue[_Task | None] = SimpleQueue()
+
+    def run(self) -> None:
+        while (task := self.tasks.get()) is not None:
+            task.run()
+            del task  # what it holds may be waited for
+
+
+_threads: WeakSet[_Thread] = WeakSet()
+"""Of this process."""
+
+
 class Waiter:
     """A thread that waits in place of others, one after the other. It ends with this object."""
 
     def __init__(self) -> None:
-        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
-        # Of no pool: whoever has given up a wait must not wait for it when the process ends.
-        thread = threading.Thread(
-            target=_run, args=(self._tasks,), daemon=True, name="ring-dilated-attention waits"
-        )
-        weakref.finalize(self, self._tasks.put, None)
+        thread = _Thread()
+        self._tasks = thread.tasks
+        finalize(self, self._tasks.put, None)
+        _threads.add(thread)
         thread.start()
 
     def run(self, function: Callable[[], T], look: Callable[[], None]) -> T:
@@ -94,10 +113,17 @@ class Waiter:
         return result
 
 
-def _run(tasks: SimpleQueue[_Task | None]) -> None:
-    while True:
-        task = tasks.get()
-        if task is None:
-            return
-        task.run()
-        del task  # what it holds may be waited for
+def _end_all() -> None:
+    """End the threads before Python ends: one that comes back from torch later ends the process.
+
+    It then needs Python's lock, and is made to exit where C++ allows no exit.
+    """
+    threads = list(_threads)
+    for thread in threads:
+        thread.tasks.put(None)
+    deadline = time.monotonic() + _END_S
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+
+
+atexit.register(_end_all)

@@ -19,6 +19,7 @@ ORDER = [
     ["tiles"],
     ["version", "calls", "cuda_driver", "derivatives"],
     ["waiter", "presence"],
+    ["notices"],
     ["board", "collectives", "watch"],
     ["mapped_memory"],
     ["communicator", "peer_memory"],
@@ -41,7 +42,7 @@ ORDER = [
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 INTEGERS_ONLY = {"pattern", "plan"}  # and layout, but for its tensor helpers
 MAY_USE_DISTRIBUTED = (
-    {"collectives", "communicator", "exchange", "presence"}
+    {"collectives", "communicator", "exchange", "notices", "presence"}
     | {
         "cli",
         "train",

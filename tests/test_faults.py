@@ -17,6 +17,8 @@ WITHOUT_A_BOARD = [
     "skipped call, then the end",
 ]
 """Ranks of several hosts learn of these by collectives, and by the store that they met in."""
+WITH_THE_STORE = ["killed in forward", "stopped in backward", "error in a tile"]
+"""Of the first rank, whose process holds that store between hosts."""
 BETWEEN_GPUS = [
     "killed between calls",
     "killed in forward",
@@ -49,6 +51,12 @@ def test_on_one_host(name):
 @pytest.mark.parametrize("name", WITHOUT_A_BOARD)
 def test_without_a_board(name):
     check(name, 3, 1, Transport(board=False))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("name", WITH_THE_STORE)
+def test_without_a_board_and_the_store(name, world_size):
+    check(name, world_size, 0, Transport(board=False))
 
 
 @pytest.mark.gpu

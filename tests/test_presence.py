@@ -92,6 +92,35 @@ def test_the_port_closes_with_its_object():
     assert "refused" in Presence(listening(), [address]).reach(0)
 
 
+def test_what_a_rank_says_is_heard_after_its_end():
+    """By those connected before it spoke, and by those who connect between two words."""
+    own = listening()
+    address = own.getsockname()
+    presence = Presence(own, [address])
+    early, late = (Presence(listening(), [address]) for _ in range(2))
+    assert early.reach(0) == ""
+    assert not late.is_connected(0)
+    presence.tell("waits", "3")
+    assert late.reach(0) == ""
+    assert late.is_connected(0)
+    presence.tell("failed", "why\n" * 3000)
+    presence.forget()
+    for one in early, late:
+        assert found_gone(one, 0)
+        assert one.said(0) == {"waits": "3", "failed": "why\n" * 3000}
+
+
+def test_a_rank_that_says_nothing():
+    own = listening()
+    presence = Presence(own, [own.getsockname()])
+    presence.tell("waits", "nobody hears this")
+    looks = Presence(listening(), [own.getsockname()])
+    assert looks.said(0) == {}
+    presence.tell("waits", "")
+    assert not found_gone(looks, 0)
+    assert looks.said(0) == {"waits": ""}
+
+
 @pytest.mark.parametrize("has_host", [True, False])
 def test_ranks_meet(has_host):
     store = dist.TCPStore("127.0.0.1", 0, 1, True) if has_host else dist.HashStore()

@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from .calls import Call, Finding, LostPeerError
+from .notices import Notices
 from .presence import Presence, make_presence
 from .waiter import LOOK_S, waiting
 
@@ -42,6 +43,7 @@ class Collectives:
         self._weak_group, self._close = ref(group), close
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
         self._store = dist.PrefixStore("ring_dilated_attention", _get_process_group_store(group))
+        self._notices = Notices(self._store)
         self._on_cpu = "cpu" in dist.get_backend_config(group)
         self._rounds = 0
         self._call: Call | None = None
@@ -76,7 +78,6 @@ class Collectives:
         Raises:
             LostPeerError: a rank did not come, or has ended.
         """
-        self._rounds += 1
         data = pickle.dumps(value)
         with waiting([], timeout):
             found = (self._by_gloo if self._on_cpu else self._by_store)(data, timeout)
@@ -94,12 +95,10 @@ class Collectives:
         self._agreed = self._call
 
     def _by_gloo(self, data: bytes, timeout: float) -> list[bytes]:
-        self._store.set(f"{self._rounds}/{self._rank}", "")  # says who has come
         sizes = self._all_gather(torch.tensor([len(data)]), timeout)
         largest = int(max(sizes))
         padded = torch.frombuffer(bytearray(data.ljust(largest, b"\0")), dtype=torch.uint8)
         found = self._all_gather(padded, timeout)
-        self._store.delete_key(f"{self._rounds - 1}/{self._rank}")
         return [bytes(x[: int(n)].tolist()) for x, n in zip(found, sizes, strict=True)]
 
     def _all_gather(self, tensor: torch.Tensor, timeout: float) -> list[torch.Tensor]:
@@ -125,16 +124,18 @@ class Collectives:
         work.wait()
 
     def _by_store(self, data: bytes, timeout: float) -> list[bytes]:
-        keys = [f"{self._rounds}/{rank}" for rank in range(self._world_size)]
-        self._store.set(keys[self._rank], data.hex())
+        self._rounds += 1
+        self._notices.leave(f"{self._rounds}/{self._rank}", data.hex())
         deadline = time.monotonic() + timeout
-        while not self._store.check(keys):
-            self.look([])
-            if time.monotonic() > deadline:
-                raise TimeoutError
-            time.sleep(_POLL_S)
-        found = [bytes.fromhex(self._store.get(key).decode()) for key in keys]
-        self._store.delete_key(f"{self._rounds - 1}/{self._rank}")  # everybody has read it
+        found = []
+        for rank in range(self._world_size):
+            while (text := self._notices.read(f"{self._rounds}/{rank}")) is None:
+                self.look([])
+                if self._notices.are_lost or time.monotonic() > deadline:
+                    raise TimeoutError
+                time.sleep(_POLL_S)
+            found.append(bytes.fromhex(text))
+        self._notices.remove(f"{self._rounds - 1}/{self._rank}")  # everybody has read it
         return found
 
     def _all_reduce(self, values: list[int], device: torch.device, timeout: float) -> list[int]:
@@ -165,70 +166,77 @@ class Collectives:
 
     def look(self, peers: Sequence[int]) -> None:
         """See `calls.Roll`; a rank that has given up a wait, or has failed, is not named."""
-        if self._store.check(["lost"]):
+        if self._notices.read("lost") is not None:
             raise LostPeerError(peers)
         # Of those whom everybody waits for, each rank looks after one.
         for rank in peers or [(self._rank + 1) % self._world_size]:
             since = self._gone_since(rank)
-            if since is not None and time.monotonic() - since > _ARRIVES_S:
+            has_gone = since is not None and time.monotonic() - since > _ARRIVES_S
+            if has_gone or self._said(rank):
                 raise LostPeerError([rank])
 
     def _gone_since(self, rank: int) -> float | None:
         return None if self._presence is None else self._presence.gone_since(rank)
 
+    def _said(self, rank: int) -> dict[str, str]:
+        return {} if self._presence is None else self._presence.said(rank)
+
+    def _tell(self, key: str, text: str) -> None:
+        """Tell the others, by ports and by the store: each may be all that is left."""
+        if self._presence is not None:
+            self._presence.tell(key, text)
+        self._notices.leave(f"{key}/{self._rank}", text)
+        self._notices.leave("lost")  # whoever waits for this rank in a collective looks there
+
     def fail(self, finding: Finding) -> None:
         """See `calls.Roll`."""
-        try:
-            self._store.set(f"failed/{self._rank}", json.dumps(finding))
-            self._store.set("lost", "")  # whoever waits for this rank in a collective looks there
-        except RuntimeError:
-            return  # whoever holds the store has gone; the others will find that too
+        self._tell("failed", json.dumps(finding))
 
     def failed(self) -> Finding | None:
         """See `calls.Roll`: what others say is read when a wait for them fails."""
         return None
 
     def explain(self, lost: LostPeerError) -> Finding:
-        """See `calls.Roll`: whose wait fails says so in the store; who does not is at fault."""
-        try:
-            return self._explain(lost)
-        except RuntimeError:
-            rank = lost.peers[0] if lost.peers else 0
-            return Finding(
-                rank,
-                f"rank {rank} does not answer, and neither does the store of torch.distributed: "
-                "the process that holds it, as a rule that of rank 0, has gone",
-            )
-
-    def _explain(self, lost: LostPeerError) -> Finding:
+        """See `calls.Roll`: whose wait fails tells the others; who does not is at fault."""
+        deadline = time.monotonic() + _CAUSE_S
         # What the wait was, and how long: one that times out breaks others' connections.
-        self._store.set(f"waits/{self._rank}", "" if lost.waited is None else f"{lost.waited:g}")
-        self._store.set("lost", "")  # those who wait in a collective say so too
+        own = "" if lost.waited is None else f"{lost.waited:g}"
+        self._tell("waits", own)
         self._close()  # and those who wait for this rank
         others = [rank for rank in range(self._world_size) if rank != self._rank]
-        silent = sorted(others, key=lambda rank: rank not in lost.peers)
-        deadline = time.monotonic() + _CAUSE_S
+        silent = others = sorted(others, key=lambda rank: rank not in lost.peers)
+        waits = [own]
         while True:
             # Whoever has gone may have said why before, so this is asked first.
             gone = [r for r in silent[:_MOST_ASKED] if self._gone_since(r) is not None]
-            for rank in others:
-                if self._store.check([f"failed/{rank}"]):
-                    return Finding(*json.loads(self._store.get(f"failed/{rank}")))
-            silent = [r for r in silent if not self._store.check([f"waits/{r}"])]
+            if failure := next(filter(None, (self._told_by(r, "failed") for r in others)), None):
+                return Finding(*json.loads(failure))
+            told = {r: self._told_by(r, "waits") for r in silent}
+            waits += [text for text in told.values() if text is not None]
+            silent = [r for r in silent if told[r] is None]
             gone = [r for r in gone if r in silent]
             if gone or not silent or time.monotonic() >= deadline:
                 break
             time.sleep(0.02)
-        rank = (*gone, *silent, *lost.peers, *others)[0]
-        waits = [f"waits/{r}" for r in range(self._world_size) if r not in silent]
-        waited = next((found for key in waits if (found := self._store.get(key).decode())), "")
+        rank = (*gone, *silent, *others)[0]
+        waited = next(filter(None, waits), None)
         after = f"did not answer within {waited} s" if waited else "has gone, or does not answer"
         if gone:
             after = "has gone"
         known = f"the last call it is known to have begun is {self._agreed}"
         if self._agreed is None:
             known = "it has made no call of this group"
+        if self._notices.are_lost:
+            known += (
+                "; the store of torch.distributed, which the process of rank 0 holds as a rule, "
+                "does not answer either"
+            )
         return Finding(rank, f"rank {rank} {after}; {known}")
+
+    def _told_by(self, rank: int, key: str) -> str | None:
+        known = self._presence is not None and self._presence.is_connected(rank)
+        text = self._said(rank).get(key) if known else None
+        return self._notices.read(f"{key}/{rank}") if text is None else text
 
 
 @lru_cache(maxsize=8)

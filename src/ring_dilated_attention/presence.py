@@ -2,17 +2,19 @@
 
 torch.distributed does not always tell: gloo waits out its timeout for the rest of a message whose
 sender has ended. A system closes the ports of a process as it ends, however it ends, and keeps
-those of one that is stopped or busy.
+those of one that is stopped or busy. A rank that gives up tells why to those that are connected.
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import socket
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 from weakref import WeakSet, finalize
 
@@ -21,7 +23,9 @@ import torch.distributed as dist
 _CONNECT_S = 5.0
 """The first connection to a rank that is there may take so long."""
 _MOST_WAITING = 4096
-"""Connections to a port; nobody accepts them."""
+"""Connections to a port that nobody has accepted: that is done when there is something to tell."""
+_MOST_CONNECTED = 16
+"""Other ranks that a rank connects to from the start; to more when it waits for them."""
 
 _of_this_process: WeakSet[Presence] = WeakSet()
 """What a process that is forked, such as a worker that loads data, must close: it may live on."""
@@ -39,10 +43,12 @@ class Presence:
     """
 
     def __init__(self, listener: socket.socket, addresses: list[tuple[str, int]]) -> None:
-        self._listener, self._addresses = listener, addresses
-        self._connections: dict[int, socket.socket] = {}
-        self._gone_since: dict[int, float] = {}
-        self.forget = finalize(self, _close, listener, self._connections)
+        self._listener = listener
+        listener.setblocking(False)
+        self._others = [_Other(address) for address in addresses]
+        self._listening: list[socket.socket] = []
+        self._told = b""
+        self.forget = finalize(self, _close, listener, self._others, self._listening)
         _of_this_process.add(self)
 
     def gone_since(self, rank: int) -> float | None:
@@ -50,56 +56,117 @@ class Presence:
 
         It does not wait, so finding that takes a few calls, some time apart.
         """
-        if rank not in self._gone_since and self._is_closed(rank):
-            self._gone_since[rank] = time.monotonic()
-        return self._gone_since.get(rank)
+        self._others[rank].look()
+        return self._others[rank].gone_since
 
-    def _is_closed(self, rank: int) -> bool:
-        connection = self._connections.get(rank)
-        found = errno.EPIPE if connection is None else _state(connection)
-        if found not in (0, errno.ECONNREFUSED):
-            # There was no connection, or something broke it: a new one tells.
-            if connection is not None:
-                connection.close()
-            connection = self._connections[rank] = _socket(self._addresses[rank])
-            connection.setblocking(False)
-            found = connection.connect_ex(self._addresses[rank])
-        if found == errno.ECONNREFUSED:
-            self._connections.pop(rank).close()
-        return found == errno.ECONNREFUSED
+    def said(self, rank: int) -> dict[str, str]:
+        """What a rank has told those that were connected to it; as `gone_since`."""
+        self._others[rank].look()
+        return self._others[rank].said
+
+    def tell(self, key: str, text: str) -> None:
+        """Tell something to all ranks that are connected to this one."""
+        line = json.dumps([key, text]).encode() + b"\n"
+        for one in self._listening:
+            _send(one, line)
+        self._told += line
+        with suppress(OSError):  # BlockingIOError: there are no more
+            while True:
+                connection, _ = self._listener.accept()
+                self._listening.append(connection)
+                _send(connection, self._told)
+
+    def is_connected(self, rank: int) -> bool:
+        """Whether a rank has been connected to, so that what it says is heard."""
+        return self._others[rank].is_known
 
     def reach(self, rank: int) -> str:
         """Connect to a rank that is there; returns why that fails, or ""."""
-        connection = self._connections[rank] = _socket(self._addresses[rank])
-        connection.settimeout(_CONNECT_S)
+        return self._others[rank].connect(_CONNECT_S)
+
+
+class _Other:
+    """What is known of the process of a rank.
+
+    Attributes:
+        is_known: whether a connection has been made, or tried.
+        said: what it has told, by key.
+        gone_since: when it was found that it has ended.
+    """
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self._address = address
+        self._connection: socket.socket | None = None
+        self._received = b""
+        self.is_known = False
+        self.said: dict[str, str] = {}
+        self.gone_since: float | None = None
+
+    def connect(self, seconds: float) -> str:
+        """Connect within so many seconds, 0: at some later time; returns why that fails, or ""."""
+        self.close()
+        self.is_known = True
+        family = socket.AF_INET6 if ":" in self._address[0] else socket.AF_INET
+        self._connection = socket.socket(family)
+        self._connection.settimeout(seconds)
         try:
-            connection.connect(self._addresses[rank])
+            self._connection.connect(self._address)
+        except BlockingIOError:
+            return ""
         except OSError as error:
+            self._note(error.errno)
             return str(error)
-        connection.setblocking(False)
+        self._connection.setblocking(False)
         return ""
 
+    def look(self) -> None:
+        """Look whether there is news, without waiting for it."""
+        if self.gone_since is not None:
+            return
+        error = errno.ENOTCONN if self._connection is None else self._receive(self._connection)
+        if error and not self._note(error):
+            self.connect(0)  # there was no connection, or something broke it: a new one tells
 
-def _close(listener: socket.socket, connections: dict[int, socket.socket]) -> None:
-    for one in (listener, *connections.values()):
-        one.close()
+    def _note(self, error: int | None) -> bool:
+        """Whether an error says that the process has ended; any other may have other reasons."""
+        if error != errno.ECONNREFUSED:
+            return False
+        self.gone_since = time.monotonic()
+        self.close()
+        return True
+
+    def _receive(self, connection: socket.socket) -> int:
+        """Receive what has come; returns the error that ended the connection, or 0."""
+        error = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if error:
+            return error
+        try:
+            while data := connection.recv(4096):
+                *lines, self._received = (self._received + data).split(b"\n")
+                self.said.update(json.loads(line) for line in lines)
+        except BlockingIOError:  # also if it is not connected yet
+            return 0
+        except OSError as raised:
+            return raised.errno or errno.EPIPE
+        return errno.EPIPE
+
+    def close(self) -> None:
+        """Close the connection, if there is one."""
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = None
 
 
-def _socket(address: tuple[str, int]) -> socket.socket:
-    return socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
+def _send(connection: socket.socket, data: bytes) -> None:
+    with suppress(OSError):  # whoever was connected has gone
+        connection.sendall(data)
 
 
-def _state(connection: socket.socket) -> int:
-    """0: connected, or not yet; else the error that ended it."""
-    error = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-    if error:
-        return error
-    try:
-        return 0 if connection.recv(1, socket.MSG_PEEK) else errno.EPIPE
-    except BlockingIOError:
-        return 0  # or not connected yet
-    except OSError as raised:
-        return raised.errno or errno.EPIPE
+def _close(listener: socket.socket, others: list[_Other], listening: list[socket.socket]) -> None:
+    for connection in (listener, *listening):
+        connection.close()
+    for other in others:
+        other.close()
 
 
 def make_presence(
@@ -107,7 +174,7 @@ def make_presence(
 ) -> Presence | None:
     """The presence of a rank; None, with a warning, if ranks do not reach each other's ports.
 
-    All ranks of the group make this call. Each connects to the next one.
+    All ranks of the group make this call. Each connects to others, beginning with the next one.
 
     Args:
         rank: this rank.
@@ -123,9 +190,11 @@ def make_presence(
     addresses = share(listener and listener.getsockname()[:2])
     presence = None if listener is None else Presence(listener, addresses)
     if presence is not None and all(addresses):
-        other = (rank + 1) % world_size
-        if reason := presence.reach(other):
-            failure = f"rank {rank} does not reach rank {other} at {addresses[other]}: {reason}"
+        for step in range(1, min(world_size, _MOST_CONNECTED + 1)):
+            other = (rank + step) % world_size
+            if reason := presence.reach(other):
+                failure = f"rank {rank} does not reach rank {other} at {addresses[other]}: {reason}"
+                break
     failures = [one for one in share(failure) if one]
     if failures:
         if presence is not None:

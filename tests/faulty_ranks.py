@@ -315,7 +315,8 @@ class Fault(NamedTuple):
     says: str | None = None
 
 
-_GONE = r"rank {victim} has gone.*call \d+ \(dilated_attention.*this is rank \d"
+_ENDED = r"rank {victim} has gone.*call \d+ \(dilated_attention"
+_GONE = _ENDED + r".*this is rank \d"
 _SILENT = r"rank {victim} did not answer within 3 s.*this is rank \d"
 _DIFFER = r"ranks are in different calls.*rank {victim} in call \d+ \(dilated_attention"
 
@@ -329,7 +330,7 @@ FAULTS = {
     ),
     "killed in forward": Fault(in_a_tile, "kill", _GONE),
     "stopped in forward": Fault(in_a_tile, "stop", _SILENT, stops=True),
-    "killed in a message": Fault(in_a_message, "kill", _GONE),
+    "killed in a message": Fault(in_a_message, "kill", _ENDED),  # some are between two calls
     "killed in backward": Fault(in_backward, "kill", _GONE),
     "stopped in backward": Fault(in_backward, "stop", _SILENT, stops=True),
     "error in a tile": Fault(
@@ -417,6 +418,9 @@ def _rank_main(
             world_size=world_size,
             timeout=timedelta(seconds=LONG_S),
         )
+        Path(folder, f"met{rank}").touch()
+        while not all(Path(folder, f"met{r}").exists() for r in range(world_size)):
+            time.sleep(0.01)
         group = dist.group.WORLD
         assert group is not None
         ends = ProcessGroupExchange(

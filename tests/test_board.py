@@ -168,6 +168,15 @@ def test_who_waits_is_not_at_fault(boards, monkeypatch):
     assert first.explain(lost).rank == 1
 
 
+def test_who_goes_because_another_failed_is_not_at_fault(boards, monkeypatch):
+    """It may be refused before it begins a call, and then has no failure of its own."""
+    first, _, third = boards
+    monkeypatch.setattr(Board, "has_gone", lambda self, rank: rank == 1)
+    assert first.explain(LostPeerError([1])).rank == 1
+    third.fail(Finding(3, "rank 3 has gone"))
+    assert first.explain(LostPeerError([1])).rank == 3
+
+
 def test_what_a_rank_says_of_its_failure(boards, monkeypatch):
     first, second, third = boards
     monkeypatch.setattr(Board, "has_gone", lambda self, rank: False)

@@ -234,13 +234,13 @@ class Board:
         deadline = time.monotonic() + (_CAUSE_S if lost.waited is None else 0)
         while True:
             ends = [self._end_of_chain(peer) for peer in peers]
-            for rank in ends:
-                if found := self._failure_of(rank):
-                    return found
-                if self.has_gone(rank):
-                    return Finding(rank, f"rank {rank} has gone; {self._last_call(rank)}")
-            if found := self.failed():  # of a rank that nobody here waits for
+            # Asked first: a rank may have gone because another one had failed.
+            gone = [rank for rank in ends if self.has_gone(rank)]
+            failures = [found for rank in ends if (found := self._failure_of(rank))]
+            if found := next(iter(failures), None) or self.failed():
                 return found
+            if gone:
+                return Finding(gone[0], f"rank {gone[0]} has gone; {self._last_call(gone[0])}")
             if time.monotonic() >= deadline:
                 break
             time.sleep(0.01)

@@ -215,7 +215,8 @@ class Collectives:
             waits += [text for text in told.values() if text is not None]
             silent = [r for r in silent if told[r] is None]
             gone = [r for r in gone if r in silent]
-            if gone or not silent or time.monotonic() >= deadline:
+            no_more_comes = self._notices.are_lost and self._presence is None
+            if gone or not silent or no_more_comes or time.monotonic() >= deadline:
                 break
             time.sleep(0.02)
         rank = (*gone, *silent, *others)[0]

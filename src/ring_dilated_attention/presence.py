@@ -45,7 +45,7 @@ class Presence:
     def __init__(self, listener: socket.socket, addresses: list[tuple[str, int]]) -> None:
         self._listener = listener
         listener.setblocking(False)
-        self._others = [_Other(address) for address in addresses]
+        self._others = [_Other((host, port)) for host, port in addresses]
         self._listening: list[socket.socket] = []
         self._told = b""
         self.forget = finalize(self, _close, listener, self._others, self._listening)
@@ -188,8 +188,11 @@ def make_presence(
     except OSError as error:
         failure = f"rank {rank} cannot listen: {error}"
     addresses = share(listener and listener.getsockname()[:2])
-    presence = None if listener is None else Presence(listener, addresses)
-    if presence is not None and all(addresses):
+    presence = None
+    if listener is not None and not all(addresses):
+        listener.close()
+    elif listener is not None:
+        presence = Presence(listener, addresses)
         for step in range(1, min(world_size, _MOST_CONNECTED + 1)):
             other = (rank + step) % world_size
             if reason := presence.reach(other):

@@ -170,15 +170,13 @@ def joined(config: TrainConfig) -> Iterator[World]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     timeout = None if config.timeout is None else timedelta(seconds=config.timeout)
-    # NCCL would itself wait for missing ranks; its connections close with this process.
-    closes = device.type == "cpu"
     rank = int(os.environ["RANK"])
     try:
         store, _, _ = next(dist.rendezvous("env://", rank, size))
-        watch = Watch(store, rank, size, config.timeout, close=closes)
+        watch = Watch(store, rank, size, config.timeout)
         watch.meet()
         # gloo beside NCCL: small collectives that need not wait for what the device has to compute.
-        backend = "gloo" if closes else "cpu:gloo,cuda:nccl"
+        backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     except (RuntimeError, ValueError) as error:
         if isinstance(error, TrainingError):

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import time
 import traceback
 from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
+from ..presence import Presence, make_presence
 from .errors import TrainingError, one_line
 
 _PACKAGE = __name__.partition(".")[0]
 _PREFIX = "ring_dilated_attention/train"
-# Seconds that ranks which have given up wait for each other's word. They give up within moments of
-# each other, because one that does closes its connections.
-_GRACE = 1.5
+_GRACE = 1.5  # seconds that ranks which have given up wait for each other's word
 _POLL = 0.02
 _START = 300.0  # seconds that ranks may start apart: they read Python's files, perhaps from afar
 # What errors of torch's transports say; their class is RuntimeError, as that of much else is.
@@ -38,16 +39,14 @@ class Watch:
         rank: this rank.
         size: number of ranks.
         timeout: seconds that the process group waits; None if that is torch's own.
-        close: whether to close the group's connections when this rank gives up.
     """
 
-    def __init__(
-        self, store: dist.Store, rank: int, size: int, timeout: float | None, *, close: bool
-    ) -> None:
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: float | None) -> None:
         self._rank = rank
         self._size = size
         self._timeout = timeout
-        self._close = close
+        self._presence: Presence | None = None
+        self._shared = 0
         self._doing = "starting"
         # A clone has a timeout of its own. torch's type hints leave it out.
         clone: dist.Store = store.clone()  # type: ignore[attr-defined]
@@ -59,7 +58,8 @@ class Watch:
     def meet(self) -> None:
         """Wait until all ranks have started, for at least `_START` seconds.
 
-        Ranks may start many seconds apart, which says nothing of how long they may wait later.
+        Ranks may start many seconds apart, which says nothing of how long they may wait later. From
+        then on each can tell whether the process of another has ended.
 
         Raises:
             LostRankError: some have not; the message names them.
@@ -75,6 +75,15 @@ class Watch:
                 f"rank{'s'[: len(late) > 1]} {', '.join(late)} did not start within {limit:g} s of "
                 f"rank {self._rank}"
             ) from error
+        self._presence = make_presence(self._rank, self._size, self._store, self._share)
+
+    def _share(self, value: Any) -> list[Any]:
+        """Every rank's value, by rank."""
+        self._shared += 1
+        names = [f"shared/{self._shared}/{rank}" for rank in range(self._size)]
+        self._store.set(names[self._rank], json.dumps(value))
+        self._store.wait(names, timedelta(seconds=_START))
+        return [json.loads(self._store.get(name)) for name in names]
 
     def begin(self, what: str) -> None:
         """Say what this rank begins, such as ``step 12: the metrics``."""
@@ -98,9 +107,6 @@ class Watch:
         text = one_line(f"{type(error).__name__}: {error}")
         try:
             self._store.set(f"end/{self._rank}", "waited" if waited else f"failed: {text}")
-            # gloo: ranks that wait for this one then give up at once.
-            if self._close:
-                dist.destroy_process_group()
             if not waited:
                 return error
             if _names_a_rank(error):
@@ -119,8 +125,11 @@ class Watch:
         others = [rank for rank in range(self._size) if rank != self._rank]
         deadline = time.monotonic() + _GRACE
         while True:
+            # Whoever has gone may have said why before, so this is asked first.
+            gone = [rank for rank in others if self._has_gone(rank)]
             silent = [rank for rank in others if not self._store.check([f"end/{rank}"])]
-            if not silent or time.monotonic() > deadline:
+            gone = [rank for rank in gone if rank in silent]
+            if gone or not silent or time.monotonic() > deadline:
                 break
             time.sleep(_POLL)
         for rank in others:
@@ -132,17 +141,21 @@ class Watch:
             return LostRankError(
                 f"the ranks lost their connections in {self._doing}: {one_line(error)[:120]}"
             )
+        silent = gone or silent  # others may still wait for this rank
         began = "nothing"
         if self._store.check([f"doing/{silent[0]}"]):
             began = self._store.get(f"doing/{silent[0]}").decode()
         names = f"rank{'s'[: len(silent) > 1]} {', '.join(map(str, silent))}"
         timed_out = re.search(r"[Tt]imed out|timeout", str(error)) is not None
         limit = "the timeout" if self._timeout is None else f"{self._timeout:g} s"
-        kind = f"no answer within {limit}" if timed_out else "gone"
+        kind = f"no answer within {limit}" if timed_out and not gone else "gone"
         return LostRankError(
             f"{names}: {kind}; rank {self._rank} waited in {self._doing}; the last that rank "
             f"{silent[0]} began: {began}"
         )
+
+    def _has_gone(self, rank: int) -> bool:
+        return self._presence is not None and self._presence.gone_since(rank) is not None
 
 
 def _is_transport(error: BaseException) -> bool:

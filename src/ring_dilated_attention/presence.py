@@ -11,6 +11,7 @@ import errno
 import json
 import os
 import socket
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -48,6 +49,7 @@ class Presence:
         self._others = [_Other((host, port)) for host, port in addresses]
         self._listening: list[socket.socket] = []
         self._told = b""
+        self._lock = threading.Lock()  # a thread that watches streams asks, too
         self.forget = finalize(self, _close, listener, self._others, self._listening)
         _of_this_process.add(self)
 
@@ -56,25 +58,28 @@ class Presence:
 
         It does not wait, so finding that takes a few calls, some time apart.
         """
-        self._others[rank].look()
-        return self._others[rank].gone_since
+        with self._lock:
+            self._others[rank].look()
+            return self._others[rank].gone_since
 
     def said(self, rank: int) -> dict[str, str]:
-        """What a rank has told those that were connected to it; as `gone_since`."""
-        self._others[rank].look()
-        return self._others[rank].said
+        """What a rank has told those that are connected to it, by key. It does not wait for it."""
+        with self._lock:
+            self._others[rank].look()
+            return dict(self._others[rank].said)
 
     def tell(self, key: str, text: str) -> None:
         """Tell something to all ranks that are connected to this one."""
         line = json.dumps([key, text]).encode() + b"\n"
-        for one in self._listening:
-            _send(one, line)
-        self._told += line
-        with suppress(OSError):  # BlockingIOError: there are no more
-            while True:
-                connection, _ = self._listener.accept()
-                self._listening.append(connection)
-                _send(connection, self._told)
+        with self._lock:
+            for one in self._listening:
+                _send(one, line)
+            self._told += line
+            with suppress(OSError):  # BlockingIOError: there are no more
+                while True:
+                    connection, _ = self._listener.accept()
+                    self._listening.append(connection)
+                    _send(connection, self._told)
 
     def is_connected(self, rank: int) -> bool:
         """Whether a rank has been connected to, so that what it says is heard."""

@@ -129,6 +129,13 @@ def test_ranks_meet(has_host):
     assert not found_gone(presence, 0)
 
 
+def test_a_host_without_a_name(monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
+    presence = make_presence(0, 1, dist.HashStore(), lambda value: [value])
+    assert presence is not None
+    assert not found_gone(presence, 0)
+
+
 def test_ranks_that_do_not_reach_each_other_say_so():
     with listening() as closed:
         address = closed.getsockname()

@@ -223,7 +223,11 @@ def _listen(store: dist.Store) -> socket.socket:
     host, port = socket.gethostname(), 1
     if isinstance(store, dist.TCPStore):
         host, port = store.host, store.port
-    family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+    except socket.gaierror:  # nobody else can know this host by its name, or it has none
+        found = socket.getaddrinfo("127.0.0.1", port, type=socket.SOCK_DGRAM)
+    family, kind, *_, address = found[0]
     with socket.socket(family, kind) as probe:
         probe.connect(address)  # nothing is sent
         own = probe.getsockname()[0]

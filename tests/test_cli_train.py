@@ -42,7 +42,8 @@ NOISE = re.compile(r"Traceback|Warning|[WE]\d{4} \d\d:")  # the last: torch's lo
 
 
 def environment(**changes: str) -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", **changes}
+    # A process that ends by a fault says where all of its threads were.
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", **changes}
 
 
 @pytest.fixture

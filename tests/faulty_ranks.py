@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -556,7 +556,7 @@ def main() -> None:
         if options.only in name
         for world_size in map(int, options.ranks.split(","))
     ]
-    with ThreadPoolExecutor(options.jobs) as pool:
+    with ProcessPoolExecutor(options.jobs) as pool:  # threads take each other's exit statuses
         runs = {
             (*case, number): pool.submit(run_fault, *case, number % case[1], transport)
             for case in cases

@@ -41,15 +41,10 @@ ORDER = [
 ]
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 INTEGERS_ONLY = {"pattern", "plan"}  # and layout, but for its tensor helpers
-MAY_USE_DISTRIBUTED = (
-    {"collectives", "communicator", "exchange", "notices", "presence"}
-    | {
-        "cli",
-        "train",
-        "testing",
-    }
-    | {f"bench.{name}" for name in ("ranks", "ranks_team", "ranks_launch", "ring_peers")}
-)
+MAY_USE_DISTRIBUTED = {
+    *("collectives", "communicator", "exchange", "notices", "presence", "cli", "train", "testing"),
+    *(f"bench.{name}" for name in ("ranks", "ranks_team", "ranks_launch", "ring_peers")),
+}
 
 
 def modules():

@@ -16,7 +16,7 @@ WITHOUT_A_BOARD = [
     "skipped call, nothing travels",
     "skipped call, then the end",
 ]
-"""Ranks of several hosts learn of these by collectives, and by the store that they met in."""
+"""Ranks of several hosts learn of these by collectives, by ports, and by the store they met in."""
 WITH_THE_STORE = ["killed in forward", "stopped in backward", "error in a tile"]
 """Of the first rank, whose process holds that store between hosts."""
 BETWEEN_GPUS = [

@@ -99,10 +99,10 @@ def test_what_a_rank_says_is_heard_after_its_end():
     presence = Presence(own, [address])
     early, late = (Presence(listening(), [address]) for _ in range(2))
     assert early.reach(0) == ""
-    assert not late.is_connected(0)
+    assert not late.is_known(0)
     presence.tell("waits", "3")
     assert late.reach(0) == ""
-    assert late.is_connected(0)
+    assert late.is_known(0)
     presence.tell("failed", "why\n" * 3000)
     presence.forget()
     for one in early, late:

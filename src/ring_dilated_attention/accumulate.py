@@ -80,8 +80,8 @@ def row_sums(dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """``delta = rowsum(dout * out)`` as (batch, heads, sequence), float32 or float64.
 
     Args:
-        dout: (batch, sequence, heads, head_dim).
-        out: likewise.
+        dout: gradient of the output, (batch, sequence, heads, head_dim).
+        out: the output, (batch, sequence, heads, head_dim).
     """
     if _runs_triton(out):
         from .kernels.rows import row_sums as kernel
@@ -160,7 +160,7 @@ class Accumulator:
         stopwatch: started where the compute waits for what others must send; see `Exchange`.
 
     Attributes:
-        most_held: the results of so many calls are held at a time, at most.
+        most_held: the largest number of calls whose results are held at the same time.
     """
 
     def __init__(

@@ -236,8 +236,7 @@ class Board:
             ends = [self._end_of_chain(peer) for peer in peers]
             # Asked first: a rank may have gone because another one had failed.
             gone = [rank for rank in ends if self.has_gone(rank)]
-            failures = [found for rank in ends if (found := self._failure_of(rank))]
-            if found := next(iter(failures), None) or self.failed():
+            if found := next(filter(None, map(self._failure_of, ends)), None) or self.failed():
                 return found
             if gone:
                 return Finding(gone[0], f"rank {gone[0]} has gone; {self._last_call(gone[0])}")

@@ -235,8 +235,9 @@ class Collectives:
         return Finding(rank, f"rank {rank} {after}; {known}")
 
     def _told_by(self, rank: int, key: str) -> str | None:
-        known = self._presence is not None and self._presence.is_connected(rank)
-        text = self._said(rank).get(key) if known else None
+        # Asking connects to a rank: not to all ranks of a large group.
+        asks = self._presence is not None and self._presence.is_known(rank)
+        text = self._said(rank).get(key) if asks else None
         return self._notices.read(f"{key}/{rank}") if text is None else text
 
 

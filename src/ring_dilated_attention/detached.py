@@ -63,11 +63,11 @@ def detached_dilated_attention(
     `dilated_attention`. Activation checkpointing with `keep_attention` keeps what autograd holds.
 
     Args:
-        query: see `dilated_attention`.
-        key: likewise.
-        value: likewise.
-        pattern: likewise.
-        return_lse: likewise.
+        query: (batch, local_sequence, heads, head_dim).
+        key: (batch, local_sequence, kv_heads, head_dim).
+        value: the same shape as `key`.
+        pattern: the branches, each of which is computed by itself.
+        return_lse: whether to return the log-sum-exp, too.
         options: its other keyword arguments.
 
     Returns:

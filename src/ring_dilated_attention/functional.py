@@ -282,9 +282,9 @@ def validate_tensors(
     """Raise a `TypeError` or `ValueError` unless these can be a query, key and value.
 
     Args:
-        query: of a call.
-        key: likewise.
-        value: likewise.
+        query: the query of a call.
+        key: the key of a call.
+        value: the value of a call.
         same_length: whether the query must have as many rows as the keys.
     """
     for name, tensor in (("query", query), ("key", key), ("value", value)):

@@ -95,7 +95,7 @@ class DilatedPattern:
     last may be shorter. A head with offset o in that branch sees, within each segment, only the
     positions `range(segment_start + o, segment_stop, r)`, as queries and as keys alike. Its result
     at a position is one softmax over the multiset union of the keys that its branches show there
-    (LongNet, arXiv 2307.02486, eq. 9-10). Nothing has to divide anything.
+    (LongNet, arXiv 2307.02486, eq. 9-10). No length or rate need divide another.
 
     Args:
         segment_lengths: one length per branch, in positions; None means the whole document.

@@ -81,8 +81,8 @@ class Presence:
                     self._listening.append(connection)
                     _send(connection, self._told)
 
-    def is_connected(self, rank: int) -> bool:
-        """Whether a rank has been connected to, so that what it says is heard."""
+    def is_known(self, rank: int) -> bool:
+        """Whether a connection to a rank has been made, or tried."""
         return self._others[rank].is_known
 
     def reach(self, rank: int) -> str:

@@ -126,16 +126,16 @@ def run_anywhere(
         out: see `run`.
         ranks: sizes to measure; None: one device.
         scaling: of ranks, see `RanksOptions`; None: its default.
-        layout: likewise.
-        exchange: likewise.
-        timeout: likewise.
+        layout: of ranks, see `RanksOptions`; None: its default.
+        exchange: of ranks, see `RanksOptions`; None: its default.
+        timeout: of ranks, see `RanksOptions`; None: its default.
         repeats: see `bench` and `RanksOptions`; None: the default there.
         sample_ms: of ranks, see `RanksOptions`; None: its default.
         cuda_graph: see `bench`; not with ranks.
         device: one of `measure.DEVICES`.
         peers: see `bench` and `RanksOptions`.
-        seconds: likewise.
-        errors: likewise.
+        seconds: see `bench` and `RanksOptions`.
+        errors: see `bench` and `RanksOptions`.
         options: see `run`.
 
     Returns:

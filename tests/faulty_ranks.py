@@ -27,7 +27,13 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from ring_dilated_attention import DilatedPattern, SequenceLayout, compute, dilated_attention
+from ring_dilated_attention import (
+    DilatedPattern,
+    SequenceLayout,
+    collectives,
+    compute,
+    dilated_attention,
+)
 from ring_dilated_attention import exchange as exchange_module
 from ring_dilated_attention.calls import ExchangeError
 from ring_dilated_attention.exchange import ProcessGroupExchange
@@ -386,11 +392,13 @@ class Transport(NamedTuple):
         backend: of torch.distributed.
         copies: whether rows travel by copies between GPUs.
         board: whether ranks of one host may agree in shared memory, which those of several cannot.
+        cpu: whether the group itself may be used to agree on the CPU, which one of NCCL cannot.
     """
 
     backend: str = "gloo"
     copies: bool = False
     board: bool = True
+    cpu: bool = True
 
 
 GLOO = Transport()
@@ -399,13 +407,15 @@ GLOO = Transport()
 def _rank_main(
     rank: int, world_size: int, victim: int, name: str, folder: str, transport: Transport
 ) -> None:
-    backend, copies, board = transport
+    backend, copies, board, cpu = transport
+    if not cpu:
+        pytest.MonkeyPatch().setattr(collectives, "_takes_cpu", lambda group: False)
     if not board:
         pytest.MonkeyPatch().setattr(exchange_module, "make_board", lambda *args: None)
     fault = FAULTS[name]
     torch.set_num_threads(1)
     error, me = "", None
-    timeout = TIMEOUT_S if waits_for_timeout(name, backend) else LONG_S
+    timeout = TIMEOUT_S if waits_for_timeout(name, transport) else LONG_S
     device = torch.device("cpu")
     if backend != "gloo":
         device = torch.device("cuda", rank)
@@ -431,11 +441,17 @@ def _rank_main(
         fault.program(me, fault.how)
     except BaseException as raised:
         error = f"{type(raised).__name__}: {raised}"
-    Path(folder, f"rank{rank}.json").write_text(json.dumps([error, time.time()]))
+    _write(Path(folder, f"rank{rank}.json"), json.dumps([error, time.time()]))
     if me is not None and me.stays:
         time.sleep(60)
     sys.stdout.flush()
     os._exit(1 if error else 0)  # as it is: nobody is to wait for anybody here
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file that nobody sees before it is whole."""
+    path.with_suffix(".new").write_text(text)
+    path.with_suffix(".new").rename(path)
 
 
 def _store(path: Path, rank: int, world_size: int, *, is_file: bool) -> dist.Store:
@@ -444,8 +460,7 @@ def _store(path: Path, rank: int, world_size: int, *, is_file: bool) -> dist.Sto
         return dist.FileStore(str(path), world_size)
     if rank == 0:
         store = dist.TCPStore("127.0.0.1", 0, world_size, True, wait_for_workers=False)
-        path.with_suffix(".new").write_text(str(store.port))
-        path.with_suffix(".new").rename(path)
+        _write(path, str(store.port))
         return store
     while not path.exists():
         time.sleep(0.01)
@@ -497,12 +512,14 @@ def run_fault(
     return outcomes
 
 
-def waits_for_timeout(name: str, backend: str) -> bool:
+def waits_for_timeout(name: str, transport: Transport) -> bool:
     """Whether the others can know of the fault by the timeout alone.
 
     Before a group's first call its ranks know nothing of each other, unless gloo connects them.
     """
-    return FAULTS[name].stops or (FAULTS[name].program is in_the_first_call and backend == "nccl")
+    is_connected = transport.cpu and transport.backend != "nccl"
+    is_first = FAULTS[name].program is in_the_first_call
+    return FAULTS[name].stops or (is_first and not is_connected)
 
 
 def problems(
@@ -514,7 +531,7 @@ def problems(
 ) -> list[str]:
     """What is not as it should be."""
     fault, found = FAULTS[name], []
-    limit = GRACE_S + TIMEOUT_S * waits_for_timeout(name, transport.backend)
+    limit = GRACE_S + TIMEOUT_S * waits_for_timeout(name, transport)
     for rank, outcome in enumerate(outcomes):
         wanted = fault.says if rank == victim else fault.blames
         if wanted is None:
@@ -544,12 +561,13 @@ def main() -> None:
     parser.add_argument("--backend", default="gloo", choices=["gloo", "nccl", "cpu:gloo,cuda:nccl"])
     parser.add_argument("--copies", action="store_true")
     parser.add_argument("--no-board", action="store_true", help="as on several hosts")
+    parser.add_argument("--no-cpu", action="store_true", help="as where the group has NCCL alone")
     parser.add_argument("--only", default="")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     before, wrong, rows = leftovers(), 0, []
-    transport = Transport(options.backend, options.copies, not options.no_board)
+    transport = Transport(options.backend, options.copies, not options.no_board, not options.no_cpu)
     cases = [
         (name, world_size)
         for name in FAULTS

@@ -19,6 +19,14 @@ WITHOUT_A_BOARD = [
 """Ranks of several hosts learn of these by collectives, by ports, and by the store they met in."""
 WITH_THE_STORE = ["killed in forward", "stopped in backward", "error in a tile"]
 """Of the first rank, whose process holds that store between hosts."""
+WITH_GPUS_ONLY = [
+    "killed between calls",
+    "stopped before the first call",
+    "stopped in backward",
+    "skipped call, backward",
+    "another version",
+]
+"""In a group of NCCL alone, whose ranks connect over gloo to agree; rank 0 holds the store."""
 BETWEEN_GPUS = [
     "killed between calls",
     "killed in forward",
@@ -59,9 +67,22 @@ def test_without_a_board_and_the_store(name, world_size):
     check(name, world_size, 0, Transport(board=False))
 
 
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("name", WITH_GPUS_ONLY)
+def test_without_a_board_and_a_group_for_the_cpu(name, victim):
+    check(name, 3, victim, Transport(board=False, cpu=False))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("copies", [True, False], ids=["copies", "messages"])
 @pytest.mark.parametrize("name", BETWEEN_GPUS)
 def test_between_gpus(name, copies):
     check(name, 2, 1, Transport("nccl", copies))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("name", WITH_GPUS_ONLY)
+def test_between_gpus_without_a_board(name):
+    check(name, 2, 0, Transport("nccl", board=False))

@@ -51,6 +51,7 @@ def test_nobody_waits_for_a_store_that_does_not_answer(holder, number):
         process.join()
     assert notices.read("a") is None
     assert notices.are_lost
+    assert notices.holder_has_ended is (number == signal.SIGKILL)
     notices.leave("a", "other")
     notices.remove("a")
     assert notices.read("a") is None

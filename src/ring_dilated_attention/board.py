@@ -88,8 +88,14 @@ class Board:
         return self._read_all(values, timeout)
 
     def maximum(self, values: Sequence[int], timeout: float) -> list[int]:
-        """The elementwise maximum over all ranks of equally many numbers: see `exchange`."""
-        return _maximum(self.exchange(values, timeout))
+        """The elementwise maximum over all ranks of equally many numbers, any count of them."""
+        if len(values) <= MOST_VALUES:
+            return _maximum(self.exchange(values, timeout))
+        return [
+            value
+            for first in range(0, len(values), MOST_VALUES)
+            for value in _maximum(self.exchange(values[first : first + MOST_VALUES], timeout))
+        ]
 
     def show(self, values: Sequence[int], timeout: float) -> Shown:
         """Begin a `maximum`; nothing else is exchanged until its result is waited for."""

@@ -1,6 +1,8 @@
 """Agreements of a process group by torch.distributed: at its first call, and between hosts.
 
-Ranks of one Linux host have a `board` for this from their first call on.
+Ranks of one Linux host have a `board` for this from their first call on. Others agree over gloo,
+also where their group has NCCL alone: a collective of NCCL that a rank does not come to keeps the
+device from ever being idle again, and cannot be left.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import pickle
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -22,7 +24,7 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 from .calls import Call, Finding, LostPeerError
 from .notices import Notices
 from .presence import Presence, make_presence
-from .waiter import LOOK_S, waiting
+from .waiter import LOOK_S, Waiter, waiting
 
 _POLL_S = 0.002  # between looks into the store
 _SPIN_S, _PAUSE_S = 0.001, 0.0001  # is waited without sleeping; is slept then, between looks
@@ -44,14 +46,18 @@ class Collectives:
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
         self._store = dist.PrefixStore("ring_dilated_attention", _get_process_group_store(group))
         self._notices = Notices(self._store)
-        self._on_cpu = "cpu" in dist.get_backend_config(group)
+        self._own_gloo: Any = None
+        self._on_cpu = _takes_cpu(group)
         self._rounds = 0
         self._call: Call | None = None
         self._agreed: Call | None = None  # the last call in which all ranks were seen
         self._presence: Presence | None = None
 
     def meet(self, timeout: float) -> None:
-        """Learn how to tell that the process of another rank has ended. All ranks make this call.
+        """Prepare for calls without a board. All ranks make this call.
+
+        They learn how to tell that the process of another one has ended, and connect to each other
+        over gloo where the group cannot do that.
 
         Args:
             timeout: seconds to wait for the others.
@@ -61,9 +67,21 @@ class Collectives:
         """
         share = partial(self.share, timeout=timeout)
         self._presence = make_presence(self._rank, self._world_size, self._store, share)
+        if self._on_cpu:
+            return
+        store = dist.PrefixStore("gloo", self._store)
+        limit = timedelta(seconds=timeout)
+        with waiting([], timeout):
+            self._own_gloo = Waiter().run(
+                lambda: dist.ProcessGroupGloo(store, self._rank, self._world_size, limit),
+                lambda: self.look([]),
+            )
 
     @property
-    def _group(self) -> dist.ProcessGroup:
+    def _gloo(self) -> Any:
+        """What has collectives of tensors on the CPU; None: nothing yet."""
+        if not self._on_cpu:
+            return self._own_gloo
         group = self._weak_group()
         assert group is not None, "whoever calls has it"
         return group
@@ -80,16 +98,23 @@ class Collectives:
         """
         data = pickle.dumps(value)
         with waiting([], timeout):
-            found = (self._by_gloo if self._on_cpu else self._by_store)(data, timeout)
+            found = (self._by_store if self._gloo is None else self._by_gloo)(data, timeout)
         self._seen()
         return [pickle.loads(each) for each in found]
 
-    def maximum(self, values: Sequence[int], device: torch.device, timeout: float) -> list[int]:
-        """The elementwise maximum over all ranks of equally many numbers (int64): see `share`."""
+    def maximum(self, values: Sequence[int], timeout: float) -> list[int]:
+        """The elementwise maximum over all ranks of equally many numbers (int64): see `share`.
+
+        Ranks have to `meet` before.
+        """
+        options: Any = AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX
+        options.timeout = timedelta(seconds=timeout)
+        tensor = torch.tensor(values, dtype=torch.int64)
         with waiting([], timeout):
-            found = self._all_reduce(list(values), device, timeout)
+            self._finish(self._gloo.allreduce([tensor], options))
         self._seen()
-        return found
+        return [int(value) for value in tensor.tolist()]
 
     def _seen(self) -> None:
         self._agreed = self._call
@@ -105,7 +130,7 @@ class Collectives:
         everyone = [torch.empty_like(tensor) for _ in range(self._world_size)]
         options = AllgatherOptions()
         options.timeout = timedelta(seconds=timeout)
-        self._finish(self._group.allgather([everyone], [tensor], options))
+        self._finish(self._gloo.allgather([everyone], [tensor], options))
         return everyone
 
     def _finish(self, work: Any) -> None:
@@ -125,34 +150,28 @@ class Collectives:
 
     def _by_store(self, data: bytes, timeout: float) -> list[bytes]:
         self._rounds += 1
-        self._notices.leave(f"{self._rounds}/{self._rank}", data.hex())
-        deadline = time.monotonic() + timeout
-        found = []
-        for rank in range(self._world_size):
-            while (text := self._notices.read(f"{self._rounds}/{rank}")) is None:
-                self.look([])
-                if self._notices.are_lost or time.monotonic() > deadline:
-                    raise TimeoutError
-                time.sleep(_POLL_S)
-            found.append(bytes.fromhex(text))
+        key, deadline = str(self._rounds), time.monotonic() + timeout
+        self._notices.leave(f"{key}/{self._rank}", data.hex())
+        found = [
+            bytes.fromhex(self._await_notice(f"{key}/{rank}", deadline))
+            for rank in range(self._world_size)
+        ]
+        if self._rank:
+            self._notices.leave(f"{key}/{self._rank} has read")
+        else:  # it may hold the store, and end because of what it has read
+            for rank in range(1, self._world_size):
+                self._await_notice(f"{key}/{rank} has read", deadline)
         self._notices.remove(f"{self._rounds - 1}/{self._rank}")  # everybody has read it
         return found
 
-    def _all_reduce(self, values: list[int], device: torch.device, timeout: float) -> list[int]:
-        options: Any = AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MAX
-        options.timeout = timedelta(seconds=timeout)
-        if self._on_cpu:
-            tensor = torch.tensor(values, dtype=torch.int64)
-            self._finish(self._group.allreduce([tensor], options))
-            return [int(value) for value in tensor.tolist()]
-        if device.type == "cpu":
-            device = torch.device("cuda", torch.cuda.current_device())  # all that NCCL can reach
-        # On a stream of its own it does not wait for what the device has still to compute.
-        with torch.cuda.stream(_agreement_stream(device)):
-            tensor = torch.tensor(values, dtype=torch.int64, device=device)
-            self._group.allreduce([tensor], options).wait(timedelta(seconds=timeout))
-            return [int(value) for value in tensor.tolist()]
+    def _await_notice(self, key: str, deadline: float) -> str:
+        while (text := self._notices.read(key)) is None:
+            self.look([])
+            # A store that does not answer is held by a rank that does not: its time is up then.
+            if self._notices.holder_has_ended or time.monotonic() > deadline:
+                raise TimeoutError
+            time.sleep(_POLL_S)
+        return text
 
     def begin(self, call: Call) -> None:
         """See `calls.Roll`."""
@@ -241,6 +260,5 @@ class Collectives:
         return self._notices.read(f"{key}/{rank}") if text is None else text
 
 
-@lru_cache(maxsize=8)
-def _agreement_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+def _takes_cpu(group: dist.ProcessGroup) -> bool:
+    return "cpu" in dist.get_backend_config(group)

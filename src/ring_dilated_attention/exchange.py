@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from .board import MOST_VALUES, Shown, make_board
+from .board import Shown, make_board
 from .calls import ALONE, Calls, ExchangeError, LostPeerError
 from .collectives import Collectives
 from .communicator import Communicator, timeout_of
@@ -73,9 +73,8 @@ class Exchange(Protocol):
     def maximum(self, values: Sequence[int], device: torch.device) -> list[int]:
         """The elementwise maximum of `values` (int64) over all ranks: one small collective.
 
-        It runs in shared memory where all ranks are on one Linux host, else on the CPU where the
-        group can, else on `device`, where the ranks' tensors are; nothing waits for what that has
-        still to compute.
+        It runs in shared memory where all ranks are on one Linux host, else over gloo. Nothing
+        waits for what `device`, where the ranks' tensors are, has still to compute.
         """
 
     def share(self, value: Any) -> list[Any]:
@@ -460,7 +459,9 @@ class ProcessGroupExchange:
             return list(values)
         self.calls.agree_now()
         on_cuda = int(device.type == "cuda")
-        *found, some, none = self._maximum([*values, on_cuda, -on_cuda], device)
+        met = self._met
+        found = (met.board or met.collectives).maximum([*values, on_cuda, -on_cuda], self._timeout)
+        *found, some, none = found
         if some == -none:  # all ranks are here, and on such devices: what making it needs
             self._transport(device)
         return found
@@ -472,12 +473,6 @@ class ProcessGroupExchange:
             return None
         on_cuda = int(device.type == "cuda")  # as `maximum`, which other ranks may be in
         return board.show([*values, on_cuda, -on_cuda], self._timeout)
-
-    def _maximum(self, values: list[int], device: torch.device) -> list[int]:
-        met = self._met
-        if met.board is not None and len(values) <= MOST_VALUES:
-            return met.board.maximum(values, self._timeout)
-        return met.collectives.maximum(values, device, self._timeout)
 
     def share(self, value: Any) -> list[Any]:
         """See `Exchange.share`."""

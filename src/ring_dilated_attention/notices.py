@@ -25,11 +25,12 @@ class Notices:
 
     Attributes:
         are_lost: whether the store has failed to answer; nothing is left or found any more.
+        holder_has_ended: whether that was because its process has ended.
     """
 
     def __init__(self, store: dist.Store) -> None:
         self._store = store
-        self.are_lost = False
+        self.are_lost = self.holder_has_ended = False
 
     @cached_property
     def _waiter(self) -> Waiter:
@@ -58,6 +59,7 @@ class Notices:
         if not self.are_lost:
             try:
                 return self._waiter.run(function, look)
-            except (RuntimeError, TimeoutError):
+            except (RuntimeError, TimeoutError) as error:
                 self.are_lost = True
+                self.holder_has_ended = isinstance(error, RuntimeError)
         return otherwise

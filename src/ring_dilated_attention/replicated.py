@@ -28,7 +28,7 @@ from .pattern import DilatedPattern
 from .plan import TileGroup, plan_attention, replicated_groups, replicated_zero_keys
 from .ring import autocast_off
 from .tiles import accumulate_dtype, select_backend
-from .views import readable
+from .views import readable, readable_in_backward
 from .zero_keys import merge_zero_keys
 
 _NAME = "replicated_query_attention"
@@ -398,8 +398,9 @@ def _backward(
     call: _Call,
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
     TABLES.start_call()
-    query, key, value = (readable(x, call.tiles.selection) for x in (query, key, value))
-    dout, out = (readable(x.contiguous(), call.tiles.selection) for x in (dout, out))
+    dout, query, key, value, out = readable_in_backward(
+        dout, query, key, value, out, call.tiles.selection
+    )
     merged, sums = compute.Merged(dout, out, lse.contiguous()), Accumulator(query.device)
     dquery, dkey, dvalue = (
         torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (query, key, value)

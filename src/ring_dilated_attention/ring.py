@@ -19,7 +19,7 @@ from .exchange import Exchange
 from .plan import FEW_ADDITIONS, LocalHalves, RankPlan, TileGroup
 from .tiles import Selection, accumulate_dtype
 from .transfer import Fetched, GradientReturn, fetch
-from .views import by_slot, readable
+from .views import by_slot, readable, readable_in_backward
 from .zero_keys import merge_zero_keys
 
 _NOTHING = nullcontext()
@@ -128,8 +128,7 @@ def attention_backward(
     Returns:
         dquery, dkey, dvalue: contiguous, in the dtypes of query, key and value.
     """
-    query, key, value = (readable(x, call.backend) for x in (query, key, value))
-    dout, out = (readable(x.contiguous(), call.backend) for x in (dout, out))
+    dout, query, key, value, out = readable_in_backward(dout, query, key, value, out, call.backend)
     merged = compute.Merged(dout, out, lse.contiguous())
     parts, tiles, sums = call.parts, call.tiles(query), call.sums(query)
     covers = all(part.covers for part in parts)

@@ -271,6 +271,26 @@ def readable(tensor: torch.Tensor, selection: Selection | None = None) -> torch.
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
+def readable_in_backward(
+    dout: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    selection: Selection,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What backward takes, such that tiles can be views of it: see `readable`.
+
+    Returns:
+        The same values in the same order; dout and out are contiguous.
+    """
+    if selection.wants_one_layout:
+        query = query.contiguous()  # one copy, in place of three of each tile
+    query, key, value = (readable(x, selection) for x in (query, key, value))
+    dout, out = (readable(x.contiguous(), selection) for x in (dout, out))
+    return dout, query, key, value, out
+
+
 def by_slot(slots: torch.Tensor) -> torch.Tensor:
     """Slots (batch, slots, head_dim) as a tensor that `Block.view_keys` can index.
 

@@ -63,6 +63,7 @@ class TileBackend:
             dk and dv, given head_dim.
         reads: whether it reads views of a tensor (batch, sequence, heads, head_dim) as it is: one
             of `reads_any_rows`, `reads_separate_rows`, `reads_aligned_rows`. Others are copied.
+        wants_one_layout: whether `backward` copies q, out and dout where their strides differ.
     """
 
     name: str
@@ -75,6 +76,7 @@ class TileBackend:
     ) = None
     backward_workspace: Callable[[int], int] = lambda head_dim: 0
     reads: Callable[[torch.Tensor], bool] = lambda tensor: reads_aligned_rows(tensor)
+    wants_one_layout: bool = False
 
 
 def reads_any_rows(tensor: torch.Tensor) -> bool:

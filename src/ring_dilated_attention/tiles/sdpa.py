@@ -22,6 +22,9 @@ from .eager import EAGER
 aten = torch.ops.aten
 
 _HALF = (torch.float16, torch.bfloat16)
+_NO_DROPOUT = -0.0
+"""No dropout, and a key of its own in torch's cache of plans of cuDNN's backward: who calls it with
+tensors that lie in other ways, by `scaled_dot_product_attention`, gets other plans."""
 
 
 def _cpu_forward(t: TileInputs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -47,15 +50,30 @@ def _cudnn_forward(t: TileInputs) -> tuple[torch.Tensor, torch.Tensor]:
     return out, lse.view(t.q.shape[:3])
 
 
+def in_one_layout(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors themselves if their strides are the same, else copies of which that is true.
+
+    Args:
+        tensors: of one shape. The stride of a dimension of one element does not matter.
+    """
+    shape, strides = tensors[0].shape, [x.stride() for x in tensors]
+    if all(n == 1 or len(set(found)) == 1 for n, *found in zip(shape, *strides, strict=True)):
+        return tensors
+    return tuple(x.clone(memory_format=torch.contiguous_format) for x in tensors)
+
+
 def _cudnn_backward(
     t: TileInputs, g: TileGradients
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     if t.q.shape[2] == t.k.shape[2] == 1:  # cuDNN has no backward for a single score
         return EAGER.backward(t, g)
-    seed = torch.empty((), dtype=torch.int64, device=t.q.device)  # dropout state, unused
+    # torch finds a plan by the strides of q, k and v alone, but those of out and dout are part of
+    # it: with others the plan is wrong without a word.
+    q, out, dout = in_one_layout(t.q, g.out, g.dout)
+    seed = torch.empty((), dtype=torch.int64, device=q.device)  # dropout state, unused
     dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
-        g.dout, t.q, t.k, t.v, g.out, g.lse.contiguous().unsqueeze(-1), seed, seed, None,
-        None, None, t.q.shape[2], t.k.shape[2], 0.0, t.is_causal, scale=t.scale,
+        dout, q, t.k, t.v, out, g.lse.contiguous().unsqueeze(-1), seed, seed, None,
+        None, None, q.shape[2], t.k.shape[2], _NO_DROPOUT, t.is_causal, scale=t.scale,
     )  # fmt: skip
     return dq, dk, dv
 
@@ -119,6 +137,7 @@ CPU_FLASH, CUDNN, FLASH, EFFICIENT = (
         refusal=refuse_all_but("cuda", _HALF, multiple=8, largest=128),
         backward_workspace=_float32_dq,
         reads=reads_aligned_rows,
+        wants_one_layout=True,
     ),
     TileBackend(
         name="flash",

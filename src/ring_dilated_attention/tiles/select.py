@@ -54,6 +54,11 @@ class Selection:
         # The table-driven kernel reads through strides that are plain numbers to it.
         return (reads_any_rows if self.backend is None else self.backend.reads)(tensor)
 
+    @property
+    def wants_one_layout(self) -> bool:
+        """Whether backward copies tiles of query, out and dout where their strides differ."""
+        return self.backend is not None and self.backend.wants_one_layout
+
 
 def select_backend(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Selection:
     """The back ends that `name` stands for, for tiles of this device, dtype and head_dim.

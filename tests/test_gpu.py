@@ -1,6 +1,7 @@
 """The same comparisons on CUDA devices; skipped where there are none."""
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from ring_dilated_attention.plan import Rows, Tile
 from ring_dilated_attention.reference import reference_attention
 from ring_dilated_attention.simulate import simulate
 from ring_dilated_attention.testing import relative_error, run_loopback
-from ring_dilated_attention.tiles import select_backend
+from ring_dilated_attention.tiles import TileGradients, TileInputs, select_backend
+from ring_dilated_attention.tiles.eager import EAGER
 from ring_dilated_attention.verify import Case, combine, make_layout, run_case, sweep
 from ring_dilated_attention.view_kinds import KINDS
 
@@ -134,6 +136,47 @@ def test_any_scale(backend, dtype):
         for is_causal in (False, True)
     ]
     assert not failures(cases, run_here(1, cases))
+
+
+def somebody_elses_call(q, k, v, dout, is_causal):
+    """What scaled_dot_product_attention and its backward do where they take cuDNN's kernels."""
+    aten = torch.ops.aten
+    out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, is_causal)
+    seed = torch.empty((), dtype=torch.int64, device=q.device)
+    aten._scaled_dot_product_cudnn_attention_backward(
+        dout, q, k, v, out, lse, seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0,
+        is_causal,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["fa4", "cudnn", "flash", "efficient"])
+def test_tiles_in_any_layout_one_after_another(backend):
+    """Kernels that are kept, of cuDNN by torch, must be right for the next layout too."""
+    skip_if_refused(backend, torch.bfloat16, 64)
+    tile = select_backend(backend, torch.device("cuda", 0), torch.bfloat16, 64).backend
+    assert tile is not None
+    layouts = {
+        "heads within rows": lambda x: x,
+        "rows within heads": lambda x: x.contiguous(),
+        "every other head": lambda x: x.new_zeros(2, 50, 8, 64).transpose(1, 2)[:, ::2].copy_(x),
+        "part of more rows": lambda x: (
+            x.new_zeros(2, 99, 4, 64).transpose(1, 2)[:, :, :50].copy_(x)
+        ),
+    }
+    tensors = torch.randn(6, 2, 50, 4, 64, device="cuda", dtype=torch.bfloat16)
+    q, k, v, dout, out, other = tensors.transpose(2, 3).unbind()
+    for is_causal in (False, True):
+        if backend == "cudnn":
+            somebody_elses_call(q, k, v, other.contiguous(), is_causal)
+        for scale in (0.125, -0.125):
+            inputs = TileInputs(q, k, v, is_causal, scale)
+            _, lse = EAGER.forward(inputs)
+            want = EAGER.backward(inputs, TileGradients(dout, out, lse))
+            for (q_name, q_lies), (name, lies) in product(layouts.items(), repeat=2):
+                given = TileGradients(lies(dout), lies(out), lse)
+                got = tile.backward(inputs._replace(q=q_lies(q)), given)
+                for a, b in zip(got, want, strict=True):
+                    assert relative_error(a, b) < 2e-2, (q_name, name, scale, is_causal)
 
 
 @pytest.mark.parametrize("head_dim", range(16, 257, 8))

@@ -4,6 +4,8 @@ import torch
 from ring_dilated_attention.testing import relative_error
 from ring_dilated_attention.tiles import BACKENDS, TileGradients, TileInputs, select_backend
 from ring_dilated_attention.tiles.eager import EAGER
+from ring_dilated_attention.tiles.sdpa import in_one_layout
+from ring_dilated_attention.views import readable_in_backward
 
 CPU = torch.device("cpu")
 
@@ -67,3 +69,34 @@ def test_a_named_backend_is_used_or_refused():
     with pytest.raises(ValueError, match="backend must be one of 'auto', 'sdpa'"):
         select_backend("fast", CPU, torch.float32, 64)
     assert BACKENDS[0] == "auto"
+
+
+def test_tensors_in_one_layout_are_not_copied():
+    a, b = torch.randn(2, 1, 5, 3, 8).transpose(2, 3).unbind()
+    assert all(x is y for x, y in zip(in_one_layout(a, b), (a, b), strict=True))
+    alike = b.as_strided(b.shape, (7, *b.stride()[1:]))  # where there is one element, any stride
+    assert in_one_layout(a, alike)[1] is alike
+
+
+def test_tensors_in_two_layouts_are_copied_into_one():
+    shape = 2, 3, 5, 8
+    whole = torch.randn(2, 5, 3, 16)
+    tensors = torch.randn(shape), whole[..., :8].transpose(1, 2), whole[..., 8:].transpose(1, 2)
+    for order in (tensors, tensors[1:] + tensors[:1]):
+        found = in_one_layout(*order)
+        assert {x.stride() for x in found} == {torch.empty(shape).stride()}
+        assert all(torch.equal(x, y) for x, y in zip(found, order, strict=True))
+
+
+def test_a_packed_query_is_copied_once_for_a_kernel_that_wants_one_layout():
+    query, key, value = torch.randn(1, 6, 3, 2, 16).unbind(2)
+    out, dout = torch.randn(2, 1, 6, 2, 16).unbind()
+    for name, is_copied in (("cudnn", True), ("flash", False)):
+        selection = select_backend(name, torch.device("cuda"), torch.bfloat16, 16)
+        found = readable_in_backward(dout, query, key, value, out, selection)
+        assert found[0] is dout
+        assert found[4] is out
+        assert (found[1].data_ptr() == query.data_ptr()) is not is_copied
+        assert found[1].is_contiguous() is is_copied
+        assert torch.equal(found[1], query)
+        assert [x.data_ptr() for x in found[2:4]] == [key.data_ptr(), value.data_ptr()]

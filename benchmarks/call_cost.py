@@ -23,7 +23,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import ring_dilated_attention
-from ring_dilated_attention import DilatedPattern, dilated_attention, exchange
+from ring_dilated_attention import DilatedPattern, dilated_attention
+from ring_dilated_attention.exchange import groups as exchange
 
 
 def measure(

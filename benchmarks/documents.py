@@ -15,13 +15,8 @@ from typing import Annotated
 import torch
 import typer
 
-from ring_dilated_attention import (
-    DilatedPattern,
-    SequenceLayout,
-    dilated_attention,
-    plan_attention,
-)
-from ring_dilated_attention.plan.costs import TensorSize, flops_by_rank
+from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention, plan_attention
+from ring_dilated_attention.plan import TensorSize, flops_by_rank
 
 LONGNET = DilatedPattern([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12])
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import matplotlib as mpl
 import torch
 
-from ring_dilated_attention.spatial import hilbert_order
+from ring_dilated_attention.nn import hilbert_order
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt

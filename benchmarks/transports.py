@@ -18,7 +18,7 @@ import typer
 from ranks import join
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention
-from ring_dilated_attention.bench.patterns import named_pattern
+from ring_dilated_attention.bench import named_pattern
 from ring_dilated_attention.exchange import Group, ProcessGroupExchange
 
 SAMPLE_MS = 300

@@ -17,8 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from ring_dilated_attention import SequenceLayout
-from ring_dilated_attention.nn import SlideEncoder, SlideEncoderConfig
-from ring_dilated_attention.spatial import hilbert_order
+from ring_dilated_attention.nn import SlideEncoder, SlideEncoderConfig, hilbert_order
 
 SMALL = {
     "in_dim": 64,

@@ -27,17 +27,11 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from ring_dilated_attention import (
-    DilatedPattern,
-    SequenceLayout,
-    collectives,
-    compute,
-    dilated_attention,
-)
-from ring_dilated_attention import exchange as exchange_module
-from ring_dilated_attention.calls import ExchangeError
-from ring_dilated_attention.exchange import ProcessGroupExchange
-from ring_dilated_attention.testing import forked_context
+from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention
+from ring_dilated_attention.checks.testing import forked_context
+from ring_dilated_attention.engine import compute
+from ring_dilated_attention.exchange import ExchangeError, ProcessGroupExchange, collectives
+from ring_dilated_attention.exchange import groups as exchange_module
 
 TIMEOUT_S = 3.0
 """Of the groups, where a rank is stopped; it is minutes where one has ended."""

@@ -22,8 +22,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ring_dilated_attention import accumulate
-from ring_dilated_attention.loopback import LoopbackExchange
+from ring_dilated_attention.engine import accumulate
+from ring_dilated_attention.exchange import LoopbackExchange
 
 
 class Weak:

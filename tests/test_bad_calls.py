@@ -14,9 +14,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention, nn
-from ring_dilated_attention.detached import detached_dilated_attention
-from ring_dilated_attention.spatial import hilbert_order, inverse_order
-from ring_dilated_attention.testing import run_loopback, run_ranks
+from ring_dilated_attention.branch_gradients import detached_dilated_attention
+from ring_dilated_attention.checks import run_ranks
+from ring_dilated_attention.checks.testing import run_loopback
+from ring_dilated_attention.nn import hilbert_order
+from ring_dilated_attention.nn.spatial import inverse_order
 
 
 def call(group=None, **changes):

@@ -9,8 +9,18 @@ import pytest
 import torch
 
 from ring_dilated_attention import DilatedPattern, dilated_attention
-from ring_dilated_attention.bench import NAMES, Case, bench, measure, named_case, peers, report, run
-from ring_dilated_attention.bench.result import BACKWARD, Ceilings, Result, Timing
+from ring_dilated_attention.bench import (
+    NAMES,
+    Case,
+    Result,
+    bench,
+    measure,
+    named_case,
+    peers,
+    report,
+    run,
+)
+from ring_dilated_attention.bench.result import BACKWARD, Ceilings, Timing
 from ring_dilated_attention.bench.torchscale import KERNELS, torchscale_attention
 
 CPU = torch.device("cpu")

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention
 from ring_dilated_attention.bench import (
     Case,
+    RankError,
     measure,
     ranks_command,
     ranks_team,
@@ -30,9 +31,8 @@ from ring_dilated_attention.bench.ranks_options import RanksOptions
 from ring_dilated_attention.bench.ranks_plot import PLOT_NAME, plot
 from ring_dilated_attention.bench.ranks_report import bytes_match, notes, tables, write_json
 from ring_dilated_attention.bench.ranks_result import RankMemory, compare
-from ring_dilated_attention.bench.ranks_team import RankError
+from ring_dilated_attention.checks import run_ranks
 from ring_dilated_attention.cli import app
-from ring_dilated_attention.testing import run_ranks
 
 DENSE = Case(
     pattern=DilatedPattern.dense(), length=257, heads=4, head_dim=8, dtype="float32", is_causal=True

@@ -9,12 +9,12 @@ import pytest
 import torch
 from worlds import world
 
-from ring_dilated_attention import board as board_module
-from ring_dilated_attention import exchange
-from ring_dilated_attention.board import MOST_VALUES, Board, make_board
-from ring_dilated_attention.calls import Call, Finding, LostPeerError
-from ring_dilated_attention.exchange import ProcessGroupExchange
-from ring_dilated_attention.testing import run_ranks
+from ring_dilated_attention.checks import run_ranks
+from ring_dilated_attention.exchange import Call, ProcessGroupExchange
+from ring_dilated_attention.exchange import board as board_module
+from ring_dilated_attention.exchange import groups as exchange
+from ring_dilated_attention.exchange.board import MOST_VALUES, Board, make_board
+from ring_dilated_attention.exchange.calls import Finding, LostPeerError
 
 CPU = torch.device("cpu")
 FOLDER = "/dev/shm"

@@ -6,9 +6,10 @@ import threading
 import pytest
 import torch
 
-from ring_dilated_attention import DilatedPattern, compute, dilated_attention, zero_keys
+from ring_dilated_attention import DilatedPattern, dilated_attention
 from ring_dilated_attention.caches import cache_by_size, keep_few
-from ring_dilated_attention.packed import packed_rows
+from ring_dilated_attention.documents import packed_rows
+from ring_dilated_attention.engine import compute, zero_keys
 from ring_dilated_attention.resolve import forget_plans
 
 

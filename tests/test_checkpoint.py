@@ -12,12 +12,18 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from ring_dilated_attention import SequenceLayout, operator
-from ring_dilated_attention.checkpoint import CHECKPOINTS, attention_policy, keep_attention
-from ring_dilated_attention.nn import LongNet, LongNetConfig, MultiheadDilatedAttention
-from ring_dilated_attention.operator import BACKWARD, FORWARD
-from ring_dilated_attention.ring import attention_forward
-from ring_dilated_attention.testing import run_loopback
+from ring_dilated_attention import SequenceLayout
+from ring_dilated_attention.checks.testing import run_loopback
+from ring_dilated_attention.engine import attention_forward
+from ring_dilated_attention.nn import (
+    LongNet,
+    LongNetConfig,
+    MultiheadDilatedAttention,
+    keep_attention,
+)
+from ring_dilated_attention.nn.checkpoint import CHECKPOINTS, attention_policy
+from ring_dilated_attention.torch_op import FORWARD, operator
+from ring_dilated_attention.torch_op.operator import BACKWARD
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.torch.jit:DeprecationWarning"

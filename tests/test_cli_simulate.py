@@ -5,8 +5,9 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from ring_dilated_attention import simulate, transfer
+from ring_dilated_attention.checks import simulation
 from ring_dilated_attention.cli import app
+from ring_dilated_attention.engine import transfer
 from ring_dilated_attention.plan import costs
 
 OPTIONS = ["--segment-lengths=16,50,all", "--dilation-rates=1,3,4", "--head-dim=8"]
@@ -92,7 +93,7 @@ def test_a_plan_with_other_bytes_is_exit_code_1(monkeypatch, tmp_path):
         moved = planned(rank, size)
         return type(moved)(**{**vars(moved), "forward_sent": moved.forward_sent + 4})
 
-    monkeypatch.setattr(simulate, "traffic", more)
+    monkeypatch.setattr(simulation, "traffic", more)
     file = tmp_path / "found.json"
     done = rda("--length=101", "--ranks=9", f"--json={file}", *OPTIONS)
     assert done.exit_code == 1

@@ -10,12 +10,7 @@ import pytest
 import torch
 
 from ring_dilated_attention import SequenceLayout
-from ring_dilated_attention.train.data import (
-    HEAD_BYTES,
-    ByteCorpus,
-    shard_windows,
-    stdlib_sources,
-)
+from ring_dilated_attention.train.data import HEAD_BYTES, ByteCorpus, shard_windows, stdlib_sources
 
 
 def write(folder: Path, **texts: bytes) -> Path:

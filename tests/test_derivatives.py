@@ -11,8 +11,8 @@ from ring_dilated_attention import (
     dilated_attention,
     replicated_query_attention,
 )
-from ring_dilated_attention.reference import reference_attention
-from ring_dilated_attention.testing import relative_error, run_loopback
+from ring_dilated_attention.checks import reference_attention
+from ring_dilated_attention.checks.testing import relative_error, run_loopback
 
 PATTERN = DilatedPattern([4, None], [1, 2])
 

@@ -8,17 +8,12 @@ from strategies import layouts
 from torch.utils.checkpoint import checkpoint
 from torchscale_definition import torchscale_by_definition
 
-from ring_dilated_attention import (
-    DilatedPattern,
-    SequenceLayout,
-    dilated_attention,
-    operator,
-    ring,
-)
-from ring_dilated_attention.checkpoint import keep_attention
-from ring_dilated_attention.detached import branch_function, detached_dilated_attention
-from ring_dilated_attention.nn import DilatedAttention, MultiheadDilatedAttention
-from ring_dilated_attention.testing import relative_error, run_loopback
+from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention
+from ring_dilated_attention.branch_gradients import branch_function, detached_dilated_attention
+from ring_dilated_attention.checks.testing import relative_error, run_loopback
+from ring_dilated_attention.engine import ring
+from ring_dilated_attention.nn import DilatedAttention, MultiheadDilatedAttention, keep_attention
+from ring_dilated_attention.torch_op import operator
 
 PATTERN = DilatedPattern([6, 11, None], [1, 2, 3], head_offsets="blocked", zero_keys=True)
 
@@ -95,7 +90,7 @@ def test_nothing_to_mix_is_one_call(pattern, monkeypatch):
         calls.append(options)
         return dilated_attention(*arguments, **options)
 
-    monkeypatch.setattr("ring_dilated_attention.detached.dilated_attention", count)
+    monkeypatch.setattr("ring_dilated_attention.branch_gradients.dilated_attention", count)
     x = torch.randn(1, 20, 4, 8)
     out, lse = detached_dilated_attention(x, x, x, pattern, is_causal=True, return_lse=True)
     want, want_lse = dilated_attention(x, x, x, pattern, is_causal=True, return_lse=True)

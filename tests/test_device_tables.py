@@ -7,9 +7,10 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from ring_dilated_attention import DilatedPattern, device_tables, dilated_attention
-from ring_dilated_attention.device_tables import KEPT_BYTES, KEPT_CALLS, DeviceTables
-from ring_dilated_attention.testing import relative_error
+from ring_dilated_attention import DilatedPattern, dilated_attention
+from ring_dilated_attention.checks.testing import relative_error
+from ring_dilated_attention.engine import device_tables
+from ring_dilated_attention.engine.device_tables import KEPT_BYTES, KEPT_CALLS, DeviceTables
 
 CPU = torch.device("cpu")
 
@@ -122,7 +123,7 @@ def test_a_step_of_many_large_tables_makes_them_twice(calls):
 def test_calls_of_ever_new_shapes(monkeypatch):
     """The same results, and no more tables than those of the latest calls."""
     tables = DeviceTables()
-    for name in ("operator", "compute", "packing"):
+    for name in ("torch_op.operator", "engine.compute", "engine.messages"):
         monkeypatch.setattr(f"ring_dilated_attention.{name}.TABLES", tables)
     monkeypatch.setattr(device_tables, "KEPT_BYTES", 0)
     monkeypatch.setattr(device_tables, "KEPT_CALLS", 4)

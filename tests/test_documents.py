@@ -16,13 +16,12 @@ from strategies import cases, layouts, patterns
 from torch import nn
 from typer.testing import CliRunner
 
-from ring_dilated_attention import (
-    DilatedPattern,
-    SequenceLayout,
-    dilated_attention,
-    plan_attention,
-)
+from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention, plan_attention
+from ring_dilated_attention.checks import Case, combine, run_cases, run_ranks, simulate
+from ring_dilated_attention.checks.testing import relative_error, run_loopback
+from ring_dilated_attention.checks.verify import make_layout, run_case
 from ring_dilated_attention.cli import app
+from ring_dilated_attention.documents import packed_rows
 from ring_dilated_attention.kernels.cells import build_cells
 from ring_dilated_attention.nn import (
     DilatedAttention,
@@ -31,12 +30,7 @@ from ring_dilated_attention.nn import (
     MultiheadDilatedAttention,
     document_positions,
 )
-from ring_dilated_attention.packed import packed_rows
-from ring_dilated_attention.plan import TileGroup
-from ring_dilated_attention.plan.check import check_plan
-from ring_dilated_attention.simulate import simulate
-from ring_dilated_attention.testing import relative_error, run_loopback, run_ranks
-from ring_dilated_attention.verify import Case, combine, make_layout, run_case, run_cases
+from ring_dilated_attention.plan import TileGroup, check_plan
 
 PATTERN = DilatedPattern([5, 12, None], [1, 2, 3])
 LONGNET = DilatedPattern([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12])

@@ -10,14 +10,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from worlds import world
 
-from ring_dilated_attention import (
-    DilatedPattern,
-    SequenceLayout,
-    dilated_attention,
-    plan_attention,
-)
-from ring_dilated_attention.plan.costs import TensorSize, flops
-from ring_dilated_attention.testing import run_loopback, run_ranks
+from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention, plan_attention
+from ring_dilated_attention.checks import run_ranks
+from ring_dilated_attention.checks.testing import run_loopback
+from ring_dilated_attention.plan import TensorSize, flops
 
 PATTERN = DilatedPattern([5, 16, None], [1, 2, 3])
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8

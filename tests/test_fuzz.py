@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ring_dilated_attention import compute
-from ring_dilated_attention.views import Block
+from ring_dilated_attention.engine import compute
+from ring_dilated_attention.engine.blocks import Block
 
 PATH = Path(__file__).parents[1] / "benchmarks" / "fuzz.py"
 

@@ -9,17 +9,15 @@ import torch
 import torch.distributed
 from cut_rings import rings_cut
 
-from ring_dilated_attention import DilatedPattern, compute, dilated_attention
-from ring_dilated_attention.accumulate import Accumulator
-from ring_dilated_attention.merge import merge_
+from ring_dilated_attention import DilatedPattern, dilated_attention
+from ring_dilated_attention.checks import Case, combine, reference_attention, simulate, sweep
+from ring_dilated_attention.checks.testing import relative_error, run_loopback
+from ring_dilated_attention.checks.verify import make_layout, run_case
+from ring_dilated_attention.checks.view_kinds import KINDS
+from ring_dilated_attention.engine import Accumulator, compute, merge_
 from ring_dilated_attention.plan import Rows, Tile
-from ring_dilated_attention.reference import reference_attention
-from ring_dilated_attention.simulate import simulate
-from ring_dilated_attention.testing import relative_error, run_loopback
 from ring_dilated_attention.tiles import TileGradients, TileInputs, select_backend
 from ring_dilated_attention.tiles.eager import EAGER
-from ring_dilated_attention.verify import Case, combine, make_layout, run_case, sweep
-from ring_dilated_attention.view_kinds import KINDS
 
 pytestmark = [
     pytest.mark.gpu,

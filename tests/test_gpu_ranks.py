@@ -11,11 +11,13 @@ from test_gpu import failures, kernel_cases
 from worlds import world
 
 from ring_dilated_attention import DilatedPattern, dilated_attention
-from ring_dilated_attention.communicator import Communicator
-from ring_dilated_attention.exchange import ProcessGroupExchange, _members
-from ring_dilated_attention.peer_memory import SLOT_BYTES, PeerMemory
-from ring_dilated_attention.testing import relative_error, run_ranks
-from ring_dilated_attention.verify import Case, combine, make_layout, run_case, sweep
+from ring_dilated_attention.checks import Case, combine, run_ranks, sweep
+from ring_dilated_attention.checks.testing import relative_error
+from ring_dilated_attention.checks.verify import make_layout, run_case
+from ring_dilated_attention.exchange import ProcessGroupExchange
+from ring_dilated_attention.exchange.communicator import Communicator
+from ring_dilated_attention.exchange.groups import _members
+from ring_dilated_attention.exchange.peer_memory import SLOT_BYTES, PeerMemory
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout
+from ring_dilated_attention.checks import Case, reference_attention
+from ring_dilated_attention.checks.testing import relative_error, run_loopback
+from ring_dilated_attention.checks.verify import run_case
+from ring_dilated_attention.checks.view_kinds import KINDS
 from ring_dilated_attention.plan import Rows, Tile, plan_attention
-from ring_dilated_attention.reference import reference_attention
-from ring_dilated_attention.testing import relative_error, run_loopback
-from ring_dilated_attention.verify import Case, run_case
-from ring_dilated_attention.view_kinds import KINDS
 
 pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -5,11 +5,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from ring_dilated_attention.accumulate import row_sums as eager_row_sums
+from ring_dilated_attention.checks.testing import relative_error
+from ring_dilated_attention.engine import merge_
+from ring_dilated_attention.engine.accumulate import row_sums as eager_row_sums
 from ring_dilated_attention.kernels import rows
 from ring_dilated_attention.kernels.rows import add_rows, merge_rows, row_sums
-from ring_dilated_attention.merge import merge_
-from ring_dilated_attention.testing import relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROWS, HEADS = 19, 3

@@ -13,13 +13,14 @@ import pytest
 import torch
 from late_streams import LateExchange, late_streams
 
-from ring_dilated_attention import DilatedPattern, SequenceLayout, compute, plan_attention, ring
-from ring_dilated_attention.accumulate import has_triton
+from ring_dilated_attention import DilatedPattern, SequenceLayout, plan_attention
+from ring_dilated_attention.checks import TENSORS, Case
+from ring_dilated_attention.checks.testing import relative_error, run_loopback
+from ring_dilated_attention.engine import compute, ring
+from ring_dilated_attention.kernels.available import has_triton
 from ring_dilated_attention.plan import attention
-from ring_dilated_attention.testing import relative_error, run_loopback
 from ring_dilated_attention.tiles import Selection
 from ring_dilated_attention.tiles.eager import EAGER
-from ring_dilated_attention.verify import TENSORS, Case
 
 INTO = replace(
     EAGER,

@@ -9,10 +9,12 @@ import torch.nn.functional as F
 from test_checkpoint import Count
 
 from ring_dilated_attention import SequenceLayout
-from ring_dilated_attention.checkpoint import CHECKPOINTS
+from ring_dilated_attention.checks import run_ranks
+from ring_dilated_attention.checks.testing import relative_error, run_loopback
 from ring_dilated_attention.nn import LongNet, LongNetConfig
-from ring_dilated_attention.operator import BACKWARD, FORWARD
-from ring_dilated_attention.testing import relative_error, run_loopback, run_ranks
+from ring_dilated_attention.nn.checkpoint import CHECKPOINTS
+from ring_dilated_attention.torch_op import FORWARD
+from ring_dilated_attention.torch_op.operator import BACKWARD
 
 LENGTH = 23
 CHUNKS = (None, 1, 5, 100)  # 5 divides no shard

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from ring_dilated_attention import compute
+from ring_dilated_attention.engine import compute
 from ring_dilated_attention.nn import LongNet, LongNetConfig
 
 WIDTH, HEADS, CHUNK = 256, 4, 256

@@ -8,10 +8,10 @@ import pytest
 import torch
 from worlds import world
 
-from ring_dilated_attention.cuda_driver import check, driver
+from ring_dilated_attention.checks import run_ranks
 from ring_dilated_attention.exchange import ProcessGroupExchange
-from ring_dilated_attention.mapped_memory import MappedMemory, passed_files
-from ring_dilated_attention.testing import run_ranks
+from ring_dilated_attention.exchange.cuda_driver import check, driver
+from ring_dilated_attention.exchange.mapped_memory import MappedMemory, passed_files
 
 
 def pass_texts(rank, world_size, without):

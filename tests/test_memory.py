@@ -17,17 +17,16 @@ from torch.utils._pytree import tree_leaves
 from ring_dilated_attention import (
     DilatedPattern,
     SequenceLayout,
-    compute,
     dilated_attention,
     plan_attention,
     resolve,
-    ring,
 )
-from ring_dilated_attention.testing import relative_error, run_loopback
+from ring_dilated_attention.checks.testing import relative_error, run_loopback
+from ring_dilated_attention.engine import compute, ring
+from ring_dilated_attention.engine.blocks import Block
+from ring_dilated_attention.engine.transfer import GradientReturn, fetch
 from ring_dilated_attention.tiles import Selection
 from ring_dilated_attention.tiles.eager import EAGER
-from ring_dilated_attention.transfer import GradientReturn, fetch
-from ring_dilated_attention.views import Block
 
 WORLD_SIZE, LENGTH = 8, 8 * 32
 

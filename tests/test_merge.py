@@ -1,6 +1,6 @@
 import torch
 
-from ring_dilated_attention.merge import merge_
+from ring_dilated_attention.engine import merge_
 
 
 def softmax(scores, values):

@@ -14,6 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention
+from ring_dilated_attention.checks import run_ranks
+from ring_dilated_attention.checks.testing import relative_error, run_loopback
 from ring_dilated_attention.nn import (
     DilatedAttention,
     LongNet,
@@ -21,7 +23,6 @@ from ring_dilated_attention.nn import (
     MultiheadDilatedAttention,
     RotaryEmbedding,
 )
-from ring_dilated_attention.testing import relative_error, run_loopback, run_ranks
 
 PATTERN = DilatedPattern([6, 11, None], [1, 2, 3])
 DENSE: dict[str, Any] = {"segment_lengths": [None], "dilation_rates": [1]}

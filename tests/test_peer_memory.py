@@ -15,11 +15,13 @@ from cut_rings import rings_cut
 from outbox_host import Host, HostExchange
 from worlds import world
 
-from ring_dilated_attention import DilatedPattern, dilated_attention, exchange, peer_memory
-from ring_dilated_attention.exchange import ProcessGroupExchange
-from ring_dilated_attention.peer_memory import Outboxes, Place, out_of_reach
-from ring_dilated_attention.testing import run_loopback, run_ranks
-from ring_dilated_attention.verify import Case, combine, run_case, sweep
+from ring_dilated_attention import DilatedPattern, dilated_attention
+from ring_dilated_attention.checks import Case, combine, run_ranks, sweep
+from ring_dilated_attention.checks.testing import run_loopback
+from ring_dilated_attention.checks.verify import run_case
+from ring_dilated_attention.exchange import ProcessGroupExchange, peer_memory
+from ring_dilated_attention.exchange import groups as exchange
+from ring_dilated_attention.exchange.peer_memory import Outboxes, Place, out_of_reach
 
 
 @pytest.fixture(autouse=True)

@@ -11,9 +11,18 @@ from hypothesis import strategies as st
 from strategies import layouts, patterns
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, plan_attention
-from ring_dilated_attention.plan import RankPlan, Tile, TileGroup
-from ring_dilated_attention.plan.check import PlanError, check_plan
-from ring_dilated_attention.plan.costs import TensorSize, flops, memory, step_imbalance, traffic
+from ring_dilated_attention.plan import (
+    RankPlan,
+    TensorSize,
+    Tile,
+    TileGroup,
+    check_plan,
+    flops,
+    memory,
+    step_imbalance,
+    traffic,
+)
+from ring_dilated_attention.plan.check import PlanError
 from ring_dilated_attention.plan.pieces import cut_into_pieces
 
 LONGNET = ([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12])

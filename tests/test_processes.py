@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention, exchange
+from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention
+from ring_dilated_attention.checks import combine, reference_attention, run_cases, run_ranks, sweep
+from ring_dilated_attention.checks.testing import relative_error
 from ring_dilated_attention.exchange import SoloExchange
-from ring_dilated_attention.reference import reference_attention
-from ring_dilated_attention.testing import relative_error, run_ranks
-from ring_dilated_attention.verify import combine, run_cases, sweep
+from ring_dilated_attention.exchange import groups as exchange
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 7])

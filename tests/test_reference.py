@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from ring_dilated_attention import DilatedPattern
-from ring_dilated_attention.reference import reference_attention, visible_counts
+from ring_dilated_attention.checks import reference_attention
+from ring_dilated_attention.checks.reference import visible_counts
 
 
 def loops(query, key, value, pattern, is_causal, documents):

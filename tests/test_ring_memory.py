@@ -12,17 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from worlds import world
 
-from ring_dilated_attention import (
-    DilatedPattern,
-    SequenceLayout,
-    accumulate,
-    compute,
-    plan_attention,
-    ring,
-)
+from ring_dilated_attention import DilatedPattern, SequenceLayout, plan_attention
+from ring_dilated_attention.checks import run_ranks
+from ring_dilated_attention.engine import accumulate, compute, ring
 from ring_dilated_attention.exchange import resolve_exchange
 from ring_dilated_attention.plan import attention
-from ring_dilated_attention.testing import run_ranks
 from ring_dilated_attention.tiles import Selection, TileBackend
 from ring_dilated_attention.tiles.fa4 import FA4
 

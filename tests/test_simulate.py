@@ -8,18 +8,14 @@ import torch
 from hypothesis import given, settings
 from strategies import cases
 
-from ring_dilated_attention import (
-    DilatedPattern,
-    SequenceLayout,
-    compute,
-    packing,
-    simulate,
-    transfer,
-)
-from ring_dilated_attention.loopback import LoopbackExchange
-from ring_dilated_attention.plan.costs import Memory
-from ring_dilated_attention.turns import Transfers, Turns
-from ring_dilated_attention.verify import TENSORS, Case, make_layout
+from ring_dilated_attention import DilatedPattern, SequenceLayout
+from ring_dilated_attention.checks import TENSORS, Case, Transfers, simulation
+from ring_dilated_attention.checks.turns import Turns
+from ring_dilated_attention.checks.verify import make_layout
+from ring_dilated_attention.engine import compute, transfer
+from ring_dilated_attention.engine import messages as packing
+from ring_dilated_attention.exchange import LoopbackExchange
+from ring_dilated_attention.plan import Memory
 
 PATTERN = DilatedPattern([16, 50, None], [1, 3, 4])
 CASE = Case(pattern=PATTERN, layout=SequenceLayout.zigzag(101, 3), dtype=torch.float32, head_dim=8)
@@ -28,7 +24,7 @@ CASE = Case(pattern=PATTERN, layout=SequenceLayout.zigzag(101, 3), dtype=torch.f
 @settings(max_examples=30)
 @given(cases())
 def test_any_case_is_as_planned(case):
-    found = simulate.simulate(case)
+    found = simulation.simulate(case)
     assert found.ok, found.problems
     assert found.balance.world_size == len(found.ranks) == case.layout.world_size
     assert sum(x.positions for x in found.ranks) == case.layout.length
@@ -42,7 +38,7 @@ def test_any_case_is_as_planned(case):
 def test_gradients_that_are_nothing_but_rounding(pattern, dtype):
     """Every query sees one key: the gradients of query and key are 0."""
     case = replace(CASE, pattern=pattern, layout=make_layout("uneven", 37, 5), dtype=dtype)
-    found = simulate.simulate(case)
+    found = simulation.simulate(case)
     assert found.ok, found.problems
 
 
@@ -60,7 +56,7 @@ def test_figures_of_a_case_counted_by_hand(exchange):
         dtype=torch.float32,
         exchange=exchange,
     )
-    found = simulate.simulate(case)
+    found = simulation.simulate(case)
     assert found.ok, found.problems
     first, empty, last = found.ranks
     rows = 2 * 3 * 4 * 4  # key and value, 3 rows of 4 floats
@@ -99,7 +95,7 @@ def test_one_rank_computes_at_a_time(monkeypatch):
 
     for name in ("forward", "backward"):
         monkeypatch.setattr(compute, name, watched(getattr(compute, name)))
-    found = simulate.simulate(replace(CASE, layout=SequenceLayout.contiguous(101, 5)))
+    found = simulation.simulate(replace(CASE, layout=SequenceLayout.contiguous(101, 5)))
     assert found.ok
     assert len(most) > 2 * 2 * 5
     assert max(most) == 1
@@ -107,7 +103,7 @@ def test_one_rank_computes_at_a_time(monkeypatch):
 
 
 def test_without_backward():
-    found = simulate.simulate(CASE, backward=False)
+    found = simulation.simulate(CASE, backward=False)
     assert found.ok
     assert list(found.errors) == ["out", "lse"]
     assert all(x.backward is None and x.seconds == x.forward.seconds for x in found.ranks)
@@ -115,20 +111,20 @@ def test_without_backward():
 
 def test_gradients_that_stay_away_are_found(monkeypatch):
     monkeypatch.setattr(transfer, "add_home", lambda *_: None)
-    found = simulate.simulate(CASE)
+    found = simulation.simulate(CASE)
     assert [text.split(":")[0] for text in found.problems] == ["dkey", "dvalue"]
     assert found.errors["dkey"] > 1e-2 > found.errors["dquery"]
 
 
 def test_wrong_rows_are_found(monkeypatch):
     monkeypatch.setattr(transfer, "pack", lambda *x: packing.pack(*x) + 1)
-    found = simulate.simulate(CASE)
+    found = simulation.simulate(CASE)
     assert [text.split(":")[0] for text in found.problems] == list(TENSORS)
 
 
 def test_nan_is_found(monkeypatch):
     monkeypatch.setattr(transfer, "pack", lambda *x: packing.pack(*x) * torch.nan)
-    found = simulate.simulate(CASE)
+    found = simulation.simulate(CASE)
     assert {text.split(":")[0] for text in found.problems} == set(TENSORS)
 
 
@@ -141,7 +137,7 @@ def test_bytes_that_the_plan_does_not_have_are_found(monkeypatch):
         return start(self, send, receive)
 
     monkeypatch.setattr(Turns, "start", twice)
-    found = simulate.simulate(CASE)
+    found = simulation.simulate(CASE)
     assert [text.split(":")[0] for text in found.problems] == [
         "rank 1, forward",
         "rank 1, backward",
@@ -158,7 +154,7 @@ def test_rows_that_are_kept_too_long_are_found(monkeypatch):
         return start(self, send, receive)
 
     monkeypatch.setattr(LoopbackExchange, "start", keep)
-    found = simulate.simulate(replace(CASE, layout=SequenceLayout.contiguous(101, 5)))
+    found = simulation.simulate(replace(CASE, layout=SequenceLayout.contiguous(101, 5)))
     assert any("held Memory" in text for text in found.problems)
 
 
@@ -168,7 +164,7 @@ def test_a_rank_that_fails_ends_all(monkeypatch):
 
     monkeypatch.setattr(transfer, "pack", fail)
     with pytest.raises(RuntimeError, match="no rows today"):
-        simulate.simulate(CASE)
+        simulation.simulate(CASE)
 
 
 @pytest.mark.parametrize(
@@ -183,4 +179,4 @@ def test_a_rank_that_fails_ends_all(monkeypatch):
 )
 def test_bad_cases_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
-        simulate.simulate(replace(CASE, **change))
+        simulation.simulate(replace(CASE, **change))

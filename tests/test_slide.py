@@ -14,14 +14,9 @@ from torch import nn
 from torchscale_definition import torchscale_by_definition
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout
-from ring_dilated_attention.nn import (
-    LayerNorm,
-    SlideEncoder,
-    SlideEncoderConfig,
-    sincos_positions,
-)
-from ring_dilated_attention.reference import reference_attention
-from ring_dilated_attention.testing import relative_error, run_loopback, run_ranks
+from ring_dilated_attention.checks import reference_attention, run_ranks
+from ring_dilated_attention.checks.testing import relative_error, run_loopback
+from ring_dilated_attention.nn import LayerNorm, SlideEncoder, SlideEncoderConfig, sincos_positions
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "slide_encoder.py"
 TORCHSCALE = {"head_offsets": "blocked", "zero_keys": True, "branch_gradients": "detached"}

@@ -1,11 +1,11 @@
 import pytest
 import torch
 
-from ring_dilated_attention.testing import relative_error
+from ring_dilated_attention.checks.testing import relative_error
+from ring_dilated_attention.engine import readable_in_backward
 from ring_dilated_attention.tiles import BACKENDS, TileGradients, TileInputs, select_backend
 from ring_dilated_attention.tiles.eager import EAGER
 from ring_dilated_attention.tiles.sdpa import in_one_layout
-from ring_dilated_attention.views import readable_in_backward
 
 CPU = torch.device("cpu")
 

@@ -10,13 +10,13 @@ from torch import nn
 from torchscale_definition import PATTERN, torchscale_by_definition
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout
+from ring_dilated_attention.checks import reference_attention, run_ranks
+from ring_dilated_attention.checks.testing import relative_error, run_loopback
 from ring_dilated_attention.integrations.torchscale import (
     DilatedAttention,
     replace_dilated_attention,
     set_layout,
 )
-from ring_dilated_attention.reference import reference_attention
-from ring_dilated_attention.testing import relative_error, run_loopback, run_ranks
 
 SEGMENTS, RATES = (16, 23, 64), (1, 2, 4)
 

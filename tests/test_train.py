@@ -18,8 +18,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from ring_dilated_attention.checks import run_ranks
 from ring_dilated_attention.nn import LongNet, LongNetConfig
-from ring_dilated_attention.testing import run_ranks
 from ring_dilated_attention.train import checkpoint, comm, data, log, plot
 from ring_dilated_attention.train.comm import BUCKET_NUMEL, joined
 from ring_dilated_attention.train.command import make_config as make_run_config

@@ -25,9 +25,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from ring_dilated_attention.checks import run_ranks
 from ring_dilated_attention.cli import app
 from ring_dilated_attention.nn import LongNet, LongNetConfig
-from ring_dilated_attention.testing import run_ranks
 from ring_dilated_attention.train import checkpoint, lock, log
 from ring_dilated_attention.train.checkpoint import META, SUMS, Checkpoint
 from ring_dilated_attention.train.comm import joined

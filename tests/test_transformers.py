@@ -24,7 +24,8 @@ from transformers_models import (
 )
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout
-from ring_dilated_attention.checkpoint import keep_attention
+from ring_dilated_attention.checks import run_ranks
+from ring_dilated_attention.checks.testing import relative_error, run_loopback
 from ring_dilated_attention.integrations import transformers as ours
 from ring_dilated_attention.integrations.transformers import (
     attention_forward,
@@ -33,7 +34,7 @@ from ring_dilated_attention.integrations.transformers import (
     set_layout,
     shard_batch,
 )
-from ring_dilated_attention.testing import relative_error, run_loopback, run_ranks
+from ring_dilated_attention.nn import keep_attention
 
 # --- one device: the same as transformers' own
 

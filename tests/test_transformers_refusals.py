@@ -26,6 +26,7 @@ from transformers_models import (
 )
 
 from ring_dilated_attention import SequenceLayout
+from ring_dilated_attention.checks.testing import relative_error, run_loopback
 from ring_dilated_attention.integrations import transformers as ours
 from ring_dilated_attention.integrations.transformers import (
     attention_forward,
@@ -33,7 +34,6 @@ from ring_dilated_attention.integrations.transformers import (
     set_attention,
     set_layout,
 )
-from ring_dilated_attention.testing import relative_error, run_loopback
 
 
 def attend(**changes):

@@ -5,8 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import layouts, patterns
 
-from ring_dilated_attention import DilatedPattern, SequenceLayout, plan_attention, views
-from ring_dilated_attention.views import families
+from ring_dilated_attention import DilatedPattern, SequenceLayout, plan_attention
+from ring_dilated_attention.engine import blocks as views
+from ring_dilated_attention.engine.blocks import families
 
 
 def _rows(tile, rows, heads):

@@ -8,8 +8,8 @@ from functools import partial
 
 import pytest
 
-from ring_dilated_attention.calls import LostPeerError
-from ring_dilated_attention.waiter import Waiter, waiting
+from ring_dilated_attention.exchange.calls import LostPeerError
+from ring_dilated_attention.exchange.waiter import Waiter, waiting
 
 
 def fail(error):

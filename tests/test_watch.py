@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from ring_dilated_attention import watch
-from ring_dilated_attention.calls import Calls, ExchangeError, Finding, LostPeerError
-from ring_dilated_attention.watch import UnderWay, Watch
+from ring_dilated_attention.exchange import ExchangeError, watch
+from ring_dilated_attention.exchange.calls import Calls, Finding, LostPeerError
+from ring_dilated_attention.exchange.watch import UnderWay, Watch
 
 
 class Ranks:

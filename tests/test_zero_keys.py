@@ -10,18 +10,18 @@ from torchscale_definition import torchscale_by_definition
 from ring_dilated_attention import (
     DilatedPattern,
     SequenceLayout,
-    accumulate,
     dilated_attention,
     plan_attention,
     replicated_query_attention,
 )
-from ring_dilated_attention.plan import Rows
-from ring_dilated_attention.plan.check import PlanError, check_plan
+from ring_dilated_attention.checks import combine, reference_attention
+from ring_dilated_attention.checks.reference import zero_key_counts
+from ring_dilated_attention.checks.testing import relative_error, run_loopback
+from ring_dilated_attention.checks.verify import TOLERANCE, run_case
+from ring_dilated_attention.engine import accumulate, merge_zero_keys
+from ring_dilated_attention.plan import Rows, check_plan
+from ring_dilated_attention.plan.check import PlanError
 from ring_dilated_attention.plan.zero_keys import zero_key_groups
-from ring_dilated_attention.reference import reference_attention, zero_key_counts
-from ring_dilated_attention.testing import relative_error, run_loopback
-from ring_dilated_attention.verify import TOLERANCE, combine, run_case
-from ring_dilated_attention.zero_keys import merge_zero_keys
 
 
 def zero_pattern(segment_lengths, rates, **options):

@@ -8,12 +8,9 @@ import transformers
 from torch import nn
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout
-from ring_dilated_attention.integrations.transformers import (
-    set_attention,
-    shard_batch,
-)
+from ring_dilated_attention.checks.testing import relative_error, run_loopback
+from ring_dilated_attention.integrations.transformers import set_attention, shard_batch
 from ring_dilated_attention.integrations.transformers_call import Call, Settings
-from ring_dilated_attention.testing import relative_error, run_loopback
 
 DENSE = DilatedPattern.dense()
 

@@ -1,11 +1,11 @@
 """Exact ring dilated attention for PyTorch. `dilated_attention` is the function to start from."""
 
-from .calls import ExchangeError
+from .decode.replicated import replicated_query_attention
+from .exchange.calls import ExchangeError
 from .functional import dilated_attention
 from .layout import SequenceLayout
 from .pattern import DilatedPattern
 from .plan import AttentionPlan, plan_attention
-from .replicated import replicated_query_attention
 from .version import VERSION
 
 __version__ = VERSION

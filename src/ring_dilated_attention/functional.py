@@ -11,15 +11,24 @@ from typing import Literal, overload
 
 import torch
 
-from .agreement import agree, refuse_capture, settle
-from .calls import Scope
-from .exchange import Exchange, Group, exchange_named, group_name
+from .documents import Integers, as_ints
+from .exchange import (
+    Exchange,
+    Group,
+    Scope,
+    agree,
+    check_padding_mask,
+    exchange_named,
+    group_name,
+    lengths_of_mask,
+    refuse_capture,
+    settle,
+)
 from .layout import SequenceLayout
-from .operator import FORWARD
-from .packed import Integers, as_ints, check_padding_mask, lengths_of_mask
 from .pattern import DilatedPattern, check_choice, in_brief, shape_in_brief
 from .resolve import Options, shared_words
 from .tiles import BACKENDS
+from .torch_op import FORWARD
 
 EXCHANGES = ("auto", "ring", "gather")
 MOST_SCALE = 2.0**64

@@ -7,6 +7,7 @@ section 2; `DilatedPattern` states it in this library's words.
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -64,6 +65,15 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
     if not isinstance(value, str) or value not in choices:
         allowed = ", ".join(map(repr, choices))
         raise ValueError(f"{name} must be one of {allowed}; got {in_brief(value)}")
+
+
+def check_positive_float(name: str, value: float) -> float:
+    """Return `value` as a float > 0; a `TypeError` or `ValueError` names it otherwise."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number, got {in_brief(value)}")
+    if not 0 < value <= sys.float_info.max:
+        raise ValueError(f"{name} must be finite and above 0; got {in_brief(value)}")
+    return float(value)
 
 
 def check_positive_int(name: str, value: Any) -> int:

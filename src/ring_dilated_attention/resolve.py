@@ -12,14 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .agreement import Shared
 from .caches import INT_BYTES, cache_by_size
-from .exchange import Exchange
+from .documents import SHOWN, in_words, packed_rows
+from .exchange import Exchange, Shared
 from .layout import SequenceLayout
-from .packed import packed_rows
 from .pattern import DilatedPattern
 from .plan import AttentionPlan, RankPlan, plan_attention
-from .plan.documents import SHOWN, in_words
 from .tiles import Selection, select_backend
 
 

@@ -4,8 +4,22 @@
 """
 
 from .case import Case
-from .patterns import NAMES, named_case
+from .command import run_anywhere
+from .measure import memory_of, resolve_device
+from .patterns import NAMES, named_case, named_pattern
+from .ranks_team import RankError
 from .result import Result
 from .run import bench
 
-__all__ = ["NAMES", "Case", "Result", "bench", "named_case"]
+__all__ = [
+    "NAMES",
+    "Case",
+    "RankError",
+    "Result",
+    "bench",
+    "memory_of",
+    "named_case",
+    "named_pattern",
+    "resolve_device",
+    "run_anywhere",
+]

@@ -6,11 +6,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..checks import check_pattern, check_size
 from ..layout import SequenceLayout
-from ..limits import check_pattern, check_size
 from ..pattern import DilatedPattern, check_choice
-from ..plan import plan_attention
-from ..plan.costs import TensorSize, flops
+from ..plan import TensorSize, flops, plan_attention
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ..limits import check_memory, check_output, check_seed
+from ..checks import check_memory, check_output, check_seed
 from ..pattern import DilatedPattern
 from . import report
 from .case import Case

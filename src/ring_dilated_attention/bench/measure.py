@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..limits import host_memory
+from ..checks import host_memory
 from ..pattern import check_choice
 from .result import Ceilings
 

@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ..checks import reference_attention
 from ..functional import dilated_attention
 from ..pattern import DilatedPattern, check_choice
-from ..reference import reference_attention
 from .case import Case
 from .torchscale import KERNELS, torchscale_attention
 

@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ..pattern import check_positive_int
-from ..plan import AttentionPlan, plan_attention
-from ..plan.costs import TensorSize, flops_by_rank
+from ..plan import AttentionPlan, TensorSize, flops_by_rank, plan_attention
 from . import measure
 from .case import Case
 from .peers import OURS

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from ..limits import MOST_PROCESSES, check_memory, check_seed, check_size, host_memory
+from ..checks import MOST_PROCESSES, check_memory, check_seed, check_size, host_memory
 from ..pattern import check_positive_int
 from . import ranks_report, report
 from .case import Case

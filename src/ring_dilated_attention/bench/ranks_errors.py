@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..reference import reference_attention
+from ..checks import reference_attention
 from .case import Case
 from .peers import OURS
 from .ranks_team import Team

@@ -6,8 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 from ..exchange import resolve_exchange
-from ..plan import RankPlan
-from ..plan.costs import TensorSize, traffic
+from ..plan import RankPlan, TensorSize, traffic
 from . import measure
 from .case import Case
 from .exposed import TimedExchange

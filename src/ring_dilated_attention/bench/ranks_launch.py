@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
-from ..limits import MOST_PROCESSES, RANK_TIMEOUT, check_size
+from ..checks import MOST_PROCESSES, RANK_TIMEOUT, check_size
 from ..pattern import check_choice
 from .measure import DEVICES
 from .ranks_team import RankError

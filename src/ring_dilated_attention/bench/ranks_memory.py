@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..exchange import ProcessGroupExchange
-from ..plan import RankPlan
-from ..plan.costs import TensorSize, memory
+from ..plan import RankPlan, TensorSize, memory
 from . import measure
 from .peers import OURS
 from .ranks_result import RankMemory

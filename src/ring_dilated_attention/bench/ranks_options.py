@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..checks import RANK_TIMEOUT, check_seconds, check_size
 from ..functional import EXCHANGES
-from ..limits import RANK_TIMEOUT, check_seconds, check_size
 from ..pattern import check_choice
 from . import measure
 from .ring_peers import LAYOUTS, PEERS

@@ -11,22 +11,12 @@ from typing import NamedTuple
 
 import torch
 
-from ..limits import check_seconds, check_size
+from ..checks import check_seconds, check_size
 from ..pattern import check_choice
 from . import measure
 from .case import Case
 from .peers import OURS, PEERS, Contender, Shapes, contender
-from .result import (
-    BACKWARD,
-    FAILED,
-    OK,
-    OUT_OF_MEMORY,
-    REFUSED,
-    Ceilings,
-    Errors,
-    Result,
-    Timing,
-)
+from .result import BACKWARD, FAILED, OK, OUT_OF_MEMORY, REFUSED, Ceilings, Errors, Result, Timing
 
 FEWEST_REPEATS, MOST_WALL_REPEATS = 3, 10
 ROTATED_BYTES, MOST_SETS = 128 * 2**20, 64

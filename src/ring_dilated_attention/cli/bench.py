@@ -149,8 +149,8 @@ def bench(
     none, or sent other bytes than its plan; 2 if the only case is refused.
     """
     with reported_errors():
+        from ..bench import RankError
         from ..bench.command import run_anywhere
-        from ..bench.ranks_team import RankError
 
         try:
             done = run_anywhere(

@@ -61,7 +61,7 @@ def plan(
     """Print what each rank would hold, compute and exchange; nothing is run."""
     with reported_errors():
         from ..pattern import DilatedPattern
-        from ..plan_command import CHECK_LIMIT, show
+        from .run_plan import CHECK_LIMIT, show
 
         show(
             DilatedPattern(
@@ -135,7 +135,7 @@ def simulate(
     those of one device, or memory or bytes not those of the plan.
     """
     with reported_errors():
-        from ..simulate_command import run
+        from .run_simulate import run
 
         right = run(
             pattern=pattern,

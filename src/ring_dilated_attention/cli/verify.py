@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ..limits import RANK_TIMEOUT
+from ..checks import RANK_TIMEOUT
 from .common import Timeout, app, fail, reported_errors
 
 
@@ -29,7 +29,7 @@ def verify(
     case is out of bounds.
     """
     with reported_errors():
-        from ..verify_command import verify as run
+        from .run_verify import verify as run
 
         try:
             right = run(

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..detached import branch_function
+from ..branch_gradients import branch_function
 from ..exchange import Group
 from ..functional import EXCHANGES
 from ..layout import SequenceLayout
-from ..nn.checks import check_head_sizes, check_positive_float
-from ..pattern import DilatedPattern, check_choice
+from ..nn import check_head_sizes
+from ..pattern import DilatedPattern, check_choice, check_positive_float
 from ..tiles import BACKENDS
 
 _SUBMODULES = ("q_proj", "k_proj", "v_proj", "out_proj", "inner_attn_ln")

@@ -14,13 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..agreement import agree
-from ..exchange import Exchange, Group, resolve_exchange
+from ..documents import as_ints, document_borders, in_words
+from ..exchange import Exchange, Group, agree, lengths_of_mask, resolve_exchange
 from ..layout import SequenceLayout
-from ..nn.rope import document_positions
-from ..packed import as_ints, lengths_of_mask
+from ..nn import document_positions
 from ..pattern import DilatedPattern
-from ..plan.documents import document_borders, in_words
 
 ARGUMENT = "ring_dilated_attention"
 """The keyword argument by which a `Call` goes from the model to each of its attention modules."""

@@ -1,6 +1,8 @@
 """Modules built on `dilated_attention`: layers, a language model of bytes, an encoder of slides."""
 
 from .attention import DilatedAttention, MultiheadDilatedAttention
+from .checkpoint import check_checkpoint, keep_attention
+from .checks import check_head_sizes
 from .chunked import map_rows
 from .config import LongNetConfig
 from .longnet import LongNet
@@ -9,6 +11,7 @@ from .rope import RotaryEmbedding, Rotation, document_positions
 from .sincos import sincos_positions
 from .slide import Encoded, SlideEncoder
 from .slide_config import SlideEncoderConfig
+from .spatial import hilbert_order
 
 __all__ = [
     "DilatedAttention",
@@ -21,7 +24,11 @@ __all__ = [
     "Rotation",
     "SlideEncoder",
     "SlideEncoderConfig",
+    "check_checkpoint",
+    "check_head_sizes",
     "document_positions",
+    "hilbert_order",
+    "keep_attention",
     "map_rows",
     "sincos_positions",
 ]

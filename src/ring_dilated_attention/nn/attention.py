@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ..detached import branch_function
+from ..branch_gradients import branch_function
 from ..functional import EXCHANGES
-from ..pattern import DilatedPattern, check_choice, in_brief
+from ..pattern import DilatedPattern, check_choice, check_positive_float, in_brief
 from ..tiles import BACKENDS
-from .checks import check_head_sizes, check_positive_float, check_rows
+from .checks import check_head_sizes, check_rows
 from .norm import LayerNorm
 
 if TYPE_CHECKING:
+    from ..documents import Integers
     from ..exchange import Group
     from ..layout import SequenceLayout
-    from ..packed import Integers
 
 
 class DilatedAttention(nn.Module):

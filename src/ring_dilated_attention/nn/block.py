@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..checkpoint import run_checkpointed
 from .attention import MultiheadDilatedAttention
+from .checkpoint import run_checkpointed
 from .chunked import map_rows
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -49,12 +48,3 @@ def check_rows(name: str, tensor: Any, width: int, shape: str) -> None:
         raise TypeError(f"{name} must be a dense tensor, not a sparse or nested one")
     if tensor.dim() != 3 or tensor.shape[2] != width:
         raise ValueError(f"{name} must have shape {shape}{width}); got {shape_in_brief(tensor)}")
-
-
-def check_positive_float(name: str, value: float) -> float:
-    """Return `value` as a float > 0; a `TypeError` or `ValueError` names it otherwise."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} must be a number, got {in_brief(value)}")
-    if not 0 < value <= sys.float_info.max:
-        raise ValueError(f"{name} must be finite and above 0; got {in_brief(value)}")
-    return float(value)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..pattern import DilatedPattern, check_positive_int
-from .checks import check_head_sizes, check_positive_float
+from ..pattern import DilatedPattern, check_positive_float, check_positive_int
+from .checks import check_head_sizes
 from .rope import RotaryEmbedding
 
 

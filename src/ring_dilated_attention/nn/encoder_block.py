@@ -7,9 +7,9 @@ import math
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checkpoint import run_checkpointed
 from .attention import MultiheadDilatedAttention
 from .block import Block
+from .checkpoint import run_checkpointed
 from .norm import LayerNorm
 from .slide_config import SlideEncoderConfig
 

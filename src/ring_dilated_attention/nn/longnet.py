@@ -9,14 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..agreement import agree
-from ..checkpoint import check_checkpoint, run_checkpointed
-from ..exchange import Exchange, Group, resolve_exchange
+from ..documents import Integers, as_ints, document_borders
+from ..exchange import Exchange, Group, agree, resolve_exchange
 from ..functional import autocast_inputs
 from ..layout import SequenceLayout
-from ..packed import Integers, as_ints
 from ..pattern import check_positive_int, in_brief, shape_in_brief
-from ..plan.documents import document_borders
+from .checkpoint import check_checkpoint, run_checkpointed
 from .chunked import map_rows
 from .config import LongNetConfig
 from .longnet_block import LongNetBlock

@@ -8,9 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..packed import Integers, as_ints
+from ..documents import Integers, as_ints, in_words
 from ..pattern import check_positive_int, in_brief, shape_in_brief
-from ..plan.documents import in_words
 
 
 def document_positions(positions: Tensor, documents: Integers) -> Tensor:

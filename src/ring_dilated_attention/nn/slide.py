@@ -7,13 +7,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..agreement import agree
-from ..checkpoint import check_checkpoint
-from ..exchange import Exchange, Group, resolve_exchange
+from ..documents import Integers, as_ints
+from ..exchange import Exchange, Group, agree, resolve_exchange
 from ..functional import autocast_inputs
 from ..layout import SequenceLayout
-from ..packed import Integers, as_ints
 from ..pattern import check_positive_int, in_brief
+from .checkpoint import check_checkpoint
 from .checks import check_rows
 from .chunked import map_rows
 from .encoder_block import EncoderBlock

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..detached import branch_function
-from ..pattern import DilatedPattern, check_positive_int
-from .checks import check_head_sizes, check_positive_float
+from ..branch_gradients import branch_function
+from ..pattern import DilatedPattern, check_positive_float, check_positive_int
+from .checks import check_head_sizes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,13 +6,20 @@ with whom, `tiling` turns that into tiles and messages, `zero_keys` counts keys 
 `check` proves a plan, `costs` counts its bytes and operations.
 """
 
-from .attention import (
-    FEW_ADDITIONS,
-    AttentionPlan,
-    LocalHalves,
-    RankPlan,
-    Step,
-    plan_attention,
+from .attention import FEW_ADDITIONS, AttentionPlan, LocalHalves, RankPlan, Step, plan_attention
+from .check import check_plan, enumerated
+from .costs import (
+    Balance,
+    Memory,
+    TensorSize,
+    balance,
+    flops,
+    flops_by_rank,
+    flops_of_rank,
+    memory,
+    returned_bytes,
+    step_imbalance,
+    traffic,
 )
 from .replicated import replicated_groups, replicated_zero_keys
 from .tiling import Message, PackedTiles, Rows, Run, Tile, TileGroup
@@ -20,16 +27,29 @@ from .tiling import Message, PackedTiles, Rows, Run, Tile, TileGroup
 __all__ = [
     "FEW_ADDITIONS",
     "AttentionPlan",
+    "Balance",
     "LocalHalves",
+    "Memory",
     "Message",
     "PackedTiles",
     "RankPlan",
     "Rows",
     "Run",
     "Step",
+    "TensorSize",
     "Tile",
     "TileGroup",
+    "balance",
+    "check_plan",
+    "enumerated",
+    "flops",
+    "flops_by_rank",
+    "flops_of_rank",
+    "memory",
     "plan_attention",
     "replicated_groups",
     "replicated_zero_keys",
+    "returned_bytes",
+    "step_imbalance",
+    "traffic",
 ]

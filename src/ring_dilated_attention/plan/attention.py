@@ -20,9 +20,9 @@ from functools import cached_property
 from itertools import accumulate, pairwise, product
 from typing import NamedTuple
 
+from ..documents import document_borders
 from ..layout import SequenceLayout
 from ..pattern import DilatedPattern, check_positive_int
-from .documents import document_borders
 from .grouping import group_tiles
 from .parts import Link, OwnRun, Part, Span, own_runs, parts_of, spans, within_rows
 from .pieces import Pieces, cut_into_pieces

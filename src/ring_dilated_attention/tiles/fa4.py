@@ -15,13 +15,7 @@ from typing import Any
 
 import torch
 
-from .backend import (
-    TileBackend,
-    TileGradients,
-    TileInputs,
-    reads_aligned_rows,
-    refuse_all_but,
-)
+from .backend import TileBackend, TileGradients, TileInputs, reads_aligned_rows, refuse_all_but
 
 _CAPABILITIES = (9, 10)  # compute capability 9.x and 10.x
 _LOCK = threading.Lock()  # its compiler crashes when two threads are in it

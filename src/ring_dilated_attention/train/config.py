@@ -9,12 +9,10 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint import check_checkpoint
 from ..functional import EXCHANGES
 from ..layout import SequenceLayout
-from ..nn import LongNetConfig
-from ..nn.checks import check_positive_float
-from ..pattern import check_choice, check_positive_int
+from ..nn import LongNetConfig, check_checkpoint
+from ..pattern import check_choice, check_positive_float, check_positive_int
 from ..tiles import BACKENDS
 from .data import HELDOUT_FRACTION
 

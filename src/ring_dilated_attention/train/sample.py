@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from ..nn import LongNet
-from ..nn.checks import check_positive_float
-from ..pattern import check_positive_int
+from ..pattern import check_positive_float, check_positive_int
 from . import checkpoint
 from .errors import one_line
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..presence import Presence, make_presence
+from ..exchange import Presence, make_presence
 from .errors import TrainingError, one_line
 
 _PACKAGE = __name__.partition(".")[0]

@@ -1,0 +1,125 @@
+"""The largest sizes that the commands take, so that a slip of the hand is an error and not a wait.
+
+The library itself has no such limits. Each is far beyond what has been run.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from ..pattern import DilatedPattern, check_positive_int
+
+MOST = {
+    "length": 1 << 48,
+    "heads": 4096,
+    "kv_heads": 4096,
+    "head_dim": 4096,
+    "batch": 1 << 20,
+    "repeats": 1 << 20,
+}
+"""Of every command."""
+MOST_BRANCHES = 128
+"""A plan's time grows with their square: 2 seconds for 100 on 8 ranks."""
+MOST_DOCUMENTS = 1 << 20
+MOST_PLANNED_RANKS = 16_384
+"""A plan of one rank looks at every other: 16,384 take about a minute."""
+MOST_SIMULATED_RANKS = 512
+"""Each is a thread, and planning time grows with the square of their number."""
+MOST_PROCESSES = 128
+"""On a CPU; each takes some 0.3 GB. On GPUs there are at most as many ranks as devices."""
+MOST_SEED = (1 << 62) - 1
+"""Cases count seeds up from there, and torch takes 64 bits."""
+RANK_TIMEOUT = 600.0
+"""Seconds that a rank waits for another before it raises, if nobody says otherwise."""
+MOST_TIMEOUT = timedelta(days=30).total_seconds()
+
+
+def check_size(name: str, value: Any, most: int | None = None) -> int:
+    """Return `value` as an int from 1 to `most`.
+
+    Args:
+        name: of the option.
+        value: what was given.
+        most: the largest value allowed; None: what `MOST` says of `name`.
+
+    Raises:
+        TypeError: it is no int.
+        ValueError: it is out of bounds.
+    """
+    number = check_positive_int(name, value)
+    most = MOST[name] if most is None else most
+    if number > most:
+        raise ValueError(f"{name} must be <= {most:,} in this command, got {number}")
+    return number
+
+
+def check_pattern(pattern: DilatedPattern, documents: Sequence[int] | None = None) -> None:
+    """Raise a `ValueError` if a pattern, or the number of documents, is beyond the limits."""
+    if len(pattern.branches) > MOST_BRANCHES:
+        raise ValueError(
+            f"a pattern may have {MOST_BRANCHES} branches in this command, "
+            f"got {len(pattern.branches):,}"
+        )
+    for name, numbers in (
+        ("segment_lengths", pattern.segment_lengths),
+        ("dilation_rates", pattern.dilation_rates),
+    ):
+        largest = max(number or 1 for number in numbers)
+        if largest > MOST["length"]:
+            raise ValueError(f"{name} must be <= {MOST['length']:,} in this command, got {largest}")
+    if documents is not None and len(documents) - 1 > MOST_DOCUMENTS:
+        raise ValueError(
+            f"there may be {MOST_DOCUMENTS:,} documents in this command, got {len(documents) - 1:,}"
+        )
+
+
+def check_seed(seed: int | None) -> None:
+    """Raise a `ValueError` unless `seed` is None or from 0 to `MOST_SEED`."""
+    if seed is not None and not 0 <= seed <= MOST_SEED:
+        raise ValueError(f"seed must be from 0 to {MOST_SEED}, got {seed}")
+
+
+def check_seconds(name: str, value: float, most: float = MOST_TIMEOUT) -> float:
+    """Return a number of seconds that is above 0 and at most `most`; raise a `ValueError` else."""
+    if not 0 < value <= most:  # nor is NaN
+        raise ValueError(f"{name} must be > 0 and <= {most:,.0f} seconds, got {value}")
+    return value
+
+
+def check_memory(nbytes: int, available: int | None, what: str) -> None:
+    """Raise a `ValueError` if `what` takes more bytes than there are; None: nobody knows."""
+    if available is not None and nbytes > available:
+        raise ValueError(
+            f"{what} takes {nbytes / 2**30:,.1f} GiB at least, and there are "
+            f"{available / 2**30:,.1f}: choose a smaller length, batch, heads or head_dim"
+        )
+
+
+def host_memory() -> int | None:
+    """Bytes of memory of this machine; None where the system does not say."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def check_output(path: Path) -> None:
+    """Create a file unless it is there, so that a bad path is found before the work.
+
+    Raises:
+        OSError: it cannot be written.
+        ValueError: it is there, and neither a file nor a device (opening a FIFO would wait for a
+            reader).
+    """
+    if path.exists() and not (path.is_file() or path.is_char_device()):
+        kinds = {stat.S_ISFIFO: "a FIFO", stat.S_ISDIR: "a directory"}
+        mode = path.stat().st_mode
+        kind = next((name for test, name in kinds.items() if test(mode)), "no file")
+        raise ValueError(f"the output must be a file; {path} is {kind}")
+    with path.open("a"):
+        pass

@@ -1,0 +1,193 @@
+"""The definition, computed the plain way: a dense, one-device oracle in any precision.
+
+It shares no code with the plan: visibility is worked out position by position, and gradients come
+from autograd. O(n^2) memory; for tests and small twins of large runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+
+from ..pattern import DilatedPattern
+
+
+def visible_counts(
+    pattern: DilatedPattern,
+    length: int,
+    num_kv_heads: int,
+    *,
+    is_causal: bool = False,
+    documents: Sequence[int] | None = None,
+    device: torch.device | None = None,
+) -> torch.Tensor:
+    """How many branches show each key to each query.
+
+    Args:
+        pattern: the branches.
+        length: number of positions n.
+        num_kv_heads: number of KV heads H.
+        is_causal: whether a query sees only keys at positions <= its own.
+        documents: cumulative lengths ``[0, ..., n]`` of packed documents; None: one document.
+        device: where to put the result.
+
+    Returns:
+        int64 tensor (H, n, n): entry (h, q, k) counts the branches of head h in which q and k lie
+        in the same segment, both at that head's offset modulo the rate.
+    """
+    position = torch.arange(length, device=device)
+    borders = torch.tensor([0, length] if documents is None else list(documents), device=device)
+    document = torch.searchsorted(borders, position, right=True) - 1
+    in_document = position - borders[document]
+    counts = torch.zeros(num_kv_heads, length, length, dtype=torch.int64, device=device)
+    for index, (segment_length, rate) in enumerate(pattern.branches):
+        w = length if segment_length is None else segment_length
+        segment, in_segment = in_document // w, in_document % w
+        together = (document[:, None] == document) & (segment[:, None] == segment)
+        for head, offset in pattern.heads(index, num_kv_heads):
+            chosen = in_segment % rate == offset
+            counts[head] += together & chosen[:, None] & chosen
+    if is_causal:
+        counts *= position[:, None] >= position
+    return counts
+
+
+def zero_key_counts(
+    pattern: DilatedPattern,
+    length: int,
+    num_kv_heads: int,
+    *,
+    is_causal: bool = False,
+    documents: Sequence[int] | None = None,
+    device: torch.device | None = None,
+) -> torch.Tensor:
+    """How many zero keys each query sees; all 0 unless the pattern has `zero_keys`.
+
+    Args:
+        pattern: the branches.
+        length: number of positions n.
+        num_kv_heads: number of KV heads H.
+        is_causal: whether a query sees only keys at positions <= its own.
+        documents: cumulative lengths ``[0, ..., n]`` of packed documents; None: one document.
+        device: where to put the result.
+
+    Returns:
+        int64 tensor (H, n): a segment of w positions, at most its document's length, is laid out in
+        rows of r positions; a head at offset o has the o-th position of every row, and those that
+        lie behind its document's or its segment's end are zero keys.
+    """
+    counts = torch.zeros(num_kv_heads, length, dtype=torch.int64, device=device)
+    if is_causal or not pattern.zero_keys:
+        return counts  # they lie behind every query
+    for start, stop in pairwise([0, length] if documents is None else documents):
+        for index, (segment_length, rate) in enumerate(pattern.branches):
+            w = stop - start if segment_length is None else min(segment_length, stop - start)
+            for head, offset in pattern.heads(index, num_kv_heads):
+                for segment in range(start, stop, w):
+                    end = min(segment + w, stop)
+                    places = [segment + row + offset for row in range(0, w, rate)]
+                    real = [place for place in places if place < end]
+                    counts[head, real] += len(places) - len(real)
+    return counts
+
+
+def reference_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pattern: DilatedPattern,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    documents: Sequence[int] | None = None,
+    lengths: Sequence[int] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Dilated attention of a whole sequence by brute force; differentiable by autograd.
+
+    One softmax over the multiset of visible keys (LongNet, arXiv 2307.02486, eq. 9-10): a key
+    that c branches show enters with weight c * exp(score), and zero keys with exp(0) each.
+
+    Args:
+        query: (batch, n, heads, head_dim), floating.
+        key: (batch, n, kv_heads, head_dim).
+        value: (batch, n, kv_heads, head_dim).
+        pattern: the branches.
+        is_causal: whether a query sees only keys at positions <= its own.
+        scale: factor on the scores; None: head_dim ** -0.5.
+        documents: cumulative lengths of packed documents, ``[0, ..., n]``; None: one document.
+        lengths: valid positions of each row of the batch: row b is what the sequence of its first
+            ``lengths[b]`` positions would be, with the documents cut off there; None: all.
+
+    Returns:
+        out (batch, n, heads, head_dim) and lse (batch, heads, n), in the dtype of the inputs; 0
+        and -inf where a query sees nothing.
+    """
+    if lengths is not None:
+        rows = zip(query, key, value, lengths, strict=True)
+        return _stack([_row(*row, pattern, is_causal, scale, documents) for row in rows], query)
+    _, length, num_heads, head_dim = query.shape
+    num_kv_heads = key.shape[2]
+    group = num_heads // num_kv_heads
+    counts = visible_counts(
+        pattern,
+        length,
+        num_kv_heads,
+        is_causal=is_causal,
+        documents=documents,
+        device=query.device,
+    ).repeat_interleave(group, 0)
+    key, value = (x.repeat_interleave(group, 2) for x in (key, value))
+    scores = torch.einsum("bqhd,bkhd->bhqk", query, key)
+    scores = scores * (head_dim**-0.5 if scale is None else scale)
+    covered = counts.sum(-1) > 0
+    # Rows that see nothing get a harmless finite row, so that no NaN enters the gradient.
+    scores = scores + torch.where(covered[..., None], counts.to(scores.dtype).log(), 0.0)
+    zero_keys = zero_key_counts(
+        pattern,
+        length,
+        num_kv_heads,
+        is_causal=is_causal,
+        documents=documents,
+        device=query.device,
+    ).repeat_interleave(group, 0)
+    # One more column: a score of 0, so many times; its value is 0.
+    zero_scores = zero_keys.to(scores.dtype).log().expand(scores.shape[:3])
+    lse = torch.logsumexp(torch.cat([scores, zero_scores[..., None]], -1), -1)
+    weights = torch.exp(scores - lse[..., None]) * covered[..., None]
+    out = torch.einsum("bhqk,bkhd->bqhd", weights, value)
+    return out, lse.masked_fill(~covered, -torch.inf)
+
+
+def _row(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    length: int,
+    pattern: DilatedPattern,
+    is_causal: bool,
+    scale: float | None,
+    documents: Sequence[int] | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Out and lse of the first `length` positions of one row of a batch."""
+    if not length:
+        return query[:0], query.new_empty(query.shape[1], 0)
+    if documents is not None:
+        documents = [*(border for border in documents if border < length), length]
+    query, key, value = (x[None, :length] for x in (query, key, value))
+    out, lse = reference_attention(
+        query, key, value, pattern, is_causal=is_causal, scale=scale, documents=documents
+    )
+    return out[0], lse[0]
+
+
+def _stack(
+    rows: Sequence[tuple[torch.Tensor, torch.Tensor]], query: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pad the rows of a batch with what positions get that see nothing: out 0, lse -inf."""
+    length = query.shape[1]
+    outs = [F.pad(out, (0, 0, 0, 0, 0, length - len(out))) for out, _ in rows]
+    lses = [F.pad(lse, (0, length - lse.shape[1]), value=-torch.inf) for _, lse in rows]
+    return torch.stack(outs), torch.stack(lses)

@@ -1,0 +1,343 @@
+"""Run every rank of a world in this process, on one device, and check what each of them did.
+
+Ranks are threads that take turns: one computes at a time, and whoever waits for another rank lets
+the others go on. So what a rank holds and sends, and how long it computes, can be measured on a
+laptop. Behind `rda simulate`.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+
+from ..engine import kernel_calls
+from ..exchange import LoopbackExchange, run_loopback
+from ..functional import dilated_attention
+from ..pattern import check_positive_int
+from ..plan import (
+    Balance,
+    Memory,
+    RankPlan,
+    TensorSize,
+    balance,
+    flops_by_rank,
+    memory,
+    plan_attention,
+    traffic,
+)
+from ..tiles import accumulate_dtype
+from .testing import relative_error
+from .turns import Clock, Transfers, Turns
+from .verify import TENSORS, TOLERANCE, Case
+
+_WARM_UP = 64  # positions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """Forward or backward on one rank.
+
+    Attributes:
+        planned: what the plan says that it exchanges.
+        counted: what it has exchanged.
+        seconds: how long it has computed, alone on the device, without waiting. The first call with
+            a plan works the plan out: forward includes that.
+    """
+
+    planned: Transfers
+    counted: Transfers
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankReport:
+    """What one rank held, computed and exchanged.
+
+    Attributes:
+        rank: which rank.
+        positions: how many it holds.
+        planned_memory: bytes that the plan says it holds in forward.
+        held_memory: bytes of the tensors that it held; of the received rows, the most at once.
+        flops: useful operations of forward, by the plan; backward takes 2.5 times these.
+        of_mean: its operations over the mean of all ranks; 1.0 if none has any.
+        kernel_calls: of forward, by the plan.
+        forward: the exchange and the time of forward.
+        backward: those of backward; None if it was not run.
+    """
+
+    rank: int
+    positions: int
+    planned_memory: Memory
+    held_memory: Memory
+    flops: int
+    of_mean: float
+    kernel_calls: int
+    forward: Pass
+    backward: Pass | None
+
+    @property
+    def seconds(self) -> float:
+        """How long it has computed."""
+        return self.forward.seconds + (self.backward.seconds if self.backward else 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """What all ranks did, and how it compares with one device that holds everything.
+
+    Attributes:
+        ranks: a report per rank.
+        balance: how evenly the operations are dealt.
+        gathers: whether all transfers were in flight at once.
+        one_device: seconds of forward and backward of the same call on one device.
+        errors: relative error of out, lse and, with backward, the gradients, to one device's.
+        problems: what is not as it must be, in words; empty if all is.
+    """
+
+    ranks: tuple[RankReport, ...]
+    balance: Balance
+    gathers: bool
+    one_device: tuple[float, float]
+    errors: Mapping[str, float]
+    problems: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether results are those of one device, and memory and transfers those of the plan."""
+        return not self.problems
+
+
+def simulate(case: Case, *, backward: bool = True) -> Simulation:
+    """Make a call of `dilated_attention` on every rank of a layout, one rank computing at a time.
+
+    The time that planning takes grows with the square of the number of ranks.
+
+    Args:
+        case: the call; its inputs are drawn from its seed, on its device.
+        backward: whether to run backward too.
+
+    Returns:
+        A report per rank, and the errors relative to the same call on one device. They may be as
+        large as `verify.TOLERANCE` allows or, where a gradient is a small difference of large
+        numbers, 4 times the one device's own error to float64.
+
+    Raises:
+        TypeError, ValueError: the case is not one that `dilated_attention` can compute.
+    """
+    if case.lengths is not None:
+        raise ValueError(f"a simulated case has no padding; got lengths {case.lengths}")
+    size = TensorSize(
+        batch=check_positive_int("batch", case.batch),
+        head_dim=check_positive_int("head_dim", case.head_dim),
+        element_size=case.dtype.itemsize,
+    )
+    plan = plan_attention(
+        case.pattern,
+        case.layout,
+        is_causal=case.is_causal,
+        num_heads=case.num_heads,
+        num_kv_heads=case.num_kv_heads,
+        documents=case.documents,
+    )
+    device, whole = torch.device(case.device), _inputs(case)
+    # First, so that whatever cannot be computed is refused before there are any threads. The short
+    # run takes what the first call of a process costs out of the measured time.
+    short = replace(case, documents=None)
+    _run(short, [x[:, :_WARM_UP] for x in whole], None, Clock(device), backward)
+    alone = _run(case, whole, None, Clock(device), backward)
+    lock = threading.Lock()
+
+    def run(ends: LoopbackExchange) -> _Ran:
+        turns = Turns(ends, Clock(device), lock)
+        with turns:
+            shards = [case.layout.shard(x, ends.rank, 1).clone() for x in whole]
+            return _run(case, shards, turns, turns.clock, backward)
+
+    ran = run_loopback(case.layout.world_size, run)
+    gathers = plan.gathers if case.exchange == "auto" else case.exchange == "gather"
+    work = flops_by_rank(plan, size)
+    reports = tuple(
+        _report(plan.rank(rank), size, work, result, gathers=gathers)
+        for rank, result in enumerate(ran)
+    )
+    errors, problems = _compare(case, [x.tensors for x in ran], alone.tensors, whole, backward)
+    return Simulation(
+        ranks=reports,
+        balance=balance(work),
+        gathers=gathers,
+        one_device=(alone.seconds[0], sum(alone.seconds[1:])),
+        errors=errors,
+        problems=(*problems, *(text for report in reports for text in _disagreements(report))),
+    )
+
+
+def _inputs(case: Case) -> list[torch.Tensor]:
+    """Whole query, key, value and dout, (batch, sequence, heads, head_dim)."""
+    generator = torch.Generator().manual_seed(case.seed)
+    return [
+        torch.randn(
+            case.batch,
+            case.layout.length,
+            heads,
+            case.head_dim,
+            generator=generator,
+            dtype=case.dtype,
+        ).to(case.device)
+        for heads in (case.num_heads, case.num_kv_heads, case.num_kv_heads, case.num_heads)
+    ]
+
+
+@dataclass(frozen=True)
+class _Ran:
+    """Results by name, and of forward and then backward the seconds and what was exchanged."""
+
+    tensors: dict[str, torch.Tensor]
+    seconds: list[float]
+    transfers: list[Transfers]
+    held: Memory
+
+
+def _run(
+    case: Case,
+    tensors: Sequence[torch.Tensor],
+    ends: Turns | None,
+    clock: Clock,
+    backward: bool,
+) -> _Ran:
+    """Make the call: on one rank, or without `ends` on one device."""
+    *leaves, dout = tensors
+    query, key, value = (x.detach().requires_grad_(backward) for x in leaves)
+    seconds, transfers = [], []
+
+    def done() -> None:
+        clock.stop()
+        seconds.append(clock.take())
+        if ends is not None:
+            transfers.append(ends.take())
+
+    clock.take()
+    clock.start()
+    out, lse = dilated_attention(
+        query,
+        key,
+        value,
+        case.pattern,
+        is_causal=case.is_causal,
+        documents=case.documents,
+        group=ends,
+        layout=None if ends is None else case.layout,
+        exchange=case.exchange,
+        backend=case.backend,
+        return_lse=True,
+    )
+    done()
+    held = Memory(
+        query=query.nbytes,
+        key=key.nbytes,
+        value=value.nbytes,
+        out=out.nbytes,
+        lse=lse.nbytes,
+        buffers=0 if ends is None else ends.most_buffered,
+    )
+    results = [out.detach(), lse]
+    if backward:
+        clock.start()
+        results += torch.autograd.grad(out, (query, key, value), dout)
+        done()
+    return _Ran(dict(zip(TENSORS, results, strict=False)), seconds, transfers, held)
+
+
+def _report(
+    rank: RankPlan, size: TensorSize, work: Sequence[int], ran: _Ran, *, gathers: bool
+) -> RankReport:
+    parts = rank.parts(gathers=gathers)
+    steps = [step for part in parts for step in part.steps()]
+    groups = [group for part in parts for group in part.local_groups]
+    groups += [group for step in steps for group in step.groups]
+    receivers = [step.send.receiver for step in steps if step.send is not None]
+    senders = [step.receive.sender for step in steps if step.receive is not None]
+    peers = tuple(sorted({*receivers, *senders}))
+    moved = traffic(rank, size)
+    planned = [
+        Transfers(
+            sent=moved.forward_sent,
+            received=moved.forward_received,
+            messages=len(receivers),
+            peers=peers,
+        ),
+        Transfers(
+            sent=moved.backward_sent,
+            received=moved.backward_received,
+            messages=len(receivers) + len(senders),  # rows again, and gradients on their way home
+            peers=peers,
+        ),
+    ]
+    passes = [
+        Pass(planned=a, counted=b, seconds=seconds)
+        for a, b, seconds in zip(planned, ran.transfers, ran.seconds, strict=False)
+    ]
+    return RankReport(
+        rank=rank.index,
+        positions=rank.plan.layout.local_length(rank.index),
+        planned_memory=memory(rank, size, gathers=gathers),
+        held_memory=ran.held,
+        flops=work[rank.index],
+        of_mean=work[rank.index] * len(work) / sum(work) if any(work) else 1.0,
+        kernel_calls=kernel_calls(groups, rank, size.batch),
+        forward=passes[0],
+        backward=passes[1] if len(passes) > 1 else None,
+    )
+
+
+def _disagreements(report: RankReport) -> Iterator[str]:
+    """Where what a rank did is not what the plan says."""
+    for name, done in (("forward", report.forward), ("backward", report.backward)):
+        if done is not None and done.counted != done.planned:
+            yield f"rank {report.rank}, {name}: planned {done.planned}, counted {done.counted}"
+    if report.held_memory != report.planned_memory:
+        yield f"rank {report.rank}: planned {report.planned_memory}, held {report.held_memory}"
+
+
+def _compare(
+    case: Case,
+    shards: Sequence[Mapping[str, torch.Tensor]],
+    alone: Mapping[str, torch.Tensor],
+    whole: Sequence[torch.Tensor],
+    backward: bool,
+) -> tuple[dict[str, float], list[str]]:
+    """Relative errors by tensor, and what is out of bounds."""
+    errors, problems = {}, []
+    bound = TOLERANCE[case.dtype]
+
+    @cache
+    def exact() -> dict[str, torch.Tensor]:
+        wide = Case(**{**vars(case), "dtype": torch.float64, "backend": "auto"})
+        tensors = [x.double() for x in whole]
+        return _run(wide, tensors, None, Clock(torch.device(case.device)), backward).tensors
+
+    for name, want in alone.items():
+        got = case.layout.unshard([x[name] for x in shards], 2 if name == "lse" else 1)
+        if name == "lse":
+            if not torch.equal(torch.isneginf(got), torch.isneginf(want)):
+                problems.append("lse: the ranks and one device cover different positions")
+            got, want = (x.masked_fill(torch.isneginf(x), 0) for x in (got, want))
+        errors[name] = relative_error(got, want)
+        if not errors[name] <= bound and not _rounds_alike(got, want, exact()[name]):
+            problems.append(f"{name}: relative error {errors[name]:.1e}, allowed {bound:.1e}")
+    return errors, problems
+
+
+def _rounds_alike(got: torch.Tensor, want: torch.Tensor, exact: torch.Tensor) -> bool:
+    """Whether `got` is as near to float64 as `want`: within 4 times, and rounding of numbers of 1.
+
+    A gradient can be a small difference of large numbers (a query that sees one key).
+    """
+    exact = exact.masked_fill(torch.isneginf(exact), 0)
+    ours, theirs = (float(torch.linalg.vector_norm(x.double() - exact)) for x in (got, want))
+    rounding = torch.finfo(accumulate_dtype(want.dtype)).eps * math.sqrt(want.numel())
+    return ours <= 4 * (theirs + rounding)

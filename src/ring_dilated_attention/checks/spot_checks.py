@@ -1,0 +1,173 @@
+"""Recompute single rows of a sharded result in float64, from the defining sums.
+
+For sequences too long for any reference: what a row needs are the positions that its branches show
+it, a few thousand however long the sequence is. Ranks share those rows and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from ..exchange import Exchange, all_gather
+from ..layout import SequenceLayout
+from ..pattern import DilatedPattern
+
+
+class Shard(NamedTuple):
+    """One rank's tensors of a call: batch 1, as many KV heads as query heads.
+
+    query, key, value, out, dout, dquery, dkey, dvalue (1, local_sequence, heads, head_dim); lse
+    (1, heads, local_sequence). The gradients are None where only out is to be checked.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    dout: torch.Tensor | None = None
+    dquery: torch.Tensor | None = None
+    dkey: torch.Tensor | None = None
+    dvalue: torch.Tensor | None = None
+
+
+def positions_to_check(
+    pattern: DilatedPattern, layout: SequenceLayout, *, seed: int, each: int = 2
+) -> list[int]:
+    """Positions at random, `each` in every branch and on both sides of every border of ranks.
+
+    A position is in a branch where head 0 takes part in it there.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    length = layout.length
+
+    def draw(stop: int) -> int:
+        return int(torch.randint(stop, (1,), generator=generator))
+
+    positions = {0, length - 1}
+    for branch, (w, rate) in enumerate(pattern.branches):
+        w = length if w is None else min(w, length)
+        offset = next((o for head, o in pattern.heads(branch, 1) if head == 0), None)
+        for _ in range(each if offset is not None and offset < w else 0):
+            start = draw(-(-length // w)) * w
+            rows = range(start + (offset or 0), min(start + w, length), rate)
+            if rows:
+                positions.add(rows[draw(len(rows))])
+    for ranges in layout.ranges:
+        for start, stop in ranges:
+            positions |= {p for p in (start - 1, start, stop - 1, stop) if 0 <= p < length}
+    return sorted(positions)
+
+
+def spot_check(
+    shard: Shard,
+    pattern: DilatedPattern,
+    layout: SequenceLayout,
+    ends: Exchange,
+    positions: Sequence[int],
+    *,
+    head: int = 0,
+    is_causal: bool = False,
+) -> dict[str, float]:
+    """Relative errors of a head's rows at `positions`, over all of them together.
+
+    dK and dV are recomputed from the queries that see the position, with their lse and out as the
+    call returned them.
+
+    Args:
+        shard: this rank's tensors.
+        pattern: of the call.
+        layout: of the call.
+        ends: this rank's end of the group; every rank calls.
+        positions: of the whole sequence, the same on every rank.
+        head: which head.
+        is_causal: of the call.
+
+    Returns:
+        ``out``, and where `shard` has gradients ``dquery``, ``dkey`` and ``dvalue``: each
+        ``|got - want| / |want|``, the same on every rank.
+    """
+    rows = _Rows(shard, layout, ends, head)
+    squares: dict[str, list[float]] = {}
+    for position in positions:
+        seen = _seen(pattern, layout.length, position, head, shard.query.shape[2])
+        before = [p for p in seen if p <= position] if is_causal else seen
+        behind = [p for p in seen if p >= position] if is_causal else seen
+        got = rows.at([position])
+        want = _expected(got, rows.at(before), rows.at(behind))
+        for name, expected in want.items():
+            errors = squares.setdefault(name, [0.0, 0.0])
+            errors[0] += float((got[name][0] - expected).square().sum())
+            errors[1] += float(expected.square().sum())
+    return {name: (error / size) ** 0.5 for name, (error, size) in squares.items()}
+
+
+class _Rows:
+    """Rows of one head of a sharded call, wherever they are held."""
+
+    def __init__(self, shard: Shard, layout: SequenceLayout, ends: Exchange, head: int) -> None:
+        self._ends, self._ranges = ends, layout.ranges[ends.rank]
+        self._tensors = {
+            name: (x if name == "lse" else x.transpose(1, 2))[0, head]
+            for name, x in shard._asdict().items()
+            if x is not None
+        }
+
+    def at(self, positions: Sequence[int]) -> dict[str, torch.Tensor]:
+        """Every tensor's rows at `positions`, float64: (rows, head_dim), lse (rows,)."""
+        local: list[int] = []
+        places: list[int] = []
+        before = 0
+        for start, stop in self._ranges:
+            mine = [(i, p) for i, p in enumerate(positions) if start <= p < stop]
+            places.extend(i for i, _ in mine)
+            local.extend(before + p - start for _, p in mine)
+            before += stop - start
+        found = {}
+        for name, tensor in self._tensors.items():
+            rows = torch.zeros(
+                len(positions), *tensor.shape[1:], dtype=torch.float64, device=tensor.device
+            )
+            rows[places] = tensor[local].double()
+            with self._ends.calls.enter("spot_check", "rows"):
+                found[name] = torch.stack(all_gather(self._ends, rows)).sum(0)
+        return found
+
+
+def _seen(
+    pattern: DilatedPattern, length: int, position: int, head: int, num_heads: int
+) -> list[int]:
+    """The positions that a head's branches show at `position`, each as often as they do."""
+    seen: list[int] = []
+    for branch, (w, rate) in enumerate(pattern.branches):
+        w = length if w is None else min(w, length)
+        start = position - position % w
+        for number, offset in pattern.heads(branch, num_heads):
+            rows = range(start + offset, min(start + w, length), rate)
+            if number == head and position in rows:
+                seen.extend(rows)
+    return seen
+
+
+def _expected(
+    own: dict[str, torch.Tensor], keys: dict[str, torch.Tensor], queries: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """What a position's rows should be, from the keys it sees and the queries that see it."""
+    scale = own["query"].shape[-1] ** -0.5
+    q, k, v = own["query"][0], own["key"][0], own["value"][0]
+    p = (scale * keys["key"] @ q).softmax(0)
+    out = p @ keys["value"]
+    expected = {"out": out}
+    if "dout" in own:
+        dout = own["dout"][0]
+        ds = p * (keys["value"] @ dout - dout @ out)
+        expected["dquery"] = scale * ds @ keys["key"]
+        p = torch.exp(scale * queries["query"] @ k - queries["lse"])
+        delta = (queries["dout"] * queries["out"]).sum(-1)
+        ds = p * (queries["dout"] @ v - delta)
+        expected["dkey"] = scale * ds @ queries["query"]
+        expected["dvalue"] = p @ queries["dout"]
+    return expected

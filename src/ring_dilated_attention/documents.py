@@ -1,0 +1,182 @@
+"""Packed and padded inputs: documents of a sequence, lengths of the rows of a batch.
+
+What callers write down becomes ints here, and the rows of a batch are sorted by what they hold.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from .caches import INT_BYTES, cache_by_size
+from .pattern import INT_LIMIT, in_brief, shape_in_brief
+
+Integers: TypeAlias = Sequence[int] | torch.Tensor
+"""Ints as callers have them: a sequence, or a 1-D tensor of int32 or int64."""
+
+SHOWN = 8
+"""Borders that a message shows."""
+
+
+class PackedRows(NamedTuple):
+    """Rows of a batch that hold the same documents.
+
+    Attributes:
+        rows: which, evenly spaced: indexing with it gives a view.
+        borders: cumulative lengths of their documents; positions behind the last are padding.
+    """
+
+    rows: slice
+    borders: tuple[int, ...]
+
+
+def as_ints(name: str, values: Any) -> list[int]:
+    """The ints of a sequence or tensor; for a CUDA tensor that waits for the device.
+
+    Args:
+        name: of the argument, for messages.
+        values: a sequence of ints, or a 1-D tensor of int32 or int64.
+
+    Raises:
+        TypeError: it is neither; or it is a tensor while torch.compile traces, since its numbers
+            decide what is computed and are not known then.
+        ValueError: the tensor is not 1-D, there are no numbers, or one is not below 2**63.
+    """
+    if isinstance(values, torch.Tensor):
+        if torch.compiler.is_compiling():
+            raise TypeError(
+                f"under torch.compile {name} must be a list of ints: a tensor's numbers are not "
+                "known when it traces"
+            )
+        if values.is_nested or values.layout != torch.strided or values.is_meta:
+            raise TypeError(f"{name} must be a dense tensor that holds numbers")
+        if values.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{name} must be int32 or int64; got {values.dtype}")
+        if values.ndim != 1:
+            raise ValueError(f"{name} must be 1-D; got shape {shape_in_brief(values)}")
+        numbers: list[int] = values.tolist()
+    elif isinstance(values, list | tuple | range):
+        numbers = list(values)
+        if not torch.compiler.is_compiling():
+            if set(map(type, numbers)) - {int}:
+                numbers = [_as_int(name, number) for number in numbers]
+            if numbers and not -INT_LIMIT <= min(numbers) <= max(numbers) < INT_LIMIT:
+                largest = max(numbers, key=abs)
+                raise ValueError(f"{name} must hold ints below 2**63; got {in_brief(largest)}")
+    else:
+        raise TypeError(
+            f"{name} must be a list of ints or a 1-D tensor of them; got {in_brief(values)}"
+        )
+    if not numbers:
+        raise ValueError(f"{name} must not be empty")
+    return numbers
+
+
+def _as_int(name: str, number: Any) -> int:
+    try:
+        if isinstance(number, bool):
+            raise TypeError
+        return operator.index(number)
+    except TypeError:
+        raise TypeError(f"{name} must hold ints; got {in_brief(number)}") from None
+
+
+def _nbytes(arguments: tuple[Any, ...], rows: tuple[PackedRows, ...]) -> int:
+    documents, lengths, *_ = arguments
+    numbers = len(documents) + len(lengths) + sum(len(packed.borders) for packed in rows)
+    return numbers * INT_BYTES
+
+
+@cache_by_size(8 << 20, _nbytes)
+def packed_rows(
+    documents: tuple[int, ...], lengths: tuple[int, ...], batch: int, total: int
+) -> tuple[PackedRows, ...]:
+    """Sort the rows of a batch by what they hold.
+
+    Args:
+        documents: cumulative lengths; empty: one document.
+        lengths: valid positions of each row; empty: all.
+        batch: number of rows.
+        total: number of positions of the whole sequence.
+
+    Returns:
+        All rows, each once; those of one length together as far as they are evenly spaced.
+
+    Raises:
+        ValueError: there is not one length for each row, or see `document_borders`.
+    """
+    if not lengths:
+        return (PackedRows(slice(None), document_borders(documents or None, None, total)),)
+    if len(lengths) != batch:
+        raise ValueError(
+            f"lengths must hold one number for each of {batch} rows; got {in_words(lengths)}"
+        )
+    borders = {m: document_borders(documents or None, m, total) for m in dict.fromkeys(lengths)}
+    if len(borders) == 1:
+        return (PackedRows(slice(None), borders[lengths[0]]),)
+    return tuple(
+        PackedRows(rows, borders[length])
+        for length in borders
+        for rows in _even_slices([row for row, m in enumerate(lengths) if m == length])
+    )
+
+
+def _even_slices(rows: Sequence[int]) -> Iterator[slice]:
+    """Cut rising numbers into evenly spaced runs."""
+    first, step = rows[0], 0
+    for last, row in pairwise(rows):
+        if step and row - last != step:
+            yield slice(first, last + 1, step)
+            first, step = row, 0
+        else:
+            step = row - last
+    yield slice(first, rows[-1] + 1, max(step, 1))
+
+
+def document_borders(
+    documents: Sequence[int] | None, length: int | None, total: int
+) -> tuple[int, ...]:
+    """The borders of the documents of a sequence of which the first `length` positions are valid.
+
+    Positions behind the valid ones are padding and belong to no document.
+
+    Args:
+        documents: cumulative lengths ``[0, ..., total]``; None: one document. With `length` they
+            may end anywhere from `length` on, and are cut off there.
+        length: number of valid positions; None: all.
+        total: number of positions of the whole sequence.
+
+    Returns:
+        Cumulative lengths ``(0, ..., length)``; ``(0,)`` where no position is valid.
+
+    Raises:
+        ValueError: `length` does not lie in [0, total], or `documents` does not rise from 0 to
+            where it must end.
+    """
+    if length is not None and not 0 <= length <= total:
+        raise ValueError(f"lengths must lie in [0, {total}], the sequence length; got {length}")
+    stop = total if length is None else length
+    if documents is None:
+        return (0, stop) if stop else (0,)
+    borders = tuple(documents)
+    rises = borders[:1] == (0,) and all(a < b for a, b in pairwise(borders))
+    if not (rises and stop <= borders[-1] <= total):
+        end = f"{total}" if length is None else f"{stop} or more, up to {total}"
+        raise ValueError(
+            f"documents must rise from 0 to the sequence length {end}; got {in_words(borders)}"
+        )
+    if stop == borders[-1]:
+        return borders
+    return (*(border for border in borders if border < stop), *([stop] if stop else [0]))
+
+
+def in_words(borders: Sequence[int]) -> str:
+    """Borders for a message: the first few, the last, and how many there are."""
+    if len(borders) <= SHOWN:
+        return str(tuple(borders))
+    first = ", ".join(map(str, borders[: SHOWN - 2]))
+    return f"({first}, ..., {borders[-1]}) ({len(borders)} borders)"

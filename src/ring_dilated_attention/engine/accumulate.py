@@ -1,0 +1,247 @@
+"""Add the results of tiles into strided views of the whole, in float32 arithmetic.
+
+On CUDA each is one pass of a Triton kernel over the rows touched; without Triton, and on other
+devices, plain torch operations do the same. Adding is bound by memory and attention by arithmetic,
+so an `Accumulator` runs the one behind the other.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from ..kernels.available import has_triton
+from .merge import merge_
+
+
+def _runs_triton(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda and tensor.dtype != torch.float64 and has_triton()
+
+
+def merge(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    tile_out: torch.Tensor,
+    tile_lse: torch.Tensor,
+    *,
+    store: bool,
+) -> None:
+    """Merge a tile's result into `out` and `lse`, in place; see `merge.merge_`.
+
+    Args:
+        out: (outer, inner, rows, head_dim), any floating dtype; may be a strided view.
+        lse: (outer, inner, rows), natural log; -inf where nothing has been seen yet.
+        tile_out: like `out`, any floating dtype.
+        tile_lse: like `lse`.
+        store: whether to write the tile's result over what `out` and `lse` hold.
+    """
+    if _runs_triton(out):
+        from ..kernels.rows import merge_rows
+
+        merge_rows(out, lse, tile_out, tile_lse, store=store)
+    elif store:
+        out.copy_(tile_out)
+        lse.copy_(tile_lse)
+    else:
+        merge_(out, lse, tile_out, tile_lse)
+
+
+def add(totals: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], *, store: bool) -> None:
+    """Add each part (outer, inner, rows, head_dim) to its total, in place.
+
+    Args:
+        totals: disjoint views, at least one, of tensors of one device, all float64 or none.
+        parts: as many, of the same shapes.
+        store: whether to replace what is there.
+    """
+    if _runs_triton(totals[0]):
+        from ..kernels.rows import add_rows
+
+        add_rows(totals, parts, store=store)
+        return
+    for total, part in zip(totals, parts, strict=True):
+        if store:
+            total.copy_(part)
+        else:
+            total.add_(part)  # torch adds half precision in float32 too
+
+
+def row_sums(dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """``delta = rowsum(dout * out)`` as (batch, heads, sequence), float32 or float64.
+
+    Args:
+        dout: gradient of the output, (batch, sequence, heads, head_dim).
+        out: the output, (batch, sequence, heads, head_dim).
+    """
+    if _runs_triton(out):
+        from ..kernels.rows import row_sums as kernel
+
+        batch, length, heads, _ = out.shape
+        delta = torch.empty(batch, heads, length, dtype=torch.float32, device=out.device)
+        kernel(dout.transpose(1, 2), out.transpose(1, 2), delta)
+        return delta
+    wide = torch.float64 if out.dtype == torch.float64 else torch.float32
+    return (dout.to(wide) * out).sum(-1).transpose(1, 2)
+
+
+class Streams(Protocol):
+    """A side stream of one rank, next to the stream that computes."""
+
+    def run(self, add_all: Callable[[], None], into: Sequence[torch.Tensor]) -> Any:
+        """Queue `add_all` on the side stream, after all that the computing stream has queued.
+
+        Args:
+            add_all: what to queue. It is called at once; its work may be done later.
+            into: the tensors that it changes.
+
+        Returns:
+            What `wait` takes to wait for it.
+        """
+        ...
+
+    def wait(self, done: Any) -> None:
+        """Make what the computing stream queues from now on wait for what `run` has queued."""
+        ...
+
+
+class _CudaStreams:
+    """The current stream of a CUDA device, and one of our own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._main = device, torch.cuda.current_stream(device)
+
+    def run(self, add_all: Callable[[], None], into: Sequence[torch.Tensor]) -> torch.cuda.Event:
+        """See `Streams.run`."""
+        side = _side_stream(self._device)
+        side.wait_stream(self._main)
+        with torch.cuda.stream(side):
+            add_all()
+            done: torch.cuda.Event = side.record_event()
+        return done
+
+    def wait(self, done: torch.cuda.Event) -> None:
+        """See `Streams.wait`."""
+        self._main.wait_event(done)
+
+
+@lru_cache(maxsize=8)
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    # It has priority: its short kernels are to slip in between those of a long one.
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+
+
+def streams_of(device: torch.device) -> Streams | None:
+    """The streams of a device for the thread that asks; None where a device has none."""
+    return _CudaStreams(device) if device.type == "cuda" else None
+
+
+class _Behind(NamedTuple):
+    done: Any  # for `Streams.wait`
+    tensors: tuple[torch.Tensor, ...]  # that must live until then
+    targets: frozenset[int]  # storages that are added to
+    is_result: bool  # of a tile
+
+
+class Accumulator:
+    """Adds results into the whole; where there are streams, on one of its own behind the compute.
+
+    Args:
+        device: where the tensors are; the current stream there is the compute's.
+        stopwatch: started where the compute waits for what others must send; see `Exchange`.
+
+    Attributes:
+        most_held: the largest number of calls whose results are held at the same time.
+    """
+
+    def __init__(
+        self, device: torch.device, stopwatch: Callable[[], Callable[[], None]] | None = None
+    ) -> None:
+        self._streams, self._stopwatch = streams_of(device), stopwatch
+        self.most_held = 1 if self._streams is None else 2
+        self._behind: deque[_Behind] = deque()
+        self._started: deque[Callable[[], None]] = deque()
+
+    def run(
+        self,
+        add_all: Callable[[], None],
+        *tensors: torch.Tensor,
+        into: Sequence[torch.Tensor],
+        is_long: bool,
+    ) -> None:
+        """Add results of tiles, in the order of the calls.
+
+        Args:
+            add_all: calls `merge` and `add`.
+            tensors: the results, which are freed when they have been added.
+            into: what they are added to.
+            is_long: whether computing them took long enough for going behind to be worthwhile.
+        """
+        if self._streams is None or not (is_long or self._behind):
+            add_all()
+            return
+        self._run_behind(add_all, tensors, into, is_result=True)
+        if sum(behind.is_result for behind in self._behind) == self.most_held:
+            while not self._wait():
+                pass
+
+    def start(
+        self, add_all: Callable[[], None], *tensors: torch.Tensor, into: Sequence[torch.Tensor]
+    ) -> None:
+        """Add what must be waited for, too, behind the compute that follows, until `finish`.
+
+        Args:
+            add_all: waits, and adds.
+            tensors: what is added, and freed at `finish`.
+            into: what it is added to.
+        """
+        if self._streams is None:
+            self._started.append(add_all)
+        else:
+            self._run_behind(add_all, tensors, into, is_result=False)
+
+    def finish(self) -> None:
+        """Make the current stream wait for what was started; without streams, do it now."""
+        while self._started:
+            self._started.popleft()()
+        if all(behind.is_result for behind in self._behind):
+            return
+        stop = None if self._stopwatch is None else self._stopwatch()
+        while not all(behind.is_result for behind in self._behind):
+            self._wait()
+        if stop is not None:
+            stop()
+
+    def _run_behind(
+        self,
+        add_all: Callable[[], None],
+        tensors: tuple[torch.Tensor, ...],
+        into: Sequence[torch.Tensor],
+        *,
+        is_result: bool,
+    ) -> None:
+        assert self._streams is not None
+        done = self._streams.run(add_all, into)
+        targets = frozenset(map(_storage, into))
+        self._behind.append(_Behind(done, tensors, targets, is_result))
+
+    def join(self, *totals: torch.Tensor) -> None:
+        """Make the current stream wait for additions to `totals`; none: for all, started or run."""
+        wanted = set(map(_storage, totals))
+        while any(not wanted or wanted & behind.targets for behind in self._behind):
+            self._wait()
+
+    def _wait(self) -> bool:
+        """Wait for the oldest additions; return whether they were a tile's."""
+        # What is freed here is reused by the current stream alone, after this wait.
+        behind = self._behind.popleft()
+        assert self._streams is not None
+        self._streams.wait(behind.done)
+        return behind.is_result
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

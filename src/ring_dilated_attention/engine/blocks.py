@@ -1,0 +1,301 @@
+"""Zero-copy views: the rows of a tile as (batch, heads, rows, ...) strided views.
+
+In a (batch, sequence, heads, head_dim) tensor with strides (Sb, Sn, Sh, 1) the rows of a tile are
+evenly spaced in batch entry, segment, head and row. Kernels take four dimensions, the last two of
+which are rows and head_dim. A `Block` is what one kernel call can take: its first two dimensions
+are the longest evenly spaced axes of a tile, and it stands at one point of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise, product
+from typing import NamedTuple
+
+import torch
+
+from ..plan import RankPlan, Rows, Tile, TileGroup
+from ..tiles import ALIGNMENT, Selection, reads_aligned_rows, reads_separate_rows
+
+MOST_PROGRAMS = 65_535
+"""Of the second and third axis of a CUDA grid, which kernels lay along segments and heads."""
+
+
+class Place(NamedTuple):
+    """A row of a (batch, sequence, heads, ...) tensor, or the step from one to another."""
+
+    batch: int = 0
+    row: int = 0
+    head: int = 0
+
+    def ahead(self, step: Place, count: int = 1) -> Place:
+        """The place `count` steps on."""
+        return Place(*(a + count * b for a, b in zip(self, step, strict=True)))
+
+
+class Axis(NamedTuple):
+    """`size` evenly spaced copies of something, with the steps between them."""
+
+    size: int
+    query: Place
+    key: Place
+
+    def continues(self, inner: Axis) -> bool:
+        """Whether a step of this axis is `inner.size` steps of `inner`: the two are then one."""
+        return (
+            self.query == Place().ahead(inner.query, inner.size)
+            and self.key == Place().ahead(inner.key, inner.size)
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Block:
+    """Part of a tile, or of several equal ones, that one kernel call can take.
+
+    Attributes:
+        member: which of the query heads of a KV head it computes.
+        is_causal: row i sees keys 0 to i.
+        outer: its first dimension.
+        inner: its second dimension.
+        query: the first query row.
+        key: the first key row.
+        queries: rows, of which only `length` and `stride` matter here.
+        keys: likewise.
+    """
+
+    member: int
+    is_causal: bool
+    outer: Axis
+    inner: Axis
+    query: Place
+    key: Place
+    queries: Rows
+    keys: Rows
+
+    @property
+    def pairs(self) -> int:
+        """Number of (query, key) pairs computed."""
+        q, k = self.queries.length, self.keys.length
+        return self.outer.size * self.inner.size * (q * (q + 1) // 2 if self.is_causal else q * k)
+
+    @property
+    def rows(self) -> int:
+        """Number of query rows or of key rows, whichever is larger."""
+        longest = max(self.queries.length, self.keys.length)
+        return self.outer.size * self.inner.size * longest
+
+    def view_queries(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Its query rows of a tensor (batch, local_sequence, heads, ...)."""
+        steps = self.outer.query, self.inner.query
+        return self._view(tensor, self.query, steps, self.queries)
+
+    def view_keys(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Its key rows of a tensor (batch, local_sequence, kv_heads, ...) or of `by_slot`."""
+        return self._view(tensor, self.key, (self.outer.key, self.inner.key), self.keys)
+
+    def _view(
+        self, tensor: torch.Tensor, start: Place, steps: tuple[Place, Place], rows: Rows
+    ) -> torch.Tensor:
+        # Dozens of views a call: no function for an offset, and no generator.
+        batch, row, head, *rest = tensor.stride()
+        outer, inner = steps
+        # The stride of a single element does not matter, but kernels may take 0 for a broadcast,
+        # and a step that is never made may be longer than an address.
+        outer_stride = inner_stride = batch
+        if self.outer.size > 1:
+            outer_stride = outer.batch * batch + outer.row * row + outer.head * head
+        if self.inner.size > 1:
+            inner_stride = inner.batch * batch + inner.row * row + inner.head * head
+        offset = start.batch * batch + start.row * row + start.head * head
+        return tensor.as_strided(
+            (self.outer.size, self.inner.size, rows.length, *tensor.shape[3:]),
+            (outer_stride, inner_stride, rows.stride * row if rows.length > 1 else row, *rest),
+            tensor.storage_offset() + offset,
+        )
+
+    def slices(self, most_rows: float) -> Iterator[Block]:
+        """Cut it along its longer axis, then the other, into blocks of at most `most_rows` rows.
+
+        A single segment of a single head is the smallest block. No axis is longer than a CUDA grid
+        may be, whatever `most_rows` is.
+        """
+        cuts_outer = self.outer.size >= self.inner.size
+        axis = self.outer if cuts_outer else self.inner
+        if axis.size == 1 or (self.rows <= most_rows and axis.size <= MOST_PROGRAMS):
+            yield self
+            return
+        largest = max(1, int(min(most_rows * axis.size / self.rows, MOST_PROGRAMS)))
+        count = -(-axis.size // largest)
+        for start, stop in pairwise(axis.size * i // count for i in range(count + 1)):
+            size = axis._replace(size=stop - start)
+            part = replace(
+                self,
+                outer=size if cuts_outer else self.outer,
+                inner=self.inner if cuts_outer else size,
+                query=self.query.ahead(axis.query, start),
+                key=self.key.ahead(axis.key, start),
+            )
+            yield from part.slices(most_rows)
+
+
+@dataclass(frozen=True)
+class Family:
+    """Alike tiles whose starts are evenly spaced, as those of heads that repeat offsets are.
+
+    Attributes:
+        tiles: the tiles.
+        axis: the axis over them; its heads are KV heads.
+    """
+
+    tiles: tuple[Tile, ...]
+    axis: Axis
+
+    def blocks(self, batch: int, group: int) -> Iterator[Block]:
+        """Cut the tiles into as few blocks as views allow.
+
+        Blocks of one member of the query heads of a KV head follow those of another.
+
+        Args:
+            batch: batch size.
+            group: query heads per KV head.
+        """
+        tile = self.tiles[0]
+        q, k, head = tile.queries, tile.keys, tile.heads.step
+        family = self.axis.query
+        axes = [
+            Axis(batch, Place(batch=1), Place(batch=1)),
+            Axis(tile.segments, Place(row=q.segment_stride), Place(row=k.segment_stride)),
+            self.axis._replace(query=family._replace(head=family.head * group)),
+            Axis(
+                len(tile.heads),
+                Place(0, q.head_stride, head * group),
+                Place(0, k.head_stride, head),
+            ),
+        ]
+        axes = _merge([axis for axis in axes if axis.size > 1])
+        single = Axis(1, Place(), Place())
+        kept = sorted(range(len(axes)), key=lambda i: -axes[i].size)[:2]
+        outer, inner = ([axes[i] for i in sorted(kept)] + [single, single])[:2]
+        looped = [axis for i, axis in enumerate(axes) if i not in kept]
+        first_key = Place(0, k.start, tile.heads.start)
+        for member, *index in product(range(group), *(range(axis.size) for axis in looped)):
+            query, key = Place(0, q.start, tile.heads.start * group + member), first_key
+            for axis, i in zip(looped, index, strict=True):
+                query, key = query.ahead(axis.query, i), key.ahead(axis.key, i)
+            yield Block(member, tile.is_causal, outer, inner, query, key, q, k)
+
+
+def families(tiles: Sequence[Tile]) -> Iterator[Family]:
+    """Sort the tiles of a `TileGroup` into families."""
+    by_shape: dict[tuple[object, ...], list[Tile]] = {}
+    for tile in tiles:
+        by_shape.setdefault(_shape(tile), []).append(tile)
+    for alike in by_shape.values():
+        run: list[Tile] = []
+        axis = Axis(1, Place(), Place())
+        for tile in alike:
+            if run:
+                heads = tile.heads.start - run[-1].heads.start
+                step = Axis(
+                    len(run) + 1,
+                    Place(0, tile.queries.start - run[-1].queries.start, heads),
+                    Place(0, tile.keys.start - run[-1].keys.start, heads),
+                )
+                # A view cannot step backwards.
+                if min(*step.query, *step.key) >= 0 and (len(run) == 1 or axis[1:] == step[1:]):
+                    run.append(tile)
+                    axis = step
+                    continue
+                yield Family(tuple(run), axis)
+            run, axis = [tile], Axis(1, Place(), Place())
+        yield Family(tuple(run), axis)
+
+
+def kernel_calls(groups: Iterable[TileGroup], rank: RankPlan, batch: int) -> int:
+    """How many kernel calls compute the tiles: one for each `Block` of theirs."""
+    members = rank.plan.num_heads // rank.plan.num_kv_heads
+    return sum(
+        sum(1 for _ in family.blocks(batch, members))
+        for group in groups
+        for family in families(group.tiles)
+    )
+
+
+def _shape(tile: Tile) -> tuple[object, ...]:
+    """What tiles of a family have in common."""
+    rows = (rows._replace(start=0) for rows in (tile.queries, tile.keys))
+    return tile.branch, len(tile.heads), tile.heads.step, tile.segments, tile.is_causal, *rows
+
+
+def _merge(axes: list[Axis]) -> list[Axis]:
+    """Join axes of which one continues the other."""
+    merged: list[Axis] = []
+    for axis in axes:
+        if merged and merged[-1].continues(axis):
+            merged[-1] = axis._replace(size=merged[-1].size * axis.size)
+        else:
+            merged.append(axis)
+    return merged
+
+
+def readable(tensor: torch.Tensor, selection: Selection | None = None) -> torch.Tensor:
+    """The tensor itself where views of it can be read, else a copy.
+
+    Strides may be anything: 0 where a dimension is expanded, small where rows overlap, odd where a
+    dimension has one element. An expanded tensor is copied at its full size, unless all tiles are
+    computed by ``backend="triton"`` or ``"eager"``.
+
+    Args:
+        tensor: (batch, sequence, heads, head_dim).
+        selection: what is to read it; None: any of the device's back ends.
+
+    Returns:
+        The same values. The stride of a dimension of one element is that of a contiguous tensor.
+    """
+    _, length, heads, head_dim = tensor.shape
+    dense = length * heads * head_dim, heads * head_dim, head_dim, 1
+    if tensor.stride() == dense and (
+        not tensor.is_cuda
+        or (tensor.data_ptr() | head_dim * tensor.element_size()) % ALIGNMENT == 0
+    ):
+        return tensor  # what most calls have, in less time than `reads` takes
+    if 1 in tensor.shape:
+        given = zip(tensor.shape, tensor.stride(), dense, strict=True)
+        strides = [plain if size == 1 else stride for size, stride, plain in given]
+        tensor = tensor.as_strided(tensor.shape, strides)
+    strictest = reads_aligned_rows if tensor.is_cuda else reads_separate_rows
+    reads = strictest if selection is None else selection.reads
+    if reads(tensor) or not tensor.numel():
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def readable_in_backward(
+    dout: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    selection: Selection,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What backward takes, such that tiles can be views of it: see `readable`.
+
+    Returns:
+        The same values in the same order; dout and out are contiguous.
+    """
+    if selection.wants_one_layout:
+        query = query.contiguous()  # one copy, in place of three of each tile
+    query, key, value = (readable(x, selection) for x in (query, key, value))
+    dout, out = (readable(x.contiguous(), selection) for x in (dout, out))
+    return dout, query, key, value, out
+
+
+def by_slot(slots: torch.Tensor) -> torch.Tensor:
+    """Slots (batch, slots, head_dim) as a tensor that `Block.view_keys` can index.
+
+    A slot belongs to one head already, so the head dimension gets stride 0.
+    """
+    batch, count, head_dim = slots.shape
+    stride = slots.stride()
+    return slots.as_strided((batch, count, 1, head_dim), (stride[0], stride[1], 0, stride[2]))

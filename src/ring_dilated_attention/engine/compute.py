@@ -1,0 +1,394 @@
+"""Compute groups of tiles: by which back end, in which slices, and into what.
+
+Tiles become blocks (`views`), a kernel call each, whose results are added into the whole
+(`accumulate`). Blocks too small to be worth a launch go to the table-driven kernel together. What
+a kernel call allocates is bounded: blocks are taken in slices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+
+from ..caches import keep_few
+from ..plan import PackedTiles, Tile, TileGroup
+from ..tiles import Selection, TileGradients, TileInputs
+from .accumulate import Accumulator, add, merge, row_sums
+from .blocks import Block, families
+from .device_tables import TABLES
+
+FORWARD_WORKSPACE = 0.26
+"""Temporaries of a forward call may take so much of the size of its query, ..."""
+BACKWARD_WORKSPACE = 0.52
+"""... those of a backward call so much, ..."""
+WORKSPACE_FLOOR = 64 << 20
+"""... or so many bytes, or what a slice of SLICE_ROWS rows takes, where that is more: slices must
+be large enough to fill a GPU."""
+SLICE_ROWS = 1 << 17
+"""Query rows that keep a GPU busy: an H200 takes 128 to each of its 132 multiprocessors, and these
+are eight rounds, so that the last one matters little."""
+LONG_FLOPS = 4e10
+"""Additions go behind kernel calls of so many operations: 0.1 ms on an H200."""
+
+
+@dataclass(frozen=True)
+class TileCall:
+    """What all tiles of a call have in common.
+
+    Attributes:
+        selection: the back ends that may compute them.
+        scale: factor on the scores.
+        batch: batch size.
+        group: query heads per KV head.
+        workspace: what slices allocate may take so many times the size of query; None: the
+            constants of this module say.
+    """
+
+    selection: Selection
+    scale: float
+    batch: int
+    group: int
+    workspace: float | None = None
+
+    def most_rows(self, query: torch.Tensor, default: float, row_bytes: float) -> float:
+        """How many rows a slice may have that allocates `row_bytes` for each."""
+        if self.workspace is not None:
+            return self.workspace * query.nbytes / row_bytes
+        return max(default * query.nbytes / row_bytes, WORKSPACE_FLOOR / row_bytes, SLICE_ROWS)
+
+
+class _Launch(NamedTuple):
+    """A launch of the table-driven kernels."""
+
+    cells: Any
+    config: Any
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The tables on the device."""
+        cells = self.cells
+        return cells.table, cells.query_programs, cells.key_programs
+
+
+@dataclass(frozen=True, eq=False)
+class _Schedule:
+    """How the tiles of a group are computed: block by block, or all in one launch."""
+
+    blocks: tuple[Block, ...]
+    table: tuple[Tile, ...]
+    packed: tuple[PackedTiles, ...] = ()
+
+    @property
+    def shares_launch(self) -> bool:
+        """Whether any tile is computed by the table-driven kernel."""
+        return bool(self.table or self.packed)
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        """The most queries and keys of a cell of the launch."""
+        many = [max(tiles.lengths) for tiles in self.packed]
+        return (
+            max([tile.queries.length for tile in self.table] + many),
+            max([tile.keys.length for tile in self.table] + many),
+        )
+
+
+_schedules: WeakKeyDictionary[TileGroup, dict[Hashable, _Schedule]] = WeakKeyDictionary()
+"""Schedules live as long as the plan of their group: the next step may bring other documents. They
+take about as many bytes as its tiles, for each of the last few batch sizes, head_dims, directions.
+"""
+_SCHEDULES_KEPT = 8
+
+
+def _schedule(
+    group: TileGroup, batch: int, members: int, head_dim: int, table_flops: float
+) -> _Schedule:
+    key = batch, members, head_dim, table_flops
+    kept = _schedules.setdefault(group, {})
+    return kept.get(key) or keep_few(
+        kept, key, partial(_make_schedule, group, *key), _SCHEDULES_KEPT
+    )
+
+
+def _make_schedule(
+    group: TileGroup, batch: int, members: int, head_dim: int, table_flops: float
+) -> _Schedule:
+    blocks: list[Block] = []
+    table: list[Tile] = []
+    packed: list[PackedTiles] = []
+    single = list(group.single)
+    for many in group.packed:
+        # A block would be a tile of all rows of the batch: (4, or causal 2) * its pairs operations.
+        flops = (2 if many.is_causal else 4) * head_dim * batch * len(many.heads)
+        short, long = many.split(math.sqrt(table_flops / flops))
+        packed.extend([short] if short.starts else [])
+        single.extend(long.tiles())
+    for family in families(single):
+        cut = list(family.blocks(batch, members))
+        if 4 * head_dim * sum(block.pairs for block in cut) <= table_flops * len(cut):
+            table.extend(family.tiles)
+        else:
+            blocks.extend(cut)
+    return _Schedule(tuple(blocks), tuple(table), tuple(packed))
+
+
+@dataclass
+class Merged:
+    """The merged result of a call and the gradient of its out: what backward starts from.
+
+    dout, out (batch, sequence, heads, head_dim); lse (batch, heads, sequence).
+    """
+
+    dout: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+
+    @cached_property
+    def delta(self) -> torch.Tensor:
+        """``rowsum(dout * out)``, like lse. Most back ends work it out for themselves."""
+        return row_sums(self.dout, self.out)
+
+
+def _launch(work: _Schedule, *key: Any) -> _Launch:
+    """The tables of a launch, on the device, and its configuration: see `_make_launch`."""
+    device = key[-1]
+    return TABLES.get(work, key, device, partial(_make_launch, work, *key))
+
+
+def _make_launch(
+    work: _Schedule,
+    direction: str,
+    batch: int,
+    members: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> _Launch:
+    """The tables of a launch, on the device, and its configuration."""
+    from ..kernels.cells import build_cells
+    from ..kernels.tuning import BackwardConfig, Kernel, LaunchConfig, default_config
+
+    queries, keys = work.longest
+
+    def config(kernel: Kernel) -> LaunchConfig:
+        return default_config(kernel, head_dim, dtype, queries=queries, keys=keys)
+
+    chosen: LaunchConfig | BackwardConfig
+    if direction == "forward":
+        chosen = config("forward")
+        block_m, block_n = chosen.block_m, chosen.block_n
+    else:
+        chosen = BackwardConfig(config("dq"), config("dkdv"))
+        block_m, block_n = chosen.dq.block_m, chosen.dkdv.block_n
+    cells = build_cells(
+        work.table,
+        work.packed,
+        batch=batch,
+        group=members,
+        block_m=block_m,
+        block_n=block_n,
+        device=device,
+    )
+    return _Launch(cells, chosen)
+
+
+def forward(
+    group: TileGroup,
+    call: TileCall,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    sums: Accumulator,
+    *,
+    store: bool,
+) -> None:
+    """Compute a group and merge it into `out` and `lse`.
+
+    Args:
+        group: the tiles.
+        call: what all tiles have in common.
+        query: (batch, local_sequence, heads, head_dim).
+        keys: (batch, local_sequence, kv_heads, head_dim), or `by_slot` of a received message.
+        values: likewise.
+        out: like `query`.
+        lse: (batch, heads, local_sequence).
+        sums: through which results are merged; to be joined when all groups are computed.
+        store: whether to write over what `out` and `lse` hold at the group's rows.
+    """
+    selection, head_dim = call.selection, query.shape[3]
+    work = _schedule(group, call.batch, call.group, head_dim, selection.forward_table_flops)
+    lse_rows = lse.transpose(1, 2)
+    row_bytes = head_dim * query.element_size() + lse.element_size()
+    most_rows = call.most_rows(query, FORWARD_WORKSPACE, row_bytes * sums.most_held)
+    for block in work.blocks:
+        backend = selection.backend
+        assert backend is not None
+        same = store and out.dtype == query.dtype
+        if same and backend.forward_into and block.queries.stride == 1:
+            for part in block.slices(math.inf):
+                inputs = _inputs(part, call, query, keys, values)
+                backend.forward_into(inputs, part.view_queries(out), part.view_queries(lse_rows))
+            continue
+        for part in block.slices(most_rows):
+            tile = backend.forward(_inputs(part, call, query, keys, values))
+            views = part.view_queries(out), part.view_queries(lse_rows)
+            is_long = 4 * head_dim * part.pairs >= LONG_FLOPS
+            add_all = partial(merge, *views, *tile, store=store)
+            sums.run(add_all, *tile, into=views, is_long=is_long)
+            del tile, add_all  # before the next slice makes its own
+    if work.shares_launch:
+        from ..kernels.forward import attention_forward
+
+        sums.join()
+        launch = _launch(
+            work, "forward", call.batch, call.group, head_dim, query.dtype, query.device
+        )
+        attention_forward(
+            query,
+            keys,
+            values,
+            out,
+            lse,
+            launch.cells,
+            is_causal=launch.cells.is_causal,
+            scale=call.scale,
+            store=store,
+            config=launch.config,
+        )
+
+
+def backward(
+    group: TileGroup,
+    call: TileCall,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    merged: Merged,
+    dquery: torch.Tensor,
+    dkeys: torch.Tensor,
+    dvalues: torch.Tensor,
+    sums: Accumulator,
+    *,
+    store: bool,
+    store_keys: bool | None = None,
+) -> None:
+    """Compute the gradients of a group and add them to `dquery`, `dkeys` and `dvalues`.
+
+    Args:
+        group: the tiles.
+        call: what all tiles have in common.
+        query: (batch, local_sequence, heads, head_dim).
+        keys: (batch, local_sequence, kv_heads, head_dim), or `by_slot` of a received message.
+        values: likewise.
+        merged: the merged result of the whole call.
+        dquery: like `query`.
+        dkeys: like `keys`.
+        dvalues: like `values`.
+        sums: through which results are added; to be joined when all groups are computed.
+        store: whether to write over what `dquery` holds at the group's rows.
+        store_keys: likewise of `dkeys` and `dvalues`; None: as `store` says.
+    """
+    selection, head_dim = call.selection, query.shape[3]
+    store_keys = store if store_keys is None else store_keys
+    work = _schedule(group, call.batch, call.group, head_dim, selection.backward_table_flops)
+    lse_rows = merged.lse.transpose(1, 2)
+    for block in work.blocks:
+        backend = selection.backend
+        assert backend is not None
+        own_keys = store_keys and block.member == 0  # members of a KV head share its gradients
+        # Where nothing is there to add to, a back end may write what it finds where it belongs.
+        places_keys = bool(backend.backward_into) and own_keys and dkeys.dtype == query.dtype
+        places_query = places_keys and store and dquery.dtype == query.dtype
+        held = (not places_query) + 2 * (not places_keys)
+        row_bytes = lse_rows.element_size() + backend.backward_workspace(head_dim)
+        row_bytes += held * head_dim * query.element_size() * sums.most_held
+        for part in block.slices(call.most_rows(query, BACKWARD_WORKSPACE, row_bytes)):
+            inputs = _inputs(part, call, query, keys, values)
+            gradients = TileGradients(
+                part.view_queries(merged.dout),
+                part.view_queries(merged.out),
+                part.view_queries(lse_rows),
+            )
+            totals = part.view_queries(dquery), part.view_keys(dkeys), part.view_keys(dvalues)
+            if places_keys:
+                assert backend.backward_into is not None
+                dq = totals[0] if places_query else _empty_rows(inputs.q)
+                backend.backward_into(inputs, gradients, dq, *totals[1:])
+                additions = [] if places_query else [_Addition(totals[0], dq, store)]
+                del dq
+            else:
+                tile = backend.backward(inputs, gradients)
+                stores = store, own_keys, own_keys
+                additions = list(map(_Addition, totals, tile, stores))
+                del tile
+            if additions:
+                sums.run(
+                    partial(_add_all, additions),
+                    *(addition.part for addition in additions),
+                    into=[addition.total for addition in additions],
+                    is_long=10 * head_dim * part.pairs >= LONG_FLOPS,
+                )
+            del additions  # before the next slice makes its own
+    if work.shares_launch:
+        from ..kernels.backward import attention_backward
+
+        sums.join()
+        launch = _launch(
+            work, "backward", call.batch, call.group, head_dim, query.dtype, query.device
+        )
+        attention_backward(
+            merged.dout,
+            query,
+            keys,
+            values,
+            merged.lse,
+            merged.delta,
+            dquery,
+            dkeys,
+            dvalues,
+            launch.cells,
+            is_causal=launch.cells.is_causal,
+            scale=call.scale,
+            store=store,
+            store_keys=store_keys,
+            config=launch.config,
+        )
+
+
+class _Addition(NamedTuple):
+    total: torch.Tensor
+    part: torch.Tensor
+    store: bool
+
+
+def _add_all(additions: Sequence[_Addition]) -> None:
+    for store in (True, False):
+        chosen = [addition for addition in additions if addition.store is store]
+        if chosen:
+            add([x.total for x in chosen], [x.part for x in chosen], store=store)
+
+
+def _empty_rows(like: torch.Tensor) -> torch.Tensor:
+    """(batch, heads, rows, head_dim), the heads of a row side by side."""
+    batch, heads, rows, head_dim = like.shape
+    return like.new_empty(batch, rows, heads, head_dim).transpose(1, 2)
+
+
+def _inputs(
+    block: Block, call: TileCall, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+) -> TileInputs:
+    return TileInputs(
+        block.view_queries(query),
+        block.view_keys(keys),
+        block.view_keys(values),
+        block.is_causal,
+        call.scale,
+    )

@@ -1,0 +1,140 @@
+"""Rows of a message: packing those that are sent, adding their gradients when they come home.
+
+A message lists runs of rows, and each run is a strided view of the sender's tensors. So packing and
+adding home are one pass over the rows a run, with nothing worked out beforehand. Where branches
+share rows, each of which is sent once, it takes the index of each row.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from ..plan import Message, Run
+from .accumulate import add
+from .device_tables import TABLES
+
+
+class SharedRows(NamedTuple):
+    """Rows of a message that its runs share, as tensors.
+
+    Attributes:
+        positions: int64 (rows,): local row of the sender of each row sent.
+        heads: int64 (rows,): its KV head.
+        row_of_slot: int64 (slots,): the row that each slot reads.
+    """
+
+    positions: torch.Tensor
+    heads: torch.Tensor
+    row_of_slot: torch.Tensor
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All of them."""
+        return tuple(self)
+
+
+class MessageRows(NamedTuple):
+    """A message, and what is needed to find its rows.
+
+    Attributes:
+        message: the message.
+        shared: its distinct rows; None where slot i is row i.
+    """
+
+    message: Message
+    shared: SharedRows | None
+
+
+def message_rows(message: Message, num_kv_heads: int, device: torch.device) -> MessageRows:
+    """Work out a message's rows; sender and receiver come to the same answer."""
+    if message.rows == message.slots:
+        return MessageRows(message, None)
+    make = partial(_shared_rows, message, num_kv_heads, device)
+    return MessageRows(message, TABLES.get(message, (num_kv_heads, device), device, make))
+
+
+def _shared_rows(message: Message, num_kv_heads: int, device: torch.device) -> SharedRows:
+    parts = []
+    for run in message.runs:
+        number = torch.arange(len(run.heads))[:, None]
+        row = torch.arange(run.rows.length)
+        local = run.rows.start + number * run.rows.head_stride + row * run.rows.stride
+        parts.append((local * num_kv_heads + (run.heads.start + number * run.heads.step)).flatten())
+    distinct, row_of_slot = torch.unique(torch.cat(parts), return_inverse=True)
+    assert len(distinct) == message.rows, f"{message} packs {len(distinct)} rows"
+    rows = distinct // num_kv_heads, distinct % num_kv_heads, row_of_slot
+    return SharedRows(*(x.to(device) for x in rows))
+
+
+def pack(key: torch.Tensor, value: torch.Tensor, rows: MessageRows) -> torch.Tensor:
+    """Rows of K and V (batch, local_sequence, kv_heads, head_dim) as (2, batch, rows, head_dim)."""
+    if rows.shared is not None:
+        positions, heads, _ = rows.shared
+        return torch.stack([tensor[:, positions, heads] for tensor in (key, value)])
+    packed = key.new_empty(2, key.shape[0], rows.message.rows, key.shape[3])
+    add(*_runs_of(rows.message, packed, (key, value)), store=True)
+    return packed
+
+
+def spread(packed: torch.Tensor, rows: MessageRows) -> torch.Tensor:
+    """The slots (2, batch, slots, head_dim) of a message's rows (2, batch, rows, head_dim)."""
+    return packed if rows.shared is None else packed.index_select(2, rows.shared.row_of_slot)
+
+
+def gather(slots: torch.Tensor, rows: MessageRows) -> torch.Tensor:
+    """Sum gradients of slots into gradients of rows: the adjoint of `spread`."""
+    if rows.shared is None:
+        return slots
+    shape = (*slots.shape[:2], rows.message.rows, slots.shape[3])
+    return slots.new_zeros(shape).index_add_(2, rows.shared.row_of_slot, slots)
+
+
+def add_home(
+    dkey: torch.Tensor, dvalue: torch.Tensor, returned: torch.Tensor, rows: MessageRows
+) -> None:
+    """Add returned gradients (2, batch, rows, head_dim) to dK and dV: the adjoint of `pack`.
+
+    `dkey` and `dvalue` are contiguous (batch, local_sequence, kv_heads, head_dim).
+    """
+    if rows.shared is None:
+        parts, totals = _runs_of(rows.message, returned, (dkey, dvalue))
+        add(totals, parts, store=False)
+        return
+    flat = rows.shared.positions * dkey.shape[2] + rows.shared.heads
+    for gradient, part in zip((dkey, dvalue), returned, strict=True):
+        total = gradient.flatten(1, 2)
+        summed = total.index_select(1, flat) + part  # in the wider dtype; rows are distinct
+        total.index_copy_(1, flat, summed.to(total.dtype))
+
+
+def _runs_of(
+    message: Message, packed: torch.Tensor, tensors: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The slots of every run of a message, for K and for V, and its rows in their tensors."""
+    slots = [_slots_of(run, each) for each in packed for run in message.runs]
+    return slots, [_rows_of(run, each) for each in tensors for run in message.runs]
+
+
+def _rows_of(run: Run, tensor: torch.Tensor) -> torch.Tensor:
+    """A run of (batch, local_sequence, heads, head_dim): (batch, heads, length, head_dim)."""
+    of_batch, of_row, of_head, of_dim = tensor.stride()
+    return tensor.as_strided(
+        (tensor.shape[0], len(run.heads), run.rows.length, tensor.shape[3]),
+        (
+            of_batch,
+            run.rows.head_stride * of_row + run.heads.step * of_head,
+            run.rows.stride * of_row,
+            of_dim,
+        ),
+        tensor.storage_offset() + run.rows.start * of_row + run.heads.start * of_head,
+    )
+
+
+def _slots_of(run: Run, slots: torch.Tensor) -> torch.Tensor:
+    """A run of (batch, slots, head_dim): (batch, heads, length, head_dim)."""
+    batch, _, head_dim = slots.shape
+    stop = run.slot + len(run.heads) * run.rows.length
+    return slots[:, run.slot : stop].view(batch, len(run.heads), run.rows.length, head_dim)

@@ -1,0 +1,235 @@
+"""Walk a plan: dilated attention of one rank's shard, forward and backward.
+
+Shape legend: B batch, n local rows, H query heads, K KV heads, D head_dim, R rows of a message.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import chain, islice
+
+import torch
+
+from ..exchange import Exchange
+from ..plan import FEW_ADDITIONS, LocalHalves, RankPlan, TileGroup
+from ..tiles import Selection, accumulate_dtype
+from . import compute
+from .accumulate import Accumulator
+from .blocks import by_slot, readable, readable_in_backward
+from .transfer import Fetched, GradientReturn, fetch
+from .zero_keys import merge_zero_keys
+
+_NOTHING = nullcontext()
+_RETURNING_BYTES = 64 << 20
+"""Of gradients on their way home behind a gather: so many are not waited for before the end."""
+
+
+@dataclass(frozen=True)
+class RingCall:
+    """Everything but the tensors of one call on one rank."""
+
+    plan: RankPlan
+    exchange: Exchange
+    backend: Selection
+    scale: float
+    gathers: bool  # whether all messages are in flight behind the running compute, or one
+    workspace: float | None = None  # see `dilated_attention`
+
+    @property
+    def parts(self) -> tuple[RankPlan, ...]:
+        """What is run one after the other."""
+        return self.plan.parts(gathers=self.gathers)
+
+    def fetch(self, key: torch.Tensor, value: torch.Tensor) -> Iterator[Fetched]:
+        """Start fetching the rows of all steps of all parts, in order."""
+        steps = chain.from_iterable(part.steps() for part in self.parts)
+        depth = self.plan.world_size - 1 if self.gathers else 1
+        return fetch(steps, self.exchange, key, value, depth=depth)
+
+    def sums(self, query: torch.Tensor) -> Accumulator:
+        """Through which results are added up."""
+        return Accumulator(query.device, getattr(self.exchange, "stopwatch", None))
+
+    def tiles(self, query: torch.Tensor) -> compute.TileCall:
+        """What tiles need to know of the call."""
+        group = self.plan.plan.num_heads // self.plan.plan.num_kv_heads
+        return compute.TileCall(self.backend, self.scale, query.shape[0], group, self.workspace)
+
+
+def attention_forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: RingCall
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Out and lse of this rank's queries: see the docstring of the operator.
+
+    Args:
+        query: (B, n, H, D).
+        key: (B, n, K, D).
+        value: (B, n, K, D).
+        call: everything else.
+
+    Returns:
+        out (B, n, H, D), of query's dtype, and lse (B, H, n), float32 or float64; contiguous.
+    """
+    query, key, value = (readable(x, call.backend) for x in (query, key, value))
+    batch, length, num_heads, _ = query.shape
+    parts, tiles, sums = call.parts, call.tiles(query), call.sums(query)
+    covers = all(part.covers for part in parts)
+    create = torch.empty if covers else torch.zeros
+    dtype = _sum_dtype(query, max(part.mean_additions for part in parts))
+    out = create(query.shape, dtype=dtype, device=query.device)
+    lse = torch.empty(
+        batch, num_heads, length, dtype=accumulate_dtype(query.dtype), device=query.device
+    )
+    if not covers:
+        lse.fill_(-torch.inf)
+    with autocast_off(query.device):
+        arrivals = call.fetch(key, value)
+        for part in parts:
+            for number, group in enumerate(part.local_groups):
+                store = covers and number == 0
+                compute.forward(group, tiles, query, key, value, out, lse, sums, store=store)
+            for fetched in islice(arrivals, part.num_steps):
+                if fetched.slots is not None:
+                    keys, values = map(by_slot, fetched.slots)
+                    for group in fetched.step.groups:
+                        compute.forward(
+                            group, tiles, query, keys, values, out, lse, sums, store=False
+                        )
+                    del keys, values
+                del fetched
+        sums.join()
+        merge_zero_keys(call.plan.zero_keys, out, lse.transpose(1, 2), tiles.group)
+    return out.to(query.dtype), lse
+
+
+def attention_backward(
+    dout: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    call: RingCall,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of this rank's query, key and value: see the docstring of the operator.
+
+    Args:
+        dout: (B, n, H, D).
+        query: (B, n, H, D).
+        key: (B, n, K, D).
+        value: (B, n, K, D).
+        out: (B, n, H, D), as `attention_forward` returned it.
+        lse: (B, H, n), likewise.
+        call: everything else.
+
+    Returns:
+        dquery, dkey, dvalue: contiguous, in the dtypes of query, key and value.
+    """
+    dout, query, key, value, out = readable_in_backward(dout, query, key, value, out, call.backend)
+    merged = compute.Merged(dout, out, lse.contiguous())
+    parts, tiles, sums = call.parts, call.tiles(query), call.sums(query)
+    covers = all(part.covers for part in parts)
+    create = torch.empty if covers else torch.zeros
+    additions = max(part.mean_additions for part in parts)
+    dquery, dkey, dvalue = (
+        create(x.shape, dtype=_sum_dtype(query, additions * members), device=x.device)
+        for x, members in ((query, 1), (key, tiles.group), (value, tiles.group))
+    )
+    wide = call.plan.plan.returns_wide
+    returned = accumulate_dtype(query.dtype) if wide else query.dtype
+    returning: deque[GradientReturn] = deque()
+
+    def compute_local(groups: Iterable[TileGroup], *, stores_first: bool) -> None:
+        for number, group in enumerate(groups):
+            compute.backward(
+                group, tiles, query, key, value, merged, dquery, dkey, dvalue, sums,
+                store=stores_first and number == 0,
+            )  # fmt: skip
+
+    def add_returned() -> None:
+        """Have gradients that come home added behind the next compute, but for the most recent."""
+        most_bytes = _RETURNING_BYTES if call.gathers else -1
+        while returning and sum(x.nbytes for x in returning) > most_bytes:
+            one = returning.popleft()
+            sums.start(one.finish, *one.tensors, into=(dkey, dvalue))
+
+    with autocast_off(query.device):
+        arrivals = call.fetch(key, value)
+        for part in parts:
+            early, late, late_heads = LocalHalves(part.local_groups, (), None)
+            if part is parts[-1]:  # something must be left to do while its gradients come home
+                early, late, late_heads = part.local_halves
+            compute_local(early, stores_first=covers)
+            if covers and late_heads is not None:
+                for x, group in ((dquery, tiles.group), (dkey, 1), (dvalue, 1)):
+                    x[:, :, late_heads.start * group : late_heads.stop * group].zero_()
+            steps_left = part.num_steps
+            for fetched in islice(arrivals, part.num_steps):
+                dslots = None
+                steps_left -= 1
+                # The last step waits for none: nothing is fetched after it, so there is room.
+                if steps_left or part is not parts[-1]:
+                    add_returned()
+                if fetched.slots is not None:
+                    dslots = _backward_of_step(
+                        fetched, tiles, query, merged, dquery, returned, sums
+                    )
+                sums.finish()  # a ring frees its buffers before the next are made
+                returning.append(
+                    GradientReturn(call.exchange, fetched, dslots, dkey, dvalue, returned)
+                )
+                del fetched, dslots
+        compute_local(late, stores_first=False)
+        sums.finish()
+        sums.join()
+        for last in returning:  # there is nothing left to compute meanwhile
+            last.finish()
+    return dquery.to(query.dtype), dkey.to(key.dtype), dvalue.to(value.dtype)
+
+
+def _backward_of_step(
+    fetched: Fetched,
+    tiles: compute.TileCall,
+    query: torch.Tensor,
+    merged: compute.Merged,
+    dquery: torch.Tensor,
+    dtype: torch.dtype,
+    sums: Accumulator,
+) -> torch.Tensor:
+    """Add a step's gradients to `dquery`; return those of its slots, in `dtype`."""
+    assert fetched.slots is not None
+    covers = fetched.step.covers
+    create = torch.empty if covers else torch.zeros
+    dslots = create(fetched.slots.shape, dtype=dtype, device=query.device)
+    keys, values, dkeys, dvalues = map(by_slot, (*fetched.slots, *dslots))
+    for number, group in enumerate(fetched.step.groups):
+        compute.backward(
+            group, tiles, query, keys, values, merged, dquery, dkeys, dvalues, sums,
+            store=False, store_keys=covers and number == 0,
+        )  # fmt: skip
+    sums.join(dslots)
+    return dslots
+
+
+def _sum_dtype(query: torch.Tensor, additions: float) -> torch.dtype:
+    """The dtype in which results of tiles are summed up.
+
+    On CUDA that of the inputs, which needs no second tensor: each addition is made in float32 and
+    rounds once. With more than a few additions to most rows rounding would show: then float32, as
+    on other devices. float64 for float64 inputs.
+    """
+    if query.is_cuda and additions <= FEW_ADDITIONS:
+        return query.dtype
+    return accumulate_dtype(query.dtype)
+
+
+def autocast_off(device: torch.device) -> AbstractContextManager[None]:
+    """Kernels are given the dtypes they are meant to compute in."""
+    try:
+        enabled = torch.is_autocast_enabled(device.type)
+    except RuntimeError:
+        return _NOTHING  # autocast does not know such devices
+    return torch.autocast(device.type, enabled=False) if enabled else _NOTHING

@@ -1,0 +1,57 @@
+"""How rows travel between ranks, and how ranks agree. The only room that knows torch.distributed.
+
+`ProcessGroupExchange` is one rank's end of a group of processes, `LoopbackExchange` of one whose
+ranks are threads, `SoloExchange` of a world of one rank; `Exchange` is what they have in common,
+`Pending` a transfer under way, and `Group` what a `group` argument may be. `group_name`,
+`exchange_named` and `resolve_exchange` lead from one to the other, `run_loopback` runs ranks as
+threads, and `all_gather` is a collective out of transfers.
+
+A `Call` has an identity, and a `Scope` is one under way. `settle`, `settle_later` and `agree` make
+sure that all ranks are in it, with arguments (`Shared`) that are equal; if not, an `ExchangeError`
+is raised on every rank. `refuse_capture` keeps calls on several ranks out of CUDA graphs.
+`check_padding_mask` and `lengths_of_mask` turn a sharded padding mask into lengths. `Presence`
+tells whether the processes of other ranks still run.
+"""
+
+from .agreement import Shared, agree, refuse_capture, settle, settle_later
+from .calls import Call, ExchangeError, Scope
+from .groups import (
+    Exchange,
+    Group,
+    Pending,
+    ProcessGroupExchange,
+    SoloExchange,
+    all_gather,
+    exchange_named,
+    group_name,
+    resolve_exchange,
+)
+from .loopback import LoopbackExchange, run_loopback
+from .padding import check_padding_mask, lengths_of_mask
+from .presence import Presence, make_presence
+
+__all__ = [
+    "Call",
+    "Exchange",
+    "ExchangeError",
+    "Group",
+    "LoopbackExchange",
+    "Pending",
+    "Presence",
+    "ProcessGroupExchange",
+    "Scope",
+    "Shared",
+    "SoloExchange",
+    "agree",
+    "all_gather",
+    "check_padding_mask",
+    "exchange_named",
+    "group_name",
+    "lengths_of_mask",
+    "make_presence",
+    "refuse_capture",
+    "resolve_exchange",
+    "run_loopback",
+    "settle",
+    "settle_later",
+]

@@ -1,0 +1,194 @@
+"""Make a bad call an error on every rank: no rank may be left waiting for one that raised."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from .calls import Call, ExchangeError, Scope
+from .groups import Exchange
+
+
+class Shared(NamedTuple):
+    """Arguments that must be equal on all ranks.
+
+    Attributes:
+        words: each by its name, as messages show it.
+        digest: of all of them, which is what ranks compare.
+    """
+
+    words: Mapping[str, Any]
+    digest: bytes
+
+    @classmethod
+    def of(cls, words: Mapping[str, Any]) -> Shared:
+        """Arguments by name."""
+        return cls(words, hashlib.blake2b(repr(words).encode()).digest())
+
+
+_NOTHING = Shared.of({})
+
+
+def agree(
+    name: str,
+    ends: Exchange,
+    shared: Mapping[str, Any] | None,
+    failure: Exception | None,
+    device: torch.device,
+) -> None:
+    """A call of the group that does nothing but agree: see `settle`.
+
+    Args:
+        name: what was called, for the message.
+        ends: this rank's end of the group.
+        shared: the arguments that must be equal on all ranks, by name; None if this rank refused.
+        failure: why this rank refused its arguments; None if it did not.
+        device: where the tensors of the call are.
+
+    Raises:
+        Exception: see `settle`.
+    """
+    refuse_capture(name, ends, device)
+    with ends.calls.enter(name, "inputs") as scope:
+        # One rank has nobody to compare with, and torch.compile, which traces that, cannot hash.
+        own = None if shared is None or ends.world_size == 1 else Shared.of(shared)
+        settle(scope, ends, device, own, failure)
+
+
+def settle(
+    scope: Scope,
+    ends: Exchange,
+    device: torch.device,
+    shared: Shared | None = _NOTHING,
+    failure: Exception | None = None,
+) -> None:
+    """Raise on every rank unless all are in the same call, with the same arguments.
+
+    One small collective, whatever the arguments: a rank that skipped it because it had seen its own
+    arguments before could not tell that another rank's are new, and would go on without it.
+
+    Args:
+        scope: the call.
+        ends: this rank's end of the group.
+        device: where the tensors of the call are.
+        shared: the arguments that must be equal on all ranks; None if this rank refused.
+        failure: why this rank refused its arguments; None if it did not.
+
+    Raises:
+        ValueError: other ranks refused their arguments, or ranks differ; the message names them.
+        Exception: `failure`, on the ranks that have one.
+        ExchangeError: the ranks are in different calls, or one of them is missing or has failed.
+    """
+    if ends.world_size > 1:
+        found = ends.maximum(_numbers(scope, shared, failure), device)
+        _compare(scope, found, ends.share, shared, failure)
+    if failure is not None:
+        scope.in_step = True
+        raise failure
+
+
+def settle_later(scope: Scope, ends: Exchange, device: torch.device) -> None:
+    """As `settle` of a call without arguments, which does not wait for ranks that need no rows.
+
+    Where ranks share a host, a rank shows which call it is in, and compares that of the others
+    before it sends or receives the first row of the call. If there is none, its next call does it.
+
+    Args:
+        scope: the call.
+        ends: this rank's end of the group.
+        device: where the tensors of the call are.
+
+    Raises:
+        ExchangeError: see `settle`; it may come from the first transfer, or from the next call.
+    """
+    show = getattr(ends, "show", None)
+    shown = show and show(_numbers(scope, _NOTHING, None), device)
+    if shown is None:
+        settle(scope, ends, device)
+        return
+
+    def agreement(scope: Scope) -> None:  # holds no `ends`: it may outlive them
+        _compare(scope, shown.wait(), shown.share, _NOTHING, None)
+
+    ends.calls.agree_later(agreement)
+
+
+def _numbers(scope: Scope, shared: Shared | None, failure: Exception | None) -> list[int]:
+    """What is equal on all ranks where their calls are."""
+    number, name, part, of, thread = scope.call
+    text = f"{number} {of} {name} {part} {thread} ".encode()
+    text += b"refused" if shared is None else shared.digest
+    digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest())
+    return [digest, -digest, int(failure is not None)]
+
+
+def _compare(
+    scope: Scope,
+    found: list[int],
+    share: Callable[[Any], list[Any]],
+    shared: Shared | None,
+    failure: Exception | None,
+) -> None:
+    """Raise unless all ranks' `_numbers`, of which `found` is the maximum, are the same."""
+    largest, minus_smallest, failed = found[:3]
+    if not failed and largest == -minus_smallest:
+        return
+    refusal = failure and f"{type(failure).__name__}: {failure}"
+    everyone = share((scope.call, shared and shared.words, refusal))
+    scope.in_step = True  # every rank raises now, and may go on with its next call
+    others = None if failed else _other_calls(everyone)
+    if others is not None:
+        raise ExchangeError(others)
+    if failure is None:
+        raise ValueError(f"{scope.call.name} {_disagreement(everyone)}")
+
+
+def refuse_capture(name: str, ends: Exchange, device: torch.device) -> None:
+    """Raise a `RuntimeError` where one of several ranks is capturing a CUDA graph.
+
+    The others are not told: they would have to be by a collective, which cannot be captured either.
+    """
+    several = ends.world_size > 1 and device.type == "cuda"
+    if several and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{name} on {ends.world_size} ranks cannot be captured in a CUDA graph: ranks agree on "
+            "every call, and replays would not"
+        )
+
+
+def _other_calls(everyone: list[tuple[Call, Mapping[str, Any] | None, str | None]]) -> str | None:
+    """Which rank is in which call; None if all are in the same one."""
+    ranks: dict[Call, list[int]] = {}
+    for rank, (call, *_) in enumerate(everyone):
+        ranks.setdefault(call, []).append(rank)
+    if len(ranks) == 1:
+        return None
+    found = "; ".join(f"{_ranks(who)} in {call}" for call, who in ranks.items())
+    return (
+        f"ranks are in different calls, so none of them was computed: {found}. Every rank must "
+        "make the same calls in the same order, backward included, and from the same thread"
+    )
+
+
+def _disagreement(everyone: list[tuple[Call, Mapping[str, Any] | None, str | None]]) -> str:
+    """Say which ranks refused their arguments, or which arguments differ between ranks."""
+    refused = [f"rank {rank}: {why}" for rank, (_, _, why) in enumerate(everyone) if why]
+    if refused:
+        return f"was refused on other ranks: {'; '.join(refused)}"
+    calls = [shared or {} for _, shared, _ in everyone]
+    differences = []
+    for name in dict.fromkeys(name for shared in calls for name in shared):
+        ranks: dict[str, list[int]] = {}
+        for rank, shared in enumerate(calls):
+            ranks.setdefault(str(shared.get(name, "not given")), []).append(rank)
+        if len(ranks) > 1:
+            values = ", ".join(f"{value} on {_ranks(who)}" for value, who in ranks.items())
+            differences.append(f"{name} is {values}")
+    return f"was called with different arguments on different ranks: {'; '.join(differences)}"
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -1,0 +1,236 @@
+"""An `Exchange` between threads of one process, for tests and simulation."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from .calls import Call, Calls, ExchangeError, Finding, LostPeerError
+from .groups import Pending
+
+T = TypeVar("T")
+
+
+class _Key(NamedTuple):
+    """What tells a message from every other one."""
+
+    sender: int
+    receiver: int
+    call: int  # its number
+    number: int  # of the message among those of the call from sender to receiver
+    is_rows: bool  # else a Python object
+
+
+class _LoopbackWorld:
+    """What the ranks of a loopback share: a letter box for each message."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.last_calls: list[Call | None] = [None] * world_size
+        self._letters: dict[_Key, Future[Any]] = {}
+        self._lock = threading.Lock()
+        self._left: dict[int, Finding] = {}  # ranks that send nothing any more
+
+    def letter(self, key: _Key) -> Future[Any]:
+        """The letter box of a message; sender or receiver may ask first."""
+        with self._lock:
+            letter = self._letters.setdefault(key, Future())
+            if key.sender in self._left and not letter.done():
+                letter.set_exception(LostPeerError([key.sender]))
+            return letter
+
+    def receive(self, key: _Key) -> Any:
+        """Wait for a message, and forget it."""
+        found = self.letter(key).result()
+        with self._lock:
+            del self._letters[key]
+        return found
+
+    def leave(self, rank: int, finding: Finding) -> None:
+        """Wake every rank that waits for this one, now or later."""
+        with self._lock:
+            self._left.setdefault(rank, finding)
+            for key, letter in self._letters.items():
+                if key.sender == rank and not letter.done():
+                    letter.set_exception(LostPeerError([rank]))
+
+    def failures(self) -> list[Finding]:
+        """Of ranks that have left a call alone, the first one first."""
+        return [finding for finding in list(self._left.values()) if finding.text]
+
+    def explain(self, lost: LostPeerError) -> Finding:
+        """See `calls.Roll`."""
+        if failures := self.failures():
+            return failures[0]
+        rank = lost.peers[0]
+        last = self.last_calls[rank]
+        text = f"its last call is {last}" if last else "it has made no call of this group"
+        return Finding(rank, f"rank {rank} has gone; {text}")
+
+
+class _LoopbackRoll:
+    """How a rank of a loopback knows of the others; see `calls.Roll`."""
+
+    def __init__(self, world: _LoopbackWorld, rank: int) -> None:
+        self._world, self._rank = world, rank
+
+    def begin(self, call: Call) -> None:
+        self._world.last_calls[self._rank] = call
+
+    def end(self) -> None:
+        pass
+
+    def waits_for(self, rank: int | None, *, on_stream: bool = False) -> None:
+        pass
+
+    def look(self, peers: Sequence[int]) -> None:
+        pass
+
+    def fail(self, finding: Finding) -> None:
+        self._world.leave(self._rank, finding)
+
+    def failed(self) -> Finding | None:
+        failures = self._world.failures()
+        return failures[0] if failures else None
+
+    def explain(self, lost: LostPeerError) -> Finding:
+        return self._world.explain(lost)
+
+
+class _Letter(NamedTuple):
+    """What was sent; on CUDA also when it is there: who waits may be on another stream."""
+
+    tensor: torch.Tensor
+    written: torch.cuda.Event | None
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Letter:
+        """A copy of what is sent: the sender may go on writing to it."""
+        copy = tensor.clone()
+        stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
+        return cls(copy, None if stream is None else stream.record_event())
+
+    def read(self, into: torch.Tensor) -> None:
+        """Copy it to where it is wanted."""
+        if self.written is not None:
+            stream = torch.cuda.current_stream(into.device)
+            stream.wait_event(self.written)
+            self.tensor.record_stream(stream)
+        into.copy_(self.tensor)
+
+
+class _Nothing:
+    """A transfer that receives nothing."""
+
+    def wait(self) -> None:
+        pass
+
+
+class _LoopbackReceipt:
+    def __init__(self, world: _LoopbackWorld, key: _Key, into: torch.Tensor) -> None:
+        self._world, self._key, self._into = world, key, into
+
+    def wait(self) -> None:
+        letter = self._world.receive(self._key)
+        sent = letter.tensor
+        assert sent.shape == self._into.shape, f"{sent.shape} sent, {self._into.shape} expected"
+        assert sent.dtype == self._into.dtype, f"{sent.dtype} sent, {self._into.dtype} expected"
+        letter.read(self._into)
+
+
+class LoopbackExchange:
+    """An `Exchange` between threads of one process; made by `run_loopback`."""
+
+    def __init__(self, world: _LoopbackWorld, rank: int) -> None:
+        self.rank, self.world_size, self.sent_bytes = rank, world.world_size, 0
+        self.calls = Calls(
+            rank, world.world_size, _LoopbackRoll(world, rank), main=threading.current_thread()
+        )
+        self._world = world
+        self._numbered_call = 0
+        self._numbers = Counter[tuple[int, int, bool]]()  # of messages of that call
+
+    def _key(self, sender: int, receiver: int, *, is_rows: bool) -> _Key:
+        """The next message of this call."""
+        call = self.calls.number
+        if call != self._numbered_call:
+            self._numbered_call = call
+            self._numbers.clear()
+        self._numbers[sender, receiver, is_rows] += 1
+        number = self._numbers[sender, receiver, is_rows]
+        return _Key(sender, receiver, call, number, is_rows)
+
+    def start(
+        self, send: tuple[int, torch.Tensor] | None, receive: tuple[int, torch.Tensor] | None
+    ) -> Pending:
+        """See `Exchange.start`."""
+        if send is not None:
+            peer, tensor = send
+            self.sent_bytes += tensor.nbytes
+            self._post(self._key(self.rank, peer, is_rows=True), _Letter.of(tensor))
+        if receive is None:
+            return _Nothing()
+        peer, into = receive
+        return _LoopbackReceipt(self._world, self._key(peer, self.rank, is_rows=True), into)
+
+    def _post(self, key: _Key, content: Any) -> None:
+        letter = self._world.letter(key)
+        if not letter.done():  # done: this rank has left
+            letter.set_result(content)
+
+    def maximum(self, values: Sequence[int], device: torch.device) -> list[int]:
+        """See `Exchange.maximum`."""
+        return [max(column) for column in zip(*self.share(list(values)), strict=True)]
+
+    def share(self, value: Any) -> list[Any]:
+        """See `Exchange.share`."""
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        for other in others:
+            self._post(self._key(self.rank, other, is_rows=False), value)
+        everyone = {
+            other: self._world.receive(self._key(other, self.rank, is_rows=False))
+            for other in others
+        }
+        return [everyone.get(rank, value) for rank in range(self.world_size)]
+
+
+def run_loopback(world_size: int, function: Callable[[LoopbackExchange], T]) -> list[T]:
+    """Run every rank of a world inside this process, one thread a rank.
+
+    Args:
+        world_size: number of ranks.
+        function: called once per rank with that rank's exchange, which it may pass on as the
+            `group` of `dilated_attention`.
+
+    Returns:
+        What the calls returned, by rank. When one fails, the others are woken and its error raised.
+    """
+    world = _LoopbackWorld(world_size)
+
+    def call(rank: int) -> T:
+        failure = ""
+        try:
+            # On CUDA, all threads share one backward thread; ranks that wait for each other in
+            # backward must each have their own.
+            with torch.autograd.set_multithreading_enabled(False):
+                return function(LoopbackExchange(world, rank))
+        except BaseException as error:
+            failure = f"rank {rank} failed: {type(error).__name__}: {error}"
+            raise
+        finally:
+            world.leave(rank, Finding(rank, failure))
+
+    with ThreadPoolExecutor(world_size) as pool:
+        futures = [pool.submit(call, rank) for rank in range(world_size)]
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    for error in errors:
+        if not isinstance(error, ExchangeError):
+            raise error
+    if errors:
+        raise errors[0]
+    return [future.result() for future in futures]

@@ -1,0 +1,87 @@
+"""Activation checkpointing that keeps what attention computed, and recomputes the rest in backward.
+
+Attention is the part of a block that is dear to compute and cheap to keep: its out and lse take as
+much memory as one hidden state, while computing them again would run every tile and every transfer
+between ranks a second time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import torch
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    create_selective_checkpoint_contexts,
+)
+
+from ..pattern import check_choice, check_positive_int
+from ..torch_op import FORWARD
+
+T = TypeVar("T")
+
+CHECKPOINTS = ("none", "full", "keep_attention")
+"""Valid values of a module's `checkpoint`: ``none`` keeps all that backward needs, ``full`` keeps
+the inputs of each block, ``keep_attention`` those and the out and lse of its attention."""
+
+
+def check_checkpoint(checkpoint: str, blocks: int) -> None:
+    """Raise unless a module can checkpoint like this.
+
+    Args:
+        checkpoint: one of `CHECKPOINTS`.
+        blocks: the input of one block in so many is kept.
+
+    Raises:
+        TypeError: `blocks` is not an int.
+        ValueError: `checkpoint` is unknown, `blocks` below 1, or above 1 without
+            ``keep_attention``, as attention would be computed a third time.
+    """
+    check_choice("checkpoint", checkpoint, CHECKPOINTS)
+    if check_positive_int("checkpoint_blocks", blocks) > 1 and checkpoint != "keep_attention":
+        raise ValueError(
+            f"checkpoint_blocks above 1 needs checkpoint 'keep_attention'; got {blocks} with "
+            f"{checkpoint!r}"
+        )
+
+
+def attention_policy(
+    ctx: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any
+) -> CheckpointPolicy:
+    """Save the results of attention, recompute those of every other operator.
+
+    For `torch.utils.checkpoint.create_selective_checkpoint_contexts`; call it from a policy of your
+    own to keep more.
+    """
+    return CheckpointPolicy.MUST_SAVE if op is FORWARD else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def keep_attention() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """A `context_fn` for `torch.utils.checkpoint.checkpoint` with `attention_policy`.
+
+    Example:
+        >>> from torch.utils.checkpoint import checkpoint
+        >>> block = torch.nn.Linear(8, 8)
+        >>> x = torch.ones(2, 8, requires_grad=True)
+        >>> checkpoint(block, x, use_reentrant=False, context_fn=keep_attention).shape
+        torch.Size([2, 8])
+    """
+    contexts: tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+    contexts = create_selective_checkpoint_contexts(attention_policy)  # type: ignore[no-untyped-call]
+    return contexts
+
+
+def run_checkpointed(checkpoint: str, function: Callable[..., T], *arguments: Any) -> T:
+    """Call a deterministic function as `checkpoint`, one of `CHECKPOINTS`, says."""
+    if checkpoint == "none" or not torch.is_grad_enabled():
+        return function(*arguments)
+    options: dict[str, Any] = {}  # dynamo takes no conditional expression as a context_fn
+    if checkpoint == "keep_attention":
+        options["context_fn"] = keep_attention
+    result: T = torch.utils.checkpoint.checkpoint(
+        function, *arguments, use_reentrant=False, preserve_rng_state=False, **options
+    )
+    return result

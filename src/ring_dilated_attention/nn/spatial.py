@@ -1,0 +1,147 @@
+"""An order of points in the plane or in space in which segments are compact.
+
+Dilated attention cuts a sequence into segments. Tiles of a slide in raster order make segments one
+tile high and as wide as the slide; along a Hilbert curve they make patches. The order is the
+caller's to apply and to undo::
+
+    order = hilbert_order(coordinates)
+    results = encoder(features[order], coordinates[order])[inverse_order(order)]
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..pattern import in_brief, shape_in_brief
+
+_KEY_BITS = 62  # of an int64 that is never negative
+
+
+def hilbert_order(coordinates: Tensor) -> Tensor:
+    """The order of points along a Hilbert curve through their bounding square or cube.
+
+    Integer coordinates are cells of the curve as they are, where their extent is below 2^31 (in
+    space 2^20); larger ones, and floating ones, are rounded down to 2^31 (2^20) cells along the
+    longest axis, 2^24 for less than float64. One unit is as long on every axis.
+
+    The curve is computed bit by bit for all points at once, by the transposition of Skilling
+    ("Programming the Hilbert curve", AIP Conference Proceedings 707, 2004).
+
+    Args:
+        coordinates: (n, 2) or (n, 3), integer or floating, on any device; n may be 0.
+
+    Returns:
+        int64 (n,): the permutation; ``coordinates[order]`` follow the curve. Points of one cell
+        stay in the order given.
+
+    Raises:
+        TypeError: `coordinates` is not a tensor of integers or floating-point numbers.
+        ValueError: it has another shape, or holds a number that is not finite.
+
+    Example:
+        >>> hilbert_order(torch.tensor([[0, 0], [1, 1], [0, 1], [1, 0]])).tolist()
+        [0, 2, 1, 3]
+    """
+    if not isinstance(coordinates, Tensor):
+        raise TypeError(f"coordinates must be a tensor, got {in_brief(coordinates)}")
+    _check_dense("coordinates", coordinates)
+    if coordinates.dtype == torch.bool or coordinates.is_complex():
+        raise TypeError(f"coordinates must be integer or floating; got {coordinates.dtype}")
+    if coordinates.dim() != 2 or coordinates.shape[1] not in (2, 3):
+        raise ValueError(
+            f"coordinates must have shape (n, 2) or (n, 3); got {shape_in_brief(coordinates)}"
+        )
+    if coordinates.shape[0] == 0:
+        return torch.empty(0, dtype=torch.int64, device=coordinates.device)
+    most_bits = _KEY_BITS // coordinates.shape[1]
+    if coordinates.is_floating_point():
+        cells, bits = _cells_of_floats(coordinates, most_bits)
+    else:
+        cells, bits = _cells_of_ints(coordinates, most_bits)
+    return torch.argsort(_along_curve(list(cells.unbind(1)), bits), stable=True)
+
+
+def inverse_order(order: Tensor) -> Tensor:
+    """The permutation that undoes `order`: ``x[order][inverse_order(order)]`` is x.
+
+    Args:
+        order: int64 (n,), a permutation of 0 to n - 1.
+
+    Returns:
+        int64 (n,), on the device of `order`.
+
+    Raises:
+        TypeError: `order` is not a tensor.
+        ValueError: it is not an int64 tensor of one dimension, or not a permutation.
+    """
+    if not isinstance(order, Tensor):
+        raise TypeError(f"order must be a tensor, got {in_brief(order)}")
+    _check_dense("order", order)
+    if order.dim() != 1 or order.dtype != torch.int64:
+        raise ValueError(
+            f"order must be int64 of one dimension; got {order.dtype} {shape_in_brief(order)}"
+        )
+    count = len(order)
+    inverse = torch.full_like(order, -1)
+    inside = (order >= 0) & (order < count)
+    inverse[order.clamp(0, max(count - 1, 0))] = torch.arange(count, device=order.device)
+    if not (inside & (inverse >= 0)).all():
+        raise ValueError(f"order must hold each number from 0 to {count - 1} once")
+    return inverse
+
+
+def _check_dense(name: str, tensor: Tensor) -> None:
+    if tensor.is_nested or tensor.layout != torch.strided or tensor.is_meta:
+        raise TypeError(f"{name} must be a dense tensor that holds numbers")
+
+
+def _cells_of_ints(coordinates: Tensor, most_bits: int) -> tuple[Tensor, int]:
+    """Cells (n, d), int64 from 0 on, and the bits of the largest there can be."""
+    low, high = coordinates.amin(0), coordinates.amax(0)
+    extent = max(b - a for a, b in zip(low.tolist(), high.tolist(), strict=True))
+    bits = max(extent.bit_length(), 1)
+    if bits <= most_bits:
+        return coordinates.to(torch.int64) - low.to(torch.int64), bits
+    # Halving first keeps differences within int64; rounding down may add one to them.
+    shift = bits - most_bits + 1
+    return (coordinates.to(torch.int64) >> shift) - (low.to(torch.int64) >> shift), most_bits
+
+
+def _cells_of_floats(coordinates: Tensor, most_bits: int) -> tuple[Tensor, int]:
+    """As `_cells_of_ints`."""
+    if not torch.isfinite(coordinates).all():
+        raise ValueError("coordinates must be finite; got infinity or NaN among them")
+    bits = most_bits
+    if coordinates.dtype != torch.float64:
+        coordinates, bits = coordinates.float(), min(most_bits, 24)  # of a float's mantissa
+    # Halves: the extent of finite numbers may not be finite.
+    halves = coordinates / 2
+    halves = halves - halves.amin(0)
+    extent = halves.max()
+    cells = halves / torch.where(extent > 0, extent, 1) * (2**bits - 1)
+    return cells.to(torch.int64), bits
+
+
+def _along_curve(axes: list[Tensor], bits: int) -> Tensor:
+    """How far along the curve each cell lies: int64 (n,); `axes` are (n,) each."""
+    last = len(axes) - 1
+    # From the coarsest square to the finest, undo how the curve is turned in it.
+    for bit in range(bits - 1, 0, -1):
+        below = (1 << bit) - 1
+        for i in range(len(axes)):
+            upper = (axes[i] >> bit & 1).bool()
+            swapped = torch.where(upper, 0, (axes[0] ^ axes[i]) & below)
+            axes[i] = axes[i] ^ swapped
+            axes[0] = axes[0] ^ torch.where(upper, below, swapped)
+    # What is left is a Gray code.
+    for i in range(1, len(axes)):
+        axes[i] = axes[i] ^ axes[i - 1]
+    turned = torch.zeros_like(axes[last])
+    for bit in range(bits - 1, 0, -1):
+        turned = torch.where((axes[last] >> bit & 1).bool(), turned ^ ((1 << bit) - 1), turned)
+    key = torch.zeros_like(turned)
+    for bit in range(bits - 1, -1, -1):
+        for axis in axes:
+            key = key << 1 | ((axis ^ turned) >> bit & 1)
+    return key

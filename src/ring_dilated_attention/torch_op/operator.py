@@ -1,0 +1,220 @@
+"""Dilated attention as operators of torch: what autograd, torch.compile and CUDA graphs see.
+
+``ring_dilated_attention::forward`` and ``ring_dilated_attention::backward`` are the one path of
+every call: eager or compiled, alone or in a group. An operator takes tensors and plain values only,
+so everything else is written down as an `Options` and looked up again when the operator runs. What
+waits for other ranks happens inside the operators alone, so tracing a call involves no other rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..engine import TABLES, RingCall, attention_backward, attention_forward
+from ..exchange import Call, Exchange, exchange_named, refuse_capture, settle, settle_later
+from ..resolve import Options, PlannedRows, Resolved, resolve
+from ..tiles import accumulate_dtype
+from .derivatives import apply_function, once_differentiable, refuse_tangents
+from .flops import count_flops_of
+
+_OPTIONS = (
+    "int[] segment_lengths, int[] dilation_rates, str head_offsets, str head_branches, "
+    "bool zero_keys, bool is_causal, float? scale, "
+    "SymInt[] layout, str group, str exchange, str backend, "
+    "float? workspace, bool needs_gradients, SymInt[] documents, SymInt[] lengths"
+)
+_Library: Any = torch.library.Library  # its methods have no annotations
+_library = _Library("ring_dilated_attention", "DEF")
+_library.define(
+    f"forward(Tensor query, Tensor key, Tensor value, {_OPTIONS}) "
+    "-> (Tensor out, Tensor lse, Tensor identity)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    "backward(Tensor dout, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
+    f"Tensor identity, {_OPTIONS}) -> (Tensor dquery, Tensor dkey, Tensor dvalue)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+FORWARD = torch.ops.ring_dilated_attention.forward.default
+"""(query, key, value, *options) -> (out, lse, identity): out as query, lse (batch, heads,
+local_sequence), both contiguous; identity int64 () on the CPU, the number of the call among those
+of its group, (0,) without a group. The arguments are those that `dilated_attention` has
+validated."""
+BACKWARD = torch.ops.ring_dilated_attention.backward.default
+"""(dout, query, key, value, out, lse, identity, *options) -> (dquery, dkey, dvalue), contiguous,
+each as its input."""
+
+
+class RingDilatedAttention(torch.autograd.Function):
+    """The derivative of ``ring_dilated_attention::forward``; every tensor is sharded over n.
+
+    Rank i holds Q_i, O_i (B, n_i, H, D) and K_i, V_i (B, n_i, K, D). K_ij, V_ij are the rows of
+    rank j that queries of rank i need: (2, B, R_ij, D), R_ij counted by the plan, each row once.
+    The tiles t of rank i cover, once, every (query, visible key) of its queries: those of step 0
+    read K_i, V_i, those of step s read K_ij, V_ij with j = i - s (mod p).
+
+    Forward, for s = 0 .. p-1:
+        start   receive K_ij, V_ij from j = i-s-1; send K_ki, V_ki to k = i+s+1   [P2P, input dtype]
+        tile    O_t, L_t = softmax(scale Q_t K_t^T) V_t, and its lse
+        merge   L_i = logaddexp(L_i, L_t); O_i = O_i e^(L_old-L_i) + O_t e^(L_t-L_i)    [float32]
+    and then, where the pattern has zero keys and a query sees m of them:
+        zeros   a tile with O_t = 0 and L_t = log m, merged alike
+    Saved: Q_i, K_i, V_i, O_i, L_i.
+
+    Backward, given dO_i, with delta_i = rowsum(dO_i * O_i), for s = 0 .. p-1:
+        start   as in forward: K_ij, V_ij are exchanged again                     [P2P, input dtype]
+        tile    P = exp(scale Q_t K_t^T - L_i);  dS = scale P * (dO_t V_t^T - delta_i)
+                dQ_i += dS K_t;  dK_t = dS^T Q_t;  dV_t = P^T dO_t
+        home    s = 0: dK_i += dK_t, dV_i += dV_t
+                s > 0: send dK_ij, dV_ij to their owner j = i-s; receive dK_ki, dV_ki from
+                k = i+s and add them to dK_i, dV_i               [P2P, input dtype or float32]
+
+    Since the merged softmax is one softmax, every tile uses the same L_i and delta_i, and gradients
+    only add up. Transfers of step s+1 (ring), or of all steps (gather), run behind the tiles of
+    step s; the way home of step s runs behind the tiles of step s+1, and those of the last two
+    behind local tiles held back for them. A ring does all this for a few heads at a time. Gradients
+    of remote rows go home in the dtype of the inputs, in which kernels return them; in float32
+    where many tiles add to a row. float32 is float64 for float64 inputs. The lse is returned for
+    use outside of autograd: it is marked non-differentiable.
+    """
+
+    @staticmethod
+    def forward(  # noqa: D102
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():
+            out, lse, identity = FORWARD(query, key, value, *options)
+        return out, lse, identity
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: D102
+        query, key, value, options = inputs
+        out, lse, identity = output
+        ctx.save_for_backward(query, key, value, out, lse, identity)
+        ctx.options = options
+        ctx.ends = exchange_named(options.group)  # keeps it for backward, which goes by its name
+        ctx.mark_non_differentiable(lse, identity)
+
+    @staticmethod
+    def backward(  # noqa: D102
+        ctx: Any, dout: torch.Tensor, *rest: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        options = ctx.options
+        gradients = once_differentiable(
+            "dilated_attention", lambda *x: BACKWARD(*x, *options), dout, *ctx.saved_tensors
+        )
+        return *gradients, None
+
+
+def _autograd(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *options: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    refuse_tangents("dilated_attention", query, key, value)
+    if torch.is_grad_enabled() and (
+        query.requires_grad or key.requires_grad or value.requires_grad
+    ):
+        out, lse, identity = apply_function(
+            RingDilatedAttention, query, key, value, Options(*options), in_operator=True
+        )
+        return out, lse, identity
+    with torch._C._AutoDispatchBelowAutograd():
+        out, lse, identity = FORWARD(query, key, value, *options)
+    return out, lse, identity
+
+
+def _forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *options: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    named = Options(*options)
+    ends = exchange_named(named.group)
+    TABLES.start_call()
+    refuse_capture("dilated_attention", ends, query.device)
+    with ends.calls.enter("dilated_attention", "forward") as scope:
+        resolved, failure = None, None
+        try:
+            resolved = resolve(named, query, key, ends)
+        except Exception as error:  # whatever it is, the other ranks are to be told
+            failure = error
+        settle(scope, ends, query.device, resolved and resolved.shared, failure)
+        assert resolved is not None
+        identity = _identity(named.group, query, scope.call)
+        if len(resolved.planned) == 1:
+            call = _ring_call(named, ends, resolved, resolved.planned[0])
+            return *attention_forward(query, key, value, call), identity
+        out, lse, _ = _fake_forward(query, key, value, *options)
+        for some in resolved.planned:
+            rows, call = some.rows, _ring_call(named, ends, resolved, some)
+            out[rows], lse[rows] = attention_forward(query[rows], key[rows], value[rows], call)
+        return out, lse, identity
+
+
+def _ring_call(options: Options, ends: Exchange, resolved: Resolved, some: PlannedRows) -> RingCall:
+    _, plan, gathers = some
+    return RingCall(plan, ends, resolved.backend, resolved.scale, gathers, options.workspace)
+
+
+def _identity(group: str, query: torch.Tensor, call: Call | None = None) -> torch.Tensor:
+    """The number of a call, where there is a group; where there is none, nothing to wait for."""
+    if not group:
+        return torch.empty(0, dtype=torch.int64, device=query.device)
+    if call is None:
+        return torch.empty((), dtype=torch.int64)
+    return torch.scalar_tensor(call.number, dtype=torch.int64)
+
+
+def _backward(
+    dout: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    identity: torch.Tensor,
+    *options: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    named = Options(*options)
+    ends = exchange_named(named.group)
+    TABLES.start_call()
+    refuse_capture("dilated_attention", ends, query.device)
+    forward = int(identity) if named.group else 0
+    with ends.calls.enter("dilated_attention", "backward", forward) as scope:
+        settle_later(scope, ends, query.device)
+        resolved = resolve(named, query, key, ends)
+        if len(resolved.planned) == 1:
+            call = _ring_call(named, ends, resolved, resolved.planned[0])
+            return attention_backward(dout, query, key, value, out, lse, call)
+        dquery, dkey, dvalue = _fake_backward(dout, query, key, value)
+        for some in resolved.planned:
+            rows, call = some.rows, _ring_call(named, ends, resolved, some)
+            dquery[rows], dkey[rows], dvalue[rows] = attention_backward(
+                dout[rows], query[rows], key[rows], value[rows], out[rows], lse[rows], call
+            )
+        return dquery, dkey, dvalue
+
+
+def _fake_forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *options: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    batch, length, num_heads, _ = query.shape
+    lse = query.new_empty((batch, num_heads, length), dtype=accumulate_dtype(query.dtype))
+    return query.new_empty(query.shape), lse, _identity(Options(*options).group, query)
+
+
+def _fake_backward(
+    dout: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+_library.impl("forward", _forward, "CompositeExplicitAutograd")
+_library.impl("backward", _backward, "CompositeExplicitAutograd")
+# torch.library.register_autograd does the same and takes 30 us longer, on every call.
+_library.impl("forward", _autograd, "Autograd")
+torch.library.register_fake(FORWARD, _fake_forward, lib=_library)
+torch.library.register_fake(BACKWARD, _fake_backward, lib=_library)
+
+
+count_flops_of(torch.ops.ring_dilated_attention.forward, torch.ops.ring_dilated_attention.backward)

@@ -18,8 +18,7 @@ import torch.distributed as dist
 import typer
 from rich.console import Console
 
-from ring_dilated_attention.bench import Case, ranks_command
-from ring_dilated_attention.bench.command import sweep
+from ring_dilated_attention.bench import Case, ranks_command, sweep
 from ring_dilated_attention.bench.peers import OURS
 from ring_dilated_attention.bench.ranks_launch import launch
 from ring_dilated_attention.bench.ranks_options import RanksOptions

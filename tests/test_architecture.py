@@ -1,4 +1,4 @@
-"""The rules of the house: who may import what, and that importing needs nothing but torch."""
+"""The rules of the house: who may import what, by which door, and that only torch is needed."""
 
 import ast
 import subprocess
@@ -11,38 +11,16 @@ import ring_dilated_attention
 
 ROOT = Path(ring_dilated_attention.__file__).parent
 ORDER = [
-    ["pattern", "view_kinds", "caches"],
-    ["layout", "limits"],
-    ["plan"],
-    ["reference", "merge", "kernels"],
-    ["accumulate", "device_tables"],
-    ["tiles"],
-    ["version", "calls", "cuda_driver", "derivatives"],
-    ["waiter", "presence"],
-    ["notices"],
-    ["board", "collectives", "watch"],
-    ["mapped_memory"],
-    ["communicator", "peer_memory"],
-    ["exchange"],
-    ["loopback"],
-    ["views", "packing", "agreement", "packed", "turns"],
-    ["resolve", "transfer", "compute", "zero_keys"],
-    ["flops"],
-    ["ring"],
-    ["operator"],
-    ["functional", "checkpoint"],
-    ["replicated", "detached", "spatial"],
-    ["nn", "testing", "spot_check"],
-    ["integrations"],
-    ["verify", "train", "bench"],
-    ["plan_command", "verify_command", "simulate"],
-    ["simulate_command"],
-    ["cli"],
-]
-LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
-INTEGERS_ONLY = {"pattern", "plan"}  # and layout, but for its tensor helpers
+    "version", "caches", "pattern", "layout", "documents", "plan", "kernels", "tiles", "exchange",
+    "engine", "resolve", "torch_op", "functional", "branch_gradients", "decode", "nn",
+    "integrations", "checks", "train", "bench", "cli",
+]  # fmt: skip
+"""Rooms, and files of the root: each may import those before it, and rooms by their doors."""
+INTEGERS_ONLY = {"pattern", "plan"}  # and layout and documents, but for what takes tensors
 MAY_USE_DISTRIBUTED = {
-    *("collectives", "communicator", "exchange", "notices", "presence", "cli", "train", "testing"),
+    *("cli", "train", "checks.testing"),
+    *(f"exchange.{name}" for name in ("collectives", "communicator", "groups", "notices")),
+    "exchange.presence",
     *(f"bench.{name}" for name in ("ranks", "ranks_team", "ranks_launch", "ring_peers")),
 }
 
@@ -51,13 +29,6 @@ def modules():
     for path in sorted(ROOT.rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
         yield path, ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def level_name(name):
-    while name not in LEVEL:
-        assert "." in name, f"{name} is not in ORDER: say where it belongs"
-        name = name.rpartition(".")[0]
-    return name
 
 
 def imports(path, name):
@@ -84,25 +55,61 @@ def imports(path, name):
 
 
 ALL = [pytest.param(path, name, id=name or "__init__") for path, name in modules()]
+NAMES = {name for _, name in modules()}
+ROOMS = {name.split(".")[0] for name in NAMES if "." in name}
+
+
+def own_imports(path, name):
+    """(module of this package, line) of every import of one, the door itself left out."""
+    for module, line in imports(path, name):
+        target = module.removeprefix("ring_dilated_attention").removeprefix(".")
+        if module != target and target in NAMES and target not in ("", name):
+            yield target, line
 
 
 @pytest.mark.parametrize(("path", "name"), ALL)
-def test_imports_point_upwards(path, name):
+def test_imports_point_one_way(path, name):
+    room = name.split(".")[0]
     if not name:
         return  # the package itself offers what the modules define
-    own = level_name(name)
-    for module, line in imports(path, name):
-        if not module.startswith("ring_dilated_attention."):
+    assert room in ORDER, f"{room} is not in ORDER: say where it belongs"
+    for target, line in own_imports(path, name):
+        other = target.split(".")[0]
+        assert ORDER.index(other) <= ORDER.index(room), f"{path.name}:{line} imports {target}"
+
+
+def offered(room):
+    """What the door of a room names."""
+    tree = ast.parse((ROOT / room / "__init__.py").read_text())
+    (names,) = (
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )
+    return names
+
+
+@pytest.mark.parametrize(("path", "name"), ALL)
+def test_rooms_are_entered_by_their_doors(path, name):
+    room = name.split(".")[0]
+    for target, line in own_imports(path, name):
+        other, _, inner = target.partition(".")
+        if other == room or not inner:
             continue
-        target = module.removeprefix("ring_dilated_attention.")
-        known = [m for _, m in modules()]
-        if target not in known:
-            target = target.rpartition(".")[0]
-        if not target or target not in known:
-            continue
-        other = level_name(target)
-        inside = other == own or target.split(".")[0] == name.split(".")[0]
-        assert inside or LEVEL[other] < LEVEL[own], f"{path.name}:{line} imports {target}"
+        assert inner in offered(other), f"{path.name}:{line} imports {target}"
+
+
+@pytest.mark.parametrize("room", sorted(ROOMS))
+def test_no_room_has_a_cycle(room):
+    arrows = {
+        name: {target for target, _ in own_imports(path, name) if target.startswith(f"{room}.")}
+        for path, name in modules()
+        if name.startswith(f"{room}.")
+    }
+    while arrows:
+        free = {name for name, targets in arrows.items() if not targets & arrows.keys()}
+        assert free, f"these import each other: {sorted(arrows)}"
+        arrows = {name: targets for name, targets in arrows.items() if name not in free}
 
 
 @pytest.mark.parametrize(("path", "name"), ALL)

@@ -1,7 +1,7 @@
 """Exact ring dilated attention for PyTorch. `dilated_attention` is the function to start from."""
 
-from .decode.replicated import replicated_query_attention
-from .exchange.calls import ExchangeError
+from .decode import replicated_query_attention
+from .exchange import ExchangeError
 from .functional import dilated_attention
 from .layout import SequenceLayout
 from .pattern import DilatedPattern

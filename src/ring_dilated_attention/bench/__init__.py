@@ -10,6 +10,7 @@ from .patterns import NAMES, named_case, named_pattern
 from .ranks_team import RankError
 from .result import Result
 from .run import bench
+from .sweep import sweep
 
 __all__ = [
     "NAMES",
@@ -22,4 +23,5 @@ __all__ = [
     "named_pattern",
     "resolve_device",
     "run_anywhere",
+    "sweep",
 ]

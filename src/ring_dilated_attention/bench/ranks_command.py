@@ -15,7 +15,6 @@ from ..checks import MOST_PROCESSES, check_memory, check_seed, check_size, host_
 from ..pattern import check_positive_int
 from . import ranks_report, report
 from .case import Case
-from .command import check_folder, sweep
 from .measure import resolve_device
 from .peers import OURS
 from .ranks import measure_ranks
@@ -23,6 +22,7 @@ from .ranks_launch import launch
 from .ranks_options import RanksOptions
 from .ranks_result import RanksResult
 from .result import FAILED, OK, REFUSED
+from .sweep import check_folder, sweep
 
 WIDTH = 190
 """Characters of a line at least, where the output is no terminal."""

@@ -149,8 +149,7 @@ def bench(
     none, or sent other bytes than its plan; 2 if the only case is refused.
     """
     with reported_errors():
-        from ..bench import RankError
-        from ..bench.command import run_anywhere
+        from ..bench import RankError, run_anywhere
 
         try:
             done = run_anywhere(

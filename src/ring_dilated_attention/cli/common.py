@@ -72,7 +72,7 @@ def reported_errors() -> Iterator[None]:
     input. Anything else that is not a
     `TrainingError` is a bug of the program and keeps its traceback.
     """
-    from ..train.errors import TrainingError
+    from ..train import TrainingError
 
     try:
         yield

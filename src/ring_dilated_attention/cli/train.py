@@ -23,7 +23,7 @@ def _option(default: object, help_text: str) -> Any:
 @contextmanager
 def _one_line_errors() -> Iterator[None]:
     """`reported_errors`, of one line of less than 300 characters each."""
-    from ..train.errors import TrainingError, one_line
+    from ..train import TrainingError, one_line
 
     with reported_errors():
         try:
@@ -156,9 +156,9 @@ def train(
             if name in options:
                 options[name] = parse(options[name])
 
-        from ..train import command
+        from ..train import train as run
 
-        command.train(out, options, preset=preset, ranks=ranks, resume=resume, runs=RUNS)
+        run(out, options, preset=preset, ranks=ranks, resume=resume, runs=RUNS)
 
 
 @app.command()
@@ -180,8 +180,7 @@ def sample(
     Of a run, the newest checkpoint that is whole counts. Checkpoints hold no code.
     """
     with _one_line_errors():
-        from ..train.checkpoint import newest_run
-        from ..train.sample import decoded, sample_bytes
+        from ..train import decoded, newest_run, sample_bytes
 
         stream = sample_bytes(
             newest_run(RUNS) if checkpoint is None else checkpoint,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ..kernels.available import has_triton
+from ..kernels import has_triton
 from .merge import merge_
 
 
@@ -40,7 +40,7 @@ def merge(
         store: whether to write the tile's result over what `out` and `lse` hold.
     """
     if _runs_triton(out):
-        from ..kernels.rows import merge_rows
+        from ..kernels import merge_rows
 
         merge_rows(out, lse, tile_out, tile_lse, store=store)
     elif store:
@@ -59,7 +59,7 @@ def add(totals: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], *, store:
         store: whether to replace what is there.
     """
     if _runs_triton(totals[0]):
-        from ..kernels.rows import add_rows
+        from ..kernels import add_rows
 
         add_rows(totals, parts, store=store)
         return
@@ -78,7 +78,7 @@ def row_sums(dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         out: the output, (batch, sequence, heads, head_dim).
     """
     if _runs_triton(out):
-        from ..kernels.rows import row_sums as kernel
+        from ..kernels import row_sums as kernel
 
         batch, length, heads, _ = out.shape
         delta = torch.empty(batch, heads, length, dtype=torch.float32, device=out.device)

@@ -171,8 +171,7 @@ def _make_launch(
     device: torch.device,
 ) -> _Launch:
     """The tables of a launch, on the device, and its configuration."""
-    from ..kernels.cells import build_cells
-    from ..kernels.tuning import BackwardConfig, Kernel, LaunchConfig, default_config
+    from ..kernels import BackwardConfig, Kernel, LaunchConfig, build_cells, default_config
 
     queries, keys = work.longest
 
@@ -245,7 +244,7 @@ def forward(
             sums.run(add_all, *tile, into=views, is_long=is_long)
             del tile, add_all  # before the next slice makes its own
     if work.shares_launch:
-        from ..kernels.forward import attention_forward
+        from ..kernels import attention_forward
 
         sums.join()
         launch = _launch(
@@ -338,7 +337,7 @@ def backward(
                 )
             del additions  # before the next slice makes its own
     if work.shares_launch:
-        from ..kernels.backward import attention_backward
+        from ..kernels import attention_backward
 
         sums.join()
         launch = _launch(

@@ -1,5 +1,50 @@
-"""Triton attention that computes many tiles in one launch, for small and ragged work.
+"""Triton kernels: attention of many tiles in one launch, and what is added to rows in place.
 
-`cells` lays out which rows each program works on (torch only), `tuning` says how large its blocks
-are, `attention` holds the kernels and is the only file that imports triton.
+`has_triton` says whether there is a Triton; the rest needs one. `attention_forward` and
+`attention_backward` compute tiles whose rows `build_cells` lays out, in blocks of which a
+`LaunchConfig`, a `BackwardConfig` or `default_config` of a `Kernel` says how large they are.
+`merge_rows`, `add_rows` and `row_sums` merge and add the results of tiles.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from .available import has_triton
+from .cells import build_cells
+from .tuning import BackwardConfig, Kernel, LaunchConfig, default_config
+
+if TYPE_CHECKING:
+    from .backward import attention_backward
+    from .forward import attention_forward
+    from .rows import add_rows, merge_rows, row_sums
+
+__all__ = [
+    "BackwardConfig",
+    "Kernel",
+    "LaunchConfig",
+    "add_rows",
+    "attention_backward",
+    "attention_forward",
+    "build_cells",
+    "default_config",
+    "has_triton",
+    "merge_rows",
+    "row_sums",
+]
+
+_NEEDS_TRITON = {
+    "attention_backward": "backward",
+    "attention_forward": "forward",
+    "add_rows": "rows",
+    "merge_rows": "rows",
+    "row_sums": "rows",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs Triton when it is asked for: the package works without."""
+    if name not in _NEEDS_TRITON:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_NEEDS_TRITON[name]}", __name__), name)

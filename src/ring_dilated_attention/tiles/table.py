@@ -10,7 +10,7 @@ import os
 
 import torch
 
-from ..kernels.available import has_triton
+from ..kernels import has_triton
 from .backend import refuse_all_but
 
 TABLE_NAME = "triton"

@@ -6,3 +6,17 @@ training loop), `checkpoint`, `lock` (one training in a folder), `log` (JSONL), 
 `report` (what the user sees), `signals` (stopping), `launch` (local ranks), `errors`, `sample`
 (continuing a prompt).
 """
+
+from .checkpoint import newest_run
+from .command import train
+from .errors import TrainingError, one_line
+from .sample import decoded, sample_bytes
+
+__all__ = [
+    "TrainingError",
+    "decoded",
+    "newest_run",
+    "one_line",
+    "sample_bytes",
+    "train",
+]

@@ -123,6 +123,11 @@ def test_plans_are_integers_and_distributed_stays_at_the_edge(path, name):
             assert not {top, name}.isdisjoint(MAY_USE_DISTRIBUTED), where
 
 
+def test_the_package_shows_what_it_offers():
+    shown = [name for name in dir(ring_dilated_attention) if name != "__version__"]
+    assert shown == sorted(ring_dilated_attention.__all__)
+
+
 def test_importing_needs_only_torch():
     """Everything but torch and the standard library is blocked; the environment is not read."""
     script = """

@@ -1,4 +1,4 @@
-"""The cases of a benchmark: every combination of the values given. And the folder of its results."""
+"""The cases of a benchmark: every combination of the values given. The folder of its results."""
 
 from __future__ import annotations
 

@@ -123,8 +123,8 @@ def simulate(case: Case, *, backward: bool = True) -> Simulation:
 
     Returns:
         A report per rank, and the errors relative to the same call on one device. They may be as
-        large as `verify.TOLERANCE` allows or, where a gradient is a small difference of large
-        numbers, 4 times the one device's own error to float64.
+        large as `rda verify` allows or, where a gradient is a small difference of large numbers, 4
+        times the one device's own error to float64.
 
     Raises:
         TypeError, ValueError: the case is not one that `dilated_attention` can compute.

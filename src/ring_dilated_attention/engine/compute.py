@@ -1,6 +1,6 @@
 """Compute groups of tiles: by which back end, in which slices, and into what.
 
-Tiles become blocks (`views`), a kernel call each, whose results are added into the whole
+Tiles become blocks (`blocks`), a kernel call each, whose results are added into the whole
 (`accumulate`). Blocks too small to be worth a launch go to the table-driven kernel together. What
 a kernel call allocates is bounded: blocks are taken in slices.
 """

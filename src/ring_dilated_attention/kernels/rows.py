@@ -1,6 +1,6 @@
 """Triton kernels that add a tile's results into strided views of the whole: one pass each.
 
-Views are (outer, inner, rows, head_dim), head_dim contiguous, as `views.Block` makes them. A
+Views are (outer, inner, rows, head_dim), head_dim contiguous, as the engine makes them. A
 program takes `BLOCK_ROWS` rows of one (outer, inner) pair. Offsets are computed in int64: tensors
 may exceed 2^31 elements. Strides are counted in units of `UNIT` elements: the compiler then knows
 that rows are aligned, and is not to be asked again for every other stride.
@@ -143,7 +143,7 @@ def merge_rows(
     *,
     store: bool,
 ) -> None:
-    """Merge a tile's result into `out` and `lse`, in place: `merge.merge_` in one kernel.
+    """Merge a tile's result into `out` and `lse`, in place: `engine.merge_` in one kernel.
 
     Args:
         out: (outer, inner, rows, head_dim) view, any floating dtype but float64.

@@ -18,9 +18,7 @@ ORDER = [
 """Rooms, and files of the root: each may import those before it, and rooms by their doors."""
 INTEGERS_ONLY = {"pattern", "plan"}  # and layout and documents, but for what takes tensors
 MAY_USE_DISTRIBUTED = {
-    *("cli", "train", "checks.testing"),
-    *(f"exchange.{name}" for name in ("collectives", "communicator", "groups", "notices")),
-    "exchange.presence",
+    *("exchange", "cli", "train", "checks.testing"),
     *(f"bench.{name}" for name in ("ranks", "ranks_team", "ranks_launch", "ring_peers")),
 }
 

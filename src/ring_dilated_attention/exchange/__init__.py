@@ -15,18 +15,10 @@ tells whether the processes of other ranks still run.
 
 from .agreement import Shared, agree, refuse_capture, settle, settle_later
 from .calls import Call, ExchangeError, Scope
-from .groups import (
-    Exchange,
-    Group,
-    Pending,
-    ProcessGroupExchange,
-    SoloExchange,
-    all_gather,
-    exchange_named,
-    group_name,
-    resolve_exchange,
-)
+from .groups import ProcessGroupExchange
+from .interface import Exchange, Pending, SoloExchange, all_gather
 from .loopback import LoopbackExchange, run_loopback
+from .names import Group, exchange_named, group_name, resolve_exchange
 from .padding import check_padding_mask, lengths_of_mask
 from .presence import Presence, make_presence
 

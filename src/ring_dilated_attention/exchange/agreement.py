@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .calls import Call, ExchangeError, Scope
-from .groups import Exchange
+from .interface import Exchange
 
 
 class Shared(NamedTuple):

@@ -1,219 +1,29 @@
-"""Move rows between ranks.
+"""This rank's end of a group of torch.distributed.
 
-An `Exchange` is one rank's end of a group. `ProcessGroupExchange` is that of torch.distributed's
-groups: rows travel by copies between GPUs of one host (`peer_memory`), else by messages
-(`communicator`). `loopback.LoopbackExchange` connects ranks that are threads of one process.
+Rows travel by copies between GPUs of one host (`peer_memory`), else by messages (`communicator`).
 """
 
 from __future__ import annotations
 
 import math
-import os
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import lru_cache, partial
-from typing import Any, Protocol, TypeAlias, cast
-from weakref import WeakKeyDictionary, WeakMethod, WeakValueDictionary
+from functools import partial
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary, WeakMethod
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _resolve_process_group
 
 from ..version import VERSION
 from .board import Shown, make_board
 from .calls import ALONE, Calls, ExchangeError, LostPeerError
 from .collectives import Collectives
 from .communicator import Communicator, timeout_of
+from .interface import Pending
 from .peer_memory import PeerMemory, out_of_reach, place_of
 from .waiter import Waiter
-
-
-class Pending(Protocol):
-    """A started transfer."""
-
-    def wait(self) -> None:
-        """Return when the received tensor may be read and the sent one reused."""
-
-
-class Exchange(Protocol):
-    """One rank's end of a group of ranks.
-
-    Attributes:
-        rank: this rank, in [0, world_size).
-        world_size: number of ranks.
-        sent_bytes: bytes that `start` has sent so far.
-        calls: the calls of the group: transfers and agreements are part of one.
-
-    It may have a `stopwatch` too, which is started where compute waits for transfers in a way that
-    `Pending.wait` does not show; what it returns is called when compute goes on. And it may have a
-    `show`, which begins a `maximum` whose result is waited for later: see `settle_later`.
-
-    Whatever waits for a rank that has ended, has failed, or does not come in time raises a
-    `LostPeerError`, which `Calls` explains.
-    """
-
-    rank: int
-    world_size: int
-    sent_bytes: int
-
-    @property
-    def calls(self) -> Calls:
-        """See above."""
-
-    def start(
-        self, send: tuple[int, torch.Tensor] | None, receive: tuple[int, torch.Tensor] | None
-    ) -> Pending:
-        """Begin sending a contiguous tensor to a rank, and receiving one from a rank.
-
-        Between two ranks, transfers pair up in the order in which both start them.
-        """
-
-    def maximum(self, values: Sequence[int], device: torch.device) -> list[int]:
-        """The elementwise maximum of `values` (int64) over all ranks: one small collective.
-
-        It runs in shared memory where all ranks are on one Linux host, else over gloo. Nothing
-        waits for what `device`, where the ranks' tensors are, has still to compute.
-        """
-
-    def share(self, value: Any) -> list[Any]:
-        """Every rank's `value`, by rank: a collective of small Python objects."""
-
-
-def all_gather(ends: Exchange, tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Every rank's tensor, by rank, inside of a call.
-
-    Args:
-        ends: this rank's end of the group.
-        tensor: this rank's; shapes, dtypes and devices are the same on all ranks.
-
-    Returns:
-        One tensor for each rank, which the caller may write to. A rank sends its own to each other.
-    """
-    tensor = tensor.contiguous()
-    everyone = {ends.rank: tensor.clone()}
-    pending = []
-    for step in range(1, ends.world_size):
-        to, source = (ends.rank + step) % ends.world_size, (ends.rank - step) % ends.world_size
-        everyone[source] = torch.empty_like(tensor)
-        pending.append(ends.start((to, tensor), (source, everyone[source])))
-    for one in pending:
-        one.wait()
-    return [everyone[rank] for rank in range(ends.world_size)]
-
-
-Group: TypeAlias = dist.ProcessGroup | DeviceMesh | Exchange | None
-"""What a `group` argument may be: a ProcessGroup, a 1-D DeviceMesh, an Exchange, or None for one
-process on its own."""
-
-
-_MEMBERS = ("rank", "world_size", "calls", "start", "maximum", "share")
-"""What tells an `Exchange`."""
-
-_registered: WeakValueDictionary[str, Exchange] = WeakValueDictionary()
-"""The `Exchange` objects that were passed as a group, by name. Operators take no Python objects, so
-groups reach them as names; torch.distributed knows the names of process groups, this the others.
-Weak: the caller keeps the object, and autograd does until backward."""
-
-
-def group_name(group: Group) -> str:
-    """The name by which `exchange_named` finds `group` in this process; "" for None.
-
-    Raises:
-        TypeError: `group` is none of the kinds allowed.
-        ValueError: a DeviceMesh is not 1-D, or this rank is not a member of the group.
-    """
-    if group is None:
-        return ""
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise ValueError(
-                f"group must be a 1-D DeviceMesh; got {group.ndim} dimensions: {group}"
-            )
-        if group.get_coordinate() is None:
-            raise ValueError(f"rank {dist.get_rank()} is not a member of the DeviceMesh {group}")
-        group = group.get_group()
-    if isinstance(group, dist.ProcessGroup):
-        return group.group_name
-    # What `new_group` returns on ranks outside of the group is no ProcessGroup at all.
-    if group is cast(object, dist.GroupMember.NON_GROUP_MEMBER):
-        raise ValueError(
-            f"rank {dist.get_rank()} is not a member of the process group it was given"
-        )
-    if all(hasattr(group, name) for name in _MEMBERS):
-        name = f"exchange {id(group)}"  # no two objects that are alive share it
-        _registered[name] = group
-        return name
-    raise TypeError(
-        "group must be a torch.distributed ProcessGroup, a 1-D DeviceMesh, an Exchange or None; "
-        f"got {group!r}"
-    )
-
-
-def exchange_named(name: str) -> Exchange:
-    """This rank's end of the group that `group_name` named.
-
-    Raises:
-        KeyError: it was an `Exchange` that nobody has kept.
-        ValueError: there is no group, and this process is one of several ranks that have none yet.
-    """
-    if not name:
-        if not torch.compiler.is_compiling():  # the operator asks again when it runs
-            _refuse_a_missing_group()
-        return SoloExchange()
-    if name.startswith("exchange "):
-        return _registered[name]
-    return ProcessGroupExchange(_resolve_process_group(name))  # type: ignore[arg-type]
-
-
-def resolve_exchange(group: Group) -> Exchange:
-    """This rank's end of `group`.
-
-    Raises:
-        TypeError: `group` is none of the kinds allowed.
-        ValueError: a DeviceMesh is not 1-D, or this rank is not a member of the group.
-    """
-    return exchange_named(group_name(group))
-
-
-def _refuse_a_missing_group() -> None:
-    """``dist.group.WORLD`` is None before `init_process_group`: no rank must then compute alone."""
-    ranks = _ranks_of_launcher()
-    if ranks != "1" and not dist.is_initialized():
-        raise ValueError(
-            f"group is None in one of {ranks} ranks (WORLD_SIZE), and torch.distributed is not "
-            "initialized: call init_process_group first, then pass a group; a rank that is to "
-            "compute alone passes SoloExchange(), of ring_dilated_attention.exchange"
-        )
-
-
-@lru_cache(maxsize=1)
-def _ranks_of_launcher() -> str:
-    return os.environ.get("WORLD_SIZE", "1")
-
-
-class SoloExchange:
-    """A world of one rank: as a `group`, says that this process holds the whole sequence."""
-
-    rank = 0
-    world_size = 1
-    sent_bytes = 0
-    calls = ALONE
-
-    def start(
-        self, send: tuple[int, torch.Tensor] | None, receive: tuple[int, torch.Tensor] | None
-    ) -> Pending:
-        """See `Exchange.start`; there is nobody to send to."""
-        raise AssertionError("a single rank has no peer")
-
-    def maximum(self, values: Sequence[int], device: torch.device) -> list[int]:
-        """See `Exchange.maximum`."""
-        return list(values)
-
-    def share(self, value: Any) -> list[Any]:
-        """See `Exchange.share`."""
-        return [value]
 
 
 class _Transport(Protocol):

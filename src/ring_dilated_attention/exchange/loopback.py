@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from .calls import Call, Calls, ExchangeError, Finding, LostPeerError
-from .groups import Pending
+from .interface import Pending
 
 T = TypeVar("T")
 

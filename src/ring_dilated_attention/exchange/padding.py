@@ -9,7 +9,7 @@ import torch
 from ..layout import SequenceLayout
 from ..pattern import in_brief, shape_in_brief
 from .calls import Scope
-from .groups import Exchange
+from .interface import Exchange
 
 
 def check_padding_mask(mask: Any, batch: int, local_length: int, device: torch.device) -> None:

@@ -1,0 +1,106 @@
+"""What every `Exchange` is, and that of a single rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from .calls import ALONE, Calls
+
+
+class Pending(Protocol):
+    """A started transfer."""
+
+    def wait(self) -> None:
+        """Return when the received tensor may be read and the sent one reused."""
+
+
+class Exchange(Protocol):
+    """One rank's end of a group of ranks.
+
+    Attributes:
+        rank: this rank, in [0, world_size).
+        world_size: number of ranks.
+        sent_bytes: bytes that `start` has sent so far.
+        calls: the calls of the group: transfers and agreements are part of one.
+
+    It may have a `stopwatch` too, which is started where compute waits for transfers in a way that
+    `Pending.wait` does not show; what it returns is called when compute goes on. And it may have a
+    `show`, which begins a `maximum` whose result is waited for later: see `settle_later`.
+
+    Whatever waits for a rank that has ended, has failed, or does not come in time raises a
+    `LostPeerError`, which `Calls` explains.
+    """
+
+    rank: int
+    world_size: int
+    sent_bytes: int
+
+    @property
+    def calls(self) -> Calls:
+        """See above."""
+
+    def start(
+        self, send: tuple[int, torch.Tensor] | None, receive: tuple[int, torch.Tensor] | None
+    ) -> Pending:
+        """Begin sending a contiguous tensor to a rank, and receiving one from a rank.
+
+        Between two ranks, transfers pair up in the order in which both start them.
+        """
+
+    def maximum(self, values: Sequence[int], device: torch.device) -> list[int]:
+        """The elementwise maximum of `values` (int64) over all ranks: one small collective.
+
+        It runs in shared memory where all ranks are on one Linux host, else over gloo. Nothing
+        waits for what `device`, where the ranks' tensors are, has still to compute.
+        """
+
+    def share(self, value: Any) -> list[Any]:
+        """Every rank's `value`, by rank: a collective of small Python objects."""
+
+
+def all_gather(ends: Exchange, tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Every rank's tensor, by rank, inside of a call.
+
+    Args:
+        ends: this rank's end of the group.
+        tensor: this rank's; shapes, dtypes and devices are the same on all ranks.
+
+    Returns:
+        One tensor for each rank, which the caller may write to. A rank sends its own to each other.
+    """
+    tensor = tensor.contiguous()
+    everyone = {ends.rank: tensor.clone()}
+    pending = []
+    for step in range(1, ends.world_size):
+        to, source = (ends.rank + step) % ends.world_size, (ends.rank - step) % ends.world_size
+        everyone[source] = torch.empty_like(tensor)
+        pending.append(ends.start((to, tensor), (source, everyone[source])))
+    for one in pending:
+        one.wait()
+    return [everyone[rank] for rank in range(ends.world_size)]
+
+
+class SoloExchange:
+    """A world of one rank: as a `group`, says that this process holds the whole sequence."""
+
+    rank = 0
+    world_size = 1
+    sent_bytes = 0
+    calls = ALONE
+
+    def start(
+        self, send: tuple[int, torch.Tensor] | None, receive: tuple[int, torch.Tensor] | None
+    ) -> Pending:
+        """See `Exchange.start`; there is nobody to send to."""
+        raise AssertionError("a single rank has no peer")
+
+    def maximum(self, values: Sequence[int], device: torch.device) -> list[int]:
+        """See `Exchange.maximum`."""
+        return list(values)
+
+    def share(self, value: Any) -> list[Any]:
+        """See `Exchange.share`."""
+        return [value]

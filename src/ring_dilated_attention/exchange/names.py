@@ -1,0 +1,105 @@
+"""What may be given as a `group`, and the names by which operators find it again."""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+from typing import TypeAlias, cast
+from weakref import WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from .groups import ProcessGroupExchange
+from .interface import Exchange, SoloExchange
+
+Group: TypeAlias = dist.ProcessGroup | DeviceMesh | Exchange | None
+"""What a `group` argument may be: a ProcessGroup, a 1-D DeviceMesh, an Exchange, or None for one
+process on its own."""
+
+
+_MEMBERS = ("rank", "world_size", "calls", "start", "maximum", "share")
+"""What tells an `Exchange`."""
+
+_registered: WeakValueDictionary[str, Exchange] = WeakValueDictionary()
+"""The `Exchange` objects that were passed as a group, by name. Operators take no Python objects, so
+groups reach them as names; torch.distributed knows the names of process groups, this the others.
+Weak: the caller keeps the object, and autograd does until backward."""
+
+
+def group_name(group: Group) -> str:
+    """The name by which `exchange_named` finds `group` in this process; "" for None.
+
+    Raises:
+        TypeError: `group` is none of the kinds allowed.
+        ValueError: a DeviceMesh is not 1-D, or this rank is not a member of the group.
+    """
+    if group is None:
+        return ""
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"group must be a 1-D DeviceMesh; got {group.ndim} dimensions: {group}"
+            )
+        if group.get_coordinate() is None:
+            raise ValueError(f"rank {dist.get_rank()} is not a member of the DeviceMesh {group}")
+        group = group.get_group()
+    if isinstance(group, dist.ProcessGroup):
+        return group.group_name
+    # What `new_group` returns on ranks outside of the group is no ProcessGroup at all.
+    if group is cast(object, dist.GroupMember.NON_GROUP_MEMBER):
+        raise ValueError(
+            f"rank {dist.get_rank()} is not a member of the process group it was given"
+        )
+    if all(hasattr(group, name) for name in _MEMBERS):
+        name = f"exchange {id(group)}"  # no two objects that are alive share it
+        _registered[name] = group
+        return name
+    raise TypeError(
+        "group must be a torch.distributed ProcessGroup, a 1-D DeviceMesh, an Exchange or None; "
+        f"got {group!r}"
+    )
+
+
+def exchange_named(name: str) -> Exchange:
+    """This rank's end of the group that `group_name` named.
+
+    Raises:
+        KeyError: it was an `Exchange` that nobody has kept.
+        ValueError: there is no group, and this process is one of several ranks that have none yet.
+    """
+    if not name:
+        if not torch.compiler.is_compiling():  # the operator asks again when it runs
+            _refuse_a_missing_group()
+        return SoloExchange()
+    if name.startswith("exchange "):
+        return _registered[name]
+    return ProcessGroupExchange(_resolve_process_group(name))  # type: ignore[arg-type]
+
+
+def resolve_exchange(group: Group) -> Exchange:
+    """This rank's end of `group`.
+
+    Raises:
+        TypeError: `group` is none of the kinds allowed.
+        ValueError: a DeviceMesh is not 1-D, or this rank is not a member of the group.
+    """
+    return exchange_named(group_name(group))
+
+
+def _refuse_a_missing_group() -> None:
+    """``dist.group.WORLD`` is None before `init_process_group`: no rank must then compute alone."""
+    ranks = _ranks_of_launcher()
+    if ranks != "1" and not dist.is_initialized():
+        raise ValueError(
+            f"group is None in one of {ranks} ranks (WORLD_SIZE), and torch.distributed is not "
+            "initialized: call init_process_group first, then pass a group; a rank that is to "
+            "compute alone passes SoloExchange(), of ring_dilated_attention.exchange"
+        )
+
+
+@lru_cache(maxsize=1)
+def _ranks_of_launcher() -> str:
+    return os.environ.get("WORLD_SIZE", "1")

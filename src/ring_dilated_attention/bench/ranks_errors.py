@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import torch
 
-from ..checks import reference_attention
+from ..checks import reference_attention, relative_error
 from .case import Case
 from .peers import OURS
 from .ranks_team import Team
 from .result import Errors
 from .ring_peers import RingContender
-from .run import TWIN_LENGTH, TWIN_SCORES, largest_error, relative_error
+from .run import TWIN_LENGTH, TWIN_SCORES
 
 
 def twin_of(name: str, case: Case, team: Team) -> Case:
@@ -72,7 +72,7 @@ def twin_errors(
         wanted = (out.detach(), *torch.autograd.grad(out, leaves, dout))
         got = (contender.layout.unshard(parts, 1) for parts in zip(*by_rank, strict=True))
         errors = [relative_error(a.to(b.device), b) for a, b in zip(got, wanted, strict=True)]
-        return Errors(twin=twin, out=errors[0], gradients=largest_error(errors[1:]))
+        return Errors(twin=twin, out=errors[0], gradients=max(errors[1:]))
 
     found: Errors = team.share(team.attempt(judge))[0]
     return found

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..checks import check_seconds, check_size
+from ..checks import check_seconds, check_size, relative_error
 from ..pattern import check_choice
 from . import measure
 from .case import Case
@@ -280,22 +280,10 @@ def _errors(
         out = attend.attend(query, key, value)
         got = (out, *torch.autograd.grad(out, (query, key, value), dout))
         errors = [relative_error(a, b) for a, b in zip(got, wanted, strict=True)]
-        found = Errors(twin=twin, out=errors[0], gradients=largest_error(errors[1:]))
+        found = Errors(twin=twin, out=errors[0], gradients=max(errors[1:]))
 
     _, reason = status_of(compare)
     return found, reason
-
-
-def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """||got - expected|| / ||expected||; without the denominator where that is 0."""
-    with torch.no_grad():
-        error, size = (got.double() - expected).norm(), expected.norm()
-        return float(error / size if size > 0 else error)
-
-
-def largest_error(errors: Sequence[float]) -> float:
-    """The largest, or NaN if there is one: `max` would lose it."""
-    return math.nan if any(map(math.isnan, errors)) else max(errors)
 
 
 def _result(

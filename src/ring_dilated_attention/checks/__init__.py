@@ -25,7 +25,7 @@ from .limits import (
 from .reference import reference_attention
 from .simulation import RankReport, Simulation, simulate
 from .spot_checks import spot_check
-from .testing import run_ranks
+from .testing import relative_error, run_ranks
 from .turns import Transfers
 from .verify import TENSORS, Case, Outcome, combine, run_cases, sweep
 
@@ -49,6 +49,7 @@ __all__ = [
     "combine",
     "host_memory",
     "reference_attention",
+    "relative_error",
     "run_cases",
     "run_ranks",
     "simulate",

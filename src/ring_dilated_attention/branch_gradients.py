@@ -74,7 +74,8 @@ def detached_dilated_attention(
         What `dilated_attention` returns; half precision is mixed in float32 and rounded once.
 
     Raises:
-        TypeError, ValueError: see `dilated_attention`.
+        TypeError, ValueError: an argument is not supported, or the ranks disagree about one;
+            raised on every rank, naming the ranks at fault.
     """
     if (
         not isinstance(pattern, DilatedPattern)  # dilated_attention says so

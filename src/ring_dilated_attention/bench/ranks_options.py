@@ -28,7 +28,10 @@ class RanksOptions:
             shard of each rank.
         peers: what else computes the cases, of `ring_peers.PEERS`.
         layout: of ours, one of `ring_peers.LAYOUTS`.
-        exchange: of ours, see `dilated_attention`.
+        exchange: of ours: ``"ring"`` keeps one message in flight during compute and holds the rows
+            of at most two remote shards; ``"gather"`` starts all transfers at once and holds them
+            all; ``"auto"``, the default, gathers where all of them are at most the size of a
+            shard.
         device: one of `measure.DEVICES`.
         repeats: samples of each kind.
         seconds: time for the samples of one contender of each kind; at least three are taken.

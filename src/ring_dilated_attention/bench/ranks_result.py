@@ -42,9 +42,9 @@ class RankMemory:
 
     Attributes:
         rank: which one.
-        query: its shard.
-        key: likewise.
-        value: likewise.
+        query: bytes of its shard of query.
+        key: bytes of its shard of key.
+        value: bytes of its shard of value.
         dout: the gradient of out, with backward; else 0.
         out: the result.
         lse: of ours, as planned; None: not known.
@@ -143,7 +143,7 @@ class RanksResult:
         scaling: ``"strong"`` or ``"weak"``.
         contender: ``"ours"``, or the name of a peer.
         layout: that was asked for.
-        exchange: likewise.
+        exchange: the schedule of transfers that was asked for.
         status: `OK`, or why there are no timings, with the `reason` in words.
         reason: empty, or what the error said.
         forward: a call outside of autograd.

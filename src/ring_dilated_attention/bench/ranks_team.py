@@ -48,7 +48,7 @@ class Team:
         rank: this one.
         device: where it computes.
         control: gloo, for waiting and for small Python objects: it leaves the GPUs alone.
-        verdict: likewise, for `attempt` alone: a rank that failed meets no barrier of others there.
+        verdict: gloo, for `attempt` alone: a rank that failed meets no barrier of others there.
         groups: per contender a group of its own, which moves its tensors; None for one rank.
     """
 

@@ -98,7 +98,8 @@ class Result:
         ceilings: of the device in the case's dtype.
         ratios: our useful TFLOP/s over this peer's, forward and forward+backward; None for ours,
             and where either has no timings.
-        time_ratios: this peer's time over ours, likewise.
+        time_ratios: this peer's time over ours, forward and forward+backward; None for ours, and
+            where either has no timings.
     """
 
     case: Case

@@ -81,9 +81,9 @@ def run(
     Args:
         pattern: name of a pattern; None: LongNet's, or that of `segment_lengths`.
         segment_lengths: of a pattern without a name, with `dilation_rates`.
-        dilation_rates: see `segment_lengths`.
-        head_offsets: see `DilatedPattern`; None: the pattern's own.
-        head_branches: likewise.
+        dilation_rates: one for each of `segment_lengths`.
+        head_offsets: ``"interleaved"`` or ``"blocked"``; None: the pattern's own.
+        head_branches: ``"all"`` or ``"split"``; None: the pattern's own.
         length: positions of the whole sequence.
         world_size: number of ranks.
         layout: a key of `LAYOUTS`.
@@ -93,8 +93,10 @@ def run(
         head_dim: elements of a row of a head.
         batch: sequences in the batch.
         dtype: a key of `DTYPES`.
-        exchange: see `dilated_attention`.
-        backend: likewise.
+        exchange: ``"ring"`` keeps one message in flight during compute and holds the rows of at
+            most two remote shards; ``"gather"`` starts all transfers at once and holds them all;
+            ``"auto"`` gathers where all of them are at most the size of a shard.
+        backend: kernels that compute the tiles, one of `tiles.BACKENDS`.
         device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
         seed: of the random inputs; None: a fresh one, which is printed.
         backward: whether to run backward too.

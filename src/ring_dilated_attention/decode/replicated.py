@@ -178,7 +178,8 @@ def replicated_query_attention(
         group: the ranks that share the keys: a ProcessGroup, a 1-D DeviceMesh, an `Exchange`, or
             None for one process that holds them all.
         layout: which rank holds which keys; None: contiguous equal shards.
-        backend: who computes the tiles; see `dilated_attention`.
+        backend: kernels that compute the tiles, one of `tiles.BACKENDS`; ``"auto"``, the default,
+            takes the fastest one that supports the tensors, and any other name is used or refused.
         return_lse: whether to return the lse too.
 
     Returns:
@@ -191,7 +192,9 @@ def replicated_query_attention(
     Raises:
         TypeError, ValueError: an argument is not allowed, or the ranks disagree about one; raised
             on every rank of the group, naming the ranks at fault.
-        ExchangeError, NotImplementedError: see `dilated_attention`.
+        ExchangeError: a rank is missing, has failed in the middle of a call, or makes another call
+            than the rest.
+        NotImplementedError: an input has a tangent: there is no forward-mode derivative.
         RuntimeError: a CUDA graph is being captured, and there are several ranks.
 
     Example:

@@ -61,7 +61,7 @@ class Block:
         query: the first query row.
         key: the first key row.
         queries: rows, of which only `length` and `stride` matter here.
-        keys: likewise.
+        keys: rows, of which only `length` and `stride` matter here.
     """
 
     member: int

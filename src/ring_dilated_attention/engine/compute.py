@@ -216,7 +216,7 @@ def forward(
         call: what all tiles have in common.
         query: (batch, local_sequence, heads, head_dim).
         keys: (batch, local_sequence, kv_heads, head_dim), or `by_slot` of a received message.
-        values: likewise.
+        values: the shape of `keys`.
         out: like `query`.
         lse: (batch, heads, local_sequence).
         sums: through which results are merged; to be joined when all groups are computed.
@@ -286,14 +286,14 @@ def backward(
         call: what all tiles have in common.
         query: (batch, local_sequence, heads, head_dim).
         keys: (batch, local_sequence, kv_heads, head_dim), or `by_slot` of a received message.
-        values: likewise.
+        values: the shape of `keys`.
         merged: the merged result of the whole call.
         dquery: like `query`.
         dkeys: like `keys`.
         dvalues: like `values`.
         sums: through which results are added; to be joined when all groups are computed.
         store: whether to write over what `dquery` holds at the group's rows.
-        store_keys: likewise of `dkeys` and `dvalues`; None: as `store` says.
+        store_keys: whether to write over what `dkeys` and `dvalues` hold there; None: `store`.
     """
     selection, head_dim = call.selection, query.shape[3]
     store_keys = store if store_keys is None else store_keys

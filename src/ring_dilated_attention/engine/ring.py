@@ -122,7 +122,7 @@ def attention_backward(
         key: (B, n, K, D).
         value: (B, n, K, D).
         out: (B, n, H, D), as `attention_forward` returned it.
-        lse: (B, H, n), likewise.
+        lse: (B, H, n), as `attention_forward` returned it.
         call: everything else.
 
     Returns:

@@ -51,7 +51,7 @@ def fetch(
         steps: what this rank exchanges.
         exchange: this rank's end of the group.
         key: (batch, local_sequence, kv_heads, head_dim).
-        value: likewise.
+        value: the shape of `key`.
         depth: messages in flight behind the running compute: 1 is the ring.
 
     Returns:

@@ -50,15 +50,21 @@ class DilatedAttention(nn.Module):
         self_attention: must be True.
         encoder_decoder_attention: must be False.
         subln: whether to normalise the concatenated heads (`inner_attn_ln`).
-        group: the ranks that share each sequence; see `dilated_attention`.
-        layout: which positions each rank holds; see `dilated_attention`, and `set_layout`.
-        head_offsets: see `DilatedPattern`.
-        zero_keys: see `DilatedPattern`.
-        branch_gradients: ``"detached"`` (see `detached_dilated_attention`), or ``"exact"``, which
-            is faster and takes less memory.
-        exchange: how remote rows travel; see `dilated_attention`.
-        backend: which kernels compute; see `dilated_attention`. None: ``"auto"``, or ``"eager"``
-            where `args.flash_attention` is False.
+        group: the ranks that share each sequence: a ProcessGroup, a 1-D DeviceMesh, or None for
+            one process.
+        layout: which positions each rank holds; None means contiguous equal shards. `set_layout`
+            changes it.
+        head_offsets: offset of KV head h of H in a branch of rate r: ``"blocked"``, the default, is
+            h // ceil(H / r) (torchscale), ``"interleaved"`` is h mod r (the LongNet paper).
+        zero_keys: whether short cells are filled up with keys of score 0 and value 0. Default True,
+            as torchscale pads them; False is the paper.
+        branch_gradients: ``"detached"`` has no gradient through the weights that mix the branches,
+            as in torchscale; ``"exact"`` is faster and takes less memory.
+        exchange: ``"ring"`` keeps one message in flight during compute and holds the rows of at
+            most two remote shards; ``"gather"`` starts all transfers at once and holds them all;
+            ``"auto"``, the default, gathers where all of them are at most the size of a shard.
+        backend: kernels that compute the tiles, one of `tiles.BACKENDS`. None: ``"auto"``, or
+            ``"eager"`` where `args.flash_attention` is False.
 
     Raises:
         TypeError: a value has the wrong type, or `args` lacks what is read of it.
@@ -176,7 +182,7 @@ class DilatedAttention(nn.Module):
             (output, None): output has the shape of `query`.
 
         Raises:
-            TypeError: see `dilated_attention`.
+            TypeError: an argument has the wrong type.
             ValueError: an argument is not supported, a shape does not fit, dropout is above 0 in
                 training mode, and see `dilated_attention`.
         """
@@ -242,8 +248,10 @@ def replace_dilated_attention(
 
     Args:
         model: changed in place, or not at all where this raises.
-        group: the ranks that share each sequence; see `dilated_attention`.
-        layout: which positions each rank holds; see `dilated_attention`, and `set_layout`.
+        group: the ranks that share each sequence: a ProcessGroup, a 1-D DeviceMesh, or None for
+            one process.
+        layout: which positions each rank holds; None means contiguous equal shards. `set_layout`
+            changes it.
         options: the keyword arguments behind `subln` of `DilatedAttention`.
 
     Returns:
@@ -285,7 +293,7 @@ def set_layout(model: nn.Module, layout: SequenceLayout | None) -> int:
 
     Args:
         model: its modules of this package are changed.
-        layout: see `dilated_attention`.
+        layout: which positions each rank holds; None means contiguous equal shards.
 
     Returns:
         How many modules were told.

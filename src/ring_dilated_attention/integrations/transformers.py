@@ -87,11 +87,15 @@ def set_attention(
             place, its ``attn_implementation`` too. On several ranks a model whose layers are all
             full attention and MLPs, or experts.
         pattern: which keys each head sees; `DilatedPattern.dense` is what transformers computes.
-        group: the ranks that share each sequence; see `dilated_attention`.
+        group: the ranks that share each sequence: a ProcessGroup, a 1-D DeviceMesh, or None for
+            one process.
         layout: which positions each rank holds, at least one; see `set_layout`. None: contiguous
             equal shards.
-        exchange: see `dilated_attention`.
-        backend: see `dilated_attention`.
+        exchange: ``"ring"`` keeps one message in flight during compute and holds the rows of at
+            most two remote shards; ``"gather"`` starts all transfers at once and holds them all;
+            ``"auto"``, the default, gathers where all of them are at most the size of a shard.
+        backend: kernels that compute the tiles, one of `tiles.BACKENDS`; ``"auto"``, the default,
+            takes the fastest one that supports the tensors, and any other name is used or refused.
 
     Raises:
         TypeError: a value has the wrong type.
@@ -124,7 +128,7 @@ def set_layout(model: PreTrainedModel, layout: SequenceLayout | None) -> None:
 
     Args:
         model: what `set_attention` was called with.
-        layout: see `dilated_attention`.
+        layout: which positions each rank holds; None means contiguous equal shards.
 
     Raises:
         TypeError: `layout` is neither a `SequenceLayout` nor None.

@@ -332,13 +332,13 @@ def attention_backward(
         lse: (B, H, n) float32: of the MERGED result, finite at the queries of the cells.
         delta: (B, H, n) float32: rowsum(dout * merged out).
         dq: (B, n, H, D), any floating dtype; changed in place at the queries of the cells.
-        dk: (B, m, K, D), likewise at the keys.
-        dv: likewise.
+        dk: (B, m, K, D), any floating dtype; changed in place at the keys of the cells.
+        dv: (B, m, K, D), any floating dtype; changed in place at the keys of the cells.
         cells: built for the block_m of ``config.dq`` and the block_n of ``config.dkdv``.
         is_causal: as the tiles of `cells`.
         scale: factor on the scores.
         store: write dq; else add, in float32.
-        store_keys: likewise dk and dv.
+        store_keys: write dk and dv; else add, in float32.
         config: how to launch; None: `default_config`.
     """
     assert is_causal == cells.is_causal

@@ -184,9 +184,10 @@ def attention_forward(
     Args:
         q: (B, n, H, D), float16, bfloat16 or float32; D a multiple of 8 up to 256.
         k: (B, m, K, D), same dtype; head stride 0 where rows are slots of a message.
-        v: likewise.
+        v: (B, m, K, D), same dtype; head stride 0 where rows are slots of a message.
         out: (B, n, H, D), any floating dtype; changed in place at the queries of the cells.
-        lse: (B, H, n) float32, natural log; changed likewise. -inf: nothing seen yet.
+        lse: (B, H, n) float32, natural log; changed in place at the queries of the cells.
+            -inf: nothing seen yet.
         cells: built for the block_m of `config`.
         is_causal: as the tiles of `cells`.
         scale: factor on the scores.

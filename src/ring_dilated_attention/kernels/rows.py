@@ -164,7 +164,7 @@ def add_rows(totals: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], *, s
 
     Args:
         totals: (outer, inner, rows, head_dim) views, any floating dtype but float64; disjoint.
-        parts: likewise.
+        parts: views of the same shapes, any floating dtype but float64.
         store: whether to write the parts instead, without reading the totals.
     """
     alike: dict[Any, list[torch.Tensor]] = {}
@@ -185,7 +185,7 @@ def row_sums(dout: torch.Tensor, out: torch.Tensor, delta: torch.Tensor) -> None
 
     Args:
         dout: (outer, inner, rows, head_dim) view, any floating dtype but float64.
-        out: likewise.
+        out: view of the same shape, any floating dtype but float64.
         delta: (outer, inner, rows) view, float32.
     """
     grid, numbers, constants = _launch(dout, out)

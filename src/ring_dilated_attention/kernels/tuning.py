@@ -16,7 +16,7 @@ class LaunchConfig:
 
     Attributes:
         block_m: queries per block, a power of two >= 16.
-        block_n: keys per block, likewise.
+        block_n: keys per block, a power of two >= 16.
         num_warps: warps per program.
         num_stages: key (dkdv: query) blocks in flight.
     """
@@ -81,7 +81,7 @@ def default_config(
         head_dim: of the tensors, at most 256.
         dtype: of q, k, v.
         queries: most queries in a tile: blocks need not be larger.
-        keys: most keys in a tile, likewise.
+        keys: most keys in a tile: blocks need not be larger.
 
     Returns:
         The configuration of the table, its blocks shrunk to the longest tile.

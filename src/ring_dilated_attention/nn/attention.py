@@ -31,9 +31,14 @@ class DilatedAttention(nn.Module):
         group: the ranks that share each sequence: a ProcessGroup, a 1-D DeviceMesh, or None for
             one process.
         layout: which positions each rank holds; None means contiguous equal shards.
-        branch_gradients: ``"exact"``, or ``"detached"``: see `detached_dilated_attention`.
-        exchange: how remote rows travel; see `dilated_attention`.
-        backend: which kernels compute; see `dilated_attention`.
+        branch_gradients: ``"exact"``, the default, differentiates the whole function;
+            ``"detached"`` has no gradient through the weights that mix the branches, as in
+            torchscale.
+        exchange: ``"ring"`` keeps one message in flight during compute and holds the rows of at
+            most two remote shards; ``"gather"`` starts all transfers at once and holds them all;
+            ``"auto"``, the default, gathers where all of them are at most the size of a shard.
+        backend: kernels that compute the tiles, one of `tiles.BACKENDS`; ``"auto"``, the default,
+            takes the fastest one that supports the tensors, and any other name is used or refused.
 
     Raises:
         TypeError: `pattern` is not a `DilatedPattern`.
@@ -83,17 +88,22 @@ class DilatedAttention(nn.Module):
             query: shape (batch, local_sequence, heads, head_dim).
             key: shape (batch, local_sequence, kv_heads, head_dim); kv_heads divides heads.
             value: the shape of `key`.
-            documents: cumulative lengths of packed documents; see `dilated_attention`.
-            lengths: valid positions of each row of the batch; see `dilated_attention`.
+            documents: cumulative lengths ``[0, ..., n]`` of documents packed in the whole sequence
+                of n positions (not in this rank's shard): ints, or a 1-D int32 or int64 tensor;
+                attention never crosses their borders. None: one document.
+            lengths: (batch,) ints: row b of the batch holds that many valid positions of the whole
+                sequence and padding behind them. None: no padding.
             key_padding_mask: the local shard of a right padding, bool, shape (batch,
-                local_sequence), True where a position is padding; see `dilated_attention`.
+                local_sequence), True where a position is padding. It costs a wait for the device
+                and two small collectives, which `lengths` saves.
 
         Returns:
             The shape and dtype of `query`.
 
         Raises:
-            TypeError: see `dilated_attention`.
-            ValueError: see `dilated_attention`.
+            TypeError: an argument has the wrong type.
+            ValueError: an argument is not supported, or the ranks disagree about one; raised on
+                every rank, naming the ranks at fault.
         """
         out: Tensor = self._attend(
             query,
@@ -135,18 +145,27 @@ class MultiheadDilatedAttention(nn.Module):
         num_heads: query heads; divides `embed_dim`.
         segment_lengths: one per branch, in positions; None means the whole document.
         dilation_rates: one per branch, in positions.
-        head_offsets: see `DilatedPattern`.
-        head_branches: see `DilatedPattern`.
-        zero_keys: see `DilatedPattern`.
-        branch_gradients: ``"exact"``, or ``"detached"``: see `detached_dilated_attention`.
+        head_offsets: offset of KV head h of H in a branch of rate r: ``"interleaved"``, the
+            default, is h mod r (the LongNet paper), ``"blocked"`` is h // ceil(H / r)
+            (torchscale).
+        head_branches: ``"all"``, the default: every head runs every branch (the paper);
+            ``"split"``: the heads are cut into one contiguous group per branch.
+        zero_keys: whether short cells are filled up with keys of score 0 and value 0, as
+            torchscale pads them. Default False (the paper).
+        branch_gradients: ``"exact"``, the default, differentiates the whole function;
+            ``"detached"`` has no gradient through the weights that mix the branches, as in
+            torchscale.
         num_kv_heads: key and value heads, a divisor of `num_heads`; None means `num_heads`.
         bias: whether the four projections have a bias.
         layer_norm: whether to normalise the concatenated heads (MAGNETO's sub-LN).
         layer_norm_eps: its epsilon.
         gamma_init: MAGNETO's gain at initialisation.
         scale: factor on the logits; None means ``head_dim ** -0.5``.
-        exchange: how remote rows travel; see `dilated_attention`.
-        backend: which kernels compute; see `dilated_attention`.
+        exchange: ``"ring"`` keeps one message in flight during compute and holds the rows of at
+            most two remote shards; ``"gather"`` starts all transfers at once and holds them all;
+            ``"auto"``, the default, gathers where all of them are at most the size of a shard.
+        backend: kernels that compute the tiles, one of `tiles.BACKENDS`; ``"auto"``, the default,
+            takes the fastest one that supports the tensors, and any other name is used or refused.
         device: where to make the parameters.
         dtype: of the parameters.
 
@@ -254,11 +273,15 @@ class MultiheadDilatedAttention(nn.Module):
             need_weights: must be False: the weights are never formed.
             attn_mask: must be None: the pattern and `is_causal` are the only masks.
             key_padding_mask: the local shard of a right padding, bool, shape (batch,
-                local_sequence), True where a position is padding; see `dilated_attention`. Heads
+                local_sequence), True where a position is padding. It costs a wait for the device
+                and two small collectives, which `lengths` saves. Heads
                 are 0 in padded positions, so the output there is that of `combine` for zeros.
-            documents: cumulative lengths of packed documents; see `dilated_attention`, and
-                `document_positions` for `rope`.
-            lengths: valid positions of each row of the batch; see `dilated_attention`.
+            documents: cumulative lengths ``[0, ..., n]`` of documents packed in the whole sequence
+                of n positions (not in this rank's shard): ints, or a 1-D int32 or int64 tensor;
+                attention never crosses their borders. None: one document. `document_positions`
+                gives the positions for `rope`.
+            lengths: (batch,) ints: row b of the batch holds that many valid positions of the whole
+                sequence and padding behind them. None: no padding.
             rope: applied to the projected query and key, shape (batch, local_sequence, heads or
                 kv_heads, head_dim), and returns that shape; a `Rotation` is one.
             group: the ranks that share each sequence: a ProcessGroup, a 1-D DeviceMesh, or None
@@ -270,7 +293,7 @@ class MultiheadDilatedAttention(nn.Module):
             where `nn.MultiheadAttention` returns its weights.
 
         Raises:
-            TypeError: see `dilated_attention`.
+            TypeError: an argument has the wrong type.
             ValueError: `attn_mask` or the weights are asked for, a shape does not fit, and see
                 `dilated_attention`.
         """

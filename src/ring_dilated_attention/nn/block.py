@@ -41,8 +41,10 @@ class Block(nn.Module, ABC):
         Args:
             hidden: shape (batch, local_sequence, embed_dim).
             tables: what the heads of a row need beside it, shape (local_sequence, ...).
-            checkpoint: see `LongNet` and `SlideEncoder`.
-            chunk_rows: likewise.
+            checkpoint: what backward finds of the block's activations: ``"none"``, ``"full"`` or
+                ``"keep_attention"``.
+            chunk_rows: what treats every row alone is done in chunks of so many rows; None does
+                all at once.
             options: further keyword arguments of `MultiheadDilatedAttention.attend`.
 
         Returns:

@@ -23,8 +23,11 @@ class LongNetConfig:
         ffn_dim: width of the hidden layer of the MLP.
         segment_lengths: one per branch of the pattern, in positions; None means the whole document.
         dilation_rates: one per branch of the pattern, in positions.
-        head_offsets: see `DilatedPattern`.
-        head_branches: see `DilatedPattern`.
+        head_offsets: offset of KV head h of H in a branch of rate r: ``"interleaved"``, the
+            default, is h mod r (the LongNet paper), ``"blocked"`` is h // ceil(H / r)
+            (torchscale).
+        head_branches: ``"all"``, the default: every head runs every branch (the paper);
+            ``"split"``: the heads are cut into one contiguous group per branch.
         rope_theta: base of the rotary wavelengths.
         norm_eps: epsilon of the layer norms.
 

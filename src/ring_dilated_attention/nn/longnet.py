@@ -41,8 +41,11 @@ class LongNet(nn.Module):
 
     Args:
         config: the shape of the model.
-        exchange: how remote rows travel; see `dilated_attention`.
-        backend: which kernels compute; see `dilated_attention`.
+        exchange: ``"ring"`` keeps one message in flight during compute and holds the rows of at
+            most two remote shards; ``"gather"`` starts all transfers at once and holds them all;
+            ``"auto"``, the default, gathers where all of them are at most the size of a shard.
+        backend: kernels that compute the tiles, one of `tiles.BACKENDS`; ``"auto"``, the default,
+            takes the fastest one that supports the tensors, and any other name is used or refused.
         checkpoint: what backward finds of a block's activations, the rest of which it recomputes:
             ``"none"`` recomputes nothing, ``"full"`` the whole block, ``"keep_attention"`` all but
             its attention.
@@ -114,8 +117,10 @@ class LongNet(nn.Module):
 
         Args:
             tokens: the local shard, int64, shape (batch, local_sequence).
-            documents: cumulative lengths of documents packed in every sequence, in global
-                positions: see `dilated_attention`. Rotary positions restart at each.
+            documents: cumulative lengths ``[0, ..., n]`` of documents packed in the whole sequence
+                of n positions (not in this rank's shard): ints, or a 1-D int32 or int64 tensor;
+                attention never crosses their borders. None: one document. Rotary positions restart
+                at each.
             group: the ranks that share each sequence: a ProcessGroup, a 1-D DeviceMesh, or None
                 for one process.
             layout: which positions each rank holds; None means contiguous equal shards.
@@ -146,11 +151,13 @@ class LongNet(nn.Module):
         """Cross-entropy, in nats, summed over the local positions.
 
         Args:
-            tokens: see `forward`.
+            tokens: the local shard, int64, shape (batch, local_sequence).
             labels: the token that follows each of `tokens`, whichever rank holds it: like `tokens`.
-            documents: see `forward`; the last label of a document counts like any other.
-            group: see `forward`.
-            layout: see `forward`.
+            documents: cumulative lengths of documents packed in every sequence, in global
+                positions; the last label of a document counts like any other.
+            group: the ranks that share each sequence: a ProcessGroup, a 1-D DeviceMesh, or None
+                for one process.
+            layout: which positions each rank holds; None means contiguous equal shards.
 
         Returns:
             A scalar, summed in float32 (float64 for float64 parameters); 0 where there is no local

@@ -18,8 +18,11 @@ class LongNetBlock(Block):
 
     Args:
         config: the shape of the model.
-        exchange: how remote rows travel; see `dilated_attention`.
-        backend: which kernels compute; see `dilated_attention`.
+        exchange: ``"ring"`` keeps one message in flight during compute and holds the rows of at
+            most two remote shards; ``"gather"`` starts all transfers at once and holds them all;
+            ``"auto"`` gathers where all of them are at most the size of a shard.
+        backend: kernels that compute the tiles, one of `tiles.BACKENDS`; ``"auto"``, the default,
+            takes the fastest one that supports the tensors, and any other name is used or refused.
     """
 
     is_causal = True

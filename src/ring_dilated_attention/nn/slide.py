@@ -52,8 +52,11 @@ class SlideEncoder(nn.Module):
 
     Args:
         config: the shape of the encoder.
-        exchange: how remote rows travel; see `dilated_attention`.
-        backend: which kernels compute; see `dilated_attention`.
+        exchange: ``"ring"`` keeps one message in flight during compute and holds the rows of at
+            most two remote shards; ``"gather"`` starts all transfers at once and holds them all;
+            ``"auto"``, the default, gathers where all of them are at most the size of a shard.
+        backend: kernels that compute the tiles, one of `tiles.BACKENDS`; ``"auto"``, the default,
+            takes the fastest one that supports the tensors, and any other name is used or refused.
         checkpoint: what backward finds of a block's activations, the rest of which it recomputes:
             ``"none"`` recomputes the GELU of its MLP and the norm behind it alone, ``"full"`` the
             whole block, ``"keep_attention"`` all but its attention.
@@ -115,7 +118,7 @@ class SlideEncoder(nn.Module):
             features: shape (batch, local_tiles, in_dim), floating.
             coordinates: where the tiles are, shape (batch, local_tiles, 2), integer or floating.
             lengths: (batch,) ints, how many tiles each slide of the batch has, where slides are
-                padded at their ends; see `dilated_attention`. None: all of them.
+                padded at their ends. None: all of them.
             group: the ranks that share each slide: a ProcessGroup, a 1-D DeviceMesh, or None for
                 one process.
             layout: which positions each rank holds, of one more than a slide has tiles; None means

@@ -22,9 +22,14 @@ class SlideEncoderConfig:
         ffn_dim: width of the hidden layer of the MLP.
         segment_lengths: one per branch of the pattern, in positions; None means the whole slide.
         dilation_rates: one per branch of the pattern, in positions.
-        head_offsets: see `DilatedPattern`.
-        zero_keys: see `DilatedPattern`.
-        branch_gradients: ``"exact"``, or ``"detached"``: see `detached_dilated_attention`.
+        head_offsets: offset of KV head h of H in a branch of rate r: ``"interleaved"``, the
+            default, is h mod r (the LongNet paper), ``"blocked"`` is h // ceil(H / r)
+            (torchscale).
+        zero_keys: whether short cells are filled up with keys of score 0 and value 0, as
+            torchscale pads them. Default False (the paper).
+        branch_gradients: ``"exact"``, the default, differentiates the whole function;
+            ``"detached"`` has no gradient through the weights that mix the branches, as in
+            torchscale.
         tile_size: coordinates are in units of which so many make a tile.
         norm_eps: epsilon of the layer norms.
 

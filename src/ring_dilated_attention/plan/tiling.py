@@ -61,8 +61,8 @@ class PackedTiles(NamedTuple):
         branch: as of a `Tile`.
         heads: as of a `Tile`.
         is_causal: as of a `Tile`.
-        stride: of the rows of each.
-        head_stride: likewise.
+        stride: of the rows of each, in local rows.
+        head_stride: from one head of each to the next, in local rows.
         starts: of each tile, the first local row of its first head.
         lengths: of each tile, the rows of a head.
     """

@@ -42,7 +42,8 @@ class Selection:
         backend: the back end; None: the table-driven kernel computes them all.
         forward_table_flops: kernel calls of forward of at most so many operations go to the
             table-driven kernel.
-        backward_table_flops: likewise of backward, where operations are counted as in forward.
+        backward_table_flops: kernel calls of backward of at most so many operations, counted as
+            those of forward, go to the table-driven kernel.
     """
 
     backend: TileBackend | None

@@ -62,12 +62,17 @@ class TrainConfig:
         keep: how many of the newest checkpoints to keep.
         layout: how a sequence is cut over its ranks, ``"contiguous"`` or ``"zigzag"``.
         sequence_ranks: ranks that share a sequence; None means all.
-        exchange: how remote rows travel; see `dilated_attention`.
-        backend: which kernels compute; see `dilated_attention`.
+        exchange: ``"ring"`` keeps one message in flight during compute and holds the rows of at
+            most two remote shards; ``"gather"`` starts all transfers at once and holds them all;
+            ``"auto"``, the default, gathers where all of them are at most the size of a shard.
+        backend: kernels that compute the tiles, one of `tiles.BACKENDS`; ``"auto"``, the default,
+            takes the fastest one that supports the tensors, and any other name is used or refused.
         device: ``"auto"`` (CUDA where there is one), ``"cpu"`` or ``"cuda"``.
         precision: ``"float32"``, or ``"bfloat16"`` for autocast around the model.
-        checkpoint: which activations are kept for backward; see `LongNet`.
-        checkpoint_blocks: the input of one block in so many is kept; see `LongNet`.
+        checkpoint: which activations are kept for backward: ``"none"`` recomputes nothing,
+            ``"full"`` the whole block, ``"keep_attention"`` all but its attention.
+        checkpoint_blocks: with ``"keep_attention"``, the input of one block in so many is kept;
+            those between are recomputed. Default 1.
         chunk_rows: rows of a chunk of all that treats every row alone; None is all at once; see
             `LongNet`.
         timeout: seconds that a rank waits for another one before the run fails; None means

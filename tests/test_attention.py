@@ -1,5 +1,7 @@
 """The sharded function against the reference, every rank inside this process."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -288,7 +290,7 @@ def test_autocast_casts_as_for_sdpa():
     pattern = DilatedPattern([4], [1])
     leaves = torch.randn(3, 1, 12, 2, 8).unbind(0)
 
-    def run(*tensors: torch.Tensor, autocast: bool, backend: str) -> list[torch.Tensor]:
+    def run(*tensors: torch.Tensor, autocast: bool, backend: Any) -> list[torch.Tensor]:
         query, key, value = (x.clone().requires_grad_() for x in tensors)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             out = dilated_attention(query, key, value, pattern, backend=backend)

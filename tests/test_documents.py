@@ -333,7 +333,7 @@ GLOO = [
         is_causal=is_causal,
         documents=documents,
         lengths=lengths,
-        exchange=exchange,
+        exchange=exchange,  # type: ignore[arg-type]
     )
     for name, is_causal, exchange in (("zigzag", True, "ring"), ("uneven", False, "gather"))
     for documents in (None, (0, 7, 8, 36, 37))

@@ -399,4 +399,4 @@ def test_model_takes_exchange_and_backend() -> None:
     attention = next(m for m in model.modules() if isinstance(m, MultiheadDilatedAttention))
     assert (attention.exchange, attention.backend) == ("gather", "eager")
     with pytest.raises(ValueError, match="backend must be one of"):
-        LongNet(config, backend="quick")
+        LongNet(config, backend="quick")  # type: ignore[arg-type]

@@ -53,8 +53,8 @@ def test_bad_branches_are_refused(arguments, error, message):
 
 def test_unknown_options_list_the_valid_ones():
     with pytest.raises(ValueError, match=r"head_offsets must be one of 'interleaved', 'blocked'"):
-        DilatedPattern([4], [1], head_offsets="random")
+        DilatedPattern([4], [1], head_offsets="random")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"head_branches must be one of 'all', 'split'"):
-        DilatedPattern([4], [1], head_branches="some")
+        DilatedPattern([4], [1], head_branches="some")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="must keep its default"):
         DilatedPattern([4], [1], head_offsets="blocked", head_branches="split")

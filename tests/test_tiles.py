@@ -1,9 +1,17 @@
+from typing import get_args
+
 import pytest
 import torch
 
 from ring_dilated_attention.checks.testing import relative_error
 from ring_dilated_attention.engine import readable_in_backward
-from ring_dilated_attention.tiles import BACKENDS, TileGradients, TileInputs, select_backend
+from ring_dilated_attention.tiles import (
+    BACKENDS,
+    Backend,
+    TileGradients,
+    TileInputs,
+    select_backend,
+)
 from ring_dilated_attention.tiles.eager import EAGER
 from ring_dilated_attention.tiles.sdpa import in_one_layout
 
@@ -100,3 +108,7 @@ def test_a_packed_query_is_copied_once_for_a_kernel_that_wants_one_layout():
         assert found[1].is_contiguous() is is_copied
         assert torch.equal(found[1], query)
         assert [x.data_ptr() for x in found[2:4]] == [key.data_ptr(), value.data_ptr()]
+
+
+def test_the_type_of_backend_names_every_one():
+    assert set(get_args(Backend)) == set(BACKENDS)

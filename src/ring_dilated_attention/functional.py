@@ -7,7 +7,7 @@ what is cached, looked up or shared with other ranks happens when the operator r
 from __future__ import annotations
 
 import sys
-from typing import Literal, overload
+from typing import Literal, TypeAlias, get_args, overload
 
 import torch
 
@@ -27,10 +27,11 @@ from .exchange import (
 from .layout import SequenceLayout
 from .pattern import DilatedPattern, check_choice, in_brief, shape_in_brief
 from .resolve import Options, shared_words
-from .tiles import BACKENDS
+from .tiles import BACKENDS, Backend
 from .torch_op import FORWARD
 
-EXCHANGES = ("auto", "ring", "gather")
+Schedule: TypeAlias = Literal["auto", "ring", "gather"]
+EXCHANGES: tuple[str, ...] = get_args(Schedule)
 MOST_SCALE = 2.0**64
 """Scores of ordinary inputs times this are finite in float32; beyond, they would turn into NaN."""
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -50,8 +51,8 @@ def dilated_attention(
     key_padding_mask: torch.Tensor | None = None,
     group: Group = None,
     layout: SequenceLayout | None = None,
-    exchange: str = "auto",
-    backend: str = "auto",
+    exchange: Schedule = "auto",
+    backend: Backend = "auto",
     workspace: float | None = None,
     return_lse: Literal[False] = False,
 ) -> torch.Tensor: ...
@@ -71,8 +72,8 @@ def dilated_attention(
     key_padding_mask: torch.Tensor | None = None,
     group: Group = None,
     layout: SequenceLayout | None = None,
-    exchange: str = "auto",
-    backend: str = "auto",
+    exchange: Schedule = "auto",
+    backend: Backend = "auto",
     workspace: float | None = None,
     return_lse: Literal[True],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
@@ -91,8 +92,8 @@ def dilated_attention(
     key_padding_mask: torch.Tensor | None = None,
     group: Group = None,
     layout: SequenceLayout | None = None,
-    exchange: str = "auto",
-    backend: str = "auto",
+    exchange: Schedule = "auto",
+    backend: Backend = "auto",
     workspace: float | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:

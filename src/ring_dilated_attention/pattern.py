@@ -10,10 +10,12 @@ import operator
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
-HEAD_OFFSETS = ("interleaved", "blocked")
-HEAD_BRANCHES = ("all", "split")
+HeadOffsets: TypeAlias = Literal["interleaved", "blocked"]
+HeadBranches: TypeAlias = Literal["all", "split"]
+HEAD_OFFSETS: tuple[str, ...] = get_args(HeadOffsets)
+HEAD_BRANCHES: tuple[str, ...] = get_args(HeadBranches)
 
 
 class Branch(NamedTuple):
@@ -134,8 +136,8 @@ class DilatedPattern:
 
     segment_lengths: tuple[int | None, ...]
     dilation_rates: tuple[int, ...]
-    head_offsets: str
-    head_branches: str
+    head_offsets: HeadOffsets
+    head_branches: HeadBranches
     zero_keys: bool
 
     def __init__(
@@ -143,8 +145,8 @@ class DilatedPattern:
         segment_lengths: Sequence[int | None],
         dilation_rates: Sequence[int],
         *,
-        head_offsets: str = "interleaved",
-        head_branches: str = "all",
+        head_offsets: HeadOffsets = "interleaved",
+        head_branches: HeadBranches = "all",
         zero_keys: bool = False,
     ) -> None:
         for name, values in (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -16,7 +16,7 @@ from .caches import INT_BYTES, cache_by_size
 from .documents import SHOWN, in_words, packed_rows
 from .exchange import Exchange, Shared
 from .layout import SequenceLayout
-from .pattern import DilatedPattern
+from .pattern import DilatedPattern, HeadBranches, HeadOffsets
 from .plan import AttentionPlan, RankPlan, plan_attention
 from .tiles import Selection, select_backend
 
@@ -272,8 +272,8 @@ def _pattern(options: Options) -> DilatedPattern:
     return DilatedPattern(
         [length or None for length in options.segment_lengths],
         options.dilation_rates,
-        head_offsets=options.head_offsets,
-        head_branches=options.head_branches,
+        head_offsets=cast("HeadOffsets", options.head_offsets),
+        head_branches=cast("HeadBranches", options.head_branches),
         zero_keys=options.zero_keys,
     )
 

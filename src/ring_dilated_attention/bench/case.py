@@ -10,6 +10,7 @@ from ..checks import check_pattern, check_size
 from ..layout import SequenceLayout
 from ..pattern import DilatedPattern, check_choice
 from ..plan import TensorSize, flops, plan_attention
+from ..tiles import Backend
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
@@ -43,7 +44,7 @@ class Case:
     batch: int = 1
     dtype: str = "bfloat16"
     is_causal: bool = False
-    backend: str = "auto"
+    backend: Backend = "auto"
 
     def __post_init__(self) -> None:
         for name in ("length", "heads", "head_dim", "batch"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..checks import RANK_TIMEOUT, check_seconds, check_size
-from ..functional import EXCHANGES
+from ..functional import EXCHANGES, Schedule
 from ..pattern import check_choice
 from . import measure
 from .ring_peers import LAYOUTS, PEERS
@@ -47,7 +47,7 @@ class RanksOptions:
     scaling: str = "strong"
     peers: tuple[str, ...] = ()
     layout: str = "auto"
-    exchange: str = "auto"
+    exchange: Schedule = "auto"
     device: str = "auto"
     repeats: int = 10
     seconds: float = 10.0

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..exchange import Group, ProcessGroupExchange
-from ..functional import dilated_attention
+from ..functional import Schedule, dilated_attention
 from ..layout import SequenceLayout
 from ..pattern import DilatedPattern, check_choice
 from .case import Case
@@ -67,7 +67,7 @@ def ring_contender(
     device: torch.device,
     *,
     layout: str = "auto",
-    exchange: str = "auto",
+    exchange: Schedule = "auto",
 ) -> RingContender:
     """What `name` (`OURS`, or one of `PEERS`) runs for a case on one rank of a group.
 
@@ -110,7 +110,7 @@ def even_layout(case: Case, size: int) -> SequenceLayout:
     return deal(case.length, size)
 
 
-def _ours(case: Case, group: Group, size: int, layout: str, exchange: str) -> RingContender:
+def _ours(case: Case, group: Group, size: int, layout: str, exchange: Schedule) -> RingContender:
     check_choice("layout", layout, LAYOUTS)
     if layout == "auto":
         dealt = even_layout(case, size)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checks import check_output
-from ..pattern import DilatedPattern
+from ..pattern import DilatedPattern, HeadOffsets
 from . import report
 from .case import Case
 from .patterns import named_case, named_pattern
@@ -23,7 +23,7 @@ def sweep(
     patterns: Sequence[str] = (),
     segment_lengths: Sequence[int | None] | None = None,
     dilation_rates: Sequence[int] | None = None,
-    head_offsets: str | None = None,
+    head_offsets: HeadOffsets | None = None,
     lengths: Sequence[int] = (),
     heads: Sequence[int] = (),
     kv_heads: Sequence[int] = (),

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ..exchange import Exchange
-from ..functional import dilated_attention
+from ..functional import Schedule, dilated_attention
 from ..layout import SequenceLayout
 from ..pattern import DilatedPattern
 from ..plan import TensorSize, plan_attention, traffic
-from ..tiles import accumulate_dtype
+from ..tiles import Backend, accumulate_dtype
 from .reference import reference_attention
 from .testing import world_exchange
 from .view_kinds import ViewKind
@@ -51,8 +51,8 @@ class Case:
     documents: tuple[int, ...] | None = None
     lengths: tuple[int, ...] | None = None
     dtype: torch.dtype = torch.float64
-    exchange: str = "auto"
-    backend: str = "auto"
+    exchange: Schedule = "auto"
+    backend: Backend = "auto"
     seed: int = 0
     device: str = "cpu"
     views: tuple[ViewKind, ...] = ()

@@ -1,11 +1,16 @@
 """`rda plan` and `rda simulate`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from .common import app, documents_of, ints_of, lengths_of, reported_errors
+
+if TYPE_CHECKING:
+    from ..functional import Schedule
+    from ..pattern import HeadBranches, HeadOffsets
+    from ..tiles import Backend
 
 Length = Annotated[int, typer.Option(help="Global length of the sequence, in positions.")]
 Ranks = Annotated[int, typer.Option(help="World size.")]
@@ -67,8 +72,8 @@ def plan(
             DilatedPattern(
                 lengths_of(segment_lengths),
                 ints_of(dilation_rates),
-                head_offsets=head_offsets,
-                head_branches=head_branches,
+                head_offsets=cast("HeadOffsets", head_offsets),
+                head_branches=cast("HeadBranches", head_branches),
             ),
             length=length,
             world_size=ranks,
@@ -153,8 +158,8 @@ def simulate(
             head_dim=head_dim,
             batch=batch,
             dtype=dtype,
-            exchange=exchange,
-            backend=backend,
+            exchange=cast("Schedule", exchange),
+            backend=cast("Backend", backend),
             device=device,
             seed=seed,
             backward=backward,

@@ -27,8 +27,10 @@ from ..checks import (
     check_size,
     simulate,
 )
+from ..functional import Schedule
 from ..pattern import DilatedPattern, check_choice
 from ..plan import Memory
+from ..tiles import Backend
 from .run_plan import (
     DTYPES,
     LAYOUTS,
@@ -66,8 +68,8 @@ def run(
     head_dim: int,
     batch: int,
     dtype: str,
-    exchange: str,
-    backend: str,
+    exchange: Schedule,
+    backend: Backend,
     device: str,
     seed: int | None,
     backward: bool,

@@ -30,7 +30,7 @@ from ..functional import autocast_inputs, validate_options, validate_tensors
 from ..layout import SequenceLayout
 from ..pattern import DilatedPattern
 from ..plan import TileGroup, plan_attention, replicated_groups, replicated_zero_keys
-from ..tiles import accumulate_dtype, select_backend
+from ..tiles import Backend, accumulate_dtype, select_backend
 from ..torch_op import apply_function, once_differentiable, refuse_tangents
 
 _NAME = "replicated_query_attention"
@@ -113,7 +113,7 @@ def replicated_query_attention(
     scale: float | None = None,
     group: Group = None,
     layout: SequenceLayout | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
     return_lse: Literal[False] = False,
 ) -> torch.Tensor: ...
 
@@ -130,7 +130,7 @@ def replicated_query_attention(
     scale: float | None = None,
     group: Group = None,
     layout: SequenceLayout | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
     return_lse: Literal[True],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
@@ -146,7 +146,7 @@ def replicated_query_attention(
     scale: float | None = None,
     group: Group = None,
     layout: SequenceLayout | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Some rows of `dilated_attention`, for a query that every rank of the group holds whole.
@@ -227,7 +227,7 @@ def _attend(
     scale: float | None,
     group: Group,
     layout: SequenceLayout | None,
-    backend: str,
+    backend: Backend,
     return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Validate, plan, agree, run."""
@@ -304,7 +304,7 @@ def _make_call(
     scale: float | None,
     ends: Exchange,
     layout: SequenceLayout,
-    backend: str,
+    backend: Backend,
 ) -> tuple[_Call, dict[str, Any]]:
     """The call, and what must be equal on all ranks, in words for the message."""
     batch, _, num_heads, head_dim = query.shape

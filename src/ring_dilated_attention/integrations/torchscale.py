@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from ..branch_gradients import branch_function
 from ..exchange import Group
-from ..functional import EXCHANGES
+from ..functional import EXCHANGES, Schedule
 from ..layout import SequenceLayout
 from ..nn import check_head_sizes
-from ..pattern import DilatedPattern, check_choice, check_positive_float
-from ..tiles import BACKENDS
+from ..pattern import DilatedPattern, HeadOffsets, check_choice, check_positive_float
+from ..tiles import BACKENDS, Backend
 
 _SUBMODULES = ("q_proj", "k_proj", "v_proj", "out_proj", "inner_attn_ln")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -83,11 +83,11 @@ class DilatedAttention(nn.Module):
         *,
         group: Group = None,
         layout: SequenceLayout | None = None,
-        head_offsets: str = "blocked",
+        head_offsets: HeadOffsets = "blocked",
         zero_keys: bool = True,
         branch_gradients: str = "detached",
-        exchange: str = "auto",
-        backend: str | None = None,
+        exchange: Schedule = "auto",
+        backend: Backend | None = None,
     ) -> None:
         super().__init__()
         if encoder_decoder_attention or not self_attention:

@@ -34,9 +34,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from ..exchange import Group, resolve_exchange
-from ..functional import dilated_attention, validate_options
+from ..functional import Schedule, dilated_attention, validate_options
 from ..layout import SequenceLayout
 from ..pattern import DilatedPattern
+from ..tiles import Backend
 from .transformers_call import ARGUMENT, Call, Settings, by_name, check_loss_arguments, prepared
 
 NAME = ARGUMENT
@@ -71,8 +72,8 @@ def set_attention(
     *,
     group: Group = None,
     layout: SequenceLayout | None = None,
-    exchange: str = "auto",
-    backend: str = "auto",
+    exchange: Schedule = "auto",
+    backend: Backend = "auto",
 ) -> None:
     """Give a model this package's attention, with these settings; again, to change them.
 

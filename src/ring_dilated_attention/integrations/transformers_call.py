@@ -16,9 +16,11 @@ from torch import Tensor, nn
 
 from ..documents import as_ints, document_borders, in_words
 from ..exchange import Exchange, Group, agree, lengths_of_mask, resolve_exchange
+from ..functional import Schedule
 from ..layout import SequenceLayout
 from ..nn import document_positions
 from ..pattern import DilatedPattern
+from ..tiles import Backend
 
 ARGUMENT = "ring_dilated_attention"
 """The keyword argument by which a `Call` goes from the model to each of its attention modules."""
@@ -43,8 +45,8 @@ class Settings:
     pattern: DilatedPattern
     group: Group
     layout: SequenceLayout | None
-    exchange: str
-    backend: str
+    exchange: Schedule
+    backend: Backend
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Settings:
         return self  # a copy of the model belongs to the same ranks

@@ -9,9 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from ..branch_gradients import branch_function
-from ..functional import EXCHANGES
-from ..pattern import DilatedPattern, check_choice, check_positive_float, in_brief
-from ..tiles import BACKENDS
+from ..functional import EXCHANGES, Schedule
+from ..pattern import (
+    DilatedPattern,
+    HeadBranches,
+    HeadOffsets,
+    check_choice,
+    check_positive_float,
+    in_brief,
+)
+from ..tiles import BACKENDS, Backend
 from .checks import check_head_sizes, check_rows
 from .norm import LayerNorm
 
@@ -54,8 +61,8 @@ class DilatedAttention(nn.Module):
         group: Group = None,
         layout: SequenceLayout | None = None,
         branch_gradients: str = "exact",
-        exchange: str = "auto",
-        backend: str = "auto",
+        exchange: Schedule = "auto",
+        backend: Backend = "auto",
     ) -> None:
         super().__init__()
         if not isinstance(pattern, DilatedPattern):
@@ -182,8 +189,8 @@ class MultiheadDilatedAttention(nn.Module):
         *,
         segment_lengths: Sequence[int | None],
         dilation_rates: Sequence[int],
-        head_offsets: str = "interleaved",
-        head_branches: str = "all",
+        head_offsets: HeadOffsets = "interleaved",
+        head_branches: HeadBranches = "all",
         zero_keys: bool = False,
         branch_gradients: str = "exact",
         num_kv_heads: int | None = None,
@@ -192,8 +199,8 @@ class MultiheadDilatedAttention(nn.Module):
         layer_norm_eps: float = 1e-5,
         gamma_init: float = 1.0,
         scale: float | None = None,
-        exchange: str = "auto",
-        backend: str = "auto",
+        exchange: Schedule = "auto",
+        backend: Backend = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..pattern import DilatedPattern, check_positive_float, check_positive_int
+from ..pattern import (
+    DilatedPattern,
+    HeadBranches,
+    HeadOffsets,
+    check_positive_float,
+    check_positive_int,
+)
 from .checks import check_head_sizes
 from .rope import RotaryEmbedding
 
@@ -44,8 +50,8 @@ class LongNetConfig:
     ffn_dim: int
     segment_lengths: Sequence[int | None]
     dilation_rates: Sequence[int]
-    head_offsets: str = "interleaved"
-    head_branches: str = "all"
+    head_offsets: HeadOffsets = "interleaved"
+    head_branches: HeadBranches = "all"
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
 

@@ -7,6 +7,8 @@ import math
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..functional import Schedule
+from ..tiles import Backend
 from .attention import MultiheadDilatedAttention
 from .block import Block
 from .checkpoint import run_checkpointed
@@ -33,7 +35,7 @@ class EncoderBlock(Block):
     attention_norm: LayerNorm
     mlp_norm: LayerNorm
 
-    def __init__(self, config: SlideEncoderConfig, *, exchange: str, backend: str) -> None:
+    def __init__(self, config: SlideEncoderConfig, *, exchange: Schedule, backend: Backend) -> None:
         super().__init__()
         width, eps = config.embed_dim, config.norm_eps
         self.gain = math.sqrt(math.log(2 * config.num_layers))

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from ..documents import Integers, as_ints, document_borders
 from ..exchange import Exchange, Group, agree, resolve_exchange
-from ..functional import autocast_inputs
+from ..functional import Schedule, autocast_inputs
 from ..layout import SequenceLayout
 from ..pattern import check_positive_int, in_brief, shape_in_brief
+from ..tiles import Backend
 from .checkpoint import check_checkpoint, run_checkpointed
 from .chunked import map_rows
 from .config import LongNetConfig
@@ -65,8 +66,8 @@ class LongNet(nn.Module):
         self,
         config: LongNetConfig,
         *,
-        exchange: str = "auto",
-        backend: str = "auto",
+        exchange: Schedule = "auto",
+        backend: Backend = "auto",
         checkpoint: str = "none",
         checkpoint_blocks: int = 1,
         chunk_rows: int | None = None,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..functional import Schedule
+from ..tiles import Backend
 from .attention import MultiheadDilatedAttention
 from .block import Block
 from .config import LongNetConfig
@@ -27,7 +29,7 @@ class LongNetBlock(Block):
 
     is_causal = True
 
-    def __init__(self, config: LongNetConfig, *, exchange: str, backend: str) -> None:
+    def __init__(self, config: LongNetConfig, *, exchange: Schedule, backend: Backend) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(config.embed_dim, eps=config.norm_eps)
         self.attention = MultiheadDilatedAttention(

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from ..documents import Integers, as_ints
 from ..exchange import Exchange, Group, agree, resolve_exchange
-from ..functional import autocast_inputs
+from ..functional import Schedule, autocast_inputs
 from ..layout import SequenceLayout
 from ..pattern import check_positive_int, in_brief
+from ..tiles import Backend
 from .checkpoint import check_checkpoint
 from .checks import check_rows
 from .chunked import map_rows
@@ -72,8 +73,8 @@ class SlideEncoder(nn.Module):
         self,
         config: SlideEncoderConfig,
         *,
-        exchange: str = "auto",
-        backend: str = "auto",
+        exchange: Schedule = "auto",
+        backend: Backend = "auto",
         checkpoint: str = "none",
         chunk_rows: int | None = None,
     ) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..branch_gradients import branch_function
-from ..pattern import DilatedPattern, check_positive_float, check_positive_int
+from ..pattern import DilatedPattern, HeadOffsets, check_positive_float, check_positive_int
 from .checks import check_head_sizes
 
 
@@ -45,7 +45,7 @@ class SlideEncoderConfig:
     ffn_dim: int = 3072
     segment_lengths: Sequence[int | None] = (1024, 5792, 32768, 185363, 1048576)
     dilation_rates: Sequence[int] = (1, 2, 4, 8, 16)
-    head_offsets: str = "interleaved"
+    head_offsets: HeadOffsets = "interleaved"
     zero_keys: bool = False
     branch_gradients: str = "exact"
     tile_size: float = 256.0

@@ -12,11 +12,12 @@ from .backend import (
     reads_separate_rows,
 )
 from .eager import accumulate_dtype
-from .select import BACKENDS, Selection, select_backend
+from .select import BACKENDS, Backend, Selection, select_backend
 
 __all__ = [
     "ALIGNMENT",
     "BACKENDS",
+    "Backend",
     "Selection",
     "TileBackend",
     "TileGradients",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import torch
 
@@ -21,6 +22,9 @@ _AUTO = (
 )  # by falling speed, forward and backward, on what each can compute
 _NAMED = {backend.name: backend for backend in (*_AUTO, EAGER)}
 
+Backend: TypeAlias = Literal[
+    "auto", "sdpa", "fa4", "cpu_flash", "cudnn", "flash", "efficient", "eager", "triton"
+]
 BACKENDS = ("auto", "sdpa", *_NAMED, TABLE_NAME)
 """Valid values of `backend`: ``auto`` takes what is fastest and can compute the tiles; ``sdpa`` the
 same among the kernels inside torch; a kernel's name takes that kernel or raises."""

@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ..functional import EXCHANGES
+from ..functional import EXCHANGES, Schedule
 from ..layout import SequenceLayout
 from ..nn import LongNetConfig, check_checkpoint
 from ..pattern import check_choice, check_positive_float, check_positive_int
-from ..tiles import BACKENDS
+from ..tiles import BACKENDS, Backend
 from .data import HELDOUT_FRACTION
 
 LAYOUTS = ("contiguous", "zigzag")
@@ -105,8 +105,8 @@ class TrainConfig:
     keep: int = 3
     layout: str = "zigzag"
     sequence_ranks: int | None = None
-    exchange: str = "auto"
-    backend: str = "auto"
+    exchange: Schedule = "auto"
+    backend: Backend = "auto"
     device: str = "auto"
     precision: str = "float32"
     checkpoint: str = "none"

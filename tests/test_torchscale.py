@@ -13,7 +13,7 @@ from ring_dilated_attention import DilatedPattern, SequenceLayout
 from ring_dilated_attention.checks import reference_attention, run_ranks
 from ring_dilated_attention.checks.testing import relative_error, run_loopback
 from ring_dilated_attention.integrations.torchscale import (
-    DilatedAttention,
+    TorchscaleDilatedAttention,
     replace_dilated_attention,
     set_layout,
 )
@@ -37,7 +37,7 @@ def config(**changes):
 
 def make(width=32, heads=8, *, subln=True, seed=0, args=None, **options):
     torch.manual_seed(seed)
-    module = DilatedAttention(
+    module = TorchscaleDilatedAttention(
         args or config(), width, heads, self_attention=True, subln=subln, **options
     )
     for parameter in module.parameters():
@@ -198,7 +198,7 @@ def test_replacing_keeps_weights_modes_and_results():
     assert before.keys() == after.keys()
     assert all(before[name] is after[name] for name in before)  # the very same Parameters
     attention = model[0].self_attn
-    assert isinstance(attention, DilatedAttention)
+    assert isinstance(attention, TorchscaleDilatedAttention)
     assert not attention.training
     assert model[1][0].self_attn is model[2].self_attn
     assert relative_error(model(x), want) < 1e-12
@@ -208,7 +208,7 @@ def test_replacing_keeps_weights_modes_and_results():
     assert replace_dilated_attention(model, layout=layout) == 2
     assert attention.layout is layout
     assert set_layout(model, None) == 2
-    layouts = [m.layout for m in model.modules() if isinstance(m, DilatedAttention)]
+    layouts = [m.layout for m in model.modules() if isinstance(m, TorchscaleDilatedAttention)]
     assert layouts == [None, None]
     with pytest.raises(TypeError, match="layout must be a SequenceLayout or None, got 3"):
         set_layout(model, 3)  # type: ignore[arg-type]
@@ -308,7 +308,7 @@ def test_every_argument_of_forward_is_honoured_or_refused():
     import inspect
 
     honoured = {"self", "is_causal"}
-    assert set(inspect.signature(DilatedAttention.forward).parameters) == (
+    assert set(inspect.signature(TorchscaleDilatedAttention.forward).parameters) == (
         honoured | set(FORWARD_REFUSALS)
     )
 
@@ -350,7 +350,7 @@ def test_construction_refuses(name):
         "subln": True,
     }
     with pytest.raises(kind, match=message):
-        DilatedAttention(**{**defaults, **arguments})
+        TorchscaleDilatedAttention(**{**defaults, **arguments})
 
 
 def test_dropout_is_refused_in_training_alone():
@@ -383,7 +383,7 @@ def test_a_padding_mask_is_honoured():
 
 def test_initial_weights():
     torch.manual_seed(0)
-    module = DilatedAttention(config(), 256, 8, self_attention=True)
+    module = TorchscaleDilatedAttention(config(), 256, 8, self_attention=True)
     module.reset_parameters()
     bound = (6 / 512) ** 0.5
     assert module.out_proj.weight.abs().max().item() == pytest.approx(bound, rel=0.01)

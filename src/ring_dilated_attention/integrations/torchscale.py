@@ -27,7 +27,7 @@ _SUBMODULES = ("q_proj", "k_proj", "v_proj", "out_proj", "inner_attn_ln")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-class DilatedAttention(nn.Module):
+class TorchscaleDilatedAttention(nn.Module):
     """torchscale's `DilatedAttention`, on one device or on a sequence sharded over many.
 
     By default it computes what weights trained with torchscale expect: blocked head offsets, cells
@@ -239,7 +239,7 @@ def replace_dilated_attention(
     layout: SequenceLayout | None = None,
     **options: Any,
 ) -> int:
-    """Put this package's `DilatedAttention` in the place of every one of torchscale's in a model.
+    """Replace every `DilatedAttention` of torchscale in a model by a `TorchscaleDilatedAttention`.
 
     The projections and the norm themselves go over, with their parameters, dtypes and devices, and
     so does the training mode: optimizers, state dicts and references to parameters stay valid. A
@@ -252,7 +252,7 @@ def replace_dilated_attention(
             one process.
         layout: which positions each rank holds; None means contiguous equal shards. `set_layout`
             changes it.
-        options: the keyword arguments behind `subln` of `DilatedAttention`.
+        options: the keyword arguments of `TorchscaleDilatedAttention` that come after `subln`.
 
     Returns:
         How many modules now are this package's.
@@ -264,10 +264,10 @@ def replace_dilated_attention(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {model!r}")
-    ours: list[DilatedAttention] = []
-    replacements: dict[nn.Module, DilatedAttention] = {}
+    ours: list[TorchscaleDilatedAttention] = []
+    replacements: dict[nn.Module, TorchscaleDilatedAttention] = {}
     for path, module in model.named_modules():
-        if isinstance(module, DilatedAttention):
+        if isinstance(module, TorchscaleDilatedAttention):
             ours.append(module)
         elif _is_torchscales(module):
             where = path or "the model itself"
@@ -287,7 +287,7 @@ def replace_dilated_attention(
 
 
 def set_layout(model: nn.Module, layout: SequenceLayout | None) -> int:
-    """Tell every `DilatedAttention` of a model which positions each rank holds from now on.
+    """Set which positions each rank holds from now on, in every module that was replaced.
 
     For sequences of other lengths than the last one's, whose shards are not equal.
 
@@ -303,7 +303,7 @@ def set_layout(model: nn.Module, layout: SequenceLayout | None) -> int:
     """
     if layout is not None and not isinstance(layout, SequenceLayout):
         raise TypeError(f"layout must be a SequenceLayout or None, got {layout!r}")
-    told = [module for module in model.modules() if isinstance(module, DilatedAttention)]
+    told = [module for module in model.modules() if isinstance(module, TorchscaleDilatedAttention)]
     for module in told:
         module.layout = layout
     return len(told)
@@ -320,7 +320,7 @@ def _is_torchscales(module: nn.Module) -> bool:
 
 def _replacement(
     where: str, old: Any, group: Group, layout: SequenceLayout | None, options: dict[str, Any]
-) -> DilatedAttention:
+) -> TorchscaleDilatedAttention:
     if type(old).__name__ != "DilatedAttention":
         raise ValueError(
             f"{where} is a {type(old).__name__}, a subclass of DilatedAttention that may compute "
@@ -333,7 +333,7 @@ def _replacement(
             f"got {', '.join(hooks)}"
         )
     with torch.device("meta"):
-        new = DilatedAttention(
+        new = TorchscaleDilatedAttention(
             old.args,
             old.embed_dim,
             old.num_heads,

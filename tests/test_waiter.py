@@ -67,7 +67,7 @@ def test_a_process_ends_in_order_with_a_wait_left_behind():
 import time
 from datetime import timedelta
 import torch.distributed as dist
-from ring_dilated_attention.waiter import Waiter
+from ring_dilated_attention.exchange.waiter import Waiter
 
 class Late:
     def __del__(self, sleep=time.sleep):

@@ -31,17 +31,8 @@ from ..functional import Schedule
 from ..pattern import DilatedPattern, check_choice
 from ..plan import Memory
 from ..tiles import Backend
-from .run_plan import (
-    DTYPES,
-    LAYOUTS,
-    SHOWN_ALL,
-    SHOWN_FEW,
-    in_bytes,
-    in_documents,
-    in_words,
-    make_table,
-    scaled,
-)
+from .plan_tables import in_bytes, make_table, scaled
+from .run_plan import DTYPES, LAYOUTS, SHOWN_ALL, SHOWN_FEW, in_documents, in_words
 
 MEMORY = tuple(field.name for field in fields(Memory))
 SHOWN_PROBLEMS = 8

@@ -1,12 +1,12 @@
 """The plan: from (pattern, layout) to what each rank computes and exchanges. Integers only.
 
-`documents` says where documents begin and end, `parts` what ranks hold and who shares a segment
-with whom, `tiling` turns that into tiles and messages, `zero_keys` counts keys that no rank holds,
-`attention` puts the plan of a rank together, `replicated` plans queries that every rank holds,
-`check` proves a plan, `costs` counts its bytes and operations.
+`parts` says what ranks hold and who shares a segment with whom. `rows` is what tiles and messages
+are made of, and `tiling` makes them. `attention` is the plan of a world, `rank` that of one rank,
+`replicated` that of queries which every rank holds. `zero_keys` counts keys that no rank holds,
+`check` proves a plan, and `costs` counts its bytes and operations.
 """
 
-from .attention import FEW_ADDITIONS, AttentionPlan, LocalHalves, RankPlan, Step, plan_attention
+from .attention import FEW_ADDITIONS, AttentionPlan, plan_attention
 from .check import check_plan, enumerated
 from .costs import (
     Balance,
@@ -21,8 +21,9 @@ from .costs import (
     step_imbalance,
     traffic,
 )
+from .rank import LocalHalves, RankPlan, Step
 from .replicated import replicated_groups, replicated_zero_keys
-from .tiling import Message, PackedTiles, Rows, Run, Tile, TileGroup
+from .rows import Message, PackedTiles, Rows, Run, Tile, TileGroup
 
 __all__ = [
     "FEW_ADDITIONS",

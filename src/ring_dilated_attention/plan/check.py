@@ -10,10 +10,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
-from .attention import AttentionPlan, Step
+from .attention import AttentionPlan
 from .costs import TensorSize, flops_by_rank
+from .rank import Step
 from .replicated import replicated_groups, replicated_zero_keys
-from .tiling import Message, Rows, Tile, TileGroup
+from .rows import Message, Rows, Tile, TileGroup
 
 
 class PlanError(AssertionError):

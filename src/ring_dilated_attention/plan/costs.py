@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
 
-from .attention import AttentionPlan, RankPlan
+from .attention import AttentionPlan
+from .rank import RankPlan
 
 
 @dataclass(frozen=True, kw_only=True)

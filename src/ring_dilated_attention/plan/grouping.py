@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain, count
 
 from .parts import Link
-from .tiling import Rows, Tile, TileGroup
+from .rows import Rows, Tile, TileGroup
 
 
 def group_tiles(linked: Iterable[tuple[Link, Sequence[Tile]]]) -> tuple[TileGroup, ...]:

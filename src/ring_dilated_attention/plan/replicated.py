@@ -17,7 +17,8 @@ from collections.abc import Iterator
 
 from .attention import AttentionPlan
 from .parts import Link, Part, cut, own_segments, spans
-from .tiling import Tile, TileGroup, Tiling
+from .rows import Tile, TileGroup
+from .tiling import Tiling
 from .zero_keys import zero_key_groups
 
 

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 
 from .parts import Link, Part, own_segments
-from .tiling import Rows, Tile, TileGroup, Tiling
+from .rows import Rows, Tile, TileGroup
+from .tiling import Tiling
 
 
 def zero_key_groups(tiling: Tiling, parts: Iterable[Part]) -> tuple[TileGroup, ...]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ring_dilated_attention.checks import run_ranks
 from ring_dilated_attention.nn import LongNet, LongNetConfig
-from ring_dilated_attention.train import checkpoint, comm, data, log, plot
+from ring_dilated_attention.train import checked_files, checkpoint, comm, data, log, plot
 from ring_dilated_attention.train.comm import BUCKET_NUMEL, joined
 from ring_dilated_attention.train.command import make_config as make_run_config
 from ring_dilated_attention.train.config import TrainConfig
@@ -440,14 +440,14 @@ def test_a_crash_while_writing_leaves_the_checkpoint_before(
     alone: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = replace(alone, out=tmp_path / "run", save_every=4)
-    write = checkpoint._write_synced
+    write = checked_files.write_synced
 
     def crash(path: Path, data: bytes) -> str:
-        if "0000008" in path.parent.name and path.name == checkpoint.META:
+        if "0000008" in path.parent.name and path.name == checked_files.META:
             raise KeyboardInterrupt
         return write(path, data)
 
-    monkeypatch.setattr(checkpoint, "_write_synced", crash)
+    monkeypatch.setattr(checkpoint, "write_synced", crash)
     with pytest.raises(KeyboardInterrupt):
         run(config)
     folder = config.out / checkpoint.FOLDER

@@ -29,7 +29,8 @@ from ring_dilated_attention.checks import run_ranks
 from ring_dilated_attention.cli import app
 from ring_dilated_attention.nn import LongNet, LongNetConfig
 from ring_dilated_attention.train import checkpoint, lock, log
-from ring_dilated_attention.train.checkpoint import META, SUMS, Checkpoint
+from ring_dilated_attention.train.checked_files import META, SUMS
+from ring_dilated_attention.train.checkpoint import Checkpoint
 from ring_dilated_attention.train.comm import joined
 from ring_dilated_attention.train.config import TrainConfig
 from ring_dilated_attention.train.errors import TrainingError

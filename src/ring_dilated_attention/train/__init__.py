@@ -1,10 +1,11 @@
 """Training of the byte-level language model: `rda train` and `rda sample`.
 
-`command` is what the CLI calls. `config` (options), `data` (bytes and windows), `memory` (what a
-run needs at least), `comm` (ranks and collectives), `watch` (which rank is missing), `loop` (the
-training loop), `checkpoint`, `lock` (one training in a folder), `log` (JSONL), `plot` (PNG),
-`report` (what the user sees), `signals` (stopping), `launch` (local ranks), `errors`, `sample`
-(continuing a prompt).
+`train` is the command, `command` its file. `config` (options), `data` (bytes and windows), `memory`
+(what a run needs at least), `comm` (ranks and collectives), `watch` (which rank is missing), `loop`
+(the training loop), `checkpoint`, `checked_files` (its files), `lock` (one training in a folder),
+`log` (JSONL), `plot` (PNG), `report` (what the user sees), `signals` (stopping), `launch` (local
+ranks), `errors` (`TrainingError`; `one_line` of any error), `sample` (continuing a prompt:
+`sample_bytes`, `decoded`). `newest_run` finds the newest run in a folder.
 """
 
 from .checkpoint import newest_run

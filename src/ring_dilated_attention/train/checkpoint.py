@@ -17,13 +17,10 @@ file system that they share.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
-import os
 import re
 import shutil
-import stat
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -35,25 +32,40 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ..nn import LongNet, LongNetConfig
+from .checked_files import (
+    META,
+    SUMS,
+    TEXT_BYTES,
+    DamagedError,
+    checked,
+    compare,
+    cut,
+    error_text,
+    read_sums,
+    regular_file,
+    remove,
+    sync,
+    write_synced,
+)
 from .comm import World
 from .config import TrainConfig
-from .errors import TrainingError, one_line, os_error_text
+from .errors import TrainingError, one_line
 
 FOLDER = "checkpoints"
-META = "meta.json"
-SUMS = "SHA256SUMS"
+
+
 FORMAT = 2  # 1 was torch.distributed.checkpoint's, whose index is a pickle
+
+
 # Files are read and checked whole, so this bounds what loading takes above the model: about twice
 # this, or twice the largest tensor. A tensor is never cut.
 FILE_BYTES = 32 << 20
-_TEXT_BYTES = 16 << 20  # of META and SUMS: those of a terabyte of tensors are smaller
+
+
 _NAME = re.compile(r"step_(\d{7,18})")
-_SUM_LINE = re.compile(r"([0-9a-f]{64})  (meta\.json|tensors_\d{5,9}\.safetensors)")
+
+
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")  # what AdamW keeps for a parameter
-
-
-class _DamagedError(ValueError):
-    """A file of a checkpoint is not what was written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,17 +99,17 @@ class Checkpoint:
                 in what this reads; the message names it.
         """
         try:
-            sums = _read_sums(path)
-            text = _checked(path, META, sums, _TEXT_BYTES)
+            sums = read_sums(path)
+            text = checked(path, META, sums, TEXT_BYTES)
             try:
                 meta = json.loads(text.decode())
                 checkpoint = cls._of(path, sums, meta)
             except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
                 reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
-                raise _DamagedError(f"{META}: {type(error).__name__}: {reason}") from error
+                raise DamagedError(f"{META}: {type(error).__name__}: {reason}") from error
             for name, size in meta["files"].items():
-                _regular_file(path, name, size)
-        except _DamagedError as error:
+                regular_file(path, name, size)
+        except DamagedError as error:
             raise ValueError(f"{path} is not a whole checkpoint of rda train: {error}") from error
         return checkpoint
 
@@ -146,11 +158,11 @@ class Checkpoint:
         """
         try:
             for name in sorted(self.sums):
-                with _regular_file(self.path, name).open("rb") as file:
+                with regular_file(self.path, name).open("rb") as file:
                     actual = hashlib.file_digest(file, "sha256").hexdigest()
-                _compare(name, actual, self.sums)
-        except (_DamagedError, OSError) as error:
-            raise ValueError(f"{self.path} is damaged: {_text(error)}") from error
+                compare(name, actual, self.sums)
+        except (DamagedError, OSError) as error:
+            raise ValueError(f"{self.path} is damaged: {error_text(error)}") from error
 
     def load(self, model: LongNet, optimizer: torch.optim.AdamW | None = None) -> None:
         """Read the tensors into a model, and into its optimizer. Every rank calls this.
@@ -178,11 +190,11 @@ class Checkpoint:
             for name in sorted(self.sums):
                 if name == META:
                     continue
-                data = _checked(self.path, name, self.sums)
+                data = checked(self.path, name, self.sums)
                 try:
                     tensors = safetensors.torch.load(data)
                 except (SafetensorError, ValueError, RuntimeError, KeyError) as error:
-                    raise _DamagedError(f"{name}: {error}") from error
+                    raise DamagedError(f"{name}: {error}") from error
                 for key, tensor in tensors.items():
                     if optimizer is None and key.startswith("optimizer."):
                         continue
@@ -191,11 +203,11 @@ class Checkpoint:
                         tensor.shape,
                         tensor.dtype,
                     ):
-                        raise _DamagedError(f"{name}: tensor {key} is not one of this model")
+                        raise DamagedError(f"{name}: tensor {key} is not one of this model")
                     target.copy_(tensor)
             if missing:
-                raise _DamagedError(f"tensor {next(iter(missing))} is missing")
-        except _DamagedError as error:
+                raise DamagedError(f"tensor {next(iter(missing))} is missing")
+        except DamagedError as error:
             raise ValueError(f"{self.path} is damaged: {error}") from error
 
 
@@ -236,13 +248,13 @@ def save(
     tensors = _tensors(model, optimizer)
     files = {
         f"tensors_{index:05d}.safetensors": names
-        for index, names in enumerate(_cut(tensors, file_bytes))
+        for index, names in enumerate(cut(tensors, file_bytes))
     }
 
     def begin() -> None:
         if world.rank == 0:
             for stale in folder.glob(".partial_*"):  # of a run that was killed while writing
-                _remove(stale)
+                remove(stale)
             partial.mkdir(parents=True)
 
     def write() -> dict[str, tuple[int, str]]:
@@ -252,7 +264,7 @@ def save(
             data = safetensors.torch.save(
                 {key: tensors[key].cpu().contiguous() for key in files[name]}
             )
-            written[name] = len(data), _write_synced(partial / name, data)
+            written[name] = len(data), write_synced(partial / name, data)
         return written
 
     def finish() -> None:
@@ -260,7 +272,7 @@ def save(
             return
         written = {name: entry for share in shares for name, entry in share.items()}
         for name, (size, _) in written.items():
-            _regular_file(partial, name, size)
+            regular_file(partial, name, size)
         meta = {
             "format": FORMAT,
             "step": step,
@@ -270,16 +282,16 @@ def save(
             "files": {name: written[name][0] for name in files},
         }
         sums = {name: written[name][1] for name in files}
-        sums[META] = _write_synced(partial / META, json.dumps(meta, indent=1).encode())
+        sums[META] = write_synced(partial / META, json.dumps(meta, indent=1).encode())
         lines = [f"{sums[name]}  {name}\n" for name in sorted(sums)]
-        _write_synced(partial / SUMS, "".join(lines).encode())
-        _sync(partial)
+        write_synced(partial / SUMS, "".join(lines).encode())
+        sync(partial)
         if path.exists() or path.is_symlink():
             path.rename(folder / f".partial_old_{path.name}")
         partial.rename(path)
-        _sync(folder)
+        sync(folder)
         for old in folder.glob(".partial_*"):
-            _remove(old)
+            remove(old)
         _prune(config, step)
 
     try:
@@ -314,7 +326,7 @@ def _prune(config: TrainConfig, step: int) -> None:
         # Hidden first: a folder that is half deleted must not look like a checkpoint.
         hidden = old.with_name(f".partial_{old.name}")
         old.rename(hidden)
-        _remove(hidden)
+        remove(hidden)
 
 
 def usable(run: Path) -> list[Path]:
@@ -389,103 +401,3 @@ def _tensors(model: LongNet, optimizer: torch.optim.AdamW | None) -> dict[str, T
             for moment in _MOMENTS:
                 tensors[f"optimizer.{name}.{moment}"] = optimizer.state[parameter][moment]
     return tensors
-
-
-def _cut(tensors: dict[str, Tensor], file_bytes: int) -> list[list[str]]:
-    """Names of tensors, by file: the same for any number of ranks."""
-    files: list[list[str]] = []
-    room = 0
-    for name, tensor in tensors.items():
-        size = tensor.numel() * tensor.element_size()
-        if not files or size > room:
-            files.append([])
-            room = file_bytes
-        files[-1].append(name)
-        room -= size
-    return files
-
-
-def _read_sums(path: Path) -> dict[str, str]:
-    """Checksums by file name. A changed byte changes a checksum or a name, or is refused."""
-    text = _read(path, SUMS, _TEXT_BYTES).decode("latin-1")
-    sums: dict[str, str] = {}
-    for line in text.removesuffix("\n").split("\n"):
-        match = _SUM_LINE.fullmatch(line)
-        if not match or match[2] in sums:
-            raise _DamagedError(f"{SUMS} is damaged")
-        sums[match[2]] = match[1]
-    if META not in sums or not text.endswith("\n"):
-        raise _DamagedError(f"{SUMS} is damaged")
-    return sums
-
-
-def _checked(path: Path, name: str, sums: dict[str, str], limit: int | None = None) -> bytes:
-    """The bytes of a file, which have the checksum that `sums` says."""
-    data = _read(path, name, limit)
-    _compare(name, hashlib.sha256(data).hexdigest(), sums)
-    return data
-
-
-def _compare(name: str, actual: str, sums: dict[str, str]) -> None:
-    if actual != sums[name]:
-        raise _DamagedError(f"{name} does not have the checksum in {SUMS}; one of them is damaged")
-
-
-def _read(path: Path, name: str, limit: int | None) -> bytes:
-    file = _regular_file(path, name)
-    try:
-        if limit is not None and file.stat().st_size > limit:
-            raise _DamagedError(f"{name} has more than {limit} bytes")
-        return file.read_bytes()
-    except OSError as error:
-        raise _DamagedError(_text(error)) from error
-
-
-def _regular_file(path: Path, name: str, size: int | None = None) -> Path:
-    """The path of a file, which is one: neither a link nor a pipe, and of this size."""
-    try:
-        status = (path / name).lstat()
-    except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ENOTDIR):
-            raise _DamagedError(f"{name} is missing") from error
-        raise _DamagedError(_text(error)) from error
-    if not stat.S_ISREG(status.st_mode):
-        raise _DamagedError(f"{name} is not a regular file")
-    if size is not None and status.st_size != size:
-        raise _DamagedError(f"{name} has {status.st_size} bytes; {size} were written")
-    return path / name
-
-
-def _text(error: Exception) -> str:
-    return os_error_text(error) if isinstance(error, OSError) else str(error)
-
-
-def _remove(path: Path) -> None:
-    """Remove a folder, or a link in its place; nothing if there is none."""
-    if path.is_symlink():
-        path.unlink()
-    elif path.exists():
-        shutil.rmtree(path)
-
-
-def _write_synced(path: Path, data: bytes) -> str:
-    """Write a new file to the disk. Returns its SHA-256 checksum in hexadecimal."""
-    try:
-        with path.open("xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        free = shutil.disk_usage(path.parent).free
-        raise OSError(
-            error.errno, f"{error.strerror} ({free / 1e6:,.1f} MB free)", path.name
-        ) from error
-    return hashlib.sha256(data).hexdigest()
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -4,14 +4,22 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 RANKS ?= 2
 BIN := .venv/bin
+QUICK := architecture pattern layout documents progression plan tiles views merge reference \
+	attention simulate memory caches kernel_rows bad_calls derivatives detached nn chunked spatial
 
-.PHONY: run test lint format bench verify clean
+.PHONY: run test quick gpu lint format bench verify clean
 
 run: .venv/installed  ## train a language model on the standard library's sources, on 2 ranks
 	$(BIN)/rda train --ranks $(RANKS)
 
 test: .venv/installed  ## all tests
 	$(BIN)/python -m pytest
+
+quick: .venv/installed  ## what nearly every change needs, in less than a minute
+	$(BIN)/python -m pytest -q -n 2 -m "not slow" $(QUICK:%=tests/test_%.py)
+
+gpu: .venv/installed  ## the tests for CUDA devices, on all that there are
+	$(BIN)/python -m pytest -m gpu -n 8 --dist loadgroup
 
 lint: .venv/installed  ## linter, formatter check, type checker
 	$(BIN)/ruff check .

@@ -33,6 +33,7 @@ def test_any_case_equals_the_reference(case):
     assert outcome.passes(case.dtype), outcome
 
 
+@pytest.mark.slow
 @settings(max_examples=120)
 @given(cases(), st.integers(1, 3000))
 def test_any_case_cut_up_equals_the_reference(case, slice_pairs):

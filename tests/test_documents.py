@@ -63,6 +63,7 @@ def outcome(case):
     return combine(by_rank)[0]
 
 
+@pytest.mark.slow
 @settings(max_examples=120)
 @given(packed_cases())
 def test_any_packed_case_equals_the_reference(case):
@@ -373,6 +374,7 @@ def test_a_mask_that_is_no_right_padding():
 # --- torch.compile
 
 
+@pytest.mark.slow
 def test_lists_compile():
     torch._dynamo.reset()
 
@@ -465,6 +467,7 @@ def tiles_of_documents(count):
     return sum(len(group.single) + len(group.packed) for group in plan.rank(0).local_groups)
 
 
+@pytest.mark.slow
 def test_planning_thousands_of_documents_is_little_work():
     """Some 33 function calls for each: less than 50 ms. Branches longer than all share them."""
     calls, tiles = count_calls(tiles_of_documents, 2048)

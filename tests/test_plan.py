@@ -187,6 +187,7 @@ def received_rows(layout, rate):
     return plan.rank(2047).total_received_rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [SequenceLayout.contiguous, SequenceLayout.zigzag])
 @pytest.mark.parametrize("rate", [1, 2**15])
 def test_a_plan_of_a_billion_tokens_on_4096_ranks_is_little_work(make, rate):
@@ -408,6 +409,7 @@ def test_a_step_that_does_not_read_every_slot_first():
     assert not step.covers
 
 
+@pytest.mark.slow
 def test_plans_do_not_depend_on_hash_seeds():
     """Processes of one group have different ones, and must plan the same messages."""
     code = (

@@ -8,6 +8,7 @@ device from ever being idle again, and cannot be left.
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 
 from .calls import Call, Finding, LostPeerError
 from .notices import Notices
-from .presence import Presence, make_presence
+from .presence import Presence, make_presence, own_address
 from .waiter import LOOK_S, Waiter, waiting
 
 _POLL_S = 0.002  # between looks into the store
@@ -69,11 +70,11 @@ class Collectives:
         self._presence = make_presence(self._rank, self._world_size, self._store, share)
         if self._on_cpu:
             return
+        options = _gloo_options(self._store, timeout)
         store = dist.PrefixStore("gloo", self._store)
-        limit = timedelta(seconds=timeout)
         with waiting([], timeout):
             self._own_gloo = Waiter().run(
-                lambda: dist.ProcessGroupGloo(store, self._rank, self._world_size, limit),
+                lambda: dist.ProcessGroupGloo(store, self._rank, self._world_size, options),
                 lambda: self.look([]),
             )
 
@@ -262,3 +263,19 @@ class Collectives:
 
 def _takes_cpu(group: dist.ProcessGroup) -> bool:
     return "cpu" in dist.get_backend_config(group)
+
+
+def _gloo_options(store: dist.Store, timeout: float) -> Any:
+    """By the interface that the user names, else the network that leads to the store.
+
+    gloo would take the one that this host's name leads to, which can be the loopback interface.
+    """
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = timedelta(seconds=timeout)
+    named = os.environ.get("GLOO_SOCKET_IFNAME")
+    if named:
+        options._devices = [gloo.create_device(interface=name) for name in named.split(",")]
+    else:
+        options._devices = [gloo.create_device(hostname=own_address(store))]
+    return options

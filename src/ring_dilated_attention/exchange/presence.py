@@ -217,7 +217,16 @@ def make_presence(
 
 
 def _listen(store: dist.Store) -> socket.socket:
-    """A port of the network that leads to the host of a store, or else of this host's name."""
+    own = own_address(store)
+    family = socket.AF_INET6 if ":" in own else socket.AF_INET
+    return socket.create_server((own, 0), family=family, backlog=_MOST_WAITING)
+
+
+def own_address(store: dist.Store) -> str:
+    """This host's IP address in the network that leads to the host of a store.
+
+    Of a store without one, such as a file: in the network that this host's own name leads to.
+    """
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     host, port = socket.gethostname(), 1
@@ -230,8 +239,8 @@ def _listen(store: dist.Store) -> socket.socket:
     family, kind, *_, address = found[0]
     with socket.socket(family, kind) as probe:
         probe.connect(address)  # nothing is sent
-        own = probe.getsockname()[0]
-    return socket.create_server((own, 0), family=family, backlog=_MOST_WAITING)
+        own: str = probe.getsockname()[0]
+    return own
 
 
 def _forget_all() -> None:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import (
 
 from ring_dilated_attention import SequenceLayout
 from ring_dilated_attention.checks.testing import run_loopback
-from ring_dilated_attention.engine import attention_forward
+from ring_dilated_attention.engine import ring_forward
 from ring_dilated_attention.nn import (
     LongNet,
     LongNetConfig,
@@ -133,12 +133,12 @@ def test_compiled_models_checkpoint(monkeypatch):
 
     def count(*arguments):
         runs.append(arguments)
-        return attention_forward(*arguments)
+        return ring_forward(*arguments)
 
     tokens = torch.arange(2 * 24).view(2, 24)
     whole = make_model()
     want = gradients_of(whole, whole, tokens)
-    monkeypatch.setattr(operator, "attention_forward", count)
+    monkeypatch.setattr(operator, "ring_forward", count)
     for how in CHECKPOINTS:
         torch._dynamo.reset()
         runs.clear()

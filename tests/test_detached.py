@@ -113,13 +113,13 @@ def test_uncovered_rows_are_zero_and_have_no_gradient():
 
 def test_keep_attention_computes_no_branch_twice(monkeypatch):
     calls = []
-    forward = ring.attention_forward
+    forward = ring.ring_forward
 
     def count(*arguments):
         calls.append(1)
         return forward(*arguments)
 
-    monkeypatch.setattr(operator, "attention_forward", count)
+    monkeypatch.setattr(operator, "ring_forward", count)
     torch.manual_seed(0)
     block = MultiheadDilatedAttention(
         32,

@@ -367,9 +367,9 @@ def test_kernels_with_every_block_size(head_dim, dtype, queries):
 
 def shared_launch(queries, keys, head_dim, dtype, is_causal):
     """(name, error, whether repeats are the same bits) of what one launch finds in many tiles."""
-    from ring_dilated_attention.kernels.backward import attention_backward
+    from ring_dilated_attention.kernels.backward import tiles_backward
     from ring_dilated_attention.kernels.cells import build_cells
-    from ring_dilated_attention.kernels.forward import attention_forward
+    from ring_dilated_attention.kernels.forward import tiles_forward
     from ring_dilated_attention.kernels.tuning import BackwardConfig, default_config
 
     segments, heads, scale = 16, 4, head_dim**-0.5
@@ -392,7 +392,7 @@ def shared_launch(queries, keys, head_dim, dtype, is_causal):
         out = torch.zeros_like(q)
         lse = torch.full((1, heads, q.shape[1]), -torch.inf, device="cuda")
         cells = build_cells([tile], block_m=forward.block_m, block_n=forward.block_n, **options)
-        attention_forward(
+        tiles_forward(
             q, k, v, out, lse, cells, is_causal=is_causal, scale=scale, store=False, config=forward
         )
         delta = (dout.float() * out).sum(-1).mT.contiguous()
@@ -400,7 +400,7 @@ def shared_launch(queries, keys, head_dim, dtype, is_causal):
         cells = build_cells(
             [tile], block_m=dq_config.block_m, block_n=dkdv_config.block_n, **options
         )
-        attention_backward(
+        tiles_backward(
             dout, q, k, v, lse, delta, dq, dk, dv, cells, is_causal=is_causal, scale=scale,
             store=False, store_keys=False, config=BackwardConfig(dq_config, dkdv_config),
         )  # fmt: skip

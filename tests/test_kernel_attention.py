@@ -19,9 +19,9 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not (torch.cuda.is_available() or INTERPRETED):
     pytest.skip("needs CUDA or TRITON_INTERPRET=1", allow_module_level=True)
 
-from ring_dilated_attention.kernels.backward import attention_backward  # noqa: E402
+from ring_dilated_attention.kernels.backward import tiles_backward  # noqa: E402
 from ring_dilated_attention.kernels.cells import build_cells  # noqa: E402
-from ring_dilated_attention.kernels.forward import attention_forward  # noqa: E402
+from ring_dilated_attention.kernels.forward import tiles_forward  # noqa: E402
 from ring_dilated_attention.kernels.tuning import (  # noqa: E402
     BackwardConfig,
     LaunchConfig,
@@ -77,7 +77,7 @@ def run(groups, q, k, v, dout, scale, *, group, config=SMALL, backward=SMALL_BAC
     options = {"batch": q.shape[0], "group": group, "device": DEVICE}
     for tiles in groups:
         cells = build_cells(tiles, block_m=config.block_m, block_n=16, **options)
-        attention_forward(
+        tiles_forward(
             q, k, v, out, lse, cells,
             is_causal=tiles[0].is_causal, scale=scale, store=store, config=config,
         )  # fmt: skip
@@ -85,7 +85,7 @@ def run(groups, q, k, v, dout, scale, *, group, config=SMALL, backward=SMALL_BAC
     for tiles in groups:
         blocks = {"block_m": backward.dq.block_m, "block_n": backward.dkdv.block_n}
         cells = build_cells(tiles, **blocks, **options)
-        attention_backward(
+        tiles_backward(
             dout, q, k, v, lse, delta, dq, dk, dv, cells,
             is_causal=tiles[0].is_causal, scale=scale, store=store, store_keys=store,
             config=backward,
@@ -242,7 +242,7 @@ def test_keys_in_slots_of_a_message():
         for tile in tiles
     ]
     for one in cells:
-        attention_forward(q, k_slots, v_slots, out, lse, one, config=SMALL, **options)
+        tiles_forward(q, k_slots, v_slots, out, lse, one, config=SMALL, **options)
     for tile, head in itertools.product(tiles, range(2)):
         first = tile.queries.start + head
         queries = slice(first, first + 3 * tile.queries.length, 3)
@@ -250,7 +250,7 @@ def test_keys_in_slots_of_a_message():
     rows = seen.any(-1)
     delta = (out * dout).sum(-1).mT.contiguous()
     for one in cells:
-        attention_backward(
+        tiles_backward(
             dout, q, k_slots, v_slots, lse, delta, dq, dk_slots, dv_slots, one,
             config=SMALL_BACKWARD, store_keys=False, **options,
         )  # fmt: skip
@@ -289,11 +289,11 @@ def test_default_configurations_and_no_tiles():
     lse = torch.empty(1, 1, 20, device=DEVICE)
     cells = build_cells(groups[0], batch=1, group=1, block_m=forward.block_m, block_n=dkdv.block_n,
                         device=DEVICE)  # fmt: skip
-    attention_forward(*inputs[:3], out, lse, cells, is_causal=True, scale=0.3, store=True)
+    tiles_forward(*inputs[:3], out, lse, cells, is_causal=True, scale=0.3, store=True)
     want = expected(DilatedPattern.dense(), *inputs, True, 0.3)
     assert relative_error(out, want[0]) <= 2e-6
     nothing = build_cells([], batch=1, group=1, block_m=16, block_n=16, device=DEVICE)
-    attention_forward(
+    tiles_forward(
         *inputs[:3], out, lse, nothing, is_causal=False, scale=0.3, store=True, config=SMALL
     )
     assert relative_error(out, want[0]) <= 2e-6

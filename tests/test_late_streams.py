@@ -69,8 +69,8 @@ def run(case, ends, selection, *, gathers, workspace):
     query, key, value, dout = (
         case.layout.shard(x.to(case.dtype), ends.rank, 1) for x in case.inputs()
     )
-    out, lse = ring.attention_forward(query, key, value, call)
-    gradients = ring.attention_backward(dout, query, key, value, out, lse, call)
+    out, lse = ring.ring_forward(query, key, value, call)
+    gradients = ring.ring_backward(dout, query, key, value, out, lse, call)
     return dict(zip(TENSORS, (out, lse, *gradients), strict=True))
 
 
@@ -134,8 +134,8 @@ def test_launches_of_tables_wait_for_additions(name, monkeypatch):
 
         return one_at_a_time
 
-    monkeypatch.setattr(forward, "attention_forward", locked(forward.attention_forward))
-    monkeypatch.setattr(backward, "attention_backward", locked(backward.attention_backward))
+    monkeypatch.setattr(forward, "tiles_forward", locked(forward.tiles_forward))
+    monkeypatch.setattr(backward, "tiles_backward", locked(backward.tiles_backward))
     pattern, layout, options = CASES[name]
     case = Case(pattern=pattern, layout=layout, dtype=torch.float32, **options)
     monkeypatch.setattr(compute, "LONG_FLOPS", 0)

@@ -21,7 +21,7 @@ from ring_dilated_attention.checks.testing import run_loopback
 from ring_dilated_attention.checks.verify import run_case
 from ring_dilated_attention.exchange import ProcessGroupExchange, peer_memory
 from ring_dilated_attention.exchange import groups as exchange
-from ring_dilated_attention.exchange.peer_memory import Outboxes, Place, out_of_reach
+from ring_dilated_attention.exchange.peer_memory import DevicePlace, Outboxes, out_of_reach
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +94,7 @@ def test_an_outbox_does_not_grow_with_the_number_of_ranks(monkeypatch):
 
 
 def place(host, device, *reads):
-    return Place(host, device, frozenset(reads))
+    return DevicePlace(host, device, frozenset(reads))
 
 
 PAIR = [place("a", "0", "1"), place("a", "1", "0")]

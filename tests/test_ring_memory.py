@@ -116,9 +116,9 @@ def hold(rank, world_size, length):
     ends = resolve_exchange(world() if world_size > 1 else None)
     call = ring.RingCall(plan.rank(rank), ends, Selection(NOTHING), 1.0, plan.gathers)
     with Held(query) as forward:
-        out, lse = ring.attention_forward(query, key, value, call)
+        out, lse = ring.ring_forward(query, key, value, call)
     with Held(query, out, lse) as backward:
-        ring.attention_backward(dout, query, key, value, out, lse, call)
+        ring.ring_backward(dout, query, key, value, out, lse, call)
     inputs, results = 3 * query.nbytes, out.nbytes + lse.nbytes
     both = inputs + dout.nbytes + results + backward.most
     return [x * SCALE / 2**20 for x in (inputs + forward.most, both)]

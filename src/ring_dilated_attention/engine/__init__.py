@@ -1,6 +1,6 @@
 """Runs the plan of one rank on tensors.
 
-`attention_forward` and `attention_backward` are a call (`RingCall`) on this rank: local tiles,
+`ring_forward` and `ring_backward` are a call (`RingCall`) on this rank: local tiles,
 transfers, tiles of remote rows. `compute` computes groups of tiles, into sums that an
 `Accumulator` adds up on a side stream; `merge_` merges partial softmaxes, `merge_zero_keys` those
 of keys that no rank holds. `readable` and `readable_in_backward` give tensors whose tiles kernels
@@ -13,15 +13,13 @@ from .accumulate import Accumulator
 from .blocks import kernel_calls, readable, readable_in_backward
 from .device_tables import TABLES
 from .merge import merge_
-from .ring import RingCall, attention_backward, attention_forward, autocast_off
+from .ring import RingCall, autocast_off, ring_backward, ring_forward
 from .zero_keys import merge_zero_keys
 
 __all__ = [
     "TABLES",
     "Accumulator",
     "RingCall",
-    "attention_backward",
-    "attention_forward",
     "autocast_off",
     "compute",
     "kernel_calls",
@@ -29,4 +27,6 @@ __all__ = [
     "merge_zero_keys",
     "readable",
     "readable_in_backward",
+    "ring_backward",
+    "ring_forward",
 ]

@@ -244,13 +244,13 @@ def forward(
             sums.run(add_all, *tile, into=views, is_long=is_long)
             del tile, add_all  # before the next slice makes its own
     if work.shares_launch:
-        from ..kernels import attention_forward
+        from ..kernels import tiles_forward
 
         sums.join()
         launch = _launch(
             work, "forward", call.batch, call.group, head_dim, query.dtype, query.device
         )
-        attention_forward(
+        tiles_forward(
             query,
             keys,
             values,
@@ -337,13 +337,13 @@ def backward(
                 )
             del additions  # before the next slice makes its own
     if work.shares_launch:
-        from ..kernels import attention_backward
+        from ..kernels import tiles_backward
 
         sums.join()
         launch = _launch(
             work, "backward", call.batch, call.group, head_dim, query.dtype, query.device
         )
-        attention_backward(
+        tiles_backward(
             merged.dout,
             query,
             keys,

@@ -84,7 +84,7 @@ def spread(packed: torch.Tensor, rows: MessageRows) -> torch.Tensor:
     return packed if rows.shared is None else packed.index_select(2, rows.shared.row_of_slot)
 
 
-def gather(slots: torch.Tensor, rows: MessageRows) -> torch.Tensor:
+def sum_slots(slots: torch.Tensor, rows: MessageRows) -> torch.Tensor:
     """Sum gradients of slots into gradients of rows: the adjoint of `spread`."""
     if rows.shared is None:
         return slots

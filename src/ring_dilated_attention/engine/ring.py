@@ -59,7 +59,7 @@ class RingCall:
         return compute.TileCall(self.backend, self.scale, query.shape[0], group, self.workspace)
 
 
-def attention_forward(
+def ring_forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: RingCall
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Out and lse of this rank's queries: see the docstring of the operator.
@@ -105,7 +105,7 @@ def attention_forward(
     return out.to(query.dtype), lse
 
 
-def attention_backward(
+def ring_backward(
     dout: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -121,8 +121,8 @@ def attention_backward(
         query: (B, n, H, D).
         key: (B, n, K, D).
         value: (B, n, K, D).
-        out: (B, n, H, D), as `attention_forward` returned it.
-        lse: (B, H, n), as `attention_forward` returned it.
+        out: (B, n, H, D), as `ring_forward` returned it.
+        lse: (B, H, n), as `ring_forward` returned it.
         call: everything else.
 
     Returns:

@@ -15,7 +15,7 @@ import torch
 
 from ..exchange import Exchange, Pending
 from ..plan import Message, Step
-from .messages import MessageRows, add_home, gather, message_rows, pack, spread
+from .messages import MessageRows, add_home, message_rows, pack, spread, sum_slots
 
 
 class Fetched(NamedTuple):
@@ -149,7 +149,7 @@ class GradientReturn:
         if fetched.step.receive is not None:
             assert dslots is not None
             assert fetched.received is not None
-            send = fetched.step.receive.sender, gather(dslots, fetched.received)
+            send = fetched.step.receive.sender, sum_slots(dslots, fetched.received)
         if fetched.step.send is not None:
             shape = 2, dkey.shape[0], fetched.step.send.rows, dkey.shape[3]
             self._returned = dkey.new_empty(shape, dtype=dtype)

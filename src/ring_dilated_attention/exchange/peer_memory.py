@@ -42,7 +42,7 @@ SLOT_BYTES = 8 << 20
 _FLAG_BYTES = 128  # an int32 on a cache line of its own: two devices write to neighbours
 
 
-class Place(NamedTuple):
+class DevicePlace(NamedTuple):
     """Where a rank's tensors are, and which devices its own can read.
 
     Attributes:
@@ -56,18 +56,18 @@ class Place(NamedTuple):
     reads: frozenset[str]
 
 
-def place_of(device: torch.device) -> Place:
+def place_of(device: torch.device) -> DevicePlace:
     """The place of a rank whose tensors are on `device`."""
     host = socket.gethostname()
     if device.type != "cuda" or torch.version.cuda is None:  # ROCm calls itself cuda too
-        return Place(host, device.type if device.type != "cuda" else "ROCm", frozenset())
+        return DevicePlace(host, device.type if device.type != "cuda" else "ROCm", frozenset())
     own = torch.cuda.current_device() if device.index is None else device.index
     others = [index for index in range(torch.cuda.device_count()) if index != own]
     reads = [_uuid(other) for other in others if torch.cuda.can_device_access_peer(own, other)]
-    return Place(host, _uuid(own), frozenset(reads))
+    return DevicePlace(host, _uuid(own), frozenset(reads))
 
 
-def out_of_reach(places: Sequence[Place]) -> str | None:
+def out_of_reach(places: Sequence[DevicePlace]) -> str | None:
     """Which rank at these places cannot read whose memory; None if all can."""
     for (rank, here), (other, there) in permutations(enumerate(places), 2):
         if here.host != there.host or there.device not in here.reads:

@@ -1,7 +1,7 @@
 """Triton kernels: attention of many tiles in one launch, and what is added to rows in place.
 
-`has_triton` says whether there is a Triton; the rest needs one. `attention_forward` and
-`attention_backward` compute tiles whose rows `build_cells` lays out, in blocks of which a
+`has_triton` says whether there is a Triton; the rest needs one. `tiles_forward` and
+`tiles_backward` compute tiles whose rows `build_cells` lays out, in blocks of which a
 `LaunchConfig`, a `BackwardConfig` or `default_config` of a `Kernel` says how large they are.
 `merge_rows`, `add_rows` and `row_sums` merge and add the results of tiles.
 """
@@ -16,8 +16,8 @@ from .cells import build_cells
 from .tuning import BackwardConfig, Kernel, LaunchConfig, default_config
 
 if TYPE_CHECKING:
-    from .backward import attention_backward
-    from .forward import attention_forward
+    from .backward import tiles_backward
+    from .forward import tiles_forward
     from .rows import add_rows, merge_rows, row_sums
 
 __all__ = [
@@ -25,18 +25,18 @@ __all__ = [
     "Kernel",
     "LaunchConfig",
     "add_rows",
-    "attention_backward",
-    "attention_forward",
     "build_cells",
     "default_config",
     "has_triton",
     "merge_rows",
     "row_sums",
+    "tiles_backward",
+    "tiles_forward",
 ]
 
 _NEEDS_TRITON = {
-    "attention_backward": "backward",
-    "attention_forward": "forward",
+    "tiles_backward": "backward",
+    "tiles_forward": "forward",
     "add_rows": "rows",
     "merge_rows": "rows",
     "row_sums": "rows",

@@ -301,7 +301,7 @@ def _dkdv_kernel(
     add_block(dv, dv_offsets, keys, k_len, dv_block, STORE, HEAD_DIM)
 
 
-def attention_backward(
+def tiles_backward(
     dout: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,

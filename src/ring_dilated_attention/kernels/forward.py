@@ -164,7 +164,7 @@ def _forward_kernel(
     tl.store(lse + lse_offsets, new_lse, mask=in_rows)
 
 
-def attention_forward(
+def tiles_forward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,

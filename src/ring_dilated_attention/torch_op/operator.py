@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..engine import TABLES, RingCall, attention_backward, attention_forward
+from ..engine import TABLES, RingCall, ring_backward, ring_forward
 from ..exchange import Call, Exchange, exchange_named, refuse_capture, settle, settle_later
 from ..resolve import Options, PlannedRows, Resolved, resolve
 from ..tiles import accumulate_dtype
@@ -143,11 +143,11 @@ def _forward(
         identity = _identity(named.group, query, scope.call)
         if len(resolved.planned) == 1:
             call = _ring_call(named, ends, resolved, resolved.planned[0])
-            return *attention_forward(query, key, value, call), identity
+            return *ring_forward(query, key, value, call), identity
         out, lse, _ = _fake_forward(query, key, value, *options)
         for some in resolved.planned:
             rows, call = some.rows, _ring_call(named, ends, resolved, some)
-            out[rows], lse[rows] = attention_forward(query[rows], key[rows], value[rows], call)
+            out[rows], lse[rows] = ring_forward(query[rows], key[rows], value[rows], call)
         return out, lse, identity
 
 
@@ -185,11 +185,11 @@ def _backward(
         resolved = resolve(named, query, key, ends)
         if len(resolved.planned) == 1:
             call = _ring_call(named, ends, resolved, resolved.planned[0])
-            return attention_backward(dout, query, key, value, out, lse, call)
+            return ring_backward(dout, query, key, value, out, lse, call)
         dquery, dkey, dvalue = _fake_backward(dout, query, key, value)
         for some in resolved.planned:
             rows, call = some.rows, _ring_call(named, ends, resolved, some)
-            dquery[rows], dkey[rows], dvalue[rows] = attention_backward(
+            dquery[rows], dkey[rows], dvalue[rows] = ring_backward(
                 dout[rows], query[rows], key[rows], value[rows], out[rows], lse[rows], call
             )
         return dquery, dkey, dvalue

@@ -372,16 +372,15 @@ def _forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: _Call
 ) -> tuple[torch.Tensor, torch.Tensor]:
     TABLES.start_call()
-    query, key, value = (readable(x, call.tiles.selection) for x in (query, key, value))
+    inputs = compute.Inputs(*(readable(x, call.tiles.selection) for x in (query, key, value)))
+    query = inputs.query
     batch, length, num_heads, _ = query.shape
     dtype, sums = accumulate_dtype(query.dtype), Accumulator(query.device)
     out = torch.zeros(query.shape, dtype=dtype, device=query.device)
     lse = out.new_full((batch, num_heads, length), -torch.inf)
     with autocast_off(query.device):
         for group in call.groups:
-            compute.forward(
-                group, call.tiles, query, key, value, out, lse, sums, store=False
-            )  # fmt: skip
+            compute.forward(group, call.tiles, inputs, compute.Result(out, lse), sums)
         sums.join()
         packed = torch.cat([out, lse.transpose(1, 2).unsqueeze(-1)], -1)
         total, *others = all_gather(call.exchange, packed)
@@ -410,13 +409,13 @@ def _backward(
     dquery, dkey, dvalue = (
         torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (query, key, value)
     )
+    inputs = compute.Inputs(query, key, value)
+    gradients = compute.Gradients(dquery, dkey, dvalue)
     with autocast_off(query.device):
         for group in call.groups:
-            compute.backward(
-                group, call.tiles, query, key, value, merged, dquery, dkey, dvalue, sums,
-                store=False,
-            )  # fmt: skip
+            compute.backward(group, call.tiles, inputs, merged, gradients, sums)
         sums.join()
+        del gradients  # which are float32
         dkey, dvalue = dkey.to(key.dtype), dvalue.to(value.dtype)
         if not call.returns_dquery:
             return None, dkey, dvalue

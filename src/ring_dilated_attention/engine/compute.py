@@ -138,6 +138,44 @@ def _make_schedule(
     return _Schedule(tuple(blocks), tuple(table), tuple(packed))
 
 
+class Inputs(NamedTuple):
+    """What a group of tiles is computed of.
+
+    query (batch, local_sequence, heads, head_dim); keys and values (batch, local_sequence,
+    kv_heads, head_dim), or `by_slot` of a received message.
+    """
+
+    query: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+class Result(NamedTuple):
+    """Where results of forward are merged.
+
+    out, like query; lse (batch, heads, local_sequence). `stores`: what they hold at the rows of a
+    group is written over.
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    stores: bool = False
+
+
+class Gradients(NamedTuple):
+    """Where gradients are added: to those of `Inputs`, of the same shapes.
+
+    `stores_query`, `stores_keys`: what query, and what keys and values hold at the rows of a group
+    is written over.
+    """
+
+    query: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    stores_query: bool = False
+    stores_keys: bool = False
+
+
 @dataclass
 class Merged:
     """The merged result of a call and the gradient of its out: what backward starts from.
@@ -198,30 +236,18 @@ def _make_launch(
 
 
 def forward(
-    group: TileGroup,
-    call: TileCall,
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    sums: Accumulator,
-    *,
-    store: bool,
+    group: TileGroup, call: TileCall, inputs: Inputs, result: Result, sums: Accumulator
 ) -> None:
-    """Compute a group and merge it into `out` and `lse`.
+    """Compute a group and merge it into a result.
 
     Args:
         group: the tiles.
         call: what all tiles have in common.
-        query: (batch, local_sequence, heads, head_dim).
-        keys: (batch, local_sequence, kv_heads, head_dim), or `by_slot` of a received message.
-        values: the shape of `keys`.
-        out: like `query`.
-        lse: (batch, heads, local_sequence).
+        inputs: of the tiles.
+        result: changed in place at the group's rows.
         sums: through which results are merged; to be joined when all groups are computed.
-        store: whether to write over what `out` and `lse` hold at the group's rows.
     """
+    query, (out, lse, store) = inputs.query, result
     selection, head_dim = call.selection, query.shape[3]
     work = _schedule(group, call.batch, call.group, head_dim, selection.forward_table_flops)
     lse_rows = lse.transpose(1, 2)
@@ -233,11 +259,11 @@ def forward(
         same = store and out.dtype == query.dtype
         if same and backend.forward_into and block.queries.stride == 1:
             for part in block.slices(math.inf):
-                inputs = _inputs(part, call, query, keys, values)
-                backend.forward_into(inputs, part.view_queries(out), part.view_queries(lse_rows))
+                views = part.view_queries(out), part.view_queries(lse_rows)
+                backend.forward_into(_inputs(part, call, inputs), *views)
             continue
         for part in block.slices(most_rows):
-            tile = backend.forward(_inputs(part, call, query, keys, values))
+            tile = backend.forward(_inputs(part, call, inputs))
             views = part.view_queries(out), part.view_queries(lse_rows)
             is_long = 4 * head_dim * part.pairs >= LONG_FLOPS
             add_all = partial(merge, *views, *tile, store=store)
@@ -251,9 +277,7 @@ def forward(
             work, "forward", call.batch, call.group, head_dim, query.dtype, query.device
         )
         tiles_forward(
-            query,
-            keys,
-            values,
+            *inputs,
             out,
             lse,
             launch.cells,
@@ -267,36 +291,23 @@ def forward(
 def backward(
     group: TileGroup,
     call: TileCall,
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    inputs: Inputs,
     merged: Merged,
-    dquery: torch.Tensor,
-    dkeys: torch.Tensor,
-    dvalues: torch.Tensor,
+    gradients: Gradients,
     sums: Accumulator,
-    *,
-    store: bool,
-    store_keys: bool | None = None,
 ) -> None:
-    """Compute the gradients of a group and add them to `dquery`, `dkeys` and `dvalues`.
+    """Compute the gradients of a group and add them up.
 
     Args:
         group: the tiles.
         call: what all tiles have in common.
-        query: (batch, local_sequence, heads, head_dim).
-        keys: (batch, local_sequence, kv_heads, head_dim), or `by_slot` of a received message.
-        values: the shape of `keys`.
+        inputs: of the tiles.
         merged: the merged result of the whole call.
-        dquery: like `query`.
-        dkeys: like `keys`.
-        dvalues: like `values`.
+        gradients: changed in place at the group's rows.
         sums: through which results are added; to be joined when all groups are computed.
-        store: whether to write over what `dquery` holds at the group's rows.
-        store_keys: whether to write over what `dkeys` and `dvalues` hold there; None: `store`.
     """
+    query, (dquery, dkeys, dvalues, store, store_keys) = inputs.query, gradients
     selection, head_dim = call.selection, query.shape[3]
-    store_keys = store if store_keys is None else store_keys
     work = _schedule(group, call.batch, call.group, head_dim, selection.backward_table_flops)
     lse_rows = merged.lse.transpose(1, 2)
     for block in work.blocks:
@@ -310,8 +321,8 @@ def backward(
         row_bytes = lse_rows.element_size() + backend.backward_workspace(head_dim)
         row_bytes += held * head_dim * query.element_size() * sums.most_held
         for part in block.slices(call.most_rows(query, BACKWARD_WORKSPACE, row_bytes)):
-            inputs = _inputs(part, call, query, keys, values)
-            gradients = TileGradients(
+            tile_inputs = _inputs(part, call, inputs)
+            tile_gradients = TileGradients(
                 part.view_queries(merged.dout),
                 part.view_queries(merged.out),
                 part.view_queries(lse_rows),
@@ -319,12 +330,12 @@ def backward(
             totals = part.view_queries(dquery), part.view_keys(dkeys), part.view_keys(dvalues)
             if places_keys:
                 assert backend.backward_into is not None
-                dq = totals[0] if places_query else _empty_rows(inputs.q)
-                backend.backward_into(inputs, gradients, dq, *totals[1:])
+                dq = totals[0] if places_query else _empty_rows(tile_inputs.q)
+                backend.backward_into(tile_inputs, tile_gradients, dq, *totals[1:])
                 additions = [] if places_query else [_Addition(totals[0], dq, store)]
                 del dq
             else:
-                tile = backend.backward(inputs, gradients)
+                tile = backend.backward(tile_inputs, tile_gradients)
                 stores = store, own_keys, own_keys
                 additions = list(map(_Addition, totals, tile, stores))
                 del tile
@@ -345,9 +356,7 @@ def backward(
         )
         tiles_backward(
             merged.dout,
-            query,
-            keys,
-            values,
+            *inputs,
             merged.lse,
             merged.delta,
             dquery,
@@ -381,9 +390,8 @@ def _empty_rows(like: torch.Tensor) -> torch.Tensor:
     return like.new_empty(batch, rows, heads, head_dim).transpose(1, 2)
 
 
-def _inputs(
-    block: Block, call: TileCall, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-) -> TileInputs:
+def _inputs(block: Block, call: TileCall, inputs: Inputs) -> TileInputs:
+    query, keys, values = inputs
     return TileInputs(
         block.view_queries(query),
         block.view_keys(keys),

@@ -73,7 +73,8 @@ def ring_forward(
     Returns:
         out (B, n, H, D), of query's dtype, and lse (B, H, n), float32 or float64; contiguous.
     """
-    query, key, value = (readable(x, call.backend) for x in (query, key, value))
+    inputs = compute.Inputs(*(readable(x, call.backend) for x in (query, key, value)))
+    query = inputs.query
     batch, length, num_heads, _ = query.shape
     parts, tiles, sums = call.parts, call.tiles(query), call.sums(query)
     covers = all(part.covers for part in parts)
@@ -86,19 +87,17 @@ def ring_forward(
     if not covers:
         lse.fill_(-torch.inf)
     with autocast_off(query.device):
-        arrivals = call.fetch(key, value)
+        arrivals = call.fetch(inputs.keys, inputs.values)
         for part in parts:
             for number, group in enumerate(part.local_groups):
-                store = covers and number == 0
-                compute.forward(group, tiles, query, key, value, out, lse, sums, store=store)
+                result = compute.Result(out, lse, stores=covers and number == 0)
+                compute.forward(group, tiles, inputs, result, sums)
             for fetched in islice(arrivals, part.num_steps):
                 if fetched.slots is not None:
-                    keys, values = map(by_slot, fetched.slots)
+                    remote = compute.Inputs(query, *map(by_slot, fetched.slots))
                     for group in fetched.step.groups:
-                        compute.forward(
-                            group, tiles, query, keys, values, out, lse, sums, store=False
-                        )
-                    del keys, values
+                        compute.forward(group, tiles, remote, compute.Result(out, lse), sums)
+                    del remote
                 del fetched
         sums.join()
         merge_zero_keys(call.plan.zero_keys, out, lse.transpose(1, 2), tiles.group)
@@ -129,7 +128,7 @@ def ring_backward(
         dquery, dkey, dvalue: contiguous, in the dtypes of query, key and value.
     """
     dout, query, key, value, out = readable_in_backward(dout, query, key, value, out, call.backend)
-    merged = compute.Merged(dout, out, lse.contiguous())
+    inputs, merged = compute.Inputs(query, key, value), compute.Merged(dout, out, lse.contiguous())
     parts, tiles, sums = call.parts, call.tiles(query), call.sums(query)
     covers = all(part.covers for part in parts)
     create = torch.empty if covers else torch.zeros
@@ -144,10 +143,9 @@ def ring_backward(
 
     def compute_local(groups: Iterable[TileGroup], *, stores_first: bool) -> None:
         for number, group in enumerate(groups):
-            compute.backward(
-                group, tiles, query, key, value, merged, dquery, dkey, dvalue, sums,
-                store=stores_first and number == 0,
-            )  # fmt: skip
+            stores = stores_first and number == 0
+            gradients = compute.Gradients(dquery, dkey, dvalue, stores, stores)
+            compute.backward(group, tiles, inputs, merged, gradients, sums)
 
     def add_returned() -> None:
         """Have gradients that come home added behind the next compute, but for the most recent."""
@@ -205,11 +203,11 @@ def _backward_of_step(
     create = torch.empty if covers else torch.zeros
     dslots = create(fetched.slots.shape, dtype=dtype, device=query.device)
     keys, values, dkeys, dvalues = map(by_slot, (*fetched.slots, *dslots))
+    inputs = compute.Inputs(query, keys, values)
     for number, group in enumerate(fetched.step.groups):
-        compute.backward(
-            group, tiles, query, keys, values, merged, dquery, dkeys, dvalues, sums,
-            store=False, store_keys=covers and number == 0,
-        )  # fmt: skip
+        stores_keys = covers and number == 0
+        gradients = compute.Gradients(dquery, dkeys, dvalues, stores_keys=stores_keys)
+        compute.backward(group, tiles, inputs, merged, gradients, sums)
     sums.join(dslots)
     return dslots
 

@@ -32,18 +32,12 @@ from .plan_tables import (
 )
 
 LAYOUTS = {"contiguous": SequenceLayout.contiguous, "zigzag": SequenceLayout.zigzag}
-
-
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
-
-
 CHECK_LIMIT = 2_000_000
 """(Query, key) pairs and positions that `--check` enumerates unless it is told otherwise."""
 
-
 CHECK_BYTES = 500
 """Memory that it takes for each, about: a key of four numbers in two dicts."""
-
 
 SHOWN_ALL, SHOWN_FEW = 8, 4
 """When no ranks are named: all of so many, or else so many of them."""

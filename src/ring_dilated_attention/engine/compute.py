@@ -100,9 +100,7 @@ class _Schedule:
 
 
 _schedules: WeakKeyDictionary[TileGroup, dict[Hashable, _Schedule]] = WeakKeyDictionary()
-"""Schedules live as long as the plan of their group: the next step may bring other documents. They
-take about as many bytes as its tiles, for each of the last few batch sizes, head_dims, directions.
-"""
+"""As long as the plan of their group lives. A schedule takes about as many bytes as its tiles."""
 _SCHEDULES_KEPT = 8
 
 

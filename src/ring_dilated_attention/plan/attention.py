@@ -31,7 +31,6 @@ FEW_ADDITIONS = 8.0
 """Additions to a row, on average, that may round to half precision each: errors of out and of the
 gradients stay below those of the kernels (benchmarks/results)."""
 
-
 SLICE_PAIRS = 1 << 31
 """(Query, key) pairs of a head and step that keep a rank busy: 1.7 ms of an H200's forward at a
 head_dim of 128 (half of it if causal), behind which their rows travel and the gaps between kernels

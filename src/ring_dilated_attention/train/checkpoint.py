@@ -52,19 +52,11 @@ from .config import TrainConfig
 from .errors import TrainingError, one_line
 
 FOLDER = "checkpoints"
-
-
 FORMAT = 2  # 1 was torch.distributed.checkpoint's, whose index is a pickle
-
-
-# Files are read and checked whole, so this bounds what loading takes above the model: about twice
-# this, or twice the largest tensor. A tensor is never cut.
 FILE_BYTES = 32 << 20
-
+"""Of a file, unless a tensor is larger: loading takes about twice this above the model."""
 
 _NAME = re.compile(r"step_(\d{7,18})")
-
-
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")  # what AdamW keeps for a parameter
 
 

@@ -14,6 +14,7 @@ from ring_dilated_attention.checks import combine, reference_attention, run_case
 from ring_dilated_attention.checks.testing import relative_error
 from ring_dilated_attention.exchange import SoloExchange
 from ring_dilated_attention.exchange import groups as exchange
+from ring_dilated_attention.exchange import names
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 7])
@@ -110,7 +111,7 @@ def test_nothing_is_kept_of_groups_that_are_gone():
 
 def test_a_group_that_is_missing(monkeypatch):
     """`dist.group.WORLD` is None before `init_process_group`: ranks must not compute alone."""
-    monkeypatch.setattr(exchange, "_ranks_of_launcher", lambda: "4")
+    monkeypatch.setattr(names, "_ranks_of_launcher", lambda: "4")
     x = torch.randn(1, 8, 1, 8)
     with pytest.raises(ValueError, match="group is None in one of 4 ranks"):
         dilated_attention(x, x, x, DilatedPattern.dense(), group=dist.group.WORLD)

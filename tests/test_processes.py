@@ -12,9 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention
 from ring_dilated_attention.checks import combine, reference_attention, run_cases, run_ranks, sweep
 from ring_dilated_attention.checks.testing import relative_error
-from ring_dilated_attention.exchange import SoloExchange
+from ring_dilated_attention.exchange import SoloExchange, names
 from ring_dilated_attention.exchange import groups as exchange
-from ring_dilated_attention.exchange import names
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 7])

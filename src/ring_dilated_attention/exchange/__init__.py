@@ -1,4 +1,6 @@
-"""How rows travel between ranks, and how ranks agree. The only room that knows torch.distributed.
+"""How rows travel between ranks, and how ranks agree.
+
+Of what computes attention, this is the only room that knows torch.distributed.
 
 `ProcessGroupExchange` is one rank's end of a group of processes, `LoopbackExchange` of one whose
 ranks are threads, `SoloExchange` of a world of one rank; `Exchange` is what they have in common,

@@ -5,8 +5,8 @@ with it on some ranks, whose results (`Outcome`, one for each of `TENSORS`) `com
 `run_cases` runs cases on a rank, `sweep` makes those of `rda verify`. `simulate` runs every rank
 of a world on one device, and returns a `Simulation` with a `RankReport` for each and its
 `Transfers`. `spot_check` compares rows of a result too long for a reference. `run_ranks` runs a
-function in several processes. `relative_error` compares two tensors. The `check_...` functions refuse work beyond any machine, by the
-limits beside them.
+function in several processes. `relative_error` compares two tensors. The `check_...` functions
+refuse work beyond any machine, by the limits beside them.
 """
 
 from .limits import (

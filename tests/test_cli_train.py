@@ -579,3 +579,21 @@ def test_the_help_shows_the_defaults_of_the_config() -> None:
         default = defaults[name]
         expected = ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
         assert parameter.show_default == expected, name
+
+
+@pytest.mark.parametrize(("option", "code"), [("--help", 0), ("--length=0", 2)])
+def test_a_rank_of_torchrun_leaves_before_python_ends(option: str, code: int) -> None:
+    """Threads of torch.distributed may be in the middle of something then."""
+    script = (
+        "import atexit, sys; atexit.register(print, 'Python ends'); "
+        f"sys.argv = ['rda', 'plan', {option!r}]; "
+        "from ring_dilated_attention.cli import main; main()"
+    )
+    ranks: list[dict[str, str]] = [{}, {"RANK": "0"}]
+    for rank in ranks:
+        ended = subprocess.run(
+            [sys.executable, "-c", script], env=environment(**rank), capture_output=True, text=True
+        )
+        assert ended.returncode == code, ended.stderr
+        assert ("Python ends" in ended.stdout) is (not rank)
+        assert ended.stdout + ended.stderr  # what it had to say was written

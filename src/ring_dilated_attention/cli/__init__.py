@@ -7,6 +7,9 @@ a module of this package, and import that here: commands are listed in the order
 
 from __future__ import annotations
 
+import os
+import sys
+
 from . import train, verify, plan, bench  # isort: skip  # in the order of the help
 from .common import app
 
@@ -14,5 +17,16 @@ __all__ = ["app", "bench", "main", "plan", "train", "verify"]
 
 
 def main() -> None:
-    """Entry point of `rda`."""
-    app()
+    """Entry point of `rda`.
+
+    A rank that torchrun has started leaves without the end of Python: threads of torch.distributed
+    that are not quite done would need Python then, and end the process by SIGABRT.
+    """
+    try:
+        app()
+    except SystemExit as end:
+        if "RANK" not in os.environ:
+            raise
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(end.code if isinstance(end.code, int) else int(end.code is not None))

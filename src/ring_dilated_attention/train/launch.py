@@ -308,8 +308,10 @@ def worker() -> None:
     except BrokenPipeError:  # the launcher is gone
         pass
     sys.stdout.flush()
-    if code:
-        os._exit(code)  # tearing down NCCL may wait for a rank that is gone
+    sys.stderr.flush()
+    # Tearing down NCCL may wait for a rank that is gone; and as Python ends, threads of
+    # torch.distributed that are not quite done would end the process by SIGABRT.
+    os._exit(code)
 
 
 def _cores() -> int:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from late_streams import LateExchange, late_streams
 
-from ring_dilated_attention import DilatedPattern, SequenceLayout, plan_attention
+from ring_dilated_attention import DilatedPattern, SequenceLayout
 from ring_dilated_attention.checks import TENSORS, Case
 from ring_dilated_attention.checks.testing import relative_error, run_loopback
 from ring_dilated_attention.engine import compute, ring
@@ -55,14 +55,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 def run(case, ends, selection, *, gathers, workspace):
     """What `ring` finds on this rank: every tensor of TENSORS."""
-    plan = plan_attention(
-        case.pattern,
-        case.layout,
-        is_causal=case.is_causal,
-        num_heads=case.num_heads,
-        num_kv_heads=case.num_kv_heads,
-        documents=case.documents,
-    )
+    plan = case.plan()
     exchange = LateExchange(ends)
     scale = case.head_dim**-0.5
     call = ring.RingCall(plan.rank(ends.rank), exchange, selection, scale, gathers, workspace)
@@ -122,7 +115,7 @@ def test_additions_that_are_late(name, slice_pairs, gathers, backend, monkeypatc
 @pytest.mark.parametrize("name", FEW_FLOPS)
 def test_launches_of_tables_wait_for_additions(name, monkeypatch):
     """Small tiles share a launch, which adds to what additions of large ones are under way to."""
-    from ring_dilated_attention.kernels import backward, forward
+    from ring_dilated_attention import kernels
 
     lock, launches = threading.Lock(), []
 
@@ -134,8 +127,8 @@ def test_launches_of_tables_wait_for_additions(name, monkeypatch):
 
         return one_at_a_time
 
-    monkeypatch.setattr(forward, "tiles_forward", locked(forward.tiles_forward))
-    monkeypatch.setattr(backward, "tiles_backward", locked(backward.tiles_backward))
+    for kernel in ("tiles_forward", "tiles_backward"):
+        monkeypatch.setattr(kernels, kernel, locked(getattr(kernels, kernel)))
     pattern, layout, options = CASES[name]
     case = Case(pattern=pattern, layout=layout, dtype=torch.float32, **options)
     monkeypatch.setattr(compute, "LONG_FLOPS", 0)

@@ -57,7 +57,7 @@ def launch(
     out: Path,
     timeout: float = RANK_TIMEOUT,
 ) -> Answer:
-    """Call a function on so many ranks; on torchrun's ranks if this is one of them.
+    """Call a function on every rank; on torchrun's ranks if this process is one of them.
 
     torch.distributed is initialised there: gloo, and NCCL for tensors on CUDA, a device per rank.
 

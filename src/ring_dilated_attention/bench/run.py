@@ -20,7 +20,7 @@ from .result import BACKWARD, FAILED, OK, OUT_OF_MEMORY, REFUSED, Ceilings, Erro
 
 FEWEST_REPEATS, MOST_WALL_REPEATS = 3, 10
 ROTATED_BYTES, MOST_SETS = 128 * 2**20, 64
-"""On CUDA calls go round input sets of so many bytes together, so that no cache holds them."""
+"""On CUDA calls take turns with input sets, of that many bytes in all, which no cache holds."""
 
 TWIN_LENGTH = {"cpu": 1001, "cuda": 3001}
 TWIN_SCORES = {"cpu": 2**22, "cuda": 2**28}

@@ -153,7 +153,7 @@ def reference_attention(
         documents=documents,
         device=query.device,
     ).repeat_interleave(group, 0)
-    # One more column: a score of 0, so many times; its value is 0.
+    # One more column: a score of 0 and a value of 0, counted once for each zero key.
     zero_scores = zero_keys.to(scores.dtype).log().expand(scores.shape[:3])
     lse = torch.logsumexp(torch.cat([scores, zero_scores[..., None]], -1), -1)
     weights = torch.exp(scores - lse[..., None]) * covered[..., None]

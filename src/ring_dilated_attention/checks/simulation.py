@@ -27,7 +27,6 @@ from ..plan import (
     balance,
     flops_by_rank,
     memory,
-    plan_attention,
     traffic,
 )
 from ..tiles import accumulate_dtype
@@ -136,14 +135,7 @@ def simulate(case: Case, *, backward: bool = True) -> Simulation:
         head_dim=check_positive_int("head_dim", case.head_dim),
         element_size=case.dtype.itemsize,
     )
-    plan = plan_attention(
-        case.pattern,
-        case.layout,
-        is_causal=case.is_causal,
-        num_heads=case.num_heads,
-        num_kv_heads=case.num_kv_heads,
-        documents=case.documents,
-    )
+    plan = case.plan()
     device, whole = torch.device(case.device), _inputs(case)
     # First, so that whatever cannot be computed is refused before there are any threads. The short
     # run takes what the first call of a process costs out of the measured time.

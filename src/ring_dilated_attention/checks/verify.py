@@ -14,7 +14,7 @@ from ..exchange import Exchange
 from ..functional import Schedule, dilated_attention
 from ..layout import SequenceLayout
 from ..pattern import DilatedPattern
-from ..plan import TensorSize, plan_attention, traffic
+from ..plan import AttentionPlan, TensorSize, plan_attention, traffic
 from ..tiles import Backend, accumulate_dtype
 from .reference import reference_attention
 from .testing import world_exchange
@@ -111,6 +111,18 @@ class Case:
         # Numbers this close to 0 have few bits, or none: those of sums, and those of results.
         least = wide.tiny + own.tiny * own.eps
         return {name: units[name] * size + least for name, size in zip(TENSORS, sizes, strict=True)}
+
+    def plan(self, length: int | None = None) -> AttentionPlan:
+        """The plan of its rows that have `length` valid positions; None: all positions."""
+        return plan_attention(
+            self.pattern,
+            self.layout,
+            is_causal=self.is_causal,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            documents=self.documents,
+            length=length,
+        )
 
     def expected(self, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
         """Whole out, lse and gradients by brute force in `dtype`."""
@@ -272,16 +284,8 @@ def run_case(case: Case, ends: Exchange, wanted: References | None = None) -> Ou
 
 
 def _planned_bytes(case: Case, rank: int, length: int | None, batch: int) -> int:
-    """Bytes that a rank sends for so many rows of a batch that are of one length."""
-    plan = plan_attention(
-        case.pattern,
-        case.layout,
-        is_causal=case.is_causal,
-        num_heads=case.num_heads,
-        num_kv_heads=case.num_kv_heads,
-        documents=case.documents,
-        length=length,
-    )
+    """Bytes that a rank sends for `batch` rows of a batch, all of one length."""
+    plan = case.plan(length)
     size = TensorSize(batch=batch, head_dim=case.head_dim, element_size=case.dtype.itemsize)
     planned = traffic(plan.rank(rank), size)
     return planned.forward_sent + (planned.backward_sent if case.wanted else 0)

@@ -47,4 +47,6 @@ def __getattr__(name: str) -> Any:
     """Import what needs Triton when it is asked for: the package works without."""
     if name not in _NEEDS_TRITON:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_NEEDS_TRITON[name]}", __name__), name)
+    found = getattr(import_module(f".{_NEEDS_TRITON[name]}", __name__), name)
+    globals()[name] = found  # every launch asks
+    return found

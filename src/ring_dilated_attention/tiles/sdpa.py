@@ -57,6 +57,8 @@ def in_one_layout(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         tensors: of one shape. The stride of a dimension of one element does not matter.
     """
     shape, strides = tensors[0].shape, [x.stride() for x in tensors]
+    if len(set(strides)) == 1:  # as a rule
+        return tensors
     if all(n == 1 or len(set(found)) == 1 for n, *found in zip(shape, *strides, strict=True)):
         return tensors
     return tuple(x.clone(memory_format=torch.contiguous_format) for x in tensors)

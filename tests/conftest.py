@@ -28,7 +28,13 @@ def _give_gpu_memory_back(request):
         torch.cuda.empty_cache()  # to the other workers, whose tests run on the same GPU
 
 
+def _seconds_allowed(item):
+    marker = item.get_closest_marker("timeout")
+    return marker.args[0] if marker else 0
+
+
 def pytest_collection_modifyitems(items):
+    items.sort(key=_seconds_allowed, reverse=True)  # several workers: none has the longest left
     if torch.cuda.is_available():
         return
     for item in items:

@@ -19,7 +19,7 @@ quick: .venv/installed  ## what nearly every change needs, in less than a minute
 	$(BIN)/python -m pytest -q -n 2 -m "not slow" $(QUICK:%=tests/test_%.py)
 
 gpu: .venv/installed  ## the tests for CUDA devices, on all that there are
-	$(BIN)/python -m pytest -m gpu -n 8 --dist loadgroup
+	OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m gpu -n 8 --dist loadgroup
 
 lint: .venv/installed  ## linter, formatter check, type checker
 	$(BIN)/ruff check .

@@ -4,8 +4,8 @@
 
 makes OUT/<table>/ with JSON and plots, and OUT/scaling.png, a plot of what is large enough to gain.
 All tables are measured by the same processes, which start, compile and warm up once; each is
-written as it grows. Wants flash-attn-4 (the extra fa4). What `rda bench --ranks` has no case for is
-in transports.py and billion_tokens.py.
+written as it grows. Wants flash-attn-4 (the extra fa4). What `rda bench` cannot measure is in
+transports.py and billion_tokens.py.
 """
 
 import secrets
@@ -18,11 +18,17 @@ import torch.distributed as dist
 import typer
 from rich.console import Console
 
-from ring_dilated_attention.bench import Case, ranks_command, sweep
-from ring_dilated_attention.bench.peers import OURS
-from ring_dilated_attention.bench.ranks_launch import launch
-from ring_dilated_attention.bench.ranks_options import RanksOptions
-from ring_dilated_attention.bench.ranks_plot import plot
+from ring_dilated_attention.bench import (
+    OURS,
+    WIDTH,
+    Options,
+    Workload,
+    launch,
+    measure_and_write,
+    plot,
+    show,
+    sweep,
+)
 from ring_dilated_attention.pattern import check_choice
 
 PLOTTED = ("dense", "longnet", "crossing")
@@ -30,9 +36,9 @@ EARLIER_LENGTHS = [64, 512, 2048, 4096, 8192, 16_384, 32_768, 65_536, 262_144, 4
 
 
 class Table(NamedTuple):
-    """Cases, the numbers of GPUs that they are measured on, and how."""
+    """Workloads, the numbers of GPUs that they are measured on, and how."""
 
-    cases: list[Case]
+    workloads: list[Workload]
     gpus: list[int]
     how: dict[str, Any]
 
@@ -42,12 +48,12 @@ def tables(gpus: int) -> dict[str, Table]:
     ends, all_sizes = sorted({1, gpus}), list(range(1, gpus + 1))
     wide = {"dtypes": ["bfloat16"], "head_dims": [128]}
     longnet = {"patterns": ["longnet"], "heads": [12], **wide}
-    peers = ("cp:allgather", "cp:alltoall", "ours:messages")
+    baselines = ("cp:allgather", "cp:alltoall", "ours:messages")
     return {
         "dense": Table(
             sweep("cuda", patterns=["dense"], heads=[16], causal=[True],
                   lengths=[65_536, 262_144], **wide),
-            ends, {"peers": peers, "seconds": 2, "errors": False},
+            ends, {"baselines": baselines, "seconds": 2, "errors": False},
         ),
         "longnet": Table(sweep("cuda", lengths=[2**20], **longnet), all_sizes, {"seconds": 3}),
         "crossing": Table(
@@ -72,11 +78,11 @@ def measure(names: Sequence[str], gpus: int, seed: int, out: Path) -> None:
     """On every rank: measure tables, one after the other."""
     plotted = []
     for name in names:
-        cases, sizes, how = tables(gpus)[name]
-        options = RanksOptions(device="cuda", repeats=5, seed=seed, **how)
-        found = ranks_command.measure_and_write(cases, sizes, options, out / name, sys.argv)
+        workloads, sizes, how = tables(gpus)[name]
+        options = Options(device="cuda", ranks=tuple(sizes), repeats=5, seed=seed, **how)
+        found = measure_and_write(workloads, options, out / name, sys.argv)
         if dist.get_rank() == 0:
-            ranks_command.show(Console(width=ranks_command.WIDTH), *found)
+            show(Console(width=WIDTH), *found)
             plotted += [x for x in found[0] if x.contender == OURS and name in PLOTTED]
     if plotted:
         plot(out, plotted)

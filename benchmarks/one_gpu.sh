@@ -15,9 +15,9 @@ row() {
 }
 longnet=(--pattern longnet --heads 12 --dtype bfloat16 --causal --no-causal)
 row longnet "${longnet[@]}" --length 262144 --head-dim 128 --head-dim 64 \
-  --peer torchscale --peer torchscale:cudnn
+  --baseline torchscale --baseline torchscale:cudnn
 row longnet_sdpa "${longnet[@]}" --length 262144 --head-dim 128 --head-dim 64 --backend sdpa
-row gigapath --pattern gigapath --length 262145 --length 45681 --length 10001 --peer torchscale
+row gigapath --pattern gigapath --length 262145 --length 45681 --length 10001 --baseline torchscale
 row dense --pattern dense --length 65536 --heads 16 --head-dim 128 --dtype bfloat16 --causal \
-  --peer sdpa:cudnn --peer flash4
-row small "${longnet[@]}" --length 4096 --head-dim 64 --cuda-graph --peer torchscale
+  --baseline sdpa:cudnn --baseline flash4
+row small "${longnet[@]}" --length 4096 --head-dim 64 --cuda-graph --baseline torchscale

@@ -28,8 +28,7 @@ import typer
 from ranks import join
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention
-from ring_dilated_attention.checks.testing import run_loopback
-from ring_dilated_attention.exchange import Group, ProcessGroupExchange
+from ring_dilated_attention.exchange import Group, ProcessGroupExchange, run_loopback
 from ring_dilated_attention.exchange.cuda_driver import WAIT_EQUAL, check, driver
 from ring_dilated_attention.plan import attention
 

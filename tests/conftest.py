@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from ring_dilated_attention.checks.testing import nan_in_uninitialized_memory
+from ring_dilated_attention.checks import nan_in_uninitialized_memory
 
 if not torch.cuda.is_available():  # before Triton is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention
-from ring_dilated_attention.checks.testing import forked_context
+from ring_dilated_attention.checks import forked_context
 from ring_dilated_attention.engine import compute
 from ring_dilated_attention.exchange import ExchangeError, ProcessGroupExchange, collectives
 from ring_dilated_attention.exchange import groups as exchange_module

@@ -18,8 +18,8 @@ ORDER = [
 """Rooms, and files of the root: each may import those before it, and rooms by their doors."""
 INTEGERS_ONLY = {"pattern", "plan"}  # and layout and documents, but for what takes tensors
 MAY_USE_DISTRIBUTED = {
-    *("exchange", "cli", "train", "checks.testing"),
-    *(f"bench.{name}" for name in ("ranks", "ranks_team", "ranks_launch", "ring_peers")),
+    *("exchange", "cli", "train", "checks.ranks"),
+    *(f"bench.{name}" for name in ("run", "team", "launch", "ring", "contenders")),
 }
 
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention, nn
 from ring_dilated_attention.branch_gradients import detached_dilated_attention
 from ring_dilated_attention.checks import run_ranks
-from ring_dilated_attention.checks.testing import run_loopback
+from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.nn import hilbert_order
 from ring_dilated_attention.nn.spatial import inverse_order
 

@@ -14,31 +14,35 @@ from typer.testing import CliRunner
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention
 from ring_dilated_attention.bench import (
-    Case,
-    RankError,
+    OURS,
+    Options,
+    Workload,
+    bench,
+    command,
+    contenders,
+    launch,
     measure,
-    ranks_command,
-    ranks_team,
+    plot,
     report,
-    ring_peers,
+    ring,
+    team,
 )
-from ring_dilated_attention.bench.exposed import TimedExchange
-from ring_dilated_attention.bench.peers import OURS
-from ring_dilated_attention.bench.ranks import measure_ranks
-from ring_dilated_attention.bench.ranks_launch import ERROR_NAME, launch
-from ring_dilated_attention.bench.ranks_memory import heaviest
-from ring_dilated_attention.bench.ranks_options import RanksOptions
-from ring_dilated_attention.bench.ranks_plot import PLOT_NAME, plot
-from ring_dilated_attention.bench.ranks_report import bytes_match, notes, tables, write_json
-from ring_dilated_attention.bench.ranks_result import RankMemory, compare
-from ring_dilated_attention.checks import run_ranks
+from ring_dilated_attention.bench.contender import Place
+from ring_dilated_attention.bench.contenders import MESSAGES, contender
+from ring_dilated_attention.bench.launch import ERROR_NAME
+from ring_dilated_attention.bench.memory import heaviest
+from ring_dilated_attention.bench.plots import SCALING_NAME
+from ring_dilated_attention.bench.report import bytes_match, notes, tables, write_json
+from ring_dilated_attention.bench.result import RankMemory, compare
+from ring_dilated_attention.bench.waits import TimedExchange
+from ring_dilated_attention.checks import RankError, run_ranks
 from ring_dilated_attention.cli import app
 
-DENSE = Case(
+DENSE = Workload(
     pattern=DilatedPattern.dense(), length=257, heads=4, head_dim=8, dtype="float32", is_causal=True
 )
 # LongNet's shape, with a branch that crosses ranks; no length divides another.
-DILATED = Case(
+DILATED = Workload(
     pattern=DilatedPattern([16, 50, None], [1, 3, 6]),
     length=301,
     heads=6,
@@ -46,9 +50,9 @@ DILATED = Case(
     head_dim=8,
     dtype="float32",
 )
-SIZES = [1, 2, 3]
-PEER = "cp:allgather"
-OPTIONS = RanksOptions(device="cpu", repeats=2, peers=(PEER,))
+SIZES = (1, 2, 3)
+BASELINE = "cp:allgather"
+OPTIONS = Options(device="cpu", ranks=SIZES, repeats=2, baselines=(BASELINE,))
 FLOAT32 = 1e-5
 
 
@@ -58,35 +62,36 @@ def _measure(rank, world_size):
     said: list[str] = []
     counted: list[int] = []
     found = [
-        measure_ranks(
+        bench(
             [DENSE, DILATED],
-            SIZES,
             OPTIONS,
             progress=said.append,
             finished=lambda results: counted.append(len(results)),
         )
     ]
-    weak = RanksOptions(device="cpu", repeats=1, scaling="weak", errors=False, exchange="ring")
-    found.append(measure_ranks([DILATED], [2], weak))
+    weak = Options(
+        device="cpu", ranks=(2,), repeats=1, scaling="weak", errors=False, exchange="ring"
+    )
+    found.append(bench([DILATED], weak))
 
     def out_of_memory(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     unbacked = dataclasses.replace(DENSE, backend="cudnn")
-    found.append(measure_ranks([unbacked], [2], dataclasses.replace(OPTIONS, peers=())))
-    ring_peers.dilated_attention = out_of_memory  # type: ignore[attr-defined]
-    found.append(measure_ranks([DENSE], [1, 3], dataclasses.replace(OPTIONS, peers=())))
-    module = ring_peers.context_parallel_module(PEER)
-    group = dist.new_group()
+    found.append(bench([unbacked], dataclasses.replace(OPTIONS, ranks=(2,), baselines=())))
+    contenders.dilated_attention = out_of_memory  # type: ignore[attr-defined]
+    found.append(bench([DENSE], dataclasses.replace(OPTIONS, ranks=(1, 3), baselines=())))
+    module = ring.context_parallel_module(BASELINE)
+    place = Place(group=dist.new_group(), size=world_size, rank=rank, device=torch.device("cpu"))
     dealt = []
-    for case in (
+    for workload in (
         dataclasses.replace(DENSE, length=48),
         dataclasses.replace(DENSE, length=48, is_causal=False),
     ):
-        arguments = module, group, case, world_size, torch.device("cpu"), "alltoall"
-        with ring_peers.in_context_parallel(*arguments):
+        arguments = module, workload, place, "alltoall"
+        with ring.in_context_parallel(*arguments):
             dealt.append(torch.nn.functional.scaled_dot_product_attention.__name__)
-        with pytest.raises(KeyError), ring_peers.in_context_parallel(*arguments):
+        with pytest.raises(KeyError), ring.in_context_parallel(*arguments):
             raise KeyError
         dealt.append(torch.nn.functional.scaled_dot_product_attention.__name__)
     return found, said, dealt, counted
@@ -115,22 +120,25 @@ def test_every_rank_knows_every_result(world):
     assert [len(other[1]) for other in others] == [0, 0]
     assert said[1] == f"{DENSE} on 2 ranks"
     assert len(said) == 2 * len(SIZES)
-    assert counted == list(range(2, 2 * len(said) + 1, 2))  # ours and a peer each time
+    assert counted == list(range(2, 2 * len(said) + 1, 2))  # ours and a baseline each time
     assert not any(other[3] for other in others)
 
 
 def test_ours_is_right_on_every_size(results):
     assert [(r.base, r.ranks, r.contender) for r in results] == [
-        (case, size, name) for case in (DENSE, DILATED) for size in SIZES for name in (OURS, PEER)
+        (case, size, name)
+        for case in (DENSE, DILATED)
+        for size in SIZES
+        for name in (OURS, BASELINE)
     ]
     for result in results[::2]:
         forward, forward_backward = timings(result)
         assert result.errors.out < FLOAT32
         assert result.errors.gradients < FLOAT32
-        assert result.errors.twin.length == result.case.length
+        assert result.errors.twin.length == result.workload.length
         for timing, passes in ((forward, 1), (forward_backward, 3.5)):
             assert len(timing.flops_by_rank) == result.ranks
-            assert sum(timing.flops_by_rank) == pytest.approx(passes * result.case.flops())
+            assert sum(timing.flops_by_rank) == pytest.approx(passes * result.workload.flops())
             assert len(timing.times_ms) == 2
             assert timing.calls == 1
             assert timing.matmul_size == 64
@@ -148,9 +156,9 @@ def test_ours_is_right_on_every_size(results):
             memory = timing.memory
             assert memory.peak is None
             assert memory.outbox == 0  # there are no copies
-            deal = SequenceLayout.zigzag if result.case.is_causal else SequenceLayout.contiguous
-            rows = deal(result.case.length, result.ranks).local_length(memory.rank)
-            assert memory.query * result.case.length == result.case.query_bytes * rows
+            deal = SequenceLayout.zigzag if result.workload.is_causal else SequenceLayout.contiguous
+            rows = deal(result.workload.length, result.ranks).local_length(memory.rank)
+            assert memory.query * result.workload.length == result.workload.query_bytes * rows
             assert memory.out == memory.query
             assert (memory.buffers > 0) == (result.ranks > 1)
         assert forward.memory.gradients == forward.memory.dout == 0
@@ -170,14 +178,14 @@ def test_speed_up_is_over_one_rank_of_the_same_case(results):
     assert compare(three, [three], True).speed_up is None
 
 
-def test_a_refused_peer_is_a_row(results):
+def test_a_refused_baseline_is_a_row(results):
     for result in results[1::2]:
         assert result.status == "refused"
         assert result.forward is None
         assert result.errors is None
-    assert results[1].reason == f"{PEER} runs on cuda, the inputs are on cpu"
+    assert results[1].reason == f"{BASELINE} runs on cuda, the inputs are on cpu"
     assert "computes the dense pattern (document, 1); got (16, 1)" in results[-1].reason
-    assert any(f"{PEER}: refused" in line for line in notes(results))
+    assert any(f"{BASELINE}: refused" in line for line in notes(results))
 
 
 def test_what_is_written(results, tmp_path):
@@ -204,7 +212,7 @@ def test_what_is_written(results, tmp_path):
 def test_weak_scaling_lengthens_the_case(world):
     (result,) = world[0][0][1]
     assert result.base == DILATED
-    assert result.case.length == 2 * DILATED.length
+    assert result.workload.length == 2 * DILATED.length
     assert result.errors is None
     assert timings(result)[1].communication.bytes_match
 
@@ -225,38 +233,38 @@ def test_context_parallel_deals_as_expected_and_cleans_up(world):
 @pytest.mark.parametrize(
     ("name", "change", "size", "reason"),
     [
-        (PEER, {"length": 258}, 2, "a multiple of 4 on 2 ranks; got 258"),
-        (PEER, {"length": 257, "is_causal": False}, 2, "a multiple of 2 on 2 ranks; got 257"),
-        (PEER, {"kv_heads": 2}, 2, "no grouped queries; got 4 heads and 2 KV heads"),
-        (PEER, {"dtype": "float32"}, 2, "takes float16, bfloat16; got float32"),
+        (BASELINE, {"length": 258}, 2, "a multiple of 4 on 2 ranks; got 258"),
+        (BASELINE, {"length": 257, "is_causal": False}, 2, "a multiple of 2 on 2 ranks; got 257"),
+        (BASELINE, {"kv_heads": 2}, 2, "no grouped queries; got 4 heads and 2 KV heads"),
+        (BASELINE, {"dtype": "float32"}, 2, "takes float16, bfloat16; got float32"),
         ("ring-flash-attn:zigzag", {}, 2, "needs the package ring-flash-attn"),
-        ("ulysses", {}, 2, "peer must be one of 'cp:allgather'"),
+        ("ulysses", {}, 2, "baseline must be one of 'sdpa'"),
     ],
 )
-def test_peers_refuse(name, change, size, reason):
-    case = dataclasses.replace(DENSE, **{"dtype": "bfloat16", **change})
+def test_baselines_refuse(name, change, size, reason):
+    workload = dataclasses.replace(DENSE, **{"dtype": "bfloat16", **change})
     with pytest.raises(ValueError, match=reason):
-        ring_peers.ring_contender(name, case, None, size, torch.device("cuda"))
+        contender(name, workload, Place(size=size, device=torch.device("cuda")))
 
 
 def test_messages_are_compared_with_ours_on_one_rank(results):
-    one, three = results[0], dataclasses.replace(results[4], contender=ring_peers.MESSAGES)
+    one, three = results[0], dataclasses.replace(results[4], contender=MESSAGES)
     ratio = one.forward.median_ms / three.forward.median_ms
     assert compare(three, [*results, three], False).speed_up == pytest.approx(ratio)
     with pytest.raises(ValueError, match="ours:messages needs several ranks: on one it is ours"):
-        ring_peers.ring_contender(ring_peers.MESSAGES, DENSE, None, 1, torch.device("cuda"))
+        contender(MESSAGES, DENSE, Place(device=torch.device("cuda")))
 
 
 def test_comparing_with_messages_is_for_gpus():
     with pytest.raises(ValueError, match="ours:messages runs on cuda, the inputs are on cpu"):
-        ring_peers.ring_contender("ours:messages", DILATED, None, 2, torch.device("cpu"))
+        contender("ours:messages", DILATED, Place(size=2, device=torch.device("cpu")))
 
 
 def test_layouts():
     def dealt(layout, is_causal):
-        case = dataclasses.replace(DENSE, is_causal=is_causal)
-        cpu = torch.device("cpu")
-        return ring_peers.ring_contender(OURS, case, None, 3, cpu, layout=layout).layout
+        workload = dataclasses.replace(DENSE, is_causal=is_causal)
+        place = Place(size=3, device=torch.device("cpu"))
+        return contender(OURS, workload, place, layout=layout).layout
 
     contiguous = SequenceLayout.contiguous(257, 3)
     zigzag = SequenceLayout.zigzag(257, 3)
@@ -315,14 +323,14 @@ def test_memory_adds_up():
 def _one_fails():
     """Rank 1 fails in its first call; rank 0 waits for it there."""
     measure.MATMUL_SIZES["cpu"] = 64
-    ranks_team.GRACE = timedelta(seconds=1)
+    team.GRACE = timedelta(seconds=1)
 
     def broken(*args, **kwargs):
         raise AssertionError("a bug")
 
     if dist.get_rank() == 1:
-        ring_peers.dilated_attention = broken  # type: ignore[attr-defined]
-    measure_ranks([DENSE], [2], OPTIONS)
+        contenders.dilated_attention = broken  # type: ignore[attr-defined]
+    bench([DENSE], dataclasses.replace(OPTIONS, ranks=(2,)))
 
 
 def test_one_rank_that_fails_ends_the_run(tmp_path):
@@ -351,8 +359,11 @@ def _one_computes_nan():
         return attend(*args, **kwargs) * torch.nan
 
     if dist.get_rank() == 1:
-        ring_peers.dilated_attention = broken  # type: ignore[attr-defined]
-    return [(found.status, found.reason) for found in measure_ranks([DENSE], [2], OPTIONS)]
+        contenders.dilated_attention = broken  # type: ignore[attr-defined]
+    return [
+        (found.status, found.reason)
+        for found in bench([DENSE], dataclasses.replace(OPTIONS, ranks=(2,)))
+    ]
 
 
 def test_what_is_not_finite_is_a_failure(tmp_path):
@@ -363,7 +374,7 @@ def test_what_is_not_finite_is_a_failure(tmp_path):
 def test_the_command(tmp_path):
     arguments = (
         "bench --device=cpu --ranks=1,2 --segment-lengths=32,all --dilation-rates=1,3 --length=201 "
-        f"--heads=3 --head-dim=8 --repeats=1 --causal --peer={PEER} --out={tmp_path}"
+        f"--heads=3 --head-dim=8 --repeats=1 --causal --baseline={BASELINE} --out={tmp_path}"
     )
     done = CliRunner().invoke(app, arguments.split())
     assert done.exit_code == 0, done.output
@@ -374,14 +385,14 @@ def test_the_command(tmp_path):
     assert all(found["errors"]["out"] < FLOAT32 for found in document["results"][::2])
     assert document["command"][0] == "rda"
     assert "seed" in document["environment"]
-    assert (tmp_path / PLOT_NAME).stat().st_size > 0
+    assert (tmp_path / SCALING_NAME).stat().st_size > 0
 
 
 def test_a_rank_that_failed_is_one_line_and_exit_code_1(monkeypatch, tmp_path):
     def gone(*args, **kwargs):
         raise RankError("rank 1 failed: a bug")
 
-    monkeypatch.setattr(ranks_command, "launch", gone)
+    monkeypatch.setattr(command, "launch", gone)
     done = CliRunner().invoke(app, ["bench", "--device=cpu", "--ranks=2", f"--out={tmp_path}"])
     assert done.exit_code == 1
     assert done.stderr == "error: rank 1 failed: a bug\n"
@@ -390,19 +401,14 @@ def test_a_rank_that_failed_is_one_line_and_exit_code_1(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            "--scaling=weak",
-            "layout, exchange, timeout and sample_ms need ranks; got scaling='weak'",
-        ),
-        ("--sample-ms=5", "exchange, timeout and sample_ms need ranks; got sample_ms=5.0"),
         ("--ranks=2 --sample-ms=-1", "sample_ms must be from 0 to 600,000, got -1.0"),
         ("--ranks=0", "ranks must be >= 1, got 0"),
         ("--ranks=2,x", "need ints separated by commas; got '2,x'"),
         ("--ranks=2 --scaling=linear", "scaling must be one of 'strong', 'weak'; got 'linear'"),
         ("--ranks=2 --layout=ring", "layout must be one of 'auto', 'contiguous', 'zigzag'"),
         ("--ranks=2 --exchange=tree", "exchange must be one of 'auto', 'ring', 'gather'"),
-        ("--ranks=2 --peer=sdpa", "peer must be one of 'cp:allgather'"),
-        ("--ranks=2 --cuda-graph", "CUDA graphs are timed on one device"),
+        ("--ranks=2 --baseline=ulysses", "baseline must be one of 'sdpa'"),
+        ("--ranks=2 --cuda-graph", "cuda_graph needs one rank"),
         ("--ranks=2 --repeats=0", "repeats must be >= 1, got 0"),
         ("--ranks=2 --seconds=0", "seconds must be > 0 and <= 2,592,000 seconds, got 0.0"),
     ],
@@ -417,15 +423,15 @@ def test_bad_options_are_one_line(arguments, message, tmp_path):
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices")
 def test_on_cuda(tmp_path):
-    cases = [
+    workloads = [
         dataclasses.replace(DENSE, length=4096, head_dim=64, dtype="bfloat16"),
         dataclasses.replace(DILATED, length=4099, head_dim=64, dtype="bfloat16"),
     ]
-    peers = ("cp:allgather", "cp:alltoall", "ours:messages")
-    options = RanksOptions(device="cuda", repeats=3, peers=peers)
-    found = launch(measure_ranks, 2, cases, [1, 2], options, device="cuda", out=tmp_path).value
+    baselines = ("cp:allgather", "cp:alltoall", "ours:messages")
+    options = Options(device="cuda", ranks=(1, 2), repeats=3, baselines=baselines)
+    found = launch(bench, 2, workloads, options, device="cuda", out=tmp_path).value
     for result in found:
-        if result.base == cases[1] and result.contender.startswith("cp:"):
+        if result.base == workloads[1] and result.contender.startswith("cp:"):
             continue
         if result.ranks == 1 and result.contender == "ours:messages":
             assert result.status == "refused"
@@ -439,8 +445,8 @@ def test_on_cuda(tmp_path):
         assert result.errors.gradients < 2e-2
     # Two ranks hold half of the inputs and results each. What a call takes besides does not shrink
     # with shards as short as these: the test below is of long ones.
-    one, two = (found[number].timing(True).memory for number in (0, 1 + len(peers)))
-    assert (found[0].ranks, found[1 + len(peers)].ranks) == (1, 2)
+    one, two = (found[number].timing(True).memory for number in (0, 1 + len(baselines)))
+    assert (found[0].ranks, found[1 + len(baselines)].ranks) == (1, 2)
     for name in ("query", "key", "value", "dout", "out", "lse", "gradients"):
         assert getattr(one, name) == 2 * getattr(two, name) > 0, name
 
@@ -449,9 +455,9 @@ def test_on_cuda(tmp_path):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices")
 def test_long_sequences_halve_memory_on_cuda(tmp_path):
     """Long enough for a ring to take some heads at a time."""
-    case = dataclasses.replace(DENSE, length=65_536, heads=16, head_dim=128, dtype="bfloat16")
-    options = RanksOptions(device="cuda", repeats=3, errors=False)
-    found = launch(measure_ranks, 2, [case], [1, 2], options, device="cuda", out=tmp_path).value
+    workload = dataclasses.replace(DENSE, length=65_536, heads=16, head_dim=128, dtype="bfloat16")
+    options = Options(device="cuda", ranks=(1, 2), repeats=3, errors=False)
+    found = launch(bench, 2, [workload], options, device="cuda", out=tmp_path).value
     for backward, most in ((False, 0.62), (True, 0.59)):  # 0.594 and 0.566 on H200s
         ratio = compare(found[1], found, backward).memory_to_one
         assert ratio is not None

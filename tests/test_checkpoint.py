@@ -13,8 +13,8 @@ from torch.utils.checkpoint import (
 )
 
 from ring_dilated_attention import SequenceLayout
-from ring_dilated_attention.checks.testing import run_loopback
 from ring_dilated_attention.engine import ring_forward
+from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.nn import (
     LongNet,
     LongNetConfig,

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from ring_dilated_attention.checks.testing import relative_error
+from ring_dilated_attention.checks import relative_error
 from ring_dilated_attention.nn import map_rows
 
 WIDTH = 6

@@ -5,7 +5,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from ring_dilated_attention.bench import measure, peers, report
+from ring_dilated_attention.bench import contenders, measure, report
 from ring_dilated_attention.cli import app
 
 
@@ -31,18 +31,18 @@ def test_a_sweep(tmp_path):
         "--head-dim=8",
         "--causal",
         "--no-causal",
-        "--peer=sdpa",
+        "--baseline=sdpa",
         f"--out={tmp_path / 'found'}",
     )
     assert done.exit_code == 0, done.output
     assert "longnet n=50 4 x 8 float32 causal" in done.output
     assert "sdpa (flash)" in done.output
-    results = report.read_json(tmp_path / "found" / report.JSON_NAME)
-    assert len(results) == 3 * 2 * 2 * 2
-    assert len({result.case for result in results}) == 12
-    assert all(result.errors and result.errors.gradients < 1e-5 for result in results)
-    assert (tmp_path / "found" / report.PLOT_NAME).stat().st_size > 0
     document = json.loads((tmp_path / "found" / report.JSON_NAME).read_text())
+    results = document["results"]
+    assert len(results) == 3 * 2 * 2 * 2
+    assert len({str(result["workload"]) for result in results}) == 12
+    assert all(result["errors"]["gradients"] < 1e-5 for result in results)
+    assert (tmp_path / "found" / "tflops.png").stat().st_size > 0
     assert document["command"][0] == "rda"
     assert "seed" in document["environment"]
 
@@ -53,10 +53,10 @@ def test_head_offsets_of_named_patterns(tmp_path):
         f"--out={tmp_path}",
     )  # fmt: skip
     assert done.exit_code == 0, done.output
-    (result,) = report.read_json(tmp_path / report.JSON_NAME)
-    assert result.case.name == "longnet"
-    assert result.case.pattern.head_offsets == "blocked"
-    assert result.errors is None
+    (result,) = json.loads((tmp_path / report.JSON_NAME).read_text())["results"]
+    assert result["workload"]["name"] == "longnet"
+    assert result["workload"]["pattern"]["head_offsets"] == "blocked"
+    assert result["errors"] is None
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_head_offsets_of_named_patterns(tmp_path):
         (["--length=0"], "length must be >= 1, got 0"),
         (["--dtype=int8"], "dtype must be one of 'bfloat16'"),
         (["--heads=4", "--kv-heads=3"], "multiple of kv_heads; got 4 and 3"),
-        (["--peer=xformers"], "peer must be one of 'sdpa'"),
+        (["--baseline=xformers"], "baseline must be one of 'sdpa'"),
         (["--device=tpu"], "device must be one of 'auto', 'cpu', 'cuda'"),
         (["--length=9", "--backend=cudnn"], "it runs on cuda, the inputs are on cpu"),
     ],
@@ -80,22 +80,22 @@ def test_bad_options_are_one_line(tmp_path, arguments, message):
     assert len(done.stderr.strip().splitlines()) == 1
 
 
-def test_a_refused_case_of_a_sweep_is_a_row(tmp_path):
+def test_a_refused_workload_of_a_sweep_is_a_row(tmp_path):
     done = rda_bench(
         "--length=9", "--backend=eager", "--backend=cudnn", "--no-errors", f"--out={tmp_path}"
     )
     assert done.exit_code == 0, done.output
     assert "refused: backend='cudnn' cannot compute" in done.output
-    eager, cudnn = report.read_json(tmp_path / report.JSON_NAME)
-    assert eager.status == "ok"
-    assert cudnn.status == "refused"
+    eager, cudnn = json.loads((tmp_path / report.JSON_NAME).read_text())["results"]
+    assert eager["status"] == "ok"
+    assert cudnn["status"] == "refused"
 
 
 def test_a_failure_is_exit_code_1(monkeypatch, tmp_path):
     def broken(*args, **kwargs):
         raise AssertionError("a bug")
 
-    monkeypatch.setattr(peers, "dilated_attention", broken)
-    done = rda_bench("--length=9", "--peer=sdpa", f"--out={tmp_path}")
+    monkeypatch.setattr(contenders, "dilated_attention", broken)
+    done = rda_bench("--length=9", "--baseline=sdpa", f"--out={tmp_path}")
     assert done.exit_code == 1
     assert "failed: AssertionError: a bug" in done.output

@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention, plan_attention
 from ring_dilated_attention.checks import TENSORS, Outcome
-from ring_dilated_attention.checks.testing import run_loopback
 from ring_dilated_attention.cli import app
 from ring_dilated_attention.cli import run_verify as verify_command
 from ring_dilated_attention.cli.plan_tables import RowBytes, row_bytes
 from ring_dilated_attention.engine import compute, kernel_calls, transfer
 from ring_dilated_attention.engine import messages as packing
+from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.plan import TensorSize, balance, flops, flops_by_rank
 from ring_dilated_attention.tiles import TileInputs
 

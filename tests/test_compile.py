@@ -14,9 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.library import opcheck
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention
-from ring_dilated_attention.checks import run_ranks
-from ring_dilated_attention.checks.testing import relative_error, run_loopback
-from ring_dilated_attention.exchange import agree, group_name
+from ring_dilated_attention.checks import relative_error, run_ranks
+from ring_dilated_attention.exchange import agree, group_name, run_loopback
 from ring_dilated_attention.nn import LongNet, LongNetConfig
 from ring_dilated_attention.resolve import Options
 from ring_dilated_attention.torch_op import FORWARD

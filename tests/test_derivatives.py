@@ -11,8 +11,8 @@ from ring_dilated_attention import (
     dilated_attention,
     replicated_query_attention,
 )
-from ring_dilated_attention.checks import reference_attention
-from ring_dilated_attention.checks.testing import relative_error, run_loopback
+from ring_dilated_attention.checks import reference_attention, relative_error
+from ring_dilated_attention.exchange import run_loopback
 
 PATTERN = DilatedPattern([4, None], [1, 2])
 

@@ -10,8 +10,9 @@ from torchscale_definition import torchscale_by_definition
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention
 from ring_dilated_attention.branch_gradients import branch_function, detached_dilated_attention
-from ring_dilated_attention.checks.testing import relative_error, run_loopback
+from ring_dilated_attention.checks import relative_error
 from ring_dilated_attention.engine import ring
+from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.nn import DilatedAttention, MultiheadDilatedAttention, keep_attention
 from ring_dilated_attention.torch_op import operator
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ring_dilated_attention import DilatedPattern, dilated_attention
-from ring_dilated_attention.checks.testing import relative_error
+from ring_dilated_attention.checks import relative_error
 from ring_dilated_attention.engine import device_tables
 from ring_dilated_attention.engine.device_tables import KEPT_BYTES, KEPT_CALLS, DeviceTables
 

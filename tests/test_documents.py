@@ -17,11 +17,18 @@ from torch import nn
 from typer.testing import CliRunner
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention, plan_attention
-from ring_dilated_attention.checks import Case, combine, run_cases, run_ranks, simulate
-from ring_dilated_attention.checks.testing import relative_error, run_loopback
+from ring_dilated_attention.checks import (
+    Case,
+    combine,
+    relative_error,
+    run_cases,
+    run_ranks,
+    simulate,
+)
 from ring_dilated_attention.checks.verify import make_layout, run_case
 from ring_dilated_attention.cli import app
 from ring_dilated_attention.documents import packed_rows
+from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.kernels.cells import build_cells
 from ring_dilated_attention.nn import (
     DilatedAttention,

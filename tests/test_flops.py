@@ -12,7 +12,7 @@ from worlds import world
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention, plan_attention
 from ring_dilated_attention.checks import run_ranks
-from ring_dilated_attention.checks.testing import run_loopback
+from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.plan import TensorSize, flops
 
 PATTERN = DilatedPattern([5, 16, None], [1, 2, 3])

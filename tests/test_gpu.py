@@ -10,11 +10,18 @@ import torch.distributed
 from cut_rings import rings_cut
 
 from ring_dilated_attention import DilatedPattern, dilated_attention
-from ring_dilated_attention.checks import Case, combine, reference_attention, simulate, sweep
-from ring_dilated_attention.checks.testing import relative_error, run_loopback
+from ring_dilated_attention.checks import (
+    Case,
+    combine,
+    reference_attention,
+    relative_error,
+    simulate,
+    sweep,
+)
 from ring_dilated_attention.checks.verify import make_layout, run_case
 from ring_dilated_attention.checks.view_kinds import KINDS
 from ring_dilated_attention.engine import Accumulator, compute, merge_
+from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.plan import Rows, Tile
 from ring_dilated_attention.tiles import TileGradients, TileInputs, select_backend
 from ring_dilated_attention.tiles.eager import EAGER

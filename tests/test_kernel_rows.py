@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from ring_dilated_attention.checks.testing import relative_error
+from ring_dilated_attention.checks import relative_error
 from ring_dilated_attention.engine import merge_
 from ring_dilated_attention.engine.accumulate import row_sums as eager_row_sums
 from ring_dilated_attention.kernels import rows

@@ -14,9 +14,9 @@ import torch
 from late_streams import LateExchange, late_streams
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout
-from ring_dilated_attention.checks import TENSORS, Case
-from ring_dilated_attention.checks.testing import relative_error, run_loopback
+from ring_dilated_attention.checks import TENSORS, Case, relative_error
 from ring_dilated_attention.engine import compute, ring
+from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.kernels.available import has_triton
 from ring_dilated_attention.plan import attention
 from ring_dilated_attention.tiles import Selection

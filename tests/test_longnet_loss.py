@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from test_checkpoint import Count
 
 from ring_dilated_attention import SequenceLayout
-from ring_dilated_attention.checks import run_ranks
-from ring_dilated_attention.checks.testing import relative_error, run_loopback
+from ring_dilated_attention.checks import relative_error, run_ranks
+from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.nn import LongNet, LongNetConfig
 from ring_dilated_attention.nn.checkpoint import CHECKPOINTS
 from ring_dilated_attention.torch_op import FORWARD

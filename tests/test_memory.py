@@ -21,10 +21,11 @@ from ring_dilated_attention import (
     plan_attention,
     resolve,
 )
-from ring_dilated_attention.checks.testing import relative_error, run_loopback
+from ring_dilated_attention.checks import relative_error
 from ring_dilated_attention.engine import compute, ring
 from ring_dilated_attention.engine.blocks import Block
 from ring_dilated_attention.engine.transfer import GradientReturn, fetch
+from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.tiles import Selection
 from ring_dilated_attention.tiles.eager import EAGER
 

@@ -10,8 +10,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention
-from ring_dilated_attention.checks import combine, reference_attention, run_cases, run_ranks, sweep
-from ring_dilated_attention.checks.testing import relative_error
+from ring_dilated_attention.checks import (
+    combine,
+    reference_attention,
+    relative_error,
+    run_cases,
+    run_ranks,
+    sweep,
+)
 from ring_dilated_attention.exchange import SoloExchange, names
 from ring_dilated_attention.exchange import groups as exchange
 

@@ -17,9 +17,15 @@ from ring_dilated_attention import (
     plan_attention,
     replicated_query_attention,
 )
-from ring_dilated_attention.checks import Case, reference_attention, run_ranks
-from ring_dilated_attention.checks.testing import relative_error, run_loopback, world_exchange
+from ring_dilated_attention.checks import (
+    Case,
+    reference_attention,
+    relative_error,
+    run_ranks,
+    world_exchange,
+)
 from ring_dilated_attention.checks.verify import TOLERANCE
+from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.plan import replicated_groups
 from ring_dilated_attention.plan.check import PlanError, check_replicated
 

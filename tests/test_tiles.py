@@ -3,7 +3,7 @@ from typing import get_args
 import pytest
 import torch
 
-from ring_dilated_attention.checks.testing import relative_error
+from ring_dilated_attention.checks import relative_error
 from ring_dilated_attention.engine import readable_in_backward
 from ring_dilated_attention.tiles import (
     BACKENDS,

@@ -10,8 +10,8 @@ from torch import nn
 from torchscale_definition import PATTERN, torchscale_by_definition
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout
-from ring_dilated_attention.checks import reference_attention, run_ranks
-from ring_dilated_attention.checks.testing import relative_error, run_loopback
+from ring_dilated_attention.checks import reference_attention, relative_error, run_ranks
+from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.integrations.torchscale import (
     TorchscaleDilatedAttention,
     replace_dilated_attention,

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ring_dilated_attention.checks.testing import forked_context
+from ring_dilated_attention.checks import forked_context
 from ring_dilated_attention.train.watch import Watch
 
 WORLD_SIZE = 5

@@ -24,8 +24,8 @@ from transformers_models import (
 )
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout
-from ring_dilated_attention.checks import run_ranks
-from ring_dilated_attention.checks.testing import relative_error, run_loopback
+from ring_dilated_attention.checks import relative_error, run_ranks
+from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.integrations import transformers as ours
 from ring_dilated_attention.integrations.transformers import (
     attention_forward,

@@ -26,7 +26,8 @@ from transformers_models import (
 )
 
 from ring_dilated_attention import SequenceLayout
-from ring_dilated_attention.checks.testing import relative_error, run_loopback
+from ring_dilated_attention.checks import relative_error
+from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.integrations import transformers as ours
 from ring_dilated_attention.integrations.transformers import (
     attention_forward,

@@ -14,11 +14,11 @@ from ring_dilated_attention import (
     plan_attention,
     replicated_query_attention,
 )
-from ring_dilated_attention.checks import combine, reference_attention
+from ring_dilated_attention.checks import combine, reference_attention, relative_error
 from ring_dilated_attention.checks.reference import zero_key_counts
-from ring_dilated_attention.checks.testing import relative_error, run_loopback
 from ring_dilated_attention.checks.verify import TOLERANCE, run_case
 from ring_dilated_attention.engine import accumulate, merge_zero_keys
+from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.plan import Rows, check_plan
 from ring_dilated_attention.plan.check import PlanError
 from ring_dilated_attention.plan.zero_keys import zero_key_groups

@@ -8,7 +8,8 @@ import transformers
 from torch import nn
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout
-from ring_dilated_attention.checks.testing import relative_error, run_loopback
+from ring_dilated_attention.checks import relative_error
+from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.integrations.transformers import set_attention, shard_batch
 from ring_dilated_attention.integrations.transformers_call import Call, Settings
 

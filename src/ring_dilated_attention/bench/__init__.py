@@ -1,27 +1,42 @@
-"""Speed, memory and error of `dilated_attention` on one device, beside what else users could run.
+"""Speed, memory and error of `dilated_attention` on one rank or several, beside baselines.
 
-`bench` times cases; `rda bench` (`command.py`) is it with options, a table, JSON and a plot.
+`bench` measures each `Workload` by the rules of `Options`, and returns a `Result` for every
+contender: `OURS`, and the baselines of `BASELINES`. `sweep` makes workloads from lists of values,
+`named_workload` those of a pattern by its name (`NAMES`).
+
+`run_command` is `rda bench`: options in, tables, JSON and a plot out. `launch` runs a function on
+ranks, `measure_and_write` is what it does on each of them, and `show` prints and plots the results.
 """
 
-from .case import Case
-from .command import run_anywhere
+from .command import WIDTH, measure_and_write, run_command, show
+from .contenders import BASELINES, OURS
+from .launch import launch
 from .measure import memory_of, resolve_device
-from .patterns import NAMES, named_case, named_pattern
-from .ranks_team import RankError
+from .options import Options
+from .patterns import NAMES, named_pattern, named_workload
+from .plots import plot
 from .result import Result
 from .run import bench
 from .sweep import sweep
+from .workload import Workload
 
 __all__ = [
+    "BASELINES",
     "NAMES",
-    "Case",
-    "RankError",
+    "OURS",
+    "WIDTH",
+    "Options",
     "Result",
+    "Workload",
     "bench",
+    "launch",
+    "measure_and_write",
     "memory_of",
-    "named_case",
     "named_pattern",
+    "named_workload",
+    "plot",
     "resolve_device",
-    "run_anywhere",
+    "run_command",
+    "show",
     "sweep",
 ]

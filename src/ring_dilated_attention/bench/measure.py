@@ -26,8 +26,11 @@ CEILING_REPEATS = {"cpu": 5, "cuda": 20}
 """Timed matrix products, and copies."""
 
 
-def resolve_device(name: str) -> torch.device:
-    """The device that a name of `DEVICES` stands for.
+def device_type(name: str) -> str:
+    """``"cpu"`` or ``"cuda"``; takes no memory of a device, as asking for one would.
+
+    Args:
+        name: one of `DEVICES`; ``"auto"``: CUDA where there is a device.
 
     Raises:
         ValueError: the name is unknown, or there is no such device.
@@ -36,7 +39,16 @@ def resolve_device(name: str) -> torch.device:
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
         raise ValueError("device='cuda' needs a CUDA device; there is none")
-    if name == "cpu" or not available:
+    return "cuda" if available and name != "cpu" else "cpu"
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device that a name of `DEVICES` stands for: of CUDA's the current one.
+
+    Raises:
+        ValueError: the name is unknown, or there is no such device.
+    """
+    if device_type(name) == "cpu":
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..pattern import DilatedPattern, check_choice
-from .case import Case
+from .workload import Workload
 
 _NAMED: dict[str, tuple[DilatedPattern, dict[str, Any]]] = {
     # LongNet, Ding et al. 2023, arXiv 2307.02486: 12 heads of 64
@@ -39,18 +39,18 @@ def named_pattern(name: str) -> DilatedPattern:
     return _NAMED[name][0]
 
 
-def named_case(name: str, length: int, **options: Any) -> Case:
-    """A case of a named pattern.
+def named_workload(name: str, length: int, **options: Any) -> Workload:
+    """A workload of a named pattern.
 
     Args:
         name: one of `NAMES`.
         length: positions of the sequence.
-        options: fields of `Case` that differ from the shape that goes with the name.
+        options: fields of `Workload` that differ from the shape that goes with the name.
 
     Raises:
         TypeError, ValueError: the name or an option is not allowed.
     """
     pattern = named_pattern(name)
-    return Case(
+    return Workload(
         **{"pattern": pattern, "name": name, **_NAMED[name][1], **options, "length": length}
     )

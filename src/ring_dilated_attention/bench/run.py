@@ -1,323 +1,264 @@
-"""`bench`: time cases on one device, this library and its peers in turn."""
+"""`bench`: time workloads on one rank and on several, this library and baselines in turn."""
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
-from ..checks import check_seconds, check_size, relative_error
-from ..pattern import check_choice
+from ..exchange import Group, resolve_exchange
+from ..plan import traffic
 from . import measure
-from .case import Case
-from .peers import OURS, PEERS, Contender, Shapes, contender
-from .result import BACKWARD, FAILED, OK, OUT_OF_MEMORY, REFUSED, Ceilings, Errors, Result, Timing
+from .contender import Contender, Place, Shapes
+from .contenders import OURS, contender
+from .entry import Entry, Inputs, draw_sets
+from .errors import twin_errors, twin_of
+from .memory import heaviest, measure_memory
+from .options import Options
+from .result import BACKWARD, OK, Ceilings, Communication, Errors, Result, Timing
+from .team import PATIENCE, Failure, Team, form_teams, status_of
+from .turns import Samples, Turn, take_turns
+from .waits import TimedExchange, combined, measure_communication
+from .workload import Workload
 
-FEWEST_REPEATS, MOST_WALL_REPEATS = 3, 10
-ROTATED_BYTES, MOST_SETS = 128 * 2**20, 64
-"""On CUDA calls take turns with input sets, of that many bytes in all, which no cache holds."""
-
-TWIN_LENGTH = {"cpu": 1001, "cuda": 3001}
-TWIN_SCORES = {"cpu": 2**22, "cuda": 2**28}
-"""Most positions, and most float64 scores of all heads, that are compared with brute force."""
-
-
-class _Inputs(NamedTuple):
-    """Leaves of autograd, and the gradient of out."""
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    dout: torch.Tensor
-
-
-@dataclass
-class _Entry:
-    """A contender on its way through a case; it drops out with a status and a reason."""
-
-    name: str
-    contender: Contender | None = None
-    sets: list[list[_Inputs]] = field(default_factory=list)
-    kernel: str = ""
-    status: str = OK
-    reason: str = ""
-    timings: dict[bool, Timing] = field(default_factory=dict)  # by whether backward is in it
-
-    def call(self, index: int, backward: bool) -> None:
-        """Compute input set number `index`, counted round."""
-        assert self.contender is not None
-        for query, key, value, dout in self.sets[index % len(self.sets)]:
-            with torch.set_grad_enabled(backward):
-                out = self.contender.attend(query, key, value)
-            if backward:
-                torch.autograd.grad(out, (query, key, value), dout)
+MOST_WALL_SAMPLES = 10
+_MATMUL = "matmul"
 
 
 def bench(
-    cases: Sequence[Case],
+    workloads: Sequence[Workload],
+    options: Options,
     *,
-    peers: Sequence[str] = (),
-    device: str = "auto",
-    repeats: int = 20,
-    seconds: float = 10.0,
-    cuda_graph: bool = False,
-    errors: bool = True,
-    seed: int | None = None,
-    progress: Callable[[Case], None] | None = None,
+    progress: Callable[[str], None] | None = None,
+    finished: Callable[[list[Result]], None] | None = None,
 ) -> list[Result]:
-    """Time cases on one device, forward and forward+backward, this library and peers in turn.
+    """Time workloads on the first p ranks, for every p of the options: forward, forward+backward.
 
-    Inputs are random and fresh. Every contender warms up; then they take turns, call by call, so
-    that a device whose speed drifts slows all alike. A contender that refuses a case, or runs out
-    of memory, is reported and the others go on.
+    Inputs are random and fresh. Every contender warms up; then they take turns, a matrix product
+    among them, so that a device whose speed drifts slows all alike. A contender that refuses a
+    workload, or runs out of memory, is reported and the others go on.
+
+    One rank needs no process group. For several, every rank of the default process group makes this
+    call; those that are not among the first p wait.
 
     Args:
-        cases: what to compute.
-        peers: what else computes it, of `PEERS`.
-        device: ``"cpu"``, ``"cuda"`` (the current one), or ``"auto"``: CUDA where there is one.
-        repeats: timed calls of each kind.
-        seconds: time for the calls of one contender of each kind; there are fewer repeats where
-            it would not do, but not fewer than three for that.
-        cuda_graph: whether to time replays of CUDA graphs too.
-        errors: whether to compare small twins with float64.
-        seed: of the inputs; None: a fresh one.
-        progress: called with every case before it starts.
+        workloads: what to compute.
+        options: how to measure.
+        progress: told on rank 0 what is about to be measured.
+        finished: given on rank 0, after each workload and size, all results so far.
 
     Returns:
-        A result per case and contender, in order, `OURS` before its peers.
+        A result per workload, number of ranks and contender, in order, `OURS` before the baselines;
+        on every rank.
 
     Raises:
         TypeError, ValueError: an argument is not allowed.
+        RankError: a rank failed where others went on.
     """
-    on = measure.resolve_device(device)
-    if not cases:
-        raise ValueError("cases must not be empty")
-    for peer in peers:
-        check_choice("peer", peer, PEERS)
-    check_size("repeats", repeats)
-    check_seconds("seconds", seconds)
-    generator = torch.Generator(on)
-    if seed is None:
-        generator.seed()
-    else:
-        generator.manual_seed(seed)
-    names = list(dict.fromkeys((OURS, *peers)))
+    if not workloads:
+        raise ValueError("workloads must not be empty")
+    distributed = dist.is_initialized()
+    world_size, rank = (dist.get_world_size(), dist.get_rank()) if distributed else (1, 0)
+    sizes = sorted(set(options.ranks))
+    if sizes[-1] > world_size:
+        raise ValueError(f"need ranks of 1 to {world_size}, the ranks that there are; got {sizes}")
+    everyone = dist.new_group(backend="gloo", timeout=PATIENCE) if distributed else None
+
+    def from_first(value: list[Result] | Options) -> list[Result] | Options:
+        shared = [value]
+        if distributed:
+            dist.broadcast_object_list(shared, 0, group=everyone)
+        return shared[0]
+
+    options = from_first(options)  # type: ignore[assignment]  # one seed for all
+    device = measure.resolve_device(options.device)
+    teams = form_teams(sizes, list(dict.fromkeys((OURS, *options.baselines))), device)
     ceilings: dict[str, Ceilings] = {}
-    results = []
-    for case in cases:
-        if progress is not None:
-            progress(case)
-        if case.dtype not in ceilings:
-            ceilings[case.dtype] = measure.measure_ceilings(on, case.torch_dtype)
-        entries = [_Entry(name) for name in names]
-        drawn: dict[tuple[Shapes, ...], list[list[_Inputs]]] = {}
-        for entry in entries:
-            _attempt(entry, partial(_prepare, entry, case, on, generator, drawn))
-        for backward in (False, True):
-            _time(entries, case, on, backward, repeats, seconds, cuda_graph)
-        drawn.clear()
-        for entry in entries:
-            entry.sets.clear()
-        ours = entries[0]
-        for entry in entries:
-            wanted, why = _errors(entry, case, on, generator) if errors else (None, "")
-            results.append(_result(entry, ours, case, ceilings[case.dtype], wanted, why))
+    results: list[Result] = []
+    for base in workloads:
+        if base.dtype not in ceilings:
+            ceilings[base.dtype] = measure.measure_ceilings(device, base.torch_dtype)
+        for size in sizes:
+            length = base.length * (size if options.scaling == "weak" else 1)
+            workload = replace(base, length=length)
+            if progress is not None and rank == 0:
+                progress(f"{workload} on {size} rank{'s' * (size > 1)}")
+            team = teams[size]
+            if team is not None:
+                measured = _Run(base, workload, team, options, ceilings[base.dtype])
+                results += measured.results()
+                if finished is not None and rank == 0:
+                    finished(results)
+            if distributed:
+                dist.barrier(group=everyone)
+    results = from_first(results)  # type: ignore[assignment]
+    if distributed:
+        dist.destroy_process_group(everyone)
     return results
 
 
-def _attempt(entry: _Entry, function: Callable[[], None]) -> None:
-    """Run a function for an entry that is still in; what it raises takes the entry out."""
-    if entry.status == OK:
-        entry.status, entry.reason = status_of(function)
-        if entry.status == OUT_OF_MEMORY and torch.cuda.is_available():
-            torch.cuda.empty_cache()
+class _Run:
+    """One workload on one team."""
 
+    def __init__(
+        self,
+        base: Workload,
+        workload: Workload,
+        team: Team,
+        options: Options,
+        ceilings: Ceilings,
+    ) -> None:
+        self.base, self.workload, self.team = base, workload, team
+        self.options, self.ceilings = options, ceilings
+        self.entries = [Entry(name) for name in dict.fromkeys((OURS, *options.baselines))]
 
-def status_of(function: Callable[[], None]) -> tuple[str, str]:
-    """Run a function and say how it went: any error is a finding here, and kept in words."""
-    try:
-        function()
-    except (ValueError, TypeError, NotImplementedError) as error:
-        return REFUSED, str(error)
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        return OUT_OF_MEMORY, str(error)
-    except Exception as error:  # peers are other people's code
-        if "can't allocate memory" in str(error):  # what torch's CPU allocator raises
-            return OUT_OF_MEMORY, str(error)
-        return FAILED, f"{type(error).__name__}: {error}"
-    return OK, ""
+    def results(self) -> list[Result]:
+        """Measure, and say what was found; the same on all ranks."""
+        generator = torch.Generator(self.team.device)
+        generator.manual_seed(self.options.seed + self.team.rank)
+        drawn: dict[tuple[Shapes, ...], list[list[Inputs]]] = {}
+        for entry in self.entries:
+            entry.attempt(self.team, partial(self._prepare, entry, drawn, generator))
+        for backward in (False, True):
+            self._time(backward)
+        drawn.clear()
+        for entry in self.entries:
+            entry.sets.clear()
+        return [self._result(entry) for entry in self.entries]
 
-
-def _prepare(
-    entry: _Entry,
-    case: Case,
-    device: torch.device,
-    generator: torch.Generator,
-    drawn: dict[tuple[Shapes, ...], list[list[_Inputs]]],
-) -> None:
-    """Build the contender and draw its inputs; contenders with the same shapes share them."""
-    entry.contender = contender(entry.name, case, device)
-    shapes = entry.contender.shapes
-    if shapes not in drawn:
-        elements = sum(2 * math.prod(query) + 2 * math.prod(key) for query, key in shapes)
-        count = 1
-        if device.type == "cuda":
-            size = elements * case.torch_dtype.itemsize
-            count = min(MOST_SETS, -(-ROTATED_BYTES // size))
-        drawn[shapes] = [_draw(shapes, case, device, generator) for _ in range(count)]
-    entry.sets = list(drawn[shapes])
-    query, key, value, _ = entry.sets[0][0]
-    entry.kernel = entry.contender.kernel(query, key, value)
-
-
-def _draw(
-    shapes: tuple[Shapes, ...], case: Case, device: torch.device, generator: torch.Generator
-) -> list[_Inputs]:
-    def draw(shape: tuple[int, ...], leaf: bool) -> torch.Tensor:
-        return torch.randn(
-            shape, generator=generator, device=device, dtype=case.torch_dtype, requires_grad=leaf
+    def _result(self, entry: Entry) -> Result:
+        errors, why = self._errors(entry) if self.options.errors else (None, "")
+        return Result(
+            base=self.base,
+            workload=self.workload,
+            ranks=self.team.size,
+            scaling=self.options.scaling,
+            contender=entry.name,
+            layout=self.options.layout,
+            exchange=self.options.exchange,
+            ceilings=self.ceilings,
+            kernel=entry.kernel,
+            status=entry.status,
+            reason=entry.reason,
+            forward=entry.timings.get(False),
+            forward_backward=entry.timings.get(True),
+            errors=errors,
+            errors_reason=why,
         )
 
-    return [
-        _Inputs(draw(query, True), draw(key, True), draw(key, True), draw(query, False))
-        for query, key in shapes
-    ]
+    def _build(self, name: str, workload: Workload, group: Group = None) -> Contender:
+        team, options = self.team, self.options
+        found = team.groups.get(name) if group is None else group
+        place = Place(group=found, size=team.size, rank=team.rank, device=team.device)
+        return contender(name, workload, place, layout=options.layout, exchange=options.exchange)
 
+    def _prepare(
+        self,
+        entry: Entry,
+        drawn: dict[tuple[Shapes, ...], list[list[Inputs]]],
+        generator: torch.Generator,
+    ) -> None:
+        """Build the contender and draw its inputs; contenders with the same shapes share them."""
+        entry.contender = self._build(entry.name, self.workload)
+        shapes = entry.contender.shapes
+        if shapes not in drawn:
+            drawn[shapes] = draw_sets(shapes, self.workload.torch_dtype, generator)
+        entry.sets = list(drawn[shapes])
+        query, key, value, _ = entry.sets[0][0]
+        entry.kernel = entry.contender.kernel(query, key, value)
 
-def _time(
-    entries: Sequence[_Entry],
-    case: Case,
-    device: torch.device,
-    backward: bool,
-    repeats: int,
-    seconds: float,
-    cuda_graph: bool,
-) -> None:
-    """Time one kind of call of all entries still in, and a matrix product, taking turns."""
-    multiply, size = measure.matmul(device, case.torch_dtype)
-    products: list[Callable[[], float]] = []
-    rate: float | None = None
-    counts: dict[str, int] = {}
-    pending: dict[str, list[Callable[[], float]]] = {entry.name: [] for entry in entries}
+    def _time(self, backward: bool) -> None:
+        """Time one kind of call of all entries still in, and a matrix product, taking turns."""
+        multiply, side = measure.matmul(self.team.device, self.workload.torch_dtype)
+        entries = {entry.name: entry for entry in self.entries if entry.status == OK}
+        turns = [entry.turn(backward) for entry in entries.values()]
+        turns.append(Turn(name=_MATMUL, call=lambda _: (multiply(),)))
 
-    def warm_up(entry: _Entry) -> None:
-        for index in range(2 if device.type == "cuda" else 1):  # CUDA: the first one compiles
-            taken = measure.wall_ms(device, partial(entry.call, index, backward))
-        counts[entry.name] = min(repeats, max(FEWEST_REPEATS, int(seconds * 1e3 / taken)))
+        def failed(name: str, failure: Failure) -> None:
+            if name == _MATMUL:
+                raise failure
+            entries[name].fail(failure)
 
-    def start(entry: _Entry, index: int) -> None:
-        call = partial(entry.call, index, backward)
-        pending[entry.name].append(measure.start_timing(device, call))
+        samples = take_turns(turns, self.team, self.options, failed)
+        products = samples.pop(_MATMUL)
+        rates = tuple(2 * side**3 / statistics.median(ms) / 1e9 for ms in products.by_rank)
+        for name, found in samples.items():
+            timing = self._timing(entries[name], backward, found)
+            if timing is not None:
+                entries[name].timings[backward] = replace(
+                    timing, matmul_tflops=rates, matmul_size=side
+                )
 
-    def finish(entry: _Entry) -> None:
+    def _timing(self, entry: Entry, backward: bool, samples: Samples) -> Timing | None:
+        """What is reported of the samples of an entry, its memory and communication."""
+        team, exchange = self.team, self.options.exchange
+        measured = partial(
+            measure_memory, entry, self.workload, team, backward=backward, exchange=exchange
+        )
+        held = entry.attempt(team, measured)
+        if held is None:
+            return None
         assert entry.contender is not None
-        times = wall = tuple(elapsed() for elapsed in pending[entry.name])
-        if device.type == "cuda":
-            wall = tuple(
-                measure.wall_ms(device, partial(entry.call, index, backward))
-                for index in range(min(len(times), MOST_WALL_REPEATS))
-            )
-        call = partial(entry.call, 0, backward)
+        by_rank = team.share(int(entry.contender.flops * (1 + BACKWARD * backward)))
         timing = Timing(
-            flops=int(entry.contender.flops * (1 + BACKWARD * backward)),
-            times_ms=times,
-            wall_ms=wall,
-            peak_bytes=measure.peak_bytes(device, call),
-            matmul_tflops=rate,
+            flops_by_rank=tuple(by_rank),
+            calls=samples.calls,
+            times_ms=samples.slowest,
+            matmul_tflops=(),
+            matmul_size=0,
+            memory=heaviest(team.share(held)),
         )
-        if cuda_graph:
-            timing = _with_graph(timing, device, call)
-        entry.timings[backward] = timing
+        if team.size == 1:
+            return entry.attempt(team, partial(self._alone, entry, backward, timing))
+        if entry.name == OURS:
+            measured_waits = partial(self._communication, entry, backward, samples.calls)
+            communication = entry.attempt(team, measured_waits)
+            if communication is None:
+                return None
+            timing = replace(timing, communication=combined(team.share(communication)))
+        return timing
 
-    for entry in entries:
-        _attempt(entry, partial(warm_up, entry))
-    for index in range(max(counts.values(), default=0)):
-        first = index % len(entries)  # who comes first changes: a call feels what ran before it
-        for entry in (*entries[first:], *entries[:first]):
-            if index < counts.get(entry.name, 0):
-                _attempt(entry, partial(start, entry, index))
-        if index < measure.CEILING_REPEATS[device.type]:
-            products.append(measure.start_timing(device, multiply))
-    if products:
-        rate = 2 * size**3 / statistics.median(elapsed() for elapsed in products) / 1e9
-    for entry in entries:
-        _attempt(entry, partial(finish, entry))
+    def _alone(self, entry: Entry, backward: bool, timing: Timing) -> Timing:
+        """What is measured of one rank only: the clock's time of calls, and CUDA graphs."""
+        device, turn, times = self.team.device, entry.turn(backward), timing.times_ms
+        with turn.inside():
+            wall = times
+            if device.type == "cuda":
+                wall = tuple(
+                    measure.wall_ms(device, partial(turn.call, number))
+                    for number in range(min(len(times), MOST_WALL_SAMPLES))
+                )
+            timing = replace(timing, wall_ms=wall)
+            if not self.options.cuda_graph:
+                return timing
+            replays: list[float] = []
 
+            def replay() -> None:
+                replays.extend(measure.graph_ms(device, lambda: turn.call(0), len(times)))
 
-def _with_graph(timing: Timing, device: torch.device, call: measure.Call) -> Timing:
-    """Add replays of a CUDA graph of the call, on one input set, or why there are none."""
-    times: tuple[float, ...] = ()
+            _, reason = status_of(replay)
+        return replace(timing, graph_ms=tuple(replays), graph_reason=reason)
 
-    def replay() -> None:
-        nonlocal times
-        times = measure.graph_ms(device, call, len(timing.times_ms))
+    def _communication(self, entry: Entry, backward: bool, calls: int) -> Communication:
+        """What this rank waits and sends in a call of ours."""
+        team = self.team
+        timed = TimedExchange(resolve_exchange(team.groups[OURS]), team.device)
+        waiting = Entry(OURS, self._build(OURS, self.workload, timed), entry.sets)
+        assert waiting.contender is not None
+        plan = self.workload.plan(waiting.contender.layout).rank(team.rank)
+        planned = traffic(plan, self.workload.size)
+        expected = planned.forward_sent + planned.backward_sent * backward
+        return measure_communication(waiting.turn(backward), timed, team, calls, expected)
 
-    return replace(timing, graph_reason=status_of(replay)[1], graph_ms=times)
-
-
-def _errors(
-    entry: _Entry, case: Case, device: torch.device, generator: torch.Generator
-) -> tuple[Errors | None, str]:
-    """Errors of an entry on the case's twin; or None, and why."""
-    most = min(TWIN_LENGTH[device.type], math.isqrt(TWIN_SCORES[device.type] // case.heads) - 1 | 1)
-    twin = case.twin(most)
-    found: Errors | None = None
-
-    def compare() -> None:
-        nonlocal found
-        attend = contender(entry.name, twin, device)
-        if attend.expected is None:
-            return
-        query, key, value, dout = _draw(attend.shapes, twin, device, generator)[0]
-        leaves = [x.detach().double().requires_grad_() for x in (query, key, value)]
-        expected = attend.expected(*leaves)
-        wanted = (expected, *torch.autograd.grad(expected, leaves, dout.double()))
-        out = attend.attend(query, key, value)
-        got = (out, *torch.autograd.grad(out, (query, key, value), dout))
-        errors = [relative_error(a, b) for a, b in zip(got, wanted, strict=True)]
-        found = Errors(twin=twin, out=errors[0], gradients=max(errors[1:]))
-
-    _, reason = status_of(compare)
-    return found, reason
-
-
-def _result(
-    entry: _Entry,
-    ours: _Entry,
-    case: Case,
-    ceilings: Ceilings,
-    errors: Errors | None,
-    errors_reason: str,
-) -> Result:
-    """What is reported of an entry."""
-    return Result(
-        case=case,
-        contender=entry.name,
-        ceilings=ceilings,
-        kernel=entry.kernel,
-        status=entry.status,
-        reason=entry.reason,
-        forward=entry.timings.get(False),
-        forward_backward=entry.timings.get(True),
-        errors=errors,
-        errors_reason=errors_reason,
-        ratios=_both(entry, ours, lambda peer, own: own.tflops / peer.tflops),
-        time_ratios=_both(entry, ours, lambda peer, own: peer.median_ms / own.median_ms),
-    )
-
-
-def _both(
-    entry: _Entry, ours: _Entry, ratio: Callable[[Timing, Timing], float]
-) -> tuple[float | None, float | None]:
-    """A ratio of a peer's timing to ours, forward and forward+backward, where both have one."""
-
-    def of(backward: bool) -> float | None:
-        peer, own = entry.timings.get(backward), ours.timings.get(backward)
-        return None if entry is ours or peer is None or own is None else ratio(peer, own)
-
-    return of(False), of(True)
+    def _errors(self, entry: Entry) -> tuple[Errors | None, str]:
+        """Errors of an entry on the workload's twin; or None, and why."""
+        twin = twin_of(entry.name, self.workload, self.team)
+        try:
+            build = partial(self._build, entry.name)
+            return twin_errors(twin, self.team, self.options.seed, build), ""
+        except Failure as failure:
+            return None, failure.reason

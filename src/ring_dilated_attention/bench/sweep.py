@@ -1,4 +1,4 @@
-"""The cases of a benchmark: every combination of the values given. The folder of its results."""
+"""The workloads of a benchmark, from lists of values; and the folder of its results."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from ..checks import check_output
 from ..pattern import DilatedPattern, HeadOffsets
 from . import report
-from .case import Case
-from .patterns import named_case, named_pattern
+from .patterns import named_pattern, named_workload
+from .workload import Workload
 
 DEFAULT_PATTERNS = ("longnet",)
 DEFAULT_LENGTH = {"cpu": 8192, "cuda": 65536}
@@ -32,7 +32,7 @@ def sweep(
     dtypes: Sequence[str] = (),
     causal: Sequence[bool] = (),
     backends: Sequence[str] = (),
-) -> list[Case]:
+) -> list[Workload]:
     """Every combination of the values given; a field without any keeps its default.
 
     Args:
@@ -79,12 +79,12 @@ def sweep(
         "backend": backends,
     }
     given = {name: tuple(dict.fromkeys(options)) for name, options in values.items() if options}
-    cases = []
+    workloads = []
     for name, pattern in found.items():
         for combination in itertools.product(*given.values()):
             options = {**dict(zip(given, combination, strict=True)), "pattern": pattern}
-            cases.append(named_case(name, **options) if name else Case(**options))
-    return cases
+            workloads.append(named_workload(name, **options) if name else Workload(**options))
+    return workloads
 
 
 def check_folder(out: Path) -> None:

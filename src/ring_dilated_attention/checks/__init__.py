@@ -4,9 +4,13 @@
 with it on some ranks, whose results (`Outcome`, one for each of `TENSORS`) `combine` adds up;
 `run_cases` runs cases on a rank, `sweep` makes those of `rda verify`. `simulate` runs every rank
 of a world on one device, and returns a `Simulation` with a `RankReport` for each and its
-`Transfers`. `spot_check` compares rows of a result too long for a reference. `run_ranks` runs a
-function in several processes. `relative_error` compares two tensors. The `check_...` functions
-refuse work beyond any machine, by the limits beside them.
+`Transfers`. `spot_check` compares rows of a result too long for a reference.
+
+`run_ranks` runs a function in several processes, one of which may end it by a `RankError`; each
+takes `threads_of_a_rank`. `world_exchange` is a rank's end there; `forked_context` starts such
+processes. `nan_in_uninitialized_memory` shows what is read before it is written, `relative_error`
+compares two tensors, and the `check_...` functions refuse work beyond any machine, by the limits
+beside them.
 """
 
 from .limits import (
@@ -22,10 +26,11 @@ from .limits import (
     check_size,
     host_memory,
 )
+from .ranks import RankError, forked_context, run_ranks, threads_of_a_rank, world_exchange
 from .reference import reference_attention
 from .simulation import RankReport, Simulation, simulate
 from .spot_checks import spot_check
-from .testing import relative_error, run_ranks
+from .testing import nan_in_uninitialized_memory, relative_error
 from .turns import Transfers
 from .verify import TENSORS, Case, Outcome, combine, run_cases, sweep
 
@@ -37,6 +42,7 @@ __all__ = [
     "TENSORS",
     "Case",
     "Outcome",
+    "RankError",
     "RankReport",
     "Simulation",
     "Transfers",
@@ -47,7 +53,9 @@ __all__ = [
     "check_seed",
     "check_size",
     "combine",
+    "forked_context",
     "host_memory",
+    "nan_in_uninitialized_memory",
     "reference_attention",
     "relative_error",
     "run_cases",
@@ -55,4 +63,6 @@ __all__ = [
     "simulate",
     "spot_check",
     "sweep",
+    "threads_of_a_rank",
+    "world_exchange",
 ]

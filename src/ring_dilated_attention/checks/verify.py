@@ -16,8 +16,8 @@ from ..layout import SequenceLayout
 from ..pattern import DilatedPattern
 from ..plan import AttentionPlan, TensorSize, plan_attention, traffic
 from ..tiles import Backend, accumulate_dtype
+from .ranks import world_exchange
 from .reference import reference_attention
-from .testing import world_exchange
 from .view_kinds import ViewKind
 
 INPUTS = ("query", "key", "value")

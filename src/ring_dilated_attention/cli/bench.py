@@ -17,7 +17,7 @@ def bench(
         list[str] | None,
         typer.Option(
             help="longnet, gigapath, longvit or dense; may be repeated, as may all that "
-            "describes a case: every combination is measured.",
+            "describes a workload: every combination is measured.",
             show_default="longnet",
         ),
     ] = None,
@@ -65,12 +65,12 @@ def bench(
     backend: Annotated[
         list[str] | None, typer.Option(help="Which kernels compute.", show_default="auto")
     ] = None,
-    peer: Annotated[
+    baseline: Annotated[
         list[str] | None,
         typer.Option(
             help="What else to run, in turn with it: sdpa (dense), torchscale (gathers), kernel "
             "(attention on contiguous segments), flash4 (dense); name:KERNEL forces the kernel "
-            "inside (cudnn, flash, ...). With --ranks: cp:allgather, cp:alltoall (torch's "
+            "inside (cudnn, flash, ...). On several ranks: cp:allgather, cp:alltoall (torch's "
             "context_parallel), ring-flash-attn:zigzag, ours:messages (rows travel by NCCL). "
             "May be repeated."
         ),
@@ -80,7 +80,7 @@ def bench(
         typer.Option(
             help="Measure on so many ranks of this host: 4, or 1,2,4 to compare them in one run; "
             "may be repeated. Under torchrun its ranks are used.",
-            show_default="one device, and what follows does not apply",
+            show_default="1",
         ),
     ] = None,
     scaling: Annotated[
@@ -93,7 +93,8 @@ def bench(
     layout: Annotated[
         str | None,
         typer.Option(
-            help="contiguous, zigzag, or auto: zigzag for causal cases.", show_default="auto"
+            help="contiguous, zigzag, or auto: zigzag for causal workloads on several ranks.",
+            show_default="auto",
         ),
     ] = None,
     exchange: Annotated[
@@ -103,7 +104,7 @@ def bench(
     timeout: Annotated[
         float | None,
         typer.Option(
-            help="With --ranks: seconds that a rank waits for another before it raises.",
+            help="Seconds that a rank waits for another before it raises.",
             show_default="600",
         ),
     ] = None,
@@ -111,26 +112,26 @@ def bench(
     repeats: Annotated[
         int | None,
         typer.Option(
-            help="Timed calls of each kind; with --ranks, samples (see --sample-ms).",
-            show_default="20; with --ranks 10",
+            help="Samples of forward, and of forward+backward (see --sample-ms).",
+            show_default="20",
         ),
     ] = None,
     seconds: Annotated[
         float,
-        typer.Option(help="Time for one contender's calls of a kind; at least 3 are made."),
+        typer.Option(help="Time for one contender's samples of a kind; at least 3 are taken."),
     ] = 10.0,
     sample_ms: Annotated[
         float | None,
         typer.Option(
-            help="With --ranks: a sample is as many back-to-back calls as take so long.",
-            show_default="300 on CUDA, one call on the CPU",
+            help="A sample is as many back-to-back calls as take so long.",
+            show_default="300 for several ranks on CUDA, otherwise one call",
         ),
     ] = None,
     cuda_graph: Annotated[
-        bool, typer.Option("--cuda-graph", help="Time replays of CUDA graphs too.")
+        bool, typer.Option("--cuda-graph", help="Time replays of CUDA graphs too, on one rank.")
     ] = False,
     errors: Annotated[
-        bool, typer.Option(help="Compare a small twin of each case with float64.")
+        bool, typer.Option(help="Compare a small twin of each workload with float64.")
     ] = True,
     seed: Annotated[
         int | None, typer.Option(help="Of the random inputs.", show_default="a fresh one")
@@ -138,49 +139,56 @@ def bench(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder for results.json and tflops.png (scaling.png with --ranks).",
+            help="Folder for results.json and tflops.png (scaling.png for several ranks).",
             show_default="runs/bench-TIME",
         ),
     ] = None,
 ) -> None:
     """Measure speed, memory and error, beside what else could compute the same.
 
-    On one device, or with --ranks on many. Exit code 1 if this library failed in a case, computed
-    none, or sent other bytes than its plan; 2 if the only case is refused.
+    On one rank, or with --ranks on several. Exit code 1 if this library failed in a workload,
+    computed none, or sent other bytes than its plan; 2 if every workload is refused.
     """
     with reported_errors():
-        from ..bench import RankError, run_anywhere
+        from ..bench import run_command
+        from ..checks import RankError
 
+        measuring = {
+            "ranks": None if ranks is None else tuple(n for text in ranks for n in ints_of(text)),
+            "scaling": scaling,
+            "baselines": tuple(baseline or ()),
+            "layout": layout,
+            "exchange": exchange,
+            "device": device,
+            "repeats": repeats,
+            "seconds": seconds,
+            "sample_ms": sample_ms,
+            "cuda_graph": cuda_graph,
+            "errors": errors,
+            "timeout": timeout,
+        }
+        workloads = {
+            "patterns": pattern,
+            "segment_lengths": None if segment_lengths is None else lengths_of(segment_lengths),
+            "dilation_rates": None if dilation_rates is None else ints_of(dilation_rates),
+            "head_offsets": head_offsets,
+            "lengths": length,
+            "heads": heads,
+            "kv_heads": kv_heads,
+            "head_dims": head_dim,
+            "batches": batch,
+            "dtypes": dtype,
+            "causal": [value for value, given in ((True, causal), (False, no_causal)) if given],
+            "backends": backend,
+        }
         try:
-            done = run_anywhere(
+            done = run_command(
                 out,
                 runs=RUNS,
-                device=device,
-                peers=peer or [],
-                ranks=None if ranks is None else [size for text in ranks for size in ints_of(text)],
-                scaling=scaling,
-                layout=layout,
-                exchange=exchange,
-                timeout=timeout,
-                repeats=repeats,
-                seconds=seconds,
-                sample_ms=sample_ms,
-                cuda_graph=cuda_graph,
-                errors=errors,
                 seed=seed,
                 command=["rda", *sys.argv[1:]],
-                patterns=pattern or [],
-                segment_lengths=None if segment_lengths is None else lengths_of(segment_lengths),
-                dilation_rates=None if dilation_rates is None else ints_of(dilation_rates),
-                head_offsets=head_offsets,
-                lengths=length or [],
-                heads=heads or [],
-                kv_heads=kv_heads or [],
-                head_dims=head_dim or [],
-                batches=batch or [],
-                dtypes=dtype or [],
-                causal=[value for value, given in ((True, causal), (False, no_causal)) if given],
-                backends=backend or [],
+                measuring={name: x for name, x in measuring.items() if x is not None},
+                workloads={name: x for name, x in workloads.items() if x is not None},
             )
         except RankError as error:
             fail(error, 1)

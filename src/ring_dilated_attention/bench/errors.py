@@ -1,4 +1,4 @@
-"""Compare what several ranks compute with brute force, on a small twin of a case."""
+"""Compare what is computed with brute force, on a small twin of a workload."""
 
 from __future__ import annotations
 
@@ -7,29 +7,35 @@ from collections.abc import Callable
 
 import torch
 
-from ..checks import reference_attention, relative_error
-from .case import Case
-from .peers import OURS
-from .ranks_team import Team
+from ..checks import relative_error
+from .contender import Contender
+from .contenders import OURS
 from .result import Errors
-from .ring_peers import RingContender
-from .run import TWIN_LENGTH, TWIN_SCORES
+from .team import Team
+from .workload import Workload
+
+TWIN_LENGTH = {"cpu": 1001, "cuda": 3001}
+TWIN_SCORES = {"cpu": 2**22, "cuda": 2**28}
+"""Most positions, and most float64 scores of all heads, that are compared with brute force."""
 
 
-def twin_of(name: str, case: Case, team: Team) -> Case:
-    """The twin of a case for a contender.
+def twin_of(name: str, workload: Workload, team: Team) -> Workload:
+    """The twin of a workload for a contender.
 
-    For ours its length divides nothing; peers need one that is a multiple of twice the ranks.
+    For ours its length divides nothing; baselines on several ranks need a multiple of twice the
+    ranks.
     """
     kind = team.device.type
-    most = min(TWIN_LENGTH[kind], math.isqrt(TWIN_SCORES[kind] // case.heads) - 1 | 1)
-    return case.twin(most if name == OURS else most - most % (2 * team.size))
+    most = min(TWIN_LENGTH[kind], math.isqrt(TWIN_SCORES[kind] // workload.heads) - 1 | 1)
+    return workload.twin(most if name == OURS or team.size == 1 else most - most % (2 * team.size))
 
 
 def twin_errors(
-    twin: Case, team: Team, seed: int, build: Callable[[Case], RingContender]
-) -> Errors:
+    twin: Workload, team: Team, seed: int, build: Callable[[Workload], Contender]
+) -> Errors | None:
     """Errors of out and of the gradients against float64, all ranks' shards put together.
+
+    None for a contender with which there is nothing to compare.
 
     Args:
         twin: what to compute.
@@ -45,8 +51,10 @@ def twin_errors(
     shapes = (twin.query_shape, twin.key_shape, twin.key_shape, twin.query_shape)
     whole = [torch.randn(shape, generator=generator).to(twin.torch_dtype) for shape in shapes]
 
-    def compute() -> tuple[list[torch.Tensor], RingContender]:
+    def compute() -> tuple[list[torch.Tensor], Contender]:
         contender = build(twin)
+        if contender.expected is None:
+            return [], contender
 
         def turned(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.transpose(1, 2).contiguous() if contender.heads_first else tensor
@@ -64,15 +72,14 @@ def twin_errors(
     by_rank = team.share(shards)
 
     def judge() -> Errors | None:
-        if team.rank:
+        if team.rank or contender.expected is None:
             return None
         query, key, value, dout = (x.to(team.device).double() for x in whole)
         leaves = [x.requires_grad_() for x in (query, key, value)]
-        out, _ = reference_attention(query, key, value, twin.pattern, is_causal=twin.is_causal)
+        out = contender.expected(*leaves)
         wanted = (out.detach(), *torch.autograd.grad(out, leaves, dout))
         got = (contender.layout.unshard(parts, 1) for parts in zip(*by_rank, strict=True))
         errors = [relative_error(a.to(b.device), b) for a, b in zip(got, wanted, strict=True)]
         return Errors(twin=twin, out=errors[0], gradients=max(errors[1:]))
 
-    found: Errors = team.share(team.attempt(judge))[0]
-    return found
+    return team.share(team.attempt(judge))[0]

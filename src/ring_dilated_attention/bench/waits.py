@@ -1,7 +1,8 @@
-"""How long a rank's compute waits for others: an `Exchange` that times the waits of another one."""
+"""What a call of ours sends, and how long its compute waits for other ranks."""
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -9,6 +10,13 @@ from typing import Any, NamedTuple
 import torch
 
 from ..exchange import Exchange, Pending
+from . import measure
+from .result import Communication
+from .team import Team
+from .turns import Turn, sample
+
+SAMPLES = 3
+"""Samples in which the waits are timed."""
 
 
 class Waits(NamedTuple):
@@ -130,3 +138,48 @@ def _stopwatch(device: torch.device) -> Callable[[], Callable[[], float]]:
         return lambda: float(start.elapsed_time(stop))
 
     return stop_events
+
+
+def measure_communication(
+    turn: Turn, timed: TimedExchange, team: Team, calls: int, expected: int
+) -> Communication:
+    """What this rank waits and sends, in samples of their own: the clocks may cost time.
+
+    Args:
+        turn: ours, over `timed`.
+        timed: the exchange.
+        team: the ranks; every one makes this call.
+        calls: of a sample.
+        expected: bytes that the plan says this rank sends in a call.
+    """
+    turn.call(0)
+    measure.synchronize(team.device)
+    timed.take()
+    before = timed.sent_bytes
+    steps, waits = [], []
+    for _ in range(SAMPLES):
+        steps.append(sample(turn, team, calls)())
+        waits.append(timed.take())
+    sent, rest = divmod(timed.sent_bytes - before, calls * SAMPLES)
+    exposed = [wait.transfers / calls for wait in waits]
+    shares = [ms / step for ms, step in zip(exposed, steps, strict=True)]
+    return Communication(
+        exposed_ms=(statistics.median(exposed),),
+        shares=(statistics.median(shares),),
+        agreement_ms=statistics.median(wait.agreement / calls for wait in waits),
+        sent_bytes=(sent,),
+        planned_bytes=(expected,),
+        bytes_match=sent == expected and rest == 0,
+    )
+
+
+def combined(by_rank: Sequence[Communication]) -> Communication:
+    """That of all ranks, from each rank's."""
+    return Communication(
+        exposed_ms=tuple(found.exposed_ms[0] for found in by_rank),
+        shares=tuple(found.shares[0] for found in by_rank),
+        agreement_ms=max(found.agreement_ms for found in by_rank),
+        sent_bytes=tuple(found.sent_bytes[0] for found in by_rank),
+        planned_bytes=tuple(found.planned_bytes[0] for found in by_rank),
+        bytes_match=all(found.bytes_match for found in by_rank),
+    )

@@ -1,4 +1,4 @@
-"""Time calls on several ranks, taking turns sample by sample."""
+"""Time calls, taking turns sample by sample."""
 
 from __future__ import annotations
 
@@ -7,17 +7,21 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from . import measure
-from .ranks_team import Failure, Team
-from .run import FEWEST_REPEATS
+from .options import Options
+from .team import Failure, Team
 
-WARM_UPS = {"cpu": 2, "cuda": 3}
-"""Calls before the first sample, of which the last one is timed: CUDA compiles in the first one and
-allocates in the second one."""
+T = TypeVar("T")
+
+FEWEST_SAMPLES = 3
+
+WARM_UPS = {"cpu": 1, "cuda": 2}
+"""Calls before one that says how many a sample needs: CUDA compiles in the first one and allocates
+in the second one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,22 +57,14 @@ class Samples(NamedTuple):
 
 
 def take_turns(
-    turns: Sequence[Turn],
-    team: Team,
-    repeats: int,
-    seconds: float,
-    sample_ms: float,
-    failed: Callable[[str, Failure], None],
+    turns: Sequence[Turn], team: Team, options: Options, failed: Callable[[str, Failure], None]
 ) -> dict[str, Samples]:
     """Warm all up, then take samples of each in turn; who comes first changes.
 
     Args:
         turns: what to time.
         team: the ranks; every one makes this call.
-        repeats: samples of each.
-        seconds: time for the samples of one; there are fewer where it would not do, but not fewer
-            than three for that.
-        sample_ms: see `RanksOptions`.
+        options: how many samples, and how long.
         failed: told of a turn that fails, which is then out.
 
     Returns:
@@ -78,9 +74,9 @@ def take_turns(
         RankError: a rank failed where others went on.
     """
     numbers: dict[str, tuple[int, int]] = {}  # calls of a sample, samples
-    taken: dict[str, list[float]] = {}
+    taken: dict[str, list[Callable[[], float]]] = {}
 
-    def attempt(turn: Turn, function: Callable[[], float]) -> float | None:
+    def attempt(turn: Turn, function: Callable[[], T]) -> T | None:
         try:
             return team.attempt(function)
         except Failure as failure:
@@ -92,49 +88,60 @@ def take_turns(
         ms = attempt(turn, partial(_warm_up, turn, team))
         if ms is not None:
             slowest = max(team.share(ms))
-            calls = max(1, math.ceil(sample_ms / slowest))
-            count = min(repeats, max(FEWEST_REPEATS, int(seconds * 1e3 / (calls * slowest))))
+            calls = max(1, math.ceil(options.sample_ms_on(team.device.type) / slowest))
+            affordable = int(options.seconds * 1e3 / (calls * slowest))
+            count = min(options.repeats, max(FEWEST_SAMPLES, affordable))
             numbers[turn.name], taken[turn.name] = (calls, count), []
     for index in range(max((count for _, count in numbers.values()), default=0)):
         first = index % len(turns)
         for turn in (*turns[first:], *turns[:first]):
             calls, count = numbers.get(turn.name, (0, 0))
             if index < count:
-                ms = attempt(turn, partial(sample, turn, team, calls))
-                if ms is not None:
-                    taken[turn.name].append(ms)
-    return {
-        name: Samples(calls, tuple(map(tuple, team.share(taken[name]))))
-        for name, (calls, _) in numbers.items()
-    }
+                elapsed = attempt(turn, partial(sample, turn, team, calls))
+                if elapsed is not None:
+                    taken[turn.name].append(elapsed)
+    found = {}
+    for turn in turns:
+        if turn.name in numbers:
+            times = attempt(turn, lambda name=turn.name: tuple(ms() for ms in taken[name]))  # type: ignore[misc]
+            if times is not None:
+                found[turn.name] = Samples(numbers[turn.name][0], tuple(team.share(times)))
+    return found
 
 
-def sample(turn: Turn, team: Team, calls: int) -> float:
-    """Milliseconds of a call on this rank: of so many, back to back, that all ranks begin at once.
+def sample(turn: Turn, team: Team, calls: int) -> Callable[[], float]:
+    """Make so many calls back to back; the result tells milliseconds of a call on this rank.
 
-    On CUDA it is the time between two events around the calls, on the CPU the clock's.
+    On CUDA it is the time between two events around the calls, on the CPU the clock's. Several
+    ranks begin at once, and have ended when this returns; a GPU alone may have samples queued, so
+    that it need not wait for the launch of the next one.
     """
     with turn.inside():
-        measure.synchronize(team.device)
-        team.barrier()
+        if team.size > 1:
+            measure.synchronize(team.device)
+            team.barrier()
 
         def call() -> None:
             for number in range(calls):
                 turn.call(number)
 
-        return measure.start_timing(team.device, call)() / calls
+        elapsed = measure.start_timing(team.device, call)
+        if team.size > 1:
+            elapsed()
+    return lambda: elapsed() / calls
 
 
 def _warm_up(turn: Turn, team: Team) -> float:
-    """Milliseconds of the last warm-up.
+    """Milliseconds of a call.
 
     Raises:
         ArithmeticError: what the call computed is not finite.
     """
     with turn.inside():
-        for number in range(WARM_UPS[team.device.type] - 1):
+        for number in range(WARM_UPS[team.device.type]):
             finite = [x.isfinite().all() for x in turn.call(number)]
-    ms = sample(turn, team, 1)  # a rank that failed before it would leave the others waiting
-    if not all(finite):
+    measure.synchronize(team.device)
+    ms = sample(turn, team, 1)()
+    if not all(finite):  # not before: a rank that failed would leave the others waiting
         raise ArithmeticError(f"{turn.name} computed what is not finite")
     return ms

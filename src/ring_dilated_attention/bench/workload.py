@@ -1,4 +1,4 @@
-"""A case of the benchmark: one call of `dilated_attention`, and its small twin."""
+"""What a benchmark measures: one call of `dilated_attention`, and its small twin."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 from ..checks import check_pattern, check_size
 from ..layout import SequenceLayout
 from ..pattern import DilatedPattern, check_choice
-from ..plan import TensorSize, flops, plan_attention
+from ..plan import AttentionPlan, TensorSize, flops, plan_attention
 from ..tiles import Backend
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class Workload:
     """One call: a pattern, sizes and options.
 
     Attributes:
@@ -29,7 +29,7 @@ class Case:
         batch: sequences in the batch.
         dtype: of query, key and value, one of `DTYPES`.
         is_causal: whether queries see no later keys.
-        backend: of `dilated_attention`; peers ignore it.
+        backend: of `dilated_attention`; baselines ignore it.
 
     Raises:
         TypeError, ValueError: a value is not allowed.
@@ -82,26 +82,39 @@ class Case:
         """Bytes of query: the unit of peak memory."""
         return self.batch * self.length * self.heads * self.head_dim * self.torch_dtype.itemsize
 
-    def flops(self, pattern: DilatedPattern | None = None) -> int:
-        """Useful operations of a forward call, counted by the plan.
+    @property
+    def size(self) -> TensorSize:
+        """What turns its rows into bytes."""
+        return TensorSize(
+            batch=self.batch, head_dim=self.head_dim, element_size=self.torch_dtype.itemsize
+        )
+
+    def plan(self, layout: SequenceLayout, pattern: DilatedPattern | None = None) -> AttentionPlan:
+        """What each rank computes and exchanges.
 
         Args:
-            pattern: what to compute instead of the case's own pattern.
+            layout: which rank holds which positions.
+            pattern: what to compute instead of the workload's own pattern.
         """
-        plan = plan_attention(
+        return plan_attention(
             self.pattern if pattern is None else pattern,
-            SequenceLayout.contiguous(self.length, 1),
+            layout,
             is_causal=self.is_causal,
             num_heads=self.heads,
             num_kv_heads=self.num_kv_heads,
         )
-        size = TensorSize(
-            batch=self.batch, head_dim=self.head_dim, element_size=self.torch_dtype.itemsize
-        )
-        return flops(plan.rank(0), size)
 
-    def twin(self, most: int) -> Case:
-        """The case on at most `most` positions, batch 1, for comparing with brute force.
+    def flops(self, pattern: DilatedPattern | None = None) -> int:
+        """Useful operations of a forward call, counted by the plan.
+
+        Args:
+            pattern: what to compute instead of the workload's own pattern.
+        """
+        alone = SequenceLayout.contiguous(self.length, 1)
+        return flops(self.plan(alone, pattern).rank(0), self.size)
+
+    def twin(self, most: int) -> Workload:
+        """The workload on at most `most` positions, batch 1, for comparing with brute force.
 
         Segments shrink in proportion, so that as many of them, and as ragged ones, come up; a
         segment keeps room for every offset of its rate.

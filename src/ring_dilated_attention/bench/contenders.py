@@ -1,0 +1,89 @@
+"""What a benchmark times: this library, and the baselines by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from ..exchange import ProcessGroupExchange
+from ..functional import Schedule, dilated_attention
+from ..layout import SequenceLayout
+from ..pattern import check_choice
+from . import one_device, ring
+from .contender import Contender, Place, by_reference, even_layout, flops_on, local_shapes
+from .workload import Workload
+
+OURS, MESSAGES = "ours", "ours:messages"
+"""This library; and it with rows that travel as messages of NCCL between GPUs of one host too."""
+
+BASELINES = (*one_device.NAMES, *ring.NAMES, MESSAGES)
+LAYOUTS = ("auto", "contiguous", "zigzag")
+
+
+def contender(
+    name: str,
+    workload: Workload,
+    place: Place,
+    *,
+    layout: str = "auto",
+    exchange: Schedule = "auto",
+) -> Contender:
+    """What `name` (`OURS`, or one of `BASELINES`) runs for a workload.
+
+    Args:
+        name: the contender.
+        workload: what all ranks compute together; its length is that of the whole sequence.
+        place: where it computes.
+        layout: one of `LAYOUTS`, for ours: ``"auto"`` is zigzag for causal workloads, otherwise
+            contiguous.
+        exchange: of `dilated_attention`, for ours.
+
+    Raises:
+        ValueError: the name is unknown, or it cannot compute such a workload; says why.
+    """
+    if name == OURS:
+        return _ours(workload, place, layout, exchange)
+    check_choice("baseline", name, BASELINES)
+    if name in one_device.NAMES:
+        return one_device.baseline(name, workload, place)
+    if name in ring.NAMES:
+        return ring.baseline(name, workload, place)
+    place.refuse_cpu(name)
+    if place.size == 1:
+        raise ValueError(f"{name} needs several ranks: on one it is {OURS}")
+    assert isinstance(place.group, dist.ProcessGroup)
+    by_messages = ProcessGroupExchange(place.group, peer_memory=False)
+    return _ours(workload, replace(place, group=by_messages), layout, exchange)
+
+
+def _ours(workload: Workload, place: Place, layout: str, exchange: Schedule) -> Contender:
+    check_choice("layout", layout, LAYOUTS)
+    if layout == "auto":
+        dealt = even_layout(workload, place.size)
+    else:
+        dealt = getattr(SequenceLayout, layout)(workload.length, place.size)
+    several = place.size > 1
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return dilated_attention(
+            query,
+            key,
+            value,
+            workload.pattern,
+            is_causal=workload.is_causal,
+            group=place.group,
+            layout=dealt if several else None,
+            exchange=exchange if several else "auto",
+            backend=workload.backend,
+        )
+
+    return Contender(
+        attend=attend,
+        shapes=local_shapes(workload, dealt, place.rank),
+        flops=flops_on(workload, place, dealt),
+        layout=dealt,
+        expected=by_reference(workload, workload.pattern),
+        kernel=lambda *_: workload.backend,
+    )

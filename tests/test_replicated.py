@@ -2,6 +2,7 @@
 
 import re
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -211,6 +212,54 @@ def test_the_table_driven_kernel(is_causal):
         check_ranks(case, positions, run_loopback(1, partial(run_rank, case, positions)))
 
 
+PACKED = {
+    "documents": {"documents": (0, 5, 6, 40, 67)},
+    "lengths": {"lengths": (67, 21, 0, 21, 50)},
+    "both": {"documents": torch.tensor([0, 30, 67]), "lengths": torch.tensor([8, 67, 31, 30, 8])},
+    "workspace": {"workspace": 0.01},
+}
+
+
+@pytest.mark.parametrize("zero_keys", [False, True])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("packed", PACKED.values(), ids=PACKED)
+def test_documents_and_lengths_are_those_of_the_whole_sequence(
+    packed, world_size, is_causal, zero_keys
+):
+    torch.manual_seed(0)
+    pattern = DilatedPattern([8, 21, None], [1, 3, 4], zero_keys=zero_keys)
+    layout, rows = SequenceLayout.zigzag(67, world_size), slice(17, 58)
+    query, dout = torch.randn(2, 5, 67, 4, 8, dtype=torch.float64)
+    key, value = torch.randn(2, 5, 67, 2, 8, dtype=torch.float64)
+    dout[:, : rows.start] = dout[:, rows.stop :] = 0
+    options: dict[str, Any] = {"is_causal": is_causal, "return_lse": True, **packed}
+    leaves = [x.clone().requires_grad_() for x in (query, key, value)]
+    whole: Any = dilated_attention
+    out, lse = whole(*leaves, pattern, **options)
+    want = [out[:, rows], lse[:, :, rows], *torch.autograd.grad(out, leaves, dout)]
+    want[2] = want[2][:, rows]
+
+    attend: Any = replicated_query_attention
+
+    def rank(ends):
+        mine = [query[:, rows], *(layout.shard(x, ends.rank, 1) for x in (key, value))]
+        leaves = [x.clone().requires_grad_() for x in mine]
+        positions = range(rows.start, rows.stop)
+        out, lse = attend(*leaves, pattern, positions, group=ends, layout=layout, **options)
+        return [out, lse, *torch.autograd.grad(out, leaves, dout[:, rows])]
+
+    by_rank = run_loopback(world_size, rank)
+    for index, expected in enumerate(want):
+        got = by_rank[0][index]
+        if index > 2:
+            got = layout.unshard([results[index] for results in by_rank], 1)
+        hidden = torch.isneginf(expected)
+        assert torch.equal(torch.isneginf(got), hidden)
+        error = relative_error(got.masked_fill(hidden, 0), expected.masked_fill(hidden, 0))
+        assert error < 1e-12, NAMES[index]
+
+
 def _process(rank, world_size, case, positions):
     return run_rank(case, positions, world_exchange())
 
@@ -382,6 +431,9 @@ BAD = [
     ({"positions": 2}, ValueError, "positions must be one for each row of query; got range(2, 3)"),
     ({"positions": range(1, 3)}, ValueError, "got range(1, 3) for 3 rows"),
     ({"is_causal": 1}, TypeError, "is_causal must be a bool, got 1"),
+    ({"documents": [0, 7]}, ValueError, "documents"),
+    ({"lengths": [7, 7]}, ValueError, "lengths must hold one number for each of 1 rows"),
+    ({"workspace": 0}, ValueError, "workspace must be > 0 and finite, got 0"),
     ({"scale": float("nan")}, ValueError, "scale must be finite"),
     ({"layout": SequenceLayout.contiguous(6, 4)}, ValueError, "the layout is for 4 ranks"),
     ({"backend": "magic"}, ValueError, "backend must be one of 'auto', 'sdpa', 'fa4'"),
@@ -395,6 +447,7 @@ BAD = [
 DIFFERENCES = [
     ({"positions": range(2, 5)}, "positions is range(1, 4) on ranks 0, 2, range(2, 5) on rank 1"),
     ({"is_causal": True}, "is_causal is False on ranks 0, 2, True on rank 1"),
+    ({"lengths": [5]}, "lengths is None on ranks 0, 2, (5,) on rank 1"),
     ({"scale": 0.5}, "scale is None on ranks 0, 2, 0.5 on rank 1"),
     ({"pattern": DilatedPattern([4], [3])}, "pattern is (4, 2) on ranks 0, 2, (4, 3) on rank 1"),
     ({"layout": SequenceLayout.zigzag(18, 3)}, "layout is"),

@@ -7,7 +7,7 @@ into plans and back ends, and into the words in which ranks compare their calls.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -140,23 +140,31 @@ def forget_plans() -> None:
 
 
 def shared_words(
-    options: Options, query: torch.Tensor, key: torch.Tensor, ends: Exchange, **others: str
+    options: Options,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    ends: Exchange,
+    *,
+    words: Mapping[str, str],
+    holder: str = "query",
 ) -> Shared:
-    """What must be equal on all ranks, while a call's lengths are not known.
+    """What must be equal on all ranks, in a call that is not resolved by `resolve`.
 
     Args:
         options: of a call.
-        query: see `resolve`.
+        query: see `resolve`; of its shape only heads and head_dim count.
         key: (batch, local_sequence, kv_heads, head_dim).
         ends: this rank's end of the group.
-        others: what takes the place of an option, in words.
+        words: what takes the place of an option, or is added.
+        holder: what messages say that the ranks' shards are of.
 
     Raises:
         ValueError: the layout or the back end do not fit the call.
     """
-    _check(options, query.shape, query.dtype, query.device, ends.rank, ends.world_size)
-    words = _in_words(query.shape, key.shape[2], query.dtype, query.device, options)
-    return Shared.of({**words, **others})
+    shape = (*key.shape[:2], *query.shape[2:])
+    _check(options, shape, query.dtype, query.device, ends.rank, ends.world_size, holder)
+    in_words = _in_words(shape, key.shape[2], query.dtype, query.device, options)
+    return Shared.of({**in_words, **words})
 
 
 def _nbytes_of_call(arguments: tuple[Any, ...], resolved: Resolved) -> int:
@@ -197,10 +205,11 @@ def _check(
     device: torch.device,
     rank: int,
     world_size: int,
+    holder: str = "query",
 ) -> Selection:
     """What computes the tiles; raise a `ValueError` unless layout and back end fit the call."""
     if options.layout:
-        held = f"its query has a local sequence length of {shape[1]}"
+        held = f"its {holder} has a local sequence length of {shape[1]}"
         _layout_of(tuple(options.layout)).check_shard(rank, world_size, shape[1], held)
     return select_backend(options.backend, device, dtype, shape[3])
 

@@ -6,15 +6,13 @@ takes all of them to its own keys, and only results travel: K and V stay where t
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import replace
 from typing import Any, Literal, overload
 
 import torch
 
-from ..caches import cache_by_size
+from ..documents import Integers
 from ..engine import (
     TABLES,
     Accumulator,
@@ -25,27 +23,15 @@ from ..engine import (
     readable,
     readable_in_backward,
 )
-from ..exchange import Exchange, Group, Shared, all_gather, refuse_capture, resolve_exchange, settle
-from ..functional import autocast_inputs, validate_options, validate_tensors
+from ..exchange import Group, Shared, all_gather, refuse_capture, resolve_exchange, settle
+from ..functional import autocast_inputs
 from ..layout import SequenceLayout
 from ..pattern import DilatedPattern
-from ..plan import TileGroup, plan_attention, replicated_groups, replicated_zero_keys
-from ..tiles import Backend, accumulate_dtype, select_backend
+from ..tiles import Backend, accumulate_dtype
 from ..torch_op import apply_function, once_differentiable, refuse_tangents
+from .call import ReplicatedCall, make_call
 
 _NAME = "replicated_query_attention"
-
-
-@dataclass(frozen=True)
-class _Call:
-    """Everything but the tensors of one call on one rank."""
-
-    groups: tuple[TileGroup, ...]
-    zero_keys: tuple[TileGroup, ...]
-    exchange: Exchange
-    tiles: compute.TileCall
-    returns_dquery: bool
-    number: int = 0  # of the call among those of its group
 
 
 class ReplicatedQueryAttention(torch.autograd.Function):
@@ -74,7 +60,7 @@ class ReplicatedQueryAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(  # noqa: D102
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: _Call
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: ReplicatedCall
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return _forward(query, key, value, call)
 
@@ -89,7 +75,7 @@ class ReplicatedQueryAttention(torch.autograd.Function):
     def backward(  # noqa: D102
         ctx: Any, dout: torch.Tensor, dlse: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        call: _Call = ctx.call
+        call: ReplicatedCall = ctx.call
 
         def gradient(*tensors: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
             if not call.returns_dquery:  # nothing travels, and a rank may leave it out
@@ -111,9 +97,12 @@ def replicated_query_attention(
     *,
     is_causal: bool = False,
     scale: float | None = None,
+    documents: Integers | None = None,
+    lengths: Integers | None = None,
     group: Group = None,
     layout: SequenceLayout | None = None,
     backend: Backend = "auto",
+    workspace: float | None = None,
     return_lse: Literal[False] = False,
 ) -> torch.Tensor: ...
 
@@ -128,9 +117,12 @@ def replicated_query_attention(
     *,
     is_causal: bool = False,
     scale: float | None = None,
+    documents: Integers | None = None,
+    lengths: Integers | None = None,
     group: Group = None,
     layout: SequenceLayout | None = None,
     backend: Backend = "auto",
+    workspace: float | None = None,
     return_lse: Literal[True],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
@@ -144,9 +136,12 @@ def replicated_query_attention(
     *,
     is_causal: bool = False,
     scale: float | None = None,
+    documents: Integers | None = None,
+    lengths: Integers | None = None,
     group: Group = None,
     layout: SequenceLayout | None = None,
     backend: Backend = "auto",
+    workspace: float | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Some rows of `dilated_attention`, for a query that every rank of the group holds whole.
@@ -175,11 +170,21 @@ def replicated_query_attention(
             for a single one. The keys hold these positions too.
         is_causal: whether a query sees only keys at positions <= its own.
         scale: factor on the scores; None: head_dim ** -0.5.
+        documents: cumulative lengths ``[0, ..., n]`` of documents packed in the whole sequence of n
+            positions: ints, or a 1-D int32 or int64 tensor; a CUDA tensor makes the call wait for
+            the device. A query sees keys of its own document, which is cut into segments on its
+            own. None: one document.
+        lengths: (batch,) ints, or a tensor as above: row b of the batch holds that many valid
+            positions of the whole sequence, 0 to n, and padding behind them, which no query sees
+            and whose queries get output 0, lse -inf and gradient 0. None: no padding.
         group: the ranks that share the keys: a ProcessGroup, a 1-D DeviceMesh, an `Exchange`, or
             None for one process that holds them all.
         layout: which rank holds which keys; None: contiguous equal shards.
         backend: kernels that compute the tiles, one of `tiles.BACKENDS`; ``"auto"``, the default,
             takes the fastest one that supports the tensors, and any other name is used or refused.
+        workspace: what kernels allocate may take so many times the size of query, as far as single
+            heads of single segments allow; None: about a quarter in forward and a half in backward,
+            or 64 MiB if that is more.
         return_lse: whether to return the lse too.
 
     Returns:
@@ -212,43 +217,44 @@ def replicated_query_attention(
         # Not to be traced: what the plan is looked up by changes from call to call.
         attend = torch.compiler.disable(_attend)  # type: ignore[no-untyped-call]
     out, lse = attend(
-        query, key, value, pattern, positions, is_causal, scale, group, layout, backend, return_lse
+        (query, key, value),
+        pattern,
+        positions,
+        group,
+        is_causal=is_causal,
+        scale=scale,
+        documents=documents,
+        lengths=lengths,
+        layout=layout,
+        backend=backend,
+        workspace=workspace,
+        return_lse=return_lse,
     )
     return (out, lse) if return_lse else out
 
 
 def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     pattern: DilatedPattern,
     positions: range | int,
-    is_causal: bool,
-    scale: float | None,
     group: Group,
-    layout: SequenceLayout | None,
-    backend: Backend,
-    return_lse: bool,
+    **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Validate, plan, agree, run."""
     ends = resolve_exchange(group)
-    query, key, value = autocast_inputs(query, key, value)
+    query, key, value = autocast_inputs(*tensors)
     refuse_tangents(_NAME, *(x for x in (query, key, value) if isinstance(x, torch.Tensor)))
     device = query.device if isinstance(query, torch.Tensor) else torch.device("cpu")
     refuse_capture(_NAME, ends, device)
-    call, shared, failure = None, None, None
+    call: ReplicatedCall | None = None
+    shared: Shared | None = None
+    failure = None
     try:
-        validate_options(pattern, is_causal, scale, layout, "auto", backend, return_lse)
-        validate_tensors(query, key, value, same_length=False)
-        whole = _whole(layout, key.shape[1], ends)
-        rows = _rows(positions, whole.length, query.shape[1])
-        call, shared = _make_call(
-            query, key, pattern, rows, is_causal, scale, ends, whole, backend
-        )  # fmt: skip
+        call, shared = make_call((query, key, value), pattern, positions, ends, **options)
     except Exception as error:  # whatever it is, the other ranks are to be told
         failure = error
     with ends.calls.enter(_NAME, "forward") as scope:
-        settle(scope, ends, device, None if shared is None else Shared.of(shared), failure)
+        settle(scope, ends, device, shared, failure)
         assert call is not None
         numbered = replace(call, number=scope.call.number)
         out, lse = apply_function(
@@ -257,137 +263,30 @@ def _attend(
         return out, lse
 
 
-def _whole(layout: SequenceLayout | None, local_length: int, ends: Exchange) -> SequenceLayout:
-    """The layout of the keys, checked against what this rank holds."""
-    if layout is None:
-        if local_length == 0:
-            raise ValueError("the sequence is empty: key has no rows, and no layout is given")
-        return _equal_shards(local_length, ends.world_size)
-    held = f"its key has a local sequence length of {local_length}"
-    layout.check_shard(ends.rank, ends.world_size, local_length, held)
-    return layout
-
-
-def _rows(positions: range | int, length: int, count: int) -> range:
-    """The positions of the query, checked against the sequence and the number of its rows."""
-    if not isinstance(positions, range):
-        try:
-            if isinstance(positions, bool):
-                raise TypeError
-            position = operator.index(positions)
-        except TypeError:
-            raise TypeError(f"positions must be a range or an int, got {positions!r}") from None
-        positions = range(position, position + 1)
-    if positions.step != 1 or not positions:
-        raise ValueError(
-            f"positions must be consecutive and rising, one at least: a range of step 1; "
-            f"got {positions!r}"
-        )
-    if positions.start < 0 or positions.stop > length:
-        raise ValueError(
-            f"positions must lie in [0, {length}), the sequence that the keys make up; "
-            f"got {positions!r}"
-        )
-    if len(positions) != count:
-        raise ValueError(
-            f"positions must be one for each row of query; got {positions!r} for {count} rows"
-        )
-    return positions
-
-
-def _make_call(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    pattern: DilatedPattern,
-    positions: range,
-    is_causal: bool,
-    scale: float | None,
-    ends: Exchange,
-    layout: SequenceLayout,
-    backend: Backend,
-) -> tuple[_Call, dict[str, Any]]:
-    """The call, and what must be equal on all ranks, in words for the message."""
-    batch, _, num_heads, head_dim = query.shape
-    num_kv_heads = key.shape[2]
-    selection = select_backend(backend, query.device, query.dtype, head_dim)
-    needs_gradient = torch.is_grad_enabled() and query.requires_grad
-    call = _Call(
-        *_groups(pattern, layout, positions, is_causal, num_heads, num_kv_heads, ends.rank),
-        ends,
-        compute.TileCall(
-            selection,
-            head_dim**-0.5 if scale is None else float(scale),
-            batch,
-            num_heads // num_kv_heads,
-        ),
-        needs_gradient,
-    )
-    shared = {
-        "batch": batch,
-        "heads": num_heads,
-        "kv_heads": num_kv_heads,
-        "head_dim": head_dim,
-        "dtype": str(query.dtype),
-        "device": query.device.type,
-        "pattern": str(pattern),
-        "layout": f"{layout!r} ({layout.digest[:8]})",
-        "positions": str(positions),
-        "is_causal": is_causal,
-        "scale": scale,
-        "backend": backend,
-        "query needs a gradient": needs_gradient,
-    }
-    return call, shared
-
-
-@lru_cache(maxsize=64)
-def _equal_shards(local_length: int, world_size: int) -> SequenceLayout:
-    return SequenceLayout.contiguous(local_length * world_size, world_size)
-
-
-def _nbytes_of_groups(arguments: tuple[Any, ...], groups: Any) -> int:
-    pattern, layout = arguments[0], arguments[1]
-    numbers: int = len(pattern.branches) * (8 + layout.world_size)
-    return 4096 * numbers
-
-
-@cache_by_size(16 << 20, _nbytes_of_groups)
-def _groups(
-    pattern: DilatedPattern,
-    layout: SequenceLayout,
-    positions: range,
-    is_causal: bool,
-    num_heads: int,
-    num_kv_heads: int,
-    rank: int,
-) -> tuple[tuple[TileGroup, ...], tuple[TileGroup, ...]]:
-    """The tiles of a rank, and the zero keys that the queries see."""
-    plan = plan_attention(
-        pattern, layout, is_causal=is_causal, num_heads=num_heads, num_kv_heads=num_kv_heads
-    )
-    return replicated_groups(plan, positions, rank), replicated_zero_keys(plan, positions)
-
-
 def _forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: _Call
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: ReplicatedCall
 ) -> tuple[torch.Tensor, torch.Tensor]:
     TABLES.start_call()
-    inputs = compute.Inputs(*(readable(x, call.tiles.selection) for x in (query, key, value)))
-    query = inputs.query
     batch, length, num_heads, _ = query.shape
     dtype, sums = accumulate_dtype(query.dtype), Accumulator(query.device)
     out = torch.zeros(query.shape, dtype=dtype, device=query.device)
     lse = out.new_full((batch, num_heads, length), -torch.inf)
     with autocast_off(query.device):
-        for group in call.groups:
-            compute.forward(group, call.tiles, inputs, compute.Result(out, lse), sums)
+        for some in call.planned:
+            rows, tiles = some.rows, some.tiles
+            inputs = compute.Inputs(
+                *(readable(x[rows], tiles.selection) for x in (query, key, value))
+            )
+            for group in some.groups:
+                compute.forward(group, tiles, inputs, compute.Result(out[rows], lse[rows]), sums)
         sums.join()
         packed = torch.cat([out, lse.transpose(1, 2).unsqueeze(-1)], -1)
         total, *others = all_gather(call.exchange, packed)
         out, lse = total[..., :-1], total[..., -1]
         for other in others:
             merge_(out, lse, other[..., :-1], other[..., -1])
-        merge_zero_keys(call.zero_keys, out, lse, call.tiles.group)
+        for some in call.planned:
+            merge_zero_keys(some.zero_keys, out[some.rows], lse[some.rows], some.tiles.group)
     return out.to(query.dtype).contiguous(), lse.transpose(1, 2).contiguous()
 
 
@@ -399,23 +298,24 @@ def _backward(
     out: torch.Tensor,
     lse: torch.Tensor,
     *,
-    call: _Call,
+    call: ReplicatedCall,
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
     TABLES.start_call()
-    dout, query, key, value, out = readable_in_backward(
-        dout, query, key, value, out, call.tiles.selection
-    )
-    merged, sums = compute.Merged(dout, out, lse.contiguous()), Accumulator(query.device)
+    sums = Accumulator(query.device)
     dquery, dkey, dvalue = (
         torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (query, key, value)
     )
-    inputs = compute.Inputs(query, key, value)
-    gradients = compute.Gradients(dquery, dkey, dvalue)
     with autocast_off(query.device):
-        for group in call.groups:
-            compute.backward(group, call.tiles, inputs, merged, gradients, sums)
+        for some in call.planned:
+            rows, tiles = some.rows, some.tiles
+            do, q, k, v, o = readable_in_backward(
+                dout[rows], query[rows], key[rows], value[rows], out[rows], tiles.selection
+            )
+            inputs, merged = compute.Inputs(q, k, v), compute.Merged(do, o, lse[rows].contiguous())
+            gradients = compute.Gradients(dquery[rows], dkey[rows], dvalue[rows])
+            for group in some.groups:
+                compute.backward(group, tiles, inputs, merged, gradients, sums)
         sums.join()
-        del gradients  # which are float32
         dkey, dvalue = dkey.to(key.dtype), dvalue.to(value.dtype)
         if not call.returns_dquery:
             return None, dkey, dvalue

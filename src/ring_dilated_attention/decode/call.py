@@ -1,0 +1,149 @@
+"""What a call with a replicated query is: its options checked, the tiles of this rank."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from ..caches import cache_by_size
+from ..engine import compute
+from ..exchange import Exchange, Shared
+from ..functional import make_options, validate_tensors
+from ..pattern import DilatedPattern
+from ..plan import AttentionPlan, TileGroup, replicated_groups, replicated_zero_keys
+from ..resolve import Options, plan_rows, shared_words
+from ..tiles import select_backend
+
+
+class ReplicatedRows(NamedTuple):
+    """Rows of a batch that are computed together, because they are equally long.
+
+    Attributes:
+        rows: which, evenly spaced: indexing with it gives a view.
+        groups: the tiles of this rank.
+        zero_keys: those that the queries see.
+        tiles: what all tiles have in common.
+    """
+
+    rows: slice
+    groups: tuple[TileGroup, ...]
+    zero_keys: tuple[TileGroup, ...]
+    tiles: compute.TileCall
+
+
+@dataclass(frozen=True)
+class ReplicatedCall:
+    """Everything but the tensors of one call on one rank.
+
+    Attributes:
+        planned: all rows of the batch, in the same order on every rank.
+        exchange: this rank's end of the group.
+        returns_dquery: whether backward computes the gradient of the query.
+        number: of the call among those of its group.
+    """
+
+    planned: tuple[ReplicatedRows, ...]
+    exchange: Exchange
+    returns_dquery: bool
+    number: int = 0
+
+
+def make_call(
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    pattern: DilatedPattern,
+    positions: range | int,
+    ends: Exchange,
+    **given: Any,
+) -> tuple[ReplicatedCall, Shared]:
+    """Check a call, and plan this rank's part of it.
+
+    Args:
+        tensors: query, key and value.
+        pattern: which keys each head sees.
+        positions: of the query in the whole sequence.
+        ends: this rank's end of the group.
+        given: the other options of `replicated_query_attention`, by their names.
+
+    Returns:
+        The call, and what must be equal on all ranks.
+
+    Raises:
+        TypeError, ValueError: an argument is not allowed.
+    """
+    options = make_options(pattern, group="", **given)
+    validate_tensors(*tensors, same_length=False)
+    query, key, _ = tensors
+    if not options.layout and key.shape[1] == 0:
+        raise ValueError("the sequence is empty: key has no rows, and no layout is given")
+    needs_gradient = torch.is_grad_enabled() and query.requires_grad
+    asked = _consecutive(positions, query.shape[1])
+    words = {"positions": str(asked), "query needs a gradient": str(needs_gradient)}
+    shared = shared_words(options, query, key, ends, words=words, holder="key")
+    return ReplicatedCall(_plan(options, query, key, asked, ends), ends, needs_gradient), shared
+
+
+def _plan(
+    options: Options,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    positions: range,
+    ends: Exchange,
+) -> tuple[ReplicatedRows, ...]:
+    batch, _, num_heads, head_dim = query.shape
+    num_kv_heads = key.shape[2]
+    selection = select_backend(options.backend, query.device, query.dtype, head_dim)
+    scale = head_dim**-0.5 if options.scale is None else options.scale
+    found = []
+    shape = (batch, key.shape[1], num_heads, head_dim)
+    kept = options._replace(documents=tuple(options.documents), lengths=tuple(options.lengths))
+    for rows, plan in plan_rows(kept, shape, num_kv_heads, ends.world_size):
+        length = plan.layout.length
+        if positions.start < 0 or positions.stop > length:
+            raise ValueError(
+                f"positions must lie in [0, {length}), the sequence that the keys make up; "
+                f"got {positions!r}"
+            )
+        of_rows = len(range(*rows.indices(batch)))
+        tiles = compute.TileCall(
+            selection, scale, of_rows, num_heads // num_kv_heads, options.workspace
+        )
+        found.append(ReplicatedRows(rows, *_groups(plan, positions, ends.rank), tiles))
+    return tuple(found)
+
+
+def _consecutive(positions: range | int, count: int) -> range:
+    """The positions of the query, one for each of its rows."""
+    if not isinstance(positions, range):
+        try:
+            if isinstance(positions, bool):
+                raise TypeError
+            position = operator.index(positions)
+        except TypeError:
+            raise TypeError(f"positions must be a range or an int, got {positions!r}") from None
+        positions = range(position, position + 1)
+    if positions.step != 1 or not positions:
+        raise ValueError(
+            f"positions must be consecutive and rising, one at least: a range of step 1; "
+            f"got {positions!r}"
+        )
+    if len(positions) != count:
+        raise ValueError(
+            f"positions must be one for each row of query; got {positions!r} for {count} rows"
+        )
+    return positions
+
+
+def _nbytes_of_groups(arguments: tuple[Any, ...], _: Any) -> int:
+    plan: AttentionPlan = arguments[0]
+    return 4096 * len(plan.pattern.branches) * (8 + plan.layout.world_size)
+
+
+@cache_by_size(16 << 20, _nbytes_of_groups)
+def _groups(
+    plan: AttentionPlan, positions: range, rank: int
+) -> tuple[tuple[TileGroup, ...], tuple[TileGroup, ...]]:
+    """The tiles of a rank, and the zero keys that the queries see."""
+    return replicated_groups(plan, positions, rank), replicated_zero_keys(plan, positions)

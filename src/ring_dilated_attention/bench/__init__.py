@@ -2,7 +2,7 @@
 
 `bench` measures each `Workload` by the rules of `Options`, and returns a `Result` for every
 contender: `OURS`, and the baselines of `BASELINES`. `sweep` makes workloads from lists of values,
-`named_workload` those of a pattern by its name (`NAMES`).
+`named_workload` those of a pattern by its name (`NAMES`); `given_pattern` is that of a command.
 
 `run_command` is `rda bench`: options in, tables, JSON and a plot out. `launch` runs a function on
 ranks, `measure_and_write` is what it does on each of them, and `show` prints and plots the results.
@@ -13,7 +13,7 @@ from .contenders import BASELINES, OURS
 from .launch import launch
 from .measure import memory_of, resolve_device
 from .options import Options
-from .patterns import NAMES, named_pattern, named_workload
+from .patterns import NAMES, given_pattern, named_pattern, named_workload
 from .plots import plot
 from .result import Result
 from .run import bench
@@ -29,6 +29,7 @@ __all__ = [
     "Result",
     "Workload",
     "bench",
+    "given_pattern",
     "launch",
     "measure_and_write",
     "memory_of",

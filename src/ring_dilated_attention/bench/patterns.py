@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ..pattern import DilatedPattern, check_choice
@@ -54,3 +55,42 @@ def named_workload(name: str, length: int, **options: Any) -> Workload:
     return Workload(
         **{"pattern": pattern, "name": name, **_NAMED[name][1], **options, "length": length}
     )
+
+
+def given_pattern(
+    name: str | None,
+    segment_lengths: Sequence[int | None] | None,
+    dilation_rates: Sequence[int] | None,
+    **options: str | None,
+) -> DilatedPattern:
+    """The pattern that a command was given: by its name, or by its branches.
+
+    Args:
+        name: one of `NAMES`; None: ``"longnet"``, unless there are segment lengths.
+        segment_lengths: of a pattern without a name, with `dilation_rates`; None: the whole
+            sequence.
+        dilation_rates: one for each of `segment_lengths`.
+        options: `head_offsets` and `head_branches` of `DilatedPattern`; None: the pattern's own.
+
+    Raises:
+        TypeError, ValueError: a value is not allowed, or both a name and branches are given.
+    """
+    check_together(segment_lengths, dilation_rates)
+    given: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
+    if segment_lengths is not None and dilation_rates is not None:
+        if name is not None:
+            raise ValueError(f"give a pattern's name or its segment_lengths, not both; got {name}")
+        return DilatedPattern(segment_lengths, dilation_rates, **given)
+    own = named_pattern("longnet" if name is None else name)
+    names = ("head_offsets", "head_branches", "zero_keys")
+    given = {**{key: getattr(own, key) for key in names}, **given}
+    return DilatedPattern(own.segment_lengths, own.dilation_rates, **given)
+
+
+def check_together(segment_lengths: object, dilation_rates: object) -> None:
+    """Raise a `ValueError` if one is given without the other."""
+    if (segment_lengths is None) != (dilation_rates is None):
+        raise ValueError(
+            "segment_lengths and dilation_rates go together; got "
+            f"{segment_lengths} and {dilation_rates}"
+        )

@@ -10,7 +10,7 @@ from typing import Any
 from ..checks import check_output
 from ..pattern import DilatedPattern, HeadOffsets
 from . import report
-from .patterns import named_pattern, named_workload
+from .patterns import check_together, named_pattern, named_workload
 from .workload import Workload
 
 DEFAULT_PATTERNS = ("longnet",)
@@ -53,11 +53,7 @@ def sweep(
     Raises:
         TypeError, ValueError: a value or a combination is not allowed.
     """
-    if (segment_lengths is None) != (dilation_rates is None):
-        raise ValueError(
-            "segment_lengths and dilation_rates go together; got "
-            f"{segment_lengths} and {dilation_rates}"
-        )
+    check_together(segment_lengths, dilation_rates)
     found: dict[str, DilatedPattern] = {}
     for name in patterns or (DEFAULT_PATTERNS if segment_lengths is None else ()):
         found[name] = named_pattern(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -89,12 +90,18 @@ class Workload:
             batch=self.batch, head_dim=self.head_dim, element_size=self.torch_dtype.itemsize
         )
 
-    def plan(self, layout: SequenceLayout, pattern: DilatedPattern | None = None) -> AttentionPlan:
+    def plan(
+        self,
+        layout: SequenceLayout,
+        pattern: DilatedPattern | None = None,
+        documents: Sequence[int] | None = None,
+    ) -> AttentionPlan:
         """What each rank computes and exchanges.
 
         Args:
             layout: which rank holds which positions.
             pattern: what to compute instead of the workload's own pattern.
+            documents: cumulative lengths of packed documents; None: one document.
         """
         return plan_attention(
             self.pattern if pattern is None else pattern,
@@ -102,6 +109,7 @@ class Workload:
             is_causal=self.is_causal,
             num_heads=self.heads,
             num_kv_heads=self.num_kv_heads,
+            documents=documents,
         )
 
     def flops(self, pattern: DilatedPattern | None = None) -> int:

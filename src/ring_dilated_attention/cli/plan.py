@@ -9,7 +9,6 @@ from .common import app, documents_of, ints_of, lengths_of, reported_errors
 
 if TYPE_CHECKING:
     from ..functional import Schedule
-    from ..pattern import HeadBranches, HeadOffsets
     from ..tiles import Backend
 
 Length = Annotated[int, typer.Option(help="Global length of the sequence, in positions.")]
@@ -65,31 +64,35 @@ def plan(
 ) -> None:
     """Print what each rank would hold, compute and exchange; nothing is run."""
     with reported_errors():
-        from ..pattern import DilatedPattern
-        from .run_plan import CHECK_LIMIT, show
+        from ..bench import Workload, given_pattern
+        from ..checks import MOST_PLANNED_RANKS
+        from .run_plan import show
+        from .sharded import Sharded
 
-        show(
-            DilatedPattern(
+        workload = Workload(
+            pattern=given_pattern(
+                None,
                 lengths_of(segment_lengths),
                 ints_of(dilation_rates),
-                head_offsets=cast("HeadOffsets", head_offsets),
-                head_branches=cast("HeadBranches", head_branches),
+                head_offsets=head_offsets,
+                head_branches=head_branches,
             ),
             length=length,
-            world_size=ranks,
-            layout=layout,
-            is_causal=causal,
-            documents=documents_of(documents),
-            num_heads=heads,
-            num_kv_heads=kv_heads,
+            heads=heads,
+            kv_heads=kv_heads,
             head_dim=head_dim,
             batch=batch,
             dtype=dtype,
-            ranks=rank,
-            tiles=tiles,
-            check=check,
-            check_limit=CHECK_LIMIT if check_limit is None else check_limit,
+            is_causal=causal,
         )
+        sharded = Sharded(
+            workload=workload,
+            ranks=ranks,
+            most_ranks=MOST_PLANNED_RANKS,
+            layout_name=layout,
+            documents=documents_of(documents),
+        )
+        show(sharded, shown=rank, tiles=tiles, check=check, check_limit=check_limit)
 
 
 @app.command()
@@ -140,26 +143,38 @@ def simulate(
     those of one device, or memory or bytes not those of the plan.
     """
     with reported_errors():
+        from ..bench import Workload, given_pattern
+        from ..checks import MOST_SIMULATED_RANKS
         from .run_simulate import run
+        from .sharded import Sharded
 
-        right = run(
-            pattern=pattern,
-            segment_lengths=None if segment_lengths is None else lengths_of(segment_lengths),
-            dilation_rates=None if dilation_rates is None else ints_of(dilation_rates),
-            head_offsets=head_offsets,
-            head_branches=head_branches,
+        workload = Workload(
+            pattern=given_pattern(
+                pattern,
+                None if segment_lengths is None else lengths_of(segment_lengths),
+                None if dilation_rates is None else ints_of(dilation_rates),
+                head_offsets=head_offsets,
+                head_branches=head_branches,
+            ),
             length=length,
-            world_size=ranks,
-            layout=layout,
-            is_causal=causal,
-            documents=documents_of(documents),
-            num_heads=heads,
-            num_kv_heads=kv_heads,
+            heads=heads,
+            kv_heads=kv_heads,
             head_dim=head_dim,
             batch=batch,
             dtype=dtype,
-            exchange=cast("Schedule", exchange),
+            is_causal=causal,
             backend=cast("Backend", backend),
+        )
+        sharded = Sharded(
+            workload=workload,
+            ranks=ranks,
+            most_ranks=MOST_SIMULATED_RANKS,
+            layout_name=layout,
+            documents=documents_of(documents),
+        )
+        right = run(
+            sharded,
+            exchange=cast("Schedule", exchange),
             device=device,
             seed=seed,
             backward=backward,

@@ -13,26 +13,22 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from ..bench import memory_of, named_pattern, resolve_device
+from ..bench import memory_of, resolve_device
 from ..checks import (
-    MOST_SIMULATED_RANKS,
     Case,
     RankReport,
     Simulation,
     Transfers,
     check_memory,
     check_output,
-    check_pattern,
     check_seed,
-    check_size,
     simulate,
 )
 from ..functional import Schedule
-from ..pattern import DilatedPattern, check_choice
 from ..plan import Memory
-from ..tiles import Backend
 from .plan_tables import in_bytes, make_table, scaled
-from .run_plan import DTYPES, LAYOUTS, SHOWN_ALL, SHOWN_FEW, in_documents, in_words
+from .run_plan import SHOWN_ALL, SHOWN_FEW, in_words
+from .sharded import Sharded
 
 MEMORY = tuple(field.name for field in fields(Memory))
 SHOWN_PROBLEMS = 8
@@ -44,59 +40,27 @@ WIDTH = 130
 
 
 def run(
+    sharded: Sharded,
     *,
-    pattern: str | None,
-    segment_lengths: Sequence[int | None] | None,
-    dilation_rates: Sequence[int] | None,
-    head_offsets: str | None,
-    head_branches: str | None,
-    length: int,
-    world_size: int,
-    layout: str,
-    is_causal: bool,
-    num_heads: int,
-    num_kv_heads: int | None,
-    head_dim: int,
-    batch: int,
-    dtype: str,
     exchange: Schedule,
-    backend: Backend,
     device: str,
     seed: int | None,
     backward: bool,
-    documents: Sequence[int] | None = None,
     every: bool = False,
     json_file: Path | None = None,
-    console: Console | None = None,
 ) -> bool:
     """Simulate a call of `dilated_attention` and print what each rank did.
 
     Args:
-        pattern: name of a pattern; None: LongNet's, or that of `segment_lengths`.
-        segment_lengths: of a pattern without a name, with `dilation_rates`.
-        dilation_rates: one for each of `segment_lengths`.
-        head_offsets: ``"interleaved"`` or ``"blocked"``; None: the pattern's own.
-        head_branches: ``"all"`` or ``"split"``; None: the pattern's own.
-        length: positions of the whole sequence.
-        world_size: number of ranks.
-        layout: a key of `LAYOUTS`.
-        is_causal: whether queries see no later keys.
-        num_heads: query heads.
-        num_kv_heads: KV heads; None: as many.
-        head_dim: elements of a row of a head.
-        batch: sequences in the batch.
-        dtype: a key of `DTYPES`.
+        sharded: what is computed, and on how many ranks.
         exchange: ``"ring"`` keeps one message in flight during compute and holds the rows of at
             most two remote shards; ``"gather"`` starts all transfers at once and holds them all;
             ``"auto"`` gathers where all of them are at most the size of a shard.
-        backend: kernels that compute the tiles, one of `tiles.BACKENDS`.
         device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
         seed: of the random inputs; None: a fresh one, which is printed.
         backward: whether to run backward too.
-        documents: cumulative lengths of packed documents; None: one document.
         every: whether to show every rank, not a few and the extremes.
         json_file: where to write everything; None: nowhere.
-        console: where to print; None: standard output.
 
     Returns:
         Whether results are those of one device, and memory and transfers those of the plan.
@@ -105,54 +69,32 @@ def run(
         TypeError, ValueError: an option is not allowed.
         OSError: the file cannot be written.
     """
-    console = console or Console()
+    console = Console()
     if not console.is_terminal:
         console.width = max(console.width, WIDTH)
-    check_choice("layout", layout, tuple(LAYOUTS))
-    check_choice("dtype", dtype, tuple(DTYPES))
-    for name, value in (
-        ("length", length),
-        ("heads", num_heads),
-        ("kv_heads", num_heads if num_kv_heads is None else num_kv_heads),
-        ("head_dim", head_dim),
-        ("batch", batch),
-    ):
-        check_size(name, value)
-    check_size("ranks", world_size, MOST_SIMULATED_RANKS)
     check_seed(seed)
-    of_case = _pattern(pattern, segment_lengths, dilation_rates, head_offsets, head_branches)
-    check_pattern(of_case, documents)
-    on = resolve_device(device)
-    check_memory(
-        _HELD * batch * length * num_heads * head_dim * DTYPES[dtype], memory_of(on), "simulating"
-    )
-    if seed is None:
-        seed = secrets.randbelow(10**9)
+    workload, on = sharded.workload, resolve_device(device)
+    check_memory(_HELD * workload.query_bytes, memory_of(on), "simulating")
     case = Case(
-        pattern=of_case,
-        layout=LAYOUTS[layout](length, world_size),
-        num_heads=num_heads,
-        num_kv_heads=num_heads if num_kv_heads is None else num_kv_heads,
-        head_dim=head_dim,
-        batch=batch,
-        is_causal=is_causal,
-        documents=None if documents is None else tuple(documents),
-        dtype=getattr(torch, dtype),
+        pattern=workload.pattern,
+        layout=sharded.layout,
+        num_heads=workload.heads,
+        num_kv_heads=workload.num_kv_heads,
+        head_dim=workload.head_dim,
+        batch=workload.batch,
+        is_causal=workload.is_causal,
+        documents=None if sharded.documents is None else tuple(sharded.documents),
+        dtype=workload.torch_dtype,
         exchange=exchange,
-        backend=backend,
-        seed=seed,
+        backend=workload.backend,
+        seed=secrets.randbelow(10**9) if seed is None else seed,
         device=str(on),
     )
     if json_file is not None:
         check_output(json_file)
     found = simulate(case, backward=backward)
-    console.print(
-        f"[bold]{case.pattern}[/bold]: {length:,} positions on {world_size} "
-        f"{'rank' if world_size == 1 else 'ranks'} ({layout}), "
-        f"{case.num_heads} heads of {head_dim}, {case.num_kv_heads} KV heads, batch {batch}, "
-        f"{dtype}, {'causal' if is_causal else 'not causal'}{in_documents(documents)}, "
-        f"{'gather' if found.gathers else 'ring'}, {case.device}, inputs of seed {seed}"
-    )
+    schedule = "gather" if found.gathers else "ring"
+    console.print(f"{sharded}, {schedule}, {case.device}, inputs of seed {case.seed}")
     console.print(in_words(found.balance))
     chosen = found.ranks if every else _some(found.ranks)
     for table in (_compute_table, _memory_table, _exchange_table):
@@ -160,33 +102,9 @@ def run(
     for text in _conclusions(found):
         console.print(text)
     if json_file is not None:
-        json_file.write_text(json.dumps(_as_json(case, layout, found)) + "\n")
+        json_file.write_text(json.dumps(_as_json(case, sharded.layout_name, found)) + "\n")
         console.print(f"written: {json_file}", soft_wrap=True)
     return found.ok
-
-
-def _pattern(
-    name: str | None,
-    segment_lengths: Sequence[int | None] | None,
-    dilation_rates: Sequence[int] | None,
-    head_offsets: str | None,
-    head_branches: str | None,
-) -> DilatedPattern:
-    if (segment_lengths is None) != (dilation_rates is None):
-        raise ValueError(
-            "segment_lengths and dilation_rates go together; got "
-            f"{segment_lengths} and {dilation_rates}"
-        )
-    options = {"head_offsets": head_offsets, "head_branches": head_branches}
-    given: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
-    if segment_lengths is not None and dilation_rates is not None:
-        if name is not None:
-            raise ValueError(f"give a pattern's name or its segment_lengths, not both; got {name}")
-        return DilatedPattern(segment_lengths, dilation_rates, **given)
-    own = named_pattern("longnet" if name is None else name)
-    names = ("head_offsets", "head_branches", "zero_keys")
-    given = {**{key: getattr(own, key) for key in names}, **given}
-    return DilatedPattern(own.segment_lengths, own.dilation_rates, **given)
 
 
 def _some(ranks: Sequence[RankReport]) -> list[RankReport]:

@@ -1,0 +1,63 @@
+"""What `rda plan` and `rda simulate` are asked about: a workload on ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ..bench import Workload
+from ..checks import check_pattern, check_size
+from ..layout import SequenceLayout
+from ..pattern import check_choice
+from ..plan import AttentionPlan
+
+LAYOUTS = {"contiguous": SequenceLayout.contiguous, "zigzag": SequenceLayout.zigzag}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharded:
+    """A workload whose sequence is sharded.
+
+    Attributes:
+        workload: what all ranks compute together.
+        ranks: number of ranks.
+        most_ranks: the most that the command takes.
+        layout_name: a key of `LAYOUTS`.
+        documents: cumulative lengths of packed documents; None: one document.
+
+    Raises:
+        TypeError, ValueError: a value is not allowed.
+    """
+
+    workload: Workload
+    ranks: int
+    most_ranks: int
+    layout_name: str
+    documents: Sequence[int] | None
+
+    def __post_init__(self) -> None:
+        check_choice("layout", self.layout_name, tuple(LAYOUTS))
+        check_size("ranks", self.ranks, self.most_ranks)
+        check_pattern(self.workload.pattern, self.documents)
+
+    @cached_property
+    def layout(self) -> SequenceLayout:
+        """Which rank holds which positions."""
+        return LAYOUTS[self.layout_name](self.workload.length, self.ranks)
+
+    @cached_property
+    def plan(self) -> AttentionPlan:
+        """What each rank computes and exchanges."""
+        return self.workload.plan(self.layout, documents=self.documents)
+
+    def __str__(self) -> str:
+        """A title, in rich's markup."""
+        w, count = self.workload, self.ranks
+        packed = "" if self.documents is None else f", {len(self.documents) - 1:,} documents"
+        return (
+            f"[bold]{w.pattern}[/bold]: {w.length:,} positions on {count} "
+            f"{'rank' if count == 1 else 'ranks'} ({self.layout_name}), "
+            f"{w.heads} heads of {w.head_dim}, {w.num_kv_heads} KV heads, batch {w.batch}, "
+            f"{w.dtype}, {'causal' if w.is_causal else 'not causal'}{packed}"
+        )

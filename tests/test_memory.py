@@ -295,7 +295,7 @@ def test_a_gather_waits_for_returned_gradients_when_they_are_many(at_once, waits
         monkeypatch.setattr(ring, "_RETURNING_BYTES", at_once)
     assert ring._RETURNING_BYTES <= 64 << 20  # of memory that no bound of the ring's counts
     events: dict[int, list[str]] = {}
-    step, finish = ring._backward_of_step, GradientReturn.finish
+    step, finish = ring._Backward._compute_step, GradientReturn.finish
 
     def noted(name, function):
         def note(*args, **options):
@@ -304,7 +304,7 @@ def test_a_gather_waits_for_returned_gradients_when_they_are_many(at_once, waits
 
         return note
 
-    monkeypatch.setattr(ring, "_backward_of_step", noted("step", step))
+    monkeypatch.setattr(ring._Backward, "_compute_step", noted("step", step))
     monkeypatch.setattr(GradientReturn, "finish", noted("return", finish))
     run(lambda ends: nullcontext(), DilatedPattern.dense(), "gather", is_causal=False)
     for of_rank in events.values():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -127,7 +128,8 @@ def reference_attention(
     """
     if lengths is not None:
         rows = zip(query, key, value, lengths, strict=True)
-        return _stack([_row(*row, pattern, is_causal, scale, documents) for row in rows], query)
+        options = {"is_causal": is_causal, "scale": scale, "documents": documents}
+        return _stack([_row(row, pattern, options) for row in rows], query)
     _, length, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[2]
     group = num_heads // num_kv_heads
@@ -162,24 +164,19 @@ def reference_attention(
 
 
 def _row(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    length: int,
+    row: tuple[torch.Tensor, torch.Tensor, torch.Tensor, int],
     pattern: DilatedPattern,
-    is_causal: bool,
-    scale: float | None,
-    documents: Sequence[int] | None,
+    options: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Out and lse of the first `length` positions of one row of a batch."""
+    """Out and lse of the valid positions of a row: of its query, key, value and their number."""
+    *tensors, length = row
     if not length:
-        return query[:0], query.new_empty(query.shape[1], 0)
-    if documents is not None:
-        documents = [*(border for border in documents if border < length), length]
-    query, key, value = (x[None, :length] for x in (query, key, value))
-    out, lse = reference_attention(
-        query, key, value, pattern, is_causal=is_causal, scale=scale, documents=documents
-    )
+        return tensors[0][:0], tensors[0].new_empty(tensors[0].shape[1], 0)
+    if options["documents"] is not None:
+        cut = [*(border for border in options["documents"] if border < length), length]
+        options = {**options, "documents": cut}
+    query, key, value = (x[None, :length] for x in tensors)
+    out, lse = reference_attention(query, key, value, pattern, **options)
     return out[0], lse[0]
 
 

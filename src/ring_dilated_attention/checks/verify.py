@@ -213,24 +213,16 @@ def run_case(case: Case, ends: Exchange, wanted: References | None = None) -> Ou
         ends: this rank's end of the group.
         wanted: `references(case)`, where ranks of one process share them; None: computed here.
     """
-    rank = ends.rank
-    kinds = case.views or (ViewKind(),) * 4
-    inputs = [x.to(case.dtype) for x in case.inputs()]
-    for row, length in enumerate(case.lengths or ()):
-        for x, kind in zip(inputs, kinds, strict=True):
-            if not kind.repeats_positions:
-                x[row, length:] = torch.nan
-    *inputs, dout = (
-        kind.view(case.layout.shard(x, rank, 1)) for x, kind in zip(inputs, kinds, strict=True)
-    )
-    query, key, value = inputs
+    query, key, value, dout = _shards(case, ends.rank)
     leaves = [
-        x.requires_grad_() for x, name in zip(inputs, INPUTS, strict=True) if name in case.wanted
+        x.requires_grad_()
+        for x, name in zip((query, key, value), INPUTS, strict=True)
+        if name in case.wanted
     ]
     options: dict[str, Any] = {"lengths": case.lengths}
     if case.as_mask and case.lengths is not None:
         padding = torch.arange(case.layout.length) >= torch.tensor(case.lengths)[:, None]
-        mask = case.layout.shard(padding, rank, 1).to(query.device)
+        mask = case.layout.shard(padding, ends.rank, 1).to(query.device)
         options = {"key_padding_mask": mask}
     before = ends.sent_bytes
     out, lse = dilated_attention(
@@ -250,37 +242,53 @@ def run_case(case: Case, ends: Exchange, wanted: References | None = None) -> Ou
         **options,
     )
     gradients = torch.autograd.grad(out, leaves, dout) if leaves else ()
-    actual = {"out": out.detach(), "lse": lse}
     names = (f"d{name}" for name in INPUTS if name in case.wanted)
-    actual.update(zip(names, gradients, strict=True))
+    actual = {"out": out.detach(), "lse": lse, **dict(zip(names, gradients, strict=True))}
     outcome = Outcome(
         sent_bytes=ends.sent_bytes - before,
         planned_bytes=sum(
-            _planned_bytes(case, rank, length, batch)
+            _planned_bytes(case, ends.rank, length, batch)
             for length, batch in Counter(case.lengths or [None] * case.batch).items()
         ),
     )
-    expected, plain = wanted or references(case)
+    _compare(outcome, case, ends.rank, actual, wanted or references(case))
+    return outcome
+
+
+def _shards(case: Case, rank: int) -> list[torch.Tensor]:
+    """A rank's query, key, value and dout, in memory as `Case.views` says."""
+    kinds = case.views or (ViewKind(),) * 4
+    inputs = [x.to(case.dtype) for x in case.inputs()]
+    for row, length in enumerate(case.lengths or ()):
+        for x, kind in zip(inputs, kinds, strict=True):
+            if not kind.repeats_positions:
+                x[row, length:] = torch.nan
+    shards = (case.layout.shard(x, rank, 1) for x in inputs)
+    return [kind.view(x) for x, kind in zip(shards, kinds, strict=True)]
+
+
+def _compare(
+    outcome: Outcome, case: Case, rank: int, actual: dict[str, torch.Tensor], wanted: References
+) -> None:
+    """Write into `outcome` how far a rank's tensors are from what they should be."""
     roundoff = case.roundoff()
-    for name in actual:
+    uncovered = torch.isneginf(actual["lse"])
+    for name, got in actual.items():
         dim = 2 if name == "lse" else 1
-        want, rough = (case.layout.shard(x[name], rank, dim) for x in (expected, plain))
-        got = actual[name]
+        want, rough = (case.layout.shard(x[name], rank, dim) for x in wanted)
         dtype = accumulate_dtype(case.dtype) if name == "lse" else case.dtype
         outcome.valid &= got.shape == want.shape and got.dtype == dtype
         if name == "lse":
-            outcome.valid &= torch.equal(torch.isneginf(got), torch.isneginf(want))
+            outcome.valid &= torch.equal(uncovered, torch.isneginf(want))
             got, want, rough = (x.masked_fill(torch.isneginf(x), 0) for x in (got, want, rough))
         elif name == "out":
-            uncovered = torch.isneginf(lse).transpose(1, 2)
-            outcome.valid &= bool((got[uncovered] == 0).all())
+            outcome.valid &= bool((got[uncovered.transpose(1, 2)] == 0).all())
         outcome.valid &= bool(torch.isfinite(got).all())
         outcome.squares[name] = (
             (got.double() - want).square().sum().item(),
             want.square().sum().item(),
             max((rough.double() - want).square().sum().item(), want.numel() * roundoff[name] ** 2),
         )
-    return outcome
 
 
 def _planned_bytes(case: Case, rank: int, length: int | None, batch: int) -> int:

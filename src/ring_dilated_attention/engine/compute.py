@@ -346,27 +346,33 @@ def backward(
                 )
             del additions  # before the next slice makes its own
     if work.shares_launch:
-        from ..kernels import tiles_backward
-
         sums.join()
-        launch = _launch(
-            work, "backward", call.batch, call.group, head_dim, query.dtype, query.device
-        )
-        tiles_backward(
-            merged.dout,
-            *inputs,
-            merged.lse,
-            merged.delta,
-            dquery,
-            dkeys,
-            dvalues,
-            launch.cells,
-            is_causal=launch.cells.is_causal,
-            scale=call.scale,
-            store=store,
-            store_keys=store_keys,
-            config=launch.config,
-        )
+        _backward_launch(work, call, inputs, merged, gradients)
+
+
+def _backward_launch(
+    work: _Schedule, call: TileCall, inputs: Inputs, merged: Merged, gradients: Gradients
+) -> None:
+    """The gradients of all tiles that share a launch, added where they belong."""
+    from ..kernels import tiles_backward
+
+    query = inputs.query
+    launch = _launch(
+        work, "backward", call.batch, call.group, query.shape[3], query.dtype, query.device
+    )
+    tiles_backward(
+        merged.dout,
+        *inputs,
+        merged.lse,
+        merged.delta,
+        *gradients[:3],
+        launch.cells,
+        is_causal=launch.cells.is_causal,
+        scale=call.scale,
+        store=gradients.stores_query,
+        store_keys=gradients.stores_keys,
+        config=launch.config,
+    )
 
 
 class _Addition(NamedTuple):

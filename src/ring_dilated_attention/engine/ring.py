@@ -128,88 +128,107 @@ def ring_backward(
         dquery, dkey, dvalue: contiguous, in the dtypes of query, key and value.
     """
     dout, query, key, value, out = readable_in_backward(dout, query, key, value, out, call.backend)
-    inputs, merged = compute.Inputs(query, key, value), compute.Merged(dout, out, lse.contiguous())
-    parts, tiles, sums = call.parts, call.tiles(query), call.sums(query)
-    covers = all(part.covers for part in parts)
-    create = torch.empty if covers else torch.zeros
-    additions = max(part.mean_additions for part in parts)
-    dquery, dkey, dvalue = (
-        create(x.shape, dtype=_sum_dtype(query, additions * members), device=x.device)
-        for x, members in ((query, 1), (key, tiles.group), (value, tiles.group))
+    run = _Backward(
+        call, compute.Inputs(query, key, value), compute.Merged(dout, out, lse.contiguous())
     )
-    wide = call.plan.plan.returns_wide
-    returned = accumulate_dtype(query.dtype) if wide else query.dtype
-    returning: deque[GradientReturn] = deque()
-
-    def compute_local(groups: Iterable[TileGroup], *, stores_first: bool) -> None:
-        for number, group in enumerate(groups):
-            stores = stores_first and number == 0
-            gradients = compute.Gradients(dquery, dkey, dvalue, stores, stores)
-            compute.backward(group, tiles, inputs, merged, gradients, sums)
-
-    def add_returned() -> None:
-        """Have gradients that come home added behind the next compute, but for the most recent."""
-        most_bytes = _RETURNING_BYTES if call.gathers else -1
-        while returning and sum(x.nbytes for x in returning) > most_bytes:
-            one = returning.popleft()
-            sums.start(one.finish, *one.tensors, into=(dkey, dvalue))
-
     with autocast_off(query.device):
         arrivals = call.fetch(key, value)
-        for part in parts:
-            early, late, late_heads = LocalHalves(part.local_groups, (), None)
-            if part is parts[-1]:  # something must be left to do while its gradients come home
-                early, late, late_heads = part.local_halves
-            compute_local(early, stores_first=covers)
-            if covers and late_heads is not None:
-                for x, group in ((dquery, tiles.group), (dkey, 1), (dvalue, 1)):
-                    x[:, :, late_heads.start * group : late_heads.stop * group].zero_()
-            steps_left = part.num_steps
-            for fetched in islice(arrivals, part.num_steps):
-                dslots = None
-                steps_left -= 1
-                # The last step waits for none: nothing is fetched after it, so there is room.
-                if steps_left or part is not parts[-1]:
-                    add_returned()
-                if fetched.slots is not None:
-                    dslots = _backward_of_step(
-                        fetched, tiles, query, merged, dquery, returned, sums
-                    )
-                sums.finish()  # a ring frees its buffers before the next are made
-                returning.append(
-                    GradientReturn(call.exchange, fetched, dslots, dkey, dvalue, returned)
+        for part in run.parts:
+            run.compute_part(part, arrivals)
+        run.finish()
+    return run.dquery.to(query.dtype), run.dkey.to(key.dtype), run.dvalue.to(value.dtype)
+
+
+class _Backward:
+    """Backward of one rank: its gradients, and those of remote rows on their way home.
+
+    Args:
+        call: everything but the tensors.
+        inputs: this rank's query, key and value.
+        merged: what forward found, and the gradient of its out.
+    """
+
+    def __init__(self, call: RingCall, inputs: compute.Inputs, merged: compute.Merged) -> None:
+        self._call, self._inputs, self._merged = call, inputs, merged
+        query = inputs.query
+        self._tiles, self._sums = call.tiles(query), call.sums(query)
+        self.parts = call.parts
+        self._covers = all(part.covers for part in self.parts)
+        create = torch.empty if self._covers else torch.zeros
+        additions = max(part.mean_additions for part in self.parts)
+        members = self._tiles.group
+        self.dquery, self.dkey, self.dvalue = (
+            create(x.shape, dtype=_sum_dtype(query, additions * count), device=x.device)
+            for x, count in zip(inputs, (1, members, members), strict=True)
+        )
+        wide = call.plan.plan.returns_wide
+        self._returned = accumulate_dtype(query.dtype) if wide else query.dtype
+        self._returning: deque[GradientReturn] = deque()
+
+    def compute_part(self, part: RankPlan, arrivals: Iterator[Fetched]) -> None:
+        """Compute the local tiles of a part, and those of the rows that arrive for it."""
+        is_last = part is self.parts[-1]
+        early, late, late_heads = LocalHalves(part.local_groups, (), None)
+        if is_last:  # something must be left to do while its gradients come home
+            early, late, late_heads = part.local_halves
+        self._compute_local(early, stores_first=self._covers)
+        if self._covers and late_heads is not None:
+            members = self._tiles.group
+            for x, group in ((self.dquery, members), (self.dkey, 1), (self.dvalue, 1)):
+                x[:, :, late_heads.start * group : late_heads.stop * group].zero_()
+        steps_left = part.num_steps
+        for fetched in islice(arrivals, part.num_steps):
+            dslots = None
+            steps_left -= 1
+            # The last step waits for none: nothing is fetched after it, so there is room.
+            if steps_left or not is_last:
+                self._add_returned()
+            if fetched.slots is not None:
+                dslots = self._compute_step(fetched)
+            self._sums.finish()  # a ring frees its buffers before the next are made
+            self._returning.append(
+                GradientReturn(
+                    self._call.exchange, fetched, dslots, self.dkey, self.dvalue, self._returned
                 )
-                del fetched, dslots
-        compute_local(late, stores_first=False)
-        sums.finish()
-        sums.join()
-        for last in returning:  # there is nothing left to compute meanwhile
+            )
+            del fetched, dslots
+        self._compute_local(late, stores_first=False)
+
+    def finish(self) -> None:
+        """Add what is still on its way home: there is nothing left to compute meanwhile."""
+        self._sums.finish()
+        self._sums.join()
+        for last in self._returning:
             last.finish()
-    return dquery.to(query.dtype), dkey.to(key.dtype), dvalue.to(value.dtype)
 
+    def _compute_local(self, groups: Iterable[TileGroup], *, stores_first: bool) -> None:
+        for number, group in enumerate(groups):
+            stores = stores_first and number == 0
+            gradients = compute.Gradients(self.dquery, self.dkey, self.dvalue, stores, stores)
+            compute.backward(group, self._tiles, self._inputs, self._merged, gradients, self._sums)
 
-def _backward_of_step(
-    fetched: Fetched,
-    tiles: compute.TileCall,
-    query: torch.Tensor,
-    merged: compute.Merged,
-    dquery: torch.Tensor,
-    dtype: torch.dtype,
-    sums: Accumulator,
-) -> torch.Tensor:
-    """Add a step's gradients to `dquery`; return those of its slots, in `dtype`."""
-    assert fetched.slots is not None
-    covers = fetched.step.covers
-    create = torch.empty if covers else torch.zeros
-    dslots = create(fetched.slots.shape, dtype=dtype, device=query.device)
-    keys, values, dkeys, dvalues = map(by_slot, (*fetched.slots, *dslots))
-    inputs = compute.Inputs(query, keys, values)
-    for number, group in enumerate(fetched.step.groups):
-        stores_keys = covers and number == 0
-        gradients = compute.Gradients(dquery, dkeys, dvalues, stores_keys=stores_keys)
-        compute.backward(group, tiles, inputs, merged, gradients, sums)
-    sums.join(dslots)
-    return dslots
+    def _add_returned(self) -> None:
+        """Have gradients that come home added behind the next compute, but for the most recent."""
+        most_bytes = _RETURNING_BYTES if self._call.gathers else -1
+        while self._returning and sum(x.nbytes for x in self._returning) > most_bytes:
+            one = self._returning.popleft()
+            self._sums.start(one.finish, *one.tensors, into=(self.dkey, self.dvalue))
+
+    def _compute_step(self, fetched: Fetched) -> torch.Tensor:
+        """Add a step's gradients to those of the query; return those of its slots."""
+        assert fetched.slots is not None
+        query, covers = self._inputs.query, fetched.step.covers
+        create = torch.empty if covers else torch.zeros
+        dslots = create(fetched.slots.shape, dtype=self._returned, device=query.device)
+        keys, values, dkeys, dvalues = map(by_slot, (*fetched.slots, *dslots))
+        inputs = compute.Inputs(query, keys, values)
+        for number, group in enumerate(fetched.step.groups):
+            gradients = compute.Gradients(
+                self.dquery, dkeys, dvalues, stores_keys=covers and number == 0
+            )
+            compute.backward(group, self._tiles, inputs, self._merged, gradients, self._sums)
+        self._sums.join(dslots)
+        return dslots
 
 
 def _sum_dtype(query: torch.Tensor, additions: float) -> torch.dtype:

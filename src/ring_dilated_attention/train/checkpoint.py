@@ -234,9 +234,8 @@ def save(
         TrainingError: a rank cannot write it; the message says why and which checkpoints there
             are. The folder is left without the half-written one.
     """
-    folder = config.out / FOLDER
-    path = folder / f"step_{step:07d}"
-    partial = folder / f".partial_{path.name}"
+    path = config.out / FOLDER / f"step_{step:07d}"
+    partial = path.parent / f".partial_{path.name}"
     tensors = _tensors(model, optimizer)
     files = {
         f"tensors_{index:05d}.safetensors": names
@@ -245,7 +244,7 @@ def save(
 
     def begin() -> None:
         if world.rank == 0:
-            for stale in folder.glob(".partial_*"):  # of a run that was killed while writing
+            for stale in path.parent.glob(".partial_*"):  # of a run that was killed while writing
                 remove(stale)
             partial.mkdir(parents=True)
 
@@ -260,31 +259,11 @@ def save(
         return written
 
     def finish() -> None:
-        if world.rank != 0:
-            return
-        written = {name: entry for share in shares for name, entry in share.items()}
-        for name, (size, _) in written.items():
-            regular_file(partial, name, size)
-        meta = {
-            "format": FORMAT,
-            "step": step,
-            "fingerprint": fingerprint,
-            "config": {**asdict(config), "out": str(config.out)},
-            "torch": torch.__version__,
-            "files": {name: written[name][0] for name in files},
-        }
-        sums = {name: written[name][1] for name in files}
-        sums[META] = write_synced(partial / META, json.dumps(meta, indent=1).encode())
-        lines = [f"{sums[name]}  {name}\n" for name in sorted(sums)]
-        write_synced(partial / SUMS, "".join(lines).encode())
-        sync(partial)
-        if path.exists() or path.is_symlink():
-            path.rename(folder / f".partial_old_{path.name}")
-        partial.rename(path)
-        sync(folder)
-        for old in folder.glob(".partial_*"):
-            remove(old)
-        _prune(config, step)
+        if world.rank == 0:
+            written = {name: entry for share in shares for name, entry in share.items()}
+            meta = {"step": step, "fingerprint": fingerprint, "config": asdict(config)}
+            _finish(partial, path, meta, {name: written[name] for name in files})
+            _prune(config, step)
 
     try:
         world.everywhere(begin)
@@ -299,6 +278,39 @@ def save(
             f"{still_there(config.out)}"
         ) from error
     return path
+
+
+def _finish(
+    partial: Path, path: Path, meta: dict[str, Any], files: dict[str, tuple[int, str]]
+) -> None:
+    """Make a checkpoint of a folder of tensors: its meta data and checksums, and its name.
+
+    Args:
+        partial: the folder, which becomes `path`.
+        path: of the checkpoint; one that is there already is replaced.
+        meta: step, fingerprint and config.
+        files: sizes and checksums of the files of tensors, by name.
+    """
+    for name, (size, _) in files.items():
+        regular_file(partial, name, size)
+    meta = {
+        "format": FORMAT,
+        **meta,
+        "config": {**meta["config"], "out": str(meta["config"]["out"])},
+        "torch": torch.__version__,
+        "files": {name: size for name, (size, _) in files.items()},
+    }
+    sums = {name: checksum for name, (_, checksum) in files.items()}
+    sums[META] = write_synced(partial / META, json.dumps(meta, indent=1).encode())
+    lines = [f"{sums[name]}  {name}\n" for name in sorted(sums)]
+    write_synced(partial / SUMS, "".join(lines).encode())
+    sync(partial)
+    if path.exists() or path.is_symlink():
+        path.rename(path.parent / f".partial_old_{path.name}")
+    partial.rename(path)
+    sync(path.parent)
+    for old in path.parent.glob(".partial_*"):
+        remove(old)
 
 
 def still_there(run: Path) -> str:

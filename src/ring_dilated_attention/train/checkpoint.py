@@ -58,6 +58,7 @@ FILE_BYTES = 32 << 20
 
 _NAME = re.compile(r"step_(\d{7,18})")
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")  # what AdamW keeps for a parameter
+_MOST_REASON = 130  # characters of why a checkpoint is not whole, beside its path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +103,8 @@ class Checkpoint:
             for name, size in meta["files"].items():
                 regular_file(path, name, size)
         except DamagedError as error:
-            raise ValueError(f"{path} is not a whole checkpoint of rda train: {error}") from error
+            text = str(error)[:_MOST_REASON]
+            raise ValueError(f"{path} is not a whole checkpoint of rda train: {text}") from error
         return checkpoint
 
     @classmethod

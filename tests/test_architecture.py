@@ -23,6 +23,24 @@ MAY_USE_DISTRIBUTED = {
 }
 
 
+MOST_LINES, MOST_CODE, MOST_PARAMETERS = 400, 60, 7
+"""Of a file; of a function without its docstring."""
+
+AS_OTHERS_CALL_THEM = {
+    # What users call: their arguments are what there is to choose.
+    *("functional.dilated_attention", "decode.replicated.replicated_query_attention"),
+    *("nn.attention.__init__", "nn.attention.forward", "nn.attention.attend"),
+    *("checks.reference.reference_attention", "bench.sweep.sweep"),
+    # Commands: an argument is an option.
+    *("cli.bench.bench", "cli.plan.plan", "cli.plan.simulate", "cli.train.train"),
+    # What torchscale, transformers and torch.library call.
+    *("integrations.torchscale.__init__", "integrations.torchscale.forward"),
+    *("integrations.transformers.attention_forward", "torch_op.flops.forward_flops"),
+}
+"""Functions of more parameters or lines, but for those of kernels/, whose parameters Triton takes
+one by one."""
+
+
 def modules():
     for path in sorted(ROOT.rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
@@ -95,6 +113,28 @@ def test_rooms_are_entered_by_their_doors(path, name):
         if other == room or not inner:
             continue
         assert inner in offered(other), f"{path.name}:{line} imports {target}"
+
+
+def parameters_of(function):
+    """How many, without self."""
+    arguments = function.args
+    names = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    return len(names) - (bool(names) and names[0].arg in ("self", "cls"))
+
+
+@pytest.mark.parametrize(("path", "name"), ALL)
+def test_files_and_functions_are_short(path, name):
+    text = path.read_text()
+    assert text.count("\n") <= MOST_LINES
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.FunctionDef) or name.startswith("kernels."):
+            continue
+        where = f"{name}.{node.name}"
+        docstring = (ast.get_docstring(node, clean=False) or "").count("\n")
+        code = (node.end_lineno or 0) - node.lineno - docstring
+        if where not in AS_OTHERS_CALL_THEM:
+            assert code <= MOST_CODE, f"{where} has {code} lines"
+            assert parameters_of(node) <= MOST_PARAMETERS, f"{where} has too many parameters"
 
 
 @pytest.mark.parametrize("room", sorted(ROOMS))

@@ -9,7 +9,7 @@ import torch
 from ring_dilated_attention import DilatedPattern, dilated_attention
 from ring_dilated_attention.caches import cache_by_size, keep_few
 from ring_dilated_attention.documents import packed_rows
-from ring_dilated_attention.engine import compute, zero_keys
+from ring_dilated_attention.engine import schedule, zero_keys
 from ring_dilated_attention.resolve import forget_plans
 
 
@@ -19,7 +19,7 @@ def _no_plans():
     gc.collect()
     # Other tests may hold plans.
     zero_keys._kept.clear()
-    compute._schedules.clear()
+    schedule._schedules.clear()
 
 
 def attend(length, batch=1):
@@ -32,11 +32,11 @@ def test_what_is_kept_for_a_plan_goes_with_it():
     for length in range(20, 40):
         attend(length)
     assert len(zero_keys._kept) >= 15
-    assert len(compute._schedules) == 20
+    assert len(schedule._schedules) == 20
     forget_plans()
     gc.collect()
     assert len(zero_keys._kept) == 0
-    assert len(compute._schedules) == 0
+    assert len(schedule._schedules) == 0
 
 
 @pytest.mark.usefixtures("_no_plans")
@@ -45,7 +45,7 @@ def test_what_is_kept_for_a_plan_does_not_grow():
         attend(20, batch)
     (blocks,) = zero_keys._kept.values()
     assert len(blocks) == 4
-    (schedules,) = compute._schedules.values()
+    (schedules,) = schedule._schedules.values()
     assert len(schedules) == 8
 
 

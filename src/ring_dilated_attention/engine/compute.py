@@ -1,27 +1,25 @@
 """Compute groups of tiles: by which back end, in which slices, and into what.
 
-Tiles become blocks (`blocks`), a kernel call each, whose results are added into the whole
-(`accumulate`). Blocks too small to be worth a launch go to the table-driven kernel together. What
-a kernel call allocates is bounded: blocks are taken in slices.
+The schedule of a group (`schedule`) says which of its tiles are blocks, a kernel call each, whose
+results are added into the whole (`accumulate`), and which share a launch, being too small for one
+of their own. What a kernel call allocates is bounded: blocks are taken in slices.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import NamedTuple
 
 import torch
 
-from ..caches import keep_few
-from ..plan import PackedTiles, Tile, TileGroup
+from ..plan import TileGroup
 from ..tiles import Selection, TileGradients, TileInputs
 from .accumulate import Accumulator, add, merge, row_sums
-from .blocks import Block, families
-from .device_tables import TABLES
+from .blocks import Block
+from .schedule import Schedule, launch_of, schedule_of
 
 FORWARD_WORKSPACE = 0.26
 """Temporaries of a forward call may take so much of the size of its query, ..."""
@@ -61,79 +59,6 @@ class TileCall:
         if self.workspace is not None:
             return self.workspace * query.nbytes / row_bytes
         return max(default * query.nbytes / row_bytes, WORKSPACE_FLOOR / row_bytes, SLICE_ROWS)
-
-
-class _Launch(NamedTuple):
-    """A launch of the table-driven kernels."""
-
-    cells: Any
-    config: Any
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The tables on the device."""
-        cells = self.cells
-        return cells.table, cells.query_programs, cells.key_programs
-
-
-@dataclass(frozen=True, eq=False)
-class _Schedule:
-    """How the tiles of a group are computed: block by block, or all in one launch."""
-
-    blocks: tuple[Block, ...]
-    table: tuple[Tile, ...]
-    packed: tuple[PackedTiles, ...] = ()
-
-    @property
-    def shares_launch(self) -> bool:
-        """Whether any tile is computed by the table-driven kernel."""
-        return bool(self.table or self.packed)
-
-    @property
-    def longest(self) -> tuple[int, int]:
-        """The most queries and keys of a cell of the launch."""
-        many = [max(tiles.lengths) for tiles in self.packed]
-        return (
-            max([tile.queries.length for tile in self.table] + many),
-            max([tile.keys.length for tile in self.table] + many),
-        )
-
-
-_schedules: WeakKeyDictionary[TileGroup, dict[Hashable, _Schedule]] = WeakKeyDictionary()
-"""As long as the plan of their group lives. A schedule takes about as many bytes as its tiles."""
-_SCHEDULES_KEPT = 8
-
-
-def _schedule(
-    group: TileGroup, batch: int, members: int, head_dim: int, table_flops: float
-) -> _Schedule:
-    key = batch, members, head_dim, table_flops
-    kept = _schedules.setdefault(group, {})
-    return kept.get(key) or keep_few(
-        kept, key, partial(_make_schedule, group, *key), _SCHEDULES_KEPT
-    )
-
-
-def _make_schedule(
-    group: TileGroup, batch: int, members: int, head_dim: int, table_flops: float
-) -> _Schedule:
-    blocks: list[Block] = []
-    table: list[Tile] = []
-    packed: list[PackedTiles] = []
-    single = list(group.single)
-    for many in group.packed:
-        # A block would be a tile of all rows of the batch: (4, or causal 2) * its pairs operations.
-        flops = (2 if many.is_causal else 4) * head_dim * batch * len(many.heads)
-        short, long = many.split(math.sqrt(table_flops / flops))
-        packed.extend([short] if short.starts else [])
-        single.extend(long.tiles())
-    for family in families(single):
-        cut = list(family.blocks(batch, members))
-        if 4 * head_dim * sum(block.pairs for block in cut) <= table_flops * len(cut):
-            table.extend(family.tiles)
-        else:
-            blocks.extend(cut)
-    return _Schedule(tuple(blocks), tuple(table), tuple(packed))
 
 
 class Inputs(NamedTuple):
@@ -191,48 +116,6 @@ class Merged:
         return row_sums(self.dout, self.out)
 
 
-def _launch(work: _Schedule, *key: Any) -> _Launch:
-    """The tables of a launch, on the device, and its configuration: see `_make_launch`."""
-    device = key[-1]
-    return TABLES.get(work, key, device, partial(_make_launch, work, *key))
-
-
-def _make_launch(
-    work: _Schedule,
-    direction: str,
-    batch: int,
-    members: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> _Launch:
-    """The tables of a launch, on the device, and its configuration."""
-    from ..kernels import BackwardConfig, Kernel, LaunchConfig, build_cells, default_config
-
-    queries, keys = work.longest
-
-    def config(kernel: Kernel) -> LaunchConfig:
-        return default_config(kernel, head_dim, dtype, queries=queries, keys=keys)
-
-    chosen: LaunchConfig | BackwardConfig
-    if direction == "forward":
-        chosen = config("forward")
-        block_m, block_n = chosen.block_m, chosen.block_n
-    else:
-        chosen = BackwardConfig(config("dq"), config("dkdv"))
-        block_m, block_n = chosen.dq.block_m, chosen.dkdv.block_n
-    cells = build_cells(
-        work.table,
-        work.packed,
-        batch=batch,
-        group=members,
-        block_m=block_m,
-        block_n=block_n,
-        device=device,
-    )
-    return _Launch(cells, chosen)
-
-
 def forward(
     group: TileGroup, call: TileCall, inputs: Inputs, result: Result, sums: Accumulator
 ) -> None:
@@ -247,7 +130,7 @@ def forward(
     """
     query, (out, lse, store) = inputs.query, result
     selection, head_dim = call.selection, query.shape[3]
-    work = _schedule(group, call.batch, call.group, head_dim, selection.forward_table_flops)
+    work = schedule_of(group, call.batch, call.group, head_dim, selection.forward_table_flops)
     lse_rows = lse.transpose(1, 2)
     row_bytes = head_dim * query.element_size() + lse.element_size()
     most_rows = call.most_rows(query, FORWARD_WORKSPACE, row_bytes * sums.most_held)
@@ -271,7 +154,7 @@ def forward(
         from ..kernels import tiles_forward
 
         sums.join()
-        launch = _launch(
+        launch = launch_of(
             work, "forward", call.batch, call.group, head_dim, query.dtype, query.device
         )
         tiles_forward(
@@ -306,7 +189,7 @@ def backward(
     """
     query, (dquery, dkeys, dvalues, store, store_keys) = inputs.query, gradients
     selection, head_dim = call.selection, query.shape[3]
-    work = _schedule(group, call.batch, call.group, head_dim, selection.backward_table_flops)
+    work = schedule_of(group, call.batch, call.group, head_dim, selection.backward_table_flops)
     lse_rows = merged.lse.transpose(1, 2)
     for block in work.blocks:
         backend = selection.backend
@@ -351,13 +234,13 @@ def backward(
 
 
 def _backward_launch(
-    work: _Schedule, call: TileCall, inputs: Inputs, merged: Merged, gradients: Gradients
+    work: Schedule, call: TileCall, inputs: Inputs, merged: Merged, gradients: Gradients
 ) -> None:
     """The gradients of all tiles that share a launch, added where they belong."""
     from ..kernels import tiles_backward
 
     query = inputs.query
-    launch = _launch(
+    launch = launch_of(
         work, "backward", call.batch, call.group, query.shape[3], query.dtype, query.device
     )
     tiles_backward(

@@ -113,6 +113,25 @@ def sync(folder: Path) -> None:
         os.close(descriptor)
 
 
+def seal(partial: Path, path: Path, sums: dict[str, str]) -> None:
+    """Give a folder of synced files its checksums and its name; replaces what has the name.
+
+    Args:
+        partial: the folder, which becomes `path`.
+        path: what it is to be called, in the same folder.
+        sums: SHA-256 of its files by name.
+    """
+    lines = [f"{sums[name]}  {name}\n" for name in sorted(sums)]
+    write_synced(partial / SUMS, "".join(lines).encode())
+    sync(partial)
+    if path.exists() or path.is_symlink():
+        path.rename(path.parent / f".partial_old_{path.name}")
+    partial.rename(path)
+    sync(path.parent)
+    for old in path.parent.glob(".partial_*"):
+        remove(old)
+
+
 def cut(tensors: dict[str, Tensor], file_bytes: int) -> list[list[str]]:
     """Names of tensors, by file: the same for any number of ranks."""
     files: list[list[str]] = []

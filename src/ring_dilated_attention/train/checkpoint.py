@@ -44,7 +44,7 @@ from .checked_files import (
     read_sums,
     regular_file,
     remove,
-    sync,
+    seal,
     write_synced,
 )
 from .comm import World
@@ -103,8 +103,8 @@ class Checkpoint:
             for name, size in meta["files"].items():
                 regular_file(path, name, size)
         except DamagedError as error:
-            text = str(error)[:_MOST_REASON]
-            raise ValueError(f"{path} is not a whole checkpoint of rda train: {text}") from error
+            why = str(error)[:_MOST_REASON]
+            raise ValueError(f"{path} is not a whole checkpoint of rda train: {why}") from error
         return checkpoint
 
     @classmethod
@@ -285,7 +285,7 @@ def save(
 def _finish(
     partial: Path, path: Path, meta: dict[str, Any], files: dict[str, tuple[int, str]]
 ) -> None:
-    """Make a checkpoint of a folder of tensors: its meta data and checksums, and its name.
+    """Make a checkpoint of a folder of tensors: add its description, and seal it.
 
     Args:
         partial: the folder, which becomes `path`.
@@ -302,17 +302,8 @@ def _finish(
         "torch": torch.__version__,
         "files": {name: size for name, (size, _) in files.items()},
     }
-    sums = {name: checksum for name, (_, checksum) in files.items()}
-    sums[META] = write_synced(partial / META, json.dumps(meta, indent=1).encode())
-    lines = [f"{sums[name]}  {name}\n" for name in sorted(sums)]
-    write_synced(partial / SUMS, "".join(lines).encode())
-    sync(partial)
-    if path.exists() or path.is_symlink():
-        path.rename(path.parent / f".partial_old_{path.name}")
-    partial.rename(path)
-    sync(path.parent)
-    for old in path.parent.glob(".partial_*"):
-        remove(old)
+    described = write_synced(partial / META, json.dumps(meta, indent=1).encode())
+    seal(partial, path, {META: described, **{name: files[name][1] for name in files}})
 
 
 def still_there(run: Path) -> str:

@@ -231,23 +231,17 @@ def _train(
             world.begin(f"step {step}, its metrics")
             bits, stopping, memory = _share_metrics(job, loss, stop.asked)
             seconds = time.perf_counter() - began
-            if not math.isfinite(bits):
-                raise TrainingError(
-                    f"the loss of step {step} is {bits}; a lower learning rate may help"
-                )
-            rate = config.batch_size * config.sequence_length / seconds
+            _check_finite(step, bits)
+            found = {
+                "bits_per_byte": bits,
+                "learning_rate": config.learning_rate_at(step - 1),
+                "seconds": seconds,
+                "tokens_per_second": config.batch_size * config.sequence_length / seconds,
+                "peak_memory_bytes": max(memory),
+            }
             if log:
-                log.write(
-                    "step",
-                    step=step,
-                    bits_per_byte=bits,
-                    learning_rate=config.learning_rate_at(step - 1),
-                    gradient_norm=norm.item(),
-                    seconds=seconds,
-                    tokens_per_second=rate,
-                    peak_memory_bytes=max(memory),
-                )
-            report.step(step, bits_per_byte=bits, tokens_per_second=rate, peak_memory=max(memory))
+                log.write("step", step=step, gradient_norm=norm.item(), **found)
+            report.step(step, found)
             last = step == config.steps
             if last or (step % config.eval_every == 0 and not stopping):
                 world.begin(f"step {step}, held-out evaluation")
@@ -268,6 +262,11 @@ def _train(
         checkpoint=path,
         stopped=step < config.steps,
     )
+
+
+def _check_finite(step: int, bits: float) -> None:
+    if not math.isfinite(bits):
+        raise TrainingError(f"the loss of step {step} is {bits}; a lower learning rate may help")
 
 
 def _introduction(job: _Job, parameters: list[torch.nn.Parameter]) -> str:

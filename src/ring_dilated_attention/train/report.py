@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Self
 
 from rich.console import Console
@@ -41,20 +42,17 @@ class Report:
         )
         self._task = self._progress.add_task("", total=steps, completed=start)
 
-    def step(
-        self, step: int, *, bits_per_byte: float, tokens_per_second: float, peak_memory: int
-    ) -> None:
+    def step(self, step: int, found: Mapping[str, float]) -> None:
         """Show a finished step.
 
         Args:
             step: number of steps done.
-            bits_per_byte: training loss of the step.
-            tokens_per_second: over all ranks.
-            peak_memory: bytes, of the rank with the most.
+            found: its `bits_per_byte` in training, `tokens_per_second` over all ranks, and
+                `peak_memory_bytes` of the rank with the most.
         """
         text = (
-            f"{bits_per_byte:.3f} bits/byte, {tokens_per_second:,.0f} tokens/s, "
-            f"{peak_memory / 2**20:,.0f} MiB per rank"
+            f"{found['bits_per_byte']:.3f} bits/byte, {found['tokens_per_second']:,.0f} tokens/s, "
+            f"{found['peak_memory_bytes'] / 2**20:,.0f} MiB per rank"
         )
         if not self._progress.disable:
             self._progress.update(self._task, completed=step, description=text)

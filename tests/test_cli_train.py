@@ -19,11 +19,11 @@ import pytest
 import typer.main
 from typer.testing import CliRunner
 
+from ring_dilated_attention.checks import host_memory
 from ring_dilated_attention.cli import app
 from ring_dilated_attention.nn import LongNetConfig
 from ring_dilated_attention.train import checkpoint, launch, lock, log, plot
 from ring_dilated_attention.train.config import TrainConfig
-from ring_dilated_attention.train.memory import machine_memory
 
 RDA = (sys.executable, "-m", "ring_dilated_attention.cli")
 SMALL = (
@@ -419,7 +419,7 @@ def test_a_bad_command_line_is_one_line(
             arguments.append(option)
     began = time.monotonic()
     result = CliRunner().invoke(app, arguments)
-    have = f"{machine_memory() / 1e9:,.1f} GB"
+    have = f"{(host_memory() or 0) / 1e9:,.1f} GB"
     assert_one_line(result, began, message.format(folder=tmp_path, memory=have))
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..checks import MOST_PROCESSES, RANK_TIMEOUT, RankError, check_size, run_ranks
+from ..checks import MOST_PROCESSES, RANK_TIMEOUT, RankError, check_size, run_ranks, under_torchrun
 from .measure import device_type
 
 ERROR_NAME = "error.txt"
@@ -58,7 +58,7 @@ def launch(
     """
     kind = device_type(device)
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if under_torchrun():
         size = int(os.environ["WORLD_SIZE"])
         if ranks > size:
             raise ValueError(f"torchrun started {size} ranks; got ranks {ranks}")

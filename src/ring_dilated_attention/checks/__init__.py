@@ -7,10 +7,11 @@ of a world on one device, and returns a `Simulation` with a `RankReport` for eac
 `Transfers`. `spot_check` compares rows of a result too long for a reference.
 
 `run_ranks` runs a function in several processes, one of which may end it by a `RankError`; each
-takes `threads_of_a_rank`. `world_exchange` is a rank's end there; `forked_context` starts such
-processes. `nan_in_uninitialized_memory` shows what is read before it is written, `relative_error`
-compares two tensors, and the `check_...` functions refuse work beyond any machine, by the limits
-beside them.
+takes `threads_of_a_rank`. `under_torchrun` tells whether this process is such a rank already,
+`world_exchange` is a rank's end there, and `forked_context` starts such processes.
+
+`nan_in_uninitialized_memory` shows what is read before it is written, `relative_error` compares two
+tensors, and the `check_...` functions refuse work beyond any machine, by the limits beside them.
 """
 
 from .limits import (
@@ -26,7 +27,14 @@ from .limits import (
     check_size,
     host_memory,
 )
-from .ranks import RankError, forked_context, run_ranks, threads_of_a_rank, world_exchange
+from .ranks import (
+    RankError,
+    forked_context,
+    run_ranks,
+    threads_of_a_rank,
+    under_torchrun,
+    world_exchange,
+)
 from .reference import reference_attention
 from .simulation import RankReport, Simulation, simulate
 from .spot_checks import spot_check
@@ -64,5 +72,6 @@ __all__ = [
     "spot_check",
     "sweep",
     "threads_of_a_rank",
+    "under_torchrun",
     "world_exchange",
 ]

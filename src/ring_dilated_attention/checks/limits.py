@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ MOST = {
     "repeats": 1 << 20,
 }
 """Of every command."""
+
 MOST_BRANCHES = 128
 """A plan's time grows with their square: 2 seconds for 100 on 8 ranks."""
 MOST_DOCUMENTS = 1 << 20
@@ -100,12 +102,18 @@ def check_memory(nbytes: int, available: int | None, what: str) -> None:
         )
 
 
+_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
 def host_memory() -> int | None:
-    """Bytes of memory of this machine; None where the system does not say."""
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return None
+    """Bytes of memory of this machine, or of the container; None where the system does not say."""
+    limits = []
+    with suppress(AttributeError, ValueError, OSError):
+        limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    for path in _CGROUP_LIMITS:
+        with suppress(OSError, ValueError):  # no such version of cgroups, or no limit: "max"
+            limits.append(int(Path(path).read_text()))
+    return min(limits, default=None)
 
 
 def check_output(path: Path) -> None:

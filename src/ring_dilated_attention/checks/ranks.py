@@ -41,16 +41,18 @@ class RankError(RuntimeError):
         self.trace, self.bad_input = trace, bad_input
 
 
-def usable_cores() -> int:
-    """CPU cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+def under_torchrun() -> bool:
+    """Whether the environment says that this process is a rank already."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def threads_of_a_rank(ranks: int) -> int | None:
     """CPU threads for each of the ranks of this host; None where OMP_NUM_THREADS says how many."""
-    return None if "OMP_NUM_THREADS" in os.environ else max(1, usable_cores() // ranks)
+    if "OMP_NUM_THREADS" in os.environ:
+        return None
+    usable = hasattr(os, "sched_getaffinity")  # by this process
+    cores = len(os.sched_getaffinity(0)) if usable else os.cpu_count() or 1
+    return max(1, cores // ranks)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..checks import threads_of_a_rank, under_torchrun
 from ..pattern import check_positive_int
 from .config import TrainConfig
 from .errors import TrainingError, one_line, os_error_text
@@ -35,11 +36,6 @@ _ERROR = "error.txt"
 # out what is missing for 1.5 s (watch.py); all of them must have ended 5 s after a rank has died.
 _GRACE = 3.0
 _POLL = 0.05
-
-
-def under_torchrun() -> bool:
-    """Whether the environment says that this process is a rank already."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def train(config: TrainConfig, *, ranks: int | None = None, resume: bool = False) -> Outcome | None:
@@ -195,8 +191,9 @@ def _launch(config: TrainConfig, ranks: int, resume: bool) -> Outcome:
 def _start(config: TrainConfig, number: int, ranks: int, resume: bool, port: int) -> _Rank:
     receive, send = os.pipe()
     job = {"config": json.loads(config.to_json()), "resume": resume, "report": send}
-    if "OMP_NUM_THREADS" not in os.environ:
-        job["threads"] = max(1, _cores() // ranks)
+    threads = threads_of_a_rank(ranks)
+    if threads is not None:
+        job["threads"] = threads
     environment = {
         # A broken connection is told in one line; torch would add some of its own.
         "TORCH_CPP_LOG_LEVEL": "ERROR",
@@ -312,10 +309,3 @@ def worker() -> None:
     # Tearing down NCCL may wait for a rank that is gone; and as Python ends, threads of
     # torch.distributed that are not quite done would end the process by SIGABRT.
     os._exit(code)
-
-
-def _cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

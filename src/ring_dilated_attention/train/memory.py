@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import torch
 
+from ..checks import host_memory
 from .config import TrainConfig
 
 _STATE_BYTES = 16  # of a parameter: itself, its gradient and AdamW's two moments, in float32
 _TOKEN_BYTES = 16  # of a position: input and label, in int64
 _PROCESS_BYTES = 100 << 20  # of a rank before it has a tensor: Python, torch, one thread
-_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 def check_memory(config: TrainConfig, world_size: int, local_ranks: int) -> None:
@@ -39,15 +36,12 @@ def check_memory(config: TrainConfig, world_size: int, local_ranks: int) -> None
     itemsize = 4 if config.precision == "float32" else 2
     batch = rows * (config.sequence_length // group_size)
     batch *= _TOKEN_BYTES + kept * model.embed_dim * itemsize
-    cuda = config.device != "cpu" and torch.cuda.is_available()
-    if cuda:
-        have, where, ranks = torch.cuda.get_device_properties(0).total_memory, "a GPU here", 1
-        process = 0
-    else:
-        have, where, ranks = machine_memory(), "this machine", local_ranks
-        process = _PROCESS_BYTES
+    have, where, ranks, process = host_memory(), "this machine", local_ranks, _PROCESS_BYTES
+    if config.device != "cpu" and torch.cuda.is_available():
+        have, where = torch.cuda.get_device_properties(0).total_memory, "a GPU here"
+        ranks, process = 1, 0
     need = ranks * (process + state + batch)
-    if need <= have:
+    if have is None or need <= have:
         return
     most = max(process, state, batch)
     if most == state:
@@ -74,24 +68,13 @@ def check_text(size: int, local_ranks: int, description: str) -> None:
     Raises:
         ValueError: it does not fit.
     """
-    need, have = 2 * size * local_ranks, machine_memory()
-    if need > have:
+    need, have = 2 * size * local_ranks, host_memory()
+    if have is not None and need > have:
         of = "" if local_ranks == 1 else f" on each of {local_ranks} ranks"
         raise ValueError(
             f"{description} has {_size(size)}, and reading it{of} takes {_size(need)}; this "
             f"machine has {_size(have)}: give less --data"
         )
-
-
-def machine_memory() -> int:
-    """Bytes of memory that this process's machine, or the container it runs in, has."""
-    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    for path in _CGROUP_LIMITS:
-        try:
-            limits.append(int(Path(path).read_text()))
-        except (OSError, ValueError):  # no such version of cgroups, or no limit: "max"
-            continue
-    return min(limits)
 
 
 def _size(count: int) -> str:

@@ -505,7 +505,13 @@ def test_cells_of_packed_tiles(is_causal):
     )
     groups = plan.rank(0).local_groups
     assert sum(len(group.packed) for group in groups) > 3
-    sizes: dict[str, Any] = {"batch": 2, "group": 3, "block_m": 4, "block_n": 8, "device": "cpu"}
+    sizes: dict[str, Any] = {
+        "batch": 2,
+        "heads_per_kv": 3,
+        "block_m": 4,
+        "block_n": 8,
+        "device": "cpu",
+    }
     for group in groups:
         got = build_cells(group.single, group.packed, **sizes)
         want = build_cells(group.tiles, **sizes)

@@ -396,7 +396,7 @@ def shared_launch(queries, keys, head_dim, dtype, is_causal):
         default_config(kernel, head_dim, dtype, queries=queries, keys=keys)
         for kernel in ("forward", "dq", "dkdv")
     )
-    options: dict[str, Any] = {"batch": 1, "group": 1, "device": "cuda"}
+    options: dict[str, Any] = {"batch": 1, "heads_per_kv": 1, "device": "cuda"}
 
     def compute():
         out = torch.zeros_like(q)

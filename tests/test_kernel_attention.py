@@ -65,7 +65,19 @@ def _bfloat16_in_the_interpreter(monkeypatch):
     monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
 
 
-def run(groups, q, k, v, dout, scale, *, group, config=SMALL, backward=SMALL_BACKWARD, store=False):
+def run(
+    groups,
+    q,
+    k,
+    v,
+    dout,
+    scale,
+    *,
+    heads_per_kv,
+    config=SMALL,
+    backward=SMALL_BACKWARD,
+    store=False,
+):
     """Forward, then backward from the merged result. What nothing is written to is NaN."""
     sums = torch.float32
     out = torch.full_like(q, torch.nan, dtype=sums)
@@ -74,7 +86,7 @@ def run(groups, q, k, v, dout, scale, *, group, config=SMALL, backward=SMALL_BAC
         lse.fill_(torch.nan)
     start = torch.nan if store else 0.0
     dq, dk, dv = (torch.full(x.shape, start, dtype=sums, device=DEVICE) for x in (q, k, v))
-    options = {"batch": q.shape[0], "group": group, "device": DEVICE}
+    options = {"batch": q.shape[0], "heads_per_kv": heads_per_kv, "device": DEVICE}
     for tiles in groups:
         cells = build_cells(tiles, block_m=config.block_m, block_n=16, **options)
         tiles_forward(
@@ -147,7 +159,7 @@ def test_branches_merge_into_the_reference(case, is_causal):
         pattern, layout, is_causal=is_causal, num_heads=heads, num_kv_heads=kv_heads
     )
     scale = head_dim**-0.5
-    got = run(launches(plan), *inputs, scale, group=heads // kv_heads)
+    got = run(launches(plan), *inputs, scale, heads_per_kv=heads // kv_heads)
     assert max(errors(got, expected(pattern, *inputs, is_causal, scale))) <= 2e-6
 
 
@@ -167,7 +179,7 @@ def test_block_sizes_that_differ(blocks, is_causal):
     )
     config = LaunchConfig(blocks[0], blocks[1], 4, 1)
     got = run(
-        launches(plan), *inputs, 0.3, group=2, config=config,
+        launches(plan), *inputs, 0.3, heads_per_kv=2, config=config,
         backward=BackwardConfig(config, config), store=True,
     )  # fmt: skip
     want = expected(pattern, *inputs, is_causal, 0.3, documents)
@@ -178,7 +190,7 @@ def test_block_sizes_that_differ(blocks, is_causal):
 def test_any_scale(scale):
     inputs = random_inputs(1, 21, 1, 1, 16)
     plan = plan_attention(DilatedPattern.dense(), SequenceLayout.contiguous(21, 1), is_causal=True)
-    got = run(launches(plan), *inputs, scale, group=1)
+    got = run(launches(plan), *inputs, scale, heads_per_kv=1)
     want = expected(DilatedPattern.dense(), *inputs, True, scale)
     assert max(errors(got, want)[: None if scale else 2]) <= 2e-6
     assert not any(x.isnan().any() for x in got)
@@ -210,7 +222,7 @@ def test_half_precision_is_as_good_as_plain_computation(dtype, is_causal):
     plan = plan_attention(
         pattern, SequenceLayout.contiguous(40, 1), is_causal=is_causal, num_heads=2
     )
-    got = run(launches(plan), *inputs, 0.2, group=1)
+    got = run(launches(plan), *inputs, 0.2, heads_per_kv=1)
     want = expected(pattern, *inputs, is_causal, 0.2)
     # On the CPU: compute-sanitizer takes what cuBLAS writes for uninitialised.
     q, k, v, dout = (x.cpu() for x in inputs)
@@ -238,7 +250,7 @@ def test_keys_in_slots_of_a_message():
     seen = torch.zeros(2, n, slots, dtype=torch.bool, device=DEVICE)
     options: dict[str, Any] = {"is_causal": False, "scale": 0.3, "store": False}
     cells = [
-        build_cells([tile], batch=2, group=1, block_m=16, block_n=16, device=DEVICE)
+        build_cells([tile], batch=2, heads_per_kv=1, block_m=16, block_n=16, device=DEVICE)
         for tile in tiles
     ]
     for one in cells:
@@ -272,7 +284,7 @@ def test_far_apart_results_merge_without_nan():
     k = 50 * k
     pattern = DilatedPattern([4, None], [1, 1])
     plan = plan_attention(pattern, SequenceLayout.contiguous(16, 1), is_causal=True)
-    got = run(launches(plan), q, k, v, dout, 1.0, group=1)
+    got = run(launches(plan), q, k, v, dout, 1.0, heads_per_kv=1)
     want = expected(pattern, q, k, v, dout, True, 1.0)
     assert max(errors(got, want)[:2]) <= 1e-5
     assert not any(x.isnan().any() for x in got)
@@ -287,12 +299,12 @@ def test_default_configurations_and_no_tiles():
     groups = launches(plan)
     out = torch.empty_like(inputs[0])
     lse = torch.empty(1, 1, 20, device=DEVICE)
-    cells = build_cells(groups[0], batch=1, group=1, block_m=forward.block_m, block_n=dkdv.block_n,
+    cells = build_cells(groups[0], batch=1, heads_per_kv=1, block_m=forward.block_m, block_n=dkdv.block_n,
                         device=DEVICE)  # fmt: skip
     tiles_forward(*inputs[:3], out, lse, cells, is_causal=True, scale=0.3, store=True)
     want = expected(DilatedPattern.dense(), *inputs, True, 0.3)
     assert relative_error(out, want[0]) <= 2e-6
-    nothing = build_cells([], batch=1, group=1, block_m=16, block_n=16, device=DEVICE)
+    nothing = build_cells([], batch=1, heads_per_kv=1, block_m=16, block_n=16, device=DEVICE)
     tiles_forward(
         *inputs[:3], out, lse, nothing, is_causal=False, scale=0.3, store=True, config=SMALL
     )
@@ -304,7 +316,7 @@ def test_cells_list_every_row_once_and_the_longest_first():
         Tile(0, range(0, 4, 2), 3, True, Rows(5, 37, 2, 1, 80), Rows(5, 37, 2, 1, 80)),
         Tile(0, range(1, 2), 1, True, Rows(0, 3, 1, 0), Rows(0, 3, 1, 0)),
     ]
-    cells = build_cells(tiles, batch=2, group=3, block_m=16, block_n=32, device="cpu")
+    cells = build_cells(tiles, batch=2, heads_per_kv=3, block_m=16, block_n=32, device="cpu")
     want = {
         (b, h, t.queries.start + s * t.queries.segment_stride + j * t.queries.head_stride)
         for t in tiles

@@ -56,10 +56,10 @@ class RowBytes(NamedTuple):
 
 def row_bytes(rank: RankPlan, size: TensorSize) -> RowBytes:
     """Count the rows that a rank reads in place, and those that it copies."""
-    members = rank.plan.num_heads // rank.plan.num_kv_heads
+    heads_per_kv = rank.plan.num_heads // rank.plan.num_kv_heads
     received = [step.receive for step in rank.steps() if step.receive is not None]
     remote = [tile for step in rank.steps() for tile in step.tiles]  # their keys: see `spread`
-    rows = members * sum(_row_count(tile, tile.queries) for tile in (*rank.local, *remote))
+    rows = heads_per_kv * sum(_row_count(tile, tile.queries) for tile in (*rank.local, *remote))
     rows += 2 * sum(_row_count(tile, tile.keys) for tile in rank.local)
     sent, packed, last = rank.total_sent_rows, 0, None
     for message in [step.send for step in rank.steps() if step.send is not None]:

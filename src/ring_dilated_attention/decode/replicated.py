@@ -286,7 +286,7 @@ def _forward(
         for other in others:
             merge_(out, lse, other[..., :-1], other[..., -1])
         for some in call.planned:
-            merge_zero_keys(some.zero_keys, out[some.rows], lse[some.rows], some.tiles.group)
+            merge_zero_keys(some.zero_keys, out[some.rows], lse[some.rows], some.tiles.heads_per_kv)
     return out.to(query.dtype).contiguous(), lse.transpose(1, 2).contiguous()
 
 

@@ -214,9 +214,9 @@ def families(tiles: Sequence[Tile]) -> Iterator[Family]:
 
 def kernel_calls(groups: Iterable[TileGroup], rank: RankPlan, batch: int) -> int:
     """How many kernel calls compute the tiles: one for each `Block` of theirs."""
-    members = rank.plan.num_heads // rank.plan.num_kv_heads
+    heads_per_kv = rank.plan.num_heads // rank.plan.num_kv_heads
     return sum(
-        sum(1 for _ in family.blocks(batch, members))
+        sum(1 for _ in family.blocks(batch, heads_per_kv))
         for group in groups
         for family in families(group.tiles)
     )

@@ -43,7 +43,7 @@ class TileCall:
         selection: the back ends that may compute them.
         scale: factor on the scores.
         batch: batch size.
-        group: query heads per KV head.
+        heads_per_kv: query heads of a KV head.
         workspace: what slices allocate may take so many times the size of query; None: the
             constants of this module say.
     """
@@ -51,7 +51,7 @@ class TileCall:
     selection: Selection
     scale: float
     batch: int
-    group: int
+    heads_per_kv: int
     workspace: float | None = None
 
     def most_rows(self, query: torch.Tensor, default: float, row_bytes: float) -> float:
@@ -130,7 +130,9 @@ def forward(
     """
     query, (out, lse, store) = inputs.query, result
     selection, head_dim = call.selection, query.shape[3]
-    work = schedule_of(group, call.batch, call.group, head_dim, selection.forward_table_flops)
+    work = schedule_of(
+        group, call.batch, call.heads_per_kv, head_dim, selection.forward_table_flops
+    )
     lse_rows = lse.transpose(1, 2)
     row_bytes = head_dim * query.element_size() + lse.element_size()
     most_rows = call.most_rows(query, FORWARD_WORKSPACE, row_bytes * sums.most_held)
@@ -155,7 +157,7 @@ def forward(
 
         sums.join()
         launch = launch_of(
-            work, "forward", call.batch, call.group, head_dim, query.dtype, query.device
+            work, "forward", call.batch, call.heads_per_kv, head_dim, query.dtype, query.device
         )
         tiles_forward(
             *inputs,
@@ -189,7 +191,9 @@ def backward(
     """
     query, (dquery, dkeys, dvalues, store, store_keys) = inputs.query, gradients
     selection, head_dim = call.selection, query.shape[3]
-    work = schedule_of(group, call.batch, call.group, head_dim, selection.backward_table_flops)
+    work = schedule_of(
+        group, call.batch, call.heads_per_kv, head_dim, selection.backward_table_flops
+    )
     lse_rows = merged.lse.transpose(1, 2)
     for block in work.blocks:
         backend = selection.backend
@@ -241,7 +245,7 @@ def _backward_launch(
 
     query = inputs.query
     launch = launch_of(
-        work, "backward", call.batch, call.group, query.shape[3], query.dtype, query.device
+        work, "backward", call.batch, call.heads_per_kv, query.shape[3], query.dtype, query.device
     )
     tiles_backward(
         merged.dout,

@@ -55,8 +55,10 @@ class RingCall:
 
     def tiles(self, query: torch.Tensor) -> compute.TileCall:
         """What tiles need to know of the call."""
-        group = self.plan.plan.num_heads // self.plan.plan.num_kv_heads
-        return compute.TileCall(self.backend, self.scale, query.shape[0], group, self.workspace)
+        heads_per_kv = self.plan.plan.num_heads // self.plan.plan.num_kv_heads
+        return compute.TileCall(
+            self.backend, self.scale, query.shape[0], heads_per_kv, self.workspace
+        )
 
 
 def ring_forward(
@@ -100,7 +102,7 @@ def ring_forward(
                     del remote
                 del fetched
         sums.join()
-        merge_zero_keys(call.plan.zero_keys, out, lse.transpose(1, 2), tiles.group)
+        merge_zero_keys(call.plan.zero_keys, out, lse.transpose(1, 2), tiles.heads_per_kv)
     return out.to(query.dtype), lse
 
 
@@ -156,10 +158,10 @@ class _Backward:
         self._covers = all(part.covers for part in self.parts)
         create = torch.empty if self._covers else torch.zeros
         additions = max(part.mean_additions for part in self.parts)
-        members = self._tiles.group
+        heads_per_kv = self._tiles.heads_per_kv
         self.dquery, self.dkey, self.dvalue = (
             create(x.shape, dtype=_sum_dtype(query, additions * count), device=x.device)
-            for x, count in zip(inputs, (1, members, members), strict=True)
+            for x, count in zip(inputs, (1, heads_per_kv, heads_per_kv), strict=True)
         )
         wide = call.plan.plan.returns_wide
         self._returned = accumulate_dtype(query.dtype) if wide else query.dtype
@@ -173,9 +175,9 @@ class _Backward:
             early, late, late_heads = part.local_halves
         self._compute_local(early, stores_first=self._covers)
         if self._covers and late_heads is not None:
-            members = self._tiles.group
-            for x, group in ((self.dquery, members), (self.dkey, 1), (self.dvalue, 1)):
-                x[:, :, late_heads.start * group : late_heads.stop * group].zero_()
+            heads_per_kv = self._tiles.heads_per_kv
+            for x, heads in ((self.dquery, heads_per_kv), (self.dkey, 1), (self.dvalue, 1)):
+                x[:, :, late_heads.start * heads : late_heads.stop * heads].zero_()
         steps_left = part.num_steps
         for fetched in islice(arrivals, part.num_steps):
             dslots = None

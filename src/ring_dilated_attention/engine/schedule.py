@@ -59,18 +59,18 @@ _SCHEDULES_KEPT = 8
 
 
 def schedule_of(
-    group: TileGroup, batch: int, members: int, head_dim: int, table_flops: float
+    group: TileGroup, batch: int, heads_per_kv: int, head_dim: int, table_flops: float
 ) -> Schedule:
     """How a group is computed; kept for the next call.
 
     Args:
         group: the tiles.
         batch: sequences in the batch.
-        members: query heads of a KV head.
+        heads_per_kv: query heads of a KV head.
         head_dim: elements of a row of a head.
         table_flops: blocks of at most so many operations share a launch.
     """
-    key = batch, members, head_dim, table_flops
+    key = batch, heads_per_kv, head_dim, table_flops
     kept = _schedules.setdefault(group, {})
     return kept.get(key) or keep_few(
         kept, key, partial(_make_schedule, group, *key), _SCHEDULES_KEPT
@@ -78,7 +78,7 @@ def schedule_of(
 
 
 def _make_schedule(
-    group: TileGroup, batch: int, members: int, head_dim: int, table_flops: float
+    group: TileGroup, batch: int, heads_per_kv: int, head_dim: int, table_flops: float
 ) -> Schedule:
     blocks: list[Block] = []
     table: list[Tile] = []
@@ -91,7 +91,7 @@ def _make_schedule(
         packed.extend([short] if short.starts else [])
         single.extend(long.tiles())
     for family in families(single):
-        cut = list(family.blocks(batch, members))
+        cut = list(family.blocks(batch, heads_per_kv))
         if 4 * head_dim * sum(block.pairs for block in cut) <= table_flops * len(cut):
             table.extend(family.tiles)
         else:
@@ -115,7 +115,7 @@ def _make_launch(
     work: Schedule,
     direction: str,
     batch: int,
-    members: int,
+    heads_per_kv: int,
     head_dim: int,
     dtype: torch.dtype,
     device: torch.device,
@@ -139,7 +139,7 @@ def _make_launch(
         work.table,
         work.packed,
         batch=batch,
-        group=members,
+        heads_per_kv=heads_per_kv,
         block_m=block_m,
         block_n=block_n,
         device=device,

@@ -21,7 +21,7 @@ from .blocks import Block, families
 
 
 def merge_zero_keys(
-    groups: Sequence[TileGroup], out: torch.Tensor, lse: torch.Tensor, members: int
+    groups: Sequence[TileGroup], out: torch.Tensor, lse: torch.Tensor, heads_per_kv: int
 ) -> None:
     """Merge the zero keys of `plan.zero_keys.zero_key_groups` into `out` and `lse`, in place.
 
@@ -31,13 +31,13 @@ def merge_zero_keys(
         groups: which queries see how many.
         out: (batch, local_sequence, heads, head_dim), any floating dtype.
         lse: (batch, local_sequence, heads), float32 or float64; may be a transposed view.
-        members: query heads of a KV head.
+        heads_per_kv: query heads of a KV head.
     """
     if not groups:
         return
     zero = torch.zeros(out.shape[-1], dtype=lse.dtype, device=out.device)
     for group in groups:
-        for block in _blocks(group, out.shape[0], members):
+        for block in _blocks(group, out.shape[0], heads_per_kv):
             out_rows, lse_rows = block.view_queries(out), block.view_queries(lse)
             log_count = torch.full(
                 (1,), math.log(block.keys.length), dtype=lse.dtype, device=out.device
@@ -57,10 +57,12 @@ as it has tiles, for each of the last few batch sizes."""
 _BATCH_SIZES = 4
 
 
-def _blocks(group: TileGroup, batch: int, members: int) -> tuple[Block, ...]:
+def _blocks(group: TileGroup, batch: int, heads_per_kv: int) -> tuple[Block, ...]:
     def make() -> tuple[Block, ...]:
         return tuple(
-            block for family in families(group.tiles) for block in family.blocks(batch, members)
+            block
+            for family in families(group.tiles)
+            for block in family.blocks(batch, heads_per_kv)
         )
 
-    return keep_few(_kept.setdefault(group, {}), (batch, members), make, _BATCH_SIZES)
+    return keep_few(_kept.setdefault(group, {}), (batch, heads_per_kv), make, _BATCH_SIZES)

@@ -72,7 +72,7 @@ def _dq_of_keys(
     do_not_specialize=[
         "q_b", "q_n", "q_h", "k_b", "k_n", "k_h", "v_b", "v_n", "v_h", "dout_b", "dout_n", "dout_h",
         "lse_b", "lse_h", "lse_n", "delta_b", "delta_h", "delta_n", "dq_b", "dq_n", "dq_h",
-        "scale", "group",
+        "scale", "heads_per_kv",
     ]
 )  # fmt: skip
 def _dq_kernel(
@@ -80,7 +80,7 @@ def _dq_kernel(
     q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, dout_b, dout_n, dout_h,
     lse_b, lse_h, lse_n, delta_b, delta_h, delta_n, dq_b, dq_n, dq_h,
     scale,
-    group,
+    heads_per_kv,
     UNIT: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     STORE: tl.constexpr,
@@ -98,7 +98,7 @@ def _dq_kernel(
     batch, kv_head = tl.load(cell), tl.load(cell + 1)
     q_row, q_stride, q_len = tl.load(cell + 2), tl.load(cell + 3), tl.load(cell + 4).to(tl.int32)
     k_row, k_stride, k_len = tl.load(cell + 5), tl.load(cell + 6), tl.load(cell + 7).to(tl.int32)
-    head = kv_head * group + member
+    head = kv_head * heads_per_kv + member
 
     columns = tl.arange(0, BLOCK_D)[None, :]
     rows = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -209,7 +209,7 @@ def _dkdv_of_queries(
     do_not_specialize=[
         "q_b", "q_n", "q_h", "k_b", "k_n", "k_h", "v_b", "v_n", "v_h", "dout_b", "dout_n", "dout_h",
         "lse_b", "lse_h", "lse_n", "delta_b", "delta_h", "delta_n", "dk_b", "dk_n", "dk_h",
-        "dv_b", "dv_n", "dv_h", "scale", "group",
+        "dv_b", "dv_n", "dv_h", "scale", "heads_per_kv",
     ]
 )  # fmt: skip
 def _dkdv_kernel(
@@ -217,7 +217,7 @@ def _dkdv_kernel(
     q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, dout_b, dout_n, dout_h,
     lse_b, lse_h, lse_n, delta_b, delta_h, delta_n, dk_b, dk_n, dk_h, dv_b, dv_n, dv_h,
     scale,
-    group,
+    heads_per_kv,
     UNIT: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     STORE: tl.constexpr,
@@ -228,7 +228,7 @@ def _dkdv_kernel(
     PRECISION: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """One program: a block of keys of one cell, all queries of all members of its group."""
+    """One program: a block of keys of one cell, all queries of query heads of its KV head."""
     program = programs + tl.program_id(0) * 2
     cell = cells + tl.load(program).to(tl.int64) * 8
     block_n = tl.load(program + 1)
@@ -246,7 +246,7 @@ def _dkdv_kernel(
     k_block = load_block(k, k_offsets, keys, k_len, True, HEAD_DIM)
     v_block = load_block(v, v_offsets, keys, k_len, True, HEAD_DIM)
 
-    head = kv_head * group
+    head = kv_head * heads_per_kv
     q += (batch * q_b + q_row * q_n + head * q_h) * UNIT
     dout += (batch * dout_b + q_row * dout_n + head * dout_h) * UNIT
     lse += batch * lse_b + head * lse_h + q_row * lse_n
@@ -273,7 +273,7 @@ def _dkdv_kernel(
     tail = tl.maximum(q_len // BLOCK_M, full)
     dk_block = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv_block = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    for _ in range(group):
+    for _ in range(heads_per_kv):
         dk_block, dv_block = _dkdv_of_queries(
             dk_block, dv_block, k_block, v_block, q, dout, lse, delta,
             q_offsets, dout_offsets, lse_offsets, delta_offsets,
@@ -354,9 +354,9 @@ def tiles_backward(
     strides = *strides_in(unit, *read), *lse.stride(), *delta.stride()
     _dq_kernel[(len(cells.query_programs),)](
         *inputs, dq, cells.table, cells.query_programs, *strides, *strides_in(unit, of_dq),
-        scale, cells.group, **constants(q, unit, wide, cells, store, config.dq),
+        scale, cells.heads_per_kv, **constants(q, unit, wide, cells, store, config.dq),
     )  # fmt: skip
     _dkdv_kernel[(len(cells.key_programs),)](
         *inputs, dk, dv, cells.table, cells.key_programs, *strides, *strides_in(unit, of_dk, of_dv),
-        scale, cells.group, **constants(q, unit, wide, cells, store_keys, config.dkdv),
+        scale, cells.heads_per_kv, **constants(q, unit, wide, cells, store_keys, config.dkdv),
     )  # fmt: skip

@@ -1,10 +1,10 @@
 """Tables that tell one kernel launch where the rows of many tiles are.
 
 A cell is (tile, segment, KV head, batch entry): rows that attend to each other and to nothing
-else. Query row i of member m (of the `group` query heads that share a KV head) is row
-``q_row + i * q_stride`` of head ``kv_head * group + m``; key row i is row ``k_row + i * k_stride``
-of head `kv_head`. Rows count in the sequence dimension, so that a table fits tensors of any
-strides.
+else. Query row i of the m-th of the `heads_per_kv` query heads that share a KV head is row
+``q_row + i * q_stride`` of head ``kv_head * heads_per_kv + m``; key row i is row
+``k_row + i * k_stride`` of head `kv_head`. Rows count in the sequence dimension, so that a table
+fits tensors of any strides.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Cells:
         key_programs: int32 (programs, 2): cell, block of keys. For dk and dv.
         block_m: queries per block.
         block_n: keys per block, in `key_programs`.
-        group: query heads per KV head.
+        heads_per_kv: query heads per KV head.
         is_causal: whether row i sees keys 0 to i only.
         max_queries: most queries in a cell.
         max_keys: most keys in a cell.
@@ -44,7 +44,7 @@ class Cells:
     key_programs: torch.Tensor
     block_m: int
     block_n: int
-    group: int
+    heads_per_kv: int
     is_causal: bool
     max_queries: int
     max_keys: int
@@ -56,7 +56,7 @@ def build_cells(
     packed: Sequence[PackedTiles] = (),
     *,
     batch: int,
-    group: int,
+    heads_per_kv: int,
     block_m: int,
     block_n: int,
     device: torch.device | str,
@@ -67,7 +67,7 @@ def build_cells(
         tiles: all causal or none; no two share a (query row, head) or a (key row, head).
         packed: further such tiles.
         batch: batch entries.
-        group: query heads per KV head.
+        heads_per_kv: query heads per KV head.
         block_m: queries per block.
         block_n: keys per block of the dk, dv kernel.
         device: where the kernels run.
@@ -84,9 +84,9 @@ def build_cells(
     # Rows of work: a causal block of queries sees no key behind it.
     work = torch.minimum((block + 1) * block_m, q_len[cell]) if is_causal else k_len[cell]
     cell, block = _longest_first(work, cell, block)
-    query_programs = torch.empty(len(cell), group, 3, dtype=torch.int32)
+    query_programs = torch.empty(len(cell), heads_per_kv, 3, dtype=torch.int32)
     query_programs[..., 0] = cell[:, None]
-    query_programs[..., 1] = torch.arange(group)
+    query_programs[..., 1] = torch.arange(heads_per_kv)
     query_programs[..., 2] = block[:, None]
 
     cell, block = _blocks(k_len, block_n)
@@ -100,7 +100,7 @@ def build_cells(
         key_programs=on_device[2],
         block_m=block_m,
         block_n=block_n,
-        group=group,
+        heads_per_kv=heads_per_kv,
         is_causal=is_causal,
         max_queries=_largest(q_len),
         max_keys=_largest(k_len),

@@ -80,14 +80,14 @@ def _attend(
 @triton.jit(
     do_not_specialize=[
         "q_b", "q_n", "q_h", "k_b", "k_n", "k_h", "v_b", "v_n", "v_h", "out_b", "out_n", "out_h",
-        "lse_b", "lse_h", "lse_n", "scale", "group",
+        "lse_b", "lse_h", "lse_n", "scale", "heads_per_kv",
     ]
 )  # fmt: skip
 def _forward_kernel(
     q, k, v, out, lse, cells, programs,
     q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, out_b, out_n, out_h, lse_b, lse_h, lse_n,
     scale,
-    group,
+    heads_per_kv,
     UNIT: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     STORE: tl.constexpr,
@@ -105,7 +105,7 @@ def _forward_kernel(
     batch, kv_head = tl.load(cell), tl.load(cell + 1)
     q_row, q_stride, q_len = tl.load(cell + 2), tl.load(cell + 3), tl.load(cell + 4).to(tl.int32)
     k_row, k_stride, k_len = tl.load(cell + 5), tl.load(cell + 6), tl.load(cell + 7).to(tl.int32)
-    head = kv_head * group + member
+    head = kv_head * heads_per_kv + member
 
     columns = tl.arange(0, BLOCK_D)[None, :]
     rows = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -207,5 +207,5 @@ def tiles_forward(
     _forward_kernel[(len(cells.query_programs),)](
         q, k, v, out, lse, cells.table, cells.query_programs,
         *strides_in(unit, *strides), *lse.stride(),
-        scale, cells.group, **constants(q, unit, wide, cells, store, config),
+        scale, cells.heads_per_kv, **constants(q, unit, wide, cells, store, config),
     )  # fmt: skip

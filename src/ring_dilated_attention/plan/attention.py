@@ -175,9 +175,9 @@ class AttentionPlan:
         rate, once from each part of the rank that received it and for each query head of a KV head.
         """
         parts = max(map(len, self.layout.ranges))  # of a document
-        members = self.num_heads // self.num_kv_heads
+        heads_per_kv = self.num_heads // self.num_kv_heads
         reached = sum(1 / rate for rate in self.pattern.dilation_rates)
-        return members * parts * reached > FEW_ADDITIONS
+        return heads_per_kv * parts * reached > FEW_ADDITIONS
 
     @cached_property
     def tiling(self) -> Tiling:

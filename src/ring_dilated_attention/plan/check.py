@@ -28,8 +28,8 @@ def enumerated(plan: AttentionPlan) -> int:
     and the steps of every rank.
     """
     size = TensorSize(batch=1, head_dim=1, element_size=1)
-    members = plan.num_heads // plan.num_kv_heads
-    quadruples = sum(flops_by_rank(plan, size)) // (4 * members)
+    heads_per_kv = plan.num_heads // plan.num_kv_heads
+    quadruples = sum(flops_by_rank(plan, size)) // (4 * heads_per_kv)
     segments = sum(
         -(-(stop - start) // min(length or stop - start, stop - start))
         for start, stop in pairwise(plan.documents)

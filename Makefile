@@ -7,6 +7,8 @@ BIN := .venv/bin
 QUICK := architecture pattern layout documents progression plan tiles views merge reference \
 	attention simulate memory caches kernel_rows bad_calls derivatives detached nn chunked spatial
 
+ALL_GPUS := tests/test_gpu_ranks.py
+
 .PHONY: run test quick gpu lint format bench verify clean
 
 run: .venv/installed  ## train a language model on the standard library's sources, on 2 ranks
@@ -19,7 +21,8 @@ quick: .venv/installed  ## what nearly every change needs, in less than a minute
 	$(BIN)/python -m pytest -q -n 2 -m "not slow" $(QUICK:%=tests/test_%.py)
 
 gpu: .venv/installed  ## the tests for CUDA devices, on all that there are
-	OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m gpu -n 8 --dist loadgroup
+	OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m gpu -n 8 --dist loadgroup --ignore=$(ALL_GPUS)
+	$(BIN)/python -m pytest -m gpu -n 2 $(ALL_GPUS)
 
 lint: .venv/installed  ## linter, formatter check, type checker
 	$(BIN)/ruff check .

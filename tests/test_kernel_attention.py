@@ -299,8 +299,8 @@ def test_default_configurations_and_no_tiles():
     groups = launches(plan)
     out = torch.empty_like(inputs[0])
     lse = torch.empty(1, 1, 20, device=DEVICE)
-    blocks = {"block_m": forward.block_m, "block_n": dkdv.block_n}
-    cells = build_cells(groups[0], batch=1, heads_per_kv=1, device=DEVICE, **blocks)
+    sizes: dict[str, Any] = {"block_m": forward.block_m, "block_n": dkdv.block_n}
+    cells = build_cells(groups[0], batch=1, heads_per_kv=1, device=DEVICE, **sizes)
     tiles_forward(*inputs[:3], out, lse, cells, is_causal=True, scale=0.3, store=True)
     want = expected(DilatedPattern.dense(), *inputs, True, 0.3)
     assert relative_error(out, want[0]) <= 2e-6

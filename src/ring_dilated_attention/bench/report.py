@@ -55,7 +55,8 @@ def environment(device: torch.device | str) -> dict[str, Any]:
         found["gpu"] = torch.cuda.get_device_name(device)
         found["cuda"] = torch.version.cuda
         found["cudnn"] = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
-        found["nccl"] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        if torch.distributed.is_nccl_available():
+            found["nccl"] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
         found["triton"] = _version("triton")
         found["flash-attn-4"] = _version("flash-attn-4")
     return found

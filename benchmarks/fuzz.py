@@ -30,9 +30,17 @@ from typing import Any, NamedTuple
 import torch
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout
-from ring_dilated_attention.checks import TENSORS, Case, combine, nan_in_uninitialized_memory
-from ring_dilated_attention.checks.verify import INPUTS, make_layout, references, run_case
-from ring_dilated_attention.checks.view_kinds import any_kind
+from ring_dilated_attention.checks import (
+    INPUTS,
+    TENSORS,
+    Case,
+    any_kind,
+    combine,
+    make_layout,
+    nan_in_uninitialized_memory,
+    references,
+    run_case,
+)
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.tiles import select_backend
 

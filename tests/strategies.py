@@ -7,9 +7,7 @@ import torch
 from hypothesis import strategies as st
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout
-from ring_dilated_attention.checks import Case
-from ring_dilated_attention.checks.verify import INPUTS
-from ring_dilated_attention.checks.view_kinds import KINDS, ViewKind
+from ring_dilated_attention.checks import INPUTS, KINDS, Case, ViewKind
 
 WORLD_SIZES = (1, 2, 3, 4, 5, 7)
 

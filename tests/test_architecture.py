@@ -137,6 +137,21 @@ def test_files_and_functions_are_short(path, name):
             assert parameters_of(node) <= MOST_PARAMETERS, f"{where} has too many parameters"
 
 
+BY_THE_WINDOW = {
+    "plan.attention",
+    "exchange.cuda_driver",
+}  # to change the slice size; to time flags
+
+
+def test_benchmarks_and_examples_enter_by_doors():
+    folder = Path(__file__).parent.parent
+    for path in (*folder.glob("benchmarks/*.py"), *folder.glob("examples/*.py")):
+        for target, line in own_imports(path, f"{path.parent.name}.{path.stem}"):
+            room, _, inner = target.partition(".")
+            if inner and target not in BY_THE_WINDOW:
+                assert inner in offered(room), f"{path.name}:{line} imports {target}"
+
+
 @pytest.mark.parametrize("room", sorted(ROOMS))
 def test_no_room_has_a_cycle(room):
     arrows = {

@@ -11,10 +11,16 @@ from hypothesis import strategies as st
 from strategies import cases
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention, plan_attention
-from ring_dilated_attention.checks import Case, combine, reference_attention, relative_error
-from ring_dilated_attention.checks.reference import visible_counts
-from ring_dilated_attention.checks.verify import run_case
-from ring_dilated_attention.checks.view_kinds import KINDS, ViewKind
+from ring_dilated_attention.checks import (
+    KINDS,
+    Case,
+    ViewKind,
+    combine,
+    reference_attention,
+    relative_error,
+    run_case,
+    visible_counts,
+)
 from ring_dilated_attention.engine import ring
 from ring_dilated_attention.exchange import LoopbackExchange, run_loopback
 from ring_dilated_attention.plan import TensorSize, memory

@@ -20,12 +20,13 @@ from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_atten
 from ring_dilated_attention.checks import (
     Case,
     combine,
+    make_layout,
     relative_error,
+    run_case,
     run_cases,
     run_ranks,
     simulate,
 )
-from ring_dilated_attention.checks.verify import make_layout, run_case
 from ring_dilated_attention.cli import app
 from ring_dilated_attention.documents import packed_rows
 from ring_dilated_attention.exchange import run_loopback

@@ -11,15 +11,16 @@ from cut_rings import rings_cut
 
 from ring_dilated_attention import DilatedPattern, dilated_attention
 from ring_dilated_attention.checks import (
+    KINDS,
     Case,
     combine,
+    make_layout,
     reference_attention,
     relative_error,
+    run_case,
     simulate,
     sweep,
 )
-from ring_dilated_attention.checks.verify import make_layout, run_case
-from ring_dilated_attention.checks.view_kinds import KINDS
 from ring_dilated_attention.engine import Accumulator, compute, merge_
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.plan import Rows, Tile

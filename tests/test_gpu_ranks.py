@@ -11,8 +11,15 @@ from test_gpu import failures, kernel_cases
 from worlds import world
 
 from ring_dilated_attention import DilatedPattern, dilated_attention
-from ring_dilated_attention.checks import Case, combine, relative_error, run_ranks, sweep
-from ring_dilated_attention.checks.verify import make_layout, run_case
+from ring_dilated_attention.checks import (
+    Case,
+    combine,
+    make_layout,
+    relative_error,
+    run_case,
+    run_ranks,
+    sweep,
+)
 from ring_dilated_attention.exchange import ProcessGroupExchange
 from ring_dilated_attention.exchange.communicator import Communicator
 from ring_dilated_attention.exchange.groups import _members

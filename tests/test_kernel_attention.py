@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout
-from ring_dilated_attention.checks import Case, reference_attention, relative_error
-from ring_dilated_attention.checks.verify import run_case
-from ring_dilated_attention.checks.view_kinds import KINDS
+from ring_dilated_attention.checks import KINDS, Case, reference_attention, relative_error, run_case
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.plan import Rows, Tile, plan_attention
 

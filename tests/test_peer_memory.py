@@ -16,8 +16,7 @@ from outbox_host import Host, HostExchange
 from worlds import world
 
 from ring_dilated_attention import DilatedPattern, dilated_attention
-from ring_dilated_attention.checks import Case, combine, run_ranks, sweep
-from ring_dilated_attention.checks.verify import run_case
+from ring_dilated_attention.checks import Case, combine, run_case, run_ranks, sweep
 from ring_dilated_attention.exchange import ProcessGroupExchange, peer_memory, run_loopback
 from ring_dilated_attention.exchange import groups as exchange
 from ring_dilated_attention.exchange.peer_memory import DevicePlace, Outboxes, out_of_reach

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from ring_dilated_attention import DilatedPattern
-from ring_dilated_attention.checks import reference_attention
-from ring_dilated_attention.checks.reference import visible_counts
+from ring_dilated_attention.checks import reference_attention, visible_counts
 
 
 def loops(query, key, value, pattern, is_causal, documents):

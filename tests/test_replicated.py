@@ -19,13 +19,13 @@ from ring_dilated_attention import (
     replicated_query_attention,
 )
 from ring_dilated_attention.checks import (
+    TOLERANCE,
     Case,
     reference_attention,
     relative_error,
     run_ranks,
     world_exchange,
 )
-from ring_dilated_attention.checks.verify import TOLERANCE
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.plan import replicated_groups
 from ring_dilated_attention.plan.check import PlanError, check_replicated

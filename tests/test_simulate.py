@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from strategies import cases
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout
-from ring_dilated_attention.checks import TENSORS, Case, Transfers, simulation
+from ring_dilated_attention.checks import TENSORS, Case, Transfers, make_layout, simulation
 from ring_dilated_attention.checks.turns import Turns
-from ring_dilated_attention.checks.verify import make_layout
 from ring_dilated_attention.engine import compute, transfer
 from ring_dilated_attention.engine import messages as packing
 from ring_dilated_attention.exchange import LoopbackExchange

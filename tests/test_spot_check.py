@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention
-from ring_dilated_attention.checks import spot_check
-from ring_dilated_attention.checks.spot_checks import Shard, positions_to_check
+from ring_dilated_attention.checks import Shard, positions_to_check, spot_check
 from ring_dilated_attention.exchange import run_loopback
 
 PATTERN = DilatedPattern([7, 20, 64, None], [1, 2, 6, 9])

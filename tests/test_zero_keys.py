@@ -14,9 +14,14 @@ from ring_dilated_attention import (
     plan_attention,
     replicated_query_attention,
 )
-from ring_dilated_attention.checks import combine, reference_attention, relative_error
-from ring_dilated_attention.checks.reference import zero_key_counts
-from ring_dilated_attention.checks.verify import TOLERANCE, run_case
+from ring_dilated_attention.checks import (
+    TOLERANCE,
+    combine,
+    reference_attention,
+    relative_error,
+    run_case,
+    zero_key_counts,
+)
 from ring_dilated_attention.engine import accumulate, merge_zero_keys
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.plan import Rows, check_plan

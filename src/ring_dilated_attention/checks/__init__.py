@@ -1,10 +1,15 @@
 """Whether results are right: a reference, comparisons with it, and ranks to run them on.
 
-`reference_attention` is the method by brute force, which sees no plan. A `Case` is one comparison
-with it on some ranks, whose results (`Outcome`, one for each of `TENSORS`) `combine` adds up;
-`run_cases` runs cases on a rank, `sweep` makes those of `rda verify`. `simulate` runs every rank
-of a world on one device, and returns a `Simulation` with a `RankReport` for each and its
-`Transfers`. `spot_check` compares rows of a result too long for a reference.
+`reference_attention` is the method by brute force, which sees no plan; `visible_counts` and
+`zero_key_counts` say which keys a query sees there. A `Case` is one comparison with it on some
+ranks, of `INPUTS` that lie in memory as a `ViewKind` says (one of `KINDS`, or `any_kind`), over a
+layout of `make_layout`. `run_case` compares one rank with `references`, within `TOLERANCE`;
+`combine` adds up the `Outcome` of all ranks, one for each of `TENSORS`. `run_cases` and `sweep` are
+`rda verify`.
+
+`simulate` runs every rank of a world on one device, and returns a `Simulation` with a `RankReport`
+for each and its `Transfers`. `spot_check` compares rows (`positions_to_check`) of a result that is
+too long for a reference, given the `Shard` of this rank.
 
 `run_ranks` runs a function in several processes, one of which may end it by a `RankError`; each
 takes `threads_of_a_rank`. `under_torchrun` tells whether this process is such a rank already,
@@ -35,25 +40,44 @@ from .ranks import (
     under_torchrun,
     world_exchange,
 )
-from .reference import reference_attention
+from .reference import reference_attention, visible_counts, zero_key_counts
 from .simulation import RankReport, Simulation, simulate
-from .spot_checks import spot_check
+from .spot_checks import Shard, positions_to_check, spot_check
 from .testing import nan_in_uninitialized_memory, relative_error
 from .turns import Transfers
-from .verify import TENSORS, Case, Outcome, combine, run_cases, sweep
+from .verify import (
+    INPUTS,
+    TENSORS,
+    TOLERANCE,
+    Case,
+    Outcome,
+    combine,
+    make_layout,
+    references,
+    run_case,
+    run_cases,
+    sweep,
+)
+from .view_kinds import KINDS, ViewKind, any_kind
 
 __all__ = [
+    "INPUTS",
+    "KINDS",
     "MOST_PLANNED_RANKS",
     "MOST_PROCESSES",
     "MOST_SIMULATED_RANKS",
     "RANK_TIMEOUT",
     "TENSORS",
+    "TOLERANCE",
     "Case",
     "Outcome",
     "RankError",
     "RankReport",
+    "Shard",
     "Simulation",
     "Transfers",
+    "ViewKind",
+    "any_kind",
     "check_memory",
     "check_output",
     "check_pattern",
@@ -63,9 +87,13 @@ __all__ = [
     "combine",
     "forked_context",
     "host_memory",
+    "make_layout",
     "nan_in_uninitialized_memory",
+    "positions_to_check",
     "reference_attention",
+    "references",
     "relative_error",
+    "run_case",
     "run_cases",
     "run_ranks",
     "simulate",
@@ -73,5 +101,7 @@ __all__ = [
     "sweep",
     "threads_of_a_rank",
     "under_torchrun",
+    "visible_counts",
     "world_exchange",
+    "zero_key_counts",
 ]

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from ring_dilated_attention.checks import host_memory
 from ring_dilated_attention.cli import app
 from ring_dilated_attention.nn import LongNetConfig
-from ring_dilated_attention.train import checkpoint, launch, lock, log, plot
+from ring_dilated_attention.train import checkpoint, launch, run_folder
 from ring_dilated_attention.train.config import TrainConfig
 
 RDA = (sys.executable, "-m", "ring_dilated_attention.cli")
@@ -82,7 +82,7 @@ def invoke(*arguments: Any) -> tuple[int, str]:
 
 def wait_for_steps(run: Path, count: int) -> None:
     deadline = time.monotonic() + 200
-    while sum(line["kind"] == "step" for line in log.read(run)) < count:
+    while sum(line["kind"] == "step" for line in run_folder.read_log(run)) < count:
         assert time.monotonic() < deadline, "the run does not start"
         time.sleep(0.05)
 
@@ -105,7 +105,7 @@ def test_train_resume_and_sample_on_two_local_ranks(text: Path, tmp_path: Path) 
     )
     assert "done: " in result.stdout
     assert f"rda sample --checkpoint {out}" in result.stdout
-    assert (out / plot.NAME).stat().st_size > 5000
+    assert (out / run_folder.CURVE).stat().st_size > 5000
     # Options not given are the run's own, and one rank goes on with what two left.
     code, output = invoke("train", "--resume", "--out", out, "--steps=6")
     assert code == 0, output
@@ -134,14 +134,14 @@ def test_a_signal_leaves_a_usable_checkpoint(
         output, _ = process.communicate(timeout=60)
     assert process.returncode == 0, output
     assert not NOISE.search(output), output
-    last = log.read(out)[-1]["step"]
+    last = run_folder.read_log(out)[-1]["step"]
     assert f"stopped after step {last}; go on with: rda train --resume --out {out}" in output
     found = checkpoint.newest(out)
     assert found.step == last
-    assert (out / plot.NAME).exists()
+    assert (out / run_folder.CURVE).exists()
     code, output = invoke("train", "--resume", "--out", out, f"--steps={last + 2}")
     assert code == 0, output
-    assert [line["step"] for line in log.read(out) if line["kind"] == "step"] == [
+    assert [line["step"] for line in run_folder.read_log(out) if line["kind"] == "step"] == [
         *range(1, last + 3)
     ]
 
@@ -157,7 +157,7 @@ def test_the_death_of_the_launcher_stops_the_ranks(text: Path, tmp_path: Path) -
         process.kill()
         process.wait()
         deadline = time.monotonic() + 200
-        while not checkpoint.usable(out) or (out / lock.NAME).exists():
+        while not checkpoint.usable(out) or (out / run_folder.LOCK).exists():
             assert time.monotonic() < deadline
             time.sleep(0.1)
     assert checkpoint.newest(out).step >= 1
@@ -226,7 +226,7 @@ def test_the_base_preset_cut_down_trains_on_two_local_ranks(text: Path, tmp_path
     config = checkpoint.newest(out).config
     assert (config.checkpoint, config.chunk_rows) == ("keep_attention", 10)
     assert (config.precision, config.steps) == ("bfloat16", 12)
-    steps = [line for line in log.read(out) if line["kind"] == "step"]
+    steps = [line for line in run_folder.read_log(out) if line["kind"] == "step"]
     assert steps[-1]["bits_per_byte"] < steps[0]["bits_per_byte"]
     assert all(line["tokens_per_second"] > 0 < line["peak_memory_bytes"] for line in steps)
 
@@ -322,7 +322,7 @@ def not_utf8(folder: Path) -> str:
     out = folder / "run"
     code, output = invoke("train", "--out", out, "--data", folder / "text.txt", "--steps=1", *SMALL)
     assert code == 0, output
-    (out / log.NAME).write_bytes(b"\xff\xfe\n")
+    (out / run_folder.LOG).write_bytes(b"\xff\xfe\n")
     return "--resume --steps=2"
 
 
@@ -496,7 +496,7 @@ def test_a_lost_rank_ends_the_run_and_is_named(
         assert error.startswith(f"error: {stopped}")
         assert re.search(r"step \d+, ", error)  # in which call
     assert not any(Path(f"/proc/{pid}").exists() for pid in found.values())
-    assert (out / log.NAME).exists()
+    assert (out / run_folder.LOG).exists()
     code, output = invoke("train", "--resume", "--out", out)  # the lock is gone with the run
     assert (code, output) == (2, f"error: there is no checkpoint in {out}\n")
 

@@ -20,15 +20,13 @@ from torch import Tensor
 
 from ring_dilated_attention.checks import run_ranks
 from ring_dilated_attention.nn import LongNet, LongNetConfig
-from ring_dilated_attention.train import checked_files, checkpoint, comm, data, log, plot
-from ring_dilated_attention.train.comm import BUCKET_NUMEL, joined
+from ring_dilated_attention.train import checked_files, checkpoint, data, ranks, run_folder
+from ring_dilated_attention.train.command import decoded, sample_bytes
 from ring_dilated_attention.train.command import make_config as make_run_config
-from ring_dilated_attention.train.config import TrainConfig
+from ring_dilated_attention.train.config import PRESETS, TrainConfig, preset_options
 from ring_dilated_attention.train.errors import TrainingError
 from ring_dilated_attention.train.loop import run
-from ring_dilated_attention.train.presets import PRESETS, preset_options
-from ring_dilated_attention.train.sample import decoded, sample_bytes
-from ring_dilated_attention.train.signals import StopRequest
+from ring_dilated_attention.train.ranks import BUCKET_NUMEL, StopRequest, joined
 
 MODEL = LongNetConfig(
     num_layers=2,
@@ -64,10 +62,10 @@ def make_config(folder: Path, **changes: Any) -> TrainConfig:
     return TrainConfig(**{**values, **changes})
 
 
-def curve(run_folder: Path) -> Curve:
+def curve(folder: Path) -> Curve:
     return [
         (line["kind"], line["step"], line["bits_per_byte"])
-        for line in log.read(run_folder)
+        for line in run_folder.read_log(folder)
         if line["kind"] != "config"
     ]
 
@@ -179,7 +177,7 @@ def test_loss_falls_and_everything_is_left(alone: TrainConfig) -> None:
     assert losses["step", 1] > 7
     assert losses["step", STEPS] < 6
     assert [step for kind, step in losses if kind == "eval"] == [8, 16, 20]
-    first, *lines = log.read(alone.out)
+    first, *lines = run_folder.read_log(alone.out)
     assert (
         TrainConfig.from_dict(
             {k: v for k, v in first.items() if k not in ("kind", "step", "ranks")}
@@ -189,7 +187,7 @@ def test_loss_falls_and_everything_is_left(alone: TrainConfig) -> None:
     step = next(line for line in lines if line["kind"] == "step")
     assert step["tokens_per_second"] > 0
     assert 10e6 < step["peak_memory_bytes"] < 10e9
-    assert (alone.out / plot.NAME).read_bytes().startswith(b"\x89PNG")
+    assert (alone.out / run_folder.CURVE).read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in checkpoint.usable(alone.out)] == ["step_0000010", "step_0000020"]
 
 
@@ -282,7 +280,7 @@ def test_a_run_is_adamw_on_clipped_gradients(tmp_path: Path) -> None:
     moments = {
         name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in model.named_parameters()
     }
-    lines = log.read(config.out)
+    lines = run_folder.read_log(config.out)
     steps = [line for line in lines if line["kind"] == "step"]
     evals = {line["step"]: line["bits_per_byte"] for line in lines if line["kind"] == "eval"}
     for index, line in enumerate(steps):
@@ -362,8 +360,8 @@ def test_sequence_groups_take_the_timeout_of_the_run(
 
     monkeypatch.setattr(dist, "new_group", new_group)
     config = make_config(tmp_path, sequence_ranks=2, timeout=7.0)
-    comm._sequence_group(config, 4, 2, 1)
-    comm._sequence_group(replace(config, timeout=None), 4, 2, 1)
+    ranks._sequence_group(config, 4, 2, 1)
+    ranks._sequence_group(replace(config, timeout=None), 4, 2, 1)
     seven = timedelta(seconds=7)
     assert made == [([0, 1], seven), ([2, 3], seven), ([0, 1], None), ([2, 3], None)]
 
@@ -398,7 +396,10 @@ def test_resume_in_one_process_is_exact(alone: TrainConfig, tmp_path: Path) -> N
     folder = only_checkpoint(alone.out, 10, tmp_path / "run")
     run(replace(alone, out=folder), resume=True)
     assert curve(folder) == curve(alone.out)
-    assert [line["step"] for line in log.read(folder) if line["kind"] == "config"] == [0, 10]
+    assert [line["step"] for line in run_folder.read_log(folder) if line["kind"] == "config"] == [
+        0,
+        10,
+    ]
 
 
 def test_stop_request_leaves_a_checkpoint_to_go_on_from(alone: TrainConfig, tmp_path: Path) -> None:
@@ -418,7 +419,7 @@ def test_stop_request_leaves_a_checkpoint_to_go_on_from(alone: TrainConfig, tmp_
     os.close(asked)
     assert (outcome.step, outcome.stopped) == (7, True)
     assert outcome.checkpoint.name == "step_0000007"
-    assert (config.out / plot.NAME).exists()
+    assert (config.out / run_folder.CURVE).exists()
     run(config, resume=True)
     assert curve(config.out) == curve(alone.out)
 
@@ -645,14 +646,14 @@ def test_diverging_run_says_so(alone: TrainConfig, tmp_path: Path) -> None:
 
 
 def test_log_drops_what_a_resumed_run_repeats(tmp_path: Path) -> None:
-    with log.RunLog(tmp_path, start=0) as first:
+    with run_folder.RunLog(tmp_path, start=0) as first:
         for step in range(1, 6):
             first.write("step", step=step)
-    with (tmp_path / log.NAME).open("a") as file:
+    with (tmp_path / run_folder.LOG).open("a") as file:
         file.write('{"kind": "step", "st')  # a crash
-    with log.RunLog(tmp_path, start=3) as second:
+    with run_folder.RunLog(tmp_path, start=3) as second:
         second.write("step", step=4, again=True)
-    assert [(line["step"], line.get("again")) for line in log.read(tmp_path)] == [
+    assert [(line["step"], line.get("again")) for line in run_folder.read_log(tmp_path)] == [
         (1, None),
         (2, None),
         (3, None),
@@ -661,9 +662,9 @@ def test_log_drops_what_a_resumed_run_repeats(tmp_path: Path) -> None:
 
 
 def test_damaged_log_is_named(tmp_path: Path) -> None:
-    (tmp_path / log.NAME).write_text('{"kind": "step"}\nnonsense\n')
-    with pytest.raises(ValueError, match=rf"{tmp_path / log.NAME}, line 2 is not JSON"):
-        log.read(tmp_path)
+    (tmp_path / run_folder.LOG).write_text('{"kind": "step"}\nnonsense\n')
+    with pytest.raises(ValueError, match=rf"{tmp_path / run_folder.LOG}, line 2 is not JSON"):
+        run_folder.read_log(tmp_path)
 
 
 # --- samples

@@ -28,13 +28,13 @@ from typer.testing import CliRunner
 from ring_dilated_attention.checks import run_ranks
 from ring_dilated_attention.cli import app
 from ring_dilated_attention.nn import LongNet, LongNetConfig
-from ring_dilated_attention.train import checkpoint, lock, log
+from ring_dilated_attention.train import checkpoint, run_folder
 from ring_dilated_attention.train.checked_files import META, SUMS
 from ring_dilated_attention.train.checkpoint import Checkpoint
-from ring_dilated_attention.train.comm import joined
 from ring_dilated_attention.train.config import TrainConfig
 from ring_dilated_attention.train.errors import TrainingError
 from ring_dilated_attention.train.loop import run
+from ring_dilated_attention.train.ranks import joined
 
 MODEL = LongNetConfig(
     num_layers=1,
@@ -207,7 +207,7 @@ def test_a_log_that_cannot_be_written_is_one_line(
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(log.RunLog, "write", full)
+    monkeypatch.setattr(run_folder.RunLog, "write", full)
     with pytest.raises(TrainingError, match=r"cannot write to .*: No space left on") as error:
         run(copied, resume=True)
     assert "step_0000001, step_0000002, step_0000003" in one_line(error)
@@ -455,9 +455,9 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(
         if name.endswith(".safetensors"):
             assert actual[name] == expected[name]
     values = [(line["kind"], line.get("step"), line.get("bits_per_byte")) for line in
-              log.read(trained.out)][1:]  # fmt: skip
+              run_folder.read_log(trained.out)][1:]  # fmt: skip
     again = [(line["kind"], line.get("step"), line.get("bits_per_byte")) for line in
-             log.read(copied.out) if line["kind"] != "config"]  # fmt: skip
+             run_folder.read_log(copied.out) if line["kind"] != "config"]  # fmt: skip
     assert again == values
 
 
@@ -510,7 +510,7 @@ def test_a_link_in_place_of_a_checkpoint_goes_without_what_it_links(
 
 HOLDER = textwrap.dedent("""
     import pathlib, sys, time
-    from ring_dilated_attention.train.lock import RunLock
+    from ring_dilated_attention.train.run_folder import RunLock
     with RunLock(pathlib.Path(sys.argv[1]), resume=False):
         print("held", flush=True)
         time.sleep(600)
@@ -538,10 +538,10 @@ def test_a_second_training_is_told_by_whom(copied: TrainConfig, resume: bool, ra
             # The lock goes with its process, whatever ends that.
             holder.kill()
             holder.wait()
-            assert (copied.out / lock.NAME).exists()
-            with lock.RunLock(copied.out, resume=True):
+            assert (copied.out / run_folder.LOCK).exists()
+            with run_folder.RunLock(copied.out, resume=True):
                 pass
-            assert not (copied.out / lock.NAME).exists()
+            assert not (copied.out / run_folder.LOCK).exists()
         finally:
             holder.kill()
 
@@ -561,12 +561,12 @@ def test_a_run_holds_its_folder_while_it_runs(copied: TrainConfig) -> None:
 
     run(copied, resume=True, stop=Look())  # type: ignore[arg-type]
     assert len(held) == 1
-    assert not (copied.out / lock.NAME).exists()
+    assert not (copied.out / run_folder.LOCK).exists()
 
 
 def test_a_folder_that_nothing_comes_of_is_not_left(tmp_path: Path) -> None:
-    with lock.RunLock(tmp_path / "run", resume=False):
-        assert (tmp_path / "run" / lock.NAME).exists()
+    with run_folder.RunLock(tmp_path / "run", resume=False):
+        assert (tmp_path / "run" / run_folder.LOCK).exists()
     assert not (tmp_path / "run").exists()
 
 
@@ -578,4 +578,4 @@ def test_a_file_system_without_locks_is_refused(
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
     with pytest.raises(ValueError, match="cannot be locked against a second training: No locks"):
-        lock.RunLock(tmp_path, resume=False)
+        run_folder.RunLock(tmp_path, resume=False)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ring_dilated_attention.checks import forked_context
-from ring_dilated_attention.train.watch import Watch
+from ring_dilated_attention.train.errors import Watch
 
 WORLD_SIZE = 5
 VICTIM = 1

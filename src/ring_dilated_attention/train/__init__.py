@@ -1,17 +1,16 @@
 """Training of the byte-level language model: `rda train` and `rda sample`.
 
-`train` is the command, `command` its file. `config` (options), `data` (bytes and windows), `memory`
-(what a run needs at least), `comm` (ranks and collectives), `watch` (which rank is missing), `loop`
-(the training loop), `checkpoint`, `checked_files` (its files), `lock` (one training in a folder),
-`log` (JSONL), `plot` (PNG), `report` (what the user sees), `signals` (stopping), `launch` (local
-ranks), `errors` (`TrainingError`; `one_line` of any error), `sample` (continuing a prompt:
-`sample_bytes`, `decoded`). `newest_run` finds the newest run in a folder.
+`command` is the commands: `train`, and `sample_bytes` and `decoded`, which continue a prompt.
+`config` has the options, `data` the bytes and windows, `loop` the training loop, `ranks` the ranks
+and their collectives, `launch` starts local ranks, and `errors` finds out which one is missing
+(`TrainingError`; `one_line` of any error). `run_folder` is the folder of a run, its lock, log and
+curve; `checkpoint` and `checked_files` write what a run goes on from. `newest_run` finds the newest
+run in a folder.
 """
 
 from .checkpoint import newest_run
-from .command import train
+from .command import decoded, sample_bytes, train
 from .errors import TrainingError, one_line
-from .sample import decoded, sample_bytes
 
 __all__ = [
     "TrainingError",

@@ -47,9 +47,9 @@ from .checked_files import (
     seal,
     write_synced,
 )
-from .comm import World
 from .config import TrainConfig
 from .errors import TrainingError, one_line
+from .ranks import World
 
 FOLDER = "checkpoints"
 FORMAT = 2  # 1 was torch.distributed.checkpoint's, whose index is a pickle

@@ -1,4 +1,4 @@
-"""Options of a training run: one frozen dataclass, to and from JSON."""
+"""Options of a training run, to and from JSON; the presets; and what a run needs of a machine."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import torch
+
+from ..checks import host_memory
 from ..functional import EXCHANGES, Schedule
 from ..layout import SequenceLayout
 from ..nn import LongNetConfig, check_checkpoint
@@ -254,3 +258,123 @@ def _check_sizes(options: Mapping[str, Any]) -> None:
 def _digits(value: int) -> str:
     """An int for a message: of a very large one only the number of its bits."""
     return str(value) if value.bit_length() <= 128 else f"an int of {value.bit_length()} bits"
+
+
+DEFAULT_PRESET = "small"
+
+_LONGNET_BASE: dict[str, Any] = {
+    # 85 million parameters in the blocks, heads of 64 as in LongNet's experiments.
+    "num_layers": 12,
+    "embed_dim": 768,
+    "num_heads": 12,
+    "ffn_dim": 3072,
+    # LongNet's pattern, and a branch that reaches across the whole sequence: at 8,388,608 bytes it
+    # shows a query up to 4,096 keys, and takes a thousandth of the work.
+    "segment_lengths": (2048, 4096, 8192, 16384, 32768, None),
+    "dilation_rates": (1, 2, 4, 6, 12, 2048),
+    "sequence_length": 2_097_152,
+    "precision": "bfloat16",
+    "checkpoint": "keep_attention",
+    "chunk_rows": 65_536,
+    # A step sees millions of bytes, so a run has few of them.
+    "steps": 100,
+    "learning_rate": 1e-3,
+    "warmup_steps": 5,
+    "eval_every": 20,
+    "eval_windows": 1,
+    "save_every": 50,
+    "keep": 2,
+}
+
+PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {DEFAULT_PRESET: {}, "longnet-base": _LONGNET_BASE}
+)
+"""Options by the names that they have in `TrainConfig` and `LongNetConfig`; those that a preset
+leaves out keep their defaults. ``small`` is the defaults: minutes on two CPU cores.
+``longnet-base`` is for GPUs: by count of what lives, 100 to 120 GiB each for 2,097,152 bytes of a
+sequence (the more where the ranks are so many that attention's gradients are summed in float32),
+and 18 GiB less with `checkpoint_blocks` 3, which computes more."""
+
+
+def preset_options(name: str) -> Mapping[str, Any]:
+    """The options of a preset.
+
+    Raises:
+        ValueError: there is no such preset.
+    """
+    check_choice("preset", name, tuple(PRESETS))
+    return PRESETS[name]
+
+
+_STATE_BYTES = 16  # of a parameter: itself, its gradient and AdamW's two moments, in float32
+_TOKEN_BYTES = 16  # of a position: input and label, in int64
+_PROCESS_BYTES = 100 << 20  # of a rank before it has a tensor: Python, torch, one thread
+
+
+def check_memory(config: TrainConfig, world_size: int, local_ranks: int) -> None:
+    """Refuse a run that needs more memory than there is, by a count that is too low if anything.
+
+    Counted are the parameters with all that training keeps of them, the tokens, and the inputs of
+    blocks that are kept for backward.
+
+    Args:
+        config: the options.
+        world_size: number of ranks.
+        local_ranks: number of ranks on this machine.
+
+    Raises:
+        ValueError: it needs more; the message says how much, and which options to change.
+    """
+    model = config.model
+    group_size = config.group_size(world_size)
+    kv_dim = model.embed_dim // model.num_heads * (model.num_kv_heads or model.num_heads)
+    block = 2 * model.embed_dim * (model.embed_dim + kv_dim + model.ffn_dim)
+    state = (model.num_layers * block + model.vocab_size * model.embed_dim) * _STATE_BYTES
+    rows = -(-config.batch_size // (world_size // group_size))
+    kept = -(-model.num_layers // config.checkpoint_blocks)
+    itemsize = 4 if config.precision == "float32" else 2
+    batch = rows * (config.sequence_length // group_size)
+    batch *= _TOKEN_BYTES + kept * model.embed_dim * itemsize
+    have, where, ranks, process = host_memory(), "this machine", local_ranks, _PROCESS_BYTES
+    if config.device != "cpu" and torch.cuda.is_available():
+        have, where = torch.cuda.get_device_properties(0).total_memory, "a GPU here"
+        ranks, process = 1, 0
+    need = ranks * (process + state + batch)
+    if have is None or need <= have:
+        return
+    most = max(process, state, batch)
+    if most == state:
+        change = "--num-layers, --embed-dim or --ffn-dim"
+    elif most == batch:
+        change = "--batch-size or --sequence-length"
+    else:
+        change = "--ranks"
+    of = "" if ranks == 1 else f" for {ranks} ranks"
+    raise ValueError(
+        f"this run needs at least {_size(need)}{of}, {_size(ranks * state)} for parameters and "
+        f"AdamW and {_size(ranks * batch)} for its batch; {where} has {_size(have)}: lower {change}"
+    )
+
+
+def check_text(size: int, local_ranks: int, description: str) -> None:
+    """Refuse text that does not fit into the machine's memory, before it is read.
+
+    Args:
+        size: bytes of all files.
+        local_ranks: number of ranks on this machine; each holds all text, and twice while it reads.
+        description: of the text, for the message.
+
+    Raises:
+        ValueError: it does not fit.
+    """
+    need, have = 2 * size * local_ranks, host_memory()
+    if have is not None and need > have:
+        of = "" if local_ranks == 1 else f" on each of {local_ranks} ranks"
+        raise ValueError(
+            f"{description} has {_size(size)}, and reading it{of} takes {_size(need)}; this "
+            f"machine has {_size(have)}: give less --data"
+        )
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:,.1f} GB" if count < 1e15 else f"{count / 1e12:,.4g} TB"

@@ -20,11 +20,10 @@ import torch.distributed as dist
 from ..checks import threads_of_a_rank, under_torchrun
 from ..pattern import check_positive_int
 from .config import TrainConfig
-from .errors import TrainingError, one_line, os_error_text
-from .lock import RunLock
+from .errors import LostRankError, TrainingError, one_line, os_error_text
 from .loop import Outcome, check_devices, check_run, run
-from .signals import OnFirstSignal, StopRequest
-from .watch import LostRankError
+from .ranks import OnFirstSignal, StopRequest
+from .run_folder import RunLock
 
 # The launcher takes a terminal's Ctrl-C for all of its ranks.
 _WORKER = (
@@ -33,7 +32,7 @@ _WORKER = (
 )
 _ERROR = "error.txt"
 # Seconds that the other ranks have to end and to say why, once one has ended in failure. They find
-# out what is missing for 1.5 s (watch.py); all of them must have ended 5 s after a rank has died.
+# out what is missing for 1.5 s (`Watch`); all of them must have ended 5 s after a rank has died.
 _GRACE = 3.0
 _POLL = 0.05
 

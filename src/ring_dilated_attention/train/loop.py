@@ -18,16 +18,11 @@ from ..layout import SequenceLayout
 from ..nn import LongNet
 from . import checkpoint
 from .checkpoint import Checkpoint
-from .comm import World, joined, local_device
-from .config import TrainConfig
+from .config import TrainConfig, check_memory, check_text
 from .data import ByteCorpus, shard_windows
 from .errors import TrainingError, one_line, os_error_text
-from .lock import RunLock, check_free
-from .log import RunLog
-from .memory import check_memory, check_text
-from .plot import plot_losses
-from .report import Report
-from .signals import OnFirstSignal, StopRequest
+from .ranks import OnFirstSignal, StopRequest, World, joined, local_device
+from .run_folder import Report, RunLock, RunLog, check_free, plot_losses
 
 
 @dataclass(frozen=True, kw_only=True)

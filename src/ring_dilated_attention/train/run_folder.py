@@ -1,0 +1,285 @@
+"""The folder of a run: its lock, log and curve; and what is shown while it grows."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+from .errors import os_error_text
+
+LOCK = ".lock"
+
+
+class RunLock:
+    """Hold the folder of a run, which is made if need be; a context manager.
+
+    The system's ``flock`` on a file of the folder is what counts, and it ends with the process that
+    holds it, however that ends: a lock is never stale. The file says who holds it. It is removed
+    when the lock is given back; one that a killed process has left behind is taken over.
+
+    NFS (since Linux 2.6.12), and others that pass ``flock`` on, lock between hosts. Where a mount
+    keeps locks local (NFS with ``local_lock``), trainings of two hosts do not see each other. A
+    file system without locks is an error.
+
+    Args:
+        run: folder of the run.
+        resume: whether the run goes on: then the folder is not made.
+
+    Raises:
+        ValueError: a training holds it; the message says which one. Or it is not a folder, there is
+            none to resume, or the file system cannot lock.
+        OSError: the folder cannot be written.
+    """
+
+    def __init__(self, run: Path, *, resume: bool) -> None:
+        if run.exists() and not run.is_dir():
+            raise ValueError(f"{run} is not an empty folder; resume it or choose another")
+        if resume and not run.exists():
+            raise ValueError(f"there is no checkpoint in {run}")
+        self._run = run
+        self._path = run / LOCK
+        self._made = not run.exists()
+        run.mkdir(parents=True, exist_ok=True)
+        while True:
+            self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                self._lock()
+                if self._is_current():
+                    break
+            except BaseException:
+                os.close(self._descriptor)
+                raise
+            os.close(self._descriptor)  # its last holder has removed the file: make another
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        owner = f"process {os.getpid()} on {socket.gethostname()} since {since}"
+        os.ftruncate(self._descriptor, 0)
+        os.write(self._descriptor, owner.encode())
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise ValueError(
+                    f"{self._run} cannot be locked against a second training: "
+                    f"{os_error_text(error)}; choose a folder on another file system"
+                ) from error
+            owner = os.pread(self._descriptor, 200, 0).decode(errors="replace")
+            raise ValueError(
+                f"{self._run} is in use by a training, {owner or 'which has just begun'}; wait for "
+                "it, or choose another folder"
+            ) from error
+
+    def _is_current(self) -> bool:
+        try:
+            there = os.stat(self._path)
+        except FileNotFoundError:
+            return False
+        mine = os.fstat(self._descriptor)
+        return (there.st_ino, there.st_dev) == (mine.st_ino, mine.st_dev)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._path.unlink(missing_ok=True)
+        if self._made:
+            with suppress(OSError):
+                self._run.rmdir()  # nothing came of the run
+        os.close(self._descriptor)
+
+
+def check_free(run: Path) -> None:
+    """Raise a `ValueError` if the folder of a new run holds anything but its lock."""
+    if run.exists() and any(path.name != LOCK for path in run.iterdir()):
+        raise ValueError(f"{run} is not an empty folder; resume it or choose another")
+
+
+LOG = "log.jsonl"
+
+
+class RunLog:
+    """Appends to the log of a run; a context manager.
+
+    Every line has a ``kind``: ``config`` (the options, at every start), ``step`` and ``eval``; the
+    last two have a ``step``, the number of steps done.
+
+    Args:
+        run: folder of the run.
+        start: number of steps done; lines of later steps, of a run that went on past its last
+            checkpoint, are dropped.
+
+    Raises:
+        ValueError: the existing log is damaged.
+        OSError: the log cannot be written.
+    """
+
+    def __init__(self, run: Path, *, start: int) -> None:
+        run.mkdir(parents=True, exist_ok=True)
+        path = run / LOG
+        kept = [line for line in read_log(run) if line.get("step", 0) <= start] if start else []
+        partial = path.with_suffix(".partial")
+        partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        os.replace(partial, path)
+        self._file = path.open("a")
+
+    def write(self, kind: str, **values: Any) -> None:
+        """Append a line, and hand it to the system at once."""
+        self._file.write(json.dumps({"kind": kind, **values}) + "\n")
+        self._file.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+def read_log(run: Path) -> list[dict[str, Any]]:
+    """The lines of a run's log; a last line that a crash cut short is left out.
+
+    Raises:
+        ValueError: it is not UTF-8, or another line is not a JSON object.
+    """
+    path = run / LOG
+    if not path.exists():
+        return []
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from error
+    parsed = []
+    for number, line in enumerate(lines[:-1], start=1):  # a whole line ends in a newline
+        try:
+            parsed.append(json.loads(line))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
+        if not isinstance(parsed[-1], dict):
+            raise ValueError(f"{path}, line {number} is not a JSON object")
+    return parsed
+
+
+CURVE = "loss.png"
+
+
+def plot_losses(run: Path) -> Path:
+    """Draw training and held-out bits per byte against the step, from the log of a run.
+
+    Training losses are shown faintly one by one, and strongly as means of the last twentieth.
+
+    Args:
+        run: folder of the run; the picture goes to `CURVE` in it.
+
+    Returns:
+        The path of the picture.
+
+    Raises:
+        ValueError: the log is damaged.
+        OSError: the picture cannot be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    lines = read_log(run)
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for kind, label, style in (("step", "training", "-"), ("eval", "held out", "o-")):
+        steps = [line["step"] for line in lines if line["kind"] == kind]
+        bits = [line["bits_per_byte"] for line in lines if line["kind"] == kind]
+        if not steps:
+            continue
+        if kind == "step":  # a batch may be one sequence, so losses scatter
+            axes.plot(steps, bits, color="C0", alpha=0.3, linewidth=0.8)
+            bits = _trailing_means(bits, max(1, len(bits) // 20))
+        axes.plot(steps, bits, style, label=label, linewidth=1.4, markersize=4)
+    axes.set_xlabel("step")
+    axes.set_ylabel("bits per byte")
+    axes.set_title(run.name)
+    axes.grid(alpha=0.3)
+    if axes.lines:
+        axes.legend()
+    path = run / CURVE
+    partial = path.with_suffix(".partial.png")
+    figure.savefig(partial, dpi=120)
+    partial.replace(path)
+    return path
+
+
+def _trailing_means(values: list[float], count: int) -> list[float]:
+    """For every value, the mean of it and the ones before it, at most `count` of them."""
+    windows = (values[max(0, i + 1 - count) : i + 1] for i in range(len(values)))
+    return [sum(window) / len(window) for window in windows]
+
+
+class Report:
+    """Shows progress on rank 0 and nothing elsewhere; a context manager.
+
+    Args:
+        steps: number of steps of the whole run.
+        start: number of steps done.
+        every: steps between lines where there is no terminal.
+        show: whether this is the rank that shows anything.
+    """
+
+    def __init__(self, *, steps: int, start: int, every: int, show: bool) -> None:
+        self._console = Console(quiet=not show, highlight=False)
+        self._every = every
+        self._steps = steps
+        self._progress = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TaskProgressColumn(),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not (show and self._console.is_terminal),
+        )
+        self._task = self._progress.add_task("", total=steps, completed=start)
+
+    def step(self, step: int, found: Mapping[str, float]) -> None:
+        """Show a finished step.
+
+        Args:
+            step: number of steps done.
+            found: its `bits_per_byte` in training, `tokens_per_second` over all ranks, and
+                `peak_memory_bytes` of the rank with the most.
+        """
+        text = (
+            f"{found['bits_per_byte']:.3f} bits/byte, {found['tokens_per_second']:,.0f} tokens/s, "
+            f"{found['peak_memory_bytes'] / 2**20:,.0f} MiB per rank"
+        )
+        if not self._progress.disable:
+            self._progress.update(self._task, completed=step, description=text)
+        elif step % self._every == 0 or step == self._steps:
+            self.line(f"step {step}/{self._steps}: {text}")
+
+    def line(self, text: str) -> None:
+        """Show a line of text, above the bar if there is one."""
+        self._console.print(text, markup=False, soft_wrap=True)
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 4 benchmarks/host_time.py --out host_time.json
 
 Where that is longer than the GPU computes, the GPU waits: short sequences, and rings cut into many
-slices (benchmarks/slices.py). The device is idle before each call, so nothing waits for it. With
+rounds (benchmarks/rounds.py). The device is idle before each call, so nothing waits for it. With
 `--device cpu` transfers are waited for, and the tiles are computed, within the call.
 """
 
@@ -32,7 +32,7 @@ def main(
     heads: int = 16,
     head_dim: int = 128,
     repeats: int = 20,
-    power: Annotated[list[int] | None, typer.Option(help="of two, of SLICE_PAIRS")] = None,
+    power: Annotated[list[int] | None, typer.Option(help="of two, of ROUND_PAIRS")] = None,
     shown: Annotated[int, typer.Option(help="functions of each row")] = 25,
     device: Annotated[str, typer.Option(help="cuda or cpu")] = "cuda",
     out: Annotated[Path | None, typer.Option(help="JSON file to write")] = None,
@@ -61,8 +61,8 @@ def main(
 
     rows: list[dict[str, Any]] = []
     for exponent in power or (28, 31):
-        attention.SLICE_PAIRS = 1 << exponent
-        forget_plans()  # plans keep their slices
+        attention.ROUND_PAIRS = 1 << exponent
+        forget_plans()  # plans keep their rounds
         profilers = {forward: cProfile.Profile(), backward: cProfile.Profile()}
         times: dict[Callable[[], None], list[float]] = {forward: [], backward: []}
         for number in range(-2, 2 * repeats):  # at first kernels compile
@@ -77,7 +77,7 @@ def main(
                     call()
                     times[call] += [1e3 * (time.perf_counter() - begin)] * (number >= 0)
         for call, profiler in profilers.items():
-            row = {"rank": rank, "slice_pairs": exponent, "direction": call.__name__}
+            row = {"rank": rank, "round_pairs": exponent, "direction": call.__name__}
             longest = _longest(profiler, repeats, shown)
             rows.append(row | {"ms": times[call], "profiled": longest})
             if rank == 0:

@@ -42,13 +42,13 @@ def main(
     repeats: int = 5,
     device: Annotated[str, typer.Option(help="cuda or cpu")] = "cuda",
     pairs: Annotated[
-        int, typer.Option(help="see plan.attention.SLICE_PAIRS: the more, the fewer messages")
-    ] = attention.SLICE_PAIRS,
+        int, typer.Option(help="see plan.attention.ROUND_PAIRS: the more, the fewer messages")
+    ] = attention.ROUND_PAIRS,
     only: Annotated[str, typer.Option(help="calls whose names begin with this")] = "",
     out: Annotated[Path | None, typer.Option(help="JSON file to write")] = None,
 ) -> None:
     """Time and weigh every kind of call."""
-    attention.SLICE_PAIRS = pairs
+    attention.ROUND_PAIRS = pairs
     cuda = device == "cuda"
     rank, world_size, world, ranks, own = join(device)
     layout = SequenceLayout.zigzag(length, world_size)

@@ -6,7 +6,7 @@
 #
 # All steps are run, or those that are named. A step that fails does not stop the next.
 set -uo pipefail
-steps=(tables tokens slides documents calls tests train longest slices host power without_exchange)
+steps=(tables tokens slides documents calls tests train longest rounds host power without_exchange)
 out=${1:?usage: several_gpus.sh OUT GPUS [STEP...]} gpus=${2:?how many GPUs}
 shift 2
 here=$(dirname "$0")
@@ -53,7 +53,7 @@ longest() { # by the memory of those that fitted; the first may not
   done
   return 1
 }
-slices() { ranks "$here/slices.py" --out "$out/slices.json"; } # of heads, of a dense ring
+rounds() { ranks "$here/rounds.py" --out "$out/rounds.json"; } # of heads, of a dense ring
 host() { ranks "$here/host_time.py" --out "$out/host_time.json"; }
 without_exchange() { # then with zeros, which take less power
   ranks "$here/without_exchange.py" --out "$out/without_exchange.json" &&

@@ -11,16 +11,16 @@ from ring_dilated_attention.resolve import forget_plans
 
 
 @contextmanager
-def rings_cut(slice_pairs: int | None) -> Iterator[None]:
+def rings_cut(round_pairs: int | None) -> Iterator[None]:
     """A few heads at a time, or one in pieces, their results added behind the compute.
 
     Args:
-        slice_pairs: see `plan.attention.SLICE_PAIRS`; None: as they are.
+        round_pairs: see `plan.attention.ROUND_PAIRS`; None: as they are.
     """
     with pytest.MonkeyPatch.context() as patch:
-        if slice_pairs is not None:
-            patch.setattr(attention, "SLICE_PAIRS", slice_pairs)
+        if round_pairs is not None:
+            patch.setattr(attention, "ROUND_PAIRS", round_pairs)
             patch.setattr(compute, "LONG_FLOPS", 0)
-        forget_plans()  # plans keep their slices
+        forget_plans()  # plans keep their rounds
         yield
     forget_plans()

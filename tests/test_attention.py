@@ -41,8 +41,8 @@ def test_any_case_equals_the_reference(case):
 @pytest.mark.slow
 @settings(max_examples=120)
 @given(cases(), st.integers(1, 3000))
-def test_any_case_cut_up_equals_the_reference(case, slice_pairs):
-    with rings_cut(slice_pairs):
+def test_any_case_cut_up_equals_the_reference(case, round_pairs):
+    with rings_cut(round_pairs):
         (outcome,) = run_here(case)
     assert outcome.passes(case.dtype), outcome
 
@@ -57,13 +57,13 @@ def test_a_ring_cut_up_holds_less_and_moves_the_same():
         )
 
     # Fewer heads at a time where steps are long.
-    assert [one.kv_heads for one in dense(2**16).slices] == [range(8), range(8, 16)]
+    assert [one.kv_heads for one in dense(2**16).rounds] == [range(8), range(8, 16)]
     plan = dense(2**18)
-    assert [one.kv_heads for one in plan.slices] == [range(i, i + 1) for i in range(16)]
-    assert all(one.pieces == 2 for one in plan.slices)
+    assert [one.kv_heads for one in plan.rounds] == [range(i, i + 1) for i in range(16)]
+    assert all(one.pieces == 2 for one in plan.rounds)
     size = TensorSize(batch=1, head_dim=128, element_size=2)
     for rank in map(plan.rank, range(4)):
-        parts = rank.parts(gathers=False)
+        parts = rank.rounds(gathers=False)
         assert sum(part.total_received_rows for part in parts) == rank.total_received_rows
         assert sum(part.pairs for part in parts) == rank.pairs
         # Two messages of a sixteenth of the heads: of one of two ranges each, or, from earlier
@@ -76,7 +76,7 @@ def test_no_rank_of_a_balanced_ring_computes_longer_at_a_step():
     """Who did would send its next rows late: all would wait for it, at every step."""
     layout = SequenceLayout.zigzag(2**18, 4)
     plan = plan_attention(DilatedPattern.dense(), layout, is_causal=True, num_heads=16)
-    one = plan.slices[0]
+    one = plan.rounds[0]
     steps = [[sum(tile.pairs for tile in step.tiles) for step in one.rank(r).steps()]
              for r in range(4)]  # fmt: skip
     assert {*map(tuple, steps)} == {(2**30,) * 6}

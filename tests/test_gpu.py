@@ -433,10 +433,10 @@ def shared_launch(queries, keys, head_dim, dtype, is_causal):
         yield name, error, all(torch.equal(got, repeat[number]) for repeat in repeats)
 
 
-@pytest.mark.parametrize("slice_pairs", [None, 1])
-def test_the_sweep_on_one_gpu(slice_pairs):
+@pytest.mark.parametrize("round_pairs", [None, 1])
+def test_the_sweep_on_one_gpu(round_pairs):
     cases = [replace(case, device="cuda") for case in sweep(4)]
-    with rings_cut(slice_pairs):
+    with rings_cut(round_pairs):
         assert not failures(cases, run_here(4, cases))
 
 

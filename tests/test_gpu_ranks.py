@@ -75,17 +75,17 @@ def cut_cases(world_size):
             )
 
 
-def run_cut(rank, world_size, cases, peer_memory, slice_pairs):
-    with rings_cut(slice_pairs):
+def run_cut(rank, world_size, cases, peer_memory, round_pairs):
+    with rings_cut(round_pairs):
         return run_over(rank, world_size, cases, peer_memory)
 
 
-@pytest.mark.parametrize("slice_pairs", [1, 1 << 20])
+@pytest.mark.parametrize("round_pairs", [1, 1 << 20])
 @pytest.mark.parametrize("peer_memory", [True, False])
-def test_rings_cut_up(peer_memory, slice_pairs):
+def test_rings_cut_up(peer_memory, round_pairs):
     world_size = torch.cuda.device_count()
     cases = list(cut_cases(world_size))
-    found = run_ranks(run_cut, world_size, cases, peer_memory, slice_pairs, backend="nccl")
+    found = run_ranks(run_cut, world_size, cases, peer_memory, round_pairs, backend="nccl")
     assert not failures(cases, combine(found))
 
 

@@ -90,14 +90,14 @@ def check(case, selection, *, seed, early=0.0, gathers=False, workspace=None):
 
 @pytest.mark.parametrize("backend", [EAGER, INTO], ids=["apart", "into"])
 @pytest.mark.parametrize(
-    ("gathers", "slice_pairs"),
+    ("gathers", "round_pairs"),
     [(False, None), (False, 20), (True, None)],
     ids=["ring", "few heads at a time", "gather"],
 )
 @pytest.mark.parametrize("name", CASES)
-def test_additions_that_are_late(name, slice_pairs, gathers, backend, monkeypatch):
-    if slice_pairs is not None:
-        monkeypatch.setattr(attention, "SLICE_PAIRS", slice_pairs)
+def test_additions_that_are_late(name, round_pairs, gathers, backend, monkeypatch):
+    if round_pairs is not None:
+        monkeypatch.setattr(attention, "ROUND_PAIRS", round_pairs)
     pattern, layout, options = CASES[name]
     case = Case(pattern=pattern, layout=layout, **options)
     for number, (early, long_flops) in enumerate(product((0.0, 0.3), (0.0, 2e3))):

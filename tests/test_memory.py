@@ -126,8 +126,8 @@ def test_ring_holds_two_remote_shards_at_most():
     assert {watch.most for watch in watches} == {3}
 
 
-@pytest.mark.parametrize("slice_pairs", [None, 1])
-def test_the_last_gradients_come_home_behind_local_tiles(slice_pairs, monkeypatch):
+@pytest.mark.parametrize("round_pairs", [None, 1])
+def test_the_last_gradients_come_home_behind_local_tiles(round_pairs, monkeypatch):
     """Those of the last two steps: nothing waits for them while there is something to compute."""
     events: dict[int, list[str]] = {}
     backward = compute.backward
@@ -160,7 +160,7 @@ def test_the_last_gradients_come_home_behind_local_tiles(slice_pairs, monkeypatc
         backward(*arguments, **options)
 
     monkeypatch.setattr(compute, "backward", computes)
-    with rings_cut(slice_pairs):
+    with rings_cut(round_pairs):
         run(Watched, DilatedPattern.dense(), "ring", is_causal=False)
     assert len(events) == WORLD_SIZE
     held_back = 0
@@ -171,7 +171,7 @@ def test_the_last_gradients_come_home_behind_local_tiles(slice_pairs, monkeypatc
         assert set(computed) <= {"compute"}
         held_back += bool(computed)
     # One head of the last rank, whose two ranges are one, is a single group: nothing is left.
-    assert held_back == WORLD_SIZE - (slice_pairs is not None)
+    assert held_back == WORLD_SIZE - (round_pairs is not None)
 
 
 def test_workspace_bounds_what_kernels_allocate(monkeypatch):

@@ -61,8 +61,8 @@ def test_messages_arrive_in_any_order_of_streams(world_size, streams, slots, mon
 
 
 @pytest.mark.parametrize(("streams", "slots"), [(1, 1), (2, peer_memory.SLOTS)])
-@pytest.mark.parametrize(("world_size", "slice_pairs"), [(2, None), (4, 300), (7, None)])
-def test_calls_through_outboxes(world_size, slice_pairs, streams, slots, monkeypatch):
+@pytest.mark.parametrize(("world_size", "round_pairs"), [(2, None), (4, 300), (7, None)])
+def test_calls_through_outboxes(world_size, round_pairs, streams, slots, monkeypatch):
     """One after the other, of many shapes, patterns and layouts, forward and backward."""
     monkeypatch.setattr(peer_memory, "SLOTS", slots)
     lock, expected = threading.Lock(), lru_cache(maxsize=8)(Case.expected)
@@ -80,7 +80,7 @@ def test_calls_through_outboxes(world_size, slice_pairs, streams, slots, monkeyp
         exchange = HostExchange(host, ends)
         return [run_case(case, exchange) for case in cases]
 
-    with rings_cut(slice_pairs):
+    with rings_cut(round_pairs):
         outcomes = combine(run_loopback(world_size, rank))
     assert not [case for case, x in zip(cases, outcomes, strict=True) if not x.passes(case.dtype)]
     host.assert_empty()

@@ -100,7 +100,7 @@ def patch_like_a_gpu():
         (compute, "SLICE_ROWS", SCALE),
         (compute, "LONG_FLOPS", SCALE**2),
         (ring, "_RETURNING_BYTES", SCALE),
-        (attention, "SLICE_PAIRS", SCALE**2),
+        (attention, "ROUND_PAIRS", SCALE**2),
     ):
         patch.setattr(module, name, getattr(module, name) // scale)
 

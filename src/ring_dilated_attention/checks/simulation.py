@@ -247,9 +247,9 @@ def _run(
 def _report(
     rank: RankPlan, size: TensorSize, work: Sequence[int], ran: _Ran, *, gathers: bool
 ) -> RankReport:
-    parts = rank.parts(gathers=gathers)
-    steps = [step for part in parts for step in part.steps()]
-    groups = [group for part in parts for group in part.local_groups]
+    rounds = rank.rounds(gathers=gathers)
+    steps = [step for one in rounds for step in one.steps()]
+    groups = [group for one in rounds for group in one.local_groups]
     groups += [group for step in steps for group in step.groups]
     receivers = [step.send.receiver for step in steps if step.send is not None]
     senders = [step.receive.sender for step in steps if step.receive is not None]

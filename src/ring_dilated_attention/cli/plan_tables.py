@@ -21,9 +21,9 @@ from ..plan import (
 )
 
 
-def slices_of(rank: RankPlan) -> tuple[RankPlan, ...]:
+def rounds_of(rank: RankPlan) -> tuple[RankPlan, ...]:
     """The rank's plan as it runs, all heads at once or some at a time."""
-    return rank.parts(gathers=rank.plan.gathers)
+    return rank.rounds(gathers=rank.plan.gathers)
 
 
 def make_table(title: str, *columns: str) -> Table:
@@ -92,9 +92,9 @@ def compute_table(ranks: Sequence[RankPlan], size: TensorSize, work: Sequence[in
         "of the mean",
     )
     for rank in ranks:
-        parts = slices_of(rank)
-        local = [group for part in parts for group in part.local_groups]
-        remote = [group for part in parts for step in part.steps() for group in step.groups]
+        rounds = rounds_of(rank)
+        local = [group for one in rounds for group in one.local_groups]
+        remote = [group for one in rounds for step in one.steps() for group in step.groups]
         table.add_row(
             str(rank.index),
             f"{rank.plan.layout.local_length(rank.index):,}",
@@ -145,7 +145,7 @@ def exchange_table(ranks: Sequence[RankPlan], size: TensorSize) -> Table:
             f"{rank.total_sent_rows:,}",
             in_bytes(moved.forward_sent),
             in_bytes(moved.backward_sent),
-            str(sum(step.send is not None for part in slices_of(rank) for step in part.steps())),
+            str(sum(step.send is not None for part in rounds_of(rank) for step in part.steps())),
         )
     return table
 
@@ -184,7 +184,7 @@ def tiles_table(rank: RankPlan) -> Table:
             _rows(tile.keys),
         )
 
-    for part in slices_of(rank):
+    for part in rounds_of(rank):
         for tile in part.local:
             add(0, tile)
         for step in part.steps():
@@ -215,7 +215,7 @@ def messages_table(rank: RankPlan, size: TensorSize) -> Table:
             in_bytes(returned_bytes(rank, size, message.rows)),
         )
 
-    for step in [step for part in slices_of(rank) for step in part.steps()]:
+    for step in [step for part in rounds_of(rank) for step in part.steps()]:
         if step.send is not None:
             add(step.step, "sends to", step.send.receiver, step.send)
         if step.receive is not None:

@@ -114,7 +114,7 @@ def _decision(plan: AttentionPlan) -> str:
         return "one rank: nothing is exchanged"
     if plan.gathers:
         return "exchange: gather (no rank receives more rows than the largest shard holds)"
-    count, pieces = len(plan.slices), plan.slices[0].pieces
+    count, pieces = len(plan.rounds), plan.rounds[0].pieces
     return (
         "exchange: ring (a rank may receive more rows than the largest shard holds)"
         + f", in {count} parts of the heads one after the other, so that buffers hold one"

@@ -39,13 +39,13 @@ class RingCall:
     workspace: float | None = None  # see `dilated_attention`
 
     @property
-    def parts(self) -> tuple[RankPlan, ...]:
+    def rounds(self) -> tuple[RankPlan, ...]:
         """What is run one after the other."""
-        return self.plan.parts(gathers=self.gathers)
+        return self.plan.rounds(gathers=self.gathers)
 
     def fetch(self, key: torch.Tensor, value: torch.Tensor) -> Iterator[Fetched]:
-        """Start fetching the rows of all steps of all parts, in order."""
-        steps = chain.from_iterable(part.steps() for part in self.parts)
+        """Start fetching the rows of all steps of all rounds, in order."""
+        steps = chain.from_iterable(one.steps() for one in self.rounds)
         depth = self.plan.world_size - 1 if self.gathers else 1
         return fetch(steps, self.exchange, key, value, depth=depth)
 
@@ -78,10 +78,10 @@ def ring_forward(
     inputs = compute.Inputs(*(readable(x, call.backend) for x in (query, key, value)))
     query = inputs.query
     batch, length, num_heads, _ = query.shape
-    parts, tiles, sums = call.parts, call.tiles(query), call.sums(query)
-    covers = all(part.covers for part in parts)
+    rounds, tiles, sums = call.rounds, call.tiles(query), call.sums(query)
+    covers = all(one.covers for one in rounds)
     create = torch.empty if covers else torch.zeros
-    dtype = _sum_dtype(query, max(part.mean_additions for part in parts))
+    dtype = _sum_dtype(query, max(one.mean_additions for one in rounds))
     out = create(query.shape, dtype=dtype, device=query.device)
     lse = torch.empty(
         batch, num_heads, length, dtype=accumulate_dtype(query.dtype), device=query.device
@@ -90,11 +90,11 @@ def ring_forward(
         lse.fill_(-torch.inf)
     with autocast_off(query.device):
         arrivals = call.fetch(inputs.keys, inputs.values)
-        for part in parts:
-            for number, group in enumerate(part.local_groups):
+        for one in rounds:
+            for number, group in enumerate(one.local_groups):
                 result = compute.Result(out, lse, stores=covers and number == 0)
                 compute.forward(group, tiles, inputs, result, sums)
-            for fetched in islice(arrivals, part.num_steps):
+            for fetched in islice(arrivals, one.num_steps):
                 if fetched.slots is not None:
                     remote = compute.Inputs(query, *map(by_slot, fetched.slots))
                     for group in fetched.step.groups:
@@ -135,8 +135,8 @@ def ring_backward(
     )
     with autocast_off(query.device):
         arrivals = call.fetch(key, value)
-        for part in run.parts:
-            run.compute_part(part, arrivals)
+        for one in run.rounds:
+            run.compute_round(one, arrivals)
         run.finish()
     return run.dquery.to(query.dtype), run.dkey.to(key.dtype), run.dvalue.to(value.dtype)
 
@@ -154,10 +154,10 @@ class _Backward:
         self._call, self._inputs, self._merged = call, inputs, merged
         query = inputs.query
         self._tiles, self._sums = call.tiles(query), call.sums(query)
-        self.parts = call.parts
-        self._covers = all(part.covers for part in self.parts)
+        self.rounds = call.rounds
+        self._covers = all(one.covers for one in self.rounds)
         create = torch.empty if self._covers else torch.zeros
-        additions = max(part.mean_additions for part in self.parts)
+        additions = max(one.mean_additions for one in self.rounds)
         heads_per_kv = self._tiles.heads_per_kv
         self.dquery, self.dkey, self.dvalue = (
             create(x.shape, dtype=_sum_dtype(query, additions * count), device=x.device)
@@ -167,19 +167,19 @@ class _Backward:
         self._returned = accumulate_dtype(query.dtype) if wide else query.dtype
         self._returning: deque[GradientReturn] = deque()
 
-    def compute_part(self, part: RankPlan, arrivals: Iterator[Fetched]) -> None:
-        """Compute the local tiles of a part, and those of the rows that arrive for it."""
-        is_last = part is self.parts[-1]
-        early, late, late_heads = LocalHalves(part.local_groups, (), None)
+    def compute_round(self, one: RankPlan, arrivals: Iterator[Fetched]) -> None:
+        """Compute the local tiles of a round, and those of the rows that arrive for it."""
+        is_last = one is self.rounds[-1]
+        early, late, late_heads = LocalHalves(one.local_groups, (), None)
         if is_last:  # something must be left to do while its gradients come home
-            early, late, late_heads = part.local_halves
+            early, late, late_heads = one.local_halves
         self._compute_local(early, stores_first=self._covers)
         if self._covers and late_heads is not None:
             heads_per_kv = self._tiles.heads_per_kv
             for x, heads in ((self.dquery, heads_per_kv), (self.dkey, 1), (self.dvalue, 1)):
                 x[:, :, late_heads.start * heads : late_heads.stop * heads].zero_()
-        steps_left = part.num_steps
-        for fetched in islice(arrivals, part.num_steps):
+        steps_left = one.num_steps
+        for fetched in islice(arrivals, one.num_steps):
             dslots = None
             steps_left -= 1
             # The last step waits for none: nothing is fetched after it, so there is room.

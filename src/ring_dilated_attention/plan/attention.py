@@ -31,11 +31,11 @@ FEW_ADDITIONS = 8.0
 """Additions to a row, on average, that may round to half precision each: errors of out and of the
 gradients stay below those of the kernels (benchmarks/results)."""
 
-SLICE_PAIRS = 1 << 31
+ROUND_PAIRS = 1 << 31
 """(Query, key) pairs of a head and step that keep a rank busy: 1.7 ms of an H200's forward at a
 head_dim of 128 (half of it if causal), behind which their rows travel and the gaps between kernels
 matter little. With half as many, forward of a dense causal ring of 65,536 tokens on four takes 15
-to 30% longer, with a quarter three times as long: the host does not keep up (benchmarks/slices.py).
+to 30% longer, with a quarter three times as long: the host does not keep up (benchmarks/rounds.py).
 """
 
 
@@ -80,7 +80,7 @@ class AttentionPlan:
         return self._narrowed[kv_heads]
 
     @cached_property
-    def slices(self) -> tuple[AttentionPlan, ...]:
+    def rounds(self) -> tuple[AttentionPlan, ...]:
         """The plan for a few heads at a time, as few as keep a rank busy: what a ring runs.
 
         Its buffers then hold rows of these heads alone; where one head is more than enough, in as
@@ -93,9 +93,9 @@ class AttentionPlan:
         )
         pairs = max(rows * rows * (self.num_heads // self.num_kv_heads), 1)
         ranges = max(map(len, self.layout.ranges))
-        one = replace(self, pieces=ranges) if pairs >= ranges * SLICE_PAIRS else self
+        one = replace(self, pieces=ranges) if pairs >= ranges * ROUND_PAIRS else self
         total = self.num_kv_heads
-        count = -(-total // min(total, -(-SLICE_PAIRS // pairs)))
+        count = -(-total // min(total, -(-ROUND_PAIRS // pairs)))
         borders = (total * i // count for i in range(count + 1))
         return tuple(one.narrowed(range(a, b)) for a, b in pairwise(borders))
 

@@ -116,9 +116,9 @@ def memory(rank: RankPlan, size: TensorSize, *, gathers: bool | None = None) -> 
         rows = rank.total_received_rows
     else:
         by_step = [
-            part.received_rows((rank.index - s) % world_size, piece)
-            for part in rank.parts(gathers=False)
-            for piece in range(part.plan.pieces)
+            one.received_rows((rank.index - s) % world_size, piece)
+            for one in rank.rounds(gathers=False)
+            for piece in range(one.plan.pieces)
             for s in range(1, world_size)
         ]
         rows = max((a + b for a, b in pairwise([*by_step, 0])), default=0)
@@ -177,7 +177,7 @@ def step_imbalance(plan: AttentionPlan) -> float:
     1.0 is even. Ranks do not meet, but one that computes longer at a step sends its next rows
     later. Forward, of the heads that are run first: others are like them.
     """
-    ranks = list(map(plan.slices[0].rank, range(plan.layout.world_size)))
+    ranks = list(map(plan.rounds[0].rank, range(plan.layout.world_size)))
     steps = [
         [sum(tile.pairs for tile in rank.local) for rank in ranks],
         *(

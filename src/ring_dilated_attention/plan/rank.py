@@ -101,7 +101,7 @@ class RankPlan:
         """Which of this rank's queries see how many zero keys; see `zero_key_groups`."""
         return zero_key_groups(self.plan.tiling, self.plan.parts_of(self.index))
 
-    def parts(self, *, gathers: bool) -> tuple[RankPlan, ...]:
+    def rounds(self, *, gathers: bool) -> tuple[RankPlan, ...]:
         """What the rank does one after the other: all at once, or some heads at a time.
 
         Args:
@@ -109,7 +109,7 @@ class RankPlan:
         """
         if gathers or self.world_size == 1:
             return (self,)
-        return tuple(plan.rank(self.index) for plan in self.plan.slices)
+        return tuple(plan.rank(self.index) for plan in self.plan.rounds)
 
     @cached_property
     def local_halves(self) -> LocalHalves:

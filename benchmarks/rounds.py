@@ -1,8 +1,8 @@
 """What it costs to run a dense ring for a few heads, and a piece of rows, at a time: ms and bytes.
 
-    torchrun --nproc-per-node 4 benchmarks/slices.py --out slices.json
+    torchrun --nproc-per-node 4 benchmarks/rounds.py --out rounds.json
 
-Each row is a call with another value of `plan.attention.SLICE_PAIRS`, one GPU in the same run;
+Each row is a call with another value of `plan.attention.ROUND_PAIRS`, one GPU in the same run;
 timed as in transports.py. Memory is inputs and peak over those of one GPU.
 """
 
@@ -22,7 +22,7 @@ from ring_dilated_attention.plan import attention
 from ring_dilated_attention.resolve import forget_plans
 
 HEADS = 16
-POWERS = {  # of two, of SLICE_PAIRS, by length
+POWERS = {  # of two, of ROUND_PAIRS, by length
     65_536: range(28, 33),
     262_144: range(31, 34),
 }
@@ -44,8 +44,8 @@ def main(
         torch.cuda.empty_cache()
         dist.barrier(group=ranks)
         for power in powers:
-            attention.SLICE_PAIRS = 1 << power
-            forget_plans()  # plans keep their slices
+            attention.ROUND_PAIRS = 1 << power
+            forget_plans()  # plans keep their rounds
             call = call_of(case, world, rank, world_size, device)
             times, peak = measure(call, samples, ranks)
             del call
@@ -53,7 +53,7 @@ def main(
             if rank == 0:
                 rate = statistics.median(alone) / statistics.median(times) / world_size
                 memory = (inputs / world_size + peak) / (inputs + one)
-                row = {"length": length, "backward": backward, "slice_pairs": power}
+                row = {"length": length, "backward": backward, "round_pairs": power}
                 row |= {"one_ms": alone, "ms": times, "rate": rate, "memory": memory}
                 rows.append(row)
                 print(

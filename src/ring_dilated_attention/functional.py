@@ -7,7 +7,7 @@ what is cached, looked up or shared with other ranks happens when the operator r
 from __future__ import annotations
 
 import sys
-from typing import Any, Literal, TypeAlias, get_args, overload
+from typing import Literal, TypeAlias, get_args, overload
 
 import torch
 
@@ -164,22 +164,27 @@ def dilated_attention(
     name = group_name(group)
     query, key, value = autocast_inputs(query, key, value)
     try:
-        options = make_options(
-            pattern,
-            group=name,
-            is_causal=is_causal,
-            scale=scale,
-            documents=documents,
-            lengths=lengths,
-            layout=layout,
-            exchange=exchange,
-            backend=backend,
-            workspace=workspace,
-            return_lse=return_lse,
-        )
+        validate_options(pattern, is_causal, scale, layout, exchange, backend, return_lse)
+        validate_workspace(workspace)
         validate_tensors(query, key, value)
         if layout is None and query.shape[1] == 0:
             raise ValueError(f"the sequence is empty: query has shape {tuple(query.shape)}")
+        needs_gradients = torch.is_grad_enabled() and (
+            query.requires_grad or key.requires_grad or value.requires_grad
+        )
+        options = Options(
+            *flat_pattern(pattern),
+            is_causal,
+            flat_scale(scale),
+            [] if layout is None else list(layout.flat),
+            name,
+            exchange,
+            backend,
+            None if workspace is None else float(workspace),
+            needs_gradients,
+            documents=[] if documents is None else as_ints("documents", documents),
+            lengths=[] if lengths is None else as_ints("lengths", lengths),
+        )
         if key_padding_mask is not None:
             _validate_mask(key_padding_mask, query, lengths)
     except Exception as failure:
@@ -187,10 +192,6 @@ def dilated_attention(
         device = query.device if isinstance(query, torch.Tensor) else torch.device("cpu")
         agree("dilated_attention", exchange_named(name), None, failure, device)
         raise
-    options = options._replace(
-        needs_gradients=torch.is_grad_enabled()
-        and (query.requires_grad or key.requires_grad or value.requires_grad)
-    )
     if key_padding_mask is not None:
         ends = exchange_named(name)
         refuse_capture("dilated_attention", ends, query.device)
@@ -214,49 +215,20 @@ def _agree_but_on_lengths(
     settle(scope, ends, query.device, shared, failure)
 
 
-def make_options(pattern: DilatedPattern, *, group: str, **given: Any) -> Options:
-    """Check the options of a call, and write them down for the operator.
-
-    Args:
-        pattern: of the call.
-        group: what `group_name` calls its group.
-        given: options of `dilated_attention` by their names, with what the caller gave for each;
-            those that are left out have their defaults. Its `key_padding_mask` is not among them.
-
-    Raises:
-        TypeError, ValueError: an option is not allowed.
-    """
-    defaults = {"is_causal": False, "exchange": "auto", "backend": "auto", "return_lse": False}
-    said = {**defaults, **given}
-    layout, scale, workspace = (said.get(name) for name in ("layout", "scale", "workspace"))
-    validate_options(
-        pattern,
-        said["is_causal"],
-        scale,
-        layout,
-        said["exchange"],
-        said["backend"],
-        said["return_lse"],
-    )
-    _validate_workspace(workspace)
-    documents, lengths = (said.get(name) for name in ("documents", "lengths"))
-    return Options(
+def flat_pattern(pattern: DilatedPattern) -> tuple[list[int], list[int], str, str, bool]:
+    """The first fields of `Options`."""
+    return (
         [0 if length is None else length for length in pattern.segment_lengths],
         list(pattern.dilation_rates),
         pattern.head_offsets,
         pattern.head_branches,
         pattern.zero_keys,
-        said["is_causal"],
-        None if scale is None else float(scale) + 0.0,  # not -0.0, which is equal to 0.0
-        [] if layout is None else list(layout.flat),
-        group,
-        said["exchange"],
-        said["backend"],
-        None if workspace is None else float(workspace),
-        needs_gradients=False,
-        documents=[] if documents is None else as_ints("documents", documents),
-        lengths=[] if lengths is None else as_ints("lengths", lengths),
     )
+
+
+def flat_scale(scale: float | None) -> float | None:
+    """The scale of `Options`: not -0.0, which is equal to 0.0."""
+    return None if scale is None else float(scale) + 0.0
 
 
 def autocast_inputs(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -305,7 +277,8 @@ def validate_options(
     check_choice("backend", backend, BACKENDS)
 
 
-def _validate_workspace(workspace: float | None) -> None:
+def validate_workspace(workspace: float | None) -> None:
+    """Raise a `TypeError` or `ValueError` unless `dilated_attention` allows it."""
     if workspace is None:
         return
     if isinstance(workspace, bool) or not isinstance(workspace, int | float):

@@ -9,9 +9,16 @@ from typing import Any, NamedTuple
 import torch
 
 from ..caches import cache_by_size
+from ..documents import as_ints
 from ..engine import compute
 from ..exchange import Exchange, Shared
-from ..functional import make_options, validate_tensors
+from ..functional import (
+    flat_pattern,
+    flat_scale,
+    validate_options,
+    validate_tensors,
+    validate_workspace,
+)
 from ..pattern import DilatedPattern
 from ..plan import AttentionPlan, TileGroup, replicated_groups, replicated_zero_keys
 from ..resolve import Options, plan_rows, shared_words
@@ -73,8 +80,25 @@ def make_call(
     Raises:
         TypeError, ValueError: an argument is not allowed.
     """
-    options = make_options(pattern, group="", **given)
+    layout, backend, scale = given["layout"], given["backend"], given["scale"]
+    documents, lengths, workspace = given["documents"], given["lengths"], given["workspace"]
+    is_causal, return_lse = given["is_causal"], given["return_lse"]
+    validate_options(pattern, is_causal, scale, layout, "auto", backend, return_lse)
+    validate_workspace(workspace)
     validate_tensors(*tensors, same_length=False)
+    options = Options(
+        *flat_pattern(pattern),
+        is_causal,
+        flat_scale(scale),
+        () if layout is None else layout.flat,
+        group="",  # nothing is looked up by its name
+        exchange="auto",
+        backend=backend,
+        workspace=None if workspace is None else float(workspace),
+        needs_gradients=False,  # each rank may ask for those of its own keys
+        documents=() if documents is None else tuple(as_ints("documents", documents)),
+        lengths=() if lengths is None else tuple(as_ints("lengths", lengths)),
+    )
     query, key, _ = tensors
     if not options.layout and key.shape[1] == 0:
         raise ValueError("the sequence is empty: key has no rows, and no layout is given")
@@ -98,8 +122,7 @@ def _plan(
     scale = head_dim**-0.5 if options.scale is None else options.scale
     found = []
     shape = (batch, key.shape[1], num_heads, head_dim)
-    kept = options._replace(documents=tuple(options.documents), lengths=tuple(options.lengths))
-    for rows, plan in plan_rows(kept, shape, num_kv_heads, ends.world_size):
+    for rows, plan in plan_rows(options, shape, num_kv_heads, ends.world_size):
         length = plan.layout.length
         if positions.start < 0 or positions.stop > length:
             raise ValueError(

@@ -24,7 +24,7 @@ class Options:
     """How to measure.
 
     Attributes:
-        ranks: numbers of ranks to measure on, each of them with the first so many ranks.
+        ranks: numbers of ranks to measure on; for each number p the first p ranks take part.
         scaling: ``"strong"``: a workload's length is that of the whole sequence; ``"weak"``: of
             the shard of each rank.
         baselines: what else computes the workloads, of `BASELINES`.

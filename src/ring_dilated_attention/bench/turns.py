@@ -110,7 +110,7 @@ def take_turns(
 
 
 def sample(turn: Turn, team: Team, calls: int) -> Callable[[], float]:
-    """Make so many calls back to back; the result tells milliseconds of a call on this rank.
+    """Make `calls` calls back to back; the result tells milliseconds of a call on this rank.
 
     On CUDA it is the time between two events around the calls, on the CPU the clock's. Several
     ranks begin at once, and have ended when this returns; a GPU alone may have samples queued, so

@@ -300,7 +300,7 @@ def _planned_bytes(case: Case, rank: int, length: int | None, batch: int) -> int
 
 
 def run_cases(rank: int, world_size: int, cases: Sequence[Case]) -> list[Outcome]:
-    """Run every case on this rank, over the default process group; for `testing.run_ranks`."""
+    """Run every case on this rank, over the default process group; for `run_ranks`."""
     return [run_case(case, world_exchange()) for case in cases]
 
 

@@ -20,7 +20,7 @@ from ring_dilated_attention.bench import (
     plot,
     report,
 )
-from ring_dilated_attention.bench.contender import Place
+from ring_dilated_attention.bench.contender import Site
 from ring_dilated_attention.bench.contenders import contender
 from ring_dilated_attention.bench.result import (
     BACKWARD,
@@ -33,7 +33,7 @@ from ring_dilated_attention.bench.result import (
 )
 from ring_dilated_attention.bench.torchscale import KERNELS, torchscale_attention
 
-CPU = Place(device=torch.device("cpu"))
+CPU = Site(device=torch.device("cpu"))
 PATTERN = DilatedPattern([8, 13, 40], [1, 2, 3])
 SMALL = Workload(pattern=PATTERN, length=37, heads=4, head_dim=8, dtype="float32")
 QUICK: dict[str, Any] = {"device": "cpu", "repeats": 2}

@@ -27,7 +27,7 @@ from ring_dilated_attention.bench import (
     ring,
     team,
 )
-from ring_dilated_attention.bench.contender import Place
+from ring_dilated_attention.bench.contender import Site
 from ring_dilated_attention.bench.contenders import MESSAGES, contender
 from ring_dilated_attention.bench.launch import ERROR_NAME
 from ring_dilated_attention.bench.memory import heaviest
@@ -82,13 +82,13 @@ def _measure(rank, world_size):
     contenders.dilated_attention = out_of_memory  # type: ignore[attr-defined]
     found.append(bench([DENSE], dataclasses.replace(OPTIONS, ranks=(1, 3), baselines=())))
     module = ring.context_parallel_module(BASELINE)
-    place = Place(group=dist.new_group(), size=world_size, rank=rank, device=torch.device("cpu"))
+    site = Site(group=dist.new_group(), size=world_size, rank=rank, device=torch.device("cpu"))
     dealt = []
     for workload in (
         dataclasses.replace(DENSE, length=48),
         dataclasses.replace(DENSE, length=48, is_causal=False),
     ):
-        arguments = module, workload, place, "alltoall"
+        arguments = module, workload, site, "alltoall"
         with ring.in_context_parallel(*arguments):
             dealt.append(torch.nn.functional.scaled_dot_product_attention.__name__)
         with pytest.raises(KeyError), ring.in_context_parallel(*arguments):
@@ -244,7 +244,7 @@ def test_context_parallel_deals_as_expected_and_cleans_up(world):
 def test_baselines_refuse(name, change, size, reason):
     workload = dataclasses.replace(DENSE, **{"dtype": "bfloat16", **change})
     with pytest.raises(ValueError, match=reason):
-        contender(name, workload, Place(size=size, device=torch.device("cuda")))
+        contender(name, workload, Site(size=size, device=torch.device("cuda")))
 
 
 def test_messages_are_compared_with_ours_on_one_rank(results):
@@ -252,19 +252,19 @@ def test_messages_are_compared_with_ours_on_one_rank(results):
     ratio = one.forward.median_ms / three.forward.median_ms
     assert compare(three, [*results, three], False).speed_up == pytest.approx(ratio)
     with pytest.raises(ValueError, match="ours:messages needs several ranks: on one it is ours"):
-        contender(MESSAGES, DENSE, Place(device=torch.device("cuda")))
+        contender(MESSAGES, DENSE, Site(device=torch.device("cuda")))
 
 
 def test_comparing_with_messages_is_for_gpus():
     with pytest.raises(ValueError, match="ours:messages runs on cuda, the inputs are on cpu"):
-        contender("ours:messages", DILATED, Place(size=2, device=torch.device("cpu")))
+        contender("ours:messages", DILATED, Site(size=2, device=torch.device("cpu")))
 
 
 def test_layouts():
     def dealt(layout, is_causal):
         workload = dataclasses.replace(DENSE, is_causal=is_causal)
-        place = Place(size=3, device=torch.device("cpu"))
-        return contender(OURS, workload, place, layout=layout).layout
+        site = Site(size=3, device=torch.device("cpu"))
+        return contender(OURS, workload, site, layout=layout).layout
 
     contiguous = SequenceLayout.contiguous(257, 3)
     zigzag = SequenceLayout.zigzag(257, 3)

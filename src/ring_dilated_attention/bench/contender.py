@@ -25,7 +25,7 @@ HALVES = ("float16", "bfloat16")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class Site:
     """Where a contender computes.
 
     Attributes:
@@ -110,10 +110,10 @@ def by_reference(workload: Workload, pattern: DilatedPattern) -> Attend:
 
 
 def flops_on(
-    workload: Workload, place: Place, layout: SequenceLayout, pattern: DilatedPattern | None = None
+    workload: Workload, site: Site, layout: SequenceLayout, pattern: DilatedPattern | None = None
 ) -> int:
     """Useful operations of this rank's forward call, counted by the plan."""
-    return flops_by_rank(workload.plan(layout, pattern), workload.size)[place.rank]
+    return flops_by_rank(workload.plan(layout, pattern), workload.size)[site.rank]
 
 
 def refuse_grouped_queries(name: str, workload: Workload) -> None:

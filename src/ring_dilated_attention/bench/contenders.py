@@ -12,7 +12,7 @@ from ..functional import Schedule, dilated_attention
 from ..layout import SequenceLayout
 from ..pattern import check_choice
 from . import one_device, ring
-from .contender import Contender, Place, by_reference, even_layout, flops_on, local_shapes
+from .contender import Contender, Site, by_reference, even_layout, flops_on, local_shapes
 from .workload import Workload
 
 OURS, MESSAGES = "ours", "ours:messages"
@@ -25,7 +25,7 @@ LAYOUTS = ("auto", "contiguous", "zigzag")
 def contender(
     name: str,
     workload: Workload,
-    place: Place,
+    site: Site,
     *,
     layout: str = "auto",
     exchange: Schedule = "auto",
@@ -35,7 +35,7 @@ def contender(
     Args:
         name: the contender.
         workload: what all ranks compute together; its length is that of the whole sequence.
-        place: where it computes.
+        site: where it computes.
         layout: one of `LAYOUTS`, for ours: ``"auto"`` is zigzag for causal workloads, otherwise
             contiguous.
         exchange: of `dilated_attention`, for ours.
@@ -44,27 +44,27 @@ def contender(
         ValueError: the name is unknown, or it cannot compute such a workload; says why.
     """
     if name == OURS:
-        return _ours(workload, place, layout, exchange)
+        return _ours(workload, site, layout, exchange)
     check_choice("baseline", name, BASELINES)
     if name in one_device.NAMES:
-        return one_device.baseline(name, workload, place)
+        return one_device.baseline(name, workload, site)
     if name in ring.NAMES:
-        return ring.baseline(name, workload, place)
-    place.refuse_cpu(name)
-    if place.size == 1:
+        return ring.baseline(name, workload, site)
+    site.refuse_cpu(name)
+    if site.size == 1:
         raise ValueError(f"{name} needs several ranks: on one it is {OURS}")
-    assert isinstance(place.group, dist.ProcessGroup)
-    by_messages = ProcessGroupExchange(place.group, peer_memory=False)
-    return _ours(workload, replace(place, group=by_messages), layout, exchange)
+    assert isinstance(site.group, dist.ProcessGroup)
+    by_messages = ProcessGroupExchange(site.group, peer_memory=False)
+    return _ours(workload, replace(site, group=by_messages), layout, exchange)
 
 
-def _ours(workload: Workload, place: Place, layout: str, exchange: Schedule) -> Contender:
+def _ours(workload: Workload, site: Site, layout: str, exchange: Schedule) -> Contender:
     check_choice("layout", layout, LAYOUTS)
     if layout == "auto":
-        dealt = even_layout(workload, place.size)
+        dealt = even_layout(workload, site.size)
     else:
-        dealt = getattr(SequenceLayout, layout)(workload.length, place.size)
-    several = place.size > 1
+        dealt = getattr(SequenceLayout, layout)(workload.length, site.size)
+    several = site.size > 1
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return dilated_attention(
@@ -73,7 +73,7 @@ def _ours(workload: Workload, place: Place, layout: str, exchange: Schedule) -> 
             value,
             workload.pattern,
             is_causal=workload.is_causal,
-            group=place.group,
+            group=site.group,
             layout=dealt if several else None,
             exchange=exchange if several else "auto",
             backend=workload.backend,
@@ -81,8 +81,8 @@ def _ours(workload: Workload, place: Place, layout: str, exchange: Schedule) -> 
 
     return Contender(
         attend=attend,
-        shapes=local_shapes(workload, dealt, place.rank),
-        flops=flops_on(workload, place, dealt),
+        shapes=local_shapes(workload, dealt, site.rank),
+        flops=flops_on(workload, site, dealt),
         layout=dealt,
         expected=by_reference(workload, workload.pattern),
         kernel=lambda *_: workload.backend,

@@ -21,7 +21,7 @@ from ..pattern import DilatedPattern
 from .contender import (
     Attend,
     Contender,
-    Place,
+    Site,
     by_reference,
     even_layout,
     local_shapes,
@@ -50,22 +50,22 @@ NAMES = (
 """What follows the colon forces the kernel inside."""
 
 
-def baseline(name: str, workload: Workload, place: Place) -> Contender:
+def baseline(name: str, workload: Workload, site: Site) -> Contender:
     """What one of `NAMES` runs for a workload.
 
     Raises:
         ValueError: it cannot compute such a workload; says why.
     """
-    place.refuse_several(name)
+    site.refuse_several(name)
     kind, _, kernel = name.partition(":")
     if kernel in ("cudnn", "efficient"):
-        place.refuse_cpu(name)
+        site.refuse_cpu(name)
     if kind == "sdpa":
         return _sdpa(workload, kernel)
     if kind == "kernel":
         return _kernel(workload, kernel)
     if kind == "torchscale":
-        default = "flash" if place.device.type == "cuda" else "cpu_flash"
+        default = "flash" if site.device.type == "cuda" else "cpu_flash"
         return _torchscale(workload, kernel or default)
     return _flash4(workload)
 

@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from .contender import (
     Attend,
     Contender,
-    Place,
+    Site,
     by_reference,
     even_layout,
     flops_on,
@@ -43,29 +43,29 @@ _CONTEXT_PARALLEL = (  # where torch has kept it, newest first
 _CONTEXT_PARALLEL_MEMBERS = ("context_parallel", "set_rotate_method", "_cp_options")
 
 
-def baseline(name: str, workload: Workload, place: Place) -> Contender:
+def baseline(name: str, workload: Workload, site: Site) -> Contender:
     """What one of `NAMES` runs for a workload.
 
     Raises:
         ValueError: it cannot compute such a workload; says why.
     """
     refuse_other_patterns(name, workload)
-    place.refuse_cpu(name)
+    site.refuse_cpu(name)
     refuse_other_dtypes(name, workload)
     kind, _, method = name.partition(":")
     if kind == "cp":
-        return _context_parallel(name, workload, place, method)
-    return _ring_flash_attention(name, workload, place)
+        return _context_parallel(name, workload, site, method)
+    return _ring_flash_attention(name, workload, site)
 
 
 def _sharded(
-    workload: Workload, place: Place, attend: Attend, *, heads_first: bool = False, **options: Any
+    workload: Workload, site: Site, attend: Attend, *, heads_first: bool = False, **options: Any
 ) -> Contender:
-    layout = even_layout(workload, place.size)
+    layout = even_layout(workload, site.size)
     return Contender(
         attend=attend,
-        shapes=local_shapes(workload, layout, place.rank, heads_first=heads_first),
-        flops=flops_on(workload, place, layout),
+        shapes=local_shapes(workload, layout, site.rank, heads_first=heads_first),
+        flops=flops_on(workload, site, layout),
         layout=layout,
         expected=by_reference(workload, workload.pattern),
         heads_first=heads_first,
@@ -83,7 +83,7 @@ def _check_even(name: str, workload: Workload, size: int) -> None:
         )
 
 
-def _context_parallel(name: str, workload: Workload, place: Place, method: str) -> Contender:
+def _context_parallel(name: str, workload: Workload, site: Site, method: str) -> Contender:
     refuse_grouped_queries(name, workload)
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -93,12 +93,10 @@ def _context_parallel(name: str, workload: Workload, place: Place, method: str) 
             return F.scaled_dot_product_attention(query, key, value, is_causal=workload.is_causal)
 
     inside: Any = nullcontext
-    if place.size > 1:
-        _check_even(name, workload, place.size)
-        inside = partial(
-            in_context_parallel, context_parallel_module(name), workload, place, method
-        )
-    return _sharded(workload, place, attend, heads_first=True, inside=inside)
+    if site.size > 1:
+        _check_even(name, workload, site.size)
+        inside = partial(in_context_parallel, context_parallel_module(name), workload, site, method)
+    return _sharded(workload, site, attend, heads_first=True, inside=inside)
 
 
 def context_parallel_module(name: str) -> ModuleType:
@@ -118,9 +116,7 @@ def context_parallel_module(name: str) -> ModuleType:
 
 
 @contextmanager
-def in_context_parallel(
-    module: Any, workload: Workload, place: Place, method: str
-) -> Iterator[None]:
+def in_context_parallel(module: Any, workload: Workload, site: Site, method: str) -> Iterator[None]:
     """Inside, torch's SDPA attends over the ring, to the shards that `even_layout` deals.
 
     The buffer that context_parallel is given to shard is that of the positions, as in a model that
@@ -129,17 +125,17 @@ def in_context_parallel(
     Args:
         module: see `context_parallel_module`.
         workload: what the ranks compute.
-        place: the ranks, and where this one computes.
+        site: the ranks, and where this one computes.
         method: ``"allgather"`` or ``"alltoall"``.
 
     Raises:
         RuntimeError: it deals positions otherwise.
     """
-    assert isinstance(place.group, dist.ProcessGroup)
-    mesh = DeviceMesh.from_group(place.group, place.device.type)
-    positions = torch.arange(workload.length, device=place.device)[None]
-    layout = even_layout(workload, place.size)
-    expected = layout.positions(place.rank, device=place.device)
+    assert isinstance(site.group, dist.ProcessGroup)
+    mesh = DeviceMesh.from_group(site.group, site.device.type)
+    positions = torch.arange(workload.length, device=site.device)[None]
+    layout = even_layout(workload, site.size)
+    expected = layout.positions(site.rank, device=site.device)
     options, failure = module._cp_options, None
     balanced = options.enable_load_balance
     options.enable_load_balance = workload.is_causal  # it refuses to balance anything else
@@ -161,19 +157,19 @@ def in_context_parallel(
         options.enable_load_balance = balanced
 
 
-def _ring_flash_attention(name: str, workload: Workload, place: Place) -> Contender:
+def _ring_flash_attention(name: str, workload: Workload, site: Site) -> Contender:
     try:
         zigzag = importlib.import_module("ring_flash_attn").zigzag_ring_flash_attn_func
     except ImportError as error:
         raise ValueError(f"{name} needs the package ring-flash-attn ({error})") from None
     if not workload.is_causal:
         raise ValueError(f"{name} is causal only")
-    if place.size == 1:
+    if site.size == 1:
         raise ValueError(f"{name} needs 2 ranks or more")
-    _check_even(name, workload, place.size)
+    _check_even(name, workload, site.size)
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = zigzag(query, key, value, causal=True, group=place.group)
+        out: torch.Tensor = zigzag(query, key, value, causal=True, group=site.group)
         return out
 
-    return _sharded(workload, place, attend)
+    return _sharded(workload, site, attend)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ..exchange import Group, resolve_exchange
 from ..plan import traffic
 from . import measure
-from .contender import Contender, Place, Shapes
+from .contender import Contender, Shapes, Site
 from .contenders import OURS, contender
 from .entry import Entry, Inputs, draw_sets
 from .errors import twin_errors, twin_of
@@ -153,8 +153,8 @@ class _Run:
     def _build(self, name: str, workload: Workload, group: Group = None) -> Contender:
         team, options = self.team, self.options
         found = team.groups.get(name) if group is None else group
-        place = Place(group=found, size=team.size, rank=team.rank, device=team.device)
-        return contender(name, workload, place, layout=options.layout, exchange=options.exchange)
+        site = Site(group=found, size=team.size, rank=team.rank, device=team.device)
+        return contender(name, workload, site, layout=options.layout, exchange=options.exchange)
 
     def _prepare(
         self,

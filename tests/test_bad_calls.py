@@ -13,8 +13,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention, nn
-from ring_dilated_attention.branch_gradients import detached_dilated_attention
+from ring_dilated_attention import (
+    DilatedPattern,
+    SequenceLayout,
+    detached_dilated_attention,
+    dilated_attention,
+    nn,
+)
 from ring_dilated_attention.checks import run_ranks
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.nn import hilbert_order

@@ -8,8 +8,12 @@ from strategies import layouts
 from torch.utils.checkpoint import checkpoint
 from torchscale_definition import torchscale_by_definition
 
-from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention
-from ring_dilated_attention.branch_gradients import branch_function, detached_dilated_attention
+from ring_dilated_attention import (
+    DilatedPattern,
+    SequenceLayout,
+    detached_dilated_attention,
+    dilated_attention,
+)
 from ring_dilated_attention.checks import relative_error
 from ring_dilated_attention.engine import ring
 from ring_dilated_attention.exchange import run_loopback
@@ -72,8 +76,8 @@ def test_on_any_ranks_it_is_the_definition(branches, layout, heads, is_causal, s
 def test_forward_is_exact_and_backward_is_not():
     torch.manual_seed(0)
     whole = [x.requires_grad_() for x in torch.randn(3, 1, 40, 4, 8, dtype=torch.float64)]
-    functions = [branch_function(name) for name in ("exact", "detached")]
-    outs = [function(*whole, PATTERN) for function in functions]
+    q, k, v = whole
+    outs = [f(q, k, v, PATTERN) for f in (dilated_attention, detached_dilated_attention)]
     assert relative_error(outs[1], outs[0]) < 1e-14
     exact, detached = (torch.autograd.grad(out.square().sum(), whole) for out in outs)
     assert relative_error(detached[0], exact[0]) > 0.01
@@ -84,20 +88,11 @@ def test_forward_is_exact_and_backward_is_not():
     "pattern",
     [DilatedPattern([7], [3]), DilatedPattern([7, 9], [3, 2], head_branches="split")],
 )
-def test_nothing_to_mix_is_one_call(pattern, monkeypatch):
-    calls = []
-
-    def count(*arguments, **options):
-        calls.append(options)
-        return dilated_attention(*arguments, **options)
-
-    monkeypatch.setattr("ring_dilated_attention.branch_gradients.dilated_attention", count)
-    x = torch.randn(1, 20, 4, 8)
-    out, lse = detached_dilated_attention(x, x, x, pattern, is_causal=True, return_lse=True)
-    want, want_lse = dilated_attention(x, x, x, pattern, is_causal=True, return_lse=True)
-    assert torch.equal(out, want)
-    assert torch.equal(lse, want_lse)
-    assert len(calls) == 1
+def test_where_nothing_is_mixed_it_is_the_exact_gradient(pattern):
+    x = torch.randn(1, 20, 4, 8, requires_grad=True)
+    outs = [f(x, x, x, pattern) for f in (detached_dilated_attention, dilated_attention)]
+    got, want = (torch.autograd.grad(out.square().sum(), x)[0] for out in outs)
+    assert torch.equal(got, want)
 
 
 def test_uncovered_rows_are_zero_and_have_no_gradient():
@@ -112,7 +107,7 @@ def test_uncovered_rows_are_zero_and_have_no_gradient():
     assert torch.isfinite(gradient).all()
 
 
-def test_keep_attention_computes_no_branch_twice(monkeypatch):
+def test_keep_attention_computes_forward_once(monkeypatch):
     calls = []
     forward = ring.ring_forward
 
@@ -137,7 +132,7 @@ def test_keep_attention_computes_no_branch_twice(monkeypatch):
     calls.clear()
     out, _ = checkpoint(block, x, x, x, use_reentrant=False, context_fn=keep_attention)
     gradients = torch.autograd.grad(out.square().sum(), [x, *block.parameters()])
-    assert len(calls) == 3
+    assert len(calls) == 1
     for got, want in zip(gradients, expected, strict=True):
         assert close(got, want)
 
@@ -177,11 +172,11 @@ def test_modules_take_it():
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="branch_gradients must be one of 'exact', 'detached'"):
-        branch_function("no_grad")
     x = torch.zeros(1, 8, 2, 4)
+    with pytest.raises(ValueError, match="branch_gradients must be one of 'exact', 'detached'"):
+        dilated_attention(x, x, x, PATTERN, branch_gradients="no_grad")  # type: ignore[call-overload]
     with pytest.raises(TypeError, match="pattern must be a DilatedPattern"):
-        detached_dilated_attention(x, x, x, [8])  # type: ignore[call-overload]
+        detached_dilated_attention(x, x, x, [8])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="dropout"):
         detached_dilated_attention(x, x, x, PATTERN, dropout=0.1)
 
@@ -191,8 +186,8 @@ def test_ranks_that_differ_hear_of_it():
 
     def run(ends):
         shard = torch.zeros(1, 6, 2, 4)
-        attend = branch_function(("exact", "detached")[ends.rank])
-        with pytest.raises(ValueError, match=r"different arguments .* pattern is"):
+        attend = (dilated_attention, detached_dilated_attention)[ends.rank]
+        with pytest.raises(ValueError, match=r"different arguments .* branch_gradients is"):
             attend(shard, shard, shard, PATTERN, group=ends, layout=layout)
 
     run_loopback(2, run)

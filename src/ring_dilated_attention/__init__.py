@@ -1,10 +1,9 @@
 """Exact ring dilated attention for PyTorch. `dilated_attention` is the function to start from."""
 
-from .branch_gradients import detached_dilated_attention
 from .checks import Case, reference_attention, simulate, spot_check
 from .decode import replicated_query_attention
 from .exchange import ExchangeError, ProcessGroupExchange, SoloExchange
-from .functional import dilated_attention
+from .functional import detached_dilated_attention, dilated_attention
 from .layout import SequenceLayout
 from .nn import hilbert_order, keep_attention
 from .pattern import DilatedPattern

@@ -7,7 +7,7 @@ what is cached, looked up or shared with other ranks happens when the operator r
 from __future__ import annotations
 
 import sys
-from typing import Literal, TypeAlias, get_args, overload
+from typing import Any, Literal, TypeAlias, get_args, overload
 
 import torch
 
@@ -31,6 +31,8 @@ from .tiles import BACKENDS, Backend
 from .torch_op import FORWARD
 
 Schedule: TypeAlias = Literal["auto", "ring", "gather"]
+BranchGradients: TypeAlias = Literal["exact", "detached"]
+BRANCH_GRADIENTS: tuple[str, ...] = get_args(BranchGradients)
 EXCHANGES: tuple[str, ...] = get_args(Schedule)
 MOST_SCALE = 2.0**64
 """Scores of ordinary inputs times this are finite in float32; beyond, they would turn into NaN."""
@@ -54,6 +56,7 @@ def dilated_attention(
     exchange: Schedule = "auto",
     backend: Backend = "auto",
     workspace: float | None = None,
+    branch_gradients: BranchGradients = "exact",
     return_lse: Literal[False] = False,
 ) -> torch.Tensor: ...
 
@@ -75,6 +78,7 @@ def dilated_attention(
     exchange: Schedule = "auto",
     backend: Backend = "auto",
     workspace: float | None = None,
+    branch_gradients: BranchGradients = "exact",
     return_lse: Literal[True],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
@@ -95,6 +99,7 @@ def dilated_attention(
     exchange: Schedule = "auto",
     backend: Backend = "auto",
     workspace: float | None = None,
+    branch_gradients: BranchGradients = "exact",
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact dilated attention of a sequence sharded over the ranks of a group.
@@ -143,6 +148,10 @@ def dilated_attention(
         workspace: what kernels allocate may take so many times the size of query, as far as single
             heads of single segments allow; None: about a quarter in forward and a half in backward,
             or 64 MiB if that is more.
+        branch_gradients: ``"exact"`` is the gradient of the whole function; ``"detached"`` takes
+            the weights that mix the branches, ``exp(lse of the branch - lse)``, for constants, as
+            torchscale does: weights trained with it have seen that gradient. Of the forward pass
+            nothing changes; backward works out each branch's own result again.
         return_lse: whether to return the lse too.
 
     Returns:
@@ -166,6 +175,7 @@ def dilated_attention(
     try:
         validate_options(pattern, is_causal, scale, layout, exchange, backend, return_lse)
         validate_workspace(workspace)
+        check_choice("branch_gradients", branch_gradients, BRANCH_GRADIENTS)
         validate_tensors(query, key, value)
         if layout is None and query.shape[1] == 0:
             raise ValueError(f"the sequence is empty: query has shape {tuple(query.shape)}")
@@ -184,6 +194,7 @@ def dilated_attention(
             needs_gradients,
             documents=[] if documents is None else as_ints("documents", documents),
             lengths=[] if lengths is None else as_ints("lengths", lengths),
+            detached=branch_gradients == "detached" and pattern.mixes_branches,
         )
         if key_padding_mask is not None:
             _validate_mask(key_padding_mask, query, lengths)
@@ -201,6 +212,32 @@ def dilated_attention(
         options = options._replace(lengths=found)
     out, lse, _ = FORWARD(query, key, value, *options)
     return (out, lse) if return_lse else out
+
+
+def detached_dilated_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pattern: DilatedPattern,
+    **options: Any,
+) -> Any:
+    """`dilated_attention` with ``branch_gradients="detached"``: torchscale's gradient.
+
+    Args:
+        query: (batch, local_sequence, heads, head_dim).
+        key: (batch, local_sequence, kv_heads, head_dim).
+        value: the same shape as `key`.
+        pattern: which keys each head sees.
+        options: the other keyword arguments of `dilated_attention`.
+
+    Returns:
+        What `dilated_attention` returns.
+
+    Raises:
+        TypeError, ValueError: an argument is not supported, or the ranks disagree about one;
+            raised on every rank, naming the ranks at fault.
+    """
+    return dilated_attention(query, key, value, pattern, branch_gradients="detached", **options)
 
 
 def _agree_but_on_lengths(

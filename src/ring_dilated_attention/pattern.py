@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
@@ -198,6 +198,21 @@ class DilatedPattern:
     def branches(self) -> tuple[Branch, ...]:
         """The (segment length, dilation rate) pairs, in the order given."""
         return tuple(map(Branch, self.segment_lengths, self.dilation_rates))
+
+    @property
+    def mixes_branches(self) -> bool:
+        """Whether a head may run more than one branch."""
+        return len(self.dilation_rates) > 1 and self.head_branches == "all"
+
+    def single_branches(self) -> Iterator[DilatedPattern]:
+        """The pattern of each branch by itself, where heads run all of them."""
+        for segment_length, rate in self.branches:
+            yield DilatedPattern(
+                [segment_length],
+                [rate],
+                head_offsets=self.head_offsets,
+                zero_keys=self.zero_keys,
+            )
 
     def heads(self, branch: int, num_kv_heads: int) -> tuple[HeadOffset, ...]:
         """The KV heads that run branch number `branch`, in order, each with its offset.

@@ -40,6 +40,7 @@ class Options(NamedTuple):
         needs_gradients: whether autograd records this call.
         documents: cumulative lengths; empty: one document.
         lengths: valid positions of each batch row; empty: all positions of all rows.
+        detached: whether backward takes the weights of branches for constants.
     """
 
     segment_lengths: Sequence[int]
@@ -57,6 +58,7 @@ class Options(NamedTuple):
     needs_gradients: bool
     documents: Sequence[int] = ()
     lengths: Sequence[int] = ()
+    detached: bool = False
 
 
 class PlannedRows(NamedTuple):
@@ -241,6 +243,7 @@ def _in_words(
         "exchange": options.exchange,
         "backend": options.backend,
         "needs gradients": options.needs_gradients,
+        "branch_gradients": "detached" if options.detached else "exact",
     }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 
 import torch
@@ -19,6 +19,7 @@ from ..tiles import Selection, accumulate_dtype
 from . import compute
 from .accumulate import Accumulator
 from .blocks import by_slot, readable, readable_in_backward
+from .own import OwnSchedule, backward_own, forward_own, own_schedule
 from .transfer import Fetched, GradientReturn, fetch
 from .zero_keys import merge_zero_keys
 
@@ -37,6 +38,13 @@ class RingCall:
     scale: float
     gathers: bool  # whether all messages are in flight behind the running compute, or one
     workspace: float | None = None  # see `dilated_attention`
+    detached: bool = False  # whether backward takes the weights of branches for constants
+
+    @property
+    def branches(self) -> Iterator[RingCall]:
+        """A call of each branch by itself."""
+        for plan in self.plan.plan.single_branches:
+            yield replace(self, plan=plan.rank(self.plan.index), detached=False)
 
     @property
     def rounds(self) -> tuple[RankPlan, ...]:
@@ -90,10 +98,16 @@ def ring_forward(
         lse.fill_(-torch.inf)
     with autocast_off(query.device):
         arrivals = call.fetch(inputs.keys, inputs.values)
+        zero_keys: list[TileGroup] = []
         for one in rounds:
-            for number, group in enumerate(one.local_groups):
-                result = compute.Result(out, lse, stores=covers and number == 0)
-                compute.forward(group, tiles, inputs, result, sums)
+            own = own_schedule(one, tiles, query.shape[3])
+            zero_keys.extend(own.zero_keys)
+            for group in own.covering:
+                compute.forward(group, tiles, inputs, compute.Result(out, lse, stores=True), sums)
+            for launch in own.launches:
+                forward_own(launch, tiles, inputs, compute.Result(out, lse), sums)
+            for group in own.others:
+                compute.forward(group, tiles, inputs, compute.Result(out, lse), sums)
             for fetched in islice(arrivals, one.num_steps):
                 if fetched.slots is not None:
                     remote = compute.Inputs(query, *map(by_slot, fetched.slots))
@@ -102,7 +116,7 @@ def ring_forward(
                     del remote
                 del fetched
         sums.join()
-        merge_zero_keys(call.plan.zero_keys, out, lse.transpose(1, 2), tiles.heads_per_kv)
+        merge_zero_keys(zero_keys, out, lse.transpose(1, 2), tiles.heads_per_kv)
     return out.to(query.dtype), lse
 
 
@@ -129,6 +143,8 @@ def ring_backward(
     Returns:
         dquery, dkey, dvalue: contiguous, in the dtypes of query, key and value.
     """
+    if call.detached and call.plan.world_size > 1:
+        return _branch_by_branch(dout, query, key, value, lse, call)
     dout, query, key, value, out = readable_in_backward(dout, query, key, value, out, call.backend)
     run = _Backward(
         call, compute.Inputs(query, key, value), compute.Merged(dout, out, lse.contiguous())
@@ -139,6 +155,28 @@ def ring_backward(
             run.compute_round(one, arrivals)
         run.finish()
     return run.dquery.to(query.dtype), run.dkey.to(key.dtype), run.dvalue.to(value.dtype)
+
+
+def _branch_by_branch(
+    dout: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lse: torch.Tensor,
+    call: RingCall,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`ring_backward` where a branch's own out takes the place of the merged one.
+
+    ``delta = rowsum(dout * out)`` is all that tells the two apart. The branch's out is worked out
+    again: to keep it would take as many tensors as there are branches.
+    """
+    total: tuple[torch.Tensor, ...] = ()
+    for branch in call.branches:
+        out, _ = ring_forward(query, key, value, branch)
+        found = ring_backward(dout, query, key, value, out, lse, branch)
+        total = tuple(a.add_(b) for a, b in zip(total, found, strict=True)) if total else found
+    dquery, dkey, dvalue = total
+    return dquery, dkey, dvalue
 
 
 class _Backward:
@@ -169,6 +207,9 @@ class _Backward:
 
     def compute_round(self, one: RankPlan, arrivals: Iterator[Fetched]) -> None:
         """Compute the local tiles of a round, and those of the rows that arrive for it."""
+        if one.world_size == 1:
+            self._compute_alone(one)
+            return
         is_last = one is self.rounds[-1]
         early, late, late_heads = LocalHalves(one.local_groups, (), None)
         if is_last:  # something must be left to do while its gradients come home
@@ -202,6 +243,38 @@ class _Backward:
         self._sums.join()
         for last in self._returning:
             last.finish()
+
+    def _compute_alone(self, one: RankPlan) -> None:
+        """Compute all there is, where there is no other rank."""
+        own = own_schedule(one, self._tiles, self._inputs.query.shape[3])
+        gradients = compute.Gradients(self.dquery, self.dkey, self.dvalue)
+        first = gradients._replace(stores_query=True, stores_keys=True)
+        self._compute_groups(own.covering, own, first)
+        given = self._tiles, self._inputs, self._merged, gradients, self._sums
+        for launch in own.launches:
+            backward_own(launch, *given, detached=self._call.detached)
+        self._compute_groups(own.others, own, gradients)
+
+    def _compute_groups(
+        self, groups: Iterable[TileGroup], own: OwnSchedule, gradients: compute.Gradients
+    ) -> None:
+        for group in groups:
+            merged = self._merged_of(group, own) if self._call.detached else self._merged
+            compute.backward(group, self._tiles, self._inputs, merged, gradients, self._sums)
+
+    def _merged_of(self, group: TileGroup, own: OwnSchedule) -> compute.Merged:
+        """What backward starts from where the branch of a group is by itself.
+
+        The branch's own out is worked out again; all but its delta is that of the merged softmax.
+        """
+        out = torch.empty_like(self._merged.out)
+        lse = torch.empty_like(self._merged.lse)
+        result = compute.Result(out, lse, stores=True)
+        compute.forward(group, self._tiles, self._inputs, result, self._sums)
+        self._sums.join()
+        zero_keys = [each for each in own.zero_keys if each.branch == group.branch]
+        merge_zero_keys(zero_keys, out, lse.transpose(1, 2), self._tiles.heads_per_kv)
+        return replace(self._merged, out=out)
 
     def _compute_local(self, groups: Iterable[TileGroup], *, stores_first: bool) -> None:
         for number, group in enumerate(groups):

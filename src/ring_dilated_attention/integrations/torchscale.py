@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..branch_gradients import branch_function
 from ..exchange import Group
-from ..functional import EXCHANGES, Schedule
+from ..functional import BRANCH_GRADIENTS, EXCHANGES, BranchGradients, Schedule, dilated_attention
 from ..layout import SequenceLayout
 from ..nn import check_head_sizes
 from ..pattern import DilatedPattern, HeadOffsets, check_choice, check_positive_float
@@ -85,7 +84,7 @@ class TorchscaleDilatedAttention(nn.Module):
         layout: SequenceLayout | None = None,
         head_offsets: HeadOffsets = "blocked",
         zero_keys: bool = True,
-        branch_gradients: str = "detached",
+        branch_gradients: BranchGradients = "detached",
         exchange: Schedule = "auto",
         backend: Backend | None = None,
     ) -> None:
@@ -127,8 +126,8 @@ class TorchscaleDilatedAttention(nn.Module):
             head_offsets=head_offsets,
             zero_keys=zero_keys,
         )
+        check_choice("branch_gradients", branch_gradients, BRANCH_GRADIENTS)
         self.branch_gradients = branch_gradients
-        self._attend = branch_function(branch_gradients)
         self.group = group
         self.layout = layout
         self.exchange = exchange
@@ -207,7 +206,7 @@ class TorchscaleDilatedAttention(nn.Module):
                     f"got {tuple(tensor.shape)}"
                 )
         heads = (self.num_heads, self.head_dim)
-        attended: Tensor = self._attend(
+        attended: Tensor = dilated_attention(
             self.q_proj(query).unflatten(-1, heads),
             self.k_proj(key).unflatten(-1, heads),
             self.v_proj(value).unflatten(-1, heads),
@@ -218,6 +217,7 @@ class TorchscaleDilatedAttention(nn.Module):
             layout=self.layout,
             exchange=self.exchange,
             backend=self.backend,
+            branch_gradients=self.branch_gradients,
         )
         attended = attended.flatten(2)
         if self.inner_attn_ln is not None:

@@ -27,7 +27,7 @@ from .tuning import BackwardConfig
 
 
 @triton.jit
-def _dq_of_keys(
+def dq_of_keys(
     dq,
     q,
     dout,
@@ -39,29 +39,29 @@ def _dq_of_keys(
     v_offsets,
     k_step,
     v_step,
-    rows,
+    limits,
     length,
     first,
     stop,
     scale,
     MASKED: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
+    STAGES: tl.constexpr = None,
 ):
-    """Add ds k of key blocks `first` to `stop` - 1 to `dq`; the factor `scale` comes later."""
-    for block in range(first, stop):
+    """Add ds k of key blocks `first` to `stop` - 1 to `dq`; the factor `scale` comes later.
+
+    Row i sees the keys before ``limits[i] <= length``; where MASKED is false, all of these blocks.
+    """
+    for block in tl.range(first, stop, num_stages=STAGES):
         keys = block * BLOCK_N + tl.arange(0, BLOCK_N)
         k_block = load_block(k + block * k_step, k_offsets, keys, length, MASKED, HEAD_DIM)
         v_block = load_block(v + block * v_step, v_offsets, keys, length, MASKED, HEAD_DIM)
         scores = tl.dot(q, tl.trans(k_block), input_precision=PRECISION)
         p = tl.exp2(scores * scale - lse[:, None])
         if MASKED:
-            seen = keys[None, :] < length
-            if IS_CAUSAL:
-                seen = seen & (keys[None, :] <= rows[:, None])
-            p = tl.where(seen, p, 0.0)
+            p = tl.where(keys[None, :] < limits[:, None], p, 0.0)
         dp = tl.dot(dout, tl.trans(v_block), input_precision=PRECISION)
         ds = (p * (dp - delta[:, None])).to(k_block.dtype)
         dq = tl.dot(ds, k_block, dq, input_precision=PRECISION)
@@ -131,14 +131,15 @@ def _dq_kernel(
     else:
         full = k_len // BLOCK_N
         stop = tl.cdiv(k_len, BLOCK_N)
+    limits = tl.minimum(rows + 1, k_len) if IS_CAUSAL else tl.zeros_like(rows) + k_len
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    acc = _dq_of_keys(
+    acc = dq_of_keys(
         acc, q_block, dout_block, row_lse, row_delta, k, v, k_offsets, v_offsets, k_step, v_step,
-        rows, k_len, 0, full, scale * LOG2_E, False, IS_CAUSAL, HEAD_DIM, BLOCK_N, PRECISION,
+        limits, k_len, 0, full, scale * LOG2_E, False, HEAD_DIM, BLOCK_N, PRECISION,
     )  # fmt: skip
-    acc = _dq_of_keys(
+    acc = dq_of_keys(
         acc, q_block, dout_block, row_lse, row_delta, k, v, k_offsets, v_offsets, k_step, v_step,
-        rows, k_len, full, stop, scale * LOG2_E, True, IS_CAUSAL, HEAD_DIM, BLOCK_N, PRECISION,
+        limits, k_len, full, stop, scale * LOG2_E, True, HEAD_DIM, BLOCK_N, PRECISION,
     )  # fmt: skip
 
     dq += (batch * dq_b + q_row * dq_n + head * dq_h) * UNIT
@@ -147,7 +148,7 @@ def _dq_kernel(
 
 
 @triton.jit
-def _dkdv_of_queries(
+def dkdv_of_queries(
     dk,
     dv,
     k,
@@ -164,7 +165,7 @@ def _dkdv_of_queries(
     dout_step,
     lse_step,
     delta_step,
-    keys,
+    lows,
     length,
     first,
     gap,
@@ -172,13 +173,17 @@ def _dkdv_of_queries(
     stop,
     scale,
     MASKED: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
+    HIDES: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     PRECISION: tl.constexpr,
+    STAGES: tl.constexpr = None,
 ):
-    """Add ds^T q and p^T dout of query blocks `first` to `gap` - 1 and `resume` to `stop` - 1."""
-    for number in range(first, stop - (resume - gap)):
+    """Add ds^T q and p^T dout of query blocks `first` to `gap` - 1 and `resume` to `stop` - 1.
+
+    Where HIDES and MASKED, query i sees the keys j with ``lows[j] <= i``; else all of them.
+    """
+    for number in tl.range(first, stop - (resume - gap), num_stages=STAGES):
         block = tl.where(number < gap, number, number + (resume - gap))
         rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
         q_block = load_block(q + block * q_step, q_offsets, rows, length, MASKED, HEAD_DIM)
@@ -195,8 +200,8 @@ def _dkdv_of_queries(
             row_delta = tl.load(delta_rows)
         scores = tl.dot(q_block, tl.trans(k), input_precision=PRECISION)
         p = tl.exp2(scores * scale - (row_lse * LOG2_E)[:, None])
-        if MASKED and IS_CAUSAL:
-            p = tl.where(keys[None, :] <= rows[:, None], p, 0.0)
+        if MASKED and HIDES:
+            p = tl.where(lows[None, :] <= rows[:, None], p, 0.0)
         p_t = tl.trans(p.to(dout_block.dtype))
         dv = tl.dot(p_t, dout_block, dv, input_precision=PRECISION)
         dp = tl.dot(dout_block, tl.trans(v), input_precision=PRECISION)
@@ -274,14 +279,14 @@ def _dkdv_kernel(
     dk_block = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv_block = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     for _ in range(heads_per_kv):
-        dk_block, dv_block = _dkdv_of_queries(
+        dk_block, dv_block = dkdv_of_queries(
             dk_block, dv_block, k_block, v_block, q, dout, lse, delta,
             q_offsets, dout_offsets, lse_offsets, delta_offsets,
             q_step, dout_step, lse_step, delta_step,
             keys, q_len, first, full, tail, stop,
             scale * LOG2_E, True, IS_CAUSAL, HEAD_DIM, BLOCK_M, PRECISION,
         )  # fmt: skip
-        dk_block, dv_block = _dkdv_of_queries(
+        dk_block, dv_block = dkdv_of_queries(
             dk_block, dv_block, k_block, v_block, q, dout, lse, delta,
             q_offsets, dout_offsets, lse_offsets, delta_offsets,
             q_step, dout_step, lse_step, delta_step,

@@ -55,6 +55,13 @@ def add_block(base, offsets, rows, length, block, STORE: tl.constexpr, HEAD_DIM:
     tl.store(base + offsets, block.to(base.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def write_block(base, offsets, in_rows, block, HEAD_DIM: tl.constexpr):
+    """Write a (rows, padded D) block where `in_rows` says so."""
+    mask = in_rows[:, None] & (tl.arange(0, offsets.shape[1])[None, :] < HEAD_DIM)
+    tl.store(base + offsets, block.to(base.dtype.element_ty), mask=mask)
+
+
 def stride_unit(*strides: Sequence[int]) -> int:
     """Strides are counted in this many elements, so that the compiler knows rows are aligned.
 

@@ -16,7 +16,6 @@ import triton.language as tl
 from .blocks import (
     LN_2,
     LOG2_E,
-    add_block,
     constants,
     default_launch,
     is_wide,
@@ -24,13 +23,14 @@ from .blocks import (
     row_offsets,
     stride_unit,
     strides_in,
+    write_block,
 )
 from .cells import Cells
 from .tuning import LaunchConfig
 
 
 @triton.jit
-def _attend(
+def attend(
     acc,
     row_max,
     row_sum,
@@ -41,40 +41,59 @@ def _attend(
     v_offsets,
     k_step,
     v_step,
-    rows,
+    limits,
     length,
     first,
     stop,
     scale,
     MASKED: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
+    STAGES: tl.constexpr = None,
 ):
-    """Online softmax over key blocks `first` to `stop` - 1, in powers of two."""
-    for block in range(first, stop):
+    """Online softmax over key blocks `first` to `stop` - 1, in powers of two.
+
+    Row i sees the keys before ``limits[i] <= length``; where MASKED is false, all of these blocks.
+    """
+    for block in tl.range(first, stop, num_stages=STAGES):
         keys = block * BLOCK_N + tl.arange(0, BLOCK_N)
         k_block = load_block(k + block * k_step, k_offsets, keys, length, MASKED, HEAD_DIM)
         scores = tl.dot(q, tl.trans(k_block), input_precision=PRECISION)
         if MASKED:
-            seen = keys[None, :] < length
-            if IS_CAUSAL:
-                seen = seen & (keys[None, :] <= rows[:, None])
-            scores = tl.where(seen, scores * scale, float("-inf"))
-            # Every row sees a key in the first block it comes to, so that its maximum is finite.
+            scores = tl.where(keys[None, :] < limits[:, None], scores * scale, float("-inf"))
             new_max = tl.maximum(row_max, tl.max(scores, 1))
-            p = tl.exp2(scores - new_max[:, None])
+            # Of a row that has seen no key: (-inf) - (-inf) would be NaN.
+            finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+            p = tl.exp2(scores - finite_max[:, None])
         else:
             new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
+            finite_max = new_max
             p = tl.exp2(scores * scale - new_max[:, None])
-        shrink = tl.exp2(row_max - new_max)
+        shrink = tl.exp2(row_max - finite_max)
         row_max = new_max
         row_sum = row_sum * shrink + tl.sum(p, 1)
         acc = acc * shrink[:, None]
         v_block = load_block(v + block * v_step, v_offsets, keys, length, MASKED, HEAD_DIM)
         acc = tl.dot(p.to(v_block.dtype), v_block, acc, input_precision=PRECISION)
     return acc, row_max, row_sum
+
+
+@triton.jit
+def merge_block(out, lse, out_offsets, lse_offsets, in_rows, acc, new_lse, HEAD_DIM: tl.constexpr):
+    """A block of rows and their lse, merged with what `out` and `lse` hold of them."""
+    columns = tl.arange(0, out_offsets.shape[1])[None, :]
+    old_lse = tl.load(lse + lse_offsets, mask=in_rows, other=0.0)
+    unseen = old_lse == float("-inf")
+    mask = in_rows[:, None] & (columns < HEAD_DIM)
+    old = tl.load(out + out_offsets, mask=mask, other=0.0).to(tl.float32)
+    weight = tl.sigmoid(new_lse - old_lse)
+    acc = tl.where(unseen[:, None], acc, old + weight[:, None] * (acc - old))
+    # logaddexp, from the larger of the two
+    new_lse = tl.maximum(old_lse, new_lse) + tl.log(1 + tl.exp(-tl.abs(old_lse - new_lse)))
+    # Several warps may load the lse of one row, one stores it: all loads come first.
+    tl.debug_barrier()
+    return acc, new_lse
 
 
 @triton.jit(
@@ -134,13 +153,14 @@ def _forward_kernel(
     else:
         full = k_len // BLOCK_N
         stop = tl.cdiv(k_len, BLOCK_N)
-    acc, row_max, row_sum = _attend(
+    limits = tl.minimum(rows + 1, k_len) if IS_CAUSAL else tl.zeros_like(rows) + k_len
+    acc, row_max, row_sum = attend(
         acc, row_max, row_sum, q_block, k, v, k_offsets, v_offsets, k_step, v_step,
-        rows, k_len, 0, full, scale_log2, False, IS_CAUSAL, HEAD_DIM, BLOCK_N, PRECISION,
+        limits, k_len, 0, full, scale_log2, False, HEAD_DIM, BLOCK_N, PRECISION,
     )  # fmt: skip
-    acc, row_max, row_sum = _attend(
+    acc, row_max, row_sum = attend(
         acc, row_max, row_sum, q_block, k, v, k_offsets, v_offsets, k_step, v_step,
-        rows, k_len, full, stop, scale_log2, True, IS_CAUSAL, HEAD_DIM, BLOCK_N, PRECISION,
+        limits, k_len, full, stop, scale_log2, True, HEAD_DIM, BLOCK_N, PRECISION,
     )  # fmt: skip
     acc = acc / row_sum[:, None]
     new_lse = (row_max + tl.log2(row_sum)) * LN_2
@@ -151,16 +171,10 @@ def _forward_kernel(
     lse_offsets = row_offsets(q_stride * lse_n, BLOCK_M, WIDE)
     in_rows = rows < q_len
     if not STORE:
-        old_lse = tl.load(lse + lse_offsets, mask=in_rows, other=0.0)
-        unseen = old_lse == float("-inf")
-        old = load_block(out, out_offsets, rows, q_len, True, HEAD_DIM).to(tl.float32)
-        weight = tl.sigmoid(new_lse - old_lse)
-        acc = tl.where(unseen[:, None], acc, old + weight[:, None] * (acc - old))
-        # logaddexp, from the larger of the two
-        new_lse = tl.maximum(old_lse, new_lse) + tl.log(1 + tl.exp(-tl.abs(old_lse - new_lse)))
-        # Several warps may load the lse of one row, one stores it: all loads come first.
-        tl.debug_barrier()
-    add_block(out, out_offsets, rows, q_len, acc, True, HEAD_DIM)
+        acc, new_lse = merge_block(
+            out, lse, out_offsets, lse_offsets, in_rows, acc, new_lse, HEAD_DIM
+        )  # fmt: skip
+    write_block(out, out_offsets, in_rows, acc, HEAD_DIM)
     tl.store(lse + lse_offsets, new_lse, mask=in_rows)
 
 

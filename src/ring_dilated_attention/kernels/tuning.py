@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-Kernel = Literal["forward", "dq", "dkdv"]
+Kernel = Literal["forward", "dq", "dkdv", "own_forward", "own_dq", "own_dkdv"]
 
 
 @dataclass(frozen=True)
@@ -19,12 +19,15 @@ class LaunchConfig:
         block_n: keys per block, a power of two >= 16.
         num_warps: warps per program.
         num_stages: key (dkdv: query) blocks in flight.
+        max_registers: of a thread; None: as many as the compiler likes. With fewer, more programs
+            run on a multiprocessor at a time.
     """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
 
 
 class BackwardConfig(NamedTuple):
@@ -55,6 +58,24 @@ _CONFIGS: dict[tuple[Kernel, int, int], LaunchConfig] = {
     ("dkdv", 4, 64): LaunchConfig(16, 32, 4, 2),
     ("dkdv", 4, 128): LaunchConfig(16, 32, 8, 1),
     ("dkdv", 4, 256): LaunchConfig(16, 16, 8, 1),
+    ("own_forward", 2, 64): LaunchConfig(64, 64, 4, 3, 168),
+    ("own_forward", 2, 128): LaunchConfig(64, 64, 4, 3),
+    ("own_forward", 2, 256): LaunchConfig(64, 64, 4, 2),
+    ("own_forward", 4, 64): LaunchConfig(64, 32, 8, 2),
+    ("own_forward", 4, 128): LaunchConfig(32, 32, 8, 1),
+    ("own_forward", 4, 256): LaunchConfig(16, 32, 8, 2),
+    ("own_dq", 2, 64): LaunchConfig(64, 64, 4, 3, 168),
+    ("own_dq", 2, 128): LaunchConfig(64, 64, 4, 2),
+    ("own_dq", 2, 256): LaunchConfig(64, 32, 4, 2),
+    ("own_dq", 4, 64): LaunchConfig(32, 32, 4, 2),
+    ("own_dq", 4, 128): LaunchConfig(32, 16, 4, 2),
+    ("own_dq", 4, 256): LaunchConfig(16, 16, 4, 1),
+    ("own_dkdv", 2, 64): LaunchConfig(64, 64, 4, 3),
+    ("own_dkdv", 2, 128): LaunchConfig(64, 64, 4, 2),
+    ("own_dkdv", 2, 256): LaunchConfig(64, 64, 8, 1),
+    ("own_dkdv", 4, 64): LaunchConfig(16, 32, 4, 2),
+    ("own_dkdv", 4, 128): LaunchConfig(16, 32, 8, 1),
+    ("own_dkdv", 4, 256): LaunchConfig(16, 16, 8, 1),
 }
 
 _WGMMA_ROWS = 64
@@ -89,15 +110,16 @@ def default_config(
     best = _CONFIGS[kernel, dtype.itemsize, max(64, padded_head_dim(head_dim))]
     block_m = min(best.block_m, _power_of_two(queries))
     block_n = min(best.block_n, _power_of_two(keys))
-    if kernel == "dkdv" and dtype.itemsize == 2 and block_m < _WGMMA_ROWS:
+    of_keys = kernel.endswith("dkdv")
+    if of_keys and dtype.itemsize == 2 and block_m < _WGMMA_ROWS:
         # As a wgmma over so few queries dk comes out wrong, and differently every time (Triton 3.6
         # on Hopper); dv and larger blocks do not.
         block_n = min(block_n, _WGMMA_ROWS // 2)
     # The accumulators have the rows of one side: as many warps per row as before, and the four
     # that a wgmma takes where there are 64 rows.
-    rows, most = (block_n, best.block_n) if kernel == "dkdv" else (block_m, best.block_m)
+    rows, most = (block_n, best.block_n) if of_keys else (block_m, best.block_m)
     num_warps = max(2, min(4, rows // 16), best.num_warps * rows // most)
-    return LaunchConfig(block_m, block_n, num_warps, best.num_stages)
+    return LaunchConfig(block_m, block_n, num_warps, best.num_stages, best.max_registers)
 
 
 def _power_of_two(size: int) -> int:

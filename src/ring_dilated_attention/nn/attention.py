@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ..branch_gradients import branch_function
-from ..functional import EXCHANGES, Schedule
+from ..functional import BRANCH_GRADIENTS, EXCHANGES, BranchGradients, Schedule, dilated_attention
 from ..pattern import (
     DilatedPattern,
     HeadBranches,
@@ -39,8 +38,7 @@ class DilatedAttention(nn.Module):
             one process.
         layout: which positions each rank holds; None means contiguous equal shards.
         branch_gradients: ``"exact"``, the default, differentiates the whole function;
-            ``"detached"`` has no gradient through the weights that mix the branches, as in
-            torchscale.
+            ``"detached"`` all but the weights that mix the branches, as torchscale does.
         exchange: ``"ring"`` keeps one message in flight during compute and holds the rows of at
             most two remote shards; ``"gather"`` starts all transfers at once and holds them all;
             ``"auto"``, the default, gathers where all of them are at most the size of a shard.
@@ -60,7 +58,7 @@ class DilatedAttention(nn.Module):
         scale: float | None = None,
         group: Group = None,
         layout: SequenceLayout | None = None,
-        branch_gradients: str = "exact",
+        branch_gradients: BranchGradients = "exact",
         exchange: Schedule = "auto",
         backend: Backend = "auto",
     ) -> None:
@@ -74,8 +72,8 @@ class DilatedAttention(nn.Module):
         self.scale = scale
         self.group = group
         self.layout = layout
+        check_choice("branch_gradients", branch_gradients, BRANCH_GRADIENTS)
         self.branch_gradients = branch_gradients
-        self._attend = branch_function(branch_gradients)
         self.exchange = exchange
         self.backend = backend
 
@@ -112,7 +110,7 @@ class DilatedAttention(nn.Module):
             ValueError: an argument is not supported, or the ranks disagree about one; raised on
                 every rank, naming the ranks at fault.
         """
-        out: Tensor = self._attend(
+        out: Tensor = dilated_attention(
             query,
             key,
             value,
@@ -126,6 +124,7 @@ class DilatedAttention(nn.Module):
             layout=self.layout,
             exchange=self.exchange,
             backend=self.backend,
+            branch_gradients=self.branch_gradients,
         )
         return out
 
@@ -160,8 +159,7 @@ class MultiheadDilatedAttention(nn.Module):
         zero_keys: whether short cells are filled up with keys of score 0 and value 0, as
             torchscale pads them. Default False (the paper).
         branch_gradients: ``"exact"``, the default, differentiates the whole function;
-            ``"detached"`` has no gradient through the weights that mix the branches, as in
-            torchscale.
+            ``"detached"`` all but the weights that mix the branches, as torchscale does.
         num_kv_heads: key and value heads, a divisor of `num_heads`; None means `num_heads`.
         bias: whether the four projections have a bias.
         layer_norm: whether to normalise the concatenated heads (MAGNETO's sub-LN).
@@ -192,7 +190,7 @@ class MultiheadDilatedAttention(nn.Module):
         head_offsets: HeadOffsets = "interleaved",
         head_branches: HeadBranches = "all",
         zero_keys: bool = False,
-        branch_gradients: str = "exact",
+        branch_gradients: BranchGradients = "exact",
         num_kv_heads: int | None = None,
         bias: bool = True,
         layer_norm: bool = False,
@@ -212,8 +210,8 @@ class MultiheadDilatedAttention(nn.Module):
             head_branches=head_branches,
             zero_keys=zero_keys,
         )
+        check_choice("branch_gradients", branch_gradients, BRANCH_GRADIENTS)
         self.branch_gradients = branch_gradients
-        self._attend = branch_function(branch_gradients)
         self.embed_dim, self.num_heads, self.num_kv_heads, self.head_dim = check_head_sizes(
             embed_dim, num_heads, num_kv_heads
         )
@@ -367,7 +365,7 @@ class MultiheadDilatedAttention(nn.Module):
         layout: SequenceLayout | None = None,
     ) -> Tensor:
         """The second part of `forward`: `dilated_attention`, with the shape of `q_bnhd`."""
-        out_bnhd: Tensor = self._attend(
+        out_bnhd: Tensor = dilated_attention(
             q_bnhd,
             k_bnhd,
             v_bnhd,
@@ -381,6 +379,7 @@ class MultiheadDilatedAttention(nn.Module):
             layout=layout,
             exchange=self.exchange,
             backend=self.backend,
+            branch_gradients=self.branch_gradients,
         )
         return out_bnhd
 

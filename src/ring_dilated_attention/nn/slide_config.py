@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..branch_gradients import branch_function
-from ..pattern import DilatedPattern, HeadOffsets, check_positive_float, check_positive_int
+from ..functional import BRANCH_GRADIENTS, BranchGradients
+from ..pattern import (
+    DilatedPattern,
+    HeadOffsets,
+    check_choice,
+    check_positive_float,
+    check_positive_int,
+)
 from .checks import check_head_sizes
 
 
@@ -47,7 +53,7 @@ class SlideEncoderConfig:
     dilation_rates: Sequence[int] = (1, 2, 4, 8, 16)
     head_offsets: HeadOffsets = "interleaved"
     zero_keys: bool = False
-    branch_gradients: str = "exact"
+    branch_gradients: BranchGradients = "exact"
     tile_size: float = 256.0
     norm_eps: float = 1e-5
 
@@ -59,7 +65,7 @@ class SlideEncoderConfig:
             raise ValueError(f"embed_dim must be a multiple of 4; got {self.embed_dim}")
         check_positive_float("tile_size", self.tile_size)
         check_positive_float("norm_eps", self.norm_eps)
-        branch_function(self.branch_gradients)
+        check_choice("branch_gradients", self.branch_gradients, BRANCH_GRADIENTS)
         pattern = self.pattern
         # Lists (from JSON, say) become tuples, so that configs hash and compare by value.
         object.__setattr__(self, "segment_lengths", pattern.segment_lengths)

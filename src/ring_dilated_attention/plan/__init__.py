@@ -21,6 +21,8 @@ from .costs import (
     step_imbalance,
     traffic,
 )
+from .own import OwnRange, OwnWork
+from .parts import OwnRun
 from .rank import LocalHalves, RankPlan, Step
 from .replicated import replicated_groups, replicated_zero_keys
 from .rows import Message, PackedTiles, Rows, Run, Tile, TileGroup
@@ -32,6 +34,9 @@ __all__ = [
     "LocalHalves",
     "Memory",
     "Message",
+    "OwnRange",
+    "OwnRun",
+    "OwnWork",
     "PackedTiles",
     "RankPlan",
     "Rows",

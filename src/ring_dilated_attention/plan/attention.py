@@ -80,6 +80,11 @@ class AttentionPlan:
         return self._narrowed[kv_heads]
 
     @cached_property
+    def single_branches(self) -> tuple[AttentionPlan, ...]:
+        """The plan of each branch by itself; heads run all branches."""
+        return tuple(replace(self, pattern=pattern) for pattern in self.pattern.single_branches())
+
+    @cached_property
     def rounds(self) -> tuple[AttentionPlan, ...]:
         """The plan for a few heads at a time, as few as keep a rank busy: what a ring runs.
 

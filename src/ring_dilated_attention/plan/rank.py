@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
 from .grouping import group_tiles
-from .parts import Link, OwnRun, own_runs, within_rows
+from .own import OwnWork, own_work
+from .parts import Link, OwnRun, within_rows
 from .rows import Message, Tile, TileGroup
 from .zero_keys import zero_key_groups
 
@@ -63,7 +64,6 @@ class RankPlan:
         plan: the plan of all ranks.
         index: the rank.
         world_size: number of ranks.
-        local_groups: tiles whose queries and keys this rank holds.
         covers: whether the first group has every local row of every head as query and as key once.
             It then needs no result to add to.
     """
@@ -73,23 +73,32 @@ class RankPlan:
         self.index = rank
         self.world_size = plan.layout.world_size
         self._steps: dict[tuple[int, int], Step] = {}
-        groups: list[TileGroup] = []
-        parts = plan.parts_of(rank)
-        longest = max((part.document_stop - part.document_start for part in parts), default=0)
-        runs: dict[int | None, list[OwnRun]] = {}
-        for branch, length in plan.branches:
-            w = None if length is None or length >= longest else length
-            if w not in runs:
-                runs[w] = list(own_runs(parts, w))
-            own = plan.tiling.own_group(branch, runs[w])
-            groups.extend([own] if own else [])
+        self._parts = plan.parts_of(rank)
         # Rows that belong to no document are in no tile.
-        held = sum(part.stop - part.start for part in parts)
+        held = sum(part.stop - part.start for part in self._parts)
         self.covers = plan.covering is not None and held == plan.layout.local_length(rank)
-        self._seen, self._shown = plan.crossing_spans(parts)
-        links = self._links_from(rank)
-        crossing = group_tiles((link, list(plan.tiling.tiles(link))) for link in links)
-        self.local_groups = (*groups, *crossing)
+        self._seen, self._shown = plan.crossing_spans(self._parts)
+
+    @cached_property
+    def local_groups(self) -> tuple[TileGroup, ...]:
+        """Tiles whose queries and keys this rank holds: a group a branch, then those of links."""
+        links = self._links_from(self.index)
+        tiling = self.plan.tiling
+        crossing = group_tiles((link, list(tiling.tiles(link))) for link in links)
+        return (*self.own_work(None).groups, *crossing)
+
+    def own_work(self, by_rows: Callable[[int, OwnRun], bool] | None) -> OwnWork:
+        """What this rank computes within parts, split by whether it is computed row by row.
+
+        Args:
+            by_rows: whether runs of a branch are; None: none is.
+        """
+        longest = max((part.document_stop - part.document_start for part in self._parts), default=0)
+        branches = [
+            (branch, None if length is None or length >= longest else length)
+            for branch, length in self.plan.branches
+        ]
+        return own_work(self.plan.tiling, branches, self._parts, by_rows)
 
     @property
     def local(self) -> tuple[Tile, ...]:
@@ -99,7 +108,7 @@ class RankPlan:
     @cached_property
     def zero_keys(self) -> tuple[TileGroup, ...]:
         """Which of this rank's queries see how many zero keys; see `zero_key_groups`."""
-        return zero_key_groups(self.plan.tiling, self.plan.parts_of(self.index))
+        return zero_key_groups(self.plan.tiling, self._parts)
 
     def rounds(self, *, gathers: bool) -> tuple[RankPlan, ...]:
         """What the rank does one after the other: all at once, or some heads at a time.

@@ -104,6 +104,11 @@ class TileGroup:
     single: tuple[Tile, ...]
     packed: tuple[PackedTiles, ...] = ()
 
+    @property
+    def branch(self) -> int:
+        """That of the first tile."""
+        return (self.single or self.packed)[0].branch
+
     @cached_property
     def tiles(self) -> tuple[Tile, ...]:
         """All of them, one by one."""

@@ -42,6 +42,7 @@ def forward_flops(
     needs_gradients: bool,
     documents: Sequence[int] = (),
     lengths: Sequence[int] = (),
+    detached: bool = False,
     **_: Any,
 ) -> int:
     """Operations of ``ring_dilated_attention::forward`` on this rank.
@@ -66,6 +67,7 @@ def forward_flops(
         needs_gradients: see `exchange`.
         documents: cumulative lengths; empty: one document.
         lengths: valid positions of each row of the batch; empty: all.
+        detached: makes no difference: what is worked out again is not counted.
 
     Returns:
         The number of operations, 0 or more.

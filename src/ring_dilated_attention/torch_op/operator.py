@@ -18,12 +18,14 @@ from ..resolve import Options, PlannedRows, Resolved, resolve
 from ..tiles import accumulate_dtype
 from .derivatives import apply_function, once_differentiable, refuse_tangents
 from .flops import count_flops_of
+from .untraced import untraced
 
 _OPTIONS = (
     "int[] segment_lengths, int[] dilation_rates, str head_offsets, str head_branches, "
     "bool zero_keys, bool is_causal, float? scale, "
     "SymInt[] layout, str group, str exchange, str backend, "
-    "float? workspace, bool needs_gradients, SymInt[] documents, SymInt[] lengths"
+    "float? workspace, bool needs_gradients, SymInt[] documents, SymInt[] lengths, "
+    "bool detached"
 )
 _Library: Any = torch.library.Library  # its methods have no annotations
 _library = _Library("ring_dilated_attention", "DEF")
@@ -71,6 +73,9 @@ class RingDilatedAttention(torch.autograd.Function):
         home    s = 0: dK_i += dK_t, dV_i += dV_t
                 s > 0: send dK_ij, dV_ij to their owner j = i-s; receive dK_ki, dV_ki from
                 k = i+s and add them to dK_i, dV_i               [P2P, input dtype or float32]
+
+    Where branch weights are taken for constants, delta is that of the tile's branch: rowsum(dO_i *
+    its own O_i), which is worked out again; L_i is the merged one.
 
     Since the merged softmax is one softmax, every tile uses the same L_i and delta_i, and gradients
     only add up. Transfers of step s+1 (ring), or of all steps (gather), run behind the tiles of
@@ -153,7 +158,9 @@ def _forward(
 
 def _ring_call(options: Options, ends: Exchange, resolved: Resolved, some: PlannedRows) -> RingCall:
     _, plan, gathers = some
-    return RingCall(plan, ends, resolved.backend, resolved.scale, gathers, options.workspace)
+    return RingCall(
+        plan, ends, resolved.backend, resolved.scale, gathers, options.workspace, options.detached
+    )
 
 
 def _identity(group: str, query: torch.Tensor, call: Call | None = None) -> torch.Tensor:
@@ -209,10 +216,10 @@ def _fake_backward(
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
 
 
-_library.impl("forward", _forward, "CompositeExplicitAutograd")
-_library.impl("backward", _backward, "CompositeExplicitAutograd")
+_library.impl("forward", untraced(_forward), "CompositeExplicitAutograd")
+_library.impl("backward", untraced(_backward), "CompositeExplicitAutograd")
 # torch.library.register_autograd does the same and takes 30 us longer, on every call.
-_library.impl("forward", _autograd, "Autograd")
+_library.impl("forward", untraced(_autograd), "Autograd")
 torch.library.register_fake(FORWARD, _fake_forward, lib=_library)
 torch.library.register_fake(BACKWARD, _fake_backward, lib=_library)
 

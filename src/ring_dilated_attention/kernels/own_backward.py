@@ -1,0 +1,393 @@
+"""Triton kernels: gradients of several branches in two launches, each row of them written once.
+
+As in `own_forward`. dq goes through the keys of its rows' cells, dk and dv through the queries of
+theirs: the rows of a cell are its queries and its keys.
+
+Shape legend: B batch, n rows, H query heads, K KV heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .backward import dkdv_of_queries, dq_of_keys
+from .blocks import LOG2_E, load_block, row_offsets, stride_unit, strides_in, write_block
+from .own_forward import (
+    branch_of,
+    own_constants,
+    rows_of_cell,
+    rows_of_program,
+    takes_part,
+    zeros_of_cell,
+)
+from .own_programs import Programs
+from .tuning import BackwardConfig
+
+
+@triton.jit
+def _weigh_keys(
+    weighed,
+    weights,
+    q,
+    dout,
+    lse,
+    k,
+    v,
+    k_offsets,
+    v_offsets,
+    k_step,
+    v_step,
+    limits,
+    length,
+    stop,
+    scale,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Sum p (dout v^T) and p over the keys that rows see."""
+    for block in range(0, stop):
+        keys = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        k_block = load_block(k + block * k_step, k_offsets, keys, length, True, HEAD_DIM)
+        v_block = load_block(v + block * v_step, v_offsets, keys, length, True, HEAD_DIM)
+        scores = tl.dot(q, tl.trans(k_block), input_precision=PRECISION)
+        p = tl.exp2(scores * scale - lse[:, None])
+        p = tl.where(keys[None, :] < limits[:, None], p, 0.0)
+        dp = tl.dot(dout, tl.trans(v_block), input_precision=PRECISION)
+        weighed += tl.sum(p * dp, 1)
+        weights += tl.sum(p, 1)
+    return weighed, weights
+
+
+@triton.jit(
+    do_not_specialize=[
+        "q_b", "q_n", "q_h", "k_b", "k_n", "k_h", "v_b", "v_n", "v_h", "dout_b", "dout_n", "dout_h",
+        "out_b", "out_n", "out_h", "lse_b", "lse_h", "lse_n", "dq_b", "dq_n", "dq_h",
+        "delta_branch", "scale", "heads_per_kv", "kv_heads", "num_branches",
+    ]
+)  # fmt: skip
+def _dq_kernel(
+    q, k, v, dout, out, lse, delta, dq, ranges, branches, order, programs,
+    q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, dout_b, dout_n, dout_h, out_b, out_n, out_h,
+    lse_b, lse_h, lse_n, dq_b, dq_n, dq_h,
+    delta_branch,
+    scale,
+    heads_per_kv,
+    kv_heads,
+    num_branches,
+    UNIT: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    ZERO_KEYS: tl.constexpr,
+    DETACHED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    """One program: a block of queries of one head, the keys of all branches that they see.
+
+    Writes delta, which has the strides of lse, for the kernel of dk and dv: of the merged out, or
+    where DETACHED of each branch's own.
+    """
+    heads = kv_heads * heads_per_kv
+    head, batch = tl.program_id(0) % heads, tl.program_id(1).to(tl.int64)
+    kv_head = head // heads_per_kv
+    own, first, step, count = rows_of_program(
+        programs + tl.program_id(0) // heads * 5, ranges, order, kv_head, BLOCK_M
+    )  # fmt: skip
+    if count == 0:
+        return
+    part_start, part_stop, shift = tl.load(own), tl.load(own + 1), tl.load(own + 2)
+    document, chosen = tl.load(own + 3), tl.load(own + 4)
+    last = first + (count - 1) * step
+    if not takes_part(branches, chosen, kv_head, kv_heads, document, first, last, num_branches):
+        return
+
+    columns = tl.arange(0, BLOCK_D)[None, :]
+    rows = tl.arange(0, BLOCK_M)
+    wide_step = step.to(tl.int64)
+    row = (first + shift).to(tl.int64)
+    wide_head = head.to(tl.int64)
+    q += (batch * q_b + row * q_n + wide_head * q_h) * UNIT
+    q_offsets = row_offsets(wide_step * q_n * UNIT, BLOCK_M, WIDE)[:, None] + columns
+    q_block = load_block(q, q_offsets, rows, count, True, HEAD_DIM)
+    dout += (batch * dout_b + row * dout_n + wide_head * dout_h) * UNIT
+    dout_offsets = row_offsets(wide_step * dout_n * UNIT, BLOCK_M, WIDE)[:, None] + columns
+    dout_block = load_block(dout, dout_offsets, rows, count, True, HEAD_DIM)
+    of_lse = batch * lse_b + row * lse_n + wide_head * lse_h
+    lse_offsets = row_offsets(wide_step * lse_n, BLOCK_M, WIDE)
+    row_lse = tl.load(lse + of_lse + lse_offsets, mask=rows < count, other=float("inf")) * LOG2_E
+    delta += of_lse
+    row_delta = tl.zeros([BLOCK_M], tl.float32)
+    if not DETACHED:
+        out += (batch * out_b + row * out_n + wide_head * out_h) * UNIT
+        out_offsets = row_offsets(wide_step * out_n * UNIT, BLOCK_M, WIDE)[:, None] + columns
+        out_block = load_block(out, out_offsets, rows, count, True, HEAD_DIM)
+        row_delta = tl.sum(dout_block.to(tl.float32) * out_block.to(tl.float32), 1)
+        tl.store(delta + lse_offsets, row_delta, mask=rows < count)
+    k += (batch * k_b + kv_head.to(tl.int64) * k_h) * UNIT
+    v += (batch * v_b + kv_head.to(tl.int64) * v_h) * UNIT
+
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for branch in tl.range(0, num_branches, disable_licm=True):
+        length, rate, offset = branch_of(branches, branch, kv_head, kv_heads, document)
+        runs = (((chosen >> branch) & 1) != 0) & (offset >= 0)
+        segment = first // length
+        segment_stop = tl.where(runs, last // length + 1, segment)
+        k_step = rate.to(tl.int64) * k_n * UNIT
+        v_step = rate.to(tl.int64) * v_n * UNIT
+        k_offsets = row_offsets(k_step, BLOCK_N, WIDE)[:, None] + columns
+        v_offsets = row_offsets(v_step, BLOCK_N, WIDE)[:, None] + columns
+        k_step *= BLOCK_N
+        v_step *= BLOCK_N
+        for number in tl.range(segment, segment_stop, disable_licm=True):
+            start = number * length
+            if (first - start - offset) % rate == 0:
+                key, k_len = rows_of_cell(start, length, rate, offset, part_start, part_stop)
+                inside = (start <= first) & (last < start + length)
+                ahead = first - start + rows * step
+                within = (ahead >= 0) & (ahead < length)
+                full = k_len // BLOCK_N
+                stop = tl.cdiv(k_len, BLOCK_N)
+                limits = tl.where(within, k_len, 0)
+                if IS_CAUSAL:
+                    to_key = ahead - (key - start)
+                    seen = tl.maximum(to_key + rate, 0) // rate
+                    limits = tl.minimum(limits, seen)
+                    full = tl.maximum(first - key + rate, 0) // rate // BLOCK_N
+                    full = tl.minimum(full, k_len // BLOCK_N)
+                    stop = tl.cdiv(tl.max(tl.where(rows < count, limits, 0), 0), BLOCK_N)
+                full = tl.where(inside, full, 0)
+                k_row = (key + shift).to(tl.int64)
+                k_at, v_at = k + k_row * k_n * UNIT, v + k_row * v_n * UNIT
+                if DETACHED:  # the branch's own delta, before it is needed
+                    weighed = tl.zeros([BLOCK_M], tl.float32)
+                    weights = tl.zeros([BLOCK_M], tl.float32)
+                    weighed, weights = _weigh_keys(
+                        weighed, weights, q_block, dout_block, row_lse, k_at, v_at,
+                        k_offsets, v_offsets, k_step, v_step, limits, k_len, stop,
+                        scale * LOG2_E, HEAD_DIM, BLOCK_N, PRECISION,
+                    )  # fmt: skip
+                    if ZERO_KEYS:
+                        zeros = zeros_of_cell(start, length, rate, offset, document)
+                        weights += zeros.to(tl.float32) * tl.exp2(-row_lse)
+                    row_delta = weighed / tl.where(weights > 0, weights, 1.0)
+                    here = delta + branch * delta_branch.to(tl.int64) + lse_offsets
+                    tl.store(here, row_delta, mask=(rows < count) & within)
+                acc = dq_of_keys(
+                    acc, q_block, dout_block, row_lse, row_delta, k_at, v_at,
+                    k_offsets, v_offsets, k_step, v_step, limits, k_len, 0, full,
+                    scale * LOG2_E, False, HEAD_DIM, BLOCK_N, PRECISION,
+                )  # fmt: skip
+                acc = dq_of_keys(
+                    acc, q_block, dout_block, row_lse, row_delta, k_at, v_at,
+                    k_offsets, v_offsets, k_step, v_step, limits, k_len, full, stop,
+                    scale * LOG2_E, True, HEAD_DIM, BLOCK_N, PRECISION, 1,
+                )  # fmt: skip
+    dq += (batch * dq_b + row * dq_n + wide_head * dq_h) * UNIT
+    dq_offsets = row_offsets(wide_step * dq_n * UNIT, BLOCK_M, WIDE)[:, None] + columns
+    acc *= scale
+    if tl.load(own + 7) == 0:
+        acc += load_block(dq, dq_offsets, rows, count, True, HEAD_DIM).to(tl.float32)
+    write_block(dq, dq_offsets, rows < count, acc, HEAD_DIM)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "q_b", "q_n", "q_h", "k_b", "k_n", "k_h", "v_b", "v_n", "v_h", "dout_b", "dout_n", "dout_h",
+        "lse_b", "lse_h", "lse_n", "dk_b", "dk_n", "dk_h", "dv_b", "dv_n", "dv_h",
+        "delta_branch", "scale", "heads_per_kv", "kv_heads", "num_branches",
+    ]
+)  # fmt: skip
+def _dkdv_kernel(
+    q, k, v, dout, lse, delta, dk, dv, ranges, branches, order, programs,
+    q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, dout_b, dout_n, dout_h,
+    lse_b, lse_h, lse_n, dk_b, dk_n, dk_h, dv_b, dv_n, dv_h,
+    delta_branch,
+    scale,
+    heads_per_kv,
+    kv_heads,
+    num_branches,
+    UNIT: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    DETACHED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    """One program: a block of keys of one KV head, all queries of all branches that see them."""
+    kv_head, batch = tl.program_id(0) % kv_heads, tl.program_id(1).to(tl.int64)
+    own, first, step, count = rows_of_program(
+        programs + tl.program_id(0) // kv_heads * 5, ranges, order, kv_head, BLOCK_N
+    )  # fmt: skip
+    if count == 0:
+        return
+    part_start, part_stop, shift = tl.load(own), tl.load(own + 1), tl.load(own + 2)
+    document, chosen = tl.load(own + 3), tl.load(own + 4)
+    last = first + (count - 1) * step
+    if not takes_part(branches, chosen, kv_head, kv_heads, document, first, last, num_branches):
+        return
+
+    columns = tl.arange(0, BLOCK_D)[None, :]
+    keys = tl.arange(0, BLOCK_N)
+    wide_step = step.to(tl.int64)
+    row = (first + shift).to(tl.int64)
+    wide_head = kv_head.to(tl.int64)
+    k += (batch * k_b + row * k_n + wide_head * k_h) * UNIT
+    v += (batch * v_b + row * v_n + wide_head * v_h) * UNIT
+    k_offsets = row_offsets(wide_step * k_n * UNIT, BLOCK_N, WIDE)[:, None] + columns
+    v_offsets = row_offsets(wide_step * v_n * UNIT, BLOCK_N, WIDE)[:, None] + columns
+    k_block = load_block(k, k_offsets, keys, count, True, HEAD_DIM)
+    v_block = load_block(v, v_offsets, keys, count, True, HEAD_DIM)
+
+    dk_block = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv_block = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    for branch in tl.range(0, num_branches, disable_licm=True):
+        length, rate, offset = branch_of(branches, branch, kv_head, kv_heads, document)
+        runs = (((chosen >> branch) & 1) != 0) & (offset >= 0)
+        segment = first // length
+        segment_stop = tl.where(runs, last // length + 1, segment)
+        wide_rate = rate.to(tl.int64)
+        q_step, dout_step = wide_rate * q_n * UNIT, wide_rate * dout_n * UNIT
+        lse_step = wide_rate * lse_n
+        q_offsets = row_offsets(q_step, BLOCK_M, WIDE)[:, None] + columns
+        dout_offsets = row_offsets(dout_step, BLOCK_M, WIDE)[:, None] + columns
+        lse_offsets = row_offsets(lse_step, BLOCK_M, WIDE)
+        q_step *= BLOCK_M
+        dout_step *= BLOCK_M
+        lse_step *= BLOCK_M
+        for number in tl.range(segment, segment_stop, disable_licm=True):
+            start = number * length
+            if (first - start - offset) % rate == 0:
+                query, q_len = rows_of_cell(start, length, rate, offset, part_start, part_stop)
+                inside = (start <= first) & (last < start + length)
+                ahead = first - start + keys * step
+                within = (ahead >= 0) & (ahead < length)
+                # Query blocks: masked `begin` to `full` - 1 and `tail` to `stop` - 1.
+                stop = tl.cdiv(q_len, BLOCK_M)
+                begin = 0
+                full = 0
+                lows = tl.zeros_like(keys)
+                if IS_CAUSAL:
+                    to_query = ahead - (query - start) + rate - 1
+                    lows = tl.maximum(to_query, 0) // rate
+                    earliest = tl.maximum(tl.maximum(first, start) - query, 0) // rate
+                    latest = (tl.maximum(last - query, 0) + rate - 1) // rate
+                    begin = earliest // BLOCK_M
+                    full = tl.minimum(tl.cdiv(latest + 1, BLOCK_M), stop)
+                full = tl.where(inside, full, stop)
+                tail = tl.maximum(q_len // BLOCK_M, full)
+                lows = tl.where(within, lows, q_len)
+                q_row = (query + shift).to(tl.int64)
+                head = wide_head * heads_per_kv
+                q_at = q + (batch * q_b + q_row * q_n + head * q_h) * UNIT
+                dout_at = dout + (batch * dout_b + q_row * dout_n + head * dout_h) * UNIT
+                of_lse = batch * lse_b + head * lse_h + q_row * lse_n
+                lse_at, delta_at = lse + of_lse, delta + of_lse
+                if DETACHED:
+                    delta_at += branch * delta_branch.to(tl.int64)
+                for _ in range(heads_per_kv):
+                    dk_block, dv_block = dkdv_of_queries(
+                        dk_block, dv_block, k_block, v_block, q_at, dout_at, lse_at, delta_at,
+                        q_offsets, dout_offsets, lse_offsets, lse_offsets,
+                        q_step, dout_step, lse_step, lse_step,
+                        lows, q_len, begin, full, tail, stop,
+                        scale * LOG2_E, True, True, HEAD_DIM, BLOCK_M, PRECISION, 1,
+                    )  # fmt: skip
+                    dk_block, dv_block = dkdv_of_queries(
+                        dk_block, dv_block, k_block, v_block, q_at, dout_at, lse_at, delta_at,
+                        q_offsets, dout_offsets, lse_offsets, lse_offsets,
+                        q_step, dout_step, lse_step, lse_step,
+                        lows, q_len, full, tail, tail, tail,
+                        scale * LOG2_E, False, False, HEAD_DIM, BLOCK_M, PRECISION,
+                    )  # fmt: skip
+                    q_at += q_h.to(tl.int64) * UNIT
+                    dout_at += dout_h.to(tl.int64) * UNIT
+                    lse_at += lse_h
+                    delta_at += lse_h
+
+    dk += (batch * dk_b + row * dk_n + wide_head * dk_h) * UNIT
+    dv += (batch * dv_b + row * dv_n + wide_head * dv_h) * UNIT
+    dk_offsets = row_offsets(wide_step * dk_n * UNIT, BLOCK_N, WIDE)[:, None] + columns
+    dv_offsets = row_offsets(wide_step * dv_n * UNIT, BLOCK_N, WIDE)[:, None] + columns
+    dk_block *= scale
+    if tl.load(own + 7) == 0:
+        dk_block += load_block(dk, dk_offsets, keys, count, True, HEAD_DIM).to(tl.float32)
+        dv_block += load_block(dv, dv_offsets, keys, count, True, HEAD_DIM).to(tl.float32)
+    write_block(dk, dk_offsets, keys < count, dk_block, HEAD_DIM)
+    write_block(dv, dv_offsets, keys < count, dv_block, HEAD_DIM)
+
+
+def own_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    queries: Programs,
+    keys: Programs,
+    *,
+    is_causal: bool,
+    zero_keys: bool,
+    detached: bool,
+    scale: float,
+    config: BackwardConfig,
+) -> None:
+    """Gradients of ranges over all their branches, written to dq, dk, dv or added to them.
+
+    As `tiles_backward`, with delta worked out here: ``rowsum(dout * out)``.
+
+    Args:
+        dout: (B, n, H, D), the dtype of q.
+        q: as in forward, like k and v.
+        k: (B, n, K, D).
+        v: (B, n, K, D).
+        out: (B, n, H, D), of the merged result.
+        lse: (B, H, n) float32, of the merged result, finite at the rows that see a key.
+        dq: (B, n, H, D), any floating dtype; changed in place at the rows that see a key.
+        dk: (B, n, K, D), any floating dtype; changed in place at the rows that are seen.
+        dv: (B, n, K, D), any floating dtype; changed in place at the rows that are seen.
+        queries: built for the block_m of ``config.dq``.
+        keys: built for the block_n of ``config.dkdv``.
+        is_causal: as in forward.
+        zero_keys: as in forward.
+        detached: take delta of each branch's own out, which is worked out again, in place of the
+            merged one: the gradient with branch weights that are constants.
+        scale: factor on the scores.
+        config: how to launch.
+    """
+    assert (config.dq.block_m, config.dkdv.block_n) == (queries.block, keys.block)
+    batch, _, heads, head_dim = q.shape
+    kv_heads = k.shape[2]
+    deltas = len(queries.branches) if detached else 1
+    delta = torch.empty_strided(
+        (deltas, *lse.shape), (lse.numel(), *lse.stride()), dtype=lse.dtype, device=lse.device
+    )
+    *read, of_dq, of_dk, of_dv = [x.stride() for x in (q, k, v, dout, out, dq, dk, dv)]
+    unit = stride_unit(*read, of_dq, of_dk, of_dv)
+    tensors = q, k, v, dout, out, dq, dk, dv, lse.mT
+    _dq_kernel[(heads * len(queries.rows), batch)](
+        q, k, v, dout, out, lse, delta, dq, *queries.tensors,
+        *strides_in(unit, *read), *lse.stride(), *strides_in(unit, of_dq),
+        delta.stride(0), scale, heads // kv_heads, kv_heads, len(queries.branches),
+        **own_constants(queries, unit, config.dq, head_dim, *tensors),
+        IS_CAUSAL=is_causal, ZERO_KEYS=zero_keys and not is_causal, DETACHED=detached,
+    )  # fmt: skip
+    _dkdv_kernel[(kv_heads * len(keys.rows), batch)](
+        q, k, v, dout, lse, delta, dk, dv, *keys.tensors,
+        *strides_in(unit, *read[:4]), *lse.stride(), *strides_in(unit, of_dk, of_dv),
+        delta.stride(0), scale, heads // kv_heads, kv_heads, len(keys.branches),
+        **own_constants(keys, unit, config.dkdv, head_dim, *tensors),
+        IS_CAUSAL=is_causal, DETACHED=detached,
+    )  # fmt: skip

@@ -1,0 +1,259 @@
+"""Triton kernel: attention of several branches in one launch, each row of the result written once.
+
+The tables of `own_programs` tell which rows and keys there are; tensors are read and written in
+place, by their strides. Scores and sums are float32; p is rounded to the inputs' dtype before it is
+multiplied.
+
+Shape legend: B batch, n rows, H query heads, K KV heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from .blocks import LN_2, LOG2_E, load_block, row_offsets, stride_unit, strides_in, write_block
+from .forward import attend, merge_block
+from .own_programs import Programs
+from .tuning import LaunchConfig, padded_head_dim
+
+
+@triton.jit
+def rows_of_program(program, ranges, order, kv_head, BLOCK: tl.constexpr):
+    """Range, first position, step and number of the rows of a program, which may be 0."""
+    own = ranges + tl.load(program) * 8
+    low, high = tl.load(program + 1), tl.load(program + 2)
+    step = tl.load(own + 5)
+    residue = tl.load(order + tl.load(own + 6) + kv_head * step + tl.load(program + 3))
+    first = low + (residue + step - low % step) % step
+    rows = (tl.maximum(high - first, 0) + step - 1) // step
+    blocks = (rows + BLOCK - 1) // BLOCK  # as even as they can be
+    block = tl.load(program + 4)
+    begin = rows * block // tl.maximum(blocks, 1)
+    end = rows * (block + 1) // tl.maximum(blocks, 1)
+    return own, first + begin * step, step, tl.where(block < blocks, end - begin, 0)
+
+
+@triton.jit
+def branch_of(branches, branch, kv_head, kv_heads, document):
+    """Segment length, rate and offset of a branch for a KV head; offset -1: it is not run."""
+    fields = branches + branch * (2 + kv_heads)
+    segment_length = tl.minimum(tl.load(fields), document)
+    return segment_length, tl.load(fields + 1), tl.load(fields + 2 + kv_head)
+
+
+@triton.jit
+def rows_of_cell(start, length, rate, offset, part_start, part_stop):
+    """The first position of a cell in a part, and how many there are."""
+    begin = start + offset
+    behind = tl.maximum(tl.maximum(start, part_start) - begin, 0)
+    first = begin + (behind + rate - 1) // rate * rate
+    stop = tl.minimum(start + length, part_stop)
+    return first, (tl.maximum(stop - first, 0) + rate - 1) // rate
+
+
+@triton.jit
+def zeros_of_cell(start, length, rate, offset, document):
+    """How many zero keys a cell shows."""
+    rows = tl.minimum(start + length, document) - start - offset
+    return (length + rate - 1) // rate - (tl.maximum(rows, 0) + rate - 1) // rate
+
+
+@triton.jit
+def takes_part(branches, chosen, kv_head, kv_heads, document, first, last, num_branches):
+    """Whether positions, evenly spaced from `first` to `last`, are in a cell of any branch."""
+    found = first < 0
+    for branch in range(num_branches):
+        length, rate, offset = branch_of(branches, branch, kv_head, kv_heads, document)
+        if (((chosen >> branch) & 1) != 0) & (offset >= 0):
+            for segment in range(first // length, last // length + 1):
+                found = found | ((first - segment * length - offset) % rate == 0)
+    return found
+
+
+@triton.jit(
+    do_not_specialize=[
+        "q_b", "q_n", "q_h", "k_b", "k_n", "k_h", "v_b", "v_n", "v_h", "out_b", "out_n", "out_h",
+        "lse_b", "lse_h", "lse_n", "scale", "heads_per_kv", "kv_heads", "num_branches",
+    ]
+)  # fmt: skip
+def _forward_kernel(
+    q, k, v, out, lse, ranges, branches, order, programs,
+    q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, out_b, out_n, out_h, lse_b, lse_h, lse_n,
+    scale,
+    heads_per_kv,
+    kv_heads,
+    num_branches,
+    UNIT: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    ZERO_KEYS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    """One program: a block of queries of one head, the keys of all branches that they see."""
+    heads = kv_heads * heads_per_kv
+    head, batch = tl.program_id(0) % heads, tl.program_id(1).to(tl.int64)
+    kv_head = head // heads_per_kv
+    own, first, step, count = rows_of_program(
+        programs + tl.program_id(0) // heads * 5, ranges, order, kv_head, BLOCK_M
+    )  # fmt: skip
+    if count == 0:
+        return
+    part_start, part_stop, shift = tl.load(own), tl.load(own + 1), tl.load(own + 2)
+    document, chosen = tl.load(own + 3), tl.load(own + 4)
+    last = first + (count - 1) * step
+    if not takes_part(branches, chosen, kv_head, kv_heads, document, first, last, num_branches):
+        return
+
+    columns = tl.arange(0, BLOCK_D)[None, :]
+    rows = tl.arange(0, BLOCK_M)
+    wide_step = step.to(tl.int64)
+    row = (first + shift).to(tl.int64)
+    wide_head = head.to(tl.int64)
+    q += (batch * q_b + row * q_n + wide_head * q_h) * UNIT
+    q_offsets = row_offsets(wide_step * q_n * UNIT, BLOCK_M, WIDE)[:, None] + columns
+    q_block = load_block(q, q_offsets, rows, count, True, HEAD_DIM)
+    # The maximum of scaled scores is the scaled maximum for scale >= 0: move its sign into q.
+    q_block = tl.where(scale < 0, -q_block, q_block)
+    scale_log2 = tl.abs(scale) * LOG2_E
+    k += (batch * k_b + kv_head.to(tl.int64) * k_h) * UNIT
+    v += (batch * v_b + kv_head.to(tl.int64) * v_h) * UNIT
+
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    for branch in tl.range(0, num_branches, disable_licm=True):
+        length, rate, offset = branch_of(branches, branch, kv_head, kv_heads, document)
+        runs = (((chosen >> branch) & 1) != 0) & (offset >= 0)
+        segment = first // length
+        segment_stop = tl.where(runs, last // length + 1, segment)
+        k_step = rate.to(tl.int64) * k_n * UNIT
+        v_step = rate.to(tl.int64) * v_n * UNIT
+        k_offsets = row_offsets(k_step, BLOCK_N, WIDE)[:, None] + columns
+        v_offsets = row_offsets(v_step, BLOCK_N, WIDE)[:, None] + columns
+        k_step *= BLOCK_N
+        v_step *= BLOCK_N
+        for number in tl.range(segment, segment_stop, disable_licm=True):
+            start = number * length
+            if (first - start - offset) % rate == 0:
+                key, k_len = rows_of_cell(start, length, rate, offset, part_start, part_stop)
+                # Rows of the block that lie in this segment: as a rule, all of them.
+                inside = (start <= first) & (last < start + length)
+                ahead = first - start + rows * step
+                within = (ahead >= 0) & (ahead < length)
+                full = k_len // BLOCK_N
+                stop = tl.cdiv(k_len, BLOCK_N)
+                limits = tl.where(within, k_len, 0)
+                if IS_CAUSAL:
+                    to_key = ahead - (key - start)
+                    seen = tl.maximum(to_key + rate, 0) // rate
+                    limits = tl.minimum(limits, seen)
+                    full = tl.maximum(first - key + rate, 0) // rate // BLOCK_N
+                    full = tl.minimum(full, k_len // BLOCK_N)
+                    stop = tl.cdiv(tl.max(tl.where(rows < count, limits, 0), 0), BLOCK_N)
+                full = tl.where(inside, full, 0)
+                k_row = (key + shift).to(tl.int64)
+                k_at, v_at = k + k_row * k_n * UNIT, v + k_row * v_n * UNIT
+                acc, row_max, row_sum = attend(
+                    acc, row_max, row_sum, q_block, k_at, v_at, k_offsets, v_offsets,
+                    k_step, v_step, limits, k_len, 0, full,
+                    scale_log2, False, HEAD_DIM, BLOCK_N, PRECISION,
+                )  # fmt: skip
+                acc, row_max, row_sum = attend(
+                    acc, row_max, row_sum, q_block, k_at, v_at, k_offsets, v_offsets,
+                    k_step, v_step, limits, k_len, full, stop,
+                    scale_log2, True, HEAD_DIM, BLOCK_N, PRECISION, 1,
+                )  # fmt: skip
+                if ZERO_KEYS:
+                    zeros = zeros_of_cell(start, length, rate, offset, document)
+                    if zeros > 0:  # keys whose score and value are 0
+                        new_max = tl.where(within, tl.maximum(row_max, 0.0), row_max)
+                        finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+                        shrink = tl.exp2(row_max - finite_max)
+                        added = tl.where(within, zeros.to(tl.float32) * tl.exp2(-finite_max), 0.0)
+                        row_max = new_max
+                        row_sum = row_sum * shrink + added
+                        acc = acc * shrink[:, None]
+    new_lse = (row_max + tl.log2(row_sum)) * LN_2
+    seen_rows = (rows < count) & (row_sum > 0)
+    acc = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
+
+    out += (batch * out_b + row * out_n + wide_head * out_h) * UNIT
+    out_offsets = row_offsets(wide_step * out_n * UNIT, BLOCK_M, WIDE)[:, None] + columns
+    lse += batch * lse_b + row * lse_n + wide_head * lse_h
+    lse_offsets = row_offsets(wide_step * lse_n, BLOCK_M, WIDE)
+    if tl.load(own + 7) == 0:
+        acc, new_lse = merge_block(
+            out, lse, out_offsets, lse_offsets, seen_rows, acc, new_lse, HEAD_DIM
+        )  # fmt: skip
+    write_block(out, out_offsets, seen_rows, acc, HEAD_DIM)
+    tl.store(lse + lse_offsets, new_lse, mask=seen_rows)
+
+
+def own_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    programs: Programs,
+    *,
+    is_causal: bool,
+    zero_keys: bool,
+    scale: float,
+    config: LaunchConfig,
+) -> None:
+    """Attention of ranges over all their branches, written to `out` and `lse` or merged.
+
+    Any strides, but a last stride of 1 where there is a D.
+
+    Args:
+        q: (B, n, H, D), float16, bfloat16 or float32; D a multiple of 8 up to 256.
+        k: (B, n, K, D), same dtype.
+        v: (B, n, K, D), same dtype.
+        out: (B, n, H, D), any floating dtype; changed in place at the rows that see a key.
+        lse: (B, H, n) float32, natural log; changed in place there. -inf: nothing seen yet.
+        programs: built for the block_m of `config`.
+        is_causal: whether a query sees only keys at its own position and before.
+        zero_keys: whether cells show the zero keys that they are short of.
+        scale: factor on the scores.
+        config: how to launch.
+    """
+    assert config.block_m == programs.block
+    strides = [x.stride() for x in (q, k, v, out)]
+    unit = stride_unit(*strides)
+    batch, _, heads, head_dim = q.shape
+    _forward_kernel[(heads * len(programs.rows), batch)](
+        q, k, v, out, lse, *programs.tensors,
+        *strides_in(unit, *strides), *lse.stride(), scale,
+        heads // k.shape[2], k.shape[2], len(programs.branches),
+        **own_constants(programs, unit, config, head_dim, q, k, v, out, lse.mT),
+        IS_CAUSAL=is_causal, ZERO_KEYS=zero_keys and not is_causal,
+    )  # fmt: skip
+
+
+def own_constants(
+    programs: Programs, unit: int, config: LaunchConfig, head_dim: int, *tensors: torch.Tensor
+) -> dict[str, Any]:
+    """What a kernel of ranges is compiled for, but for its options."""
+    # Blocks have at most 256 rows.
+    widest = 256 * programs.max_step * max(tensor.stride(1) for tensor in tensors)
+    return {
+        "UNIT": unit,
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": padded_head_dim(head_dim),
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "PRECISION": "ieee",  # no tf32 for float32; nothing to choose for the others
+        "WIDE": widest >= 2**31,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+        "maxnreg": config.max_registers,
+    }

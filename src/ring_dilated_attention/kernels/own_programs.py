@@ -1,0 +1,194 @@
+"""Tables for kernels that compute several branches in one launch, row by row of the result.
+
+Positions of a part that are congruent modulo the rates of all branches, and lie in one segment of
+each, see the same keys. So a program takes such a block of rows, goes through the keys of one
+branch after the other, and writes its rows once: nothing is merged or added up in memory.
+
+Ranges of rows come from the plan (`plan.OwnRange`). Positions count from the start of the document,
+as segments do. Heads and batch entries are axes of the grid: no table grows with them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..plan import OwnRange
+
+RANGE_FIELDS = ("start", "stop", "shift", "document", "branches", "step", "order", "stores")
+"""Of a range: the fields of `plan.OwnRange` but for its rows; how far rows of a program are apart;
+where in `Programs.order` the residues begin; whether results are written over what is there."""
+BRANCH_FIELDS = ("segment_length", "rate")  # and the offset of each KV head, -1 where it has none
+PROGRAM_FIELDS = ("range", "low", "high", "rank", "block")
+"""Positions ``range(low, high)`` of a range that lie in one of its shortest segments; of them those
+of the residue that comes `rank`-th for a head; of these the rows of a block."""
+MOST_POSITIONS = 1 << 30
+"""Of a document: twice as many are counted in 32 bits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Programs:
+    """What one launch computes.
+
+    Attributes:
+        ranges: int32 (ranges, 8): `RANGE_FIELDS`.
+        branches: int32 (branches, 2 + KV heads): `BRANCH_FIELDS`.
+        order: int32: residues modulo a range's step, by KV head, those that see most first.
+        rows: int32 (programs, 5): `PROGRAM_FIELDS`.
+        block: rows of a program at most.
+        max_step: the largest step from row to row, of a program or a branch.
+    """
+
+    ranges: torch.Tensor
+    branches: torch.Tensor
+    order: torch.Tensor
+    rows: torch.Tensor
+    block: int
+    max_step: int
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The tables on the device."""
+        return self.ranges, self.branches, self.order, self.rows
+
+
+def launches_of(
+    ranges: Sequence[OwnRange], branches: Sequence[tuple[int, int]], block: int
+) -> list[tuple[OwnRange, ...]]:
+    """Cut the branches of ranges into launches whose blocks of rows are at least half full.
+
+    Rows that see the same keys are the fewer, the less rates have in common.
+
+    Args:
+        ranges: of all parts.
+        branches: (segment length, rate) of every branch.
+        block: rows of a program at most.
+    """
+    longest = max(each.document for each in ranges)
+    chosen: list[list[int]] = []
+    for number in sorted(range(len(branches)), key=lambda x: branches[x][1]):
+        if not any(each.branches >> number & 1 for each in ranges):
+            continue
+        if chosen and _fills([branches[x] for x in (*chosen[-1], number)], longest, block):
+            chosen[-1].append(number)
+        else:
+            chosen.append([number])
+    launches = []
+    for numbers in chosen:
+        mask = sum(1 << number for number in numbers)
+        own = (each._replace(branches=each.branches & mask) for each in ranges)
+        launches.append(tuple(each for each in own if each.branches))
+    return launches
+
+
+def _fills(branches: Sequence[tuple[int, int]], longest: int, block: int) -> bool:
+    """Whether blocks of common rows are at least half as full as those of each branch alone."""
+    step = math.lcm(*(rate for _, rate in branches))
+    shortest = min(longest, *(length for length, _ in branches))
+    fullest = max(min(length, longest) / rate for length, rate in branches)
+    return shortest / step >= min(fullest, block) / 2
+
+
+def build_programs(
+    ranges: Sequence[OwnRange],
+    branches: Sequence[tuple[int, int]],
+    offsets: Sequence[Sequence[int]],
+    *,
+    block: int,
+    is_causal: bool,
+    stores: int,
+    device: torch.device | str,
+) -> Programs:
+    """Lay out a launch. Programs with much to do come first: those started last end together.
+
+    Args:
+        ranges: at least one; what a launch computes.
+        branches: (segment length, rate) of every branch.
+        offsets: of every branch, the offset of each KV head; -1: it does not run the branch.
+        block: rows of a program at most, a power of two.
+        is_causal: whether queries see no later keys.
+        stores: bits of branches: where a range has one of them, results are written over what is
+            there; else they are merged or added.
+        device: where the kernels run.
+    """
+    longest = max(each.document for each in ranges)
+    assert longest <= MOST_POSITIONS
+    own = torch.tensor(ranges, dtype=torch.int64)
+    of_part, rows, kinds = own[:, :4], own[:, 4:6], own[:, 6]
+    table = torch.cat([of_part, kinds[:, None], own.new_zeros(len(own), 3)], 1)
+    table[:, 7] = (kinds & stores) > 0
+    orders, programs, works, filled = [], [], [], 0
+    for kind in sorted({each.branches for each in ranges}):
+        numbers = (kinds == kind).nonzero().flatten()
+        chosen = [number for number in range(len(branches)) if kind >> number & 1]
+        step = math.lcm(*(branches[number][1] for number in chosen))
+        work = _work([branches[x] for x in chosen], [offsets[x] for x in chosen], step, longest)
+        work, order = work.sort(dim=1, descending=True, stable=True)
+        table[numbers, 5], table[numbers, 6] = step, filled
+        filled += order.numel()
+        orders.append(order.flatten())
+        shortest = min(branches[x][0] for x in chosen)
+        made = _programs(rows[numbers], own[numbers, 3], numbers, shortest, step, block)
+        programs.append(made)
+        most = work.amax(0)[made[:, 3]]
+        works.append(most * (made[:, 2] / own[made[:, 0], 1]) if is_causal else most)
+    every = torch.cat(programs)[torch.cat(works).argsort(descending=True, stable=True)]
+    spec = torch.tensor(
+        [
+            [min(length, longest), rate, *each]
+            for (length, rate), each in zip(branches, offsets, strict=True)
+        ],
+        dtype=torch.int64,
+    )
+    tables = table, spec, torch.cat(orders), every
+    flat = torch.cat([x.flatten() for x in tables]).int()
+    moved = flat.to(device).split([x.numel() for x in tables])
+    on_device = [x.view(like.shape) for x, like in zip(moved, tables, strict=True)]
+    return Programs(
+        ranges=on_device[0],
+        branches=on_device[1],
+        order=on_device[2],
+        rows=on_device[3],
+        block=block,
+        max_step=max(int(table[:, 5].max()), *(rate for _, rate in branches)),
+    )
+
+
+def _work(
+    branches: Sequence[tuple[int, int]], offsets: Sequence[Sequence[int]], step: int, longest: int
+) -> torch.Tensor:
+    """About how many keys a row sees, (KV heads, step): by head and residue."""
+    residues = torch.arange(step)
+    work = torch.zeros(len(offsets[0]), step)
+    for (length, rate), own in zip(branches, offsets, strict=True):
+        work += (residues % rate == torch.tensor(own)[:, None]) * (min(length, longest) / rate)
+    return work
+
+
+def _programs(
+    rows: torch.Tensor,
+    documents: torch.Tensor,
+    numbers: torch.Tensor,
+    shortest: int,
+    step: int,
+    block: int,
+) -> torch.Tensor:
+    """The programs of some ranges, (programs, 5): cut where the shortest segments are."""
+    start, stop = rows.unbind(1)
+    length = documents.clamp(max=shortest)
+    first = start // length
+    segments = (stop + length - 1) // length - first
+    which = torch.repeat_interleave(segments)
+    segment = torch.arange(len(which)) - (segments.cumsum(0) - segments)[which] + first[which]
+    low = torch.maximum(segment * length[which], start[which])
+    high = torch.minimum((segment + 1) * length[which], stop[which])
+    # Of a residue there are at most so many rows.
+    blocks = ((high - low + step - 1) // step + block - 1) // block * step
+    whose = torch.repeat_interleave(blocks)
+    index = torch.arange(len(whose)) - (blocks.cumsum(0) - blocks)[whose]
+    return torch.stack(
+        [numbers[which][whose], low[whose], high[whose], index % step, index // step], 1
+    )

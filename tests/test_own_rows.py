@@ -1,0 +1,259 @@
+"""Branches computed row by row in one launch: which rows, and the kernels against the reference.
+
+In the interpreter (TRITON_INTERPRET=1), or on CUDA; what is integers alone is tested anywhere.
+"""
+
+import os
+import random
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from ring_dilated_attention import (
+    DilatedPattern,
+    SequenceLayout,
+    detached_dilated_attention,
+    dilated_attention,
+    plan_attention,
+)
+from ring_dilated_attention.checks import reference_attention
+from ring_dilated_attention.kernels import build_programs, launches_of
+from ring_dilated_attention.kernels.own_programs import MOST_POSITIONS
+
+pytest.importorskip("triton")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+pytestmark = [
+    *([] if INTERPRETED else [pytest.mark.gpu]),
+    # As in test_kernel_attention.
+    pytest.mark.filterwarnings(
+        "ignore::RuntimeWarning", "ignore::DeprecationWarning", "ignore:Attempting to run cuBLAS"
+    ),
+]
+GIGAPATH = DilatedPattern([12, 29, None], [1, 2, 4], head_offsets="blocked", zero_keys=True)
+
+
+class Draw:
+    """A random call: pattern, documents, heads and options."""
+
+    def __init__(self, seed):
+        dice = random.Random(seed)
+        count = dice.randint(1, 4)
+        lengths = [dice.choice([None, 1, 5, 7, 11, 16, 20, 33, 64]) for _ in range(count)]
+        rates = [dice.choice([1, 1, 2, 3, 4, 6]) for _ in range(count)]
+        self.kv_heads = dice.choice([1, 2, 3, 4])
+        splits = dice.random() < 0.3 and count <= self.kv_heads
+        self.pattern = DilatedPattern(
+            lengths,
+            rates,
+            head_offsets="interleaved" if splits else dice.choice(["interleaved", "blocked"]),
+            head_branches="split" if splits else "all",
+            zero_keys=dice.random() < 0.5,
+        )
+        self.heads_per_kv = dice.choice([1, 1, 2])
+        most = 30 if INTERPRETED else 300
+        self.length, self.batch = dice.randint(1, most), dice.randint(1, 2)
+        self.head_dim = dice.choice([8, 16, 24])
+        self.is_causal = dice.random() < 0.4
+        self.detached = dice.random() < 0.5
+        self.scale = dice.choice([None, None, -0.3, 0.0])
+        self.documents = None
+        if dice.random() < 0.4 and self.length > 5:
+            cuts = sorted(dice.sample(range(1, self.length), dice.randint(1, 3)))
+            self.documents = [0, *cuts, self.length]
+
+    def __repr__(self):
+        return str(vars(self))
+
+    def tensors(self):
+        """q, k, v and dout; those of a sequence, and parts of larger tensors."""
+        heads = self.heads_per_kv * self.kv_heads
+        shape = self.batch, self.length + 3, heads + 2 * self.kv_heads, self.head_dim
+        packed = torch.randn(shape, device=DEVICE)[:, 2:-1]
+        q, k, v = packed.split([heads, self.kv_heads, self.kv_heads], 2)
+        return q, k, v, torch.randn(q.shape, device=DEVICE)
+
+    def run(self, leaves, dout, **options):
+        """Out, lse and gradients."""
+        q, k, v = leaves
+        attend: Any = detached_dilated_attention if self.detached else dilated_attention
+        out, lse = attend(
+            q,
+            k,
+            v,
+            self.pattern,
+            is_causal=self.is_causal,
+            scale=self.scale,
+            documents=self.documents,
+            return_lse=True,
+            **options,
+        )
+        return out.detach(), lse, *torch.autograd.grad(out, leaves, dout)
+
+
+def assert_close(got, want, bound, what):
+    """By the largest number, or by 0.1 where all are smaller."""
+    seen = want[1] > -torch.inf
+    assert torch.equal(got[1] > -torch.inf, seen), what
+    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
+        x, y = (a[seen], b[seen]) if name == "lse" else (a, b)
+        if y.numel():
+            error = (x.double() - y).abs().max() / max(y.abs().max().item(), 0.1)
+            assert error < bound, (name, error, what)
+
+
+@pytest.mark.parametrize("seed", range(12 if INTERPRETED else 200))
+def test_random_calls_are_the_reference(seed):
+    case = Draw(seed)
+    torch.manual_seed(seed)
+    *inputs, dout = case.tensors()
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    wide = [x.detach().double().cpu().requires_grad_() for x in inputs]
+    want = case.run(wide, dout.double().cpu())
+    got = [x.cpu() for x in case.run(leaves, dout, backend="triton")]
+    assert_close(got, want, 2e-5, case)
+
+
+def test_half_precision_rounds_once():
+    """All branches of a row in one sum: one rounding of out, however many there are."""
+    if INTERPRETED:
+        pytest.skip("Triton 3.6 interprets bfloat16 as uint16")
+    pattern = DilatedPattern([16, 16, 32, 64, None], [1, 1, 2, 4, 8])
+    q, k, v = (torch.randn(1, 300, 8, 32, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    out = dilated_attention(q, k, v, pattern, backend="triton")
+    want, _ = reference_attention(q.double(), k.double(), v.double(), pattern)
+    assert (out - want).abs().max() < 2**-8 * want.abs().max() + 2**-9
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_row_is_in_one_program_of_each_head(seed):
+    case = Draw(1000 + seed)
+    plan = plan_attention(
+        case.pattern,
+        SequenceLayout.contiguous(case.length, 1),
+        is_causal=case.is_causal,
+        num_heads=case.kv_heads,
+        documents=case.documents,
+    )
+    dice = random.Random(seed)
+    chosen: dict[Any, bool] = {}
+    work = plan.rank(0).own_work(
+        lambda branch, run: chosen.setdefault((branch, run), dice.random() < 0.7)
+    )
+    lengths = [length or MOST_POSITIONS for length in case.pattern.segment_lengths]
+    branches = list(zip(lengths, case.pattern.dilation_rates, strict=True))
+    offsets = [
+        [dict(case.pattern.heads(b, case.kv_heads)).get(h, -1) for h in range(case.kv_heads)]
+        for b in range(len(branches))
+    ]
+    tiles = {cell for group in work.groups for cell in cells_of(group.tiles, case.pattern)}
+    if work.ranges:
+        for ranges in launches_of(work.ranges, branches, 16):
+            programs = build_programs(
+                ranges, branches, offsets, block=16, is_causal=False, stores=1, device="cpu"
+            )
+            rows = rows_of(programs, case.kv_heads)
+            assert len(rows) == len(set(rows))
+            for head, row in rows:
+                tiles |= {
+                    (branch, head, row)
+                    for each in ranges
+                    for branch in range(len(branches))
+                    if each.branches >> branch & 1
+                    and each.low <= row - each.shift < each.high
+                    and takes_part(case.pattern, branch, offsets[branch][head], row, each)
+                }
+    every = {c for g in plan.rank(0).local_groups for c in cells_of(g.tiles, case.pattern)}
+    assert tiles == every
+
+
+def cells_of(tiles, pattern):
+    """(branch, head, query row) of tiles."""
+    for tile in tiles:
+        q = tile.queries
+        for number, head in enumerate(tile.heads):
+            for segment in range(tile.segments):
+                first = q.start + number * q.head_stride + segment * q.segment_stride
+                for i in range(q.length):
+                    yield tile.branch, head, first + i * q.stride
+
+
+def rows_of(programs, kv_heads):
+    """(head, row) of all programs, as the kernels find them."""
+    found = []
+    for which, low, high, rank, block in programs.rows.tolist():
+        _, _, shift, _, _, step, order, _ = programs.ranges[which].tolist()
+        for head in range(kv_heads):
+            residue = int(programs.order[order + head * step + rank])
+            rows = range(low + (residue - low) % step, high, step)
+            blocks = -(-len(rows) // programs.block)
+            if block < blocks:
+                cuts = [len(rows) * i // blocks for i in range(blocks + 1)]
+                start, stop = list(pairwise(cuts))[block]
+                assert stop - start <= programs.block
+                found += [(head, position + shift) for position in rows[start:stop]]
+    return found
+
+
+def takes_part(pattern, branch, offset, row, each):
+    """Whether a row is in a cell of a branch."""
+    length = pattern.segment_lengths[branch] or each.document
+    position = row - each.shift
+    start = position // length * length
+    rate = pattern.dilation_rates[branch]
+    return 0 <= offset <= position - start and (position - start - offset) % rate == 0
+
+
+def test_launches_are_cut_where_rates_have_little_in_common():
+    plan = plan_attention(
+        DilatedPattern([None, None, None], [1, 7, 11]),
+        SequenceLayout.contiguous(200, 1),
+        is_causal=False,
+    )
+    work = plan.rank(0).own_work(lambda branch, run: True)
+    branches = [(MOST_POSITIONS, rate) for rate in (1, 7, 11)]
+    assert [x[0].branches for x in launches_of(work.ranges, branches, 64)] == [0b1, 0b10, 0b100]
+    assert [x[0].branches for x in launches_of(work.ranges, branches, 16)] == [0b11, 0b100]
+    assert not work.groups
+
+
+def test_large_branches_go_by_themselves(monkeypatch):
+    """A branch's full segments by a kernel call, its last one and the other branches row by row."""
+    from ring_dilated_attention.engine import own, ring
+    from ring_dilated_attention.resolve import forget_plans
+    from ring_dilated_attention.tiles import Selection
+    from ring_dilated_attention.tiles.eager import EAGER
+
+    q, k, v, dout = (torch.randn(1, 53, 4, 16, device=DEVICE) for _ in range(4))
+    wide = [x.double().cpu().requires_grad_() for x in (q, k, v)]
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    runs: list[Any] = []
+    forward = own.forward_own
+
+    def count(launch, *arguments):
+        runs.append(launch.ranges)
+        forward(launch, *arguments)
+
+    monkeypatch.setattr(ring, "forward_own", count)
+    monkeypatch.setattr(
+        "ring_dilated_attention.resolve.select_backend",
+        lambda *_: Selection(EAGER, own_flops=4 * 16 * 4 * 2 * 12**2),
+    )
+    forget_plans()
+    functions: list[Any] = [dilated_attention, detached_dilated_attention]
+    for attend in functions:
+        out, lse = attend(*leaves, GIGAPATH, return_lse=True)
+        got = [out.detach(), lse, *torch.autograd.grad(out, leaves, dout)]
+        with monkeypatch.context() as plain:
+            plain.setattr(
+                "ring_dilated_attention.resolve.select_backend", lambda *_: Selection(EAGER)
+            )
+            out, lse = attend(*wide, GIGAPATH, return_lse=True)
+            want = [out.detach(), lse, *torch.autograd.grad(out, wide, dout.double().cpu())]
+        assert_close([x.cpu() for x in got], want, 2e-5, attend)
+    forget_plans()
+    every = [each for ranges in runs for each in ranges]
+    assert {each.low for each in every if each.branches & 1} == {48}
+    assert {each.branches | 1 for each in every} == {0b1, 0b111}

@@ -10,19 +10,27 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 
 from ..caches import keep_few
-from ..kernels import MOST_POSITIONS, Programs
+from ..kernels import (
+    MOST_POSITIONS,
+    BackwardConfig,
+    Kernel,
+    LaunchConfig,
+    Programs,
+    build_programs,
+    default_config,
+    launches_of,
+)
 from ..plan import OwnRange, OwnRun, RankPlan, TileGroup
 from .accumulate import Accumulator
 from .compute import Gradients, Inputs, Merged, Result, TileCall
 from .device_tables import TABLES
 
-Direction = Literal["forward", "backward"]
+_OF_BACKWARD: tuple[Kernel, Kernel] = ("own_dq", "own_dkdv")
 _BLOCK = 64
 """Rows of a block of the kernels at most."""
 
@@ -37,7 +45,33 @@ class OwnLaunch:
     """
 
     def __init__(self, one: RankPlan, ranges: tuple[OwnRange, ...], stores: int) -> None:
-        self.plan, self.ranges, self.stores = one.plan, ranges, stores
+        self.plan, self.ranges, self._stores = one.plan, ranges, stores
+        self._rows = max(each.high - each.low for each in ranges)
+        self._configs: dict[Hashable, LaunchConfig] = {}
+
+    def config(self, kernel: Kernel, query: torch.Tensor) -> LaunchConfig:
+        """How a kernel is launched."""
+        key = kernel, query.shape[3], query.dtype
+        if key not in self._configs:
+            self._configs[key] = default_config(*key, queries=self._rows, keys=self._rows)
+        return self._configs[key]
+
+    def programs(self, block: int, device: torch.device) -> Programs:
+        """The tables on the device, for blocks of so many rows."""
+        return TABLES.get(self, (block, device), device, partial(self._build, block, device))
+
+    def _build(self, block: int, device: torch.device) -> Programs:
+        heads = range(self.plan.num_kv_heads)
+        of_branches = [dict(own) for own in self.plan.tiling.heads]
+        return build_programs(
+            self.ranges,
+            _branches(self.plan.pattern.branches),
+            [[own.get(head, -1) for head in heads] for own in of_branches],
+            block=block,
+            is_causal=self.plan.is_causal,
+            stores=self._stores,
+            device=device,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,8 +130,6 @@ def _make(one: RankPlan, flops: float, batch: int, heads_per_kv: int, head_dim: 
     work = one.own_work(by_rows)
     launches: list[OwnLaunch] = []
     if work.ranges:
-        from ..kernels import launches_of
-
         stores = 1 << plan.covering if one.covers and plan.covering is not None else 0
         parts = launches_of(work.ranges, _branches(plan.pattern.branches), _BLOCK)
         launches = [OwnLaunch(one, ranges, stores) for ranges in parts]
@@ -108,18 +140,6 @@ def _make(one: RankPlan, flops: float, batch: int, heads_per_kv: int, head_dim: 
 
 def _branches(branches: Sequence[tuple[int | None, int]]) -> list[tuple[int, int]]:
     return [(length or MOST_POSITIONS, rate) for length, rate in branches]
-
-
-class _Tables(NamedTuple):
-    """Programs by the kernel that they are for, and how it is launched."""
-
-    programs: dict[str, Programs]
-    config: Any
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The tables on the device."""
-        return tuple(x for each in self.programs.values() for x in each.tensors)
 
 
 def forward_own(
@@ -137,16 +157,16 @@ def forward_own(
     from ..kernels import own_forward
 
     sums.join()
-    tables = _tables(launch, inputs.query, "forward")
+    config = launch.config("own_forward", inputs.query)
     own_forward(
         *inputs,
         result.out,
         result.lse,
-        tables.programs["own_forward"],
+        launch.programs(config.block_m, inputs.query.device),
         is_causal=launch.plan.is_causal,
         zero_keys=launch.plan.pattern.zero_keys,
         scale=call.scale,
-        config=tables.config,
+        config=config,
     )
 
 
@@ -174,58 +194,19 @@ def backward_own(
     from ..kernels import own_backward
 
     sums.join()
-    tables = _tables(launch, inputs.query, "backward")
+    device = inputs.query.device
+    dq, dkdv = (launch.config(kernel, inputs.query) for kernel in _OF_BACKWARD)
     own_backward(
         merged.dout,
         *inputs,
         merged.out,
         merged.lse,
         *gradients[:3],
-        tables.programs["own_dq"],
-        tables.programs["own_dkdv"],
+        launch.programs(dq.block_m, device),
+        launch.programs(dkdv.block_n, device),
         is_causal=launch.plan.is_causal,
         zero_keys=launch.plan.pattern.zero_keys,
         detached=detached,
         scale=call.scale,
-        config=tables.config,
+        config=BackwardConfig(dq, dkdv),
     )
-
-
-def _tables(launch: OwnLaunch, query: torch.Tensor, direction: Direction) -> _Tables:
-    key = direction, query.shape[3], query.dtype, query.device
-    return TABLES.get(launch, key, query.device, partial(_make_tables, launch, *key))
-
-
-def _make_tables(
-    launch: OwnLaunch,
-    direction: Direction,
-    head_dim: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> _Tables:
-    from ..kernels import BackwardConfig, Kernel, LaunchConfig, build_programs, default_config
-
-    plan = launch.plan
-    rows = max(each.high - each.low for each in launch.ranges)
-    offsets = [
-        [dict(heads).get(head, -1) for head in range(plan.num_kv_heads)]
-        for heads in plan.tiling.heads
-    ]
-    programs: dict[str, Programs] = {}
-
-    def config(kernel: Kernel) -> LaunchConfig:
-        chosen = default_config(kernel, head_dim, dtype, queries=rows, keys=rows)
-        programs[kernel] = build_programs(
-            launch.ranges,
-            _branches(plan.pattern.branches),
-            offsets,
-            block=chosen.block_n if kernel == "own_dkdv" else chosen.block_m,
-            is_causal=plan.is_causal,
-            stores=launch.stores,
-            device=device,
-        )
-        return chosen
-
-    if direction == "forward":
-        return _Tables(programs, config("own_forward"))
-    return _Tables(programs, BackwardConfig(config("own_dq"), config("own_dkdv")))

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from .parts import OwnRun, Part, own_runs
 from .rows import TileGroup
 from .tiling import Tiling
-from .zero_keys import zero_key_groups
+from .zero_keys import zero_key_tiles
 
 
 class OwnRange(NamedTuple):
@@ -136,16 +136,23 @@ class _Intervals:
         """Whether a row is chosen."""
         return self._first ^ bool(bisect_right(self.borders, row) % 2)
 
+    def holds_all(self, part: Part) -> bool:
+        """Whether all rows of a part are chosen."""
+        first, last = part.local, part.local + part.stop - part.start - 1
+        same = bisect_right(self.borders, first) == bisect_right(self.borders, last)
+        return same and self.holds(first)
+
 
 def _zero_keys_left(
     tiling: Tiling, parts: Sequence[Part], chosen: Mapping[int, _Intervals]
 ) -> tuple[TileGroup, ...]:
     """The zero keys of what is not computed row by row, where that counts its own."""
-    if not chosen or all(each.all for each in chosen.values()):
+    if not tiling.pattern.zero_keys or tiling.is_causal:
         return ()
     found = []
-    for group in zero_key_groups(tiling, parts):
-        each = chosen[group.branch]
-        left = tuple(tile for tile in group.tiles if not each.holds(tile.queries.start))
+    for branch, each in chosen.items():
+        own = (part for part in parts if not each.holds_all(part))
+        tiles = (tile for part in own for tile in zero_key_tiles(tiling, branch, part))
+        left = tuple(tile for tile in tiles if not each.holds(tile.queries.start))
         found.extend([TileGroup(left)] if left else [])
     return tuple(found)

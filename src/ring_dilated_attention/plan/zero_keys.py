@@ -33,13 +33,20 @@ def zero_key_groups(tiling: Tiling, parts: Iterable[Part]) -> tuple[TileGroup, .
         return ()
     parts = tuple(parts)
     groups = (
-        tuple(tile for part in parts for tile in _tiles(tiling, branch, part))
+        tuple(tile for part in parts for tile in zero_key_tiles(tiling, branch, part))
         for branch in range(len(tiling.heads))
     )
     return tuple(TileGroup(tiles) for tiles in groups if tiles)
 
 
-def _tiles(tiling: Tiling, branch: int, part: Part) -> Iterator[Tile]:
+def zero_key_tiles(tiling: Tiling, branch: int, part: Part) -> Iterator[Tile]:
+    """The tiles of `zero_key_groups` of one branch and one part.
+
+    Args:
+        tiling: of the pattern.
+        branch: which branch.
+        part: positions that a rank holds in consecutive local rows.
+    """
     length, rate = tiling.pattern.branches[branch]
     w = part.segment_length(length)
     offsets = dict(tiling.heads[branch])

@@ -17,6 +17,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
@@ -67,14 +69,14 @@ def stand_in_for_what_torchscale_imports() -> None:
         vars(module).update(members)
         sys.modules[name] = module
         if parent:
-            setattr(sys.modules[parent], child, module)
+            setattr(import_module(parent), child, module)
 
     add("fairscale")
     add("fairscale.nn", checkpoint_wrapper=lambda x: x, wrap=lambda x: x)
     add("timm")
     add("timm.models")
     add("timm.models.layers", drop_path=lambda x, p=0.0, training=False: x)
-    if "flash_attn" not in sys.modules:
+    if find_spec("flash_attn") is None:  # else flash-attn-4's, whose kernels we may use
         add("flash_attn")
     add("flash_attn.flash_attn_interface", flash_attn_func=_flash_attention_2)
 

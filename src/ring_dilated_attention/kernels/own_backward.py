@@ -66,6 +66,7 @@ def _weigh_keys(
         "q_b", "q_n", "q_h", "k_b", "k_n", "k_h", "v_b", "v_n", "v_h", "dout_b", "dout_n", "dout_h",
         "out_b", "out_n", "out_h", "lse_b", "lse_h", "lse_n", "dq_b", "dq_n", "dq_h",
         "delta_branch", "scale", "heads_per_kv", "kv_heads", "num_branches",
+        "num_programs",
     ]
 )  # fmt: skip
 def _dq_kernel(
@@ -77,6 +78,7 @@ def _dq_kernel(
     heads_per_kv,
     kv_heads,
     num_branches,
+    num_programs,
     UNIT: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     ZERO_KEYS: tl.constexpr,
@@ -94,10 +96,11 @@ def _dq_kernel(
     where DETACHED of each branch's own.
     """
     heads = kv_heads * heads_per_kv
-    head, batch = tl.program_id(0) % heads, tl.program_id(1).to(tl.int64)
+    head, number = tl.program_id(0) % heads, tl.program_id(0) // heads
+    batch = (number // num_programs).to(tl.int64)
     kv_head = head // heads_per_kv
     own, first, step, count = rows_of_program(
-        programs + tl.program_id(0) // heads * 5, ranges, order, kv_head, BLOCK_M
+        programs + number % num_programs * 5, ranges, order, kv_head, BLOCK_M
     )  # fmt: skip
     if count == 0:
         return
@@ -144,8 +147,8 @@ def _dq_kernel(
         v_offsets = row_offsets(v_step, BLOCK_N, WIDE)[:, None] + columns
         k_step *= BLOCK_N
         v_step *= BLOCK_N
-        for number in tl.range(segment, segment_stop, disable_licm=True):
-            start = number * length
+        for index in tl.range(segment, segment_stop, disable_licm=True):
+            start = index * length
             if (first - start - offset) % rate == 0:
                 key, k_len = rows_of_cell(start, length, rate, offset, part_start, part_stop)
                 inside = (start <= first) & (last < start + length)
@@ -201,6 +204,7 @@ def _dq_kernel(
         "q_b", "q_n", "q_h", "k_b", "k_n", "k_h", "v_b", "v_n", "v_h", "dout_b", "dout_n", "dout_h",
         "lse_b", "lse_h", "lse_n", "dk_b", "dk_n", "dk_h", "dv_b", "dv_n", "dv_h",
         "delta_branch", "scale", "heads_per_kv", "kv_heads", "num_branches",
+        "num_programs",
     ]
 )  # fmt: skip
 def _dkdv_kernel(
@@ -212,6 +216,7 @@ def _dkdv_kernel(
     heads_per_kv,
     kv_heads,
     num_branches,
+    num_programs,
     UNIT: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     DETACHED: tl.constexpr,
@@ -223,9 +228,10 @@ def _dkdv_kernel(
     WIDE: tl.constexpr,
 ):  # fmt: skip
     """One program: a block of keys of one KV head, all queries of all branches that see them."""
-    kv_head, batch = tl.program_id(0) % kv_heads, tl.program_id(1).to(tl.int64)
+    kv_head, number = tl.program_id(0) % kv_heads, tl.program_id(0) // kv_heads
+    batch = (number // num_programs).to(tl.int64)
     own, first, step, count = rows_of_program(
-        programs + tl.program_id(0) // kv_heads * 5, ranges, order, kv_head, BLOCK_N
+        programs + number % num_programs * 5, ranges, order, kv_head, BLOCK_N
     )  # fmt: skip
     if count == 0:
         return
@@ -263,8 +269,8 @@ def _dkdv_kernel(
         q_step *= BLOCK_M
         dout_step *= BLOCK_M
         lse_step *= BLOCK_M
-        for number in tl.range(segment, segment_stop, disable_licm=True):
-            start = number * length
+        for index in tl.range(segment, segment_stop, disable_licm=True):
+            start = index * length
             if (first - start - offset) % rate == 0:
                 query, q_len = rows_of_cell(start, length, rate, offset, part_start, part_stop)
                 inside = (start <= first) & (last < start + length)
@@ -377,17 +383,18 @@ def own_backward(
     *read, of_dq, of_dk, of_dv = [x.stride() for x in (q, k, v, dout, out, dq, dk, dv)]
     unit = stride_unit(*read, of_dq, of_dk, of_dv)
     tensors = q, k, v, dout, out, dq, dk, dv, lse.mT
-    _dq_kernel[(heads * len(queries.rows), batch)](
+    _dq_kernel[(batch * len(queries.rows) * heads,)](
         q, k, v, dout, out, lse, delta, dq, *queries.tensors,
         *strides_in(unit, *read), *lse.stride(), *strides_in(unit, of_dq),
-        delta.stride(0), scale, heads // kv_heads, kv_heads, len(queries.branches),
+        delta.stride(0), scale, heads // kv_heads, kv_heads,
+        len(queries.branches), len(queries.rows),
         **own_constants(queries, unit, config.dq, head_dim, *tensors),
         IS_CAUSAL=is_causal, ZERO_KEYS=zero_keys and not is_causal, DETACHED=detached,
     )  # fmt: skip
-    _dkdv_kernel[(kv_heads * len(keys.rows), batch)](
+    _dkdv_kernel[(batch * len(keys.rows) * kv_heads,)](
         q, k, v, dout, lse, delta, dk, dv, *keys.tensors,
         *strides_in(unit, *read[:4]), *lse.stride(), *strides_in(unit, of_dk, of_dv),
-        delta.stride(0), scale, heads // kv_heads, kv_heads, len(keys.branches),
+        delta.stride(0), scale, heads // kv_heads, kv_heads, len(keys.branches), len(keys.rows),
         **own_constants(keys, unit, config.dkdv, head_dim, *tensors),
         IS_CAUSAL=is_causal, DETACHED=detached,
     )  # fmt: skip

@@ -78,6 +78,7 @@ def takes_part(branches, chosen, kv_head, kv_heads, document, first, last, num_b
     do_not_specialize=[
         "q_b", "q_n", "q_h", "k_b", "k_n", "k_h", "v_b", "v_n", "v_h", "out_b", "out_n", "out_h",
         "lse_b", "lse_h", "lse_n", "scale", "heads_per_kv", "kv_heads", "num_branches",
+        "num_programs",
     ]
 )  # fmt: skip
 def _forward_kernel(
@@ -87,6 +88,7 @@ def _forward_kernel(
     heads_per_kv,
     kv_heads,
     num_branches,
+    num_programs,
     UNIT: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     ZERO_KEYS: tl.constexpr,
@@ -99,10 +101,11 @@ def _forward_kernel(
 ):  # fmt: skip
     """One program: a block of queries of one head, the keys of all branches that they see."""
     heads = kv_heads * heads_per_kv
-    head, batch = tl.program_id(0) % heads, tl.program_id(1).to(tl.int64)
+    head, number = tl.program_id(0) % heads, tl.program_id(0) // heads
+    batch = (number // num_programs).to(tl.int64)
     kv_head = head // heads_per_kv
     own, first, step, count = rows_of_program(
-        programs + tl.program_id(0) // heads * 5, ranges, order, kv_head, BLOCK_M
+        programs + number % num_programs * 5, ranges, order, kv_head, BLOCK_M
     )  # fmt: skip
     if count == 0:
         return
@@ -140,8 +143,8 @@ def _forward_kernel(
         v_offsets = row_offsets(v_step, BLOCK_N, WIDE)[:, None] + columns
         k_step *= BLOCK_N
         v_step *= BLOCK_N
-        for number in tl.range(segment, segment_stop, disable_licm=True):
-            start = number * length
+        for index in tl.range(segment, segment_stop, disable_licm=True):
+            start = index * length
             if (first - start - offset) % rate == 0:
                 key, k_len = rows_of_cell(start, length, rate, offset, part_start, part_stop)
                 # Rows of the block that lie in this segment: as a rule, all of them.
@@ -230,10 +233,10 @@ def own_forward(
     strides = [x.stride() for x in (q, k, v, out)]
     unit = stride_unit(*strides)
     batch, _, heads, head_dim = q.shape
-    _forward_kernel[(heads * len(programs.rows), batch)](
+    _forward_kernel[(batch * len(programs.rows) * heads,)](
         q, k, v, out, lse, *programs.tensors,
         *strides_in(unit, *strides), *lse.stride(), scale,
-        heads // k.shape[2], k.shape[2], len(programs.branches),
+        heads // k.shape[2], k.shape[2], len(programs.branches), len(programs.rows),
         **own_constants(programs, unit, config, head_dim, q, k, v, out, lse.mT),
         IS_CAUSAL=is_causal, ZERO_KEYS=zero_keys and not is_causal,
     )  # fmt: skip

@@ -248,12 +248,15 @@ def _fewest_runs(*orders: Sequence[_HeadRows]) -> list[list[_HeadRows]]:
 def _even_runs(heads: Sequence[_HeadRows]) -> list[list[_HeadRows]]:
     """Cut a list of heads into runs that step evenly in head, query and key, at equal counts."""
     runs: list[list[_HeadRows]] = []
-    step: _HeadRows | None = None
+    step: tuple[int, ...] | None = None
     for rows in heads:
         if runs:
-            delta = _difference(runs[-1][-1], rows)
+            # Dozens of heads a tile, and thousands of tiles: no object for a difference.
+            head, query, query_count, key, key_count = runs[-1][-1]
+            delta = rows.head - head, rows.query - query, rows.key - key
+            alike = query_count == rows.query_count and key_count == rows.key_count
             # Strides of a view cannot be negative, so no step may go back.
-            if min(delta) >= 0 == delta.query_count == delta.key_count and step in (None, delta):
+            if alike and min(delta) >= 0 and step in (None, delta):
                 runs[-1].append(rows)
                 step = delta
                 continue

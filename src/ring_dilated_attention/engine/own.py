@@ -114,7 +114,7 @@ def _make(one: RankPlan, flops: float, batch: int, heads_per_kv: int, head_dim: 
     plan = one.plan
     longest = max((stop - start for start, stop in pairwise(plan.documents)), default=0)
     # Where there are other ranks, a group at a time is computed behind what they send.
-    if not flops or one.world_size > 1 or longest > MOST_POSITIONS:
+    if not flops or not one.is_alone or longest > MOST_POSITIONS:
         first = one.local_groups[:1] if one.covers else ()
         return OwnSchedule(first, (), one.local_groups[len(first) :], one.zero_keys)
     factor = (2 if plan.is_causal else 4) * head_dim * batch * heads_per_kv

@@ -143,7 +143,7 @@ def ring_backward(
     Returns:
         dquery, dkey, dvalue: contiguous, in the dtypes of query, key and value.
     """
-    if call.detached and call.plan.world_size > 1:
+    if call.detached and not call.plan.is_alone:
         return _branch_by_branch(dout, query, key, value, lse, call)
     dout, query, key, value, out = readable_in_backward(dout, query, key, value, out, call.backend)
     run = _Backward(
@@ -207,7 +207,7 @@ class _Backward:
 
     def compute_round(self, one: RankPlan, arrivals: Iterator[Fetched]) -> None:
         """Compute the local tiles of a round, and those of the rows that arrive for it."""
-        if one.world_size == 1:
+        if one.is_alone:
             self._compute_alone(one)
             return
         is_last = one is self.rounds[-1]
@@ -245,7 +245,7 @@ class _Backward:
             last.finish()
 
     def _compute_alone(self, one: RankPlan) -> None:
-        """Compute all there is, where there is no other rank."""
+        """Compute all there is, where nothing is seen of elsewhere."""
         own = own_schedule(one, self._tiles, self._inputs.query.shape[3])
         gradients = compute.Gradients(self.dquery, self.dkey, self.dvalue)
         first = gradients._replace(stores_query=True, stores_keys=True)

@@ -62,7 +62,7 @@ def own_work(
     parts: Sequence[Part],
     by_rows: Callable[[int, OwnRun], bool] | None,
 ) -> OwnWork:
-    """Split the work of a rank on its own positions.
+    """Split the work of a rank on its own positions, part by part.
 
     Args:
         tiling: of the pattern.

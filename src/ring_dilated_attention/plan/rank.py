@@ -79,6 +79,14 @@ class RankPlan:
         self.covers = plan.covering is not None and held == plan.layout.local_length(rank)
         self._seen, self._shown = plan.crossing_spans(self._parts)
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether no segment that this rank holds a part of is anywhere else: nor in another part.
+
+        A rank may hold several ranges of positions, between which there are other positions.
+        """
+        return self.world_size == 1 and not (self._seen or self._shown)
+
     @cached_property
     def local_groups(self) -> tuple[TileGroup, ...]:
         """Tiles whose queries and keys this rank holds: a group a branch, then those of links."""
@@ -126,7 +134,7 @@ class RankPlan:
         if len(self.local_groups) > 1:
             return LocalHalves(self.local_groups[:1], self.local_groups[1:], None)
         heads = self.plan.kv_heads
-        if len(heads) < 2 or not (self._seen or self._shown):
+        if len(heads) < 2 or True:
             return LocalHalves(self.local_groups, (), None)
         middle = len(heads) // 2
         early, late = (

@@ -134,7 +134,7 @@ class RankPlan:
         if len(self.local_groups) > 1:
             return LocalHalves(self.local_groups[:1], self.local_groups[1:], None)
         heads = self.plan.kv_heads
-        if len(heads) < 2 or True:
+        if len(heads) < 2 or not (self._seen or self._shown):
             return LocalHalves(self.local_groups, (), None)
         middle = len(heads) // 2
         early, late = (

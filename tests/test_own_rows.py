@@ -3,8 +3,10 @@
 In the interpreter (TRITON_INTERPRET=1), or on CUDA; what is integers alone is tested anywhere.
 """
 
+import gc
 import os
 import random
+import weakref
 from itertools import pairwise
 from typing import Any
 
@@ -263,3 +265,18 @@ def test_large_branches_go_by_themselves(monkeypatch):
     every = [each for ranges in runs for each in ranges]
     assert {each.low for each in every if each.branches & 1} == {48}
     assert {each.branches | 1 for each in every} == {0b1, 0b111}
+
+
+def test_what_is_kept_of_a_plan_goes_with_it():
+    from ring_dilated_attention.engine.compute import TileCall
+    from ring_dilated_attention.engine.own import own_schedule
+    from ring_dilated_attention.tiles import Selection
+
+    layout = SequenceLayout.contiguous(53, 1)
+    one = plan_attention(GIGAPATH, layout, is_causal=False, num_heads=4).rank(0)
+    kept = own_schedule(one, TileCall(Selection(None, own_flops=1e9), 1.0, 1, 1), 16)
+    launch = weakref.ref(kept.launches[0])
+    kept.launches[0].programs(16, torch.device("cpu"))
+    del one, kept
+    gc.collect()
+    assert launch() is None

@@ -25,7 +25,7 @@ from ..kernels import (
     default_config,
     launches_of,
 )
-from ..plan import OwnRange, OwnRun, RankPlan, TileGroup
+from ..plan import AttentionPlan, OwnRange, OwnRun, RankPlan, TileGroup
 from .accumulate import Accumulator
 from .compute import Gradients, Inputs, Merged, Result, TileCall
 from .device_tables import TABLES
@@ -36,16 +36,26 @@ _BLOCK = 64
 
 
 class OwnLaunch:
-    """Ranges of rows that are computed in one launch.
+    """Ranges of rows that are computed in one launch. It does not hold the plan, which holds it.
 
     Args:
-        one: what the rank does.
+        plan: what the ranges are of.
         ranges: of which rows, and in which branches.
         stores: bits of branches; see `build_programs`.
+
+    Attributes:
+        ranges: as given.
+        is_causal: as in the plan.
+        zero_keys: as in the plan's pattern.
     """
 
-    def __init__(self, one: RankPlan, ranges: tuple[OwnRange, ...], stores: int) -> None:
-        self.plan, self.ranges, self._stores = one.plan, ranges, stores
+    def __init__(self, plan: AttentionPlan, ranges: tuple[OwnRange, ...], stores: int) -> None:
+        self.ranges, self._stores = ranges, stores
+        self.is_causal, self.zero_keys = plan.is_causal, plan.pattern.zero_keys
+        self._branches = _branches(plan.pattern.branches)
+        heads = range(plan.num_kv_heads)
+        of_branches = [dict(own) for own in plan.tiling.heads]
+        self._offsets = [[own.get(head, -1) for head in heads] for own in of_branches]
         self._rows = max(each.high - each.low for each in ranges)
         self._configs: dict[Hashable, LaunchConfig] = {}
 
@@ -61,14 +71,12 @@ class OwnLaunch:
         return TABLES.get(self, (block, device), device, partial(self._build, block, device))
 
     def _build(self, block: int, device: torch.device) -> Programs:
-        heads = range(self.plan.num_kv_heads)
-        of_branches = [dict(own) for own in self.plan.tiling.heads]
         return build_programs(
             self.ranges,
-            _branches(self.plan.pattern.branches),
-            [[own.get(head, -1) for head in heads] for own in of_branches],
+            self._branches,
+            self._offsets,
             block=block,
-            is_causal=self.plan.is_causal,
+            is_causal=self.is_causal,
             stores=self._stores,
             device=device,
         )
@@ -132,7 +140,7 @@ def _make(one: RankPlan, flops: float, batch: int, heads_per_kv: int, head_dim: 
     if work.ranges:
         stores = 1 << plan.covering if one.covers and plan.covering is not None else 0
         parts = launches_of(work.ranges, _branches(plan.pattern.branches), _BLOCK)
-        launches = [OwnLaunch(one, ranges, stores) for ranges in parts]
+        launches = [OwnLaunch(plan, ranges, stores) for ranges in parts]
     covers = one.covers and bool(work.groups) and work.groups[0].branch == plan.covering
     first = work.groups[: int(covers)]
     return OwnSchedule(first, tuple(launches), work.groups[len(first) :], work.zero_keys)
@@ -163,8 +171,8 @@ def forward_own(
         result.out,
         result.lse,
         launch.programs(config.block_m, inputs.query.device),
-        is_causal=launch.plan.is_causal,
-        zero_keys=launch.plan.pattern.zero_keys,
+        is_causal=launch.is_causal,
+        zero_keys=launch.zero_keys,
         scale=call.scale,
         config=config,
     )
@@ -204,8 +212,8 @@ def backward_own(
         *gradients[:3],
         launch.programs(dq.block_m, device),
         launch.programs(dkdv.block_n, device),
-        is_causal=launch.plan.is_causal,
-        zero_keys=launch.plan.pattern.zero_keys,
+        is_causal=launch.is_causal,
+        zero_keys=launch.zero_keys,
         detached=detached,
         scale=call.scale,
         config=BackwardConfig(dq, dkdv),

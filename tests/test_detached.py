@@ -1,5 +1,9 @@
 """Branch weights without a gradient: the mix of torchscale."""
 
+import random
+from itertools import pairwise
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,7 +18,7 @@ from ring_dilated_attention import (
     detached_dilated_attention,
     dilated_attention,
 )
-from ring_dilated_attention.checks import relative_error
+from ring_dilated_attention.checks import reference_attention, relative_error
 from ring_dilated_attention.engine import ring
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.nn import DilatedAttention, MultiheadDilatedAttention, keep_attention
@@ -65,6 +69,62 @@ def test_on_any_ranks_it_is_the_definition(branches, layout, heads, is_causal, s
         return out.detach(), lse, *gradients
 
     ran = run_loopback(layout.world_size, run)
+    out, lse, *gradients = (
+        layout.unshard([r[i] for r in ran], 2 if i == 1 else 1) for i in range(5)
+    )
+    assert close(out, want)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-12, atol=1e-12)
+    assert all(map(close, gradients, expected))
+
+
+def mixed_by_definition(q, k, v, pattern, **options):
+    """Branches by brute force, mixed with weights that autograd does not see."""
+    found = [reference_attention(q, k, v, one, **options) for one in pattern.single_branches()]
+    lses = torch.stack([lse for _, lse in found]).detach()
+    lse = lses.logsumexp(0)
+    weights = torch.exp(lses - lse.masked_fill(torch.isneginf(lse), 0))
+    outs = torch.stack([out for out, _ in found])
+    return (weights.transpose(2, 3).unsqueeze(-1) * outs).sum(0), lse
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_with_any_option_it_is_the_definition(seed):
+    """Documents, padding, grouped heads, causal, layouts of several ranges: on 1 to 3 ranks."""
+    dice = random.Random(seed)
+    ranks, kv_heads, heads_per_kv = 1 + seed % 3, dice.choice([1, 2, 3]), dice.choice([1, 2])
+    length = dice.randint(12, 30)
+    cuts = [0, *sorted(dice.sample(range(1, length), 2 * ranks - 1)), length]
+    ranges = list(pairwise(cuts))
+    dice.shuffle(ranges)
+    layout = SequenceLayout([ranges[i::ranks] for i in range(ranks)])
+    count = dice.randint(2, 4)
+    pattern = DilatedPattern(
+        [dice.choice([None, 3, 7, 12]) for _ in range(count)],
+        [dice.randint(1, 4) for _ in range(count)],
+        head_offsets=dice.choice(["interleaved", "blocked"]),
+        zero_keys=dice.random() < 0.5,
+    )
+    options: dict[str, Any] = {"is_causal": dice.random() < 0.5, "scale": dice.choice([None, -0.4])}
+    if dice.random() < 0.5:
+        options["documents"] = [0, dice.randint(1, length - 1), length]
+    if dice.random() < 0.5:
+        options["lengths"] = [dice.randint(0, length), length]
+    torch.manual_seed(seed)
+    heads = kv_heads, kv_heads * heads_per_kv
+    q, dout = torch.randn(2, 2, length, heads[1], 4, dtype=torch.float64)
+    k, v = torch.randn(2, 2, length, heads[0], 4, dtype=torch.float64)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    want, want_lse = mixed_by_definition(leaves[0], leaves[1], leaves[2], pattern, **options)
+    expected = torch.autograd.grad(want, leaves, dout)
+
+    def run(ends):
+        own = [layout.shard(x, ends.rank, 1).clone().requires_grad_() for x in (q, k, v)]
+        out, lse = detached_dilated_attention(
+            own[0], own[1], own[2], pattern, group=ends, layout=layout, return_lse=True, **options
+        )
+        return out, lse, *torch.autograd.grad(out, own, layout.shard(dout, ends.rank, 1))
+
+    ran = run_loopback(ranks, run)
     out, lse, *gradients = (
         layout.unshard([r[i] for r in ran], 2 if i == 1 else 1) for i in range(5)
     )

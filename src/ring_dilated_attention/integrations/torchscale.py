@@ -58,7 +58,7 @@ class TorchscaleDilatedAttention(nn.Module):
         zero_keys: whether short cells are filled up with keys of score 0 and value 0. Default True,
             as torchscale pads them; False is the paper.
         branch_gradients: ``"detached"`` has no gradient through the weights that mix the branches,
-            as in torchscale; ``"exact"`` is faster and takes less memory.
+            as in torchscale; ``"exact"`` differentiates the whole function, in a tenth less time.
         exchange: ``"ring"`` keeps one message in flight during compute and holds the rows of at
             most two remote shards; ``"gather"`` starts all transfers at once and holds them all;
             ``"auto"``, the default, gathers where all of them are at most the size of a shard.

@@ -135,6 +135,7 @@ def draw(seed: int, among: Choices) -> Case:
         scale=random.choice([None] * 10 + list(SCALES)),
         workspace=random.choice([None, None, 0.01, 1.0]),
         **draw_packing(random, length, batch, is_small=is_small),
+        branch_gradients=random.choice(["exact", "exact", "detached"]),
     )
 
 

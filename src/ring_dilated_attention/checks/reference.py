@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 
 from ..pattern import DilatedPattern
+
+if TYPE_CHECKING:
+    from ..functional import BranchGradients
 
 
 def visible_counts(
@@ -105,6 +108,7 @@ def reference_attention(
     scale: float | None = None,
     documents: Sequence[int] | None = None,
     lengths: Sequence[int] | None = None,
+    branch_gradients: BranchGradients = "exact",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Dilated attention of a whole sequence by brute force; differentiable by autograd.
 
@@ -121,14 +125,20 @@ def reference_attention(
         documents: cumulative lengths of packed documents, ``[0, ..., n]``; None: one document.
         lengths: valid positions of each row of the batch: row b is what the sequence of its first
             ``lengths[b]`` positions would be, with the documents cut off there; None: all.
+        branch_gradients: ``"detached"`` mixes the results of branches with weights that autograd
+            does not see; see `dilated_attention`.
 
     Returns:
         out (batch, n, heads, head_dim) and lse (batch, heads, n), in the dtype of the inputs; 0
         and -inf where a query sees nothing.
     """
+    options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "documents": documents}
+    if branch_gradients == "detached" and pattern.mixes_branches:
+        options["lengths"] = lengths
+        branches = pattern.single_branches()
+        return _mixed([reference_attention(query, key, value, one, **options) for one in branches])
     if lengths is not None:
         rows = zip(query, key, value, lengths, strict=True)
-        options = {"is_causal": is_causal, "scale": scale, "documents": documents}
         return _stack([_row(row, pattern, options) for row in rows], query)
     _, length, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[2]
@@ -161,6 +171,17 @@ def reference_attention(
     weights = torch.exp(scores - lse[..., None]) * covered[..., None]
     out = torch.einsum("bhqk,bkhd->bqhd", weights, value)
     return out, lse.masked_fill(~covered, -torch.inf)
+
+
+def _mixed(
+    branches: Sequence[tuple[torch.Tensor, torch.Tensor]],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The results of branches, each weighed by its share of the softmax, which is a constant."""
+    outs, lses = (torch.stack(each) for each in zip(*branches, strict=True))
+    lses = lses.detach()
+    lse = lses.logsumexp(0)
+    weights = torch.exp(lses - lse.masked_fill(torch.isneginf(lse), 0))
+    return (weights.transpose(2, 3).unsqueeze(-1) * outs).sum(0), lse
 
 
 def _row(

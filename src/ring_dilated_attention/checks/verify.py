@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..exchange import Exchange
-from ..functional import Schedule, dilated_attention
+from ..functional import BranchGradients, Schedule, dilated_attention
 from ..layout import SequenceLayout
 from ..pattern import DilatedPattern
 from ..plan import AttentionPlan, TensorSize, plan_attention, traffic
@@ -60,6 +60,7 @@ class Case:
     scale: float | None = None
     workspace: float | None = None
     as_mask: bool = False
+    branch_gradients: BranchGradients = "exact"
 
     def inputs(self) -> tuple[torch.Tensor, ...]:
         """Whole query, key, value and dout, float64 numbers that `dtype` represents exactly."""
@@ -138,6 +139,7 @@ class Case:
             documents=self.documents,
             lengths=self.lengths,
             scale=self.scale,
+            branch_gradients=self.branch_gradients,
         )
         gradients = torch.autograd.grad(out, leaves, dout, materialize_grads=True)
         return dict(zip(TENSORS, (out.detach(), lse.detach(), *gradients), strict=True))
@@ -238,6 +240,7 @@ def run_case(case: Case, ends: Exchange, wanted: References | None = None) -> Ou
         exchange=case.exchange,
         backend=case.backend,
         workspace=case.workspace,
+        branch_gradients=case.branch_gradients,
         return_lse=True,
         **options,
     )
@@ -296,7 +299,14 @@ def _planned_bytes(case: Case, rank: int, length: int | None, batch: int) -> int
     plan = case.plan(length)
     size = TensorSize(batch=batch, head_dim=case.head_dim, element_size=case.dtype.itemsize)
     planned = traffic(plan.rank(rank), size)
-    return planned.forward_sent + (planned.backward_sent if case.wanted else 0)
+    if not case.wanted:
+        return planned.forward_sent
+    if case.branch_gradients == "exact" or not case.pattern.mixes_branches:
+        return planned.forward_sent + planned.backward_sent
+    # Backward computes each branch by itself: forward again, and back.
+    branches = [traffic(one.rank(rank), size) for one in plan.single_branches]
+    again = sum(branch.forward_sent + branch.backward_sent for branch in branches)
+    return planned.forward_sent + again
 
 
 def run_cases(rank: int, world_size: int, cases: Sequence[Case]) -> list[Outcome]:

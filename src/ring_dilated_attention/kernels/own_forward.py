@@ -184,9 +184,10 @@ def _forward_kernel(
                         row_max = new_max
                         row_sum = row_sum * shrink + added
                         acc = acc * shrink[:, None]
-    new_lse = (row_max + tl.log2(row_sum)) * LN_2
     seen_rows = (rows < count) & (row_sum > 0)
-    acc = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
+    row_sum = tl.where(row_sum > 0, row_sum, 1.0)
+    new_lse = (row_max + tl.log2(row_sum)) * LN_2
+    acc = acc / row_sum[:, None]
 
     out += (batch * out_b + row * out_n + wide_head * out_h) * UNIT
     out_offsets = row_offsets(wide_step * out_n * UNIT, BLOCK_M, WIDE)[:, None] + columns

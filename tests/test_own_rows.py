@@ -4,6 +4,7 @@ In the interpreter (TRITON_INTERPRET=1), or on CUDA; what is integers alone is t
 """
 
 import gc
+import math
 import os
 import random
 import weakref
@@ -21,10 +22,17 @@ from ring_dilated_attention import (
     plan_attention,
 )
 from ring_dilated_attention.checks import reference_attention
-from ring_dilated_attention.kernels import build_programs, launches_of
-from ring_dilated_attention.kernels.own_programs import MOST_POSITIONS
+from ring_dilated_attention.engine import own, ring
+from ring_dilated_attention.engine.compute import TileCall
+from ring_dilated_attention.kernels import MOST_POSITIONS, build_programs, launches_of
+from ring_dilated_attention.resolve import forget_plans
+from ring_dilated_attention.tiles import Selection
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
+import triton.language as tl  # noqa: E402
+
+from ring_dilated_attention.kernels.own_forward import rows_of_program  # noqa: E402
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 pytestmark = [
@@ -113,7 +121,9 @@ def assert_close(got, want, bound, what):
 
 
 @pytest.mark.parametrize("seed", [*range(10), 12, 21] if INTERPRETED else range(80))
-def test_random_calls_are_the_reference(seed):
+def test_random_calls_are_the_reference(seed, monkeypatch):
+    monkeypatch.setattr(own, "FEWEST_ROWS", 0)  # the kernels take any
+    forget_plans()
     case = Draw(seed)
     torch.manual_seed(seed)
     *inputs, dout = case.tensors()
@@ -122,6 +132,39 @@ def test_random_calls_are_the_reference(seed):
     want = case.run(wide, dout.double().cpu())
     got = [x.cpu() for x in case.run(leaves, dout, backend="triton")]
     assert_close(got, want, 2e-5, case)
+    forget_plans()
+
+
+@triton.jit
+def _find_rows(program, ranges, order, found, block: tl.constexpr):
+    _, first, _, count = rows_of_program(program, ranges, order, tl.program_id(0), block)
+    tl.store(found, first)
+    tl.store(found + 1, count)
+
+
+@pytest.mark.parametrize("block", [0, 16_382, 16_383])
+def test_rows_of_long_sequences_are_counted_in_32_bits(block):
+    """2^20 - 1 rows in blocks of 64: rows times blocks are 2^34."""
+    high = 2**20 - 1
+    ranges = torch.tensor([0, high, 0, high, 1, 1, 0, 0], dtype=torch.int32, device=DEVICE)
+    program = torch.tensor([0, 0, high, 0, block], dtype=torch.int32, device=DEVICE)
+    order, found = torch.zeros(2, 1 + 1, dtype=torch.int32, device=DEVICE)
+    _find_rows[(1,)](program, ranges, order, found, block=64)
+    assert found.tolist() == [64 * block, 64 - (block == 16_383)]
+
+
+@pytest.mark.parametrize("rate", [37, 1000, 100_000, 2**40])
+def test_high_rates_make_no_empty_programs(rate):
+    """There is a program for each residue: of rates beyond the rows there would be millions."""
+    for pattern in (DilatedPattern([None, 64], [1, rate]), DilatedPattern([None], [rate])):
+        layout = SequenceLayout.contiguous(2000, 1)
+        one = plan_attention(pattern, layout, is_causal=False, num_heads=4).rank(0)
+        call = TileCall(Selection(None, own_flops=math.inf), 1.0, 1, 1)
+        schedule = own.own_schedule(one, call, 16)
+        programs = [len(each.programs(64, torch.device("cpu")).rows) for each in schedule.launches]
+        assert sum(programs) <= 2000 / own.FEWEST_ROWS
+        groups = (*schedule.covering, *schedule.others)
+        assert bool(groups) == (rate > 37 or len(pattern.branches) == 2)
 
 
 def test_half_precision_rounds_once():
@@ -198,8 +241,8 @@ def rows_of(programs, kv_heads):
             rows = range(low + (residue - low) % step, high, step)
             blocks = -(-len(rows) // programs.block)
             if block < blocks:
-                cuts = [len(rows) * i // blocks for i in range(blocks + 1)]
-                start, stop = list(pairwise(cuts))[block]
+                least, more = divmod(len(rows), blocks)
+                start, stop = (i * least + min(i, more) for i in (block, block + 1))
                 assert stop - start <= programs.block
                 found += [(head, position + shift) for position in rows[start:stop]]
     return found
@@ -229,9 +272,6 @@ def test_launches_are_cut_where_rates_have_little_in_common():
 
 def test_large_branches_go_by_themselves(monkeypatch):
     """A branch's full segments by a kernel call, its last one and the other branches row by row."""
-    from ring_dilated_attention.engine import own, ring
-    from ring_dilated_attention.resolve import forget_plans
-    from ring_dilated_attention.tiles import Selection
     from ring_dilated_attention.tiles.eager import EAGER
 
     q, k, v, dout = (torch.randn(1, 53, 4, 16, device=DEVICE) for _ in range(4))
@@ -268,13 +308,9 @@ def test_large_branches_go_by_themselves(monkeypatch):
 
 
 def test_what_is_kept_of_a_plan_goes_with_it():
-    from ring_dilated_attention.engine.compute import TileCall
-    from ring_dilated_attention.engine.own import own_schedule
-    from ring_dilated_attention.tiles import Selection
-
     layout = SequenceLayout.contiguous(53, 1)
     one = plan_attention(GIGAPATH, layout, is_causal=False, num_heads=4).rank(0)
-    kept = own_schedule(one, TileCall(Selection(None, own_flops=1e9), 1.0, 1, 1), 16)
+    kept = own.own_schedule(one, TileCall(Selection(None, own_flops=1e9), 1.0, 1, 1), 16)
     launch = weakref.ref(kept.launches[0])
     kept.launches[0].programs(16, torch.device("cpu"))
     del one, kept

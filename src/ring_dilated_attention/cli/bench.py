@@ -78,8 +78,8 @@ def bench(
     ranks: Annotated[
         list[str] | None,
         typer.Option(
-            help="Measure on so many ranks of this host: 4, or 1,2,4 to compare them in one run; "
-            "may be repeated. Under torchrun its ranks are used.",
+            help="How many ranks of this host to measure on: 4, or 1,2,4 to compare them in one "
+            "run; may be repeated. Under torchrun its ranks are used.",
             show_default="1",
         ),
     ] = None,

@@ -137,7 +137,7 @@ def simulate(
         Path | None, typer.Option("--json", help="File to write everything to.")
     ] = None,
 ) -> None:
-    """Run every rank on one device, one at a time, and compare with one rank that holds it all.
+    """Run every rank on one device, one at a time, and compare with a single rank.
 
     Prints what each rank held, computed and sent, beside the plan. Exit code 1 if results are not
     those of one device, or memory or bytes not those of the plan.

@@ -36,7 +36,7 @@ CHECK_BYTES = 500
 """Memory that it takes for each, about: a key of four numbers in two dicts."""
 
 SHOWN_ALL, SHOWN_FEW = 8, 4
-"""When no ranks are named: all of so many, or else so many of them."""
+"""Ranks that are shown when none are named: of at most SHOWN_ALL all, of more SHOWN_FEW."""
 
 
 def show(

@@ -42,7 +42,7 @@ def verify(
     """Run the sweep on each world size and print the errors and the bytes moved.
 
     Args:
-        world_sizes: numbers of ranks; each is spawned as so many processes.
+        world_sizes: numbers of ranks; a process is spawned for each rank.
         device: ``"cpu"`` over gloo, or ``"cuda"`` over NCCL with one GPU per rank.
         seed: of the random inputs; None: fresh ones, of a seed that is printed.
         timeout: seconds that a rank waits for another.

@@ -127,7 +127,7 @@ def train(
     ] = None,
     checkpoint_blocks: Annotated[
         int | None,
-        _option(1, "With keep_attention: keep the input of one block in so many only."),
+        _option(1, "With keep_attention: keep the input of every Nth block only."),
     ] = None,
     chunk_rows: Annotated[
         int | None,

@@ -17,6 +17,7 @@ import torch
 from ..caches import keep_few
 from ..kernels import (
     MOST_POSITIONS,
+    MOST_STEP,
     BackwardConfig,
     Kernel,
     LaunchConfig,
@@ -33,6 +34,8 @@ from .device_tables import TABLES
 _OF_BACKWARD: tuple[Kernel, Kernel] = ("own_dq", "own_dkdv")
 _BLOCK = 64
 """Rows of a block of the kernels at most."""
+FEWEST_ROWS = 8
+"""Of a cell, for its branch to be computed row by row: with fewer, most of a block is empty."""
 
 
 class OwnLaunch:
@@ -130,6 +133,8 @@ def _make(one: RankPlan, flops: float, batch: int, heads_per_kv: int, head_dim: 
 
     def by_rows(branch: int, run: OwnRun) -> bool:
         rate = plan.pattern.dilation_rates[branch]
+        if rate > MOST_STEP or (rate > 1 and run.size < FEWEST_ROWS * rate):
+            return False
         rows = -(-run.size // rate)
         # Heads of different offsets share a kernel call where they have equally many rows.
         calls = 1 if run.size % rate == 0 else 2
@@ -162,11 +167,11 @@ def forward_own(
         result: changed in place.
         sums: through which other results are merged, which come first.
     """
-    from ..kernels import own_forward
+    from ..kernels import ranges_forward
 
     sums.join()
     config = launch.config("own_forward", inputs.query)
-    own_forward(
+    ranges_forward(
         *inputs,
         result.out,
         result.lse,
@@ -199,12 +204,12 @@ def backward_own(
         sums: through which other gradients are added, which come first.
         detached: whether to take the weights of branches for constants.
     """
-    from ..kernels import own_backward
+    from ..kernels import ranges_backward
 
     sums.join()
     device = inputs.query.device
     dq, dkdv = (launch.config(kernel, inputs.query) for kernel in _OF_BACKWARD)
-    own_backward(
+    ranges_backward(
         merged.dout,
         *inputs,
         merged.out,

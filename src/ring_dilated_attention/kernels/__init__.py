@@ -3,8 +3,8 @@
 `has_triton` says whether there is a Triton; the rest needs one. `tiles_forward` and
 `tiles_backward` compute tiles whose rows `build_cells` lays out, in blocks of which a
 `LaunchConfig`, a `BackwardConfig` or `default_config` of a `Kernel` says how large they are.
-`own_forward` and `own_backward` compute several branches at once, row by row; `launches_of` says in
-how many launches, and `build_programs` lays them out.
+`ranges_forward` and `ranges_backward` compute several branches at once, row by row; `launches_of`
+says in how many launches, and `build_programs` lays them out.
 `merge_rows`, `add_rows` and `row_sums` merge and add the results of tiles.
 """
 
@@ -15,18 +15,19 @@ from typing import TYPE_CHECKING, Any
 
 from .available import has_triton
 from .cells import build_cells
-from .own_programs import MOST_POSITIONS, Programs, build_programs, launches_of
+from .own_programs import MOST_POSITIONS, MOST_STEP, Programs, build_programs, launches_of
 from .tuning import BackwardConfig, Kernel, LaunchConfig, default_config
 
 if TYPE_CHECKING:
     from .backward import tiles_backward
     from .forward import tiles_forward
-    from .own_backward import own_backward
-    from .own_forward import own_forward
+    from .own_backward import ranges_backward
+    from .own_forward import ranges_forward
     from .rows import add_rows, merge_rows, row_sums
 
 __all__ = [
     "MOST_POSITIONS",
+    "MOST_STEP",
     "BackwardConfig",
     "Kernel",
     "LaunchConfig",
@@ -38,8 +39,8 @@ __all__ = [
     "has_triton",
     "launches_of",
     "merge_rows",
-    "own_backward",
-    "own_forward",
+    "ranges_backward",
+    "ranges_forward",
     "row_sums",
     "tiles_backward",
     "tiles_forward",
@@ -48,8 +49,8 @@ __all__ = [
 _NEEDS_TRITON = {
     "tiles_backward": "backward",
     "tiles_forward": "forward",
-    "own_backward": "own_backward",
-    "own_forward": "own_forward",
+    "ranges_backward": "own_backward",
+    "ranges_forward": "own_forward",
     "add_rows": "rows",
     "merge_rows": "rows",
     "row_sums": "rows",

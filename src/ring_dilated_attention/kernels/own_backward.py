@@ -15,10 +15,12 @@ import triton.language as tl
 from .backward import dkdv_of_queries, dq_of_keys
 from .blocks import LOG2_E, load_block, row_offsets, stride_unit, strides_in, write_block
 from .own_forward import (
-    branch_of,
+    keys_of_rows,
     own_constants,
+    range_of,
     rows_of_cell,
     rows_of_program,
+    segments_of,
     takes_part,
     zeros_of_cell,
 )
@@ -102,12 +104,11 @@ def _dq_kernel(
     own, first, step, count = rows_of_program(
         programs + number % num_programs * 5, ranges, order, kv_head, BLOCK_M
     )  # fmt: skip
-    if count == 0:
-        return
-    part_start, part_stop, shift = tl.load(own), tl.load(own + 1), tl.load(own + 2)
-    document, chosen = tl.load(own + 3), tl.load(own + 4)
+    part_start, part_stop, shift, document, chosen = range_of(own)
     last = first + (count - 1) * step
-    if not takes_part(branches, chosen, kv_head, kv_heads, document, first, last, num_branches):
+    if not takes_part(
+        branches, chosen, kv_head, kv_heads, document, first, last, count, num_branches
+    ):
         return
 
     columns = tl.arange(0, BLOCK_D)[None, :]
@@ -137,10 +138,9 @@ def _dq_kernel(
 
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for branch in tl.range(0, num_branches, disable_licm=True):
-        length, rate, offset = branch_of(branches, branch, kv_head, kv_heads, document)
-        runs = (((chosen >> branch) & 1) != 0) & (offset >= 0)
-        segment = first // length
-        segment_stop = tl.where(runs, last // length + 1, segment)
+        length, rate, offset, segment, segment_stop = segments_of(
+            branches, chosen, branch, kv_head, kv_heads, document, first, last
+        )
         k_step = rate.to(tl.int64) * k_n * UNIT
         v_step = rate.to(tl.int64) * v_n * UNIT
         k_offsets = row_offsets(k_step, BLOCK_N, WIDE)[:, None] + columns
@@ -151,20 +151,10 @@ def _dq_kernel(
             start = index * length
             if (first - start - offset) % rate == 0:
                 key, k_len = rows_of_cell(start, length, rate, offset, part_start, part_stop)
-                inside = (start <= first) & (last < start + length)
-                ahead = first - start + rows * step
-                within = (ahead >= 0) & (ahead < length)
-                full = k_len // BLOCK_N
-                stop = tl.cdiv(k_len, BLOCK_N)
-                limits = tl.where(within, k_len, 0)
-                if IS_CAUSAL:
-                    to_key = ahead - (key - start)
-                    seen = tl.maximum(to_key + rate, 0) // rate
-                    limits = tl.minimum(limits, seen)
-                    full = tl.maximum(first - key + rate, 0) // rate // BLOCK_N
-                    full = tl.minimum(full, k_len // BLOCK_N)
-                    stop = tl.cdiv(tl.max(tl.where(rows < count, limits, 0), 0), BLOCK_N)
-                full = tl.where(inside, full, 0)
+                within, limits, full, stop = keys_of_rows(
+                    first, last, step, count, start, length, rate, key, k_len,
+                    IS_CAUSAL, BLOCK_M, BLOCK_N,
+                )  # fmt: skip
                 k_row = (key + shift).to(tl.int64)
                 k_at, v_at = k + k_row * k_n * UNIT, v + k_row * v_n * UNIT
                 if DETACHED:  # the branch's own delta, before it is needed
@@ -233,12 +223,11 @@ def _dkdv_kernel(
     own, first, step, count = rows_of_program(
         programs + number % num_programs * 5, ranges, order, kv_head, BLOCK_N
     )  # fmt: skip
-    if count == 0:
-        return
-    part_start, part_stop, shift = tl.load(own), tl.load(own + 1), tl.load(own + 2)
-    document, chosen = tl.load(own + 3), tl.load(own + 4)
+    part_start, part_stop, shift, document, chosen = range_of(own)
     last = first + (count - 1) * step
-    if not takes_part(branches, chosen, kv_head, kv_heads, document, first, last, num_branches):
+    if not takes_part(
+        branches, chosen, kv_head, kv_heads, document, first, last, count, num_branches
+    ):
         return
 
     columns = tl.arange(0, BLOCK_D)[None, :]
@@ -256,10 +245,9 @@ def _dkdv_kernel(
     dk_block = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv_block = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     for branch in tl.range(0, num_branches, disable_licm=True):
-        length, rate, offset = branch_of(branches, branch, kv_head, kv_heads, document)
-        runs = (((chosen >> branch) & 1) != 0) & (offset >= 0)
-        segment = first // length
-        segment_stop = tl.where(runs, last // length + 1, segment)
+        length, rate, offset, segment, segment_stop = segments_of(
+            branches, chosen, branch, kv_head, kv_heads, document, first, last
+        )
         wide_rate = rate.to(tl.int64)
         q_step, dout_step = wide_rate * q_n * UNIT, wide_rate * dout_n * UNIT
         lse_step = wide_rate * lse_n
@@ -331,7 +319,7 @@ def _dkdv_kernel(
     write_block(dv, dv_offsets, keys < count, dv_block, HEAD_DIM)
 
 
-def own_backward(
+def ranges_backward(
     dout: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,

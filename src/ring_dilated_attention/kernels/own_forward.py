@@ -30,11 +30,21 @@ def rows_of_program(program, ranges, order, kv_head, BLOCK: tl.constexpr):
     residue = tl.load(order + tl.load(own + 6) + kv_head * step + tl.load(program + 3))
     first = low + (residue + step - low % step) % step
     rows = (tl.maximum(high - first, 0) + step - 1) // step
-    blocks = (rows + BLOCK - 1) // BLOCK  # as even as they can be
+    blocks = (rows + BLOCK - 1) // BLOCK
     block = tl.load(program + 4)
-    begin = rows * block // tl.maximum(blocks, 1)
-    end = rows * (block + 1) // tl.maximum(blocks, 1)
-    return own, first + begin * step, step, tl.where(block < blocks, end - begin, 0)
+    # As even as they can be: the first ones have a row more. Rows times blocks may exceed 32 bits.
+    least = rows // tl.maximum(blocks, 1)
+    more = rows - least * blocks
+    count = tl.where(block < more, least + 1, least)
+    begin = block * least + tl.minimum(block, more)
+    return own, first + begin * step, step, tl.where(block < blocks, count, 0)
+
+
+@triton.jit
+def range_of(own):
+    """Of a range: start and stop of its part, shift, positions of the document, branches."""
+    start, stop, shift = tl.load(own), tl.load(own + 1), tl.load(own + 2)
+    return start, stop, shift, tl.load(own + 3), tl.load(own + 4)
 
 
 @triton.jit
@@ -56,6 +66,34 @@ def rows_of_cell(start, length, rate, offset, part_start, part_stop):
 
 
 @triton.jit
+def keys_of_rows(
+    first, last, step, count, start, length, rate, key, k_len,
+    IS_CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Which of the keys of a cell a block of rows sees: what `attend` and `dq_of_keys` ask for.
+
+    Returns:
+        Which rows lie in the segment of the cell (as a rule, all); before which key each sees all
+        of them; the first block of keys that takes a mask, and the block behind the last.
+    """
+    rows = tl.arange(0, BLOCK_M)
+    inside = (start <= first) & (last < start + length)
+    ahead = first - start + rows * step
+    within = (ahead >= 0) & (ahead < length)
+    full = k_len // BLOCK_N
+    stop = tl.cdiv(k_len, BLOCK_N)
+    limits = tl.where(within, k_len, 0)
+    if IS_CAUSAL:
+        to_key = ahead - (key - start)
+        seen = tl.maximum(to_key + rate, 0) // rate
+        limits = tl.minimum(limits, seen)
+        full = tl.maximum(first - key + rate, 0) // rate // BLOCK_N
+        full = tl.minimum(full, k_len // BLOCK_N)
+        stop = tl.cdiv(tl.max(tl.where(rows < count, limits, 0), 0), BLOCK_N)
+    return within, limits, tl.where(inside, full, 0), stop
+
+
+@triton.jit
 def zeros_of_cell(start, length, rate, offset, document):
     """How many zero keys a cell shows."""
     rows = tl.minimum(start + length, document) - start - offset
@@ -63,15 +101,25 @@ def zeros_of_cell(start, length, rate, offset, document):
 
 
 @triton.jit
-def takes_part(branches, chosen, kv_head, kv_heads, document, first, last, num_branches):
-    """Whether positions, evenly spaced from `first` to `last`, are in a cell of any branch."""
+def segments_of(branches, chosen, branch, kv_head, kv_heads, document, first, last):
+    """A branch for a KV head, and the segments that positions lie in: none if it is not run."""
+    length, rate, offset = branch_of(branches, branch, kv_head, kv_heads, document)
+    runs = (((chosen >> branch) & 1) != 0) & (offset >= 0)
+    segment = first // length
+    return length, rate, offset, segment, tl.where(runs, last // length + 1, segment)
+
+
+@triton.jit
+def takes_part(branches, chosen, kv_head, kv_heads, document, first, last, count, num_branches):
+    """Whether `count` positions from `first` to `last` are in a cell of any branch."""
     found = first < 0
     for branch in range(num_branches):
-        length, rate, offset = branch_of(branches, branch, kv_head, kv_heads, document)
-        if (((chosen >> branch) & 1) != 0) & (offset >= 0):
-            for segment in range(first // length, last // length + 1):
-                found = found | ((first - segment * length - offset) % rate == 0)
-    return found
+        length, rate, offset, segment, segment_stop = segments_of(
+            branches, chosen, branch, kv_head, kv_heads, document, first, last
+        )
+        for index in range(segment, segment_stop):
+            found = found | ((first - index * length - offset) % rate == 0)
+    return found & (count > 0)
 
 
 @triton.jit(
@@ -107,12 +155,11 @@ def _forward_kernel(
     own, first, step, count = rows_of_program(
         programs + number % num_programs * 5, ranges, order, kv_head, BLOCK_M
     )  # fmt: skip
-    if count == 0:
-        return
-    part_start, part_stop, shift = tl.load(own), tl.load(own + 1), tl.load(own + 2)
-    document, chosen = tl.load(own + 3), tl.load(own + 4)
+    part_start, part_stop, shift, document, chosen = range_of(own)
     last = first + (count - 1) * step
-    if not takes_part(branches, chosen, kv_head, kv_heads, document, first, last, num_branches):
+    if not takes_part(
+        branches, chosen, kv_head, kv_heads, document, first, last, count, num_branches
+    ):
         return
 
     columns = tl.arange(0, BLOCK_D)[None, :]
@@ -133,10 +180,9 @@ def _forward_kernel(
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     for branch in tl.range(0, num_branches, disable_licm=True):
-        length, rate, offset = branch_of(branches, branch, kv_head, kv_heads, document)
-        runs = (((chosen >> branch) & 1) != 0) & (offset >= 0)
-        segment = first // length
-        segment_stop = tl.where(runs, last // length + 1, segment)
+        length, rate, offset, segment, segment_stop = segments_of(
+            branches, chosen, branch, kv_head, kv_heads, document, first, last
+        )
         k_step = rate.to(tl.int64) * k_n * UNIT
         v_step = rate.to(tl.int64) * v_n * UNIT
         k_offsets = row_offsets(k_step, BLOCK_N, WIDE)[:, None] + columns
@@ -147,21 +193,10 @@ def _forward_kernel(
             start = index * length
             if (first - start - offset) % rate == 0:
                 key, k_len = rows_of_cell(start, length, rate, offset, part_start, part_stop)
-                # Rows of the block that lie in this segment: as a rule, all of them.
-                inside = (start <= first) & (last < start + length)
-                ahead = first - start + rows * step
-                within = (ahead >= 0) & (ahead < length)
-                full = k_len // BLOCK_N
-                stop = tl.cdiv(k_len, BLOCK_N)
-                limits = tl.where(within, k_len, 0)
-                if IS_CAUSAL:
-                    to_key = ahead - (key - start)
-                    seen = tl.maximum(to_key + rate, 0) // rate
-                    limits = tl.minimum(limits, seen)
-                    full = tl.maximum(first - key + rate, 0) // rate // BLOCK_N
-                    full = tl.minimum(full, k_len // BLOCK_N)
-                    stop = tl.cdiv(tl.max(tl.where(rows < count, limits, 0), 0), BLOCK_N)
-                full = tl.where(inside, full, 0)
+                within, limits, full, stop = keys_of_rows(
+                    first, last, step, count, start, length, rate, key, k_len,
+                    IS_CAUSAL, BLOCK_M, BLOCK_N,
+                )  # fmt: skip
                 k_row = (key + shift).to(tl.int64)
                 k_at, v_at = k + k_row * k_n * UNIT, v + k_row * v_n * UNIT
                 acc, row_max, row_sum = attend(
@@ -201,7 +236,7 @@ def _forward_kernel(
     tl.store(lse + lse_offsets, new_lse, mask=seen_rows)
 
 
-def own_forward(
+def ranges_forward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,

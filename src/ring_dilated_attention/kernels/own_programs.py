@@ -27,6 +27,8 @@ PROGRAM_FIELDS = ("range", "low", "high", "rank", "block")
 of the residue that comes `rank`-th for a head; of these the rows of a block."""
 MOST_POSITIONS = 1 << 30
 """Of a document: twice as many are counted in 32 bits."""
+MOST_STEP = 1024
+"""Between rows of a program: there is a program for each residue, whether or not rows have it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +41,7 @@ class Programs:
         order: int32: residues modulo a range's step, by KV head, those that see most first.
         rows: int32 (programs, 5): `PROGRAM_FIELDS`.
         block: rows of a program at most.
-        max_step: the largest step from row to row, of a program or a branch.
+        max_step: the largest step between rows of a program, which no rate exceeds.
     """
 
     ranges: torch.Tensor
@@ -89,7 +91,7 @@ def _fills(branches: Sequence[tuple[int, int]], longest: int, block: int) -> boo
     step = math.lcm(*(rate for _, rate in branches))
     shortest = min(longest, *(length for length, _ in branches))
     fullest = max(min(length, longest) / rate for length, rate in branches)
-    return shortest / step >= min(fullest, block) / 2
+    return step <= MOST_STEP and shortest / step >= min(fullest, block) / 2
 
 
 def build_programs(
@@ -138,7 +140,8 @@ def build_programs(
     every = torch.cat(programs)[torch.cat(works).argsort(descending=True, stable=True)]
     spec = torch.tensor(
         [
-            [min(length, longest), rate, *each]
+            # Of a branch that no range has, nothing but the length is looked at.
+            [min(length, longest), min(rate, MOST_POSITIONS), *each]
             for (length, rate), each in zip(branches, offsets, strict=True)
         ],
         dtype=torch.int64,
@@ -153,7 +156,7 @@ def build_programs(
         order=on_device[2],
         rows=on_device[3],
         block=block,
-        max_step=max(int(table[:, 5].max()), *(rate for _, rate in branches)),
+        max_step=int(table[:, 5].max()),
     )
 
 

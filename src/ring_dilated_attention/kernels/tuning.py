@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -58,24 +58,13 @@ _CONFIGS: dict[tuple[Kernel, int, int], LaunchConfig] = {
     ("dkdv", 4, 64): LaunchConfig(16, 32, 4, 2),
     ("dkdv", 4, 128): LaunchConfig(16, 32, 8, 1),
     ("dkdv", 4, 256): LaunchConfig(16, 16, 8, 1),
+    # Where not said otherwise, those of tiles.
     ("own_forward", 2, 64): LaunchConfig(64, 64, 4, 3, 168),
     ("own_forward", 2, 128): LaunchConfig(64, 64, 4, 3),
     ("own_forward", 2, 256): LaunchConfig(64, 64, 4, 2),
-    ("own_forward", 4, 64): LaunchConfig(64, 32, 8, 2),
-    ("own_forward", 4, 128): LaunchConfig(32, 32, 8, 1),
-    ("own_forward", 4, 256): LaunchConfig(16, 32, 8, 2),
     ("own_dq", 2, 64): LaunchConfig(64, 64, 4, 3, 168),
     ("own_dq", 2, 128): LaunchConfig(64, 64, 4, 2),
-    ("own_dq", 2, 256): LaunchConfig(64, 32, 4, 2),
-    ("own_dq", 4, 64): LaunchConfig(32, 32, 4, 2),
-    ("own_dq", 4, 128): LaunchConfig(32, 16, 4, 2),
-    ("own_dq", 4, 256): LaunchConfig(16, 16, 4, 1),
     ("own_dkdv", 2, 64): LaunchConfig(64, 64, 4, 3),
-    ("own_dkdv", 2, 128): LaunchConfig(64, 64, 4, 2),
-    ("own_dkdv", 2, 256): LaunchConfig(64, 64, 8, 1),
-    ("own_dkdv", 4, 64): LaunchConfig(16, 32, 4, 2),
-    ("own_dkdv", 4, 128): LaunchConfig(16, 32, 8, 1),
-    ("own_dkdv", 4, 256): LaunchConfig(16, 16, 8, 1),
 }
 
 _WGMMA_ROWS = 64
@@ -107,7 +96,9 @@ def default_config(
     Returns:
         The configuration of the table, its blocks shrunk to the longest tile.
     """
-    best = _CONFIGS[kernel, dtype.itemsize, max(64, padded_head_dim(head_dim))]
+    size = dtype.itemsize, max(64, padded_head_dim(head_dim))
+    of_tiles: Any = kernel.removeprefix("own_")
+    best = _CONFIGS.get((kernel, *size)) or _CONFIGS[of_tiles, *size]
     block_m = min(best.block_m, _power_of_two(queries))
     block_n = min(best.block_n, _power_of_two(keys))
     of_keys = kernel.endswith("dkdv")

@@ -272,17 +272,21 @@ def autocast_inputs(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Cast as autocast casts the inputs of scaled_dot_product_attention: all but float64."""
     if not all(isinstance(t, torch.Tensor) for t in tensors):
         return tensors  # `validate_tensors` says so
-    device = tensors[0].device.type
-    try:  # before torch 2.13, torch.compile cannot trace is_autocast_available
-        enabled = torch.is_autocast_enabled(device)
-    except RuntimeError:
-        return tensors  # autocast does not know such devices
-    if not enabled:
+    dtype = autocast_dtype(tensors[0].device.type)
+    if dtype is None:
         return tensors
-    dtype = torch.get_autocast_dtype(device)
     return tuple(
         t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors
     )
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """To which dtype autocast casts now; None where it is off, or does not know such devices."""
+    try:  # before torch 2.13, torch.compile cannot trace is_autocast_available
+        enabled = torch.is_autocast_enabled(device_type)
+    except RuntimeError:
+        return None
+    return torch.get_autocast_dtype(device_type) if enabled else None
 
 
 def validate_options(

@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from ..exchange import Group
 from ..functional import BRANCH_GRADIENTS, EXCHANGES, BranchGradients, Schedule, dilated_attention
 from ..layout import SequenceLayout
-from ..nn import check_head_sizes
+from ..nn import check_head_sizes, hooks_of, normalize, project_heads, runs_hooks
 from ..pattern import DilatedPattern, HeadOffsets, check_choice, check_positive_float
 from ..tiles import BACKENDS, Backend
 
 _SUBMODULES = ("q_proj", "k_proj", "v_proj", "out_proj", "inner_attn_ln")
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class TorchscaleDilatedAttention(nn.Module):
@@ -205,11 +204,12 @@ class TorchscaleDilatedAttention(nn.Module):
                     f"{name} must have shape (batch, local_sequence, {self.embed_dim}); "
                     f"got {tuple(tensor.shape)}"
                 )
-        heads = (self.num_heads, self.head_dim)
+        layers = self.q_proj, self.k_proj, self.v_proj
+        q_bnhd, k_bnhd, v_bnhd = project_heads(layers, (query, key, value), self.head_dim)
         attended: Tensor = dilated_attention(
-            self.q_proj(query).unflatten(-1, heads),
-            self.k_proj(key).unflatten(-1, heads),
-            self.v_proj(value).unflatten(-1, heads),
+            q_bnhd,
+            k_bnhd,
+            v_bnhd,
             self.pattern,
             is_causal=is_causal,
             key_padding_mask=key_padding_mask,
@@ -220,8 +220,11 @@ class TorchscaleDilatedAttention(nn.Module):
             branch_gradients=self.branch_gradients,
         )
         attended = attended.flatten(2)
-        if self.inner_attn_ln is not None:
-            attended = self.inner_attn_ln(attended)
+        norm = self.inner_attn_ln
+        if type(norm) is nn.LayerNorm and not runs_hooks(norm):
+            attended = normalize(norm, attended)
+        elif norm is not None:
+            attended = norm(attended)
         return self.out_proj(attended), None
 
     def extra_repr(self) -> str:
@@ -326,7 +329,7 @@ def _replacement(
             f"{where} is a {type(old).__name__}, a subclass of DilatedAttention that may compute "
             "something else: replace it by hand"
         )
-    hooks = [name for name in _HOOKS if getattr(old, name)]
+    hooks = hooks_of(old)
     if hooks:
         raise ValueError(
             f"{where} has hooks, which would be lost: register them after replacing; "

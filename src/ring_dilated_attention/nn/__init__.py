@@ -5,8 +5,10 @@ from .checkpoint import check_checkpoint, keep_attention
 from .checks import check_head_sizes
 from .chunked import map_rows
 from .config import LongNetConfig
+from .hooks import hooks_of, runs_hooks
 from .longnet import LongNet
-from .norm import LayerNorm
+from .norm import LayerNorm, normalize
+from .projections import project_heads
 from .rope import RotaryEmbedding, Rotation, document_positions
 from .sincos import sincos_positions
 from .slide import Encoded, SlideEncoder
@@ -28,7 +30,11 @@ __all__ = [
     "check_head_sizes",
     "document_positions",
     "hilbert_order",
+    "hooks_of",
     "keep_attention",
     "map_rows",
+    "normalize",
+    "project_heads",
+    "runs_hooks",
     "sincos_positions",
 ]

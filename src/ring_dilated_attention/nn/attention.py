@@ -20,6 +20,7 @@ from ..pattern import (
 from ..tiles import BACKENDS, Backend
 from .checks import check_head_sizes, check_rows
 from .norm import LayerNorm
+from .projections import project_heads
 
 if TYPE_CHECKING:
     from ..documents import Integers
@@ -338,18 +339,18 @@ class MultiheadDilatedAttention(nn.Module):
         value: Tensor,
         *,
         rope: Callable[[Tensor], Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         """The first part of `forward`, whose arguments these are: heads, and their rotation.
 
         Returns:
             query, shape (batch, local_sequence, heads, head_dim), and key and value, with kv_heads.
         """
-        q_bnhd = self.q_proj(query).unflatten(-1, (self.num_heads, self.head_dim))
-        k_bnhd = self.k_proj(key).unflatten(-1, (self.num_kv_heads, self.head_dim))
-        v_bnhd = self.v_proj(value).unflatten(-1, (self.num_kv_heads, self.head_dim))
-        if rope is not None:
-            q_bnhd, k_bnhd = rope(q_bnhd), rope(k_bnhd)
-        return q_bnhd, k_bnhd, v_bnhd
+        layers, inputs = (self.q_proj, self.k_proj, self.v_proj), (query, key, value)
+        if rope is None:
+            return tuple(project_heads(layers, inputs, self.head_dim))
+        # The value by itself: it would keep the memory of a joint tensor, which rotations leave.
+        q_bnhd, k_bnhd = project_heads(layers[:2], inputs[:2], self.head_dim)
+        return rope(q_bnhd), rope(k_bnhd), *project_heads(layers[2:], inputs[2:], self.head_dim)
 
     def attend(
         self,

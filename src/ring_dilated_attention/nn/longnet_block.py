@@ -10,6 +10,7 @@ from ..tiles import Backend
 from .attention import MultiheadDilatedAttention
 from .block import Block
 from .config import LongNetConfig
+from .norm import LayerNorm
 from .rope import Rotation
 
 
@@ -31,7 +32,7 @@ class LongNetBlock(Block):
 
     def __init__(self, config: LongNetConfig, *, exchange: Schedule, backend: Backend) -> None:
         super().__init__()
-        self.attention_norm = nn.LayerNorm(config.embed_dim, eps=config.norm_eps)
+        self.attention_norm = LayerNorm(config.embed_dim, eps=config.norm_eps)
         self.attention = MultiheadDilatedAttention(
             config.embed_dim,
             config.num_heads,
@@ -43,7 +44,7 @@ class LongNetBlock(Block):
             exchange=exchange,
             backend=backend,
         )
-        self.mlp_norm = nn.LayerNorm(config.embed_dim, eps=config.norm_eps)
+        self.mlp_norm = LayerNorm(config.embed_dim, eps=config.norm_eps)
         self.expand = nn.Linear(config.embed_dim, config.ffn_dim)
         self.contract = nn.Linear(config.ffn_dim, config.embed_dim)
 

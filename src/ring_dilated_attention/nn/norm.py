@@ -25,11 +25,24 @@ class LayerNorm(nn.LayerNorm):
             The shape of `input`; its dtype where that is bfloat16 or float16, else that of
             `nn.LayerNorm`.
         """
-        if input.dtype not in (torch.bfloat16, torch.float16):
-            return super().forward(input)
-        weight, bias = (
-            None if parameter is None else parameter.to(input.dtype)
-            for parameter in (self.weight, self.bias)
-        )
-        with torch.autocast(input.device.type, enabled=False):
-            return F.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
+        return normalize(self, input)
+
+
+def normalize(norm: nn.LayerNorm, rows: Tensor) -> Tensor:
+    """What `LayerNorm` does, by the parameters of any `nn.LayerNorm`.
+
+    Args:
+        norm: its parameters, its epsilon and its shape are used.
+        rows: shape (..., normalized_shape), floating.
+
+    Returns:
+        See `LayerNorm.forward`.
+    """
+    if rows.dtype not in (torch.bfloat16, torch.float16):
+        return F.layer_norm(rows, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
+    weight, bias = (
+        None if parameter is None else parameter.to(rows.dtype)
+        for parameter in (norm.weight, norm.bias)
+    )
+    with torch.autocast(rows.device.type, enabled=False):
+        return F.layer_norm(rows, norm.normalized_shape, weight, bias, norm.eps)

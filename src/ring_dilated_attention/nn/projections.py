@@ -1,0 +1,56 @@
+"""Several linear layers of the same rows, in one product where that costs no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..functional import autocast_dtype
+from .hooks import runs_hooks
+
+
+def project_heads(
+    layers: Sequence[nn.Linear], inputs: Sequence[Tensor], head_dim: int
+) -> list[Tensor]:
+    """What each layer makes of its input, by heads.
+
+    Under autocast, which copies weights to half precision anyway, layers of one and the same input
+    share a product: copies of their weights are made side by side, and the input is cast once,
+    forward and backward. Layers with hooks, of subclasses (adapters, quantised weights) or with
+    sharded weights (DTensor) are called one by one.
+
+    Args:
+        layers: of equal `in_features`.
+        inputs: of each layer, shape (..., in_features).
+        head_dim: divides each layer's `out_features`.
+
+    Returns:
+        Of each layer, shape (..., heads, head_dim): views of one tensor where they share a product.
+    """
+    rows = inputs[0]
+    if any(x is not rows for x in inputs) or not _can_join(layers, rows):
+        results: Sequence[Any] = [layer(x) for layer, x in zip(layers, inputs, strict=True)]
+    else:
+        weight = torch.cat([*(layer.weight for layer in layers)])
+        biases = [layer.bias for layer in layers if layer.bias is not None]
+        joint = F.linear(rows, weight, torch.cat([*biases]) if biases else None)
+        results = torch.split(joint, [layer.out_features for layer in layers], dim=-1)
+    return [result.unflatten(-1, (-1, head_dim)) for result in results]
+
+
+def _can_join(layers: Sequence[nn.Linear], rows: Tensor) -> bool:
+    dtype = autocast_dtype(rows.device.type)
+    if len(layers) < 2 or dtype in (None, torch.float32) or rows.dtype == torch.float64:
+        return False
+    return all(
+        type(layer) is nn.Linear
+        and not runs_hooks(layer)
+        and type(layer.weight) is nn.Parameter
+        and layer.weight.dtype == torch.float32
+        and (layer.bias is None) == (layers[0].bias is None)
+        for layer in layers
+    )

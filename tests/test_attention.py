@@ -1,5 +1,6 @@
 """The sharded function against the reference, every rank inside this process."""
 
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from ring_dilated_attention.checks import (
     run_case,
     visible_counts,
 )
-from ring_dilated_attention.engine import ring
+from ring_dilated_attention.engine import kernels_on, ring
 from ring_dilated_attention.exchange import LoopbackExchange, run_loopback
 from ring_dilated_attention.plan import TensorSize, memory
 
@@ -313,6 +314,23 @@ def test_autocast_casts_as_for_sdpa():
             assert torch.equal(a, b.to(a.dtype))
     doubles = [x.double() for x in leaves]
     assert run(*doubles, autocast=True, backend="auto")[0].dtype == torch.float64
+
+
+def test_kernels_are_launched_where_the_tensors_are(monkeypatch):
+    """The current device may be another one; torch's operators see to that by themselves."""
+    entered = []
+
+    @contextmanager
+    def on(device):
+        entered.append(device.index)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", on)
+    for index in (0, 1):
+        with kernels_on(torch.device("cuda", index)):
+            pass
+    assert entered == [1]
 
 
 def test_mixed_dtypes_meet_under_autocast():

@@ -24,7 +24,7 @@ from ring_dilated_attention.checks import (
 from ring_dilated_attention.engine import Accumulator, compute, merge_
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.plan import Rows, Tile
-from ring_dilated_attention.tiles import TileGradients, TileInputs, select_backend
+from ring_dilated_attention.tiles import TileGradients, TileInputs, fa4, select_backend
 from ring_dilated_attention.tiles.eager import EAGER
 
 pytestmark = [
@@ -210,6 +210,46 @@ def test_every_head_dim(head_dim):
                 device="cuda",
             )
         )
+    assert not failures(cases, run_here(1, cases))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("head_dim", [48, 64, 128, 256])
+def test_flash_attn_4_is_called_again_with_other_tensors(head_dim, is_causal):
+    """Without its Python, from the second call of a kind on: on views, and on tensors of NaN."""
+    skip_if_refused("fa4", torch.bfloat16, head_dim)
+    cases = [
+        Case(
+            pattern=DilatedPattern([300, None], [2, 1]),
+            layout=make_layout("contiguous", 777, 1),
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=head_dim,
+            is_causal=is_causal,
+            dtype=torch.bfloat16,
+            backend="fa4",
+            seed=seed,
+            device="cuda",
+            views=views,
+        )
+        for views in ((), (KINDS["part of qkv"],) * 4)
+        for seed in range(3)
+    ]
+    assert not failures(cases, run_here(1, cases))
+    for replay in (fa4._FORWARDS, fa4._BACKWARDS):
+        kept = [again for key, again in replay._kept.items() if key[3][0][-1] == head_dim]
+        assert kept
+        assert all(again is not None for again in kept)
+
+
+@pytest.mark.parametrize("backend", ["auto", "fa4", "cudnn", "triton", "eager"])
+def test_tensors_need_not_be_on_the_current_device(backend):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    skip_if_refused(backend, torch.bfloat16, 64)
+    torch.cuda.set_device(0)
+    cases = list(kernel_cases(1, backend, torch.bfloat16))
+    cases = [replace(case, device="cuda:1") for case in cases]
     assert not failures(cases, run_here(1, cases))
 
 

@@ -1,6 +1,7 @@
 """Query, key and value share a product where that costs no memory, and only there."""
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ring_dilated_attention.checks import relative_error
 from ring_dilated_attention.nn import MultiheadDilatedAttention, RotaryEmbedding, project_heads
 
-SHAPE = {"segment_lengths": [8, None], "dilation_rates": [1, 2]}
+SHAPE: dict[str, Any] = {"segment_lengths": [8, None], "dilation_rates": [1, 2]}
 
 
 class Products(TorchDispatchMode):
@@ -19,7 +20,7 @@ class Products(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.count = Counter()
+        self.count: Counter[str] = Counter()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.overloadpacket.__name__
@@ -38,7 +39,7 @@ def projected(layers, rows, enabled=True, inputs=None):
     with torch.autocast("cpu", torch.bfloat16, enabled=enabled), Products() as seen:
         results = project_heads(layers, inputs or [rows] * len(layers), 4)
     weights = [p for layer in layers for p in layer.parameters()]
-    loss = sum((i + 1) * x.double().square().mean() for i, x in enumerate(results))
+    loss = torch.stack([x.double().square().mean() * i for i, x in enumerate(results, 1)]).sum()
     return results, torch.autograd.grad(loss, [rows, *weights]), seen.count["products"]
 
 

@@ -16,8 +16,8 @@ from ..documents import Integers
 from ..engine import (
     TABLES,
     Accumulator,
-    autocast_off,
     compute,
+    kernels_on,
     merge_,
     merge_zero_keys,
     readable,
@@ -271,7 +271,7 @@ def _forward(
     dtype, sums = accumulate_dtype(query.dtype), Accumulator(query.device)
     out = torch.zeros(query.shape, dtype=dtype, device=query.device)
     lse = out.new_full((batch, num_heads, length), -torch.inf)
-    with autocast_off(query.device):
+    with kernels_on(query.device):
         for some in call.planned:
             rows, tiles = some.rows, some.tiles
             inputs = compute.Inputs(
@@ -305,7 +305,7 @@ def _backward(
     dquery, dkey, dvalue = (
         torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (query, key, value)
     )
-    with autocast_off(query.device):
+    with kernels_on(query.device):
         for some in call.planned:
             rows, tiles = some.rows, some.tiles
             do, q, k, v, o = readable_in_backward(

@@ -5,7 +5,7 @@ transfers, tiles of remote rows. `compute` computes groups of tiles, into sums t
 `Accumulator` adds up on a side stream; `merge_` merges partial softmaxes, `merge_zero_keys` those
 of keys that no rank holds. `readable` and `readable_in_backward` give tensors whose tiles kernels
 can read in place, `kernel_calls` counts the calls of kernels that a plan takes, `TABLES` keeps
-index tables on devices, and `autocast_off` keeps autocast out.
+index tables on devices, and `kernels_on` is where kernels are to run.
 """
 
 from . import compute
@@ -13,16 +13,16 @@ from .accumulate import Accumulator
 from .blocks import kernel_calls, readable, readable_in_backward
 from .device_tables import TABLES
 from .merge import merge_
-from .ring import RingCall, autocast_off, ring_backward, ring_forward
+from .ring import RingCall, kernels_on, ring_backward, ring_forward
 from .zero_keys import merge_zero_keys
 
 __all__ = [
     "TABLES",
     "Accumulator",
     "RingCall",
-    "autocast_off",
     "compute",
     "kernel_calls",
+    "kernels_on",
     "merge_",
     "merge_zero_keys",
     "readable",

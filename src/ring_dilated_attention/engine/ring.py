@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain, islice
+from typing import Any
 
 import torch
 
@@ -96,7 +97,7 @@ def ring_forward(
     )
     if not covers:
         lse.fill_(-torch.inf)
-    with autocast_off(query.device):
+    with kernels_on(query.device):
         arrivals = call.fetch(inputs.keys, inputs.values)
         zero_keys: list[TileGroup] = []
         for one in rounds:
@@ -149,7 +150,7 @@ def ring_backward(
     run = _Backward(
         call, compute.Inputs(query, key, value), compute.Merged(dout, out, lse.contiguous())
     )
-    with autocast_off(query.device):
+    with kernels_on(query.device):
         arrivals = call.fetch(key, value)
         for one in run.rounds:
             run.compute_round(one, arrivals)
@@ -318,10 +319,21 @@ def _sum_dtype(query: torch.Tensor, additions: float) -> torch.dtype:
     return accumulate_dtype(query.dtype)
 
 
-def autocast_off(device: torch.device) -> AbstractContextManager[None]:
-    """Kernels are given the dtypes they are meant to compute in."""
+def kernels_on(device: torch.device) -> AbstractContextManager[Any]:
+    """Kernels compute in the dtypes that they are given, on the device of what they are given.
+
+    Those that Triton launches run on the current device, which may be another one.
+    """
     try:
-        enabled = torch.is_autocast_enabled(device.type)
+        casts = torch.is_autocast_enabled(device.type)
     except RuntimeError:
-        return _NOTHING  # autocast does not know such devices
-    return torch.autocast(device.type, enabled=False) if enabled else _NOTHING
+        casts = False  # autocast does not know such devices
+    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    if not casts and not elsewhere:
+        return _NOTHING
+    both = ExitStack()
+    if casts:
+        both.enter_context(torch.autocast(device.type, enabled=False))
+    if elsewhere:
+        both.enter_context(torch.cuda.device(device))
+    return both

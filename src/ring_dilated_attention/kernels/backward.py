@@ -23,6 +23,7 @@ from .blocks import (
     strides_in,
 )
 from .cells import Cells
+from .launch import Launcher
 from .tuning import BackwardConfig
 
 
@@ -306,6 +307,9 @@ def _dkdv_kernel(
     add_block(dv, dv_offsets, keys, k_len, dv_block, STORE, HEAD_DIM)
 
 
+_launch_dq, _launch_dkdv = Launcher(_dq_kernel), Launcher(_dkdv_kernel)
+
+
 def tiles_backward(
     dout: torch.Tensor,
     q: torch.Tensor,
@@ -357,11 +361,16 @@ def tiles_backward(
     wide = is_wide(cells, q, k, v, dout, dq, dk, dv, lse.mT, delta.mT)
     inputs = q, k, v, dout, lse, delta
     strides = *strides_in(unit, *read), *lse.stride(), *delta.stride()
-    _dq_kernel[(len(cells.query_programs),)](
-        *inputs, dq, cells.table, cells.query_programs, *strides, *strides_in(unit, of_dq),
-        scale, cells.heads_per_kv, **constants(q, unit, wide, cells, store, config.dq),
-    )  # fmt: skip
-    _dkdv_kernel[(len(cells.key_programs),)](
-        *inputs, dk, dv, cells.table, cells.key_programs, *strides, *strides_in(unit, of_dk, of_dv),
-        scale, cells.heads_per_kv, **constants(q, unit, wide, cells, store_keys, config.dkdv),
-    )  # fmt: skip
+    rest = scale, cells.heads_per_kv
+    _launch_dq(
+        (len(cells.query_programs), 1),
+        (*inputs, dq, cells.table, cells.query_programs),
+        (*strides, *strides_in(unit, of_dq), *rest),
+        constants(q, unit, wide, cells, store, config.dq),
+    )
+    _launch_dkdv(
+        (len(cells.key_programs), 1),
+        (*inputs, dk, dv, cells.table, cells.key_programs),
+        (*strides, *strides_in(unit, of_dk, of_dv), *rest),
+        constants(q, unit, wide, cells, store_keys, config.dkdv),
+    )

@@ -26,6 +26,7 @@ from .blocks import (
     write_block,
 )
 from .cells import Cells
+from .launch import Launcher
 from .tuning import LaunchConfig
 
 
@@ -178,6 +179,9 @@ def _forward_kernel(
     tl.store(lse + lse_offsets, new_lse, mask=in_rows)
 
 
+_launch = Launcher(_forward_kernel)
+
+
 def tiles_forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -218,8 +222,9 @@ def tiles_forward(
     strides = [x.stride() for x in (q, k, v, out)]
     unit = stride_unit(*strides)
     wide = is_wide(cells, q, k, v, out, lse.mT)
-    _forward_kernel[(len(cells.query_programs),)](
-        q, k, v, out, lse, cells.table, cells.query_programs,
-        *strides_in(unit, *strides), *lse.stride(),
-        scale, cells.heads_per_kv, **constants(q, unit, wide, cells, store, config),
-    )  # fmt: skip
+    _launch(
+        (len(cells.query_programs), 1),
+        (q, k, v, out, lse, cells.table, cells.query_programs),
+        (*strides_in(unit, *strides), *lse.stride(), scale, cells.heads_per_kv),
+        constants(q, unit, wide, cells, store, config),
+    )

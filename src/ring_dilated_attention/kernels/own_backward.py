@@ -14,6 +14,7 @@ import triton.language as tl
 
 from .backward import dkdv_of_queries, dq_of_keys
 from .blocks import LOG2_E, load_block, row_offsets, stride_unit, strides_in, write_block
+from .launch import Launcher
 from .own_forward import (
     keys_of_rows,
     own_constants,
@@ -21,6 +22,7 @@ from .own_forward import (
     rows_of_cell,
     rows_of_program,
     segments_of,
+    sizes_of,
     takes_part,
     zeros_of_cell,
 )
@@ -319,6 +321,9 @@ def _dkdv_kernel(
     write_block(dv, dv_offsets, keys < count, dv_block, HEAD_DIM)
 
 
+_launch_dq, _launch_dkdv = Launcher(_dq_kernel), Launcher(_dkdv_kernel)
+
+
 def ranges_backward(
     dout: torch.Tensor,
     q: torch.Tensor,
@@ -363,7 +368,6 @@ def ranges_backward(
     """
     assert (config.dq.block_m, config.dkdv.block_n) == (queries.block, keys.block)
     batch, _, heads, head_dim = q.shape
-    kv_heads = k.shape[2]
     deltas = len(queries.branches) if detached else 1
     delta = torch.empty_strided(
         (deltas, *lse.shape), (lse.numel(), *lse.stride()), dtype=lse.dtype, device=lse.device
@@ -371,18 +375,22 @@ def ranges_backward(
     *read, of_dq, of_dk, of_dv = [x.stride() for x in (q, k, v, dout, out, dq, dk, dv)]
     unit = stride_unit(*read, of_dq, of_dk, of_dv)
     tensors = q, k, v, dout, out, dq, dk, dv, lse.mT
-    _dq_kernel[(batch * len(queries.rows) * heads,)](
-        q, k, v, dout, out, lse, delta, dq, *queries.tensors,
-        *strides_in(unit, *read), *lse.stride(), *strides_in(unit, of_dq),
-        delta.stride(0), scale, heads // kv_heads, kv_heads,
-        len(queries.branches), len(queries.rows),
-        **own_constants(queries, unit, config.dq, head_dim, *tensors),
-        IS_CAUSAL=is_causal, ZERO_KEYS=zero_keys and not is_causal, DETACHED=detached,
-    )  # fmt: skip
-    _dkdv_kernel[(batch * len(keys.rows) * kv_heads,)](
-        q, k, v, dout, lse, delta, dk, dv, *keys.tensors,
-        *strides_in(unit, *read[:4]), *lse.stride(), *strides_in(unit, of_dk, of_dv),
-        delta.stride(0), scale, heads // kv_heads, kv_heads, len(keys.branches), len(keys.rows),
-        **own_constants(keys, unit, config.dkdv, head_dim, *tensors),
-        IS_CAUSAL=is_causal, DETACHED=detached,
-    )  # fmt: skip
+    options = {"IS_CAUSAL": is_causal, "DETACHED": detached}
+    strides = *strides_in(unit, *read), *lse.stride(), *strides_in(unit, of_dq)
+    _launch_dq(
+        (batch * len(queries.rows) * heads, 1),
+        (q, k, v, dout, out, lse, delta, dq, *queries.tensors),
+        (*strides, delta.stride(0), scale, *sizes_of(queries, q, k)),
+        {
+            **own_constants(queries, unit, config.dq, head_dim, *tensors),
+            **options,
+            "ZERO_KEYS": zero_keys and not is_causal,
+        },
+    )
+    strides = *strides_in(unit, *read[:4]), *lse.stride(), *strides_in(unit, of_dk, of_dv)
+    _launch_dkdv(
+        (batch * len(keys.rows) * k.shape[2], 1),
+        (q, k, v, dout, lse, delta, dk, dv, *keys.tensors),
+        (*strides, delta.stride(0), scale, *sizes_of(keys, q, k)),
+        {**own_constants(keys, unit, config.dkdv, head_dim, *tensors), **options},
+    )

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from .blocks import LN_2, LOG2_E, load_block, row_offsets, stride_unit, strides_in, write_block
 from .forward import attend, merge_block
+from .launch import Launcher
 from .own_programs import Programs
 from .tuning import LaunchConfig, padded_head_dim
 
@@ -236,6 +237,9 @@ def _forward_kernel(
     tl.store(lse + lse_offsets, new_lse, mask=seen_rows)
 
 
+_launch = Launcher(_forward_kernel)
+
+
 def ranges_forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -269,13 +273,19 @@ def ranges_forward(
     strides = [x.stride() for x in (q, k, v, out)]
     unit = stride_unit(*strides)
     batch, _, heads, head_dim = q.shape
-    _forward_kernel[(batch * len(programs.rows) * heads,)](
-        q, k, v, out, lse, *programs.tensors,
-        *strides_in(unit, *strides), *lse.stride(), scale,
-        heads // k.shape[2], k.shape[2], len(programs.branches), len(programs.rows),
-        **own_constants(programs, unit, config, head_dim, q, k, v, out, lse.mT),
-        IS_CAUSAL=is_causal, ZERO_KEYS=zero_keys and not is_causal,
-    )  # fmt: skip
+    constants = own_constants(programs, unit, config, head_dim, q, k, v, out, lse.mT)
+    _launch(
+        (batch * len(programs.rows) * heads, 1),
+        (q, k, v, out, lse, *programs.tensors),
+        (*strides_in(unit, *strides), *lse.stride(), scale, *sizes_of(programs, q, k)),
+        {**constants, "IS_CAUSAL": is_causal, "ZERO_KEYS": zero_keys and not is_causal},
+    )
+
+
+def sizes_of(programs: Programs, q: torch.Tensor, k: torch.Tensor) -> tuple[int, ...]:
+    """Of a launch: query heads of a KV head, KV heads, branches, programs."""
+    heads, kv_heads = q.shape[2], k.shape[2]
+    return heads // kv_heads, kv_heads, len(programs.branches), len(programs.rows)
 
 
 def own_constants(

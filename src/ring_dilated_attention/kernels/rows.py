@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from .blocks import stride_unit, strides_in
+from .launch import Launcher
 
 
 @triton.jit
@@ -154,9 +155,8 @@ def merge_rows(
     """
     grid, numbers, constants = _launch(out, tile_out)
     lse_strides = *lse.stride(), *tile_lse.stride()
-    _merge_kernel[grid](
-        out, lse, tile_out, tile_lse, *numbers, *lse_strides, **constants, STORE=store
-    )
+    tensors = out, lse, tile_out, tile_lse
+    _launch_merge(grid, tensors, (*numbers, *lse_strides), {**constants, "STORE": store})
 
 
 def add_rows(totals: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], *, store: bool) -> None:
@@ -172,12 +172,12 @@ def add_rows(totals: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], *, s
         layout = total.shape, total.stride(), part.stride(), total.dtype, part.dtype
         alike.setdefault(layout, []).extend((total, part))
     for (shape, *strides, _, _), pairs in alike.items():
-        (programs,), numbers, constants = _launch_of(shape, *strides)
+        (programs, _), numbers, constants = _launch_of(shape, *strides)
         for start in range(0, len(pairs), 6):
             few = pairs[start : start + 6]
             grid = programs, len(few) // 2
             few += few[:2] * (3 - grid[1])  # not touched: there is no program for them
-            _add_kernel[grid](*few, *numbers, **constants, STORE=store)
+            _launch_add(grid, few, numbers, {**constants, "STORE": store})
 
 
 def row_sums(dout: torch.Tensor, out: torch.Tensor, delta: torch.Tensor) -> None:
@@ -189,11 +189,16 @@ def row_sums(dout: torch.Tensor, out: torch.Tensor, delta: torch.Tensor) -> None
         delta: (outer, inner, rows) view, float32.
     """
     grid, numbers, constants = _launch(dout, out)
-    _delta_kernel[grid](dout, out, delta, *numbers, *delta.stride(), **constants)
+    _launch_delta(grid, (dout, out, delta), (*numbers, *delta.stride()), constants)
+
+
+_launch_merge, _launch_add, _launch_delta = map(
+    Launcher, (_merge_kernel, _add_kernel, _delta_kernel)
+)
 
 
 class _Launch(NamedTuple):
-    grid: tuple[int]
+    grid: tuple[int, int]
     numbers: tuple[int, ...]  # sizes, and strides in units
     constants: dict[str, int]
 
@@ -219,4 +224,4 @@ def _launch_of(shape: torch.Size, *strides: tuple[int, ...]) -> _Launch:
         "BLOCK_DIM": block_dim,
     }
     numbers = inner, rows, row_blocks, *strides_in(unit, *strides)
-    return _Launch((outer * inner * row_blocks,), numbers, constants)
+    return _Launch((outer * inner * row_blocks, 1), numbers, constants)

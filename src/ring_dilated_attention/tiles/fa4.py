@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from .backend import TileBackend, TileGradients, TileInputs, reads_aligned_rows, refuse_all_but
+from .replay import Replay
 
 _CAPABILITIES = (9, 10)  # compute capability 9.x and 10.x
 _LOCK = threading.Lock()  # its compiler crashes when two threads are in it
@@ -56,44 +57,60 @@ def _interface() -> Any:
     return interface
 
 
+_FORWARDS = Replay(lambda: [_interface()._flash_attn_fwd], allocates=False)
+_BACKWARDS = Replay(
+    lambda: [
+        _interface()._bwd_preprocess,
+        _interface()._flash_attn_bwd,
+        _interface()._bwd_postprocess_convert,
+    ],
+    allocates=True,
+)
+
+
 def _by_row(*views: torch.Tensor) -> list[torch.Tensor]:
     """(batch, heads, rows, head_dim) views as (batch, rows, heads, head_dim)."""
     return [view.transpose(1, 2) for view in views]
 
 
+def _empty_by_row(like: torch.Tensor) -> torch.Tensor:
+    """As a (batch, heads, rows, head_dim) view, the heads of a row side by side in memory."""
+    batch, heads, rows, head_dim = like.shape
+    return like.new_empty(batch, rows, heads, head_dim).transpose(1, 2)
+
+
 def _forward(t: TileInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    with _LOCK:
-        out, lse, *_ = _interface()._flash_attn_fwd(
-            *_by_row(t.q, t.k, t.v), softmax_scale=t.scale, causal=t.is_causal, return_lse=True
-        )
-    return out.transpose(1, 2), lse
+    out = _empty_by_row(t.q)
+    lse = torch.empty(t.q.shape[:3], dtype=torch.float32, device=t.q.device)
+    _forward_into(t, out, lse)
+    return out, lse
 
 
 def _forward_into(t: TileInputs, out: torch.Tensor, lse: torch.Tensor) -> None:
-    with _LOCK:
-        _interface()._flash_attn_fwd(
-            *_by_row(t.q, t.k, t.v),
-            softmax_scale=t.scale,
-            causal=t.is_causal,
-            out=out.transpose(1, 2),
-            lse=lse,
-        )
+    q, k, v, out = _by_row(t.q, t.k, t.v, out)
+
+    def run(noting: AbstractContextManager[Any]) -> None:
+        with _LOCK, noting:
+            _interface()._flash_attn_fwd(
+                q, k, v, softmax_scale=t.scale, causal=t.is_causal, out=out, lse=lse
+            )
+
+    _FORWARDS((q, k, v, out, lse), (t.scale, t.is_causal), run)
 
 
 def _backward_into(
     t: TileInputs, g: TileGradients, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor
 ) -> None:
+    given = *_by_row(t.q, t.k, t.v, g.out, g.dout), g.lse.contiguous()
     dq, dk, dv = _by_row(dq, dk, dv)
-    with _LOCK, _even_padding(t.q.shape[3]):
-        _interface()._flash_attn_bwd(
-            *_by_row(t.q, t.k, t.v, g.out, g.dout),
-            g.lse.contiguous(),
-            softmax_scale=t.scale,
-            causal=t.is_causal,
-            dq=dq,
-            dk=dk,
-            dv=dv,
-        )
+
+    def run(noting: AbstractContextManager[Any]) -> None:
+        with _LOCK, _even_padding(t.q.shape[3]), noting:
+            _interface()._flash_attn_bwd(
+                *given, softmax_scale=t.scale, causal=t.is_causal, dq=dq, dk=dk, dv=dv
+            )
+
+    _BACKWARDS((*given, dq, dk, dv), (t.scale, t.is_causal), run)
 
 
 @contextmanager
@@ -133,10 +150,7 @@ def _padded(head_dim: int, multiple: int) -> int:
 
 
 def _backward(t: TileInputs, g: TileGradients) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    dq, dk, dv = (
-        torch.empty(x.transpose(1, 2).shape, dtype=x.dtype, device=x.device).transpose(1, 2)
-        for x in (t.q, t.k, t.v)
-    )
+    dq, dk, dv = map(_empty_by_row, (t.q, t.k, t.v))
     _backward_into(t, g, dq, dk, dv)
     return dq, dk, dv
 

@@ -237,7 +237,7 @@ def test_flash_attn_4_is_called_again_with_other_tensors(head_dim, is_causal):
     ]
     assert not failures(cases, run_here(1, cases))
     for replay in (fa4._FORWARDS, fa4._BACKWARDS):
-        kept = [again for key, again in replay._kept.items() if key[3][0][-1] == head_dim]
+        kept = [again for key, again in replay._kept.items() if str(head_dim) in str(key)]
         assert kept
         assert all(again is not None for again in kept)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -112,7 +112,11 @@ class _CudaStreams:
     """The current stream of a CUDA device, and one of our own."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._main = device, torch.cuda.current_stream(device)
+        self._device = device
+
+    @cached_property
+    def _main(self) -> torch.cuda.Stream:  # not asked for in calls that have nothing to add behind
+        return torch.cuda.current_stream(self._device)
 
     def run(self, add_all: Callable[[], None], into: Sequence[torch.Tensor]) -> torch.cuda.Event:
         """See `Streams.run`."""
@@ -230,6 +234,8 @@ class Accumulator:
 
     def join(self, *totals: torch.Tensor) -> None:
         """Make the current stream wait for additions to `totals`; none: for all, started or run."""
+        if not self._behind:
+            return
         wanted = set(map(_storage, totals))
         while any(not wanted or wanted & behind.targets for behind in self._behind):
             self._wait()

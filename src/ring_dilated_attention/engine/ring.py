@@ -54,6 +54,8 @@ class RingCall:
 
     def fetch(self, key: torch.Tensor, value: torch.Tensor) -> Iterator[Fetched]:
         """Start fetching the rows of all steps of all rounds, in order."""
+        if self.plan.world_size == 1:
+            return iter(())
         steps = chain.from_iterable(one.steps() for one in self.rounds)
         depth = self.plan.world_size - 1 if self.gathers else 1
         return fetch(steps, self.exchange, key, value, depth=depth)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from .backward import dkdv_of_queries, dq_of_keys
-from .blocks import LOG2_E, load_block, row_offsets, stride_unit, strides_in, write_block
+from .blocks import LOG2_E, load_block, row_offsets, write_block
 from .launch import Launcher
 from .own_forward import (
     keys_of_rows,
@@ -22,7 +22,7 @@ from .own_forward import (
     rows_of_cell,
     rows_of_program,
     segments_of,
-    sizes_of,
+    strides_of,
     takes_part,
     zeros_of_cell,
 )
@@ -68,7 +68,7 @@ def _weigh_keys(
 @triton.jit(
     do_not_specialize=[
         "q_b", "q_n", "q_h", "k_b", "k_n", "k_h", "v_b", "v_n", "v_h", "dout_b", "dout_n", "dout_h",
-        "out_b", "out_n", "out_h", "lse_b", "lse_h", "lse_n", "dq_b", "dq_n", "dq_h",
+        "out_b", "out_n", "out_h", "dq_b", "dq_n", "dq_h", "lse_b", "lse_h", "lse_n",
         "delta_branch", "scale", "heads_per_kv", "kv_heads", "num_branches",
         "num_programs",
     ]
@@ -76,7 +76,7 @@ def _weigh_keys(
 def _dq_kernel(
     q, k, v, dout, out, lse, delta, dq, ranges, branches, order, programs,
     q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, dout_b, dout_n, dout_h, out_b, out_n, out_h,
-    lse_b, lse_h, lse_n, dq_b, dq_n, dq_h,
+    dq_b, dq_n, dq_h, lse_b, lse_h, lse_n,
     delta_branch,
     scale,
     heads_per_kv,
@@ -194,7 +194,7 @@ def _dq_kernel(
 @triton.jit(
     do_not_specialize=[
         "q_b", "q_n", "q_h", "k_b", "k_n", "k_h", "v_b", "v_n", "v_h", "dout_b", "dout_n", "dout_h",
-        "lse_b", "lse_h", "lse_n", "dk_b", "dk_n", "dk_h", "dv_b", "dv_n", "dv_h",
+        "dk_b", "dk_n", "dk_h", "dv_b", "dv_n", "dv_h", "lse_b", "lse_h", "lse_n",
         "delta_branch", "scale", "heads_per_kv", "kv_heads", "num_branches",
         "num_programs",
     ]
@@ -202,7 +202,7 @@ def _dq_kernel(
 def _dkdv_kernel(
     q, k, v, dout, lse, delta, dk, dv, ranges, branches, order, programs,
     q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, dout_b, dout_n, dout_h,
-    lse_b, lse_h, lse_n, dk_b, dk_n, dk_h, dv_b, dv_n, dv_h,
+    dk_b, dk_n, dk_h, dv_b, dv_n, dv_h, lse_b, lse_h, lse_n,
     delta_branch,
     scale,
     heads_per_kv,
@@ -368,29 +368,33 @@ def ranges_backward(
     """
     assert (config.dq.block_m, config.dkdv.block_n) == (queries.block, keys.block)
     batch, _, heads, head_dim = q.shape
-    deltas = len(queries.branches) if detached else 1
+    kv_heads = k.shape[2]
+    deltas = queries.num_branches if detached else 1
     delta = torch.empty_strided(
         (deltas, *lse.shape), (lse.numel(), *lse.stride()), dtype=lse.dtype, device=lse.device
     )
-    *read, of_dq, of_dk, of_dv = [x.stride() for x in (q, k, v, dout, out, dq, dk, dv)]
-    unit = stride_unit(*read, of_dq, of_dk, of_dv)
-    tensors = q, k, v, dout, out, dq, dk, dv, lse.mT
-    options = {"IS_CAUSAL": is_causal, "DETACHED": detached}
-    strides = *strides_in(unit, *read), *lse.stride(), *strides_in(unit, of_dq)
+    *read, of_out, of_dq, of_dk, of_dv = [x.stride() for x in (q, k, v, dout, out, dq, dk, dv)]
+    of_lse = lse.stride()
+    unit, strides, longest = strides_of(of_lse, *read, of_out, of_dq)
     _launch_dq(
-        (batch * len(queries.rows) * heads, 1),
+        (batch * queries.count * heads, 1),
         (q, k, v, dout, out, lse, delta, dq, *queries.tensors),
-        (*strides, delta.stride(0), scale, *sizes_of(queries, q, k)),
+        (*strides, delta.stride(0), scale, *queries.sizes(heads, kv_heads)),
         {
-            **own_constants(queries, unit, config.dq, head_dim, *tensors),
-            **options,
+            **own_constants(queries, unit, longest, config.dq, head_dim),
+            "IS_CAUSAL": is_causal,
+            "DETACHED": detached,
             "ZERO_KEYS": zero_keys and not is_causal,
         },
     )
-    strides = *strides_in(unit, *read[:4]), *lse.stride(), *strides_in(unit, of_dk, of_dv)
+    unit, strides, longest = strides_of(of_lse, *read, of_dk, of_dv)
     _launch_dkdv(
-        (batch * len(keys.rows) * k.shape[2], 1),
+        (batch * keys.count * kv_heads, 1),
         (q, k, v, dout, lse, delta, dk, dv, *keys.tensors),
-        (*strides, delta.stride(0), scale, *sizes_of(keys, q, k)),
-        {**own_constants(keys, unit, config.dkdv, head_dim, *tensors), **options},
+        (*strides, delta.stride(0), scale, *keys.sizes(heads, kv_heads)),
+        {
+            **own_constants(keys, unit, longest, config.dkdv, head_dim),
+            "IS_CAUSAL": is_causal,
+            "DETACHED": detached,
+        },
     )

@@ -9,6 +9,7 @@ Shape legend: B batch, n rows, H query heads, K KV heads, D head_dim.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -270,30 +271,45 @@ def ranges_forward(
         config: how to launch.
     """
     assert config.block_m == programs.block
-    strides = [x.stride() for x in (q, k, v, out)]
-    unit = stride_unit(*strides)
+    unit, strides, longest = strides_of(lse.stride(), *[x.stride() for x in (q, k, v, out)])
     batch, _, heads, head_dim = q.shape
-    constants = own_constants(programs, unit, config, head_dim, q, k, v, out, lse.mT)
     _launch(
-        (batch * len(programs.rows) * heads, 1),
+        (batch * programs.count * heads, 1),
         (q, k, v, out, lse, *programs.tensors),
-        (*strides_in(unit, *strides), *lse.stride(), scale, *sizes_of(programs, q, k)),
-        {**constants, "IS_CAUSAL": is_causal, "ZERO_KEYS": zero_keys and not is_causal},
+        (*strides, scale, *programs.sizes(heads, k.shape[2])),
+        {
+            **own_constants(programs, unit, longest, config, head_dim),
+            "IS_CAUSAL": is_causal,
+            "ZERO_KEYS": zero_keys and not is_causal,
+        },
     )
 
 
-def sizes_of(programs: Programs, q: torch.Tensor, k: torch.Tensor) -> tuple[int, ...]:
-    """Of a launch: query heads of a KV head, KV heads, branches, programs."""
-    heads, kv_heads = q.shape[2], k.shape[2]
-    return heads // kv_heads, kv_heads, len(programs.branches), len(programs.rows)
+@lru_cache(maxsize=1024)
+def strides_of(
+    of_lse: tuple[int, ...], *of_rows: tuple[int, ...]
+) -> tuple[int, tuple[int, ...], int]:
+    """What strides of tensors come to: worked out once, as calls of a length are many.
+
+    Args:
+        of_lse: strides of an lse (B, H, n).
+        of_rows: strides of tensors (B, n, heads, D).
+
+    Returns:
+        The unit in which strides of rows are counted; all strides, those of the lse behind the
+        others; the longest way from a row to the next.
+    """
+    unit = stride_unit(*of_rows)
+    longest = max(of_lse[2], *(strides[1] for strides in of_rows))
+    return unit, (*strides_in(unit, *of_rows), *of_lse), longest
 
 
 def own_constants(
-    programs: Programs, unit: int, config: LaunchConfig, head_dim: int, *tensors: torch.Tensor
+    programs: Programs, unit: int, longest: int, config: LaunchConfig, head_dim: int
 ) -> dict[str, Any]:
     """What a kernel of ranges is compiled for, but for its options."""
     # Blocks have at most 256 rows.
-    widest = 256 * programs.max_step * max(tensor.stride(1) for tensor in tensors)
+    widest = 256 * programs.max_step * longest
     return {
         "UNIT": unit,
         "HEAD_DIM": head_dim,

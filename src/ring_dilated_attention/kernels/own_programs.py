@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -51,10 +52,24 @@ class Programs:
     block: int
     max_step: int
 
-    @property
+    @cached_property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """The tables on the device."""
         return self.ranges, self.branches, self.order, self.rows
+
+    @cached_property
+    def count(self) -> int:
+        """How many programs there are."""
+        return len(self.rows)
+
+    @cached_property
+    def num_branches(self) -> int:
+        """How many branches there are, run or not."""
+        return len(self.branches)
+
+    def sizes(self, heads: int, kv_heads: int) -> tuple[int, int, int, int]:
+        """Query heads of a KV head, KV heads, branches, programs."""
+        return heads // kv_heads, kv_heads, self.num_branches, self.count
 
 
 def launches_of(

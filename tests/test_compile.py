@@ -8,17 +8,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.distributed.device_mesh import init_device_mesh
 from torch.library import opcheck
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention
 from ring_dilated_attention.checks import relative_error, run_ranks
-from ring_dilated_attention.exchange import agree, group_name, run_loopback
+from ring_dilated_attention.exchange import ExchangeError, agree, group_name, run_loopback
 from ring_dilated_attention.nn import LongNet, LongNetConfig
 from ring_dilated_attention.resolve import Options
-from ring_dilated_attention.torch_op import FORWARD
+from ring_dilated_attention.torch_op import FORWARD, LENGTHS
 from ring_dilated_attention.torch_op.operator import BACKWARD, _backward
 
 pytestmark = pytest.mark.filterwarnings(
@@ -101,12 +104,20 @@ def assert_equal(actual, expected):
 def test_the_operators_are_what_torch_expects(options, kv_heads, dtype):
     dtypes = {16: torch.bfloat16, 32: torch.float32, 64: torch.float64}
     tensors = leaves(21, kv_heads=kv_heads, dtype=dtypes[dtype])
-    opcheck(FORWARD, (*tensors, *options))
+    measured = torch.tensor([21, 8]) if options.zero_keys else None
+    opcheck(FORWARD, (*tensors, measured, *options))
     inputs = [x.detach() for x in tensors]
-    out, lse, identity = FORWARD(*inputs, *options)
-    opcheck(BACKWARD, (torch.ones_like(out), *inputs, out, lse, identity, *options))
+    out, lse, identity = FORWARD(*inputs, measured, *options)
+    opcheck(BACKWARD, (torch.ones_like(out), *inputs, out, lse, identity, measured, *options))
     inputs[0] = inputs[0].transpose(1, 2).contiguous().transpose(1, 2)  # results are contiguous
-    opcheck(FORWARD, (*inputs, *options))
+    opcheck(FORWARD, (*inputs, measured, *options))
+
+
+def test_the_operator_of_masks_is_what_torch_expects():
+    mask = torch.arange(9) >= torch.tensor([9, 0, 4])[:, None]
+    for layout in ([], list(SequenceLayout.zigzag(9, 1).flat)):
+        opcheck(LENGTHS, (mask, layout, ""))
+        assert LENGTHS(mask, layout, "").tolist() == [9, 0, 4]
 
 
 def test_an_exchange_that_only_autograd_keeps():
@@ -257,6 +268,87 @@ def test_inductor():
             assert relative_error(b.detach(), a.detach()) < 1e-5
 
 
+def masked(query, mask, *, layers=3, **options):
+    """As in a model: each layer is given the same mask."""
+    for _ in range(layers):
+        query = dilated_attention(query, query, query, PATTERN, key_padding_mask=mask, **options)
+        query = torch.nn.functional.gelu(query)
+    return query
+
+
+def mask_of(lengths, total):
+    return torch.arange(total) >= torch.tensor(lengths)[:, None]
+
+
+def test_masks_compile():
+    """In one graph, which asks once what is in the mask; other masks need no other graph."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return make_boxed_func(graph.forward)
+
+    function = torch.compile(
+        masked,
+        backend=aot_autograd(
+            fw_compiler=backend,
+            bw_compiler=backend,
+            partition_fn=min_cut_rematerialization_partition,  # inductor's
+        ),
+        fullgraph=True,
+    )
+    query, _, _ = leaves(40)
+    for lengths in ([40, 40], [13, 40], [0, 7]):
+        outcomes = []
+        for call in (masked, function):
+            out = call(query, mask_of(lengths, 40))
+            outcomes.append([out, *torch.autograd.grad(out.square().sum(), query)])
+        assert_equal(*outcomes)
+    forward, backward = graphs
+    asks = "ring_dilated_attention.lengths_of_mask.default"
+    assert [forward.count(asks), backward.count(asks)] == [1, 0]
+    with pytest.raises(ValueError, match="must be a right padding"):
+        function(query, ~mask_of([3, 9], 40))
+
+
+def _masks(rank, world_size):
+    errors = []
+    layout = SequenceLayout.zigzag(37, world_size)
+    query, _, _ = leaves(37)
+    for lengths in ([37, 20], [3, 0]):
+        mask = mask_of(lengths, 37)
+        shard = layout.shard(query.detach(), rank, 1).requires_grad_()
+        options = {"group": dist.group.WORLD, "layout": layout}
+        function, _ = compiled(masked)
+        found = []
+        for call in (masked, function):
+            out = call(shard, layout.shard(mask, rank, 1), **options)
+            found.append([out, *torch.autograd.grad(out.square().sum(), shard)])
+        whole = masked(query, mask)
+        (gradient,) = torch.autograd.grad(whole.square().sum(), query)
+        found.append([layout.shard(x, rank, 1) for x in (whole, gradient)])
+        *tried, want = found
+        errors += [relative_error(a, b) for x in tried for a, b in zip(x, want, strict=True)]
+    # One rank makes another call than the others.
+    mask = layout.shard(mask_of([37, 20], 37), rank, 1)
+    try:
+        if rank:
+            function(shard, mask, **options)
+        else:
+            attention(shard, shard, shard, **options)
+        text = ""
+    except ExchangeError as error:
+        text = str(error)
+    return errors, text
+
+
+def test_masks_compile_on_ranks():
+    for errors, text in run_ranks(_masks, 3):
+        assert max(errors) < 1e-5
+        assert "ranks are in different calls" in text
+        assert "key_padding_mask" in text
+
+
 def _groups(rank, world_size):
     """Process groups and meshes are names in the graph; the ranks agree when it runs."""
     errors = []
@@ -337,7 +429,7 @@ def test_several_ranks_cannot_be_captured(monkeypatch):
             None, True,
         )  # fmt: skip
         with pytest.raises(RuntimeError, match=f"dilated_attention {refused}"):
-            _backward(*[captured] * 7, *options)
+            _backward(*[captured] * 7, None, *options)
 
     run_loopback(2, rank)
     run_loopback(1, lambda ends: agree("LongNet", ends, {}, None, captured.device))

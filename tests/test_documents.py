@@ -30,6 +30,7 @@ from ring_dilated_attention.checks import (
 from ring_dilated_attention.cli import app
 from ring_dilated_attention.documents import packed_rows
 from ring_dilated_attention.exchange import run_loopback
+from ring_dilated_attention.exchange.padding import KnownLengths
 from ring_dilated_attention.kernels.cells import build_cells
 from ring_dilated_attention.nn import (
     DilatedAttention,
@@ -379,6 +380,48 @@ def test_a_mask_that_is_no_right_padding():
         dilated_attention(query, key, value, PATTERN, key_padding_mask=mask)
 
 
+def test_what_a_mask_stands_for_is_asked_once():
+    known, layout = KnownLengths(), SequenceLayout.zigzag(9, 1)
+    mask = torch.arange(9) >= torch.tensor([[4], [9]])
+    assert known.get(mask, None) is None
+    known.keep(mask, None, [4, 9])
+    assert known.get(mask, None) == [4, 9]
+    assert known.get(mask.clone(), None) is known.get(mask, layout) is None
+    known.keep(mask, layout, [4, 9])
+    assert known.get(mask, SequenceLayout.zigzag(9, 1)) == [4, 9]
+    mask[0, 3:] = True  # by a view: its version is that of the mask
+    assert known.get(mask, layout) is None
+    known.keep(mask, None, [3, 9])
+    del mask
+    assert len(known._found) == 0
+    with torch.inference_mode():  # where writes do not show
+        mask = torch.arange(9)[None] >= 4
+        known.keep(mask, None, [4])
+        assert known.get(mask, None) is None
+
+
+@pytest.mark.gpu
+def test_layers_do_not_wait_for_a_mask_again():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    query = torch.randn(2, 40, 4, 16, device="cuda")
+    mask = torch.arange(40, device="cuda") >= torch.tensor([[40], [9]], device="cuda")
+
+    def call():
+        return dilated_attention(query, query, query, PATTERN, key_padding_mask=mask)
+
+    first = call()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = call()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(first, again)
+    mask[:, 7:] = True
+    want = dilated_attention(query, query, query, PATTERN, lengths=[7, 7])
+    assert torch.equal(call(), want)
+
+
 # --- torch.compile
 
 
@@ -409,7 +452,6 @@ def test_lists_compile():
     bad: list[tuple[dict[str, Any], str]] = [
         ({"documents": torch.tensor([0, 40])}, "documents must be a list of ints: a tensor's"),
         ({"lengths": torch.tensor([3, 40])}, "lengths must be a list of ints: a tensor's"),
-        ({"key_padding_mask": torch.zeros(2, 40, dtype=torch.bool)}, "pass lengths, a list of"),
     ]
     for changes, message in bad:
         with pytest.raises(torch._dynamo.exc.Unsupported, match=re.escape(message)):

@@ -159,8 +159,8 @@ def test_high_rates_make_no_empty_programs(rate):
     for pattern in (DilatedPattern([None, 64], [1, rate]), DilatedPattern([None], [rate])):
         layout = SequenceLayout.contiguous(2000, 1)
         one = plan_attention(pattern, layout, is_causal=False, num_heads=4).rank(0)
-        call = TileCall(Selection(None, own_flops=math.inf), 1.0, 1, 1)
-        schedule = own.own_schedule(one, call, 16)
+        call = TileCall(Selection(None), 1.0, 1, 1)
+        schedule = own.own_schedule(one, call, 16, math.inf)
         programs = [len(each.programs(64, torch.device("cpu")).rows) for each in schedule.launches]
         assert sum(programs) <= 2000 / own.FEWEST_ROWS
         groups = (*schedule.covering, *schedule.others)
@@ -287,7 +287,7 @@ def test_large_branches_go_by_themselves(monkeypatch):
     monkeypatch.setattr(ring, "forward_own", count)
     monkeypatch.setattr(
         "ring_dilated_attention.resolve.select_backend",
-        lambda *_: Selection(EAGER, own_flops=4 * 16 * 4 * 2 * 12**2),
+        lambda *_: Selection(EAGER, 0.0, 0.0, *[4 * 16 * 4 * 2 * 12**2] * 2),
     )
     forget_plans()
     functions: list[Any] = [dilated_attention, detached_dilated_attention]
@@ -310,7 +310,7 @@ def test_large_branches_go_by_themselves(monkeypatch):
 def test_what_is_kept_of_a_plan_goes_with_it():
     layout = SequenceLayout.contiguous(53, 1)
     one = plan_attention(GIGAPATH, layout, is_causal=False, num_heads=4).rank(0)
-    kept = own.own_schedule(one, TileCall(Selection(None, own_flops=1e9), 1.0, 1, 1), 16)
+    kept = own.own_schedule(one, TileCall(Selection(None), 1.0, 1, 1), 16, 1e9)
     launch = weakref.ref(kept.launches[0])
     kept.launches[0].programs(16, torch.device("cpu"))
     del one, kept

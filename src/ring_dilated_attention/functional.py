@@ -13,22 +13,17 @@ import torch
 
 from .documents import Integers, as_ints
 from .exchange import (
-    Exchange,
     Group,
-    Scope,
     agree,
     check_padding_mask,
     exchange_named,
     group_name,
-    lengths_of_mask,
-    refuse_capture,
-    settle,
 )
 from .layout import SequenceLayout
 from .pattern import DilatedPattern, check_choice, in_brief, shape_in_brief
-from .resolve import Options, shared_words
+from .resolve import Options
 from .tiles import BACKENDS, Backend
-from .torch_op import FORWARD
+from .torch_op import FORWARD, LENGTHS, lengths_of_call
 
 Schedule: TypeAlias = Literal["auto", "ring", "gather"]
 BranchGradients: TypeAlias = Literal["exact", "detached"]
@@ -135,8 +130,9 @@ def dilated_attention(
         key_padding_mask: in place of `lengths`, the local shard of a boolean mask, (batch,
             local_sequence): True where a position is PADDING, as in `nn.MultiheadAttention` (the
             opposite of a mask of valid positions). It must be a right padding of the whole
-            sequence; anything else is refused. It makes the call wait for the device, and costs two
-            small collectives: pass `lengths` to save them.
+            sequence; anything else is refused. It makes the call wait for the device, but for later
+            calls of one process with the same tensor, and costs a group two small collectives: pass
+            `lengths` to save them.
         group: the ranks that share the sequence: a ProcessGroup, a 1-D DeviceMesh, an `Exchange`,
             or None for one process that holds it all.
         layout: which rank holds which positions; None: contiguous equal shards.
@@ -203,14 +199,13 @@ def dilated_attention(
         device = query.device if isinstance(query, torch.Tensor) else torch.device("cpu")
         agree("dilated_attention", exchange_named(name), None, failure, device)
         raise
-    if key_padding_mask is not None:
-        ends = exchange_named(name)
-        refuse_capture("dilated_attention", ends, query.device)
-        with ends.calls.enter("dilated_attention", "forward") as scope:
-            _agree_but_on_lengths(scope, ends, query, key, options)
-            found = lengths_of_mask(key_padding_mask, ends, layout, scope)
+    measured = None
+    if key_padding_mask is not None and torch.compiler.is_compiling():
+        measured = LENGTHS(key_padding_mask, options.layout, name)
+    elif key_padding_mask is not None:
+        found = lengths_of_call(key_padding_mask, query, key, options, layout)
         options = options._replace(lengths=found)
-    out, lse, _ = FORWARD(query, key, value, *options)
+    out, lse, _ = FORWARD(query, key, value, measured, *options)
     return (out, lse) if return_lse else out
 
 
@@ -238,18 +233,6 @@ def detached_dilated_attention(
             raised on every rank, naming the ranks at fault.
     """
     return dilated_attention(query, key, value, pattern, branch_gradients="detached", **options)
-
-
-def _agree_but_on_lengths(
-    scope: Scope, ends: Exchange, query: torch.Tensor, key: torch.Tensor, options: Options
-) -> None:
-    """Agree on a call whose lengths are in masks, which are about to travel."""
-    shared, failure = None, None
-    try:
-        shared = shared_words(options, query, key, ends, words={"lengths": "from key_padding_mask"})
-    except Exception as error:  # whatever it is, the other ranks are to be told
-        failure = error
-    settle(scope, ends, query.device, shared, failure)
 
 
 def flat_pattern(pattern: DilatedPattern) -> tuple[list[int], list[int], str, str, bool]:
@@ -331,10 +314,6 @@ def validate_workspace(workspace: float | None) -> None:
 def _validate_mask(mask: torch.Tensor, query: torch.Tensor, lengths: Integers | None) -> None:
     if lengths is not None:
         raise ValueError("pass lengths or key_padding_mask, not both")
-    if torch.compiler.is_compiling():
-        raise TypeError(
-            "under torch.compile pass lengths, a list of ints, in place of key_padding_mask"
-        )
     check_padding_mask(mask, query.shape[0], query.shape[1], query.device)
 
 

@@ -31,8 +31,9 @@ be large enough to fill a GPU."""
 SLICE_ROWS = 1 << 17
 """Query rows that keep a GPU busy: an H200 takes 128 to each of its 132 multiprocessors, and these
 are eight rounds, so that the last one matters little."""
-LONG_FLOPS = 4e10
-"""Additions go behind kernel calls of so many operations: 0.1 ms on an H200."""
+LONG_FLOPS = 1e11
+"""Additions go behind kernel calls of so many operations: 0.25 ms on an H200, in which an addition
+takes the GPU some 0.02, and going behind takes the CPU 0.1."""
 
 
 @dataclass(frozen=True)

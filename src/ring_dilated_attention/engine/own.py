@@ -108,15 +108,16 @@ _schedules: WeakKeyDictionary[RankPlan, dict[Hashable, OwnSchedule]] = WeakKeyDi
 _SCHEDULES_KEPT = 8
 
 
-def own_schedule(one: RankPlan, call: TileCall, head_dim: int) -> OwnSchedule:
+def own_schedule(one: RankPlan, call: TileCall, head_dim: int, flops: float) -> OwnSchedule:
     """How a rank computes what it holds all of; kept for the next call.
 
     Args:
         one: what the rank does.
         call: what all tiles have in common.
         head_dim: elements of a row of a head.
+        flops: kernel calls of at most so many operations go row by row.
     """
-    key = call.selection.own_flops, call.batch, call.heads_per_kv, head_dim
+    key = flops, call.batch, call.heads_per_kv, head_dim
     kept = _schedules.setdefault(one, {})
     return kept.get(key) or keep_few(kept, key, partial(_make, one, *key), _SCHEDULES_KEPT)
 

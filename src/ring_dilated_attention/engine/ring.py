@@ -103,7 +103,7 @@ def ring_forward(
         arrivals = call.fetch(inputs.keys, inputs.values)
         zero_keys: list[TileGroup] = []
         for one in rounds:
-            own = own_schedule(one, tiles, query.shape[3])
+            own = own_schedule(one, tiles, query.shape[3], call.backend.own_forward_flops)
             zero_keys.extend(own.zero_keys)
             for group in own.covering:
                 compute.forward(group, tiles, inputs, compute.Result(out, lse, stores=True), sums)
@@ -249,7 +249,8 @@ class _Backward:
 
     def _compute_alone(self, one: RankPlan) -> None:
         """Compute all there is, where nothing is seen of elsewhere."""
-        own = own_schedule(one, self._tiles, self._inputs.query.shape[3])
+        flops = self._call.backend.own_backward_flops
+        own = own_schedule(one, self._tiles, self._inputs.query.shape[3], flops)
         gradients = compute.Gradients(self.dquery, self.dkey, self.dvalue)
         first = gradients._replace(stores_query=True, stores_keys=True)
         self._compute_groups(own.covering, own, first)

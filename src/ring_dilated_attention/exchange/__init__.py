@@ -11,8 +11,8 @@ threads, and `all_gather` is a collective out of transfers.
 A `Call` has an identity, and a `Scope` is one under way. `settle`, `settle_later` and `agree` make
 sure that all ranks are in it, with arguments (`Shared`) that are equal; if not, an `ExchangeError`
 is raised on every rank. `refuse_capture` keeps calls on several ranks out of CUDA graphs.
-`check_padding_mask` and `lengths_of_mask` turn a sharded padding mask into lengths. `Presence`
-tells whether the processes of other ranks still run.
+`check_padding_mask` and `lengths_of_mask` turn a sharded padding mask into lengths, which
+`KNOWN_LENGTHS` keeps. `Presence` tells whether the processes of other ranks still run.
 """
 
 from .agreement import Shared, agree, refuse_capture, settle, settle_later
@@ -21,10 +21,11 @@ from .groups import ProcessGroupExchange
 from .interface import Exchange, Pending, SoloExchange, all_gather
 from .loopback import LoopbackExchange, run_loopback
 from .names import Group, exchange_named, group_name, resolve_exchange
-from .padding import check_padding_mask, lengths_of_mask
+from .padding import KNOWN_LENGTHS, check_padding_mask, lengths_of_mask
 from .presence import Presence, make_presence
 
 __all__ = [
+    "KNOWN_LENGTHS",
     "Call",
     "Exchange",
     "ExchangeError",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..layout import SequenceLayout
 from ..pattern import in_brief, shape_in_brief
@@ -75,3 +76,30 @@ def lengths_of_mask(
                 f"in row {row}, position {first} is padding and position {stop - 1} is not"
             )
     return lengths
+
+
+class KnownLengths:
+    """What masks were found to stand for, as long as they live and nobody writes to them.
+
+    A model gives all its layers the same mask: to ask the device what is in it makes the host wait
+    for all that is queued before.
+    """
+
+    def __init__(self) -> None:
+        self._found: Any = WeakTensorKeyDictionary()  # by tensor, not by its address
+
+    def get(self, mask: torch.Tensor, layout: SequenceLayout | None) -> list[int] | None:
+        """The lengths of a mask that is not sharded; None where they are not known."""
+        if mask.is_inference():  # which writes to it does not show
+            return None
+        version, of, lengths = self._found.get(mask, (None, None, None))
+        return lengths if version == mask._version and of == layout else None
+
+    def keep(self, mask: torch.Tensor, layout: SequenceLayout | None, lengths: list[int]) -> None:
+        """Keep the lengths of a mask."""
+        if not mask.is_inference():
+            self._found[mask] = mask._version, layout, lengths
+
+
+KNOWN_LENGTHS = KnownLengths()
+"""Of all masks of this process."""

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import (
 )
 
 from ..pattern import check_choice, check_positive_int
-from ..torch_op import FORWARD
+from ..torch_op import FORWARD, LENGTHS
 
 T = TypeVar("T")
 
@@ -56,7 +56,8 @@ def attention_policy(
     For `torch.utils.checkpoint.create_selective_checkpoint_contexts`; call it from a policy of your
     own to keep more.
     """
-    return CheckpointPolicy.MUST_SAVE if op is FORWARD else CheckpointPolicy.PREFER_RECOMPUTE
+    keeps = op in (FORWARD, LENGTHS)
+    return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def keep_attention() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

@@ -33,10 +33,11 @@ SMALL_FLOPS = {2: 1.5e10, 4: 1.5e9}
 """Kernel calls of fewer operations leave the GPU idle, at their ends and between their launches:
 such tiles share one launch of the table-driven kernel. By bytes of an element: measured on an H200
 for 2 (benchmarks/results), and a tenth of that, as the rate is, for 4."""
-OWN_FLOPS = {2: 3e10, 4: 3e9}
-"""Where there is no other rank, kernel calls of fewer operations join a launch that goes through
-several branches row by row. Measured on an H200: between this and half of it the GPU is up to a
-tenth slower so, and the CPU has half the work."""
+OWN_FORWARD_FLOPS = {2: 3e10, 4: 3e9}
+OWN_BACKWARD_FLOPS = {2: 2e10, 4: 3e9}
+"""Where there is no other rank, kernel calls of fewer operations, counted as those of forward, join
+a launch that goes through several branches row by row. Measured on an H200: row by row the GPU is
+as fast in forward and up to a tenth slower in backward, and the CPU has half the work."""
 NARROW_HEAD_DIM = 64
 """Up to this head_dim the table-driven kernel is about as fast in forward as the others are on
 tiles of twice as many operations, and costs the CPU less."""
@@ -52,14 +53,17 @@ class Selection:
             table-driven kernel.
         backward_table_flops: kernel calls of backward of at most so many operations, counted as
             those of forward, go to the table-driven kernel.
-        own_flops: kernel calls of at most so many operations, counted so, join a launch that goes
-            through several branches row by row.
+        own_forward_flops: kernel calls of forward of at most so many operations join a launch that
+            goes through several branches row by row.
+        own_backward_flops: kernel calls of backward of at most so many operations, counted as those
+            of forward, do.
     """
 
     backend: TileBackend | None
     forward_table_flops: float = 0.0
     backward_table_flops: float = 0.0
-    own_flops: float = 0.0
+    own_forward_flops: float = 0.0
+    own_backward_flops: float = 0.0
 
     def reads(self, tensor: torch.Tensor) -> bool:
         """Whether tiles are computed from views of a tensor as it is; else from those of a copy."""
@@ -83,7 +87,7 @@ def select_backend(name: str, device: torch.device, dtype: torch.dtype, head_dim
         reason = table_refusal(device, dtype, head_dim)
         if reason is not None:
             raise ValueError(f"backend={name!r} cannot compute this attention ({reason})")
-        return Selection(None, math.inf, math.inf, math.inf)
+        return Selection(None, *[math.inf] * 4)
     groups = {"auto": _AUTO, "sdpa": _SDPA}
     candidates = groups[name] if name in groups else (_NAMED[name],)
     reasons = {}
@@ -94,9 +98,11 @@ def select_backend(name: str, device: torch.device, dtype: torch.dtype, head_dim
             shares = shares and table_refusal(device, dtype, head_dim) is None
             if not shares:
                 return Selection(backend)
-            small = SMALL_FLOPS[dtype.itemsize]
+            size = dtype.itemsize
+            small = SMALL_FLOPS[size]
             forward = small * (2 if head_dim <= NARROW_HEAD_DIM else 1)
-            return Selection(backend, forward, small, OWN_FLOPS[dtype.itemsize])
+            own = OWN_FORWARD_FLOPS[size], OWN_BACKWARD_FLOPS[size]
+            return Selection(backend, forward, small, *own)
         reasons[backend.name] = reason
     if name == "auto" and (device.type != "cuda" or dtype == torch.float64):
         return Selection(EAGER)  # no fused kernel exists there

@@ -1,16 +1,20 @@
 """A call as torch sees it: autograd, torch.compile, fake tensors, FLOP formulas.
 
 `FORWARD` is the operator of every call of `dilated_attention`; importing this room registers it.
+`LENGTHS`, an operator too, and `lengths_of_call` tell what a padding mask stands for.
 `apply_function`, `once_differentiable` and `refuse_tangents` are what any autograd function here
 needs.
 """
 
 from .derivatives import apply_function, once_differentiable, refuse_tangents
+from .lengths import LENGTHS, lengths_of_call
 from .operator import FORWARD
 
 __all__ = [
     "FORWARD",
+    "LENGTHS",
     "apply_function",
+    "lengths_of_call",
     "once_differentiable",
     "refuse_tangents",
 ]

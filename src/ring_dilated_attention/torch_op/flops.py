@@ -12,11 +12,8 @@ from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
-from itertools import dropwhile
 from types import ModuleType
 from typing import Any
-
-import torch
 
 from ..exchange import exchange_named
 from ..plan import TensorSize, flops_of_rank
@@ -27,6 +24,7 @@ def forward_flops(
     query_shape: Sequence[int],
     key_shape: Sequence[int],
     value_shape: Sequence[int],
+    measured: Sequence[int] | None,
     segment_lengths: Sequence[int],
     dilation_rates: Sequence[int],
     head_offsets: str,
@@ -51,6 +49,7 @@ def forward_flops(
         query_shape: (batch, local_sequence, heads, head_dim).
         key_shape: (batch, local_sequence, kv_heads, head_dim).
         value_shape: as `key_shape`.
+        measured: of lengths in a tensor, whose values are not known: every position counts.
         segment_lengths: of the pattern; 0 is the whole document. This and what follows are the
             fields of `resolve.Options`, by their order.
         dilation_rates: of the pattern.
@@ -107,7 +106,8 @@ def backward_flops(
     Returns:
         The number of operations, 0 or more.
     """
-    options = dropwhile(lambda x: isinstance(x, torch.Size), others)
+    # out, lse and identity; what comes behind them is measured.
+    options = others[3:]
     # Scores again, and a product each for dq, dk, dv and the gradient of the scores.
     return forward_flops(query_shape, key_shape, value_shape, *options) // 2 * 5
 

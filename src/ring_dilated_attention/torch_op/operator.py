@@ -30,24 +30,25 @@ _OPTIONS = (
 _Library: Any = torch.library.Library  # its methods have no annotations
 _library = _Library("ring_dilated_attention", "DEF")
 _library.define(
-    f"forward(Tensor query, Tensor key, Tensor value, {_OPTIONS}) "
+    f"forward(Tensor query, Tensor key, Tensor value, Tensor? measured, {_OPTIONS}) "
     "-> (Tensor out, Tensor lse, Tensor identity)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
     "backward(Tensor dout, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
-    f"Tensor identity, {_OPTIONS}) -> (Tensor dquery, Tensor dkey, Tensor dvalue)",
+    f"Tensor identity, Tensor? measured, {_OPTIONS}) "
+    "-> (Tensor dquery, Tensor dkey, Tensor dvalue)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
 FORWARD = torch.ops.ring_dilated_attention.forward.default
-"""(query, key, value, *options) -> (out, lse, identity): out as query, lse (batch, heads,
+"""(query, key, value, measured, *options) -> (out, lse, identity): out as query, lse (batch, heads,
 local_sequence), both contiguous; identity int64 () on the CPU, the number of the call among those
-of its group, (0,) without a group. The arguments are those that `dilated_attention` has
-validated."""
+of its group, (0,) without a group. measured is None, or what `LENGTHS` returned, in place of the
+option lengths. The other arguments are those that `dilated_attention` has validated."""
 BACKWARD = torch.ops.ring_dilated_attention.backward.default
-"""(dout, query, key, value, out, lse, identity, *options) -> (dquery, dkey, dvalue), contiguous,
-each as its input."""
+"""(dout, query, key, value, out, lse, identity, measured, *options) -> (dquery, dkey, dvalue),
+contiguous, each as its input."""
 
 
 class RingDilatedAttention(torch.autograd.Function):
@@ -88,17 +89,21 @@ class RingDilatedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(  # noqa: D102
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        measured: torch.Tensor | None,
+        options: Options,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         with torch._C._AutoDispatchBelowAutograd():
-            out, lse, identity = FORWARD(query, key, value, *options)
+            out, lse, identity = FORWARD(query, key, value, measured, *options)
         return out, lse, identity
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: D102
-        query, key, value, options = inputs
+        query, key, value, measured, options = inputs
         out, lse, identity = output
-        ctx.save_for_backward(query, key, value, out, lse, identity)
+        ctx.save_for_backward(query, key, value, out, lse, identity, measured)
         ctx.options = options
         ctx.ends = exchange_named(options.group)  # keeps it for backward, which goes by its name
         ctx.mark_non_differentiable(lse, identity)
@@ -111,7 +116,10 @@ class RingDilatedAttention(torch.autograd.Function):
         gradients = once_differentiable(
             "dilated_attention", lambda *x: BACKWARD(*x, *options), dout, *ctx.saved_tensors
         )
-        return *gradients, None
+        return *gradients, None, None
+
+
+# In what follows, `measured` comes first of the options.
 
 
 def _autograd(
@@ -121,9 +129,8 @@ def _autograd(
     if torch.is_grad_enabled() and (
         query.requires_grad or key.requires_grad or value.requires_grad
     ):
-        out, lse, identity = apply_function(
-            RingDilatedAttention, query, key, value, Options(*options), in_operator=True
-        )
+        inputs = query, key, value, options[0], Options(*options[1:])
+        out, lse, identity = apply_function(RingDilatedAttention, *inputs, in_operator=True)
         return out, lse, identity
     with torch._C._AutoDispatchBelowAutograd():
         out, lse, identity = FORWARD(query, key, value, *options)
@@ -133,7 +140,7 @@ def _autograd(
 def _forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *options: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    named = Options(*options)
+    named = _options(*options)
     ends = exchange_named(named.group)
     TABLES.start_call()
     refuse_capture("dilated_attention", ends, query.device)
@@ -182,7 +189,7 @@ def _backward(
     identity: torch.Tensor,
     *options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    named = Options(*options)
+    named = _options(*options)
     ends = exchange_named(named.group)
     TABLES.start_call()
     refuse_capture("dilated_attention", ends, query.device)
@@ -202,12 +209,17 @@ def _backward(
         return dquery, dkey, dvalue
 
 
+def _options(measured: torch.Tensor | None, *options: Any) -> Options:
+    named = Options(*options)
+    return named if measured is None else named._replace(lengths=measured.tolist())
+
+
 def _fake_forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *options: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     batch, length, num_heads, _ = query.shape
     lse = query.new_empty((batch, num_heads, length), dtype=accumulate_dtype(query.dtype))
-    return query.new_empty(query.shape), lse, _identity(Options(*options).group, query)
+    return query.new_empty(query.shape), lse, _identity(Options(*options[1:]).group, query)
 
 
 def _fake_backward(

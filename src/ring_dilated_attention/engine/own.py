@@ -6,6 +6,7 @@ write the result once a branch. Where all tiles of a branch are small, its rows 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -95,12 +96,18 @@ class OwnSchedule:
         launches: what is computed row by row.
         others: further groups.
         zero_keys: those that are left to be merged.
+        flops: kernel calls of at most so many operations go row by row.
+        least: any number of operations from this ...
+        most: ... to less than this gives the same schedule.
     """
 
     covering: tuple[TileGroup, ...]
     launches: tuple[OwnLaunch, ...]
     others: tuple[TileGroup, ...]
     zero_keys: tuple[TileGroup, ...]
+    flops: float
+    least: float
+    most: float
 
 
 _schedules: WeakKeyDictionary[RankPlan, dict[Hashable, OwnSchedule]] = WeakKeyDictionary()
@@ -117,20 +124,35 @@ def own_schedule(one: RankPlan, call: TileCall, head_dim: int, flops: float) -> 
         head_dim: elements of a row of a head.
         flops: kernel calls of at most so many operations go row by row.
     """
-    key = flops, call.batch, call.heads_per_kv, head_dim
+    sizes = call.batch, call.heads_per_kv, head_dim
     kept = _schedules.setdefault(one, {})
-    return kept.get(key) or keep_few(kept, key, partial(_make, one, *key), _SCHEDULES_KEPT)
+    found = kept.get((*sizes, flops))
+    if found is None:
+        # Forward's and backward's are the same as a rule, with the same tables on the device.
+        for key, other in [*kept.items()]:
+            if key == (*sizes, other.flops) and other.least <= flops < other.most:
+                found = other
+        found = keep_few(
+            kept,
+            (*sizes, flops),
+            lambda: found or _make(one, *sizes, flops),
+            _SCHEDULES_KEPT,
+        )
+    return found
 
 
-def _make(one: RankPlan, flops: float, batch: int, heads_per_kv: int, head_dim: int) -> OwnSchedule:
+def _make(one: RankPlan, batch: int, heads_per_kv: int, head_dim: int, flops: float) -> OwnSchedule:
     plan = one.plan
     longest = max((stop - start for start, stop in pairwise(plan.documents)), default=0)
     # Where there are other ranks, a group at a time is computed behind what they send.
     if not flops or not one.is_alone or longest > MOST_POSITIONS:
         first = one.local_groups[:1] if one.covers else ()
-        return OwnSchedule(first, (), one.local_groups[len(first) :], one.zero_keys)
+        return OwnSchedule(
+            first, (), one.local_groups[len(first) :], one.zero_keys, flops, flops, flops
+        )
     factor = (2 if plan.is_causal else 4) * head_dim * batch * heads_per_kv
     heads = [len(each) for each in plan.tiling.heads]
+    found = [0.0, math.inf]  # the numbers of operations next to `flops`
 
     def by_rows(branch: int, run: OwnRun) -> bool:
         rate = plan.pattern.dilation_rates[branch]
@@ -139,7 +161,10 @@ def _make(one: RankPlan, flops: float, batch: int, heads_per_kv: int, head_dim: 
         rows = -(-run.size // rate)
         # Heads of different offsets share a kernel call where they have equally many rows.
         calls = 1 if run.size % rate == 0 else 2
-        return factor * heads[branch] * run.copies * rows**2 <= flops * calls
+        needed = factor * heads[branch] * run.copies * rows**2 / calls
+        bound = int(needed > flops)
+        found[bound] = (max, min)[bound](found[bound], needed)
+        return needed <= flops
 
     work = one.own_work(by_rows)
     launches: list[OwnLaunch] = []
@@ -149,7 +174,9 @@ def _make(one: RankPlan, flops: float, batch: int, heads_per_kv: int, head_dim: 
         launches = [OwnLaunch(plan, ranges, stores) for ranges in parts]
     covers = one.covers and bool(work.groups) and work.groups[0].branch == plan.covering
     first = work.groups[: int(covers)]
-    return OwnSchedule(first, tuple(launches), work.groups[len(first) :], work.zero_keys)
+    return OwnSchedule(
+        first, tuple(launches), work.groups[len(first) :], work.zero_keys, flops, *found
+    )
 
 
 def _branches(branches: Sequence[tuple[int | None, int]]) -> list[tuple[int, int]]:

@@ -14,10 +14,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from ..plan import OwnRange
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Table: TypeAlias = np.ndarray[Any, Any]
 
 RANGE_FIELDS = ("start", "stop", "shift", "document", "branches", "step", "order", "stores")
 """Of a range: the fields of `plan.OwnRange` but for its rows; how far rows of a program are apart;
@@ -131,39 +137,41 @@ def build_programs(
             there; else they are merged or added.
         device: where the kernels run.
     """
+    import numpy as np  # whose operations take a third of torch's on a few hundred numbers
+
     longest = max(each.document for each in ranges)
     assert longest <= MOST_POSITIONS
-    own = torch.tensor(ranges, dtype=torch.int64)
-    of_part, rows, kinds = own[:, :4], own[:, 4:6], own[:, 6]
-    table = torch.cat([of_part, kinds[:, None], own.new_zeros(len(own), 3)], 1)
-    table[:, 7] = (kinds & stores) > 0
+    own = np.array(ranges, dtype=np.int64)
+    kinds = own[:, 6]
+    table = np.zeros((len(own), len(RANGE_FIELDS)), dtype=np.int64)
+    table[:, :4], table[:, 4], table[:, 7] = own[:, :4], kinds, (kinds & stores) > 0
     orders, programs, works, filled = [], [], [], 0
     for kind in sorted({each.branches for each in ranges}):
-        numbers = (kinds == kind).nonzero().flatten()
+        numbers = (kinds == kind).nonzero()[0]
         chosen = [number for number in range(len(branches)) if kind >> number & 1]
         step = math.lcm(*(branches[number][1] for number in chosen))
         work = _work([branches[x] for x in chosen], [offsets[x] for x in chosen], step, longest)
-        work, order = work.sort(dim=1, descending=True, stable=True)
+        order = (-work).argsort(axis=1, kind="stable")
         table[numbers, 5], table[numbers, 6] = step, filled
-        filled += order.numel()
-        orders.append(order.flatten())
+        filled += order.size
+        orders.append(order.ravel())
         shortest = min(branches[x][0] for x in chosen)
-        made = _programs(rows[numbers], own[numbers, 3], numbers, shortest, step, block)
+        made = _programs(own[numbers], numbers, shortest, step, block)
         programs.append(made)
-        most = work.amax(0)[made[:, 3]]
+        most = -np.sort(-work, axis=1).max(0)[made[:, 3]]
         works.append(most * (made[:, 2] / own[made[:, 0], 1]) if is_causal else most)
-    every = torch.cat(programs)[torch.cat(works).argsort(descending=True, stable=True)]
-    spec = torch.tensor(
+    every = np.concatenate(programs)[(-np.concatenate(works)).argsort(kind="stable")]
+    spec = np.array(
         [
             # Of a branch that no range has, nothing but the length is looked at.
             [min(length, longest), min(rate, MOST_POSITIONS), *each]
             for (length, rate), each in zip(branches, offsets, strict=True)
         ],
-        dtype=torch.int64,
+        dtype=np.int64,
     )
-    tables = table, spec, torch.cat(orders), every
-    flat = torch.cat([x.flatten() for x in tables]).int()
-    moved = flat.to(device).split([x.numel() for x in tables])
+    tables = table, spec, np.concatenate(orders), every
+    flat = torch.from_numpy(np.concatenate([x.ravel() for x in tables]).astype(np.int32))
+    moved = flat.to(device).split([x.size for x in tables])
     on_device = [x.view(like.shape) for x, like in zip(moved, tables, strict=True)]
     return Programs(
         ranges=on_device[0],
@@ -177,36 +185,39 @@ def build_programs(
 
 def _work(
     branches: Sequence[tuple[int, int]], offsets: Sequence[Sequence[int]], step: int, longest: int
-) -> torch.Tensor:
+) -> Table:
     """About how many keys a row sees, (KV heads, step): by head and residue."""
-    residues = torch.arange(step)
-    work = torch.zeros(len(offsets[0]), step)
+    import numpy as np
+
+    residues = np.arange(step)
+    work = np.zeros((len(offsets[0]), step))
     for (length, rate), own in zip(branches, offsets, strict=True):
-        work += (residues % rate == torch.tensor(own)[:, None]) * (min(length, longest) / rate)
+        shown = residues % rate == np.array(own)[:, None]
+        work += shown * (min(length, longest) / rate)
     return work
 
 
-def _programs(
-    rows: torch.Tensor,
-    documents: torch.Tensor,
-    numbers: torch.Tensor,
-    shortest: int,
-    step: int,
-    block: int,
-) -> torch.Tensor:
+def _programs(own: Table, numbers: Table, shortest: int, step: int, block: int) -> Table:
     """The programs of some ranges, (programs, 5): cut where the shortest segments are."""
-    start, stop = rows.unbind(1)
-    length = documents.clamp(max=shortest)
+    import numpy as np
+
+    start, stop = own[:, 4], own[:, 5]
+    length = np.minimum(own[:, 3], shortest)
     first = start // length
     segments = (stop + length - 1) // length - first
-    which = torch.repeat_interleave(segments)
-    segment = torch.arange(len(which)) - (segments.cumsum(0) - segments)[which] + first[which]
-    low = torch.maximum(segment * length[which], start[which])
-    high = torch.minimum((segment + 1) * length[which], stop[which])
+    which, segment = _spread(segments)
+    segment += first[which]
+    low = np.maximum(segment * length[which], start[which])
+    high = np.minimum((segment + 1) * length[which], stop[which])
     # Of a residue there are at most so many rows.
-    blocks = ((high - low + step - 1) // step + block - 1) // block * step
-    whose = torch.repeat_interleave(blocks)
-    index = torch.arange(len(whose)) - (blocks.cumsum(0) - blocks)[whose]
-    return torch.stack(
-        [numbers[which][whose], low[whose], high[whose], index % step, index // step], 1
-    )
+    whose, index = _spread(((high - low + step - 1) // step + block - 1) // block * step)
+    found = [numbers[which][whose], low[whose], high[whose], index % step, index // step]
+    return np.stack(found, axis=1)
+
+
+def _spread(counts: Table) -> tuple[Table, Table]:
+    """Each number as often as `counts` says, and its place among equal ones."""
+    import numpy as np
+
+    numbers = np.repeat(np.arange(len(counts)), counts)
+    return numbers, np.arange(len(numbers)) - (counts.cumsum() - counts)[numbers]

@@ -82,6 +82,8 @@ class _MapRows(torch.autograd.Function):
             results = function(*(x[:, start:stop] for x in inputs))
             is_tuple = isinstance(results, tuple)
             parts = results if is_tuple else (results,)
+            if length <= rows:
+                return results
             if whole is None:
                 whole = [y.new_empty(y.shape[0], length, *y.shape[2:]) for y in parts]
             for total, part in zip(whole, parts, strict=True):
@@ -103,7 +105,8 @@ class _MapRows(torch.autograd.Function):
             p for p, need in zip(ctx.parameters, needs[len(inputs) :], strict=True) if need
         ]
         wanted = [index for index in range(len(inputs)) if needs[index]]
-        dinputs = {index: torch.empty_like(inputs[index]) for index in wanted}
+        is_whole = inputs[0].shape[1] <= ctx.rows
+        dinputs = {} if is_whole else {i: torch.empty_like(inputs[i]) for i in wanted}
         dparameters: list[Tensor] = []
         for start, stop in _chunks(inputs[0].shape[1], ctx.rows):
             chunks = [x[:, start:stop].detach() for x in inputs]
@@ -119,7 +122,10 @@ class _MapRows(torch.autograd.Function):
             )
             del results, parts, chunks
             for index, dchunk in zip(wanted, dchunks, strict=False):
-                dinputs[index][:, start:stop] = dchunk
+                if is_whole:
+                    dinputs[index] = dchunk
+                else:
+                    dinputs[index][:, start:stop] = dchunk
             shares = dchunks[len(wanted) :]
             dparameters = (
                 [total + share for total, share in zip(dparameters, shares, strict=True)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -12,6 +13,7 @@ from ..tiles import Backend
 from .attention import MultiheadDilatedAttention
 from .block import Block
 from .checkpoint import run_checkpointed
+from .chunked import map_rows
 from .norm import LayerNorm
 from .slide_config import SlideEncoderConfig
 
@@ -84,7 +86,13 @@ class EncoderBlock(Block):
         whose intermediates do not live long, autograd holds the first projection's result alone:
         the GELU and its norm, which are cheap, run again in backward.
         """
-        return run_checkpointed("none" if in_chunks else "full", self._normed, expanded)
+        if in_chunks:
+            return self._normed(expanded)
+        if torch.compiler.is_compiling():
+            return run_checkpointed("full", self._normed, expanded)
+        # As a checkpoint, whose hooks take the CPU a millisecond.
+        rows, modules = max(1, expanded.shape[1]), (self.inner_norm, self.contract)
+        return map_rows(self._normed, expanded, rows=rows, modules=modules)
 
     def _normed(self, expanded: Tensor) -> Tensor:
         contracted: Tensor = self.contract(self.inner_norm(F.gelu(expanded)))

@@ -401,6 +401,7 @@ def test_what_a_mask_stands_for_is_asked_once():
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_layers_do_not_wait_for_a_mask_again():
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")

@@ -381,6 +381,52 @@ def test_a_padding_mask_is_honoured():
     torch.testing.assert_close(out[:1, :21], alone)
 
 
+class Layers(nn.Module):
+    """As torchscale's encoders call their layers: with a mask of no padding, the same for all."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.layers = nn.ModuleList(make(seed=seed).float() for seed in range(count))
+
+    def forward(self, x):
+        mask = torch.zeros(x.shape[:2]).bool()
+        for layer in self.layers:
+            x = x + layer(x, x, x, key_padding_mask=mask)[0]
+        return x
+
+
+def test_layers_with_a_mask_compile_to_one_graph():
+    torch._dynamo.reset()
+    model = Layers(2)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for length in (30, 41, 17):
+        x = torch.randn(2, length, 32)
+        results = []
+        for call in (model, compiled):
+            out = call(x)
+            gradients = torch.autograd.grad(out.square().mean(), list(model.parameters()))
+            results.append([out, *gradients])
+        for got, want in zip(*results, strict=True):
+            torch.testing.assert_close(got, want)
+    torch._dynamo.reset()
+
+
+def test_the_norm_stays_in_half_precision_under_autocast():
+    """What reads it casts it to half precision anyway; a norm with hooks is called."""
+    module, seen = make().float(), []
+    module.out_proj.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].dtype))
+    x = torch.randn(1, 30, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        got, _ = module(x, x, x)
+        assert module.inner_attn_ln is not None
+        called = []
+        module.inner_attn_ln.register_forward_hook(lambda *_: called.append(True))
+        want, _ = module(x, x, x)
+    assert seen == [torch.bfloat16, torch.float32]
+    assert called
+    assert relative_error(got, want) < 1e-2
+
+
 def test_initial_weights():
     torch.manual_seed(0)
     module = TorchscaleDilatedAttention(config(), 256, 8, self_attention=True)

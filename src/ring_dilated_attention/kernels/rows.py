@@ -215,7 +215,7 @@ def _launch_of(shape: torch.Size, *strides: tuple[int, ...]) -> _Launch:
     unit = stride_unit(*strides)
     block_dim = triton.next_power_of_2(head_dim)
     # 4,096 elements a program: 32 a thread at four warps.
-    block_rows = max(1, min(4096 // block_dim, triton.next_power_of_2(rows)))
+    block_rows = max(1, 4096 // block_dim)  # of few rows too: other sizes would be compiled anew
     row_blocks = triton.cdiv(rows, block_rows)
     constants = {
         "UNIT": unit,

@@ -152,7 +152,6 @@ def _zero_keys_left(
     found = []
     for branch, each in chosen.items():
         own = (part for part in parts if not each.holds_all(part))
-        tiles = (tile for part in own for tile in zero_key_tiles(tiling, branch, part))
-        left = tuple(tile for tile in tiles if not each.holds(tile.queries.start))
+        left = tuple(x for part in own for x in zero_key_tiles(tiling, branch, part, each.holds))
         found.extend([TileGroup(left)] if left else [])
     return tuple(found)

@@ -7,7 +7,7 @@ the same for every query of the cell, so they need no rows, no rank holds them a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 
 from .parts import Link, Part, own_segments
@@ -39,13 +39,16 @@ def zero_key_groups(tiling: Tiling, parts: Iterable[Part]) -> tuple[TileGroup, .
     return tuple(TileGroup(tiles) for tiles in groups if tiles)
 
 
-def zero_key_tiles(tiling: Tiling, branch: int, part: Part) -> Iterator[Tile]:
+def zero_key_tiles(
+    tiling: Tiling, branch: int, part: Part, skips: Callable[[int], bool] = lambda row: False
+) -> Iterator[Tile]:
     """The tiles of `zero_key_groups` of one branch and one part.
 
     Args:
         tiling: of the pattern.
         branch: which branch.
         part: positions that a rank holds in consecutive local rows.
+        skips: whether the segments of the branch that a local row is in are left out.
     """
     length, rate = tiling.pattern.branches[branch]
     w = part.segment_length(length)
@@ -55,6 +58,9 @@ def zero_key_tiles(tiling: Tiling, branch: int, part: Part) -> Iterator[Tile]:
             head: -(-w // rate) - len(range(offset, stop - start, rate))
             for head, offset in offsets.items()
         }
+        first_row = part.local_row(max(start, part.start))
+        if not any(missing.values()) or skips(first_row):
+            continue  # as all full segments of a length that the rate divides
         for tile in tiling.tiles(Link(branch, part, part, start, stop), segments=count):
             # Heads of a tile have as many rows in the part, but not always in the segment.
             first = 0

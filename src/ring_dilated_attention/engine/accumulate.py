@@ -14,12 +14,17 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ..kernels import has_triton
+from ..kernels import has_triton, profile_of
 from .merge import merge_
+
+_LEAST_CAPABILITY = (7, 0)
+"""Of devices that Triton compiles for."""
 
 
 def _runs_triton(tensor: torch.Tensor) -> bool:
-    return tensor.is_cuda and tensor.dtype != torch.float64 and has_triton()
+    if not tensor.is_cuda or tensor.dtype == torch.float64 or not has_triton():
+        return False
+    return profile_of(tensor.device).capability >= _LEAST_CAPABILITY
 
 
 def merge(

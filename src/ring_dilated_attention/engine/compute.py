@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..kernels import profile_of
 from ..plan import TileGroup
 from ..tiles import Selection, TileGradients, TileInputs
 from .accumulate import Accumulator, add, merge, row_sums
@@ -59,7 +60,8 @@ class TileCall:
         """How many rows a slice may have that allocates `row_bytes` for each."""
         if self.workspace is not None:
             return self.workspace * query.nbytes / row_bytes
-        return max(default * query.nbytes / row_bytes, WORKSPACE_FLOOR / row_bytes, SLICE_ROWS)
+        least = profile_of(query.device).rows(SLICE_ROWS)
+        return max(default * query.nbytes / row_bytes, WORKSPACE_FLOOR / row_bytes, least)
 
 
 class Inputs(NamedTuple):
@@ -134,7 +136,7 @@ def forward(
     work = schedule_of(
         group, call.batch, call.heads_per_kv, head_dim, selection.forward_table_flops
     )
-    lse_rows = lse.transpose(1, 2)
+    lse_rows, long_flops = lse.transpose(1, 2), profile_of(query.device).flops(LONG_FLOPS)
     row_bytes = head_dim * query.element_size() + lse.element_size()
     most_rows = call.most_rows(query, FORWARD_WORKSPACE, row_bytes * sums.most_held)
     for block in work.blocks:
@@ -149,7 +151,7 @@ def forward(
         for part in block.slices(most_rows):
             tile = backend.forward(_inputs(part, call, inputs))
             views = part.view_queries(out), part.view_queries(lse_rows)
-            is_long = 4 * head_dim * part.pairs >= LONG_FLOPS
+            is_long = 4 * head_dim * part.pairs >= long_flops
             add_all = partial(merge, *views, *tile, store=store)
             sums.run(add_all, *tile, into=views, is_long=is_long)
             del tile, add_all  # before the next slice makes its own
@@ -195,7 +197,7 @@ def backward(
     work = schedule_of(
         group, call.batch, call.heads_per_kv, head_dim, selection.backward_table_flops
     )
-    lse_rows = merged.lse.transpose(1, 2)
+    lse_rows, long_flops = merged.lse.transpose(1, 2), profile_of(query.device).flops(LONG_FLOPS)
     for block in work.blocks:
         backend = selection.backend
         assert backend is not None
@@ -230,7 +232,7 @@ def backward(
                     partial(_add_all, additions),
                     *(addition.part for addition in additions),
                     into=[addition.total for addition in additions],
-                    is_long=10 * head_dim * part.pairs >= LONG_FLOPS,
+                    is_long=10 * head_dim * part.pairs >= long_flops,
                 )
             del additions  # before the next slice makes its own
     if work.shares_launch:

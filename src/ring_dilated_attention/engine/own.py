@@ -66,9 +66,12 @@ class OwnLaunch:
     def config(self, kernel: Kernel, query: torch.Tensor) -> LaunchConfig:
         """How a kernel is launched."""
         key = kernel, query.shape[3], query.dtype
-        if key not in self._configs:
-            self._configs[key] = default_config(*key, queries=self._rows, keys=self._rows)
-        return self._configs[key]
+        kept = self._configs.get((*key, query.device))
+        if kept is None:
+            rows, device = self._rows, query.device
+            kept = default_config(*key, queries=rows, keys=rows, device=device)
+            self._configs[*key, device] = kept
+        return kept
 
     def programs(self, block: int, device: torch.device) -> Programs:
         """The tables on the device, for blocks of so many rows."""

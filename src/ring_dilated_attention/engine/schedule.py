@@ -126,7 +126,7 @@ def _make_launch(
     queries, keys = work.longest
 
     def config(kernel: Kernel) -> LaunchConfig:
-        return default_config(kernel, head_dim, dtype, queries=queries, keys=keys)
+        return default_config(kernel, head_dim, dtype, queries=queries, keys=keys, device=device)
 
     chosen: LaunchConfig | BackwardConfig
     if direction == "forward":

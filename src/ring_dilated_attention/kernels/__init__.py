@@ -5,6 +5,7 @@
 `LaunchConfig`, a `BackwardConfig` or `default_config` of a `Kernel` says how large they are.
 `ranges_forward` and `ranges_backward` compute several branches at once, row by row; `launches_of`
 says in how many launches, and `build_programs` lays them out.
+`profile_of` says what constants that were tuned on an H200 are on a device (`DeviceProfile`).
 `merge_rows`, `add_rows` and `row_sums` merge and add the results of tiles.
 """
 
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from .available import has_triton
 from .cells import build_cells
+from .device_profile import DeviceProfile, profile_of
 from .own_programs import MOST_POSITIONS, MOST_STEP, Programs, build_programs, launches_of
 from .tuning import BackwardConfig, Kernel, LaunchConfig, default_config
 
@@ -29,6 +31,7 @@ __all__ = [
     "MOST_POSITIONS",
     "MOST_STEP",
     "BackwardConfig",
+    "DeviceProfile",
     "Kernel",
     "LaunchConfig",
     "Programs",
@@ -39,6 +42,7 @@ __all__ = [
     "has_triton",
     "launches_of",
     "merge_rows",
+    "profile_of",
     "ranges_backward",
     "ranges_forward",
     "row_sums",

@@ -89,6 +89,7 @@ def default_launch(kernel: Kernel, q: torch.Tensor, cells: Cells) -> LaunchConfi
         q.dtype,
         queries=cells.max_queries,
         keys=cells.max_keys,
+        device=q.device,
     )
     if kernel == "dkdv":
         return replace(config, block_n=cells.block_n)

@@ -7,6 +7,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from .device_profile import profile_of
+
 Kernel = Literal["forward", "dq", "dkdv", "own_forward", "own_dq", "own_dkdv"]
 
 
@@ -67,6 +69,16 @@ _CONFIGS: dict[tuple[Kernel, int, int], LaunchConfig] = {
     ("own_dkdv", 2, 64): LaunchConfig(64, 64, 4, 3),
 }
 
+# Of those above that take more than 99 KiB of shared memory: how many bytes, as Triton compiles
+# them for compute capability 8.0, and what fits into 99 KiB (8.6, 8.9, 12.0) with 66 to 72 KiB.
+_LARGE: dict[tuple[Kernel, int, int], tuple[int, LaunchConfig]] = {
+    ("dq", 2, 128): (131_072, LaunchConfig(64, 64, 4, 2)),
+    ("forward", 2, 256): (147_456, LaunchConfig(64, 32, 4, 2)),
+    ("dq", 2, 256): (102_400, LaunchConfig(32, 32, 4, 2)),
+    ("dkdv", 2, 256): (139_264, LaunchConfig(32, 32, 4, 1)),
+    ("own_forward", 2, 256): (106_496, LaunchConfig(64, 32, 4, 2)),
+}
+
 _WGMMA_ROWS = 64
 """Rows of an accumulator from which products are those of a warp group."""
 
@@ -83,6 +95,7 @@ def default_config(
     *,
     queries: int,
     keys: int,
+    device: torch.device | None = None,
 ) -> LaunchConfig:
     """What a kernel runs with unless told otherwise.
 
@@ -92,13 +105,20 @@ def default_config(
         dtype: of q, k, v.
         queries: most queries in a tile: blocks need not be larger.
         keys: most keys in a tile: blocks need not be larger.
+        device: where the kernel runs; None: on an H200.
 
     Returns:
-        The configuration of the table, its blocks shrunk to the longest tile.
+        The configuration of the table, or what fits into the shared memory of the device, its
+        blocks shrunk to the longest tile.
     """
     size = dtype.itemsize, max(64, padded_head_dim(head_dim))
-    of_tiles: Any = kernel.removeprefix("own_")
-    best = _CONFIGS.get((kernel, *size)) or _CONFIGS[of_tiles, *size]
+    key: Any = (kernel, *size)
+    if key not in _CONFIGS:
+        key = (kernel.removeprefix("own_"), *size)
+    best = _CONFIGS[key]
+    needed, smaller = _LARGE.get(key, (0, best))
+    if device is not None and profile_of(device).shared_bytes < needed:
+        best = smaller
     block_m = min(best.block_m, _power_of_two(queries))
     block_n = min(best.block_n, _power_of_two(keys))
     of_keys = kernel.endswith("dkdv")

@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias
 
 import torch
 
+from ..kernels import profile_of
 from ..pattern import check_choice
 from .backend import TileBackend, for_any_scale, reads_any_rows
 from .eager import EAGER
@@ -98,10 +99,10 @@ def select_backend(name: str, device: torch.device, dtype: torch.dtype, head_dim
             shares = shares and table_refusal(device, dtype, head_dim) is None
             if not shares:
                 return Selection(backend)
-            size = dtype.itemsize
-            small = SMALL_FLOPS[size]
+            size, flops = dtype.itemsize, profile_of(device).flops
+            small = flops(SMALL_FLOPS[size])
             forward = small * (2 if head_dim <= NARROW_HEAD_DIM else 1)
-            own = OWN_FORWARD_FLOPS[size], OWN_BACKWARD_FLOPS[size]
+            own = flops(OWN_FORWARD_FLOPS[size]), flops(OWN_BACKWARD_FLOPS[size])
             return Selection(backend, forward, small, *own)
         reasons[backend.name] = reason
     if name == "auto" and (device.type != "cuda" or dtype == torch.float64):

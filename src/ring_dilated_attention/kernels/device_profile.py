@@ -1,0 +1,80 @@
+"""What was tuned on an H200, on other devices.
+
+Constants that say from how many operations on something is worthwhile were measured on an H200, and
+hold on an H100, whose multiprocessors are the same. On a device that nobody has measured, as many
+operations are taken as it does in the same time, by its multiprocessors, their clock and what they
+do in a clock; and those blocks of kernels that fit into its shared memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+# Half-precision operations that a multiprocessor does in a clock, by compute capability (NVIDIA's
+# whitepapers of Volta to Blackwell). One that is not here counts as the last before it.
+_OPERATIONS = {
+    (7, 0): 1024,
+    (8, 0): 2048,
+    (8, 6): 1024,
+    (9, 0): 4096,
+    (10, 0): 8192,
+    (12, 0): 1024,
+}
+_H200_MULTIPROCESSORS, _H200_MHZ = 132, 1980
+_H200_RATE = _H200_MULTIPROCESSORS * _H200_MHZ * _OPERATIONS[9, 0]
+
+
+@dataclass(frozen=True)
+class DeviceProfile:
+    """A device, beside an H200.
+
+    Attributes:
+        capability: compute capability.
+        multiprocessors: how many.
+        shared_bytes: shared memory that a program of a kernel may take.
+        rate: half-precision operations in a second, an H200's being 1.
+    """
+
+    capability: tuple[int, int]
+    multiprocessors: int
+    shared_bytes: int
+    rate: float
+
+    def flops(self, on_h200: float) -> float:
+        """How many operations take as long as `on_h200` do on an H200."""
+        return on_h200 * self.rate
+
+    def rows(self, on_h200: int) -> int:
+        """How many rows keep the device as busy as `on_h200` do an H200."""
+        return max(1, on_h200 * self.multiprocessors // _H200_MULTIPROCESSORS)
+
+
+H200 = DeviceProfile((9, 0), _H200_MULTIPROCESSORS, 227 << 10, 1.0)
+
+
+@lru_cache(maxsize=64)
+def profile_of(device: torch.device) -> DeviceProfile:
+    """The profile of a CUDA device; that of an H200 for any other, as the interpreter takes."""
+    if device.type != "cuda":
+        return H200
+    return profile_from(torch.cuda.get_device_properties(device))
+
+
+def profile_from(properties: Any) -> DeviceProfile:
+    """The profile that follows from what `torch.cuda.get_device_properties` returns."""
+    capability = properties.major, properties.minor
+    known = [each for each in _OPERATIONS if each <= capability]
+    operations = _OPERATIONS[max(known, default=min(_OPERATIONS))]
+    # Not every torch tells the clock, and of Hopper's what was measured counts.
+    mhz = getattr(properties, "clock_rate", 0) / 1000 or _H200_MHZ
+    if capability == (9, 0):
+        mhz = _H200_MHZ
+    count = properties.multi_processor_count
+    # AMD's have no more than a block may have without asking.
+    shared = getattr(properties, "shared_memory_per_block_optin", 0)
+    shared = shared or properties.shared_memory_per_block
+    return DeviceProfile(capability, count, shared, count * mhz * operations / _H200_RATE)

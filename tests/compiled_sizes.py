@@ -1,0 +1,68 @@
+"""Compile the attention kernels for a GPU that need not be there; print their shared memory.
+
+Run by itself, without TRITON_INTERPRET: `python tests/compiled_sizes.py 80`.
+"""
+
+import json
+import sys
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from ring_dilated_attention.kernels import backward, forward, own_backward, own_forward, tuning
+
+KERNELS: dict[str, Any] = {
+    "forward": forward._forward_kernel,
+    "dq": backward._dq_kernel,
+    "dkdv": backward._dkdv_kernel,
+    "own_forward": own_forward._forward_kernel,
+    "own_dq": own_backward._dq_kernel,
+    "own_dkdv": own_backward._dkdv_kernel,
+}
+TABLES = {"cells": "*i64", **dict.fromkeys(("programs", "ranges", "branches", "order"), "*i32")}
+TENSORS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
+
+
+def shared_bytes(name, itemsize, head_dim, config, capability):
+    kernel = KERNELS[name]
+    constants = {
+        "UNIT": 8,
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": tuning.padded_head_dim(head_dim),
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "PRECISION": "ieee",
+        "IS_CAUSAL": True,
+        **{x: False for x in ("WIDE", "STORE", "ZERO_KEYS", "DETACHED") if x in kernel.arg_names},
+    }
+    element = {2: "*fp16", 4: "*fp32"}[itemsize]
+    types = {**TABLES, **dict.fromkeys(TENSORS, element), "lse": "*fp32", "delta": "*fp32"}
+    types |= {"scale": "fp32"} | dict.fromkeys(constants, "constexpr")
+    signature = {x: types.get(x, "i32") for x in kernel.arg_names}
+    pointers = [i for i, x in enumerate(kernel.arg_names) if signature[x].startswith("*")]
+    source = ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={(kernel.arg_names.index(x),): value for x, value in constants.items()},
+        attrs={(i,): [["tt.divisibility", 16]] for i in pointers},
+    )
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    target = GPUTarget("cuda", capability, 32)
+    return triton.compile(source, target=target, options=options).metadata.shared
+
+
+if __name__ == "__main__":
+    found = []
+    for (name, itemsize, head_dim), (needed, smaller) in tuning._LARGE.items():
+        config = tuning._CONFIGS[name, itemsize, head_dim]
+        sizes = [
+            shared_bytes(name, itemsize, head_dim, each, int(sys.argv[1]))
+            for each in (config, smaller)
+        ]
+        found.append([name, needed, *sizes])
+    config = tuning.default_config("forward", 128, torch.float16, queries=4096, keys=4096)
+    found.append(["forward", 0, 0, shared_bytes("forward", 2, 128, config, int(sys.argv[1]))])
+    print(json.dumps(found))

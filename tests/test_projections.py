@@ -10,7 +10,12 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ring_dilated_attention.checks import relative_error
-from ring_dilated_attention.nn import MultiheadDilatedAttention, RotaryEmbedding, project_heads
+from ring_dilated_attention.nn import (
+    MultiheadDilatedAttention,
+    RotaryEmbedding,
+    project_heads,
+    projections,
+)
 
 SHAPE: dict[str, Any] = {"segment_lengths": [8, None], "dilation_rates": [1, 2]}
 
@@ -95,6 +100,13 @@ def test_no_copy_is_made_where_autocast_makes_none():
         project_heads(layers_of(), [rows, rows.clone(), rows], 4)
     assert seen.count["products"] == 3
     assert len(project_heads(layers_of(), [rows[:, :0]] * 3, 4)) == 3
+
+
+def test_few_rows_of_a_wide_model_are_projected_layer_by_layer(monkeypatch):
+    layers = layers_of()
+    for width, count, want in ((24, 5, 1), (23, 5, 3), (23, 24, 1)):
+        monkeypatch.setattr(projections, "NARROW", width)
+        assert projected(layers, torch.randn(1, count, 24))[2] == want
 
 
 def test_a_value_keeps_nothing_but_itself_beside_rotations():

@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from ..functional import autocast_dtype
 from .hooks import runs_hooks
 
+NARROW = 1024
+"""Copies of weights of so many columns take the GPU less time than launches that they save."""
+
 
 def project_heads(
     layers: Sequence[nn.Linear], inputs: Sequence[Tensor], head_dim: int
@@ -20,7 +23,8 @@ def project_heads(
 
     Under autocast, which copies weights to half precision anyway, layers of one and the same input
     share a product: copies of their weights are made side by side, and the input is cast once,
-    forward and backward. Layers with hooks, of subclasses (adapters, quantised weights) or with
+    forward and backward. But for few rows of a wide model, as in decoding, where autocast keeps its
+    copies from call to call. Layers with hooks, of subclasses (adapters, quantised weights) or with
     sharded weights (DTensor) are called one by one.
 
     Args:
@@ -45,6 +49,9 @@ def project_heads(
 def _can_join(layers: Sequence[nn.Linear], rows: Tensor) -> bool:
     dtype = autocast_dtype(rows.device.type)
     if len(layers) < 2 or dtype in (None, torch.float32) or rows.dtype == torch.float64:
+        return False
+    width = rows.shape[-1]
+    if width > NARROW and not torch.compiler.is_compiling() and rows.numel() < width**2:
         return False
     return all(
         type(layer) is nn.Linear

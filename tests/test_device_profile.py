@@ -128,3 +128,13 @@ def test_sizes_are_what_triton_compiles():
         assert size <= needed, name
         assert smaller <= 99 * KIB, name
         assert needed == 0 or size > 99 * KIB, name
+
+
+def test_the_interpreter_takes_no_bfloat16(monkeypatch):
+    """Triton's keeps it as integers, and multiplies those."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr("ring_dilated_attention.tiles.table.has_triton", lambda: True)
+    cpu = torch.device("cpu")
+    assert select_backend("triton", cpu, torch.float16, 64).backend is None
+    with pytest.raises(ValueError, match="it takes float32, float16, the inputs are bfloat16"):
+        select_backend("triton", cpu, torch.bfloat16, 64)

@@ -23,7 +23,9 @@ def table_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> st
     if not has_triton():
         return f"{TABLE_NAME}: it is not installed"
     interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
-    refused = refuse_all_but("cpu" if interpreted else "cuda", _DTYPES, multiple=8, largest=256)
+    # The interpreter keeps bfloat16 as integers, and multiplies those.
+    dtypes = _DTYPES[:2] if interpreted else _DTYPES
+    refused = refuse_all_but("cpu" if interpreted else "cuda", dtypes, multiple=8, largest=256)
     reason = refused(device, dtype, head_dim)
     if reason is None and device.type == "cuda":
         capability = profile_of(device).capability

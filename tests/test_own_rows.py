@@ -307,6 +307,29 @@ def test_large_branches_go_by_themselves(monkeypatch):
     assert {each.branches | 1 for each in every} == {0b1, 0b111}
 
 
+@pytest.mark.parametrize("factor", [0.999, 1.0])
+def test_backward_of_short_calls_goes_by_the_limit_of_forward(factor, monkeypatch):
+    """A call is short by its operations of forward, over all branches."""
+    layout = SequenceLayout.contiguous(160, 1)
+    one = plan_attention(GIGAPATH, layout, is_causal=False, num_heads=4).rank(0)
+    total = own.own_schedule(one, TileCall(Selection(None), 1.0, 1, 1), 16, 5e5).total
+    assert total == pytest.approx(4 * 16 * one.pairs, rel=0.05)
+    selection = Selection(None, 0.0, 0.0, 5e5, 4e4, total / factor)
+    monkeypatch.setattr("ring_dilated_attention.resolve.select_backend", lambda *_: selection)
+    forget_plans()
+    asked: list[float] = []
+
+    def noted(*given):
+        asked.append(given[-1])
+        return own.own_schedule(*given)
+
+    monkeypatch.setattr(ring, "own_schedule", noted)
+    query = torch.randn(1, 160, 4, 16, device=DEVICE, requires_grad=True)
+    dilated_attention(query, query, query, GIGAPATH).sum().backward()
+    assert asked == [5e5, 5e5] + [4e4] * (factor == 1)
+    forget_plans()
+
+
 def test_what_is_kept_of_a_plan_goes_with_it():
     layout = SequenceLayout.contiguous(53, 1)
     one = plan_attention(GIGAPATH, layout, is_causal=False, num_heads=4).rank(0)

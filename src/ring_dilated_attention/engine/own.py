@@ -99,6 +99,7 @@ class OwnSchedule:
         launches: what is computed row by row.
         others: further groups.
         zero_keys: those that are left to be merged.
+        total: operations of forward, where anything may go row by row.
         flops: kernel calls of at most so many operations go row by row.
         least: any number of operations from this ...
         most: ... to less than this gives the same schedule.
@@ -108,6 +109,7 @@ class OwnSchedule:
     launches: tuple[OwnLaunch, ...]
     others: tuple[TileGroup, ...]
     zero_keys: tuple[TileGroup, ...]
+    total: float
     flops: float
     least: float
     most: float
@@ -151,14 +153,17 @@ def _make(one: RankPlan, batch: int, heads_per_kv: int, head_dim: int, flops: fl
     if not flops or not one.is_alone or longest > MOST_POSITIONS:
         first = one.local_groups[:1] if one.covers else ()
         return OwnSchedule(
-            first, (), one.local_groups[len(first) :], one.zero_keys, flops, flops, flops
+            first, (), one.local_groups[len(first) :], one.zero_keys, 0.0, flops, flops, flops
         )
     factor = (2 if plan.is_causal else 4) * head_dim * batch * heads_per_kv
     heads = [len(each) for each in plan.tiling.heads]
     found = [0.0, math.inf]  # the numbers of operations next to `flops`
+    total = 0.0
 
     def by_rows(branch: int, run: OwnRun) -> bool:
+        nonlocal total
         rate = plan.pattern.dilation_rates[branch]
+        total += factor * heads[branch] * run.copies * run.size * run.size / rate**2
         if rate > MOST_STEP or (rate > 1 and run.size < FEWEST_ROWS * rate):
             return False
         rows = -(-run.size // rate)
@@ -178,7 +183,7 @@ def _make(one: RankPlan, batch: int, heads_per_kv: int, head_dim: int, flops: fl
     covers = one.covers and bool(work.groups) and work.groups[0].branch == plan.covering
     first = work.groups[: int(covers)]
     return OwnSchedule(
-        first, tuple(launches), work.groups[len(first) :], work.zero_keys, flops, *found
+        first, tuple(launches), work.groups[len(first) :], work.zero_keys, total, flops, *found
     )
 
 

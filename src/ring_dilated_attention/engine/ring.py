@@ -249,8 +249,10 @@ class _Backward:
 
     def _compute_alone(self, one: RankPlan) -> None:
         """Compute all there is, where nothing is seen of elsewhere."""
-        flops = self._call.backend.own_backward_flops
-        own = own_schedule(one, self._tiles, self._inputs.query.shape[3], flops)
+        backend, head_dim = self._call.backend, self._inputs.query.shape[3]
+        own = own_schedule(one, self._tiles, head_dim, backend.own_forward_flops)
+        if own.total >= backend.cpu_flops:
+            own = own_schedule(one, self._tiles, head_dim, backend.own_backward_flops)
         gradients = compute.Gradients(self.dquery, self.dkey, self.dvalue)
         first = gradients._replace(stores_query=True, stores_keys=True)
         self._compute_groups(own.covering, own, first)

@@ -39,6 +39,9 @@ OWN_BACKWARD_FLOPS = {2: 2e10, 4: 3e9}
 """Where there is no other rank, kernel calls of fewer operations, counted as those of forward, join
 a launch that goes through several branches row by row. Measured on an H200: row by row the GPU is
 as fast in forward and up to a tenth slower in backward, and the CPU has half the work."""
+CPU_FLOPS = {2: 8e10, 4: 8e9}
+"""In calls of fewer operations of forward the CPU takes longer than the GPU: backward then goes by
+the limit of forward. On an H200: 0.8 ms of backward."""
 NARROW_HEAD_DIM = 64
 """Up to this head_dim the table-driven kernel is about as fast in forward as the others are on
 tiles of twice as many operations, and costs the CPU less."""
@@ -57,7 +60,8 @@ class Selection:
         own_forward_flops: kernel calls of forward of at most so many operations join a launch that
             goes through several branches row by row.
         own_backward_flops: kernel calls of backward of at most so many operations, counted as those
-            of forward, do.
+            of forward, do, in calls of more than `cpu_flops` operations of forward.
+        cpu_flops: in calls of fewer, those of at most `own_forward_flops` do.
     """
 
     backend: TileBackend | None
@@ -65,6 +69,7 @@ class Selection:
     backward_table_flops: float = 0.0
     own_forward_flops: float = 0.0
     own_backward_flops: float = 0.0
+    cpu_flops: float = 0.0
 
     def reads(self, tensor: torch.Tensor) -> bool:
         """Whether tiles are computed from views of a tensor as it is; else from those of a copy."""
@@ -102,7 +107,7 @@ def select_backend(name: str, device: torch.device, dtype: torch.dtype, head_dim
             size, flops = dtype.itemsize, profile_of(device).flops
             small = flops(SMALL_FLOPS[size])
             forward = small * (2 if head_dim <= NARROW_HEAD_DIM else 1)
-            own = flops(OWN_FORWARD_FLOPS[size]), flops(OWN_BACKWARD_FLOPS[size])
+            own = map(flops, (OWN_FORWARD_FLOPS[size], OWN_BACKWARD_FLOPS[size], CPU_FLOPS[size]))
             return Selection(backend, forward, small, *own)
         reasons[backend.name] = reason
     if name == "auto" and (device.type != "cuda" or dtype == torch.float64):

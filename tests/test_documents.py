@@ -40,6 +40,7 @@ from ring_dilated_attention.nn import (
     document_positions,
 )
 from ring_dilated_attention.plan import TileGroup, check_plan
+from ring_dilated_attention.torch_op import padding
 
 PATTERN = DilatedPattern([5, 12, None], [1, 2, 3])
 LONGNET = DilatedPattern([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12])
@@ -380,24 +381,30 @@ def test_a_mask_that_is_no_right_padding():
         dilated_attention(query, key, value, PATTERN, key_padding_mask=mask)
 
 
-def test_what_a_mask_stands_for_is_asked_once():
+def test_what_a_mask_stands_for_is_asked_once_a_pass():
     known, layout = KnownLengths(), SequenceLayout.zigzag(9, 1)
+    first, second, third = object(), object(), object()
     mask = torch.arange(9) >= torch.tensor([[4], [9]])
-    assert known.get(mask, None) is None
-    known.keep(mask, None, [4, 9])
-    assert known.get(mask, None) == [4, 9]
-    assert known.get(mask.clone(), None) is known.get(mask, layout) is None
-    known.keep(mask, layout, [4, 9])
-    assert known.get(mask, SequenceLayout.zigzag(9, 1)) == [4, 9]
-    mask[0, 3:] = True  # by a view: its version is that of the mask
-    assert known.get(mask, layout) is None
-    known.keep(mask, None, [3, 9])
+    assert known.get(first, mask, None) is None
+    known.keep(first, mask, None, [4, 9])
+    assert known.get(second, mask, None) == [4, 9]
+    assert known.get(second, mask.clone(), None) is known.get(third, mask, layout) is None
+    mask.data[0, 3:] = True  # is not counted: the next pass sees it
+    assert known.get(first, mask, None) is known.get(second, mask, None) is None
+    known.keep(first, mask, layout, [3, 9])
+    assert known.get(second, mask, SequenceLayout.zigzag(9, 1)) == [3, 9]
+    mask[0, 2:] = True  # by a view: its version is that of the mask
+    assert known.get(third, mask, layout) is None
+    known.keep(first, mask, None, [2, 9])
+    known.forget()
+    assert known.get(second, mask, None) is None
+    known.keep(first, mask, None, [2, 9])
     del mask
     assert len(known._found) == 0
-    with torch.inference_mode():  # where writes do not show
+    with torch.inference_mode():  # where no write is counted
         mask = torch.arange(9)[None] >= 4
-        known.keep(mask, None, [4])
-        assert known.get(mask, None) is None
+        known.keep(first, mask, None, [4])
+        assert known.get(second, mask, None) is None
 
 
 @pytest.mark.gpu
@@ -408,19 +415,31 @@ def test_layers_do_not_wait_for_a_mask_again():
     query = torch.randn(2, 40, 4, 16, device="cuda")
     mask = torch.arange(40, device="cuda") >= torch.tensor([[40], [9]], device="cuda")
 
-    def call():
-        return dilated_attention(query, query, query, PATTERN, key_padding_mask=mask)
+    def call(layer):
+        given = padding(layer, mask, query, None, None)
+        return dilated_attention(query, query, query, PATTERN, **given)
 
-    first = call()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        again = call()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert torch.equal(first, again)
-    mask[:, 7:] = True
-    want = dilated_attention(query, query, query, PATTERN, lengths=[7, 7])
-    assert torch.equal(call(), want)
+    layers = [object(), object()]
+    for filled in (9, 7):
+        mask.data[1, filled:] = True
+        first = call(layers[0])
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            again = call(layers[1])
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        want = dilated_attention(query, query, query, PATTERN, lengths=[40, filled])
+        assert torch.equal(first, want)
+        assert torch.equal(again, want)
+
+
+def test_masks_are_not_captured(monkeypatch):
+    """Lengths would be those of the capture in every replay."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    query, mask = torch.randn(1, 9, 2, 8), torch.zeros(1, 9, dtype=torch.bool)
+    with pytest.raises(RuntimeError, match="key_padding_mask cannot be captured in a CUDA graph"):
+        dilated_attention(query, query, query, PATTERN, key_padding_mask=mask)
 
 
 # --- torch.compile

@@ -27,6 +27,7 @@ from ring_dilated_attention.engine.compute import TileCall
 from ring_dilated_attention.kernels import MOST_POSITIONS, build_programs, launches_of
 from ring_dilated_attention.resolve import forget_plans
 from ring_dilated_attention.tiles import Selection
+from ring_dilated_attention.tiles.eager import EAGER
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
@@ -272,8 +273,6 @@ def test_launches_are_cut_where_rates_have_little_in_common():
 
 def test_large_branches_go_by_themselves(monkeypatch):
     """A branch's full segments by a kernel call, its last one and the other branches row by row."""
-    from ring_dilated_attention.tiles.eager import EAGER
-
     q, k, v, dout = (torch.randn(1, 53, 4, 16, device=DEVICE) for _ in range(4))
     wide = [x.double().cpu().requires_grad_() for x in (q, k, v)]
     leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -314,7 +313,7 @@ def test_backward_of_short_calls_goes_by_the_limit_of_forward(factor, monkeypatc
     one = plan_attention(GIGAPATH, layout, is_causal=False, num_heads=4).rank(0)
     total = own.own_schedule(one, TileCall(Selection(None), 1.0, 1, 1), 16, 5e5).total
     assert total == pytest.approx(4 * 16 * one.pairs, rel=0.05)
-    selection = Selection(None, 0.0, 0.0, 5e5, 4e4, total / factor)
+    selection = Selection(EAGER, 0.0, 0.0, 5e5, 4e4, total / factor)
     monkeypatch.setattr("ring_dilated_attention.resolve.select_backend", lambda *_: selection)
     forget_plans()
     asked: list[float] = []

@@ -102,6 +102,17 @@ def test_no_copy_is_made_where_autocast_makes_none():
     assert len(project_heads(layers_of(), [rows[:, :0]] * 3, 4)) == 3
 
 
+def test_gradients_of_some_do_not_keep_the_memory_of_all():
+    layers = layers_of()
+    layers[1].requires_grad_(False)
+    rows = torch.randn(1, 5, 24)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.cat([x.flatten() for x in project_heads(layers, [rows] * 3, 4)]).sum().backward()
+    gradient = layers[0].weight.grad
+    assert gradient is not None
+    assert gradient.untyped_storage().nbytes() == gradient.nbytes
+
+
 def test_few_rows_of_a_wide_model_are_projected_layer_by_layer(monkeypatch):
     layers = layers_of()
     for width, count, want in ((24, 5, 1), (23, 5, 3), (23, 24, 1)):

@@ -17,6 +17,7 @@ from ring_dilated_attention import DilatedPattern, SequenceLayout
 from ring_dilated_attention.checks import reference_attention, relative_error, run_ranks
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.nn import LayerNorm, SlideEncoder, SlideEncoderConfig, sincos_positions
+from ring_dilated_attention.nn.encoder_block import EncoderBlock
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "slide_encoder.py"
 TORCHSCALE = {"head_offsets": "blocked", "zero_keys": True, "branch_gradients": "detached"}
@@ -338,3 +339,16 @@ def test_half_precision_on_a_gpu(options):
     assert relative_error(loss.cpu(), want) < 0.02
     whole, other = (torch.cat([g.flatten().cpu() for g in gs]) for gs in (expected, gradients))
     assert relative_error(other, whole) < 0.05
+
+
+def test_an_adapter_in_a_hook_of_the_mlp_is_trained():
+    """Only plain modules are recomputed without calling them as a checkpoint would."""
+    model = encoder()
+    block = model.blocks[0]
+    assert isinstance(block, EncoderBlock)
+    adapter = nn.Linear(block.contract.in_features, block.contract.out_features).double()
+    block.contract.register_forward_hook(lambda _, inputs, out: out + adapter(inputs[0]))
+    model(*slide()).cls.square().sum().backward()
+    for parameter in (adapter.weight, block.contract.weight, block.inner_norm.weight):
+        assert parameter.grad is not None
+        assert parameter.grad.abs().max() > 0

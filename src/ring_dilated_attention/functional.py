@@ -130,9 +130,8 @@ def dilated_attention(
         key_padding_mask: in place of `lengths`, the local shard of a boolean mask, (batch,
             local_sequence): True where a position is PADDING, as in `nn.MultiheadAttention` (the
             opposite of a mask of valid positions). It must be a right padding of the whole
-            sequence; anything else is refused. It makes the call wait for the device, but for later
-            calls of one process with the same tensor, and costs a group two small collectives: pass
-            `lengths` to save them.
+            sequence; anything else is refused. It makes the call wait for the device, and costs two
+            small collectives: pass `lengths` to save them.
         group: the ranks that share the sequence: a ProcessGroup, a 1-D DeviceMesh, an `Exchange`,
             or None for one process that holds it all.
         layout: which rank holds which positions; None: contiguous equal shards.

@@ -79,26 +79,43 @@ def lengths_of_mask(
 
 
 class KnownLengths:
-    """What masks were found to stand for, as long as they live and nobody writes to them.
+    """What masks were found to stand for, for the layers that come behind the one that asked.
 
-    A model gives all its layers the same mask: to ask the device what is in it makes the host wait
-    for all that is queued before.
+    torch counts most writes to a tensor, but not all: a broadcast, or one through `Tensor.data`. So
+    a layer that comes again asks again: what it knows is from the last pass of its model.
     """
 
     def __init__(self) -> None:
         self._found: Any = WeakTensorKeyDictionary()  # by tensor, not by its address
 
-    def get(self, mask: torch.Tensor, layout: SequenceLayout | None) -> list[int] | None:
-        """The lengths of a mask that is not sharded; None where they are not known."""
-        if mask.is_inference():  # which writes to it does not show
+    def get(
+        self, caller: object, mask: torch.Tensor, layout: SequenceLayout | None
+    ) -> list[int] | None:
+        """The lengths of a mask that is not sharded; None where the caller has to ask."""
+        if mask.is_inference() or mask not in self._found:  # to the former writes are not counted
             return None
-        version, of, lengths = self._found.get(mask, (None, None, None))
-        return lengths if version == mask._version and of == layout else None
+        version, of, lengths, callers = self._found[mask]
+        if version != mask._version or of != layout or id(caller) in callers:
+            return None
+        callers.add(id(caller))
+        found: list[int] = lengths
+        return found
 
-    def keep(self, mask: torch.Tensor, layout: SequenceLayout | None, lengths: list[int]) -> None:
-        """Keep the lengths of a mask."""
+    def keep(
+        self,
+        caller: object,
+        mask: torch.Tensor,
+        layout: SequenceLayout | None,
+        lengths: list[int],
+    ) -> None:
+        """Keep the lengths of a mask, which the caller has asked for."""
         if not mask.is_inference():
-            self._found[mask] = mask._version, layout, lengths
+            self._found[mask] = mask._version, layout, lengths, {id(caller)}
+
+    def forget(self) -> None:
+        """Drop everything."""
+        if self._found:
+            self._found = WeakTensorKeyDictionary()
 
 
 KNOWN_LENGTHS = KnownLengths()

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from ..exchange import Group
 from ..functional import BRANCH_GRADIENTS, EXCHANGES, BranchGradients, Schedule, dilated_attention
 from ..layout import SequenceLayout
-from ..nn import check_head_sizes, hooks_of, normalize, project_heads, runs_hooks
+from ..nn import check_head_sizes, hooks_of, is_plain, normalize, project_heads
 from ..pattern import DilatedPattern, HeadOffsets, check_choice, check_positive_float
 from ..tiles import BACKENDS, Backend
+from ..torch_op import padding
 
 _SUBMODULES = ("q_proj", "k_proj", "v_proj", "out_proj", "inner_attn_ln")
 
@@ -212,7 +213,7 @@ class TorchscaleDilatedAttention(nn.Module):
             v_bnhd,
             self.pattern,
             is_causal=is_causal,
-            key_padding_mask=key_padding_mask,
+            **padding(self, key_padding_mask, q_bnhd, self.layout, self.group),
             group=self.group,
             layout=self.layout,
             exchange=self.exchange,
@@ -221,7 +222,7 @@ class TorchscaleDilatedAttention(nn.Module):
         )
         attended = attended.flatten(2)
         norm = self.inner_attn_ln
-        if type(norm) is nn.LayerNorm and not runs_hooks(norm):
+        if isinstance(norm, nn.LayerNorm) and is_plain(norm, nn.LayerNorm):
             attended = normalize(norm, attended)
         elif norm is not None:
             attended = norm(attended)

@@ -158,7 +158,7 @@ def build_programs(
         shortest = min(branches[x][0] for x in chosen)
         made = _programs(own[numbers], numbers, shortest, step, block)
         programs.append(made)
-        most = -np.sort(-work, axis=1).max(0)[made[:, 3]]
+        most = (-np.sort(-work, axis=1)).max(0)[made[:, 3]]
         works.append(most * (made[:, 2] / own[made[:, 0], 1]) if is_causal else most)
     every = np.concatenate(programs)[(-np.concatenate(works)).argsort(kind="stable")]
     spec = np.array(

@@ -5,7 +5,7 @@ from .checkpoint import check_checkpoint, keep_attention
 from .checks import check_head_sizes
 from .chunked import map_rows
 from .config import LongNetConfig
-from .hooks import hooks_of, runs_hooks
+from .hooks import hooks_of, is_plain
 from .longnet import LongNet
 from .norm import LayerNorm, normalize
 from .projections import project_heads
@@ -31,10 +31,10 @@ __all__ = [
     "document_positions",
     "hilbert_order",
     "hooks_of",
+    "is_plain",
     "keep_attention",
     "map_rows",
     "normalize",
     "project_heads",
-    "runs_hooks",
     "sincos_positions",
 ]

@@ -14,6 +14,7 @@ from .attention import MultiheadDilatedAttention
 from .block import Block
 from .checkpoint import run_checkpointed
 from .chunked import map_rows
+from .hooks import is_plain
 from .norm import LayerNorm
 from .slide_config import SlideEncoderConfig
 
@@ -88,9 +89,10 @@ class EncoderBlock(Block):
         """
         if in_chunks:
             return self._normed(expanded)
-        if torch.compiler.is_compiling():
+        plain = is_plain(self.inner_norm, LayerNorm) and is_plain(self.contract, nn.Linear)
+        if torch.compiler.is_compiling() or not plain:
             return run_checkpointed("full", self._normed, expanded)
-        # As a checkpoint, whose hooks take the CPU a millisecond.
+        # The same, without a checkpoint's hooks, which take the CPU a millisecond.
         rows, modules = max(1, expanded.shape[1]), (self.inner_norm, self.contract)
         return map_rows(self._normed, expanded, rows=rows, modules=modules)
 

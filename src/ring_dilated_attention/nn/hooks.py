@@ -13,6 +13,15 @@ def hooks_of(module: nn.Module) -> list[str]:
     return [kind for kind in _KINDS if getattr(module, kind)]
 
 
+def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a module is what its class says: no subclass, no hooks, no sharded or view weights.
+
+    Its function may then be computed from its parameters, without calling it.
+    """
+    weight = getattr(module, "weight", None)
+    return type(module) is kind and type(weight) is nn.Parameter and not runs_hooks(module)
+
+
 def runs_hooks(module: nn.Module) -> bool:
     """Whether calling a module runs hooks: its own, those of all modules, or another forward."""
     # As accelerate replaces it:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..functional import autocast_dtype
-from .hooks import runs_hooks
+from .hooks import is_plain
 
 NARROW = 1024
 """Copies of weights of so many columns take the GPU less time than launches that they save."""
@@ -54,10 +54,10 @@ def _can_join(layers: Sequence[nn.Linear], rows: Tensor) -> bool:
     if width > NARROW and not torch.compiler.is_compiling() and rows.numel() < width**2:
         return False
     return all(
-        type(layer) is nn.Linear
-        and not runs_hooks(layer)
-        and type(layer.weight) is nn.Parameter
+        is_plain(layer, nn.Linear)
         and layer.weight.dtype == torch.float32
         and (layer.bias is None) == (layers[0].bias is None)
+        # Else gradients of some would keep the memory of all.
+        and {p.requires_grad for p in layer.parameters()} == {layers[0].weight.requires_grad}
         for layer in layers
     )

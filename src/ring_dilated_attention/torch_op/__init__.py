@@ -1,13 +1,13 @@
 """A call as torch sees it: autograd, torch.compile, fake tensors, FLOP formulas.
 
 `FORWARD` is the operator of every call of `dilated_attention`; importing this room registers it.
-`LENGTHS`, an operator too, and `lengths_of_call` tell what a padding mask stands for.
+`LENGTHS`, an operator too, `lengths_of_call` and `padding` tell what a padding mask stands for.
 `apply_function`, `once_differentiable` and `refuse_tangents` are what any autograd function here
 needs.
 """
 
 from .derivatives import apply_function, once_differentiable, refuse_tangents
-from .lengths import LENGTHS, lengths_of_call
+from .lengths import LENGTHS, lengths_of_call, padding
 from .operator import FORWARD
 
 __all__ = [
@@ -16,5 +16,6 @@ __all__ = [
     "apply_function",
     "lengths_of_call",
     "once_differentiable",
+    "padding",
     "refuse_tangents",
 ]

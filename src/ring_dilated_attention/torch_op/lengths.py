@@ -10,9 +10,12 @@ import torch
 from ..exchange import (
     KNOWN_LENGTHS,
     Exchange,
+    Group,
     Scope,
     Shared,
+    check_padding_mask,
     exchange_named,
+    group_name,
     lengths_of_mask,
     refuse_capture,
     settle,
@@ -36,6 +39,7 @@ every rank. It waits for the mask. torch.compile makes one call of those of all 
 
 def _lengths(mask: torch.Tensor, layout: Sequence[int], group: str) -> torch.Tensor:
     ends = exchange_named(group)
+    refuse_masks_in_graphs(mask)
     refuse_capture("dilated_attention", ends, mask.device)
     given = SequenceLayout.from_flat(tuple(layout)) if layout else None
     words = {"batch": mask.shape[0], "layout": str(given or f"{mask.shape[1]} positions")}
@@ -62,8 +66,6 @@ def lengths_of_call(
 ) -> list[int]:
     """The lengths that a mask stands for, in a call that is not compiled.
 
-    The device is asked once where several layers are given the same mask.
-
     Args:
         mask: boolean (batch, local_sequence), True where a position is padding.
         query: of the call.
@@ -78,18 +80,60 @@ def lengths_of_call(
         ValueError: the mask is no right padding, or see `resolve`; on every rank.
     """
     ends = exchange_named(options.group)
-    # Of several ranks, some might know and the others ask. On the CPU there is nothing to wait for.
-    keeps = ends.world_size == 1 and mask.device.type != "cpu"
-    known = KNOWN_LENGTHS.get(mask, layout) if keeps else None
-    if known is not None:
-        return known
+    refuse_masks_in_graphs(mask)
     refuse_capture("dilated_attention", ends, query.device)
     with ends.calls.enter("dilated_attention", "forward") as scope:
         _agree_but_on_lengths(scope, ends, query, key, options)
-        found = lengths_of_mask(mask, ends, layout, scope)
-    if keeps:
-        KNOWN_LENGTHS.keep(mask, layout, found)
-    return found
+        return lengths_of_mask(mask, ends, layout, scope)
+
+
+def padding(
+    caller: object,
+    mask: torch.Tensor | None,
+    query: torch.Tensor,
+    layout: SequenceLayout | None,
+    group: Group,
+) -> dict[str, Any]:
+    """A mask as a layer hands it to `dilated_attention`, or the lengths that it stands for.
+
+    To ask the device what is in a mask makes the host wait for all that is queued before, and a
+    model gives all its layers the same. One that asks, asks for those that follow; when a layer
+    comes again, or after a backward, it is asked anew: not all writes to a tensor can be seen.
+
+    Args:
+        caller: the layer.
+        mask: None, or what `dilated_attention` takes as `key_padding_mask`.
+        query: of the call.
+        layout: of the call.
+        group: of the call.
+
+    Returns:
+        The argument by its name.
+    """
+    given = {"key_padding_mask": mask}
+    # Of several ranks, some might know and the others ask. On the CPU there is nothing to wait for.
+    if mask is None or torch.compiler.is_compiling() or not mask.is_cuda:
+        return given
+    check_padding_mask(mask, query.shape[0], query.shape[1], query.device)
+    ends = exchange_named(group_name(group))
+    if ends.world_size > 1 or (layout and layout.local_length(0) != mask.shape[1]):
+        return given
+    refuse_masks_in_graphs(mask)
+    lengths = KNOWN_LENGTHS.get(caller, mask, layout)
+    if lengths is None:
+        with ends.calls.enter("dilated_attention", "key_padding_mask") as scope:
+            lengths = lengths_of_mask(mask, ends, layout, scope)
+        KNOWN_LENGTHS.keep(caller, mask, layout, lengths)
+    return {"lengths": lengths}
+
+
+def refuse_masks_in_graphs(mask: torch.Tensor) -> None:
+    """Raise a `RuntimeError` in a CUDA graph: replays would go by the lengths at its capture."""
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "key_padding_mask cannot be captured in a CUDA graph: what it stands for would be that "
+            "of its capture in every replay; pass lengths, and capture a graph for each"
+        )
 
 
 def _agree_but_on_lengths(

@@ -13,11 +13,20 @@ from typing import Any
 import torch
 
 from ..engine import TABLES, RingCall, ring_backward, ring_forward
-from ..exchange import Call, Exchange, exchange_named, refuse_capture, settle, settle_later
+from ..exchange import (
+    KNOWN_LENGTHS,
+    Call,
+    Exchange,
+    exchange_named,
+    refuse_capture,
+    settle,
+    settle_later,
+)
 from ..resolve import Options, PlannedRows, Resolved, resolve
 from ..tiles import accumulate_dtype
 from .derivatives import apply_function, once_differentiable, refuse_tangents
 from .flops import count_flops_of
+from .lengths import refuse_masks_in_graphs
 from .untraced import untraced
 
 _OPTIONS = (
@@ -190,6 +199,7 @@ def _backward(
     *options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     named = _options(*options)
+    KNOWN_LENGTHS.forget()
     ends = exchange_named(named.group)
     TABLES.start_call()
     refuse_capture("dilated_attention", ends, query.device)
@@ -211,7 +221,10 @@ def _backward(
 
 def _options(measured: torch.Tensor | None, *options: Any) -> Options:
     named = Options(*options)
-    return named if measured is None else named._replace(lengths=measured.tolist())
+    if measured is None:
+        return named
+    refuse_masks_in_graphs(measured)
+    return named._replace(lengths=measured.tolist())
 
 
 def _fake_forward(

@@ -2,8 +2,10 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -431,6 +433,18 @@ def test_layers_do_not_wait_for_a_mask_again():
         want = dilated_attention(query, query, query, PATTERN, lengths=[40, filled])
         assert torch.equal(first, want)
         assert torch.equal(again, want)
+
+
+def test_a_rank_does_not_refuse_a_mask_by_itself():
+    """`dilated_attention` refuses it on every rank; one process has nobody to tell."""
+    query: Any = SimpleNamespace(is_cuda=True, shape=(2, 6, 4, 8), device=torch.device("cpu"))
+    for mask in ([[False]], MASK.long(), MASK[:, :5]):
+        wrong: Any = mask
+        attempt_of_rank = partial(padding, None, wrong, query, None)
+        given = run_loopback(2, attempt_of_rank)
+        assert all(each["key_padding_mask"] is wrong for each in given)
+        with pytest.raises((TypeError, ValueError), match="key_padding_mask must"):
+            padding(None, wrong, query, None, None)
 
 
 def test_masks_are_not_captured(monkeypatch):

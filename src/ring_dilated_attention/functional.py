@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeAlias, get_args, overload
 import torch
 
 from .documents import Integers, as_ints
+from .engine import autocast_dtype
 from .exchange import (
     Group,
     agree,
@@ -140,9 +141,9 @@ def dilated_attention(
             them all; ``"auto"`` gathers when all of them are at most the size of a shard.
         backend: who computes the tiles, one of `tiles.BACKENDS`: ``"auto"`` takes a fused kernel
             where one can, else plain torch code; anything else is used or refused.
-        workspace: what kernels allocate may take so many times the size of query, as far as single
-            heads of single segments allow; None: about a quarter in forward and a half in backward,
-            or 64 MiB if that is more.
+        workspace: the most that kernels allocate, in multiples of the size of query, as far as
+            single heads of single segments allow; None: about a quarter in forward and a half in
+            backward, or 64 MiB if that is more.
         branch_gradients: ``"exact"`` is the gradient of the whole function; ``"detached"`` takes
             the weights that mix the branches, ``exp(lse of the branch - lse)``, for constants, as
             torchscale does: weights trained with it have seen that gradient. Of the forward pass
@@ -260,15 +261,6 @@ def autocast_inputs(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(
         t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors
     )
-
-
-def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """To which dtype autocast casts now; None where it is off, or does not know such devices."""
-    try:  # before torch 2.13, torch.compile cannot trace is_autocast_available
-        enabled = torch.is_autocast_enabled(device_type)
-    except RuntimeError:
-        return None
-    return torch.get_autocast_dtype(device_type) if enabled else None
 
 
 def validate_options(

@@ -182,9 +182,9 @@ def replicated_query_attention(
         layout: which rank holds which keys; None: contiguous equal shards.
         backend: kernels that compute the tiles, one of `tiles.BACKENDS`; ``"auto"``, the default,
             takes the fastest one that supports the tensors, and any other name is used or refused.
-        workspace: what kernels allocate may take so many times the size of query, as far as single
-            heads of single segments allow; None: about a quarter in forward and a half in backward,
-            or 64 MiB if that is more.
+        workspace: the most that kernels allocate, in multiples of the size of query, as far as
+            single heads of single segments allow; None: about a quarter in forward and a half in
+            backward, or 64 MiB if that is more.
         return_lse: whether to return the lse too.
 
     Returns:

@@ -5,7 +5,8 @@ transfers, tiles of remote rows. `compute` computes groups of tiles, into sums t
 `Accumulator` adds up on a side stream; `merge_` merges partial softmaxes, `merge_zero_keys` those
 of keys that no rank holds. `readable` and `readable_in_backward` give tensors whose tiles kernels
 can read in place, `kernel_calls` counts the calls of kernels that a plan takes, `TABLES` keeps
-index tables on devices, and `kernels_on` is where kernels are to run.
+index tables on devices, `kernels_on` is where kernels are to run, and `autocast_dtype` what
+autocast casts to.
 """
 
 from . import compute
@@ -13,13 +14,14 @@ from .accumulate import Accumulator
 from .blocks import kernel_calls, readable, readable_in_backward
 from .device_tables import TABLES
 from .merge import merge_
-from .ring import RingCall, kernels_on, ring_backward, ring_forward
+from .ring import RingCall, autocast_dtype, kernels_on, ring_backward, ring_forward
 from .zero_keys import merge_zero_keys
 
 __all__ = [
     "TABLES",
     "Accumulator",
     "RingCall",
+    "autocast_dtype",
     "compute",
     "kernel_calls",
     "kernels_on",

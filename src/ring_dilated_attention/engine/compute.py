@@ -17,24 +17,24 @@ import torch
 
 from ..kernels import profile_of
 from ..plan import TileGroup
-from ..tiles import Selection, TileGradients, TileInputs
+from ..tiles import Selection, TileGradients, TileInputs, empty_rows
 from .accumulate import Accumulator, add, merge, row_sums
 from .blocks import Block
 from .schedule import Schedule, launch_of, schedule_of
 
 FORWARD_WORKSPACE = 0.26
-"""Temporaries of a forward call may take so much of the size of its query, ..."""
+"""The most that temporaries of a forward call take, as a share of the size of its query."""
 BACKWARD_WORKSPACE = 0.52
-"""... those of a backward call so much, ..."""
+"""The same for a backward call."""
 WORKSPACE_FLOOR = 64 << 20
-"""... or so many bytes, or what a slice of SLICE_ROWS rows takes, where that is more: slices must
-be large enough to fill a GPU."""
+"""Bytes that temporaries may take in any case, as may those of a slice of SLICE_ROWS rows: slices
+must be large enough to fill a GPU."""
 SLICE_ROWS = 1 << 17
 """Query rows that keep a GPU busy: an H200 takes 128 to each of its 132 multiprocessors, and these
 are eight rounds, so that the last one matters little."""
 LONG_FLOPS = 1e11
-"""Additions go behind kernel calls of so many operations: 0.25 ms on an H200, in which an addition
-takes the GPU some 0.02, and going behind takes the CPU 0.1."""
+"""Operations of a kernel call from which results are added on the side stream, behind the next
+call: 0.25 ms on an H200. An addition takes the GPU about 0.02 ms, the side stream the CPU 0.1."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class TileCall:
         scale: factor on the scores.
         batch: batch size.
         heads_per_kv: query heads of a KV head.
-        workspace: what slices allocate may take so many times the size of query; None: the
+        workspace: the most that slices allocate, in multiples of the size of query; None: the
             constants of this module say.
     """
 
@@ -218,7 +218,7 @@ def backward(
             totals = part.view_queries(dquery), part.view_keys(dkeys), part.view_keys(dvalues)
             if places_keys:
                 assert backend.backward_into is not None
-                dq = totals[0] if places_query else _empty_rows(tile_inputs.q)
+                dq = totals[0] if places_query else empty_rows(tile_inputs.q)
                 backend.backward_into(tile_inputs, tile_gradients, dq, *totals[1:])
                 additions = [] if places_query else [_Addition(totals[0], dq, store)]
                 del dq
@@ -276,12 +276,6 @@ def _add_all(additions: Sequence[_Addition]) -> None:
         chosen = [addition for addition in additions if addition.store is store]
         if chosen:
             add([x.total for x in chosen], [x.part for x in chosen], store=store)
-
-
-def _empty_rows(like: torch.Tensor) -> torch.Tensor:
-    """(batch, heads, rows, head_dim), the heads of a row side by side."""
-    batch, heads, rows, head_dim = like.shape
-    return like.new_empty(batch, rows, heads, head_dim).transpose(1, 2)
 
 
 def _inputs(block: Block, call: TileCall, inputs: Inputs) -> TileInputs:

@@ -19,10 +19,10 @@ from weakref import WeakKeyDictionary
 import torch
 
 KEPT_BYTES = 8 << 20
-"""Tables of so many bytes in all are kept, however old, ..."""
+"""Bytes of tables that are kept in any case, however old."""
 KEPT_CALLS = 64
-"""... and whatever they take those that calls came back to, for so many calls after the last one.
-A step of a model of half as many different layers makes its tables once, large ones twice."""
+"""Calls after its last use for which a table is kept that several calls have used, whatever its
+size. A step of a model of half as many different layers makes its tables once, large ones twice."""
 _ALLOCATION = 512
 """Bytes of which an allocation on a CUDA device is a multiple."""
 

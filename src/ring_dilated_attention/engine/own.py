@@ -74,7 +74,7 @@ class OwnLaunch:
         return kept
 
     def programs(self, block: int, device: torch.device) -> Programs:
-        """The tables on the device, for blocks of so many rows."""
+        """The tables on the device, for blocks of `block` rows."""
         return TABLES.get(self, (block, device), device, partial(self._build, block, device))
 
     def _build(self, block: int, device: torch.device) -> Programs:
@@ -100,7 +100,7 @@ class OwnSchedule:
         others: further groups.
         zero_keys: those that are left to be merged.
         total: operations of forward, where anything may go row by row.
-        flops: kernel calls of at most so many operations go row by row.
+        flops: the most operations of a kernel call that goes row by row.
         least: any number of operations from this ...
         most: ... to less than this gives the same schedule.
     """
@@ -127,7 +127,7 @@ def own_schedule(one: RankPlan, call: TileCall, head_dim: int, flops: float) -> 
         one: what the rank does.
         call: what all tiles have in common.
         head_dim: elements of a row of a head.
-        flops: kernel calls of at most so many operations go row by row.
+        flops: the most operations of a kernel call that goes row by row.
     """
     sizes = call.batch, call.heads_per_kv, head_dim
     kept = _schedules.setdefault(one, {})

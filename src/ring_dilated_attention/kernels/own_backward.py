@@ -17,12 +17,11 @@ from .blocks import LOG2_E, load_block, row_offsets, write_block
 from .launch import Launcher
 from .own_forward import (
     keys_of_rows,
-    own_constants,
     range_of,
+    ranges_launch,
     rows_of_cell,
     rows_of_program,
     segments_of,
-    strides_of,
     takes_part,
     zeros_of_cell,
 )
@@ -74,7 +73,7 @@ def _weigh_keys(
     ]
 )  # fmt: skip
 def _dq_kernel(
-    q, k, v, dout, out, lse, delta, dq, ranges, branches, order, programs,
+    q, k, v, dout, out, dq, lse, delta, ranges, branches, order, programs,
     q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, dout_b, dout_n, dout_h, out_b, out_n, out_h,
     dq_b, dq_n, dq_h, lse_b, lse_h, lse_n,
     delta_branch,
@@ -200,7 +199,7 @@ def _dq_kernel(
     ]
 )  # fmt: skip
 def _dkdv_kernel(
-    q, k, v, dout, lse, delta, dk, dv, ranges, branches, order, programs,
+    q, k, v, dout, dk, dv, lse, delta, ranges, branches, order, programs,
     q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, dout_b, dout_n, dout_h,
     dk_b, dk_n, dk_h, dv_b, dv_n, dv_h, lse_b, lse_h, lse_n,
     delta_branch,
@@ -367,34 +366,21 @@ def ranges_backward(
         config: how to launch.
     """
     assert (config.dq.block_m, config.dkdv.block_n) == (queries.block, keys.block)
-    batch, _, heads, head_dim = q.shape
-    kv_heads = k.shape[2]
     deltas = queries.num_branches if detached else 1
     delta = torch.empty_strided(
         (deltas, *lse.shape), (lse.numel(), *lse.stride()), dtype=lse.dtype, device=lse.device
     )
-    *read, of_out, of_dq, of_dk, of_dv = [x.stride() for x in (q, k, v, dout, out, dq, dk, dv)]
-    of_lse = lse.stride()
-    unit, strides, longest = strides_of(of_lse, *read, of_out, of_dq)
+    inputs, of_rows, numbers = (q, k, v, dout), (lse, delta), (delta.stride(0), scale)
+    options = {"IS_CAUSAL": is_causal, "DETACHED": detached}
+    zeros = zero_keys and not is_causal
     _launch_dq(
-        (batch * queries.count * heads, 1),
-        (q, k, v, dout, out, lse, delta, dq, *queries.tensors),
-        (*strides, delta.stride(0), scale, *queries.sizes(heads, kv_heads)),
-        {
-            **own_constants(queries, unit, longest, config.dq, head_dim),
-            "IS_CAUSAL": is_causal,
-            "DETACHED": detached,
-            "ZERO_KEYS": zero_keys and not is_causal,
-        },
-    )
-    unit, strides, longest = strides_of(of_lse, *read, of_dk, of_dv)
+        *ranges_launch(
+            queries, config.dq, (*inputs, out, dq), of_rows, numbers,
+            rows_of=q, ZERO_KEYS=zeros, **options,
+        )
+    )  # fmt: skip
     _launch_dkdv(
-        (batch * keys.count * kv_heads, 1),
-        (q, k, v, dout, lse, delta, dk, dv, *keys.tensors),
-        (*strides, delta.stride(0), scale, *keys.sizes(heads, kv_heads)),
-        {
-            **own_constants(keys, unit, longest, config.dkdv, head_dim),
-            "IS_CAUSAL": is_causal,
-            "DETACHED": detached,
-        },
-    )
+        *ranges_launch(
+            keys, config.dkdv, (*inputs, dk, dv), of_rows, numbers, rows_of=k, **options
+        )
+    )  # fmt: skip

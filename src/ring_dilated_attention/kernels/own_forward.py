@@ -9,6 +9,7 @@ Shape legend: B batch, n rows, H query heads, K KV heads, D head_dim.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -271,17 +272,49 @@ def ranges_forward(
         config: how to launch.
     """
     assert config.block_m == programs.block
-    unit, strides, longest = strides_of(lse.stride(), *[x.stride() for x in (q, k, v, out)])
-    batch, _, heads, head_dim = q.shape
     _launch(
-        (batch * programs.count * heads, 1),
-        (q, k, v, out, lse, *programs.tensors),
-        (*strides, scale, *programs.sizes(heads, k.shape[2])),
-        {
-            **own_constants(programs, unit, longest, config, head_dim),
-            "IS_CAUSAL": is_causal,
-            "ZERO_KEYS": zero_keys and not is_causal,
-        },
+        *ranges_launch(
+            programs,
+            config,
+            (q, k, v, out),
+            (lse,),
+            (scale,),
+            rows_of=q,
+            IS_CAUSAL=is_causal,
+            ZERO_KEYS=zero_keys and not is_causal,
+        )
+    )
+
+
+def ranges_launch(
+    programs: Programs,
+    config: LaunchConfig,
+    tensors: Sequence[torch.Tensor],
+    of_rows: Sequence[torch.Tensor],
+    numbers: Sequence[float],
+    *,
+    rows_of: torch.Tensor,
+    **options: bool,
+) -> tuple[tuple[int, int], tuple[torch.Tensor, ...], tuple[float, ...], dict[str, Any]]:
+    """What a `Launcher` of a kernel of ranges takes.
+
+    Args:
+        programs: what to compute.
+        config: how to launch.
+        tensors: (B, n, heads, D), the first arguments: q, k and others.
+        of_rows: (B, H, n) float32, of the strides of the first: the next arguments.
+        numbers: what follows the strides.
+        rows_of: the tensor whose heads have programs: q, or k where they are keys.
+        options: what else the kernel is compiled for.
+    """
+    query, key = tensors[:2]
+    unit, strides, longest = strides_of(of_rows[0].stride(), *[x.stride() for x in tensors])
+    batch, _, heads, head_dim = query.shape
+    return (
+        (batch * programs.count * rows_of.shape[2], 1),
+        (*tensors, *of_rows, *programs.tensors),
+        (*strides, *numbers, *programs.sizes(heads, key.shape[2])),
+        {**_constants(programs, unit, longest, config, head_dim), **options},
     )
 
 
@@ -304,7 +337,7 @@ def strides_of(
     return unit, (*strides_in(unit, *of_rows), *of_lse), longest
 
 
-def own_constants(
+def _constants(
     programs: Programs, unit: int, longest: int, config: LaunchConfig, head_dim: int
 ) -> dict[str, Any]:
     """What a kernel of ranges is compiled for, but for its options."""

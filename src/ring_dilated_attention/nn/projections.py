@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..functional import autocast_dtype
+from ..engine import autocast_dtype
 from .hooks import is_plain
 
 NARROW = 1024
-"""Copies of weights of so many columns take the GPU less time than launches that they save."""
+"""The width up to which copies of weights take the GPU less time than the launches they save."""
 
 
 def project_heads(

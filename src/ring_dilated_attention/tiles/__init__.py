@@ -8,6 +8,7 @@ from .backend import (
     TileBackend,
     TileGradients,
     TileInputs,
+    empty_rows,
     reads_aligned_rows,
     reads_separate_rows,
 )
@@ -23,6 +24,7 @@ __all__ = [
     "TileGradients",
     "TileInputs",
     "accumulate_dtype",
+    "empty_rows",
     "reads_aligned_rows",
     "reads_separate_rows",
     "select_backend",

@@ -110,6 +110,12 @@ def reads_aligned_rows(tensor: torch.Tensor) -> bool:
     )
 
 
+def empty_rows(like: torch.Tensor) -> torch.Tensor:
+    """Uninitialised (batch, heads, rows, head_dim), the heads of a row side by side in memory."""
+    batch, heads, rows, head_dim = like.shape
+    return like.new_empty(batch, rows, heads, head_dim).transpose(1, 2)
+
+
 LEAST_SCALE = torch.finfo(torch.float32).tiny
 """Below it, float32 kernels take a scale for 0, or for a number of fewer bits."""
 

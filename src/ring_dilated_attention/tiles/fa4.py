@@ -15,7 +15,14 @@ from typing import Any
 
 import torch
 
-from .backend import TileBackend, TileGradients, TileInputs, reads_aligned_rows, refuse_all_but
+from .backend import (
+    TileBackend,
+    TileGradients,
+    TileInputs,
+    empty_rows,
+    reads_aligned_rows,
+    refuse_all_but,
+)
 from .replay import Replay
 
 _CAPABILITIES = (9, 10)  # compute capability 9.x and 10.x
@@ -73,14 +80,8 @@ def _by_row(*views: torch.Tensor) -> list[torch.Tensor]:
     return [view.transpose(1, 2) for view in views]
 
 
-def _empty_by_row(like: torch.Tensor) -> torch.Tensor:
-    """As a (batch, heads, rows, head_dim) view, the heads of a row side by side in memory."""
-    batch, heads, rows, head_dim = like.shape
-    return like.new_empty(batch, rows, heads, head_dim).transpose(1, 2)
-
-
 def _forward(t: TileInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    out = _empty_by_row(t.q)
+    out = empty_rows(t.q)
     lse = torch.empty(t.q.shape[:3], dtype=torch.float32, device=t.q.device)
     _forward_into(t, out, lse)
     return out, lse
@@ -150,7 +151,7 @@ def _padded(head_dim: int, multiple: int) -> int:
 
 
 def _backward(t: TileInputs, g: TileGradients) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    dq, dk, dv = map(_empty_by_row, (t.q, t.k, t.v))
+    dq, dk, dv = map(empty_rows, (t.q, t.k, t.v))
     _backward_into(t, g, dq, dk, dv)
     return dq, dk, dv
 

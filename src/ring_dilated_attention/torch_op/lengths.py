@@ -39,7 +39,7 @@ every rank. It waits for the mask. torch.compile makes one call of those of all 
 
 def _lengths(mask: torch.Tensor, layout: Sequence[int], group: str) -> torch.Tensor:
     ends = exchange_named(group)
-    refuse_masks_in_graphs(mask)
+    refuse_masks_in_graphs()
     refuse_capture("dilated_attention", ends, mask.device)
     given = SequenceLayout.from_flat(tuple(layout)) if layout else None
     words = {"batch": mask.shape[0], "layout": str(given or f"{mask.shape[1]} positions")}
@@ -80,7 +80,7 @@ def lengths_of_call(
         ValueError: the mask is no right padding, or see `resolve`; on every rank.
     """
     ends = exchange_named(options.group)
-    refuse_masks_in_graphs(mask)
+    refuse_masks_in_graphs()
     refuse_capture("dilated_attention", ends, query.device)
     with ends.calls.enter("dilated_attention", "forward") as scope:
         _agree_but_on_lengths(scope, ends, query, key, options)
@@ -112,13 +112,14 @@ def padding(
     """
     given = {"key_padding_mask": mask}
     # Of several ranks, some might know and the others ask. On the CPU there is nothing to wait for.
-    if mask is None or torch.compiler.is_compiling() or not mask.is_cuda:
+    if mask is None or torch.compiler.is_compiling() or not query.is_cuda:
+        return given
+    # Nor does a rank refuse a mask by itself: `dilated_attention` tells the others.
+    ends = exchange_named(group_name(group))
+    if ends.world_size > 1 or (layout and layout.local_length(0) != query.shape[1]):
         return given
     check_padding_mask(mask, query.shape[0], query.shape[1], query.device)
-    ends = exchange_named(group_name(group))
-    if ends.world_size > 1 or (layout and layout.local_length(0) != mask.shape[1]):
-        return given
-    refuse_masks_in_graphs(mask)
+    refuse_masks_in_graphs()
     lengths = KNOWN_LENGTHS.get(caller, mask, layout)
     if lengths is None:
         with ends.calls.enter("dilated_attention", "key_padding_mask") as scope:
@@ -127,7 +128,7 @@ def padding(
     return {"lengths": lengths}
 
 
-def refuse_masks_in_graphs(mask: torch.Tensor) -> None:
+def refuse_masks_in_graphs() -> None:
     """Raise a `RuntimeError` in a CUDA graph: replays would go by the lengths at its capture."""
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(

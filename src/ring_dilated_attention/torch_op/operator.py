@@ -223,7 +223,7 @@ def _options(measured: torch.Tensor | None, *options: Any) -> Options:
     named = Options(*options)
     if measured is None:
         return named
-    refuse_masks_in_graphs(measured)
+    refuse_masks_in_graphs()
     return named._replace(lengths=measured.tolist())
 
 

@@ -1,0 +1,96 @@
+"""The reference page of `rda`, made of the commands and their options."""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from typing import Any
+
+import typer
+
+INTRODUCTION = """\
+# Command line
+
+Made from the commands themselves when the site is built, so it is what `rda COMMAND --help` says.
+
+Exit codes: 0, done; 1, the run failed, or a check found a difference; 2, a mistake in the command
+line or in the input. An error is one line on standard error that says what was given, what is
+allowed, and what to do.
+"""
+
+
+def cli_reference() -> str:
+    """The page, in Markdown."""
+    from ring_dilated_attention.cli import app
+
+    root: Any = typer.main.get_command(app)
+    context = root.make_context("rda", ["--help"], resilient_parsing=True)
+    parts = [INTRODUCTION, *_options(root, context)]
+    for name in root.list_commands(context):
+        command = root.get_command(context, name)
+        if not command.hidden:
+            parts += [f"## rda {name}", _text(command.help)]
+            parts += _options(command, command.context_class(command, info_name=f"rda {name}"))
+            parts.append(_text(command.epilog))
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _options(command: Any, context: Any) -> list[str]:
+    """A table of options for each panel of the help."""
+    panels: dict[str, list[str]] = defaultdict(list)
+    for parameter in command.params:
+        if getattr(parameter, "hidden", False) or parameter.name == "help":
+            continue
+        panel = getattr(parameter, "rich_help_panel", None) or "Options"
+        panels[panel].append(_row(parameter, context))
+    head = "| option | value | default | |\n|---|---|---|---|\n"
+    return [f"**{panel}**\n\n{head}" + "\n".join(rows) for panel, rows in panels.items()]
+
+
+def _row(parameter: Any, context: Any) -> str:
+    if parameter.param_type_name == "argument":
+        names = parameter.human_readable_name
+    else:
+        names = ", ".join(map(_code, parameter.opts))
+        if parameter.secondary_opts:
+            names += " / " + ", ".join(map(_code, parameter.secondary_opts))
+    choices = getattr(parameter.type, "choices", None)
+    if getattr(parameter, "is_flag", False):
+        value = ""
+    elif choices:
+        value = ", ".join(_code(getattr(choice, "value", choice)) for choice in choices)
+    else:
+        value = _cell(parameter.type.name.lower())
+    description = _cell(getattr(parameter, "help", None) or "")
+    if parameter.multiple:
+        description += " May be given several times."
+    return f"| {names} | {value} | {_default(parameter, context)} | {description} |"
+
+
+def _default(parameter: Any, context: Any) -> str:
+    shown = getattr(parameter, "show_default", None)
+    if isinstance(shown, str):
+        return _cell(shown)
+    if parameter.required:
+        return "required"
+    default = parameter.get_default(context, call=False)
+    if default is None or default == () or default == [] or callable(default):
+        return ""
+    if getattr(parameter, "is_flag", False):
+        names = parameter.opts if default else parameter.secondary_opts
+        return _code(names[0]) if names else ""
+    values = default if isinstance(default, list | tuple) else [default]
+    return ", ".join(_code(getattr(value, "value", value)) for value in values)
+
+
+def _text(text: str | None) -> str:
+    """Help as Markdown, without the characters that tell typer not to join lines."""
+    return inspect.cleandoc(text or "").replace("\b", "")
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+def _code(text: Any) -> str:
+    return f"`{_cell(str(text))}`"

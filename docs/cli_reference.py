@@ -54,26 +54,28 @@ def _row(parameter: Any, context: Any) -> str:
         names = ", ".join(map(_code, parameter.opts))
         if parameter.secondary_opts:
             names += " / " + ", ".join(map(_code, parameter.secondary_opts))
-    choices = getattr(parameter.type, "choices", None)
+    # typer has its own way since 0.29, click's before.
+    show_type = getattr(parameter, "display_type", None) or parameter.make_metavar
+    metavar = parameter.metavar or show_type(context).strip("[]")
     if getattr(parameter, "is_flag", False):
         value = ""
-    elif choices:
-        value = ", ".join(_code(getattr(choice, "value", choice)) for choice in choices)
+    elif "|" in metavar:
+        value = ", ".join(map(_code, metavar.split("|")))
     else:
-        value = _cell(parameter.type.name.lower())
+        value = _cell(metavar)
     description = _cell(getattr(parameter, "help", None) or "")
     if parameter.multiple:
         description += " May be given several times."
-    return f"| {names} | {value} | {_default(parameter, context)} | {description} |"
+    return f"| {names} | {value} | {_default(parameter)} | {description} |"
 
 
-def _default(parameter: Any, context: Any) -> str:
+def _default(parameter: Any) -> str:
     shown = getattr(parameter, "show_default", None)
     if isinstance(shown, str):
         return _cell(shown)
     if parameter.required:
         return "required"
-    default = parameter.get_default(context, call=False)
+    default = parameter.default
     if default is None or default == () or default == [] or callable(default):
         return ""
     if getattr(parameter, "is_flag", False):

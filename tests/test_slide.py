@@ -303,7 +303,7 @@ def test_a_bad_call_is_an_error_on_every_rank():
 
 def test_options_are_refused():
     with pytest.raises(ValueError, match="checkpoint must be one of"):
-        SlideEncoder(small(), checkpoint="some")
+        SlideEncoder(small(), checkpoint="some")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="chunk_rows must be >= 1"):
         SlideEncoder(small(), chunk_rows=0)
 

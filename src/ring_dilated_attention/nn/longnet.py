@@ -15,7 +15,7 @@ from ..functional import Schedule, autocast_inputs
 from ..layout import SequenceLayout
 from ..pattern import check_positive_int, in_brief, shape_in_brief
 from ..tiles import Backend
-from .checkpoint import check_checkpoint, run_checkpointed
+from .checkpoint import Checkpoint, check_checkpoint, run_checkpointed
 from .chunked import map_rows
 from .config import LongNetConfig
 from .longnet_block import LongNetBlock
@@ -68,7 +68,7 @@ class LongNet(nn.Module):
         *,
         exchange: Schedule = "auto",
         backend: Backend = "auto",
-        checkpoint: str = "none",
+        checkpoint: Checkpoint = "none",
         checkpoint_blocks: int = 1,
         chunk_rows: int | None = None,
     ) -> None:
@@ -187,7 +187,7 @@ class LongNet(nn.Module):
         )
         rotation = self.rope(positions)
         hidden = map_rows(self._embed, tokens, rows=self.chunk_rows, modules=(self.embedding,))
-        around = "keep_attention" if self.checkpoint_blocks > 1 else "none"
+        around: Checkpoint = "keep_attention" if self.checkpoint_blocks > 1 else "none"
         for first in range(0, len(self.blocks), self.checkpoint_blocks):
             hidden = run_checkpointed(
                 around, self._blocks, first, hidden, rotation, borders, group, layout

@@ -13,7 +13,7 @@ from ..functional import Schedule, autocast_inputs
 from ..layout import SequenceLayout
 from ..pattern import check_positive_int, in_brief
 from ..tiles import Backend
-from .checkpoint import check_checkpoint
+from .checkpoint import Checkpoint, check_checkpoint
 from .checks import check_rows
 from .chunked import map_rows
 from .encoder_block import EncoderBlock
@@ -75,7 +75,7 @@ class SlideEncoder(nn.Module):
         *,
         exchange: Schedule = "auto",
         backend: Backend = "auto",
-        checkpoint: str = "none",
+        checkpoint: Checkpoint = "none",
         chunk_rows: int | None = None,
     ) -> None:
         super().__init__()

@@ -15,7 +15,7 @@ import torch
 from ..checks import host_memory
 from ..functional import EXCHANGES, Schedule
 from ..layout import SequenceLayout
-from ..nn import LongNetConfig, check_checkpoint
+from ..nn import Checkpoint, LongNetConfig, check_checkpoint
 from ..pattern import check_choice, check_positive_float, check_positive_int
 from ..tiles import BACKENDS, Backend
 from .data import HELDOUT_FRACTION
@@ -113,7 +113,7 @@ class TrainConfig:
     backend: Backend = "auto"
     device: str = "auto"
     precision: str = "float32"
-    checkpoint: str = "none"
+    checkpoint: Checkpoint = "none"
     checkpoint_blocks: int = 1
     chunk_rows: int | None = None
     timeout: float | None = None

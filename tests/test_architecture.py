@@ -11,12 +11,16 @@ import ring_dilated_attention
 
 ROOT = Path(ring_dilated_attention.__file__).parent
 ORDER = [
-    "version", "caches", "pattern", "layout", "documents", "plan", "kernels", "tiles", "exchange",
-    "engine", "resolve", "torch_op", "functional", "decode", "nn",
+    "version", "caches", "pattern", "named_patterns", "layout", "documents", "plan", "kernels",
+    "tiles", "exchange", "engine", "resolve", "torch_op", "functional", "decode", "nn",
     "integrations", "checks", "train", "bench", "cli",
 ]  # fmt: skip
 """Rooms, and files of the root: each may import those before it, and rooms by their doors."""
-INTEGERS_ONLY = {"pattern", "plan"}  # and layout and documents, but for what takes tensors
+INTEGERS_ONLY = {
+    "pattern",
+    "named_patterns",
+    "plan",
+}  # and layout and documents, but for what takes tensors
 MAY_USE_DISTRIBUTED = {
     *("exchange", "cli", "train", "checks.ranks"),
     *(f"bench.{name}" for name in ("run", "team", "launch", "ring", "contenders")),
@@ -33,6 +37,7 @@ AS_OTHERS_CALL_THEM = {
     *("checks.reference.reference_attention", "bench.sweep.sweep"),
     # Commands: an argument is an option.
     *("cli.bench.bench", "cli.plan.plan", "cli.plan.simulate", "cli.train.train"),
+    "bench.patterns.given_workload",
     # What torchscale, transformers and torch.library call.
     *("integrations.torchscale.__init__", "integrations.torchscale.forward"),
     *("integrations.transformers.attention_forward", "torch_op.flops.forward_flops"),

@@ -83,8 +83,8 @@ def bench(
         if base.dtype not in ceilings:
             ceilings[base.dtype] = measure.measure_ceilings(device, base.torch_dtype)
         for size in sizes:
-            length = base.length * (size if options.scaling == "weak" else 1)
-            workload = replace(base, length=length)
+            length = base.seq_len * (size if options.scaling == "weak" else 1)
+            workload = replace(base, seq_len=length)
             if progress is not None and rank == 0:
                 progress(f"{workload} on {size} rank{'s' * (size > 1)}")
             team = teams[size]

@@ -9,6 +9,7 @@ from dataclasses import replace
 from rich.console import Console
 
 from ..checks import check_size
+from ..layout import SequenceLayout
 from ..plan import (
     AttentionPlan,
     Balance,
@@ -27,7 +28,7 @@ from .plan_tables import (
     rows_table,
     tiles_table,
 )
-from .sharded import LAYOUTS, Sharded
+from .sharded import Sharded
 
 CHECK_LIMIT = 2_000_000
 """(Query, key) pairs and positions that `--check` enumerates unless it is told otherwise."""
@@ -74,7 +75,7 @@ def show(
     console.print(str(sharded))
     console.print(_decision(plan))
     work = flops_by_rank(plan, size)
-    console.print(in_words(balance(work)) + _with_zigzag(plan, size, sharded.layout_name))
+    console.print(in_words(balance(work)) + _with_zigzag(plan, size))
     if world_size <= SHOWN_ALL and not plan.gathers and world_size > 1:
         console.print(
             f"step by step: {step_imbalance(plan):.3f} times the mean, if all ranks met at every "
@@ -134,9 +135,10 @@ def in_words(found: Balance) -> str:
     )
 
 
-def _with_zigzag(plan: AttentionPlan, size: TensorSize, layout: str) -> str:
+def _with_zigzag(plan: AttentionPlan, size: TensorSize) -> str:
     """What zigzag would make of causal work that is dealt unevenly."""
-    if not plan.is_causal or layout == "zigzag" or plan.layout.world_size == 1:
+    layout = SequenceLayout.zigzag(plan.layout.length, plan.layout.world_size)
+    if not plan.is_causal or plan.layout == layout or plan.layout.world_size == 1:
         return ""
-    zigzag = replace(plan, layout=LAYOUTS["zigzag"](plan.layout.length, plan.layout.world_size))
+    zigzag = replace(plan, layout=layout)
     return f" (zigzag: {balance(flops_by_rank(zigzag, size)).imbalance:.3f} times the mean)"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -10,6 +9,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from ..bench import device_type
 from ..checks import (
     MOST_PROCESSES,
     RANK_TIMEOUT,
@@ -24,7 +24,6 @@ from ..checks import (
     run_ranks,
     sweep,
 )
-from ..pattern import check_choice
 
 _SWEEP_S = 3600.0
 """Seconds for all cases on one number of ranks: about 20 on an idle machine."""
@@ -34,7 +33,7 @@ def verify(
     world_sizes: Sequence[int],
     *,
     device: str = "cpu",
-    seed: int | None = None,
+    seed: int = 0,
     timeout: float = RANK_TIMEOUT,
     every: bool = False,
     console: Console | None = None,
@@ -43,8 +42,9 @@ def verify(
 
     Args:
         world_sizes: numbers of ranks; a process is spawned for each rank.
-        device: ``"cpu"`` over gloo, or ``"cuda"`` over NCCL with one GPU per rank.
-        seed: of the random inputs; None: fresh ones, of a seed that is printed.
+        device: ``"cpu"`` over gloo, ``"cuda"`` over NCCL with one GPU per rank, or ``"auto"``:
+            CUDA where there is a device.
+        seed: of the random inputs.
         timeout: seconds that a rank waits for another.
         every: print a row per case instead of one per pattern and dtype.
         console: where to print; None: standard output.
@@ -57,7 +57,7 @@ def verify(
         RuntimeError, TimeoutError: a rank failed, or did not answer.
     """
     console = console or Console()
-    check_choice("device", device, ("cpu", "cuda"))
+    device = device_type(device)
     for world_size in world_sizes:
         check_size("ranks", world_size, MOST_PROCESSES)
         if device == "cuda" and world_size > torch.cuda.device_count():
@@ -66,8 +66,6 @@ def verify(
             )
     check_seed(seed)
     check_seconds("timeout", timeout)
-    if seed is None:
-        seed = secrets.randbelow(10**9)
     console.print(f"inputs of seed {seed}")
     right = True
     for world_size in world_sizes:
@@ -103,7 +101,7 @@ def _table(
             name += f", n = {case.layout.length}, seed {case.seed}"
         groups.setdefault(name, []).append((case, outcome))
     table = Table(
-        title=f"{world_size} rank{'s' * (world_size > 1)}: largest error relative to float64",
+        title=f"{world_size} rank{'s' * (world_size != 1)}: largest error relative to float64",
         title_justify="left",
     )
     table.add_column("pattern and dtype")

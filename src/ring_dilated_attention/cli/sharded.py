@@ -8,11 +8,9 @@ from functools import cached_property
 
 from ..bench import Workload
 from ..checks import check_pattern, check_size
-from ..layout import SequenceLayout
+from ..layout import LAYOUTS, SequenceLayout
 from ..pattern import check_choice
 from ..plan import AttentionPlan
-
-LAYOUTS = {"contiguous": SequenceLayout.contiguous, "zigzag": SequenceLayout.zigzag}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +21,7 @@ class Sharded:
         workload: what all ranks compute together.
         ranks: number of ranks.
         most_ranks: the most that the command takes.
-        layout_name: a key of `LAYOUTS`.
+        layout_name: one of `layout.LAYOUTS`.
         documents: cumulative lengths of packed documents; None: one document.
 
     Raises:
@@ -37,14 +35,16 @@ class Sharded:
     documents: Sequence[int] | None
 
     def __post_init__(self) -> None:
-        check_choice("layout", self.layout_name, tuple(LAYOUTS))
+        check_choice("layout", self.layout_name, LAYOUTS)
         check_size("ranks", self.ranks, self.most_ranks)
         check_pattern(self.workload.pattern, self.documents)
 
     @cached_property
     def layout(self) -> SequenceLayout:
         """Which rank holds which positions."""
-        return LAYOUTS[self.layout_name](self.workload.length, self.ranks)
+        return SequenceLayout.named(
+            self.layout_name, self.workload.seq_len, self.ranks, is_causal=self.workload.is_causal
+        )
 
     @cached_property
     def plan(self) -> AttentionPlan:
@@ -56,8 +56,8 @@ class Sharded:
         w, count = self.workload, self.ranks
         packed = "" if self.documents is None else f", {len(self.documents) - 1:,} documents"
         return (
-            f"[bold]{w.pattern}[/bold]: {w.length:,} positions on {count} "
+            f"[bold]{w.pattern}[/bold]: {w.seq_len:,} positions on {count} "
             f"{'rank' if count == 1 else 'ranks'} ({self.layout_name}), "
-            f"{w.heads} heads of {w.head_dim}, {w.num_kv_heads} KV heads, batch {w.batch}, "
+            f"{w.num_heads} heads of {w.head_dim}, {w.kv_heads} KV heads, batch {w.batch_size}, "
             f"{w.dtype}, {'causal' if w.is_causal else 'not causal'}{packed}"
         )

@@ -123,7 +123,7 @@ def sample_bytes(
 ) -> Iterator[int]:
     """Bytes that continue a prompt, one at a time.
 
-    The model reads at most the last ``sequence_length`` bytes, the length it was trained on.
+    The model reads at most the last ``seq_len`` bytes, the length it was trained on.
 
     Args:
         path: a checkpoint, or a run, whose newest checkpoint is taken.
@@ -164,7 +164,7 @@ def sample_bytes(
         model,
         prompt,
         count=count,
-        context=found.config.sequence_length,
+        context=found.config.seq_len,
         temperature=temperature,
         top_k=top_k,
         generator=torch.Generator().manual_seed(seed),

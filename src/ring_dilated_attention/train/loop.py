@@ -95,7 +95,7 @@ def check_run(
         heldout_fraction=config.heldout_fraction,
         check_size=lambda size, description: check_text(size, local_ranks, description),
     )
-    corpus.check_window(config.sequence_length)
+    corpus.check_window(config.seq_len)
     if start is not None and start.fingerprint != corpus.fingerprint:
         raise ValueError(
             f"{start.path} was trained on other data than {corpus.description} holds now"
@@ -148,8 +148,8 @@ def run(config: TrainConfig, *, resume: bool = False, stop: StopRequest | None =
                 config.model,
                 exchange=config.exchange,
                 backend=config.backend,
-                checkpoint=config.checkpoint,
-                checkpoint_blocks=config.checkpoint_blocks,
+                checkpoint=config.activation_checkpoint,
+                checkpoint_blocks=config.activation_checkpoint_blocks,
                 chunk_rows=config.chunk_rows,
             )
         model.to(world.device)
@@ -231,7 +231,7 @@ def _train(
                 "bits_per_byte": bits,
                 "learning_rate": config.learning_rate_at(step - 1),
                 "seconds": seconds,
-                "tokens_per_second": config.batch_size * config.sequence_length / seconds,
+                "tokens_per_second": config.batch_size * config.seq_len / seconds,
                 "peak_memory_bytes": max(memory),
             }
             if log:
@@ -270,7 +270,7 @@ def _introduction(job: _Job, parameters: list[torch.nn.Parameter]) -> str:
     return (
         f"{sum(p.numel() for p in parameters):,} parameters; "
         f"{world.size} rank{'s'[: world.size > 1]}{groups} on {world.device.type}; sequences of "
-        f"{job.config.sequence_length:,} bytes from {len(job.corpus.train):,} bytes of "
+        f"{job.config.seq_len:,} bytes from {len(job.corpus.train):,} bytes of "
         f"{job.corpus.description}"
     )
 
@@ -288,13 +288,13 @@ def _step(
         group["lr"] = config.learning_rate_at(step)
     optimizer.zero_grad(set_to_none=True)
     windows = job.corpus.train_windows(
-        config.sequence_length,
+        config.seq_len,
         seed=config.seed,
         step=step,
         rows=range(world.data_rank, config.batch_size, world.data_size),
     )
     loss = _summed_loss(job, windows)
-    (loss / (config.batch_size * config.sequence_length)).backward()  # type: ignore[no-untyped-call]
+    (loss / (config.batch_size * config.seq_len)).backward()  # type: ignore[no-untyped-call]
     world.begin(f"step {step + 1}, the sum of gradients")
     world.sum_gradients(parameters)
     norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
@@ -321,7 +321,7 @@ def _share_metrics(job: _Job, loss: Tensor, stop: bool) -> tuple[float, bool, li
     # On the host, before any waits for its device: where a rank is missing, this says so.
     stops, *memory = world.sum(shared).tolist()
     loss_sum = world.sum(loss.double()).item()
-    tokens = config.batch_size * config.sequence_length
+    tokens = config.batch_size * config.seq_len
     return loss_sum / tokens / math.log(2), stops > 0, [int(m) for m in memory]
 
 
@@ -329,15 +329,15 @@ def _share_metrics(job: _Job, loss: Tensor, stop: bool) -> tuple[float, bool, li
 def _evaluate(job: _Job) -> float:
     """Bits per byte over the fixed held-out windows, spread over the sequence groups."""
     config, world = job.config, job.world
-    starts = job.corpus.heldout_starts(config.sequence_length, config.eval_windows)
+    starts = job.corpus.heldout_starts(config.seq_len, config.eval_windows)
     mine = starts[world.data_rank :: world.data_size]
     rows = -(-config.batch_size // world.data_size)  # no more memory than a training step
     total = torch.zeros((), dtype=torch.float64, device=world.device)
     for first in range(0, len(mine), rows):
-        windows = job.corpus.heldout_windows(config.sequence_length, mine[first : first + rows])
+        windows = job.corpus.heldout_windows(config.seq_len, mine[first : first + rows])
         total += _summed_loss(job, windows)
     world.meet()
-    return world.sum(total).item() / (len(starts) * config.sequence_length) / math.log(2)
+    return world.sum(total).item() / (len(starts) * config.seq_len) / math.log(2)
 
 
 def _optimizer(model: LongNet, config: TrainConfig) -> torch.optim.AdamW:
@@ -355,7 +355,7 @@ def _optimizer(model: LongNet, config: TrainConfig) -> torch.optim.AdamW:
 
 
 def _autocast(config: TrainConfig, device: torch.device) -> AbstractContextManager[None]:
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.precision == "bfloat16")
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.dtype == "bfloat16")
 
 
 def _agree(config: TrainConfig, world: World) -> TrainConfig:

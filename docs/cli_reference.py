@@ -31,7 +31,7 @@ def cli_reference() -> str:
         if not command.hidden:
             parts += [f"## rda {name}", _text(command.help)]
             parts += _options(command, command.context_class(command, info_name=f"rda {name}"))
-            parts.append(_text(command.epilog))
+            parts.append(_examples(command.epilog))
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -63,10 +63,11 @@ def _row(parameter: Any, context: Any) -> str:
         value = ", ".join(map(_code, metavar.split("|")))
     else:
         value = _cell(metavar)
-    description = _cell(getattr(parameter, "help", None) or "")
-    if parameter.multiple:
-        description += " May be given several times."
-    return f"| {names} | {value} | {_default(parameter)} | {description} |"
+    help, _, default = (getattr(parameter, "help", None) or "").rpartition(" Default: ")
+    if not help:
+        help, default = default, ""
+    default = _cell(default.removesuffix(".")) if default else _default(parameter)
+    return f"| {names} | {value} | {default} | {_cell(help)} |"
 
 
 def _default(parameter: Any) -> str:
@@ -88,6 +89,17 @@ def _default(parameter: Any) -> str:
 def _text(text: str | None) -> str:
     """Help as Markdown, without the characters that tell typer not to join lines."""
     return inspect.cleandoc(text or "").replace("\b", "")
+
+
+def _examples(epilog: str | None) -> str:
+    """The end of the help: commands as a block, anything else as it is."""
+    lines = [line.strip() for line in _text(epilog).splitlines() if line.strip()]
+    commands = [line.removeprefix("$ ") for line in lines if line.removeprefix("$ ")[:4] == "rda "]
+    if not commands:
+        return "\n\n".join(lines)
+    others = [line for line in lines if line.removeprefix("$ ") not in commands]
+    shown = "\n".join(f"$ {command}" for command in commands)
+    return "\n\n".join([*others, f"```console\n{shown}\n```"])
 
 
 def _cell(text: str) -> str:

@@ -2,12 +2,15 @@
 
 import ast
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+import typer
 
 import ring_dilated_attention
 import ring_dilated_attention.nn
+from ring_dilated_attention.cli import app
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -109,6 +112,33 @@ def test_code_in_pages_runs(code, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     code = code.replace("fullgraph=True", "fullgraph=True, backend='aot_eager'")  # no C++ compiler
     exec(compile(code, "<docs>", "exec"), {})
+
+
+COMMANDS = [
+    pytest.param(shlex.split(line, comments=True), id=f"{page.relative_to(DOCS)}-{index}")
+    for page in sorted(DOCS.rglob("*.md"))
+    for index, line in enumerate(
+        re.findall(
+            r"^\$ (?:\.venv/bin/)?(rda .*)$",
+            page.read_text().replace("\\\n", " "),  # a line that goes on
+            re.MULTILINE,
+        )
+    )
+]
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_commands_in_pages_are_understood(words):
+    root = typer.main.get_command(app)
+    context = root.make_context("rda", ["--help"], resilient_parsing=True)
+    command = root.get_command(context, words[1])
+    assert command is not None, f"there is no rda {words[1]}"
+    command.make_context(words[1], words[2:], parent=context)  # raises what it does not know
+
+
+def test_an_option_that_is_not_there_is_found():
+    with pytest.raises(Exception, match="No such option"):
+        test_commands_in_pages_are_understood(["rda", "plan", "--length", "8192"])
 
 
 def test_figures_come_in_both_palettes():

@@ -43,7 +43,7 @@ def _options(command: Any, context: Any) -> list[str]:
             continue
         panel = getattr(parameter, "rich_help_panel", None) or "Options"
         panels[panel].append(_row(parameter, context))
-    head = "| option | value | default | |\n|---|---|---|---|\n"
+    head = "| option | value | default | meaning |\n|---|---|---|---|\n"
     return [f"**{panel}**\n\n{head}" + "\n".join(rows) for panel, rows in panels.items()]
 
 

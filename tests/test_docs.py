@@ -4,6 +4,7 @@ import ast
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -129,7 +130,7 @@ COMMANDS = [
 
 @pytest.mark.parametrize("words", COMMANDS)
 def test_commands_in_pages_are_understood(words):
-    root = typer.main.get_command(app)
+    root: Any = typer.main.get_command(app)
     context = root.make_context("rda", ["--help"], resilient_parsing=True)
     command = root.get_command(context, words[1])
     assert command is not None, f"there is no rda {words[1]}"

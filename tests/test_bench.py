@@ -363,7 +363,7 @@ def test_bad_arguments():
 
 
 def test_bad_workloads():
-    with pytest.raises(ValueError, match="heads must be a multiple of kv_heads; got 4 and 3"):
+    with pytest.raises(ValueError, match="num_heads must be a multiple of num_kv_heads; got 4"):
         replace(SMALL, num_kv_heads=3)
     with pytest.raises(ValueError, match="dtype must be one of 'bfloat16'"):
         replace(SMALL, dtype="int8")

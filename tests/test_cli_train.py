@@ -452,8 +452,14 @@ def test_a_bad_command_line_is_one_line(
         ("--prompt=x", "there is no run with a checkpoint in runs"),
         ("--prompt=x --checkpoint=. --max-new-tokens=0", "--max-new-tokens must be >= 1, got 0"),
         ("--prompt=x --checkpoint=. --max-new-tokens=-5", "--max-new-tokens must be >= 1, got -5"),
-        ("--prompt=x --checkpoint=. --temperature=nan", "temperature must be finite and above 0"),
-        ("--prompt=x --checkpoint=. --temperature=-1", "temperature must be finite and above 0"),
+        (
+            "--prompt=x --checkpoint=. --temperature=nan",
+            "--temperature must be finite and >= 0",
+        ),
+        (
+            "--prompt=x --checkpoint=. --temperature=-1",
+            "--temperature must be finite and >= 0",
+        ),
         ("--prompt=x --checkpoint=. --seed=-1", "--seed must be >= 0, got -1"),
         (
             f"--prompt=x --checkpoint=. --seed={1 << 70}",

@@ -17,12 +17,13 @@ from .patterns import default_dtype, given_workload, named_workload
 from .plots import plot
 from .result import Result
 from .run import bench
-from .sweep import sweep
+from .sweep import SEQ_LEN, sweep
 from .workload import Workload
 
 __all__ = [
     "BASELINES",
     "OURS",
+    "SEQ_LEN",
     "WIDTH",
     "Options",
     "Result",

@@ -19,6 +19,8 @@ from .train_options import by_preset, run_s
 NOT_CONFIG = {"out", "resume", "ranks", "preset", "pattern"}
 """Options of `rda train` that are no fields of a config."""
 
+PATTERN = options.PATTERN_NAME.but(shown=f"{options.THE_PRESET_S} --segment-lengths")
+
 
 @contextmanager
 def _one_line_errors() -> Iterator[None]:
@@ -38,8 +40,9 @@ def _one_line_errors() -> Iterator[None]:
 @command(
     Example("On the standard library's sources, on 2 ranks of this machine", "rda train --ranks 2"),
     Example(
-        "On texts of your own, sequences of 16,384 bytes",
-        "rda train --data texts --seq-len 16K --segment-lengths 2K,all --dilation-rates 1,8",
+        "On texts of your own, in sequences of 16,384",
+        "rda train --data texts --seq-len 16K \\\n"
+        "    --segment-lengths 2K,all --dilation-rates 1,8",
     ),
     Example("Go on for another 1,000 steps with the newest run", "rda train --resume --steps 1350"),
 )
@@ -49,7 +52,9 @@ def train(
     embed_dim: Annotated[int | None, own.EMBED_DIM],
     ffn_dim: Annotated[int | None, own.FFN_DIM],
     rope_theta: Annotated[float | None, own.ROPE_THETA],
-    pattern: Annotated[str | None, by_preset(options.PATTERN_NAME, "none")],
+    pattern: Annotated[
+        str | None, options.PATTERN_NAME.but(shown=f"{options.THE_PRESET_S} --segment-lengths")
+    ],
     segment_lengths: Annotated[
         Sequence[int | None] | None, by_preset(options.SEGMENT_LENGTHS, "256,1K,4K")
     ],
@@ -120,7 +125,8 @@ def train(
     Example("Continue a prompt with the newest run", 'rda sample --prompt "def "'),
     Example(
         "400 bytes, always the most likely, from a run of your choice",
-        'rda sample --prompt "def " --checkpoint runs/mine --temperature 0 --max-new-tokens 400',
+        'rda sample --prompt "def " --checkpoint runs/mine \\\n'
+        "    --temperature 0 --max-new-tokens 400",
     ),
 )
 def sample(

@@ -9,14 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 from . import options
-from .option import Flag, Option, Reader, integer, number, one_of, path, text
+from .option import Flag, Option, Reader, integer, number, number_from_0, one_of, path, text
 
 PRESETS = ("small", "longnet-base")
 CHECKPOINTS = ("none", "full", "keep_attention")
 
 
 def by_preset(option: Option, small: object) -> Option:
-    """A shared option whose default is the preset's; `small` is that of the default preset."""
+    """A shared option whose default is the preset's; `small` is that of the preset ``small``."""
     return option.but(shown=f"{options.THE_PRESET_S} (small: {small})")
 
 
@@ -58,7 +58,7 @@ PRESET = Option(
 NUM_LAYERS = _integer("num-layers", options.MODEL, 3, "Blocks of the model.")
 EMBED_DIM = _integer("embed-dim", options.MODEL, 128, "Width of the model.")
 FFN_DIM = _integer("ffn-dim", options.MODEL, 512, "Width of the MLP.")
-ROPE_THETA = _number("rope-theta", options.MODEL, 10_000.0, "Base of the rotary wavelengths.")
+ROPE_THETA = _number("rope-theta", options.MODEL, 10_000, "Base of the rotary wavelengths.")
 
 DATA = _option(
     "data",
@@ -145,7 +145,7 @@ TEMPERATURE = Option(
     panel=options.SAMPLING,
     metavar="X",
     help="Logits are divided by it; 0: always the most likely token.",
-    read=number,
+    read=number_from_0,
     default=0.8,
     toml=(int, float),
 )

@@ -21,7 +21,7 @@ from ring_dilated_attention.checks.limits import MOST_SEED
 from ring_dilated_attention.cli import app, options, train_options
 from ring_dilated_attention.cli import bench as bench_command
 from ring_dilated_attention.cli.command import COMMANDS, values_of
-from ring_dilated_attention.cli.option import Argument, Flag
+from ring_dilated_attention.cli.option import Argument, Flag, Option
 from ring_dilated_attention.nn.checkpoint import CHECKPOINTS
 from ring_dilated_attention.train.config import PRESETS, TrainConfig
 
@@ -68,7 +68,7 @@ EACH = [
 
 
 def by_name():
-    found = defaultdict(dict)
+    found: dict[str, dict[str, Option]] = defaultdict(dict)
     for command, option in EACH:
         found[option.name][command] = option
     return found

@@ -24,7 +24,7 @@ _SHOWN = 20  # bytes of a text in a message
 _RAW = re.compile("([\udc80-\udcff]+)")  # bytes that are not UTF-8, as `surrogateescape` has them
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class SubwordTokenizer:
     """A byte-level tokenizer: the bytes of its tokens, put together, are the text.
 

@@ -11,7 +11,7 @@ import ring_dilated_attention
 
 ROOT = Path(ring_dilated_attention.__file__).parent
 ORDER = [
-    "version", "caches", "pattern", "layout", "documents", "plan", "kernels", "tiles", "exchange",
+    "version", "caches", "terminal", "pattern", "layout", "documents", "plan", "kernels", "tiles", "exchange",
     "engine", "resolve", "torch_op", "functional", "decode", "nn",
     "integrations", "checks", "train", "bench", "cli",
 ]  # fmt: skip

@@ -49,8 +49,8 @@ class Scale(NamedTuple):
 def common_scale(values: Sequence[float], units: Units) -> Scale:
     """The largest unit in which no value but 0 is below `SMALLEST_SHOWN`, and decimals that suit.
 
-    There are no decimals where every value is a multiple of the unit, and three digits at least of
-    the smallest one otherwise, with one decimal or two.
+    There are no decimals where every value is a multiple of the unit; otherwise the smallest one
+    has about three digits.
 
     Args:
         values: in the basic unit, at least 0.
@@ -62,7 +62,7 @@ def common_scale(values: Sequence[float], units: Units) -> Scale:
     unit = suiting[-1] if suiting else units[0]
     if all(isinstance(x, int) and x % unit.factor == 0 for x in values):
         return Scale(unit, 0)
-    return Scale(unit, 2 if smallest < 10 * unit.factor else 1)
+    return Scale(unit, 3 if smallest < unit.factor else 2 if smallest < 10 * unit.factor else 1)
 
 
 def in_bytes(count: int) -> str:

@@ -14,8 +14,8 @@ from .numbers import Units, common_scale
 GAP = 2
 """Spaces between columns."""
 
-LEAST_KEY = 12
-"""Characters that a key column of words keeps at least before its words go on the next line."""
+LEAST_TEXT = 12
+"""Characters that a column of words keeps at least before its words go on the next line."""
 
 STYLES = {"WRONG": "bold red", "ok": "green"}
 """Of cells that say so."""
@@ -28,8 +28,8 @@ class Column:
     Attributes:
         heading: with the unit of its numbers; it may be shown on several lines.
         cells: a text per row; it may have several lines.
-        is_text: whether cells are words, which are aligned to the left and, in a key column, may
-            go on the next line; numbers are aligned to the right and stay whole.
+        is_text: whether cells are words, which are aligned to the left and may go on the next
+            line; numbers are aligned to the right and stay on one.
     """
 
     heading: str
@@ -75,7 +75,9 @@ def amounts(named: Iterable[tuple[str, Sequence[float]]], units: Units) -> list[
     named = list(named)
     scale = common_scale([value for _, values in named for value in values], units)
     return [
-        Column(heading=f"{heading} {scale.unit.name}".strip(), cells=tuple(map(scale.write, values)))
+        Column(
+            heading=f"{heading} {scale.unit.name}".strip(), cells=tuple(map(scale.write, values))
+        )
         for heading, values in named
     ]
 
@@ -101,24 +103,19 @@ class Table:
     def parts(self, width: int) -> list[list[Column]]:
         """The columns, keys first, of the tables in which this one is shown at a width.
 
-        As many columns go into a part as fit. Key columns of words become narrower where the widest
-        of the other columns needs that. A column that is wider than the width is there all the
-        same: then lines are longer.
+        There are as few parts as fit, of about the same width. Columns of words become narrower where they have to:
+        key columns where they would take more than half of the width. What is wider than the width
+        even so is there all the same, in lines that are longer.
         """
         if _width(everything := [*self.keys, *self.columns]) <= width:
             return [everything]
-        keys = list(self.keys)
-        if self.columns:
-            needed = max(max(column.least for column in self.columns), width // 2)
-            keys = _narrowed(keys, width - GAP - needed)
-        parts: list[list[Column]] = []
-        part = list(keys)
-        for column in self.columns:
-            if len(part) > len(keys) and _width([*part, column]) > width:
-                parts.append(part)
-                part = list(keys)
-            part.append(column)
-        return [*parts, part]
+        needed = max((column.least for column in self.columns if not column.is_text), default=0)
+        keys = _narrowed(self.keys, width - GAP - max(needed, width // 2))
+        room = width - GAP - _width(keys)
+        columns = [_narrowed([column], room)[0] for column in self.columns]
+        parts = _packed(keys, columns, width)
+        narrower = (_packed(keys, columns, limit) for limit in range(_width(keys), width))
+        return next((found for found in narrower if len(found) == len(parts)), parts)
 
     def lines(self, width: int) -> list[Text]:
         """The lines of the table at a width."""
@@ -144,20 +141,32 @@ def _width(columns: Sequence[Column]) -> int:
     return sum(column.least for column in columns) + GAP * (len(columns) - 1)
 
 
+def _packed(keys: list[Column], columns: Sequence[Column], width: int) -> list[list[Column]]:
+    """Parts of keys and as many columns as fit, one at least."""
+    parts: list[list[Column]] = []
+    part = list(keys)
+    for column in columns:
+        if len(part) > len(keys) and _width([*part, column]) > width:
+            parts.append(part)
+            part = list(keys)
+        part.append(column)
+    return [*parts, part]
+
+
 def _wrapped(text: str, width: int) -> list[str]:
     """Lines of whole words."""
     return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
 
 
-def _narrowed(keys: Sequence[Column], width: int) -> list[Column]:
-    """Key columns that fit a width if they can, words of the widest ones going on the next line."""
-    columns = list(keys)
+def _narrowed(wide: Sequence[Column], width: int) -> list[Column]:
+    """Columns that fit a width if they can, words of the widest ones going on the next line."""
+    columns = list(wide)
     while _width(columns) > width:
         widths = [column.least if column.is_text else 0 for column in columns]
         widest = widths.index(max(widths))
         column = columns[widest]
         least = max((len(word) for cell in column.cells for word in cell.split()), default=0)
-        room = max(widths[widest] - (_width(columns) - width), least, LEAST_KEY)
+        room = max(widths[widest] - (_width(columns) - width), least, LEAST_TEXT)
         if room >= widths[widest]:
             break  # words are longer than that
         cells = tuple("\n".join(_wrapped(cell, room)) for cell in column.cells)
@@ -167,10 +176,7 @@ def _narrowed(keys: Sequence[Column], width: int) -> list[Column]:
 
 def _body(columns: Sequence[Column], width: int, totals: int) -> list[Text]:
     """Headings, a line, the rows."""
-    widths = [column.least for column in columns]
-    whole = [max(w, len(column.heading)) for w, column in zip(widths, columns, strict=True)]
-    if sum(whole) + GAP * (len(whole) - 1) <= width:
-        widths = whole
+    widths = _widths(columns, width)
     headings = [_wrapped(c.heading, w) for c, w in zip(columns, widths, strict=True)]
     height = max(map(len, headings))
     lines = [
@@ -188,6 +194,30 @@ def _body(columns: Sequence[Column], width: int, totals: int) -> list[Text]:
             shown = [cell[number] if number < len(cell) else "" for cell in cells]
             lines.append(_line(shown, columns, widths))
     return lines
+
+
+def _widths(columns: Sequence[Column], width: int) -> list[int]:
+    """Widths of columns: the least ones, and what is left goes to the tallest headings."""
+    widths = [column.least for column in columns]
+    spare = width - _width(columns)
+    while True:
+        heights = [
+            len(_wrapped(column.heading, w)) for column, w in zip(columns, widths, strict=True)
+        ]
+        tallest = max(heights)
+        for index, height in enumerate(heights):
+            if height < tallest or height < 2:
+                continue
+            heading, now = columns[index].heading, widths[index]
+            wider = next(
+                w for w in range(now, len(heading) + 1) if len(_wrapped(heading, w)) < height
+            )
+            if wider - now > spare:
+                return widths
+            spare -= wider - now
+            widths[index] = wider
+        if tallest < 2:
+            return widths
 
 
 def _line(cells: Sequence[str], columns: Sequence[Column], widths: Sequence[int]) -> Text:

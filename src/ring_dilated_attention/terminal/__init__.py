@@ -8,13 +8,14 @@ no colours in a pipe, and none where ``NO_COLOR`` is set.
 """
 
 from .console import make_console
-from .numbers import BYTES, FLOP, SECONDS, Units, count_of, in_bytes, in_seconds
+from .numbers import BYTES, FLOP, FLOP_PER_S, SECONDS, Units, count_of, in_bytes, in_seconds
 from .progress import Progress, streamed
 from .tables import Column, Table, amounts, counts, numbers, show_table, texts
 
 __all__ = [
     "BYTES",
     "FLOP",
+    "FLOP_PER_S",
     "SECONDS",
     "Column",
     "Progress",

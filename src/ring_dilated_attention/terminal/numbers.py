@@ -24,6 +24,7 @@ FLOP: Units = tuple(
     Unit(f"{prefix}FLOP", 1000**power)
     for power, prefix in enumerate(("", "k", "M", "G", "T", "P", "E"))
 )
+FLOP_PER_S: Units = tuple(Unit(f"{name}/s", factor) for name, factor in FLOP)
 SECONDS: Units = (Unit("µs", 1e-6), Unit("ms", 1e-3), Unit("s", 1.0))
 
 SMALLEST_SHOWN = 0.1

@@ -65,21 +65,22 @@ def numbers(heading: str, values: Iterable[float | None], form: str) -> Column:
     return Column(heading=heading, cells=cells)
 
 
-def amounts(named: Iterable[tuple[str, Sequence[float]]], units: Units) -> list[Column]:
+def amounts(named: Iterable[tuple[str, Sequence[float | None]]], units: Units) -> list[Column]:
     """Columns of quantities in one common unit, which each heading names: ``sent MiB``.
 
     Args:
-        named: headings without the unit, and values in the basic unit.
+        named: headings without the unit, and values in the basic unit; None: an empty cell.
         units: to choose from; the same for all of these columns, so that they can be compared.
     """
     named = list(named)
-    scale = common_scale([value for _, values in named for value in values], units)
-    return [
-        Column(
-            heading=f"{heading} {scale.unit.name}".strip(), cells=tuple(map(scale.write, values))
-        )
-        for heading, values in named
-    ]
+    known = [value for _, row in named for value in row if value is not None]
+    scale = common_scale(known, units)
+
+    def column(heading: str, row: Sequence[float | None]) -> Column:
+        cells = tuple("" if value is None else scale.write(value) for value in row)
+        return Column(heading=f"{heading} {scale.unit.name}".strip(), cells=cells)
+
+    return [column(heading, row) for heading, row in named]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,9 +104,9 @@ class Table:
     def parts(self, width: int) -> list[list[Column]]:
         """The columns, keys first, of the tables in which this one is shown at a width.
 
-        There are as few parts as fit, of about the same width. Columns of words become narrower where they have to:
-        key columns where they would take more than half of the width. What is wider than the width
-        even so is there all the same, in lines that are longer.
+        There are as few parts as fit, of about the same width. Columns of words become narrower
+        where they have to: key columns where they would take more than half of the width. What is
+        wider than the width even so is there all the same, in lines that are longer.
         """
         if _width(everything := [*self.keys, *self.columns]) <= width:
             return [everything]

@@ -16,7 +16,7 @@ from ..terminal import (
     numbers,
     texts,
 )
-from .result import Communication, Comparison, Result, Timing, compare
+from .result import REFUSED, Communication, Comparison, Result, Timing, compare
 
 PASSES = ("forward", "fwd + bwd")
 
@@ -50,9 +50,14 @@ class Row(NamedTuple):
 
 
 def rows_of(results: Sequence[Result], every: Sequence[Result]) -> list[Row]:
-    """Two rows for each of some results, which are compared with others of every result."""
+    """Two rows for each of some results that was not refused, compared with others of every result.
+
+    A result that ran out of memory, or failed, has rows that say so.
+    """
     rows = []
     for result in results:
+        if result.status == REFUSED:
+            continue
         for backward in (False, True):
             timing = result.timing(backward)
             beside = None if timing is None else compare(result, every, backward)

@@ -93,7 +93,7 @@ def introduction(workloads: Sequence[Workload], options: Options) -> str:
     sizes = sorted(set(options.ranks))
     contenders = ", ".join(dict.fromkeys((OURS, *options.baselines)))
     return (
-        f"measuring {count_of(len(workloads), 'workload')} on {', '.join(map(str, sizes))} "
+        f"measuring {count_of(len(workloads), 'workload')} on {' and '.join(map(str, sizes))} "
         f"{'rank' if sizes == [1] else 'ranks'}: {contenders}; forward, and forward + backward; "
         f"at most {count_of(options.repeats, 'sample')} or {options.seconds:g} s each"
         f"{'; errors relative to float64' * options.errors}; seed {options.seed}"
@@ -113,12 +113,15 @@ def short_number(value: float) -> str:
 def tables(results: Sequence[Result]) -> list[Table]:
     """A table per workload, with two rows per size and contender: forward, and forward + backward.
 
-    The error of the first row is that of out, of the second the largest of a gradient.
+    What was refused has no rows; `notes` say why. The error of the first row is that of out, of the
+    second the largest of a gradient.
     """
     several = of_several(results)
     found: list[Table] = []
     for base, group in _by_workload(results).items():
         first, rows = group[0], rows_of(group, results)
+        if not rows:
+            continue
         title = str(base)
         if several:
             title += f", {first.scaling} scaling, layout {first.layout}, exchange {first.exchange}"
@@ -159,12 +162,12 @@ def notes(results: Sequence[Result]) -> list[str]:
         for dtype, c in ceilings.items()
     ]
     for result in results:
-        on = f" on {result.ranks}" if of_several(results) else ""
+        on = f" on {count_of(result.ranks, 'rank')}" if of_several(results) else ""
         where = f"{result.workload}{on}, {result.contender}"
         if result.status != OK:
-            lines.append(f"{where}: {result.status}: {result.reason}")
+            lines.append(f"not measured: {where}: {result.status}: {result.reason}")
         elif result.errors_reason:
-            lines.append(f"{where}: not compared: {result.errors_reason}")
+            lines.append(f"no errors: {where}: {result.errors_reason}")
         for backward, label in enumerate(PASSES):
             timing = result.timing(bool(backward))
             if timing is not None:

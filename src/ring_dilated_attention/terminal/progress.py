@@ -139,15 +139,15 @@ class Progress:
         tail = [f"{self.share:.0%}"]
         if isinstance(self._unit, str):
             head = f"{self._what} {int(self._done):,}/{self._total:,.0f} {self._unit}"
-            tail += [_rate(speed, self._unit)] * (speed > 0)
+            rate = _rate(speed, self._unit) if speed > 0 else ""
         else:
             scale = common_scale([self._total], self._unit)
             done, total = scale.write(self._done), scale.write(self._total)
             head = f"{self._what} {done}/{total} {scale.unit.name}"
-            rate = common_scale([speed], self._unit)
-            tail += [f"{rate.write(speed)} {rate.unit.name}/s"] * (speed > 0)
+            one = common_scale([speed], self._unit)
+            rate = f"{one.write(speed)} {one.unit.name}/s"
         if speed > 0:
-            tail.append(f"{in_seconds(round((self._total - self._done) / speed))} left")
+            tail += [rate, f"{in_seconds(round((self._total - self._done) / speed))} left"]
         return head, ", ".join(tail), self._note
 
 

@@ -24,6 +24,7 @@ from ring_dilated_attention.cli import app
 from ring_dilated_attention.nn import LongNetConfig
 from ring_dilated_attention.train import checkpoint, launch, run_folder
 from ring_dilated_attention.train.config import TrainConfig
+from ring_dilated_attention.train.curve import CURVE
 
 RDA = (sys.executable, "-m", "ring_dilated_attention.cli")
 SMALL = (
@@ -105,13 +106,13 @@ def test_train_resume_and_sample_on_two_local_ranks(text: Path, tmp_path: Path) 
     )
     assert "done: " in result.stdout
     assert f"rda sample --checkpoint {out}" in result.stdout
-    assert (out / run_folder.CURVE).stat().st_size > 5000
+    assert (out / CURVE).stat().st_size > 5000
     # Options not given are the run's own, and one rank goes on with what two left.
     code, output = invoke("train", "--resume", "--out", out, "--steps=6")
     assert code == 0, output
     assert checkpoint.newest(out).step == 6
     assert checkpoint.newest(out).config.sequence_length == 64
-    code, output = invoke("sample", "--checkpoint", out, "--prompt=line 1", "--bytes=5")
+    code, output = invoke("sample", "--checkpoint", out, "--prompt=line 1", "--tokens=5")
     assert code == 0, output
     assert output.startswith("line 1")
     assert len(output) > len("line 1\n")
@@ -138,7 +139,7 @@ def test_a_signal_leaves_a_usable_checkpoint(
     assert f"stopped after step {last}; go on with: rda train --resume --out {out}" in output
     found = checkpoint.newest(out)
     assert found.step == last
-    assert (out / run_folder.CURVE).exists()
+    assert (out / CURVE).exists()
     code, output = invoke("train", "--resume", "--out", out, f"--steps={last + 2}")
     assert code == 0, output
     assert [line["step"] for line in run_folder.read_log(out) if line["kind"] == "step"] == [
@@ -431,8 +432,8 @@ def test_a_bad_command_line_is_one_line(
         ("--prompt=x --checkpoint=/dev/zero", "there is no checkpoint in /dev/zero"),
         (f"--prompt=x --checkpoint={'q' * 5000}", "File name too long: qqq"),
         ("--prompt=x", "there is no run with a checkpoint in runs"),
-        ("--prompt=x --checkpoint=. --bytes=0", "count must be >= 1, got 0"),
-        ("--prompt=x --checkpoint=. --bytes=-5", "count must be >= 1, got -5"),
+        ("--prompt=x --checkpoint=. --tokens=0", "count must be >= 1, got 0"),
+        ("--prompt=x --checkpoint=. --tokens=-5", "count must be >= 1, got -5"),
         ("--prompt=x --checkpoint=. --temperature=nan", "temperature must be finite and above 0"),
         ("--prompt=x --checkpoint=. --temperature=-1", "temperature must be finite and above 0"),
         ("--prompt=x --checkpoint=. --seed=-1", "seed must be >= 0 and below 2**64; got -1"),

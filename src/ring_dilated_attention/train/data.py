@@ -1,4 +1,4 @@
-"""Text as bytes: files or folders in, windows of bytes out, the same for any number of ranks."""
+"""Text as bytes: files or folders in, windows of tokens out, the same for any number of ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -31,22 +31,85 @@ class SourceFile(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ByteCorpus:
-    """The bytes of a set of files, split by whole files into training and held-out text.
+class Corpus:
+    """Training and held-out text as tokens, and the windows of it.
 
     Attributes:
-        train: training bytes, uint8, shape (number of bytes,).
-        heldout: held-out bytes, uint8, shape (number of bytes,).
-        num_files: number of files read.
-        fingerprint: a short text that corpora with equal bytes and an equal split share.
+        train: training tokens, an integer dtype, shape (number of tokens,).
+        heldout: held-out tokens, the same dtype, shape (number of tokens,).
+        fingerprint: a short text that corpora with equal text and an equal split share, whatever
+            their tokens.
         description: what was read, for messages.
     """
 
+    unit: ClassVar[str]
+    """What a token is called: ``"bytes"`` or ``"tokens"``."""
+
     train: Tensor
     heldout: Tensor
-    num_files: int
     fingerprint: str
     description: str
+
+    def count_bytes(self, windows: Sequence[Tensor]) -> int:
+        """Bytes of text that the labels of these windows spell: of all but each first token."""
+        raise NotImplementedError
+
+    def check_window(self, sequence_length: int) -> None:
+        """Raise a `ValueError` unless both splits hold a window of this many inputs and labels."""
+        for name, text in (("training", self.train), ("held-out", self.heldout)):
+            if len(text) <= sequence_length:
+                raise ValueError(
+                    f"a sequence of {sequence_length} {self.unit} and its labels need "
+                    f"{sequence_length + 1} {self.unit} of {name} text; {self.description} has "
+                    f"{len(text)}"
+                )
+
+    def train_windows(
+        self, sequence_length: int, *, seed: int, step: int, rows: Sequence[int]
+    ) -> list[Tensor]:
+        """Training windows: a pure function of (seed, step, row), on any number of ranks.
+
+        Args:
+            sequence_length: number of inputs in a window, which is one token longer.
+            seed: of the run.
+            step: number of the step.
+            rows: which rows of the step's batch.
+
+        Returns:
+            For every row a view of `train`: shape (sequence_length + 1,).
+        """
+        count = len(self.train) - sequence_length
+        starts = [_draw(f"{seed}/{step}/{row}", count) for row in rows]
+        return [self.train[s : s + sequence_length + 1] for s in starts]
+
+    def heldout_starts(self, sequence_length: int, count: int) -> list[int]:
+        """Where up to `count` disjoint held-out windows start, evenly spaced; always the same."""
+        available = (len(self.heldout) - 1) // sequence_length
+        count = min(count, available)
+        return [i * available // count * sequence_length for i in range(count)]
+
+    def heldout_windows(self, sequence_length: int, starts: Sequence[int]) -> list[Tensor]:
+        """Held-out windows that start there: views of `heldout`, shape (sequence_length + 1,)."""
+        return [self.heldout[s : s + sequence_length + 1] for s in starts]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByteCorpus(Corpus):
+    """The bytes of a set of files, split by whole files into training and held-out text.
+
+    Its tokens are bytes, uint8.
+
+    Attributes:
+        num_files: number of files read.
+    """
+
+    unit: ClassVar[str] = "bytes"
+
+    num_files: int
+
+    def count_bytes(self, windows: Sequence[Tensor]) -> int:
+        """Bytes of text that the labels of these windows spell: one each."""
+        return sum(len(window) - 1 for window in windows)
 
     @classmethod
     def load(
@@ -110,44 +173,6 @@ class ByteCorpus:
             description=description,
         )
 
-    def check_window(self, sequence_length: int) -> None:
-        """Raise a `ValueError` unless both splits hold a window of this many inputs and labels."""
-        for name, text in (("training", self.train), ("held-out", self.heldout)):
-            if len(text) <= sequence_length:
-                raise ValueError(
-                    f"a sequence of {sequence_length} bytes and its labels need "
-                    f"{sequence_length + 1} bytes of {name} text; {self.description} has "
-                    f"{len(text)}"
-                )
-
-    def train_windows(
-        self, sequence_length: int, *, seed: int, step: int, rows: Sequence[int]
-    ) -> list[Tensor]:
-        """Training windows: a pure function of (seed, step, row), on any number of ranks.
-
-        Args:
-            sequence_length: number of inputs in a window, which is one byte longer.
-            seed: of the run.
-            step: number of the step.
-            rows: which rows of the step's batch.
-
-        Returns:
-            For every row a view of `train`: uint8, shape (sequence_length + 1,).
-        """
-        count = len(self.train) - sequence_length
-        starts = [_draw(f"{seed}/{step}/{row}", count) for row in rows]
-        return [self.train[s : s + sequence_length + 1] for s in starts]
-
-    def heldout_starts(self, sequence_length: int, count: int) -> list[int]:
-        """Where up to `count` disjoint held-out windows start, evenly spaced; always the same."""
-        available = (len(self.heldout) - 1) // sequence_length
-        count = min(count, available)
-        return [i * available // count * sequence_length for i in range(count)]
-
-    def heldout_windows(self, sequence_length: int, starts: Sequence[int]) -> list[Tensor]:
-        """Held-out windows that start there: views of `heldout`, shape (sequence_length + 1,)."""
-        return [self.heldout[s : s + sequence_length + 1] for s in starts]
-
 
 def shard_windows(
     windows: Sequence[Tensor], layout: SequenceLayout, rank: int
@@ -162,7 +187,7 @@ def shard_windows(
 
     Returns:
         (inputs, labels), both int64, shape (len(windows), layout.local_length(rank)): the label of
-        an input is the byte after it in the window, whichever rank holds that one as an input.
+        an input is the token after it in the window, whichever rank holds that one as an input.
     """
     inputs = [layout.shard(window[:-1], rank, dim=0) for window in windows]
     labels = [layout.shard(window[1:], rank, dim=0) for window in windows]

@@ -195,6 +195,7 @@ def sample(
     Of a run, the newest checkpoint that is whole counts. Checkpoints hold no code.
     """
     with _one_line_errors():
+        from ..terminal import streamed
         from ..train import decoded, newest_run, sample_bytes
 
         stream = sample_bytes(
@@ -206,7 +207,13 @@ def sample(
             seed=seed,
             told=lambda line: typer.echo(line, err=True),
         )
-        typer.echo(prompt, nl=False)
-        for text in decoded(stream):
-            typer.echo(text, nl=False)  # flushes, so that bytes show as they come
-        typer.echo()
+        done = 0
+
+        def counted() -> Iterator[bytes]:
+            nonlocal done
+            for part in stream:
+                done += 1
+                yield part
+
+        texts = ((done, text) for text in decoded(counted()))
+        streamed(texts, shown=prompt, total=count, unit="tokens", what="sample")

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..terminal import count_of
 from . import checkpoint, launch
 from .config import DEFAULT_PRESET, TrainConfig, preset_options
 from .curve import CURVE
@@ -93,7 +94,8 @@ def summary(outcome: Outcome) -> str:
         return f"stopped after step {outcome.step}; go on with: {resume}"
     heldout = outcome.heldout_bits_per_byte
     lines = [
-        f"done: {heldout:.3f} bits per byte on held-out text after {outcome.step} steps",
+        f"done: {heldout:.3f} bits per byte on held-out text after "
+        f"{count_of(outcome.step, 'step')}",
         f"  curve       {out / CURVE}",
         f"  log         {out / LOG}",
         f"  options     {out / FILE}",

@@ -30,6 +30,13 @@ class SourceFile(NamedTuple):
     name: str
 
 
+class SkippedFile(NamedTuple):
+    """A file that is not read, or a folder of files, and why."""
+
+    path: Path
+    reason: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
     """Training and held-out text as tokens, and the windows of it.
@@ -101,11 +108,13 @@ class ByteCorpus(Corpus):
 
     Attributes:
         num_files: number of files read.
+        skipped: what is not read of the folders given.
     """
 
     unit: ClassVar[str] = "bytes"
 
     num_files: int
+    skipped: tuple[SkippedFile, ...] = ()
 
     def count_bytes(self, windows: Sequence[Tensor]) -> int:
         """Bytes of text that the labels of these windows spell: one each."""
@@ -140,8 +149,9 @@ class ByteCorpus(Corpus):
             ValueError: a path does not exist, cannot be read or is a pipe or a device, or there are
                 no bytes to train on; the message names the path.
         """
+        skipped: list[SkippedFile] = []
         if paths:
-            files = [file for path in paths for file in _files(Path(path))]
+            files = [file for path in paths for file in _files(Path(path), skipped)]
             description = ", ".join(map(str, paths))
         else:
             files = list(stdlib_sources())
@@ -157,6 +167,8 @@ class ByteCorpus(Corpus):
             if resolved not in texts:
                 text = _read(path) if resolved in named else _read_text(path)
                 texts[resolved] = (name, text)
+                if not text:
+                    skipped.append(SkippedFile(path, "binary" if _size(path) else "empty"))
         parts = [(name, text) for name, text in texts.values() if text]
         if not parts:
             raise ValueError(f"there is no text to train on in {description}")
@@ -171,6 +183,7 @@ class ByteCorpus(Corpus):
             num_files=len(parts),
             fingerprint=digest.hexdigest(),
             description=description,
+            skipped=tuple(skipped),
         )
 
 
@@ -201,20 +214,31 @@ def stdlib_sources() -> Iterator[SourceFile]:
             yield file
 
 
-def _files(path: Path) -> Iterator[SourceFile]:
-    """`path` itself, or the files below it sorted by path, each named relative to it."""
+def _files(path: Path, skipped: list[SkippedFile] | None = None) -> Iterator[SourceFile]:
+    """`path` itself, or the files below it sorted by path, each named relative to it.
+
+    What is left out is added to `skipped`.
+    """
+    left_out = [] if skipped is None else skipped
     try:
         if not path.is_dir():
             yield SourceFile(path, path.name)
             return
         found = []
         for folder, folders, names in os.walk(path, onerror=_raise):
+            for name in sorted(n for n in folders if n in SKIPPED_FOLDERS or n[0] == "."):
+                reason = "hidden folder" if name[0] == "." else "packages or caches"
+                left_out.append(SkippedFile(Path(folder, name), reason))
             folders[:] = [n for n in folders if n not in SKIPPED_FOLDERS and n[0] != "."]
-            for name in names:
+            for name in sorted(names):
                 file = Path(folder, name)
                 # Broken links pass, so that reading them gives an error; sockets and such do not.
-                if name[0] != "." and (file.is_file() or not file.exists()):
+                if name[0] == ".":
+                    left_out.append(SkippedFile(file, "hidden"))
+                elif file.is_file() or not file.exists():
                     found.append(SourceFile(file, file.relative_to(path).as_posix()))
+                else:
+                    left_out.append(SkippedFile(file, "not a regular file"))
     except OSError as error:
         raise ValueError(f"cannot read {error.filename or path}: {error.strerror}") from error
     yield from sorted(found, key=lambda file: file.name)

@@ -22,12 +22,12 @@ from .config import TrainConfig
 from .curve import plot_losses
 from .data import Corpus, shard_windows
 from .errors import TrainingError, one_line, os_error_text
+from .introduction import what_is_read, what_is_trained
 from .prepare import as_tokens, check_run
 from .ranks import OnFirstSignal, StopRequest, World, joined, local_device
 from .run_folder import Report, RunLock, RunLog
 from .run_toml import write_toml
 from .saving import Trained, save
-from .tokens import TokenCorpus
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +57,7 @@ class _Job:
     tokenizer: bytes | None
     layout: SequenceLayout
     model: LongNet
+    read: list[str]
 
 
 def run(config: TrainConfig, *, resume: bool = False, stop: StopRequest | None = None) -> Outcome:
@@ -98,6 +99,7 @@ def run(config: TrainConfig, *, resume: bool = False, stop: StopRequest | None =
             other = next(rank for rank, found in enumerate(prints) if found != prints[0])
             raise ValueError(f"rank {other} reads other data than rank 0 in {text.description}")
         corpus, tokenizer = as_tokens(config, text, start, world)
+        read = what_is_read(text, config)
         del text  # unless it is the corpus, it would stay beside it
         # The same weights on every rank and device: drawn on the CPU, from the seed alone.
         with torch.random.fork_rng(devices=[]):
@@ -118,6 +120,7 @@ def run(config: TrainConfig, *, resume: bool = False, stop: StopRequest | None =
             tokenizer=tokenizer,
             layout=config.sequence_layout(world.group_size),
             model=model,
+            read=read,
         )
         optimizer = _optimizer(model, config)
         if start is not None:
@@ -175,7 +178,11 @@ def _train(
         if resumed:
             for damaged in resumed.damaged:
                 report.line(f"{one_line(damaged)}; going on from {resumed.path.name}")
-        report.line(_introduction(job, parameters))
+            report.line(f"resumed from step {resumed.step:,}: {resumed.path}")
+        for line in job.read:
+            report.line(line)
+        number = sum(parameter.numel() for parameter in parameters)
+        report.line(what_is_trained(number, job.corpus, config, world))
         stack.enter_context(OnFirstSignal(stop.ask))
         stopping = False
         while step < config.steps and not stopping:
@@ -239,20 +246,6 @@ def _trained(job: _Job, step: int, optimizer: torch.optim.AdamW) -> Trained:
 def _check_finite(step: int, bits: float) -> None:
     if not math.isfinite(bits):
         raise TrainingError(f"the loss of step {step} is {bits}; a lower learning rate may help")
-
-
-def _introduction(job: _Job, parameters: list[torch.nn.Parameter]) -> str:
-    world = job.world
-    groups = "" if world.data_size == 1 else f" in {world.data_size} sequence groups"
-    corpus, text = job.corpus, ""
-    if isinstance(corpus, TokenCorpus):
-        text = f" ({corpus.num_bytes:,} bytes, {len(corpus.lengths):,} different tokens)"
-    return (
-        f"{sum(p.numel() for p in parameters):,} parameters; "
-        f"{world.size} rank{'s'[: world.size > 1]}{groups} on {world.device.type}; sequences of "
-        f"{job.config.sequence_length:,} {corpus.unit} from {len(corpus.train):,} {corpus.unit}"
-        f"{text} of {corpus.description}"
-    )
 
 
 def _step(

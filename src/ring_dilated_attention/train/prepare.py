@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from ..terminal import BYTES, Progress
 from . import checkpoint, tokens
 from .checked_files import TOKENIZER
 from .checkpoint import Checkpoint
@@ -17,7 +18,8 @@ from .memory import check_memory, check_text
 from .ranks import World
 from .run_folder import check_free
 from .scalars import check_installed
-from .tokenizer import BYTES, NUM_BYTES, SubwordTokenizer
+from .tokenizer import BYTES as OF_BYTES
+from .tokenizer import NUM_BYTES, SubwordTokenizer
 from .tokens import TokenCorpus
 
 
@@ -151,7 +153,7 @@ def _check_trained(start: Checkpoint, size: int) -> None:
 
 def _check_given(start: Checkpoint, given: str | None) -> None:
     kept = start.tokenizer()
-    if given in (None, BYTES):
+    if given in (None, OF_BYTES):
         same = kept is None
     else:
         assert given is not None
@@ -159,13 +161,13 @@ def _check_given(start: Checkpoint, given: str | None) -> None:
     if not same:
         raise ValueError(
             f"{start.path} was trained with another tokenizer, {_named(start)}, which a run that "
-            f"is resumed keeps; got --tokenizer {given or BYTES}: leave it out, or begin a new run"
+            f"is resumed keeps; got --tokenizer {given or OF_BYTES}: leave it out, or begin a new run"
         )
 
 
 def _named(start: Checkpoint) -> str:
     if start.config.of_bytes:
-        return BYTES
+        return OF_BYTES
     if start.config.tokenizer is not None:
         return f"that of {start.config.tokenizer}"
     return f"one of {start.config.train_tokenizer} tokens that was trained for it"
@@ -205,8 +207,16 @@ def as_tokens(
         if tokenizer is not None and not _are_there(config, text, tokenizer):
             work = tokens.write_tokens(config.out, text, tokenizer)
         # Ranks meet after every section, so that waiting for the whole is no timeout.
-        while any(world.gather(world.everywhere(lambda: work is not None and next(work, 0) > 0))):
-            pass
+        total = len(text.train) + len(text.heldout)
+        with Progress("encode", total=total, unit=BYTES, show=work is not None) as progress:
+
+            def section() -> bool:
+                done = 0 if work is None else next(work, 0)
+                progress.update(done or total)
+                return done > 0
+
+            while any(world.gather(world.everywhere(section))):
+                pass
         world.begin("reading the tokens")
         corpus = world.everywhere(lambda: _checked(config, text, digest))
         seen = world.gather(corpus.digest)

@@ -13,16 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskProgressColumn,
-    TextColumn,
-    TimeRemainingColumn,
-)
-
+from ..terminal import Progress, in_bytes, in_seconds, make_console
 from .errors import os_error_text
 from .scalars import Scalars
 
@@ -188,6 +179,9 @@ def read_log(run: Path) -> list[dict[str, Any]]:
 class Report:
     """Shows progress on rank 0 and nothing elsewhere; a context manager.
 
+    In a terminal it is a bar on standard error, and elsewhere a line on standard output now and
+    then: the log of a run. Other lines are on standard output.
+
     Args:
         steps: number of steps of the whole run.
         start: number of steps done.
@@ -196,20 +190,13 @@ class Report:
     """
 
     def __init__(self, *, steps: int, start: int, every: int, show: bool) -> None:
-        self._console = Console(quiet=not show, highlight=False)
-        self._every = every
-        self._steps = steps
+        self._console = make_console()
+        self._show, self._every = show, every
+        self._steps, self._start = steps, start
+        self._began = time.monotonic()
         self._progress = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(),
-            TaskProgressColumn(),
-            TextColumn("{task.description}"),
-            TimeRemainingColumn(),
-            console=self._console,
-            disable=not (show and self._console.is_terminal),
+            "train", total=steps, unit="steps", start=start, bar_only=True, show=show
         )
-        self._task = self._progress.add_task("", total=steps, completed=start)
 
     def step(self, step: int, found: Mapping[str, float]) -> None:
         """Show a finished step.
@@ -222,20 +209,24 @@ class Report:
         text = (
             f"loss {found['loss']:.3f}, {found['bits_per_byte']:.3f} bits/byte, "
             f"{found['tokens_per_second']:,.0f} tokens/s, "
-            f"{found['peak_memory_bytes'] / 2**20:,.0f} MiB per rank"
+            f"{in_bytes(int(found['peak_memory_bytes']))} per rank"
         )
-        if not self._progress.disable:
-            self._progress.update(self._task, completed=step, description=text)
-        elif step % self._every == 0 or step == self._steps:
-            self.line(f"step {step}/{self._steps}: {text}")
+        self._progress.update(step, text)
+        last = step == self._steps
+        if not self._progress.is_bar and (last or step % self._every == 0):
+            per_step = (time.monotonic() - self._began) / (step - self._start)
+            left = in_seconds(round(per_step * (self._steps - step)))
+            self.line(f"step {step:,}/{self._steps:,}: {text}{'' if last else f', {left} left'}")
 
     def line(self, text: str) -> None:
         """Show a line of text, above the bar if there is one."""
-        self._console.print(text, markup=False, soft_wrap=True)
+        if self._show:
+            with self._progress.paused():
+                self._console.print(text, markup=False)
 
     def __enter__(self) -> Self:
-        self._progress.start()
+        self._progress.__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+    def __exit__(self, *error: Any) -> None:
+        self._progress.__exit__(*error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -161,7 +161,8 @@ def _check_given(start: Checkpoint, given: str | None) -> None:
     if not same:
         raise ValueError(
             f"{start.path} was trained with another tokenizer, {_named(start)}, which a run that "
-            f"is resumed keeps; got --tokenizer {given or OF_BYTES}: leave it out, or begin a new run"
+            f"is resumed keeps; got --tokenizer {given or OF_BYTES}: leave it out, or begin a new "
+            "run"
         )
 
 
@@ -230,11 +231,22 @@ def _tokenizer(config: TrainConfig, text: ByteCorpus, start: Checkpoint | None) 
     tokenizer = known_tokenizer(config, start)
     if tokenizer is None:
         assert config.train_tokenizer is not None
-        tokenizer = SubwordTokenizer.train(tokens.pieces_of(text.train), config.train_tokenizer)
+        with Progress("train a tokenizer", total=len(text.train), unit=BYTES) as progress:
+            pieces = _told(tokens.pieces_of(text.train), progress)
+            tokenizer = SubwordTokenizer.train(pieces, config.train_tokenizer)
     kept = config.out / TOKENIZER
     if not kept.exists() or kept.read_bytes() != tokenizer.json:
         kept.write_bytes(tokenizer.json)
     return tokenizer
+
+
+def _told(pieces: Iterable[bytes], progress: Progress) -> Iterator[bytes]:
+    """The pieces, while it is shown how many bytes of them have been taken."""
+    done = 0
+    for piece in pieces:
+        yield piece
+        done += len(piece)
+        progress.update(done)
 
 
 def _are_there(config: TrainConfig, text: ByteCorpus, tokenizer: SubwordTokenizer) -> bool:

@@ -132,6 +132,17 @@ def word_piece(trained: SubwordTokenizer) -> bytes:
     return changed(trained, model=model, decoder=decoder)
 
 
+def with_number(trained: SubwordTokenizer, number: int) -> bytes:
+    model = json.loads(trained.json)["model"]
+    return changed(trained, model={**model, "vocab": {**model["vocab"], "row": number}})
+
+
+def that_panics(trained: SubwordTokenizer) -> bytes:
+    """Its merges are shorter than the prefix that is to be cut from them."""
+    model = json.loads(trained.json)["model"]
+    return changed(trained, model={**model, "continuing_subword_prefix": "ByteLevel"})
+
+
 def with_prefix_space(trained: SubwordTokenizer) -> bytes:
     byte_level = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True}
     return changed(trained, pre_tokenizer={**byte_level, "use_regex": True})
@@ -149,6 +160,8 @@ def without_bytes(trained: SubwordTokenizer) -> bytes:
         (lambda _: b"\xff", "x is not a tokenizer.json: 'utf-8' codec can't decode"),
         (lambda _: b"[]", "x is not a tokenizer.json: 'list' object has no attribute"),
         (lambda _: b"{}", "x is not a tokenizer.json: Model missing"),
+        (lambda t: with_number(t, 1 << 24), "a token of number 16777216; numbers must be below"),
+        (that_panics, "x is not a tokenizer.json: range end index"),
         (word_piece, r"x is not a byte-level tokenizer \(its decoder is WordPiece\)"),
         (lambda t: changed(t, decoder=None), r"byte-level tokenizer \(its decoder is missing\)"),
         (

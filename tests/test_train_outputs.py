@@ -62,7 +62,7 @@ def make_config(out: Path, text: Path, **changes: Any) -> TrainConfig:
 
 def read_back(toml: str, out: Path) -> TrainConfig:
     """The options that a run.toml stands for, over other defaults than its own."""
-    options = tomllib.loads(toml)
+    options = {name.replace("-", "_"): value for name, value in tomllib.loads(toml).items()}
     assert options.pop("ranks") == 3
     for name, number in (("segment_lengths", int), ("dilation_rates", int)):
         parts = options[name].split(",")
@@ -101,7 +101,8 @@ def test_what_is_not_utf8_is_left_to_the_user() -> None:
 def test_every_option_that_decides_a_run_is_written() -> None:
     plain = TrainConfig(out=Path("run"), data=("x",), sequence_ranks=1, chunk_rows=1, timeout=1.0)
     model = replace(plain.model, num_kv_heads=1)
-    written = set(tomllib.loads(to_toml(replace(plain, model=model, tokenizer="x"), ranks=3)))
+    toml = to_toml(replace(plain, model=model, tokenizer="x"), ranks=3)
+    written = {name.replace("-", "_") for name in tomllib.loads(toml)}
     names = {f.name for kind in (TrainConfig, LongNetConfig) for f in fields(kind)}
     assert names - written == {"out", "model", "vocab_size", "norm_eps", "train_tokenizer"}
     # Each is an option of the command line.
@@ -116,7 +117,7 @@ def test_a_run_is_run_again_by_its_run_toml(text: Path, tmp_path: Path) -> None:
     assert f"  options     {first / run_toml.FILE}" in output
     arguments = []
     for name, value in tomllib.loads((first / run_toml.FILE).read_text()).items():
-        option = f"--{name.replace('_', '-')}"
+        option = f"--{name}"
         if isinstance(value, bool):
             arguments.append(option if value else option.replace("--", "--no-"))
         else:
@@ -137,7 +138,7 @@ def test_resuming_writes_the_options_anew(text: Path, tmp_path: Path) -> None:
     run(config)
     run(replace(config, steps=7, batch_size=2), resume=True)
     options = tomllib.loads((config.out / run_toml.FILE).read_text())
-    assert (options["steps"], options["batch_size"], options["ranks"]) == (7, 2, 1)
+    assert (options["steps"], options["batch-size"], options["ranks"]) == (7, 2, 1)
 
 
 # --- TensorBoard

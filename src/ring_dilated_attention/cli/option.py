@@ -125,7 +125,7 @@ class Flag(Option):
 
     metavar: str = ""
     read: Reader = lambda text, where: text == "True"
-    default: bool = False
+    default: bool | None = False
     has_no: bool = False
     toml: tuple[type, ...] = (bool,)
 

@@ -67,6 +67,8 @@ def train(
     batch_size: Annotated[int | None, run_s(options.BATCH_SIZE)],
     dtype: Annotated[str | None, by_preset(options.DTYPE, "fp32")],
     data: Annotated[Sequence[str] | None, own.DATA],
+    tokenizer: Annotated[str | None, own.TOKENIZER],
+    train_tokenizer: Annotated[int | None, own.TRAIN_TOKENIZER],
     heldout_fraction: Annotated[float | None, own.HELDOUT_FRACTION],
     eval_every: Annotated[int | None, own.EVAL_EVERY],
     eval_windows: Annotated[int | None, own.EVAL_WINDOWS],
@@ -93,12 +95,13 @@ def train(
     resume: Annotated[bool, own.RESUME],
     save_every: Annotated[int | None, own.SAVE_EVERY],
     keep: Annotated[int | None, own.KEEP],
+    tensorboard: Annotated[bool | None, own.TENSORBOARD],
 ) -> None:
-    """Train a byte-level LongNet with every sequence sharded over the ranks.
+    """Train a LongNet on bytes or tokens, with every sequence sharded over the ranks.
 
-    Leaves log.jsonl, loss.png and checkpoints/ in the folder of the run. Ctrl-C stops after the
-    current step and leaves a checkpoint to resume from. One training at a time can use a folder.
-    Under torchrun, leave out --ranks.
+    Leaves log.jsonl, loss.png, run.toml (the options, for --config) and checkpoints/ in the folder
+    of the run. Ctrl-C stops after the current step and leaves a checkpoint to resume from. One
+    training at a time can use a folder. Under torchrun, leave out --ranks.
     """
     given: dict[str, Any] = {
         name: value
@@ -124,7 +127,7 @@ def train(
 @command(
     Example("Continue a prompt with the newest run", 'rda sample --prompt "def "'),
     Example(
-        "400 bytes, always the most likely, from a run of your choice",
+        "400 tokens, always the most likely, from a run of your choice",
         'rda sample --prompt "def " --checkpoint runs/mine \\\n'
         "    --temperature 0 --max-new-tokens 400",
     ),
@@ -142,6 +145,7 @@ def sample(
     Of a run, the newest checkpoint that is whole counts. Checkpoints hold no code.
     """
     with _one_line_errors():
+        from ..terminal import streamed
         from ..train import decoded, newest_run, sample_bytes
 
         stream = sample_bytes(
@@ -153,7 +157,13 @@ def sample(
             seed=seed,
             told=lambda line: typer.echo(line, err=True),
         )
-        typer.echo(prompt, nl=False)
-        for text in decoded(stream):
-            typer.echo(text, nl=False)  # flushes, so that bytes show as they come
-        typer.echo()
+        done = 0
+
+        def counted() -> Iterator[bytes]:
+            nonlocal done
+            for part in stream:
+                done += 1
+                yield part
+
+        texts = ((done, text) for text in decoded(counted()))
+        streamed(texts, shown=prompt, total=max_new_tokens, unit="tokens", what="sample")

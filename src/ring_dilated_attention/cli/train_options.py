@@ -69,6 +69,20 @@ DATA = _option(
     metavar="PATH",
     is_repeated=True,
 )
+TOKENIZER = _option(
+    "tokenizer",
+    options.DATA,
+    "bytes",
+    "bytes, or a tokenizer.json of a byte-level tokenizer (Hugging Face).",
+    read=text,
+    metavar="FILE",
+)
+TRAIN_TOKENIZER = _integer(
+    "train-tokenizer",
+    options.DATA,
+    "none",
+    "Train a tokenizer of this many tokens on the training text, and use it.",
+)
 HELDOUT_FRACTION = _number(
     "heldout-fraction", options.DATA, 0.05, "Part of the text that is held out of training."
 )
@@ -115,6 +129,14 @@ CHUNK_ROWS = _integer(
 SAVE_EVERY = _integer("save-every", options.OUTPUT, 100, "Steps between checkpoints.")
 KEEP = _integer("keep", options.OUTPUT, 3, "Newest checkpoints to keep.")
 
+TENSORBOARD = Flag(
+    name="tensorboard",
+    panel=options.OUTPUT,
+    help="Write the log as events of TensorBoard too.",
+    default=None,
+    has_no=True,
+)
+
 PROMPT = Option(
     name="prompt",
     panel=options.SAMPLING,
@@ -135,7 +157,7 @@ MAX_NEW_TOKENS = Option(
     name="max-new-tokens",
     panel=options.SAMPLING,
     metavar="N",
-    help="How many tokens (bytes) to add.",
+    help="How many tokens to add (of a model of bytes: bytes).",
     read=integer(1),
     default=200,
     toml=(int,),

@@ -146,7 +146,7 @@ def main() -> list[float]:
     if first:
         tiles = ", ".join(f"{len(slide['features']):,}" for slide in slides)
         ranks = dist.get_world_size() if sharded else 1
-        print(f"slides of {tiles} tiles on {ranks} {'ranks' if ranks > 1 else 'rank'}")
+        print(f"slides of {tiles} tiles, ranks: {ranks}")
         if args.compare and sharded:
             print(f"largest relative difference of a loss from one process: {max(errors):.1e}")
     if sharded:

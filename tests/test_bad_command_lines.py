@@ -152,7 +152,6 @@ BAD = {
         ("--seq-len=9 --ranks=2,x", "--ranks must be a whole number; got 'x'"),
         ("--pattern=shortnet", "--pattern must be one of 'longnet', 'gigapath'"),
         ("--segment-lengths=8", "segment_lengths and dilation_rates go together"),
-        ("--baseline=xformers", "baseline must be one of 'sdpa'"),
         ("--device=tpu", "--device must be one of 'auto', 'cpu', 'cuda'"),
         ("--seq-len=9 --backend=cudnn", "it runs on cuda, the inputs are on cpu"),
         ("--repeats=0", "--repeats must be >= 1, got 0"),

@@ -185,9 +185,14 @@ def test_names_are_cases():
 def test_a_run_adds_up(tmp_path):
     names = ("sdpa", "torchscale", "kernel")
     workloads = [SMALL, replace(SMALL, is_causal=True, seq_len=300, dtype="bfloat16")]
-    seen: list[str] = []
-    results = bench(workloads, Options(baselines=names, **QUICK), progress=seen.append)
-    assert seen == [f"{workload} on 1 rank" for workload in workloads]
+    seen: list[tuple[float, str]] = []
+    options = Options(baselines=names, **QUICK)
+    results = bench(workloads, options, progress=lambda done, what: seen.append((done, what)))
+    assert list(dict.fromkeys(what for _, what in seen)) == [f"{x} on 1 rank" for x in workloads]
+    done = [count for count, _ in seen]
+    assert done == sorted(done)
+    assert done[0] == 0
+    assert 1.5 < done[-1] < 2
     assert [(r.workload, r.contender) for r in results] == [
         (workload, name) for workload in workloads for name in ("ours", *names)
     ]
@@ -363,7 +368,7 @@ def test_bad_arguments():
 
 
 def test_bad_workloads():
-    with pytest.raises(ValueError, match="heads must be a multiple of kv_heads; got 4 and 3"):
+    with pytest.raises(ValueError, match="num_heads must be a multiple of num_kv_heads; got 4"):
         replace(SMALL, num_kv_heads=3)
     with pytest.raises(ValueError, match="dtype must be one of 'bfloat16'"):
         replace(SMALL, dtype="int8")

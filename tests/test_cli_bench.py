@@ -63,7 +63,7 @@ def test_head_offsets_of_named_patterns(tmp_path):
         (["--seq-len=0"], "--seq-len must be >= 1, got 0"),
         (["--dtype=int8"], "--dtype must be one of bf16, fp16"),
         (["--num-heads=4", "--num-kv-heads=3"], "multiple of num_kv_heads; got 4 and 3"),
-        (["--baseline=xformers"], "baseline must be one of 'sdpa'"),
+        (["--baseline=xformers"], "--baseline has no 'xformers'; allowed: sdpa, sdpa:cudnn"),
         (["--device=tpu"], "--device must be one of 'auto', 'cpu', 'cuda'"),
         (["--seq-len=9", "--backend=cudnn"], "it runs on cuda, the inputs are on cpu"),
     ],

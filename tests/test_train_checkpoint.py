@@ -35,6 +35,7 @@ from ring_dilated_attention.train.config import TrainConfig
 from ring_dilated_attention.train.errors import TrainingError
 from ring_dilated_attention.train.loop import run
 from ring_dilated_attention.train.ranks import joined
+from ring_dilated_attention.train.saving import Trained, save
 
 MODEL = LongNetConfig(
     num_layers=1,
@@ -74,14 +75,14 @@ def state(seed: int) -> tuple[LongNet, torch.optim.AdamW]:
 
 
 def tensors_of(model: LongNet, optimizer: torch.optim.AdamW) -> dict[str, torch.Tensor]:
-    return {k: v.clone() for k, v in checkpoint._tensors(model, optimizer).items()}
+    return {k: v.clone() for k, v in checkpoint.tensors_of(model, optimizer).items()}
 
 
 def write(config: TrainConfig, step: int, seed: int = 0) -> Path:
     with joined(config) as world:
-        return checkpoint.save(
-            config, step, *state(seed), "fingerprint", world, file_bytes=FILE_BYTES
-        )
+        model, optimizer = state(seed)
+        trained = Trained(step=step, model=model, optimizer=optimizer, fingerprint="fingerprint")
+        return save(config, trained, world, file_bytes=FILE_BYTES)
 
 
 def sealed(path: Path) -> None:

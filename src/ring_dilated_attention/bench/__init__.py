@@ -8,7 +8,7 @@ contender: `OURS`, and the baselines of `BASELINES`. `sweep` makes workloads fro
 ranks, `measure_and_write` is what it does on each of them, and `show` prints and plots the results.
 """
 
-from .command import WIDTH, measure_and_write, run_command, show
+from .command import measure_and_write, run_command, show
 from .contenders import BASELINES, OURS
 from .launch import launch
 from .measure import device_type, memory_of, resolve_device
@@ -17,13 +17,13 @@ from .patterns import default_dtype, given_workload, named_workload
 from .plots import plot
 from .result import Result
 from .run import bench
-from .sweep import sweep
+from .sweep import SEQ_LEN, sweep
 from .workload import Workload
 
 __all__ = [
     "BASELINES",
     "OURS",
-    "WIDTH",
+    "SEQ_LEN",
     "Options",
     "Result",
     "Workload",

@@ -9,10 +9,26 @@ from typing import Annotated
 
 import typer
 
+from ..pattern import in_brief
 from . import options
 from .command import Example, command
-from .common import RUNS, fail
-from .option import Flag, Option, integer, list_of, number, text
+from .common import RUNS, ListError, fail
+from .option import Flag, Option, integer, list_of, number
+
+BASELINES = (
+    *("sdpa", "sdpa:cudnn", "sdpa:flash", "sdpa:efficient", "sdpa:math"),
+    *("torchscale", "torchscale:math", "torchscale:cpu_flash", "torchscale:flash"),
+    *("torchscale:cudnn", "kernel", "kernel:cudnn", "kernel:flash", "kernel:efficient"),
+    *("kernel:math", "flash4", "cp:allgather", "cp:alltoall", "ring-flash-attn:zigzag"),
+    "ours:messages",
+)
+
+
+def _baseline(given: str, where: str) -> str:
+    if given not in BASELINES:
+        raise ListError(f"{where} has no {in_brief(given)}; allowed: {', '.join(BASELINES)}")
+    return given
+
 
 BASELINE = Option(
     name="baseline",
@@ -22,9 +38,10 @@ BASELINE = Option(
     "contiguous segments), flash4 (dense); name:KERNEL forces a kernel (cudnn, flash, ...). On "
     "several ranks: cp:allgather, cp:alltoall (torch's context_parallel), ring-flash-attn:zigzag, "
     "ours:messages (rows travel by NCCL).",
-    read=list_of(text),
+    read=list_of(_baseline),
     default=(),
     shown="none",
+    choices=BASELINES,
     is_list=True,
 )
 SCALING = options.choice(

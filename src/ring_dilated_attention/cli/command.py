@@ -15,16 +15,19 @@ from typing import Annotated, Any, NamedTuple, TypeVar, get_type_hints
 import typer
 import typer.core
 
-from .common import HELP_NAMES, app, reported_errors
+from .common import HELP_NAMES, app, reported_errors, without_kinds
 from .config_file import merged, values_from
-from .option import Flag, Option
+from .option import Argument, Flag, Option
 from .options import CONFIG
 
 F = TypeVar("F", bound=Callable[..., None])
 
 
 class Example(NamedTuple):
-    """An example of the help: what it does, and the command line."""
+    """An example of the help: what it does, and the command line, of several lines if it is long.
+
+    Lines are shown as they are, indented by 2.
+    """
 
     text: str
     line: str
@@ -50,11 +53,15 @@ COMMANDS: dict[str, Command] = {}
 class _WithExamples(typer.core.TyperCommand):
     """Shows examples below the options."""
 
+    def get_params(self, ctx: Any) -> Any:
+        return without_kinds(super().get_params(ctx))
+
     def format_help(self, ctx: Any, formatter: Any) -> None:
         super().format_help(ctx, formatter)
         formatter.write("Examples:\n")
         for example in COMMANDS[self.name or ""].examples:
-            formatter.write(f"\n  # {example.text}\n  {example.line}\n")
+            line = example.line.replace("\n", "\n  ")
+            formatter.write(f"\n  # {example.text}\n  {line}\n")
 
 
 def command(*examples: Example) -> Callable[[F], F]:
@@ -79,7 +86,7 @@ def command(*examples: Example) -> Callable[[F], F]:
 
         def run(**given: Any) -> None:
             with reported_errors():
-                values = _values(name, given)
+                values = values_of(name, given)
                 function(**{key: values[option.name] for key, option in by_parameter.items()})
 
         _imitate(run, function, [CONFIG, *options.values()])
@@ -89,7 +96,7 @@ def command(*examples: Example) -> Callable[[F], F]:
     return register
 
 
-def _values(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def values_of(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """The value of every option of a command.
 
     Args:
@@ -100,7 +107,7 @@ def _values(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     on_line: dict[str, Any] = {}
     for option in (CONFIG, *options.values()):
         text = given[_parameter(option)]
-        if text is not None and text != []:
+        if text not in (None, [], ()):
             is_flag = isinstance(option, Flag)
             on_line[option.name] = option.value(str(text) if is_flag else text, option.flag)
     path = on_line.pop(CONFIG.name, None)
@@ -121,7 +128,9 @@ def _imitate(
     run: Callable[..., None], function: Callable[..., None], options: Sequence[Option]
 ) -> None:
     """Give `run` the name, the help and the parameters that typer looks at."""
-    run.__name__, run.__doc__ = function.__name__, function.__doc__
+    paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
+    run.__doc__ = "\n\n".join(" ".join(x.split()) for x in paragraphs)
+    run.__name__ = function.__name__
     parameters = [
         inspect.Parameter(
             _parameter(option),
@@ -142,6 +151,8 @@ def _kind(option: Option) -> Any:
 
 
 def _typer_option(option: Option) -> Any:
+    if isinstance(option, Argument):
+        return typer.Argument(help=option.text, metavar=option.flag, show_default=False)
     flags = option.flag
     if isinstance(option, Flag) and option.has_no:
         flags += f"/--no-{option.name}"

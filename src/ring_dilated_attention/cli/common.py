@@ -28,8 +28,19 @@ class ListError(ValueError):
     """Bad input whose message ends with a list of all that is allowed, and is not cut."""
 
 
+def without_kinds(options: Sequence[Any]) -> Any:
+    """The same options; the help of those that take no value shows no kind of value."""
+    for option in options:
+        if getattr(option, "is_flag", False):
+            option.metavar = ""
+    return options
+
+
 class _OneLineErrors(typer.core.TyperGroup):
     """Says in one line what is wrong with a command line; without arguments, shows the help."""
+
+    def get_params(self, ctx: Any) -> Any:
+        return without_kinds(super().get_params(ctx))
 
     def main(
         self,

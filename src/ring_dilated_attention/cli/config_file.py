@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .common import ListError
-from .option import Option, toml_in_brief
+from .option import Argument, Option, toml_in_brief
 
 INSTEAD = (frozenset({"pattern"}), frozenset({"segment-lengths", "dilation-rates"}))
 """Options that are given instead of each other: what is given at a higher level (command line,
@@ -37,13 +37,15 @@ def values_from(
         ValueError: it is not TOML, has a key that is no option, or a value that is not allowed.
     """
     top = _parsed(path)
-    everywhere = {name: option for options in commands.values() for name, option in options.items()}
+    everywhere = {
+        name: option for options in commands.values() for name, option in _in_files(options).items()
+    }
     tables = {key: top.pop(key) for key in commands if isinstance(top.get(key), dict)}
     for name, table in tables.items():
-        _check_keys(table, commands[name], f"[{name}] of {path}")
+        _check_keys(table, _in_files(commands[name]), f"[{name}] of {path}")
     tabled = ", ".join(f"[{name}]" for name in commands)
     _check_keys(top, everywhere, str(path), f"; tables: {tabled}")
-    own = commands[command]
+    own = _in_files(commands[command])
     found = []
     for level, where in (
         (tables.get(command, {}), f" in [{command}] of {path}"),
@@ -52,6 +54,10 @@ def values_from(
         mine = {key: given for key, given in level.items() if key in own}
         found.append({key: own[key].from_toml(x, f"{key}{where}") for key, x in mine.items()})
     return found
+
+
+def _in_files(options: Mapping[str, Option]) -> dict[str, Option]:
+    return {name: x for name, x in options.items() if not isinstance(x, Argument)}
 
 
 def _parsed(path: Path) -> dict[str, Any]:

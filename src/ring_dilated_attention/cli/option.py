@@ -6,6 +6,7 @@ are read by the same function, without torch, so that a bad one is refused at on
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -124,7 +125,7 @@ class Flag(Option):
 
     metavar: str = ""
     read: Reader = lambda text, where: text == "True"
-    default: bool = False
+    default: bool | None = False
     has_no: bool = False
     toml: tuple[type, ...] = (bool,)
 
@@ -133,6 +134,23 @@ class Flag(Option):
         """The help, and the default where it may be switched off."""
         shown = self.flag if self.default else f"--no-{self.name}"
         return _with_default(self.help, shown if self.has_no else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Argument(Option):
+    """A value that is given by its place, right after the command, and not in a file."""
+
+    is_required: bool = True
+
+    @property
+    def flag(self) -> str:
+        """What errors and the help call it."""
+        return self.name.upper()
+
+    @property
+    def text(self) -> str:
+        """The help."""
+        return self.help
 
 
 _KINDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
@@ -196,6 +214,14 @@ def number(given: str, where: str) -> float:
         return float(given)
     except ValueError:
         raise ValueError(f"{where} must be a number; got {_brief(given)}") from None
+
+
+def number_from_0(given: str, where: str) -> float:
+    """A finite number that is not negative."""
+    found = number(given, where)
+    if not 0 <= found < math.inf:
+        raise ValueError(f"{where} must be finite and >= 0, got {found}")
+    return found
 
 
 def positions_from(low: int) -> Reader:

@@ -225,8 +225,8 @@ SEED = Option(
 OUT = Option(
     name="out",
     panel=OUTPUT,
-    metavar="FOLDER",
-    help="Where to write results.",
+    metavar="PATH",
+    help="Where to write results: a folder (draw: a picture, *.png or *.svg).",
     read=path,
     shown="a new folder in runs",
 )

@@ -11,6 +11,7 @@ from ..checks import check_pattern, check_size
 from ..layout import LAYOUTS, SequenceLayout
 from ..pattern import check_choice
 from ..plan import AttentionPlan
+from ..terminal import count_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,10 +55,11 @@ class Sharded:
     def __str__(self) -> str:
         """A title, in rich's markup."""
         w, count = self.workload, self.ranks
-        packed = "" if self.documents is None else f", {len(self.documents) - 1:,} documents"
+        documents = 0 if self.documents is None else len(self.documents) - 1
+        packed = f", {count_of(documents, 'document')}" if documents else ""
         return (
-            f"[bold]{w.pattern}[/bold]: {w.seq_len:,} positions on {count} "
-            f"{'rank' if count == 1 else 'ranks'} ({self.layout_name}), "
-            f"{w.num_heads} heads of {w.head_dim}, {w.kv_heads} KV heads, batch {w.batch_size}, "
+            f"[bold]{w.pattern}[/bold]: {count_of(w.seq_len, 'position')} on "
+            f"{count_of(count, 'rank')} ({self.layout_name}), {count_of(w.num_heads, 'head')} of "
+            f"{w.head_dim}, {count_of(w.kv_heads, 'KV head')}, batch {w.batch_size}, "
             f"{w.dtype}, {'causal' if w.is_causal else 'not causal'}{packed}"
         )

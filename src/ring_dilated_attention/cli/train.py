@@ -19,6 +19,8 @@ from .train_options import by_preset, run_s
 NOT_CONFIG = {"out", "resume", "ranks", "preset", "pattern"}
 """Options of `rda train` that are no fields of a config."""
 
+PATTERN = options.PATTERN_NAME.but(shown=f"{options.THE_PRESET_S} --segment-lengths")
+
 
 @contextmanager
 def _one_line_errors() -> Iterator[None]:
@@ -38,8 +40,9 @@ def _one_line_errors() -> Iterator[None]:
 @command(
     Example("On the standard library's sources, on 2 ranks of this machine", "rda train --ranks 2"),
     Example(
-        "On texts of your own, sequences of 16,384 bytes",
-        "rda train --data texts --seq-len 16K --segment-lengths 2K,all --dilation-rates 1,8",
+        "On texts of your own, in sequences of 16,384",
+        "rda train --data texts --seq-len 16K \\\n"
+        "    --segment-lengths 2K,all --dilation-rates 1,8",
     ),
     Example("Go on for another 1,000 steps with the newest run", "rda train --resume --steps 1350"),
 )
@@ -49,7 +52,9 @@ def train(
     embed_dim: Annotated[int | None, own.EMBED_DIM],
     ffn_dim: Annotated[int | None, own.FFN_DIM],
     rope_theta: Annotated[float | None, own.ROPE_THETA],
-    pattern: Annotated[str | None, by_preset(options.PATTERN_NAME, "none")],
+    pattern: Annotated[
+        str | None, options.PATTERN_NAME.but(shown=f"{options.THE_PRESET_S} --segment-lengths")
+    ],
     segment_lengths: Annotated[
         Sequence[int | None] | None, by_preset(options.SEGMENT_LENGTHS, "256,1K,4K")
     ],
@@ -62,6 +67,8 @@ def train(
     batch_size: Annotated[int | None, run_s(options.BATCH_SIZE)],
     dtype: Annotated[str | None, by_preset(options.DTYPE, "fp32")],
     data: Annotated[Sequence[str] | None, own.DATA],
+    tokenizer: Annotated[str | None, own.TOKENIZER],
+    train_tokenizer: Annotated[int | None, own.TRAIN_TOKENIZER],
     heldout_fraction: Annotated[float | None, own.HELDOUT_FRACTION],
     eval_every: Annotated[int | None, own.EVAL_EVERY],
     eval_windows: Annotated[int | None, own.EVAL_WINDOWS],
@@ -88,12 +95,13 @@ def train(
     resume: Annotated[bool, own.RESUME],
     save_every: Annotated[int | None, own.SAVE_EVERY],
     keep: Annotated[int | None, own.KEEP],
+    tensorboard: Annotated[bool | None, own.TENSORBOARD],
 ) -> None:
-    """Train a byte-level LongNet with every sequence sharded over the ranks.
+    """Train a LongNet on bytes or tokens, with every sequence sharded over the ranks.
 
-    Leaves log.jsonl, loss.png and checkpoints/ in the folder of the run. Ctrl-C stops after the
-    current step and leaves a checkpoint to resume from. One training at a time can use a folder.
-    Under torchrun, leave out --ranks.
+    Leaves log.jsonl, loss.png, run.toml (the options, for --config) and checkpoints/ in the folder
+    of the run. Ctrl-C stops after the current step and leaves a checkpoint to resume from. One
+    training at a time can use a folder. Under torchrun, leave out --ranks.
     """
     given: dict[str, Any] = {
         name: value
@@ -119,8 +127,9 @@ def train(
 @command(
     Example("Continue a prompt with the newest run", 'rda sample --prompt "def "'),
     Example(
-        "400 bytes, always the most likely, from a run of your choice",
-        'rda sample --prompt "def " --checkpoint runs/mine --temperature 0 --max-new-tokens 400',
+        "400 tokens, always the most likely, from a run of your choice",
+        'rda sample --prompt "def " --checkpoint runs/mine \\\n'
+        "    --temperature 0 --max-new-tokens 400",
     ),
 )
 def sample(
@@ -136,6 +145,7 @@ def sample(
     Of a run, the newest checkpoint that is whole counts. Checkpoints hold no code.
     """
     with _one_line_errors():
+        from ..terminal import streamed
         from ..train import decoded, newest_run, sample_bytes
 
         stream = sample_bytes(
@@ -147,7 +157,13 @@ def sample(
             seed=seed,
             told=lambda line: typer.echo(line, err=True),
         )
-        typer.echo(prompt, nl=False)
-        for text in decoded(stream):
-            typer.echo(text, nl=False)  # flushes, so that bytes show as they come
-        typer.echo()
+        done = 0
+
+        def counted() -> Iterator[bytes]:
+            nonlocal done
+            for part in stream:
+                done += 1
+                yield part
+
+        texts = ((done, text) for text in decoded(counted()))
+        streamed(texts, shown=prompt, total=max_new_tokens, unit="tokens", what="sample")

@@ -9,14 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 from . import options
-from .option import Flag, Option, Reader, integer, number, one_of, path, text
+from .option import Flag, Option, Reader, integer, number, number_from_0, one_of, path, text
 
 PRESETS = ("small", "longnet-base")
 CHECKPOINTS = ("none", "full", "keep_attention")
 
 
 def by_preset(option: Option, small: object) -> Option:
-    """A shared option whose default is the preset's; `small` is that of the default preset."""
+    """A shared option whose default is the preset's; `small` is that of the preset ``small``."""
     return option.but(shown=f"{options.THE_PRESET_S} (small: {small})")
 
 
@@ -58,7 +58,7 @@ PRESET = Option(
 NUM_LAYERS = _integer("num-layers", options.MODEL, 3, "Blocks of the model.")
 EMBED_DIM = _integer("embed-dim", options.MODEL, 128, "Width of the model.")
 FFN_DIM = _integer("ffn-dim", options.MODEL, 512, "Width of the MLP.")
-ROPE_THETA = _number("rope-theta", options.MODEL, 10_000.0, "Base of the rotary wavelengths.")
+ROPE_THETA = _number("rope-theta", options.MODEL, 10_000, "Base of the rotary wavelengths.")
 
 DATA = _option(
     "data",
@@ -68,6 +68,20 @@ DATA = _option(
     read=text,
     metavar="PATH",
     is_repeated=True,
+)
+TOKENIZER = _option(
+    "tokenizer",
+    options.DATA,
+    "bytes",
+    "bytes, or a tokenizer.json of a byte-level tokenizer (Hugging Face).",
+    read=text,
+    metavar="FILE",
+)
+TRAIN_TOKENIZER = _integer(
+    "train-tokenizer",
+    options.DATA,
+    "none",
+    "Train a tokenizer of this many tokens on the training text, and use it.",
 )
 HELDOUT_FRACTION = _number(
     "heldout-fraction", options.DATA, 0.05, "Part of the text that is held out of training."
@@ -115,6 +129,14 @@ CHUNK_ROWS = _integer(
 SAVE_EVERY = _integer("save-every", options.OUTPUT, 100, "Steps between checkpoints.")
 KEEP = _integer("keep", options.OUTPUT, 3, "Newest checkpoints to keep.")
 
+TENSORBOARD = Flag(
+    name="tensorboard",
+    panel=options.OUTPUT,
+    help="Write the log as events of TensorBoard too.",
+    default=None,
+    has_no=True,
+)
+
 PROMPT = Option(
     name="prompt",
     panel=options.SAMPLING,
@@ -135,7 +157,7 @@ MAX_NEW_TOKENS = Option(
     name="max-new-tokens",
     panel=options.SAMPLING,
     metavar="N",
-    help="How many tokens (bytes) to add.",
+    help="How many tokens to add (of a model of bytes: bytes).",
     read=integer(1),
     default=200,
     toml=(int,),
@@ -145,7 +167,7 @@ TEMPERATURE = Option(
     panel=options.SAMPLING,
     metavar="X",
     help="Logits are divided by it; 0: always the most likely token.",
-    read=number,
+    read=number_from_0,
     default=0.8,
     toml=(int, float),
 )

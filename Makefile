@@ -40,8 +40,9 @@ bench: .venv/installed  ## CPU speed against torch's kernel alone and against ga
 verify: .venv/installed  ## sharded against brute force, on 1 to 4 ranks
 	$(BIN)/rda verify
 
+# Without --quiet, under which mkdocs counts no warnings and --strict lets everything pass.
 docs: .venv/installed  ## the docs site in site/; broken links and references fail
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 docs-serve: .venv/installed  ## the docs site on this machine, built anew when a page changes
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve

@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -71,18 +70,14 @@ class Progress:
         self._live: Live | None = None
 
     def __enter__(self) -> Self:
-        self._start()
+        self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stop()
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Show the bar, if there is one."""
         if self.is_bar:  # a new one each time: an old one would erase what was printed since
             self._live = Live(
                 _Bar(self),
@@ -94,7 +89,8 @@ class Progress:
             )
             self._live.start()
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
+        """Take the bar away."""
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -120,12 +116,12 @@ class Progress:
     def paused(self) -> Iterator[None]:
         """Take the bar away while something else is printed."""
         was_live = self._live is not None
-        self._stop()
+        self.stop()
         try:
             yield
         finally:
             if was_live:
-                self._start()
+                self.start()
 
     @property
     def share(self) -> float:

@@ -161,7 +161,8 @@ def _check_given(start: Checkpoint, given: str | None) -> None:
     if not same:
         raise ValueError(
             f"{start.path} was trained with another tokenizer, {_named(start)}, which a run that "
-            f"is resumed keeps; got --tokenizer {given or OF_BYTES}: leave it out, or begin a new run"
+            f"is resumed keeps; got --tokenizer {given or OF_BYTES}: leave it out, or begin a new "
+            "run"
         )
 
 

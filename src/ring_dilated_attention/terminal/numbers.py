@@ -44,7 +44,9 @@ class Scale(NamedTuple):
     digits: int
 
     def write(self, value: float) -> str:
-        """A value, given in the basic unit, in this one: ``1,234.5``."""
+        """A value, given in the basic unit, in this one: ``1,234.5``; ``0`` is exactly 0."""
+        if not value:
+            return "0"
         return f"{value / self.unit.factor:,.{self.digits}f}"
 
 

@@ -209,7 +209,7 @@ def _programs(own: Table, numbers: Table, shortest: int, step: int, block: int) 
     segment += first[which]
     low = np.maximum(segment * length[which], start[which])
     high = np.minimum((segment + 1) * length[which], stop[which])
-    # Of a residue there are at most so many rows.
+    # The most rows of a residue.
     whose, index = _spread(((high - low + step - 1) // step + block - 1) // block * step)
     found = [numbers[which][whose], low[whose], high[whose], index % step, index // step]
     return np.stack(found, axis=1)

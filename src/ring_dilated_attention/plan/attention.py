@@ -174,7 +174,7 @@ class AttentionPlan:
 
     @cached_property
     def returns_wide(self) -> bool:
-        """Whether gradients of received rows are summed, and come home, in float32 at least.
+        """Whether gradients of received rows are summed, and returned, in float32 at least.
 
         Else in the dtype of the inputs. It is alike on all ranks: a branch reaches one row in its
         rate, once from each part of the rank that received it and for each query head of a KV head.

@@ -13,7 +13,7 @@ from .progression import dilated_rows, union_size
 from .rows import Message, PackedTiles, Rows, Run, Tile, TileGroup
 
 _MANY = 8
-"""Tiles that differ in start and length alone are kept together if there are so many."""
+"""Tiles that differ in start and length alone are kept together if there are at least this many."""
 
 
 class _HeadRows(NamedTuple):
@@ -36,9 +36,7 @@ class _Twin(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def tiling_of(
-    pattern: DilatedPattern, num_kv_heads: int, is_causal: bool, among: range
-) -> Tiling:
+def tiling_of(pattern: DilatedPattern, num_kv_heads: int, is_causal: bool, among: range) -> Tiling:
     """The `Tiling` of these, which plans of other lengths and documents share."""
     return Tiling(pattern, num_kv_heads, is_causal, among)
 

@@ -239,7 +239,7 @@ def test_models_with_other_attention_are_refused(family):
         ({"or_mask_function": lambda b, h, q, k: q >= 0}, "Got or_masks"),
         ({"and_mask_function": lambda b, h, q, k: q >= 0}, "Got and_masks"),
         ({"block_sequence_ids": IDS[:1]}, "Got or_masks"),
-        ({"position_ids": restarts(20, 21)}, r"need set_attention\(model, pattern\) first"),
+        ({"position_ids": restarts(20, 21)}, r"call set_attention\(model, pattern\) first"),
         ({"allow_is_causal_skip": False}, "Got causal_mask_function"),
     ],
 )

@@ -9,7 +9,7 @@ QUICK := architecture pattern layout documents progression plan tiles views merg
 
 ALL_GPUS := tests/test_gpu_ranks.py
 
-.PHONY: run test quick gpu lint format bench verify clean
+.PHONY: run test quick gpu lint format bench verify build clean
 
 run: .venv/installed  ## train a language model on the standard library's sources, on 2 ranks
 	$(BIN)/rda train --ranks $(RANKS)
@@ -40,8 +40,14 @@ bench: .venv/installed  ## CPU speed against torch's kernel alone and against ga
 verify: .venv/installed  ## sharded against brute force, on 1 to 4 ranks
 	$(BIN)/rda verify
 
+build: .venv/installed  ## wheel and source distribution in dist/, checked
+	$(BIN)/pip install --quiet --group build
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
+
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf dist .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # torch comes first, so that nothing else picks another build of it.
 .venv/installed: pyproject.toml

@@ -48,7 +48,7 @@ verify: .venv/installed  ## sharded against brute force, on 1 to 4 ranks
 	$(BIN)/rda verify
 
 clean:
-	rm -rf dist .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # torch comes first, so that nothing else picks another build of it.
 .venv/installed: pyproject.toml

@@ -33,6 +33,13 @@ format: .venv/installed  ## let the linter and the formatter fix what they can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+.PHONY: build
+build: .venv/installed  ## wheel and source distribution in dist/, checked
+	$(BIN)/pip install --quiet --group build
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
+
 bench: .venv/installed  ## CPU speed against torch's kernel alone and against gathering
 	$(BIN)/rda bench --device cpu --segment-lengths 2048,4096,8192 --dilation-rates 1,2,4 \
 		--length 16384 --heads 8 --repeats 5 --seconds 30 --baseline kernel --baseline torchscale

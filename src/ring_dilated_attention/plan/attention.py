@@ -29,7 +29,7 @@ from .tiling import Tiling, tiling_of
 
 FEW_ADDITIONS = 8.0
 """Additions to a row, on average, that may round to half precision each: errors of out and of the
-gradients stay below those of the kernels (benchmarks/results)."""
+gradients stay below those of the kernels (benchmarks/results/attention_speed.md)."""
 
 ROUND_PAIRS = 1 << 31
 """(Query, key) pairs of a head and step that keep a rank busy: 1.7 ms of an H200's forward at a

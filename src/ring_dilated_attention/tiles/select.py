@@ -33,7 +33,7 @@ same among the kernels inside torch; a kernel's name takes that kernel or raises
 SMALL_FLOPS = {2: 1.5e10, 4: 1.5e9}
 """Kernel calls of fewer operations leave the GPU idle, at their ends and between their launches:
 such tiles share one launch of the table-driven kernel. By bytes of an element: measured on an H200
-for 2 (benchmarks/results), and a tenth of that, as the rate is, for 4."""
+for 2 (benchmarks/results/attention_speed.md), and a tenth of that, as the rate is, for 4."""
 OWN_FORWARD_FLOPS = {2: 3e10, 4: 3e9}
 OWN_BACKWARD_FLOPS = {2: 2e10, 4: 3e9}
 """Where there is no other rank, kernel calls of fewer operations, counted as those of forward, join

@@ -9,7 +9,6 @@ numbers from the JSON files in benchmarks/results. The same inputs give the same
 from __future__ import annotations
 
 import argparse
-import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -46,7 +45,12 @@ CROSSING = DilatedPattern([8, 16, None], [1, 2, 4])
 
 
 def plan_of(
-    pattern: DilatedPattern, length: int, *, layout: str = "contiguous", causal: bool, heads: int = 4
+    pattern: DilatedPattern,
+    length: int,
+    *,
+    layout: str = "contiguous",
+    causal: bool,
+    heads: int = 4,
 ) -> AttentionPlan:
     """A plan of `RANKS` ranks."""
     return plan_attention(
@@ -79,7 +83,9 @@ def hero(style: Style) -> Sheet:
     sheet.key(3.85, below, [style.own], ["held where it is needed"])
     for rank in range(RANKS):
         sheet.key(3.85 + 0.15 * rank, below + 0.2, [style.rank_color(rank)], [""])
-    sheet.text(3.85 + 0.15 * RANKS + 0.07, below + 0.2, "sent by the rank of that colour", fontsize=8.5)
+    sheet.text(
+        3.85 + 0.15 * RANKS + 0.07, below + 0.2, "sent by the rank of that colour", fontsize=8.5
+    )
     draw_shards(sheet, 7.1, top, side, plan)
     most = int(rows_sent(plan_of(DilatedPattern.dense(), 32, causal=False, heads=1)).max())
     sheet.text(7.1, below, f"Dense ring attention: all {most} of {most}.", fontsize=8.5)
@@ -121,7 +127,106 @@ def name_axes(axes, below: str, left: str) -> None:
     axes.set_ylabel(left, labelpad=3)
 
 
-FIGURES: dict[str, Callable[[Style], Sheet]] = {"hero": hero}
+def branches(style: Style) -> Sheet:
+    """Which branch shows which key, for two heads."""
+    plan = plan_of(CROSSING, 48, causal=True)
+    grid, side = Grid.of(48, 48), 3.6
+    sheet = Sheet(style, 9.4, 5.75)
+    for number, head in enumerate((0, 1)):
+        left = 0.75 + (side + 0.85) * number
+        axes = sheet.axes(left, 0.85, side, side)
+        shown = shown_to(plan, head, grid)
+        draw_branches(axes, style, shown, grid)
+        axes.set_ylabel("" if number else "query position")
+        share = shown.branches.any(0).sum() / (48 * 49 / 2)
+        headline(
+            axes, style, f"Head {head}: offset {head} in every segment",
+            f"{share:.0%} of the keys that dense causal attention sees",
+        )  # fmt: skip
+    branch_key(sheet, 0.75, 5.05, CROSSING)
+    sheet.text(
+        0.75 + side + 0.85, 5.05, "Nested squares: several branches show the key.", fontsize=8.5
+    )
+    words = "It counts once for each of them, in one softmax."
+    sheet.text(0.75 + side + 0.85, 5.25, words, fontsize=8.5)
+    return sheet
+
+
+def senders(style: Style) -> Sheet:
+    """Zigzag on 4 ranks: who holds the keys of a head, and how many each rank sends."""
+    plan = plan_of(CROSSING, 48, layout="zigzag", causal=True)
+    grid, side = Grid.of(48, 48), 4.0
+    sheet = Sheet(style, 9.6, 6.0)
+    axes = sheet.axes(0.85, 1.15, side, side)
+    draw_senders(axes, style, shown_to(plan, 0, grid), grid, plan.layout)
+    headline(
+        axes, style, "Who holds the keys of head 0",
+        "grey: the rank that needs them; colour: the rank that sends them", lift=24,
+    )  # fmt: skip
+    axes = sheet.axes(5.75, 1.6, 3.3, 3.3)
+    sent = rows_sent(plan.narrowed(range(1)))
+    draw_matrix(axes, style, sent, range(RANKS), list(map(str, sent.ravel())))
+    dense = rows_sent(plan_of(DilatedPattern.dense(), 48, layout="zigzag", causal=True, heads=1))
+    headline(
+        axes, style, "Rows of K and V sent for head 0",
+        f"{sent.sum()} in all; dense attention: {dense.sum()}",
+    )  # fmt: skip
+    sheet.note(
+        "Zigzag: rank i of p holds chunks i and 2p - 1 - i, so that causal work is even. "
+        "1 cell = 1 position."
+    )
+    return sheet
+
+
+def work(style: Style) -> Sheet:
+    """FLOPs per rank of dense causal attention, contiguous and zigzag."""
+    sheet, length = Sheet(style, 9.0, 4.1), 65536
+    size = TensorSize(batch=1, head_dim=128, element_size=2)
+    for number, layout in enumerate(LAYOUTS):
+        plan = plan_of(DilatedPattern.dense(), length, layout=layout, causal=True, heads=16)
+        flops = flops_by_rank(plan, size)
+        found = balance(flops)
+        axes = sheet.axes(0.75 + 4.25 * number, 0.95, 3.75, 2.35)
+        draw_work(axes, style, flops)
+        axes.set_ylim(0, 1.9)
+        axes.set_ylabel("" if number else "FLOPs of a rank / mean")
+        headline(
+            axes, style, layout.capitalize(),
+            f"largest: {found.imbalance:.2f} × the mean, so at most "
+            f"{found.speed_up_bound:.2f} × as fast as 1 rank",
+        )  # fmt: skip
+    sheet.note(f"Dense causal attention of {length:,} tokens on {RANKS} ranks. Dashed: the mean.")
+    return sheet
+
+
+def ring(style: Style) -> Sheet:
+    """A ring step by step: where transfers hide behind compute, and where ranks wait."""
+    size, model = TensorSize(batch=1, head_dim=128, element_size=2), CostModel()
+    sheet = Sheet(style, 9.6, 7.4)
+    for number, (length, title) in enumerate(
+        ((65536, "transfers hide behind compute"), (8192, "too short: ranks wait for rows"))
+    ):
+        plan = plan_of(DilatedPattern.dense(), length, layout="zigzag", causal=True, heads=16)
+        found = timeline(plan, size, model)
+        axes = sheet.axes(0.8, 0.75 + 3.15 * number, 8.6, 2.1)
+        draw_timeline(axes, style, found)
+        headline(axes, style, f"{length:,} tokens: {title}", found.in_words())
+    timeline_key(sheet, 0.8, 6.8)
+    sheet.note(f"Dense causal, 16 heads of 128, bf16, zigzag. {model.in_words()}.")
+    return sheet
+
+
+FIGURES: dict[str, Callable[[Style], Sheet]] = {
+    "hero": hero,
+    "mask-by-branch": branches,
+    "mask-by-sender": senders,
+    "work-per-rank": work,
+    "ring-timeline": ring,
+    "slide-step": measured_figures.slide_step,
+    "attention-speed": measured_figures.attention_speed,
+    "gpu-memory": measured_figures.gpu_memory,
+    "speed-per-gpu": measured_figures.speed_per_gpu,
+}
 
 
 def main() -> None:
@@ -132,7 +237,9 @@ def main() -> None:
     options = parser.parse_args()
     unknown = set(options.names) - set(FIGURES)
     if unknown:
-        parser.error(f"no figure called {', '.join(sorted(unknown))}; there are {', '.join(FIGURES)}")
+        parser.error(
+            f"no figure called {', '.join(sorted(unknown))}; there are {', '.join(FIGURES)}"
+        )
     options.out.mkdir(parents=True, exist_ok=True)
     for name in options.names or FIGURES:
         for style in STYLES.values():

@@ -253,7 +253,7 @@ def timeline_key(sheet: Sheet, left: float, top: float) -> None:
         left + 2.0, top, [style.rank_color(1)],
         ["colour of a rank: its keys; wide: compute, narrow: receive"],
     )  # fmt: skip
-    sheet.key(left + 6.2, top, [style.wait], ["exposed wait"])
+    sheet.key(left + 6.2, top, [style.ink], ["waits for rows"], filled=False)
 
 
 def check_timeline_ranks(plan: AttentionPlan) -> None:

@@ -53,7 +53,9 @@ def nests(grid: Grid) -> bool:
     return grid.count <= _MOST_SQUARES
 
 
-def draw_senders(axes: Axes, style: Style, shown: Shown, grid: Grid, layout: SequenceLayout) -> None:
+def draw_senders(
+    axes: Axes, style: Style, shown: Shown, grid: Grid, layout: SequenceLayout
+) -> None:
     """The mask of a head by who holds the keys: neutral if the rank itself, else its colour.
 
     Args:
@@ -113,7 +115,9 @@ def _rectangle(x: float, y: float, width: float, height: float, color: str):  # 
     return Rectangle((x, y), width, height, color=color, linewidth=0, clip_on=False)
 
 
-def draw_matrix(axes: Axes, style: Style, amounts: Ints, ranks: range, words: Sequence[str]) -> None:
+def draw_matrix(
+    axes: Axes, style: Style, amounts: Ints, ranks: range, words: Sequence[str]
+) -> None:
     """What each rank sends each other one.
 
     Args:
@@ -147,7 +151,9 @@ def draw_matrix(axes: Axes, style: Style, amounts: Ints, ranks: range, words: Se
             bright = 0.3 * red + 0.59 * green + 0.11 * blue > 0.5
             color = "#10161d" if bright else "#ffffff"
         text = words[i * count + j] if i != j else ""
-        axes.text(j, i, text, ha="center", va="center", fontsize=7.5 if count > 5 else 9, color=color)
+        axes.text(
+            j, i, text, ha="center", va="center", fontsize=7.5 if count > 5 else 9, color=color
+        )
 
 
 def draw_work(axes: Axes, style: Style, flops: Sequence[int]) -> None:
@@ -172,7 +178,10 @@ def draw_work(axes: Axes, style: Style, flops: Sequence[int]) -> None:
 
 
 def draw_timeline(axes: Axes, style: Style, found: Timeline) -> None:
-    """What ranks do, each in a lane: computing above, and below it what its link receives."""
+    """What ranks do, each in a lane: computing above, and below it what its link receives.
+
+    Waiting is an empty box; keys of other ranks have those ranks' colours.
+    """
     name, factor = found.unit
     for item in found.activities:
         x, width = item.start * factor, (item.stop - item.start) * factor
@@ -180,13 +189,12 @@ def draw_timeline(axes: Axes, style: Style, found: Timeline) -> None:
             y, height = item.rank + 0.13, 0.2
         else:
             y, height = item.rank - 0.36, 0.46
+        own = item.peer == item.rank
+        color = style.own if own else style.rank_color(item.peer)
+        patch = _rectangle(x, y, width, height, color)
+        patch.set(edgecolor=style.page, linewidth=0.8)
         if item.kind == "wait":
-            patch = _rectangle(x, y, width, height, "none")
-            patch.set(facecolor="none", edgecolor=style.wait, hatch="//////", linewidth=0.8)
-        else:
-            own = item.peer == item.rank
-            patch = _rectangle(x, y, width, height, style.own if own else style.rank_color(item.peer))
-            patch.set(edgecolor=style.page, linewidth=0.8)
+            patch.set(facecolor="none", edgecolor=style.ink, linewidth=0.9)
         axes.add_patch(patch)
     dress(axes, style, spines=("bottom",))
     add_grid(axes, style, "x")

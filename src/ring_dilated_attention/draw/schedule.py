@@ -97,7 +97,12 @@ class Timeline:
         """How long it takes, and how long the rank waits that waits longest."""
         wait = self.seconds("wait")
         share = wait / self.total if self.total else 0.0
-        return f"{in_seconds(self.total)}; longest wait of a rank {in_seconds(wait)}, {share:.0%}"
+        if not wait:
+            return f"{in_seconds(self.total)}; no rank waits"
+        return (
+            f"{in_seconds(self.total)}; the rank that waits longest waits {in_seconds(wait)}, "
+            f"{share:.0%} of that"
+        )
 
     def seconds(self, kind: str, rank: int | None = None) -> float:
         """Seconds of a kind of activity: of a rank, or None: of the rank with the most of it."""

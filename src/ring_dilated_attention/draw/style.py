@@ -32,7 +32,6 @@ class Style:
         muted: text and lines that do not.
         faint: grid lines, and cells in which nothing is visible.
         own: what a rank has or computes by itself.
-        wait: exposed communication.
         branches: from the first branch to the last, a ramp to interpolate.
         ranks: of ranks, repeated from the ninth on.
         systems: of implementations by what they are called in tables.
@@ -44,7 +43,6 @@ class Style:
     muted: str
     faint: str
     own: str
-    wait: str
     branches: tuple[str, ...]
     ranks: tuple[str, ...]
     systems: dict[str, str]
@@ -75,7 +73,6 @@ LIGHT = Style(
     muted="#5c6873",
     faint="#eceff2",
     own="#b3bcc5",
-    wait="#c4343a",
     branches=("#12406e", "#1f7fbf", "#45b5c4", "#a6dcb4"),
     ranks=(
         *("#d55e00", "#7b4fb5", "#e0a100", "#009e73"),
@@ -96,7 +93,6 @@ DARK = Style(
     muted="#9aa6b2",
     faint="#1e2630",
     own="#596673",
-    wait="#ff6b6b",
     branches=("#e3f1ff", "#7cc0f5", "#2f93b8", "#1f6f5f"),
     ranks=(
         *("#f5843a", "#a987e8", "#f2c14a", "#2fc59b"),
@@ -150,11 +146,17 @@ class Sheet:
 
     def note(self, text: str, line: int = 0) -> None:
         """What is assumed or left out: a line at the bottom, or the `line`-th above it."""
-        self.text(
-            MARGIN, self.height - 0.18 - 0.2 * line, text, fontsize=8, color=self.style.muted
-        )
+        self.text(MARGIN, self.height - 0.18 - 0.2 * line, text, fontsize=8, color=self.style.muted)
 
-    def key(self, left: float, top: float, colors: Sequence[str], words: Sequence[str]) -> None:
+    def key(
+        self,
+        left: float,
+        top: float,
+        colors: Sequence[str],
+        words: Sequence[str],
+        *,
+        filled: bool = True,
+    ) -> None:
         """What colours mean: a square and a text each, one below the other."""
         from matplotlib.patches import Rectangle
 
@@ -163,8 +165,8 @@ class Sheet:
             middle = top + 0.2 * number
             corner = left / self.width, 1 - (middle + side / 2) / self.height
             square = Rectangle(
-                corner, side / self.width, side / self.height, color=color, linewidth=0,
-                transform=self.figure.transFigure,
+                corner, side / self.width, side / self.height, edgecolor=color, linewidth=0.9,
+                facecolor=color if filled else "none", transform=self.figure.transFigure,
             )  # fmt: skip
             self.figure.add_artist(square)
             self.text(left + 0.22, middle, text, fontsize=8.5)

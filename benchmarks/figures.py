@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import measured_figures
+
 from ring_dilated_attention import AttentionPlan, DilatedPattern, SequenceLayout, plan_attention
 from ring_dilated_attention.draw import (
     STYLES,

@@ -139,8 +139,8 @@ def slide_step(style: Style) -> Sheet:
     axes.set_ylim(15, 650)
     axes.set_ylabel("ms per step")
     sheet.note(
-        "Median of 12 steps (6 at 45,681), thin lines: lowest to highest. Up to 10,001 tiles on one "
-        "host, 45,681 on another.", 1,
+        "Median of 12 steps (6 at 45,681), thin lines: lowest to highest. Up to 10,001 tiles on "
+        "one host, 45,681 on another.", 1,
     )  # fmt: skip
     sheet.note("Both axes logarithmic. Baseline of the factors: torchscale at the same length.")
     return sheet
@@ -151,8 +151,8 @@ def attention_speed(style: Style) -> Sheet:
     sheet = Sheet(style, 9.8, 5.0)
     sheet.text(0.15, 0.27, "Attention alone", fontsize=11.5, fontweight="bold")
     sheet.text(
-        0.15, 0.5, "one call on 1 H200, ms; lower is better. Full colour, solid: forward + backward;"
-        " pale, dashed: forward", color=style.muted,
+        0.15, 0.5, "one call on 1 H200, ms; lower is better. Full colour, solid: forward + "
+        "backward; pale, dashed: forward", color=style.muted,
     )  # fmt: skip
     data = results(ATTENTION)
     axes = sheet.axes(0.75, 1.15, 3.1, 2.95)

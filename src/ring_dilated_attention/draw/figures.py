@@ -216,6 +216,7 @@ def timeline_figure(
     model: CostModel | None = None,
     *,
     layout_name: str = "any layout",
+    gathers: bool | None = None,
     style: Style = LIGHT,
 ) -> Figure:
     """Draw when ranks compute, receive and wait in a forward call, by a cost model.
@@ -225,6 +226,7 @@ def timeline_figure(
         size: what turns rows into bytes and pairs into operations.
         model: how long they take; None: `CostModel()`.
         layout_name: what to call the layout.
+        gathers: whether all transfers start at once; None: what the plan decides.
         style: colours.
 
     Raises:
@@ -232,13 +234,13 @@ def timeline_figure(
     """
     check_timeline_ranks(plan)
     model = CostModel() if model is None else model
-    found = timeline(plan, size, model)
+    found = timeline(plan, size, model, gathers=gathers)
     lanes = 0.58 * plan.layout.world_size
     sheet = Sheet(style, 9.6, lanes + 2.55)
     sheet.title(title_of(plan, layout_name, most=105))
     axes = sheet.axes(0.85, 1.05, 8.5, lanes)
     draw_timeline(axes, style, found)
-    ways = "gather" if plan.gathers else "ring"
+    ways = "gather" if (plan.gathers if gathers is None else gathers) else "ring"
     headline(axes, style, f"Forward, {ways}", found.in_words())
     timeline_key(sheet, 0.85, lanes + 1.75)
     sheet.note(f"{model.in_words()}.")

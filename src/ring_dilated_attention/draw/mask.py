@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from ..layout import SequenceLayout
 from ..pattern import check_positive_int
 from ..plan import AttentionPlan, Message, RankPlan, Rows, Tile
 
@@ -102,7 +103,7 @@ class _Intervals(NamedTuple):
 class _Hits(NamedTuple):
     """The intervals that have rows of a tile, and the first and last of its segments there."""
 
-    index: Ints
+    intervals: Ints
     first: Ints
     last: Ints
 
@@ -144,7 +145,7 @@ def _local_cells(rank: RankPlan, kv_head: int, own: _Intervals) -> Iterator[tupl
         keys = _hits(tile.keys, tile, kv_head, own)
         seen = _share_segment(queries, keys, tile.is_causal)
         q, k = np.nonzero(seen)
-        yield tile.branch, (own.block[queries.index[q]], own.block[keys.index[k]])
+        yield tile.branch, (own.block[queries.intervals[q]], own.block[keys.intervals[k]])
 
 
 def _remote_cells(
@@ -158,9 +159,9 @@ def _remote_cells(
             if kv_head not in tile.heads or not len(held[rank.index].low):
                 continue
             own, theirs = held[rank.index], held[sender]
-            queries = own.block[_hits(tile.queries, tile, kv_head, own).index]
+            queries = own.block[_hits(tile.queries, tile, kv_head, own).intervals]
             for rows in _received(step.receive, tile, kv_head):
-                keys = theirs.block[_hits_of(rows, 1, rows.start, theirs).index]
+                keys = theirs.block[_hits_of(rows, 1, rows.start, theirs).intervals]
                 q, k = np.meshgrid(queries, keys, indexing="ij")
                 yield sender, tile.branch, (q.ravel(), k.ravel())
 
@@ -188,7 +189,7 @@ def _hits(rows: Rows, tile: Tile, kv_head: int, held: _Intervals) -> _Hits:
 
 
 def _hits_of(rows: Rows, segments: int, start: int, held: _Intervals) -> _Hits:
-    """Intervals that have rows ``start + s * segment_stride + i * stride`` of `segments` of them."""
+    """Intervals that have rows ``start + s * segment_stride + i * stride``, with s < `segments`."""
     span = (rows.length - 1) * rows.stride + 1
     stride, every = rows.stride, rows.segment_stride if segments > 1 else span
     after = held.low - start
@@ -207,7 +208,7 @@ def _share_segment(queries: _Hits, keys: _Hits, is_causal: bool) -> Bools:
 
     Intervals do not overlap and are in order: two different ones share at most one segment.
     """
-    q, k = queries.index[:, None], keys.index[None, :]
+    q, k = queries.intervals[:, None], keys.intervals[None, :]
     seen: Bools = (q == k) | ((q > k) & (queries.first[:, None] == keys.last[None, :]))
     if not is_causal:
         seen |= (q < k) & (queries.last[:, None] == keys.first[None, :])
@@ -246,4 +247,13 @@ def rows_sent(plan: AttentionPlan, ranks: range | None = None) -> Ints:
         for i, sender in enumerate(shown):
             if i != j:
                 found[i, j] = plan.rank(receiver).received_rows(sender)
+    return found
+
+
+def holders(layout: SequenceLayout, grid: Grid) -> Ints:
+    """The rank that holds the first position of each block: int64, (blocks,)."""
+    starts = np.array([piece.start for piece in layout.pieces])
+    ranks = np.array([piece.rank for piece in layout.pieces], dtype=np.int64)
+    firsts = grid.start + np.arange(grid.count) * grid.size
+    found: Ints = ranks[np.searchsorted(starts, firsts, side="right") - 1]
     return found

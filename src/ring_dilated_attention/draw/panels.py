@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ..layout import SequenceLayout
-from .mask import NOBODY, Bools, Grid, Ints, Shown
+from .mask import NOBODY, Bools, Grid, Ints, Shown, holders
 from .schedule import Timeline
 from .style import Style, add_grid, dress
 
@@ -77,15 +77,6 @@ def draw_senders(
     _mark_ranks(axes, style, grid, layout)
 
 
-def holders(layout: SequenceLayout, grid: Grid) -> Ints:
-    """The rank that holds the first position of each block: int64, (blocks,)."""
-    starts = np.array([piece.start for piece in layout.pieces])
-    ranks = np.array([piece.rank for piece in layout.pieces], dtype=np.int64)
-    firsts = grid.start + np.arange(grid.count) * grid.size
-    found: Ints = ranks[np.searchsorted(starts, firsts, side="right") - 1]
-    return found
-
-
 def _mark_ranks(axes: Axes, style: Style, grid: Grid, layout: SequenceLayout) -> None:
     """A strip of ranks along both axes, and lines between them."""
     side = grid.end - grid.start
@@ -98,7 +89,7 @@ def _mark_ranks(axes: Axes, style: Style, grid: Grid, layout: SequenceLayout) ->
         axes.add_patch(_rectangle(edge, low, width, high - low, color))
         axes.add_patch(_rectangle(low, edge, high - low, width, color))
         label = f"rank {piece.rank}" if high - low > side * 0.15 else f"{piece.rank}"
-        text = {"color": style.ink, "fontsize": 8, "ha": "center", "va": "center"}
+        text: dict[str, Any] = {"color": style.ink, "fontsize": 8, "ha": "center", "va": "center"}
         if high - low > side * 0.03:
             axes.text(edge - 0.8 * width, (low + high) / 2, label, rotation=90, **text)
             axes.text((low + high) / 2, edge - 0.8 * width, label, **text)

@@ -142,11 +142,11 @@ class _Run:
     def go(self, part: AttentionPlan) -> None:
         """All steps of some heads."""
         ranks = [part.rank(rank) for rank in range(part.layout.world_size)]
-        for rank in ranks:
-            self._compute(rank.index, rank.local, rank.index)
+        for one in ranks:
+            self._compute(one.index, one.local, one.index)
         for piece in range(part.pieces):
             for number in range(1, len(ranks)):
-                steps = [rank.step(number, piece) for rank in ranks]
+                steps = [one.step(number, piece) for one in ranks]
                 for rank, arrived in enumerate(self._transfer(steps)):
                     peer = (rank - number) % len(ranks)
                     self._wait(rank, arrived, peer)

@@ -201,7 +201,11 @@ def headline(axes: Axes, style: Style, title: str, below: str = "", *, lift: flo
         below: one line or several; empty: none.
         lift: points between the axes and the text that something else needs.
     """
-    text = {"xycoords": "axes fraction", "textcoords": "offset points", "ha": "left"}
+    text: dict[str, Any] = {
+        "xycoords": "axes fraction",
+        "textcoords": "offset points",
+        "ha": "left",
+    }
     lines = 1 + below.count("\n") if below else 0
     axes.annotate(
         title, (0, 1), xytext=(0, 8 + lift + 12.5 * lines), va="bottom", fontsize=10.5,
@@ -227,10 +231,24 @@ def save(figure: Figure, path: Path, *, transparent: bool = False) -> Path:
     """
     import matplotlib
 
-    if path.suffix.lower() not in FORMATS:
-        raise ValueError(f"a picture must be named *.png or *.svg; got {path.name!r}")
+    check_format(path)
     options: dict[str, Any] = {"metadata": {"Date": None}} if path.suffix.lower() == ".svg" else {}
     page = {"facecolor": "none"} if transparent else {"facecolor": figure.get_facecolor()}
     with matplotlib.rc_context({"svg.hashsalt": _HASH_SALT, "svg.fonttype": "path"}):
         figure.savefig(path, dpi=_DPI, **page, **options)
     return path
+
+
+def check_format(path: Path) -> None:
+    """Find a bad path before the work.
+
+    Raises:
+        ValueError: the name ends in none of `FORMATS`.
+        FileNotFoundError: its folder does not exist.
+    """
+    if path.suffix.lower() not in FORMATS:
+        raise ValueError(f"a picture must be named *.png or *.svg; got {path.name!r}")
+    if not path.absolute().parent.is_dir():
+        raise FileNotFoundError(
+            f"there is no folder {str(path.parent)!r} to write {path.name!r} to"
+        )

@@ -9,7 +9,7 @@ QUICK := architecture pattern layout documents progression plan tiles views merg
 
 ALL_GPUS := tests/test_gpu_ranks.py
 
-.PHONY: run test quick gpu lint format bench verify clean
+.PHONY: run test quick gpu lint format bench verify figures clean
 
 run: .venv/installed  ## train a language model on the standard library's sources, on 2 ranks
 	$(BIN)/rda train --ranks $(RANKS)
@@ -46,6 +46,9 @@ bench: .venv/installed  ## CPU speed against torch's kernel alone and against ga
 
 verify: .venv/installed  ## sharded against brute force, on 1 to 4 ranks
 	$(BIN)/rda verify
+
+figures: .venv/installed  ## the figures of README and docs, light and dark; no change: no diff
+	$(BIN)/python benchmarks/figures.py
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -16,11 +16,9 @@ from typing import Annotated, Any, NamedTuple
 
 import torch.distributed as dist
 import typer
-from rich.console import Console
 
 from ring_dilated_attention.bench import (
     OURS,
-    WIDTH,
     Options,
     Workload,
     launch,
@@ -30,6 +28,7 @@ from ring_dilated_attention.bench import (
     sweep,
 )
 from ring_dilated_attention.pattern import check_choice
+from ring_dilated_attention.terminal import make_console
 
 PLOTTED = ("dense", "longnet", "crossing")
 EARLIER_LENGTHS = [64, 512, 2048, 4096, 8192, 16_384, 32_768, 65_536, 262_144, 400_000]
@@ -82,7 +81,7 @@ def measure(names: Sequence[str], gpus: int, seed: int, out: Path) -> None:
         options = Options(device="cuda", ranks=tuple(sizes), repeats=5, seed=seed, **how)
         found = measure_and_write(workloads, options, out / name, sys.argv)
         if dist.get_rank() == 0:
-            show(Console(width=WIDTH), *found)
+            show(make_console(), *found)
             plotted += [x for x in found[0] if x.contender == OURS and name in PLOTTED]
     if plotted:
         plot(out, plotted)

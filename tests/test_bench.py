@@ -180,9 +180,14 @@ def test_names_are_cases():
 def test_a_run_adds_up(tmp_path):
     names = ("sdpa", "torchscale", "kernel")
     workloads = [SMALL, replace(SMALL, is_causal=True, length=300, dtype="bfloat16")]
-    seen: list[str] = []
-    results = bench(workloads, Options(baselines=names, **QUICK), progress=seen.append)
-    assert seen == [f"{workload} on 1 rank" for workload in workloads]
+    seen: list[tuple[float, str]] = []
+    options = Options(baselines=names, **QUICK)
+    results = bench(workloads, options, progress=lambda done, what: seen.append((done, what)))
+    assert list(dict.fromkeys(what for _, what in seen)) == [f"{x} on 1 rank" for x in workloads]
+    done = [count for count, _ in seen]
+    assert done == sorted(done)
+    assert done[0] == 0
+    assert 1.5 < done[-1] < 2
     assert [(r.workload, r.contender) for r in results] == [
         (workload, name) for workload in workloads for name in ("ours", *names)
     ]

@@ -24,6 +24,7 @@ from ring_dilated_attention.cli import app
 from ring_dilated_attention.nn import LongNetConfig
 from ring_dilated_attention.train import checkpoint, launch, run_folder
 from ring_dilated_attention.train.config import TrainConfig
+from ring_dilated_attention.train.curve import CURVE
 
 RDA = (sys.executable, "-m", "ring_dilated_attention.cli")
 SMALL = (
@@ -101,17 +102,17 @@ def test_train_resume_and_sample_on_two_local_ranks(text: Path, tmp_path: Path) 
     assert result.stderr == ""
     assert "2 ranks on cpu; sequences of 64 bytes" in result.stdout
     assert re.search(
-        r"step 4/4: [\d.]+ bits/byte, [\d,]+ tokens/s, \d+ MiB per rank", result.stdout
+        r"step 4/4: loss [\d.]+, [\d.]+ bits/byte, [\d,]+ tokens/s, \d+ MiB per rank", result.stdout
     )
     assert "done: " in result.stdout
     assert f"rda sample --checkpoint {out}" in result.stdout
-    assert (out / run_folder.CURVE).stat().st_size > 5000
+    assert (out / CURVE).stat().st_size > 5000
     # Options not given are the run's own, and one rank goes on with what two left.
     code, output = invoke("train", "--resume", "--out", out, "--steps=6")
     assert code == 0, output
     assert checkpoint.newest(out).step == 6
     assert checkpoint.newest(out).config.sequence_length == 64
-    code, output = invoke("sample", "--checkpoint", out, "--prompt=line 1", "--bytes=5")
+    code, output = invoke("sample", "--checkpoint", out, "--prompt=line 1", "--tokens=5")
     assert code == 0, output
     assert output.startswith("line 1")
     assert len(output) > len("line 1\n")
@@ -138,7 +139,7 @@ def test_a_signal_leaves_a_usable_checkpoint(
     assert f"stopped after step {last}; go on with: rda train --resume --out {out}" in output
     found = checkpoint.newest(out)
     assert found.step == last
-    assert (out / run_folder.CURVE).exists()
+    assert (out / CURVE).exists()
     code, output = invoke("train", "--resume", "--out", out, f"--steps={last + 2}")
     assert code == 0, output
     assert [line["step"] for line in run_folder.read_log(out) if line["kind"] == "step"] == [
@@ -342,7 +343,7 @@ BAD_TRAIN = [
     (f"--embed-dim={1 << 40}", "embed_dim must be at most 16777216, got 1099511627776"),
     (f"--embed-dim={1 << 70}", "embed_dim must be at most 16777216, got 1180591620717411303424"),
     (f"--embed-dim={10**4000}", "embed_dim must be at most 16777216, got an int of 13288 bits"),
-    (f"--embed-dim={1 << 20}", "GB for its batch; this machine has {memory}: lower --num-layers"),
+    (f"--embed-dim={1 << 20}", "GB for logits; this machine has {memory}: lower --num-layers"),
     (f"--batch-size={HUGE}", "this machine has {memory}: lower --batch-size or --sequence-length"),
     (f"--sequence-length={HUGE}", "has {memory}: lower --batch-size or --sequence-length"),
     (f"--num-layers={HUGE}", "num_layers must be at most 16777216, got 4611686018427387904"),
@@ -431,8 +432,8 @@ def test_a_bad_command_line_is_one_line(
         ("--prompt=x --checkpoint=/dev/zero", "there is no checkpoint in /dev/zero"),
         (f"--prompt=x --checkpoint={'q' * 5000}", "File name too long: qqq"),
         ("--prompt=x", "there is no run with a checkpoint in runs"),
-        ("--prompt=x --checkpoint=. --bytes=0", "count must be >= 1, got 0"),
-        ("--prompt=x --checkpoint=. --bytes=-5", "count must be >= 1, got -5"),
+        ("--prompt=x --checkpoint=. --tokens=0", "count must be >= 1, got 0"),
+        ("--prompt=x --checkpoint=. --tokens=-5", "count must be >= 1, got -5"),
         ("--prompt=x --checkpoint=. --temperature=nan", "temperature must be finite and above 0"),
         ("--prompt=x --checkpoint=. --temperature=-1", "temperature must be finite and above 0"),
         ("--prompt=x --checkpoint=. --seed=-1", "seed must be >= 0 and below 2**64; got -1"),
@@ -566,6 +567,7 @@ def test_the_help_shows_the_defaults_of_the_config() -> None:
     default_model = TrainConfig(out=Path("run")).model
     defaults.update({f.name: getattr(default_model, f.name) for f in fields(LongNetConfig)})
     in_words = {"data", "sequence_ranks", "num_kv_heads", "chunk_rows", "timeout"}
+    in_words |= {"tokenizer", "train_tokenizer", "tensorboard"}
     command_line = typer.main.get_command(app).get_command(None, "train")  # type: ignore[attr-defined]
     options = {parameter.name: parameter for parameter in command_line.params}
     assert set(options) - {"help"} == set(defaults) - {"model", "vocab_size", "norm_eps"} | {

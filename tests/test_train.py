@@ -20,13 +20,21 @@ from torch import Tensor
 
 from ring_dilated_attention.checks import run_ranks
 from ring_dilated_attention.nn import LongNet, LongNetConfig
-from ring_dilated_attention.train import checked_files, checkpoint, data, ranks, run_folder
-from ring_dilated_attention.train.command import decoded, sample_bytes
+from ring_dilated_attention.train import (
+    checked_files,
+    checkpoint,
+    data,
+    ranks,
+    run_folder,
+    saving,
+)
 from ring_dilated_attention.train.command import make_config as make_run_config
 from ring_dilated_attention.train.config import PRESETS, TrainConfig, preset_options
+from ring_dilated_attention.train.curve import CURVE
 from ring_dilated_attention.train.errors import TrainingError
 from ring_dilated_attention.train.loop import run
 from ring_dilated_attention.train.ranks import BUCKET_NUMEL, StopRequest, joined
+from ring_dilated_attention.train.sampling import decoded, sample_bytes
 
 MODEL = LongNetConfig(
     num_layers=2,
@@ -180,14 +188,14 @@ def test_loss_falls_and_everything_is_left(alone: TrainConfig) -> None:
     first, *lines = run_folder.read_log(alone.out)
     assert (
         TrainConfig.from_dict(
-            {k: v for k, v in first.items() if k not in ("kind", "step", "ranks")}
+            {k: v for k, v in first.items() if k not in ("kind", "time", "step", "ranks")}
         )
         == alone
     )
     step = next(line for line in lines if line["kind"] == "step")
     assert step["tokens_per_second"] > 0
     assert 10e6 < step["peak_memory_bytes"] < 10e9
-    assert (alone.out / run_folder.CURVE).read_bytes().startswith(b"\x89PNG")
+    assert (alone.out / CURVE).read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in checkpoint.usable(alone.out)] == ["step_0000010", "step_0000020"]
 
 
@@ -419,7 +427,7 @@ def test_stop_request_leaves_a_checkpoint_to_go_on_from(alone: TrainConfig, tmp_
     os.close(asked)
     assert (outcome.step, outcome.stopped) == (7, True)
     assert outcome.checkpoint.name == "step_0000007"
-    assert (config.out / run_folder.CURVE).exists()
+    assert (config.out / CURVE).exists()
     run(config, resume=True)
     assert curve(config.out) == curve(alone.out)
 
@@ -448,7 +456,7 @@ def test_a_crash_while_writing_leaves_the_checkpoint_before(
             raise KeyboardInterrupt
         return write(path, data)
 
-    monkeypatch.setattr(checkpoint, "write_synced", crash)
+    monkeypatch.setattr(saving, "write_synced", crash)
     with pytest.raises(KeyboardInterrupt):
         run(config)
     folder = config.out / checkpoint.FOLDER
@@ -672,16 +680,16 @@ def test_damaged_log_is_named(tmp_path: Path) -> None:
 
 def test_sampling(alone: TrainConfig) -> None:
     def sampled(**options: Any) -> bytes:
-        return bytes(sample_bytes(alone.out, b"line 12", count=12, **options))
+        return b"".join(sample_bytes(alone.out, b"line 12", count=12, **options))
 
     assert len(sampled()) == 12
     assert sampled(seed=1) == sampled(seed=1)
     assert sampled(temperature=5.0, seed=1) != sampled(temperature=5.0, seed=2)
     assert sampled(temperature=0) == sampled(top_k=1, temperature=3.0, seed=9)
     step = alone.out / checkpoint.FOLDER / "step_0000020"
-    assert bytes(sample_bytes(step, b"line 12", count=12)) == sampled()
+    assert b"".join(sample_bytes(step, b"line 12", count=12)) == sampled()
     long_prompt = b"x" * (2 * alone.sequence_length)
-    assert len(bytes(sample_bytes(alone.out, long_prompt, count=3))) == 3
+    assert len(b"".join(sample_bytes(alone.out, long_prompt, count=3))) == 3
 
 
 @pytest.mark.parametrize(
@@ -700,8 +708,8 @@ def test_sampling_refuses(alone: TrainConfig, options: dict[str, Any], message: 
 
 
 def test_decoding_waits_for_whole_characters() -> None:
-    assert list(decoded("aé€".encode())) == ["a", "é", "€"]
-    assert list(decoded(b"a\xff\xe2\x82")) == ["a", "\ufffd", "\ufffd"]
+    assert list(decoded([bytes([byte]) for byte in "aé€".encode()])) == ["a", "é", "€"]
+    assert list(decoded([b"a\xff", b"\xe2", b"\x82"])) == ["a\ufffd", "\ufffd"]
 
 
 def test_initial_weights_come_from_the_seed_alone(alone: TrainConfig, tmp_path: Path) -> None:

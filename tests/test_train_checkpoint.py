@@ -35,6 +35,7 @@ from ring_dilated_attention.train.config import TrainConfig
 from ring_dilated_attention.train.errors import TrainingError
 from ring_dilated_attention.train.loop import run
 from ring_dilated_attention.train.ranks import joined
+from ring_dilated_attention.train.saving import Trained, save
 
 MODEL = LongNetConfig(
     num_layers=1,
@@ -74,14 +75,14 @@ def state(seed: int) -> tuple[LongNet, torch.optim.AdamW]:
 
 
 def tensors_of(model: LongNet, optimizer: torch.optim.AdamW) -> dict[str, torch.Tensor]:
-    return {k: v.clone() for k, v in checkpoint._tensors(model, optimizer).items()}
+    return {k: v.clone() for k, v in checkpoint.tensors_of(model, optimizer).items()}
 
 
 def write(config: TrainConfig, step: int, seed: int = 0) -> Path:
     with joined(config) as world:
-        return checkpoint.save(
-            config, step, *state(seed), "fingerprint", world, file_bytes=FILE_BYTES
-        )
+        model, optimizer = state(seed)
+        trained = Trained(step=step, model=model, optimizer=optimizer, fingerprint="fingerprint")
+        return save(config, trained, world, file_bytes=FILE_BYTES)
 
 
 def sealed(path: Path) -> None:
@@ -347,7 +348,7 @@ def test_a_pickle_in_any_file_is_never_executed(
                 with pytest.raises(ValueError, match=r"whole|damaged"):
                     run(config, resume=True)
             result = CliRunner().invoke(
-                app, ["sample", f"--checkpoint={out}", "--prompt=x", "--bytes=1"]
+                app, ["sample", f"--checkpoint={out}", "--prompt=x", "--tokens=1"]
             )
             assert result.exit_code in (0, 2), result.output
             assert not done.exists(), name
@@ -464,7 +465,7 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(
 def test_sampling_takes_the_newest_whole_checkpoint_and_says_so(copied: TrainConfig) -> None:
     last = checkpoint.usable(copied.out)[-1]
     damaged_tensors(last)
-    arguments = ["sample", "--prompt=line", "--bytes=2", "--checkpoint"]
+    arguments = ["sample", "--prompt=line", "--tokens=2", "--checkpoint"]
     result = CliRunner().invoke(app, [*arguments, str(copied.out)])
     assert result.exit_code == 0, result.output
     assert result.stderr.endswith("; taking step_0000002\n")

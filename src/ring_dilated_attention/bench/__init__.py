@@ -8,7 +8,7 @@ contender: `OURS`, and the baselines of `BASELINES`. `sweep` makes workloads fro
 ranks, `measure_and_write` is what it does on each of them, and `show` prints and plots the results.
 """
 
-from .command import WIDTH, measure_and_write, run_command, show
+from .command import measure_and_write, run_command, show
 from .contenders import BASELINES, OURS
 from .launch import launch
 from .measure import memory_of, resolve_device
@@ -24,7 +24,6 @@ __all__ = [
     "BASELINES",
     "NAMES",
     "OURS",
-    "WIDTH",
     "Options",
     "Result",
     "Workload",

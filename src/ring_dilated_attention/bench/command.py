@@ -11,9 +11,10 @@ from typing import Any
 from rich.console import Console
 
 from ..checks import check_memory, check_seed, host_memory
+from ..terminal import Progress, make_console, show_table
 from . import report
 from .contenders import OURS
-from .launch import launch
+from .launch import is_first, launch
 from .measure import device_type, resolve_device
 from .options import Options
 from .plots import plot
@@ -21,9 +22,6 @@ from .result import FAILED, OK, REFUSED, Result
 from .run import bench
 from .sweep import check_folder, sweep
 from .workload import Workload
-
-WIDTH = 190
-"""Characters of a line at least, where the output is no terminal."""
 
 
 def run_command(
@@ -79,7 +77,7 @@ def run_command(
     statuses = {result.status for result in ours}
     if statuses == {REFUSED}:
         raise ValueError(ours[0].reason)
-    show(console or Console(), results, environment, path)
+    show(console or make_console(), results, environment, path)
     return OK in statuses and FAILED not in statuses and report.bytes_match(results)
 
 
@@ -96,28 +94,29 @@ def measure_and_write(
         out.mkdir(parents=True, exist_ok=True)
         report.write_json(out, results, environment, command)
 
-    results = bench(workloads, options, progress=_say, finished=write)
+    first = is_first()
+    if first:
+        make_console().print(report.introduction(workloads, options))
+    total = len(workloads) * len(set(options.ranks))
+    with Progress("bench", total=total, unit="workloads", show=first) as progress:
+        results = bench(workloads, options, progress=progress.update, finished=write)
     return results, environment, out / report.JSON_NAME
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)
 
 
 def show(
     console: Console, results: Sequence[Result], environment: dict[str, Any], path: Path
 ) -> None:
     """Print what was found, and plot it beside the JSON file `path`."""
-    for name, value in environment.items():
-        console.print(f"{name}: {value}", highlight=False)
     written = [path]
     if any(result.forward is not None for result in results):
         written.append(plot(path.parent, results))
-    if not console.is_terminal:
-        console.width = max(console.width, WIDTH)
-    console.print(report.legend(results), highlight=False, markup=False)
+    console.print()
+    for name, value in environment.items():
+        console.print(f"{name}: {value}", highlight=False, markup=False)
+    console.print()
     for table in (*report.tables(results), *report.memory_tables(results)):
-        console.print(table)
-    for line in report.notes(results):
+        show_table(console, table)
+    for line in (*report.legend(results), "", *report.notes(results)):
         console.print(line, highlight=False, markup=False)
-    console.print(f"wrote {', '.join(map(str, written))}", highlight=False)
+    for file in written:
+        console.print(f"wrote {file}", highlight=False, markup=False, soft_wrap=True)

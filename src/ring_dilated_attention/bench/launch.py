@@ -92,6 +92,11 @@ def launch(
     return Answer(values[0], True)
 
 
+def is_first() -> bool:
+    """Whether this process is rank 0, or the only one."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
 def _on_rank(rank: int, _: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     value = function(*arguments)
     return value if rank == 0 else None

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from ..exchange import Group, resolve_exchange
 from ..plan import traffic
+from ..terminal import count_of
 from . import measure
 from .contender import Contender, Shapes, Site
 from .contenders import OURS, contender
@@ -27,13 +28,19 @@ from .workload import Workload
 
 MOST_WALL_SAMPLES = 10
 _MATMUL = "matmul"
+_PREPARED, _FORWARD, _BOTH = 0.02, 0.3, 0.85
+"""How much of a workload's time has passed, about, when inputs are drawn, when forward is measured,
+and when forward and backward are: what is left is that of errors."""
+
+Progress = Callable[[float, str], None]
+"""Is told how many workloads are done, parts of one included, and what is being measured."""
 
 
 def bench(
     workloads: Sequence[Workload],
     options: Options,
     *,
-    progress: Callable[[str], None] | None = None,
+    progress: Progress | None = None,
     finished: Callable[[list[Result]], None] | None = None,
 ) -> list[Result]:
     """Time workloads on the first p ranks, for every p of the options: forward, forward+backward.
@@ -48,7 +55,8 @@ def bench(
     Args:
         workloads: what to compute.
         options: how to measure.
-        progress: told on rank 0 what is about to be measured.
+        progress: called on rank 0 with how many workloads are done, of their number times that of
+            `options.ranks`, the part of the present one included, and what is being measured.
         finished: given on rank 0, after each workload and size, all results so far.
 
     Returns:
@@ -79,18 +87,21 @@ def bench(
     teams = form_teams(sizes, list(dict.fromkeys((OURS, *options.baselines))), device)
     ceilings: dict[str, Ceilings] = {}
     results: list[Result] = []
+    done = 0
     for base in workloads:
         if base.dtype not in ceilings:
             ceilings[base.dtype] = measure.measure_ceilings(device, base.torch_dtype)
         for size in sizes:
             length = base.length * (size if options.scaling == "weak" else 1)
             workload = replace(base, length=length)
-            if progress is not None and rank == 0:
-                progress(f"{workload} on {size} rank{'s' * (size > 1)}")
+            what = f"{workload} on {count_of(size, 'rank')}"
+            told = _Told(progress if rank == 0 else None, done, what)
+            told(0.0)
+            done += 1
             team = teams[size]
             if team is not None:
                 measured = _Run(base, workload, team, options, ceilings[base.dtype])
-                results += measured.results()
+                results += measured.results(told)
                 if finished is not None and rank == 0:
                     finished(results)
             if distributed:
@@ -99,6 +110,21 @@ def bench(
     if distributed:
         dist.destroy_process_group(everyone)
     return results
+
+
+class _Told:
+    """Tells how much of a workload is done, as a number of all workloads."""
+
+    def __init__(self, progress: Progress | None, before: int, what: str) -> None:
+        self._progress, self._before, self._what = progress, before, what
+
+    def __call__(self, part: float) -> None:
+        if self._progress is not None:
+            self._progress(self._before + part, self._what)
+
+    def between(self, start: float, stop: float) -> Callable[[float], None]:
+        """What is told of a part of the workload, from 0 to 1 of its own."""
+        return lambda part: self(start + part * (stop - start))
 
 
 class _Run:
@@ -116,19 +142,23 @@ class _Run:
         self.options, self.ceilings = options, ceilings
         self.entries = [Entry(name) for name in dict.fromkeys((OURS, *options.baselines))]
 
-    def results(self) -> list[Result]:
+    def results(self, told: _Told) -> list[Result]:
         """Measure, and say what was found; the same on all ranks."""
         generator = torch.Generator(self.team.device)
         generator.manual_seed(self.options.seed + self.team.rank)
         drawn: dict[tuple[Shapes, ...], list[list[Inputs]]] = {}
         for entry in self.entries:
             entry.attempt(self.team, partial(self._prepare, entry, drawn, generator))
-        for backward in (False, True):
-            self._time(backward)
+        self._time(False, told.between(_PREPARED, _FORWARD))
+        self._time(True, told.between(_FORWARD, _BOTH))
         drawn.clear()
         for entry in self.entries:
             entry.sets.clear()
-        return [self._result(entry) for entry in self.entries]
+        found, left = [], told.between(_BOTH, 1.0)
+        for number, entry in enumerate(self.entries):
+            left(number / len(self.entries))
+            found.append(self._result(entry))
+        return found
 
     def _result(self, entry: Entry) -> Result:
         errors, why = self._errors(entry) if self.options.errors else (None, "")
@@ -171,7 +201,7 @@ class _Run:
         query, key, value, _ = entry.sets[0][0]
         entry.kernel = entry.contender.kernel(query, key, value)
 
-    def _time(self, backward: bool) -> None:
+    def _time(self, backward: bool, told: Callable[[float], None]) -> None:
         """Time one kind of call of all entries still in, and a matrix product, taking turns."""
         multiply, side = measure.matmul(self.team.device, self.workload.torch_dtype)
         entries = {entry.name: entry for entry in self.entries if entry.status == OK}
@@ -183,7 +213,7 @@ class _Run:
                 raise failure
             entries[name].fail(failure)
 
-        samples = take_turns(turns, self.team, self.options, failed)
+        samples = take_turns(turns, self.team, self.options, failed, told)
         products = samples.pop(_MATMUL)
         rates = tuple(2 * side**3 / statistics.median(ms) / 1e9 for ms in products.by_rank)
         for name, found in samples.items():

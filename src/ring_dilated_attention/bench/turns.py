@@ -19,6 +19,9 @@ T = TypeVar("T")
 
 FEWEST_SAMPLES = 3
 
+WARM_UP_SHARE = 0.2
+"""Of the time of `take_turns`, about: what warming up takes."""
+
 WARM_UPS = {"cpu": 1, "cuda": 2}
 """Calls before one that says how many a sample needs: CUDA compiles in the first one and allocates
 in the second one."""
@@ -57,7 +60,11 @@ class Samples(NamedTuple):
 
 
 def take_turns(
-    turns: Sequence[Turn], team: Team, options: Options, failed: Callable[[str, Failure], None]
+    turns: Sequence[Turn],
+    team: Team,
+    options: Options,
+    failed: Callable[[str, Failure], None],
+    told: Callable[[float], None],
 ) -> dict[str, Samples]:
     """Warm all up, then take samples of each in turn; who comes first changes.
 
@@ -66,6 +73,7 @@ def take_turns(
         team: the ranks; every one makes this call.
         options: how many samples, and how long.
         failed: told of a turn that fails, which is then out.
+        told: called with how much of the work is done, about, from 0 to 1.
 
     Returns:
         The samples of those that did not fail, by name; the same on all ranks.
@@ -84,7 +92,8 @@ def take_turns(
             failed(turn.name, failure)
             return None
 
-    for turn in turns:
+    for index, turn in enumerate(turns):
+        told(WARM_UP_SHARE * index / len(turns))
         ms = attempt(turn, partial(_warm_up, turn, team))
         if ms is not None:
             slowest = max(team.share(ms))
@@ -92,7 +101,9 @@ def take_turns(
             affordable = int(options.seconds * 1e3 / (calls * slowest))
             count = min(options.repeats, max(FEWEST_SAMPLES, affordable))
             numbers[turn.name], taken[turn.name] = (calls, count), []
-    for index in range(max((count for _, count in numbers.values()), default=0)):
+    rounds = max((count for _, count in numbers.values()), default=0)
+    for index in range(rounds):
+        told(WARM_UP_SHARE + (1 - WARM_UP_SHARE) * index / rounds)
         first = index % len(turns)
         for turn in (*turns[first:], *turns[:first]):
             calls, count = numbers.get(turn.name, (0, 0))

@@ -7,9 +7,9 @@ layout of `make_layout`. `run_case` compares one rank with `references`, within 
 `combine` adds up the `Outcome` of all ranks, one for each of `TENSORS`. `run_cases` and `sweep` are
 `rda verify`.
 
-`simulate` runs every rank of a world on one device, and returns a `Simulation` with a `RankReport`
-for each and its `Transfers`. `spot_check` compares rows (`positions_to_check`) of a result that is
-too long for a reference, given the `Shard` of this rank.
+`simulate` runs every rank of a world on one device, in `simulated_flops` operations, and returns a
+`Simulation` with a `RankReport` for each and its `Transfers`. `spot_check` compares rows
+(`positions_to_check`) of a result that is too long for a reference, given the `Shard` of this rank.
 
 `run_ranks` runs a function in several processes, one of which may end it by a `RankError`; each
 takes `threads_of_a_rank`. `under_torchrun` tells whether this process is such a rank already,
@@ -41,7 +41,7 @@ from .ranks import (
     world_exchange,
 )
 from .reference import reference_attention, visible_counts, zero_key_counts
-from .simulation import RankReport, Simulation, simulate
+from .simulation import RankReport, Simulation, simulate, simulated_flops
 from .spot_checks import Shard, positions_to_check, spot_check
 from .testing import nan_in_uninitialized_memory, relative_error
 from .turns import Transfers
@@ -97,6 +97,7 @@ __all__ = [
     "run_cases",
     "run_ranks",
     "simulate",
+    "simulated_flops",
     "spot_check",
     "sweep",
     "threads_of_a_rank",

@@ -55,6 +55,16 @@ def threads_of_a_rank(ranks: int) -> int | None:
     return max(1, cores // ranks)
 
 
+_tellers: list[Callable[[int], None]] = []
+"""Of a rank of `run_ranks`: the one that hands on what `tell_progress` is told."""
+
+
+def tell_progress(done: int) -> None:
+    """Tell whoever asked for `run_ranks` how much this rank has done; elsewhere, nobody is told."""
+    for teller in _tellers:
+        teller(done)
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Start:
     """What all ranks are started with."""
@@ -66,6 +76,7 @@ class _Start:
     timeout: float | None
     wait_timeout: float
     fill_with_nan: bool
+    tells: bool
 
 
 def world_exchange() -> ProcessGroupExchange:
@@ -83,6 +94,7 @@ def run_ranks(
     timeout: float | None = 240,
     wait_timeout: float | None = None,
     fill_with_nan: bool = True,
+    told: Callable[[int], None] | None = None,
 ) -> list[Any]:
     """Call ``function(rank, world_size, *arguments)`` in one process per rank.
 
@@ -99,6 +111,7 @@ def run_ranks(
             limit. Shortly before, ranks write to stderr where they are.
         wait_timeout: seconds that a rank waits for another; None: `timeout`.
         fill_with_nan: whether uninitialised memory holds NaN, which takes time.
+        told: called in this process with what rank 0 gives to `tell_progress`.
 
     Returns:
         What the calls returned, by rank.
@@ -122,6 +135,7 @@ def run_ranks(
             timeout=timeout,
             wait_timeout=waits,
             fill_with_nan=fill_with_nan,
+            tells=told is not None,
         )
         processes = [
             context.Process(
@@ -132,7 +146,7 @@ def run_ranks(
         for process in processes:
             process.start()
         try:
-            return _collect(results, processes, timeout)
+            return _collect(results, processes, timeout, told)
         finally:
             for process in processes:
                 process.join(5)
@@ -161,6 +175,8 @@ def _rank_main(
         torch.set_num_threads(threads)
     if start.timeout is not None:
         faulthandler.dump_traceback_later(0.9 * start.timeout)  # where a rank that hangs is
+    if start.tells and rank == 0:
+        _tellers.append(lambda done: results.put((0, None, done)))
     try:
         if "nccl" in start.backend:
             torch.cuda.set_device(rank)
@@ -188,7 +204,12 @@ def _rank_main(
         dist.destroy_process_group()
 
 
-def _collect(results: Any, processes: Sequence[Any], timeout: float | None) -> list[Any]:
+def _collect(
+    results: Any,
+    processes: Sequence[Any],
+    timeout: float | None,
+    told: Callable[[int], None] | None,
+) -> list[Any]:
     answers: dict[int, Any] = {}
     waited = 0.0
     while len(answers) < len(processes):
@@ -204,6 +225,10 @@ def _collect(results: Any, processes: Sequence[Any], timeout: float | None) -> l
                 for process in processes:
                     process.kill()
                 raise TimeoutError(f"no answer from ranks {missing} in {timeout} s") from None
+            continue
+        if succeeded is None:  # no answer yet
+            if told is not None:
+                told(pickled)
             continue
         answer = pickle.loads(pickled)
         if not succeeded:

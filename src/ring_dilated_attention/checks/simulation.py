@@ -30,11 +30,14 @@ from ..plan import (
     traffic,
 )
 from ..tiles import accumulate_dtype
+from .done import Done, Told, Total
 from .testing import relative_error
 from .turns import Clock, Transfers, Turns
 from .verify import TENSORS, TOLERANCE, Case
 
 _WARM_UP = 64  # positions
+_BACKWARD = 2.5
+"""Useful operations of backward over those of forward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +114,12 @@ class Simulation:
         return not self.problems
 
 
-def simulate(case: Case, *, backward: bool = True) -> Simulation:
+def simulated_flops(case: Case, *, backward: bool = True) -> float:
+    """Useful operations of `simulate`: those of one device, and as many of all ranks together."""
+    return 2 * sum(flops_by_rank(case.plan(), _size(case))) * (1 + _BACKWARD * backward)
+
+
+def simulate(case: Case, *, backward: bool = True, told: Told = lambda *_: None) -> Simulation:
     """Make a call of `dilated_attention` on every rank of a layout, one rank computing at a time.
 
     The time that planning takes grows with the square of the number of ranks.
@@ -119,6 +127,8 @@ def simulate(case: Case, *, backward: bool = True) -> Simulation:
     Args:
         case: the call; its inputs are drawn from its seed, on its device.
         backward: whether to run backward too.
+        told: called as operations are done, in threads that take turns, with how many of
+            `simulated_flops` are done, and what is computed next or beside others.
 
     Returns:
         A report per rank, and the errors relative to the same call on one device. They may be as
@@ -130,29 +140,28 @@ def simulate(case: Case, *, backward: bool = True) -> Simulation:
     """
     if case.lengths is not None:
         raise ValueError(f"a simulated case has no padding; got lengths {case.lengths}")
-    size = TensorSize(
-        batch=check_positive_int("batch", case.batch),
-        head_dim=check_positive_int("head_dim", case.head_dim),
-        element_size=case.dtype.itemsize,
-    )
-    plan = case.plan()
+    size, plan = _size(case), case.plan()
     device, whole = torch.device(case.device), _inputs(case)
     # First, so that whatever cannot be computed is refused before there are any threads. The short
     # run takes what the first call of a process costs out of the measured time.
     short = replace(case, documents=None)
+    work = flops_by_rank(plan, size)
     _run(short, [x[:, :_WARM_UP] for x in whole], None, Clock(device), backward)
-    alone = _run(case, whole, None, Clock(device), backward)
+    total = Total(told)
+    alone = _run(case, whole, None, Clock(device), backward, Done(total, "one device", sum(work)))
     lock = threading.Lock()
 
     def run(ends: LoopbackExchange) -> _Ran:
         turns = Turns(ends, Clock(device), lock)
         with turns:
             shards = [case.layout.shard(x, ends.rank, 1).clone() for x in whole]
-            return _run(case, shards, turns, turns.clock, backward)
+            name, waits = f"rank {ends.rank}", ends.world_size - 1
+            done = Done(total, name, work[ends.rank], waits)
+            turns.waited = done.some
+            return _run(case, shards, turns, turns.clock, backward, done)
 
     ran = run_loopback(case.layout.world_size, run)
     gathers = plan.gathers if case.exchange == "auto" else case.exchange == "gather"
-    work = flops_by_rank(plan, size)
     reports = tuple(
         _report(plan.rank(rank), size, work, result, gathers=gathers)
         for rank, result in enumerate(ran)
@@ -165,6 +174,14 @@ def simulate(case: Case, *, backward: bool = True) -> Simulation:
         one_device=(alone.seconds[0], sum(alone.seconds[1:])),
         errors=errors,
         problems=(*problems, *(text for report in reports for text in _disagreements(report))),
+    )
+
+
+def _size(case: Case) -> TensorSize:
+    return TensorSize(
+        batch=check_positive_int("batch", case.batch),
+        head_dim=check_positive_int("head_dim", case.head_dim),
+        element_size=case.dtype.itemsize,
     )
 
 
@@ -200,8 +217,9 @@ def _run(
     ends: Turns | None,
     clock: Clock,
     backward: bool,
+    ran: Done | None = None,
 ) -> _Ran:
-    """Make the call: on one rank, or without `ends` on one device."""
+    """Make the call: on one rank, or without `ends` on one device; `ran` hears how far it is."""
     *leaves, dout = tensors
     query, key, value = (x.detach().requires_grad_(backward) for x in leaves)
     seconds, transfers = [], []
@@ -211,8 +229,12 @@ def _run(
         seconds.append(clock.take())
         if ends is not None:
             transfers.append(ends.take())
+        if ran is not None:
+            ran.end()
 
     clock.take()
+    if ran is not None:
+        ran.begin("forward", 1)
     clock.start()
     out, lse = dilated_attention(
         query,
@@ -238,6 +260,8 @@ def _run(
     )
     results = [out.detach(), lse]
     if backward:
+        if ran is not None:
+            ran.begin("backward", _BACKWARD)
         clock.start()
         results += torch.autograd.grad(out, (query, key, value), dout)
         done()

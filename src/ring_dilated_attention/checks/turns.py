@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -85,6 +85,8 @@ class Turns:
         self.calls = ends.calls
         self.clock = clock
         self.most_buffered = 0
+        self.waited: Callable[[], None] = lambda: None
+        """Is called after every wait for rows, when the rank has its turn again."""
         self._ends, self._lock = ends, lock
         self._buffered = self._received_bytes = self._messages = 0
         self._peers: set[int] = set()
@@ -158,3 +160,4 @@ class _Wait:
     def wait(self) -> None:
         with self._turns.others_go_on():
             self._pending.wait()
+        self._turns.waited()

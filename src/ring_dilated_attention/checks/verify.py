@@ -16,7 +16,7 @@ from ..layout import SequenceLayout
 from ..pattern import DilatedPattern
 from ..plan import AttentionPlan, TensorSize, plan_attention, traffic
 from ..tiles import Backend, accumulate_dtype
-from .ranks import world_exchange
+from .ranks import tell_progress, world_exchange
 from .reference import reference_attention
 from .view_kinds import ViewKind
 
@@ -310,8 +310,15 @@ def _planned_bytes(case: Case, rank: int, length: int | None, batch: int) -> int
 
 
 def run_cases(rank: int, world_size: int, cases: Sequence[Case]) -> list[Outcome]:
-    """Run every case on this rank, over the default process group; for `run_ranks`."""
-    return [run_case(case, world_exchange()) for case in cases]
+    """Run every case on this rank, over the default process group; for `run_ranks`.
+
+    Tells how many cases are done.
+    """
+    outcomes = []
+    for case in cases:
+        outcomes.append(run_case(case, world_exchange()))
+        tell_progress(len(outcomes))
+    return outcomes
 
 
 def combine(by_rank: Sequence[Sequence[Outcome]]) -> list[Outcome]:

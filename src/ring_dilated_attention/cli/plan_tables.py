@@ -1,39 +1,30 @@
-"""The tables of `rda plan`, and how numbers are written in them."""
+"""The tables of `rda plan`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
-
-from rich.box import SIMPLE
-from rich.table import Table
 
 from ..engine import kernel_calls
 from ..plan import (
+    Memory,
     Message,
     RankPlan,
     Rows,
     TensorSize,
     Tile,
+    Traffic,
     memory,
     returned_bytes,
     traffic,
 )
+from ..terminal import BYTES, FLOP, Column, Table, amounts, counts, numbers, texts
 
 
 def rounds_of(rank: RankPlan) -> tuple[RankPlan, ...]:
     """The rank's plan as it runs, all heads at once or some at a time."""
     return rank.rounds(gathers=rank.plan.gathers)
-
-
-def make_table(title: str, *columns: str) -> Table:
-    """An empty table of right-aligned columns."""
-    table = Table(
-        title=title, title_justify="left", box=SIMPLE, pad_edge=False, collapse_padding=True
-    )
-    for column in columns:
-        table.add_column(column, justify="right")
-    return table
 
 
 class RowBytes(NamedTuple):
@@ -77,150 +68,182 @@ def _row_count(tile: Tile, rows: Rows) -> int:
     return tile.segments * len(tile.heads) * rows.length
 
 
-def compute_table(ranks: Sequence[RankPlan], size: TensorSize, work: Sequence[int]) -> Table:
-    """FLOPs, kernel calls and their balance, a row for each rank."""
-    table = make_table(
-        "Compute of one call (tiles of a group may share one launch)",
-        "rank",
-        "positions",
-        "local tiles",
-        "kernel calls",
-        "remote tiles",
-        "kernel calls",
-        "groups",
-        "FLOPs forward",
-        "of the mean",
-    )
-    for rank in ranks:
+@dataclass(frozen=True, kw_only=True)
+class RankFigures:
+    """What the tables show of one rank.
+
+    Attributes:
+        rank: which rank.
+        positions: how many it holds.
+        local_tiles: tiles whose keys it holds itself.
+        local_calls: kernel calls that compute them.
+        remote_tiles: tiles with keys of received messages.
+        remote_calls: kernel calls that compute them.
+        groups: groups of tiles; those of one may share a launch.
+        rows: bytes read in place and copied.
+        rows_in: (row, KV head) pairs received.
+        rows_out: (row, KV head) pairs sent.
+        moved: bytes exchanged.
+        messages: sent in forward.
+        held: bytes held in forward.
+    """
+
+    rank: int
+    positions: int
+    local_tiles: int
+    local_calls: int
+    remote_tiles: int
+    remote_calls: int
+    groups: int
+    rows: RowBytes
+    rows_in: int
+    rows_out: int
+    moved: Traffic
+    messages: int
+    held: Memory
+
+    @classmethod
+    def of(cls, rank: RankPlan, size: TensorSize) -> RankFigures:
+        """Count; it takes seconds where there are thousands of ranks."""
         rounds = rounds_of(rank)
+        steps = [step for one in rounds for step in one.steps()]
         local = [group for one in rounds for group in one.local_groups]
-        remote = [group for one in rounds for step in one.steps() for group in step.groups]
-        table.add_row(
-            str(rank.index),
-            f"{rank.plan.layout.local_length(rank.index):,}",
-            str(sum(len(group.tiles) for group in local)),
-            str(kernel_calls(local, rank, size.batch)),
-            str(sum(len(group.tiles) for group in remote)),
-            str(kernel_calls(remote, rank, size.batch)),
-            str(len(local) + len(remote)),
-            scaled(work[rank.index], "", 1000),
-            of_mean(work[rank.index], work),
+        remote = [group for step in steps for group in step.groups]
+        return cls(
+            rank=rank.index,
+            positions=rank.plan.layout.local_length(rank.index),
+            local_tiles=sum(len(group.tiles) for group in local),
+            local_calls=kernel_calls(local, rank, size.batch),
+            remote_tiles=sum(len(group.tiles) for group in remote),
+            remote_calls=kernel_calls(remote, rank, size.batch),
+            groups=len(local) + len(remote),
+            rows=row_bytes(rank, size),
+            rows_in=rank.total_received_rows,
+            rows_out=rank.total_sent_rows,
+            moved=traffic(rank, size),
+            messages=sum(step.send is not None for step in steps),
+            held=memory(rank, size),
         )
-    return table
 
 
-def rows_table(ranks: Sequence[RankPlan], size: TensorSize) -> Table:
-    """Bytes of rows that tiles read in place, and of those that are copied, a row for each rank."""
-    table = make_table(
-        "Rows read in place, as strided views, and rows copied for messages",
-        "rank",
-        "read in place",
-        "packed to send",
-        "spread on arrival",
-        "gradients home",
+def rank_tables(ranks: Sequence[RankFigures], work: Sequence[int]) -> list[Table]:
+    """Tables with a row per rank: compute, rows, exchange and memory.
+
+    Args:
+        ranks: those to show.
+        work: useful operations of forward, of every rank of the plan.
+    """
+    keys = [numbers("rank", [x.rank for x in ranks], "d")]
+    compute = [
+        counts("positions", [x.positions for x in ranks]),
+        counts("local tiles", [x.local_tiles for x in ranks]),
+        counts("local kernel calls", [x.local_calls for x in ranks]),
+        counts("remote tiles", [x.remote_tiles for x in ranks]),
+        counts("remote kernel calls", [x.remote_calls for x in ranks]),
+        counts("tile groups", [x.groups for x in ranks]),
+        *amounts([("forward", [work[x.rank] for x in ranks])], FLOP),
+        of_mean([work[x.rank] for x in ranks], work),
+    ]
+    rows = amounts(
+        [
+            ("read in place", [x.rows.in_place for x in ranks]),
+            ("packed to send", [x.rows.packed for x in ranks]),
+            ("copied on arrival", [x.rows.spread for x in ranks]),
+            ("gradients returned", [x.rows.home for x in ranks]),
+        ],
+        BYTES,
     )
-    table.caption = "A query, key or value with a strided last dimension is copied whole"
-    table.caption_justify = "left"
-    for rank in ranks:
-        table.add_row(str(rank.index), *map(in_bytes, row_bytes(rank, size)))
-    return table
-
-
-def exchange_table(ranks: Sequence[RankPlan], size: TensorSize) -> Table:
-    """Messages and bytes that each rank sends and receives, forward and backward."""
-    table = make_table(
-        "Exchange of one call (the lower bound: each needed row once)",
-        "rank",
-        "rows in",
-        "rows out",
-        "sent forward",
-        "sent backward",
-        "messages",
-    )
-    for rank in ranks:
-        moved = traffic(rank, size)
-        table.add_row(
-            str(rank.index),
-            f"{rank.total_received_rows:,}",
-            f"{rank.total_sent_rows:,}",
-            in_bytes(moved.forward_sent),
-            in_bytes(moved.backward_sent),
-            str(sum(step.send is not None for part in rounds_of(rank) for step in part.steps())),
-        )
-    return table
-
-
-def memory_table(ranks: Sequence[RankPlan], size: TensorSize) -> Table:
-    """Bytes that each rank holds, at most, in forward and in backward."""
+    exchange = [
+        counts("rows received", [x.rows_in for x in ranks]),
+        counts("rows sent", [x.rows_out for x in ranks]),
+        *amounts(
+            [
+                ("forward sends", [x.moved.forward_sent for x in ranks]),
+                ("backward sends", [x.moved.backward_sent for x in ranks]),
+            ],
+            BYTES,
+        ),
+        counts("forward messages", [x.messages for x in ranks]),
+    ]
     names = ("query", "key", "value", "out", "lse", "buffers", "total")
-    table = make_table("Memory of one forward call", "rank", *names)
-    for rank in ranks:
-        held = memory(rank, size)
-        table.add_row(str(rank.index), *(in_bytes(getattr(held, name)) for name in names))
-    return table
+    held = amounts([(name, [getattr(x.held, name) for x in ranks]) for name in names], BYTES)
+    return [
+        Table(
+            title="Compute per call (the tiles of a group may share one launch)",
+            keys=keys,
+            columns=compute,
+        ),
+        Table(
+            title="Rows per call: read in place as strided views, or copied for messages",
+            keys=keys,
+            columns=rows,
+            note="A query, key or value whose last dimension is strided is copied whole.",
+        ),
+        Table(
+            title="Exchange per call (each row that is needed is sent once: the minimum)",
+            keys=keys,
+            columns=exchange,
+        ),
+        Table(title="Memory per rank during forward", keys=keys, columns=held),
+    ]
 
 
 def tiles_table(rank: RankPlan) -> Table:
     """Every tile of a rank."""
-    table = make_table(
-        f"Tiles of rank {rank.index} (row i of head number j in segment s)",
-        "step",
-        "branch",
-        "KV heads",
-        "segments",
-        "causal",
-        "queries at local row",
-        "keys at local row, or slot of the message",
-    )
-
-    def add(step: int, tile: Tile) -> None:
-        table.add_row(
-            str(step),
-            str(rank.plan.pattern.branches[tile.branch]),
-            _heads(tile.heads),
-            str(tile.segments),
-            "yes" if tile.is_causal else "no",
-            _rows(tile.queries),
-            _rows(tile.keys),
-        )
-
+    branches = rank.plan.pattern.branches
+    tiles: list[tuple[int, Tile]] = []
     for part in rounds_of(rank):
-        for tile in part.local:
-            add(0, tile)
-        for step in part.steps():
-            for tile in step.tiles:
-                add(step.step, tile)
-    return table
+        tiles += [(0, tile) for tile in part.local]
+        tiles += [(step.step, tile) for step in part.steps() for tile in step.tiles]
+    return Table(
+        title=f"Tiles of rank {rank.index} (row i of KV head number j in segment s)",
+        keys=[numbers("tile", range(len(tiles)), "d")],
+        columns=[
+            counts("step", [step for step, _ in tiles]),
+            texts("branch", [branches[tile.branch] for _, tile in tiles]),
+            texts("KV heads", [_heads(tile.heads) for _, tile in tiles]),
+            counts("segments", [tile.segments for _, tile in tiles]),
+            texts("causal", ["yes" if tile.is_causal else "no" for _, tile in tiles]),
+            texts("queries: local row", [_rows(tile.queries) for _, tile in tiles]),
+            texts("keys: local row, or message slot", [_rows(tile.keys) for _, tile in tiles]),
+        ],
+    )
 
 
 def messages_table(rank: RankPlan, size: TensorSize) -> Table:
     """Every message of a rank."""
-    table = make_table(
-        f"Messages of rank {rank.index}: K and V, and in backward their gradients the other way",
-        "step",
-        "",
-        "peer",
-        "rows",
-        "K and V",
-        "gradients",
-    )
-
-    def add(step: int, what: str, peer: int, message: Message) -> None:
-        table.add_row(
-            str(step),
-            what,
-            str(peer),
-            f"{message.rows:,}",
-            in_bytes(size.key_value_bytes(message.rows)),
-            in_bytes(returned_bytes(rank, size, message.rows)),
-        )
-
+    found: list[tuple[int, str, int, Message]] = []
     for step in [step for part in rounds_of(rank) for step in part.steps()]:
         if step.send is not None:
-            add(step.step, "sends to", step.send.receiver, step.send)
+            found.append((step.step, "send to", step.send.receiver, step.send))
         if step.receive is not None:
-            add(step.step, "receives from", step.receive.sender, step.receive)
-    return table
+            found.append((step.step, "receive from", step.receive.sender, step.receive))
+    rows = [message.rows for *_, message in found]
+    return Table(
+        title=f"Messages of rank {rank.index}: K and V; backward returns their gradients",
+        keys=[
+            counts("step", [step for step, *_ in found]),
+            texts("", [what for _, what, *_ in found]),
+            numbers("rank", [peer for _, _, peer, _ in found], "d"),
+        ],
+        columns=[
+            counts("rows", rows),
+            *amounts(
+                [
+                    ("K and V", [size.key_value_bytes(count) for count in rows]),
+                    ("gradients", [returned_bytes(rank, size, count) for count in rows]),
+                ],
+                BYTES,
+            ),
+        ],
+    )
+
+
+def of_mean(flops: Sequence[float], all_flops: Sequence[int]) -> Column:
+    """Ranks' operations in multiples of the mean of all ranks; empty where there are none."""
+    total = sum(all_flops)
+    shares = [x * len(all_flops) / total if total else None for x in flops]
+    return numbers("FLOP / mean", shares, ".3f")
 
 
 def _heads(heads: range) -> str:
@@ -240,25 +263,3 @@ def _rows(rows: Rows) -> str:
         if stride
     ]
     return " + ".join([f"{rows.start}", *terms]) + f", i < {rows.length}"
-
-
-def of_mean(flops: float, all_flops: Sequence[int]) -> str:
-    """A rank's operations in multiples of the mean."""
-    total = sum(all_flops)
-    return f"{flops * len(all_flops) / total:.3f}" if total else "-"
-
-
-def in_bytes(count: int) -> str:
-    """A number of bytes with a binary prefix."""
-    return scaled(count, "B", 1024)
-
-
-def scaled(count: float, unit: str, step: int) -> str:
-    """A number with the prefix that suits it; `step` is 1024 or 1000."""
-    prefixes = ("", "Ki", "Mi", "Gi", "Ti", "Pi") if step == 1024 else ("", "k", "M", "G", "T", "P")
-    for prefix in prefixes:
-        if count < step or prefix == prefixes[-1]:
-            break
-        count /= step
-    digits = 0 if prefix == "" else 2 if count < 10 else 1
-    return f"{count:.{digits}f} {prefix}{unit}".rstrip()

@@ -17,16 +17,11 @@ from ..plan import (
     check_plan,
     enumerated,
     flops_by_rank,
+    proof_steps,
     step_imbalance,
 )
-from .plan_tables import (
-    compute_table,
-    exchange_table,
-    memory_table,
-    messages_table,
-    rows_table,
-    tiles_table,
-)
+from ..terminal import Progress, make_console, show_table
+from .plan_tables import RankFigures, messages_table, rank_tables, tiles_table
 from .sharded import LAYOUTS, Sharded
 
 CHECK_LIMIT = 2_000_000
@@ -63,7 +58,7 @@ def show(
         TypeError, ValueError: an option is not allowed.
         PlanError: the proof failed.
     """
-    console = console or Console()
+    console = console or make_console()
     plan, size, world_size = sharded.plan, sharded.workload.size, sharded.ranks
     if check:  # before the tables: whoever asks too much hears it at once
         _refuse_long_check(plan, CHECK_LIMIT if check_limit is None else check_limit)
@@ -77,25 +72,31 @@ def show(
     console.print(in_words(balance(work)) + _with_zigzag(plan, size, sharded.layout_name))
     if world_size <= SHOWN_ALL and not plan.gathers and world_size > 1:
         console.print(
-            f"step by step: {step_imbalance(plan):.3f} times the mean, if all ranks met at every "
-            "step of the ring"
+            f"balance by ring step: {step_imbalance(plan):.3f} times the mean, if all ranks waited "
+            "for each other after every step"
         )
-    for table in (
-        compute_table(chosen, size, work),
-        rows_table(chosen, size),
-        exchange_table(chosen, size),
-        memory_table(chosen, size),
-    ):
-        console.print(table)
+    console.print()
+    figures = []
+    with Progress("plan", total=len(chosen), unit="ranks") as progress:
+        for rank in chosen:
+            figures.append(RankFigures.of(rank, size))
+            progress.update(len(figures))
+    for table in rank_tables(figures, work):
+        show_table(console, table)
     for rank in chosen if tiles else ():
-        console.print(tiles_table(rank))
-        console.print(messages_table(rank, size))
+        show_table(console, tiles_table(rank))
+        show_table(console, messages_table(rank, size))
     if check:
-        check_plan(plan)
-        console.print(
-            "proven: every (branch, head, query, visible key) is computed once; sends match "
-            "receives; each message is the fewest rows; every remote gradient comes home"
-        )
+        _prove(plan, console)
+
+
+def _prove(plan: AttentionPlan, console: Console) -> None:
+    with Progress("check", total=proof_steps(plan), unit="pairs") as progress:
+        check_plan(plan, told=progress.update)
+    console.print(
+        "proved: every (branch, head, query, visible key) is computed once; sends match receives; "
+        "each message has the fewest rows; every remote gradient is returned to its owner"
+    )
 
 
 def _refuse_long_check(plan: AttentionPlan, limit: int) -> None:
@@ -103,21 +104,21 @@ def _refuse_long_check(plan: AttentionPlan, limit: int) -> None:
     work = enumerated(plan)
     if work > limit:
         raise ValueError(
-            f"--check would enumerate {work:,} pairs of positions, more than {limit:,}: take a "
-            f"shorter length or fewer heads, or raise --check-limit (a million takes about "
-            f"{CHECK_BYTES / 1000:.1f} GB and 2 seconds)"
+            f"--check would enumerate {work:,} pairs of positions, and the limit is {limit:,}: use "
+            f"a shorter sequence or fewer heads, or raise --check-limit (a million pairs take "
+            f"about {CHECK_BYTES / 1000:.1f} GB and 2 seconds)"
         )
 
 
 def _decision(plan: AttentionPlan) -> str:
     if plan.layout.world_size == 1:
-        return "one rank: nothing is exchanged"
+        return "exchange: none on one rank"
     if plan.gathers:
         return "exchange: gather (no rank receives more rows than the largest shard holds)"
     count, pieces = len(plan.rounds), plan.rounds[0].pieces
     return (
-        "exchange: ring (a rank may receive more rows than the largest shard holds)"
-        + f", in {count} parts of the heads one after the other, so that buffers hold one"
+        "exchange: ring (some rank receives more rows than the largest shard holds)"
+        + f", heads in {count} parts, one after the other, so that buffers hold one part"
         * (count > 1)
         + f", rows in {pieces} pieces" * (pieces > 1)
     )
@@ -129,8 +130,7 @@ def in_words(found: Balance) -> str:
         return "balance: one rank computes everything"
     return (
         f"balance: rank {found.largest_rank} computes the most, {found.imbalance:.3f} times the "
-        f"mean; {found.world_size} ranks can be at most {found.speed_up_bound:.1f} times as fast "
-        "as one"
+        f"mean; maximum speed-up on {found.world_size:,} ranks: {found.speed_up_bound:,.1f}"
     )
 
 
@@ -139,4 +139,4 @@ def _with_zigzag(plan: AttentionPlan, size: TensorSize, layout: str) -> str:
     if not plan.is_causal or layout == "zigzag" or plan.layout.world_size == 1:
         return ""
     zigzag = replace(plan, layout=LAYOUTS["zigzag"](plan.layout.length, plan.layout.world_size))
-    return f" (zigzag: {balance(flops_by_rank(zigzag, size)).imbalance:.3f} times the mean)"
+    return f" (layout zigzag: {balance(flops_by_rank(zigzag, size)).imbalance:.3f} times the mean)"

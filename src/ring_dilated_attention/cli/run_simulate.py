@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
+from rich.markup import escape
 
 from ..bench import memory_of, resolve_device
 from ..checks import (
@@ -23,10 +22,25 @@ from ..checks import (
     check_output,
     check_seed,
     simulate,
+    simulated_flops,
 )
 from ..functional import Schedule
 from ..plan import Memory
-from .plan_tables import in_bytes, make_table, scaled
+from ..terminal import (
+    BYTES,
+    FLOP,
+    SECONDS,
+    Column,
+    Progress,
+    Table,
+    amounts,
+    count_of,
+    counts,
+    in_seconds,
+    make_console,
+    numbers,
+    show_table,
+)
 from .run_plan import SHOWN_ALL, SHOWN_FEW, in_words
 from .sharded import Sharded
 
@@ -35,8 +49,9 @@ SHOWN_PROBLEMS = 8
 _HELD = 5
 """Tensors of query's size that are held at least: query and its out on one device, query, out and
 dout of the ranks; keys and values may be smaller."""
-WIDTH = 130
-"""Characters of a line at least, where the output is no terminal."""
+
+_ColumnOf = Callable[[Callable[[RankReport], float]], list[Any]]
+"""From a figure of a rank to the cells of its column."""
 
 
 def run(
@@ -69,9 +84,7 @@ def run(
         TypeError, ValueError: an option is not allowed.
         OSError: the file cannot be written.
     """
-    console = Console()
-    if not console.is_terminal:
-        console.width = max(console.width, WIDTH)
+    console = make_console()
     check_seed(seed)
     workload, on = sharded.workload, resolve_device(device)
     check_memory(_HELD * workload.query_bytes, memory_of(on), "simulating")
@@ -92,18 +105,20 @@ def run(
     )
     if json_file is not None:
         check_output(json_file)
-    found = simulate(case, backward=backward)
-    schedule = "gather" if found.gathers else "ring"
-    console.print(f"{sharded}, {schedule}, {case.device}, inputs of seed {case.seed}")
+    console.print(f"{sharded}, on {case.device}, seed {case.seed}")
+    work = simulated_flops(case, backward=backward)
+    with Progress("simulate", total=work, unit=FLOP) as progress:
+        found = simulate(case, backward=backward, told=progress.update)
+    console.print(f"exchange: {'gather' if found.gathers else 'ring'}")
     console.print(in_words(found.balance))
-    chosen = found.ranks if every else _some(found.ranks)
-    for table in (_compute_table, _memory_table, _exchange_table):
-        console.print(table(chosen, found.ranks))
+    console.print()
+    for table in tables(found.ranks if every else _some(found.ranks), found.ranks):
+        show_table(console, table)
     for text in _conclusions(found):
         console.print(text)
     if json_file is not None:
         json_file.write_text(json.dumps(_as_json(case, sharded.layout_name, found)) + "\n")
-        console.print(f"written: {json_file}", soft_wrap=True)
+        console.print(f"wrote {json_file}", soft_wrap=True, markup=False)
     return found.ok
 
 
@@ -126,96 +141,98 @@ _EXTREMES: tuple[Callable[[RankReport], float], ...] = (
 )
 
 
-def _add_rows(
-    table: Table,
-    chosen: Sequence[RankReport],
-    ranks: Sequence[RankReport],
-    columns: Sequence[tuple[Callable[[RankReport], float], Callable[[Any], str]]],
-) -> Table:
-    """A row per chosen rank; then the largest figure of all ranks in each column, and their sum."""
-    for report in chosen:
-        table.add_row(str(report.rank), *(show(figure(report)) for figure, show in columns))
-    table.add_section()
-    for name, combine in (("largest", max), ("all", sum)):
-        combined: Callable[[list[float]], float] = combine
-        cells = [show(combined([figure(x) for x in ranks])) for figure, show in columns]
-        table.add_row(name, *cells)
-    return table
+def tables(chosen: Sequence[RankReport], ranks: Sequence[RankReport]) -> list[Table]:
+    """Compute, memory and exchange: a row per chosen rank, and two of all ranks.
 
+    Args:
+        chosen: the ranks that have a row.
+        ranks: all ranks. The last two rows are the largest figure of a column, and the sum.
+    """
 
-def _compute_table(chosen: Sequence[RankReport], ranks: Sequence[RankReport]) -> Table:
-    table = make_table(
-        "Compute, one rank at a time",
-        *("rank", "positions", "kernel calls", "FLOPs forward", "of the mean"),
-        *("forward", "backward"),
-    )
-    columns: list[tuple[Callable[[RankReport], float], Callable[[Any], str]]] = [
-        (lambda x: x.positions, "{:,}".format),
-        (lambda x: x.kernel_calls, "{:,}".format),
-        (lambda x: x.flops, lambda flops: scaled(flops, "", 1000)),
-        (lambda x: x.of_mean, "{:.3f}".format),
-        (lambda x: x.forward.seconds, _seconds),
-        (lambda x: x.backward.seconds if x.backward else 0.0, _seconds),
+    def column(figure: Callable[[RankReport], float]) -> list[Any]:
+        every = [figure(x) for x in ranks]
+        return [*map(figure, chosen), max(every), sum(every)]
+
+    names = (*(str(x.rank) for x in chosen), "largest", "sum")
+    parts = {
+        "Compute per rank, one rank at a time": _compute(column),
+        "Memory held during forward": _memory(column),
+        "Exchange as counted; the last columns are sent in both passes": _exchange(column),
+    }
+    keys = [Column(heading="rank", cells=names)]
+    return [
+        Table(title=title, keys=keys, columns=columns, totals=2) for title, columns in parts.items()
     ]
-    return _add_rows(table, chosen, ranks, columns)
 
 
-def _memory_table(chosen: Sequence[RankReport], ranks: Sequence[RankReport]) -> Table:
-    table = make_table("Memory held in forward", "rank", *MEMORY, "total", "planned")
-    columns: list[tuple[Callable[[RankReport], float], Callable[[Any], str]]] = [
-        (lambda x, n=name: getattr(x.held_memory, n), in_bytes)  # type: ignore[misc]
-        for name in (*MEMORY, "total")
+def _compute(column: _ColumnOf) -> list[Column]:
+    return [
+        counts("positions", column(lambda x: x.positions)),
+        counts("kernel calls", column(lambda x: x.kernel_calls)),
+        *amounts([("forward", column(lambda x: x.flops))], FLOP),
+        numbers("FLOP / mean", column(lambda x: x.of_mean), ".3f"),
+        *amounts(
+            [
+                ("forward", column(lambda x: x.forward.seconds)),
+                ("backward", column(lambda x: x.backward.seconds if x.backward else 0.0)),
+            ],
+            SECONDS,
+        ),
     ]
-    columns.append((lambda x: x.planned_memory.total, in_bytes))
-    return _add_rows(table, chosen, ranks, columns)
 
 
-def _exchange_table(chosen: Sequence[RankReport], ranks: Sequence[RankReport]) -> Table:
-    table = make_table(
-        "Exchange, as counted (planned: sent in both passes)",
-        *("rank", "peers", "messages forward", "backward"),
-        *("sent forward", "backward", "received forward", "backward", "sent", "planned"),
-    )
+def _memory(column: _ColumnOf) -> list[Column]:
+    held = [(name, column(lambda x, n=name: getattr(x.held_memory, n))) for name in MEMORY]  # type: ignore[misc]
+    total = column(lambda x: x.held_memory.total)
+    planned = column(lambda x: x.planned_memory.total)
+    return amounts([*held, ("total", total), ("planned", planned)], BYTES)
 
-    def both(figure: Callable[[Transfers], int]) -> list[Callable[[RankReport], float]]:
-        return [
-            lambda x: figure(x.forward.counted),
-            lambda x: figure(x.backward.counted) if x.backward else 0,
-        ]
 
-    def sent(x: RankReport, which: str) -> int:
-        passes = [x.forward, *([x.backward] if x.backward else [])]
-        return sum(getattr(done, which).sent for done in passes)
+def _exchange(column: _ColumnOf) -> list[Column]:
+    def both(figure: Callable[[Transfers], int]) -> list[list[Any]]:
+        forward = column(lambda x: figure(x.forward.counted))
+        return [forward, column(lambda x: figure(x.backward.counted) if x.backward else 0)]
 
-    columns: list[tuple[Callable[[RankReport], float], Callable[[Any], str]]] = [
-        (lambda x: len(x.forward.counted.peers), "{:,}".format),
-        *((figure, "{:,}".format) for figure in both(lambda moved: moved.messages)),
-        *((figure, in_bytes) for figure in both(lambda moved: moved.sent)),
-        *((figure, in_bytes) for figure in both(lambda moved: moved.received)),
-        (lambda x: sent(x, "counted"), in_bytes),
-        (lambda x: sent(x, "planned"), in_bytes),
+    def sent(which: str) -> list[Any]:
+        def of(x: RankReport) -> int:
+            passes = [x.forward, *([x.backward] if x.backward else [])]
+            return sum(getattr(done, which).sent for done in passes)
+
+        return column(of)
+
+    messages = both(lambda moved: moved.messages)
+    names = ("forward sent", "backward sent", "forward received", "backward received")
+    moved = [*both(lambda moved: moved.sent), *both(lambda moved: moved.received)]
+    return [
+        counts("peers", column(lambda x: len(x.forward.counted.peers))),
+        counts("forward messages", messages[0]),
+        counts("backward messages", messages[1]),
+        *amounts(
+            [
+                *zip(names, moved, strict=True),
+                ("sent", sent("counted")),
+                ("planned", sent("planned")),
+            ],
+            BYTES,
+        ),
     ]
-    return _add_rows(table, chosen, ranks, columns)
 
 
 def _conclusions(found: Simulation) -> list[str]:
     alone, ranks = sum(found.one_device), [x.seconds for x in found.ranks]
     texts = [
-        f"compute: one device {_seconds(alone)}, all ranks {_seconds(sum(ranks))}, the slowest "
-        f"rank {_seconds(max(ranks))} ({alone / max(ranks):.1f} times as fast as one device, if "
-        "transfers took no time)",
-        "relative errors to one device: "
+        f"time: one device {in_seconds(alone)}, all ranks together {in_seconds(sum(ranks))}, "
+        f"slowest rank {in_seconds(max(ranks))} ({alone / max(ranks):.1f} times as fast as one "
+        "device, transfers not counted)",
+        "error relative to one device: "
         + ", ".join(f"{name} {error:.1e}" for name, error in found.errors.items()),
     ]
     if found.ok:
-        return [*texts, "ok: results are one device's; memory, bytes and messages are the plan's"]
-    shown = [f"[bold red]WRONG[/bold red] {text}" for text in found.problems[:SHOWN_PROBLEMS]]
-    more = len(found.problems) - len(shown)
-    return [*texts, *shown, *([f"and {more} more problems"] if more else [])]
-
-
-def _seconds(count: float) -> str:
-    return f"{count:.2f} s" if count >= 1 else f"{1000 * count:.1f} ms"
+        return [*texts, "ok: results match one device; memory, bytes and messages match the plan"]
+    shown = [f"[bold red]WRONG[/bold red] {escape(text)}" for text in found.problems]
+    more = len(shown) - SHOWN_PROBLEMS
+    end = [f"and {count_of(more, 'more problem')}"] if more > 0 else []
+    return [*texts, *shown[:SHOWN_PROBLEMS], *end]
 
 
 def _as_json(case: Case, layout: str, found: Simulation) -> dict[str, Any]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from ..checks import (
     MOST_PROCESSES,
@@ -25,6 +26,17 @@ from ..checks import (
     sweep,
 )
 from ..pattern import check_choice
+from ..terminal import (
+    Column,
+    Progress,
+    Table,
+    count_of,
+    counts,
+    make_console,
+    numbers,
+    show_table,
+    texts,
+)
 
 _SWEEP_S = 3600.0
 """Seconds for all cases on one number of ranks: about 20 on an idle machine."""
@@ -56,7 +68,7 @@ def verify(
         TypeError, ValueError: a world size, the device, the seed or the timeout is not allowed.
         RuntimeError, TimeoutError: a rank failed, or did not answer.
     """
-    console = console or Console()
+    console = console or make_console()
     check_choice("device", device, ("cpu", "cuda"))
     for world_size in world_sizes:
         check_size("ranks", world_size, MOST_PROCESSES)
@@ -68,25 +80,38 @@ def verify(
     check_seconds("timeout", timeout)
     if seed is None:
         seed = secrets.randbelow(10**9)
-    console.print(f"inputs of seed {seed}")
-    right = True
-    for world_size in world_sizes:
-        cases = [replace(case, device=device) for case in sweep(world_size, seed)]
-        backend = "nccl" if device == "cuda" else "gloo"
-        outcomes = combine(
-            run_ranks(
-                run_cases,
-                world_size,
-                cases,
-                backend=backend,
-                timeout=timeout + _SWEEP_S,
-                wait_timeout=timeout,
+    console.print(f"seed {seed}\n")
+    cases = {
+        world_size: [replace(case, device=device) for case in sweep(world_size, seed)]
+        for world_size in world_sizes
+    }
+    right, done = True, 0
+    total = sum(len(cases[world_size]) for world_size in world_sizes)
+    with Progress("verify", total=total, unit="cases") as progress:
+        for world_size in world_sizes:
+            on = f"on {count_of(world_size, 'rank')}"
+            progress.update(done, on)
+            outcomes = combine(
+                run_ranks(
+                    run_cases,
+                    world_size,
+                    cases[world_size],
+                    backend="nccl" if device == "cuda" else "gloo",
+                    timeout=timeout + _SWEEP_S,
+                    wait_timeout=timeout,
+                    told=partial(_show, progress, done, on),
+                )
             )
-        )
-        console.print(_table(world_size, cases, outcomes, every))
-        right &= all(map(_passes, cases, outcomes))
+            done += len(outcomes)
+            with progress.paused():
+                show_table(console, _table(world_size, cases[world_size], outcomes, every))
+            right &= all(map(_passes, cases[world_size], outcomes))
     console.print("all within bounds" if right else "[bold red]OUT OF BOUNDS[/bold red]")
     return right
+
+
+def _show(progress: Progress, before: int, on: str, done: int) -> None:
+    progress.update(before + done, on)
 
 
 def _passes(case: Case, outcome: Outcome) -> bool:
@@ -96,27 +121,39 @@ def _passes(case: Case, outcome: Outcome) -> bool:
 def _table(
     world_size: int, cases: Sequence[Case], outcomes: Sequence[Outcome], every: bool
 ) -> Table:
-    groups: dict[str, list[tuple[Case, Outcome]]] = {}
+    headings: dict[str, Callable[[str, list[Any]], Column]] = {"pattern": texts, "dtype": texts}
+    if every:
+        headings |= {"length": counts, "seed": lambda name, values: numbers(name, values, "d")}
+    groups: dict[tuple[Any, ...], list[tuple[Case, Outcome]]] = {}
     for case, outcome in zip(cases, outcomes, strict=True):
-        name = f"{case.pattern}, {str(case.dtype).removeprefix('torch.')}"
-        if every:
-            name += f", n = {case.layout.length}, seed {case.seed}"
-        groups.setdefault(name, []).append((case, outcome))
-    table = Table(
-        title=f"{world_size} rank{'s' * (world_size > 1)}: largest error relative to float64",
-        title_justify="left",
+        key = (str(case.pattern), str(case.dtype).removeprefix("torch."))
+        more = (case.layout.length, case.seed) if every else ()
+        groups.setdefault((*key, *more), []).append((case, outcome))
+    found = sorted(groups.items())
+    worst = [
+        [max(outcome.error(tensor) for _, outcome in group) for _, group in found]
+        for tensor in TENSORS
+    ]
+    right = [all(_passes(*pair) for pair in group) for _, group in found]
+    return Table(
+        title=f"{count_of(world_size, 'rank')}: largest error relative to float64",
+        keys=[
+            key_column(heading, [key[place] for key, _ in found])
+            for place, (heading, key_column) in enumerate(headings.items())
+        ],
+        columns=[
+            texts("", ["ok" if all_right else "WRONG" for all_right in right]),
+            counts("cases", [len(group) for _, group in found]),
+            *(
+                numbers(tensor, errors, ".1e")
+                for tensor, errors in zip(TENSORS, worst, strict=True)
+            ),
+            *(
+                counts(heading, [sum(getattr(x, name) for _, x in group) for _, group in found])
+                for heading, name in (
+                    ("bytes sent", "sent_bytes"),
+                    ("bytes planned", "planned_bytes"),
+                )
+            ),
+        ],
     )
-    table.add_column("pattern and dtype")
-    for column in ("cases", *TENSORS, "bytes sent", "bytes planned", ""):
-        table.add_column(column, justify="right")
-    for name, group in sorted(groups.items()):
-        errors = [max(outcome.error(tensor) for _, outcome in group) for tensor in TENSORS]
-        table.add_row(
-            name,
-            str(len(group)),
-            *(f"{error:.1e}" for error in errors),
-            f"{sum(outcome.sent_bytes for _, outcome in group):,}",
-            f"{sum(outcome.planned_bytes for _, outcome in group):,}",
-            "ok" if all(_passes(*pair) for pair in group) else "[red]WRONG[/red]",
-        )
-    return table

@@ -11,6 +11,7 @@ from ..checks import check_pattern, check_size
 from ..layout import SequenceLayout
 from ..pattern import check_choice
 from ..plan import AttentionPlan
+from ..terminal import count_of
 
 LAYOUTS = {"contiguous": SequenceLayout.contiguous, "zigzag": SequenceLayout.zigzag}
 
@@ -54,10 +55,11 @@ class Sharded:
     def __str__(self) -> str:
         """A title, in rich's markup."""
         w, count = self.workload, self.ranks
-        packed = "" if self.documents is None else f", {len(self.documents) - 1:,} documents"
+        documents = 0 if self.documents is None else len(self.documents) - 1
+        packed = f", {count_of(documents, 'document')}" if documents else ""
         return (
-            f"[bold]{w.pattern}[/bold]: {w.length:,} positions on {count} "
-            f"{'rank' if count == 1 else 'ranks'} ({self.layout_name}), "
-            f"{w.heads} heads of {w.head_dim}, {w.num_kv_heads} KV heads, batch {w.batch}, "
+            f"[bold]{w.pattern}[/bold]: {count_of(w.length, 'position')} on "
+            f"{count_of(count, 'rank')} ({self.layout_name}), {count_of(w.heads, 'head')} of "
+            f"{w.head_dim}, {count_of(w.num_kv_heads, 'KV head')}, batch {w.batch}, "
             f"{w.dtype}, {'causal' if w.is_causal else 'not causal'}{packed}"
         )

@@ -66,9 +66,17 @@ def train(
         list[str] | None,
         _option("the standard library's sources", "Text file or folder; may be repeated."),
     ] = None,
+    tokenizer: Annotated[
+        str | None,
+        _option("bytes", "bytes, or a tokenizer.json of a byte-level tokenizer (Hugging Face)."),
+    ] = None,
+    train_tokenizer: Annotated[
+        int | None,
+        _option("none", "Train a tokenizer of so many tokens on the training text, and use it."),
+    ] = None,
     steps: Annotated[int | None, _option(350, "Step at which the run is complete.")] = None,
     sequence_length: Annotated[
-        int | None, _option(4096, "Global length of a sequence, in bytes.")
+        int | None, _option(4096, "Global length of a sequence, in tokens (bytes).")
     ] = None,
     batch_size: Annotated[int | None, _option(1, "Sequences a step, over all ranks.")] = None,
     sequence_ranks: Annotated[
@@ -140,11 +148,16 @@ def train(
             "Seconds that a rank waits for another before the run fails and names it.",
         ),
     ] = None,
+    tensorboard: Annotated[
+        bool | None,
+        _option("no-tensorboard", "Write the log as events of TensorBoard too."),
+    ] = None,
 ) -> None:
-    """Train a byte-level LongNet with every sequence sharded over the ranks.
+    """Train a LongNet on bytes or tokens, with every sequence sharded over the ranks.
 
-    Leaves log.jsonl, loss.png and checkpoints/ in the folder of the run. Ctrl-C stops after the
-    current step and leaves a checkpoint to resume from. One training at a time can use a folder.
+    Leaves log.jsonl, loss.png, run.toml (the options) and checkpoints/ in the folder of the run.
+    Ctrl-C stops after the current step and leaves a checkpoint to resume from. One training at a
+    time can use a folder.
     """
     options = {
         name: value
@@ -168,10 +181,12 @@ def sample(
         Path | None,
         typer.Option(help="A checkpoint or a run.", show_default="the newest run in runs/"),
     ] = None,
-    count: Annotated[int, typer.Option("--bytes", help="How many bytes to add.")] = 200,
-    temperature: Annotated[float, typer.Option(help="0: always the most likely byte.")] = 0.8,
+    count: Annotated[
+        int, typer.Option("--tokens", help="How many tokens to add (of a model of bytes: bytes).")
+    ] = 200,
+    temperature: Annotated[float, typer.Option(help="0: always the most likely token.")] = 0.8,
     top_k: Annotated[
-        int | None, typer.Option(help="Draw among this many bytes only.", show_default="all")
+        int | None, typer.Option(help="Draw among this many tokens only.", show_default="all")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
 ) -> None:
@@ -180,6 +195,7 @@ def sample(
     Of a run, the newest checkpoint that is whole counts. Checkpoints hold no code.
     """
     with _one_line_errors():
+        from ..terminal import streamed
         from ..train import decoded, newest_run, sample_bytes
 
         stream = sample_bytes(
@@ -191,7 +207,13 @@ def sample(
             seed=seed,
             told=lambda line: typer.echo(line, err=True),
         )
-        typer.echo(prompt, nl=False)
-        for text in decoded(stream):
-            typer.echo(text, nl=False)  # flushes, so that bytes show as they come
-        typer.echo()
+        done = 0
+
+        def counted() -> Iterator[bytes]:
+            nonlocal done
+            for part in stream:
+                done += 1
+                yield part
+
+        texts = ((done, text) for text in decoded(counted()))
+        streamed(texts, shown=prompt, total=count, unit="tokens", what="sample")

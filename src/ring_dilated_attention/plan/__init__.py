@@ -7,11 +7,12 @@ are made of, and `tiling` makes them. `attention` is the plan of a world, `rank`
 """
 
 from .attention import FEW_ADDITIONS, AttentionPlan, plan_attention
-from .check import check_plan, enumerated
+from .check import check_plan, enumerated, proof_steps
 from .costs import (
     Balance,
     Memory,
     TensorSize,
+    Traffic,
     balance,
     flops,
     flops_by_rank,
@@ -45,6 +46,7 @@ __all__ = [
     "TensorSize",
     "Tile",
     "TileGroup",
+    "Traffic",
     "balance",
     "check_plan",
     "enumerated",
@@ -53,6 +55,7 @@ __all__ = [
     "flops_of_rank",
     "memory",
     "plan_attention",
+    "proof_steps",
     "replicated_groups",
     "replicated_zero_keys",
     "returned_bytes",

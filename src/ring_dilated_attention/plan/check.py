@@ -7,14 +7,17 @@ of the pattern, so its cost is the number of (branch, head, query, key) quadrupl
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice, pairwise
 
 from .attention import AttentionPlan
 from .costs import TensorSize, flops_by_rank
 from .rank import Step
 from .replicated import replicated_groups, replicated_zero_keys
 from .rows import Message, Rows, Tile, TileGroup
+
+TOLD_EVERY = 50_000
+"""Quadruples between two reports of how far `check_plan` is: about a tenth of a second."""
 
 
 class PlanError(AssertionError):
@@ -27,19 +30,42 @@ def enumerated(plan: AttentionPlan) -> int:
     They are (branch, KV head, query, key) quadruples, positions, the segments of every KV head,
     and the steps of every rank.
     """
-    size = TensorSize(batch=1, head_dim=1, element_size=1)
-    heads_per_kv = plan.num_heads // plan.num_kv_heads
-    quadruples = sum(flops_by_rank(plan, size)) // (4 * heads_per_kv)
     segments = sum(
         -(-(stop - start) // min(length or stop - start, stop - start))
         for start, stop in pairwise(plan.documents)
         for length, _ in plan.pattern.branches
     )
     steps = plan.layout.world_size**2 * plan.pieces
-    return quadruples + plan.layout.length + segments * plan.num_kv_heads + steps
+    return _num_quadruples(plan) + plan.layout.length + segments * plan.num_kv_heads + steps
 
 
-def check_plan(plan: AttentionPlan) -> None:
+def proof_steps(plan: AttentionPlan) -> int:
+    """How many quadruples `check_plan` goes through: the plan's, and the pattern's."""
+    return 2 * _num_quadruples(plan)
+
+
+def _num_quadruples(plan: AttentionPlan) -> int:
+    size = TensorSize(batch=1, head_dim=1, element_size=1)
+    return sum(flops_by_rank(plan, size)) // (4 * (plan.num_heads // plan.num_kv_heads))
+
+
+class _Counted(Counter[tuple[int, int, int, int]]):
+    """Quadruples that are counted, and how many in all: `told` hears of it now and then."""
+
+    def __init__(self, told: Callable[[int], None] | None, done: int = 0) -> None:
+        super().__init__()
+        self.told, self.done = told, done
+
+    def add(self, quadruples: Iterable[tuple[int, int, int, int]]) -> None:
+        rest = iter(quadruples)
+        while chunk := list(islice(rest, TOLD_EVERY)):
+            self.update(chunk)
+            self.done += len(chunk)
+            if self.told is not None:
+                self.told(self.done)
+
+
+def check_plan(plan: AttentionPlan, *, told: Callable[[int], None] | None = None) -> None:
     """Prove over all ranks that `plan` is complete, consistent and minimal.
 
     - Each (branch, KV head, query, visible key) is computed exactly once, on the query's rank.
@@ -52,6 +78,10 @@ def check_plan(plan: AttentionPlan) -> None:
       first group covers, that one has every row of every head as query and as key.
     - Each (branch, KV head, query) is given, by its rank, the zero keys of its cell.
 
+    Args:
+        plan: of all ranks.
+        told: called now and then with how many of `proof_steps` are done; None: nobody is told.
+
     Raises:
         PlanError: the first violation found.
     """
@@ -60,7 +90,7 @@ def check_plan(plan: AttentionPlan) -> None:
         [position for start, stop in ranges for position in range(start, stop)]
         for ranges in layout.ranges
     ]
-    computed: Counter[tuple[int, int, int, int]] = Counter()
+    computed = _Counted(told)
     zeros: Counter[tuple[int, int, int]] = Counter()
     for rank in range(layout.world_size):
         rank_plan = plan.rank(rank)
@@ -69,7 +99,7 @@ def check_plan(plan: AttentionPlan) -> None:
             rows = num_rows if rank_plan.covers and number == 0 else None
             _check_group(group, rows)
         for tile in rank_plan.local:
-            computed.update(_quadruples(tile, held[rank], dict.fromkeys(tile.heads, held[rank])))
+            computed.add(_quadruples(tile, held[rank], dict.fromkeys(tile.heads, held[rank])))
         zeros.update(_zero_keys(rank_plan.zero_keys, held[rank]))
         received = 0
         for step in rank_plan.steps():
@@ -83,7 +113,9 @@ def check_plan(plan: AttentionPlan) -> None:
             received += _check_step(plan, step, held, computed)
         if received != rank_plan.total_received_rows:
             raise PlanError(f"rank {rank}: {rank_plan.total_received_rows=}, expected {received}")
-    _compare(computed, Counter(_expected(plan)))
+    expected = _Counted(told, computed.done)
+    expected.add(_expected(plan))
+    _compare(computed, expected)
     _compare_zero_keys(zeros, _expected_zero_keys(plan))
 
 
@@ -169,7 +201,7 @@ def _check_step(
     plan: AttentionPlan,
     step: Step,
     held: list[list[int]],
-    computed: Counter[tuple[int, int, int, int]],
+    computed: _Counted,
 ) -> int:
     message = step.receive
     if message is None:
@@ -185,7 +217,7 @@ def _check_step(
             raise PlanError(f"a tile with remote keys is diagonal: {tile}")
         positions = {head: [p for _, p in slots] for head in tile.heads}
         quadruples = list(_quadruples(tile, held[message.receiver], positions))
-        computed.update(quadruples)
+        computed.add(quadruples)
         needed.update((head, key) for _, head, _, key in quadruples)
         for head, row in zip(tile.heads, _expand(tile.keys, len(tile.heads)), strict=True):
             if any(slots[slot][0] != head for slot in row):

@@ -1,16 +1,20 @@
-"""Training of the byte-level language model: `rda train` and `rda sample`.
+"""Training of the language model, on bytes or on a tokenizer's tokens: `rda train`, `rda sample`.
 
-`command` is the commands: `train`, and `sample_bytes` and `decoded`, which continue a prompt.
-`config` has the options, `data` the bytes and windows, `loop` the training loop, `ranks` the ranks
-and their collectives, `launch` starts local ranks, and `errors` finds out which one is missing
-(`TrainingError`; `one_line` of any error). `run_folder` is the folder of a run, its lock, log and
-curve; `checkpoint` and `checked_files` write what a run goes on from. `newest_run` finds the newest
-run in a folder.
+`command` is `rda train` (`train`), `sampling` is `rda sample` (`sample_bytes` and `decoded`, which
+continue a prompt). `config` has the options, `memory` what they need, `prepare` all that comes
+before the first step; `data` the text and its windows, `tokenizer` and `tokens` the same in tokens;
+`loop` the training loop, `ranks` the ranks and their collectives, `launch` starts local ranks, and
+`errors` finds out which one is missing (`TrainingError`; `one_line` of any error).
+
+In the folder of a run, `run_folder` writes its lock and log, `curve` and `scalars` draw that log,
+`run_toml` keeps the options; `saving` writes checkpoints, and `checkpoint` and `checked_files` read
+them. `newest_run` finds the newest run in a folder.
 """
 
 from .checkpoint import newest_run
-from .command import decoded, sample_bytes, train
+from .command import train
 from .errors import TrainingError, one_line
+from .sampling import decoded, sample_bytes
 
 __all__ = [
     "TrainingError",

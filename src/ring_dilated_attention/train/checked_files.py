@@ -16,8 +16,9 @@ from .errors import os_error_text
 
 META = "meta.json"
 SUMS = "SHA256SUMS"
+TOKENIZER = "tokenizer.json"
 TEXT_BYTES = 16 << 20  # of META and SUMS: those of a terabyte of tensors are smaller
-_SUM_LINE = re.compile(r"([0-9a-f]{64})  (meta\.json|tensors_\d{5,9}\.safetensors)")
+_SUM_LINE = re.compile(r"([0-9a-f]{64})  (meta\.json|tokenizer\.json|tensors_\d{5,9}\.safetensors)")
 
 
 class DamagedError(ValueError):

@@ -4,15 +4,16 @@ A run keeps them in ``checkpoints/step_0000100/``:
 
 - ``tensors_00000.safetensors`` and so on: parameters and AdamW's state. All ranks write, each its
   share of the files.
+- ``tokenizer.json``: the tokenizer, unless the tokens are bytes.
 - ``meta.json``: the step, the configs of model and run, a fingerprint of the corpus, and the sizes
   of the tensor files.
 - ``SHA256SUMS``: the checksum of every other file (``sha256sum -c SHA256SUMS`` checks it too).
 
 A checkpoint is written into a hidden folder, synced and then renamed, so a crash leaves the ones
-before it as they are. Reading checks every byte before it is used, and neither safetensors nor JSON
-can hold code. Files that ``SHA256SUMS`` does not list are never opened. Every rank holds all
-parameters, so the number of ranks may change; on several hosts the folder of the run must be on a
-file system that they share.
+before it as they are (`saving`). Reading checks every byte before it is used, and neither
+safetensors nor JSON can hold code. Files that ``SHA256SUMS`` does not list are never opened. Every
+rank holds all parameters, so the number of ranks may change; on several hosts the folder of the run
+must be on a file system that they share.
 """
 
 from __future__ import annotations
@@ -20,9 +21,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import shutil
-from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,26 +35,19 @@ from .checked_files import (
     META,
     SUMS,
     TEXT_BYTES,
+    TOKENIZER,
     DamagedError,
     checked,
     compare,
-    cut,
     error_text,
     read_sums,
     regular_file,
-    remove,
-    seal,
-    write_synced,
 )
 from .config import TrainConfig
-from .errors import TrainingError, one_line
-from .ranks import World
+from .tokenizer import MOST_FILE_BYTES, SubwordTokenizer
 
 FOLDER = "checkpoints"
 FORMAT = 2  # 1 was torch.distributed.checkpoint's, whose index is a pickle
-FILE_BYTES = 32 << 20
-"""Of a file, unless a tensor is larger: loading takes about twice this above the model."""
-
 _NAME = re.compile(r"step_(\d{7,18})")
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")  # what AdamW keeps for a parameter
 _MOST_REASON = 130  # characters of why a checkpoint is not whole, beside its path
@@ -122,9 +114,11 @@ class Checkpoint:
             raise TypeError(f"fingerprint must be a text, got {fingerprint!r}")
         if {*files, META} != set(sums):
             raise ValueError(f"files must be those of {SUMS}")
+        config = TrainConfig.from_dict(meta["config"])
+        if config.of_bytes == (TOKENIZER in sums):
+            raise ValueError(f"there must be a {TOKENIZER} unless tokens are bytes")
         if not all(type(size) is int and size >= 0 for size in files.values()):
             raise ValueError("the sizes of files must be ints >= 0")
-        config = TrainConfig.from_dict(meta["config"])
         return cls(
             path=path,
             step=step,
@@ -143,6 +137,20 @@ class Checkpoint:
         ]
         if differences:
             raise ValueError(f"{self.path} holds another model: {'; '.join(differences)}")
+
+    def tokenizer(self) -> SubwordTokenizer | None:
+        """The tokenizer that the model was trained with; None of a model of bytes.
+
+        Raises:
+            ValueError: it is damaged, or the `tokenizers` package is not installed.
+        """
+        if TOKENIZER not in self.sums:
+            return None
+        try:
+            data = checked(self.path, TOKENIZER, self.sums, MOST_FILE_BYTES)
+        except DamagedError as error:
+            raise ValueError(f"{self.path} is damaged: {error}") from error
+        return SubwordTokenizer.parse(data, str(self.path / TOKENIZER))
 
     def check_files(self) -> None:
         """Read every file and compare it with its checksum, about a second per GB.
@@ -179,10 +187,10 @@ class Checkpoint:
                     "exp_avg_sq": torch.zeros_like(parameter),
                     "step": torch.zeros((), dtype=torch.float32),
                 }
-        missing = _tensors(model, optimizer)
+        missing = tensors_of(model, optimizer)
         try:
             for name in sorted(self.sums):
-                if name == META:
+                if name in (META, TOKENIZER):
                     continue
                 data = checked(self.path, name, self.sums)
                 try:
@@ -205,125 +213,10 @@ class Checkpoint:
             raise ValueError(f"{self.path} is damaged: {error}") from error
 
 
-def save(
-    config: TrainConfig,
-    step: int,
-    model: LongNet,
-    optimizer: torch.optim.AdamW,
-    fingerprint: str,
-    world: World,
-    *,
-    file_bytes: int = FILE_BYTES,
-) -> Path:
-    """Write a checkpoint and drop all but the newest `config.keep`. Every rank calls this.
-
-    A checkpoint of the same step, such as a damaged one that the run did not go on from, is
-    replaced. Checkpoints of later steps stay.
-
-    Args:
-        config: of the run; its `out` decides where.
-        step: number of steps trained.
-        model: the model.
-        optimizer: its optimizer.
-        fingerprint: of the corpus.
-        world: the ranks.
-        file_bytes: a file of tensors has at most this many bytes of them, or one tensor.
-
-    Returns:
-        The folder of the checkpoint.
-
-    Raises:
-        TrainingError: a rank cannot write it; the message says why and which checkpoints there
-            are. The folder is left without the half-written one.
-    """
-    path = config.out / FOLDER / f"step_{step:07d}"
-    partial = path.parent / f".partial_{path.name}"
-    tensors = _tensors(model, optimizer)
-    files = {
-        f"tensors_{index:05d}.safetensors": names
-        for index, names in enumerate(cut(tensors, file_bytes))
-    }
-
-    def begin() -> None:
-        if world.rank == 0:
-            for stale in path.parent.glob(".partial_*"):  # of a run that was killed while writing
-                remove(stale)
-            partial.mkdir(parents=True)
-
-    def write() -> dict[str, tuple[int, str]]:
-        """This rank's files: their sizes and checksums."""
-        written = {}
-        for name in list(files)[world.rank :: world.size]:
-            data = safetensors.torch.save(
-                {key: tensors[key].cpu().contiguous() for key in files[name]}
-            )
-            written[name] = len(data), write_synced(partial / name, data)
-        return written
-
-    def finish() -> None:
-        if world.rank == 0:
-            written = {name: entry for share in shares for name, entry in share.items()}
-            meta = {"step": step, "fingerprint": fingerprint, "config": asdict(config)}
-            _finish(partial, path, meta, {name: written[name] for name in files})
-            _prune(config, step)
-
-    try:
-        world.everywhere(begin)
-        shares = world.gather(world.everywhere(write))
-        world.everywhere(finish)
-    except (ValueError, OSError, TrainingError) as error:
-        if world.rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-        needed = sum(t.numel() * t.element_size() for t in tensors.values())
-        raise TrainingError(
-            f"cannot save {path.name} ({needed / 1e6:,.1f} MB): {one_line(error)}; "
-            f"{still_there(config.out)}"
-        ) from error
-    return path
-
-
-def _finish(
-    partial: Path, path: Path, meta: dict[str, Any], files: dict[str, tuple[int, str]]
-) -> None:
-    """Make a checkpoint of a folder of tensors: add its description, and seal it.
-
-    Args:
-        partial: the folder, which becomes `path`.
-        path: of the checkpoint; one that is there already is replaced.
-        meta: step, fingerprint and config.
-        files: sizes and checksums of the files of tensors, by name.
-    """
-    for name, (size, _) in files.items():
-        regular_file(partial, name, size)
-    meta = {
-        "format": FORMAT,
-        **meta,
-        "config": {**meta["config"], "out": str(meta["config"]["out"])},
-        "torch": torch.__version__,
-        "files": {name: size for name, (size, _) in files.items()},
-    }
-    described = write_synced(partial / META, json.dumps(meta, indent=1).encode())
-    seal(partial, path, {META: described, **{name: files[name][1] for name in files}})
-
-
 def still_there(run: Path) -> str:
     """Which checkpoints a run has, for messages."""
     names = [path.name for path in usable(run)]
     return f"still in {run / FOLDER}: {', '.join(names[-3:]) or 'no checkpoint'}"
-
-
-def _prune(config: TrainConfig, step: int) -> None:
-    """Drop all but the newest `config.keep` up to `step`; incomplete ones do not count as kept."""
-    complete = []
-    for old in usable(config.out):
-        if _step(old) <= step:
-            with suppress(ValueError):
-                complete.append(Checkpoint.open(old).path)
-    for old in complete[: -config.keep]:
-        # Hidden first: a folder that is half deleted must not look like a checkpoint.
-        hidden = old.with_name(f".partial_{old.name}")
-        old.rename(hidden)
-        remove(hidden)
 
 
 def usable(run: Path) -> list[Path]:
@@ -333,7 +226,7 @@ def usable(run: Path) -> list[Path]:
         found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return sorted(found, key=_step)
+    return sorted(found, key=step_of)
 
 
 def newest(path: Path) -> Checkpoint:
@@ -383,13 +276,14 @@ def _whole(path: Path) -> Checkpoint:
     return checkpoint
 
 
-def _step(path: Path) -> int:
+def step_of(path: Path) -> int:
+    """The step in the name of a checkpoint's folder."""
     match = _NAME.fullmatch(path.name)
     assert match
     return int(match[1])
 
 
-def _tensors(model: LongNet, optimizer: torch.optim.AdamW | None) -> dict[str, Tensor]:
+def tensors_of(model: LongNet, optimizer: torch.optim.AdamW | None) -> dict[str, Tensor]:
     """The tensors of a checkpoint, by name: the model's, then the optimizer's."""
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     tensors = {f"model.{name}": tensor for name, tensor in parameters.items()}

@@ -1,4 +1,4 @@
-"""Options of a training run, to and from JSON; the presets; and what a run needs of a machine."""
+"""Options of a training run, to and from JSON, and the presets."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import torch
-
-from ..checks import host_memory
 from ..functional import EXCHANGES, Schedule
 from ..layout import SequenceLayout
 from ..nn import LongNetConfig, check_checkpoint
 from ..pattern import check_choice, check_positive_float, check_positive_int
 from ..tiles import BACKENDS, Backend
 from .data import HELDOUT_FRACTION
+from .tokenizer import BYTES, NUM_BYTES
 
 LAYOUTS = ("contiguous", "zigzag")
 DEVICES = ("auto", "cpu", "cuda")
@@ -48,7 +46,11 @@ class TrainConfig:
         out: folder of the run: log, curve and checkpoints.
         data: files and folders to train on; none means the standard library's sources.
         model: shape of the model.
-        sequence_length: global length of a training sequence, in bytes.
+        tokenizer: ``"bytes"`` (None is the same), or the path of a ``tokenizer.json`` of a
+            byte-level tokenizer.
+        train_tokenizer: number of tokens of a tokenizer to train on the training text, at least
+            257; None trains none. Excludes `tokenizer`.
+        sequence_length: global length of a training sequence, in tokens (of bytes, in bytes).
         batch_size: sequences a step, over all ranks.
         steps: step at which the run is complete.
         learning_rate: peak of the schedule.
@@ -81,7 +83,9 @@ class TrainConfig:
             `LongNet`.
         timeout: seconds that a rank waits for another one before the run fails; None means
             torch's own, 1,800 for gloo and 600 for NCCL. It must exceed what ranks may differ by,
-            such as rank 0's plot of the curve. To start, ranks have at least 300 seconds.
+            such as rank 0's plot of the curve and training of a tokenizer. To start, ranks have at
+            least 300 seconds.
+        tensorboard: whether to write the log as events of TensorBoard too.
 
     Raises:
         TypeError: a value has the wrong type.
@@ -91,6 +95,8 @@ class TrainConfig:
     out: Path
     data: tuple[str, ...] = ()
     model: LongNetConfig = field(default=DEFAULT_MODEL)
+    tokenizer: str | None = None
+    train_tokenizer: int | None = None
     sequence_length: int = 4096
     batch_size: int = 1
     steps: int = 350
@@ -117,6 +123,7 @@ class TrainConfig:
     checkpoint_blocks: int = 1
     chunk_rows: int | None = None
     timeout: float | None = None
+    tensorboard: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "out", Path(self.out))
@@ -177,6 +184,30 @@ class TrainConfig:
         check_choice("device", self.device, DEVICES)
         check_choice("precision", self.precision, PRECISIONS)
         check_checkpoint(self.checkpoint, self.checkpoint_blocks)
+        self._check_tokenizer()
+
+    def _check_tokenizer(self) -> None:
+        if not isinstance(self.tensorboard, bool):
+            raise TypeError(f"tensorboard must be a bool, got {self.tensorboard!r}")
+        if not isinstance(self.tokenizer, str | None):
+            raise TypeError(f"tokenizer must be a text or None, got {self.tokenizer!r}")
+        if self.train_tokenizer is None:
+            return
+        if check_positive_int("train_tokenizer", self.train_tokenizer) <= NUM_BYTES:
+            raise ValueError(
+                f"train_tokenizer must be above {NUM_BYTES}, the number of bytes; got "
+                f"{self.train_tokenizer}"
+            )
+        if self.tokenizer is not None:
+            raise ValueError(
+                f"tokenizer and train_tokenizer exclude each other; got {self.tokenizer!r} and "
+                f"{self.train_tokenizer}"
+            )
+
+    @property
+    def of_bytes(self) -> bool:
+        """Whether tokens are bytes."""
+        return self.tokenizer in (None, BYTES) and self.train_tokenizer is None
 
     def group_size(self, world_size: int) -> int:
         """How many of `world_size` ranks share a sequence.
@@ -249,7 +280,10 @@ class TrainConfig:
 
 def _check_sizes(options: Mapping[str, Any]) -> None:
     """Refuse sizes that no machine can hold, before a tensor is made of one."""
-    for name in ("vocab_size", "num_layers", "embed_dim", "num_heads", "ffn_dim"):
+    for name in (
+        *("vocab_size", "num_layers", "embed_dim", "num_heads", "ffn_dim"),
+        "train_tokenizer",
+    ):
         value = options.get(name)
         if isinstance(value, int) and value > MAX_SIZE:
             raise ValueError(f"{name} must be at most {MAX_SIZE}, got {_digits(value)}")
@@ -304,77 +338,3 @@ def preset_options(name: str) -> Mapping[str, Any]:
     """
     check_choice("preset", name, tuple(PRESETS))
     return PRESETS[name]
-
-
-_STATE_BYTES = 16  # of a parameter: itself, its gradient and AdamW's two moments, in float32
-_TOKEN_BYTES = 16  # of a position: input and label, in int64
-_PROCESS_BYTES = 100 << 20  # of a rank before it has a tensor: Python, torch, one thread
-
-
-def check_memory(config: TrainConfig, world_size: int, local_ranks: int) -> None:
-    """Refuse a run that needs more memory than there is, by a count that is too low if anything.
-
-    Counted are the parameters with all that training keeps of them, the tokens, and the inputs of
-    blocks that are kept for backward.
-
-    Args:
-        config: the options.
-        world_size: number of ranks.
-        local_ranks: number of ranks on this machine.
-
-    Raises:
-        ValueError: it needs more; the message says how much, and which options to change.
-    """
-    model = config.model
-    group_size = config.group_size(world_size)
-    kv_dim = model.embed_dim // model.num_heads * (model.num_kv_heads or model.num_heads)
-    block = 2 * model.embed_dim * (model.embed_dim + kv_dim + model.ffn_dim)
-    state = (model.num_layers * block + model.vocab_size * model.embed_dim) * _STATE_BYTES
-    rows = -(-config.batch_size // (world_size // group_size))
-    kept = -(-model.num_layers // config.checkpoint_blocks)
-    itemsize = 4 if config.precision == "float32" else 2
-    batch = rows * (config.sequence_length // group_size)
-    batch *= _TOKEN_BYTES + kept * model.embed_dim * itemsize
-    have, where, ranks, process = host_memory(), "this machine", local_ranks, _PROCESS_BYTES
-    if config.device != "cpu" and torch.cuda.is_available():
-        have, where = torch.cuda.get_device_properties(0).total_memory, "a GPU here"
-        ranks, process = 1, 0
-    need = ranks * (process + state + batch)
-    if have is None or need <= have:
-        return
-    most = max(process, state, batch)
-    if most == state:
-        change = "--num-layers, --embed-dim or --ffn-dim"
-    elif most == batch:
-        change = "--batch-size or --sequence-length"
-    else:
-        change = "--ranks"
-    of = "" if ranks == 1 else f" for {ranks} ranks"
-    raise ValueError(
-        f"this run needs at least {_size(need)}{of}, {_size(ranks * state)} for parameters and "
-        f"AdamW and {_size(ranks * batch)} for its batch; {where} has {_size(have)}: lower {change}"
-    )
-
-
-def check_text(size: int, local_ranks: int, description: str) -> None:
-    """Refuse text that does not fit into the machine's memory, before it is read.
-
-    Args:
-        size: bytes of all files.
-        local_ranks: number of ranks on this machine; each holds all text, and twice while it reads.
-        description: of the text, for the message.
-
-    Raises:
-        ValueError: it does not fit.
-    """
-    need, have = 2 * size * local_ranks, host_memory()
-    if have is not None and need > have:
-        of = "" if local_ranks == 1 else f" on each of {local_ranks} ranks"
-        raise ValueError(
-            f"{description} has {_size(size)}, and reading it{of} takes {_size(need)}; this "
-            f"machine has {_size(have)}: give less --data"
-        )
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:,.1f} GB" if count < 1e15 else f"{count / 1e12:,.4g} TB"

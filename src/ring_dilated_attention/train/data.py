@@ -1,4 +1,4 @@
-"""Text as bytes: files or folders in, windows of bytes out, the same for any number of ranks."""
+"""Text as bytes: files or folders in, windows of tokens out, the same for any number of ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -30,23 +30,95 @@ class SourceFile(NamedTuple):
     name: str
 
 
+class SkippedFile(NamedTuple):
+    """A file that is not read, or a folder of files, and why."""
+
+    path: Path
+    reason: str
+
+
 @dataclass(frozen=True, kw_only=True)
-class ByteCorpus:
-    """The bytes of a set of files, split by whole files into training and held-out text.
+class Corpus:
+    """Training and held-out text as tokens, and the windows of it.
 
     Attributes:
-        train: training bytes, uint8, shape (number of bytes,).
-        heldout: held-out bytes, uint8, shape (number of bytes,).
-        num_files: number of files read.
-        fingerprint: a short text that corpora with equal bytes and an equal split share.
+        train: training tokens, an integer dtype, shape (number of tokens,).
+        heldout: held-out tokens, the same dtype, shape (number of tokens,).
+        fingerprint: a short text that corpora with equal text and an equal split share, whatever
+            their tokens.
         description: what was read, for messages.
     """
 
+    unit: ClassVar[str]
+    """What a token is called: ``"bytes"`` or ``"tokens"``."""
+
     train: Tensor
     heldout: Tensor
-    num_files: int
     fingerprint: str
     description: str
+
+    def count_bytes(self, windows: Sequence[Tensor]) -> int:
+        """Bytes of text that the labels of these windows spell: of all but each first token."""
+        raise NotImplementedError
+
+    def check_window(self, sequence_length: int) -> None:
+        """Raise a `ValueError` unless both splits hold a window of this many inputs and labels."""
+        for name, text in (("training", self.train), ("held-out", self.heldout)):
+            if len(text) <= sequence_length:
+                raise ValueError(
+                    f"a sequence of {sequence_length} {self.unit} and its labels need "
+                    f"{sequence_length + 1} {self.unit} of {name} text; {self.description} has "
+                    f"{len(text)}"
+                )
+
+    def train_windows(
+        self, sequence_length: int, *, seed: int, step: int, rows: Sequence[int]
+    ) -> list[Tensor]:
+        """Training windows: a pure function of (seed, step, row), on any number of ranks.
+
+        Args:
+            sequence_length: number of inputs in a window, which is one token longer.
+            seed: of the run.
+            step: number of the step.
+            rows: which rows of the step's batch.
+
+        Returns:
+            For every row a view of `train`: shape (sequence_length + 1,).
+        """
+        count = len(self.train) - sequence_length
+        starts = [_draw(f"{seed}/{step}/{row}", count) for row in rows]
+        return [self.train[s : s + sequence_length + 1] for s in starts]
+
+    def heldout_starts(self, sequence_length: int, count: int) -> list[int]:
+        """Where up to `count` disjoint held-out windows start, evenly spaced; always the same."""
+        available = (len(self.heldout) - 1) // sequence_length
+        count = min(count, available)
+        return [i * available // count * sequence_length for i in range(count)]
+
+    def heldout_windows(self, sequence_length: int, starts: Sequence[int]) -> list[Tensor]:
+        """Held-out windows that start there: views of `heldout`, shape (sequence_length + 1,)."""
+        return [self.heldout[s : s + sequence_length + 1] for s in starts]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByteCorpus(Corpus):
+    """The bytes of a set of files, split by whole files into training and held-out text.
+
+    Its tokens are bytes, uint8.
+
+    Attributes:
+        num_files: number of files read.
+        skipped: what is not read of the folders given.
+    """
+
+    unit: ClassVar[str] = "bytes"
+
+    num_files: int
+    skipped: tuple[SkippedFile, ...] = ()
+
+    def count_bytes(self, windows: Sequence[Tensor]) -> int:
+        """Bytes of text that the labels of these windows spell: one each."""
+        return sum(len(window) - 1 for window in windows)
 
     @classmethod
     def load(
@@ -77,8 +149,9 @@ class ByteCorpus:
             ValueError: a path does not exist, cannot be read or is a pipe or a device, or there are
                 no bytes to train on; the message names the path.
         """
+        skipped: list[SkippedFile] = []
         if paths:
-            files = [file for path in paths for file in _files(Path(path))]
+            files = [file for path in paths for file in _files(Path(path), skipped)]
             description = ", ".join(map(str, paths))
         else:
             files = list(stdlib_sources())
@@ -94,6 +167,8 @@ class ByteCorpus:
             if resolved not in texts:
                 text = _read(path) if resolved in named else _read_text(path)
                 texts[resolved] = (name, text)
+                if not text:
+                    skipped.append(SkippedFile(path, "binary" if _size(path) else "empty"))
         parts = [(name, text) for name, text in texts.values() if text]
         if not parts:
             raise ValueError(f"there is no text to train on in {description}")
@@ -108,45 +183,8 @@ class ByteCorpus:
             num_files=len(parts),
             fingerprint=digest.hexdigest(),
             description=description,
+            skipped=tuple(skipped),
         )
-
-    def check_window(self, sequence_length: int) -> None:
-        """Raise a `ValueError` unless both splits hold a window of this many inputs and labels."""
-        for name, text in (("training", self.train), ("held-out", self.heldout)):
-            if len(text) <= sequence_length:
-                raise ValueError(
-                    f"a sequence of {sequence_length} bytes and its labels need "
-                    f"{sequence_length + 1} bytes of {name} text; {self.description} has "
-                    f"{len(text)}"
-                )
-
-    def train_windows(
-        self, sequence_length: int, *, seed: int, step: int, rows: Sequence[int]
-    ) -> list[Tensor]:
-        """Training windows: a pure function of (seed, step, row), on any number of ranks.
-
-        Args:
-            sequence_length: number of inputs in a window, which is one byte longer.
-            seed: of the run.
-            step: number of the step.
-            rows: which rows of the step's batch.
-
-        Returns:
-            For every row a view of `train`: uint8, shape (sequence_length + 1,).
-        """
-        count = len(self.train) - sequence_length
-        starts = [_draw(f"{seed}/{step}/{row}", count) for row in rows]
-        return [self.train[s : s + sequence_length + 1] for s in starts]
-
-    def heldout_starts(self, sequence_length: int, count: int) -> list[int]:
-        """Where up to `count` disjoint held-out windows start, evenly spaced; always the same."""
-        available = (len(self.heldout) - 1) // sequence_length
-        count = min(count, available)
-        return [i * available // count * sequence_length for i in range(count)]
-
-    def heldout_windows(self, sequence_length: int, starts: Sequence[int]) -> list[Tensor]:
-        """Held-out windows that start there: views of `heldout`, shape (sequence_length + 1,)."""
-        return [self.heldout[s : s + sequence_length + 1] for s in starts]
 
 
 def shard_windows(
@@ -162,7 +200,7 @@ def shard_windows(
 
     Returns:
         (inputs, labels), both int64, shape (len(windows), layout.local_length(rank)): the label of
-        an input is the byte after it in the window, whichever rank holds that one as an input.
+        an input is the token after it in the window, whichever rank holds that one as an input.
     """
     inputs = [layout.shard(window[:-1], rank, dim=0) for window in windows]
     labels = [layout.shard(window[1:], rank, dim=0) for window in windows]
@@ -176,20 +214,31 @@ def stdlib_sources() -> Iterator[SourceFile]:
             yield file
 
 
-def _files(path: Path) -> Iterator[SourceFile]:
-    """`path` itself, or the files below it sorted by path, each named relative to it."""
+def _files(path: Path, skipped: list[SkippedFile] | None = None) -> Iterator[SourceFile]:
+    """`path` itself, or the files below it sorted by path, each named relative to it.
+
+    What is left out is added to `skipped`.
+    """
+    left_out = [] if skipped is None else skipped
     try:
         if not path.is_dir():
             yield SourceFile(path, path.name)
             return
         found = []
         for folder, folders, names in os.walk(path, onerror=_raise):
+            for name in sorted(n for n in folders if n in SKIPPED_FOLDERS or n[0] == "."):
+                reason = "hidden folder" if name[0] == "." else "packages or caches"
+                left_out.append(SkippedFile(Path(folder, name), reason))
             folders[:] = [n for n in folders if n not in SKIPPED_FOLDERS and n[0] != "."]
-            for name in names:
+            for name in sorted(names):
                 file = Path(folder, name)
                 # Broken links pass, so that reading them gives an error; sockets and such do not.
-                if name[0] != "." and (file.is_file() or not file.exists()):
+                if name[0] == ".":
+                    left_out.append(SkippedFile(file, "hidden"))
+                elif file.is_file() or not file.exists():
                     found.append(SourceFile(file, file.relative_to(path).as_posix()))
+                else:
+                    left_out.append(SkippedFile(file, "not a regular file"))
     except OSError as error:
         raise ValueError(f"cannot read {error.filename or path}: {error.strerror}") from error
     yield from sorted(found, key=lambda file: file.name)

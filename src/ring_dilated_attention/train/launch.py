@@ -21,7 +21,8 @@ from ..checks import threads_of_a_rank, under_torchrun
 from ..pattern import check_positive_int
 from .config import TrainConfig
 from .errors import LostRankError, TrainingError, one_line, os_error_text
-from .loop import Outcome, check_devices, check_run, run
+from .loop import Outcome, check_devices, run
+from .prepare import check_run
 from .ranks import OnFirstSignal, StopRequest
 from .run_folder import RunLock
 

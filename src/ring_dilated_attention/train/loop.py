@@ -18,11 +18,16 @@ from ..layout import SequenceLayout
 from ..nn import LongNet
 from . import checkpoint
 from .checkpoint import Checkpoint
-from .config import TrainConfig, check_memory, check_text
-from .data import ByteCorpus, shard_windows
+from .config import TrainConfig
+from .curve import plot_losses
+from .data import Corpus, shard_windows
 from .errors import TrainingError, one_line, os_error_text
+from .introduction import what_is_read, what_is_trained
+from .prepare import as_tokens, check_run
 from .ranks import OnFirstSignal, StopRequest, World, joined, local_device
-from .run_folder import Report, RunLock, RunLog, check_free, plot_losses
+from .run_folder import Report, RunLock, RunLog
+from .run_toml import write_toml
+from .saving import Trained, save
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,59 +53,11 @@ class _Job:
 
     config: TrainConfig
     world: World
-    corpus: ByteCorpus
+    corpus: Corpus
+    tokenizer: bytes | None
     layout: SequenceLayout
     model: LongNet
-
-
-def check_run(
-    config: TrainConfig,
-    world_size: int,
-    local_ranks: int,
-    *,
-    resume: bool,
-    start: Checkpoint | None = None,
-) -> tuple[ByteCorpus, Checkpoint | None]:
-    """Read the data, and find and check the checkpoint on `resume`: all that can fail early.
-
-    Args:
-        config: the options.
-        world_size: number of ranks.
-        local_ranks: number of ranks on this machine.
-        resume: whether to go on from the newest checkpoint of ``config.out``.
-        start: that checkpoint where it is known already.
-
-    Returns:
-        The corpus, and the checkpoint to go on from.
-
-    Raises:
-        ValueError: data, checkpoint, memory, ranks and options do not fit together, or `resume` is
-            False and the folder holds a run.
-    """
-    check_memory(config, world_size, local_ranks)
-    config.sequence_layout(config.group_size(world_size))
-    if not resume:
-        check_free(config.out)
-    elif start is None:
-        start = checkpoint.newest(config.out)
-    if start is not None:
-        start.check_model(config.model)
-        if start.step >= config.steps:
-            raise ValueError(
-                f"{start.path} has done {start.step} of {config.steps} steps; raise steps to "
-                "continue"
-            )
-    corpus = ByteCorpus.load(
-        config.data,
-        heldout_fraction=config.heldout_fraction,
-        check_size=lambda size, description: check_text(size, local_ranks, description),
-    )
-    corpus.check_window(config.sequence_length)
-    if start is not None and start.fingerprint != corpus.fingerprint:
-        raise ValueError(
-            f"{start.path} was trained on other data than {corpus.description} holds now"
-        )
-    return corpus, start
+    read: list[str]
 
 
 def run(config: TrainConfig, *, resume: bool = False, stop: StopRequest | None = None) -> Outcome:
@@ -134,13 +91,16 @@ def run(config: TrainConfig, *, resume: bool = False, stop: StopRequest | None =
             stack.enter_context(lock)
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
         start = _start(config, world) if resume else None
-        corpus, _ = world.everywhere(
+        text, _ = world.everywhere(
             lambda: check_run(config, world.size, local_ranks, resume=resume, start=start)
         )
-        prints = world.gather(corpus.fingerprint)
+        prints = world.gather(text.fingerprint)
         if len(set(prints)) > 1:
-            other = next(r for r, text in enumerate(prints) if text != prints[0])
-            raise ValueError(f"rank {other} reads other data than rank 0 in {corpus.description}")
+            other = next(rank for rank, found in enumerate(prints) if found != prints[0])
+            raise ValueError(f"rank {other} reads other data than rank 0 in {text.description}")
+        corpus, tokenizer = as_tokens(config, text, start, world)
+        read = what_is_read(text, config)
+        del text  # unless it is the corpus, it would stay beside it
         # The same weights on every rank and device: drawn on the CPU, from the seed alone.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
@@ -157,8 +117,10 @@ def run(config: TrainConfig, *, resume: bool = False, stop: StopRequest | None =
             config=config,
             world=world,
             corpus=corpus,
+            tokenizer=tokenizer,
             layout=config.sequence_layout(world.group_size),
             model=model,
+            read=read,
         )
         optimizer = _optimizer(model, config)
         if start is not None:
@@ -206,7 +168,7 @@ def _train(
     start = resumed.step if resumed else 0
     step, path, heldout = start, config.out, None
     with ExitStack() as stack:
-        log = world.everywhere(lambda: RunLog(config.out, start=start) if leader else None)
+        log = world.everywhere(lambda: _open_log(config, world, start) if leader else None)
         if log:
             stack.enter_context(log)
             log.write("config", step=start, ranks=world.size, **json.loads(config.to_json()))
@@ -216,7 +178,11 @@ def _train(
         if resumed:
             for damaged in resumed.damaged:
                 report.line(f"{one_line(damaged)}; going on from {resumed.path.name}")
-        report.line(_introduction(job, parameters))
+            report.line(f"resumed from step {resumed.step:,}: {resumed.path}")
+        for line in job.read:
+            report.line(line)
+        number = sum(parameter.numel() for parameter in parameters)
+        report.line(what_is_trained(number, job.corpus, config, world))
         stack.enter_context(OnFirstSignal(stop.ask))
         stopping = False
         while step < config.steps and not stopping:
@@ -224,10 +190,11 @@ def _train(
             loss, norm = _step(job, optimizer, parameters, step)
             step += 1
             world.begin(f"step {step}, its metrics")
-            bits, stopping, memory = _share_metrics(job, loss, stop.asked)
+            mean, bits, stopping, memory = _share_metrics(job, step - 1, loss, stop.asked)
             seconds = time.perf_counter() - began
             _check_finite(step, bits)
             found = {
+                "loss": mean,
                 "bits_per_byte": bits,
                 "learning_rate": config.learning_rate_at(step - 1),
                 "seconds": seconds,
@@ -240,15 +207,15 @@ def _train(
             last = step == config.steps
             if last or (step % config.eval_every == 0 and not stopping):
                 world.begin(f"step {step}, held-out evaluation")
-                heldout = _evaluate(job)
+                mean, heldout = _evaluate(job)
                 if log:
-                    log.write("eval", step=step, bits_per_byte=heldout)
-                report.line(f"step {step}: {heldout:.3f} bits/byte on held-out text")
+                    log.write("eval", step=step, loss=mean, bits_per_byte=heldout)
+                report.line(
+                    f"step {step}: loss {mean:.3f}, {heldout:.3f} bits/byte on held-out text"
+                )
             if last or stopping or step % config.save_every == 0:
                 world.begin(f"step {step}, its checkpoint")
-                path = checkpoint.save(
-                    config, step, job.model, optimizer, job.corpus.fingerprint, world
-                )
+                path = save(config, _trained(job, step, optimizer), world)
                 if leader:
                     plot_losses(config.out)
     return Outcome(
@@ -259,20 +226,26 @@ def _train(
     )
 
 
+def _open_log(config: TrainConfig, world: World, start: int) -> RunLog:
+    """Rank 0's log of the run, and its options as TOML beside it."""
+    log = RunLog(config.out, start=start, tensorboard=config.tensorboard)
+    write_toml(config, ranks=world.size)
+    return log
+
+
+def _trained(job: _Job, step: int, optimizer: torch.optim.AdamW) -> Trained:
+    return Trained(
+        step=step,
+        model=job.model,
+        optimizer=optimizer,
+        fingerprint=job.corpus.fingerprint,
+        tokenizer=job.tokenizer,
+    )
+
+
 def _check_finite(step: int, bits: float) -> None:
     if not math.isfinite(bits):
         raise TrainingError(f"the loss of step {step} is {bits}; a lower learning rate may help")
-
-
-def _introduction(job: _Job, parameters: list[torch.nn.Parameter]) -> str:
-    world = job.world
-    groups = "" if world.data_size == 1 else f" in {world.data_size} sequence groups"
-    return (
-        f"{sum(p.numel() for p in parameters):,} parameters; "
-        f"{world.size} rank{'s'[: world.size > 1]}{groups} on {world.device.type}; sequences of "
-        f"{job.config.sequence_length:,} bytes from {len(job.corpus.train):,} bytes of "
-        f"{job.corpus.description}"
-    )
 
 
 def _step(
@@ -287,19 +260,24 @@ def _step(
     for group in optimizer.param_groups:
         group["lr"] = config.learning_rate_at(step)
     optimizer.zero_grad(set_to_none=True)
-    windows = job.corpus.train_windows(
-        config.sequence_length,
-        seed=config.seed,
-        step=step,
-        rows=range(world.data_rank, config.batch_size, world.data_size),
-    )
-    loss = _summed_loss(job, windows)
+    loss = _summed_loss(job, _windows(job, step))
     (loss / (config.batch_size * config.sequence_length)).backward()  # type: ignore[no-untyped-call]
     world.begin(f"step {step + 1}, the sum of gradients")
     world.sum_gradients(parameters)
     norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
     optimizer.step()
     return loss.detach(), norm
+
+
+def _windows(job: _Job, step: int) -> list[Tensor]:
+    """The windows of this rank's sequence group in a step."""
+    config, world = job.config, job.world
+    return job.corpus.train_windows(
+        config.sequence_length,
+        seed=config.seed,
+        step=step,
+        rows=range(world.data_rank, config.batch_size, world.data_size),
+    )
 
 
 def _summed_loss(job: _Job, windows: list[Tensor]) -> Tensor:
@@ -312,22 +290,33 @@ def _summed_loss(job: _Job, windows: list[Tensor]) -> Tensor:
         return job.model.loss(inputs, labels, group=world.group, layout=job.layout)
 
 
-def _share_metrics(job: _Job, loss: Tensor, stop: bool) -> tuple[float, bool, list[int]]:
-    """(Bits per byte of the step, whether any rank stops, peak bytes by rank), of all ranks."""
+def _share_metrics(
+    job: _Job, step: int, loss: Tensor, stop: bool
+) -> tuple[float, float, bool, list[int]]:
+    """Of all ranks: (loss in nats per token, bits per byte, whether any stops, peak bytes by rank).
+
+    Bits per byte are all nats over all bytes of the text that the labels spell: of models with
+    other tokens they can be compared.
+    """
     config, world = job.config, job.world
-    shared = torch.zeros(1 + world.size, dtype=torch.float64)
+    shared = torch.zeros(2 + world.size, dtype=torch.float64)
     shared[0] = float(stop)
-    shared[1 + world.rank] = world.peak_memory()
+    if world.group_rank == 0:
+        shared[1] = job.corpus.count_bytes(_windows(job, step))
+    shared[2 + world.rank] = world.peak_memory()
     # On the host, before any waits for its device: where a rank is missing, this says so.
-    stops, *memory = world.sum(shared).tolist()
-    loss_sum = world.sum(loss.double()).item()
-    tokens = config.batch_size * config.sequence_length
-    return loss_sum / tokens / math.log(2), stops > 0, [int(m) for m in memory]
+    stops, num_bytes, *memory = world.sum(shared).tolist()
+    nats = world.sum(loss.double()).item()
+    mean = nats / (config.batch_size * config.sequence_length)
+    return mean, nats / num_bytes / math.log(2), stops > 0, [int(m) for m in memory]
 
 
 @torch.no_grad()
-def _evaluate(job: _Job) -> float:
-    """Bits per byte over the fixed held-out windows, spread over the sequence groups."""
+def _evaluate(job: _Job) -> tuple[float, float]:
+    """(Loss in nats per token, bits per byte) of the fixed held-out windows.
+
+    They are spread over the sequence groups.
+    """
     config, world = job.config, job.world
     starts = job.corpus.heldout_starts(config.sequence_length, config.eval_windows)
     mine = starts[world.data_rank :: world.data_size]
@@ -336,8 +325,12 @@ def _evaluate(job: _Job) -> float:
     for first in range(0, len(mine), rows):
         windows = job.corpus.heldout_windows(config.sequence_length, mine[first : first + rows])
         total += _summed_loss(job, windows)
+    num_bytes = job.corpus.count_bytes(
+        job.corpus.heldout_windows(config.sequence_length, starts)  # all of them, on every rank
+    )
     world.meet()
-    return world.sum(total).item() / (len(starts) * config.sequence_length) / math.log(2)
+    nats = world.sum(total).item()
+    return nats / (len(starts) * config.sequence_length), nats / num_bytes / math.log(2)
 
 
 def _optimizer(model: LongNet, config: TrainConfig) -> torch.optim.AdamW:

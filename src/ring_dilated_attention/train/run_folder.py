@@ -1,4 +1,4 @@
-"""The folder of a run: its lock, log and curve; and what is shown while it grows."""
+"""The folder of a run: its lock and log; and what is shown while it grows."""
 
 from __future__ import annotations
 
@@ -13,17 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskProgressColumn,
-    TextColumn,
-    TimeRemainingColumn,
-)
-
+from ..terminal import Progress, in_bytes, in_seconds, make_console
 from .errors import os_error_text
+from .scalars import Scalars
 
 LOCK = ".lock"
 
@@ -120,19 +112,20 @@ class RunLog:
     """Appends to the log of a run; a context manager.
 
     Every line has a ``kind``: ``config`` (the options, at every start), ``step`` and ``eval``; the
-    last two have a ``step``, the number of steps done.
+    last two have a ``step``, the number of steps done. All have a ``time``, in seconds since 1970.
 
     Args:
         run: folder of the run.
         start: number of steps done; lines of later steps, of a run that went on past its last
             checkpoint, are dropped.
+        tensorboard: whether to write the same as events of TensorBoard (`scalars`).
 
     Raises:
         ValueError: the existing log is damaged.
         OSError: the log cannot be written.
     """
 
-    def __init__(self, run: Path, *, start: int) -> None:
+    def __init__(self, run: Path, *, start: int, tensorboard: bool = False) -> None:
         run.mkdir(parents=True, exist_ok=True)
         path = run / LOG
         kept = [line for line in read_log(run) if line.get("step", 0) <= start] if start else []
@@ -140,17 +133,23 @@ class RunLog:
         partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
         os.replace(partial, path)
         self._file = path.open("a")
+        self._scalars = Scalars(run, kept) if tensorboard else None
 
     def write(self, kind: str, **values: Any) -> None:
         """Append a line, and hand it to the system at once."""
-        self._file.write(json.dumps({"kind": kind, **values}) + "\n")
+        line = {"kind": kind, "time": round(time.time(), 3), **values}
+        self._file.write(json.dumps(line) + "\n")
         self._file.flush()
+        if self._scalars is not None:
+            self._scalars.add(line)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
+        if self._scalars is not None:
+            self._scalars.close()
 
 
 def read_log(run: Path) -> list[dict[str, Any]]:
@@ -177,61 +176,11 @@ def read_log(run: Path) -> list[dict[str, Any]]:
     return parsed
 
 
-CURVE = "loss.png"
-
-
-def plot_losses(run: Path) -> Path:
-    """Draw training and held-out bits per byte against the step, from the log of a run.
-
-    Training losses are shown faintly one by one, and strongly as means of the last twentieth.
-
-    Args:
-        run: folder of the run; the picture goes to `CURVE` in it.
-
-    Returns:
-        The path of the picture.
-
-    Raises:
-        ValueError: the log is damaged.
-        OSError: the picture cannot be written.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    lines = read_log(run)
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    for kind, label, style in (("step", "training", "-"), ("eval", "held out", "o-")):
-        steps = [line["step"] for line in lines if line["kind"] == kind]
-        bits = [line["bits_per_byte"] for line in lines if line["kind"] == kind]
-        if not steps:
-            continue
-        if kind == "step":  # a batch may be one sequence, so losses scatter
-            axes.plot(steps, bits, color="C0", alpha=0.3, linewidth=0.8)
-            bits = _trailing_means(bits, max(1, len(bits) // 20))
-        axes.plot(steps, bits, style, label=label, linewidth=1.4, markersize=4)
-    axes.set_xlabel("step")
-    axes.set_ylabel("bits per byte")
-    axes.set_title(run.name)
-    axes.grid(alpha=0.3)
-    if axes.lines:
-        axes.legend()
-    path = run / CURVE
-    partial = path.with_suffix(".partial.png")
-    figure.savefig(partial, dpi=120)
-    partial.replace(path)
-    return path
-
-
-def _trailing_means(values: list[float], count: int) -> list[float]:
-    """For every value, the mean of it and the ones before it, at most `count` of them."""
-    windows = (values[max(0, i + 1 - count) : i + 1] for i in range(len(values)))
-    return [sum(window) / len(window) for window in windows]
-
-
 class Report:
     """Shows progress on rank 0 and nothing elsewhere; a context manager.
+
+    In a terminal it is a bar on standard error, and elsewhere a line on standard output now and
+    then: the log of a run. Other lines are on standard output.
 
     Args:
         steps: number of steps of the whole run.
@@ -241,45 +190,43 @@ class Report:
     """
 
     def __init__(self, *, steps: int, start: int, every: int, show: bool) -> None:
-        self._console = Console(quiet=not show, highlight=False)
-        self._every = every
-        self._steps = steps
+        self._console = make_console()
+        self._show, self._every = show, every
+        self._steps, self._start = steps, start
+        self._began = time.monotonic()
         self._progress = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(),
-            TaskProgressColumn(),
-            TextColumn("{task.description}"),
-            TimeRemainingColumn(),
-            console=self._console,
-            disable=not (show and self._console.is_terminal),
+            "train", total=steps, unit="steps", start=start, bar_only=True, show=show
         )
-        self._task = self._progress.add_task("", total=steps, completed=start)
 
     def step(self, step: int, found: Mapping[str, float]) -> None:
         """Show a finished step.
 
         Args:
             step: number of steps done.
-            found: its `bits_per_byte` in training, `tokens_per_second` over all ranks, and
-                `peak_memory_bytes` of the rank with the most.
+            found: its `loss` (nats per token) and `bits_per_byte` in training, `tokens_per_second`
+                over all ranks, and `peak_memory_bytes` of the rank with the most.
         """
         text = (
-            f"{found['bits_per_byte']:.3f} bits/byte, {found['tokens_per_second']:,.0f} tokens/s, "
-            f"{found['peak_memory_bytes'] / 2**20:,.0f} MiB per rank"
+            f"loss {found['loss']:.3f}, {found['bits_per_byte']:.3f} bits/byte, "
+            f"{found['tokens_per_second']:,.0f} tokens/s, "
+            f"{in_bytes(int(found['peak_memory_bytes']))} per rank"
         )
-        if not self._progress.disable:
-            self._progress.update(self._task, completed=step, description=text)
-        elif step % self._every == 0 or step == self._steps:
-            self.line(f"step {step}/{self._steps}: {text}")
+        self._progress.update(step, text)
+        last = step == self._steps
+        if not self._progress.is_bar and (last or step % self._every == 0):
+            per_step = (time.monotonic() - self._began) / (step - self._start)
+            left = in_seconds(round(per_step * (self._steps - step)))
+            self.line(f"step {step:,}/{self._steps:,}: {text}{'' if last else f', {left} left'}")
 
     def line(self, text: str) -> None:
         """Show a line of text, above the bar if there is one."""
-        self._console.print(text, markup=False, soft_wrap=True)
+        if self._show:
+            with self._progress.paused():
+                self._console.print(text, markup=False)
 
     def __enter__(self) -> Self:
-        self._progress.start()
+        self._progress.__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+    def __exit__(self, *error: Any) -> None:
+        self._progress.__exit__(*error)

@@ -343,7 +343,7 @@ BAD_TRAIN = [
     (f"--embed-dim={1 << 40}", "embed_dim must be at most 16777216, got 1099511627776"),
     (f"--embed-dim={1 << 70}", "embed_dim must be at most 16777216, got 1180591620717411303424"),
     (f"--embed-dim={10**4000}", "embed_dim must be at most 16777216, got an int of 13288 bits"),
-    (f"--embed-dim={1 << 20}", "GB for its batch; this machine has {memory}: lower --num-layers"),
+    (f"--embed-dim={1 << 20}", "GB for logits; this machine has {memory}: lower --num-layers"),
     (f"--batch-size={HUGE}", "this machine has {memory}: lower --batch-size or --sequence-length"),
     (f"--sequence-length={HUGE}", "has {memory}: lower --batch-size or --sequence-length"),
     (f"--num-layers={HUGE}", "num_layers must be at most 16777216, got 4611686018427387904"),
@@ -567,6 +567,7 @@ def test_the_help_shows_the_defaults_of_the_config() -> None:
     default_model = TrainConfig(out=Path("run")).model
     defaults.update({f.name: getattr(default_model, f.name) for f in fields(LongNetConfig)})
     in_words = {"data", "sequence_ranks", "num_kv_heads", "chunk_rows", "timeout"}
+    in_words |= {"tokenizer", "train_tokenizer", "tensorboard"}
     command_line = typer.main.get_command(app).get_command(None, "train")  # type: ignore[attr-defined]
     options = {parameter.name: parameter for parameter in command_line.params}
     assert set(options) - {"help"} == set(defaults) - {"model", "vocab_size", "norm_eps"} | {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -76,8 +76,8 @@ def check_run(
         start.check_model(config.model)
         if start.step >= config.steps:
             raise ValueError(
-                f"{start.path} has done {start.step} of {config.steps} steps; ask for more steps "
-                "to go on"
+                f"{start.path} has done {start.step} of {config.steps} steps; raise steps to "
+                "continue"
             )
     corpus = ByteCorpus.load(
         config.data,
@@ -231,11 +231,22 @@ def _tokenizer(config: TrainConfig, text: ByteCorpus, start: Checkpoint | None) 
     tokenizer = known_tokenizer(config, start)
     if tokenizer is None:
         assert config.train_tokenizer is not None
-        tokenizer = SubwordTokenizer.train(tokens.pieces_of(text.train), config.train_tokenizer)
+        with Progress("train a tokenizer", total=len(text.train), unit=BYTES) as progress:
+            pieces = _told(tokens.pieces_of(text.train), progress)
+            tokenizer = SubwordTokenizer.train(pieces, config.train_tokenizer)
     kept = config.out / TOKENIZER
     if not kept.exists() or kept.read_bytes() != tokenizer.json:
         kept.write_bytes(tokenizer.json)
     return tokenizer
+
+
+def _told(pieces: Iterable[bytes], progress: Progress) -> Iterator[bytes]:
+    """The pieces, while it is shown how many bytes of them have been taken."""
+    done = 0
+    for piece in pieces:
+        yield piece
+        done += len(piece)
+        progress.update(done)
 
 
 def _are_there(config: TrainConfig, text: ByteCorpus, tokenizer: SubwordTokenizer) -> bool:

@@ -35,8 +35,8 @@ def write_toml(config: TrainConfig, *, ranks: int) -> Path:
 def to_toml(config: TrainConfig, *, ranks: int) -> str:
     """The options of a run as TOML: the names and spellings of the command line.
 
-    Names are those of the fields of `TrainConfig` and `LongNetConfig`, with underscores. Every
-    option is written, so that later defaults change nothing, except those whose value is None,
+    Names are those of the fields of `TrainConfig` and `LongNetConfig`, with dashes. Every option
+    is written, so that later defaults change nothing, except those whose value is None,
     which has no spelling: that is their default. Checkpoints, not this file, are what a run is
     resumed from.
 
@@ -62,11 +62,12 @@ def _lines(config: TrainConfig | LongNetConfig) -> Iterator[str]:
         value = getattr(config, field.name)
         if field.name in _NOT_OPTIONS or value is None or value == ():
             continue
-        line = f"{field.name} = {_spelled(value)}"
+        name = field.name.replace("_", "-")
+        line = f"{name} = {_spelled(value)}"
         try:
             line.encode()
         except UnicodeEncodeError:  # in the name of a file
-            line = f"# {field.name} is not UTF-8, and cannot be said in TOML"
+            line = f"# {name} is not UTF-8, and cannot be said in TOML"
         yield line
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -75,46 +76,52 @@ def sample_bytes(
     model = LongNet(found.model)
     found.load(model)
     model.eval()
-    # Numbers without a token are never drawn, and an empty one would spell nothing.
-    empty = torch.tensor([not text for text in spelled])
-    drawn = _draws(
-        model,
-        torch.tensor([tokens], dtype=torch.int64),
-        empty,
-        count=count,
-        context=found.config.sequence_length,
+    draw = partial(
+        _drawn,
+        # Numbers without a token are never drawn, and an empty one would spell nothing.
+        empty=torch.tensor([not text for text in spelled]),
         temperature=temperature,
         top_k=top_k,
         generator=torch.Generator().manual_seed(seed),
     )
-    return (spelled[number] or b"" for number in drawn)
+    numbers = _continued(model, tokens, draw, count=count, context=found.config.sequence_length)
+    return (spelled[number] or b"" for number in numbers)
 
 
-def _draws(
+def _continued(
     model: LongNet,
-    tokens: Tensor,
-    empty: Tensor,
+    prompt: list[int],
+    draw: Callable[[Tensor], Tensor],
     *,
     count: int,
     context: int,
-    temperature: float,
-    top_k: int | None,
-    generator: torch.Generator,
 ) -> Iterator[int]:
-    """Tokens, by number, that continue `tokens`, shape (1, length); none of those in `empty`."""
+    """Tokens, by number, that continue those of a prompt."""
+    tokens = torch.tensor([prompt], dtype=torch.int64)
     for _ in range(count):
         tokens = tokens[:, -context:]
         with torch.no_grad():
-            logits: Tensor = model(tokens)[0, -1].double().masked_fill(empty, -torch.inf)
-        if temperature == 0:
-            token = logits.argmax().view(1)
-        else:
-            if top_k is not None:
-                lowest = logits.topk(top_k).values[-1]
-                logits = logits.masked_fill(logits < lowest, -torch.inf)
-            token = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+            token = draw(model(tokens)[0, -1].double())
         tokens = torch.cat((tokens, token[None]), dim=1)
         yield int(token)
+
+
+def _drawn(
+    logits: Tensor,
+    *,
+    empty: Tensor,
+    temperature: float,
+    top_k: int | None,
+    generator: torch.Generator,
+) -> Tensor:
+    """A token drawn by its logits, shape (vocabulary,), but none that is empty: shape (1,)."""
+    logits = logits.masked_fill(empty, -torch.inf)
+    if temperature == 0:
+        return logits.argmax().view(1)
+    if top_k is not None:
+        lowest = logits.topk(top_k).values[-1]
+        logits = logits.masked_fill(logits < lowest, -torch.inf)
+    return torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
 
 
 def decoded(stream: Iterable[bytes]) -> Iterator[str]:

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,11 +21,12 @@ BYTES = "bytes"
 NUM_BYTES = 256
 MOST_FILE_BYTES = 256 << 20  # of a tokenizer.json: several times the largest that are published
 LEAST_REPEATS = 2  # a pair of tokens that occurs once in the training text is not worth a token
+MOST_TOKENS = 1 << 24  # as of any dimension of the model
 _SHOWN = 20  # bytes of a text in a message
 _RAW = re.compile("([\udc80-\udcff]+)")  # bytes that are not UTF-8, as `surrogateescape` has them
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class SubwordTokenizer:
     """A byte-level tokenizer: the bytes of its tokens, put together, are the text.
 
@@ -69,14 +71,17 @@ class SubwordTokenizer:
         check_installed()
         from tokenizers import Tokenizer
 
-        try:
+        with _refused(f"{name} is not a tokenizer.json"):
             values = json.loads(data)
             decoder = _types(values.get("decoder"))
             tokenizer = Tokenizer.from_str(data.decode())
             vocabulary = tokenizer.get_vocab(with_added_tokens=True)
             added = tokenizer.get_added_tokens_decoder()
-        except Exception as error:  # tokenizers raises no narrower class
-            raise ValueError(f"{name} is not a tokenizer.json: {error}") from error
+        largest = max(vocabulary.values(), default=-1)
+        if largest >= MOST_TOKENS:
+            raise ValueError(
+                f"{name} has a token of number {largest}; numbers must be below {MOST_TOKENS}"
+            )
         if "ByteLevel" not in decoder:
             raise ValueError(
                 f"{name} is not a byte-level tokenizer (its decoder is "
@@ -86,7 +91,7 @@ class SubwordTokenizer:
         # A tokenizer.json may ask to cut and to fill up what it encodes.
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        spelled: list[bytes | None] = [None] * (max(vocabulary.values(), default=-1) + 1)
+        spelled: list[bytes | None] = [None] * (largest + 1)
         for token, number in vocabulary.items():
             spelled[number] = (
                 added[number].content.encode() if number in added else _bytes_of(token)
@@ -153,7 +158,8 @@ class SubwordTokenizer:
         """
         parts = [list(_parts(piece)) for piece in pieces]
         texts = [part for of_piece in parts for part in of_piece if isinstance(part, str)]
-        encoded = iter(self._tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+        with _refused("the tokenizer cannot encode the text"):
+            encoded = iter(self._tokenizer.encode_batch_fast(texts, add_special_tokens=False))
         result = []
         for piece, of_piece in zip(pieces, parts, strict=True):
             ids: list[int] = []
@@ -186,6 +192,20 @@ def check_installed() -> None:
             "a tokenizer needs the tokenizers package: "
             "pip install 'ring-dilated-attention[tokenizers]'"
         )
+
+
+@contextmanager
+def _refused(what: str) -> Iterator[None]:
+    """Errors of the `tokenizers` package as a `ValueError` that begins with `what`.
+
+    It raises no class narrower than `Exception`, and where its Rust code panics, a `BaseException`.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:
+        raise ValueError(f"{what}: {error}") from error
 
 
 def cut(text: bytes | memoryview, size: int) -> Iterator[bytes]:

@@ -112,7 +112,7 @@ def verified() -> list[Table]:
 def results() -> list[Result]:
     """On one rank as measured; on 2 and 4096 as if, with figures of every size."""
     workload = Workload(
-        pattern=DilatedPattern([8, None], [1, 3]), length=37, heads=4, head_dim=8, dtype="float32"
+        pattern=DilatedPattern([8, None], [1, 3]), seq_len=37, num_heads=4, head_dim=8, dtype="float32"
     )
     options = Options(device="cpu", repeats=1, baselines=("sdpa",))
     ours, sdpa = bench([workload], options)

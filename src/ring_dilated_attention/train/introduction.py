@@ -42,6 +42,6 @@ def what_is_trained(num_parameters: int, corpus: Corpus, config: TrainConfig, wo
         tokens = f" from {len(corpus.train):,} tokens of a vocabulary of {len(corpus.lengths):,}"
     return (
         f"{num_parameters:,} parameters; {count_of(world.size, 'rank')}{groups} on "
-        f"{world.device.type}; sequences of {config.sequence_length:,} {corpus.unit}{tokens}, "
+        f"{world.device.type}; sequences of {config.seq_len:,} {corpus.unit}{tokens}, "
         f"{config.batch_size:,} per step"
     )

@@ -15,9 +15,9 @@ from typing import Any
 from ring_dilated_attention.draw import Sheet, Style, add_grid, dress, headline
 
 RESULTS = Path(__file__).parent / "results"
-SLIDE_STEP = "slide_step_h200_2026-11-23.json"
-ATTENTION = "attention_h200_2026-11-21.json"
-TWO_GPUS, FOUR_GPUS = "many_gpus_h200x2_2026-11-22.json", "many_gpus_h200x4_2026-11-22.json"
+SLIDE_STEP = "slide_step.json"
+ATTENTION = "attention_speed.json"
+TWO_GPUS, FOUR_GPUS = "many_gpus_x2.json", "many_gpus_x4.json"
 GIB = 2**30
 DIRECTIONS = {"forward_backward": "-", "forward": (0, (4, 2))}
 """Line styles; by the names of the JSON files."""
@@ -27,8 +27,8 @@ PALE = 0.45
 
 NAMES = {
     "ours": "this library",
-    "torchscale": "torchscale's way",
-    "torchscale:cudnn": "torchscale's way, cuDNN",
+    "torchscale": "gather/scatter, FA2",
+    "torchscale:cudnn": "gather/scatter, cuDNN",
     "cp:allgather": "torch context_parallel, all-gather",
     "cp:alltoall": "torch context_parallel, all-to-all",
     "sdpa:cudnn": "torch SDPA (cuDNN)",
@@ -175,8 +175,8 @@ def attention_speed(style: Style) -> Sheet:
     title = "Dense, causal, 16 × 128, bf16, 65,536 tokens"
     bars(sheet.axes(7.0, 2.95, 2.0, 1.15), style, title, dense)
     sheet.note(
-        "Median of 20 calls in turns, timed on the GPU. torchscale's way: its gather, pad, attend, "
-        "scatter, rewritten for comparison; FlashAttention-2 inside, or cuDNN.", 1,
+        "Median of 20 calls in turns, timed on the GPU. gather/scatter: torchscale's method "
+        "rewritten for comparison, with FlashAttention-2 (FA2) or cuDNN.", 1,
     )  # fmt: skip
     sheet.note(
         "Left: both axes logarithmic; at 10,001 tokens forward + backward is the CPU's time."
@@ -254,7 +254,7 @@ def gpu_memory(style: Style) -> Sheet:
         color=style.muted,
     )  # fmt: skip
     for number, length in enumerate(DENSE_LENGTHS):
-        axes = sheet.axes(0.75 + 4.35 * number, 1.25, 3.0, 2.6)
+        axes = sheet.axes(0.75 + 4.55 * number, 1.25, 2.8, 2.6)
         found = gpu_rows(length=length)
         dress(axes, style)
         add_grid(axes, style)
@@ -272,8 +272,8 @@ def gpu_memory(style: Style) -> Sheet:
         axes.plot(
             [1, 2, 4], [one, one / 2, one / 4], color=style.muted, linewidth=1, linestyle="--"
         )
-        label(axes, (2, one / 2), "a p-th of one GPU's", style.muted, (0, -11), ha="center",
-              fontweight="normal")  # fmt: skip
+        label(axes, (0.9, one / 8), "dashed: one GPU's, divided evenly", style.muted, (0, 0),
+              ha="left", fontweight="normal")  # fmt: skip
         headline(axes, style, f"{length:,} tokens")
         axes.set_xticks([1, 2, 4])
         axes.set_xlim(0.8, 4.1)

@@ -34,8 +34,8 @@ format: .venv/installed  ## let the linter and the formatter fix what they can
 	$(BIN)/ruff format .
 
 bench: .venv/installed  ## CPU speed against torch's kernel alone and against gathering
-	$(BIN)/rda bench --device cpu --segment-lengths 2048,4096,8192 --dilation-rates 1,2,4 \
-		--length 16384 --heads 8 --repeats 5 --seconds 30 --baseline kernel --baseline torchscale
+	$(BIN)/rda bench --device cpu --segment-lengths 2K,4K,8K --dilation-rates 1,2,4 \
+		--seq-len 16K --num-heads 8 --repeats 5 --seconds 30 --baseline kernel,torchscale
 
 verify: .venv/installed  ## sharded against brute force, on 1 to 4 ranks
 	$(BIN)/rda verify

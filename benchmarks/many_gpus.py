@@ -46,28 +46,28 @@ def tables(gpus: int) -> dict[str, Table]:
     """All tables by name, in the order in which they are measured."""
     ends, all_sizes = sorted({1, gpus}), list(range(1, gpus + 1))
     wide = {"dtypes": ["bfloat16"], "head_dims": [128]}
-    longnet = {"patterns": ["longnet"], "heads": [12], **wide}
+    longnet = {"patterns": ["longnet"], "num_heads": [12], **wide}
     baselines = ("cp:allgather", "cp:alltoall", "ours:messages")
     return {
         "dense": Table(
-            sweep("cuda", patterns=["dense"], heads=[16], causal=[True],
-                  lengths=[65_536, 262_144], **wide),
+            sweep("cuda", patterns=["dense"], num_heads=[16], causal=[True],
+                  seq_lens=[65_536, 262_144], **wide),
             ends, {"baselines": baselines, "seconds": 2, "errors": False},
         ),
-        "longnet": Table(sweep("cuda", lengths=[2**20], **longnet), all_sizes, {"seconds": 3}),
+        "longnet": Table(sweep("cuda", seq_lens=[2**20], **longnet), all_sizes, {"seconds": 3}),
         "crossing": Table(
             sweep("cuda", segment_lengths=[2048, 16_384, 131_072, None],
-                  dilation_rates=[1, 8, 64, 512], heads=[12], causal=[True, False],
-                  lengths=[2**20], **wide),
+                  dilation_rates=[1, 8, 64, 512], num_heads=[12], causal=[True, False],
+                  seq_lens=[2**20], **wide),
             ends, {"seconds": 3},
         ),
         "earlier": Table(
-            sweep("cuda", segment_lengths=[2048, 4096], dilation_rates=[1, 2], heads=[12],
-                  head_dims=[64], dtypes=["bfloat16", "float32"], lengths=EARLIER_LENGTHS),
+            sweep("cuda", segment_lengths=[2048, 4096], dilation_rates=[1, 2], num_heads=[12],
+                  head_dims=[64], dtypes=["bfloat16", "float32"], seq_lens=EARLIER_LENGTHS),
             all_sizes[:2], {"seconds": 0.5, "sample_ms": 50, "errors": False},
         ),
         "weak": Table(
-            sweep("cuda", lengths=[262_144], **longnet), all_sizes,
+            sweep("cuda", seq_lens=[262_144], **longnet), all_sizes,
             {"scaling": "weak", "seconds": 2, "errors": False},
         ),
     }  # fmt: skip

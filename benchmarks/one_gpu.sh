@@ -13,11 +13,14 @@ row() {
   mv "$out/$name.d/tflops.png" "$out/$name.png"
   rmdir "$out/$name.d"
 }
-longnet=(--pattern longnet --heads 12 --dtype bfloat16 --causal --no-causal)
-row longnet "${longnet[@]}" --length 262144 --head-dim 128 --head-dim 64 \
-  --baseline torchscale --baseline torchscale:cudnn
-row longnet_sdpa "${longnet[@]}" --length 262144 --head-dim 128 --head-dim 64 --backend sdpa
-row gigapath --pattern gigapath --length 262145 --length 45681 --length 10001 --baseline torchscale
-row dense --pattern dense --length 65536 --heads 16 --head-dim 128 --dtype bfloat16 --causal \
-  --baseline sdpa:cudnn --baseline flash4
-row small "${longnet[@]}" --length 4096 --head-dim 64 --cuda-graph --baseline torchscale
+longnet=(--pattern longnet --num-heads 12 --dtype bf16)
+for mask in causal no-causal; do
+  row "longnet_$mask" "${longnet[@]}" --$mask --seq-len 256K --head-dim 128,64 \
+    --baseline torchscale,torchscale:cudnn
+  row "longnet_sdpa_$mask" "${longnet[@]}" --$mask --seq-len 256K --head-dim 128,64 --backend sdpa
+  row "small_$mask" "${longnet[@]}" --$mask --seq-len 4K --head-dim 64 --cuda-graph \
+    --baseline torchscale
+done
+row gigapath --pattern gigapath --seq-len 262145,45681,10001 --baseline torchscale
+row dense --pattern dense --seq-len 64K --num-heads 16 --head-dim 128 --dtype bf16 --causal \
+  --baseline sdpa:cudnn,flash4

@@ -40,7 +40,7 @@ sources() { # the Python sources of all packages that are installed
 }
 train_on() { # bytes a GPU, name, options
   sources && PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True rda train --preset longnet-base \
-    --ranks "$gpus" --sequence-length $((gpus * $1)) --data "$out/sources.txt" --warmup-steps 2 \
+    --ranks "$gpus" --seq-len $((gpus * $1)) --data "$out/sources.txt" --warmup-steps 2 \
     --out "$out/$2.run" "${@:3}"
   local status=$?
   rm -rf "$out/sources.txt" "$out/$2.run/checkpoints"
@@ -49,7 +49,7 @@ train_on() { # bytes a GPU, name, options
 train() { train_on 2097152 train --steps 5; }
 longest() { # by the memory of those that fitted; the first may not
   for each in 3473408 3276800; do
-    train_on "$each" "longest_$each" --steps 2 --checkpoint-blocks 3 && return
+    train_on "$each" "longest_$each" --steps 2 --activation-checkpoint-blocks 3 && return
   done
   return 1
 }

@@ -18,8 +18,8 @@ import typer
 from ranks import join
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention
-from ring_dilated_attention.bench import named_pattern
 from ring_dilated_attention.exchange import Group, ProcessGroupExchange
+from ring_dilated_attention.named_patterns import named
 
 SAMPLE_MS = 300
 
@@ -47,7 +47,7 @@ CASES = [
         Case(f"crossing{' causal' * causal} 1M fwd+bwd", CROSSING, 2**20, 12, causal, True)
         for causal in (False, True)
     ),
-    Case("longnet 1M fwd+bwd", named_pattern("longnet"), 2**20, 12, False, True),
+    Case("longnet 1M fwd+bwd", named("longnet").pattern, 2**20, 12, False, True),
 ]
 
 Call = Callable[[], tuple[torch.Tensor, ...]]

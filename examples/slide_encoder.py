@@ -94,7 +94,9 @@ def main() -> list[float]:
         optimizer.step()
         losses.append(loss.item())
         if rank == 0:
-            print(f"step {step}: loss {losses[-1]:.6f}, {layout.length:,} positions, {ranks} ranks")
+            print(
+                f"step {step}: loss {losses[-1]:.6f}, {layout.length:,} positions, ranks: {ranks}"
+            )
     if many:
         dist.destroy_process_group()
     return losses

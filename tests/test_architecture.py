@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,16 @@ import ring_dilated_attention
 
 ROOT = Path(ring_dilated_attention.__file__).parent
 ORDER = [
-    "version", "caches", "terminal", "pattern", "layout", "documents", "plan", "kernels", "tiles",
-    "exchange", "engine", "resolve", "torch_op", "functional", "decode", "nn",
+    "version", "caches", "terminal", "pattern", "named_patterns", "layout", "documents", "plan",
+    "kernels", "tiles", "exchange", "engine", "resolve", "torch_op", "functional", "decode", "nn",
     "integrations", "checks", "train", "bench", "cli",
 ]  # fmt: skip
 """Rooms, and files of the root: each may import those before it, and rooms by their doors."""
-INTEGERS_ONLY = {"pattern", "plan"}  # and layout and documents, but for what takes tensors
+INTEGERS_ONLY = {
+    "pattern",
+    "named_patterns",
+    "plan",
+}  # and layout and documents, but for what takes tensors
 MAY_USE_DISTRIBUTED = {
     *("exchange", "cli", "train", "checks.ranks"),
     *(f"bench.{name}" for name in ("run", "team", "launch", "ring", "contenders")),
@@ -33,6 +38,7 @@ AS_OTHERS_CALL_THEM = {
     *("checks.reference.reference_attention", "bench.sweep.sweep"),
     # Commands: an argument is an option.
     *("cli.bench.bench", "cli.plan.plan", "cli.plan.simulate", "cli.train.train"),
+    "bench.patterns.given_workload",
     # What torchscale, transformers and torch.library call.
     *("integrations.torchscale.__init__", "integrations.torchscale.forward"),
     *("integrations.transformers.attention_forward", "torch_op.flops.forward_flops"),
@@ -177,6 +183,34 @@ def test_plans_are_integers_and_distributed_stays_at_the_edge(path, name):
             assert not {top, name}.isdisjoint(MAY_USE_DISTRIBUTED), where
 
 
+def test_public_names_are_imported_lazily_and_all_there():
+    """The table, ``__all__`` and what type checkers see name the same; all of it resolves."""
+    tree = ast.parse((ROOT / "__init__.py").read_text())
+    (table,) = (
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_FROM"
+    )
+    typed = {
+        alias.name: node.module
+        for block in tree.body
+        if isinstance(block, ast.If)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert typed == table
+    assert sorted(typed) == sorted(ring_dilated_attention.__all__)
+    for name, module in table.items():
+        defined = import_module(f"ring_dilated_attention.{module}")
+        assert getattr(ring_dilated_attention, name) is getattr(defined, name)
+    assert ring_dilated_attention.nn.LongNet.__name__ == "LongNet"
+    with pytest.raises(AttributeError, match="has no attribute 'dilated_atention'"):
+        _ = ring_dilated_attention.dilated_atention
+    script = "import sys, ring_dilated_attention; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
 def test_the_package_shows_what_it_offers():
     shown = [name for name in dir(ring_dilated_attention) if name != "__version__"]
     assert shown == sorted(ring_dilated_attention.__all__)
@@ -209,6 +243,8 @@ from torch.distributed.device_mesh import DeviceMesh
 real = os.environ
 os.environ = Unread()
 import ring_dilated_attention, ring_dilated_attention.nn
+for name in ring_dilated_attention.__all__:
+    getattr(ring_dilated_attention, name)
 os.environ = real
 assert not torch.distributed.is_initialized()
 assert "triton" not in sys.modules or "triton" in torch_needs

@@ -10,7 +10,6 @@ import torch
 
 from ring_dilated_attention import DilatedPattern, dilated_attention
 from ring_dilated_attention.bench import (
-    NAMES,
     Options,
     Workload,
     bench,
@@ -32,10 +31,11 @@ from ring_dilated_attention.bench.result import (
     to_dict,
 )
 from ring_dilated_attention.bench.torchscale import KERNELS, torchscale_attention
+from ring_dilated_attention.named_patterns import NAMES
 
 CPU = Site(device=torch.device("cpu"))
 PATTERN = DilatedPattern([8, 13, 40], [1, 2, 3])
-SMALL = Workload(pattern=PATTERN, length=37, heads=4, head_dim=8, dtype="float32")
+SMALL = Workload(pattern=PATTERN, seq_len=37, num_heads=4, head_dim=8, dtype="float32")
 QUICK: dict[str, Any] = {"device": "cpu", "repeats": 2}
 
 
@@ -129,12 +129,17 @@ def test_torchscale_with_a_batch():
 
 def test_flops_by_hand():
     dense = Workload(
-        pattern=DilatedPattern.dense(), length=5, heads=2, kv_heads=1, head_dim=4, batch=3
+        pattern=DilatedPattern.dense(),
+        seq_len=5,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=4,
+        batch_size=3,
     )
     assert dense.flops() == 4 * 3 * 2 * 4 * 25
     assert replace(dense, is_causal=True).flops() == 4 * 3 * 2 * 4 * 15
     # (4, 2) on 10 positions, offsets 0 and 1: segments of 4, 4, 2 with 2, 2, 1 rows a head
-    dilated = replace(dense, pattern=DilatedPattern([4], [2]), length=10, kv_heads=2)
+    dilated = replace(dense, pattern=DilatedPattern([4], [2]), seq_len=10, num_kv_heads=2)
     assert dilated.flops() == 4 * 3 * 2 * 4 * (4 + 4 + 1)
     assert dilated.flops(DilatedPattern.dense()) == 4 * 3 * 2 * 4 * 100
     assert contender("sdpa", dilated, CPU).flops == 4 * 3 * 2 * 4 * 100
@@ -142,7 +147,7 @@ def test_flops_by_hand():
 
 
 def test_kernel_has_the_shapes_of_full_segments():
-    workload = replace(SMALL, heads=4, kv_heads=2, batch=2)
+    workload = replace(SMALL, num_heads=4, num_kv_heads=2, batch_size=2)
     made = contender("kernel", workload, CPU)
     assert made.shapes == (
         ((8, 4, 8, 8), (8, 2, 8, 8)),  # 37 // 8 segments of 2 sequences, 8 rows
@@ -158,11 +163,11 @@ def test_kernel_has_the_shapes_of_full_segments():
 def test_twins_keep_the_shape_of_the_pattern():
     workload = named_workload("gigapath", 45_681)
     twin = workload.twin(3001)
-    assert (twin.length, twin.heads, twin.dtype) == (3001, workload.heads, workload.dtype)
+    assert (twin.seq_len, twin.num_heads, twin.dtype) == (3001, workload.num_heads, workload.dtype)
     assert twin.pattern.segment_lengths == (67, 381, 2153, 12177, 68886)
     assert twin.pattern.dilation_rates == workload.pattern.dilation_rates
     assert twin.pattern.head_offsets == "blocked"
-    assert replace(SMALL, batch=3).twin(1001) == SMALL  # short enough as it is
+    assert replace(SMALL, batch_size=3).twin(1001) == SMALL  # short enough as it is
     assert named_workload("gigapath", 10**9).twin(101).pattern.segment_lengths[:4] == (1, 2, 4, 8)
     assert named_workload("dense", 10**6).twin(101).pattern == DilatedPattern.dense()
 
@@ -170,16 +175,16 @@ def test_twins_keep_the_shape_of_the_pattern():
 def test_names_are_cases():
     shapes = {name: named_workload(name, 100) for name in NAMES}
     assert list(shapes) == ["longnet", "gigapath", "longvit", "dense"]
-    assert (shapes["gigapath"].heads, shapes["gigapath"].head_dim) == (16, 48)
+    assert (shapes["gigapath"].num_heads, shapes["gigapath"].head_dim) == (16, 48)
     assert shapes["gigapath"].dtype == "float16"
-    assert named_workload("longnet", 100, heads=3).heads == 3
+    assert named_workload("longnet", 100, num_heads=3).num_heads == 3
     with pytest.raises(ValueError, match="pattern must be one of 'longnet', 'gigapath'"):
         named_workload("shortnet", 100)
 
 
 def test_a_run_adds_up(tmp_path):
     names = ("sdpa", "torchscale", "kernel")
-    workloads = [SMALL, replace(SMALL, is_causal=True, length=300, dtype="bfloat16")]
+    workloads = [SMALL, replace(SMALL, is_causal=True, seq_len=300, dtype="bfloat16")]
     seen: list[tuple[float, str]] = []
     options = Options(baselines=names, **QUICK)
     results = bench(workloads, options, progress=lambda done, what: seen.append((done, what)))
@@ -290,7 +295,7 @@ def test_wrong_results_show(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "change", "reason"),
     [
-        ("torchscale", {"kv_heads": 2}, "no grouped queries; got 4 heads and 2 KV heads"),
+        ("torchscale", {"num_kv_heads": 2}, "no grouped queries; got 4 heads and 2 KV heads"),
         (
             "torchscale",
             {"pattern": DilatedPattern([4, 8], [1, 2], head_branches="split")},
@@ -363,8 +368,8 @@ def test_bad_arguments():
 
 
 def test_bad_workloads():
-    with pytest.raises(ValueError, match="heads must be a multiple of kv_heads; got 4 and 3"):
-        replace(SMALL, kv_heads=3)
+    with pytest.raises(ValueError, match="num_heads must be a multiple of num_kv_heads; got 4"):
+        replace(SMALL, num_kv_heads=3)
     with pytest.raises(ValueError, match="dtype must be one of 'bfloat16'"):
         replace(SMALL, dtype="int8")
 
@@ -373,7 +378,7 @@ def test_bad_workloads():
 @pytest.mark.filterwarnings("default")  # kernels of others say what they cannot do
 def test_on_cuda(monkeypatch):
     monkeypatch.setitem(measure.MATMUL_SIZES, "cuda", 2048)
-    workload = Workload(pattern=PATTERN, length=1001, heads=4, head_dim=64)
+    workload = Workload(pattern=PATTERN, seq_len=1001, num_heads=4, head_dim=64)
     forced = ("sdpa:cudnn", "sdpa:flash", "torchscale", "torchscale:cudnn", "kernel")
     options = Options(baselines=forced, device="cuda", repeats=3, cuda_graph=True)
     results = bench([workload], options)

@@ -39,14 +39,19 @@ from ring_dilated_attention.checks import RankError, run_ranks
 from ring_dilated_attention.cli import app
 
 DENSE = Workload(
-    pattern=DilatedPattern.dense(), length=257, heads=4, head_dim=8, dtype="float32", is_causal=True
+    pattern=DilatedPattern.dense(),
+    seq_len=257,
+    num_heads=4,
+    head_dim=8,
+    dtype="float32",
+    is_causal=True,
 )
 # LongNet's shape, with a branch that crosses ranks; no length divides another.
 DILATED = Workload(
     pattern=DilatedPattern([16, 50, None], [1, 3, 6]),
-    length=301,
-    heads=6,
-    kv_heads=3,
+    seq_len=301,
+    num_heads=6,
+    num_kv_heads=3,
     head_dim=8,
     dtype="float32",
 )
@@ -89,8 +94,8 @@ def _measure(rank, world_size):
     site = Site(group=dist.new_group(), size=world_size, rank=rank, device=torch.device("cpu"))
     dealt = []
     for workload in (
-        dataclasses.replace(DENSE, length=48),
-        dataclasses.replace(DENSE, length=48, is_causal=False),
+        dataclasses.replace(DENSE, seq_len=48),
+        dataclasses.replace(DENSE, seq_len=48, is_causal=False),
     ):
         arguments = module, workload, site, "alltoall"
         with ring.in_context_parallel(*arguments):
@@ -139,7 +144,7 @@ def test_ours_is_right_on_every_size(results):
         forward, forward_backward = timings(result)
         assert result.errors.out < FLOAT32
         assert result.errors.gradients < FLOAT32
-        assert result.errors.twin.length == result.workload.length
+        assert result.errors.twin.seq_len == result.workload.seq_len
         for timing, passes in ((forward, 1), (forward_backward, 3.5)):
             assert len(timing.flops_by_rank) == result.ranks
             assert sum(timing.flops_by_rank) == pytest.approx(passes * result.workload.flops())
@@ -161,8 +166,8 @@ def test_ours_is_right_on_every_size(results):
             assert memory.peak is None
             assert memory.outbox == 0  # there are no copies
             deal = SequenceLayout.zigzag if result.workload.is_causal else SequenceLayout.contiguous
-            rows = deal(result.workload.length, result.ranks).local_length(memory.rank)
-            assert memory.query * result.workload.length == result.workload.query_bytes * rows
+            rows = deal(result.workload.seq_len, result.ranks).local_length(memory.rank)
+            assert memory.query * result.workload.seq_len == result.workload.query_bytes * rows
             assert memory.out == memory.query
             assert (memory.buffers > 0) == (result.ranks > 1)
         assert forward.memory.gradients == forward.memory.dout == 0
@@ -216,7 +221,7 @@ def test_what_is_written(results, tmp_path):
 def test_weak_scaling_lengthens_the_case(world):
     (result,) = world[0][0][1]
     assert result.base == DILATED
-    assert result.workload.length == 2 * DILATED.length
+    assert result.workload.seq_len == 2 * DILATED.seq_len
     assert result.errors is None
     assert timings(result)[1].communication.bytes_match
 
@@ -237,12 +242,12 @@ def test_context_parallel_deals_as_expected_and_cleans_up(world):
 @pytest.mark.parametrize(
     ("name", "change", "size", "reason"),
     [
-        (BASELINE, {"length": 258}, 2, "a multiple of 4 on 2 ranks; got 258"),
-        (BASELINE, {"length": 257, "is_causal": False}, 2, "a multiple of 2 on 2 ranks; got 257"),
-        (BASELINE, {"kv_heads": 2}, 2, "no grouped queries; got 4 heads and 2 KV heads"),
+        (BASELINE, {"seq_len": 258}, 2, "a multiple of 4 on 2 ranks; got 258"),
+        (BASELINE, {"seq_len": 257, "is_causal": False}, 2, "a multiple of 2 on 2 ranks; got 257"),
+        (BASELINE, {"num_kv_heads": 2}, 2, "no grouped queries; got 4 heads and 2 KV heads"),
         (BASELINE, {"dtype": "float32"}, 2, "takes float16, bfloat16; got float32"),
         ("ring-flash-attn:zigzag", {}, 2, "needs the package ring-flash-attn"),
-        ("ulysses", {}, 2, "baseline must be one of 'sdpa'"),
+        ("ulysses", {}, 2, "--baseline has no 'ulysses'; allowed: sdpa"),
     ],
 )
 def test_baselines_refuse(name, change, size, reason):
@@ -377,8 +382,9 @@ def test_what_is_not_finite_is_a_failure(tmp_path):
 
 def test_the_command(tmp_path):
     arguments = (
-        "bench --device=cpu --ranks=1,2 --segment-lengths=32,all --dilation-rates=1,3 --length=201 "
-        f"--heads=3 --head-dim=8 --repeats=1 --causal --baseline={BASELINE} --out={tmp_path}"
+        "bench --device=cpu --ranks=1,2 --segment-lengths=32,all --dilation-rates=1,3 "
+        "--seq-len=201 --num-heads=3 --head-dim=8 --repeats=1 --causal "
+        f"--baseline={BASELINE} --out={tmp_path}"
     )
     done = CliRunner().invoke(app, arguments.split())
     assert done.exit_code == 0, done.output
@@ -407,11 +413,11 @@ def test_a_rank_that_failed_is_one_line_and_exit_code_1(monkeypatch, tmp_path):
     [
         ("--ranks=2 --sample-ms=-1", "sample_ms must be from 0 to 600,000, got -1.0"),
         ("--ranks=0", "ranks must be >= 1, got 0"),
-        ("--ranks=2,x", "need ints separated by commas; got '2,x'"),
+        ("--ranks=2,x", "--ranks must be a whole number; got 'x'"),
         ("--ranks=2 --scaling=linear", "scaling must be one of 'strong', 'weak'; got 'linear'"),
         ("--ranks=2 --layout=ring", "layout must be one of 'auto', 'contiguous', 'zigzag'"),
         ("--ranks=2 --exchange=tree", "exchange must be one of 'auto', 'ring', 'gather'"),
-        ("--ranks=2 --baseline=ulysses", "baseline must be one of 'sdpa'"),
+        ("--ranks=2 --baseline=ulysses", "--baseline has no 'ulysses'; allowed: sdpa"),
         ("--ranks=2 --cuda-graph", "cuda_graph needs one rank"),
         ("--ranks=2 --repeats=0", "repeats must be >= 1, got 0"),
         ("--ranks=2 --seconds=0", "seconds must be > 0 and <= 2,592,000 seconds, got 0.0"),
@@ -428,8 +434,8 @@ def test_bad_options_are_one_line(arguments, message, tmp_path):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices")
 def test_on_cuda(tmp_path):
     workloads = [
-        dataclasses.replace(DENSE, length=4096, head_dim=64, dtype="bfloat16"),
-        dataclasses.replace(DILATED, length=4099, head_dim=64, dtype="bfloat16"),
+        dataclasses.replace(DENSE, seq_len=4096, head_dim=64, dtype="bfloat16"),
+        dataclasses.replace(DILATED, seq_len=4099, head_dim=64, dtype="bfloat16"),
     ]
     baselines = ("cp:allgather", "cp:alltoall", "ours:messages")
     options = Options(device="cuda", ranks=(1, 2), repeats=3, baselines=baselines)
@@ -459,7 +465,9 @@ def test_on_cuda(tmp_path):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices")
 def test_long_sequences_halve_memory_on_cuda(tmp_path):
     """Long enough for a ring to take some heads at a time."""
-    workload = dataclasses.replace(DENSE, length=65_536, heads=16, head_dim=128, dtype="bfloat16")
+    workload = dataclasses.replace(
+        DENSE, seq_len=65_536, num_heads=16, head_dim=128, dtype="bfloat16"
+    )
     options = Options(device="cuda", ranks=(1, 2), repeats=3, errors=False)
     found = launch(bench, 2, [workload], options, device="cuda", out=tmp_path).value
     for backward, most in ((False, 0.62), (True, 0.59)):  # 0.594 and 0.566 on H200s

@@ -35,11 +35,11 @@ def rda(*arguments):
 def test_plan_of_a_billion_tokens_on_4096_ranks():
     done = rda(
         "plan",
-        "--length=1073741824",
+        "--seq-len=1073741824",
         "--ranks=4096",
         "--segment-lengths=2048,4096,8192,16384,32768,all",
         "--dilation-rates=1,2,4,6,12,65536",
-        "--rank=17",
+        "--show-ranks=17",
     )
     assert done.exit_code == 0, done.output
     assert "1,073,741,824 positions on 4096 ranks" in done.output
@@ -49,11 +49,11 @@ def test_plan_of_a_billion_tokens_on_4096_ranks():
 def test_plan_lists_tiles_and_proves_itself():
     done = rda(
         "plan",
-        "--length=100",
+        "--seq-len=100",
         "--ranks=3",
         "--segment-lengths=16,64",
         "--dilation-rates=1,3",
-        "--heads=4",
+        "--num-heads=4",
         "--head-dim=8",
         "--dtype=float32",
         "--causal",
@@ -68,14 +68,20 @@ def test_plan_lists_tiles_and_proves_itself():
 
 
 def test_plan_says_which_rows_are_copied():
-    options = ["--length=1000", "--segment-lengths=100,all", "--dilation-rates=1,2", "--heads=4"]
-    done = rda("plan", *options, "--kv-heads=2", "--head-dim=8", "--dtype=float32")
+    options = [
+        "--seq-len=1000",
+        "--ranks=1",
+        "--segment-lengths=100,all",
+        "--dilation-rates=1,2",
+        "--num-heads=4",
+    ]
+    done = rda("plan", *options, "--num-kv-heads=2", "--head-dim=8", "--dtype=float32")
     assert done.exit_code == 0, done.output
     # Query, key and value: 4 + 2 + 2 rows of 32 bytes a position and branch, half of them at rate 2
     assert _row_under("packed to send", done.output) == ["0", "375.0", "KiB", *["0", "B"] * 3]
     # Per member of the 2 query heads of a KV head one call a tile; both offsets make one tile.
     assert _row_under("FLOPs", done.output)[2:6] == ["2", "4", "0", "0"]
-    done = rda("plan", *options, "--ranks=2", "--rank=1", "--head-dim=8", "--dtype=float32")
+    done = rda("plan", *options, "--ranks=2", "--show-ranks=1", "--head-dim=8", "--dtype=float32")
     # No segment of the first branch crosses ranks. Of the second, 250 rows of each of 4 heads do: K
     # and V of 32 bytes each, and their gradients.
     copied = ["62.5", "KiB", "0", "B", "62.5", "KiB"]
@@ -83,19 +89,19 @@ def test_plan_says_which_rows_are_copied():
 
 
 def test_plan_says_how_even_the_work_is():
-    options = ["--length=1200", "--ranks=4", "--heads=2", "--dilation-rates=1"]
-    done = rda("plan", *options, "--segment-lengths=all", "--causal")
+    options = ["--seq-len=1200", "--ranks=4", "--num-heads=2", "--dilation-rates=1"]
+    done = rda("plan", *options, "--segment-lengths=all", "--causal", "--layout=contiguous")
     assert done.exit_code == 0, done.output
     # Of 16 squares of 300 x 300 pairs the last rank has 3.5, the mean is 2.
     assert "rank 3 computes the most, 1.749 times the mean" in done.output
     assert "at most 2.3 times as fast" in done.output
     assert "(zigzag: 1.000 times the mean)" in done.output
     assert _row_under("of the mean", done.output)[-1] == "0.251"
-    done = rda("plan", *options, "--segment-lengths=all", "--causal", "--layout=zigzag")
+    done = rda("plan", *options, "--segment-lengths=all", "--causal")
     assert "1.000 times the mean; 4 ranks can be at most 4.0 times as fast" in done.output
     assert "(zigzag:" not in done.output
     assert "(zigzag:" not in rda("plan", *options, "--segment-lengths=all").output
-    assert "one rank computes everything" in rda("plan", "--length=9").output
+    assert "one rank computes everything" in rda("plan", "--seq-len=9", "--ranks=1").output
 
 
 @settings(max_examples=200)
@@ -197,13 +203,25 @@ def test_plan_counts_what_a_call_does(monkeypatch, pattern, layout, is_causal):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--length=0"], "length must be >= 1, got 0"),
-        (["--length=8", "--layout=spiral"], "layout must be one of 'contiguous', 'zigzag'"),
-        (["--length=8", "--dtype=int8"], "dtype must be one of 'bfloat16', 'float16'"),
-        (["--length=8", "--segment-lengths=4"], "one value each per branch"),
-        (["--length=8", "--dilation-rates=1,x"], "need ints separated by commas; got '1,x'"),
-        (["--length=8", "--rank=3"], "rank must lie in [0, 1), got 3"),
-        (["--length=8", "--heads=6", "--kv-heads=4"], "multiple of kv_heads; got 6 and 4"),
+        (["--seq-len=0"], "--seq-len must be >= 1, got 0"),
+        (
+            ["--seq-len=8", "--layout=spiral"],
+            "--layout must be one of 'auto', 'contiguous', 'zigzag'",
+        ),
+        (["--seq-len=8", "--dtype=int8"], "--dtype must be one of bf16, fp16"),
+        (
+            ["--seq-len=8", "--segment-lengths=4", "--dilation-rates=1,2"],
+            "one value each per branch",
+        ),
+        (
+            ["--seq-len=8", "--dilation-rates=1,x"],
+            "--dilation-rates must be a whole number; got 'x'",
+        ),
+        (["--seq-len=8", "--show-ranks=4"], "rank must lie in [0, 4), got 4"),
+        (
+            ["--seq-len=8", "--num-heads=6", "--num-kv-heads=4"],
+            "multiple of num_kv_heads; got 6 and 4",
+        ),
     ],
 )
 def test_bad_plans_are_one_line(arguments, message):
@@ -228,15 +246,15 @@ def test_verify_fails_when_something_is_wrong(monkeypatch):
         return [[Outcome(squares=squares) for _ in cases]]
 
     monkeypatch.setattr(verify_command, "run_ranks", wrong)
-    done = rda("verify", "--ranks=1", "--all", "--seed=7", "--timeout=5")
+    done = rda("verify", "--ranks=1", "--every-case", "--seed=7", "--timeout=5")
     assert done.exit_code == 1
     assert "OUT OF BOUNDS" in done.output
     assert "n = 53, seed 7" in done.output
 
 
 def test_verify_refuses_what_it_cannot_run():
-    assert "ranks must be >= 1, got 0" in rda("verify", "--ranks=0").output
-    assert "device must be one of 'cpu', 'cuda'" in rda("verify", "--device=tpu").output
+    assert "--ranks must be >= 1, got 0" in rda("verify", "--ranks=0").output
+    assert "--device must be one of 'auto', 'cpu', 'cuda'" in rda("verify", "--device=tpu").output
 
 
 def test_verify_says_in_one_line_which_rank_failed(monkeypatch):

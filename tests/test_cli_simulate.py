@@ -30,9 +30,9 @@ def row(output, first, title):
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_reports_every_rank(layout):
-    done = rda("--length=101", "--ranks=7", "--causal", f"--layout={layout}", *OPTIONS)
+    done = rda("--seq-len=101", "--ranks=7", "--causal", f"--layout={layout}", *OPTIONS)
     assert done.exit_code == 0, done.output
-    assert f"101 positions on 7 ranks ({layout}), 4 heads of 8" in done.output
+    assert f"101 positions on 7 ranks ({layout}), 12 heads of 8" in done.output
     assert "inputs of seed" in done.output
     assert done.output.rstrip().endswith("memory, bytes and messages are the plan's")
     for rank in map(str, range(7)):
@@ -45,12 +45,12 @@ def test_reports_every_rank(layout):
 @pytest.mark.parametrize(
     "options",
     [
-        ["--length=5", "--ranks=11", "--pattern=dense", "--causal"],  # ranks that hold nothing
-        ["--length=1", "--ranks=3", "--pattern=longvit", "--dtype=bfloat16"],
-        ["--length=97", "--ranks=1"],
-        ["--length=53", "--ranks=5", "--pattern=gigapath", "--heads=6", "--kv-heads=2"],
-        ["--length=53", "--ranks=2", "--exchange=gather", "--backend=eager", "--batch=2"],
-        ["--length=53", "--ranks=3", "--no-backward", "--head-branches=split", "--dtype=float64"],
+        ["--seq-len=5", "--ranks=11", "--pattern=dense", "--causal"],  # ranks that hold nothing
+        ["--seq-len=1", "--ranks=3", "--pattern=longvit", "--dtype=bfloat16"],
+        ["--seq-len=97", "--ranks=1"],
+        ["--seq-len=53", "--ranks=5", "--pattern=gigapath", "--num-heads=6", "--num-kv-heads=2"],
+        ["--seq-len=53", "--ranks=2", "--exchange=gather", "--backend=eager", "--batch-size=2"],
+        ["--seq-len=53", "--ranks=3", "--no-backward", "--head-branches=split", "--dtype=float64"],
     ],
 )
 def test_corners(options):
@@ -61,7 +61,15 @@ def test_corners(options):
 
 def test_json_holds_everything(tmp_path):
     file = tmp_path / "found.json"
-    done = rda("--length=101", "--ranks=3", "--causal", f"--json={file}", "--seed=5", *OPTIONS)
+    done = rda(
+        "--seq-len=101",
+        "--ranks=3",
+        "--causal",
+        "--layout=contiguous",
+        f"--json={file}",
+        "--seed=5",
+        *OPTIONS,
+    )
     assert done.exit_code == 0, done.output
     found = json.loads(file.read_text())
     assert found["ok"]
@@ -76,12 +84,19 @@ def test_json_holds_everything(tmp_path):
 
 
 def test_many_ranks_show_a_few_and_the_extremes():
-    arguments = ["--length=200", "--ranks=20", "--causal", "--pattern=dense", "--heads=1"]
+    arguments = [
+        "--seq-len=200",
+        "--ranks=20",
+        "--causal",
+        "--pattern=dense",
+        "--num-heads=1",
+        "--layout=contiguous",
+    ]
     done = rda(*arguments, "--head-dim=4")
     assert done.exit_code == 0, done.output
     assert row(done.output, "19", "Compute")[5] == "1.945"  # the last computes the most
     assert len(done.output.splitlines()) < 3 * 20
-    done = rda(*arguments, "--head-dim=4", "--all")
+    done = rda(*arguments, "--head-dim=4", "--show-ranks=all")
     for rank in map(str, range(20)):
         assert row(done.output, rank, "Compute")[1] == "10"
 
@@ -95,7 +110,7 @@ def test_a_plan_with_other_bytes_is_exit_code_1(monkeypatch, tmp_path):
 
     monkeypatch.setattr(simulation, "traffic", more)
     file = tmp_path / "found.json"
-    done = rda("--length=101", "--ranks=9", f"--json={file}", *OPTIONS)
+    done = rda("--seq-len=101", "--ranks=9", f"--json={file}", *OPTIONS)
     assert done.exit_code == 1
     assert "WRONG rank 0, forward: planned Transfers(sent=" in done.output
     assert "and 1 more problems" in done.output
@@ -104,7 +119,7 @@ def test_a_plan_with_other_bytes_is_exit_code_1(monkeypatch, tmp_path):
 
 def test_wrong_results_are_exit_code_1(monkeypatch):
     monkeypatch.setattr(transfer, "add_home", lambda *_: None)
-    done = rda("--length=101", "--ranks=2", *OPTIONS)
+    done = rda("--seq-len=101", "--ranks=2", *OPTIONS)
     assert done.exit_code == 1
     assert "WRONG dkey: relative error" in done.output
     assert "ok:" not in done.output
@@ -113,18 +128,24 @@ def test_wrong_results_are_exit_code_1(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--length=0"], "length must be >= 1, got 0"),
-        (["--length=8", "--ranks=0"], "ranks must be >= 1, got 0"),
-        (["--length=8", "--layout=spiral"], "layout must be one of 'contiguous', 'zigzag'"),
-        (["--length=8", "--dtype=int8"], "dtype must be one of 'bfloat16', 'float16'"),
-        (["--length=8", "--pattern=plaid"], "pattern must be one of 'longnet'"),
-        (["--length=8", "--segment-lengths=4"], "segment_lengths and dilation_rates go together"),
-        (["--length=8", *OPTIONS, "--pattern=dense"], "a pattern's name or its segment_lengths"),
-        (["--length=8", "--heads=6", "--kv-heads=4"], "multiple of kv_heads; got 6 and 4"),
-        (["--length=8", "--head-dim=0"], "head_dim must be >= 1, got 0"),
-        (["--length=8", "--exchange=bus"], "exchange must be one of 'auto', 'ring', 'gather'"),
-        (["--length=8", "--device=tpu"], "device must be one of 'auto', 'cpu', 'cuda'"),
-        (["--length=8", "--json=/no/such/folder/file"], "No such file or directory"),
+        (["--seq-len=0"], "--seq-len must be >= 1, got 0"),
+        (["--seq-len=8", "--ranks=0"], "--ranks must be >= 1, got 0"),
+        (
+            ["--seq-len=8", "--layout=spiral"],
+            "--layout must be one of 'auto', 'contiguous', 'zigzag'",
+        ),
+        (["--seq-len=8", "--dtype=int8"], "--dtype must be one of bf16, fp16"),
+        (["--seq-len=8", "--pattern=plaid"], "--pattern must be one of 'longnet'"),
+        (["--seq-len=8", "--segment-lengths=4"], "segment_lengths and dilation_rates go together"),
+        (["--seq-len=8", *OPTIONS, "--pattern=dense"], "a pattern's name or its segment_lengths"),
+        (
+            ["--seq-len=8", "--num-heads=6", "--num-kv-heads=4"],
+            "multiple of num_kv_heads; got 6 and 4",
+        ),
+        (["--seq-len=8", "--head-dim=0"], "--head-dim must be >= 1, got 0"),
+        (["--seq-len=8", "--exchange=bus"], "--exchange must be one of 'auto', 'ring', 'gather'"),
+        (["--seq-len=8", "--device=tpu"], "--device must be one of 'auto', 'cpu', 'cuda'"),
+        (["--seq-len=8", "--json=/no/such/folder/file"], "No such file or directory"),
     ],
 )
 def test_bad_options_are_one_line(arguments, message):

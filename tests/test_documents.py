@@ -628,12 +628,12 @@ def test_simulation_of_documents():
 
 
 def test_the_command_line_takes_documents():
-    arguments = ["--length=100", "--ranks=3", "--segment-lengths=7,all", "--dilation-rates=1,3"]
-    arguments += ["--heads=4", "--documents=0,30,31,100"]
+    arguments = ["--seq-len=100", "--ranks=3", "--segment-lengths=7,all", "--dilation-rates=1,3"]
+    arguments += ["--num-heads=4", "--documents=0,30,31,100"]
     for command in (["plan", "--check"], ["simulate", "--device=cpu"]):
         done = CliRunner().invoke(app, [*command, *arguments])
         assert done.exit_code == 0, done.output
         assert "3 documents" in " ".join(done.output.split())
-    done = CliRunner().invoke(app, ["plan", "--length=100", "--documents=0,30"])
+    done = CliRunner().invoke(app, ["plan", "--seq-len=100", "--documents=0,30"])
     assert done.exit_code == 2
     assert "documents must rise from 0" in " ".join(done.output.split())

@@ -318,7 +318,7 @@ def test_the_example_runs_and_learns(monkeypatch, capsys):
     losses = runpy.run_path(str(EXAMPLE))["main"]()
     assert len(losses) == 3
     assert losses[2] < losses[0] / 2
-    assert "501 positions, 1 ranks" in capsys.readouterr().out
+    assert "501 positions, ranks: 1" in capsys.readouterr().out
 
 
 @pytest.mark.gpu

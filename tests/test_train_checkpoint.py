@@ -55,7 +55,7 @@ def make_config(folder: Path) -> TrainConfig:
         out=folder / "run",
         data=(str(text),),
         model=MODEL,
-        sequence_length=32,
+        seq_len=32,
         steps=3,
         save_every=1,
         eval_windows=1,
@@ -348,7 +348,7 @@ def test_a_pickle_in_any_file_is_never_executed(
                 with pytest.raises(ValueError, match=r"whole|damaged"):
                     run(config, resume=True)
             result = CliRunner().invoke(
-                app, ["sample", f"--checkpoint={out}", "--prompt=x", "--tokens=1"]
+                app, ["sample", f"--checkpoint={out}", "--prompt=x", "--max-new-tokens=1"]
             )
             assert result.exit_code in (0, 2), result.output
             assert not done.exists(), name
@@ -465,7 +465,7 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(
 def test_sampling_takes_the_newest_whole_checkpoint_and_says_so(copied: TrainConfig) -> None:
     last = checkpoint.usable(copied.out)[-1]
     damaged_tensors(last)
-    arguments = ["sample", "--prompt=line", "--tokens=2", "--checkpoint"]
+    arguments = ["sample", "--prompt=line", "--max-new-tokens=2", "--checkpoint"]
     result = CliRunner().invoke(app, [*arguments, str(copied.out)])
     assert result.exit_code == 0, result.output
     assert result.stderr.endswith("; taking step_0000002\n")

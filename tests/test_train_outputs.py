@@ -26,7 +26,7 @@ from ring_dilated_attention.train.loop import run
 from ring_dilated_attention.train.run_toml import to_toml
 
 SMALL = (
-    *("--sequence-length=64", "--num-layers=1", "--embed-dim=16", "--num-heads=2", "--ffn-dim=16"),
+    *("--seq-len=64", "--num-layers=1", "--embed-dim=16", "--num-heads=2", "--ffn-dim=16"),
     *("--segment-lengths=8,all", "--dilation-rates=1,2", "--eval-windows=2", "--device=cpu"),
 )
 
@@ -49,7 +49,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_config(out: Path, text: Path, **changes: Any) -> TrainConfig:
     config = TrainConfig(out=out, data=(str(text),), device="cpu").with_options(
         {
-            **{"sequence_length": 64, "num_layers": 1, "embed_dim": 16, "num_heads": 2},
+            **{"seq_len": 64, "num_layers": 1, "embed_dim": 16, "num_heads": 2},
             **{"ffn_dim": 16, "segment_lengths": (8, None), "dilation_rates": (1, 2)},
             **{"steps": 6, "eval_every": 2, "eval_windows": 2, "save_every": 4},
         }

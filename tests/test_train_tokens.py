@@ -48,7 +48,7 @@ def make_config(folder: Path, text: str = ASCII, **changes: Any) -> TrainConfig:
         data.write_text(text)
     values: dict[str, Any] = {
         **{"out": folder / "run", "data": (str(data),), "model": MODEL, "train_tokenizer": SIZE},
-        **{"sequence_length": LENGTH, "batch_size": 2, "steps": STEPS, "warmup_steps": 3},
+        **{"seq_len": LENGTH, "batch_size": 2, "steps": STEPS, "warmup_steps": 3},
         **{"eval_every": 5, "eval_windows": 3, "save_every": 6, "device": "cpu"},
     }
     return TrainConfig(**{**values, **changes})
@@ -326,7 +326,7 @@ def test_what_does_not_fit_the_text_leaves_nothing_on_any_rank(tmp_path: Path) -
     runs = [
         (changing, False),
         (with_vocabulary(replace(config, train_tokenizer=5000)), False),
-        (replace(config, sequence_length=600), False),  # held-out bytes are 794
+        (replace(config, seq_len=600), False),  # held-out bytes are 794
     ]
     for messages in run_ranks(said, 2, runs):
         assert "the tokenizer changes the text: its tokens spell 'row" in messages[0]
@@ -337,7 +337,7 @@ def test_what_does_not_fit_the_text_leaves_nothing_on_any_rank(tmp_path: Path) -
 
 def test_memory_counts_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "host_memory", lambda: 10 * 10**9)
-    config = TrainConfig(out=Path("run"), sequence_length=65536, device="cpu")
+    config = TrainConfig(out=Path("run"), seq_len=65536, device="cpu")
     memory.check_memory(config, 1, 1)
     large = with_vocabulary(replace(config, train_tokenizer=50_000))
     with pytest.raises(ValueError, match=r"26\.2 GB for logits; .* or give --chunk-rows") as error:

@@ -1,14 +1,26 @@
-"""Exact ring dilated attention for PyTorch. `dilated_attention` is the function to start from."""
+"""Exact ring dilated attention for PyTorch. `dilated_attention` is the function to start from.
 
-from .checks import Case, reference_attention, simulate, spot_check
-from .decode import replicated_query_attention
-from .exchange import ExchangeError, ProcessGroupExchange, SoloExchange
-from .functional import detached_dilated_attention, dilated_attention
-from .layout import SequenceLayout
-from .nn import hilbert_order, keep_attention
-from .pattern import DilatedPattern
-from .plan import AttentionPlan, plan_attention
+Public names are imported when they are first asked for, so that ``rda --help`` needs no torch. A
+program that loads an exported model without a call of its own imports
+`ring_dilated_attention.torch_op`, which registers the operators.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from .version import VERSION
+
+if TYPE_CHECKING:
+    from .checks import Case, reference_attention, simulate, spot_check
+    from .decode import replicated_query_attention
+    from .exchange import ExchangeError, ProcessGroupExchange, SoloExchange
+    from .functional import detached_dilated_attention, dilated_attention
+    from .layout import SequenceLayout
+    from .nn import hilbert_order, keep_attention
+    from .pattern import DilatedPattern
+    from .plan import AttentionPlan, plan_attention
 
 __version__ = VERSION
 
@@ -30,6 +42,41 @@ __all__ = [
     "simulate",
     "spot_check",
 ]
+
+_FROM = {
+    "AttentionPlan": "plan",
+    "Case": "checks",
+    "DilatedPattern": "pattern",
+    "ExchangeError": "exchange",
+    "ProcessGroupExchange": "exchange",
+    "SequenceLayout": "layout",
+    "SoloExchange": "exchange",
+    "detached_dilated_attention": "functional",
+    "dilated_attention": "functional",
+    "hilbert_order": "nn",
+    "keep_attention": "nn",
+    "plan_attention": "plan",
+    "reference_attention": "checks",
+    "replicated_query_attention": "decode",
+    "simulate": "checks",
+    "spot_check": "checks",
+}
+"""The module that defines each public name."""
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name, or a module of the package, when it is first asked for."""
+    if name in _FROM:
+        found = getattr(import_module(f".{_FROM[name]}", __name__), name)
+        globals()[name] = found
+        return found
+    if not name.startswith("_"):
+        try:
+            return import_module(f".{name}", __name__)
+        except ModuleNotFoundError as error:
+            if error.name != f"{__name__}.{name}":
+                raise
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -11,10 +11,13 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-from .pattern import INT_LIMIT, check_positive_int, in_brief, shape_in_brief
+from .pattern import INT_LIMIT, check_choice, check_positive_int, in_brief, shape_in_brief
 
 if TYPE_CHECKING:
     import torch
+
+LAYOUTS = ("auto", "contiguous", "zigzag")
+"""Names of layouts; auto: zigzag for causal work on several ranks, otherwise contiguous."""
 
 
 class Piece(NamedTuple):
@@ -83,6 +86,24 @@ class SequenceLayout:
         world_size = check_positive_int("world_size", world_size)
         chunks = _chunks(length, 2 * world_size)
         return cls([chunks[i], chunks[2 * world_size - 1 - i]] for i in range(world_size))
+
+    @classmethod
+    def named(cls, name: str, length: int, world_size: int, *, is_causal: bool) -> SequenceLayout:
+        """The layout that a command or a config calls by its name.
+
+        Args:
+            name: ``"contiguous"``, ``"zigzag"``, or ``"auto"``: zigzag for causal work on several
+                ranks, otherwise contiguous.
+            length: positions of the sequence.
+            world_size: number of ranks.
+            is_causal: whether the mask is causal, for ``"auto"``.
+
+        Raises:
+            TypeError, ValueError: a value is not allowed.
+        """
+        check_choice("layout", name, LAYOUTS)
+        is_zigzag = name == "zigzag" or (name == "auto" and is_causal and world_size > 1)
+        return (cls.zigzag if is_zigzag else cls.contiguous)(length, world_size)
 
     @classmethod
     def from_flat(cls, flat: Iterable[int]) -> SequenceLayout:

@@ -2,7 +2,7 @@
 
 `bench` measures each `Workload` by the rules of `Options`, and returns a `Result` for every
 contender: `OURS`, and the baselines of `BASELINES`. `sweep` makes workloads from lists of values,
-`named_workload` those of a pattern by its name (`NAMES`); `given_pattern` is that of a command.
+`named_workload` those of a named pattern, and `given_workload` that of a command.
 
 `run_command` is `rda bench`: options in, tables, JSON and a plot out. `launch` runs a function on
 ranks, `measure_and_write` is what it does on each of them, and `show` prints and plots the results.
@@ -11,28 +11,29 @@ ranks, `measure_and_write` is what it does on each of them, and `show` prints an
 from .command import measure_and_write, run_command, show
 from .contenders import BASELINES, OURS
 from .launch import launch
-from .measure import memory_of, resolve_device
+from .measure import device_type, memory_of, resolve_device
 from .options import Options
-from .patterns import NAMES, given_pattern, named_pattern, named_workload
+from .patterns import default_dtype, given_workload, named_workload
 from .plots import plot
 from .result import Result
 from .run import bench
-from .sweep import sweep
+from .sweep import SEQ_LEN, sweep
 from .workload import Workload
 
 __all__ = [
     "BASELINES",
-    "NAMES",
     "OURS",
+    "SEQ_LEN",
     "Options",
     "Result",
     "Workload",
     "bench",
-    "given_pattern",
+    "default_dtype",
+    "device_type",
+    "given_workload",
     "launch",
     "measure_and_write",
     "memory_of",
-    "named_pattern",
     "named_workload",
     "plot",
     "resolve_device",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +27,6 @@ def run_command(
     out: Path | None,
     *,
     runs: Path,
-    seed: int | None,
     command: Sequence[str],
     measuring: dict[str, Any],
     workloads: dict[str, Any],
@@ -39,9 +37,8 @@ def run_command(
     Args:
         out: folder for JSON and plot; None: a new one in `runs`, named after the time.
         runs: see `out`.
-        seed: of the inputs; None: a fresh one, which is printed.
         command: the command line, for the JSON.
-        measuring: fields of `Options` that differ from their defaults, but for the seed.
+        measuring: fields of `Options` that differ from their defaults.
         workloads: arguments of `sweep`.
         console: where to print; None: standard output.
 
@@ -54,8 +51,8 @@ def run_command(
         OSError: the folder cannot be written.
         RankError: a rank failed where others went on.
     """
-    check_seed(seed)
-    options = Options(**measuring, seed=secrets.randbelow(10**9) if seed is None else seed)
+    options = Options(**measuring)
+    check_seed(options.seed)
     kind, most = device_type(options.device), max(options.ranks)
     found = sweep(kind, **workloads)
     held = max(workload.query_bytes for workload in found)

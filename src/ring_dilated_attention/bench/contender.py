@@ -82,9 +82,7 @@ class Contender:
 
 def even_layout(workload: Workload, size: int) -> SequenceLayout:
     """Zigzag for a causal workload on several ranks, otherwise contiguous."""
-    zigzag = workload.is_causal and size > 1
-    deal = SequenceLayout.zigzag if zigzag else SequenceLayout.contiguous
-    return deal(workload.length, size)
+    return SequenceLayout.named("auto", workload.seq_len, size, is_causal=workload.is_causal)
 
 
 def local_shapes(
@@ -95,9 +93,9 @@ def local_shapes(
 
     def shape(heads: int) -> tuple[int, ...]:
         inner = (heads, length) if heads_first else (length, heads)
-        return workload.batch, *inner, workload.head_dim
+        return workload.batch_size, *inner, workload.head_dim
 
-    return ((shape(workload.heads), shape(workload.num_kv_heads)),)
+    return ((shape(workload.num_heads), shape(workload.kv_heads)),)
 
 
 def by_reference(workload: Workload, pattern: DilatedPattern) -> Attend:
@@ -118,10 +116,10 @@ def flops_on(
 
 def refuse_grouped_queries(name: str, workload: Workload) -> None:
     """Raise a `ValueError` if there are fewer KV heads than query heads."""
-    if workload.num_kv_heads != workload.heads:
+    if workload.kv_heads != workload.num_heads:
         raise ValueError(
-            f"{name} has no grouped queries; got {workload.heads} heads and "
-            f"{workload.num_kv_heads} KV heads"
+            f"{name} has no grouped queries; got {workload.num_heads} heads and "
+            f"{workload.kv_heads} KV heads"
         )
 
 

@@ -12,14 +12,13 @@ from ..functional import Schedule, dilated_attention
 from ..layout import SequenceLayout
 from ..pattern import check_choice
 from . import one_device, ring
-from .contender import Contender, Site, by_reference, even_layout, flops_on, local_shapes
+from .contender import Contender, Site, by_reference, flops_on, local_shapes
 from .workload import Workload
 
 OURS, MESSAGES = "ours", "ours:messages"
 """This library; and it with rows that travel as messages of NCCL between GPUs of one host too."""
 
 BASELINES = (*one_device.NAMES, *ring.NAMES, MESSAGES)
-LAYOUTS = ("auto", "contiguous", "zigzag")
 
 
 def contender(
@@ -36,8 +35,7 @@ def contender(
         name: the contender.
         workload: what all ranks compute together; its length is that of the whole sequence.
         site: where it computes.
-        layout: one of `LAYOUTS`, for ours: ``"auto"`` is zigzag for causal workloads, otherwise
-            contiguous.
+        layout: of ours, one of `layout.LAYOUTS`.
         exchange: of `dilated_attention`, for ours.
 
     Raises:
@@ -59,11 +57,7 @@ def contender(
 
 
 def _ours(workload: Workload, site: Site, layout: str, exchange: Schedule) -> Contender:
-    check_choice("layout", layout, LAYOUTS)
-    if layout == "auto":
-        dealt = even_layout(workload, site.size)
-    else:
-        dealt = getattr(SequenceLayout, layout)(workload.length, site.size)
+    dealt = SequenceLayout.named(layout, workload.seq_len, site.size, is_causal=workload.is_causal)
     several = site.size > 1
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ def twin_of(name: str, workload: Workload, team: Team) -> Workload:
     ranks.
     """
     kind = team.device.type
-    most = min(TWIN_LENGTH[kind], math.isqrt(TWIN_SCORES[kind] // workload.heads) - 1 | 1)
+    most = min(TWIN_LENGTH[kind], math.isqrt(TWIN_SCORES[kind] // workload.num_heads) - 1 | 1)
     return workload.twin(most if name == OURS or team.size == 1 else most - most % (2 * team.size))
 
 

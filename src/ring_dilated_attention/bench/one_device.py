@@ -109,12 +109,12 @@ def _kernel(workload: Workload, kernel: str) -> Contender:
     attend, chosen = _scaled_dot_product(workload, kernel)
     shapes, pairs = [], 0
     for index, (segment_length, rate) in enumerate(workload.pattern.branches):
-        kv_heads = len(workload.pattern.heads(index, workload.num_kv_heads))
+        kv_heads = len(workload.pattern.heads(index, workload.kv_heads))
         if not kv_heads:
             continue
-        w = workload.length if segment_length is None else min(segment_length, workload.length)
-        segments, rows = workload.batch * (workload.length // w), -(-w // rate)
-        heads = kv_heads * (workload.heads // workload.num_kv_heads)
+        w = workload.seq_len if segment_length is None else min(segment_length, workload.seq_len)
+        segments, rows = workload.batch_size * (workload.seq_len // w), -(-w // rate)
+        heads = kv_heads * (workload.num_heads // workload.kv_heads)
         query = (segments, heads, rows, workload.head_dim)
         shapes.append((query, (segments, kv_heads, *query[2:])))
         pairs += segments * heads * (rows * (rows + 1) // 2 if workload.is_causal else rows * rows)
@@ -169,7 +169,7 @@ def _scaled_dot_product(
     workload: Workload, kernel: str
 ) -> tuple[Attend, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], str]]:
     """Torch's dense attention on (batch, heads, rows, head_dim), and which kernel it takes."""
-    groups = workload.num_kv_heads != workload.heads
+    groups = workload.kv_heads != workload.num_heads
 
     def forced() -> AbstractContextManager[None]:
         return sdpa_kernel(_SDPA[kernel]) if kernel else nullcontext()

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from ..checks import RANK_TIMEOUT, check_seconds, check_size
 from ..functional import EXCHANGES, Schedule
+from ..layout import LAYOUTS
 from ..pattern import check_choice, check_positive_int
-from .contenders import BASELINES, LAYOUTS
+from .contenders import BASELINES
 from .measure import DEVICES
 
 SCALINGS = ("strong", "weak")
@@ -28,7 +29,7 @@ class Options:
         scaling: ``"strong"``: a workload's length is that of the whole sequence; ``"weak"``: of
             the shard of each rank.
         baselines: what else computes the workloads, of `BASELINES`.
-        layout: of ours, one of `LAYOUTS`.
+        layout: of ours, one of `layout.LAYOUTS`.
         exchange: of ours: ``"ring"`` keeps one message in flight during compute and holds the rows
             of at most two remote shards; ``"gather"`` starts all transfers at once and holds them
             all; ``"auto"``, the default, gathers where all of them are at most the size of a

@@ -76,10 +76,10 @@ def _sharded(
 def _check_even(name: str, workload: Workload, size: int) -> None:
     """Raise a `ValueError` unless every rank's chunks are equally long."""
     chunks = size * (2 if workload.is_causal else 1)
-    if workload.length % chunks:
+    if workload.seq_len % chunks:
         raise ValueError(
             f"{name} needs a length that is a multiple of {chunks} on {size} ranks; "
-            f"got {workload.length}"
+            f"got {workload.seq_len}"
         )
 
 
@@ -133,7 +133,7 @@ def in_context_parallel(module: Any, workload: Workload, site: Site, method: str
     """
     assert isinstance(site.group, dist.ProcessGroup)
     mesh = DeviceMesh.from_group(site.group, site.device.type)
-    positions = torch.arange(workload.length, device=site.device)[None]
+    positions = torch.arange(workload.seq_len, device=site.device)[None]
     layout = even_layout(workload, site.size)
     expected = layout.positions(site.rank, device=site.device)
     options, failure = module._cp_options, None

@@ -92,8 +92,8 @@ def bench(
         if base.dtype not in ceilings:
             ceilings[base.dtype] = measure.measure_ceilings(device, base.torch_dtype)
         for size in sizes:
-            length = base.length * (size if options.scaling == "weak" else 1)
-            workload = replace(base, length=length)
+            length = base.seq_len * (size if options.scaling == "weak" else 1)
+            workload = replace(base, seq_len=length)
             what = f"{workload} on {count_of(size, 'rank')}"
             told = _Told(progress if rank == 0 else None, done, what)
             told(0.0)

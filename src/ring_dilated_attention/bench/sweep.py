@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from ..checks import check_output
-from ..pattern import DilatedPattern, HeadOffsets
+from ..pattern import HeadBranches, HeadOffsets
 from . import report
-from .patterns import check_together, named_pattern, named_workload
+from .patterns import default_dtype, given_workload
 from .workload import Workload
 
-DEFAULT_PATTERNS = ("longnet",)
-DEFAULT_LENGTH = {"cpu": 8192, "cuda": 65536}
+SEQ_LEN = 8192
+"""Positions of a workload that is told no other."""
 
 
 def sweep(
@@ -24,11 +24,12 @@ def sweep(
     segment_lengths: Sequence[int | None] | None = None,
     dilation_rates: Sequence[int] | None = None,
     head_offsets: HeadOffsets | None = None,
-    lengths: Sequence[int] = (),
-    heads: Sequence[int] = (),
-    kv_heads: Sequence[int] = (),
+    head_branches: HeadBranches | None = None,
+    seq_lens: Sequence[int] = (),
+    num_heads: Sequence[int] = (),
+    num_kv_heads: Sequence[int] = (),
     head_dims: Sequence[int] = (),
-    batches: Sequence[int] = (),
+    batch_sizes: Sequence[int] = (),
     dtypes: Sequence[str] = (),
     causal: Sequence[bool] = (),
     backends: Sequence[str] = (),
@@ -36,51 +37,47 @@ def sweep(
     """Every combination of the values given; a field without any keeps its default.
 
     Args:
-        device: ``"cpu"`` or ``"cuda"``: length and dtype have defaults that suit it.
-        patterns: names of patterns; none, and no segment lengths: `DEFAULT_PATTERNS`.
-        segment_lengths: of one more pattern, with `dilation_rates`.
+        device: ``"cpu"`` or ``"cuda"``: on a CPU the default dtype is float32.
+        patterns: names of patterns; none, and no segment lengths: ``"longnet"``.
+        segment_lengths: of a pattern without a name, with `dilation_rates`.
         dilation_rates: see `segment_lengths`.
-        head_offsets: of all patterns; None: each pattern's own.
-        lengths: of the sequence.
-        heads: query heads.
-        kv_heads: KV heads.
-        head_dims: elements of a row of a head.
-        batches: sequences in the batch.
+        head_offsets: of all patterns; None: each pattern's.
+        head_branches: of all patterns; None: each pattern's.
+        seq_lens: of the sequence, in positions; none: `SEQ_LEN`.
+        num_heads: query heads.
+        num_kv_heads: KV heads.
+        head_dims: head dimensions.
+        batch_sizes: sequences in the batch.
         dtypes: of query, key and value.
-        causal: whether queries see no later keys.
+        causal: whether the mask is causal.
         backends: of `dilated_attention`.
 
     Raises:
         TypeError, ValueError: a value or a combination is not allowed.
     """
-    check_together(segment_lengths, dilation_rates)
-    found: dict[str, DilatedPattern] = {}
-    for name in patterns or (DEFAULT_PATTERNS if segment_lengths is None else ()):
-        found[name] = named_pattern(name)
-    if segment_lengths is not None and dilation_rates is not None:
-        found[""] = DilatedPattern(segment_lengths, dilation_rates)
-    if head_offsets is not None:
-        for name, pattern in found.items():
-            found[name] = DilatedPattern(
-                pattern.segment_lengths, pattern.dilation_rates, head_offsets=head_offsets
-            )
     values: dict[str, Sequence[Any]] = {
-        "length": lengths or (DEFAULT_LENGTH[device],),
-        "heads": heads,
-        "kv_heads": kv_heads,
+        "seq_len": seq_lens or (SEQ_LEN,),
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
         "head_dim": head_dims,
-        "batch": batches,
-        "dtype": dtypes or (("float32",) if device == "cpu" else ()),
+        "batch_size": batch_sizes,
+        "dtype": dtypes or (default_dtype(device),),
         "is_causal": causal,
         "backend": backends,
     }
     given = {name: tuple(dict.fromkeys(options)) for name, options in values.items() if options}
-    workloads = []
-    for name, pattern in found.items():
-        for combination in itertools.product(*given.values()):
-            options = {**dict(zip(given, combination, strict=True)), "pattern": pattern}
-            workloads.append(named_workload(name, **options) if name else Workload(**options))
-    return workloads
+    return [
+        given_workload(
+            name,
+            segment_lengths,
+            dilation_rates,
+            head_offsets=head_offsets,
+            head_branches=head_branches,
+            **dict(zip(given, combination, strict=True)),
+        )
+        for name in dict.fromkeys(patterns or (None,))
+        for combination in itertools.product(*given.values())
+    ]
 
 
 def check_folder(out: Path) -> None:

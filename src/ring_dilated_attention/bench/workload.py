@@ -22,12 +22,12 @@ class Workload:
 
     Attributes:
         pattern: the branches.
-        length: positions of the sequence.
+        seq_len: positions of the sequence.
         name: what reports call the pattern; empty: its branches.
-        heads: query heads.
-        kv_heads: KV heads; None: as many.
+        num_heads: query heads.
+        num_kv_heads: KV heads; None: as many.
         head_dim: elements of a row of a head.
-        batch: sequences in the batch.
+        batch_size: sequences in the batch.
         dtype: of query, key and value, one of `DTYPES`.
         is_causal: whether queries see no later keys.
         backend: of `dilated_attention`; baselines ignore it.
@@ -37,30 +37,31 @@ class Workload:
     """
 
     pattern: DilatedPattern
-    length: int
+    seq_len: int
     name: str = ""
-    heads: int = 12
-    kv_heads: int | None = None
+    num_heads: int = 12
+    num_kv_heads: int | None = None
     head_dim: int = 64
-    batch: int = 1
+    batch_size: int = 1
     dtype: str = "bfloat16"
     is_causal: bool = False
     backend: Backend = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("length", "heads", "head_dim", "batch"):
+        for name in ("seq_len", "num_heads", "head_dim", "batch_size"):
             check_size(name, getattr(self, name))
         check_pattern(self.pattern)
-        if self.heads % check_size("kv_heads", self.num_kv_heads):
+        if self.num_heads % check_size("num_kv_heads", self.kv_heads):
             raise ValueError(
-                f"heads must be a multiple of kv_heads; got {self.heads} and {self.num_kv_heads}"
+                "num_heads must be a multiple of num_kv_heads; "
+                f"got {self.num_heads} and {self.kv_heads}"
             )
         check_choice("dtype", self.dtype, DTYPES)
 
     @property
-    def num_kv_heads(self) -> int:
+    def kv_heads(self) -> int:
         """KV heads."""
-        return self.heads if self.kv_heads is None else self.kv_heads
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -70,24 +71,25 @@ class Workload:
 
     @property
     def query_shape(self) -> tuple[int, ...]:
-        """(batch, length, heads, head_dim)."""
-        return self.batch, self.length, self.heads, self.head_dim
+        """(batch_size, seq_len, num_heads, head_dim)."""
+        return self.batch_size, self.seq_len, self.num_heads, self.head_dim
 
     @property
     def key_shape(self) -> tuple[int, ...]:
-        """(batch, length, kv_heads, head_dim)."""
-        return self.batch, self.length, self.num_kv_heads, self.head_dim
+        """(batch_size, seq_len, num_kv_heads, head_dim)."""
+        return self.batch_size, self.seq_len, self.kv_heads, self.head_dim
 
     @property
     def query_bytes(self) -> int:
         """Bytes of query: the unit of peak memory."""
-        return self.batch * self.length * self.heads * self.head_dim * self.torch_dtype.itemsize
+        elements = self.batch_size * self.seq_len * self.num_heads * self.head_dim
+        return elements * self.torch_dtype.itemsize
 
     @property
     def size(self) -> TensorSize:
         """What turns its rows into bytes."""
         return TensorSize(
-            batch=self.batch, head_dim=self.head_dim, element_size=self.torch_dtype.itemsize
+            batch=self.batch_size, head_dim=self.head_dim, element_size=self.torch_dtype.itemsize
         )
 
     def plan(
@@ -107,8 +109,8 @@ class Workload:
             self.pattern if pattern is None else pattern,
             layout,
             is_causal=self.is_causal,
-            num_heads=self.heads,
-            num_kv_heads=self.num_kv_heads,
+            num_heads=self.num_heads,
+            num_kv_heads=self.kv_heads,
             documents=documents,
         )
 
@@ -118,7 +120,7 @@ class Workload:
         Args:
             pattern: what to compute instead of the workload's own pattern.
         """
-        alone = SequenceLayout.contiguous(self.length, 1)
+        alone = SequenceLayout.contiguous(self.seq_len, 1)
         return flops(self.plan(alone, pattern).rank(0), self.size)
 
     def twin(self, most: int) -> Workload:
@@ -127,10 +129,10 @@ class Workload:
         Segments shrink in proportion, so that as many of them, and as ragged ones, come up; a
         segment keeps room for every offset of its rate.
         """
-        if self.length <= most:
-            return replace(self, batch=1)
+        if self.seq_len <= most:
+            return replace(self, batch_size=1)
         lengths = [
-            None if w is None else max(r, round(w * most / self.length))
+            None if w is None else max(r, round(w * most / self.seq_len))
             for w, r in self.pattern.branches
         ]
         pattern = DilatedPattern(
@@ -140,13 +142,13 @@ class Workload:
             head_branches=self.pattern.head_branches,
             zero_keys=self.pattern.zero_keys,
         )
-        return replace(self, pattern=pattern, length=most, batch=1)
+        return replace(self, pattern=pattern, seq_len=most, batch_size=1)
 
     def __str__(self) -> str:
-        kv_heads = "" if self.num_kv_heads == self.heads else f" ({self.num_kv_heads} KV)"
+        kv_heads = "" if self.kv_heads == self.num_heads else f" ({self.kv_heads} KV)"
         return (
-            f"{self.name or self.pattern} n={self.length:,} {self.heads}{kv_heads} x "
+            f"{self.name or self.pattern} n={self.seq_len:,} {self.num_heads}{kv_heads} x "
             f"{self.head_dim} {self.dtype}{' causal' if self.is_causal else ''}"
-            f"{f' batch {self.batch}' if self.batch > 1 else ''}"
+            f"{f' batch {self.batch_size}' if self.batch_size > 1 else ''}"
             f"{f' {self.backend}' if self.backend != 'auto' else ''}"
         )

@@ -16,11 +16,11 @@ from typing import Any
 from ..pattern import DilatedPattern, check_positive_int
 
 MOST = {
-    "length": 1 << 48,
-    "heads": 4096,
-    "kv_heads": 4096,
+    "seq_len": 1 << 48,
+    "num_heads": 4096,
+    "num_kv_heads": 4096,
     "head_dim": 4096,
-    "batch": 1 << 20,
+    "batch_size": 1 << 20,
     "repeats": 1 << 20,
 }
 """Of every command."""
@@ -72,8 +72,10 @@ def check_pattern(pattern: DilatedPattern, documents: Sequence[int] | None = Non
         ("dilation_rates", pattern.dilation_rates),
     ):
         largest = max(number or 1 for number in numbers)
-        if largest > MOST["length"]:
-            raise ValueError(f"{name} must be <= {MOST['length']:,} in this command, got {largest}")
+        if largest > MOST["seq_len"]:
+            raise ValueError(
+                f"{name} must be <= {MOST['seq_len']:,} in this command, got {largest}"
+            )
     if documents is not None and len(documents) - 1 > MOST_DOCUMENTS:
         raise ValueError(
             f"there may be {MOST_DOCUMENTS:,} documents in this command, got {len(documents) - 1:,}"
@@ -98,7 +100,7 @@ def check_memory(nbytes: int, available: int | None, what: str) -> None:
     if available is not None and nbytes > available:
         raise ValueError(
             f"{what} takes {nbytes / 2**30:,.1f} GiB at least, and there are "
-            f"{available / 2**30:,.1f}: choose a smaller length, batch, heads or head_dim"
+            f"{available / 2**30:,.1f}: choose a smaller seq_len, batch_size, num_heads or head_dim"
         )
 
 

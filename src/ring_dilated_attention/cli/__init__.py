@@ -1,8 +1,8 @@
-"""The `rda` command. Each command parses its options and calls one function of the package.
+"""The `rda` command. Each command reads its options and calls one function of the package.
 
 Heavy imports happen inside the commands, so that ``rda --help`` is fast. To add a command, write a
-function decorated with ``@app.command()`` that does its work inside ``with reported_errors():``, in
-a module of this package, and import that here: commands are listed in the order of the imports.
+function decorated with ``@command(...)`` in a module of this package, whose parameters are options
+(`option`, `options`), and import that module here: commands are listed in the order of the imports.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def main() -> None:
     that are not quite done would need Python then, and end the process by SIGABRT.
     """
     try:
-        app()
+        app(prog_name="rda")
     except SystemExit as end:
         if "RANK" not in os.environ:
             raise

@@ -3,194 +3,187 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from .common import RUNS, app, fail, ints_of, lengths_of, reported_errors
+from ..pattern import in_brief
+from . import options
+from .command import Example, command
+from .common import RUNS, ListError, fail
+from .option import Flag, Option, integer, list_of, number
+
+BASELINES = (
+    *("sdpa", "sdpa:cudnn", "sdpa:flash", "sdpa:efficient", "sdpa:math"),
+    *("torchscale", "torchscale:math", "torchscale:cpu_flash", "torchscale:flash"),
+    *("torchscale:cudnn", "kernel", "kernel:cudnn", "kernel:flash", "kernel:efficient"),
+    *("kernel:math", "flash4", "cp:allgather", "cp:alltoall", "ring-flash-attn:zigzag"),
+    "ours:messages",
+)
 
 
-@app.command()
+def _baseline(given: str, where: str) -> str:
+    if given not in BASELINES:
+        raise ListError(f"{where} has no {in_brief(given)}; allowed: {', '.join(BASELINES)}")
+    return given
+
+
+BASELINE = Option(
+    name="baseline",
+    panel=options.MEASURING,
+    metavar="LIST",
+    help="What else to measure, in turns: sdpa (dense), torchscale (gathers), kernel (attention on "
+    "contiguous segments), flash4 (dense); name:KERNEL forces a kernel (cudnn, flash, ...). On "
+    "several ranks: cp:allgather, cp:alltoall (torch's context_parallel), ring-flash-attn:zigzag, "
+    "ours:messages (rows travel by NCCL).",
+    read=list_of(_baseline),
+    default=(),
+    shown="none",
+    choices=BASELINES,
+    is_list=True,
+)
+SCALING = options.choice(
+    "scaling",
+    ("strong", "weak"),
+    panel=options.MEASURING,
+    help="strong: --seq-len is that of the whole sequence; weak: of each rank's shard.",
+    default="strong",
+)
+REPEATS = Option(
+    name="repeats",
+    panel=options.MEASURING,
+    metavar="N",
+    help="Samples of forward, and of forward+backward.",
+    read=integer(1),
+    default=20,
+    toml=(int,),
+)
+SECONDS = Option(
+    name="seconds",
+    panel=options.MEASURING,
+    metavar="SECONDS",
+    help="Time for one contender's samples of a kind; at least 3 are taken.",
+    read=number,
+    default=10.0,
+    shown="10",
+    toml=(int, float),
+)
+SAMPLE_MS = Option(
+    name="sample-ms",
+    panel=options.MEASURING,
+    metavar="MS",
+    help="Target duration of one sample, of back-to-back calls.",
+    read=number,
+    shown="300 for several ranks on CUDA, otherwise one call",
+    toml=(int, float),
+)
+CUDA_GRAPH = Flag(
+    name="cuda-graph",
+    panel=options.MEASURING,
+    help="Time replays of CUDA graphs too, on one rank.",
+)
+ERRORS = Flag(
+    name="errors",
+    panel=options.MEASURING,
+    help="Compare a small twin of each workload with float64.",
+    default=True,
+    has_no=True,
+)
+
+
+@command(
+    Example(
+        "On a CPU, against the dense kernel of torch and a gathering implementation",
+        "rda bench --device cpu --seq-len 8K --baseline sdpa,torchscale",
+    ),
+    Example(
+        "Two lengths and two head dimensions: four workloads",
+        "rda bench --seq-len 64K,256K --head-dim 64,128 --causal",
+    ),
+    Example(
+        "Strong scaling from 1 to 4 GPUs", "rda bench --device cuda --ranks 1,2,4 --seq-len 1M"
+    ),
+)
 def bench(
-    pattern: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="longnet, gigapath, longvit or dense; may be repeated, as may all that "
-            "describes a workload: every combination is measured.",
-            show_default="longnet",
-        ),
-    ] = None,
-    segment_lengths: Annotated[
-        str | None,
-        typer.Option(help="Of one more pattern: one per branch; all: the whole sequence."),
-    ] = None,
-    dilation_rates: Annotated[str | None, typer.Option(help="Its rates, one per branch.")] = None,
-    head_offsets: Annotated[
-        str | None,
-        typer.Option(
-            help="interleaved or blocked, of all patterns.", show_default="the pattern's own"
-        ),
-    ] = None,
-    length: Annotated[
-        list[int] | None,
-        typer.Option(help="Positions of the sequence.", show_default="8192 (CPU), 65536 (CUDA)"),
-    ] = None,
-    heads: Annotated[
-        list[int] | None, typer.Option(help="Query heads.", show_default="the pattern's own, or 12")
-    ] = None,
-    kv_heads: Annotated[
-        list[int] | None, typer.Option(help="KV heads.", show_default="as many as heads")
-    ] = None,
-    head_dim: Annotated[
-        list[int] | None,
-        typer.Option(help="Elements of a row of a head.", show_default="the pattern's own, or 64"),
-    ] = None,
-    batch: Annotated[
-        list[int] | None, typer.Option(help="Sequences in the batch.", show_default="1")
-    ] = None,
-    dtype: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="bfloat16, float16, float32 or float64.",
-            show_default="float32 (CPU), the pattern's own, or bfloat16",
-        ),
-    ] = None,
-    causal: Annotated[
-        bool, typer.Option("--causal", help="Queries see no later keys; with --no-causal: both.")
-    ] = False,
-    no_causal: Annotated[
-        bool, typer.Option("--no-causal", help="Queries see all keys: the default.")
-    ] = False,
-    backend: Annotated[
-        list[str] | None, typer.Option(help="Which kernels compute.", show_default="auto")
-    ] = None,
-    baseline: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="What else to run, in turn with it: sdpa (dense), torchscale (gathers), kernel "
-            "(attention on contiguous segments), flash4 (dense); name:KERNEL forces the kernel "
-            "inside (cudnn, flash, ...). On several ranks: cp:allgather, cp:alltoall (torch's "
-            "context_parallel), ring-flash-attn:zigzag, ours:messages (rows travel by NCCL). "
-            "May be repeated."
-        ),
-    ] = None,
-    ranks: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="How many ranks of this host to measure on: 4, or 1,2,4 to compare them in one "
-            "run; may be repeated. Under torchrun its ranks are used.",
-            show_default="1",
-        ),
-    ] = None,
-    scaling: Annotated[
-        str | None,
-        typer.Option(
-            help="strong: --length is that of the whole sequence; weak: of each rank's shard.",
-            show_default="strong",
-        ),
-    ] = None,
-    layout: Annotated[
-        str | None,
-        typer.Option(
-            help="contiguous, zigzag, or auto: zigzag for causal workloads on several ranks.",
-            show_default="auto",
-        ),
-    ] = None,
-    exchange: Annotated[
-        str | None,
-        typer.Option(help="How remote rows travel: auto, ring or gather.", show_default="auto"),
-    ] = None,
-    timeout: Annotated[
-        float | None,
-        typer.Option(
-            help="Seconds that a rank waits for another before it raises.",
-            show_default="600",
-        ),
-    ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    repeats: Annotated[
-        int | None,
-        typer.Option(
-            help="Samples of forward, and of forward+backward (see --sample-ms).",
-            show_default="20",
-        ),
-    ] = None,
-    seconds: Annotated[
-        float,
-        typer.Option(help="Time for one contender's samples of a kind; at least 3 are taken."),
-    ] = 10.0,
-    sample_ms: Annotated[
-        float | None,
-        typer.Option(
-            help="A sample is as many back-to-back calls as take so long.",
-            show_default="300 for several ranks on CUDA, otherwise one call",
-        ),
-    ] = None,
-    cuda_graph: Annotated[
-        bool, typer.Option("--cuda-graph", help="Time replays of CUDA graphs too, on one rank.")
-    ] = False,
-    errors: Annotated[
-        bool, typer.Option(help="Compare a small twin of each workload with float64.")
-    ] = True,
-    seed: Annotated[
-        int | None, typer.Option(help="Of the random inputs.", show_default="a fresh one")
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder for results.json and tflops.png (scaling.png for several ranks).",
-            show_default="runs/bench-TIME",
-        ),
-    ] = None,
+    pattern: Annotated[Sequence[str] | None, options.PATTERN_NAME.several],
+    segment_lengths: Annotated[Sequence[int | None] | None, options.SEGMENT_LENGTHS],
+    dilation_rates: Annotated[Sequence[int] | None, options.DILATION_RATES],
+    head_offsets: Annotated[str | None, options.HEAD_OFFSETS_],
+    head_branches: Annotated[str | None, options.HEAD_BRANCHES_],
+    causal: Annotated[bool, options.CAUSAL],
+    seq_len: Annotated[Sequence[int], options.SEQ_LENGTH.several],
+    num_heads: Annotated[Sequence[int] | None, options.NUM_HEADS.several],
+    num_kv_heads: Annotated[Sequence[int] | None, options.NUM_KV_HEADS.several],
+    head_dim: Annotated[Sequence[int] | None, options.HEAD_DIM.several],
+    batch_size: Annotated[Sequence[int], options.BATCH_SIZE.several],
+    dtype: Annotated[Sequence[str] | None, options.DTYPE.several],
+    ranks: Annotated[Sequence[int], options.RANKS.several],
+    layout: Annotated[str, options.LAYOUT],
+    exchange: Annotated[str, options.EXCHANGE],
+    timeout: Annotated[float, options.TIMEOUT_],
+    device: Annotated[str, options.DEVICE],
+    backend: Annotated[Sequence[str], options.BACKEND.several],
+    seed: Annotated[int, options.SEED],
+    baseline: Annotated[Sequence[str], BASELINE],
+    scaling: Annotated[str, SCALING],
+    repeats: Annotated[int, REPEATS],
+    seconds: Annotated[float, SECONDS],
+    sample_ms: Annotated[float | None, SAMPLE_MS],
+    cuda_graph: Annotated[bool, CUDA_GRAPH],
+    errors: Annotated[bool, ERRORS],
+    out: Annotated[Path | None, options.OUT],
 ) -> None:
     """Measure speed, memory and error, beside what else could compute the same.
 
-    On one rank, or with --ranks on several. Exit code 1 if this library failed in a workload,
-    computed none, or sent other bytes than its plan; 2 if every workload is refused.
+    --pattern, --backend, --ranks and the options of the panel Sizes take several values, separated
+    by commas: every combination is measured. Under torchrun its ranks are used. Writes results.json
+    and a plot. Exit code 1 if this library failed in a workload, computed none, or sent other bytes
+    than its plan; 2 if every workload is refused.
     """
-    with reported_errors():
-        from ..bench import run_command
-        from ..checks import RankError
+    from ..bench import run_command
+    from ..checks import RankError
 
-        measuring = {
-            "ranks": None if ranks is None else tuple(n for text in ranks for n in ints_of(text)),
-            "scaling": scaling,
-            "baselines": tuple(baseline or ()),
-            "layout": layout,
-            "exchange": exchange,
-            "device": device,
-            "repeats": repeats,
-            "seconds": seconds,
-            "sample_ms": sample_ms,
-            "cuda_graph": cuda_graph,
-            "errors": errors,
-            "timeout": timeout,
-        }
-        workloads = {
-            "patterns": pattern,
-            "segment_lengths": None if segment_lengths is None else lengths_of(segment_lengths),
-            "dilation_rates": None if dilation_rates is None else ints_of(dilation_rates),
-            "head_offsets": head_offsets,
-            "lengths": length,
-            "heads": heads,
-            "kv_heads": kv_heads,
-            "head_dims": head_dim,
-            "batches": batch,
-            "dtypes": dtype,
-            "causal": [value for value, given in ((True, causal), (False, no_causal)) if given],
-            "backends": backend,
-        }
-        try:
-            done = run_command(
-                out,
-                runs=RUNS,
-                seed=seed,
-                command=["rda", *sys.argv[1:]],
-                measuring={name: x for name, x in measuring.items() if x is not None},
-                workloads={name: x for name, x in workloads.items() if x is not None},
-            )
-        except RankError as error:
-            fail(error, 1)
-        if not done:
-            raise typer.Exit(1)
+    measuring = {
+        "ranks": tuple(ranks),
+        "scaling": scaling,
+        "baselines": tuple(baseline),
+        "layout": layout,
+        "exchange": exchange,
+        "device": device,
+        "repeats": repeats,
+        "seconds": seconds,
+        "sample_ms": sample_ms,
+        "cuda_graph": cuda_graph,
+        "errors": errors,
+        "timeout": timeout,
+        "seed": seed,
+    }
+    workloads = {
+        "patterns": pattern,
+        "segment_lengths": segment_lengths,
+        "dilation_rates": dilation_rates,
+        "head_offsets": head_offsets,
+        "head_branches": head_branches,
+        "seq_lens": seq_len,
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dims": head_dim,
+        "batch_sizes": batch_size,
+        "dtypes": dtype,
+        "causal": [causal],
+        "backends": backend,
+    }
+    try:
+        done = run_command(
+            out,
+            runs=RUNS,
+            command=["rda", *sys.argv[1:]],
+            measuring=measuring,
+            workloads={name: x for name, x in workloads.items() if x is not None},
+        )
+    except RankError as error:
+        fail(error, 1)
+    if not done:
+        raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""What the commands of `rda` share: the app, errors as one line, and lists of numbers."""
+"""What the commands of `rda` share: the app, and errors as one line."""
 
 from __future__ import annotations
 
@@ -11,11 +11,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 import typer.core
 
-Timeout = Annotated[
-    float,
-    typer.Option("--timeout", help="Seconds that a rank waits for another before it raises."),
-]
-"""How long ranks wait; its default is `limits.RANK_TIMEOUT`."""
+from ..version import VERSION
 
 MOST_CHARACTERS = 300
 """Of a line that says what is wrong."""
@@ -23,11 +19,28 @@ MOST_CHARACTERS = 300
 RUNS = Path("runs")
 """Folder of the runs that are told no other."""
 
+HELP_NAMES = {"help_option_names": ["-h", "--help"]}
+
 _UsageError: Any = typer.BadParameter.__base__  # of click, or of typer's own copy of it
+
+
+class ListError(ValueError):
+    """Bad input whose message ends with a list of all that is allowed, and is not cut."""
+
+
+def without_kinds(options: Sequence[Any]) -> Any:
+    """The same options; the help of those that take no value shows no kind of value."""
+    for option in options:
+        if getattr(option, "is_flag", False):
+            option.metavar = ""
+    return options
 
 
 class _OneLineErrors(typer.core.TyperGroup):
     """Says in one line what is wrong with a command line; without arguments, shows the help."""
+
+    def get_params(self, ctx: Any) -> Any:
+        return without_kinds(super().get_params(ctx))
 
     def main(
         self,
@@ -54,13 +67,24 @@ class _OneLineErrors(typer.core.TyperGroup):
 app = typer.Typer(
     cls=_OneLineErrors,
     help="Exact ring dilated attention: train on sharded sequences, verify, and look at plans.",
-    add_completion=False,
+    context_settings=HELP_NAMES,
     pretty_exceptions_enable=False,
 )
 
 
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"rda {VERSION}")
+        raise typer.Exit
+
+
 @app.callback()
-def _app() -> None:
+def _app(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True),
+    ] = False,
+) -> None:
     """Keep commands named even while there is only one."""
 
 
@@ -69,53 +93,39 @@ def reported_errors() -> Iterator[None]:
     """Show an error as one line: exit code 2 for bad input, 1 for a failed run.
 
     `ValueError`, `TypeError`, `OSError` and numbers or sizes beyond what the machine takes are bad
-    input. Anything else that is not a
-    `TrainingError` is a bug of the program and keeps its traceback.
+    input. Anything else that is not a `TrainingError` is a bug of the program and keeps its
+    traceback.
     """
-    from ..train import TrainingError
-
     try:
         yield
+    except ListError as error:
+        fail(error, 2, most=None)
     except (ValueError, TypeError, OSError, OverflowError, MemoryError) as error:
         fail(error, 2)
-    except TrainingError as error:
+    except Exception as error:
+        training = sys.modules.get(f"{__package__.rpartition('.')[0]}.train")
+        if training is None or not isinstance(error, training.TrainingError):
+            raise
         fail(error, 2 if error.bad_input else 1)
 
 
-def fail(error: Exception | str, code: int) -> NoReturn:
-    """Say what is wrong in one line, and end with an exit code."""
+def fail(error: Exception | str, code: int, *, most: int | None = MOST_CHARACTERS) -> NoReturn:
+    """Say what is wrong in one line, and end with an exit code.
+
+    Args:
+        error: what is wrong.
+        code: the exit code.
+        most: characters of the line; None: any number.
+    """
     text = str(error) or type(error).__name__
-    typer.echo(_one_line(f"error: {text}"), err=True)
+    typer.echo(_one_line(f"error: {text}", most), err=True)
     raise typer.Exit(code)
 
 
-def _one_line(text: str) -> str:
-    """The text in a line of `MOST_CHARACTERS`: what is in the middle of a longer one goes."""
+def _one_line(text: str, most: int | None = MOST_CHARACTERS) -> str:
+    """The text in a line of `most` characters: what is in the middle of a longer one goes."""
     text = " ".join(text.split())
-    if len(text) <= MOST_CHARACTERS:
+    if most is None or len(text) <= most:
         return text
-    gap, end = " ... ", MOST_CHARACTERS // 3
-    return text[: MOST_CHARACTERS - len(gap) - end] + gap + text[-end:]
-
-
-def lengths_of(text: str) -> tuple[int | None, ...]:
-    """Parse segment lengths: ``256,1024,all`` (``all``: the whole sequence)."""
-    return tuple(None if part.strip() == "all" else _int(part, text) for part in text.split(","))
-
-
-def ints_of(text: str) -> tuple[int, ...]:
-    """Parse rates, or numbers of ranks: ``1,2,4``."""
-    return tuple(_int(part, text) for part in text.split(","))
-
-
-def documents_of(text: str | None) -> tuple[int, ...] | None:
-    """Parse the borders of documents: ``0,100,250``."""
-    return None if text is None else ints_of(text)
-
-
-def _int(part: str, text: str) -> int:
-    try:
-        return int(part)
-    except ValueError:
-        shown = text if len(text) <= 60 else f"{text[:60]}..."
-        raise ValueError(f"need ints separated by commas; got {shown!r}") from None
+    gap, end = " ... ", most // 3
+    return text[: most - len(gap) - end] + gap + text[-end:]

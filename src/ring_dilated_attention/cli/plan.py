@@ -1,185 +1,204 @@
 """`rda plan` and `rda simulate`."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from .common import app, documents_of, ints_of, lengths_of, reported_errors
+from . import options
+from .command import Example, command
+from .option import Flag, Option, integer
 
 if TYPE_CHECKING:
     from ..functional import Schedule
-    from ..tiles import Backend
 
-Length = Annotated[int, typer.Option(help="Global length of the sequence, in positions.")]
-Ranks = Annotated[int, typer.Option(help="World size.")]
-Layout = Annotated[str, typer.Option(help="contiguous or zigzag.")]
-Causal = Annotated[bool, typer.Option(help="Queries see no later keys.")]
-Documents = Annotated[
-    str | None,
-    typer.Option(help="Cumulative lengths of packed documents, separated by commas: 0,...,n."),
-]
-Heads = Annotated[int, typer.Option(help="Query heads.")]
-KvHeads = Annotated[int | None, typer.Option(help="KV heads.", show_default="as many as heads")]
-HeadDim = Annotated[int, typer.Option(help="Elements of a row of a head.")]
-Batch = Annotated[int, typer.Option(help="Sequences in the batch.")]
-Dtype = Annotated[str, typer.Option(help="bfloat16, float16, float32 or float64.")]
+RANKS = options.RANKS.but(options.MODELLED_RANKS)
 
 
-@app.command()
+def _ranks_shown(given: str, where: str) -> int | None:
+    """A rank, or ``all`` (None)."""
+    rank: int | None = None if given.strip() == "all" else integer(0)(given, where)
+    return rank
+
+
+SHOW_RANKS = Option(
+    name="show-ranks",
+    panel=options.OUTPUT,
+    metavar="LIST",
+    help="Ranks to show, as in 0,17, or all.",
+    read=_ranks_shown,
+    shown="a few",
+    toml=(int, str),
+).several
+TILES = Flag(name="tiles", panel=options.OUTPUT, help="List every tile and message.")
+CHECK = Flag(
+    name="check",
+    panel=options.OUTPUT,
+    help="Prove the plan by enumerating every (query, key) pair: for short sequences.",
+)
+CHECK_LIMIT = Option(
+    name="check-limit",
+    panel=options.OUTPUT,
+    metavar="N",
+    help="Pairs that --check may enumerate; a million takes about 0.5 GB.",
+    read=integer(1),
+    default=2_000_000,
+    shown="2,000,000",
+    toml=(int,),
+)
+BACKWARD = Flag(
+    name="backward", panel=options.KERNELS, help="Run backward too.", default=True, has_no=True
+)
+
+
+@command(
+    Example("LongNet's pattern on 8 ranks", "rda plan --seq-len 1M --ranks 8 --causal"),
+    Example(
+        "A billion tokens on 4,096 ranks; one of them in detail",
+        "rda plan --seq-len 1024M --ranks 4096 --show-ranks 17",
+    ),
+    Example(
+        "A proof that nothing is missed or computed twice, on a short sequence",
+        "rda plan --seq-len 1000 --pattern dense --num-heads 1 --check",
+    ),
+)
 def plan(
-    length: Length,
-    ranks: Ranks = 1,
-    segment_lengths: Annotated[
-        str, typer.Option(help="One per branch, separated by commas; all: the whole sequence.")
-    ] = "2048,4096,8192,16384,32768",
-    dilation_rates: Annotated[
-        str, typer.Option(help="One per branch, separated by commas.")
-    ] = "1,2,4,6,12",
-    head_offsets: Annotated[str, typer.Option(help="interleaved or blocked.")] = "interleaved",
-    head_branches: Annotated[str, typer.Option(help="all or split.")] = "all",
-    layout: Layout = "contiguous",
-    causal: Causal = False,
-    documents: Documents = None,
-    heads: Heads = 12,
-    kv_heads: KvHeads = None,
-    head_dim: HeadDim = 64,
-    batch: Batch = 1,
-    dtype: Dtype = "bfloat16",
-    rank: Annotated[
-        list[int] | None,
-        typer.Option(help="Rank to show; may be repeated.", show_default="a few"),
-    ] = None,
-    tiles: Annotated[bool, typer.Option("--tiles", help="List every tile and message.")] = False,
-    check: Annotated[
-        bool, typer.Option("--check", help="Prove the plan by enumeration (short sequences).")
-    ] = False,
-    check_limit: Annotated[
-        int | None,
-        typer.Option(
-            help="(Query, key) pairs that --check may enumerate; a million takes about 0.5 GB.",
-            show_default="2,000,000",
-        ),
-    ] = None,
+    pattern: Annotated[str | None, options.PATTERN_NAME],
+    segment_lengths: Annotated[Sequence[int | None] | None, options.SEGMENT_LENGTHS],
+    dilation_rates: Annotated[Sequence[int] | None, options.DILATION_RATES],
+    head_offsets: Annotated[str | None, options.HEAD_OFFSETS_],
+    head_branches: Annotated[str | None, options.HEAD_BRANCHES_],
+    causal: Annotated[bool, options.CAUSAL],
+    documents: Annotated[Sequence[int] | None, options.DOCUMENTS],
+    seq_len: Annotated[int, options.SEQ_LENGTH],
+    num_heads: Annotated[int | None, options.NUM_HEADS],
+    num_kv_heads: Annotated[int | None, options.NUM_KV_HEADS],
+    head_dim: Annotated[int | None, options.HEAD_DIM],
+    batch_size: Annotated[int, options.BATCH_SIZE],
+    dtype: Annotated[str | None, options.DTYPE],
+    ranks: Annotated[int, RANKS],
+    layout: Annotated[str, options.LAYOUT],
+    show_ranks: Annotated[Sequence[int | None] | None, SHOW_RANKS],
+    tiles: Annotated[bool, TILES],
+    check: Annotated[bool, CHECK],
+    check_limit: Annotated[int, CHECK_LIMIT],
 ) -> None:
     """Print what each rank would hold, compute and exchange; nothing is run."""
-    with reported_errors():
-        from ..bench import Workload, given_pattern
-        from ..checks import MOST_PLANNED_RANKS
-        from .run_plan import show
-        from .sharded import Sharded
+    from ..bench import given_workload
+    from ..checks import MOST_PLANNED_RANKS
+    from .run_plan import show
+    from .sharded import Sharded
 
-        workload = Workload(
-            pattern=given_pattern(
-                None,
-                lengths_of(segment_lengths),
-                ints_of(dilation_rates),
-                head_offsets=head_offsets,
-                head_branches=head_branches,
-            ),
-            length=length,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            batch=batch,
-            dtype=dtype,
-            is_causal=causal,
-        )
-        sharded = Sharded(
-            workload=workload,
-            ranks=ranks,
-            most_ranks=MOST_PLANNED_RANKS,
-            layout_name=layout,
-            documents=documents_of(documents),
-        )
-        show(sharded, shown=rank, tiles=tiles, check=check, check_limit=check_limit)
+    workload = given_workload(
+        pattern,
+        segment_lengths,
+        dilation_rates,
+        head_offsets=head_offsets,
+        head_branches=head_branches,
+        seq_len=seq_len,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        batch_size=batch_size,
+        dtype=dtype,
+        is_causal=causal,
+    )
+    sharded = Sharded(
+        workload=workload,
+        ranks=ranks,
+        most_ranks=MOST_PLANNED_RANKS,
+        layout_name=layout,
+        documents=documents,
+    )
+    shown = _shown(show_ranks, ranks)
+    show(sharded, shown=shown, tiles=tiles, check=check, check_limit=check_limit)
 
 
-@app.command()
+def _shown(asked: Sequence[int | None] | None, ranks: int) -> Sequence[int] | None:
+    """Ranks to show; None: a few."""
+    if asked is None:
+        return None
+    return range(ranks) if None in asked else [rank for rank in asked if rank is not None]
+
+
+@command(
+    Example("LongNet's pattern on 4 ranks, on this machine alone", "rda simulate --causal"),
+    Example(
+        "A slide of 45,681 tiles on 16 ranks, on a GPU",
+        "rda simulate --device cuda --pattern gigapath --seq-len 45681 --ranks 16",
+    ),
+    Example(
+        "Packed documents, every rank's numbers as JSON",
+        "rda simulate --documents 0,3000,8192 --ranks 3 --json found.json",
+    ),
+)
 def simulate(
-    length: Length,
-    ranks: Ranks = 4,
-    pattern: Annotated[
-        str | None,
-        typer.Option(help="longnet, gigapath, longvit or dense.", show_default="longnet"),
-    ] = None,
-    segment_lengths: Annotated[
-        str | None,
-        typer.Option(help="Of a pattern without a name: one per branch; all: the whole sequence."),
-    ] = None,
-    dilation_rates: Annotated[str | None, typer.Option(help="Its rates, one per branch.")] = None,
-    head_offsets: Annotated[
-        str | None,
-        typer.Option(help="interleaved or blocked.", show_default="the pattern's own"),
-    ] = None,
-    head_branches: Annotated[
-        str | None, typer.Option(help="all or split.", show_default="the pattern's own")
-    ] = None,
-    layout: Layout = "contiguous",
-    causal: Causal = False,
-    documents: Documents = None,
-    heads: Heads = 4,
-    kv_heads: KvHeads = None,
-    head_dim: HeadDim = 64,
-    batch: Batch = 1,
-    dtype: Dtype = "float32",
-    exchange: Annotated[
-        str, typer.Option(help="How remote rows travel: auto, ring or gather.")
-    ] = "auto",
-    backend: Annotated[str, typer.Option(help="Which attention kernels compute.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    backward: Annotated[bool, typer.Option(help="Run backward too.")] = True,
-    seed: Annotated[
-        int | None, typer.Option(help="Of the random inputs.", show_default="a fresh one")
-    ] = None,
-    every: Annotated[bool, typer.Option("--all", help="Show every rank, not a few.")] = False,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="File to write everything to.")
-    ] = None,
+    pattern: Annotated[str | None, options.PATTERN_NAME],
+    segment_lengths: Annotated[Sequence[int | None] | None, options.SEGMENT_LENGTHS],
+    dilation_rates: Annotated[Sequence[int] | None, options.DILATION_RATES],
+    head_offsets: Annotated[str | None, options.HEAD_OFFSETS_],
+    head_branches: Annotated[str | None, options.HEAD_BRANCHES_],
+    causal: Annotated[bool, options.CAUSAL],
+    documents: Annotated[Sequence[int] | None, options.DOCUMENTS],
+    seq_len: Annotated[int, options.SEQ_LENGTH],
+    num_heads: Annotated[int | None, options.NUM_HEADS],
+    num_kv_heads: Annotated[int | None, options.NUM_KV_HEADS],
+    head_dim: Annotated[int | None, options.HEAD_DIM],
+    batch_size: Annotated[int, options.BATCH_SIZE],
+    dtype: Annotated[str | None, options.DTYPE],
+    ranks: Annotated[int, RANKS],
+    layout: Annotated[str, options.LAYOUT],
+    exchange: Annotated[str, options.EXCHANGE],
+    device: Annotated[str, options.DEVICE],
+    backend: Annotated[str, options.BACKEND],
+    backward: Annotated[bool, BACKWARD],
+    seed: Annotated[int, options.SEED],
+    show_ranks: Annotated[Sequence[int | None] | None, SHOW_RANKS],
+    json: Annotated[Path | None, options.JSON],
 ) -> None:
     """Run every rank on one device, one at a time, and compare with a single rank.
 
     Prints what each rank held, computed and sent, beside the plan. Exit code 1 if results are not
     those of one device, or memory or bytes not those of the plan.
     """
-    with reported_errors():
-        from ..bench import Workload, given_pattern
-        from ..checks import MOST_SIMULATED_RANKS
-        from .run_simulate import run
-        from .sharded import Sharded
+    from ..bench import default_dtype, given_workload, resolve_device
+    from ..checks import MOST_SIMULATED_RANKS
+    from .run_simulate import run
+    from .sharded import Sharded
 
-        workload = Workload(
-            pattern=given_pattern(
-                pattern,
-                None if segment_lengths is None else lengths_of(segment_lengths),
-                None if dilation_rates is None else ints_of(dilation_rates),
-                head_offsets=head_offsets,
-                head_branches=head_branches,
-            ),
-            length=length,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            batch=batch,
-            dtype=dtype,
-            is_causal=causal,
-            backend=cast("Backend", backend),
-        )
-        sharded = Sharded(
-            workload=workload,
-            ranks=ranks,
-            most_ranks=MOST_SIMULATED_RANKS,
-            layout_name=layout,
-            documents=documents_of(documents),
-        )
-        right = run(
-            sharded,
-            exchange=cast("Schedule", exchange),
-            device=device,
-            seed=seed,
-            backward=backward,
-            every=every,
-            json_file=json_file,
-        )
-        if not right:
-            raise typer.Exit(1)
+    workload = given_workload(
+        pattern,
+        segment_lengths,
+        dilation_rates,
+        head_offsets=head_offsets,
+        head_branches=head_branches,
+        seq_len=seq_len,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        batch_size=batch_size,
+        dtype=dtype or default_dtype(resolve_device(device).type),
+        is_causal=causal,
+        backend=backend,
+    )
+    sharded = Sharded(
+        workload=workload,
+        ranks=ranks,
+        most_ranks=MOST_SIMULATED_RANKS,
+        layout_name=layout,
+        documents=documents,
+    )
+    right = run(
+        sharded,
+        exchange=cast("Schedule", exchange),
+        device=device,
+        seed=seed,
+        backward=backward,
+        shown=_shown(show_ranks, ranks),
+        json_file=json,
+    )
+    if not right:
+        raise typer.Exit(1)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from rich.console import Console
 
 from ..checks import check_size
+from ..layout import SequenceLayout
 from ..plan import (
     AttentionPlan,
     Balance,
@@ -22,7 +23,7 @@ from ..plan import (
 )
 from ..terminal import Progress, make_console, show_table
 from .plan_tables import RankFigures, messages_table, rank_tables, tiles_table
-from .sharded import LAYOUTS, Sharded
+from .sharded import Sharded
 
 CHECK_LIMIT = 2_000_000
 """(Query, key) pairs and positions that `--check` enumerates unless it is told otherwise."""
@@ -69,7 +70,7 @@ def show(
     console.print(str(sharded))
     console.print(_decision(plan))
     work = flops_by_rank(plan, size)
-    console.print(in_words(balance(work)) + _with_zigzag(plan, size, sharded.layout_name))
+    console.print(in_words(balance(work)) + _with_zigzag(plan, size))
     if world_size <= SHOWN_ALL and not plan.gathers and world_size > 1:
         console.print(
             f"balance by ring step: {step_imbalance(plan):.3f} times the mean, if all ranks waited "
@@ -134,9 +135,10 @@ def in_words(found: Balance) -> str:
     )
 
 
-def _with_zigzag(plan: AttentionPlan, size: TensorSize, layout: str) -> str:
+def _with_zigzag(plan: AttentionPlan, size: TensorSize) -> str:
     """What zigzag would make of causal work that is dealt unevenly."""
-    if not plan.is_causal or layout == "zigzag" or plan.layout.world_size == 1:
+    layout = SequenceLayout.zigzag(plan.layout.length, plan.layout.world_size)
+    if not plan.is_causal or plan.layout == layout or plan.layout.world_size == 1:
         return ""
-    zigzag = replace(plan, layout=LAYOUTS["zigzag"](plan.layout.length, plan.layout.world_size))
+    zigzag = replace(plan, layout=layout)
     return f" (layout zigzag: {balance(flops_by_rank(zigzag, size)).imbalance:.3f} times the mean)"

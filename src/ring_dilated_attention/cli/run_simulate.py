@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -59,9 +58,9 @@ def run(
     *,
     exchange: Schedule,
     device: str,
-    seed: int | None,
+    seed: int,
     backward: bool,
-    every: bool = False,
+    shown: Sequence[int] | None = None,
     json_file: Path | None = None,
 ) -> bool:
     """Simulate a call of `dilated_attention` and print what each rank did.
@@ -72,9 +71,9 @@ def run(
             most two remote shards; ``"gather"`` starts all transfers at once and holds them all;
             ``"auto"`` gathers where all of them are at most the size of a shard.
         device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
-        seed: of the random inputs; None: a fresh one, which is printed.
+        seed: of the random inputs.
         backward: whether to run backward too.
-        every: whether to show every rank, not a few and the extremes.
+        shown: ranks to show; None: a few and the extremes.
         json_file: where to write everything; None: nowhere.
 
     Returns:
@@ -91,16 +90,16 @@ def run(
     case = Case(
         pattern=workload.pattern,
         layout=sharded.layout,
-        num_heads=workload.heads,
-        num_kv_heads=workload.num_kv_heads,
+        num_heads=workload.num_heads,
+        num_kv_heads=workload.kv_heads,
         head_dim=workload.head_dim,
-        batch=workload.batch,
+        batch=workload.batch_size,
         is_causal=workload.is_causal,
         documents=None if sharded.documents is None else tuple(sharded.documents),
         dtype=workload.torch_dtype,
         exchange=exchange,
         backend=workload.backend,
-        seed=secrets.randbelow(10**9) if seed is None else seed,
+        seed=seed,
         device=str(on),
     )
     if json_file is not None:
@@ -111,8 +110,9 @@ def run(
         found = simulate(case, backward=backward, told=progress.update)
     console.print(f"exchange: {'gather' if found.gathers else 'ring'}")
     console.print(in_words(found.balance))
+    chosen = _some(found.ranks) if shown is None else [found.ranks[rank] for rank in shown]
     console.print()
-    for table in tables(found.ranks if every else _some(found.ranks), found.ranks):
+    for table in tables(chosen, found.ranks):
         show_table(console, table)
     for text in _conclusions(found):
         console.print(text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from ..bench import device_type
 from ..checks import (
     MOST_PROCESSES,
     RANK_TIMEOUT,
@@ -25,7 +25,6 @@ from ..checks import (
     run_ranks,
     sweep,
 )
-from ..pattern import check_choice
 from ..terminal import (
     Column,
     Progress,
@@ -46,7 +45,7 @@ def verify(
     world_sizes: Sequence[int],
     *,
     device: str = "cpu",
-    seed: int | None = None,
+    seed: int = 0,
     timeout: float = RANK_TIMEOUT,
     every: bool = False,
     console: Console | None = None,
@@ -55,8 +54,9 @@ def verify(
 
     Args:
         world_sizes: numbers of ranks; a process is spawned for each rank.
-        device: ``"cpu"`` over gloo, or ``"cuda"`` over NCCL with one GPU per rank.
-        seed: of the random inputs; None: fresh ones, of a seed that is printed.
+        device: ``"cpu"`` over gloo, ``"cuda"`` over NCCL with one GPU per rank, or ``"auto"``:
+            CUDA where there is a device.
+        seed: of the random inputs.
         timeout: seconds that a rank waits for another.
         every: print a row per case instead of one per pattern and dtype.
         console: where to print; None: standard output.
@@ -69,7 +69,7 @@ def verify(
         RuntimeError, TimeoutError: a rank failed, or did not answer.
     """
     console = console or make_console()
-    check_choice("device", device, ("cpu", "cuda"))
+    device = device_type(device)
     for world_size in world_sizes:
         check_size("ranks", world_size, MOST_PROCESSES)
         if device == "cuda" and world_size > torch.cuda.device_count():
@@ -78,8 +78,6 @@ def verify(
             )
     check_seed(seed)
     check_seconds("timeout", timeout)
-    if seed is None:
-        seed = secrets.randbelow(10**9)
     console.print(f"seed {seed}\n")
     cases = {
         world_size: [replace(case, device=device) for case in sweep(world_size, seed)]

@@ -8,12 +8,10 @@ from functools import cached_property
 
 from ..bench import Workload
 from ..checks import check_pattern, check_size
-from ..layout import SequenceLayout
+from ..layout import LAYOUTS, SequenceLayout
 from ..pattern import check_choice
 from ..plan import AttentionPlan
 from ..terminal import count_of
-
-LAYOUTS = {"contiguous": SequenceLayout.contiguous, "zigzag": SequenceLayout.zigzag}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +22,7 @@ class Sharded:
         workload: what all ranks compute together.
         ranks: number of ranks.
         most_ranks: the most that the command takes.
-        layout_name: a key of `LAYOUTS`.
+        layout_name: one of `layout.LAYOUTS`.
         documents: cumulative lengths of packed documents; None: one document.
 
     Raises:
@@ -38,14 +36,16 @@ class Sharded:
     documents: Sequence[int] | None
 
     def __post_init__(self) -> None:
-        check_choice("layout", self.layout_name, tuple(LAYOUTS))
+        check_choice("layout", self.layout_name, LAYOUTS)
         check_size("ranks", self.ranks, self.most_ranks)
         check_pattern(self.workload.pattern, self.documents)
 
     @cached_property
     def layout(self) -> SequenceLayout:
         """Which rank holds which positions."""
-        return LAYOUTS[self.layout_name](self.workload.length, self.ranks)
+        return SequenceLayout.named(
+            self.layout_name, self.workload.seq_len, self.ranks, is_causal=self.workload.is_causal
+        )
 
     @cached_property
     def plan(self) -> AttentionPlan:
@@ -58,8 +58,8 @@ class Sharded:
         documents = 0 if self.documents is None else len(self.documents) - 1
         packed = f", {count_of(documents, 'document')}" if documents else ""
         return (
-            f"[bold]{w.pattern}[/bold]: {count_of(w.length, 'position')} on "
-            f"{count_of(count, 'rank')} ({self.layout_name}), {count_of(w.heads, 'head')} of "
-            f"{w.head_dim}, {count_of(w.num_kv_heads, 'KV head')}, batch {w.batch}, "
+            f"[bold]{w.pattern}[/bold]: {count_of(w.seq_len, 'position')} on "
+            f"{count_of(count, 'rank')} ({self.layout_name}), {count_of(w.num_heads, 'head')} of "
+            f"{w.head_dim}, {count_of(w.kv_heads, 'KV head')}, batch {w.batch_size}, "
             f"{w.dtype}, {'causal' if w.is_causal else 'not causal'}{packed}"
         )

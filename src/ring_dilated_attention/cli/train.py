@@ -2,193 +2,143 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from .common import RUNS, app, ints_of, lengths_of, reported_errors
+from ..named_patterns import given_pattern
+from . import options
+from . import train_options as own
+from .command import Example, command
+from .common import RUNS
+from .train_options import by_preset, run_s
 
+NOT_CONFIG = {"out", "resume", "ranks", "preset", "pattern"}
+"""Options of `rda train` that are no fields of a config."""
 
-def _option(default: object, help_text: str) -> Any:
-    """An option that is None when not given, so that resuming can keep the run's own value.
-
-    `default` is what the help shows; a test holds it to the default of `TrainConfig`.
-    """
-    return typer.Option(help=help_text, show_default=str(default))
+PATTERN = options.PATTERN_NAME.but(shown=f"{options.THE_PRESET_S} --segment-lengths")
 
 
 @contextmanager
 def _one_line_errors() -> Iterator[None]:
-    """`reported_errors`, of one line of less than 300 characters each."""
+    """Errors as one line of less than 300 characters each."""
     from ..train import TrainingError, one_line
 
-    with reported_errors():
-        try:
-            yield
-        except TrainingError as error:
-            raise TrainingError(one_line(error), bad_input=error.bad_input) from error
-        except (ValueError, TypeError, OSError) as error:
-            raise ValueError(one_line(error)) from error
-        except MemoryError as error:
-            raise TrainingError(one_line(f"out of memory: {error}")) from error
+    try:
+        yield
+    except TrainingError as error:
+        raise TrainingError(one_line(error), bad_input=error.bad_input) from error
+    except (ValueError, TypeError, OSError) as error:
+        raise ValueError(one_line(error)) from error
+    except MemoryError as error:
+        raise TrainingError(one_line(f"out of memory: {error}")) from error
 
 
-@app.command()
+@command(
+    Example("On the standard library's sources, on 2 ranks of this machine", "rda train --ranks 2"),
+    Example(
+        "On texts of your own, in sequences of 16,384",
+        "rda train --data texts --seq-len 16K \\\n"
+        "    --segment-lengths 2K,all --dilation-rates 1,8",
+    ),
+    Example("Go on for another 1,000 steps with the newest run", "rda train --resume --steps 1350"),
+)
 def train(
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Folder of the run.", show_default="runs/ and the time of day"),
-    ] = None,
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume",
-            help="Go on from the newest checkpoint of --out (without --out, of the newest run). "
-            "Options not given keep the run's values; the number of ranks is free.",
-        ),
-    ] = False,
-    ranks: Annotated[
-        int | None,
-        typer.Option(help="Local ranks to start; leave out under torchrun.", show_default="1"),
-    ] = None,
-    preset: Annotated[
-        str | None,
-        typer.Option(
-            help="Values of options that are not given: small (the defaults shown here), or "
-            "longnet-base (12 layers of width 768 on sequences of millions of bytes, for GPUs).",
-            show_default="small",
-        ),
-    ] = None,
-    data: Annotated[
-        list[str] | None,
-        _option("the standard library's sources", "Text file or folder; may be repeated."),
-    ] = None,
-    tokenizer: Annotated[
-        str | None,
-        _option("bytes", "bytes, or a tokenizer.json of a byte-level tokenizer (Hugging Face)."),
-    ] = None,
-    train_tokenizer: Annotated[
-        int | None,
-        _option("none", "Train a tokenizer of so many tokens on the training text, and use it."),
-    ] = None,
-    steps: Annotated[int | None, _option(350, "Step at which the run is complete.")] = None,
-    sequence_length: Annotated[
-        int | None, _option(4096, "Global length of a sequence, in tokens (bytes).")
-    ] = None,
-    batch_size: Annotated[int | None, _option(1, "Sequences a step, over all ranks.")] = None,
-    sequence_ranks: Annotated[
-        int | None, _option("all", "Ranks that share a sequence; must divide the ranks.")
-    ] = None,
-    layout: Annotated[
-        str | None, _option("zigzag", "How a sequence is cut: zigzag or contiguous.")
-    ] = None,
+    preset: Annotated[str | None, own.PRESET],
+    num_layers: Annotated[int | None, own.NUM_LAYERS],
+    embed_dim: Annotated[int | None, own.EMBED_DIM],
+    ffn_dim: Annotated[int | None, own.FFN_DIM],
+    rope_theta: Annotated[float | None, own.ROPE_THETA],
+    pattern: Annotated[
+        str | None, options.PATTERN_NAME.but(shown=f"{options.THE_PRESET_S} --segment-lengths")
+    ],
     segment_lengths: Annotated[
-        str | None,
-        _option("256,1024,4096", "One per branch, separated by commas; all: the whole sequence."),
-    ] = None,
-    dilation_rates: Annotated[
-        str | None, _option("1,2,4", "One per branch, separated by commas.")
-    ] = None,
-    head_offsets: Annotated[str | None, _option("interleaved", "interleaved or blocked.")] = None,
-    head_branches: Annotated[str | None, _option("all", "all or split.")] = None,
-    num_layers: Annotated[int | None, _option(3, "Blocks of the model.")] = None,
-    embed_dim: Annotated[int | None, _option(128, "Width of the model.")] = None,
-    num_heads: Annotated[int | None, _option(4, "Attention heads.")] = None,
-    num_kv_heads: Annotated[int | None, _option("as many as heads", "Key and value heads.")] = None,
-    ffn_dim: Annotated[int | None, _option(512, "Width of the MLP.")] = None,
-    rope_theta: Annotated[
-        float | None, _option(10_000.0, "Base of the rotary wavelengths.")
-    ] = None,
-    learning_rate: Annotated[float | None, _option(0.006, "Peak learning rate.")] = None,
-    final_learning_rate: Annotated[
-        float | None, _option(0.1, "End of its cosine, as a fraction of the peak.")
-    ] = None,
-    warmup_steps: Annotated[int | None, _option(20, "Steps of linear warm-up.")] = None,
-    weight_decay: Annotated[float | None, _option(0.1, "AdamW's, for matrices.")] = None,
-    beta1: Annotated[float | None, _option(0.9, "AdamW's.")] = None,
-    beta2: Annotated[float | None, _option(0.95, "AdamW's.")] = None,
-    max_grad_norm: Annotated[
-        float | None, _option(1.0, "Gradients are scaled down to this norm.")
-    ] = None,
-    seed: Annotated[int | None, _option(0, "Of initial weights and sampling.")] = None,
-    heldout_fraction: Annotated[
-        float | None, _option(0.05, "Part of the text that is held out of training.")
-    ] = None,
-    eval_every: Annotated[int | None, _option(50, "Steps between held-out evaluations.")] = None,
-    eval_windows: Annotated[int | None, _option(16, "Held-out sequences in an evaluation.")] = None,
-    save_every: Annotated[int | None, _option(100, "Steps between checkpoints.")] = None,
-    keep: Annotated[int | None, _option(3, "Newest checkpoints to keep.")] = None,
-    exchange: Annotated[
-        str | None, _option("auto", "How remote rows travel: auto, ring or gather.")
-    ] = None,
-    backend: Annotated[str | None, _option("auto", "Which attention kernels compute.")] = None,
-    device: Annotated[str | None, _option("auto", "auto, cpu or cuda.")] = None,
-    precision: Annotated[
-        str | None, _option("float32", "float32, or bfloat16 for autocast.")
-    ] = None,
-    checkpoint: Annotated[
-        str | None,
-        _option("none", "What backward recomputes: none, full or keep_attention (all but it)."),
-    ] = None,
-    checkpoint_blocks: Annotated[
-        int | None,
-        _option(1, "With keep_attention: keep the input of every Nth block only."),
-    ] = None,
-    chunk_rows: Annotated[
-        int | None,
-        _option("all", "Rows at a time of MLP, projections and loss: bounds their memory."),
-    ] = None,
-    timeout: Annotated[
-        float | None,
-        _option(
-            "1800 for gloo, 600 for NCCL",
-            "Seconds that a rank waits for another before the run fails and names it.",
-        ),
-    ] = None,
-    tensorboard: Annotated[
-        bool | None,
-        _option("no-tensorboard", "Write the log as events of TensorBoard too."),
-    ] = None,
+        Sequence[int | None] | None, by_preset(options.SEGMENT_LENGTHS, "256,1K,4K")
+    ],
+    dilation_rates: Annotated[Sequence[int] | None, by_preset(options.DILATION_RATES, "1,2,4")],
+    head_offsets: Annotated[str | None, by_preset(options.HEAD_OFFSETS_, "interleaved")],
+    head_branches: Annotated[str | None, by_preset(options.HEAD_BRANCHES_, "all")],
+    seq_len: Annotated[int | None, by_preset(options.SEQ_LENGTH, "4K")],
+    num_heads: Annotated[int | None, by_preset(options.NUM_HEADS, 4)],
+    num_kv_heads: Annotated[int | None, run_s(options.NUM_KV_HEADS)],
+    batch_size: Annotated[int | None, run_s(options.BATCH_SIZE)],
+    dtype: Annotated[str | None, by_preset(options.DTYPE, "fp32")],
+    data: Annotated[Sequence[str] | None, own.DATA],
+    tokenizer: Annotated[str | None, own.TOKENIZER],
+    train_tokenizer: Annotated[int | None, own.TRAIN_TOKENIZER],
+    heldout_fraction: Annotated[float | None, own.HELDOUT_FRACTION],
+    eval_every: Annotated[int | None, own.EVAL_EVERY],
+    eval_windows: Annotated[int | None, own.EVAL_WINDOWS],
+    steps: Annotated[int | None, own.STEPS],
+    learning_rate: Annotated[float | None, own.LEARNING_RATE],
+    final_learning_rate: Annotated[float | None, own.FINAL_LEARNING_RATE],
+    warmup_steps: Annotated[int | None, own.WARMUP_STEPS],
+    weight_decay: Annotated[float | None, own.WEIGHT_DECAY],
+    beta1: Annotated[float | None, own.BETA1],
+    beta2: Annotated[float | None, own.BETA2],
+    max_grad_norm: Annotated[float | None, own.MAX_GRAD_NORM],
+    ranks: Annotated[int | None, run_s(options.RANKS)],
+    sequence_ranks: Annotated[int | None, own.SEQUENCE_RANKS],
+    layout: Annotated[str | None, run_s(options.LAYOUT)],
+    exchange: Annotated[str | None, run_s(options.EXCHANGE)],
+    timeout: Annotated[float | None, run_s(options.TIMEOUT_)],
+    device: Annotated[str | None, run_s(options.DEVICE)],
+    backend: Annotated[str | None, run_s(options.BACKEND)],
+    seed: Annotated[int | None, run_s(options.SEED)],
+    activation_checkpoint: Annotated[str | None, own.ACTIVATION_CHECKPOINT],
+    activation_checkpoint_blocks: Annotated[int | None, own.ACTIVATION_CHECKPOINT_BLOCKS],
+    chunk_rows: Annotated[int | None, own.CHUNK_ROWS],
+    out: Annotated[Path | None, options.OUT],
+    resume: Annotated[bool, own.RESUME],
+    save_every: Annotated[int | None, own.SAVE_EVERY],
+    keep: Annotated[int | None, own.KEEP],
+    tensorboard: Annotated[bool | None, own.TENSORBOARD],
 ) -> None:
     """Train a LongNet on bytes or tokens, with every sequence sharded over the ranks.
 
-    Leaves log.jsonl, loss.png, run.toml (the options) and checkpoints/ in the folder of the run.
-    Ctrl-C stops after the current step and leaves a checkpoint to resume from. One training at a
-    time can use a folder.
+    Leaves log.jsonl, loss.png, run.toml (the options, for --config) and checkpoints/ in the folder
+    of the run. Ctrl-C stops after the current step and leaves a checkpoint to resume from. One
+    training at a time can use a folder. Under torchrun, leave out --ranks.
     """
-    options = {
+    given: dict[str, Any] = {
         name: value
         for name, value in locals().items()
-        if value is not None and name not in ("out", "resume", "ranks", "preset")
+        if value is not None and name not in NOT_CONFIG
     }
+    if pattern is not None:
+        chosen = given_pattern(
+            pattern,
+            segment_lengths,
+            dilation_rates,
+            head_offsets=head_offsets,
+            head_branches=head_branches,
+        )
+        for name in ("segment_lengths", "dilation_rates", "head_offsets", "head_branches"):
+            given[name] = getattr(chosen, name)
     with _one_line_errors():
-        for name, parse in (("segment_lengths", lengths_of), ("dilation_rates", ints_of)):
-            if name in options:
-                options[name] = parse(options[name])
-
         from ..train import train as run
 
-        run(out, options, preset=preset, ranks=ranks, resume=resume, runs=RUNS)
+        run(out, given, preset=preset, ranks=ranks, resume=resume, runs=RUNS)
 
 
-@app.command()
+@command(
+    Example("Continue a prompt with the newest run", 'rda sample --prompt "def "'),
+    Example(
+        "400 tokens, always the most likely, from a run of your choice",
+        'rda sample --prompt "def " --checkpoint runs/mine \\\n'
+        "    --temperature 0 --max-new-tokens 400",
+    ),
+)
 def sample(
-    prompt: Annotated[str, typer.Option(help="Text to continue.")],
-    checkpoint: Annotated[
-        Path | None,
-        typer.Option(help="A checkpoint or a run.", show_default="the newest run in runs/"),
-    ] = None,
-    count: Annotated[
-        int, typer.Option("--tokens", help="How many tokens to add (of a model of bytes: bytes).")
-    ] = 200,
-    temperature: Annotated[float, typer.Option(help="0: always the most likely token.")] = 0.8,
-    top_k: Annotated[
-        int | None, typer.Option(help="Draw among this many tokens only.", show_default="all")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    prompt: Annotated[str, own.PROMPT],
+    checkpoint: Annotated[Path | None, own.CHECKPOINT],
+    max_new_tokens: Annotated[int, own.MAX_NEW_TOKENS],
+    temperature: Annotated[float, own.TEMPERATURE],
+    top_k: Annotated[int | None, own.TOP_K],
+    seed: Annotated[int, options.SEED],
 ) -> None:
     """Continue a prompt from a checkpoint of `rda train`.
 
@@ -201,7 +151,7 @@ def sample(
         stream = sample_bytes(
             newest_run(RUNS) if checkpoint is None else checkpoint,
             prompt.encode(errors="surrogateescape"),
-            count=count,
+            count=max_new_tokens,
             temperature=temperature,
             top_k=top_k,
             seed=seed,
@@ -216,4 +166,4 @@ def sample(
                 yield part
 
         texts = ((done, text) for text in decoded(counted()))
-        streamed(texts, shown=prompt, total=count, unit="tokens", what="sample")
+        streamed(texts, shown=prompt, total=max_new_tokens, unit="tokens", what="sample")

@@ -2,41 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
-from ..checks import RANK_TIMEOUT
-from .common import Timeout, app, fail, reported_errors
+from . import options
+from .command import Example, command
+from .common import fail
+from .option import Flag
+
+EVERY_CASE = Flag(
+    name="every-case", panel=options.OUTPUT, help="A row per case, not per pattern and dtype."
+)
+RANKS = (1, 2, 3, 4)
 
 
-@app.command()
+@command(
+    Example("Forward and backward on 1, 2, 3 and 4 ranks of this machine's CPU", "rda verify"),
+    Example("On two GPUs, over NCCL", "rda verify --device cuda --ranks 2"),
+    Example("The same on other inputs, a row per case", "rda verify --seed 7 --every-case"),
+)
 def verify(
-    ranks: Annotated[
-        list[int] | None,
-        typer.Option(help="World size to check; may be repeated.", show_default="1 2 3 4"),
-    ] = None,
-    device: Annotated[str, typer.Option(help="cpu (gloo) or cuda (NCCL, a GPU a rank).")] = "cpu",
-    seed: Annotated[
-        int | None, typer.Option(help="Of the random inputs.", show_default="a fresh one")
-    ] = None,
-    timeout: Timeout = RANK_TIMEOUT,
-    every: Annotated[bool, typer.Option("--all", help="A row per case, not per pattern.")] = False,
+    ranks: Annotated[Sequence[int], options.RANKS.several.but(RANKS, shown="1,2,3,4")],
+    timeout: Annotated[float, options.TIMEOUT_],
+    device: Annotated[str, options.DEVICE.but("cpu")],
+    seed: Annotated[int, options.SEED],
+    every_case: Annotated[bool, EVERY_CASE],
 ) -> None:
     """Compare forward and backward on real ranks with a brute-force reference.
 
     Prints errors relative to float64 and the bytes moved against the plan's. Exit code 1 if any
     case is out of bounds.
     """
-    with reported_errors():
-        from .run_verify import verify as run
+    from .run_verify import verify as run
 
-        try:
-            right = run(
-                ranks or [1, 2, 3, 4], device=device, seed=seed, timeout=timeout, every=every
-            )
-        except (RuntimeError, TimeoutError) as error:
-            first, *traceback = str(error).strip().splitlines()
-            fail(" ".join([first, *traceback[-1:]]), 1)  # which rank, and why
-        if not right:
-            raise typer.Exit(1)
+    try:
+        right = run(ranks, device=device, seed=seed, timeout=timeout, every=every_case)
+    except (RuntimeError, TimeoutError) as error:
+        first, *traceback = str(error).strip().splitlines()
+        fail(" ".join([first, *traceback[-1:]]), 1)  # which rank, and why
+    if not right:
+        raise typer.Exit(1)

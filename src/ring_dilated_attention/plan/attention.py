@@ -224,7 +224,8 @@ class AttentionPlan:
         """A table: what the ranks hold, compute and exchange (the first 16 of them)."""
         layout, shown = self.layout, range(min(self.layout.world_size, 16))
         title = (
-            f"{self.pattern} over {layout.length} positions on {layout.world_size} ranks, "
+            f"{self.pattern} over {layout.length} positions on {layout.world_size} "
+            f"rank{'s' * (layout.world_size != 1)}, "
             f"{self.num_heads} heads, {self.num_kv_heads} KV heads, "
             f"{'causal' if self.is_causal else 'not causal'}, "
             f"{len(self.documents) - 1} document(s), {'gather' if self.gathers else 'ring'}"

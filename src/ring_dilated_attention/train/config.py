@@ -10,21 +10,20 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from ..checks import RANK_TIMEOUT, check_seconds, check_seed
 from ..functional import EXCHANGES, Schedule
-from ..layout import SequenceLayout
+from ..layout import LAYOUTS, SequenceLayout
 from ..nn import LongNetConfig, check_checkpoint
 from ..pattern import check_choice, check_positive_float, check_positive_int
 from ..tiles import BACKENDS, Backend
 from .data import HELDOUT_FRACTION
 from .tokenizer import BYTES, NUM_BYTES
 
-LAYOUTS = ("contiguous", "zigzag")
 DEVICES = ("auto", "cpu", "cuda")
-PRECISIONS = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16")
 
 MAX_SIZE = 1 << 24  # of a dimension of the model
 MAX_STEPS = 1 << 53  # the largest that a float counts by ones, for the learning rate
-MAX_TIMEOUT = 10_000_000  # seconds, 115 days; torch counts nanoseconds in 64 bits
 
 DEFAULT_MODEL = LongNetConfig(
     num_layers=3,
@@ -50,7 +49,7 @@ class TrainConfig:
             byte-level tokenizer.
         train_tokenizer: number of tokens of a tokenizer to train on the training text, at least
             257; None trains none. Excludes `tokenizer`.
-        sequence_length: global length of a training sequence, in tokens (of bytes, in bytes).
+        seq_len: global length of a training sequence, in tokens (of bytes, in bytes).
         batch_size: sequences a step, over all ranks.
         steps: step at which the run is complete.
         learning_rate: peak of the schedule.
@@ -66,7 +65,8 @@ class TrainConfig:
         eval_windows: held-out sequences in an evaluation.
         save_every: steps between checkpoints; there is one at the end in any case.
         keep: how many of the newest checkpoints to keep.
-        layout: how a sequence is cut over its ranks, ``"contiguous"`` or ``"zigzag"``.
+        layout: how a sequence is cut over its ranks: ``"contiguous"``, ``"zigzag"``, or ``"auto"``:
+            zigzag on several ranks.
         sequence_ranks: ranks that share a sequence; None means all.
         exchange: ``"ring"`` keeps one message in flight during compute and holds the rows of at
             most two remote shards; ``"gather"`` starts all transfers at once and holds them all;
@@ -74,17 +74,16 @@ class TrainConfig:
         backend: kernels that compute the tiles, one of `tiles.BACKENDS`; ``"auto"``, the default,
             takes the fastest one that supports the tensors, and any other name is used or refused.
         device: ``"auto"`` (CUDA where there is one), ``"cpu"`` or ``"cuda"``.
-        precision: ``"float32"``, or ``"bfloat16"`` for autocast around the model.
-        checkpoint: which activations are kept for backward: ``"none"`` recomputes nothing,
-            ``"full"`` the whole block, ``"keep_attention"`` all but its attention.
-        checkpoint_blocks: with ``"keep_attention"``, the input of one block in so many is kept;
-            those between are recomputed. Default 1.
+        dtype: ``"float32"``, or ``"bfloat16"`` for autocast around the model.
+        activation_checkpoint: what backward recomputes: ``"none"``, ``"full"`` (each block whole)
+            or ``"keep_attention"`` (each block but for its attention).
+        activation_checkpoint_blocks: with ``"keep_attention"``, only every Nth block's input is
+            stored; the blocks between are recomputed. Default 1.
         chunk_rows: rows of a chunk of all that treats every row alone; None is all at once; see
             `LongNet`.
-        timeout: seconds that a rank waits for another one before the run fails; None means
-            torch's own, 1,800 for gloo and 600 for NCCL. It must exceed what ranks may differ by,
-            such as rank 0's plot of the curve and training of a tokenizer. To start, ranks have at
-            least 300 seconds.
+        timeout: seconds that a rank waits for another one before the run fails. It must exceed
+            what ranks may differ by, such as rank 0's plot of the curve and training of a
+            tokenizer. To start, ranks have at least 300 seconds.
         tensorboard: whether to write the log as events of TensorBoard too.
 
     Raises:
@@ -97,7 +96,7 @@ class TrainConfig:
     model: LongNetConfig = field(default=DEFAULT_MODEL)
     tokenizer: str | None = None
     train_tokenizer: int | None = None
-    sequence_length: int = 4096
+    seq_len: int = 4096
     batch_size: int = 1
     steps: int = 350
     learning_rate: float = 6e-3
@@ -113,23 +112,23 @@ class TrainConfig:
     eval_windows: int = 16
     save_every: int = 100
     keep: int = 3
-    layout: str = "zigzag"
+    layout: str = "auto"
     sequence_ranks: int | None = None
     exchange: Schedule = "auto"
     backend: Backend = "auto"
     device: str = "auto"
-    precision: str = "float32"
-    checkpoint: str = "none"
-    checkpoint_blocks: int = 1
+    dtype: str = "float32"
+    activation_checkpoint: str = "none"
+    activation_checkpoint_blocks: int = 1
     chunk_rows: int | None = None
-    timeout: float | None = None
+    timeout: float = RANK_TIMEOUT
     tensorboard: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "out", Path(self.out))
         object.__setattr__(self, "data", tuple(map(str, self.data)))
         for name in (
-            "sequence_length",
+            "seq_len",
             "batch_size",
             "steps",
             "eval_every",
@@ -152,12 +151,8 @@ class TrainConfig:
                 raise ValueError(
                     f"{name} must be at most {MAX_STEPS}, got {_digits(getattr(self, name))}"
                 )
-        if self.seed >= 1 << 64:  # torch takes 64 bits
-            raise ValueError(f"seed must be below 2**64, got {_digits(self.seed)}")
-        if self.timeout is not None:
-            check_positive_float("timeout", self.timeout)
-            if self.timeout > MAX_TIMEOUT:
-                raise ValueError(f"timeout must be at most {MAX_TIMEOUT}, got {self.timeout:g}")
+        check_seed(self.seed)
+        check_seconds("timeout", check_positive_float("timeout", self.timeout))
         for name, low, high in (
             ("learning_rate", 0.0, math.inf),
             ("final_learning_rate", 0.0, 1.0),
@@ -182,8 +177,8 @@ class TrainConfig:
         check_choice("exchange", self.exchange, EXCHANGES)
         check_choice("backend", self.backend, BACKENDS)
         check_choice("device", self.device, DEVICES)
-        check_choice("precision", self.precision, PRECISIONS)
-        check_checkpoint(self.checkpoint, self.checkpoint_blocks)
+        check_choice("dtype", self.dtype, DTYPES)
+        check_checkpoint(self.activation_checkpoint, self.activation_checkpoint_blocks)
         self._check_tokenizer()
 
     def _check_tokenizer(self) -> None:
@@ -229,8 +224,7 @@ class TrainConfig:
 
     def sequence_layout(self, group_size: int) -> SequenceLayout:
         """Which positions of a sequence each rank of its group holds."""
-        make = SequenceLayout.zigzag if self.layout == "zigzag" else SequenceLayout.contiguous
-        return make(self.sequence_length, group_size)
+        return SequenceLayout.named(self.layout, self.seq_len, group_size, is_causal=True)
 
     def learning_rate_at(self, step: int) -> float:
         """Learning rate of step number `step` (from 0): linear warm-up, then a cosine."""
@@ -306,9 +300,9 @@ _LONGNET_BASE: dict[str, Any] = {
     # shows a query up to 4,096 keys, and takes a thousandth of the work.
     "segment_lengths": (2048, 4096, 8192, 16384, 32768, None),
     "dilation_rates": (1, 2, 4, 6, 12, 2048),
-    "sequence_length": 2_097_152,
-    "precision": "bfloat16",
-    "checkpoint": "keep_attention",
+    "seq_len": 2_097_152,
+    "dtype": "bfloat16",
+    "activation_checkpoint": "keep_attention",
     "chunk_rows": 65_536,
     # A step sees millions of bytes, so a run has few of them.
     "steps": 100,
@@ -327,7 +321,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 leaves out keep their defaults. ``small`` is the defaults: minutes on two CPU cores.
 ``longnet-base`` is for GPUs: by count of what lives, 100 to 120 GiB each for 2,097,152 bytes of a
 sequence (the more where the ranks are so many that attention's gradients are summed in float32),
-and 18 GiB less with `checkpoint_blocks` 3, which computes more."""
+and 18 GiB less with `activation_checkpoint_blocks` 3, which computes more."""
 
 
 def preset_options(name: str) -> Mapping[str, Any]:

@@ -61,43 +61,43 @@ class Corpus:
         """Bytes of text that the labels of these windows spell: of all but each first token."""
         raise NotImplementedError
 
-    def check_window(self, sequence_length: int) -> None:
+    def check_window(self, seq_len: int) -> None:
         """Raise a `ValueError` unless both splits hold a window of this many inputs and labels."""
         for name, text in (("training", self.train), ("held-out", self.heldout)):
-            if len(text) <= sequence_length:
+            if len(text) <= seq_len:
                 raise ValueError(
-                    f"a sequence of {sequence_length} {self.unit} and its labels need "
-                    f"{sequence_length + 1} {self.unit} of {name} text; {self.description} has "
+                    f"a sequence of {seq_len} {self.unit} and its labels need "
+                    f"{seq_len + 1} {self.unit} of {name} text; {self.description} has "
                     f"{len(text)}"
                 )
 
     def train_windows(
-        self, sequence_length: int, *, seed: int, step: int, rows: Sequence[int]
+        self, seq_len: int, *, seed: int, step: int, rows: Sequence[int]
     ) -> list[Tensor]:
         """Training windows: a pure function of (seed, step, row), on any number of ranks.
 
         Args:
-            sequence_length: number of inputs in a window, which is one token longer.
+            seq_len: number of inputs in a window, which is one token longer.
             seed: of the run.
             step: number of the step.
             rows: which rows of the step's batch.
 
         Returns:
-            For every row a view of `train`: shape (sequence_length + 1,).
+            For every row a view of `train`: shape (seq_len + 1,).
         """
-        count = len(self.train) - sequence_length
+        count = len(self.train) - seq_len
         starts = [_draw(f"{seed}/{step}/{row}", count) for row in rows]
-        return [self.train[s : s + sequence_length + 1] for s in starts]
+        return [self.train[s : s + seq_len + 1] for s in starts]
 
-    def heldout_starts(self, sequence_length: int, count: int) -> list[int]:
+    def heldout_starts(self, seq_len: int, count: int) -> list[int]:
         """Where up to `count` disjoint held-out windows start, evenly spaced; always the same."""
-        available = (len(self.heldout) - 1) // sequence_length
+        available = (len(self.heldout) - 1) // seq_len
         count = min(count, available)
-        return [i * available // count * sequence_length for i in range(count)]
+        return [i * available // count * seq_len for i in range(count)]
 
-    def heldout_windows(self, sequence_length: int, starts: Sequence[int]) -> list[Tensor]:
-        """Held-out windows that start there: views of `heldout`, shape (sequence_length + 1,)."""
-        return [self.heldout[s : s + sequence_length + 1] for s in starts]
+    def heldout_windows(self, seq_len: int, starts: Sequence[int]) -> list[Tensor]:
+        """Held-out windows that start there: views of `heldout`, shape (seq_len + 1,)."""
+        return [self.heldout[s : s + seq_len + 1] for s in starts]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -73,10 +73,10 @@ class Watch:
         store: in which the ranks meet.
         rank: this rank.
         size: number of ranks.
-        timeout: seconds that the process group waits; None if that is torch's own.
+        timeout: seconds that the process group waits.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: float | None) -> None:
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: float) -> None:
         self._rank = rank
         self._size = size
         self._timeout = timeout
@@ -99,7 +99,7 @@ class Watch:
         Raises:
             LostRankError: some have not; the message names them.
         """
-        limit = max(_START, self._timeout or 0)
+        limit = max(_START, self._timeout)
         self._store.set(f"met/{self._rank}", "")
         names = [f"met/{rank}" for rank in range(self._size)]
         try:
@@ -182,8 +182,7 @@ class Watch:
             began = self._store.get(f"doing/{silent[0]}").decode()
         names = f"rank{'s'[: len(silent) > 1]} {', '.join(map(str, silent))}"
         timed_out = re.search(r"[Tt]imed out|timeout", str(error)) is not None
-        limit = "the timeout" if self._timeout is None else f"{self._timeout:g} s"
-        kind = f"no answer within {limit}" if timed_out and not gone else "gone"
+        kind = f"no answer within {self._timeout:g} s" if timed_out and not gone else "gone"
         return LostRankError(
             f"{names}: {kind}; rank {self._rank} waited in {self._doing}; the last that rank "
             f"{silent[0]} began: {began}"

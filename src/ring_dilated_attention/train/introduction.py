@@ -1,4 +1,4 @@
-"""What a run says before its first step: what is read, left out and held out, and what is trained."""
+"""What a run says before its first step: what is read, left out, held out and trained."""
 
 from __future__ import annotations
 
@@ -37,6 +37,6 @@ def what_is_trained(num_parameters: int, corpus: Corpus, config: TrainConfig, wo
         tokens = f" from {len(corpus.train):,} tokens of a vocabulary of {len(corpus.lengths):,}"
     return (
         f"{num_parameters:,} parameters; {count_of(world.size, 'rank')}{groups} on "
-        f"{world.device.type}; sequences of {config.sequence_length:,} {corpus.unit}{tokens}, "
+        f"{world.device.type}; sequences of {config.seq_len:,} {corpus.unit}{tokens}, "
         f"{config.batch_size:,} per step"
     )

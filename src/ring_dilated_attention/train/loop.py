@@ -108,8 +108,8 @@ def run(config: TrainConfig, *, resume: bool = False, stop: StopRequest | None =
                 config.model,
                 exchange=config.exchange,
                 backend=config.backend,
-                checkpoint=config.checkpoint,
-                checkpoint_blocks=config.checkpoint_blocks,
+                checkpoint=config.activation_checkpoint,
+                checkpoint_blocks=config.activation_checkpoint_blocks,
                 chunk_rows=config.chunk_rows,
             )
         model.to(world.device)
@@ -198,7 +198,7 @@ def _train(
                 "bits_per_byte": bits,
                 "learning_rate": config.learning_rate_at(step - 1),
                 "seconds": seconds,
-                "tokens_per_second": config.batch_size * config.sequence_length / seconds,
+                "tokens_per_second": config.batch_size * config.seq_len / seconds,
                 "peak_memory_bytes": max(memory),
             }
             if log:
@@ -261,7 +261,7 @@ def _step(
         group["lr"] = config.learning_rate_at(step)
     optimizer.zero_grad(set_to_none=True)
     loss = _summed_loss(job, _windows(job, step))
-    (loss / (config.batch_size * config.sequence_length)).backward()  # type: ignore[no-untyped-call]
+    (loss / (config.batch_size * config.seq_len)).backward()  # type: ignore[no-untyped-call]
     world.begin(f"step {step + 1}, the sum of gradients")
     world.sum_gradients(parameters)
     norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
@@ -273,7 +273,7 @@ def _windows(job: _Job, step: int) -> list[Tensor]:
     """The windows of this rank's sequence group in a step."""
     config, world = job.config, job.world
     return job.corpus.train_windows(
-        config.sequence_length,
+        config.seq_len,
         seed=config.seed,
         step=step,
         rows=range(world.data_rank, config.batch_size, world.data_size),
@@ -307,7 +307,7 @@ def _share_metrics(
     # On the host, before any waits for its device: where a rank is missing, this says so.
     stops, num_bytes, *memory = world.sum(shared).tolist()
     nats = world.sum(loss.double()).item()
-    mean = nats / (config.batch_size * config.sequence_length)
+    mean = nats / (config.batch_size * config.seq_len)
     return mean, nats / num_bytes / math.log(2), stops > 0, [int(m) for m in memory]
 
 
@@ -318,19 +318,19 @@ def _evaluate(job: _Job) -> tuple[float, float]:
     They are spread over the sequence groups.
     """
     config, world = job.config, job.world
-    starts = job.corpus.heldout_starts(config.sequence_length, config.eval_windows)
+    starts = job.corpus.heldout_starts(config.seq_len, config.eval_windows)
     mine = starts[world.data_rank :: world.data_size]
     rows = -(-config.batch_size // world.data_size)  # no more memory than a training step
     total = torch.zeros((), dtype=torch.float64, device=world.device)
     for first in range(0, len(mine), rows):
-        windows = job.corpus.heldout_windows(config.sequence_length, mine[first : first + rows])
+        windows = job.corpus.heldout_windows(config.seq_len, mine[first : first + rows])
         total += _summed_loss(job, windows)
     num_bytes = job.corpus.count_bytes(
-        job.corpus.heldout_windows(config.sequence_length, starts)  # all of them, on every rank
+        job.corpus.heldout_windows(config.seq_len, starts)  # all of them, on every rank
     )
     world.meet()
     nats = world.sum(total).item()
-    return nats / (len(starts) * config.sequence_length), nats / num_bytes / math.log(2)
+    return nats / (len(starts) * config.seq_len), nats / num_bytes / math.log(2)
 
 
 def _optimizer(model: LongNet, config: TrainConfig) -> torch.optim.AdamW:
@@ -348,7 +348,7 @@ def _optimizer(model: LongNet, config: TrainConfig) -> torch.optim.AdamW:
 
 
 def _autocast(config: TrainConfig, device: torch.device) -> AbstractContextManager[None]:
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.precision == "bfloat16")
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.dtype == "bfloat16")
 
 
 def _agree(config: TrainConfig, world: World) -> TrainConfig:

@@ -33,9 +33,9 @@ def check_memory(config: TrainConfig, world_size: int, local_ranks: int) -> None
     block = 2 * model.embed_dim * (model.embed_dim + kv_dim + model.ffn_dim)
     state = (model.num_layers * block + model.vocab_size * model.embed_dim) * _STATE_BYTES
     rows = -(-config.batch_size // (world_size // group_size))
-    kept = -(-model.num_layers // config.checkpoint_blocks)
-    itemsize = 4 if config.precision == "float32" else 2
-    positions = rows * (config.sequence_length // group_size)
+    kept = -(-model.num_layers // config.activation_checkpoint_blocks)
+    itemsize = 4 if config.dtype == "float32" else 2
+    positions = rows * (config.seq_len // group_size)
     batch = positions * (_TOKEN_BYTES + kept * model.embed_dim * itemsize)
     # `LongNet.loss` has the logits of all its rows at once, or of a chunk of each sequence.
     at_once = min(positions, rows * config.chunk_rows) if config.chunk_rows else positions
@@ -51,7 +51,7 @@ def check_memory(config: TrainConfig, world_size: int, local_ranks: int) -> None
     if most == state:
         change = "--num-layers, --embed-dim or --ffn-dim"
     elif most == batch or (most == logits and config.chunk_rows is None):
-        change = "--batch-size or --sequence-length"
+        change = "--batch-size or --seq-len"
         if most == logits:
             change += ", or give --chunk-rows"
     elif most == logits:

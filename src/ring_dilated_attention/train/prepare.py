@@ -84,7 +84,7 @@ def check_run(
         heldout_fraction=config.heldout_fraction,
         check_size=lambda size, description: check_text(size, local_ranks, description),
     )
-    corpus.check_window(config.sequence_length)  # tokens are bytes, or fewer
+    corpus.check_window(config.seq_len)  # tokens are bytes, or fewer
     if start is not None and start.fingerprint != corpus.fingerprint:
         raise ValueError(
             f"{start.path} was trained on other data than {corpus.description} holds now"
@@ -260,7 +260,7 @@ def _are_there(config: TrainConfig, text: ByteCorpus, tokenizer: SubwordTokenize
 
 def _checked(config: TrainConfig, text: ByteCorpus, digest: str | None) -> TokenCorpus:
     corpus = TokenCorpus.open(config.out, text, digest)
-    corpus.check_window(config.sequence_length)
+    corpus.check_window(config.seq_len)
     return corpus
 
 

@@ -172,7 +172,7 @@ def joined(config: TrainConfig) -> Iterator[World]:
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    timeout = None if config.timeout is None else timedelta(seconds=config.timeout)
+    timeout = timedelta(seconds=config.timeout)
     rank = int(os.environ["RANK"])
     try:
         store, _, _ = next(dist.rendezvous("env://", rank, size))
@@ -241,7 +241,7 @@ def _sequence_group(
         return world
     rows = [range(first, first + group_size) for first in range(0, size, group_size)]
     # A new group does not take the timeout of the first one.
-    timeout = None if config.timeout is None else timedelta(seconds=config.timeout)
+    timeout = timedelta(seconds=config.timeout)
     groups: list[dist.ProcessGroup] = [dist.new_group(list(row), timeout=timeout) for row in rows]
     return groups[data_rank]
 

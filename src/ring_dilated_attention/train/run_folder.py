@@ -228,5 +228,5 @@ class Report:
         self._progress.__enter__()
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self._progress.__exit__(*error)

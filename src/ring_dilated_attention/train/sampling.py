@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -10,8 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..checks import check_seed
 from ..nn import LongNet
-from ..pattern import check_positive_float, check_positive_int
+from ..pattern import check_positive_int
 from . import checkpoint
 from .errors import one_line
 from .tokenizer import NUM_BYTES
@@ -29,7 +31,7 @@ def sample_bytes(
 ) -> Iterator[bytes]:
     """Bytes that continue a prompt, those of one token at a time.
 
-    The model reads at most the last ``sequence_length`` tokens, the length it was trained on.
+    The model reads at most the last ``seq_len`` tokens, the length it was trained on.
 
     Args:
         path: a checkpoint, or a run, whose newest checkpoint is taken.
@@ -37,7 +39,7 @@ def sample_bytes(
         count: how many tokens to give; those of a model of bytes are bytes.
         temperature: logits are divided by it; 0 takes the most likely token always.
         top_k: draw among this many most likely tokens only; None means all.
-        seed: of the draws, from 0 to 2**64 - 1.
+        seed: of the draws, from 0 to 2**62 - 1.
         told: called with one line for every newer checkpoint of the run that is damaged.
 
     Returns:
@@ -49,12 +51,11 @@ def sample_bytes(
             checkpoint, or its tokenizer does not spell the prompt.
     """
     check_positive_int("count", count)
-    if temperature != 0:
-        check_positive_float("temperature", temperature)
+    if not isinstance(temperature, int | float) or not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature must be finite and >= 0; got {temperature!r}")
     if not prompt:
         raise ValueError("the prompt must have at least one byte; got an empty one")
-    if not 0 <= seed < 1 << 64:
-        raise ValueError(f"seed must be >= 0 and below 2**64; got {seed}")
+    check_seed(seed)
     found = checkpoint.newest(path)
     for damaged in found.damaged:
         told(f"{one_line(damaged)}; taking {found.path.name}")
@@ -84,7 +85,7 @@ def sample_bytes(
         top_k=top_k,
         generator=torch.Generator().manual_seed(seed),
     )
-    numbers = _continued(model, tokens, draw, count=count, context=found.config.sequence_length)
+    numbers = _continued(model, tokens, draw, count=count, context=found.config.seq_len)
     return (spelled[number] or b"" for number in numbers)
 
 

@@ -75,6 +75,7 @@ def test_run_toml_is_read_back(preset: str) -> None:
     plain = TrainConfig(out=Path("run")).with_options(preset_options(preset))
     for config in (
         plain,
+        replace(plain, warmup_steps=0, weight_decay=0.0, final_learning_rate=0.0, beta1=0.0),
         replace(plain, data=("a b", 'quote " and \\', "é\n\t\x7f", "漢")),
         replace(plain, tokenizer="x.json", chunk_rows=5, sequence_ranks=2, timeout=0.5),
         replace(plain, train_tokenizer=300, tensorboard=True, learning_rate=1e-30),

@@ -279,8 +279,8 @@ def gpu_memory(style: Style) -> Sheet:
         axes.set_xlabel("GPUs")
         axes.set_ylabel("" if number else "GiB per GPU")
     sheet.note(
-        "Dashed: this library's memory on 1 GPU / GPUs. H200s of one host; the GPU that holds most. "
-        "The axes start at 0.",
+        "Dashed: this library's memory on 1 GPU / GPUs. H200s of one host; the GPU that holds "
+        "most. The axes start at 0.",
     )
     return sheet
 

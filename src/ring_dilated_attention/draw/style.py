@@ -95,7 +95,7 @@ DARK = Style(
     muted="#9aa6b2",
     faint="#1e2630",
     own="#596673",
-    branches=("#e3f1ff", "#7cc0f5", "#2f93b8", "#1f6f5f"),
+    branches=("#e3f1ff", "#7cc0f5", "#2f93b8", "#27907a"),
     ranks=(
         *("#f5843a", "#a987e8", "#f2c14a", "#2fc59b"),
         *("#ee86bd", "#6fb4ee", "#bd8a7c", "#93a3c4"),

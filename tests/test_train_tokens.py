@@ -390,8 +390,14 @@ def test_samples_are_tokens_that_stream_as_text(alone: TrainConfig) -> None:
     assert max(map(len, drawn)) > 1
     assert drawn == sampled()
     assert sampled(temperature=0) == sampled(top_k=1, seed=5)
-    for text in (decoded(drawn), decoded([b"a\xc3", b"\xa9\xff", b"\xe2"])):
-        "".join(text).encode()  # whole characters, or U+FFFD for what is none
+    likely = Tokenizer.from_file(str(alone.out / TOKENIZER)).encode("line 12").ids
+    model = LongNet(MODEL)
+    checkpoint.newest(alone.out).load(model)
+    for text in sampled(temperature=0, count=5):
+        likely.append(int(model(torch.tensor([likely]))[0, -1].argmax()))
+        assert text == spelled[likely[-1]]
+    for shown in (decoded(drawn), decoded([b"a\xc3", b"\xa9\xff", b"\xe2"])):
+        "".join(shown).encode()  # whole characters, or U+FFFD for what is none
     assert "".join(decoded([b"a\xc3", b"\xa9\xff", b"\xe2"])) == "aé\ufffd\ufffd"
     assert len(sampled("\xff é".encode("latin-1"), count=2)) == 2  # a prompt that is not UTF-8
     assert len(sampled(b"line " * 100, count=2)) == 2  # longer than a sequence

@@ -39,6 +39,7 @@ from ..terminal import (
     make_console,
     numbers,
     show_table,
+    show_text,
 )
 from .run_plan import SHOWN_ALL, SHOWN_FEW, in_words
 from .sharded import Sharded
@@ -104,10 +105,10 @@ def run(
     )
     if json_file is not None:
         check_output(json_file)
-    console.print(f"{sharded}, on {case.device}, seed {case.seed}")
     work = simulated_flops(case, backward=backward)
     with Progress("simulate", total=work, unit=FLOP) as progress:
         found = simulate(case, backward=backward, told=progress.update)
+    console.print(f"{sharded}, on {case.device}, seed {case.seed}")
     console.print(f"exchange: {'gather' if found.gathers else 'ring'}")
     console.print(in_words(found.balance))
     chosen = _some(found.ranks) if shown is None else [found.ranks[rank] for rank in shown]
@@ -118,7 +119,7 @@ def run(
         console.print(text)
     if json_file is not None:
         json_file.write_text(json.dumps(_as_json(case, sharded.layout_name, found)) + "\n")
-        console.print(f"wrote {json_file}", soft_wrap=True, markup=False)
+        show_text(console, f"wrote {json_file}")
     return found.ok
 
 
@@ -157,7 +158,7 @@ def tables(chosen: Sequence[RankReport], ranks: Sequence[RankReport]) -> list[Ta
     parts = {
         "Compute per rank, one rank at a time": _compute(column),
         "Memory held during forward": _memory(column),
-        "Exchange as counted; the last columns are sent in both passes": _exchange(column),
+        "Exchange as counted, and planned": _exchange(column),
     }
     keys = [Column(heading="rank", cells=names)]
     return [
@@ -210,8 +211,8 @@ def _exchange(column: _ColumnOf) -> list[Column]:
         *amounts(
             [
                 *zip(names, moved, strict=True),
-                ("sent", sent("counted")),
-                ("planned", sent("planned")),
+                ("total sent", sent("counted")),
+                ("total planned", sent("planned")),
             ],
             BYTES,
         ),

@@ -53,14 +53,14 @@ class Selection:
 
     Attributes:
         backend: the back end; None: the table-driven kernel computes them all.
-        forward_table_flops: kernel calls of forward of at most so many operations go to the
+        forward_table_flops: forward kernel calls of at most this number of operations go to the
             table-driven kernel.
-        backward_table_flops: kernel calls of backward of at most so many operations, counted as
+        backward_table_flops: backward kernel calls of at most this number of operations, counted as
             those of forward, go to the table-driven kernel.
-        own_forward_flops: kernel calls of forward of at most so many operations join a launch that
-            goes through several branches row by row.
-        own_backward_flops: kernel calls of backward of at most so many operations, counted as those
-            of forward, do, in calls of more than `cpu_flops` operations of forward.
+        own_forward_flops: forward kernel calls of at most this number of operations join a launch
+            that goes through several branches row by row.
+        own_backward_flops: backward kernel calls of at most this number of operations, counted as
+            those of forward, do, in calls of more than `cpu_flops` operations of forward.
         cpu_flops: in calls of fewer, those of at most `own_forward_flops` do.
     """
 

@@ -43,33 +43,27 @@ def _options(command: Any, context: Any) -> list[str]:
             continue
         panel = getattr(parameter, "rich_help_panel", None) or "Options"
         panels[panel].append(_row(parameter, context))
-    head = "| option | value | default | meaning |\n|---|---|---|---|\n"
+    head = "| option | meaning | default |\n|---|---|---|\n"
     return [f"**{panel}**\n\n{head}" + "\n".join(rows) for panel, rows in panels.items()]
 
 
 def _row(parameter: Any, context: Any) -> str:
-    if parameter.param_type_name == "argument":
-        names = _code(parameter.metavar or parameter.name.upper())
-    else:
-        names = ", ".join(map(_code, parameter.opts))
-        if parameter.secondary_opts:
-            names += " / " + ", ".join(map(_code, parameter.secondary_opts))
     # typer has its own way since 0.29, click's before.
     show_type = getattr(parameter, "display_type", None) or parameter.make_metavar
     metavar = parameter.metavar or show_type(context).strip("[]")
-    if getattr(parameter, "is_flag", False):
-        value = ""
-    elif "|" in metavar:
-        value = ", ".join(map(_code, metavar.split("|")))
+    if parameter.param_type_name == "argument":
+        names = [parameter.metavar or parameter.name.upper()]
+    elif getattr(parameter, "is_flag", False):
+        names = [*parameter.opts, *parameter.secondary_opts]
     else:
-        value = _cell(metavar)
+        names = [f"{name} {metavar}" for name in parameter.opts]
     help, _, default = (getattr(parameter, "help", None) or "").rpartition(" Default: ")
     if not help:
         help, default = default, ""
     default = _cell(default.removesuffix(".")) if default else _default(parameter)
     if help.endswith(" Required."):
         help, default = help.removesuffix(" Required."), "required"
-    return f"| {names} | {value} | {default} | {_cell(help)} |"
+    return f"| {', '.join(map(_code, names))} | {_cell(help)} | {default} |"
 
 
 def _default(parameter: Any) -> str:

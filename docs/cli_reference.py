@@ -49,7 +49,7 @@ def _options(command: Any, context: Any) -> list[str]:
 
 def _row(parameter: Any, context: Any) -> str:
     if parameter.param_type_name == "argument":
-        names = parameter.human_readable_name
+        names = _code(parameter.metavar or parameter.name.upper())
     else:
         names = ", ".join(map(_code, parameter.opts))
         if parameter.secondary_opts:

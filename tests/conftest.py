@@ -1,5 +1,6 @@
 """Shared by all tests: memory of tensors, hypothesis, interpreted kernels, the gpu marker."""
 
+import math
 import os
 
 import pytest
@@ -7,6 +8,9 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from ring_dilated_attention.checks import nan_in_uninitialized_memory
+from ring_dilated_attention.terminal import progress
+
+os.environ.pop("COLUMNS", None)  # pytest-xdist sets it: commands would take 80 columns for asked
 
 if not torch.cuda.is_available():  # before Triton is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -19,6 +23,12 @@ settings.load_profile("default")
 def _nan_in_uninitialized_memory():
     with nan_in_uninitialized_memory():
         yield
+
+
+@pytest.fixture(autouse=True)
+def _no_lines_of_progress(monkeypatch):
+    """On a machine with much to do, even a command that fails at once may take seconds."""
+    monkeypatch.setattr(progress, "FIRST_LINE_S", math.inf)
 
 
 @pytest.fixture(autouse=True)

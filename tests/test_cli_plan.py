@@ -24,11 +24,6 @@ from ring_dilated_attention.plan import TensorSize, balance, flops, flops_by_ran
 from ring_dilated_attention.tiles import TileInputs
 
 
-@pytest.fixture(autouse=True)
-def _no_width(monkeypatch):
-    monkeypatch.delenv("COLUMNS", raising=False)  # of pytest-xdist
-
-
 def rda(*arguments):
     return CliRunner().invoke(app, list(arguments))
 
@@ -66,7 +61,7 @@ def test_plan_lists_tiles_and_proves_itself():
     assert done.exit_code == 0, done.output
     assert "exchange: ring" in done.output
     assert "Messages of rank 2" in done.output
-    assert "proved: every (branch, head, query, visible key) is computed once" in done.output
+    assert "proven: every (branch, head, query, visible key) is computed once" in done.output
 
 
 def test_plan_says_which_rows_are_copied():
@@ -250,7 +245,7 @@ def test_verify_fails_when_something_is_wrong(monkeypatch):
     done = rda("verify", "--ranks=1", "--every-case", "--seed=7", "--timeout=5")
     assert done.exit_code == 1
     assert "OUT OF BOUNDS" in done.output
-    assert re.search(r" 53 +7 +WRONG ", done.output)
+    assert re.search(r"float64 +53 +7 +WRONG ", done.output)
 
 
 def test_verify_refuses_what_it_cannot_run():

@@ -13,11 +13,6 @@ from ring_dilated_attention.plan import costs
 OPTIONS = ["--segment-lengths=16,50,all", "--dilation-rates=1,3,4", "--head-dim=8"]
 
 
-@pytest.fixture(autouse=True)
-def _no_width(monkeypatch):
-    monkeypatch.delenv("COLUMNS", raising=False)  # of pytest-xdist
-
-
 def rda(*arguments):
     return CliRunner().invoke(app, ["simulate", "--device=cpu", *arguments])
 

@@ -205,8 +205,10 @@ class _Run:
         """Time one kind of call of all entries still in, and a matrix product, taking turns."""
         multiply, side = measure.matmul(self.team.device, self.workload.torch_dtype)
         entries = {entry.name: entry for entry in self.entries if entry.status == OK}
+        if not entries:
+            return
         turns = [entry.turn(backward) for entry in entries.values()]
-        turns.append(Turn(name=_MATMUL, call=lambda _: (multiply(),)))
+        turns.append(Turn(name=_MATMUL, call=lambda _: (multiply(),), is_reference=True))
 
         def failed(name: str, failure: Failure) -> None:
             if name == _MATMUL:
@@ -215,6 +217,8 @@ class _Run:
 
         samples = take_turns(turns, self.team, self.options, failed, told)
         products = samples.pop(_MATMUL)
+        if not samples:
+            return
         rates = tuple(2 * side**3 / statistics.median(ms) / 1e9 for ms in products.by_rank)
         for name, found in samples.items():
             timing = self._timing(entries[name], backward, found)

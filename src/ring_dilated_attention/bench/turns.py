@@ -35,11 +35,13 @@ class Turn:
         name: of it.
         call: is given the number of the call; returns what it computed.
         inside: the context in which it runs.
+        is_reference: whether it is timed beside others alone: not where all of them fail.
     """
 
     name: str
     call: Callable[[int], tuple[torch.Tensor, ...]]
     inside: Callable[[], AbstractContextManager[None]] = nullcontext
+    is_reference: bool = False
 
 
 class Samples(NamedTuple):
@@ -101,7 +103,9 @@ def take_turns(
             affordable = int(options.seconds * 1e3 / (calls * slowest))
             count = min(options.repeats, max(FEWEST_SAMPLES, affordable))
             numbers[turn.name], taken[turn.name] = (calls, count), []
-    rounds = max((count for _, count in numbers.values()), default=0)
+    left = [numbers[turn.name][1] for turn in turns if turn.name in numbers]
+    others = any(turn.name in numbers and not turn.is_reference for turn in turns)
+    rounds = max(left) if others else 0
     for index in range(rounds):
         told(WARM_UP_SHARE + (1 - WARM_UP_SHARE) * index / rounds)
         first = index % len(turns)

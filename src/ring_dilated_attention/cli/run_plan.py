@@ -95,7 +95,7 @@ def _prove(plan: AttentionPlan, console: Console) -> None:
     with Progress("check", total=proof_steps(plan), unit="pairs") as progress:
         check_plan(plan, told=progress.update)
     console.print(
-        "proved: every (branch, head, query, visible key) is computed once; sends match receives; "
+        "proven: every (branch, head, query, visible key) is computed once; sends match receives; "
         "each message has the fewest rows; every remote gradient is returned to its owner"
     )
 
@@ -105,9 +105,9 @@ def _refuse_long_check(plan: AttentionPlan, limit: int) -> None:
     work = enumerated(plan)
     if work > limit:
         raise ValueError(
-            f"--check would enumerate {work:,} pairs of positions, and the limit is {limit:,}: use "
-            f"a shorter sequence or fewer heads, or raise --check-limit (a million pairs take "
-            f"about {CHECK_BYTES / 1000:.1f} GB and 2 seconds)"
+            f"--check would enumerate {work:,} pairs of positions, more than {limit:,}: take a "
+            f"shorter length or fewer heads, or raise --check-limit (a million takes about "
+            f"{CHECK_BYTES / 1000:.1f} GB and 2 seconds)"
         )
 
 

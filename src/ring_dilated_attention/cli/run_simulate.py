@@ -105,10 +105,10 @@ def run(
     )
     if json_file is not None:
         check_output(json_file)
-    console.print(f"{sharded}, on {case.device}, seed {case.seed}")
     work = simulated_flops(case, backward=backward)
     with Progress("simulate", total=work, unit=FLOP) as progress:
         found = simulate(case, backward=backward, told=progress.update)
+    console.print(f"{sharded}, on {case.device}, seed {case.seed}")
     console.print(f"exchange: {'gather' if found.gathers else 'ring'}")
     console.print(in_words(found.balance))
     chosen = _some(found.ranks) if shown is None else [found.ranks[rank] for rank in shown]
@@ -158,7 +158,7 @@ def tables(chosen: Sequence[RankReport], ranks: Sequence[RankReport]) -> list[Ta
     parts = {
         "Compute per rank, one rank at a time": _compute(column),
         "Memory held during forward": _memory(column),
-        "Exchange as counted; the last columns are sent in both passes": _exchange(column),
+        "Exchange as counted, and planned": _exchange(column),
     }
     keys = [Column(heading="rank", cells=names)]
     return [
@@ -211,8 +211,8 @@ def _exchange(column: _ColumnOf) -> list[Column]:
         *amounts(
             [
                 *zip(names, moved, strict=True),
-                ("sent", sent("counted")),
-                ("planned", sent("planned")),
+                ("total sent", sent("counted")),
+                ("total planned", sent("planned")),
             ],
             BYTES,
         ),

@@ -37,8 +37,8 @@ class Progress:
 
     Where standard output and standard error are both a terminal, it is a bar below everything else,
     which goes away at the end. Otherwise (a pipe, a file, a log) it is a line on standard error
-    after `FIRST_LINE_S` seconds and then every `NEXT_LINE_S`, and no line for what takes less:
-    standard output never has any of it.
+    after `FIRST_LINE_S` seconds and then every `NEXT_LINE_S`, once something is done, and no line
+    for what takes less: standard output never has any of it.
 
     Args:
         what: is done, as a short title: ``"verify"``.
@@ -113,7 +113,7 @@ class Progress:
             if now - began <= SPEED_S and not (first == self._start and moved):
                 break
             self._seen.popleft()
-        if self._has_lines and now >= self._next_line:
+        if self._has_lines and now >= self._next_line and done > self._start:
             self._next_line = now + NEXT_LINE_S
             text = ", ".join(part for part in self.texts() if part)
             self.console.print(text, soft_wrap=True, markup=False)

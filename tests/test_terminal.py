@@ -112,7 +112,11 @@ def verified() -> list[Table]:
 def results() -> list[Result]:
     """On one rank as measured; on 2 and 4096 as if, with figures of every size."""
     workload = Workload(
-        pattern=DilatedPattern([8, None], [1, 3]), seq_len=37, num_heads=4, head_dim=8, dtype="float32"
+        pattern=DilatedPattern([8, None], [1, 3]),
+        seq_len=37,
+        num_heads=4,
+        head_dim=8,
+        dtype="float32",
     )
     options = Options(device="cpu", repeats=1, baselines=("sdpa",))
     ours, sdpa = bench([workload], options)
@@ -296,20 +300,19 @@ class Terminal:
 
 MARK = "##### "
 BIG_PLAN = (
-    "plan --length=1073741824 --ranks=4096 --rank=17 --batch=64 --dtype=float64 "
+    "plan --seq-len=1073741824 --ranks=4096 --show-ranks=17 --batch-size=64 --dtype=fp64 "
     "--segment-lengths=2048,32768,all --dilation-rates=1,12,65536"
 )
 COMMANDS = {
     "big plan": BIG_PLAN,
-    "proof": "plan --length=600 --ranks=3 --causal --tiles --heads=4 --check",
-    "simulate": "simulate --length=300 --ranks=9 --causal --heads=2 --head-dim=4 --seed=1",
+    "proof": "plan --seq-len=600 --ranks=3 --causal --tiles --num-heads=4 --check",
+    "simulate": "simulate --seq-len=300 --ranks=9 --causal --num-heads=2 --head-dim=4 --seed=1",
     "verify": "verify --ranks=1 --seed=1",
-    "bench": "bench --length=64 --repeats=1 --baseline=sdpa --baseline=cp:allgather --no-errors "
-    "--out=bench",
-    "train": "train --out=run --data=texts --steps=12 --sequence-length=64 --num-layers=1 "
+    "bench": "bench --seq-len=64 --repeats=1 --baseline=sdpa,cp:allgather --no-errors --out=bench",
+    "train": "train --out=run --data=texts --steps=12 --seq-len=64 --num-layers=1 "
     "--embed-dim=16 --num-heads=2 --ffn-dim=16 --segment-lengths=8,all --dilation-rates=1,2",
     "resume": "train --resume --out=run --steps=13",
-    "sample": "sample --checkpoint=run --prompt=def --tokens=99",
+    "sample": "sample --checkpoint=run --prompt=def --max-new-tokens=99",
 }
 SCRIPT = f"""
 import os, sys

@@ -141,7 +141,7 @@ def branches(style: Style) -> Sheet:
         axes.set_ylabel("" if number else "query position")
         share = shown.branches.any(0).sum() / (48 * 49 / 2)
         headline(
-            axes, style, f"Head {head}: offset {head} in every segment",
+            axes, style, "Head 1: sparse keys shifted by one" if head else "Head 0",
             f"{share:.0%} of the keys that dense causal attention sees",
         )  # fmt: skip
     branch_key(sheet, 0.75, 5.05, CROSSING)

@@ -254,7 +254,7 @@ def gpu_memory(style: Style) -> Sheet:
         color=style.muted,
     )  # fmt: skip
     for number, length in enumerate(DENSE_LENGTHS):
-        axes = sheet.axes(0.75 + 4.55 * number, 1.25, 2.8, 2.6)
+        axes = sheet.axes(0.75 + 4.55 * number, 1.25, 2.75, 2.6)
         found = gpu_rows(length=length)
         dress(axes, style)
         add_grid(axes, style)
@@ -272,15 +272,16 @@ def gpu_memory(style: Style) -> Sheet:
         axes.plot(
             [1, 2, 4], [one, one / 2, one / 4], color=style.muted, linewidth=1, linestyle="--"
         )
-        label(axes, (0.9, one / 8), "dashed: one GPU's, divided evenly", style.muted, (0, 0),
-              ha="left", fontweight="normal")  # fmt: skip
         headline(axes, style, f"{length:,} tokens")
         axes.set_xticks([1, 2, 4])
         axes.set_xlim(0.8, 4.1)
         axes.set_ylim(0, None)
         axes.set_xlabel("GPUs")
         axes.set_ylabel("" if number else "GiB per GPU")
-    sheet.note("H200s of one host; the GPU that holds most.")
+    sheet.note(
+        "Dashed: this library's memory on 1 GPU / GPUs. H200s of one host; the GPU that holds "
+        "most. The axes start at 0.",
+    )
     return sheet
 
 

@@ -31,7 +31,7 @@ def cli_reference() -> str:
         if not command.hidden:
             parts += [f"## rda {name}", _text(command.help)]
             parts += _options(command, command.context_class(command, info_name=f"rda {name}"))
-            parts.append(_examples(command.epilog))
+            parts.append(_examples(name))
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -67,6 +67,8 @@ def _row(parameter: Any, context: Any) -> str:
     if not help:
         help, default = default, ""
     default = _cell(default.removesuffix(".")) if default else _default(parameter)
+    if help.endswith(" Required."):
+        help, default = help.removesuffix(" Required."), "required"
     return f"| {names} | {value} | {default} | {_cell(help)} |"
 
 
@@ -91,15 +93,12 @@ def _text(text: str | None) -> str:
     return inspect.cleandoc(text or "").replace("\b", "")
 
 
-def _examples(epilog: str | None) -> str:
-    """The end of the help: commands as a block, anything else as it is."""
-    lines = [line.strip() for line in _text(epilog).splitlines() if line.strip()]
-    commands = [line.removeprefix("$ ") for line in lines if line.removeprefix("$ ")[:4] == "rda "]
-    if not commands:
-        return "\n\n".join(lines)
-    others = [line for line in lines if line.removeprefix("$ ") not in commands]
-    shown = "\n".join(f"$ {command}" for command in commands)
-    return "\n\n".join([*others, f"```console\n{shown}\n```"])
+def _examples(name: str) -> str:
+    """The examples of a command's help."""
+    from ring_dilated_attention.cli.command import COMMANDS
+
+    shown = "\n\n".join(f"# {each.text}\n$ {each.line}" for each in COMMANDS[name].examples)
+    return f"**Examples**\n\n```console\n{shown}\n```" if shown else ""
 
 
 def _cell(text: str) -> str:

@@ -248,7 +248,7 @@ def test_context_parallel_deals_as_expected_and_cleans_up(world):
         (BASELINE, {"num_kv_heads": 2}, 2, "no grouped queries; got 4 heads and 2 KV heads"),
         (BASELINE, {"dtype": "float32"}, 2, "takes float16, bfloat16; got float32"),
         ("ring-flash-attn:zigzag", {}, 2, "needs the package ring-flash-attn"),
-        ("ulysses", {}, 2, "--baseline has no 'ulysses'; allowed: sdpa"),
+        ("ulysses", {}, 2, "baseline must be one of 'sdpa'"),
     ],
 )
 def test_baselines_refuse(name, change, size, reason):

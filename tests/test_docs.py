@@ -12,6 +12,7 @@ import typer
 import ring_dilated_attention
 import ring_dilated_attention.nn
 from ring_dilated_attention.cli import app
+from ring_dilated_attention.cli.command import values_of
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -129,17 +130,26 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("words", COMMANDS)
-def test_commands_in_pages_are_understood(words):
+def test_commands_in_pages_are_understood(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("run.toml").write_text("")
     root: Any = typer.main.get_command(app)
     context = root.make_context("rda", ["--help"], resilient_parsing=True)
     command = root.get_command(context, words[1])
     assert command is not None, f"there is no rda {words[1]}"
-    command.make_context(words[1], words[2:], parent=context)  # raises what it does not know
+    given = command.make_context(words[1], words[2:], parent=context)
+    values_of(words[1], given.params)  # raises what it does not allow
 
 
-def test_an_option_that_is_not_there_is_found():
+def test_a_command_that_is_wrong_is_found(tmp_path, monkeypatch):
     with pytest.raises(Exception, match="No such option"):
-        test_commands_in_pages_are_understood(["rda", "plan", "--length", "8192"])
+        test_commands_in_pages_are_understood(
+            ["rda", "plan", "--length", "8192"], tmp_path, monkeypatch
+        )
+    with pytest.raises(Exception, match="layout"):
+        test_commands_in_pages_are_understood(
+            ["rda", "plan", "--layout", "sideways"], tmp_path, monkeypatch
+        )
 
 
 def test_figures_come_in_both_palettes():

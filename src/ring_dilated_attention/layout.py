@@ -20,6 +20,14 @@ LAYOUTS = ("auto", "contiguous", "zigzag")
 """Names of layouts; auto: zigzag for causal work on several ranks, otherwise contiguous."""
 
 
+def resolve_layout(name: str, world_size: int, *, is_causal: bool) -> str:
+    """``"contiguous"`` or ``"zigzag"`` for one of `LAYOUTS`; see `SequenceLayout.named`."""
+    check_choice("layout", name, LAYOUTS)
+    if name != "auto":
+        return name
+    return "zigzag" if is_causal and world_size > 1 else "contiguous"
+
+
 class Piece(NamedTuple):
     """A run of consecutive positions that a rank holds in consecutive local rows."""
 
@@ -118,8 +126,7 @@ class SequenceLayout:
         Raises:
             TypeError, ValueError: a value is not allowed.
         """
-        check_choice("layout", name, LAYOUTS)
-        is_zigzag = name == "zigzag" or (name == "auto" and is_causal and world_size > 1)
+        is_zigzag = resolve_layout(name, world_size, is_causal=is_causal) == "zigzag"
         return (cls.zigzag if is_zigzag else cls.contiguous)(length, world_size)
 
     @classmethod

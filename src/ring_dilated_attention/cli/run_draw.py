@@ -14,7 +14,7 @@ from .. import draw
 from ..layout import SequenceLayout
 from ..pattern import check_choice
 from ..plan import AttentionPlan
-from .sharded import LAYOUTS, Sharded
+from .sharded import Sharded
 
 PICTURES = ("pattern", "exchange", "work", "timeline")
 EXCHANGES = {"auto": None, "ring": False, "gather": True}
@@ -72,7 +72,8 @@ class Drawing:
                 partial(draw.exchange_text, *given, **both),
             )
         if self.what == "work":
-            plans = {key: self._plan(sharded, make, sharded.ranks) for key, make in LAYOUTS.items()}
+            makes = {"contiguous": SequenceLayout.contiguous, "zigzag": SequenceLayout.zigzag}
+            plans = {key: self._plan(sharded, make, sharded.ranks) for key, make in makes.items()}
             return partial(draw.work_figure, plans, size), partial(draw.work_text, plans, size)
         model = draw.CostModel(tflops=self.tflops, link_gb_s=self.link_gb_s)
         both = {"layout_name": name, "gathers": EXCHANGES[self.exchange]}
@@ -85,7 +86,7 @@ class Drawing:
     def _plan(
         sharded: Sharded, make: Callable[[int, int], SequenceLayout], ranks: int = 1
     ) -> AttentionPlan:
-        layout = make(sharded.workload.length, ranks)
+        layout = make(sharded.workload.seq_len, ranks)
         return sharded.workload.plan(layout, documents=sharded.documents)
 
 

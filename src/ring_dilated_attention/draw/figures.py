@@ -75,7 +75,7 @@ def pattern_figure(
     check_documents(plan)
     grid = Grid.of(plan.layout.length, MOST_CELLS, window)
     side, lines = 4.2, min(len(plan.pattern.branches), _MOST_IN_KEY)
-    sheet = Sheet(style, 0.9 + (side + 0.9) * len(heads), side + 2.1 + 0.2 * lines)
+    sheet = Sheet(style, 0.9 + (side + 0.9) * len(heads), side + 2.3 + 0.2 * lines)
     sheet.title(plan_in_words(plan))
     for number, head in enumerate(heads):
         axes = sheet.axes(0.9 + (side + 0.9) * number, 1.0, side, side)
@@ -83,9 +83,13 @@ def pattern_figure(
         draw_branches(axes, style, shown, grid)
         headline(axes, style, head_name(plan, head), share_in_words(plan, shown, grid))
     branch_key(sheet, 0.9, side + 1.7, plan.pattern)
-    several = "Nested squares" if nests(grid) else "Colour of the first branch"
-    several = f" {several}: several branches show the key." * (len(plan.pattern.branches) > 1)
-    sheet.note(f"{grid.in_words()}.{several}")
+    sheet.note(f"{grid.in_words()}.", 1)
+    if len(plan.pattern.branches) > 1:
+        sheet.note(
+            "Nested squares: several branches show the key."
+            if nests(grid)
+            else "A cell that several branches show has the colour of the first of them."
+        )
     return sheet.figure
 
 
@@ -143,10 +147,10 @@ def exchange_figure(
     check_documents(plan)
     grid = Grid.of(plan.layout.length, MOST_CELLS, window)
     masked = world_size <= MOST_SENDERS
-    sheet = Sheet(style, 10.2 if masked else 6.2, 6.6)
+    sheet = Sheet(style, 10.2 if masked else 6.2, 6.8)
     notes = [f"The mask is drawn for at most {MOST_SENDERS} ranks"]
     if masked:
-        axes = sheet.axes(0.9, 1.35, 4.4, 4.4)
+        axes = sheet.axes(0.9, 1.55, 4.4, 4.4)
         draw_senders(axes, style, shown_to(plan, kv_head, grid), grid, plan.layout)
         headline(
             axes, style, f"{head_name(plan, head)}: who holds the keys",
@@ -156,7 +160,7 @@ def exchange_figure(
     ranks = range(min(world_size, MOST_MATRIX_RANKS))
     if len(ranks) < world_size:
         notes.append(f"the first {len(ranks)} of {world_size:,} ranks")
-    right = sheet.axes(6.1, 2.15, 3.6, 3.6) if masked else sheet.axes(0.9, 1.25, 4.6, 4.6)
+    right = sheet.axes(6.1, 2.35, 3.6, 3.6) if masked else sheet.axes(0.9, 1.35, 4.6, 4.6)
     sent = rows_sent(plan, ranks)
     nbytes = [size.key_value_bytes(int(rows)) for rows in sent.ravel()]
     draw_matrix(right, style, sent, ranks, [in_bytes(x) if x else "·" for x in nbytes])
@@ -164,16 +168,9 @@ def exchange_figure(
         right, style, "Bytes of K and V sent in forward, all heads",
         f"{in_bytes(sum(nbytes))} in all; at most {in_bytes(max(nbytes))} from one rank to another",
     )  # fmt: skip
-    sheet.title(title_of(plan, layout_name, most=110 if masked else 65))
+    sheet.title(str(plan.pattern), plan_in_words(plan, layout_name))
     sheet.note("; ".join(notes) + ".")
     return sheet.figure
-
-
-def title_of(plan: AttentionPlan, layout_name: str, most: int) -> str:
-    """The pattern, length and ranks, in at most so many characters: long patterns are cut."""
-    words, pattern = plan_in_words(plan, layout_name), str(plan.pattern)
-    room = most - len(words) - 2
-    return f"{pattern if len(pattern) <= room else pattern[: max(room - 4, 0)] + ' ...'}: {words}"
 
 
 def work_figure(
@@ -186,10 +183,10 @@ def work_figure(
         size: what turns pairs into operations.
         style: colours.
     """
-    sheet = Sheet(style, 0.9 + 4.1 * len(plans), 4.4)
+    sheet = Sheet(style, 0.9 + 4.1 * len(plans), 4.6)
     panels, total = [], 0
     for number, (name, plan) in enumerate(plans.items()):
-        axes = sheet.axes(0.8 + 4.1 * number, 1.25, 3.6, 2.35)
+        axes = sheet.axes(0.8 + 4.1 * number, 1.45, 3.6, 2.35)
         flops = flops_by_rank(plan, size)
         found, total = balance(flops), sum(flops)
         draw_work(axes, style, flops)
@@ -204,7 +201,7 @@ def work_figure(
         axes.set_ylim(0, top)
     panels[0].set_ylabel("FLOPs of a rank / mean")
     plan = next(iter(plans.values()))
-    sheet.title(title_of(plan, "FLOPs", most=95).replace(" (FLOPs)", ""))
+    sheet.title(str(plan.pattern), f"{plan_in_words(plan)}, {plan.layout.world_size:,} ranks")
     mean = scaled(total / plan.layout.world_size, "FLOP", 1000)
     sheet.note(f"Dashed: the mean, {mean} per rank in forward.")
     return sheet.figure
@@ -236,14 +233,15 @@ def timeline_figure(
     model = CostModel() if model is None else model
     found = timeline(plan, size, model, gathers=gathers)
     lanes = 0.58 * plan.layout.world_size
-    sheet = Sheet(style, 9.6, lanes + 2.55)
-    sheet.title(title_of(plan, layout_name, most=105))
-    axes = sheet.axes(0.85, 1.05, 8.5, lanes)
+    sheet = Sheet(style, 9.6, lanes + 2.75)
+    sheet.title(str(plan.pattern), plan_in_words(plan, layout_name))
+    axes = sheet.axes(0.85, 1.25, 8.5, lanes)
     draw_timeline(axes, style, found)
     ways = "gather" if (plan.gathers if gathers is None else gathers) else "ring"
     headline(axes, style, f"Forward, {ways}", found.in_words())
-    timeline_key(sheet, 0.85, lanes + 1.75)
-    sheet.note(f"{model.in_words()}.")
+    timeline_key(sheet, 0.85, lanes + 1.95)
+    repeats = f" Colours repeat after {len(style.ranks)} ranks."
+    sheet.note(f"{model.in_words()}." + repeats * (plan.layout.world_size > len(style.ranks)))
     return sheet.figure
 
 

@@ -12,6 +12,7 @@ from ..layout import SequenceLayout
 from .mask import NOBODY, Bools, Grid, Ints, Shown, holders
 from .schedule import Timeline
 from .style import Style, add_grid, dress
+from .words import in_units
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -240,15 +241,20 @@ class _Cells:
 
     def finish(self) -> None:
         """Draw what is left, and the ticks."""
-        from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+        from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
 
         grid = self._grid
         if not nests(grid):
             extent = (grid.start, grid.end, grid.end, grid.start)
             self._axes.imshow(self._pixels, extent=extent, interpolation="none")
+        step = 1 << max((grid.end - grid.start - 1).bit_length() - 2, 0)
+        blocks = range(-(-grid.start // step) * step, grid.end + 1, step)
         for axis in (self._axes.xaxis, self._axes.yaxis):
-            axis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 4, 5, 8, 10]))
-            axis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+            if grid.size == 1:
+                axis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 4, 5, 8, 10]))
+            else:
+                axis.set_major_locator(FixedLocator(blocks))
+            axis.set_major_formatter(FuncFormatter(lambda x, _: in_units(round(x))))
 
 
 def _rgb(color: str) -> npt.NDArray[np.uint8]:

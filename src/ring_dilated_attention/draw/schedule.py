@@ -154,21 +154,19 @@ class _Run:
 
     def _compute(self, rank: int, tiles: Sequence[Tile], peer: int) -> None:
         seconds = self._per_pair * sum(tile.pairs for tile in tiles)
-        self._add(rank, "compute", seconds, peer)
+        self._go_on(rank, "compute", self._clocks[rank].compute + seconds, peer)
 
     def _wait(self, rank: int, arrived: float, peer: int) -> None:
+        self._go_on(rank, "wait", arrived, peer)
         clock = self._clocks[rank]
-        self._add(rank, "wait", max(arrived - clock.compute, 0.0), peer)
         if not self._gathers:
             clock.asked = clock.compute  # the next message starts when this one is taken
 
-    def _add(self, rank: int, kind: str, seconds: float, peer: int) -> None:
+    def _go_on(self, rank: int, kind: str, stop: float, peer: int) -> None:
         clock = self._clocks[rank]
-        start, clock.compute = clock.compute, clock.compute + seconds
-        if seconds:
-            self.done.append(
-                Activity(rank=rank, kind=kind, start=start, stop=clock.compute, peer=peer)
-            )
+        if stop > clock.compute:
+            start, clock.compute = clock.compute, stop
+            self.done.append(Activity(rank=rank, kind=kind, start=start, stop=stop, peer=peer))
 
     def _transfer(self, steps: Sequence[Step]) -> list[float]:
         """Send the messages of a step; when each rank's has arrived, 0 if it receives none."""

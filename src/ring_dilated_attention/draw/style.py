@@ -16,6 +16,8 @@ FORMATS = (".png", ".svg")
 MARGIN = 0.15
 """Inches around a sheet."""
 
+_CHARACTERS = 11
+"""Of a title in an inch, about."""
 _DPI = 160
 _HASH_SALT = "ring-dilated-attention"
 """With it, equal figures are equal files: matplotlib names parts of an SVG at random otherwise."""
@@ -93,7 +95,7 @@ DARK = Style(
     muted="#9aa6b2",
     faint="#1e2630",
     own="#596673",
-    branches=("#e3f1ff", "#7cc0f5", "#2f93b8", "#1f6f5f"),
+    branches=("#e3f1ff", "#7cc0f5", "#2f93b8", "#27907a"),
     ranks=(
         *("#f5843a", "#a987e8", "#f2c14a", "#2fc59b"),
         *("#ee86bd", "#6fb4ee", "#bd8a7c", "#93a3c4"),
@@ -140,9 +142,12 @@ class Sheet:
         look = {"fontsize": 9, "color": self.style.ink, "ha": "left", "va": "center"}
         self.figure.text(left / self.width, 1 - top / self.height, text, **{**look, **options})
 
-    def title(self, text: str) -> None:
-        """What the whole sheet is."""
-        self.text(MARGIN, 0.24, text, fontsize=10)
+    def title(self, text: str, below: str = "") -> None:
+        """What the whole sheet is, in a line, of which what does not fit is cut, and another."""
+        most = int((self.width - 2 * MARGIN) * _CHARACTERS)
+        text = text if len(text) <= most else f"{text[: most - 4]} ..."
+        self.text(MARGIN, 0.22, text, fontsize=10)
+        self.text(MARGIN, 0.43, below, fontsize=9, color=self.style.muted)
 
     def note(self, text: str, line: int = 0) -> None:
         """What is assumed or left out: a line at the bottom, or the `line`-th above it."""

@@ -22,6 +22,14 @@ def in_bytes(count: int) -> str:
     return scaled(count, "B", 1024)
 
 
+def in_units(position: int) -> str:
+    """A position; multiples of 1,024 from 4K on as the options take them, such as 256K or 1M."""
+    for unit, size in (("M", 1 << 20), ("K", 1 << 10)):
+        if position >= 1 << 12 and position % size == 0:
+            return f"{position // size:,}{unit}"
+    return f"{position:,}"
+
+
 def in_seconds(seconds: float) -> str:
     """A time with the unit that suits it."""
     name, factor = time_unit(seconds)

@@ -9,7 +9,7 @@ QUICK := architecture pattern layout documents progression plan tiles views merg
 
 ALL_GPUS := tests/test_gpu_ranks.py
 
-.PHONY: run test quick gpu lint format bench verify clean
+.PHONY: run test quick gpu lint format build bench verify figures docs docs-serve clean
 
 run: .venv/installed  ## train a language model on the standard library's sources, on 2 ranks
 	$(BIN)/rda train --ranks $(RANKS)
@@ -33,6 +33,12 @@ format: .venv/installed  ## let the linter and the formatter fix what they can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+build: .venv/installed  ## wheel and source distribution in dist/, checked
+	$(BIN)/pip install --quiet --group build
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
+
 bench: .venv/installed  ## CPU speed against torch's kernel alone and against gathering
 	$(BIN)/rda bench --device cpu --segment-lengths 2K,4K,8K --dilation-rates 1,2,4 \
 		--seq-len 16K --num-heads 8 --repeats 5 --seconds 30 --baseline kernel,torchscale
@@ -40,8 +46,17 @@ bench: .venv/installed  ## CPU speed against torch's kernel alone and against ga
 verify: .venv/installed  ## sharded against brute force, on 1 to 4 ranks
 	$(BIN)/rda verify
 
+figures: .venv/installed  ## the figures of README and docs, light and dark; no change: no diff
+	$(BIN)/python benchmarks/figures.py
+
+docs: .venv/installed  ## the docs site in site/; broken links and references fail
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+docs-serve: .venv/installed  ## the docs site on this machine, built anew when a page changes
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # torch comes first, so that nothing else picks another build of it.
 .venv/installed: pyproject.toml

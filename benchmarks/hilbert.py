@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--slide", help="a file of torch.save")
     parser.add_argument("--tile-size", type=float, default=256.0)
     parser.add_argument("--tiles", type=int, default=45_680, help="of a made-up slide")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/hilbert_2026-11-21"))
+    parser.add_argument("--out", type=Path, default=Path("hilbert"), help="without suffix")
     args = parser.parse_args()
     if args.slide:
         slide = torch.load(args.slide, map_location="cpu", weights_only=True)
@@ -79,12 +79,12 @@ def main() -> None:
     image = args.out.with_suffix(".png")
     draw(orders, image)
     lines = [
-        "# How far a segment of a slide extends",
+        "# Hilbert order of slide tiles",
         "",
         f"`python benchmarks/hilbert.py`: {what}, {int(x.max() - x.min()) + 1} x "
         f"{int(y.max() - y.min()) + 1} tiles in all. Diagonals of the bounding boxes of segments, "
-        "in tiles, in raster order and in that of `hilbert_order`; those of a square of as many "
-        "tiles for comparison.",
+        "in tiles, in raster order and in Hilbert order (`hilbert_order`), and of a square of as "
+        "many tiles.",
         "",
         "| segment | by rows: mean, largest | Hilbert: mean, largest | square | mean ratio |",
         "|---|---|---|---|---|",

@@ -1,4 +1,4 @@
-"""The tables of benchmarks/results/many_gpus_h200*.md, on the CUDA devices of one host.
+"""The tables of benchmarks/results/many_gpus.md, on the CUDA devices of one host.
 
     python benchmarks/many_gpus.py OUT --gpus 4
 

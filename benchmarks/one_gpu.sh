@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The rows of benchmarks/results/attention_h200_*.md, on one CUDA device. Needs the extra fa4.
+# The rows of benchmarks/results/attention_speed.md, on one CUDA device. Needs the extra fa4.
 #
 #   benchmarks/one_gpu.sh OUT     makes OUT/<row>.json and OUT/<row>.png
 set -euo pipefail

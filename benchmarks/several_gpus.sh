@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The rows of benchmarks/results/many_gpus_h200*.md and of several GPUs in slides_h200_*.md, on the CUDA
-# devices of one host. Needs the extra fa4; the tests also the group test and pytest-xdist.
+# The rows of benchmarks/results/many_gpus.md and long_sequences.md, on the CUDA devices of one host.
+# Needs the extra fa4; the tests also the group test and pytest-xdist.
 #
 #   benchmarks/several_gpus.sh OUT GPUS [STEP...]     makes OUT/<step>.log and what the step writes
 #

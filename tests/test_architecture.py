@@ -13,7 +13,8 @@ import ring_dilated_attention
 ROOT = Path(ring_dilated_attention.__file__).parent
 ORDER = [
     "version", "caches", "terminal", "pattern", "named_patterns", "layout", "documents", "plan",
-    "kernels", "tiles", "exchange", "engine", "resolve", "torch_op", "functional", "decode", "nn",
+    "draw", "kernels", "tiles", "exchange", "engine", "resolve", "torch_op", "functional", "decode",
+    "nn",
     "integrations", "checks", "train", "bench", "cli",
 ]  # fmt: skip
 """Rooms, and files of the root: each may import those before it, and rooms by their doors."""
@@ -37,7 +38,7 @@ AS_OTHERS_CALL_THEM = {
     *("nn.attention.__init__", "nn.attention.forward", "nn.attention.attend"),
     *("checks.reference.reference_attention", "bench.sweep.sweep"),
     # Commands: an argument is an option.
-    *("cli.bench.bench", "cli.plan.plan", "cli.plan.simulate", "cli.train.train"),
+    *("cli.bench.bench", "cli.draw.draw", "cli.plan.plan", "cli.plan.simulate", "cli.train.train"),
     "bench.patterns.given_workload",
     # What torchscale, transformers and torch.library call.
     *("integrations.torchscale.__init__", "integrations.torchscale.forward"),

@@ -24,6 +24,7 @@ from ring_dilated_attention.cli.command import COMMANDS, values_of
 from ring_dilated_attention.cli.option import Argument, Flag, Option
 from ring_dilated_attention.nn.checkpoint import CHECKPOINTS
 from ring_dilated_attention.train.config import PRESETS, TrainConfig
+from ring_dilated_attention.version import VERSION
 
 OTHER_DEFAULTS = {
     **dict.fromkeys(
@@ -31,6 +32,7 @@ OTHER_DEFAULTS = {
         "they run no ranks, and a plan of one rank shows no exchange",
     ),
     ("verify", "ranks"): "all of 1 to 4 are compared with the reference",
+    ("draw", "out"): "it draws in the terminal unless it is given",
     ("verify", "device"): "its ranks are more than most machines have GPUs",
     **dict.fromkeys(
         [
@@ -232,7 +234,7 @@ def test_examples_of_plan_run(line):
 
 def test_the_version():
     done = CliRunner().invoke(app, ["--version"])
-    assert (done.exit_code, done.output) == (0, "rda 0.1.0\n")
+    assert (done.exit_code, done.output) == (0, f"rda {VERSION}\n")
 
 
 def test_completion_ofvalues_of():

@@ -2,7 +2,7 @@
 
 A stand-in for flash-attn-4 allocates what that does, a stand-in for streams lets results live as
 long as additions behind the compute do. On H200s torch's allocator said the same within 0.5%
-(results/many_gpus_h200x4).
+(benchmarks/results/many_gpus.md).
 """
 
 import pytest
@@ -134,7 +134,7 @@ def most_held():
 
 
 def test_counts_are_what_gpus_said(most_held):
-    """In results/many_gpus_h200x4_2026-11-22."""
+    """Inputs and peak in MiB, as in benchmarks/results/many_gpus_x4.json."""
     assert most_held[1] == pytest.approx([4112, 8744], rel=5e-3)
     assert most_held[4] == pytest.approx([1100, 2201], rel=5e-3)
 

@@ -497,7 +497,7 @@ def test_a_run_is_not_overwritten(on_two: dict[str, tuple[Path, list[str]]]) -> 
 def test_nothing_to_resume(alone: TrainConfig, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=rf"there is no checkpoint in {tmp_path}"):
         run(replace(alone, out=tmp_path), resume=True)
-    with pytest.raises(ValueError, match=r"has done 20 of 20 steps; ask for more steps"):
+    with pytest.raises(ValueError, match=r"has done 20 of 20 steps; raise steps to continue"):
         run(alone, resume=True)
     with pytest.raises(ValueError, match=rf"no run with a checkpoint in {tmp_path}"):
         checkpoint.newest_run(tmp_path)

@@ -100,20 +100,20 @@ def dilated_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact dilated attention of a sequence sharded over the ranks of a group.
 
-    A head's result at a position is one softmax over the multiset union of the keys that the
-    pattern's branches show it there (LongNet, Ding et al. 2023, arXiv 2307.02486, eq. 9-10; see
-    `DilatedPattern`), and the gradient is the true gradient of that function. A position that no
-    branch covers gets output 0, lse -inf and gradient 0. Every rank of the group makes the same
-    call with its own shard; backward runs on every rank too, on empty shards included.
+    A head's output at a position is one softmax over the union of all branches' keys there, where a
+    key of two branches counts twice (LongNet, Ding et al. 2023, arXiv 2307.02486, eq. 9-10; see
+    `DilatedPattern`). The gradient is the true gradient of that function. A position that no branch
+    covers gets output 0, lse -inf and gradient 0. Every rank of the group makes the same call with
+    its own shard; backward runs on every rank too, on empty shards included.
 
     Args:
         query: (batch, local_sequence, heads, head_dim); float64, float32, bfloat16 or float16.
         key: (batch, local_sequence, kv_heads, head_dim), of the same dtype and device; kv_heads
             divides heads, and KV head j serves the query heads from j * heads / kv_heads on.
-        value: like `key`.
+        value: the shape, dtype and device of `key`.
         pattern: which keys each head sees.
         is_causal: whether a query sees only keys at positions <= its own.
-        scale: factor on the scores, -2**64 to 2**64; None: head_dim ** -0.5.
+        scale: factor on the scores, between ``-2**64`` and ``2**64``; None: ``head_dim ** -0.5``.
         documents: cumulative lengths ``[0, ..., n]`` of documents packed in the whole sequence of n
             positions (not in this rank's shard): ints, or a 1-D int32 or int64 tensor, as
             ``cu_seqlens`` elsewhere; a CUDA tensor makes the call wait for the device. Each is cut
@@ -122,32 +122,33 @@ def dilated_attention(
             have the same documents. Under torch.compile: ints only, as for `lengths`, and another
             number of documents is another graph. None: one document.
         lengths: (batch,) ints, or a tensor as above: row b of the batch holds that many valid
-            positions of the whole sequence, 0 to n, and padding behind them. A row is what a
-            sequence of its length would be: padding is seen by nobody, not even as part of a
-            segment, and computed for nobody; it gets output 0, lse -inf and gradient 0, whatever
-            the tensors hold there. With `documents`, which may then end anywhere from the longest
-            length on, each row's are cut off at its length. Rows of one length are computed
-            together, others one after another. None: no padding.
+            positions of the whole sequence, 0 to n, and padding behind them. A row gives exactly
+            what a sequence of its length would give: padding is part of no segment, and nothing is
+            computed for it. It gets output 0, lse -inf and gradient 0, whatever the tensors hold
+            there. With `documents`, which may then end anywhere from the longest length on, each
+            row's are cut off at its length. Rows of one length are computed together, others one
+            after another. None: no padding.
         key_padding_mask: in place of `lengths`, the local shard of a boolean mask, (batch,
             local_sequence): True where a position is PADDING, as in `nn.MultiheadAttention` (the
             opposite of a mask of valid positions). It must be a right padding of the whole
-            sequence; anything else is refused. It makes the call wait for the device, and costs two
-            small collectives: pass `lengths` to save them.
+            sequence; anything else is refused. It makes the call wait for the device and costs two
+            small collectives, which `lengths` saves.
         group: the ranks that share the sequence: a ProcessGroup, a 1-D DeviceMesh, an `Exchange`,
             or None for one process that holds it all.
         layout: which rank holds which positions; None: contiguous equal shards.
-        exchange: ``"ring"`` keeps one message in flight behind the running compute, and the rows
-            of at most two remote shards; ``"gather"`` starts all transfers at once and holds
-            them all; ``"auto"`` gathers when all of them are at most the size of a shard.
-        backend: who computes the tiles, one of `tiles.BACKENDS`: ``"auto"`` takes a fused kernel
-            where one can, else plain torch code; anything else is used or refused.
-        workspace: the most that kernels allocate, in multiples of the size of query, as far as
-            single heads of single segments allow; None: about a quarter in forward and a half in
-            backward, or 64 MiB if that is more.
+        exchange: ``"ring"`` keeps one message in flight during compute and holds the rows of at
+            most two remote shards; ``"gather"`` starts all transfers at once and holds them all;
+            ``"auto"``, the default, gathers where all of them are at most the size of a shard.
+        backend: kernels that compute the tiles: ``"auto"``, the default, takes the fastest that
+            supports the tensors; ``"sdpa"``, ``"fa4"``, ``"cpu_flash"``, ``"cudnn"``, ``"flash"``,
+            ``"efficient"``, ``"triton"`` and ``"eager"`` take that one or raise.
+        workspace: bound on the temporary memory of kernels, in multiples of the size of query (a
+            single head of a single segment may need more). None: about a quarter in forward and a
+            half in backward, or 64 MiB if that is more.
         branch_gradients: ``"exact"`` is the gradient of the whole function; ``"detached"`` takes
             the weights that mix the branches, ``exp(lse of the branch - lse)``, for constants, as
-            torchscale does: weights trained with it have seen that gradient. Of the forward pass
-            nothing changes; backward works out each branch's own result again.
+            torchscale does: weights trained with it have seen that gradient. Forward is the same;
+            backward computes each branch's own result again.
         return_lse: whether to return the lse too.
 
     Returns:

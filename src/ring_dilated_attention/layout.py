@@ -20,6 +20,14 @@ LAYOUTS = ("auto", "contiguous", "zigzag")
 """Names of layouts; auto: zigzag for causal work on several ranks, otherwise contiguous."""
 
 
+def resolve_layout(name: str, world_size: int, *, is_causal: bool) -> str:
+    """``"contiguous"`` or ``"zigzag"`` for one of `LAYOUTS`; see `SequenceLayout.named`."""
+    check_choice("layout", name, LAYOUTS)
+    if name != "auto":
+        return name
+    return "zigzag" if is_causal and world_size > 1 else "contiguous"
+
+
 class Piece(NamedTuple):
     """A run of consecutive positions that a rank holds in consecutive local rows."""
 
@@ -41,13 +49,13 @@ class SequenceLayout:
         TypeError: a bound is not an int.
         ValueError: a range is reversed or negative, or positions are missing or held twice.
 
-    A few long ranges a rank are fast. Each pair of ranges that share a segment is a tile of its
+    A few long ranges per rank are fast. Each pair of ranges that share a segment is a tile of its
     own, and m ranges take m launches or more for each branch: hundreds of ranges of one document on
-    a rank take seconds to plan, and a striped layout (position i on rank i mod p) is right but of
-    no use.
+    a rank take seconds to plan, and a striped layout (position i on rank i mod p) is correct but
+    useless.
 
-    Instances are immutable, hashable and compare by value. `flat` writes one down in ints, for
-    operators: for every rank the number of its ranges, then their bounds.
+    Instances are immutable, hashable and compare by value. `flat` is a layout as ints (for every
+    rank the number of its ranges, then their bounds), and `from_flat` reads it.
     """
 
     def __init__(self, ranges: Iterable[Iterable[Sequence[int]]]) -> None:
@@ -74,15 +82,32 @@ class SequenceLayout:
 
     @classmethod
     def contiguous(cls, length: int, world_size: int) -> SequenceLayout:
-        """Rank after rank, shards as equal as possible: the first ``length % world_size`` ranks
-        hold one position more. A rank holds nothing when there are more ranks than positions.
-        """  # noqa: D205
+        """Shards in the order of the ranks, as equal as possible.
+
+        Args:
+            length: number of positions of the whole sequence.
+            world_size: number of ranks. The first ``length % world_size`` of them hold one position
+                more; some hold nothing where there are more ranks than positions.
+
+        Raises:
+            TypeError: a number is not an int.
+            ValueError: a number is below 1.
+        """
         chunks = _chunks(length, check_positive_int("world_size", world_size))
         return cls([chunk] for chunk in chunks)
 
     @classmethod
     def zigzag(cls, length: int, world_size: int) -> SequenceLayout:
-        """Rank i holds chunks i and 2p-1-i of 2p nearly equal ones: causal work is balanced."""
+        """Rank i of p holds chunks i and 2p-1-i of 2p nearly equal ones: balances causal work.
+
+        Args:
+            length: number of positions of the whole sequence.
+            world_size: number of ranks p.
+
+        Raises:
+            TypeError: a number is not an int.
+            ValueError: a number is below 1.
+        """
         world_size = check_positive_int("world_size", world_size)
         chunks = _chunks(length, 2 * world_size)
         return cls([chunks[i], chunks[2 * world_size - 1 - i]] for i in range(world_size))
@@ -101,8 +126,7 @@ class SequenceLayout:
         Raises:
             TypeError, ValueError: a value is not allowed.
         """
-        check_choice("layout", name, LAYOUTS)
-        is_zigzag = name == "zigzag" or (name == "auto" and is_causal and world_size > 1)
+        is_zigzag = resolve_layout(name, world_size, is_causal=is_causal) == "zigzag"
         return (cls.zigzag if is_zigzag else cls.contiguous)(length, world_size)
 
     @classmethod

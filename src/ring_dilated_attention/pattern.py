@@ -103,11 +103,12 @@ def check_int(name: str, value: Any) -> int:
 class DilatedPattern:
     """Which keys each head's queries see: a list of (segment length, dilation rate) branches.
 
-    Branch (w, r) cuts every document into segments of w positions counted from its start; the
-    last may be shorter. A head with offset o in that branch sees, within each segment, only the
-    positions `range(segment_start + o, segment_stop, r)`, as queries and as keys alike. Its result
-    at a position is one softmax over the multiset union of the keys that its branches show there
-    (LongNet, arXiv 2307.02486, eq. 9-10). No length or rate need divide another.
+    Branch (w, r) cuts every document into segments of w positions counted from its start; the last
+    may be shorter. A head with offset o in that branch sees, within each segment, only the
+    positions `range(segment_start + o, segment_stop, r)`, as queries and as keys alike. Its output
+    at a position is one softmax over the union of the keys of all its branches there, where a key
+    of two branches counts twice (LongNet, arXiv 2307.02486, eq. 9-10). There are no divisibility
+    constraints.
 
     Args:
         segment_lengths: one length per branch, in positions; None means the whole document.
@@ -118,11 +119,11 @@ class DilatedPattern:
             are cut into one contiguous group per branch, the first H mod G of the G groups one
             head larger, and all heads of group g take offset g mod r (dilated-attention-pytorch);
             `head_offsets` must then keep its default, since the group decides the offset.
-        zero_keys: whether short cells are filled up with keys of score 0 and value 0, which take
-            their share of the softmax (torchscale pads with zeros and does not mask them). A head's
-            rows in a segment are then counted as ceil(min(w, document length) / r); the ones that
-            are missing, in a clipped last segment or where r does not divide, are zero keys. They
-            come last, so causal queries do not see them. False: there are none (the paper).
+        zero_keys: whether short cells are filled up with keys of score 0 and value 0, which count
+            in the softmax (torchscale pads with zeros and does not mask them). In each segment a
+            head then has ceil(min(w, document length) / r) keys; those that do not exist, in a
+            short last segment or where r does not divide it, are zero keys. They come last, so
+            causal queries do not see them. False, the default: there are none (the paper).
 
     Raises:
         TypeError: a length or rate is not an int, or `zero_keys` not a bool.

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from ..checks import check_memory, check_seed, host_memory
-from ..terminal import Progress, make_console, show_table
+from ..terminal import Progress, make_console, show_table, show_text
 from . import report
 from .contenders import OURS
 from .launch import is_first, launch
@@ -93,7 +93,7 @@ def measure_and_write(
 
     first = is_first()
     if first:
-        make_console().print(report.introduction(workloads, options))
+        show_text(make_console(), report.introduction(workloads, options))
     total = len(workloads) * len(set(options.ranks))
     with Progress("bench", total=total, unit="workloads", show=first) as progress:
         results = bench(workloads, options, progress=progress.update, finished=write)
@@ -109,11 +109,11 @@ def show(
         written.append(plot(path.parent, results))
     console.print()
     for name, value in environment.items():
-        console.print(f"{name}: {value}", highlight=False, markup=False)
+        show_text(console, f"{name}: {value}")
     console.print()
     for table in (*report.tables(results), *report.memory_tables(results)):
         show_table(console, table)
     for line in (*report.legend(results), "", *report.notes(results)):
-        console.print(line, highlight=False, markup=False)
+        show_text(console, line)
     for file in written:
-        console.print(f"wrote {file}", highlight=False, markup=False, soft_wrap=True)
+        show_text(console, f"wrote {file}")

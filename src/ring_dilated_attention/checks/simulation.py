@@ -94,11 +94,11 @@ class Simulation:
 
     Attributes:
         ranks: a report per rank.
-        balance: how evenly the operations are dealt.
+        balance: how evenly the operations are divided among the ranks.
         gathers: whether all transfers were in flight at once.
         one_device: seconds of forward and backward of the same call on one device.
         errors: relative error of out, lse and, with backward, the gradients, to one device's.
-        problems: what is not as it must be, in words; empty if all is.
+        problems: what differs from the plan or from one device, in words; empty if nothing does.
     """
 
     ranks: tuple[RankReport, ...]

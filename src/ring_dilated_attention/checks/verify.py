@@ -33,12 +33,15 @@ TOLERANCE = {
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One comparison: a pattern, a layout, sizes and options. Inputs are drawn from `seed`.
+    """One call to compare: a pattern, a layout, sizes and options. Inputs are drawn from `seed`.
 
-    With `lengths`, everything in padded positions is NaN, dout included: none of it may be read.
-    (But for views whose positions share memory with others.) `views` says how query, key, value
-    and dout lie in memory, contiguous where it is empty; `wanted` whose gradients are asked for;
-    `as_mask` that `lengths` are given as a `key_padding_mask`.
+    With `lengths`, everything in padded positions is NaN, dout included: none of it may be read
+    (except where views share memory with other positions).
+
+    Options are those of `dilated_attention`, sizes those of its arguments; `num_kv_heads` divides
+    `num_heads`. `views` says how query, key, value and dout lie in memory (empty: contiguous),
+    `wanted` of which inputs the gradients are computed, and `as_mask` whether `lengths` are passed
+    as a `key_padding_mask`.
     """
 
     pattern: DilatedPattern

@@ -39,6 +39,7 @@ from ..terminal import (
     make_console,
     numbers,
     show_table,
+    show_text,
 )
 from .run_plan import SHOWN_ALL, SHOWN_FEW, in_words
 from .sharded import Sharded
@@ -118,7 +119,7 @@ def run(
         console.print(text)
     if json_file is not None:
         json_file.write_text(json.dumps(_as_json(case, sharded.layout_name, found)) + "\n")
-        console.print(f"wrote {json_file}", soft_wrap=True, markup=False)
+        show_text(console, f"wrote {json_file}")
     return found.ok
 
 

@@ -102,7 +102,7 @@ def verify(
             )
             done += len(outcomes)
             with progress.paused():
-                show_table(console, _table(world_size, cases[world_size], outcomes, every))
+                show_table(console, table(world_size, cases[world_size], outcomes, every))
             right &= all(map(_passes, cases[world_size], outcomes))
     console.print("all within bounds" if right else "[bold red]OUT OF BOUNDS[/bold red]")
     return right
@@ -116,9 +116,17 @@ def _passes(case: Case, outcome: Outcome) -> bool:
     return outcome.passes(case.dtype)
 
 
-def _table(
+def table(
     world_size: int, cases: Sequence[Case], outcomes: Sequence[Outcome], every: bool
 ) -> Table:
+    """What was found on a number of ranks: a row per pattern and dtype, or per case.
+
+    Args:
+        world_size: number of ranks.
+        cases: what was computed.
+        outcomes: of the cases, those of all ranks added up.
+        every: whether each case has a row.
+    """
     headings: dict[str, Callable[[str, list[Any]], Column]] = {"pattern": texts, "dtype": texts}
     if every:
         headings |= {"length": counts, "seed": lambda name, values: numbers(name, values, "d")}

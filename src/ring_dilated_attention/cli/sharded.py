@@ -8,8 +8,7 @@ from functools import cached_property
 
 from ..bench import Workload
 from ..checks import check_pattern, check_size
-from ..layout import LAYOUTS, SequenceLayout
-from ..pattern import check_choice
+from ..layout import SequenceLayout, resolve_layout
 from ..plan import AttentionPlan
 from ..terminal import count_of
 
@@ -22,7 +21,7 @@ class Sharded:
         workload: what all ranks compute together.
         ranks: number of ranks.
         most_ranks: the most that the command takes.
-        layout_name: one of `layout.LAYOUTS`.
+        layout_name: one of `layout.LAYOUTS`; ``"auto"`` becomes what it stands for.
         documents: cumulative lengths of packed documents; None: one document.
 
     Raises:
@@ -36,8 +35,9 @@ class Sharded:
     documents: Sequence[int] | None
 
     def __post_init__(self) -> None:
-        check_choice("layout", self.layout_name, LAYOUTS)
         check_size("ranks", self.ranks, self.most_ranks)
+        name = resolve_layout(self.layout_name, self.ranks, is_causal=self.workload.is_causal)
+        object.__setattr__(self, "layout_name", name)
         check_pattern(self.workload.pattern, self.documents)
 
     @cached_property

@@ -19,7 +19,9 @@ from weakref import WeakKeyDictionary
 import torch
 
 KEPT_BYTES = 8 << 20
-"""Bytes of tables that are kept in any case, however old."""
+"""Bytes of tables that may be kept, however old."""
+_AFTER_DROP = 0.75
+"""Of them, what is left of more: not every table that is made then makes another one go."""
 KEPT_CALLS = 64
 """Calls after its last use for which a table is kept that several calls have used, whatever its
 size. A step of a model of half as many different layers makes its tables once, large ones twice."""
@@ -64,8 +66,10 @@ class DeviceTables:
         self._captured: dict[int, Tables] = {}  # what CUDA graphs read whenever they are replayed
         self._calls = 0
         self._last_made = 0  # in which call
+        self._room = -1  # bytes that may be made at least before any must go; -1: not known
         self._lock = Lock()
         self._elsewhere: tuple[int, ThreadPoolExecutor] | None = None  # of which process
+        self._copies: dict[torch.device, torch.cuda.Stream] = {}  # of that thread
 
     @property
     def nbytes(self) -> int:
@@ -82,9 +86,13 @@ class DeviceTables:
 
     def _drop(self) -> None:
         """Of more than KEPT_BYTES, drop what calls do not come back to, the oldest first."""
-        excess = self.nbytes - KEPT_BYTES
-        if excess <= 0:
+        if self._room >= 0:
             return
+        held = self.nbytes
+        self._room = KEPT_BYTES - held
+        if self._room >= 0:
+            return
+        excess = held - int(_AFTER_DROP * KEPT_BYTES)
         unused = [
             (kept.last_call, owner, key, kept.nbytes)
             for owner, tables in self._kept.items()
@@ -97,6 +105,7 @@ class DeviceTables:
             del self._kept[owner][key]
             self._dropped.setdefault(owner, {})[key] = last_call
             excess -= nbytes
+            self._room += nbytes
 
     def get(self, owner: object, key: Hashable, device: torch.device, make: Callable[[], T]) -> T:
         """The tables of `owner` with this key, made if there are none.
@@ -111,11 +120,12 @@ class DeviceTables:
         with self._lock:
             tables = self._kept.setdefault(owner, {})
             if key not in tables:
-                made = self._make_elsewhere(make)
+                made = self._make_elsewhere(make, device)
                 dropped = self._dropped.get(owner, {}).pop(key, None)
                 returns = dropped is not None and dropped >= self._calls - KEPT_CALLS
                 tables[key] = _Kept(made, _nbytes(made), self._calls, returns)
                 self._last_made = self._calls
+                self._room -= tables[key].nbytes
             kept = tables[key]
             kept.returns = kept.returns or kept.last_call < self._calls
             kept.last_call = self._calls
@@ -124,10 +134,21 @@ class DeviceTables:
             found: T = kept.tables
             return found
 
-    def _make_elsewhere(self, make: Callable[[], T]) -> T:
+    def _make_elsewhere(self, make: Callable[[], T], device: torch.device) -> T:
         if self._elsewhere is None or self._elsewhere[0] != os.getpid():  # a fork has no threads
             self._elsewhere = os.getpid(), ThreadPoolExecutor(1, "device-tables")
-        return self._elsewhere[1].submit(make).result()
+        return self._elsewhere[1].submit(self._make, make, device).result()
+
+    def _make(self, make: Callable[[], T], device: torch.device) -> T:
+        """Make tables on a stream of their own: their copies do not wait for queued kernels."""
+        if device.type != "cuda":
+            return make()
+        if device not in self._copies:
+            self._copies[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._copies[device]):
+            made = make()
+        self._copies[device].synchronize()
+        return made
 
     def _note_stream(self, kept: _Kept, device: torch.device) -> None:
         """See to it that tables outlive what is queued on the current stream, or captured."""

@@ -1,4 +1,4 @@
-"""Rows of a message: packing those that are sent, adding their gradients when they come home.
+"""Rows of a message: packing those that are sent, adding their gradients when they are returned.
 
 A message lists runs of rows, and each run is a strided view of the sender's tensors. So packing and
 adding home are one pass over the rows a run, with nothing worked out beforehand. Where branches

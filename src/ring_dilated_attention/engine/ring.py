@@ -26,7 +26,7 @@ from .zero_keys import merge_zero_keys
 
 _NOTHING = nullcontext()
 _RETURNING_BYTES = 64 << 20
-"""Of gradients on their way home behind a gather: so many are not waited for before the end."""
+"""Gradients being returned behind a gather that are not waited for before the end."""
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ class _Backward:
             return
         is_last = one is self.rounds[-1]
         early, late, late_heads = LocalHalves(one.local_groups, (), None)
-        if is_last:  # something must be left to do while its gradients come home
+        if is_last:  # something must be left to do while its gradients are returned
             early, late, late_heads = one.local_halves
         self._compute_local(early, stores_first=self._covers)
         if self._covers and late_heads is not None:
@@ -289,7 +289,7 @@ class _Backward:
             compute.backward(group, self._tiles, self._inputs, self._merged, gradients, self._sums)
 
     def _add_returned(self) -> None:
-        """Have gradients that come home added behind the next compute, but for the most recent."""
+        """Have returned gradients added behind the next compute, but for the most recent."""
         most_bytes = _RETURNING_BYTES if self._call.gathers else -1
         while self._returning and sum(x.nbytes for x in self._returning) > most_bytes:
             one = self._returning.popleft()

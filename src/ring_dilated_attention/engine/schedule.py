@@ -68,7 +68,7 @@ def schedule_of(
         batch: sequences in the batch.
         heads_per_kv: query heads of a KV head.
         head_dim: elements of a row of a head.
-        table_flops: blocks of at most so many operations share a launch.
+        table_flops: blocks of at most this number of operations share a launch.
     """
     key = batch, heads_per_kv, head_dim, table_flops
     kept = _schedules.setdefault(group, {})

@@ -155,7 +155,7 @@ def refuse_capture(name: str, ends: Exchange, device: torch.device) -> None:
     if several and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"{name} on {ends.world_size} ranks cannot be captured in a CUDA graph: ranks agree on "
-            "every call, and replays would not"
+            "every call, which a replay would skip; call it outside of the graph"
         )
 
 

@@ -26,7 +26,7 @@ except ImportError:  # not on Windows
     fcntl = None  # type: ignore[assignment]
 
 MOST_VALUES = 509
-"""So many numbers fit a rank's row of a board."""
+"""Numbers that fit in a rank's row of a board."""
 
 PREFIX = "ring-dilated-attention-"
 """Of the names under which this package shares something between processes."""
@@ -71,7 +71,7 @@ class Board:
 
     @staticmethod
     def nbytes(world_size: int) -> int:
-        """Bytes of the board of so many ranks."""
+        """Bytes of the board of this number of ranks."""
         return (_HEAD + world_size * (2 * _ROW + _STATE)) * 8
 
     def exchange(self, values: Sequence[int], timeout: float) -> list[Sequence[int]]:

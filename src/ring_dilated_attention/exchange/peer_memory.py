@@ -37,7 +37,8 @@ SLOTS = 4
 to read leaves slots for the others."""
 
 SLOT_BYTES = 8 << 20
-"""Of an outbox: with twice as many, rings on four H200 are no faster (benchmarks/results)."""
+"""Of an outbox: with twice as many, rings on four H200 are no faster
+(benchmarks/results/many_gpus.md)."""
 
 _FLAG_BYTES = 128  # an int32 on a cache line of its own: two devices write to neighbours
 

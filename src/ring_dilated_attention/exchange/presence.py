@@ -108,7 +108,7 @@ class _Other:
         self.gone_since: float | None = None
 
     def connect(self, seconds: float) -> str:
-        """Connect within so many seconds, 0: at some later time; returns why that fails, or ""."""
+        """Connect within `seconds` (0: at some later time); returns why that fails, or ""."""
         self.close()
         self.is_known = True
         family = socket.AF_INET6 if ":" in self._address[0] else socket.AF_INET

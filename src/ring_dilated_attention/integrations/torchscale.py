@@ -62,8 +62,9 @@ class TorchscaleDilatedAttention(nn.Module):
         exchange: ``"ring"`` keeps one message in flight during compute and holds the rows of at
             most two remote shards; ``"gather"`` starts all transfers at once and holds them all;
             ``"auto"``, the default, gathers where all of them are at most the size of a shard.
-        backend: kernels that compute the tiles, one of `tiles.BACKENDS`. None: ``"auto"``, or
-            ``"eager"`` where `args.flash_attention` is False.
+        backend: kernels that compute the tiles: ``"auto"``, ``"sdpa"``, ``"fa4"``, ``"cpu_flash"``,
+            ``"cudnn"``, ``"flash"``, ``"efficient"``, ``"triton"`` or ``"eager"``. None:
+            ``"auto"``, or ``"eager"`` where `args.flash_attention` is False.
 
     Raises:
         TypeError: a value has the wrong type, or `args` lacks what is read of it.

@@ -95,8 +95,9 @@ def set_attention(
         exchange: ``"ring"`` keeps one message in flight during compute and holds the rows of at
             most two remote shards; ``"gather"`` starts all transfers at once and holds them all;
             ``"auto"``, the default, gathers where all of them are at most the size of a shard.
-        backend: kernels that compute the tiles, one of `tiles.BACKENDS`; ``"auto"``, the default,
-            takes the fastest one that supports the tensors, and any other name is used or refused.
+        backend: kernels that compute the tiles: ``"auto"``, the default, takes the fastest that
+            supports the tensors; ``"sdpa"``, ``"fa4"``, ``"cpu_flash"``, ``"cudnn"``, ``"flash"``,
+            ``"efficient"``, ``"triton"`` and ``"eager"`` take that one or raise.
 
     Raises:
         TypeError: a value has the wrong type.
@@ -240,7 +241,7 @@ def attention_forward(
         del given["output_attentions"]
     if given:
         got = ", ".join(f"{name} ({type(x).__name__})" for name, x in sorted(given.items()))
-        raise ValueError(f"dilated attention takes no {got}; allowed are None and its absence")
+        raise ValueError(f"dilated attention does not support {got}; leave it out, or pass None")
     if attention_mask is not None:
         raise ValueError(
             "a mask must be a right padding, given to the model as a 2-D attention_mask; "
@@ -304,9 +305,9 @@ def attention_mask(
     if not plain:
         name = getattr(mask_function, "__qualname__", repr(mask_function))
         raise ValueError(
-            "of transformers' masks there are the causal one and none at all (no sliding windows, "
-            "chunks or overlays: the pattern says what a head sees); packing and padding need "
-            f"set_attention(model, pattern) first. Got {name.split('.')[0]}"
+            "only transformers' causal and bidirectional masks are supported: the pattern decides "
+            "what a head sees (no sliding windows, chunks or overlays); for packing and padding, "
+            f"call set_attention(model, pattern) first. Got {name.split('.')[0]}"
         )
     if (q_offset, kv_offset, kv_length) != (0, 0, q_length):
         raise ValueError(

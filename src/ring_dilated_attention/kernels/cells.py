@@ -11,10 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..plan import PackedTiles, Tile
+from .tables import spread
+
+if TYPE_CHECKING:
+    from .tables import Table
 
 CELL_FIELDS = ("batch", "kv_head", "q_row", "q_stride", "q_len", "k_row", "k_stride", "k_len")
 
@@ -72,28 +77,31 @@ def build_cells(
         block_n: keys per block of the dk, dv kernel.
         device: where the kernels run.
     """
+    import numpy as np
+
     kinds = {tile.is_causal for tile in tiles} | {many.is_causal for many in packed}
     if len(kinds) > 1:
         raise ValueError("the tiles of a launch must be all causal or none")
     is_causal = kinds == {True}
-    table = torch.cat([_table(tiles, batch), *(_packed_table(many, batch) for many in packed)])
+    parts = [_table(tiles, batch), *(_packed_table(many, batch) for many in packed)]
+    table = np.concatenate(parts)
     q_len, k_len = table[:, 4], table[:, 7]
     assert not len(table) or table[:, [4, 7]].min() > 0
 
     cell, block = _blocks(q_len, block_m)
     # Rows of work: a causal block of queries sees no key behind it.
-    work = torch.minimum((block + 1) * block_m, q_len[cell]) if is_causal else k_len[cell]
+    work = np.minimum((block + 1) * block_m, q_len[cell]) if is_causal else k_len[cell]
     cell, block = _longest_first(work, cell, block)
-    query_programs = torch.empty(len(cell), heads_per_kv, 3, dtype=torch.int32)
+    query_programs = np.empty((len(cell), heads_per_kv, 3), dtype=np.int32)
     query_programs[..., 0] = cell[:, None]
-    query_programs[..., 1] = torch.arange(heads_per_kv)
+    query_programs[..., 1] = np.arange(heads_per_kv)
     query_programs[..., 2] = block[:, None]
 
     cell, block = _blocks(k_len, block_n)
     work = q_len[cell] - block * block_n if is_causal else q_len[cell]
-    key_programs = torch.stack(_longest_first(work, cell, block), 1)
+    key_programs = np.stack(_longest_first(work, cell, block), 1).astype(np.int32)
 
-    on_device = _moved(device, table, query_programs.flatten(0, 1), key_programs.int())
+    on_device = _moved(device, table, query_programs.reshape(-1, 3), key_programs)
     return Cells(
         table=on_device[0],
         query_programs=on_device[1],
@@ -102,75 +110,74 @@ def build_cells(
         block_n=block_n,
         heads_per_kv=heads_per_kv,
         is_causal=is_causal,
-        max_queries=_largest(q_len),
-        max_keys=_largest(k_len),
-        max_stride=_largest(table[:, [3, 6]]),
+        max_queries=int(q_len.max(initial=0)),
+        max_keys=int(k_len.max(initial=0)),
+        max_stride=int(table[:, [3, 6]].max(initial=0)),
     )
 
 
-def _moved(device: torch.device | str, *tables: torch.Tensor) -> list[torch.Tensor]:
+def _moved(device: torch.device | str, *tables: Table) -> list[torch.Tensor]:
     """Tables of a few rows are many: they go to the device together, in one allocation."""
+    import numpy as np
+
     sizes = [-(-x.nbytes // _ALIGNMENT) * _ALIGNMENT for x in tables]
     together = torch.zeros(sum(sizes), dtype=torch.uint8)
     for table, place in zip(tables, together.split(sizes), strict=True):
-        place[: table.nbytes] = table.flatten().view(torch.uint8)
+        place.numpy()[: table.nbytes] = table.reshape(-1).view(np.uint8)
     places = together.to(device).split(sizes)
+    dtypes = {4: torch.int32, 8: torch.int64}
     return [
-        place[: x.nbytes].view(x.dtype).view(x.shape)
+        place[: x.nbytes].view(dtypes[x.itemsize]).view(x.shape)
         for x, place in zip(tables, places, strict=True)
     ]
 
 
-def _largest(numbers: torch.Tensor) -> int:
-    return int(numbers.max()) if numbers.numel() else 0
-
-
-def _table(tiles: Sequence[Tile], batch: int) -> torch.Tensor:
+def _table(tiles: Sequence[Tile], batch: int) -> Table:
     """int64 (cells, 8): per tile the batch entries, of each the segments, of each the heads."""
-    fields = torch.tensor(
+    import numpy as np
+
+    fields = np.array(
         [
             (t.heads.start, t.heads.step, len(t.heads), t.segments, *t.queries, *t.keys)
             for t in tiles
         ],
-        dtype=torch.int64,
+        dtype=np.int64,
     ).reshape(-1, 14)
-    counts = batch * fields[:, 2] * fields[:, 3]
-    tile = torch.arange(len(tiles)).repeat_interleave(counts)
-    number = torch.arange(len(tile)) - (counts.cumsum(0) - counts)[tile]
+    tile, number = spread(batch * fields[:, 2] * fields[:, 3])
     # Columns, each with one value per cell.
-    head, head_step, heads, segments, *rows = (column[tile] for column in fields.T.contiguous())
+    head, head_step, heads, segments, *rows = fields[tile].T
     segment, j = number // heads, number % heads
     entry, segment = segment // segments, segment % segments
     columns = [entry, head + j * head_step]
     for start, length, stride, head_stride, segment_stride in (rows[:5], rows[5:]):
         columns += [start + segment * segment_stride + j * head_stride, stride, length]
-    return torch.stack(columns, 1)
+    return np.stack(columns, 1)
 
 
-def _packed_table(many: PackedTiles, batch: int) -> torch.Tensor:
+def _packed_table(many: PackedTiles, batch: int) -> Table:
     """int64 (cells, 8): per batch entry the tiles, of each the heads."""
+    import numpy as np
+
     heads = len(many.heads)
-    table = torch.empty(batch, len(many.starts), heads, len(CELL_FIELDS), dtype=torch.int64)
-    starts, lengths = (torch.tensor(x).unsqueeze(1) for x in (many.starts, many.lengths))
-    number = torch.arange(heads)
-    table[..., 0] = torch.arange(batch)[:, None, None]
+    table = np.empty((batch, len(many.starts), heads, len(CELL_FIELDS)), dtype=np.int64)
+    starts, lengths = (np.array(x)[:, None] for x in (many.starts, many.lengths))
+    number = np.arange(heads)
+    table[..., 0] = np.arange(batch)[:, None, None]
     table[..., 1] = many.heads.start + number * many.heads.step
     for rows in (table[..., 2:5], table[..., 5:]):
         rows[..., 0] = starts + number * many.head_stride
         rows[..., 1] = many.stride
         rows[..., 2] = lengths
-    return table.flatten(0, 2)
+    return table.reshape(-1, len(CELL_FIELDS))
 
 
-def _blocks(lengths: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _blocks(lengths: Table, block: int) -> tuple[Table, Table]:
     """Cut rows into blocks: the cell of each, and its number within the cell."""
-    counts = (lengths + block - 1) // block
-    cell = torch.arange(len(lengths)).repeat_interleave(counts)
-    return cell, torch.arange(len(cell)) - (counts.cumsum(0) - counts)[cell]
+    return spread((lengths + block - 1) // block)
 
 
-def _longest_first(work: torch.Tensor, *columns: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _longest_first(work: Table, *columns: Table) -> tuple[Table, ...]:
     if len(work) < 2 or work.min() == work.max():
         return columns
-    order = torch.argsort(work.int(), descending=True, stable=True)
+    order = (-work).argsort(kind="stable")
     return tuple(column[order] for column in columns)

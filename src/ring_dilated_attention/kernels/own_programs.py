@@ -14,16 +14,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..plan import OwnRange
+from .tables import spread
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    Table: TypeAlias = np.ndarray[Any, Any]
+    from .tables import Table
 
 RANGE_FIELDS = ("start", "stop", "shift", "document", "branches", "step", "order", "stores")
 """Of a range: the fields of `plan.OwnRange` but for its rows; how far rows of a program are apart;
@@ -137,7 +136,7 @@ def build_programs(
             there; else they are merged or added.
         device: where the kernels run.
     """
-    import numpy as np  # whose operations take a third of torch's on a few hundred numbers
+    import numpy as np
 
     longest = max(each.document for each in ranges)
     assert longest <= MOST_POSITIONS
@@ -205,19 +204,11 @@ def _programs(own: Table, numbers: Table, shortest: int, step: int, block: int) 
     length = np.minimum(own[:, 3], shortest)
     first = start // length
     segments = (stop + length - 1) // length - first
-    which, segment = _spread(segments)
+    which, segment = spread(segments)
     segment += first[which]
     low = np.maximum(segment * length[which], start[which])
     high = np.minimum((segment + 1) * length[which], stop[which])
-    # Of a residue there are at most so many rows.
-    whose, index = _spread(((high - low + step - 1) // step + block - 1) // block * step)
+    # The most rows of a residue.
+    whose, index = spread(((high - low + step - 1) // step + block - 1) // block * step)
     found = [numbers[which][whose], low[whose], high[whose], index % step, index // step]
     return np.stack(found, axis=1)
-
-
-def _spread(counts: Table) -> tuple[Table, Table]:
-    """Each number as often as `counts` says, and its place among equal ones."""
-    import numpy as np
-
-    numbers = np.repeat(np.arange(len(counts)), counts)
-    return numbers, np.arange(len(numbers)) - (counts.cumsum() - counts)[numbers]

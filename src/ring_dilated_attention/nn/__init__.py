@@ -1,7 +1,7 @@
 """Modules built on `dilated_attention`: layers, a language model of bytes, an encoder of slides."""
 
 from .attention import DilatedAttention, MultiheadDilatedAttention
-from .checkpoint import check_checkpoint, keep_attention
+from .checkpoint import Checkpoint, attention_policy, check_checkpoint, keep_attention
 from .checks import check_head_sizes
 from .chunked import map_rows
 from .config import LongNetConfig
@@ -13,9 +13,10 @@ from .rope import RotaryEmbedding, Rotation, document_positions
 from .sincos import sincos_positions
 from .slide import Encoded, SlideEncoder
 from .slide_config import SlideEncoderConfig
-from .spatial import hilbert_order
+from .spatial import hilbert_order, inverse_order
 
 __all__ = [
+    "Checkpoint",
     "DilatedAttention",
     "Encoded",
     "LayerNorm",
@@ -26,11 +27,13 @@ __all__ = [
     "Rotation",
     "SlideEncoder",
     "SlideEncoderConfig",
+    "attention_policy",
     "check_checkpoint",
     "check_head_sizes",
     "document_positions",
     "hilbert_order",
     "hooks_of",
+    "inverse_order",
     "is_plain",
     "keep_attention",
     "map_rows",

@@ -43,8 +43,9 @@ class DilatedAttention(nn.Module):
         exchange: ``"ring"`` keeps one message in flight during compute and holds the rows of at
             most two remote shards; ``"gather"`` starts all transfers at once and holds them all;
             ``"auto"``, the default, gathers where all of them are at most the size of a shard.
-        backend: kernels that compute the tiles, one of `tiles.BACKENDS`; ``"auto"``, the default,
-            takes the fastest one that supports the tensors, and any other name is used or refused.
+        backend: kernels that compute the tiles: ``"auto"``, the default, takes the fastest that
+            supports the tensors; ``"sdpa"``, ``"fa4"``, ``"cpu_flash"``, ``"cudnn"``, ``"flash"``,
+            ``"efficient"``, ``"triton"`` and ``"eager"`` take that one or raise.
 
     Raises:
         TypeError: `pattern` is not a `DilatedPattern`.
@@ -100,8 +101,7 @@ class DilatedAttention(nn.Module):
             lengths: (batch,) ints: row b of the batch holds that many valid positions of the whole
                 sequence and padding behind them. None: no padding.
             key_padding_mask: the local shard of a right padding, bool, shape (batch,
-                local_sequence), True where a position is padding. It costs a wait for the device
-                and two small collectives, which `lengths` saves.
+                local_sequence), True where a position is padding; `lengths` is cheaper.
 
         Returns:
             The shape and dtype of `query`.
@@ -170,15 +170,16 @@ class MultiheadDilatedAttention(nn.Module):
         exchange: ``"ring"`` keeps one message in flight during compute and holds the rows of at
             most two remote shards; ``"gather"`` starts all transfers at once and holds them all;
             ``"auto"``, the default, gathers where all of them are at most the size of a shard.
-        backend: kernels that compute the tiles, one of `tiles.BACKENDS`; ``"auto"``, the default,
-            takes the fastest one that supports the tensors, and any other name is used or refused.
+        backend: kernels that compute the tiles: ``"auto"``, the default, takes the fastest that
+            supports the tensors; ``"sdpa"``, ``"fa4"``, ``"cpu_flash"``, ``"cudnn"``, ``"flash"``,
+            ``"efficient"``, ``"triton"`` and ``"eager"`` take that one or raise.
         device: where to make the parameters.
         dtype: of the parameters.
 
     Raises:
         TypeError: a size, length or rate is not an int.
-        ValueError: a size, length or rate is below 1 or does not divide what it must, an option has
-            an unknown value, or an epsilon, gain or scale is not a positive finite number.
+        ValueError: a size, length, rate, epsilon, gain or scale is out of range, heads do not
+            divide evenly, or an option has an unknown value.
     """
 
     def __init__(
@@ -275,13 +276,12 @@ class MultiheadDilatedAttention(nn.Module):
             query: shape (batch, local_sequence, embed_dim).
             key: shape (batch, local_sequence, embed_dim).
             value: shape (batch, local_sequence, embed_dim).
-            is_causal: whether a query sees only keys at its own position and before.
+            is_causal: whether a query sees only keys at positions <= its own.
             need_weights: must be False: the weights are never formed.
             attn_mask: must be None: the pattern and `is_causal` are the only masks.
             key_padding_mask: the local shard of a right padding, bool, shape (batch,
-                local_sequence), True where a position is padding. It costs a wait for the device
-                and two small collectives, which `lengths` saves. Heads
-                are 0 in padded positions, so the output there is that of `combine` for zeros.
+                local_sequence), True where a position is padding; `lengths` is cheaper. Heads are 0
+                in padded positions, so the output there is that of `combine` for zeros.
             documents: cumulative lengths ``[0, ..., n]`` of documents packed in the whole sequence
                 of n positions (not in this rank's shard): ints, or a 1-D int32 or int64 tensor;
                 attention never crosses their borders. None: one document. `document_positions`
@@ -300,8 +300,8 @@ class MultiheadDilatedAttention(nn.Module):
 
         Raises:
             TypeError: an argument has the wrong type.
-            ValueError: `attn_mask` or the weights are asked for, a shape does not fit, and see
-                `dilated_attention`.
+            ValueError: `attn_mask` or `need_weights` is given, a shape does not fit, or for the
+                reasons of `dilated_attention`.
         """
         if need_weights is not False:
             raise ValueError(

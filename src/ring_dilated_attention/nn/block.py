@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .attention import MultiheadDilatedAttention
-from .checkpoint import run_checkpointed
+from .checkpoint import Checkpoint, run_checkpointed
 from .chunked import map_rows
 
 
@@ -32,7 +32,7 @@ class Block(nn.Module, ABC):
         self,
         hidden: Tensor,
         *tables: Tensor,
-        checkpoint: str = "none",
+        checkpoint: Checkpoint = "none",
         chunk_rows: int | None = None,
         **options: Any,
     ) -> Tensor:
@@ -61,7 +61,7 @@ class Block(nn.Module, ABC):
         self,
         hidden: Tensor,
         tables: tuple[Tensor, ...],
-        checkpoint: str,
+        checkpoint: Checkpoint,
         chunk_rows: int | None,
         options: dict[str, Any],
     ) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 import torch
 from torch.utils.checkpoint import (
@@ -23,12 +23,13 @@ from ..torch_op import FORWARD, LENGTHS
 
 T = TypeVar("T")
 
-CHECKPOINTS = ("none", "full", "keep_attention")
-"""Valid values of a module's `checkpoint`: ``none`` keeps all that backward needs, ``full`` keeps
-the inputs of each block, ``keep_attention`` those and the out and lse of its attention."""
+Checkpoint: TypeAlias = Literal["none", "full", "keep_attention"]
+"""What a module keeps for backward: ``none`` all that backward needs, ``full`` the inputs of each
+block, ``keep_attention`` those and the out and lse of its attention."""
+CHECKPOINTS: tuple[str, ...] = get_args(Checkpoint)
 
 
-def check_checkpoint(checkpoint: str, blocks: int) -> None:
+def check_checkpoint(checkpoint: Checkpoint, blocks: int) -> None:
     """Raise unless a module can checkpoint like this.
 
     Args:
@@ -75,7 +76,7 @@ def keep_attention() -> tuple[AbstractContextManager[Any], AbstractContextManage
     return contexts
 
 
-def run_checkpointed(checkpoint: str, function: Callable[..., T], *arguments: Any) -> T:
+def run_checkpointed(checkpoint: Checkpoint, function: Callable[..., T], *arguments: Any) -> T:
     """Call a deterministic function as `checkpoint`, one of `CHECKPOINTS`, says."""
     if checkpoint == "none" or not torch.is_grad_enabled():
         return function(*arguments)

@@ -39,8 +39,10 @@ def map_rows(
             every result, shape (batch, rows, ...), depends on row i of the inputs alone.
         inputs: shape (batch, n, ...), the same n for all (batch may be 1 where a result's is not);
             n may be 0: then the function is called once on no rows.
-        rows: of a chunk; the last may be shorter. None calls the function once, plainly.
-        modules: those that `function` uses: every parameter of theirs takes part in its results.
+        rows: number of rows per chunk; the last may be shorter. None calls the function once, on
+            all rows.
+        modules: the modules that `function` uses; all their parameters must take part in its
+            results.
 
     Returns:
         What `function` would return for all rows.

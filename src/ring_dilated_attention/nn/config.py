@@ -24,7 +24,7 @@ class LongNetConfig:
         vocab_size: number of tokens; 256 for bytes.
         num_layers: number of blocks.
         embed_dim: width of the residual stream.
-        num_heads: query heads a block; divides `embed_dim`, and the head size must be even.
+        num_heads: query heads per block; divides `embed_dim`, and the head size must be even.
         num_kv_heads: key and value heads, a divisor of `num_heads`; None means `num_heads`.
         ffn_dim: width of the hidden layer of the MLP.
         segment_lengths: one per branch of the pattern, in positions; None means the whole document.

@@ -15,7 +15,7 @@ from ..functional import Schedule, autocast_inputs
 from ..layout import SequenceLayout
 from ..pattern import check_positive_int, in_brief, shape_in_brief
 from ..tiles import Backend
-from .checkpoint import check_checkpoint, run_checkpointed
+from .checkpoint import Checkpoint, check_checkpoint, run_checkpointed
 from .chunked import map_rows
 from .config import LongNetConfig
 from .longnet_block import LongNetBlock
@@ -38,23 +38,23 @@ class LongNet(nn.Module):
     Under autocast the residual stream has autocast's dtype. With ``checkpoint="keep_attention"``
     and `chunk_rows`, a rank holds for every block two tensors of the size of its residual stream
     (the block's input and the out of its attention) and an lse; `loss` never makes all logits. With
-    `checkpoint_blocks` it holds the input of one block in so many.
+    `checkpoint_blocks` N it holds the input of every Nth block only.
 
     Args:
         config: the shape of the model.
         exchange: ``"ring"`` keeps one message in flight during compute and holds the rows of at
             most two remote shards; ``"gather"`` starts all transfers at once and holds them all;
             ``"auto"``, the default, gathers where all of them are at most the size of a shard.
-        backend: kernels that compute the tiles, one of `tiles.BACKENDS`; ``"auto"``, the default,
-            takes the fastest one that supports the tensors, and any other name is used or refused.
-        checkpoint: what backward finds of a block's activations, the rest of which it recomputes:
-            ``"none"`` recomputes nothing, ``"full"`` the whole block, ``"keep_attention"`` all but
-            its attention.
-        checkpoint_blocks: with ``"keep_attention"``, the input of one block in so many is kept;
-            those between are recomputed, which computes all but attention once more.
-        chunk_rows: all that treats every row alone (embedding, norms, projections, MLP, logits and
-            their loss) is done in chunks of so many rows, and again in backward, so that no more of
-            its intermediates live at a time; None does all rows at once.
+        backend: kernels that compute the tiles: ``"auto"``, the default, takes the fastest that
+            supports the tensors; ``"sdpa"``, ``"fa4"``, ``"cpu_flash"``, ``"cudnn"``, ``"flash"``,
+            ``"efficient"``, ``"triton"`` and ``"eager"`` take that one or raise.
+        checkpoint: what backward recomputes: ``"none"``, the default, nothing; ``"full"`` every
+            block; ``"keep_attention"`` every block except its attention.
+        checkpoint_blocks: with ``"keep_attention"``, N stores the input of every Nth block only;
+            the others are recomputed, everything except attention once more. Default 1.
+        chunk_rows: number of rows at a time for everything position-wise (embedding, norms,
+            projections, MLP, logits and their loss), which is computed again in backward, so that
+            intermediates exist for this many rows only. None, the default: all rows at once.
 
     Raises:
         TypeError: `chunk_rows` or `checkpoint_blocks` is not an int.
@@ -68,7 +68,7 @@ class LongNet(nn.Module):
         *,
         exchange: Schedule = "auto",
         backend: Backend = "auto",
-        checkpoint: str = "none",
+        checkpoint: Checkpoint = "none",
         checkpoint_blocks: int = 1,
         chunk_rows: int | None = None,
     ) -> None:
@@ -153,7 +153,8 @@ class LongNet(nn.Module):
 
         Args:
             tokens: the local shard, int64, shape (batch, local_sequence).
-            labels: the token that follows each of `tokens`, whichever rank holds it: like `tokens`.
+            labels: the token that follows each of `tokens`, whichever rank holds it; the shape and
+                dtype of `tokens`.
             documents: cumulative lengths of documents packed in every sequence, in global
                 positions; the last label of a document counts like any other.
             group: the ranks that share each sequence: a ProcessGroup, a 1-D DeviceMesh, or None
@@ -165,8 +166,8 @@ class LongNet(nn.Module):
             position. The loss of the whole sequence is the sum over ranks, as its gradient is.
 
         Raises:
-            TypeError: as `forward`, of `labels` too.
-            ValueError: as `forward`; and the labels have another shape than the tokens.
+            TypeError: this rank's `tokens` or `labels` are not int64.
+            ValueError: as in `forward`, or the labels have another shape than the tokens.
         """
         hidden = self._hidden(tokens, labels, documents, group, layout)
         modules = (self.norm, self.embedding)
@@ -187,7 +188,7 @@ class LongNet(nn.Module):
         )
         rotation = self.rope(positions)
         hidden = map_rows(self._embed, tokens, rows=self.chunk_rows, modules=(self.embedding,))
-        around = "keep_attention" if self.checkpoint_blocks > 1 else "none"
+        around: Checkpoint = "keep_attention" if self.checkpoint_blocks > 1 else "none"
         for first in range(0, len(self.blocks), self.checkpoint_blocks):
             hidden = run_checkpointed(
                 around, self._blocks, first, hidden, rotation, borders, group, layout

@@ -23,9 +23,9 @@ def project_heads(
 
     Under autocast, which copies weights to half precision anyway, layers of one and the same input
     share a product: copies of their weights are made side by side, and the input is cast once,
-    forward and backward. But for few rows of a wide model, as in decoding, where autocast keeps its
-    copies from call to call. Layers with hooks, of subclasses (adapters, quantised weights) or with
-    sharded weights (DTensor) are called one by one.
+    forward and backward. Few rows of a wide model, as in decoding, are projected one by one, since
+    autocast keeps its copies of the weights from call to call. Layers with hooks, of subclasses
+    (adapters, quantised weights) or with sharded weights (DTensor) are called one by one.
 
     Args:
         layers: of equal `in_features`.

@@ -21,7 +21,8 @@ def document_positions(positions: Tensor, documents: Integers) -> Tensor:
             the last are counted from it.
 
     Returns:
-        How far each position lies behind the start of its document: like `positions`.
+        How far each position lies behind the start of its document; the shape and dtype of
+        `positions`.
 
     Raises:
         TypeError: `documents` are not ints.
@@ -83,7 +84,7 @@ class RotaryEmbedding(nn.Module):
 
     Args:
         head_dim: size of a head; even.
-        theta: base of the wavelengths; pair i turns by ``theta ** (-2 i / head_dim)`` a position.
+        theta: base of the wavelengths; pair i turns by ``theta ** (-2 i / head_dim)`` per position.
 
     Raises:
         TypeError: `head_dim` is not an int.

@@ -13,7 +13,7 @@ from ..functional import Schedule, autocast_inputs
 from ..layout import SequenceLayout
 from ..pattern import check_positive_int, in_brief
 from ..tiles import Backend
-from .checkpoint import check_checkpoint
+from .checkpoint import Checkpoint, check_checkpoint
 from .checks import check_rows
 from .chunked import map_rows
 from .encoder_block import EncoderBlock
@@ -40,12 +40,12 @@ class SlideEncoder(nn.Module):
 
     Features are projected, given a sine-cosine embedding of where the tile is, and go through
     `EncoderBlock`s and a final norm behind a class token: the shape of Prov-GigaPath's slide
-    encoder (Xu et al. 2024, Nature 630), for training one's own. For its published weights, put
-    this package's attention in its own code: see `integrations.torchscale`. There is no dropout.
+    encoder (Xu et al. 2024, Nature 630), to train your own. To run its published weights, replace
+    the attention in its own code: see `integrations.torchscale`. There is no dropout.
 
-    The sequence has a position more than the slide has tiles: the class token is position 0, tile i
-    is position i + 1. A rank passes the tiles of its positions, and the rank that holds position 0
-    (the first, in most layouts) so one tile less than it holds positions.
+    The sequence has one position more than the slide has tiles: the class token is position 0, tile
+    i is position i + 1. Each rank passes the tiles of its positions. The rank that holds position 0
+    (the first, in most layouts) therefore passes one tile less than it holds positions.
 
     Under autocast the residual stream and the norms have autocast's dtype. With ``keep_attention``
     and `chunk_rows`, a rank holds for every block two tensors of the size of its residual stream
@@ -56,13 +56,15 @@ class SlideEncoder(nn.Module):
         exchange: ``"ring"`` keeps one message in flight during compute and holds the rows of at
             most two remote shards; ``"gather"`` starts all transfers at once and holds them all;
             ``"auto"``, the default, gathers where all of them are at most the size of a shard.
-        backend: kernels that compute the tiles, one of `tiles.BACKENDS`; ``"auto"``, the default,
-            takes the fastest one that supports the tensors, and any other name is used or refused.
-        checkpoint: what backward finds of a block's activations, the rest of which it recomputes:
-            ``"none"`` recomputes the GELU of its MLP and the norm behind it alone, ``"full"`` the
-            whole block, ``"keep_attention"`` all but its attention.
-        chunk_rows: all that treats every row alone is done in chunks of so many rows, and again in
-            backward, so that no more of its intermediates live at a time; None does all at once.
+        backend: kernels that compute the tiles: ``"auto"``, the default, takes the fastest that
+            supports the tensors; ``"sdpa"``, ``"fa4"``, ``"cpu_flash"``, ``"cudnn"``, ``"flash"``,
+            ``"efficient"``, ``"triton"`` and ``"eager"`` take that one or raise.
+        checkpoint: what backward recomputes: ``"none"``, the default, only the GELU of each MLP and
+            the norm after it; ``"full"`` every block; ``"keep_attention"`` every block except its
+            attention.
+        chunk_rows: number of rows at a time for everything position-wise (projections, norms, MLP),
+            which is computed again in backward, so that intermediates exist for this many rows
+            only. None, the default: all rows at once.
 
     Raises:
         TypeError: `chunk_rows` is not an int.
@@ -75,7 +77,7 @@ class SlideEncoder(nn.Module):
         *,
         exchange: Schedule = "auto",
         backend: Backend = "auto",
-        checkpoint: str = "none",
+        checkpoint: Checkpoint = "none",
         chunk_rows: int | None = None,
     ) -> None:
         super().__init__()
@@ -122,12 +124,12 @@ class SlideEncoder(nn.Module):
                 padded at their ends. None: all of them.
             group: the ranks that share each slide: a ProcessGroup, a 1-D DeviceMesh, or None for
                 one process.
-            layout: which positions each rank holds, of one more than a slide has tiles; None means
-                contiguous equal shards.
+            layout: which positions each rank holds, of a sequence of one position more than there
+                are tiles; None means contiguous equal shards.
 
         Returns:
             Rows of the class token and of the tiles. Backward must run on every rank, so every
-            rank's loss must depend on them: on no rows, where it has none.
+            rank's loss must depend on them, also where there are no rows.
 
         Raises:
             TypeError, ValueError: the arguments do not fit, on this rank or on another; and see

@@ -24,7 +24,7 @@ class SlideEncoderConfig:
         in_dim: width of the features of a tile.
         num_layers: number of blocks.
         embed_dim: width of the residual stream, a multiple of 4.
-        num_heads: heads a block; divides `embed_dim`.
+        num_heads: heads per block; divides `embed_dim`.
         ffn_dim: width of the hidden layer of the MLP.
         segment_lengths: one per branch of the pattern, in positions; None means the whole slide.
         dilation_rates: one per branch of the pattern, in positions.
@@ -36,7 +36,7 @@ class SlideEncoderConfig:
         branch_gradients: ``"exact"``, the default, differentiates the whole function;
             ``"detached"`` has no gradient through the weights that mix the branches, as in
             torchscale.
-        tile_size: coordinates are in units of which so many make a tile.
+        tile_size: side of a tile in units of the coordinates; GigaPath's are pixels, 256 per tile.
         norm_eps: epsilon of the layer norms.
 
     Raises:

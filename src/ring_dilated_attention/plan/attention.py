@@ -25,11 +25,11 @@ from ..pattern import DilatedPattern, check_positive_int
 from .parts import Part, Span, parts_of, spans
 from .pieces import Pieces, cut_into_pieces
 from .rank import RankPlan
-from .tiling import Tiling
+from .tiling import Tiling, tiling_of
 
 FEW_ADDITIONS = 8.0
 """Additions to a row, on average, that may round to half precision each: errors of out and of the
-gradients stay below those of the kernels (benchmarks/results)."""
+gradients stay below those of the kernels (benchmarks/results/attention_speed.md)."""
 
 ROUND_PAIRS = 1 << 31
 """(Query, key) pairs of a head and step that keep a rank busy: 1.7 ms of an H200's forward at a
@@ -174,7 +174,7 @@ class AttentionPlan:
 
     @cached_property
     def returns_wide(self) -> bool:
-        """Whether gradients of received rows are summed, and come home, in float32 at least.
+        """Whether gradients of received rows are summed, and returned, in float32 at least.
 
         Else in the dtype of the inputs. It is alike on all ranks: a branch reaches one row in its
         rate, once from each part of the rank that received it and for each query head of a KV head.
@@ -187,7 +187,7 @@ class AttentionPlan:
     @cached_property
     def tiling(self) -> Tiling:
         """Which rows each head takes part with."""
-        return Tiling(self.pattern, self.num_kv_heads, self.is_causal, self.kv_heads)
+        return tiling_of(self.pattern, self.num_kv_heads, self.is_causal, self.kv_heads)
 
     @cached_property
     def _rank_plans(self) -> dict[int, RankPlan]:

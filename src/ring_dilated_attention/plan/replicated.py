@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from .attention import AttentionPlan
 from .parts import Link, Part, cut, own_segments, spans
 from .rows import Tile, TileGroup
-from .tiling import Tiling
+from .tiling import tiling_of
 from .zero_keys import zero_key_groups
 
 
@@ -40,7 +40,7 @@ def replicated_groups(plan: AttentionPlan, positions: range, rank: int) -> tuple
     if plan.is_causal:
         keys = [k.within(0, positions.stop) for k in keys if k.start < positions.stop]
     is_causal = plan.is_causal and len(positions) > 1
-    tiling = Tiling(plan.pattern, plan.num_kv_heads, is_causal, plan.kv_heads)
+    tiling = tiling_of(plan.pattern, plan.num_kv_heads, is_causal, plan.kv_heads)
     pairs = [(q, k) for q in queries for k in keys if q.document_start == k.document_start]
     groups: list[TileGroup] = []
     for branch, (length, _) in enumerate(plan.pattern.branches):

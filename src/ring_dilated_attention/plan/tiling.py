@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from ..pattern import DilatedPattern, HeadOffset
@@ -13,7 +13,7 @@ from .progression import dilated_rows, union_size
 from .rows import Message, PackedTiles, Rows, Run, Tile, TileGroup
 
 _MANY = 8
-"""Tiles that differ in start and length alone are kept together if there are so many."""
+"""Tiles that differ in start and length alone are kept together if there are at least this many."""
 
 
 class _HeadRows(NamedTuple):
@@ -33,6 +33,12 @@ class _Twin(NamedTuple):
     start: int
     length: int
     head_stride: int
+
+
+@lru_cache(maxsize=64)
+def tiling_of(pattern: DilatedPattern, num_kv_heads: int, is_causal: bool, among: range) -> Tiling:
+    """The `Tiling` of these, which plans of other lengths and documents share."""
+    return Tiling(pattern, num_kv_heads, is_causal, among)
 
 
 @dataclass(frozen=True)
@@ -104,16 +110,10 @@ class Tiling:
         tiles: list[Tile] = []
         alike: dict[tuple[int, int], list[OwnRun]] = {}
         for run in runs:
-            size, phase, local, copies = run
-            # With a whole rate less, all offsets have a row less.
-            kind = phase % rate, size if size < rate else rate + size % rate
-            if copies == 1:
-                alike.setdefault(kind, []).append(run)
-                continue
-            more = (size - kind[1]) // rate
-            for heads, first, length, step in self._twins(branch, *kind):
-                rows = Rows(local + first, length + more, rate, step, size)
-                tiles.append(Tile(branch, heads, copies, self.is_causal, rows, rows))
+            if run.copies == 1:
+                alike.setdefault(_kind(run, rate), []).append(run)
+            else:
+                tiles.extend(self.run_tiles(branch, run))
         packed: dict[tuple[range, int], tuple[list[int], list[int]]] = {}
         for kind, single in alike.items():
             longer = [(run.size - kind[1]) // rate for run in single]
@@ -131,6 +131,16 @@ class Tiling:
             else:
                 tiles.extend(found.tiles())
         return TileGroup(tuple(tiles), tuple(many)) if tiles or many else None
+
+    def run_tiles(self, branch: int, run: OwnRun) -> Iterator[Tile]:
+        """The tiles of a run whose positions are queries and keys alike."""
+        rate = self.pattern.dilation_rates[branch]
+        kind = _kind(run, rate)
+        more = (run.size - kind[1]) // rate
+        stride = run.size if run.copies > 1 else 0
+        for heads, first, length, step in self._twins(branch, *kind):
+            rows = Rows(run.local + first, length + more, rate, step, stride)
+            yield Tile(branch, heads, run.copies, self.is_causal, rows, rows)
 
     def _twins(self, branch: int, phase: int, count: int) -> tuple[_Twin, ...]:
         """The tiles of `count` positions, `phase` behind the start of their segment."""
@@ -238,6 +248,12 @@ class Tiling:
             chain.append((link, heads))
         if chain:
             yield chain
+
+
+def _kind(run: OwnRun, rate: int) -> tuple[int, int]:
+    """Phase and size of the smallest run with the same tiles, but for their lengths."""
+    # With a whole rate less, all offsets have a row less.
+    return run.phase % rate, run.size if run.size < rate else rate + run.size % rate
 
 
 def _fewest_runs(*orders: Sequence[_HeadRows]) -> list[list[_HeadRows]]:

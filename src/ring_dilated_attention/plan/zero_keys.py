@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 
-from .parts import Link, Part, own_segments
+from .parts import Link, OwnRun, Part, own_segments
 from .rows import Rows, Tile, TileGroup
 from .tiling import Tiling
 
@@ -52,25 +52,28 @@ def zero_key_tiles(
     """
     length, rate = tiling.pattern.branches[branch]
     w = part.segment_length(length)
+    full = -(-w // rate)
     offsets = dict(tiling.heads[branch])
     for start, stop, count in own_segments(part, length):
-        missing = {
-            head: -(-w // rate) - len(range(offset, stop - start, rate))
-            for head, offset in offsets.items()
-        }
-        first_row = part.local_row(max(start, part.start))
-        if not any(missing.values()) or skips(first_row):
+        size, first_row = stop - start, part.local_row(max(start, part.start))
+        if full * rate == size or skips(first_row):
             continue  # as all full segments of a length that the rate divides
+        if part.start <= start and stop <= part.stop:
+            for tile in tiling.run_tiles(branch, OwnRun(size, 0, first_row, count)):
+                if zeros := full - tile.queries.length:
+                    yield tile._replace(keys=Rows(0, zeros, 0, 0))
+            continue
+        missing = {head: full - len(range(own, size, rate)) for head, own in offsets.items()}
         for tile in tiling.tiles(Link(branch, part, part, start, stop), segments=count):
             # Heads of a tile have as many rows in the part, but not always in the segment.
             first = 0
             for zeros, alike in groupby([missing[head] for head in tile.heads]):
-                size = len(list(alike))
+                heads = len(list(alike))
                 if zeros:
                     rows = tile.queries
                     yield tile._replace(
-                        heads=tile.heads[first : first + size],
+                        heads=tile.heads[first : first + heads],
                         queries=rows._replace(start=rows.start + first * rows.head_stride),
                         keys=Rows(0, zeros, 0, 0),
                     )
-                first += size
+                first += heads

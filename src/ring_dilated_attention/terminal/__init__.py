@@ -2,15 +2,16 @@
 
 `make_console` is where to print, `Table` and its columns what, and `show_table` prints it: a table
 that is wider than the console is split into parts that repeat its key columns, and nothing is ever
-cut. `Progress` shows how far a command is, on stderr. In a terminal, lines have the terminal's
-width; in a pipe they are as long as they need to be, unless ``COLUMNS`` says otherwise. There are
-no colours in a pipe, and none where ``NO_COLOR`` is set.
+cut. `show_text` prints a sentence. `Progress` shows how far a command is, on standard error, and
+`streamed` does so below a text that grows. In a terminal, lines have the terminal's width; in a
+pipe they are as long as they need to be, unless ``COLUMNS`` says otherwise. There are no colours in
+a pipe, and none where ``NO_COLOR`` is set.
 """
 
 from .console import make_console
 from .numbers import BYTES, FLOP, FLOP_PER_S, SECONDS, Units, count_of, in_bytes, in_seconds
 from .progress import Progress, streamed
-from .tables import Column, Table, amounts, counts, numbers, show_table, texts
+from .tables import Column, Table, amounts, counts, numbers, show_table, show_text, texts
 
 __all__ = [
     "BYTES",
@@ -29,6 +30,7 @@ __all__ = [
     "make_console",
     "numbers",
     "show_table",
+    "show_text",
     "streamed",
     "texts",
 ]

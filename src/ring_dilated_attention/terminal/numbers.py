@@ -27,8 +27,9 @@ FLOP: Units = tuple(
 FLOP_PER_S: Units = tuple(Unit(f"{name}/s", factor) for name, factor in FLOP)
 SECONDS: Units = (Unit("µs", 1e-6), Unit("ms", 1e-3), Unit("s", 1.0))
 
-SMALLEST_SHOWN = 0.1
-"""The smallest number of a column is at least so many of the column's unit (0 aside)."""
+SMALLEST_SHOWN, LARGEST_SHOWN = 0.01, 1e5
+"""The smallest number of a column (0 aside) is at least 1 of the column's unit, but where the
+largest would reach LARGEST_SHOWN: then it may be as little as SMALLEST_SHOWN of a larger unit."""
 
 
 class Scale(NamedTuple):
@@ -43,12 +44,14 @@ class Scale(NamedTuple):
     digits: int
 
     def write(self, value: float) -> str:
-        """A value, given in the basic unit, in this one: ``1,234.5``."""
+        """A value, given in the basic unit, in this one: ``1,234.5``; ``0`` is exactly 0."""
+        if not value:
+            return "0"
         return f"{value / self.unit.factor:,.{self.digits}f}"
 
 
 def common_scale(values: Sequence[float], units: Units) -> Scale:
-    """The largest unit in which no value but 0 is below `SMALLEST_SHOWN`, and decimals that suit.
+    """The largest unit in which no value but 0 is below 1 (see `LARGEST_SHOWN`), and its decimals.
 
     There are no decimals where every value is a multiple of the unit; otherwise the smallest one
     has about three digits.
@@ -58,9 +61,12 @@ def common_scale(values: Sequence[float], units: Units) -> Scale:
         units: to choose from.
     """
     sizes = [abs(value) for value in values if value]
-    smallest = min(sizes, default=0.0)
-    suiting = [unit for unit in units if unit.factor * SMALLEST_SHOWN <= smallest]
-    unit = suiting[-1] if suiting else units[0]
+    smallest, largest = min(sizes, default=0.0), max(sizes, default=0.0)
+    unit = units[0]
+    for larger in units[1:]:
+        least = SMALLEST_SHOWN if largest >= LARGEST_SHOWN * unit.factor else 1.0
+        if smallest >= least * larger.factor:
+            unit = larger
     if all(isinstance(x, int) and x % unit.factor == 0 for x in values):
         return Scale(unit, 0)
     return Scale(unit, 3 if smallest < unit.factor else 2 if smallest < 10 * unit.factor else 1)

@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -24,7 +23,8 @@ FIRST_LINE_S, NEXT_LINE_S = 3.0, 10.0
 worth a line, and a log of an hour has 360."""
 
 SPEED_S = 30.0
-"""The speed is that of the last so many seconds: the first steps of most things are slow."""
+"""The speed is that of the last so many seconds, once two steps are done without the first one,
+which is slow in most things: it starts processes, or compiles."""
 
 LEAST_BAR, MOST_BAR = 10, 40
 """Characters of the bar; where there is no room for LEAST_BAR, there is none."""
@@ -66,23 +66,20 @@ class Progress:
         self._has_lines = show and not self.is_bar and not bar_only
         self._what, self._total, self._unit = what, total, unit
         self._done, self._note = start, ""
+        self._start = start
         self._next_line = time.monotonic() + FIRST_LINE_S
         self._seen = deque([(time.monotonic(), start)])
         self._live: Live | None = None
 
     def __enter__(self) -> Self:
-        self._start()
+        self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stop()
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Show the bar, if there is one."""
         if self.is_bar:  # a new one each time: an old one would erase what was printed since
             self._live = Live(
                 _Bar(self),
@@ -94,7 +91,8 @@ class Progress:
             )
             self._live.start()
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
+        """Take the bar away."""
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -109,7 +107,11 @@ class Progress:
         now = time.monotonic()
         self._done, self._note = done, note
         self._seen.append((now, done))
-        while len(self._seen) > 2 and now - self._seen[0][0] > SPEED_S:
+        while len(self._seen) > 2:
+            began, first = self._seen[0]
+            moved = self._seen[1][1] == self._start or self._seen[-2][1] > self._start
+            if now - began <= SPEED_S and not (first == self._start and moved):
+                break
             self._seen.popleft()
         if self._has_lines and now >= self._next_line:
             self._next_line = now + NEXT_LINE_S
@@ -120,12 +122,12 @@ class Progress:
     def paused(self) -> Iterator[None]:
         """Take the bar away while something else is printed."""
         was_live = self._live is not None
-        self._stop()
+        self.stop()
         try:
             yield
         finally:
             if was_live:
-                self._start()
+                self.start()
 
     @property
     def share(self) -> float:
@@ -147,7 +149,8 @@ class Progress:
             one = common_scale([speed], self._unit)
             rate = f"{one.write(speed)} {one.unit.name}/s"
         if speed > 0:
-            tail += [rate, f"{in_seconds(round((self._total - self._done) / speed))} left"]
+            left = (self._total - self._done) / speed
+            tail += [rate, *([f"{in_seconds(round(left))} left"] if left > 0 else [])]
         return head, ", ".join(tail), self._note
 
 

@@ -138,6 +138,15 @@ def show_table(console: Console, table: Table) -> None:
         console.print(line, no_wrap=True, overflow="ignore", crop=False)
 
 
+def show_text(console: Console, text: str) -> None:
+    """Print a sentence in lines of whole words, without markup; a longer word, as a path, is whole.
+
+    An empty text is an empty line.
+    """
+    for line in _wrapped(text, console.width) or [""]:
+        console.print(line, markup=False, no_wrap=True, overflow="ignore", crop=False)
+
+
 def _width(columns: Sequence[Column]) -> int:
     return sum(column.least for column in columns) + GAP * (len(columns) - 1)
 

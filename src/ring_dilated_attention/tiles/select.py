@@ -33,7 +33,7 @@ same among the kernels inside torch; a kernel's name takes that kernel or raises
 SMALL_FLOPS = {2: 1.5e10, 4: 1.5e9}
 """Kernel calls of fewer operations leave the GPU idle, at their ends and between their launches:
 such tiles share one launch of the table-driven kernel. By bytes of an element: measured on an H200
-for 2 (benchmarks/results), and a tenth of that, as the rate is, for 4."""
+for 2 (benchmarks/results/attention_speed.md), and a tenth of that, as the rate is, for 4."""
 OWN_FORWARD_FLOPS = {2: 3e10, 4: 3e9}
 OWN_BACKWARD_FLOPS = {2: 2e10, 4: 3e9}
 """Where there is no other rank, kernel calls of fewer operations, counted as those of forward, join
@@ -53,14 +53,14 @@ class Selection:
 
     Attributes:
         backend: the back end; None: the table-driven kernel computes them all.
-        forward_table_flops: kernel calls of forward of at most so many operations go to the
+        forward_table_flops: forward kernel calls of at most this number of operations go to the
             table-driven kernel.
-        backward_table_flops: kernel calls of backward of at most so many operations, counted as
+        backward_table_flops: backward kernel calls of at most this number of operations, counted as
             those of forward, go to the table-driven kernel.
-        own_forward_flops: kernel calls of forward of at most so many operations join a launch that
-            goes through several branches row by row.
-        own_backward_flops: kernel calls of backward of at most so many operations, counted as those
-            of forward, do, in calls of more than `cpu_flops` operations of forward.
+        own_forward_flops: forward kernel calls of at most this number of operations join a launch
+            that goes through several branches row by row.
+        own_backward_flops: backward kernel calls of at most this number of operations, counted as
+            those of forward, do, in calls of more than `cpu_flops` operations of forward.
         cpu_flops: in calls of fewer, those of at most `own_forward_flops` do.
     """
 

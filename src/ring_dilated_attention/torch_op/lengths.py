@@ -132,8 +132,8 @@ def refuse_masks_in_graphs() -> None:
     """Raise a `RuntimeError` in a CUDA graph: replays would go by the lengths at its capture."""
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "key_padding_mask cannot be captured in a CUDA graph: what it stands for would be that "
-            "of its capture in every replay; pass lengths, and capture a graph for each"
+            "key_padding_mask cannot be captured in a CUDA graph: every replay would use the "
+            "lengths of the capture; pass lengths, and capture one graph for each of them"
         )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from ..checks import RANK_TIMEOUT, check_seconds, check_seed
 from ..functional import EXCHANGES, Schedule
 from ..layout import LAYOUTS, SequenceLayout
-from ..nn import LongNetConfig, check_checkpoint
+from ..nn import Checkpoint, LongNetConfig, check_checkpoint
 from ..pattern import check_choice, check_positive_float, check_positive_int
 from ..tiles import BACKENDS, Backend
 from .data import HELDOUT_FRACTION
@@ -118,7 +118,7 @@ class TrainConfig:
     backend: Backend = "auto"
     device: str = "auto"
     dtype: str = "float32"
-    activation_checkpoint: str = "none"
+    activation_checkpoint: Checkpoint = "none"
     activation_checkpoint_blocks: int = 1
     chunk_rows: int | None = None
     timeout: float = RANK_TIMEOUT

@@ -31,7 +31,7 @@ class SourceFile(NamedTuple):
 
 
 class SkippedFile(NamedTuple):
-    """A file that is not read, or a folder of files, and why."""
+    """A file or a folder that is not read, and why, as a noun: ``"binary file"``."""
 
     path: Path
     reason: str
@@ -168,7 +168,9 @@ class ByteCorpus(Corpus):
                 text = _read(path) if resolved in named else _read_text(path)
                 texts[resolved] = (name, text)
                 if not text:
-                    skipped.append(SkippedFile(path, "binary" if _size(path) else "empty"))
+                    skipped.append(
+                        SkippedFile(path, "binary file" if _size(path) else "empty file")
+                    )
         parts = [(name, text) for name, text in texts.values() if text]
         if not parts:
             raise ValueError(f"there is no text to train on in {description}")
@@ -227,18 +229,18 @@ def _files(path: Path, skipped: list[SkippedFile] | None = None) -> Iterator[Sou
         found = []
         for folder, folders, names in os.walk(path, onerror=_raise):
             for name in sorted(n for n in folders if n in SKIPPED_FOLDERS or n[0] == "."):
-                reason = "hidden folder" if name[0] == "." else "packages or caches"
+                reason = "hidden folder" if name[0] == "." else "cache or package folder"
                 left_out.append(SkippedFile(Path(folder, name), reason))
             folders[:] = [n for n in folders if n not in SKIPPED_FOLDERS and n[0] != "."]
             for name in sorted(names):
                 file = Path(folder, name)
                 # Broken links pass, so that reading them gives an error; sockets and such do not.
                 if name[0] == ".":
-                    left_out.append(SkippedFile(file, "hidden"))
+                    left_out.append(SkippedFile(file, "hidden file"))
                 elif file.is_file() or not file.exists():
                     found.append(SourceFile(file, file.relative_to(path).as_posix()))
                 else:
-                    left_out.append(SkippedFile(file, "not a regular file"))
+                    left_out.append(SkippedFile(file, "special file"))
     except OSError as error:
         raise ValueError(f"cannot read {error.filename or path}: {error.strerror}") from error
     yield from sorted(found, key=lambda file: file.name)

@@ -1,4 +1,4 @@
-"""What a run says before its first step: what is read, left out, held out and trained."""
+"""What a run says before its first step: what is read, skipped, held out and trained."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .ranks import World
 from .tokens import TokenCorpus
 
 SHOWN_SKIPPED = 3
-"""Files left out that are named; of more, only the number is given."""
+"""Files skipped for one reason that are named; of more, only the number is given."""
 
 
 def what_is_read(text: ByteCorpus, config: TrainConfig) -> list[str]:
@@ -17,10 +17,15 @@ def what_is_read(text: ByteCorpus, config: TrainConfig) -> list[str]:
     train, heldout = len(text.train), len(text.heldout)
     size = train + heldout
     lines = [f"read {count_of(text.num_files, 'file')} ({size:,} bytes): {text.description}"]
-    if text.skipped:
-        named = [f"{path.name} ({reason})" for path, reason in text.skipped[:SHOWN_SKIPPED]]
-        more = len(text.skipped) - len(named)
-        lines.append("skipped: " + ", ".join(named) + (f", and {more:,} more" if more else ""))
+    by_reason: dict[str, list[str]] = {}
+    for path, reason in text.skipped:
+        by_reason.setdefault(reason, []).append(path.name)
+    for reason, names in by_reason.items():
+        shown = ", ".join(names[:SHOWN_SKIPPED])
+        more = len(names) - SHOWN_SKIPPED
+        lines.append(
+            f"skipped {count_of(len(names), reason)}: {shown}{f' and {more:,} more' * (more > 0)}"
+        )
     every = "every step" if config.eval_every == 1 else f"every {config.eval_every:,} steps"
     return [
         *lines,

@@ -175,14 +175,8 @@ def _train(
         report = stack.enter_context(
             Report(steps=config.steps, start=start, every=max(config.steps // 20, 1), show=leader)
         )
-        if resumed:
-            for damaged in resumed.damaged:
-                report.line(f"{one_line(damaged)}; going on from {resumed.path.name}")
-            report.line(f"resumed from step {resumed.step:,}: {resumed.path}")
-        for line in job.read:
+        for line in _introduction(job, resumed, parameters):
             report.line(line)
-        number = sum(parameter.numel() for parameter in parameters)
-        report.line(what_is_trained(number, job.corpus, config, world))
         stack.enter_context(OnFirstSignal(stop.ask))
         stopping = False
         while step < config.steps and not stopping:
@@ -246,6 +240,18 @@ def _trained(job: _Job, step: int, optimizer: torch.optim.AdamW) -> Trained:
 def _check_finite(step: int, bits: float) -> None:
     if not math.isfinite(bits):
         raise TrainingError(f"the loss of step {step} is {bits}; a lower learning rate may help")
+
+
+def _introduction(
+    job: _Job, resumed: Checkpoint | None, parameters: list[torch.nn.Parameter]
+) -> Iterator[str]:
+    if resumed:
+        for damaged in resumed.damaged:
+            yield f"{one_line(damaged)}; going on from {resumed.path.name}"
+        yield f"resumed from step {resumed.step:,}: {resumed.path}"
+    yield from job.read
+    number = sum(parameter.numel() for parameter in parameters)
+    yield what_is_trained(number, job.corpus, job.config, job.world)
 
 
 def _step(

@@ -76,8 +76,8 @@ def check_run(
         start.check_model(config.model)
         if start.step >= config.steps:
             raise ValueError(
-                f"{start.path} has done {start.step} of {config.steps} steps; ask for more steps "
-                "to go on"
+                f"{start.path} has done {start.step} of {config.steps} steps; raise steps to "
+                "continue"
             )
     corpus = ByteCorpus.load(
         config.data,

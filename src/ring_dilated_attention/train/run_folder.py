@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-from ..terminal import Progress, in_bytes, in_seconds, make_console
+from ..terminal import Progress, in_bytes, in_seconds, make_console, show_text
 from .errors import os_error_text
 from .scalars import Scalars
 
@@ -222,11 +222,11 @@ class Report:
         """Show a line of text, above the bar if there is one."""
         if self._show:
             with self._progress.paused():
-                self._console.print(text, markup=False)
+                show_text(self._console, text)
 
     def __enter__(self) -> Self:
-        self._progress.__enter__()
+        self._progress.start()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self._progress.__exit__(*error)
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()

@@ -1,0 +1,49 @@
+"""Pages of the docs site that are not written by hand: results, and the reference of `rda`.
+
+mkdocs calls these functions (`hooks` in mkdocs.yml). Results are the files of benchmarks/results,
+as they are; the reference of the command line is made of the commands themselves.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from cli_reference import cli_reference
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PUBLISHED = (".md", ".png", ".svg", ".json")
+"""Of the results: pages, plots, and the measurements that the pages link to."""
+
+
+def on_config(config: MkDocsConfig) -> None:
+    """Replace the entry `results/` of the navigation by the pages that there are."""
+    pages = sorted(path.name for path in RESULTS.glob("*.md") if path.name != "README.md")
+    for entry in config.nav or []:
+        for title, target in entry.items():
+            if target == "results/":
+                entry[title] = ["results/index.md", *(f"results/{name}" for name in pages)]
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages that are made."""
+    for path in sorted(RESULTS.iterdir()):
+        if path.suffix in PUBLISHED:
+            name = "index.md" if path.name == "README.md" else path.name
+            files.append(File.generated(config, f"results/{name}", abs_src_path=str(path)))
+    files.append(File.generated(config, "reference/cli.md", content=cli_reference()))
+    return files
+
+
+def on_serve(server: Any, **kwargs: Any) -> Any:
+    """Build again when results, examples or docstrings change."""
+    for folder in (RESULTS, ROOT / "examples", ROOT / "src"):
+        server.watch(str(folder))
+    return server

@@ -1,0 +1,106 @@
+"""Train a Llama of Hugging Face transformers with its sequences sharded over all ranks.
+
+    python examples/transformers_llama.py                           # one process
+    torchrun --nproc-per-node 2 examples/transformers_llama.py      # the same losses, sharded
+
+The model is small and its weights are random; a pretrained one is loaded by
+`from_pretrained(..., attn_implementation="ring_dilated_attention")`. `--compare`, the default,
+trains a second copy on this process alone, and exits with code 1 if the two differ.
+"""
+
+import argparse
+import copy
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ring_dilated_attention import DilatedPattern, SequenceLayout
+from ring_dilated_attention.integrations.transformers import set_attention, shard_batch
+
+TOLERANCE = 1e-4
+"""Relative error allowed between sharded and not, after a few float32 steps."""
+
+
+def packed_batch(length: int, vocab_size: int) -> dict[str, torch.Tensor]:
+    """Two documents packed into one sequence: position ids restart where a document begins."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(vocab_size, (1, length), generator=generator)
+    border = length // 3
+    positions = torch.cat([torch.arange(border), torch.arange(length - border)])[None]
+    return {"input_ids": tokens, "labels": tokens.clone(), "position_ids": positions}
+
+
+# --8<-- [start:step]
+def train_step(model, optimizer, batch, pattern, group=None) -> float:
+    """One step on one batch of whole sequences; returns the loss."""
+    rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    layout = SequenceLayout.zigzag(batch["input_ids"].shape[1], ranks)
+    set_attention(model, pattern, group=group, layout=layout)
+    # Cuts out this rank's shard, and shifts the labels before it does.
+    loss = model(**shard_batch(batch, layout, rank)).loss
+    optimizer.zero_grad()
+    loss.backward()
+    loss = loss.detach()
+    if group is not None:  # loss and gradients are sums over ranks
+        for tensor in (loss, *(p.grad for p in model.parameters())):
+            dist.all_reduce(tensor, group=group)
+    optimizer.step()
+    return loss.item()
+
+
+# --8<-- [end:step]
+
+
+def main() -> list[float]:
+    """Train; return the losses."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seq-len", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--compare", action=argparse.BooleanOptionalAction, default=True)
+    args = parser.parse_args()
+    sharded = int(os.environ.get("WORLD_SIZE", "1")) > 1  # torchrun sets it
+    if sharded:
+        dist.init_process_group("gloo")
+    group = dist.group.WORLD if sharded else None
+    first = not sharded or dist.get_rank() == 0
+
+    # --8<-- [start:model]
+    torch.manual_seed(0)  # the same weights on every rank
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        attn_implementation="ring_dilated_attention",  # or as an argument of from_pretrained
+    )
+    model = LlamaForCausalLM(config)
+    pattern = DilatedPattern([256, None], [1, 4])  # DilatedPattern.dense(): what Llama computes
+    # --8<-- [end:model]
+    twin = copy.deepcopy(model)
+    optimizer, twin_optimizer = (torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, twin))
+
+    batch = packed_batch(args.seq_len, config.vocab_size)
+    losses, errors = [], [0.0]
+    for step in range(args.steps):
+        losses.append(train_step(model, optimizer, batch, pattern, group))
+        if args.compare and sharded:
+            alone = train_step(twin, twin_optimizer, batch, pattern)
+            errors.append(abs(losses[-1] - alone) / alone)
+        if first:
+            print(f"step {step}: loss {losses[-1]:.4f}")
+    if first and args.compare and sharded:
+        print(f"largest relative difference of a loss from one process: {max(errors):.1e}")
+    if sharded:
+        dist.destroy_process_group()
+    if not all(error <= TOLERANCE for error in errors):  # NaN, too
+        sys.exit("sharded training differs from one process")
+    return losses
+
+
+if __name__ == "__main__":
+    main()

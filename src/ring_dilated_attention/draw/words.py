@@ -1,0 +1,73 @@
+"""Numbers and branches as pictures write them."""
+
+from __future__ import annotations
+
+from ..pattern import Branch
+from ..plan import AttentionPlan
+
+
+def scaled(count: float, unit: str, step: int) -> str:
+    """A number with the prefix that suits it; `step` is 1024 or 1000."""
+    prefixes = ("", "Ki", "Mi", "Gi", "Ti", "Pi") if step == 1024 else ("", "k", "M", "G", "T", "P")
+    for prefix in prefixes:
+        if count < step or prefix == prefixes[-1]:
+            break
+        count /= step
+    digits = 0 if prefix == "" else 2 if count < 10 else 1
+    return f"{count:.{digits}f} {prefix}{unit}".rstrip()
+
+
+def in_bytes(count: int) -> str:
+    """A number of bytes with a binary prefix."""
+    return scaled(count, "B", 1024)
+
+
+def in_seconds(seconds: float) -> str:
+    """A time with the unit that suits it."""
+    name, factor = time_unit(seconds)
+    return f"{seconds * factor:.3g} {name}"
+
+
+def time_unit(seconds: float) -> tuple[str, float]:
+    """The unit that suits a time, and how many of it a second has."""
+    for name, factor in (("s", 1.0), ("ms", 1e3)):
+        if seconds * factor >= 1 or not seconds:
+            return name, factor
+    return "µs", 1e6
+
+
+def branch_in_words(branch: Branch) -> str:
+    """Which keys a branch shows."""
+    length, rate = branch
+    where = "the whole document" if length is None else f"segments of {length:,}"
+    return f"{where}, {'every key' if rate == 1 else f'every {_ordinal(rate)} key'}"
+
+
+def _ordinal(number: int) -> str:
+    teens = number % 100 in (11, 12, 13)
+    return f"{number:,}{'th' if teens else {1: 'st', 2: 'nd', 3: 'rd'}.get(number % 10, 'th')}"
+
+
+def plan_in_words(plan: AttentionPlan, layout_name: str | None = None) -> str:
+    """What a picture shows: length, ranks and their layout, causal or not, documents."""
+    ranks, count = plan.layout.world_size, len(plan.documents) - 1
+    words = [f"{plan.layout.length:,} positions"]
+    if layout_name is not None:
+        words.append("1 rank" if ranks == 1 else f"{ranks:,} ranks ({layout_name})")
+    words.append("causal" if plan.is_causal else "not causal")
+    if count > 1:
+        words.append(f"{count:,} documents")
+    return ", ".join(words)
+
+
+def kv_head_of(plan: AttentionPlan, head: int) -> int:
+    """The KV head of a query head.
+
+    Raises:
+        ValueError: there is no such head.
+    """
+    if not 0 <= head < plan.num_heads:
+        raise ValueError(
+            f"a head to draw must lie in [0, {plan.num_heads}), the query heads; got {head}"
+        )
+    return head // (plan.num_heads // plan.num_kv_heads)

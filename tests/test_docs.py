@@ -1,0 +1,152 @@
+"""The docs say what the sources say: names, messages, and code that runs."""
+
+import ast
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+import ring_dilated_attention
+import ring_dilated_attention.nn
+from ring_dilated_attention.cli import app
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+SOURCES = ROOT / "src" / "ring_dilated_attention"
+GAP = "…"
+
+
+def defined_in(module):
+    """The public names that a module defines itself."""
+    tree = ast.parse((SOURCES / f"{module.replace('.', '/')}.py").read_text())
+    names = {
+        node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    } | {
+        target.id
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    return sorted(name for name in names if not name.startswith("_"))
+
+
+PUBLIC = [
+    *(f"ring_dilated_attention.{name}" for name in ring_dilated_attention.__all__),
+    *(f"ring_dilated_attention.nn.{name}" for name in ring_dilated_attention.nn.__all__),
+    *(
+        f"ring_dilated_attention.integrations.{module}.{name}"
+        for module in ("torchscale", "transformers")
+        for name in defined_in(f"integrations.{module}")
+    ),
+]
+ALIASES = {"hilbert_order": "nn", "keep_attention": "nn"}
+"""Names of the package that are documented where they are defined."""
+
+
+def test_the_reference_has_every_public_name():
+    documented = {
+        name
+        for page in (DOCS / "reference").glob("*.md")
+        for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)
+    }
+    wanted = {
+        name.replace("attention.", f"attention.{ALIASES[last]}.", 1)
+        if (last := name.rpartition(".")[2]) in ALIASES and ".nn." not in name
+        else name
+        for name in PUBLIC
+    }
+    assert wanted <= documented
+
+
+def templates():
+    """Every text in the sources, with gaps for what is put in."""
+    for path in SOURCES.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+            elif isinstance(node, ast.JoinedStr):
+                yield "".join(
+                    str(part.value) if isinstance(part, ast.Constant) else GAP
+                    for part in node.values
+                )
+
+
+TEMPLATES = list(templates())
+MESSAGES = re.findall(r"^\*\*`(.+)`\*\*$", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
+
+
+def is_in_the_sources(message):
+    pattern = ".*".join(re.escape(part) for part in message.split(GAP))
+    return any(re.search(pattern, template, re.DOTALL) for template in TEMPLATES)
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_messages_are_those_of_the_sources(message):
+    assert is_in_the_sources(message)
+
+
+def test_a_message_that_was_changed_is_found():
+    assert len(MESSAGES) > 40
+    assert not is_in_the_sources("pass lengths or key_padding_mask, never both")
+
+
+NEEDS = ("cuda", "dist.", "init_process_group", "gigapath", "--8<--")
+"""Code that a CPU process by itself cannot run, and parts of examples, which have tests."""
+BLOCKS = [
+    pytest.param(code, id=f"{page.relative_to(DOCS)}-{index}")
+    for page in sorted(DOCS.rglob("*.md"))
+    for index, code in enumerate(
+        re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    )
+    if not any(need in code for need in NEEDS)
+]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # of the compiler
+@pytest.mark.parametrize("code", BLOCKS)
+def test_code_in_pages_runs(code, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    code = code.replace("fullgraph=True", "fullgraph=True, backend='aot_eager'")  # no C++ compiler
+    exec(compile(code, "<docs>", "exec"), {})
+
+
+COMMANDS = [
+    pytest.param(shlex.split(line, comments=True), id=f"{page.relative_to(DOCS)}-{index}")
+    for page in sorted(DOCS.rglob("*.md"))
+    for index, line in enumerate(
+        re.findall(
+            r"^\$ (?:\.venv/bin/)?(rda .*)$",
+            page.read_text().replace("\\\n", " "),  # a line that goes on
+            re.MULTILINE,
+        )
+    )
+]
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_commands_in_pages_are_understood(words):
+    root: Any = typer.main.get_command(app)
+    context = root.make_context("rda", ["--help"], resilient_parsing=True)
+    command = root.get_command(context, words[1])
+    assert command is not None, f"there is no rda {words[1]}"
+    command.make_context(words[1], words[2:], parent=context)  # raises what it does not know
+
+
+def test_an_option_that_is_not_there_is_found():
+    with pytest.raises(Exception, match="No such option"):
+        test_commands_in_pages_are_understood(["rda", "plan", "--length", "8192"])
+
+
+def test_figures_come_in_both_palettes():
+    for page in DOCS.rglob("*.md"):
+        found = re.findall(r"\((\S+)-(light|dark)\.svg#only-(light|dark)\)", page.read_text())
+        assert all(file == shown for _, file, shown in found)
+        light, dark = (
+            [name for name, file, _ in found if file == one] for one in ("light", "dark")
+        )
+        assert light == dark, page

@@ -1,0 +1,66 @@
+"""The tutorials' programs: right on one process and on two ranks, and they exit with 1 if not."""
+
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+SMALL = {
+    "slides": ["--tiles", "300", "--slides", "2", "--epochs", "2"],
+    "long_text": ["--seq-len", "1001", "--steps", "3", "--embed-dim", "64"],
+    "transformers_llama": ["--seq-len", "301"],
+}
+SEVERAL_RANKS = {**SMALL, "several_gpus": ["--seq-len", "1501", "--head-dim", "16"]}
+
+
+def run_on_two_ranks(program, options):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return subprocess.run(
+        [*command, "--nproc-per-node", "2", str(program), *options],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_on_one_process(name, monkeypatch, capsys):
+    if name.startswith("transformers"):
+        pytest.importorskip("transformers")
+    monkeypatch.setattr(sys, "argv", [name, *SMALL[name]])
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    losses = runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]()
+    assert losses[-1] < losses[0]
+    assert capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SEVERAL_RANKS)
+def test_on_two_ranks(name):
+    if name.startswith("transformers"):
+        pytest.importorskip("transformers")
+    done = run_on_two_ranks(EXAMPLES / f"{name}.py", SEVERAL_RANKS[name])
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.slow
+def test_a_wrong_result_is_an_exit_code(tmp_path):
+    text = (EXAMPLES / "several_gpus.py").read_text()
+    broken = tmp_path / "broken.py"
+    broken.write_text(text.replace("pattern, is_causal=True, group", "pattern, group"))
+    done = run_on_two_ranks(broken, SEVERAL_RANKS["several_gpus"])
+    assert done.returncode == 1
+    assert "differs from one process" in done.stderr
+
+
+HAS_ITS_OWN_TEST = {"bring_your_own_model"}
+
+
+def test_every_example_is_run():
+    names = {path.stem for path in EXAMPLES.glob("*.py")}
+    assert names - HAS_ITS_OWN_TEST == set(SEVERAL_RANKS)

@@ -1,0 +1,474 @@
+"""What the commands show: every number whole at 80 columns and in a pipe, progress, no colours."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+from typer.testing import CliRunner
+
+from ring_dilated_attention import DilatedPattern, SequenceLayout, plan_attention
+from ring_dilated_attention.bench import Options, Result, Workload, bench, measure, report
+from ring_dilated_attention.bench.result import FAILED, OUT_OF_MEMORY, Communication
+from ring_dilated_attention.checks import TENSORS, Case, Outcome, simulate, sweep
+from ring_dilated_attention.cli import app, plan_tables, run_simulate, run_verify
+from ring_dilated_attention.plan import TensorSize, flops_by_rank
+from ring_dilated_attention.terminal import (
+    BYTES,
+    FLOP,
+    SECONDS,
+    Column,
+    Progress,
+    Table,
+    amounts,
+    console,
+    count_of,
+    in_bytes,
+    in_seconds,
+    make_console,
+    show_table,
+    show_text,
+)
+
+WIDTHS = (80, 40, console.UNLIMITED)
+BILLION = 2**30
+ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+@pytest.fixture(autouse=True)
+def _no_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)  # of pytest-xdist
+
+
+def plan_of_a_billion() -> list[Table]:
+    pattern = DilatedPattern([2048, 32768, None], [1, 12, 65536])
+    layout = SequenceLayout.contiguous(BILLION, 4096)
+    plan = plan_attention(pattern, layout, is_causal=True, num_heads=12, num_kv_heads=12)
+    size = TensorSize(batch=64, head_dim=128, element_size=8)
+    ranks = [plan.rank(17), plan.rank(4095)]
+    work = flops_by_rank(plan, size)
+    figures = [plan_tables.RankFigures.of(rank, size) for rank in ranks]
+    return [
+        *plan_tables.rank_tables(figures, work),
+        plan_tables.tiles_table(ranks[0]),
+        plan_tables.messages_table(ranks[0], size),
+    ]
+
+
+def small_plan() -> list[Table]:
+    layout = SequenceLayout.zigzag(100, 3)
+    pattern = DilatedPattern([16, 64], [1, 3])
+    plan = plan_attention(pattern, layout, is_causal=True, num_heads=4, num_kv_heads=2)
+    size = TensorSize(batch=1, head_dim=8, element_size=4)
+    ranks = [plan.rank(rank) for rank in range(3)]
+    figures = [plan_tables.RankFigures.of(rank, size) for rank in ranks]
+    return [
+        *plan_tables.rank_tables(figures, flops_by_rank(plan, size)),
+        *map(plan_tables.tiles_table, ranks),
+        *(plan_tables.messages_table(rank, size) for rank in ranks),
+    ]
+
+
+def simulated() -> list[Table]:
+    layout = SequenceLayout.contiguous(101, 5)
+    case = Case(pattern=DilatedPattern([16, 50, None], [1, 3, 4]), layout=layout, is_causal=True)
+    found = simulate(case, backward=True)
+    huge = [
+        replace(
+            x,
+            positions=BILLION * 4096,
+            flops=10**18 + x.rank,
+            held_memory=replace(x.held_memory, buffers=3**35),
+            forward=replace(x.forward, seconds=12345.678),
+        )
+        for x in found.ranks
+    ]
+    both = run_simulate.tables(found.ranks[:2], found.ranks)
+    return [*both, *run_simulate.tables(huge, huge)]
+
+
+def verified() -> list[Table]:
+    cases = list(sweep(4, 7))
+    squares = {name: (1e-32 * 3**i, 1.0, 0.0) for i, name in enumerate(TENSORS)}
+    huge = Outcome(squares=squares, sent_bytes=3**33, planned_bytes=3**33)
+    outcomes = [huge] * len(cases)
+    return [run_verify.table(1024, cases, outcomes, every) for every in (False, True)]
+
+
+def results() -> list[Result]:
+    """On one rank as measured; on 2 and 4096 as if, with figures of every size."""
+    workload = Workload(
+        pattern=DilatedPattern([8, None], [1, 3]),
+        seq_len=37,
+        num_heads=4,
+        head_dim=8,
+        dtype="float32",
+    )
+    options = Options(device="cpu", repeats=1, baselines=("sdpa",))
+    ours, sdpa = bench([workload], options)
+    found = [ours, replace(sdpa, status=OUT_OF_MEMORY, reason="no room", forward_backward=None)]
+    for ranks in (2, 4096):
+        communication = Communication(
+            exposed_ms=(123_456.789,) * ranks,
+            shares=(0.123,) * ranks,
+            agreement_ms=0.1,
+            sent_bytes=(3**33,) * ranks,
+            planned_bytes=(3**33,) * ranks,
+            bytes_match=True,
+        )
+        timings: dict[str, Any] = {}
+        for name in ("forward", "forward_backward"):
+            timing = getattr(ours, name)
+            memory = replace(timing.memory, rank=ranks - 1, peak=3**34, outbox=2**29, value=3**36)
+            timings[name] = replace(
+                timing,
+                flops_by_rank=(10**17,) * ranks,
+                times_ms=(0.0123, 98_765.4321, 1.5),
+                communication=communication,
+                memory=memory,
+                wall_ms=(),
+            )
+        found.append(replace(ours, ranks=ranks, **timings))
+    return [*found, replace(sdpa, ranks=2, status=FAILED, forward=None, forward_backward=None)]
+
+
+@pytest.fixture(scope="module")
+def all_tables() -> list[Table]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(measure.MATMUL_SIZES, "cpu", 64)
+        patch.setitem(measure.COPY_BYTES, "cpu", 2**16)
+        several = results()
+    alone = several[:2]
+    benched = [*report.tables(several), *report.memory_tables(several), *report.tables(alone)]
+    return [*plan_of_a_billion(), *small_plan(), *simulated(), *verified(), *benched]
+
+
+def printed(table: Table, width: int) -> list[str]:
+    """Its lines as a terminal of that width, or a pipe, would get them."""
+    file = StringIO()
+    show_table(Console(file=file, width=width), table)
+    return file.getvalue().splitlines()
+
+
+def check_whole(table: Table, width: int) -> int:
+    """Every cell stands in the printed table, as often as its part is; returns how many parts."""
+    lines = printed(table, width)
+    count = len(table.parts(width))
+    words = Counter(word for line in lines for word in line.split())
+    expected = Counter[str]()
+    for columns, times in ((table.keys, count), (table.columns, 1)):
+        for column in columns:
+            texts = [*column.cells, column.heading]
+            for word in (word for text in texts for word in text.split()):
+                expected[word] += times
+    expected += Counter(table.note.split())
+    numbered = [f"{table.title} ({i} of {count})" for i in range(1, count + 1)]
+    titles = [table.title] if count == 1 else numbered
+    expected += Counter(word for title in titles for word in title.split())
+    rules = Counter(word for word in words.elements() if set(word) == {"─"})
+    assert words - rules == expected
+    assert "…" not in "".join(lines)
+    return count
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_every_number_of_every_command_is_whole(all_tables: list[Table], width: int) -> None:
+    assert len(all_tables) > 20
+    parts = [check_whole(table, width) for table in all_tables]
+    for table in all_tables if width >= 80 else ():  # 40 are too few for some keys and numbers
+        assert max(map(len, printed(table, width))) <= width
+    assert (max(parts) > 1) is (width < console.UNLIMITED)
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.integers(0, 60), min_size=1, max_size=9),
+    st.lists(st.integers(1, 5), min_size=1, max_size=2),
+    st.integers(10, 120),
+)
+def test_tables_are_whole_at_any_width(bits: list[int], keys: list[int], width: int) -> None:
+    words = ["the", "(document, 65536)", "and"]
+    table = Table(
+        title="Some title of several words",
+        keys=[
+            Column(heading=f"key {i}", cells=(" ".join(words[:n] * n), "x"), is_text=True)
+            for i, n in enumerate(keys)
+        ],
+        columns=[
+            Column(heading=f"column number {i}", cells=(f"{3**b:,}", "-1.0e-17"))
+            for i, b in enumerate(bits)
+        ],
+        totals=1,
+        note="And a note below it",
+    )
+    check_whole(table, width)
+
+
+@given(
+    st.lists(st.integers(0, 2**62) | st.floats(1e-7, 1e5), min_size=1, max_size=5),
+    st.sampled_from([BYTES, FLOP, SECONDS]),
+)
+def test_amounts_are_the_numbers_they_stand_for(values: list[float], units: Any) -> None:
+    (column,) = amounts([("sent", values)], units)
+    name = column.heading.removeprefix("sent ")
+    factor = next(unit.factor for unit in units if unit.name == name)
+    digits = {len(cell.partition(".")[2]) for cell in column.cells if cell != "0"} or {0}
+    assert len(digits) == 1  # so that points stand below each other
+    for value, cell in zip(values, column.cells, strict=True):
+        shown = float(cell.replace(",", "")) * factor
+        assert abs(shown - value) <= 0.51 * 10.0 ** -max(digits) * factor + 1e-12 * value
+
+
+def test_numbers_in_sentences() -> None:
+    assert in_bytes(0) == "0 B"
+    assert in_bytes(3 * 2**19) == "1.50 MiB"
+    assert in_bytes(2**40) == "1 TiB"
+    assert [in_seconds(x) for x in (0, 0.0722, 37.12, 725, 7320)] == [
+        "0 s", "72.2 ms", "37.1 s", "12 min 5 s", "2 h 2 min",
+    ]  # fmt: skip
+    assert count_of(1, "rank") == "1 rank"
+    assert count_of(4096, "rank") == "4,096 ranks"
+    assert count_of(2, "index", "indices") == "2 indices"
+
+
+def test_a_pipe_has_lines_of_any_length_unless_columns_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = Table(
+        title="T",
+        keys=[Column(heading="rank", cells=("0",))],
+        columns=[Column(heading=f"c{i}", cells=("1,234,567",)) for i in range(20)],
+    )
+    for columns, lines in ((None, 5), ("80", 5 * 4), ("0", 5), ("x", 5)):
+        if columns is not None:
+            monkeypatch.setenv("COLUMNS", columns)
+        show_table(make_console(), table)
+        found = capsys.readouterr().out
+        assert len(found.splitlines()) == lines
+        assert "\x1b" not in found
+    show_text(make_console(), "a " * 200 + "/a/path/" + "x" * 100)
+    assert capsys.readouterr().out.splitlines() == ["a " * 199 + "a /a/path/" + "x" * 100]
+
+
+class Terminal:
+    """A pseudo-terminal of 80 columns, whose other end is read."""
+
+    def __init__(self) -> None:
+        self.master, self.slave = pty.openpty()
+        fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+
+    def run(self, script: str, *, cwd: Path, **environment: str) -> str:
+        """What a Python script shows there."""
+        names = {"COLUMNS", "LINES", "NO_COLOR"}
+        kept = {name: value for name, value in os.environ.items() if name not in names}
+        process = subprocess.Popen(
+            [sys.executable, "-c", script],
+            cwd=cwd,
+            env={**kept, "TERM": "xterm-256color", "OMP_NUM_THREADS": "1", **environment},
+            stdin=self.slave,
+            stdout=self.slave,
+            stderr=self.slave,
+        )
+        os.close(self.slave)
+        found = b""
+        while True:
+            try:
+                block = os.read(self.master, 1 << 16)
+            except OSError:  # the last process that wrote there is gone
+                break
+            if not block:
+                break
+            found += block
+        assert process.wait() == 0, found.decode(errors="replace")
+        os.close(self.master)
+        return found.decode(errors="replace")
+
+
+MARK = "##### "
+BIG_PLAN = (
+    "plan --seq-len=1024M --ranks=4096 --show-ranks=17 --batch-size=64 --dtype=float64 "
+    "--segment-lengths=2048,32768,all --dilation-rates=1,12,65536"
+)
+COMMANDS = {
+    "big plan": BIG_PLAN,
+    "proof": "plan --seq-len=600 --ranks=3 --causal --tiles --num-heads=4 --check",
+    "simulate": "simulate --seq-len=300 --ranks=9 --causal --num-heads=2 --head-dim=4 --seed=1",
+    "verify": "verify --ranks=1 --seed=1",
+    "bench": "bench --seq-len=64 --repeats=1 --baseline=sdpa,cp:allgather --no-errors --out=bench",
+    "train": "train --out=run --data=texts --steps=12 --seq-len=64 --num-layers=1 "
+    "--embed-dim=16 --num-heads=2 --ffn-dim=16 --segment-lengths=8,all --dilation-rates=1,2",
+    "resume": "train --resume --out=run --steps=13",
+    "sample": "sample --checkpoint=run --prompt=def --max-new-tokens=99",
+}
+SCRIPT = f"""
+import os, sys
+from ring_dilated_attention.bench import measure
+from ring_dilated_attention.cli import app
+from ring_dilated_attention.terminal import Table, make_console, show_table, texts
+measure.MATMUL_SIZES["cpu"] = 64
+measure.COPY_BYTES["cpu"] = 2**16
+for name, command in {COMMANDS!r}.items():
+    print({MARK!r} + name, flush=True)
+    sys.argv = ["rda", *command.split()]
+    try:
+        app(sys.argv[1:])
+    except SystemExit as end:
+        assert not end.code, (name, end.code)
+table = Table(title="title", keys=[texts("", ["ok", "WRONG"])], columns=[])
+for name in ("colours", "no colours"):
+    print({MARK!r} + name, flush=True)
+    show_table(make_console(), table)
+    os.environ["NO_COLOR"] = "1"
+"""
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What each of `COMMANDS` shows in a terminal of 80 columns, escape codes and all."""
+    folder = tmp_path_factory.mktemp("terminal")
+    (folder / "texts" / ".hidden").mkdir(parents=True)
+    for name, text in (
+        ("a.txt", "".join(f"line {i} of a text\n" for i in range(500)).encode()),
+        ("b.txt", b"held out, or not\n" * 90),
+        ("empty.txt", b""),
+        *((f"picture{i}.png", b"\x89PNG\0") for i in range(1234, 1239)),
+    ):
+        (folder / "texts" / name).write_bytes(text)
+    found = Terminal().run(SCRIPT, cwd=folder)
+    parts = re.split(f"{MARK}(.*)\r\n", found)[1:]
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+def lines_of(text: str) -> Iterator[str]:
+    """The lines as they were written: a bar, and what takes it away, are pieces of their own."""
+    for piece in re.split(r"[\r\n]|\x1b\[[0-9]*[AK]", text):
+        if line := ESCAPE.sub("", piece).rstrip():
+            yield line
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_terminal_of_80_columns_cuts_nothing(shown: dict[str, str], name: str) -> None:
+    lines = list(lines_of(shown[name]))
+    assert lines
+    for line in lines:
+        assert "…" not in line
+        assert len(line) <= 80 or line.startswith(("wrote ", "resumed ", "  ")), line  # paths
+
+
+def test_a_big_plan_has_the_same_numbers_in_a_terminal_and_in_a_pipe(shown: dict[str, str]) -> None:
+    done = CliRunner().invoke(app, BIG_PLAN.split())
+    assert done.exit_code == 0, done.output
+    assert "\x1b" not in done.output
+    assert len(done.output.splitlines()[0]) > 80
+    without_bar = [x for x in lines_of(shown["big plan"]) if not re.match(r"plan \d+/", x)]
+    in_pipe, in_terminal = (
+        Counter(word for line in lines for word in line.split() if word[0].isdigit())
+        for lines in (done.stdout.splitlines(), without_bar)
+    )
+    assert in_pipe - in_terminal == Counter()
+    assert set(in_terminal - in_pipe) <= {"17"}  # the key of parts
+    assert in_pipe["1,073,741,824"] == 1
+
+
+def test_commands_say_what_they_read_skip_and_prove(shown: dict[str, str]) -> None:
+    said = {name: " ".join(" ".join(lines_of(text)).split()) for name, text in shown.items()}
+    assert "proved: every (branch, head, query, visible key) is computed once" in said["proof"]
+    assert "measuring 1 workload on 1 rank: ours, sdpa, cp:allgather" in said["bench"]
+    assert "not measured: longnet n=64 12 x 64 float32, cp:allgather: refused:" in said["bench"]
+    assert "read 2 files (10,920 bytes): texts" in said["train"]
+    for skipped in (
+        "1 hidden folder: .hidden",
+        "1 empty file: empty.txt",
+        "5 binary files: picture1234.png, picture1235.png, picture1236.png and 2 more",
+    ):
+        assert f"skipped {skipped}" in said["train"]
+    assert "training on 10,374 bytes; 546 bytes (5.0%) are held out" in said["train"]
+    assert "resumed from step 12: run/checkpoints/" in said["resume"]
+    assert "ok: results match one device" in said["simulate"]
+    assert "all within bounds" in said["verify"]
+
+
+def test_progress_has_an_end_and_a_rate_and_goes_away(shown: dict[str, str]) -> None:
+    assert re.search(r"train \d+/12 steps", shown["train"])
+    assert re.search(r"verify \d+/72 cases", shown["verify"])
+    assert re.search(r"sample \d+/99 tokens.*tokens/s", ESCAPE.sub("", shown["sample"]))
+    for name in ("simulate", "verify", "bench", "train", "sample", "proof"):
+        assert re.search(r"\d%", shown[name])
+        after = re.split(r"\d%", shown[name])[-1]
+        assert "\x1b[2K" in after, name  # the bar is erased
+
+
+def test_no_color(shown: dict[str, str]) -> None:
+    colour = re.compile(r"\x1b\[[0-9;]*3[0-9]m")
+    assert colour.search(shown["colours"])
+    assert not colour.search(shown["no colours"])
+    assert "WRONG" in shown["no colours"]
+
+
+def test_progress_in_a_pipe_is_a_line_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    with Progress("verify", total=40, unit="cases") as shown_here:
+        for done in range(1, 41):
+            now += 1.0
+            shown_here.update(done, "on 2 ranks")
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines() == [
+        "verify 3/40 cases, 8%, 1.0 cases/s, 37 s left, on 2 ranks",
+        "verify 13/40 cases, 32%, 1.0 cases/s, 27 s left, on 2 ranks",
+        "verify 23/40 cases, 57%, 1.0 cases/s, 17 s left, on 2 ranks",
+        "verify 33/40 cases, 82%, 1.0 cases/s, 7 s left, on 2 ranks",
+    ]
+    with Progress("simulate", total=1e15, unit=FLOP) as shown_here:
+        now += 5.0
+        shown_here.update(0)
+        now += 10.0
+        shown_here.update(2e14)
+    with Progress("quick", total=2, unit="cases") as shown_here:
+        shown_here.update(2)
+    with Progress("train", total=2, unit="steps", bar_only=True) as shown_here:
+        now += 100.0
+        shown_here.update(1)
+    assert capsys.readouterr().err.splitlines() == [
+        "simulate 0/1.00 PFLOP, 0%",
+        "simulate 0.20/1.00 PFLOP, 20%, 20.0 TFLOP/s, 40 s left",
+    ]
+
+
+def test_simulations_and_proofs_tell_how_far_they_are() -> None:
+    from ring_dilated_attention.checks import simulated_flops
+    from ring_dilated_attention.plan import check_plan, proof_steps
+
+    layout = SequenceLayout.contiguous(101, 5)
+    case = Case(pattern=DilatedPattern([16, None], [1, 3]), layout=layout, dtype=torch.float32)
+    told: list[float] = []
+    simulate(case, told=lambda done, _: told.append(done))
+    assert told == sorted(told)
+    assert told[-1] == pytest.approx(simulated_flops(case))
+    assert len(set(told)) > 10
+    counts: list[int] = []
+    plan = plan_attention(case.pattern, layout, is_causal=True, num_heads=4, num_kv_heads=4)
+    check_plan(plan, told=counts.append)
+    assert counts == sorted(counts)
+    assert counts[-1] == proof_steps(plan)

@@ -49,8 +49,9 @@ verify: .venv/installed  ## sharded against brute force, on 1 to 4 ranks
 figures: .venv/installed  ## the figures of README and docs, light and dark; no change: no diff
 	$(BIN)/python benchmarks/figures.py
 
+# Without --quiet, under which mkdocs counts no warnings and --strict lets everything pass.
 docs: .venv/installed  ## the docs site in site/; broken links and references fail
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 docs-serve: .venv/installed  ## the docs site on this machine, built anew when a page changes
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve

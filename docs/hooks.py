@@ -6,6 +6,7 @@ as they are; the reference of the command line is made of the commands themselve
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ PUBLISHED = (".md", ".png", ".svg", ".json")
 
 def on_config(config: MkDocsConfig) -> None:
     """Replace the entry `results/` of the navigation by the pages that there are."""
-    pages = sorted(path.name for path in RESULTS.glob("*.md") if path.name != "README.md")
+    index = (RESULTS / "README.md").read_text(encoding="utf-8")
+    pages = re.findall(r"\]\((\w+\.md)\)", index)  # in its order; a page it lacks is a warning
     for entry in config.nav or []:
         for title, target in entry.items():
             if target == "results/":

@@ -21,8 +21,8 @@ from cli_reference import cli_reference
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PUBLISHED = (".md", ".png", ".svg", ".json")
-"""Of the results: pages, plots, and the measurements that the pages link to."""
+PUBLISHED = (".png", ".svg", ".json")
+"""Of the results, beside the pages: plots, and the measurements that the pages link to."""
 
 
 def on_config(config: MkDocsConfig) -> None:
@@ -35,12 +35,25 @@ def on_config(config: MkDocsConfig) -> None:
                 entry[title] = ["results/index.md", *(f"results/{name}" for name in pages)]
 
 
+def for_the_site(page: str) -> str:
+    """A page of results with links as the site has them, and figures in both palettes.
+
+    In the repository the pages show the figures of docs/assets for a light background.
+    """
+    page = page.replace("](../../docs/", "](../")
+    light = re.compile(r"^(!\[.*\]\(.*)-light(\.svg)\)$", re.MULTILINE)
+    return light.sub(r"\1-light\2#only-light)\n\1-dark\2#only-dark)", page)
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are made."""
     for path in sorted(RESULTS.iterdir()):
-        if path.suffix in PUBLISHED:
+        if path.suffix == ".md":
             name = "index.md" if path.name == "README.md" else path.name
-            files.append(File.generated(config, f"results/{name}", abs_src_path=str(path)))
+            page = for_the_site(path.read_text(encoding="utf-8"))
+            files.append(File.generated(config, f"results/{name}", content=page))
+        elif path.suffix in PUBLISHED:
+            files.append(File.generated(config, f"results/{path.name}", abs_src_path=str(path)))
     files.append(File.generated(config, "reference/cli.md", content=cli_reference()))
     return files
 

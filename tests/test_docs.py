@@ -1,8 +1,11 @@
 """The docs say what the sources say: names, messages, and code that runs."""
 
 import ast
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,8 @@ from ring_dilated_attention.cli.command import values_of
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+README = ROOT / "README.md"
+PAGES = [README, *sorted(DOCS.rglob("*.md"))]
 SOURCES = ROOT / "src" / "ring_dilated_attention"
 GAP = "…"
 
@@ -98,8 +103,8 @@ def test_a_message_that_was_changed_is_found():
 NEEDS = ("cuda", "dist.", "init_process_group", "gigapath", "--8<--")
 """Code that a CPU process by itself cannot run, and parts of examples, which have tests."""
 BLOCKS = [
-    pytest.param(code, id=f"{page.relative_to(DOCS)}-{index}")
-    for page in sorted(DOCS.rglob("*.md"))
+    pytest.param(code, id=f"{page.relative_to(ROOT)}-{index}")
+    for page in PAGES
     for index, code in enumerate(
         re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
     )
@@ -117,8 +122,8 @@ def test_code_in_pages_runs(code, monkeypatch):
 
 
 COMMANDS = [
-    pytest.param(shlex.split(line, comments=True), id=f"{page.relative_to(DOCS)}-{index}")
-    for page in sorted(DOCS.rglob("*.md"))
+    pytest.param(shlex.split(line, comments=True), id=f"{page.relative_to(ROOT)}-{index}")
+    for page in PAGES
     for index, line in enumerate(
         re.findall(
             r"^\$ (?:\.venv/bin/)?(rda .*)$",
@@ -150,6 +155,29 @@ def test_a_command_that_is_wrong_is_found(tmp_path, monkeypatch):
         test_commands_in_pages_are_understood(
             ["rda", "plan", "--layout", "sideways"], tmp_path, monkeypatch
         )
+
+
+def test_the_site_builds_without_a_warning(tmp_path):
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (tmp_path / "reference" / "cli.html").exists()
+
+
+def test_strict_is_not_switched_off():
+    # With --quiet mkdocs counts no warnings, and --strict lets everything pass.
+    (line,) = re.findall(r"mkdocs build.*", (ROOT / "Makefile").read_text())
+    assert "--strict" in line
+    assert "--quiet" not in line
+
+
+def test_readme_and_home_page_begin_with_the_same_sentences():
+    (lead,) = re.findall(
+        r'<p class="rda-lead">(.*?)</p>', (DOCS / "index.md").read_text(), re.DOTALL
+    )
+    assert " ".join(lead.split()) in " ".join(README.read_text().split())
 
 
 def test_figures_come_in_both_palettes():

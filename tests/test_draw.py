@@ -294,7 +294,7 @@ def test_an_svg_is_the_same_again_and_names_no_date(tmp_path):
         (["exchange", "--head=0,1"], "draws one head, as in --head 0; got 2"),
         (["pattern", "--positions=5"], "--positions must be START:STOP, as in 0:4K; got '5'"),
         (["pattern", "--positions=5:9000"], "0 <= START < STOP <= 8192"),
-        (["pattern", "--seq-len=8k5"], "as in 8192, 256K or 1M; got '8k5'"),
+        (["pattern", "--seq-len=8k5"], "a whole number such as 8192, 256K or 1M; got '8k5'"),
         (["pattern", "--out=a.pdf"], "must be named *.png or *.svg; got 'a.pdf'"),
         (["pattern", "--out=/no/such/folder/a.png"], "there is no folder '/no/such/folder'"),
         (["pattern", "--style=blue"], "style must be one of 'light', 'dark'; got 'blue'"),

@@ -300,7 +300,7 @@ class Terminal:
 
 MARK = "##### "
 BIG_PLAN = (
-    "plan --seq-len=1024M --ranks=4096 --show-ranks=17 --batch-size=64 --dtype=float64 "
+    "plan --seq-len=1073741824 --ranks=4096 --show-ranks=17 --batch-size=64 --dtype=fp64 "
     "--segment-lengths=2048,32768,all --dilation-rates=1,12,65536"
 )
 COMMANDS = {

@@ -705,7 +705,7 @@ def test_sampling(alone: TrainConfig) -> None:
     [
         ({"prompt": b""}, "at least one byte"),
         ({"count": 0}, "count must be >= 1, got 0"),
-        ({"temperature": -1.0}, "temperature must be finite and above 0; got -1.0"),
+        ({"temperature": -1.0}, "temperature must be finite and >= 0; got -1.0"),
         ({"top_k": 0}, "top_k must be >= 1, got 0"),
         ({"top_k": 257}, "top_k must be at most 256; got 257"),
     ],

@@ -438,9 +438,11 @@ def empty_folder(path: Path) -> None:
 def test_a_run_goes_on_from_the_newest_whole_checkpoint(
     copied: TrainConfig,
     trained: TrainConfig,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     damage: Callable[[Path], None],
 ) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)  # of pytest-xdist
     last = checkpoint.usable(copied.out)[-1]
     damage(last)
     # All steps are those of an undisturbed run, the damaged step's checkpoint is written anew.

@@ -9,11 +9,12 @@ import numpy as np
 
 from ..pattern import DilatedPattern
 from ..plan import AttentionPlan, TensorSize, balance, flops_by_rank
+from ..terminal import in_bytes, in_flop
 from .mask import Grid, Shown, rows_sent, shown_to
 from .panels import draw_branches, draw_matrix, draw_senders, draw_timeline, draw_work, nests
 from .schedule import CostModel, timeline
 from .style import LIGHT, Sheet, Style, headline
-from .words import branch_in_words, in_bytes, kv_head_of, plan_in_words, scaled
+from .words import branch_in_words, kv_head_of, plan_in_words
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -202,7 +203,7 @@ def work_figure(
     panels[0].set_ylabel("FLOPs of a rank / mean")
     plan = next(iter(plans.values()))
     sheet.title(str(plan.pattern), f"{plan_in_words(plan)}, {plan.layout.world_size:,} ranks")
-    mean = scaled(total / plan.layout.world_size, "FLOP", 1000)
+    mean = in_flop(total / plan.layout.world_size)
     sheet.note(f"Dashed: the mean, {mean} per rank in forward.")
     return sheet.figure
 

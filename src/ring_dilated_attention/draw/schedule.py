@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from ..pattern import check_positive_float
 from ..plan import AttentionPlan, Step, TensorSize, Tile
-from .words import in_seconds, time_unit
+from ..terminal import in_seconds
+from .words import time_unit
 
 TFLOPS = 600.0
 """TFLOP/s: about what one H200 reaches in forward of dense causal attention in bfloat16."""

@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from ..plan import AttentionPlan, TensorSize, balance, flops_by_rank
+from ..terminal import in_bytes, in_flop, in_seconds
 from .figures import (
     MOST_SENDERS,
     check_documents,
@@ -20,7 +21,7 @@ from .figures import (
 )
 from .mask import NOBODY, Grid, Ints, holders, rows_sent, shown_to
 from .schedule import Activity, CostModel, timeline
-from .words import branch_in_words, in_bytes, in_seconds, kv_head_of, plan_in_words, scaled
+from .words import branch_in_words, kv_head_of, plan_in_words
 
 WIDTH = 80
 """Characters of a line."""
@@ -133,9 +134,7 @@ def work_text(
             ranks = f"rank {first}" if group == 1 else f"ranks {first}-{last}"
             bar = "█" * round(largest / most * (width - 44))
             ratio = f"{largest / mean:.2f} ×" if mean else "-"
-            lines.append(
-                f"{ranks:<17} {scaled(largest, 'FLOP', 1000):>11} {ratio:>9}  {bar}".rstrip()
-            )
+            lines.append(f"{ranks:<17} {in_flop(largest):>11} {ratio:>9}  {bar}".rstrip())
     return lines
 
 

@@ -6,34 +6,12 @@ from ..pattern import Branch
 from ..plan import AttentionPlan
 
 
-def scaled(count: float, unit: str, step: int) -> str:
-    """A number with the prefix that suits it; `step` is 1024 or 1000."""
-    prefixes = ("", "Ki", "Mi", "Gi", "Ti", "Pi") if step == 1024 else ("", "k", "M", "G", "T", "P")
-    for prefix in prefixes:
-        if count < step or prefix == prefixes[-1]:
-            break
-        count /= step
-    digits = 0 if prefix == "" else 2 if count < 10 else 1
-    return f"{count:.{digits}f} {prefix}{unit}".rstrip()
-
-
-def in_bytes(count: int) -> str:
-    """A number of bytes with a binary prefix."""
-    return scaled(count, "B", 1024)
-
-
 def in_units(position: int) -> str:
     """A position; multiples of 1,024 from 4K on as the options take them, such as 256K or 1M."""
     for unit, size in (("M", 1 << 20), ("K", 1 << 10)):
         if position >= 1 << 12 and position % size == 0:
             return f"{position // size:,}{unit}"
     return f"{position:,}"
-
-
-def in_seconds(seconds: float) -> str:
-    """A time with the unit that suits it."""
-    name, factor = time_unit(seconds)
-    return f"{seconds * factor:.3g} {name}"
 
 
 def time_unit(seconds: float) -> tuple[str, float]:

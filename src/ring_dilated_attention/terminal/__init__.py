@@ -9,7 +9,17 @@ a pipe, and none where ``NO_COLOR`` is set.
 """
 
 from .console import make_console
-from .numbers import BYTES, FLOP, FLOP_PER_S, SECONDS, Units, count_of, in_bytes, in_seconds
+from .numbers import (
+    BYTES,
+    FLOP,
+    FLOP_PER_S,
+    SECONDS,
+    Units,
+    count_of,
+    in_bytes,
+    in_flop,
+    in_seconds,
+)
 from .progress import Progress, streamed
 from .tables import Column, Table, amounts, counts, numbers, show_table, show_text, texts
 
@@ -26,6 +36,7 @@ __all__ = [
     "count_of",
     "counts",
     "in_bytes",
+    "in_flop",
     "in_seconds",
     "make_console",
     "numbers",

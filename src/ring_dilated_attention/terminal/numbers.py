@@ -77,6 +77,11 @@ def in_bytes(count: int) -> str:
     return _alone(count, BYTES)
 
 
+def in_flop(count: float) -> str:
+    """A number of operations for a sentence: ``3.44 TFLOP``."""
+    return _alone(count, FLOP)
+
+
 def in_seconds(count: float) -> str:
     """A time for a sentence: ``72.2 ms``, ``37.1 s``, ``12 min 5 s``."""
     if count >= 60:

@@ -64,6 +64,10 @@ BACKWARD = Flag(
         "A proof that nothing is missed or computed twice, on a short sequence",
         "rda plan --seq-len 1000 --pattern dense --num-heads 1 --check",
     ),
+    Example(
+        "The numbers of 64 ranks as JSON, for a program",
+        "rda plan --seq-len 1M --ranks 64 --show-ranks all --json plan.json",
+    ),
 )
 def plan(
     pattern: Annotated[str | None, options.PATTERN_NAME],
@@ -85,10 +89,12 @@ def plan(
     tiles: Annotated[bool, TILES],
     check: Annotated[bool, CHECK],
     check_limit: Annotated[int, CHECK_LIMIT],
+    json: Annotated[Path | None, options.JSON],
 ) -> None:
     """Print what each rank would hold, compute and exchange; nothing is run."""
     from ..bench import given_workload
     from ..checks import MOST_PLANNED_RANKS
+    from .json_output import json_output
     from .run_plan import show
     from .sharded import Sharded
 
@@ -114,7 +120,8 @@ def plan(
         documents=documents,
     )
     shown = _shown(show_ranks, ranks)
-    show(sharded, shown=shown, tiles=tiles, check=check, check_limit=check_limit)
+    with json_output(json) as write:
+        write(show(sharded, shown=shown, tiles=tiles, check=check, check_limit=check_limit))
 
 
 def _shown(asked: Sequence[int | None] | None, ranks: int) -> Sequence[int] | None:
@@ -166,6 +173,7 @@ def simulate(
     """
     from ..bench import default_dtype, given_workload, resolve_device
     from ..checks import MOST_SIMULATED_RANKS
+    from .json_output import json_output
     from .run_simulate import run
     from .sharded import Sharded
 
@@ -191,14 +199,15 @@ def simulate(
         layout_name=layout,
         documents=documents,
     )
-    right = run(
-        sharded,
-        exchange=cast("Schedule", exchange),
-        device=device,
-        seed=seed,
-        backward=backward,
-        shown=_shown(show_ranks, ranks),
-        json_file=json,
-    )
-    if not right:
+    with json_output(json) as write:
+        found = run(
+            sharded,
+            exchange=cast("Schedule", exchange),
+            device=device,
+            seed=seed,
+            backward=backward,
+            shown=_shown(show_ranks, ranks),
+        )
+        write(found)
+    if not found["ok"]:
         raise typer.Exit(1)

@@ -57,16 +57,12 @@ BACKWARD = Flag(
 @command(
     Example("LongNet's pattern on 8 ranks", "rda plan --seq-len 1M --ranks 8 --causal"),
     Example(
-        "A billion tokens on 4,096 ranks; one of them in detail",
-        "rda plan --seq-len 1024M --ranks 4096 --show-ranks 17",
+        "A billion tokens on 4,096 ranks; one of them in detail, as JSON too",
+        "rda plan --seq-len 1024M --ranks 4096 --show-ranks 17 --json plan.json",
     ),
     Example(
         "A proof that nothing is missed or computed twice, on a short sequence",
         "rda plan --seq-len 1000 --pattern dense --num-heads 1 --check",
-    ),
-    Example(
-        "The numbers of 64 ranks as JSON, for a program",
-        "rda plan --seq-len 1M --ranks 64 --show-ranks all --json plan.json",
     ),
 )
 def plan(

@@ -22,8 +22,10 @@ RANKS = (1, 2, 3, 4)
 @command(
     Example("Forward and backward on 1, 2, 3 and 4 ranks of this machine's CPU", "rda verify"),
     Example("On two GPUs, over NCCL", "rda verify --device cuda --ranks 2"),
-    Example("The same on other inputs, a row per case", "rda verify --seed 7 --every-case"),
-    Example("Every case as JSON", "rda verify --ranks 2 --json cases.json"),
+    Example(
+        "The same on other inputs, a row per case, and JSON",
+        "rda verify --seed 7 --every-case --json cases.json",
+    ),
 )
 def verify(
     ranks: Annotated[Sequence[int], options.RANKS.several.but(RANKS, shown="1,2,3,4")],

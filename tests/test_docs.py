@@ -100,14 +100,13 @@ def test_a_message_that_was_changed_is_found():
     assert not is_in_the_sources("pass lengths or key_padding_mask, never both")
 
 
-NEEDS = ("cuda", "dist.", "init_process_group", "gigapath", "--8<--")
-"""Code that a CPU process by itself cannot run, and parts of examples, which have tests."""
+NEEDS = ("cuda", "dist.", "init_process_group", "gigapath", "--8<--", "model.pt2")
+"""Code that a CPU process by itself cannot run, or that has a test of its own."""
+PYTHON, FLAGS = r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL
 BLOCKS = [
     pytest.param(code, id=f"{page.relative_to(ROOT)}-{index}")
     for page in PAGES
-    for index, code in enumerate(
-        re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
-    )
+    for index, code in enumerate(re.findall(PYTHON, page.read_text(), FLAGS))
     if not any(need in code for need in NEEDS)
 ]
 
@@ -119,6 +118,22 @@ def test_code_in_pages_runs(code, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     code = code.replace("fullgraph=True", "fullgraph=True, backend='aot_eager'")  # no C++ compiler
     exec(compile(code, "<docs>", "exec"), {})
+
+
+def test_an_exported_model_is_loaded_by_another_program(tmp_path):
+    page = (DOCS / "how-to" / "torch-compile.md").read_text()
+    save, load = (code for code in re.findall(PYTHON, page, FLAGS) if "model.pt2" in code)
+    without = load.replace("attention.torch_op", "attention", 1)
+    assert without != load
+    for code, succeeds in ((save, True), (without, False), (load, True)):
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        )
+        assert (done.returncode == 0) is succeeds, done.stderr
+        if not succeeds:
+            (warning,) = re.findall(r"`(We failed .+?)`", page)
+            assert warning in done.stderr
+    assert done.stdout == "torch.Size([1, 1537, 8, 64])\n"
 
 
 COMMANDS = [

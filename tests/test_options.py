@@ -227,7 +227,8 @@ def test_examples_are_read(command, line):
 
 
 @pytest.mark.parametrize("line", [x.line for x in COMMANDS["plan"].examples])
-def test_examples_of_plan_run(line):
+def test_examples_of_plan_run(line, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # one writes a file
     done = CliRunner().invoke(app, shlex.split(line)[1:])
     assert done.exit_code == 0, done.output
 

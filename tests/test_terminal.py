@@ -29,7 +29,7 @@ from ring_dilated_attention import DilatedPattern, SequenceLayout, plan_attentio
 from ring_dilated_attention.bench import Options, Result, Workload, bench, measure, report
 from ring_dilated_attention.bench.result import FAILED, OUT_OF_MEMORY, Communication
 from ring_dilated_attention.checks import TENSORS, Case, Outcome, simulate, sweep
-from ring_dilated_attention.cli import app, plan_tables, run_simulate, run_verify
+from ring_dilated_attention.cli import app, plan_tables, run_simulate, run_verify, tile_tables
 from ring_dilated_attention.plan import TensorSize, flops_by_rank
 from ring_dilated_attention.terminal import (
     BYTES,
@@ -64,8 +64,8 @@ def plan_of_a_billion() -> list[Table]:
     figures = [plan_tables.RankFigures.of(rank, size) for rank in ranks]
     return [
         *plan_tables.rank_tables(figures, work),
-        plan_tables.tiles_table(ranks[0]),
-        plan_tables.messages_table(ranks[0], size),
+        tile_tables.tiles_table(ranks[0]),
+        tile_tables.messages_table(ranks[0], size),
     ]
 
 
@@ -78,8 +78,8 @@ def small_plan() -> list[Table]:
     figures = [plan_tables.RankFigures.of(rank, size) for rank in ranks]
     return [
         *plan_tables.rank_tables(figures, flops_by_rank(plan, size)),
-        *map(plan_tables.tiles_table, ranks),
-        *(plan_tables.messages_table(rank, size) for rank in ranks),
+        *map(tile_tables.tiles_table, ranks),
+        *(tile_tables.messages_table(rank, size) for rank in ranks),
     ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ def run_command(
     measuring: dict[str, Any],
     workloads: dict[str, Any],
     console: Console | None = None,
+    write: Callable[[Mapping[str, Any]], None] | None = None,
 ) -> bool:
     """Measure a sweep, and print and write what was found.
 
@@ -41,6 +42,7 @@ def run_command(
         measuring: fields of `Options` that differ from their defaults.
         workloads: arguments of `sweep`.
         console: where to print; None: standard output.
+        write: given what the JSON file holds, refused workloads included.
 
     Returns:
         Whether this library computed something, failed nowhere, and sent the bytes of its plan.
@@ -72,9 +74,12 @@ def run_command(
     results, environment, path = value
     ours = [result for result in results if result.contender == OURS]
     statuses = {result.status for result in ours}
+    if statuses != {REFUSED}:
+        show(console or make_console(), results, environment, path)
+    if write is not None:
+        write(report.document(results, environment, command))
     if statuses == {REFUSED}:
         raise ValueError(ours[0].reason)
-    show(console or make_console(), results, environment, path)
     return OK in statuses and FAILED not in statuses and report.bytes_match(results)
 
 

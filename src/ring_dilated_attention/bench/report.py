@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import statistics
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from ..terminal import (
     amounts,
     count_of,
     in_seconds,
+    json_text,
     numbers,
 )
 from .columns import PASSES, groups_of, keys_of, rows_of
@@ -62,17 +62,23 @@ def _version(package: str) -> str | None:
         return None
 
 
-def write_json(
-    folder: Path, results: Sequence[Result], environment: dict[str, Any], command: Sequence[str]
-) -> Path:
-    """Write `JSON_NAME` in a folder: results, environment and the command line."""
-    path = folder / JSON_NAME
-    document = {
+def document(
+    results: Sequence[Result], environment: dict[str, Any], command: Sequence[str]
+) -> dict[str, Any]:
+    """What `JSON_NAME` holds: results, environment and the command line."""
+    return {
         "command": list(command),
         "environment": environment,
         "results": [to_dict(result, results) for result in results],
     }
-    path.write_text(json.dumps(document, indent=2) + "\n")
+
+
+def write_json(
+    folder: Path, results: Sequence[Result], environment: dict[str, Any], command: Sequence[str]
+) -> Path:
+    """Write `document` to `JSON_NAME` in a folder."""
+    path = folder / JSON_NAME
+    path.write_text(json_text(document(results, environment, command)))
     return path
 
 

@@ -88,8 +88,4 @@ def check_folder(out: Path) -> None:
         ValueError: there is something else that has the file's name.
     """
     out.mkdir(parents=True, exist_ok=True)
-    path = out / report.JSON_NAME
-    is_new = not path.exists()
-    check_output(path)
-    if is_new:
-        path.unlink()  # it is there when there is a result
+    check_output(out / report.JSON_NAME)

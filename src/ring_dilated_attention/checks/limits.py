@@ -119,7 +119,9 @@ def host_memory() -> int | None:
 
 
 def check_output(path: Path) -> None:
-    """Create a file unless it is there, so that a bad path is found before the work.
+    """Raise if a file cannot be written, so that a bad path is found before the work.
+
+    A file that was not there before is not there afterwards.
 
     Raises:
         OSError: it cannot be written.
@@ -131,5 +133,8 @@ def check_output(path: Path) -> None:
         mode = path.stat().st_mode
         kind = next((name for test, name in kinds.items() if test(mode)), "no file")
         raise ValueError(f"the output must be a file; {path} is {kind}")
+    is_new = not path.exists()
     with path.open("a"):
         pass
+    if is_new:
+        path.resolve().unlink(missing_ok=True)  # other ranks may check the same path

@@ -134,16 +134,18 @@ def bench(
     cuda_graph: Annotated[bool, CUDA_GRAPH],
     errors: Annotated[bool, ERRORS],
     out: Annotated[Path | None, options.OUT],
+    json: Annotated[Path | None, options.JSON],
 ) -> None:
     """Measure speed, memory and error, beside what else could compute the same.
 
     --pattern, --backend, --ranks and the options of the panel Sizes take several values, separated
     by commas: every combination is measured. Under torchrun its ranks are used. Writes results.json
-    and a plot. Exit code 1 if this library failed in a workload, computed none, or sent other bytes
-    than its plan; 2 if every workload is refused.
+    (which --json writes elsewhere too) and a plot. Exit code 1 if this library failed in a
+    workload, computed none, or sent other bytes than its plan; 2 if every workload is refused.
     """
     from ..bench import run_command
     from ..checks import RankError
+    from .json_output import json_output
 
     measuring = {
         "ranks": tuple(ranks),
@@ -176,13 +178,15 @@ def bench(
         "backends": backend,
     }
     try:
-        done = run_command(
-            out,
-            runs=RUNS,
-            command=["rda", *sys.argv[1:]],
-            measuring=measuring,
-            workloads={name: x for name, x in workloads.items() if x is not None},
-        )
+        with json_output(json) as write:
+            done = run_command(
+                out,
+                runs=RUNS,
+                command=["rda", *sys.argv[1:]],
+                measuring=measuring,
+                workloads={name: x for name, x in workloads.items() if x is not None},
+                write=write,
+            )
     except RankError as error:
         fail(error, 1)
     if not done:

@@ -234,7 +234,7 @@ JSON = Option(
     name="json",
     panel=OUTPUT,
     metavar="FILE",
-    help="Also write everything as JSON; -: to standard output, and tables to standard error.",
+    help="Also write all numbers as JSON; -: to standard output, all else to standard error.",
     read=path,
 )
 CONFIG = Option(

@@ -57,8 +57,8 @@ BACKWARD = Flag(
 @command(
     Example("LongNet's pattern on 8 ranks", "rda plan --seq-len 1M --ranks 8 --causal"),
     Example(
-        "A billion tokens on 4,096 ranks; one of them in detail",
-        "rda plan --seq-len 1024M --ranks 4096 --show-ranks 17",
+        "A billion tokens on 4,096 ranks; one of them in detail, as JSON too",
+        "rda plan --seq-len 1024M --ranks 4096 --show-ranks 17 --json plan.json",
     ),
     Example(
         "A proof that nothing is missed or computed twice, on a short sequence",
@@ -85,10 +85,12 @@ def plan(
     tiles: Annotated[bool, TILES],
     check: Annotated[bool, CHECK],
     check_limit: Annotated[int, CHECK_LIMIT],
+    json: Annotated[Path | None, options.JSON],
 ) -> None:
     """Print what each rank would hold, compute and exchange; nothing is run."""
     from ..bench import given_workload
     from ..checks import MOST_PLANNED_RANKS
+    from .json_output import json_output
     from .run_plan import show
     from .sharded import Sharded
 
@@ -114,7 +116,8 @@ def plan(
         documents=documents,
     )
     shown = _shown(show_ranks, ranks)
-    show(sharded, shown=shown, tiles=tiles, check=check, check_limit=check_limit)
+    with json_output(json) as write:
+        write(show(sharded, shown=shown, tiles=tiles, check=check, check_limit=check_limit))
 
 
 def _shown(asked: Sequence[int | None] | None, ranks: int) -> Sequence[int] | None:
@@ -166,6 +169,7 @@ def simulate(
     """
     from ..bench import default_dtype, given_workload, resolve_device
     from ..checks import MOST_SIMULATED_RANKS
+    from .json_output import json_output
     from .run_simulate import run
     from .sharded import Sharded
 
@@ -191,14 +195,15 @@ def simulate(
         layout_name=layout,
         documents=documents,
     )
-    right = run(
-        sharded,
-        exchange=cast("Schedule", exchange),
-        device=device,
-        seed=seed,
-        backward=backward,
-        shown=_shown(show_ranks, ranks),
-        json_file=json,
-    )
-    if not right:
+    with json_output(json) as write:
+        found = run(
+            sharded,
+            exchange=cast("Schedule", exchange),
+            device=device,
+            seed=seed,
+            backward=backward,
+            shown=_shown(show_ranks, ranks),
+        )
+        write(found)
+    if not found["ok"]:
         raise typer.Exit(1)

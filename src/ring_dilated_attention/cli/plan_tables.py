@@ -9,7 +9,6 @@ from typing import NamedTuple
 from ..engine import kernel_calls
 from ..plan import (
     Memory,
-    Message,
     RankPlan,
     Rows,
     TensorSize,
@@ -19,7 +18,7 @@ from ..plan import (
     returned_bytes,
     traffic,
 )
-from ..terminal import BYTES, FLOP, Column, Table, amounts, counts, numbers, texts
+from ..terminal import BYTES, FLOP, Column, Table, amounts, counts, numbers
 
 
 def rounds_of(rank: RankPlan) -> tuple[RankPlan, ...]:
@@ -188,78 +187,12 @@ def rank_tables(ranks: Sequence[RankFigures], work: Sequence[int]) -> list[Table
     ]
 
 
-def tiles_table(rank: RankPlan) -> Table:
-    """Every tile of a rank."""
-    branches = rank.plan.pattern.branches
-    tiles: list[tuple[int, Tile]] = []
-    for part in rounds_of(rank):
-        tiles += [(0, tile) for tile in part.local]
-        tiles += [(step.step, tile) for step in part.steps() for tile in step.tiles]
-    return Table(
-        title=f"Tiles of rank {rank.index} (row i of KV head number j in segment s)",
-        keys=[numbers("tile", range(len(tiles)), "d")],
-        columns=[
-            counts("step", [step for step, _ in tiles]),
-            texts("branch", [branches[tile.branch] for _, tile in tiles]),
-            texts("KV heads", [_heads(tile.heads) for _, tile in tiles]),
-            counts("segments", [tile.segments for _, tile in tiles]),
-            texts("causal", ["yes" if tile.is_causal else "no" for _, tile in tiles]),
-            texts("queries: local row", [_rows(tile.queries) for _, tile in tiles]),
-            texts("keys: local row, or message slot", [_rows(tile.keys) for _, tile in tiles]),
-        ],
-    )
-
-
-def messages_table(rank: RankPlan, size: TensorSize) -> Table:
-    """Every message of a rank."""
-    found: list[tuple[int, str, int, Message]] = []
-    for step in [step for part in rounds_of(rank) for step in part.steps()]:
-        if step.send is not None:
-            found.append((step.step, "send to", step.send.receiver, step.send))
-        if step.receive is not None:
-            found.append((step.step, "receive from", step.receive.sender, step.receive))
-    rows = [message.rows for *_, message in found]
-    return Table(
-        title=f"Messages of rank {rank.index}: K and V; backward returns their gradients",
-        keys=[
-            counts("step", [step for step, *_ in found]),
-            texts("", [what for _, what, *_ in found]),
-            numbers("rank", [peer for _, _, peer, _ in found], "d"),
-        ],
-        columns=[
-            counts("rows", rows),
-            *amounts(
-                [
-                    ("K and V", [size.key_value_bytes(count) for count in rows]),
-                    ("gradients", [returned_bytes(rank, size, count) for count in rows]),
-                ],
-                BYTES,
-            ),
-        ],
-    )
-
-
 def of_mean(flops: Sequence[float], all_flops: Sequence[int]) -> Column:
     """Ranks' operations in multiples of the mean of all ranks; empty where there are none."""
+    return numbers("FLOP / mean", [times_mean(x, all_flops) for x in flops], ".3f")
+
+
+def times_mean(flop: float, all_flops: Sequence[int]) -> float | None:
+    """A rank's operations over the mean of all ranks; None where there are none."""
     total = sum(all_flops)
-    shares = [x * len(all_flops) / total if total else None for x in flops]
-    return numbers("FLOP / mean", shares, ".3f")
-
-
-def _heads(heads: range) -> str:
-    if len(heads) == 1:
-        return str(heads[0])
-    return f"{heads[0]} to {heads[-1]}" + (f" by {heads.step}" if heads.step > 1 else "")
-
-
-def _rows(rows: Rows) -> str:
-    terms = [
-        f"{stride} {name}" if stride > 1 else name
-        for name, stride in (
-            ("s", rows.segment_stride),
-            ("j", rows.head_stride),
-            ("i", rows.stride),
-        )
-        if stride
-    ]
-    return " + ".join([f"{rows.start}", *terms]) + f", i < {rows.length}"
+    return flop * len(all_flops) / total if total else None

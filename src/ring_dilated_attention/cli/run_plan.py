@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from rich.console import Console
 
@@ -22,8 +23,10 @@ from ..plan import (
     step_imbalance,
 )
 from ..terminal import Progress, make_console, show_table
-from .plan_tables import RankFigures, messages_table, rank_tables, tiles_table
+from .plan_document import plan_document
+from .plan_tables import RankFigures, rank_tables
 from .sharded import Sharded
+from .tile_tables import messages_table, tiles_table
 
 CHECK_LIMIT = 2_000_000
 """(Query, key) pairs and positions that `--check` enumerates unless it is told otherwise."""
@@ -43,7 +46,7 @@ def show(
     check: bool = False,
     check_limit: int | None = None,
     console: Console | None = None,
-) -> None:
+) -> dict[str, Any]:
     """Print the plan of a call of `dilated_attention`.
 
     Args:
@@ -54,6 +57,9 @@ def show(
         check_limit: the most (query, key) pairs and positions that a proof may enumerate; None:
             `CHECK_LIMIT`.
         console: where to print; None: standard output.
+
+    Returns:
+        The same numbers, for JSON.
 
     Raises:
         TypeError, ValueError: an option is not allowed.
@@ -89,6 +95,7 @@ def show(
         show_table(console, messages_table(rank, size))
     if check:
         _prove(plan, console)
+    return plan_document(sharded, figures, work, tiles=tiles, proven=check)
 
 
 def _prove(plan: AttentionPlan, console: Console) -> None:

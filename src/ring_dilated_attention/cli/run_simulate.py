@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
-from pathlib import Path
 from typing import Any
 
-import torch
 from rich.markup import escape
 
 from ..bench import memory_of, resolve_device
@@ -18,7 +15,6 @@ from ..checks import (
     Simulation,
     Transfers,
     check_memory,
-    check_output,
     check_seed,
     simulate,
     simulated_flops,
@@ -39,7 +35,6 @@ from ..terminal import (
     make_console,
     numbers,
     show_table,
-    show_text,
 )
 from .run_plan import SHOWN_ALL, SHOWN_FEW, in_words
 from .sharded import Sharded
@@ -62,8 +57,7 @@ def run(
     seed: int,
     backward: bool,
     shown: Sequence[int] | None = None,
-    json_file: Path | None = None,
-) -> bool:
+) -> dict[str, Any]:
     """Simulate a call of `dilated_attention` and print what each rank did.
 
     Args:
@@ -75,14 +69,13 @@ def run(
         seed: of the random inputs.
         backward: whether to run backward too.
         shown: ranks to show; None: a few and the extremes.
-        json_file: where to write everything; None: nowhere.
 
     Returns:
-        Whether results are those of one device, and memory and transfers those of the plan.
+        The numbers of every rank, for JSON; ``"ok"``: whether results are those of one device, and
+        memory and transfers those of the plan.
 
     Raises:
         TypeError, ValueError: an option is not allowed.
-        OSError: the file cannot be written.
     """
     console = make_console()
     check_seed(seed)
@@ -103,8 +96,6 @@ def run(
         seed=seed,
         device=str(on),
     )
-    if json_file is not None:
-        check_output(json_file)
     work = simulated_flops(case, backward=backward)
     with Progress("simulate", total=work, unit=FLOP) as progress:
         found = simulate(case, backward=backward, told=progress.update)
@@ -117,10 +108,13 @@ def run(
         show_table(console, table)
     for text in _conclusions(found):
         console.print(text)
-    if json_file is not None:
-        json_file.write_text(json.dumps(_as_json(case, sharded.layout_name, found)) + "\n")
-        show_text(console, f"wrote {json_file}")
-    return found.ok
+    asked = {"exchange": exchange, "backend": case.backend, "device": case.device, "seed": seed}
+    return {
+        "ok": found.ok,
+        "options": {**sharded.options, **asked, "backward": backward},
+        **asdict(found),
+        "speed_up_bound": found.balance.speed_up_bound,
+    }
 
 
 def _some(ranks: Sequence[RankReport]) -> list[RankReport]:
@@ -234,22 +228,3 @@ def _conclusions(found: Simulation) -> list[str]:
     more = len(shown) - SHOWN_PROBLEMS
     end = [f"and {count_of(more, 'more problem')}"] if more > 0 else []
     return [*texts, *shown[:SHOWN_PROBLEMS], *end]
-
-
-def _as_json(case: Case, layout: str, found: Simulation) -> dict[str, Any]:
-    options = {field.name: getattr(case, field.name) for field in fields(case)}
-    options |= {
-        "pattern": str(case.pattern),
-        "layout": layout,
-        "length": case.layout.length,
-        "world_size": case.layout.world_size,
-        "dtype": str(case.dtype).removeprefix("torch."),
-    }
-    finite = {name: error if error < torch.inf else None for name, error in found.errors.items()}
-    return {
-        "ok": found.ok,
-        "options": options,
-        **asdict(found),
-        "errors": finite,  # null: not a number
-        "speed_up_bound": found.balance.speed_up_bound,
-    }

@@ -49,7 +49,7 @@ def verify(
     timeout: float = RANK_TIMEOUT,
     every: bool = False,
     console: Console | None = None,
-) -> bool:
+) -> dict[str, Any]:
     """Run the sweep on each world size and print the errors and the bytes moved.
 
     Args:
@@ -62,7 +62,8 @@ def verify(
         console: where to print; None: standard output.
 
     Returns:
-        Whether every case is within bounds.
+        The numbers, for JSON: ``"ok"``, whether every case is within bounds, ``"options"`` and
+        ``"cases"``.
 
     Raises:
         TypeError, ValueError: a world size, the device, the seed or the timeout is not allowed.
@@ -83,7 +84,8 @@ def verify(
         world_size: [replace(case, device=device) for case in sweep(world_size, seed)]
         for world_size in world_sizes
     }
-    right, done = True, 0
+    documents: list[dict[str, Any]] = []
+    done = 0
     total = sum(len(cases[world_size]) for world_size in world_sizes)
     with Progress("verify", total=total, unit="cases") as progress:
         for world_size in world_sizes:
@@ -103,9 +105,14 @@ def verify(
             done += len(outcomes)
             with progress.paused():
                 show_table(console, table(world_size, cases[world_size], outcomes, every))
-            right &= all(map(_passes, cases[world_size], outcomes))
+            documents += map(_document, cases[world_size], outcomes)
+    right = all(document["ok"] for document in documents)
     console.print("all within bounds" if right else "[bold red]OUT OF BOUNDS[/bold red]")
-    return right
+    return {
+        "ok": right,
+        "options": {"ranks": list(world_sizes), "device": device, "seed": seed},
+        "cases": documents,
+    }
 
 
 def _show(progress: Progress, before: int, on: str, done: int) -> None:
@@ -114,6 +121,26 @@ def _show(progress: Progress, before: int, on: str, done: int) -> None:
 
 def _passes(case: Case, outcome: Outcome) -> bool:
     return outcome.passes(case.dtype)
+
+
+def _document(case: Case, outcome: Outcome) -> dict[str, Any]:
+    """A case and what was found, for JSON."""
+    return {
+        "ok": _passes(case, outcome),
+        "ranks": case.layout.world_size,
+        "pattern": str(case.pattern),
+        "dtype": name_of(case.dtype),
+        "seq_len": case.layout.length,
+        "seed": case.seed,
+        "errors": {tensor: outcome.error(tensor) for tensor in TENSORS},
+        "sent_bytes": outcome.sent_bytes,
+        "planned_bytes": outcome.planned_bytes,
+    }
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """``"float32"`` of `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
 
 
 def table(
@@ -132,7 +159,7 @@ def table(
         headings |= {"length": counts, "seed": lambda name, values: numbers(name, values, "d")}
     groups: dict[tuple[Any, ...], list[tuple[Case, Outcome]]] = {}
     for case, outcome in zip(cases, outcomes, strict=True):
-        key = (str(case.pattern), str(case.dtype).removeprefix("torch."))
+        key = (str(case.pattern), name_of(case.dtype))
         more = (case.layout.length, case.seed) if every else ()
         groups.setdefault((*key, *more), []).append((case, outcome))
     found = sorted(groups.items())

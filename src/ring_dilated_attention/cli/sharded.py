@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from ..bench import Workload
 from ..checks import check_pattern, check_size
@@ -51,6 +52,28 @@ class Sharded:
     def plan(self) -> AttentionPlan:
         """What each rank computes and exchanges."""
         return self.workload.plan(self.layout, documents=self.documents)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """All of it by the names of the options, for JSON."""
+        w = self.workload
+        return {
+            "pattern": w.name or None,
+            "segment_lengths": list(w.pattern.segment_lengths),
+            "dilation_rates": list(w.pattern.dilation_rates),
+            "head_offsets": w.pattern.head_offsets,
+            "head_branches": w.pattern.head_branches,
+            "causal": w.is_causal,
+            "documents": None if self.documents is None else list(self.documents),
+            "seq_len": w.seq_len,
+            "num_heads": w.num_heads,
+            "num_kv_heads": w.kv_heads,
+            "head_dim": w.head_dim,
+            "batch_size": w.batch_size,
+            "dtype": w.dtype,
+            "ranks": self.ranks,
+            "layout": self.layout_name,
+        }
 
     def __str__(self) -> str:
         """A title, in rich's markup."""

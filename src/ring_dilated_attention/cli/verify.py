@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -21,7 +22,10 @@ RANKS = (1, 2, 3, 4)
 @command(
     Example("Forward and backward on 1, 2, 3 and 4 ranks of this machine's CPU", "rda verify"),
     Example("On two GPUs, over NCCL", "rda verify --device cuda --ranks 2"),
-    Example("The same on other inputs, a row per case", "rda verify --seed 7 --every-case"),
+    Example(
+        "The same on other inputs, a row per case, and JSON",
+        "rda verify --seed 7 --every-case --json cases.json",
+    ),
 )
 def verify(
     ranks: Annotated[Sequence[int], options.RANKS.several.but(RANKS, shown="1,2,3,4")],
@@ -29,18 +33,22 @@ def verify(
     device: Annotated[str, options.DEVICE.but("cpu")],
     seed: Annotated[int, options.SEED],
     every_case: Annotated[bool, EVERY_CASE],
+    json: Annotated[Path | None, options.JSON],
 ) -> None:
     """Compare forward and backward on real ranks with a brute-force reference.
 
     Prints errors relative to float64 and the bytes moved against the plan's. Exit code 1 if any
     case is out of bounds.
     """
+    from .json_output import json_output
     from .run_verify import verify as run
 
     try:
-        right = run(ranks, device=device, seed=seed, timeout=timeout, every=every_case)
+        with json_output(json) as write:
+            found = run(ranks, device=device, seed=seed, timeout=timeout, every=every_case)
+            write(found)
     except (RuntimeError, TimeoutError) as error:
         first, *traceback = str(error).strip().splitlines()
         fail(" ".join([first, *traceback[-1:]]), 1)  # which rank, and why
-    if not right:
+    if not found["ok"]:
         raise typer.Exit(1)

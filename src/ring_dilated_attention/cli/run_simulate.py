@@ -49,6 +49,8 @@ SHOWN_PROBLEMS = 8
 _HELD = 5
 """Tensors of query's size that are held at least: query and its out on one device, query, out and
 dout of the ranks; keys and values may be smaller."""
+STDOUT = Path("-")
+"""As a JSON file: standard output, and tables go to standard error."""
 
 _ColumnOf = Callable[[Callable[[RankReport], float]], list[Any]]
 """From a figure of a rank to the cells of its column."""
@@ -75,7 +77,7 @@ def run(
         seed: of the random inputs.
         backward: whether to run backward too.
         shown: ranks to show; None: a few and the extremes.
-        json_file: where to write everything; None: nowhere.
+        json_file: where to write everything; None: nowhere; `STDOUT`: standard output.
 
     Returns:
         Whether results are those of one device, and memory and transfers those of the plan.
@@ -84,7 +86,7 @@ def run(
         TypeError, ValueError: an option is not allowed.
         OSError: the file cannot be written.
     """
-    console = make_console()
+    console = make_console(stderr=json_file == STDOUT)
     check_seed(seed)
     workload, on = sharded.workload, resolve_device(device)
     check_memory(_HELD * workload.query_bytes, memory_of(on), "simulating")
@@ -103,7 +105,7 @@ def run(
         seed=seed,
         device=str(on),
     )
-    if json_file is not None:
+    if json_file is not None and json_file != STDOUT:
         check_output(json_file)
     work = simulated_flops(case, backward=backward)
     with Progress("simulate", total=work, unit=FLOP) as progress:
@@ -118,8 +120,12 @@ def run(
     for text in _conclusions(found):
         console.print(text)
     if json_file is not None:
-        json_file.write_text(json.dumps(_as_json(case, sharded.layout_name, found)) + "\n")
-        show_text(console, f"wrote {json_file}")
+        text = json.dumps(_as_json(case, sharded.layout_name, found))
+        if json_file == STDOUT:
+            print(text)
+        else:
+            json_file.write_text(f"{text}\n")
+            show_text(console, f"wrote {json_file}")
     return found.ok
 
 

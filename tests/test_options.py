@@ -147,7 +147,7 @@ def test_old_spellings_are_gone(command, flag):
     assert f"No such option: {flag}" in done.stderr
 
 
-def testvalues_of_of_other_rooms_are_as_they_say():
+def test_values_of_other_rooms_are_as_they_say():
     assert options.BACKENDS == tiles.BACKENDS
     assert options.EXCHANGES == functional.EXCHANGES
     assert options.DEVICES == DEVICES
@@ -309,6 +309,12 @@ def test_a_file_of_options(file):
     assert (found["ranks"], found["data"], found["resume"]) == (2, ("a,b", "c"), True)
     assert (found["learning-rate"], found["seed"], found["steps"]) == (1.0, 3, None)
     assert values("bench", config)["seq-len"] == (1 << 20,)
+
+
+def test_a_table_takes_the_place_of_what_suits_other_commands(file):
+    config = file("ranks = [1, 2]\n[train]\nranks = 2\n")
+    assert values("train", config)["ranks"] == 2
+    assert values("bench", config)["ranks"] == (1, 2)
 
 
 def test_precedence(file, tmp_path):

@@ -46,14 +46,13 @@ def values_from(
     tabled = ", ".join(f"[{name}]" for name in commands)
     _check_keys(top, everywhere, str(path), f"; tables: {tabled}")
     own = _in_files(commands[command])
-    found = []
-    for level, where in (
-        (tables.get(command, {}), f" in [{command}] of {path}"),
-        (top, f" in {path}"),
-    ):
-        mine = {key: given for key, given in level.items() if key in own}
-        found.append({key: own[key].from_toml(x, f"{key}{where}") for key, x in mine.items()})
-    return found
+    table = tables.get(command, {})
+    # What the table has takes the place of the top's, which may suit other commands alone.
+    rest = {key: given for key, given in top.items() if key in own and key not in table}
+    return [
+        {key: own[key].from_toml(given, f"{key}{where}") for key, given in level.items()}
+        for level, where in ((table, f" in [{command}] of {path}"), (rest, f" in {path}"))
+    ]
 
 
 def _in_files(options: Mapping[str, Option]) -> dict[str, Option]:

@@ -45,8 +45,8 @@ def to_toml(config: TrainConfig, *, ranks: int) -> str:
         ranks: number of ranks.
     """
     lines = [
-        f"# The options of a run of rda train {VERSION}. To run it again, in the directory where it",
-        "# was started (paths are relative to that one), with the path of this file:",
+        f"# The options of a run of rda train {VERSION}. To run it again, in the directory where",
+        "# it was started (paths are relative to that one), with the path of this file:",
         f"#     rda train --config {FILE}",
         "",
         f"ranks = {ranks}",

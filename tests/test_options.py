@@ -12,8 +12,8 @@ import pytest
 import typer.main
 from typer.testing import CliRunner
 
-from ring_dilated_attention import checks, functional, tiles
-from ring_dilated_attention.bench import BASELINES, SEQ_LEN, Options
+from ring_dilated_attention import DilatedPattern, checks, functional, tiles
+from ring_dilated_attention.bench import BASELINES, SEQ_LEN, Options, Workload
 from ring_dilated_attention.bench.measure import DEVICES
 from ring_dilated_attention.bench.options import SCALINGS
 from ring_dilated_attention.bench.workload import DTYPES
@@ -157,6 +157,9 @@ def test_values_of_other_rooms_are_as_they_say():
     assert options.SEQ_LEN == SEQ_LEN
     assert bench_command.BASELINES == BASELINES
     assert bench_command.SCALING.choices == SCALINGS
+    own = Workload(pattern=DilatedPattern.dense(), seq_len=1)
+    assert f"({own.num_heads} with --segment-lengths)" in options.NUM_HEADS.text
+    assert f"({own.head_dim} with --segment-lengths)" in options.HEAD_DIM.text
     assert tuple(PRESETS) == train_options.PRESETS
     assert train_options.CHECKPOINTS == CHECKPOINTS
 

@@ -13,7 +13,6 @@ from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
-from mkdocs.structure.pages import Page
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -56,13 +55,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             files.append(File.generated(config, f"results/{path.name}", abs_src_path=str(path)))
     files.append(File.generated(config, "reference/cli.md", content=cli_reference()))
     return files
-
-
-def on_page_markdown(markdown: str, page: Page, **kwargs: Any) -> str:
-    """Links of results to figures, which are elsewhere in the site than in the repository."""
-    if not page.file.src_uri.startswith("results/"):
-        return markdown
-    return markdown.replace("](../../docs/assets/", "](../assets/")
 
 
 def on_serve(server: Any, **kwargs: Any) -> Any:

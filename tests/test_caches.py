@@ -6,10 +6,16 @@ import threading
 import pytest
 import torch
 
-from ring_dilated_attention import DilatedPattern, dilated_attention
+from ring_dilated_attention import (
+    DilatedPattern,
+    SequenceLayout,
+    dilated_attention,
+    plan_attention,
+)
 from ring_dilated_attention.caches import cache_by_size, keep_few
 from ring_dilated_attention.documents import packed_rows
 from ring_dilated_attention.engine import schedule, zero_keys
+from ring_dilated_attention.plan import check_plan, tiling
 from ring_dilated_attention.resolve import forget_plans
 
 
@@ -47,6 +53,23 @@ def test_what_is_kept_for_a_plan_does_not_grow():
     assert len(blocks) == 4
     (schedules,) = schedule._schedules.values()
     assert len(schedules) == 8
+
+
+def test_tiles_of_documents_of_ever_new_lengths_are_kept_up_to_a_number(monkeypatch):
+    monkeypatch.setattr(tiling, "_MOST_TWINS", 10)
+    tiling.tiling_of.cache_clear()
+    known = tiling.tiling_of(DilatedPattern([None], [64]), 1, False, range(1))._known_twins
+    for length in range(65, 100):
+        plan = plan_attention(
+            DilatedPattern([None], [64]),
+            SequenceLayout.contiguous(length, 1),
+            is_causal=False,
+            num_heads=1,
+        )
+        assert plan.rank(0).local_groups
+        assert plan.tiling._known_twins is known
+        assert 0 < len(known) <= 10
+        check_plan(plan)
 
 
 def test_lists_of_documents_are_kept_up_to_a_size():

@@ -64,6 +64,12 @@ def test_plan_lists_tiles_and_proves_itself():
     assert "proven: every (branch, head, query, visible key) is computed once" in done.output
 
 
+def test_plan_lists_the_tiles_of_one_rank_which_has_no_messages():
+    done = rda("plan", "--seq-len=64", "--ranks=1", "--tiles")
+    assert done.exit_code == 0, done.output
+    assert "Messages of rank 0" in done.output
+
+
 def test_plan_says_which_rows_are_copied():
     options = [
         "--seq-len=1000",

@@ -54,6 +54,15 @@ def test_corners(options):
     assert ", seed 3" in done.output
 
 
+def test_json_on_standard_output_is_alone_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = rda("--seq-len=53", "--ranks=2", "--json=-", *OPTIONS)
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["ok"]
+    assert "53 positions on 2 ranks" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
 def test_json_holds_everything(tmp_path):
     file = tmp_path / "found.json"
     done = rda(

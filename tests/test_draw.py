@@ -215,6 +215,12 @@ def test_every_picture_of_every_case(case, tmp_path):
         assert all(len(line) <= 80 for line in lines)
 
 
+def test_text_has_a_unit_for_any_amount():
+    plan = plan_of(DilatedPattern.dense(), 1 << 40, 2, "contiguous", False, None)
+    lines = exchange_text(plan, TensorSize(batch=1 << 20, head_dim=128, element_size=2), 0)
+    assert lines[-3].startswith("EiB from")
+
+
 def test_text_shows_the_mask():
     plan = plan_of(THREE, 20, 3, "zigzag", True, None)
     counts = visible_counts(THREE, 20, 2, is_causal=True).numpy()[1]

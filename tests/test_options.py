@@ -12,8 +12,8 @@ import pytest
 import typer.main
 from typer.testing import CliRunner
 
-from ring_dilated_attention import checks, functional, tiles
-from ring_dilated_attention.bench import BASELINES, SEQ_LEN, Options
+from ring_dilated_attention import DilatedPattern, checks, functional, tiles
+from ring_dilated_attention.bench import BASELINES, SEQ_LEN, Options, Workload
 from ring_dilated_attention.bench.measure import DEVICES
 from ring_dilated_attention.bench.options import SCALINGS
 from ring_dilated_attention.bench.workload import DTYPES
@@ -147,7 +147,7 @@ def test_old_spellings_are_gone(command, flag):
     assert f"No such option: {flag}" in done.stderr
 
 
-def testvalues_of_of_other_rooms_are_as_they_say():
+def test_values_of_other_rooms_are_as_they_say():
     assert options.BACKENDS == tiles.BACKENDS
     assert options.EXCHANGES == functional.EXCHANGES
     assert options.DEVICES == DEVICES
@@ -157,6 +157,9 @@ def testvalues_of_of_other_rooms_are_as_they_say():
     assert options.SEQ_LEN == SEQ_LEN
     assert bench_command.BASELINES == BASELINES
     assert bench_command.SCALING.choices == SCALINGS
+    own = Workload(pattern=DilatedPattern.dense(), seq_len=1)
+    assert f"({own.num_heads} with --segment-lengths)" in options.NUM_HEADS.text
+    assert f"({own.head_dim} with --segment-lengths)" in options.HEAD_DIM.text
     assert tuple(PRESETS) == train_options.PRESETS
     assert train_options.CHECKPOINTS == CHECKPOINTS
 
@@ -238,7 +241,7 @@ def test_the_version():
     assert (done.exit_code, done.output) == (0, f"rda {VERSION}\n")
 
 
-def test_completion_ofvalues_of():
+def test_completion_of_values():
     """As the script of a shell asks for them."""
     line = {"COMP_WORDS": "rda plan --layout ", "COMP_CWORD": "3"}
     environment = {"_RDA_COMPLETE": "complete_bash", **line}
@@ -312,6 +315,12 @@ def test_a_file_of_options(file):
     assert values("bench", config)["seq-len"] == (1 << 20,)
 
 
+def test_a_table_takes_the_place_of_what_suits_other_commands(file):
+    config = file("ranks = [1, 2]\n[train]\nranks = 2\n")
+    assert values("train", config)["ranks"] == 2
+    assert values("bench", config)["ranks"] == (1, 2)
+
+
 def test_precedence(file, tmp_path):
     """The command line, the command's table, the top of the file, the preset, the default."""
     from ring_dilated_attention.train.command import make_config
@@ -345,6 +354,38 @@ def test_a_pattern_takes_the_place_of_branches_of_a_lower_level(file, text, line
     names = ("pattern", "segment-lengths", "dilation-rates")
     assert next(name for name in names if found[name] is not None) == left
     assert (found["pattern"] is None) == (left != "pattern")
+
+
+BAD_FILES = [
+    ("seq_len = 5", "there is no option for key 'seq_len' in {file}; allowed: "),
+    ("seq_len = 5", ", seq-len, "),
+    ("[plan]\nsteps = 5", "no option for key 'steps' in [plan] of {file}; allowed: "),
+    ("[plot]\nsteps = 5", "no option for table 'plot' in {file}; allowed: "),
+    ("[plot]\nsteps = 5", "tables: [train], [sample], "),
+    ("config = 'x'", "there is no option for key 'config'"),
+    ("seq-len = true", "seq-len in {file} must be a whole number or text; got true"),
+    ("seq-len = 1.5", "seq-len in {file} must be a whole number or text; got 1.5"),
+    ("seq-len = [8]", "seq-len in {file} must be a whole number or text; got a list"),
+    ("seq-len = '1G'", "seq-len in {file} must be a whole number such as 8192, 256K or 1M"),
+    ("[plan]\nranks = 0", "ranks in [plan] of {file} must be >= 1, got 0"),
+    ("ranks = '2'", "ranks in {file} must be a whole number; got '2'"),
+    ("causal = 1", "causal in {file} must be true or false; got 1"),
+    ("pattern = 5", "pattern in {file} must be text; got 5"),
+    ("pattern = 'plaid'", "pattern in {file} must be one of 'longnet'"),
+    ("segment-lengths = [[8]]", "segment-lengths in {file} must be a whole number or text, or a l"),
+    ("layout = {{}}", "layout in {file} must be text; got a table"),
+    ("seq-len 5", "{file} is not TOML: "),
+]
+
+
+def test_a_named_pattern_brings_its_own_offsets(file):
+    """Those of a file belong to the pattern of the file, as in the run.toml of a run."""
+    path = file('segment-lengths = [8]\ndilation-rates = [1]\nhead-offsets = "interleaved"')
+    assert values("plan", path)["head-offsets"] == "interleaved"
+    assert values("plan", path, "--segment-lengths=9")["head-offsets"] == "interleaved"
+    assert values("plan", path, "--pattern=gigapath")["head-offsets"] is None
+    both = values("plan", path, "--pattern=gigapath", "--head-offsets=interleaved")
+    assert both["head-offsets"] == "interleaved"
 
 
 BAD_FILES = [

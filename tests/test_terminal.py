@@ -412,6 +412,16 @@ def test_progress_has_an_end_and_a_rate_and_goes_away(shown: dict[str, str]) -> 
         assert "\x1b[2K" in after, name  # the bar is erased
 
 
+@pytest.mark.parametrize("command", ["plan", "draw pattern --seq-len=64", "simulate --seq-len=64"])
+def test_commands_end_without_a_word_where_nobody_reads_on(command: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    line = [sys.executable, "-m", "ring_dilated_attention.cli", *command.split()]
+    done = subprocess.run(line, stdout=writer, stderr=subprocess.PIPE, timeout=300)
+    os.close(writer)
+    assert (done.returncode, done.stderr.decode()) == (1, "")
+
+
 def test_no_color(shown: dict[str, str]) -> None:
     colour = re.compile(r"\x1b\[[0-9;]*3[0-9]m")
     assert colour.search(shown["colours"])

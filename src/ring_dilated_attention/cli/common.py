@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import select
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -94,10 +96,15 @@ def reported_errors() -> Iterator[None]:
 
     `ValueError`, `TypeError`, `OSError` and numbers or sizes beyond what the machine takes are bad
     input. Anything else that is not a `TrainingError` is a bug of the program and keeps its
-    traceback.
+    traceback. Where nobody reads standard output any more, as behind ``| head``, the command ends
+    without a word, with exit code 1.
     """
     try:
         yield
+    except BrokenPipeError as error:
+        if not _is_unread():
+            fail(error, 2)
+        raise typer.Exit(1) from None
     except ListError as error:
         fail(error, 2, most=None)
     except (ValueError, TypeError, OSError, OverflowError, MemoryError) as error:
@@ -107,6 +114,18 @@ def reported_errors() -> Iterator[None]:
         if training is None or not isinstance(error, training.TrainingError):
             raise
         fail(error, 2 if error.bad_input else 1)
+
+
+def _is_unread() -> bool:
+    """Whether nobody reads standard output any more; what is left of it is then dropped."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)  # errors and hang-ups are reported in any case
+    if not poll.poll(0):
+        return False
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+    return True
 
 
 def fail(error: Exception | str, code: int, *, most: int | None = MOST_CHARACTERS) -> NoReturn:

@@ -14,9 +14,13 @@ from typing import Any
 from .common import ListError
 from .option import Argument, Option, toml_in_brief
 
-INSTEAD = (frozenset({"pattern"}), frozenset({"segment-lengths", "dilation-rates"}))
-"""Options that are given instead of each other: what is given at a higher level (command line,
-table, top of the file) takes the place of the other kind below it."""
+_LISTS = frozenset({"segment-lengths", "dilation-rates"})
+INSTEAD = {
+    "pattern": _LISTS | {"head-offsets", "head-branches"},
+    **dict.fromkeys(_LISTS, frozenset({"pattern"})),
+}
+"""What an option hides of lower levels (command line, table, top of the file): a named pattern has
+its own segments, offsets and branches of heads, and segments are given instead of a name."""
 
 
 def values_from(
@@ -46,14 +50,13 @@ def values_from(
     tabled = ", ".join(f"[{name}]" for name in commands)
     _check_keys(top, everywhere, str(path), f"; tables: {tabled}")
     own = _in_files(commands[command])
-    found = []
-    for level, where in (
-        (tables.get(command, {}), f" in [{command}] of {path}"),
-        (top, f" in {path}"),
-    ):
-        mine = {key: given for key, given in level.items() if key in own}
-        found.append({key: own[key].from_toml(x, f"{key}{where}") for key, x in mine.items()})
-    return found
+    table = tables.get(command, {})
+    # What the table has takes the place of the top's, which may suit other commands alone.
+    rest = {key: given for key, given in top.items() if key in own and key not in table}
+    return [
+        {key: own[key].from_toml(given, f"{key}{where}") for key, given in level.items()}
+        for level, where in ((table, f" in [{command}] of {path}"), (rest, f" in {path}"))
+    ]
 
 
 def _in_files(options: Mapping[str, Option]) -> dict[str, Option]:
@@ -87,12 +90,6 @@ def merged(levels: list[dict[str, Any]]) -> dict[str, Any]:
     """Values of several levels, the first of which counts most; see `INSTEAD`."""
     found: dict[str, Any] = {}
     for level in levels:
-        hidden = {
-            name
-            for names in INSTEAD
-            for other in INSTEAD
-            if other is not names and not other.isdisjoint(found)
-            for name in names
-        }
+        hidden = frozenset[str]().union(*(INSTEAD.get(name, ()) for name in found))
         found = {**{k: v for k, v in level.items() if k not in hidden}, **found}
     return found

@@ -57,7 +57,7 @@ HEAD = Option(
     name="head",
     panel=PICTURE,
     metavar="LIST",
-    help="Query heads to draw, as in 0,1; exchange draws one.",
+    help="Of pattern and exchange: query heads to draw, as in 0,1; exchange draws one.",
     read=list_of(integer(0)),
     default=(0,),
     shown="0",
@@ -68,7 +68,8 @@ POSITIONS = Option(
     name="positions",
     panel=PICTURE,
     metavar="RANGE",
-    help="Positions to draw, as in 0:4K; long sequences are drawn in blocks.",
+    help="Of pattern and exchange: positions to draw, as in 0:4K; long sequences are drawn in "
+    "blocks.",
     read=_window,
     shown="all",
 )

@@ -152,9 +152,13 @@ def _count(name: str, panel: str, help_text: str, **about: Any) -> Option:
     )
 
 
-NUM_HEADS = _count("num-heads", SIZES, "Query heads.", shown=THE_PATTERN_S)
+NUM_HEADS = _count(
+    "num-heads", SIZES, "Query heads.", shown=f"{THE_PATTERN_S} (12 with --segment-lengths)"
+)
 NUM_KV_HEADS = _count("num-kv-heads", SIZES, "Key and value heads (GQA).", shown="--num-heads")
-HEAD_DIM = _count("head-dim", SIZES, "Head dimension.", shown=THE_PATTERN_S)
+HEAD_DIM = _count(
+    "head-dim", SIZES, "Head dimension.", shown=f"{THE_PATTERN_S} (64 with --segment-lengths)"
+)
 BATCH_SIZE = _count("batch-size", SIZES, "Sequences in a batch, over all ranks.", default=1)
 DTYPE = Option(
     name="dtype",

@@ -20,6 +20,7 @@ NOT_CONFIG = {"out", "resume", "ranks", "preset", "pattern"}
 """Options of `rda train` that are no fields of a config."""
 
 PATTERN = options.PATTERN_NAME.but(shown=f"{options.THE_PRESET_S} --segment-lengths")
+"""A preset has no pattern with a name."""
 
 
 @contextmanager
@@ -31,6 +32,8 @@ def _one_line_errors() -> Iterator[None]:
         yield
     except TrainingError as error:
         raise TrainingError(one_line(error), bad_input=error.bad_input) from error
+    except BrokenPipeError:
+        raise  # of standard output, which is no error
     except (ValueError, TypeError, OSError) as error:
         raise ValueError(one_line(error)) from error
     except MemoryError as error:
@@ -52,9 +55,7 @@ def train(
     embed_dim: Annotated[int | None, own.EMBED_DIM],
     ffn_dim: Annotated[int | None, own.FFN_DIM],
     rope_theta: Annotated[float | None, own.ROPE_THETA],
-    pattern: Annotated[
-        str | None, options.PATTERN_NAME.but(shown=f"{options.THE_PRESET_S} --segment-lengths")
-    ],
+    pattern: Annotated[str | None, PATTERN],
     segment_lengths: Annotated[
         Sequence[int | None] | None, by_preset(options.SEGMENT_LENGTHS, "256,1K,4K")
     ],

@@ -23,9 +23,7 @@ from .panels import draw_branches, draw_matrix, draw_senders, draw_timeline, dra
 from .schedule import LINK_GB_S, TFLOPS, Activity, CostModel, Timeline, timeline
 from .style import (
     DARK,
-    FORMATS,
     LIGHT,
-    MARGIN,
     STYLES,
     Sheet,
     Style,
@@ -39,10 +37,8 @@ from .text import WIDTH, exchange_text, pattern_text, timeline_text, work_text
 
 __all__ = [
     "DARK",
-    "FORMATS",
     "LIGHT",
     "LINK_GB_S",
-    "MARGIN",
     "NOBODY",
     "STYLES",
     "TFLOPS",

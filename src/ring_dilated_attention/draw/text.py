@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from ..plan import AttentionPlan, TensorSize, balance, flops_by_rank
-from ..terminal import in_bytes, in_flop, in_seconds
+from ..terminal import BYTES, count_of, in_bytes, in_flop, in_seconds
 from .figures import (
     MOST_SENDERS,
     check_documents,
@@ -115,7 +115,7 @@ def work_text(
     plan = next(iter(plans.values()))
     count = plan.layout.world_size
     most = max(max(map(max, work.values())), 1)
-    title = f"{plan.pattern}: {plan_in_words(plan)}, {count:,} {'rank' if count == 1 else 'ranks'}."
+    title = f"{plan.pattern}: {plan_in_words(plan)}, {count_of(count, 'rank')}."
     group = -(-count // _MOST_BARS)
     lines = [title, "FLOPs of a forward call per rank, and over the mean of all ranks."]
     if group > 1:
@@ -231,7 +231,7 @@ def _matrix(plan: AttentionPlan, size: TensorSize, width: int) -> Iterator[str]:
             )
         return
     unit = in_bytes(most).split()[-1]
-    factor = 1024 ** max(["B", "KiB", "MiB", "GiB", "TiB", "PiB"].index(unit), 0)
+    factor = dict(BYTES)[unit]
     yield f"{unit + ' from':<9}" + "".join(f"{f'to {rank}':>8}" for rank in ranks)
     for i, row in zip(ranks, nbytes, strict=True):
         cells = ["·" if not x else _amount(x / factor) for x in row]

@@ -15,6 +15,10 @@ from .rows import Message, PackedTiles, Rows, Run, Tile, TileGroup
 _MANY = 8
 """Tiles that differ in start and length alone are kept together if there are at least this many."""
 
+_MOST_TWINS = 4096
+"""Kinds of runs whose tiles a `Tiling` keeps, at about a kilobyte each: documents of ever new
+lengths would make it grow without end."""
+
 
 class _HeadRows(NamedTuple):
     """Rows of one head in a tile."""
@@ -145,13 +149,17 @@ class Tiling:
     def _twins(self, branch: int, phase: int, count: int) -> tuple[_Twin, ...]:
         """The tiles of `count` positions, `phase` behind the start of their segment."""
         kind = branch, phase, count
-        if kind not in self._known_twins:
+        twins = self._known_twins.get(kind)
+        if twins is None:
             part = Part(phase, phase + count, 0, 0, 0, phase + count)
-            self._known_twins[kind] = tuple(
+            twins = tuple(
                 _Twin(tile.heads, tile.queries.start, tile.queries.length, tile.queries.head_stride)
                 for tile in self.tiles(Link(branch, part, part, 0, phase + count))
             )
-        return self._known_twins[kind]
+            if len(self._known_twins) >= _MOST_TWINS:
+                self._known_twins.clear()
+            self._known_twins[kind] = twins
+        return twins
 
     @cached_property
     def _known_twins(self) -> dict[tuple[int, int, int], tuple[_Twin, ...]]:

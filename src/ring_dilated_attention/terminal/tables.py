@@ -38,9 +38,9 @@ class Column:
 
     @property
     def least(self) -> int:
-        """Width of the longest cell, and of the longest word of the heading."""
+        """Width of the longest cell, and of the longest word of the heading; 1 at least."""
         lines = [line for cell in self.cells for line in cell.split("\n")]
-        return max(map(len, (*lines, *self.heading.split())), default=0)
+        return max([1, *map(len, (*lines, *self.heading.split()))])
 
 
 def texts(heading: str, cells: Iterable[object]) -> Column:

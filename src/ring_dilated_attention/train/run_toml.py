@@ -45,7 +45,8 @@ def to_toml(config: TrainConfig, *, ranks: int) -> str:
         ranks: number of ranks.
     """
     lines = [
-        f"# What rda train {VERSION} ran here. To run it again, from where it was started:",
+        f"# The options of a run of rda train {VERSION}. To run it again, in the directory where",
+        "# it was started (paths are relative to that one), with the path of this file:",
         f"#     rda train --config {FILE}",
         "",
         f"ranks = {ranks}",

@@ -3,6 +3,7 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 RANKS ?= 2
+WORKERS ?= 2
 BIN := .venv/bin
 QUICK := architecture pattern layout documents progression plan tiles views merge reference \
 	attention simulate memory caches kernel_rows bad_calls derivatives detached nn chunked spatial
@@ -14,8 +15,8 @@ ALL_GPUS := tests/test_gpu_ranks.py
 run: .venv/installed  ## train a language model on the standard library's sources, on 2 ranks
 	$(BIN)/rda train --ranks $(RANKS)
 
-test: .venv/installed  ## all tests
-	$(BIN)/python -m pytest
+test: .venv/installed  ## all tests, WORKERS at a time
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
 quick: .venv/installed  ## what nearly every change needs, in less than a minute
 	$(BIN)/python -m pytest -q -n 2 -m "not slow" $(QUICK:%=tests/test_%.py)

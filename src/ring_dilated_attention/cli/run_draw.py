@@ -14,9 +14,9 @@ from .. import draw
 from ..layout import SequenceLayout
 from ..pattern import check_choice
 from ..plan import AttentionPlan
+from .draw import PICTURES
 from .sharded import Sharded
 
-PICTURES = ("pattern", "exchange", "work", "timeline")
 EXCHANGES = {"auto": None, "ring": False, "gather": True}
 
 

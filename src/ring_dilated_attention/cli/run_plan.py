@@ -23,13 +23,11 @@ from ..plan import (
     step_imbalance,
 )
 from ..terminal import Progress, make_console, show_table
+from .plan import CHECKED_PAIRS
 from .plan_document import plan_document
 from .plan_tables import RankFigures, rank_tables
 from .sharded import Sharded
 from .tile_tables import messages_table, tiles_table
-
-CHECK_LIMIT = 2_000_000
-"""(Query, key) pairs and positions that `--check` enumerates unless it is told otherwise."""
 
 CHECK_BYTES = 500
 """Memory that it takes for each, about: a key of four numbers in two dicts."""
@@ -55,7 +53,7 @@ def show(
         tiles: whether to list each tile and message of those ranks.
         check: whether to prove the plan by enumeration.
         check_limit: the most (query, key) pairs and positions that a proof may enumerate; None:
-            `CHECK_LIMIT`.
+            `plan.CHECKED_PAIRS`.
         console: where to print; None: standard output.
 
     Returns:
@@ -68,7 +66,7 @@ def show(
     console = console or make_console()
     plan, size, world_size = sharded.plan, sharded.workload.size, sharded.ranks
     if check:  # before the tables: whoever asks too much hears it at once
-        _refuse_long_check(plan, CHECK_LIMIT if check_limit is None else check_limit)
+        _refuse_long_check(plan, CHECKED_PAIRS if check_limit is None else check_limit)
     if shown is None:
         count = world_size if world_size <= SHOWN_ALL else SHOWN_FEW
         shown = [(world_size - 1) * i // max(count - 1, 1) for i in range(count)]

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..pattern import DilatedPattern
 from ..plan import AttentionPlan, TensorSize, balance, flops_by_rank
-from ..terminal import in_bytes, in_flop
+from ..terminal import count_of, in_bytes, in_flop
 from .mask import Grid, Shown, rows_sent, shown_to
 from .panels import draw_branches, draw_matrix, draw_senders, draw_timeline, draw_work, nests
 from .schedule import CostModel, timeline
@@ -202,7 +202,9 @@ def work_figure(
         axes.set_ylim(0, top)
     panels[0].set_ylabel("FLOPs of a rank / mean")
     plan = next(iter(plans.values()))
-    sheet.title(str(plan.pattern), f"{plan_in_words(plan)}, {plan.layout.world_size:,} ranks")
+    sheet.title(
+        str(plan.pattern), f"{plan_in_words(plan)}, {count_of(plan.layout.world_size, 'rank')}"
+    )
     mean = in_flop(total / plan.layout.world_size)
     sheet.note(f"Dashed: the mean, {mean} per rank in forward.")
     return sheet.figure

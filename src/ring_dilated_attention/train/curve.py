@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -89,5 +90,6 @@ def _series(lines: list[dict[str, Any]], kind: str) -> tuple[list[int], list[flo
 
 def _trailing_means(values: list[float], count: int) -> list[float]:
     """For every value, the mean of it and the ones before it, at most `count` of them."""
-    windows = (values[max(0, i + 1 - count) : i + 1] for i in range(len(values)))
-    return [sum(window) / len(window) for window in windows]
+    sums = [0.0, *accumulate(values)]
+    starts = (max(0, stop - count) for stop in range(1, len(sums)))
+    return [(sums[i + 1] - sums[start]) / (i + 1 - start) for i, start in enumerate(starts)]

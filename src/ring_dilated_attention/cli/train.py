@@ -19,6 +19,7 @@ from .train_options import by_preset, run_s
 NOT_CONFIG = {"out", "resume", "ranks", "preset", "pattern"}
 """Options of `rda train` that are no fields of a config."""
 
+DTYPE = options.DTYPE.meaning("fp32, or bf16 for autocast (or torch's names).")
 PATTERN = options.PATTERN_NAME.but(shown=f"{options.THE_PRESET_S} --segment-lengths")
 
 
@@ -52,9 +53,7 @@ def train(
     embed_dim: Annotated[int | None, own.EMBED_DIM],
     ffn_dim: Annotated[int | None, own.FFN_DIM],
     rope_theta: Annotated[float | None, own.ROPE_THETA],
-    pattern: Annotated[
-        str | None, options.PATTERN_NAME.but(shown=f"{options.THE_PRESET_S} --segment-lengths")
-    ],
+    pattern: Annotated[str | None, PATTERN],
     segment_lengths: Annotated[
         Sequence[int | None] | None, by_preset(options.SEGMENT_LENGTHS, "256,1K,4K")
     ],
@@ -65,7 +64,7 @@ def train(
     num_heads: Annotated[int | None, by_preset(options.NUM_HEADS, 4)],
     num_kv_heads: Annotated[int | None, run_s(options.NUM_KV_HEADS)],
     batch_size: Annotated[int | None, run_s(options.BATCH_SIZE)],
-    dtype: Annotated[str | None, by_preset(options.DTYPE, "fp32")],
+    dtype: Annotated[str | None, by_preset(DTYPE, "fp32")],
     data: Annotated[Sequence[str] | None, own.DATA],
     tokenizer: Annotated[str | None, own.TOKENIZER],
     train_tokenizer: Annotated[int | None, own.TRAIN_TOKENIZER],

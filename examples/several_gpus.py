@@ -83,9 +83,8 @@ def main() -> None:
     ):
         own = layout.shard(want, rank, dim=1)
         errors[name] = ((got - own).norm() / own.norm()).item()
-        print(
-            f"rank {rank} holds {layout.local_length(rank):,} positions; {name}: {errors[name]:.1e}"
-        )
+        held = f"rank {rank} holds {layout.local_length(rank):,} positions"
+        print(f"{held}; relative error of {name}: {errors[name]:.1e}")
     # --8<-- [end:compare]
     dist.destroy_process_group()
     if not all(error <= TOLERANCE[dtype] for error in errors.values()):  # NaN, too

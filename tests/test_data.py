@@ -84,6 +84,15 @@ def test_folders_skip_binary_hidden_and_installed_files(tmp_path: Path) -> None:
         (tmp_path / skipped).write_bytes(b"no")
     corpus = ByteCorpus.load([tmp_path])
     assert all_bytes(corpus) == b"yes" * 20
+    assert set(corpus.skipped) == {  # by names that tell two of them apart
+        (".hidden", "hidden file"),
+        (".git", "hidden folder"),
+        ("site-packages", "cache or package folder"),
+        ("__pycache__", "cache or package folder"),
+        ("binary", "binary file"),
+        ("late", "binary file"),
+        ("sub/empty", "empty file"),
+    }
     named = ByteCorpus.load([tmp_path / "binary"])  # as it is
     assert all_bytes(named) == b"no\0no"
 

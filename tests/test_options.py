@@ -32,6 +32,7 @@ OTHER_DEFAULTS = {
         "they run no ranks, and a plan of one rank shows no exchange",
     ),
     ("verify", "ranks"): "all of 1 to 4 are compared with the reference",
+    ("bench", "ranks"): "it measures several numbers of ranks",
     ("draw", "out"): "it draws in the terminal unless it is given",
     ("verify", "device"): "its ranks are more than most machines have GPUs",
     **dict.fromkeys(
@@ -44,6 +45,14 @@ OTHER_DEFAULTS = {
     ),
 }
 """Defaults that differ from the other commands', and why."""
+
+OTHER_HELP = {
+    ("verify", "ranks"): "several numbers",
+    ("bench", "ranks"): "several numbers",
+    ("draw", "out"): "a picture, not a folder",
+    ("train", "dtype"): "fewer types",
+}
+"""Options whose help differs from the other commands', and why."""
 
 SAMPLES = (
     "3",
@@ -100,8 +109,10 @@ def test_commands_share_options():
 @pytest.mark.parametrize("name", SHARED)
 def test_a_name_has_one_meaning_and_type(name):
     uses = list(SHARED[name].values())
+    helps = {x.help for command, x in SHARED[name].items() if (command, name) not in OTHER_HELP}
+    assert len(helps) == 1, helps
     for option in uses[1:]:
-        for attribute in ("help", "panel", "metavar", "choices", "toml", "is_repeated"):
+        for attribute in ("panel", "metavar", "choices", "toml", "is_repeated"):
             assert getattr(option, attribute) == getattr(uses[0], attribute), attribute
         assert answers(option) == answers(uses[0])
 
@@ -115,8 +126,15 @@ def test_a_name_has_one_default(name):
             assert option.text not in texts, f"{command} {name} is no exception"
 
 
+@pytest.mark.parametrize(("command", "option"), EACH)
+def test_help_is_about_this_command_alone(command, option):
+    """`rda train -h` that explains bench's --ranks or draw's --out makes its reader solve it."""
+    others = "|".join(set(COMMANDS) - {command})
+    assert not re.search(rf"\b({others})( takes?\b|:| and \w+ take\b)", option.help)
+
+
 def test_exceptions_are_options():
-    for command, name in OTHER_DEFAULTS:
+    for command, name in [*OTHER_DEFAULTS, *OTHER_HELP]:
         assert command not in COMMANDS or name in COMMANDS[command].options
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 import pty
 import re
@@ -460,6 +461,47 @@ def test_progress_in_a_pipe_is_a_line_now_and_then(
     assert capsys.readouterr().err.splitlines() == [
         "simulate 0.20/1.00 PFLOP, 20%, 40.0 TFLOP/s, 20 s left",
     ]
+
+
+def test_a_line_that_waits_long_for_its_steps_has_the_speed_of_all_of_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setattr(progress, "FIRST_LINE_S", 3.0)
+    for speed_s, left in ((30.0, "53 min 20 s"), (600.0, "5 min 12 s")):
+        with Progress("bench", total=1, unit="workloads", speed_s=speed_s) as shown_here:
+            for seconds, done in ((1.0, 0.05), (1.0, 0.1), (50.0, 0.3), (50.0, 0.35), (50.0, 0.36)):
+                now += seconds
+                shown_here.update(done)
+        assert capsys.readouterr().err.splitlines()[-1].endswith(f"{left} left"), left
+
+
+@pytest.mark.parametrize("errors_too", [True, False])
+def test_a_text_and_its_progress_do_not_mix_in_one_file(tmp_path: Path, errors_too: bool) -> None:
+    """`rda sample ... > file 2>&1` had lines of progress in the middle of its words."""
+    program = (
+        "from ring_dilated_attention.terminal import progress\n"
+        "progress.FIRST_LINE_S = progress.NEXT_LINE_S = 0.0\n"
+        "texts = ((done, 'ab') for done in range(1, 4))\n"
+        "progress.streamed(texts, shown='>', total=3, unit='tokens', what='sample')\n"
+    )
+    with (tmp_path / "out").open("w") as out:
+        errors = subprocess.STDOUT if errors_too else subprocess.PIPE
+        done = subprocess.run([sys.executable, "-c", program], stdout=out, stderr=errors, text=True)
+    assert (tmp_path / "out").read_text() == ">ababab\n"
+    assert done.returncode == 0
+    assert errors_too or done.stderr.startswith("sample 1/3 tokens")
+
+
+def test_a_bar_leaves_room_for_the_echo_of_ctrl_c() -> None:
+    shown_here = Progress("simulate", total=1.5e12, unit=FLOP)
+    for width, note in itertools.product((40, 60, 80, 81), range(1, 40)):
+        shown_here.update(1.5e12, note * "x")  # without colours, only what is done is drawn
+        console = Console(width=width, file=StringIO())
+        lines = console.render_lines(progress._Bar(shown_here), pad=False)
+        first = "".join(segment.text for segment in lines[0])
+        assert len(first.rstrip()) <= width - len("^C")
 
 
 def test_simulations_and_proofs_tell_how_far_they_are() -> None:

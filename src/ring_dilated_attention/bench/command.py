@@ -22,6 +22,10 @@ from .run import bench
 from .sweep import check_folder, sweep
 from .workload import Workload
 
+SPEED_S = 600.0
+"""The time that is left follows from the speed of this many last seconds. Parts of a workload
+differ in speed many times over, so that a few seconds say little."""
+
 
 def run_command(
     out: Path | None,
@@ -100,7 +104,7 @@ def measure_and_write(
     if first:
         show_text(make_console(), report.introduction(workloads, options))
     total = len(workloads) * len(set(options.ranks))
-    with Progress("bench", total=total, unit="workloads", show=first) as progress:
+    with Progress("bench", total=total, unit="workloads", show=first, speed_s=SPEED_S) as progress:
         results = bench(workloads, options, progress=progress.update, finished=write)
     return results, environment, out / report.JSON_NAME
 

@@ -16,6 +16,7 @@ from ..terminal import (
     Table,
     amounts,
     count_of,
+    in_flop,
     in_seconds,
     json_text,
     numbers,
@@ -163,7 +164,7 @@ def notes(results: Sequence[Result]) -> list[str]:
     """What the tables have no room for: why something is missing, rates, twins and graphs."""
     ceilings = {result.base.dtype: result.ceilings for result in results}
     lines = [
-        f"{dtype}: matmul {c.matmul_size}^3 {c.matmul_tflops:.4g} TFLOP/s in a burst, "
+        f"{dtype}: matmul {c.matmul_size}^3 {in_flop(c.matmul_tflops * 1e12)}/s in a burst, "
         f"copy {c.copy_gb_s:.4g} GB/s"
         for dtype, c in ceilings.items()
     ]

@@ -119,7 +119,7 @@ def bench(
     head_dim: Annotated[Sequence[int] | None, options.HEAD_DIM.several],
     batch_size: Annotated[Sequence[int], options.BATCH_SIZE.several],
     dtype: Annotated[Sequence[str] | None, options.DTYPE.several],
-    ranks: Annotated[Sequence[int], options.RANKS.several],
+    ranks: Annotated[Sequence[int], options.SEVERAL_RANKS],
     layout: Annotated[str, options.LAYOUT],
     exchange: Annotated[str, options.EXCHANGE],
     timeout: Annotated[float, options.TIMEOUT_],

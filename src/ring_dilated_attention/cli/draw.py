@@ -77,12 +77,13 @@ STYLE = options.choice(
     "style", ("light", "dark"), panel=PICTURE, help="light or dark.", default="light"
 )
 TERMINAL = Flag(name="terminal", panel=PICTURE, help="Draw in the terminal too, with --out.")
+OUT = options.OUT.but(shown="draw in the terminal").meaning("Picture to write: *.png or *.svg.")
 
 
 @command(
     Example(
         "Which keys each branch shows to two heads",
-        "rda draw pattern --seq-len 48 --head 0,1 \\\n"
+        "rda draw pattern --seq-len 32 --head 0,1 \\\n"
         "    --segment-lengths 8,16,all --dilation-rates 1,2,4",
     ),
     Example(
@@ -117,7 +118,7 @@ def draw(
     head: Annotated[Sequence[int], HEAD],
     positions: Annotated[range | None, POSITIONS],
     style: Annotated[str, STYLE],
-    out: Annotated[Path | None, options.OUT.but(shown="draw in the terminal")],
+    out: Annotated[Path | None, OUT],
     terminal: Annotated[bool, TERMINAL],
 ) -> None:
     """Draw a pattern on ranks: in the terminal, or as a picture."""

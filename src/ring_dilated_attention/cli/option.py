@@ -69,6 +69,10 @@ class Option:
         """The same option with another default."""
         return replace(self, default=default, shown=shown)
 
+    def meaning(self, help_text: str) -> Option:
+        """The same option with the help of a command that takes more of its values, or fewer."""
+        return replace(self, help=help_text)
+
     @property
     def several(self) -> Option:
         """The same option for a command that takes several values, separated by commas."""

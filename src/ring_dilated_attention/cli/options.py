@@ -164,7 +164,7 @@ DTYPE = Option(
     name="dtype",
     panel=SIZES,
     metavar="NAME",
-    help="bf16, fp16, fp32 or fp64 (or torch's names); train takes fp32, or bf16 for autocast.",
+    help="bf16, fp16, fp32 or fp64 (or torch's names).",
     read=_dtype,
     shown=f"{THE_PATTERN_S}; fp32 where a CPU computes",
     choices=tuple(DTYPES),
@@ -173,9 +173,10 @@ DTYPE = Option(
 RANKS = _count(
     "ranks",
     RANKS_,
-    "Number of ranks; bench and verify take several, as in 1,2,4.",
+    "Number of ranks.",
     default=1,
 )
+SEVERAL_RANKS = RANKS.several.meaning("Numbers of ranks, each measured, as in 1,2,4.")
 LAYOUT = choice(
     "layout",
     LAYOUTS,
@@ -230,7 +231,7 @@ OUT = Option(
     name="out",
     panel=OUTPUT,
     metavar="PATH",
-    help="Where to write results: a folder (draw: a picture, *.png or *.svg).",
+    help="Folder to write results to.",
     read=path,
     shown="a new folder in runs",
 )

@@ -19,6 +19,7 @@ from .train_options import by_preset, run_s
 NOT_CONFIG = {"out", "resume", "ranks", "preset", "pattern"}
 """Options of `rda train` that are no fields of a config."""
 
+DTYPE = options.DTYPE.meaning("fp32, or bf16 for autocast (or torch's names).")
 PATTERN = options.PATTERN_NAME.but(shown=f"{options.THE_PRESET_S} --segment-lengths")
 """A preset has no pattern with a name."""
 
@@ -66,7 +67,7 @@ def train(
     num_heads: Annotated[int | None, by_preset(options.NUM_HEADS, 4)],
     num_kv_heads: Annotated[int | None, run_s(options.NUM_KV_HEADS)],
     batch_size: Annotated[int | None, run_s(options.BATCH_SIZE)],
-    dtype: Annotated[str | None, by_preset(options.DTYPE, "fp32")],
+    dtype: Annotated[str | None, by_preset(DTYPE, "fp32")],
     data: Annotated[Sequence[str] | None, own.DATA],
     tokenizer: Annotated[str | None, own.TOKENIZER],
     train_tokenizer: Annotated[int | None, own.TRAIN_TOKENIZER],

@@ -17,6 +17,9 @@ EVERY_CASE = Flag(
     name="every-case", panel=options.OUTPUT, help="A row per case, not per pattern and dtype."
 )
 RANKS = (1, 2, 3, 4)
+NUMBERS_OF_RANKS = options.RANKS.several.but(RANKS, shown="1,2,3,4").meaning(
+    "Numbers of ranks, each verified, as in 1,2,4."
+)
 
 
 @command(
@@ -28,7 +31,7 @@ RANKS = (1, 2, 3, 4)
     ),
 )
 def verify(
-    ranks: Annotated[Sequence[int], options.RANKS.several.but(RANKS, shown="1,2,3,4")],
+    ranks: Annotated[Sequence[int], NUMBERS_OF_RANKS],
     timeout: Annotated[float, options.TIMEOUT_],
     device: Annotated[str, options.DEVICE.but("cpu")],
     seed: Annotated[int, options.SEED],

@@ -51,9 +51,10 @@ def pattern_text(
     grid = _grid(plan, window, width)
     branches = plan.pattern.branches
     lines = [plan_in_words(plan) + ".", f"{grid.in_words()}. Queries go down, keys go right."]
-    lines += [f"{_sign(i)}{_sign(i)} {branch_in_words(b)}" for i, b in enumerate(branches)]
+    signs = [_sign(i) for i in range(len(branches))]
+    lines += [f"{s}{s}: {branch_in_words(b)}" for s, b in zip(signs, branches, strict=True)]
     if len(branches) > 1:
-        lines.append(f"{_sign(0)}+ the first branch and others; so for every branch")
+        lines.append(f"{signs[0]}+: in that branch and in others (the first of them is named)")
     lines = _wrapped(lines, width)
     for head in heads:
         shown = shown_to(plan, kv_head_of(plan, head), grid)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Self
+from typing import IO, Self
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
@@ -23,11 +24,15 @@ FIRST_LINE_S, NEXT_LINE_S = 3.0, 10.0
 worth a line, and a log of an hour has 360."""
 
 SPEED_S = 30.0
-"""The speed is that of the last so many seconds, once two steps are done without the first one,
+"""The speed is that of this many last seconds, once two steps are done without the first one,
 which is slow in most things: it starts processes, or compiles."""
 
 LEAST_BAR, MOST_BAR = 10, 40
 """Characters of the bar; where there is no room for LEAST_BAR, there is none."""
+
+ECHO = 3
+"""Characters at the end of a line that stay free: a terminal may wrap a line that fills it, and the
+``^C`` that it writes there must not start another line, or the bar would stay."""
 
 REFRESHES_PER_S = 4
 
@@ -47,6 +52,7 @@ class Progress:
         start: how much is done already.
         bar_only: whether to show nothing where there is no terminal; for what has a log of its own.
         show: whether to show anything: False on all ranks but one.
+        speed_s: the speed is that of this many last seconds; more where steps are slow and differ.
     """
 
     def __init__(
@@ -58,6 +64,7 @@ class Progress:
         start: float = 0,
         bar_only: bool = False,
         show: bool = True,
+        speed_s: float = SPEED_S,
     ) -> None:
         self.console = make_console(stderr=True)
         self.is_bar = show and self.console.is_terminal and sys.stdout.isatty()
@@ -66,7 +73,7 @@ class Progress:
         self._has_lines = show and not self.is_bar and not bar_only
         self._what, self._total, self._unit = what, total, unit
         self._done, self._note = start, ""
-        self._start = start
+        self._start, self._speed_s = start, speed_s
         self._next_line = time.monotonic() + FIRST_LINE_S
         self._seen = deque([(time.monotonic(), start)])
         self._live: Live | None = None
@@ -110,7 +117,7 @@ class Progress:
         while len(self._seen) > 2:
             began, first = self._seen[0]
             moved = self._seen[1][1] == self._start or self._seen[-2][1] > self._start
-            if now - began <= SPEED_S and not (first == self._start and moved):
+            if now - began <= self._speed_s and not (first == self._start and moved):
                 break
             self._seen.popleft()
         if self._has_lines and now >= self._next_line and done > self._start:
@@ -171,7 +178,7 @@ class _Bar:
             yield Text(self._progress.above)
         head, tail, note = self._progress.texts()
         note = note and f"  {note}"
-        width = options.max_width - 1  # a terminal may wrap a line that fills it
+        width = options.max_width - ECHO
         used = len(head) + len(tail) + 4
         beside = note if used + len(note) + LEAST_BAR <= width else ""
         room = min(width - used - len(beside), MOST_BAR)
@@ -197,6 +204,7 @@ def streamed(
     """Print a text on standard output as it comes, and how far it is.
 
     In a terminal the line that is being written stands above the bar, and is printed when it ends.
+    Where both streams are one file or pipe, nothing but the text is written.
 
     Args:
         texts: pieces of the text, each with how much of `total` is done with it.
@@ -205,6 +213,11 @@ def streamed(
         unit: of `total`, in the plural.
         what: is done, as a short title.
     """
+    if _in_one_file(sys.stdout, sys.stderr):  # the text itself says how far it is
+        for _, text in itertools.chain([(0, shown)], texts):
+            _write(text)
+        _write("\n")
+        return
     line = ""
     try:
         with Progress(what, total=total, unit=unit) as progress:
@@ -220,6 +233,16 @@ def streamed(
                 progress.update(done)
     finally:
         _write(f"{line}\n")
+
+
+def _in_one_file(out: IO[str], err: IO[str]) -> bool:
+    """Whether both go to one file or pipe, as under ``2>&1``, where their lines would mix."""
+    try:
+        if out.isatty() or err.isatty():
+            return False
+        return os.path.sameopenfile(out.fileno(), err.fileno())
+    except (OSError, ValueError):  # a stream of Python's own has no file
+        return False
 
 
 def _write(text: str) -> None:

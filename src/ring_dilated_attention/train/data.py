@@ -31,9 +31,12 @@ class SourceFile(NamedTuple):
 
 
 class SkippedFile(NamedTuple):
-    """A file or a folder that is not read, and why, as a noun: ``"binary file"``."""
+    """A file or a folder that is not read, and why, as a noun: ``"binary file"``.
 
-    path: Path
+    Its name is relative to the folder that was given.
+    """
+
+    name: str
     reason: str
 
 
@@ -169,7 +172,7 @@ class ByteCorpus(Corpus):
                 texts[resolved] = (name, text)
                 if not text:
                     skipped.append(
-                        SkippedFile(path, "binary file" if _size(path) else "empty file")
+                        SkippedFile(name, "binary file" if _size(path) else "empty file")
                     )
         parts = [(name, text) for name, text in texts.values() if text]
         if not parts:
@@ -230,20 +233,25 @@ def _files(path: Path, skipped: list[SkippedFile] | None = None) -> Iterator[Sou
         for folder, folders, names in os.walk(path, onerror=_raise):
             for name in sorted(n for n in folders if n in SKIPPED_FOLDERS or n[0] == "."):
                 reason = "hidden folder" if name[0] == "." else "cache or package folder"
-                left_out.append(SkippedFile(Path(folder, name), reason))
+                left_out.append(SkippedFile(_below(path, Path(folder, name)), reason))
             folders[:] = [n for n in folders if n not in SKIPPED_FOLDERS and n[0] != "."]
             for name in sorted(names):
                 file = Path(folder, name)
                 # Broken links pass, so that reading them gives an error; sockets and such do not.
                 if name[0] == ".":
-                    left_out.append(SkippedFile(file, "hidden file"))
+                    left_out.append(SkippedFile(_below(path, file), "hidden file"))
                 elif file.is_file() or not file.exists():
-                    found.append(SourceFile(file, file.relative_to(path).as_posix()))
+                    found.append(SourceFile(file, _below(path, file)))
                 else:
-                    left_out.append(SkippedFile(file, "special file"))
+                    left_out.append(SkippedFile(_below(path, file), "special file"))
     except OSError as error:
         raise ValueError(f"cannot read {error.filename or path}: {error.strerror}") from error
     yield from sorted(found, key=lambda file: file.name)
+
+
+def _below(folder: Path, path: Path) -> str:
+    """The name of a path of a folder, relative to it."""
+    return path.relative_to(folder).as_posix()
 
 
 def _raise(error: OSError) -> None:

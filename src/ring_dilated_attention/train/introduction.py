@@ -18,8 +18,8 @@ def what_is_read(text: ByteCorpus, config: TrainConfig) -> list[str]:
     size = train + heldout
     lines = [f"read {count_of(text.num_files, 'file')} ({size:,} bytes): {text.description}"]
     by_reason: dict[str, list[str]] = {}
-    for path, reason in text.skipped:
-        by_reason.setdefault(reason, []).append(path.name)
+    for name, reason in text.skipped:
+        by_reason.setdefault(reason, []).append(name)
     for reason, names in by_reason.items():
         shown = ", ".join(names[:SHOWN_SKIPPED])
         more = len(names) - SHOWN_SKIPPED

@@ -111,8 +111,7 @@ if __name__ == "__main__":
         loss_error = max(abs(a - b) / b for a, b in zip(losses, alone, strict=True))
         pairs = zip(gradients, expected, strict=True)
         error = max(((a - b).norm() / b.norm()).item() for a, b in pairs)
-        ranks = "1 rank" if place[2] == 1 else f"{place[2]} ranks"
-        print(f"loss {losses[0]:.4f} to {losses[-1]:.4f} in {args.steps} steps on {ranks}")
+        print(f"loss {losses[0]:.4f} to {losses[-1]:.4f} in {args.steps} steps; ranks: {place[2]}")
         print(f"relative difference from 1 process: loss {loss_error:.0e}, gradients {error:.0e}")
         wrong = not max(loss_error, error) <= TOLERANCE  # so that NaN is wrong
     if dist.is_initialized():

@@ -11,7 +11,6 @@ from .command import Example, command
 from .option import Argument, Flag, Option, integer, list_of, number, one_of, positions_from
 
 PICTURE = "Picture"
-PICTURES = ("pattern", "exchange", "work", "timeline")
 
 
 def _window(given: str, where: str) -> range:
@@ -30,8 +29,8 @@ WHAT = Argument(
     help="pattern: which branch shows a head which keys. exchange: which rank sends what to whom. "
     "work: FLOPs per rank, contiguous and zigzag. timeline: the ring step by step, by a cost "
     "model.",
-    read=one_of(PICTURES),
-    choices=PICTURES,
+    read=one_of(options.PICTURES),
+    choices=options.PICTURES,
 )
 TFLOPS = Option(
     name="tflops",

@@ -45,6 +45,10 @@ SEQ_LEN = 8192
 MODELLED_RANKS = 4
 """Ranks of a command that runs none: a plan of one rank shows no exchange."""
 MOST_SEED = 2**62 - 1
+CHECKED_PAIRS = 2_000_000
+"""(Query, key) pairs and positions that `plan --check` enumerates unless it is told otherwise."""
+PICTURES = ("pattern", "exchange", "work", "timeline")
+"""What `rda draw` draws."""
 
 THE_PATTERN_S, THE_PRESET_S = "the pattern's", "the preset's"
 """Defaults in words."""

@@ -39,16 +39,14 @@ CHECK = Flag(
     panel=options.OUTPUT,
     help="Prove the plan by enumerating every (query, key) pair: for short sequences.",
 )
-CHECKED_PAIRS = 2_000_000
-"""(Query, key) pairs and positions that `--check` enumerates unless it is told otherwise."""
 CHECK_LIMIT = Option(
     name="check-limit",
     panel=options.OUTPUT,
     metavar="N",
     help="Pairs that --check may enumerate; a million takes about 0.5 GB.",
     read=integer(1),
-    default=CHECKED_PAIRS,
-    shown=f"{CHECKED_PAIRS:,}",
+    default=options.CHECKED_PAIRS,
+    shown=f"{options.CHECKED_PAIRS:,}",
     toml=(int,),
 )
 BACKWARD = Flag(

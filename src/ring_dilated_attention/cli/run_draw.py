@@ -14,7 +14,7 @@ from .. import draw
 from ..layout import SequenceLayout
 from ..pattern import check_choice
 from ..plan import AttentionPlan
-from .draw import PICTURES
+from .options import PICTURES
 from .sharded import Sharded
 
 EXCHANGES = {"auto": None, "ring": False, "gather": True}
@@ -25,7 +25,7 @@ class Drawing:
     """What is drawn, and how.
 
     Attributes:
-        what: one of `PICTURES`.
+        what: one of `options.PICTURES`.
         heads: query heads; pictures of one head take one.
         window: positions to draw; None: all.
         exchange: a key of `EXCHANGES`.

@@ -23,7 +23,7 @@ from ..plan import (
     step_imbalance,
 )
 from ..terminal import Progress, make_console, show_table
-from .plan import CHECKED_PAIRS
+from .options import CHECKED_PAIRS
 from .plan_document import plan_document
 from .plan_tables import RankFigures, rank_tables
 from .sharded import Sharded
@@ -53,7 +53,7 @@ def show(
         tiles: whether to list each tile and message of those ranks.
         check: whether to prove the plan by enumeration.
         check_limit: the most (query, key) pairs and positions that a proof may enumerate; None:
-            `plan.CHECKED_PAIRS`.
+            `options.CHECKED_PAIRS`.
         console: where to print; None: standard output.
 
     Returns:

@@ -374,28 +374,6 @@ def test_a_pattern_takes_the_place_of_branches_of_a_lower_level(file, text, line
     assert (found["pattern"] is None) == (left != "pattern")
 
 
-BAD_FILES = [
-    ("seq_len = 5", "there is no option for key 'seq_len' in {file}; allowed: "),
-    ("seq_len = 5", ", seq-len, "),
-    ("[plan]\nsteps = 5", "no option for key 'steps' in [plan] of {file}; allowed: "),
-    ("[plot]\nsteps = 5", "no option for table 'plot' in {file}; allowed: "),
-    ("[plot]\nsteps = 5", "tables: [train], [sample], "),
-    ("config = 'x'", "there is no option for key 'config'"),
-    ("seq-len = true", "seq-len in {file} must be a whole number or text; got true"),
-    ("seq-len = 1.5", "seq-len in {file} must be a whole number or text; got 1.5"),
-    ("seq-len = [8]", "seq-len in {file} must be a whole number or text; got a list"),
-    ("seq-len = '1G'", "seq-len in {file} must be a whole number such as 8192, 256K or 1M"),
-    ("[plan]\nranks = 0", "ranks in [plan] of {file} must be >= 1, got 0"),
-    ("ranks = '2'", "ranks in {file} must be a whole number; got '2'"),
-    ("causal = 1", "causal in {file} must be true or false; got 1"),
-    ("pattern = 5", "pattern in {file} must be text; got 5"),
-    ("pattern = 'plaid'", "pattern in {file} must be one of 'longnet'"),
-    ("segment-lengths = [[8]]", "segment-lengths in {file} must be a whole number or text, or a l"),
-    ("layout = {{}}", "layout in {file} must be text; got a table"),
-    ("seq-len 5", "{file} is not TOML: "),
-]
-
-
 def test_a_named_pattern_brings_its_own_offsets(file):
     """Those of a file belong to the pattern of the file, as in the run.toml of a run."""
     path = file('segment-lengths = [8]\ndilation-rates = [1]\nhead-offsets = "interleaved"')

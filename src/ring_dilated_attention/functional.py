@@ -134,7 +134,7 @@ def dilated_attention(
             sequence; anything else is refused. It makes the call wait for the device and costs two
             small collectives, which `lengths` saves.
         group: the ranks that share the sequence: a ProcessGroup, a 1-D DeviceMesh, an `Exchange`,
-            or None for one process that holds it all.
+            or None if this process holds the whole sequence.
         layout: which rank holds which positions; None: contiguous equal shards.
         exchange: ``"ring"`` keeps one message in flight during compute and holds the rows of at
             most two remote shards; ``"gather"`` starts all transfers at once and holds them all;

@@ -87,7 +87,7 @@ def by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def prepared(module: nn.Module, settings: Settings, given: dict[str, Any]) -> dict[str, Any]:
-    """What the decoder (or encoder) has to be called with, in place of what it is called with.
+    """The arguments for the decoder (or encoder), made from those of its caller.
 
     Args:
         module: the model without its head.

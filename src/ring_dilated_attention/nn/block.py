@@ -43,8 +43,8 @@ class Block(nn.Module, ABC):
             tables: what the heads of a row need beside it, shape (local_sequence, ...).
             checkpoint: what backward finds of the block's activations: ``"none"``, ``"full"`` or
                 ``"keep_attention"``.
-            chunk_rows: what treats every row alone is done in chunks of so many rows; None does
-                all at once.
+            chunk_rows: rows per chunk of the position-wise parts (projections and MLP); None:
+                all rows at once.
             options: further keyword arguments of `MultiheadDilatedAttention.attend`.
 
         Returns:

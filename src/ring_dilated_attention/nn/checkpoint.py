@@ -34,7 +34,7 @@ def check_checkpoint(checkpoint: Checkpoint, blocks: int) -> None:
 
     Args:
         checkpoint: one of `CHECKPOINTS`.
-        blocks: the input of one block in so many is kept.
+        blocks: the input of every `blocks`-th block is kept.
 
     Raises:
         TypeError: `blocks` is not an int.

@@ -19,7 +19,8 @@ def check_head_sizes(
 
     Raises:
         TypeError: a count is not an int.
-        ValueError: a count is below 1 or does not divide what it must.
+        ValueError: a count is below 1, num_heads does not divide embed_dim, or num_kv_heads
+            does not divide num_heads.
     """
     embed_dim = check_positive_int("embed_dim", embed_dim)
     num_heads = check_positive_int("num_heads", num_heads)

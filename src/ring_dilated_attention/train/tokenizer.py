@@ -112,7 +112,7 @@ class SubwordTokenizer:
             vocab_size: number of tokens, above 256: the bytes, and merges.
 
         Raises:
-            ValueError: the text has too few pairs that repeat for so many tokens, or the
+            ValueError: the text has too few repeated pairs for `vocab_size` tokens, or the
                 `tokenizers` package is not installed.
         """
         check_installed()

@@ -34,7 +34,7 @@ class Done:
         self._total.add(0, f"{self._name}, {name}")
 
     def some(self) -> None:
-        """Count a wait for rows; a pass has at most `parts` of them, often fewer."""
+        """Count a wait for rows; a pass has at most `waits` of them, often fewer."""
         part = min(self._part, self._left)
         self._left -= part
         self._total.add(part, f"{self._name}, {self._pass}")

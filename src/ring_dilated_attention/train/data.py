@@ -6,6 +6,7 @@ import hashlib
 import os
 import stat
 import sysconfig
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +42,7 @@ class SkippedFile(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Corpus:
+class Corpus(ABC):
     """Training and held-out text as tokens, and the windows of it.
 
     Attributes:
@@ -60,9 +61,9 @@ class Corpus:
     fingerprint: str
     description: str
 
+    @abstractmethod
     def count_bytes(self, windows: Sequence[Tensor]) -> int:
         """Bytes of text that the labels of these windows spell: of all but each first token."""
-        raise NotImplementedError
 
     def check_window(self, seq_len: int) -> None:
         """Raise a `ValueError` unless both splits hold a window of this many inputs and labels."""

@@ -49,6 +49,8 @@ def test_nobody_waits_for_a_store_that_does_not_answer(holder, number):
     os.kill(process.pid, number)
     if number == signal.SIGKILL:
         process.join()
+    else:
+        os.waitpid(process.pid, os.WUNTRACED)  # a signal takes a moment to stop a process
     assert notices.read("a") is None
     assert notices.are_lost
     assert notices.holder_has_ended is (number == signal.SIGKILL)

@@ -14,7 +14,7 @@ from .version import VERSION
 
 if TYPE_CHECKING:
     from .checks import Case, reference_attention, simulate, spot_check
-    from .decode import replicated_query_attention
+    from .decode import DilatedKVCache, cached_attention, replicated_query_attention
     from .exchange import ExchangeError, ProcessGroupExchange, SoloExchange
     from .functional import detached_dilated_attention, dilated_attention
     from .layout import SequenceLayout
@@ -27,11 +27,13 @@ __version__ = VERSION
 __all__ = [
     "AttentionPlan",
     "Case",
+    "DilatedKVCache",
     "DilatedPattern",
     "ExchangeError",
     "ProcessGroupExchange",
     "SequenceLayout",
     "SoloExchange",
+    "cached_attention",
     "detached_dilated_attention",
     "dilated_attention",
     "hilbert_order",
@@ -46,11 +48,13 @@ __all__ = [
 _FROM = {
     "AttentionPlan": "plan",
     "Case": "checks",
+    "DilatedKVCache": "decode",
     "DilatedPattern": "pattern",
     "ExchangeError": "exchange",
     "ProcessGroupExchange": "exchange",
     "SequenceLayout": "layout",
     "SoloExchange": "exchange",
+    "cached_attention": "decode",
     "detached_dilated_attention": "functional",
     "dilated_attention": "functional",
     "hilbert_order": "nn",

@@ -121,11 +121,11 @@ def packed_rows(
     return tuple(
         PackedRows(rows, borders[length])
         for length in borders
-        for rows in _even_slices([row for row, m in enumerate(lengths) if m == length])
+        for rows in even_slices([row for row, m in enumerate(lengths) if m == length])
     )
 
 
-def _even_slices(rows: Sequence[int]) -> Iterator[slice]:
+def even_slices(rows: Sequence[int]) -> Iterator[slice]:
     """Cut rising numbers into evenly spaced runs."""
     first, step = rows[0], 0
     for last, row in pairwise(rows):

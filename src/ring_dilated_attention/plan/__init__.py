@@ -2,11 +2,12 @@
 
 `parts` says what ranks hold and who shares a segment with whom. `rows` is what tiles and messages
 are made of, and `tiling` makes them. `attention` is the plan of a world, `rank` that of one rank,
-`replicated` that of queries which every rank holds. `zero_keys` counts keys that no rank holds,
+`replicated` that of queries which every rank holds, `cache` what a KV cache keeps. `zero_keys` counts keys that no rank holds,
 `check` proves a plan, and `costs` counts its bytes and operations.
 """
 
 from .attention import FEW_ADDITIONS, AttentionPlan, plan_attention
+from .cache import CachedBranch, CachePlan, KeptRows, NewTile, plan_cache
 from .check import check_plan, enumerated, proof_steps
 from .costs import (
     Balance,
@@ -32,9 +33,13 @@ __all__ = [
     "FEW_ADDITIONS",
     "AttentionPlan",
     "Balance",
+    "CachePlan",
+    "CachedBranch",
+    "KeptRows",
     "LocalHalves",
     "Memory",
     "Message",
+    "NewTile",
     "OwnRange",
     "OwnRun",
     "OwnWork",
@@ -55,6 +60,7 @@ __all__ = [
     "flops_of_rank",
     "memory",
     "plan_attention",
+    "plan_cache",
     "proof_steps",
     "replicated_groups",
     "replicated_zero_keys",

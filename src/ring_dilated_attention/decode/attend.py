@@ -1,0 +1,190 @@
+"""`cached_attention`: a few new positions against a KV cache."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+
+from ..engine import merge_
+from ..exchange import Exchange, Shared, all_gather, refuse_capture, settle
+from ..functional import autocast_inputs, validate_options, validate_tensors
+from ..pattern import in_brief
+from ..tiles import Backend, select_backend
+from ..torch_op import refuse_tangents
+from .by_tiles import attend_by_tiles
+from .cache import DilatedKVCache
+
+_NAME = "cached_attention"
+
+
+@overload
+def cached_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cache: DilatedKVCache,
+    *,
+    scale: float | None = None,
+    backend: Backend = "auto",
+    return_lse: Literal[False] = False,
+) -> torch.Tensor: ...
+
+
+@overload
+def cached_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cache: DilatedKVCache,
+    *,
+    scale: float | None = None,
+    backend: Backend = "auto",
+    return_lse: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def cached_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cache: DilatedKVCache,
+    *,
+    scale: float | None = None,
+    backend: Backend = "auto",
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Causal dilated attention of the next positions to a cache, which has their rows afterwards.
+
+    The result is what the rows of these positions are in `dilated_attention` of the whole document
+    with ``is_causal=True``. On the ranks of a group every rank makes the same call, with the same
+    tensors; where they share the rows of the cache, one collective brings their results together,
+    and all return the same bits. That the ranks' tensors are equal is up to the caller.
+
+    Args:
+        query: (batch, m, heads, head_dim), of the next m positions of every row of the batch, in
+            the dtype and on the device of the cache; any m from 1 on.
+        key: (batch, m, kv_heads, head_dim), of the same positions, rotated where the model does
+            that; kv_heads divides heads.
+        value: like `key`.
+        cache: of this layer.
+        scale: factor on the scores; None: head_dim ** -0.5.
+        backend: kernels that compute it, one of `tiles.BACKENDS`; ``"auto"``, the default, takes
+            the decoding kernel on GPUs where it can, else what computes tiles fastest;
+            ``"triton"`` that kernel, and any other name those tiles, or they raise.
+        return_lse: whether to return the lse too.
+
+    Returns:
+        out (batch, m, heads, head_dim) in the dtype of the inputs; with `return_lse` also lse
+        (batch, heads, m), natural logarithm, float32 (float64 for float64 inputs). A position that
+        no branch of a head covers gets output 0 and lse -inf. Under autocast the inputs are cast
+        as they are for `scaled_dot_product_attention`.
+
+    Raises:
+        TypeError, ValueError: an argument is not allowed, or ranks that share the rows disagree
+            about one; raised on every one of them.
+        ExchangeError: a rank is missing, has failed, or makes another call than the rest.
+        NotImplementedError: an input has a tangent: there is no forward-mode derivative.
+        RuntimeError: a gradient is asked for: there is none. Or a CUDA graph is being captured,
+            and ranks share the rows.
+
+    Example:
+        >>> cache = DilatedKVCache(DilatedPattern([256, None], [1, 4]), 1, 2, 16, max_length=2000)
+        >>> cache.prefill(torch.randn(1, 1000, 2, 16), torch.randn(1, 1000, 2, 16))
+        >>> token = torch.randn(1, 1, 8, 16)
+        >>> row = torch.randn(1, 1, 2, 16)
+        >>> cached_attention(token, row, row, cache).shape
+        torch.Size([1, 1, 8, 16])
+    """
+    _check_cache(cache)
+    query, key, value = autocast_inputs(query, key, value)
+    ends = cache.exchange
+    if not cache.is_sharded:
+        _check(query, key, value, cache, scale, backend, return_lse)
+        out, lse = _attend(query, key, value, cache, scale, backend)
+    else:
+        device = cache.keys.device
+        refuse_capture(_NAME, ends, device)
+        shared, failure = None, None
+        try:
+            _check(query, key, value, cache, scale, backend, return_lse)
+            shared = Shared.of(
+                {
+                    "cache": cache.described,
+                    "lengths": str(cache.known_lengths),
+                    "query": str(tuple(query.shape)),
+                    "scale": scale,
+                    "backend": backend,
+                }
+            )
+        except Exception as error:  # whatever it is, the other ranks are to be told
+            failure = error
+        with ends.calls.enter(_NAME, "forward") as scope:
+            settle(scope, ends, device, shared, failure)
+            out, lse = _attend(query, key, value, cache, scale, backend)
+            out, lse = merged_over_ranks(ends, out, lse)
+    out = out.to(query.dtype)
+    return (out, lse.transpose(1, 2).contiguous()) if return_lse else out
+
+
+def merged_over_ranks(
+    ends: Exchange, out: torch.Tensor, lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One softmax over the keys of all ranks, the same bits on each, inside of a call.
+
+    Args:
+        ends: this rank's end of the group.
+        out: over this rank's keys, (batch, m, heads, head_dim), float32 or float64.
+        lse: (batch, m, heads), of the same dtype.
+
+    Returns:
+        out and lse over all keys.
+    """
+    total, *others = all_gather(ends, torch.cat([out, lse.unsqueeze(-1)], -1))
+    out, lse = total[..., :-1], total[..., -1]
+    for other in others:
+        merge_(out, lse, other[..., :-1], other[..., -1])
+    return out, lse
+
+
+def _check_cache(cache: DilatedKVCache) -> None:
+    if not isinstance(cache, DilatedKVCache):
+        raise TypeError(f"cache must be a DilatedKVCache, got {in_brief(cache)}")
+
+
+def _check(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cache: DilatedKVCache,
+    scale: float | None,
+    backend: Backend,
+    return_lse: bool,
+) -> None:
+    """Raise unless the arguments are allowed."""
+    validate_options(cache.plan.pattern, True, scale, None, "auto", backend, return_lse)
+    validate_tensors(query, key, value)
+    tensors = (query, key, value)
+    refuse_tangents(_NAME, *tensors)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        raise RuntimeError(
+            f"{_NAME} has no gradient, and an input requires one: call it under torch.no_grad() or "
+            "torch.inference_mode(), and train with dilated_attention"
+        )
+    cache.check_new(key, value)
+
+
+@torch.no_grad()
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cache: DilatedKVCache,
+    scale: float | None,
+    backend: Backend,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's part: out (batch, m, heads, head_dim) and lse (batch, m, heads)."""
+    head_dim = query.shape[3]
+    factor = head_dim**-0.5 if scale is None else float(scale)
+    selection = select_backend(backend, query.device, query.dtype, head_dim)
+    return attend_by_tiles(query, key, value, cache, selection, factor)

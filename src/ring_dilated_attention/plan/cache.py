@@ -1,0 +1,315 @@
+"""What a KV cache of a dilated pattern keeps, where, and who hands it over. Integers only.
+
+A head with offset o sees, in a branch (w, r), the members of one progression in each segment:
+``range(segment_start + o, segment_stop, r)``. Every full segment has R = ceil((w - o) / r) of them,
+so the members of all segments are numbered through: member g is the (g mod R)-th of segment g // R.
+A position that is member g is shown, causally, the members from ``g // R * R`` to g. Of all that
+came before position n a cache therefore keeps, where member g is the next at or behind n, those
+from ``g // R * R`` to g - 1; and with R slots a head, member g in slot g mod R, nothing is ever
+moved: a new segment overwrites the one before.
+
+A branch whose segment is the whole document, or longer than any document may become, has one
+segment, and as many slots as members.
+
+Sharded over p ranks, member g is held by rank g mod p: evenly, wherever the prompt was, and still
+evenly when members are added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from ..layout import SequenceLayout
+from ..pattern import DilatedPattern, HeadOffset
+
+
+@dataclass(frozen=True)
+class CachedBranch:
+    """What a cache keeps of one branch.
+
+    Attributes:
+        index: of the branch in the pattern.
+        segment_length: in positions; None: there is one segment, which has no end.
+        dilation_rate: in positions.
+        heads: the KV heads that it shows anything, each with its offset.
+        slots: rows that a rank has for each of them.
+        first_row: of the first head's slots, among the rows of a batch row.
+    """
+
+    index: int
+    segment_length: int | None
+    dilation_rate: int
+    heads: tuple[HeadOffset, ...]
+    slots: int
+    first_row: int
+
+    def per_segment(self, offset: int) -> int | None:
+        """Members of a full segment; None: it has no end."""
+        if self.segment_length is None:
+            return None
+        return len(range(offset, self.segment_length, self.dilation_rate))
+
+    def members_before(self, offset: int, position: int) -> int:
+        """How many members lie before a position: the number of the next one at or behind it."""
+        if self.segment_length is None:
+            return len(range(offset, position, self.dilation_rate))
+        segment, within = divmod(position, self.segment_length)
+        per_segment = len(range(offset, self.segment_length, self.dilation_rate))
+        return segment * per_segment + len(range(offset, within, self.dilation_rate))
+
+    def first_shown(self, offset: int, member: int) -> int:
+        """The first member of the segment that `member` lies in."""
+        per_segment = self.per_segment(offset)
+        return 0 if per_segment is None else member - member % per_segment
+
+    def kept(self, offset: int, length: int, rewind: int = 0) -> range:
+        """The members before position `length` that a later position can still be shown.
+
+        Args:
+            offset: of a head.
+            length: positions so far.
+            rewind: of these, so many may be taken back.
+        """
+        earliest = self.members_before(offset, max(0, length - rewind))
+        return range(self.first_shown(offset, earliest), self.members_before(offset, length))
+
+    def positions(self, offset: int, members: range) -> Iterator[tuple[range, range]]:
+        """Consecutive members as (members, positions), segment by segment."""
+        first = members.start
+        while first < members.stop:
+            start = self.first_shown(offset, first)
+            per_segment = self.per_segment(offset)
+            last, segment_start = members.stop, 0
+            if per_segment is not None and self.segment_length is not None:
+                last = min(last, start + per_segment)
+                segment_start = start // per_segment * self.segment_length
+            begin = segment_start + offset + (first - start) * self.dilation_rate
+            stop = begin + (last - first) * self.dilation_rate
+            yield range(first, last), range(begin, stop, self.dilation_rate)
+            first = last
+
+    def by_offset(self) -> Iterator[tuple[int, slice, slice]]:
+        """Heads of the same offset, as (offset, places in `heads`, KV heads): evenly spaced."""
+        places: dict[int, list[int]] = {}
+        for place, (_, offset) in enumerate(self.heads):
+            places.setdefault(offset, []).append(place)
+        for offset, found in places.items():
+            yield offset, _as_slice(found), _as_slice([self.heads[place].head for place in found])
+
+
+class NewTile(NamedTuple):
+    """New positions of one segment that the same heads see each other in.
+
+    Attributes:
+        branch: that shows them to each other.
+        heads: of `branch.heads`, which.
+        kv_heads: the same ones, among all KV heads.
+        queries: which of the new positions.
+        kept: the members of the segment that came before.
+    """
+
+    branch: CachedBranch
+    heads: slice
+    kv_heads: slice
+    queries: slice
+    kept: range
+
+
+class KeptRows(NamedTuple):
+    """Rows that a rank keeps.
+
+    Attributes:
+        branch: that shows them.
+        heads: of `branch.heads`, which.
+        kv_heads: the same ones, among all KV heads.
+        rows: of the tensor that they come from.
+        members: as which the rank keeps them: its own numbers, consecutive.
+    """
+
+    branch: CachedBranch
+    heads: slice
+    kv_heads: slice
+    rows: slice
+    members: range
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """What a cache keeps.
+
+    Attributes:
+        pattern: which keys each head sees.
+        num_kv_heads: key and value heads.
+        max_length: the most positions of a document; None: any number.
+        max_rewind: the most positions that are taken back.
+        shards: the ranks that share it; 1: each rank that has it has it whole.
+        branches: those of the pattern that show a head anything.
+        rows: of keys, and of values, that a rank has for a batch row, of all heads.
+    """
+
+    pattern: DilatedPattern
+    num_kv_heads: int
+    max_length: int | None
+    max_rewind: int
+    shards: int
+    branches: tuple[CachedBranch, ...]
+    rows: int
+
+    def nbytes(self, batch: int, head_dim: int, itemsize: int) -> int:
+        """Bytes of keys and values on each rank."""
+        return 2 * batch * self.rows * head_dim * itemsize
+
+    def kept_rows(self, length: int) -> list[int]:
+        """For each KV head, how many rows a later position can still be shown: over all ranks.
+
+        Args:
+            length: positions so far.
+        """
+        rows = [0] * self.num_kv_heads
+        for branch in self.branches:
+            for head, offset in branch.heads:
+                rows[head] += len(branch.kept(offset, length))
+        return rows
+
+    def own_members(self, members: range, shard: int) -> range:
+        """Of consecutive members those that a rank holds, in its own numbers."""
+        first, stop = (-(-(end - shard) // self.shards) for end in (members.start, members.stop))
+        return range(first, stop)
+
+    def new_tiles(self, length: int, count: int) -> Iterator[NewTile]:
+        """`count` new positions behind `length`: what each sees, by segments and heads."""
+        for branch in self.branches:
+            for offset, heads, kv_heads in branch.by_offset():
+                stop = branch.members_before(offset, length + count)
+                new = range(branch.members_before(offset, length), stop)
+                for members, positions in branch.positions(offset, new):
+                    kept = range(branch.first_shown(offset, members.start), members.start)
+                    queries = range_slice(shifted(positions, -length))
+                    yield NewTile(branch, heads, kv_heads, queries, kept)
+
+    def appended(self, length: int, count: int, shard: int) -> Iterator[KeptRows]:
+        """What a rank keeps of `count` new positions behind `length`, of which it has all rows."""
+        for branch in self.branches:
+            most = branch.slots * self.shards
+            for offset, heads, kv_heads in branch.by_offset():
+                stop = branch.members_before(offset, length + count)
+                first = max(branch.members_before(offset, length), stop - most)
+                for members, positions in branch.positions(offset, range(first, stop)):
+                    rows = shifted(positions, -length)
+                    yield from self._kept(branch, heads, kv_heads, members, rows, shard)
+
+    def handed_over(
+        self, layout: SequenceLayout, document: range, rank: int, shard: int
+    ) -> Iterator[KeptRows]:
+        """What a rank has of a prompt that another one is to keep.
+
+        Args:
+            layout: which positions each rank holds of the prompt.
+            document: the positions of the document that goes on.
+            rank: that has the rows.
+            shard: that keeps them; 0 where every rank keeps them all.
+        """
+        for branch in self.branches:
+            for offset, heads, kv_heads in branch.by_offset():
+                kept = branch.kept(offset, len(document), self.max_rewind)
+                for members, positions in branch.positions(offset, kept):
+                    there = shifted(positions, document.start)
+                    for held, rows in _held(members, there, layout.ranges[rank]):
+                        yield from self._kept(branch, heads, kv_heads, held, rows, shard)
+
+    def _kept(
+        self,
+        branch: CachedBranch,
+        heads: slice,
+        kv_heads: slice,
+        members: range,
+        rows: range,
+        shard: int,
+    ) -> Iterator[KeptRows]:
+        """Of consecutive members, and the rows where they lie, those that a rank keeps."""
+        own = self.own_members(members, shard)
+        if own:
+            first = own.start * self.shards + shard - members.start
+            yield KeptRows(branch, heads, kv_heads, range_slice(rows[first :: self.shards]), own)
+
+
+def _held(
+    members: range, positions: range, ranges: Sequence[tuple[int, int]]
+) -> Iterator[tuple[range, range]]:
+    """Of consecutive members those that a rank holds, as (members, its rows)."""
+    row = 0  # where a range of the rank begins
+    for low, high in ranges:
+        first, stop = (
+            min(max(0, -(-(end - positions.start) // positions.step)), len(positions))
+            for end in (low, high)
+        )
+        if first < stop:
+            yield members[first:stop], shifted(positions[first:stop], row - low)
+        row += high - low
+
+
+def shifted(numbers: range, by: int) -> range:
+    """Each number, and `by` more."""
+    return range(numbers.start + by, numbers.stop + by, numbers.step)
+
+
+def range_slice(rows: range) -> slice:
+    """A range, which is not empty, as a slice of what it indexes."""
+    return slice(rows.start, rows[-1] + 1, rows.step)
+
+
+def _as_slice(numbers: list[int]) -> slice:
+    """Evenly spaced numbers."""
+    step = numbers[1] - numbers[0] if len(numbers) > 1 else 1
+    assert numbers == list(range(numbers[0], numbers[-1] + 1, step))
+    return slice(numbers[0], numbers[-1] + 1, step)
+
+
+@lru_cache(maxsize=64)
+def plan_cache(
+    pattern: DilatedPattern,
+    num_kv_heads: int,
+    max_length: int | None,
+    max_rewind: int = 0,
+    shards: int = 1,
+) -> CachePlan:
+    """Lay out a cache.
+
+    Args:
+        pattern: which keys each head sees.
+        num_kv_heads: key and value heads, at least one.
+        max_length: the most positions of a document, at least one; None: any number.
+        max_rewind: the most positions that are taken back.
+        shards: the ranks that share it.
+
+    Raises:
+        ValueError: there is no `max_length`, and a branch keeps rows of the whole document.
+    """
+    if max_length is None and None in pattern.segment_lengths:
+        raise ValueError(
+            "max_length must be given, since a segment length of the pattern is None: that branch "
+            "keeps every row of its progression, and memory for them is allocated at once; got "
+            "max_length=None"
+        )
+    branches, rows = [], 0
+    for index, (length, rate) in enumerate(pattern.branches):
+        ends = length is not None and (max_length is None or length < max_length)
+        most = length if ends else max_length
+        assert most is not None
+        heads = tuple(h for h in pattern.heads(index, num_kv_heads) if h.offset < most)
+        if not heads:
+            continue
+        members = -(-most // rate)
+        if ends:  # else there is no earlier segment whose rows would be overwritten
+            members += -(-max_rewind // rate)
+        slots = -(-members // shards)
+        branches.append(
+            CachedBranch(index, length if ends else None, rate, heads, slots, rows)
+        )
+        rows += slots * len(heads)
+    return CachePlan(
+        pattern, num_kv_heads, max_length, max_rewind, shards, tuple(branches), rows
+    )

@@ -133,6 +133,27 @@ def default_config(
     return LaunchConfig(block_m, block_n, num_warps, best.num_stages, best.max_registers)
 
 
+MOST_DECODE_ROWS = 128
+"""Queries times query heads of a KV head that a program of decoding takes."""
+_DECODE_BYTES = 16 << 10
+"""Of keys that a program of decoding loads at a time, and as many of values: with three stages two
+programs fit into the shared memory of a multiprocessor of Hopper, and one of Ada's."""
+
+
+def decode_config(head_dim: int, dtype: torch.dtype, *, queries: int, keys: int) -> LaunchConfig:
+    """What decoding runs with, which takes as long as loading the keys and values.
+
+    Args:
+        head_dim: of the tensors, at most 256.
+        dtype: of q, k, v.
+        queries: of a program.
+        keys: the most that a KV head's queries see: blocks need not be larger.
+    """
+    of_row = padded_head_dim(head_dim) * dtype.itemsize
+    block_n = max(16, min(128, _DECODE_BYTES // of_row))
+    return LaunchConfig(_power_of_two(queries), min(block_n, _power_of_two(keys)), 4, 3)
+
+
 def _power_of_two(size: int) -> int:
     """The smallest one that is no less than `size` and 16, the least that the kernels take."""
     return max(16, 1 << (size - 1).bit_length())

@@ -187,8 +187,7 @@ def _attend(
     """This rank's part: out (batch, m, heads, head_dim) and lse (batch, m, heads)."""
     head_dim = query.shape[3]
     factor = head_dim**-0.5 if scale is None else float(scale)
-    rows = query.shape[1] * query.shape[2] // key.shape[2]
-    if kernel_computes(backend, query.device, query.dtype, rows, head_dim):
+    if kernel_computes(backend, query.device, query.dtype, query.shape[1], head_dim):
         return attend_by_kernel(query, key, value, cache, factor)
     selection = select_backend(backend, query.device, query.dtype, head_dim)
     return attend_by_tiles(query, key, value, cache, selection, factor)

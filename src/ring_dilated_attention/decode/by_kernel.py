@@ -10,12 +10,12 @@ from ..plan import CachePlan
 from ..tiles import select_backend, table_refusal
 from .cache import DilatedKVCache
 
-_NO_END = 2**62  # what `spans_of_cache` takes for the length of a segment that has no end
+_NO_END = 2**62  # what `strips_of_cache` takes for the length of a segment that has no end
 _NAME = "triton"
 
 
 def kernel_computes(
-    backend: str, device: torch.device, dtype: torch.dtype, rows: int, head_dim: int
+    backend: str, device: torch.device, dtype: torch.dtype, count: int, head_dim: int
 ) -> bool:
     """Whether the decoding kernels compute a call.
 
@@ -23,7 +23,7 @@ def kernel_computes(
         backend: what the user asks for.
         device: of the query.
         dtype: of the query.
-        rows: new positions times query heads of a KV head.
+        count: new positions.
         head_dim: of the query.
 
     Raises:
@@ -31,19 +31,14 @@ def kernel_computes(
     """
     if backend == _NAME:
         select_backend(backend, device, dtype, head_dim)
-        if rows > kernels.MOST_DECODE_ROWS:
+        if count > kernels.MOST_NEW_ROWS:
             raise ValueError(
-                f"backend={_NAME!r} decodes at most {kernels.MOST_DECODE_ROWS} rows of a KV head "
-                f"at a time, new positions times query heads of a KV head; got {rows}: give fewer "
-                "positions a call, or backend='auto'"
+                f"backend={_NAME!r} decodes at most {kernels.MOST_NEW_ROWS} new positions a call; "
+                f"got {count}: give fewer, or backend='auto'"
             )
         return True
-    return (
-        backend == "auto"
-        and device.type == "cuda"
-        and rows <= kernels.MOST_DECODE_ROWS
-        and table_refusal(device, dtype, head_dim) is None
-    )
+    refused = device.type != "cuda" or table_refusal(device, dtype, head_dim) is not None
+    return backend == "auto" and not refused and count <= kernels.MOST_NEW_ROWS
 
 
 def attend_by_kernel(
@@ -70,7 +65,7 @@ def attend_by_kernel(
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     keys, values = (x.unsqueeze(2).expand(-1, -1, plan.num_kv_heads, -1) for x in (cache.keys, cache.values))
     with kernels_on(query.device):
-        spans = kernels.spans_of_cache(
+        strips = kernels.strips_of_cache(
             cache.lengths,
             _branches(cache),
             plan.num_kv_heads,
@@ -80,11 +75,11 @@ def attend_by_kernel(
             max_length=plan.max_length,
         )
         new = kernels.NewRows(key, value, cache.lengths, cache.shard == 0)
-        out, lse = kernels.attend_spans(
+        out, lse = kernels.attend_strips(
             query,
             keys,
             values,
-            spans,
+            strips,
             sum(branch.slots for branch in plan.branches),
             scale,
             dtype=torch.float32 if cache.is_sharded else query.dtype,
@@ -102,7 +97,7 @@ def _branches(cache: DilatedKVCache) -> torch.Tensor:
 
 
 def _table(plan: CachePlan) -> torch.Tensor:
-    """See `kernels.spans_of_cache`."""
+    """See `kernels.strips_of_cache`."""
     rows = []
     for branch in plan.branches:
         offsets, bases = [-1] * plan.num_kv_heads, [0] * plan.num_kv_heads

@@ -1,7 +1,7 @@
-"""Triton kernels: attention of a few queries to spans of rows, split over the keys.
+"""Triton kernels: attention of a few queries to strips of rows, split over the keys.
 
 All branches of all KV heads are one launch: a program takes a share of the rows that a KV head's
-queries see, of whichever spans they are, and all query heads of that KV head share each load. A
+queries see, of whichever strips they are, and all query heads of that KV head share each load. A
 second launch merges the programs' results, and writes new rows into the cache. Rows are read where
 they are, by their strides. Scores and sums are float32; p is rounded to the inputs' dtype before it
 is multiplied.
@@ -18,11 +18,11 @@ import triton
 import triton.language as tl
 
 from .blocks import LN_2, LOG2_E, row_offsets, stride_unit, strides_in
-from .decode_spans import Spans
+from .decode_strips import Strips
 from .device_profile import profile_of
 from .forward import attend
 from .launch import Launcher
-from .tuning import MOST_DECODE_ROWS, decode_config, padded_head_dim
+from .tuning import MOST_NEW_ROWS, decode_config, padded_head_dim
 
 PROGRAMS = 2
 """Of the first launch, for each multiprocessor: as many as its shared memory takes at a time."""
@@ -49,20 +49,20 @@ class NewRows(NamedTuple):
 @triton.jit(
     do_not_specialize=[
         "q_b", "q_n", "q_h", "k_b", "k_n", "k_h", "v_b", "v_n", "v_h", "new_k_b", "new_k_n",
-        "new_k_h", "new_v_b", "new_v_n", "new_v_h", "spans_b", "scale", "count", "heads_per_kv",
-        "kv_heads", "num_spans", "num_branches", "splits",
+        "new_k_h", "new_v_b", "new_v_n", "new_v_h", "strips_b", "scale", "count", "heads_per_kv",
+        "kv_heads", "num_strips", "num_branches", "splits",
     ]
 )  # fmt: skip
 def _split_kernel(
-    q, k, v, new_k, new_v, spans, labels, part_out, part_lse,
+    q, k, v, new_k, new_v, strips, labels, part_out, part_lse,
     q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
     new_k_b, new_k_n, new_k_h, new_v_b, new_v_n, new_v_h,
-    spans_b,
+    strips_b,
     scale,
     count,
     heads_per_kv,
     kv_heads,
-    num_spans,
+    num_strips,
     num_branches,
     splits,
     UNIT: tl.constexpr,
@@ -75,11 +75,13 @@ def _split_kernel(
     BLOCK_NEW: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: the queries of a KV head, a share of the rows that they see."""
-    split, pair = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    """One program: a block of the queries of a KV head, a share of the rows that they see."""
+    split, number = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row_blocks = tl.cdiv(count * heads_per_kv, BLOCK_M)
+    pair = number // row_blocks
     batch, kv_head = pair // kv_heads, pair % kv_heads
     columns = tl.arange(0, BLOCK_D)
-    rows = tl.arange(0, BLOCK_M)
+    rows = (number % row_blocks).to(tl.int32) * BLOCK_M + tl.arange(0, BLOCK_M)
     in_rows = rows < count * heads_per_kv
     new = tl.where(in_rows, rows // heads_per_kv, 0)
     head = kv_head * heads_per_kv + rows % heads_per_kv
@@ -92,7 +94,7 @@ def _split_kernel(
     k += (batch * k_b + kv_head * k_h) * UNIT
     v += (batch * v_b + kv_head * v_h) * UNIT
     fields = 3 + count
-    own = spans + batch * spans_b + kv_head * num_spans * fields
+    own = strips + batch * strips_b + kv_head * num_strips * fields
 
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -124,19 +126,19 @@ def _split_kernel(
             acc = tl.dot(p.to(v_block.dtype), v_block, acc, input_precision=PRECISION)
 
     blocks = 0
-    for index in range(num_spans):
+    for index in range(num_strips):
         blocks += tl.cdiv(tl.load(own + index * fields + 2).to(tl.int32), BLOCK_N)
     share = tl.cdiv(blocks, splits)
     low, high = split * share, tl.minimum((split + 1) * share, blocks)
     begin = 0
-    for index in tl.range(0, num_spans, disable_licm=True):
-        span = own + index * fields
-        length = tl.load(span + 2).to(tl.int32)
+    for index in tl.range(0, num_strips, disable_licm=True):
+        strip = own + index * fields
+        length = tl.load(strip + 2).to(tl.int32)
         blocks = tl.cdiv(length, BLOCK_N)
         first, stop = tl.maximum(low - begin, 0), tl.minimum(high - begin, blocks)
         if first < stop:
-            row, step = tl.load(span), tl.load(span + 1)
-            limits = tl.load(span + 3 + new, mask=in_rows, other=0)
+            row, step = tl.load(strip), tl.load(strip + 1)
+            limits = tl.load(strip + 3 + new, mask=in_rows, other=0)
             k_step, v_step = step * k_n * UNIT, step * v_n * UNIT
             k_offsets = row_offsets(k_step, BLOCK_N, WIDE)[:, None] + columns[None, :]
             v_offsets = row_offsets(v_step, BLOCK_N, WIDE)[:, None] + columns[None, :]
@@ -228,27 +230,27 @@ _split = Launcher(_split_kernel)
 _merge = Launcher(_merge_kernel)
 
 
-def attend_spans(
+def attend_strips(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    spans: Spans,
+    strips: Strips,
     most_rows: int,
     scale: float,
     *,
     dtype: torch.dtype,
     new: NewRows | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of queries to spans of rows, and among each other; new rows are written then.
+    """Attention of queries to strips of rows, and among each other; new rows are written then.
 
     Any strides, but a last stride of 1.
 
     Args:
-        q: (B, m, H, D), float16, bfloat16 or float32; D a multiple of 8 up to 256, and m times
-            query heads of a KV head at most `MOST_DECODE_ROWS`.
-        k: (B, n, K, D), same dtype; head stride 0 where a head's rows are those of a span.
+        q: (B, m, H, D), float16, bfloat16 or float32; D a multiple of 8 up to 256, m at
+            most `MOST_NEW_ROWS`.
+        k: (B, n, K, D), same dtype; head stride 0 where a head's rows are those of a strip.
         v: (B, n, K, D), same dtype; with `new`, of the strides of `k`.
-        spans: which rows the queries see.
+        strips: which rows the queries see.
         most_rows: of a KV head in a row of the batch: about how many there may be.
         scale: factor on the scores.
         dtype: of out.
@@ -259,12 +261,13 @@ def attend_spans(
         has no room for.
     """
     batch, count, heads, head_dim = q.shape
-    kv_heads = spans.spans.shape[1]
+    kv_heads = strips.strips.shape[1]
     heads_per_kv = heads // kv_heads
     rows, pairs = count * heads_per_kv, batch * kv_heads
-    assert rows <= MOST_DECODE_ROWS
-    config = decode_config(head_dim, q.dtype, queries=rows, keys=most_rows)
-    wanted = -(-PROGRAMS * profile_of(q.device).multiprocessors // pairs)
+    assert count <= MOST_NEW_ROWS
+    config = decode_config(head_dim, q.dtype, queries=rows, keys=most_rows, device=q.device)
+    blocks = pairs * -(-rows // config.block_m)
+    wanted = -(-PROGRAMS * profile_of(q.device).multiprocessors // blocks)
     splits = max(1, min(wanted, -(-most_rows // config.block_n)))
     device, head = q.device, padded_head_dim(head_dim)
     part_out = torch.empty(pairs, splits, rows, head_dim, dtype=torch.float32, device=device)
@@ -272,17 +275,17 @@ def attend_spans(
     out = torch.empty(batch, count, heads, head_dim, dtype=dtype, device=device)
     lse = torch.empty(batch, count, heads, dtype=torch.float32, device=device)
     new_k, new_v = (q, q) if new is None else (new.key, new.value)
-    labels = spans.spans if spans.labels is None else spans.labels
-    num_branches = 0 if spans.labels is None else spans.labels.shape[2]
+    labels = strips.strips if strips.labels is None else strips.labels
+    num_branches = 0 if strips.labels is None else strips.labels.shape[2]
     strides = [x.stride() for x in (q, k, v, new_k, new_v)]
     unit = stride_unit(*strides)
     sizes = (count, heads_per_kv, kv_heads)
     _split(
-        (splits, pairs),
-        (q, k, v, new_k, new_v, spans.spans, labels, part_out, part_lse),
+        (splits, blocks),
+        (q, k, v, new_k, new_v, strips.strips, labels, part_out, part_lse),
         (
-            *strides_in(unit, *strides), spans.spans.stride(0) * (spans.spans.shape[0] > 1), scale,
-            *sizes, spans.spans.shape[2], num_branches, splits,
+            *strides_in(unit, *strides), strips.strips.stride(0) * (strips.strips.shape[0] > 1), scale,
+            *sizes, strips.strips.shape[2], num_branches, splits,
         ),
         {
             "UNIT": unit,
@@ -298,7 +301,7 @@ def attend_spans(
             "num_stages": config.num_stages,
         },
     )  # fmt: skip
-    of_cache = (labels,) * 3 if new is None else (spans.targets, spans.has_room, new.lengths)
+    of_cache = (labels,) * 3 if new is None else (strips.targets, strips.has_room, new.lengths)
     _merge(
         (rows, pairs),
         (part_out, part_lse, out, lse, new_k, new_v, k, v, *of_cache),

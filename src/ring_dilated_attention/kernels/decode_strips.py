@@ -20,19 +20,19 @@ NO_END = tl.constexpr(2**62)
 """The segment length of a branch whose only segment has no end."""
 
 
-class Spans(NamedTuple):
+class Strips(NamedTuple):
     """Rows of keys that the queries of a KV head see, and what becomes of new rows.
 
     Attributes:
-        spans: (B or 1, K, number of spans, 3 + m) int64: first row, step and number of the rows of
-            a span, and before which of them each query sees all: 0 or more.
+        strips: (B or 1, K, number of strips, 3 + m) int64: first row, step and number of the rows of
+            a strip, and before which of them each query sees all: 0 or more.
         labels: (B, K, E, m) int32: new positions of a branch with the same label, 0 or more, see
             each other; None: there are no new rows.
         targets: (B, K, E, m) int64: the row of the cache that a new row is written to; -1: none.
         has_room: (B, K, m) int32: 0 where a position is behind the longest that there is room for.
     """
 
-    spans: torch.Tensor
+    strips: torch.Tensor
     labels: torch.Tensor | None = None
     targets: torch.Tensor | None = None
     has_room: torch.Tensor | None = None
@@ -51,8 +51,8 @@ def members_before(position, length, rate, offset):
         "count", "kv_heads", "num_branches", "shard", "shards", "max_length",
     ]
 )  # fmt: skip
-def _spans_kernel(
-    lengths, branches, spans, labels, targets, has_room,
+def _strips_kernel(
+    lengths, branches, strips, labels, targets, has_room,
     count,
     kv_heads,
     num_branches,
@@ -93,16 +93,16 @@ def _spans_kernel(
     behind = rows - before_end
 
     fields = 3 + count
-    span = spans + ((pair * num_branches + branch) * 2) * fields
-    tl.store(span, base + slot)
-    tl.store(span + 1, 1)
-    tl.store(span + 2, before_end)
-    tl.store(span + 3 + new, tl.where(label == 0, before_end, 0), mask=in_new)
-    span += fields
-    tl.store(span, base)
-    tl.store(span + 1, 1)
-    tl.store(span + 2, behind)
-    tl.store(span + 3 + new, tl.where(label == 0, behind, 0), mask=in_new)
+    strip = strips + ((pair * num_branches + branch) * 2) * fields
+    tl.store(strip, base + slot)
+    tl.store(strip + 1, 1)
+    tl.store(strip + 2, before_end)
+    tl.store(strip + 3 + new, tl.where(label == 0, before_end, 0), mask=in_new)
+    strip += fields
+    tl.store(strip, base)
+    tl.store(strip + 1, 1)
+    tl.store(strip + 2, behind)
+    tl.store(strip + 3 + new, tl.where(label == 0, behind, 0), mask=in_new)
 
     # Of new rows that would go to one slot, the last one does.
     member = own_segment * per_segment + tl.maximum(within - offset, 0) // rate
@@ -116,10 +116,10 @@ def _spans_kernel(
         tl.store(has_room + pair * count + new, (at < max_length).to(tl.int32), mask=in_new)
 
 
-_launch = Launcher(_spans_kernel)
+_launch = Launcher(_strips_kernel)
 
 
-def spans_of_cache(
+def strips_of_cache(
     lengths: torch.Tensor,
     branches: torch.Tensor,
     kv_heads: int,
@@ -128,7 +128,7 @@ def spans_of_cache(
     shard: int,
     shards: int,
     max_length: int | None,
-) -> Spans:
+) -> Strips:
     """What `count` new positions see of a KV cache.
 
     Args:
@@ -143,7 +143,7 @@ def spans_of_cache(
     """
     batch, num_branches = lengths.shape[0], branches.shape[0]
     shape, device = (batch, kv_heads, num_branches, count), lengths.device
-    spans = torch.empty(
+    strips = torch.empty(
         batch, kv_heads, 2 * num_branches, 3 + count, dtype=torch.int64, device=device
     )
     labels = torch.empty(shape, dtype=torch.int32, device=device)
@@ -152,8 +152,8 @@ def spans_of_cache(
     room = NO_END.value if max_length is None else max_length
     _launch(
         (batch * kv_heads, num_branches),
-        (lengths, branches, spans, labels, targets, has_room),
+        (lengths, branches, strips, labels, targets, has_room),
         (count, kv_heads, num_branches, shard, shards, room),
         {"BLOCK_NEW": max(16, triton.next_power_of_2(count)), "num_warps": 1},
     )
-    return Spans(spans, labels, targets, has_room)
+    return Strips(strips, labels, targets, has_room)

@@ -6,8 +6,7 @@ from typing import Literal, overload
 
 import torch
 
-from ..engine import merge_
-from ..exchange import Exchange, Shared, all_gather, refuse_capture, settle
+from ..exchange import Shared, refuse_capture, settle
 from ..functional import autocast_inputs, validate_options, validate_tensors
 from ..pattern import in_brief
 from ..tiles import Backend, select_backend
@@ -15,6 +14,7 @@ from ..torch_op import refuse_tangents
 from .by_kernel import attend_by_kernel, kernel_computes
 from .by_tiles import attend_by_tiles
 from .cache import DilatedKVCache
+from .over_ranks import merged_over_ranks
 
 _NAME = "cached_attention"
 
@@ -126,26 +126,6 @@ def cached_attention(
             out, lse = merged_over_ranks(ends, out, lse)
     out = out.to(query.dtype)
     return (out, lse.transpose(1, 2).contiguous()) if return_lse else out
-
-
-def merged_over_ranks(
-    ends: Exchange, out: torch.Tensor, lse: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One softmax over the keys of all ranks, the same bits on each, inside of a call.
-
-    Args:
-        ends: this rank's end of the group.
-        out: over this rank's keys, (batch, m, heads, head_dim), float32 or float64.
-        lse: (batch, m, heads), of the same dtype.
-
-    Returns:
-        out and lse over all keys.
-    """
-    total, *others = all_gather(ends, torch.cat([out, lse.unsqueeze(-1)], -1))
-    out, lse = total[..., :-1], total[..., -1]
-    for other in others:
-        merge_(out, lse, other[..., :-1], other[..., -1])
-    return out, lse
 
 
 def _check_cache(cache: DilatedKVCache) -> None:

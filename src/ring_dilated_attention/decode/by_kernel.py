@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .. import kernels
-from ..engine import kernels_on
+from ..engine import compute, kernels_on
 from ..plan import CachePlan
 from ..tiles import select_backend, table_refusal
 from .cache import DilatedKVCache
@@ -63,9 +63,11 @@ def attend_by_kernel(
     """
     plan, count = cache.plan, key.shape[1]
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-    keys, values = (x.unsqueeze(2).expand(-1, -1, plan.num_kv_heads, -1) for x in (cache.keys, cache.values))
+    keys, values = (
+        x.unsqueeze(2).expand(-1, -1, plan.num_kv_heads, -1) for x in (cache.keys, cache.values)
+    )
     with kernels_on(query.device):
-        strips = kernels.strips_of_cache(
+        strips, places = kernels.strips_of_cache(
             cache.lengths,
             _branches(cache),
             plan.num_kv_heads,
@@ -74,7 +76,7 @@ def attend_by_kernel(
             shards=plan.shards,
             max_length=plan.max_length,
         )
-        new = kernels.NewRows(key, value, cache.lengths, cache.shard == 0)
+        new = kernels.NewRows(key, value, cache.lengths, cache.shard == 0, places)
         out, lse = kernels.attend_strips(
             query,
             keys,
@@ -87,6 +89,29 @@ def attend_by_kernel(
         )
     cache.advanced(count)
     return out, lse
+
+
+def attend_to_strips(
+    inputs: compute.Inputs,
+    strips: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    """Attention of queries to keys that lie in a sharded sequence, by the kernels of a cache.
+
+    Args:
+        inputs: (batch, m, heads, head_dim), and keys and values (batch, n, kv_heads, head_dim).
+        strips: the keys that the queries see: see `ReplicatedRows`.
+        scale: factor on the scores.
+        out: (batch, m, heads, head_dim), is written.
+        lse: (batch, heads, m), is written.
+    """
+    query, keys, values = inputs
+    most_rows = keys.shape[1] * strips.shape[2]
+    found = kernels.attend_strips(query, keys, values, strips, most_rows, scale, dtype=out.dtype)
+    out.copy_(found[0])
+    lse.copy_(found[1].transpose(1, 2))
 
 
 def _branches(cache: DilatedKVCache) -> torch.Tensor:

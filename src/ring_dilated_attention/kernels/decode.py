@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from .blocks import LN_2, LOG2_E, row_offsets, stride_unit, strides_in
-from .decode_strips import Strips
+from .decode_strips import NewPlaces
 from .device_profile import profile_of
 from .forward import attend
 from .launch import Launcher
@@ -38,12 +38,14 @@ class NewRows(NamedTuple):
         value: like `key`.
         lengths: (B,) int64: positions so far; m more when they are written.
         are_seen_here: whether this rank computes what the queries see of them.
+        places: what becomes of them.
     """
 
     key: torch.Tensor
     value: torch.Tensor
     lengths: torch.Tensor
     are_seen_here: bool
+    places: NewPlaces
 
 
 @triton.jit(
@@ -99,7 +101,7 @@ def _split_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
-    if WITH_NEW:
+    if WITH_NEW:  # noqa: SIM102 - it is known when the kernel is compiled
         if split == 0:
             near = tl.arange(0, BLOCK_NEW)
             near_mask = (near < count)[:, None] & (columns < HEAD_DIM)[None, :]
@@ -194,7 +196,9 @@ def _merge_kernel(
         finite = tl.where(new_max == float("-inf"), 0.0, new_max)
         weights = tl.exp2(some - finite)
         mask = (split < splits)[:, None] & in_columns[None, :]
-        block = tl.load(part_out + part[:, None] * HEAD_DIM + columns[None, :], mask=mask, other=0.0)
+        block = tl.load(
+            part_out + part[:, None] * HEAD_DIM + columns[None, :], mask=mask, other=0.0
+        )
         shrink = tl.exp2(largest - finite)
         acc = acc * shrink + tl.sum(block * weights[:, None], 0)
         total = total * shrink + tl.sum(weights, 0)
@@ -230,11 +234,23 @@ _split = Launcher(_split_kernel)
 _merge = Launcher(_merge_kernel)
 
 
+class _Parts(NamedTuple):
+    """What programs have computed of a share of the rows.
+
+    Attributes:
+        out: (B * K, S, m * H / K, D) float32.
+        lse: (B * K, S, m * H / K) float32, in powers of two.
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
 def attend_strips(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    strips: Strips,
+    strips: torch.Tensor,
     most_rows: int,
     scale: float,
     *,
@@ -248,9 +264,9 @@ def attend_strips(
     Args:
         q: (B, m, H, D), float16, bfloat16 or float32; D a multiple of 8 up to 256, m at
             most `MOST_NEW_ROWS`.
-        k: (B, n, K, D), same dtype; head stride 0 where a head's rows are those of a strip.
+        k: (B, n, K, D), same dtype; head stride 0 where a head's rows are those of its strips.
         v: (B, n, K, D), same dtype; with `new`, of the strides of `k`.
-        strips: which rows the queries see.
+        strips: which rows the queries see, as `strips_of_cache` says; of 1 or B rows of the batch.
         most_rows: of a KV head in a row of the batch: about how many there may be.
         scale: factor on the scores.
         dtype: of out.
@@ -260,8 +276,52 @@ def attend_strips(
         out (B, m, H, D), and lse (B, m, H), float32, natural log. NaN at a position that the cache
         has no room for.
     """
+    parts = _split_rows(q, k, v, strips, most_rows, scale, new)
     batch, count, heads, head_dim = q.shape
-    kv_heads = strips.strips.shape[1]
+    out = torch.empty(batch, count, heads, head_dim, dtype=dtype, device=q.device)
+    lse = torch.empty(batch, count, heads, dtype=torch.float32, device=q.device)
+    kv_heads, splits, rows = strips.shape[1], *parts.lse.shape[1:]
+    if new is None:  # nothing is written
+        tensors, num_branches = (q, q, k, v, strips, strips, strips), 0
+    else:
+        places = new.places
+        tensors = new.key, new.value, k, v, places.targets, places.has_room, new.lengths
+        num_branches = places.labels.shape[2]
+    new_k, new_v = tensors[:2]
+    _merge(
+        (rows, batch * kv_heads),
+        (*parts, out, lse, *tensors),
+        (
+            *k.stride()[:2],
+            *new_k.stride()[:3],
+            *new_v.stride()[:3],
+            *(count, heads // kv_heads, kv_heads),
+            num_branches,
+            splits,
+        ),
+        {
+            "WITH_NEW": new is not None,
+            "HEAD_DIM": head_dim,
+            "BLOCK_D": padded_head_dim(head_dim),
+            "BLOCK_S": _MERGED,
+            "num_warps": 4,
+        },
+    )
+    return out, lse
+
+
+def _split_rows(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    strips: torch.Tensor,
+    most_rows: int,
+    scale: float,
+    new: NewRows | None,
+) -> _Parts:
+    """The first launch: see `attend_strips`."""
+    batch, count, heads, head_dim = q.shape
+    kv_heads, num_strips = strips.shape[1:3]
     heads_per_kv = heads // kv_heads
     rows, pairs = count * heads_per_kv, batch * kv_heads
     assert count <= MOST_NEW_ROWS
@@ -269,30 +329,32 @@ def attend_strips(
     blocks = pairs * -(-rows // config.block_m)
     wanted = -(-PROGRAMS * profile_of(q.device).multiprocessors // blocks)
     splits = max(1, min(wanted, -(-most_rows // config.block_n)))
-    device, head = q.device, padded_head_dim(head_dim)
-    part_out = torch.empty(pairs, splits, rows, head_dim, dtype=torch.float32, device=device)
-    part_lse = torch.empty(pairs, splits, rows, dtype=torch.float32, device=device)
-    out = torch.empty(batch, count, heads, head_dim, dtype=dtype, device=device)
-    lse = torch.empty(batch, count, heads, dtype=torch.float32, device=device)
+    out = torch.empty(pairs, splits, rows, head_dim, dtype=torch.float32, device=q.device)
+    lse = torch.empty(pairs, splits, rows, dtype=torch.float32, device=q.device)
     new_k, new_v = (q, q) if new is None else (new.key, new.value)
-    labels = strips.strips if strips.labels is None else strips.labels
-    num_branches = 0 if strips.labels is None else strips.labels.shape[2]
+    labels = strips if new is None else new.places.labels
+    num_branches = 0 if new is None else labels.shape[2]
     strides = [x.stride() for x in (q, k, v, new_k, new_v)]
     unit = stride_unit(*strides)
-    sizes = (count, heads_per_kv, kv_heads)
     _split(
         (splits, blocks),
-        (q, k, v, new_k, new_v, strips.strips, labels, part_out, part_lse),
+        (q, k, v, new_k, new_v, strips, labels, out, lse),
         (
-            *strides_in(unit, *strides), strips.strips.stride(0) * (strips.strips.shape[0] > 1), scale,
-            *sizes, strips.strips.shape[2], num_branches, splits,
+            *strides_in(unit, *strides),
+            strips.stride(0) if strips.shape[0] > 1 else 0,
+            scale,
+            *(count, heads_per_kv, kv_heads),
+            num_strips,
+            num_branches,
+            splits,
         ),
         {
             "UNIT": unit,
             "WITH_NEW": new is not None and new.are_seen_here,
+            # Of a cache rows of a block are neighbours; else they lie within the tensor.
             "WIDE": new is None and k.shape[1] * max(k.stride(1), v.stride(1)) >= 2**31,
             "HEAD_DIM": head_dim,
-            "BLOCK_D": head,
+            "BLOCK_D": padded_head_dim(head_dim),
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
             "BLOCK_NEW": max(16, triton.next_power_of_2(count)),
@@ -300,20 +362,5 @@ def attend_strips(
             "num_warps": config.num_warps,
             "num_stages": config.num_stages,
         },
-    )  # fmt: skip
-    of_cache = (labels,) * 3 if new is None else (strips.targets, strips.has_room, new.lengths)
-    _merge(
-        (rows, pairs),
-        (part_out, part_lse, out, lse, new_k, new_v, k, v, *of_cache),
-        (
-            *k.stride()[:2], *new_k.stride()[:3], *new_v.stride()[:3], *sizes, num_branches, splits,
-        ),
-        {
-            "WITH_NEW": new is not None,
-            "HEAD_DIM": head_dim,
-            "BLOCK_D": head,
-            "BLOCK_S": _MERGED,
-            "num_warps": 4,
-        },
-    )  # fmt: skip
-    return out, lse
+    )
+    return _Parts(out, lse)

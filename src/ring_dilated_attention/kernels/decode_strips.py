@@ -20,22 +20,19 @@ NO_END = tl.constexpr(2**62)
 """The segment length of a branch whose only segment has no end."""
 
 
-class Strips(NamedTuple):
-    """Rows of keys that the queries of a KV head see, and what becomes of new rows.
+class NewPlaces(NamedTuple):
+    """What becomes of the rows of new positions.
 
     Attributes:
-        strips: (B or 1, K, number of strips, 3 + m) int64: first row, step and number of the rows of
-            a strip, and before which of them each query sees all: 0 or more.
         labels: (B, K, E, m) int32: new positions of a branch with the same label, 0 or more, see
-            each other; None: there are no new rows.
+            each other.
         targets: (B, K, E, m) int64: the row of the cache that a new row is written to; -1: none.
         has_room: (B, K, m) int32: 0 where a position is behind the longest that there is room for.
     """
 
-    strips: torch.Tensor
-    labels: torch.Tensor | None = None
-    targets: torch.Tensor | None = None
-    has_room: torch.Tensor | None = None
+    labels: torch.Tensor
+    targets: torch.Tensor
+    has_room: torch.Tensor
 
 
 @triton.jit
@@ -128,8 +125,8 @@ def strips_of_cache(
     shard: int,
     shards: int,
     max_length: int | None,
-) -> Strips:
-    """What `count` new positions see of a KV cache.
+) -> tuple[torch.Tensor, NewPlaces]:
+    """What `count` new positions see of a KV cache, and where their own rows go.
 
     Args:
         lengths: (B,) int64: positions so far.
@@ -140,6 +137,11 @@ def strips_of_cache(
         shard: this rank's share of the rows.
         shards: how many ranks share them.
         max_length: the most positions that there is room for; None: any number.
+
+    Returns:
+        The strips of evenly spaced rows that queries see, (B, K, number of strips, 3 + m) int64:
+        first row, step and number of the rows, and before which of them each query sees all, 0 or
+        more; and the places of the new rows.
     """
     batch, num_branches = lengths.shape[0], branches.shape[0]
     shape, device = (batch, kv_heads, num_branches, count), lengths.device
@@ -156,4 +158,4 @@ def strips_of_cache(
         (count, kv_heads, num_branches, shard, shards, room),
         {"BLOCK_NEW": max(16, triton.next_power_of_2(count)), "num_warps": 1},
     )
-    return Strips(strips, labels, targets, has_room)
+    return strips, NewPlaces(labels, targets, has_room)

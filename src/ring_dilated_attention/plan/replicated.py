@@ -156,7 +156,9 @@ def _strip(
 ) -> tuple[int, ...]:
     """The keys of one part that are members of a progression, and how many each query sees."""
     begin, stop, rate = members
-    rows = range(begin + max(0, -(-(keys.start - begin) // rate)) * rate, min(stop, keys.stop), rate)
+    rows = range(
+        begin + max(0, -(-(keys.start - begin) // rate)) * rate, min(stop, keys.stop), rate
+    )
     limits = []
     for position in positions:
         is_member = position in range(begin, stop, rate)

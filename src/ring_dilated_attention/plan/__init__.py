@@ -2,8 +2,8 @@
 
 `parts` says what ranks hold and who shares a segment with whom. `rows` is what tiles and messages
 are made of, and `tiling` makes them. `attention` is the plan of a world, `rank` that of one rank,
-`replicated` that of queries which every rank holds, `cache` what a KV cache keeps. `zero_keys` counts keys that no rank holds,
-`check` proves a plan, and `costs` counts its bytes and operations.
+`replicated` that of queries which every rank holds, `cache` what a KV cache keeps. `zero_keys`
+counts keys that no rank holds, `check` proves a plan, and `costs` counts its bytes and operations.
 """
 
 from .attention import FEW_ADDITIONS, AttentionPlan, plan_attention

@@ -20,8 +20,8 @@ from .refusals import NAME, check_options, check_tensors, for_each_row, rows_in
 from .slots import Slots
 
 SHARD_BYTES = 128 << 20
-"""Of one cache, from which on the ranks of a group share it. An H200 reads that many in 30 us: about
-what bringing the results of ranks together takes."""
+"""Ranks of a group share caches from this size on. An H200 reads 128 MiB in 30 us, about as long as
+it takes to bring the results of ranks together."""
 
 
 class DilatedKVCache:

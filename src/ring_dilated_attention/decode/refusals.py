@@ -60,7 +60,7 @@ def check_tensors(
             )
         count = tensor.shape[1]
         if tensor.dtype != held.dtype or tensor.device != held.device:
-            cast = " (cast by autocast)" * torch.is_autocast_enabled(tensor.device.type)
+            cast = " (cast by autocast)" * torch.is_autocast_enabled(held.device.type)
             raise ValueError(
                 f"{name} must be {held.dtype} on {held.device}, as the cache is; got "
                 f"{tensor.dtype}{cast} on {tensor.device}"

@@ -27,7 +27,10 @@ pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not (torch.cuda.is_available() or INTERPRETED):
     pytest.skip("needs CUDA or TRITON_INTERPRET=1", allow_module_level=True)
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning"),
+    *([] if INTERPRETED else [pytest.mark.gpu]),
+]
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 TOLERANCE = 1e-5
 attend: Any = ring_dilated_attention.cached_attention

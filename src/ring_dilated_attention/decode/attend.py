@@ -12,6 +12,7 @@ from ..functional import autocast_inputs, validate_options, validate_tensors
 from ..pattern import in_brief
 from ..tiles import Backend, select_backend
 from ..torch_op import refuse_tangents
+from .by_kernel import attend_by_kernel, kernel_computes
 from .by_tiles import attend_by_tiles
 from .cache import DilatedKVCache
 
@@ -186,5 +187,7 @@ def _attend(
     """This rank's part: out (batch, m, heads, head_dim) and lse (batch, m, heads)."""
     head_dim = query.shape[3]
     factor = head_dim**-0.5 if scale is None else float(scale)
+    if kernel_computes(backend, query.device, query.dtype, query.shape[1], head_dim):
+        return attend_by_kernel(query, key, value, cache, factor)
     selection = select_backend(backend, query.device, query.dtype, head_dim)
     return attend_by_tiles(query, key, value, cache, selection, factor)

@@ -13,7 +13,7 @@ from ..exchange import Exchange, Group, Shared, resolve_exchange, settle
 from ..functional import validate_tensors
 from ..layout import SequenceLayout
 from ..pattern import DilatedPattern, check_int, check_positive_int, in_brief
-from ..plan import plan_cache
+from ..plan import CachePlan, plan_cache
 from .hand_over import Prompt, Slots, hand_over, keep_new
 
 SHARD_BYTES = 128 << 20
@@ -124,6 +124,7 @@ class DilatedKVCache:
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=self.keys.device)
         self._lengths = [0] * batch
         self._longest = [0] * batch
+        self.table: tuple[CachePlan, torch.Tensor] | None = None  # what `by_kernel` made of a plan
 
     # What there is.
 

@@ -14,6 +14,7 @@ from ..plan import NewTile
 from ..tiles import Selection, TileBackend, TileInputs, accumulate_dtype
 from .cache import DilatedKVCache
 from .hand_over import runs_of_slots
+from .one_position import attend_one_position
 
 
 def attend_by_tiles(
@@ -38,26 +39,22 @@ def attend_by_tiles(
         out (batch, m, heads, head_dim) and lse (batch, m, heads), float32 or float64.
     """
     count, kv_heads = key.shape[1:3]
+    if count == 1:
+        return attend_one_position(query, key, value, cache, selection, scale)
     assert selection.backend is not None
     dtype = accumulate_dtype(query.dtype)
     q_bnkgd = query.unflatten(2, (kv_heads, -1))
     out = torch.zeros(q_bnkgd.shape, dtype=dtype, device=query.device)
     lse = out.new_full(out.shape[:-1], -torch.inf)
-    equal_rows = list(cache.equal_rows())
-    if count == 1:  # its own row joins those before: nothing that it sees is overwritten
-        cache.append(key, value)
     tensors = (q_bnkgd, key, value)
-    for rows, length in equal_rows:
+    for rows, length in cache.equal_rows():
         for tile in cache.plan.new_tiles(length, count):
             results = tuple(x[rows, tile.queries, tile.kv_heads] for x in (out, lse))
             parts = [x[rows, tile.queries, tile.kv_heads] for x in tensors]
-            if count == 1:
-                tile = tile._replace(kept=range(tile.kept.start, tile.kept.stop + 1))
-            elif cache.shard == 0:  # on one rank: all have the new rows
+            if cache.shard == 0:  # on one rank: all have the new rows
                 _attend_new(parts, results, selection.backend, scale)
             _attend_kept(parts[0], rows, tile, cache, selection, scale, results)
-    if count > 1:
-        cache.append(key, value)
+    cache.append(key, value)
     return out.flatten(2, 3), lse.flatten(2)
 
 

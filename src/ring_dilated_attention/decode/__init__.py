@@ -6,10 +6,11 @@ sharded as they are.
 """
 
 from .attend import cached_attention
-from .cache import DilatedKVCache
+from .cache import SHARD_BYTES, DilatedKVCache
 from .replicated import replicated_query_attention
 
 __all__ = [
+    "SHARD_BYTES",
     "DilatedKVCache",
     "cached_attention",
     "replicated_query_attention",

@@ -2,12 +2,14 @@
 
 `parts` says what ranks hold and who shares a segment with whom. `rows` is what tiles and messages
 are made of, and `tiling` makes them. `attention` is the plan of a world, `rank` that of one rank,
-`replicated` that of queries which every rank holds, `cache` what a KV cache keeps. `zero_keys` counts keys that no rank holds,
-`check` proves a plan, and `costs` counts its bytes and operations.
+`replicated` that of queries which every rank holds, `cache` what a KV cache keeps, `cache_usage`
+how many rows are in use. `zero_keys` counts keys that no rank holds, `check` proves a plan, and
+`costs` counts its bytes and operations.
 """
 
 from .attention import FEW_ADDITIONS, AttentionPlan, plan_attention
 from .cache import CachedBranch, CachePlan, KeptRows, NewTile, plan_cache
+from .cache_usage import BranchUse, cache_use
 from .check import check_plan, enumerated, proof_steps
 from .costs import (
     Balance,
@@ -33,6 +35,7 @@ __all__ = [
     "FEW_ADDITIONS",
     "AttentionPlan",
     "Balance",
+    "BranchUse",
     "CachePlan",
     "CachedBranch",
     "KeptRows",
@@ -53,6 +56,7 @@ __all__ = [
     "TileGroup",
     "Traffic",
     "balance",
+    "cache_use",
     "check_plan",
     "enumerated",
     "flops",

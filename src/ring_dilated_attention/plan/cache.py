@@ -306,6 +306,10 @@ def plan_cache(
         if ends:  # else there is no earlier segment whose rows would be overwritten
             members += -(-max_rewind // rate)
         slots = -(-members // shards)
-        branches.append(CachedBranch(index, length if ends else None, rate, heads, slots, rows))
+        branches.append(
+            CachedBranch(index, length if ends else None, rate, heads, slots, rows)
+        )
         rows += slots * len(heads)
-    return CachePlan(pattern, num_kv_heads, max_length, max_rewind, shards, tuple(branches), rows)
+    return CachePlan(
+        pattern, num_kv_heads, max_length, max_rewind, shards, tuple(branches), rows
+    )

@@ -134,7 +134,7 @@ class HeadCache:
         if not self.kept:
             if not self._rows_at_most:
                 return "no row: no branch shows the head any key"
-            return "no row: the head's next row begins a new segment in every branch"
+            return "no row just now: its next one begins a segment in every branch"
         return f"{count_of(self.kept, 'row')}; a cache of all rows has {self.length:,}"
 
     def growth_in_words(self) -> str:
@@ -148,9 +148,9 @@ class HeadCache:
         ]
         if not rates:
             longest, rows = longest_segment(pattern), count_of(self._rows_at_most, "row")
-            return f"{rows} for a text of any length beyond {longest:,} positions"
+            return f"{rows} for any text beyond {longest:,} positions"
         rows_of_n = " + ".join("n" if rate == 1 else f"n / {rate:,}" for rate in rates)
-        return f"grows with the text: branches of the whole document keep {rows_of_n} rows"
+        return f"branches of the whole document keep {rows_of_n} rows of n positions"
 
     def bytes_in_words(self, size: TensorSize) -> str:
         """Bytes of all heads of a layer."""
@@ -160,8 +160,7 @@ class HeadCache:
         every = size.key_value_bytes(self.length * plan.num_kv_heads)
         return (
             f"{count_of(plan.num_kv_heads, 'KV head')} of {size.head_dim}, batch {size.batch}: "
-            f"{in_bytes(own)} per layer for {count_of(self.length, 'position')}; all rows: "
-            f"{in_bytes(every)}"
+            f"{in_bytes(own)} per layer; all rows: {in_bytes(every)}"
         )
 
 
@@ -335,8 +334,8 @@ def cache_text(
     lines = [
         f"{cache.in_words()}: {cache.kept_in_words()}.",
         f"{cache.bytes_in_words(size)}.",
-        f"1 character = {count_of(grid.size, 'position')}. {_KEPT} kept, {_DROPPED} dropped: no "
-        f"later position is shown it, {_AHEAD} to come: is shown the kept rows of its branch.",
+        f"1 character = {count_of(grid.size, 'position')}: {_KEPT} kept, {_DROPPED} dropped (not "
+        f"shown again), {_AHEAD} to come.",
     ]
     lines = [part for line in lines for part in textwrap.wrap(line, width, subsequent_indent="   ")]
     lines.append("")
@@ -361,7 +360,7 @@ def _pointer(column: int, cache: HeadCache, width: int) -> str:
 def _growth_lines(cache: HeadCache, width: int) -> Iterator[str]:
     """A line for some lengths, with bars on a logarithmic scale."""
     found = cache.growth()
-    title = f"Rows of the head in memory: {cache.growth_in_words()}."
+    title = f"In memory: {cache.growth_in_words()}."
     yield from textwrap.wrap(title, width, subsequent_indent="   ")
     heading = f"{'positions':>9} {'this cache':>19}  "
     yield f"{heading}{_KEPT} this cache, {_DROPPED} all rows; logarithmic"

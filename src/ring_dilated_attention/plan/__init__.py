@@ -9,7 +9,7 @@ how many rows are in use. `zero_keys` counts keys that no rank holds, `check` pr
 
 from .attention import FEW_ADDITIONS, AttentionPlan, plan_attention
 from .cache import CachedBranch, CachePlan, KeptRows, NewTile, plan_cache
-from .cache_usage import BranchUse, cache_use
+from .cache_usage import BranchUse, cache_use, plan_any_length
 from .check import check_plan, enumerated, proof_steps
 from .costs import (
     Balance,
@@ -63,6 +63,7 @@ __all__ = [
     "flops_by_rank",
     "flops_of_rank",
     "memory",
+    "plan_any_length",
     "plan_attention",
     "plan_cache",
     "proof_steps",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..pattern import DilatedPattern
-from .cache import CachedBranch, plan_cache
+from .cache import CachedBranch, CachePlan, plan_cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,20 @@ class BranchUse:
         return self.shown / (max(self.heads, 1) * self.steps)
 
 
+def plan_any_length(pattern: DilatedPattern, num_kv_heads: int, length: int) -> CachePlan:
+    """A cache whose text goes on beyond `length` positions, and beyond every segment that ends.
+
+    Of a text that ends with the first segment of a branch, no row is ever dropped.
+
+    Args:
+        pattern: which keys each head sees.
+        num_kv_heads: key and value heads, at least one.
+        length: positions so far.
+    """
+    ends = [segment for segment in pattern.segment_lengths if segment is not None]
+    return plan_cache(pattern, num_kv_heads, max([length, *ends]) + 1)
+
+
 def cache_use(pattern: DilatedPattern, num_kv_heads: int, length: int) -> list[BranchUse]:
     """What each branch keeps after `length` positions, and what a step reads.
 
@@ -47,7 +61,7 @@ def cache_use(pattern: DilatedPattern, num_kv_heads: int, length: int) -> list[B
         num_kv_heads: key and value heads, at least one.
         length: positions so far, at least 1.
     """
-    plan = plan_cache(pattern, num_kv_heads, length + 1)  # what is kept is for a next position
+    plan = plan_any_length(pattern, num_kv_heads, length)
     planned = {branch.index: branch for branch in plan.branches}
     return [
         _use(pattern, num_kv_heads, length, index, planned.get(index))

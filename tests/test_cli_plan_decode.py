@@ -2,6 +2,7 @@
 
 import json
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.plan import cache_use
 
 LONGNET = ["--segment-lengths=2048,4096,8192,16384,32768", "--dilation-rates=1,2,4,6,12"]
-SHAPES = {
+SHAPES: dict[str, Any] = {
     # options of the pattern, as the library takes them; positions; KV heads; documents
     "segments": (([8, 16], [1, 3]), {}, 45, 5, None),
     "document": (([None, 8], [4, 1]), {}, 45, 3, None),

@@ -81,7 +81,7 @@ def states(pattern, kv_heads, kv_head, length, end):
     return found
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(patterns(), st.integers(1, 4), st.integers(1, 120), st.data())
 def test_cells_are_what_is_kept(pattern, kv_heads, length, data):
     head = data.draw(st.integers(0, kv_heads - 1))

@@ -336,7 +336,7 @@ COMMANDS = {
     "big plan": BIG_PLAN,
     "big cache": BIG_PLAN.replace("--show-ranks=17", "--decode"),
     "drawn cache": "draw cache --seq-len=1073741824 "
-    "--segment-lengths=281474976710655,999999999999999,all --dilation-rates=1,1234567,65537",
+    "--segment-lengths=281474976710655,8191,all --dilation-rates=1,1234567,65537",
     "proof": "plan --seq-len=600 --ranks=3 --causal --tiles --num-heads=4 --check",
     "simulate": "simulate --seq-len=300 --ranks=9 --causal --num-heads=2 --head-dim=4 --seed=1",
     "verify": "verify --ranks=1 --seed=1",

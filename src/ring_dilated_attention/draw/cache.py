@@ -362,7 +362,7 @@ def _growth_lines(cache: HeadCache, width: int) -> Iterator[str]:
     found = cache.growth()
     title = f"In memory: {cache.growth_in_words()}."
     yield from textwrap.wrap(title, width, subsequent_indent="   ")
-    heading = f"{'positions':>9} {'this cache':>19}  "
+    heading = f"{'positions':>12} {'this cache':>19}  "
     yield f"{heading}{_KEPT} this cache, {_DROPPED} all rows; logarithmic"
     pairs = list(zip(found.lengths, found.rows, strict=True))
     every = -(-len(pairs) // _MOST_BARS)
@@ -370,4 +370,4 @@ def _growth_lines(cache: HeadCache, width: int) -> Iterator[str]:
     for length, rows in pairs[(len(pairs) - 1) % every :: every]:
         own, dense = (round(np.log2(x + 1) / np.log2(most + 1) * room) for x in (rows, length))
         bar = _KEPT * own + _DROPPED * (dense - own)
-        yield f"{in_units(length):>9} {rows:>19,}  {bar}"
+        yield f"{in_units(length):>12} {rows:>19,}  {bar}"

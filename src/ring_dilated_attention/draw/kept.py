@@ -16,7 +16,7 @@ _LEAST_AHEAD = 8
 _GROWTH_BEYOND = 8
 """Rows are counted for texts of up to so many times the text, or the longest segment."""
 _GROWTH_RANGE, _GROWTH_BELOW = 12, 6
-"""And from so many octaves below that on, or so many below the longest segment."""
+"""And from so many octaves below that on, or so many below the text and the longest segment."""
 MOST_LENGTH = 1 << 48
 """Of a text whose rows are counted."""
 
@@ -118,7 +118,7 @@ def lengths_around(pattern: DilatedPattern, length: int) -> list[int]:
     """Powers of two from well below to well above a length and the longest segment."""
     longest = longest_segment(pattern)
     last = (min(_GROWTH_BEYOND * max(length, longest), MOST_LENGTH) - 1).bit_length()
-    first = min(last - _GROWTH_RANGE, longest.bit_length() - _GROWTH_BELOW)
+    first = min(last - _GROWTH_RANGE, min(length, longest).bit_length() - _GROWTH_BELOW)
     return [1 << power for power in range(max(first, 0), last + 1)]
 
 

@@ -28,7 +28,7 @@ from .costs import (
 from .own import OwnRange, OwnWork
 from .parts import OwnRun
 from .rank import LocalHalves, RankPlan, Step
-from .replicated import replicated_groups, replicated_zero_keys
+from .replicated import replicated_groups, replicated_strips, replicated_zero_keys
 from .rows import Message, PackedTiles, Rows, Run, Tile, TileGroup
 
 __all__ = [
@@ -68,6 +68,7 @@ __all__ = [
     "plan_cache",
     "proof_steps",
     "replicated_groups",
+    "replicated_strips",
     "replicated_zero_keys",
     "returned_bytes",
     "step_imbalance",

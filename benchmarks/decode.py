@@ -16,6 +16,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from ring_dilated_attention import DilatedKVCache, DilatedPattern, cached_attent
 from ring_dilated_attention.decode import CapturedStep
 from ring_dilated_attention.named_patterns import named
 from ring_dilated_attention.nn import LongNet, LongNetConfig
+from ring_dilated_attention.train.config import preset_options
 
 
 class Case(NamedTuple):
@@ -49,9 +51,7 @@ class Case(NamedTuple):
 def cases(*, small: bool) -> list[Case]:
     """Those of the issue: a million keys, or few on a CPU."""
     longnet, keys = named("longnet").pattern, 4096 if small else 1 << 20
-    more = DilatedPattern(
-        [*longnet.segment_lengths, None], [*longnet.dilation_rates, 64]
-    )
+    more = DilatedPattern([*longnet.segment_lengths, None], [*longnet.dilation_rates, 64])
     # One position before the end of every segment: caches are as full as they get.
     return [
         Case("dense", DilatedPattern.dense(), keys, is_dense=True),
@@ -87,10 +87,10 @@ class Timer:
                 taken.append((time.perf_counter() - begun) * 1e3)
         return statistics.median(taken)
 
-    def wall(self, call: Callable[[], Any]) -> float:
-        """Milliseconds of a call by itself, until the device is idle, the median."""
+    def wall(self, call: Callable[[], Any], count: int = 50) -> float:
+        """Milliseconds of a call by itself, until the device is idle, the median of `count`."""
         taken = []
-        for _ in range(10 * self.repeats):
+        for _ in range(count):
             begun = time.perf_counter()
             call()
             if self.device.type == "cuda":
@@ -195,30 +195,57 @@ def error_of(
     return (wrong / total) ** 0.5
 
 
-def model_step(timer: Timer, dtype: torch.dtype, prompt: int, *, small: bool) -> dict[str, Any]:
-    """A model after a long prompt: prefill, then a token at a time, as it is and in a graph."""
-    longnet = named("longnet").pattern
-    width, layers = (128, 2) if small else (768, 12)
-    config = LongNetConfig(
-        vocab_size=256 if small else 64_000, num_layers=layers, embed_dim=width, num_heads=12 if not small else 4,
-        ffn_dim=4 * width, segment_lengths=longnet.segment_lengths,
-        dilation_rates=longnet.dilation_rates,
-    )  # fmt: skip
-    device = timer.device
-    model = LongNet(config, chunk_rows=65_536).to(device, dtype).eval()
-    tokens = torch.randint(config.vocab_size, (1, prompt), device=device)
-    caches = model.make_caches(1)
-    token = tokens[:, :1]
-    found: dict[str, Any] = {"case": "model", "prompt": prompt}
+def model_step(timer: Timer, prompt: int, *, small: bool) -> dict[str, Any]:
+    """`longnet-base` after a long prompt: prefill, then token by token, also in a graph."""
+    preset = dict(preset_options("longnet-base"))
+    shape = {x.name: preset[x.name] for x in fields(LongNetConfig) if x.name in preset}
+    if small:
+        shape |= {"num_layers": 2, "embed_dim": 96, "ffn_dim": 384}
+    device, dtype = timer.device, torch.float32 if small else torch.bfloat16
+    model = LongNet(LongNetConfig(**shape), chunk_rows=preset["chunk_rows"]).to(device, dtype)
+    tokens = torch.randint(model.config.vocab_size, (1, prompt), device=device)
+    caches = model.make_caches(1, max_length=prompt + 100_000)
+    token, few = tokens[:, :1], Timer(device, 1)
+    found: dict[str, Any] = {"case": "longnet-base", "prompt": prompt}
     with torch.no_grad():
-        found["prefill_ms"] = timer.wall(lambda: model.prefill(tokens, caches))
-        found["forward_ms"] = timer.wall(lambda: model(tokens[:, :prompt]) if small else _hidden(model, tokens))
-        for _ in range(5):
+        for _ in range(2):
+            model.prefill(tokens, caches)
+            model.loss(tokens, tokens)
+        found["prefill_ms"] = few.wall(lambda: model.prefill(tokens, caches), 5)
+        found["loss_ms"] = few.wall(lambda: model.loss(tokens, tokens), 5)
+        model.prefill(tokens, caches)
+        for _ in range(20):
             model.step(token, caches)
         found["step_ms"] = timer.wall(lambda: model.step(token, caches))
         if device.type == "cuda":
             captured = CapturedStep(lambda x: model.step(x, caches), token, caches)
             found["graph_ms"] = timer.wall(lambda: captured(token))
-            found["peak_bytes"] = torch.cuda.max_memory_allocated(device)
+            found["graph_gpu_ms"] = timer.queued(lambda: captured(token))
     found["cache_bytes"] = sum(cache.nbytes for cache in caches)
     return found
+
+
+def main() -> None:
+    """Check and time everything; a table at the end."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
+    parser.add_argument("--small", action="store_true", help="few keys, a small model, float32")
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--out", type=Path, help="a JSON file for all numbers")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    timer = Timer(torch.device(options.device), options.repeats)
+    dtype = torch.float32 if options.small else torch.bfloat16
+    rate = copy_rate(timer)
+    found = [attention(case, timer, dtype, rate) for case in cases(small=options.small)]
+    found.append(model_step(timer, 5000 if options.small else 1 << 20, small=options.small))
+    if options.out:
+        options.out.write_text(json.dumps({"copy_bytes_per_s": rate, "found": found}, indent=1))
+    print(f"copy: {rate / 1e12:.2f} TB/s")
+    for each in found:
+        words = (f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in each.items())
+        print("  ".join(words))
+
+
+if __name__ == "__main__":
+    main()

@@ -2,13 +2,14 @@
 
 `parts` says what ranks hold and who shares a segment with whom. `rows` is what tiles and messages
 are made of, and `tiling` makes them. `attention` is the plan of a world, `rank` that of one rank,
-`replicated` that of queries which every rank holds, `cache` what a KV cache keeps, `cache_usage`
-how many rows are in use. `zero_keys` counts keys that no rank holds, `check` proves a plan, and
-`costs` counts its bytes and operations.
+`replicated` that of queries which every rank holds, `cache` what a KV cache keeps, `cache_step`
+what one new position reads of it, and `cache_usage` how many rows are in use. `zero_keys` counts
+keys that no rank holds, `check` proves a plan, and `costs` counts its bytes and operations.
 """
 
 from .attention import FEW_ADDITIONS, AttentionPlan, plan_attention
 from .cache import CachedBranch, CachePlan, KeptRows, NewTile, plan_cache
+from .cache_step import CacheStep, StepTile, plan_step
 from .cache_usage import BranchUse, cache_use, plan_any_length
 from .check import check_plan, enumerated, proof_steps
 from .costs import (
@@ -37,6 +38,7 @@ __all__ = [
     "Balance",
     "BranchUse",
     "CachePlan",
+    "CacheStep",
     "CachedBranch",
     "KeptRows",
     "LocalHalves",
@@ -51,6 +53,7 @@ __all__ = [
     "Rows",
     "Run",
     "Step",
+    "StepTile",
     "TensorSize",
     "Tile",
     "TileGroup",
@@ -66,6 +69,7 @@ __all__ = [
     "plan_any_length",
     "plan_attention",
     "plan_cache",
+    "plan_step",
     "proof_steps",
     "replicated_groups",
     "replicated_strips",

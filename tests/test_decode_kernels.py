@@ -2,6 +2,7 @@
 
 import os
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -9,13 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import patterns
 
+import ring_dilated_attention
 from ring_dilated_attention import (
     DilatedKVCache,
     DilatedPattern,
     SequenceLayout,
-    cached_attention,
     plan_attention,
-    replicated_query_attention,
 )
 from ring_dilated_attention.checks import KINDS, reference_attention, relative_error
 from ring_dilated_attention.decode.by_kernel import attend_by_kernel
@@ -27,9 +27,15 @@ pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not (torch.cuda.is_available() or INTERPRETED):
     pytest.skip("needs CUDA or TRITON_INTERPRET=1", allow_module_level=True)
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning"),
+    *([] if INTERPRETED else [pytest.mark.gpu]),
+]
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 TOLERANCE = 1e-5
+attend: Any = ring_dilated_attention.cached_attention
+attend_whole: Any = ring_dilated_attention.replicated_query_attention
+attend_of_rank: Any = attend_by_kernel
 LONGNET = DilatedPattern([8, 16, 32], [1, 2, 5])
 
 
@@ -49,12 +55,13 @@ def check(out, lse, want, positions):
     assert torch.equal(torch.isneginf(lse), hidden)
     assert (out.transpose(1, 2)[hidden] == 0).all()
     assert relative_error(out, expected) < TOLERANCE
-    assert relative_error(lse.masked_fill(hidden, 0), expected_lse.masked_fill(hidden, 0)) < TOLERANCE
+    both = (x.masked_fill(hidden, 0) for x in (lse, expected_lse))
+    assert relative_error(*both) < TOLERANCE
 
 
-def reference(query, key, value, pattern, **options):
-    tensors = (x.double() for x in (query, key, value))
-    return reference_attention(*tensors, pattern, **options)
+def reference(*tensors, pattern, **options):
+    plain: Any = reference_attention
+    return plain(*(x.double() for x in tensors), pattern, **options)
 
 
 def decode(pattern, prompt, counts, *, heads=4, kv_heads=2, batch=1, kind=None, **options):
@@ -63,10 +70,8 @@ def decode(pattern, prompt, counts, *, heads=4, kv_heads=2, batch=1, kind=None, 
     tensors = rows_of(heads, kv_heads, length, batch)
     if kind:
         tensors = tuple(kind.fit(x) for x in tensors)
-    want = reference(*tensors, pattern, is_causal=True)
-    cache = DilatedKVCache(
-        pattern, batch, kv_heads, 8, max_length=length, device=DEVICE, **options
-    )
+    want = reference(*tensors, pattern=pattern, is_causal=True)
+    cache = DilatedKVCache(pattern, batch, kv_heads, 8, max_length=length, device=DEVICE, **options)
     cache.keys.fill_(torch.nan)  # what nobody wrote is not to be read
     cache.values.fill_(torch.nan)
     if prompt:
@@ -78,7 +83,7 @@ def decode(pattern, prompt, counts, *, heads=4, kv_heads=2, batch=1, kind=None, 
         new = [x[:, first:stop] for x in tensors]
         if kind:
             new = [kind.view(x) for x in new]
-        out, lse = cached_attention(*new, cache, backend="triton", return_lse=True)
+        out, lse = attend(*new, cache, backend="triton", return_lse=True)
         check(out, lse, want, range(first, stop))
     assert cache.lengths.tolist() == [length] * batch == list(cache.known_lengths)
     return cache
@@ -112,11 +117,13 @@ def test_rows_of_a_batch_have_lengths_of_their_own():
     cache.prefill(key[:, :40], value[:, :40], lengths=lengths)
     for step in (slice(40, 41), slice(41, 44)):
         new = [x[:, step] for x in (query, key, value)]
-        out, lse = cached_attention(*new, cache, backend="triton", return_lse=True)
+        out, lse = attend(*new, cache, backend="triton", return_lse=True)
         for row, length in enumerate(lengths):
             kept = [*range(length), *range(40, 60)]
             want = reference(
-                *(x[row : row + 1, kept] for x in (query, key, value)), LONGNET, is_causal=True
+                *(x[row : row + 1, kept] for x in (query, key, value)),
+                pattern=LONGNET,
+                is_causal=True,
             )
             first = step.start - 40 + length
             at = range(first, first + step.stop - step.start)
@@ -128,7 +135,7 @@ def test_each_rank_computes_its_share(shards):
     """The kernels of one rank after the other: the interpreter takes one thread."""
     pattern, counts = DilatedPattern([8, 16, None], [1, 3, 2]), [3, 1, 16, 1, 5]
     query, key, value = rows_of(4, 2, sum(counts))
-    want = reference(query, key, value, pattern, is_causal=True)
+    want = reference(query, key, value, pattern=pattern, is_causal=True)
     worlds = run_loopback(shards, lambda ends: ends)
     caches = []
     for ends in worlds:
@@ -140,7 +147,7 @@ def test_each_rank_computes_its_share(shards):
     first = 0
     for count in counts:
         new = [x[:, first : first + count] for x in (query, key, value)]
-        parts = [attend_by_kernel(*new, cache, 8**-0.5) for cache in caches]
+        parts = [attend_of_rank(*new, cache, 8**-0.5) for cache in caches]
         out, lse = parts[0]
         for other, other_lse in parts[1:]:
             merge_(out, lse, other, other_lse)
@@ -155,7 +162,7 @@ def test_a_position_without_room_is_nan(monkeypatch):
     cache.prefill(key[:, :3], value[:, :3])
     monkeypatch.setattr("ring_dilated_attention.decode.lengths.check_room", lambda *_: None)
     new = [x[:, 3:5] for x in (query, key, value)]
-    out = cached_attention(*new, cache, backend="triton")
+    out = attend(*new, cache, backend="triton")
     assert torch.isfinite(out[:, 0]).all()
     assert torch.isnan(out[:, 1]).all()
 
@@ -168,8 +175,8 @@ def test_replicated_queries_take_the_kernels(pattern, is_causal, length, data):
     cut = data.draw(st.integers(0, length))
     layout = SequenceLayout([[(cut, length), (0, cut)]])
     query, key, value = rows_of(4, 2, length, batch=2)
-    want = reference(query, key, value, pattern, is_causal=is_causal)
-    out, lse = replicated_query_attention(
+    want = reference(query, key, value, pattern=pattern, is_causal=is_causal)
+    out, lse = attend_whole(
         query[:, positions.start : positions.stop],
         *(layout.shard(x, 0, 1) for x in (key, value)),
         pattern,
@@ -189,7 +196,7 @@ def test_strips_hold_each_visible_key_once(pattern, is_causal, length, kv_heads,
     first = data.draw(st.integers(0, length - 1))
     positions = range(first, data.draw(st.integers(first + 1, length)))
     plan = plan_attention(pattern, layout, is_causal=is_causal, num_heads=kv_heads)
-    seen = {}
+    seen: dict[tuple[int, int], list[int]] = {}
     for rank, ranges in enumerate(layout.ranges):
         held = [position for start, stop in ranges for position in range(start, stop)]
         for head, strips in enumerate(replicated_strips(plan, positions, rank)):
@@ -198,7 +205,7 @@ def test_strips_hold_each_visible_key_once(pattern, is_causal, length, kv_heads,
                 for query, limit in zip(positions, limits, strict=True):
                     for place in range(limit):
                         seen.setdefault((head, query), []).append(held[row + place * step])
-    want = {}
+    want: dict[tuple[int, int], list[int]] = {}
     for branch, (segment, rate) in enumerate(pattern.branches):
         segment = segment or length
         for head, offset in pattern.heads(branch, kv_heads):
@@ -215,4 +222,4 @@ def test_too_many_new_positions_for_the_kernels():
     query, key, value = rows_of(2, 1, 65)
     cache = DilatedKVCache(LONGNET, 1, 1, 8, device=DEVICE)
     with pytest.raises(ValueError, match="decodes at most 64 new positions a call; got 65"):
-        cached_attention(query, key, value, cache, backend="triton")
+        attend(query, key, value, cache, backend="triton")

@@ -13,6 +13,7 @@ from ..engine import merge_
 from ..plan import NewTile
 from ..tiles import Selection, TileBackend, TileInputs, accumulate_dtype
 from .cache import DilatedKVCache
+from .one_position import attend_one_position
 from .slots import runs_of_slots
 
 
@@ -38,26 +39,22 @@ def attend_by_tiles(
         out (batch, m, heads, head_dim) and lse (batch, m, heads), float32 or float64.
     """
     batch, count, kv_heads, head_dim = key.shape
+    if count == 1:
+        return attend_one_position(query, key, value, cache, selection, scale)
     assert selection.backend is not None
     dtype = accumulate_dtype(query.dtype)
     q_bnkgd = query.reshape(batch, count, kv_heads, -1, head_dim)
     out = torch.zeros(q_bnkgd.shape, dtype=dtype, device=query.device)
     lse = out.new_full(out.shape[:-1], -torch.inf)
-    equal_rows = list(cache.equal_rows())
-    if count == 1:  # its own row joins those before: nothing that is needed is overwritten
-        cache.write(key, value)
     tensors = (q_bnkgd, key, value)
-    for rows, length in equal_rows:
+    for rows, length in cache.equal_rows():
         for tile in cache.plan.new_tiles(length, count):
             results = tuple(x[rows, tile.queries, tile.kv_heads] for x in (out, lse))
             parts = [x[rows, tile.queries, tile.kv_heads] for x in tensors]
-            if count == 1:
-                tile = tile._replace(kept=range(tile.kept.start, tile.kept.stop + 1))
-            elif cache.shard == 0:  # on one rank: all have the new rows
+            if cache.shard == 0:  # on one rank: all have the new rows
                 _attend_new(parts, results, selection.backend, scale)
             _attend_kept(parts[0], rows, tile, cache, selection, scale, results)
-    if count > 1:
-        cache.write(key, value)
+    cache.write(key, value)
     cache.advanced(count)
     cache.lengths += count
     return out.flatten(2, 3), lse.flatten(2)

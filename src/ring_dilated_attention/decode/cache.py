@@ -150,6 +150,19 @@ class DilatedKVCache:
         """`lengths` as ints, without waiting for the device; see `advanced`."""
         return tuple(self._known.known)
 
+    def known(self) -> Lengths:
+        """What is known of the rows' lengths, for `set_known`."""
+        return self._known.copy()
+
+    def set_known(self, lengths: Lengths) -> None:
+        """Go back to what was known: the rows since then were at most `max_rewind` and one more."""
+        self._known = lengths.copy()
+        self._tell_device()
+
+    def check_room(self, count: int) -> None:
+        """Raise a `ValueError` unless there is room for `count` more positions of every row."""
+        self._known.check_more(count, self.plan)
+
     def equal_rows(self) -> Iterator[EqualRows]:
         """The rows of the batch, those of equal lengths together as far as evenly spaced."""
         return self._known.equal_rows()
@@ -378,7 +391,7 @@ class DilatedKVCache:
         check_tensors((key, value), self.keys, self.plan, self._batch)
         if key.shape[1] == 0:
             raise ValueError("there must be one new position at least; key has no rows")
-        self._known.check_more(key.shape[1], self.plan)
+        self.check_room(key.shape[1])
 
     @property
     def described(self) -> str:

@@ -98,7 +98,23 @@ def cached_attention(
         torch.Size([1, 1, 8, 16])
     """
     _check_cache(cache)
-    query, key, value = autocast_inputs(query, key, value)
+    call = _call
+    if torch.compiler.is_compiling():
+        # Not to be traced: the lengths, which decide what is computed, change from call to call.
+        call = torch.compiler.disable(_call)  # type: ignore[no-untyped-call]
+    out, lse = call((query, key, value), cache, scale, backend, return_lse)
+    return (out, lse.transpose(1, 2).contiguous()) if return_lse else out
+
+
+def _call(
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    cache: DilatedKVCache,
+    scale: float | None,
+    backend: Backend,
+    return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Check, agree, run: out (batch, m, heads, head_dim) and lse (batch, m, heads)."""
+    query, key, value = autocast_inputs(*tensors)
     ends = cache.exchange
     if not cache.is_sharded:
         _check(query, key, value, cache, scale, backend, return_lse)
@@ -124,8 +140,7 @@ def cached_attention(
             settle(scope, ends, device, shared, failure)
             out, lse = _attend(query, key, value, cache, scale, backend)
             out, lse = merged_over_ranks(ends, out, lse)
-    out = out.to(query.dtype)
-    return (out, lse.transpose(1, 2).contiguous()) if return_lse else out
+    return out.to(query.dtype), lse
 
 
 def _check_cache(cache: DilatedKVCache) -> None:

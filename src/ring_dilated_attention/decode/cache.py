@@ -50,8 +50,8 @@ class DilatedKVCache:
             None, the default: any number; not for patterns with a segment length of None, which
             keep rows of the whole document.
         max_rewind: the most positions that `rewind` may take back, counted from the most that a row
-            has had; 0 by default. A branch keeps as many rows more as `max_rewind` positions have
-            members: about ``max_rewind / r``.
+            has had; 0 by default. A branch (w, r) has room for the rows of w + `max_rewind`
+            positions: about ``max_rewind / r`` rows more.
         dtype: of keys and values, float64, float32, bfloat16 or float16; None: torch's default.
         device: where they are; None: torch's default.
         group: the ranks that generate together: a ProcessGroup, a 1-D DeviceMesh, an `Exchange`, or

@@ -148,6 +148,9 @@ def _columns(
 ) -> _Columns:
     """Check a call with a cache, and lay its columns out."""
     refuse(module, given, ends.world_size)
+    cache = given.get("past_key_values")
+    if cache is not None:
+        _check_cache(cache)
     _refuse_with_cache(module, given, ends)
     inputs = inputs_of(given)
     batch, count = inputs.shape[:2]
@@ -155,9 +158,7 @@ def _columns(
         raise ValueError(
             f"there must be a token at least; got input of shape {tuple(inputs.shape)}"
         )
-    cache = given.get("past_key_values")
     cache = DilatedCache(module) if cache is None else cache
-    _check_cache(cache)
     was, now = cache.settings, settings
     if (was.pattern, was.group) != (now.pattern, now.group):
         raise ValueError(
@@ -226,20 +227,11 @@ def _prompt(
             "right; in some row it is 0 between them"
         )
     _check_position_ids(given, places, valid, batch)
-    layout, width = None, count
+    layout, width, positions = None, count, rows.positions
     if ends.world_size > 1:
         width = max(count, 2 * ends.world_size)  # transformers' models take no empty shards
-        layout = settings.layout
-        if layout is None or layout.length != width:
-            layout = SequenceLayout.zigzag(width, ends.world_size)
-        layout.check_shard(
-            ends.rank, ends.world_size, layout.local_length(ends.rank), "the prompt has them"
-        )
-    positions = layout.positions(ends.rank, device=device) if layout else rows.positions
-    if not len(positions):
-        raise ValueError(
-            f"every rank must hold a position of the prompt; the layout gives rank {ends.rank} none"
-        )
+        layout = _layout(settings.layout, width, ends.world_size)
+        positions = layout.positions(ends.rank, device=device)
     call = CachedCall(
         settings,
         documents=None,
@@ -254,6 +246,14 @@ def _prompt(
         valid=valid,
     )
     return _Columns(call, width, positions[None])
+
+
+def _layout(given: SequenceLayout | None, length: int, world_size: int) -> SequenceLayout:
+    """That of the model where it is one of such a prompt, else one that balances causal work."""
+    if given is not None and (given.length, given.world_size) == (length, world_size):
+        if all(given.local_length(rank) for rank in range(world_size)):
+            return given
+    return SequenceLayout.zigzag(length, world_size)
 
 
 def _local(x: Tensor, columns: _Columns, rank: int) -> Tensor:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from transformers_models import DENSE, LENGTH, PATTERN, SMALL, make
+from transformers_models import DENSE, FINITE, LENGTH, PATTERN, SMALL, make, prompt, ready
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout
 from ring_dilated_attention.checks import relative_error, run_ranks
@@ -19,26 +19,18 @@ from ring_dilated_attention.integrations.transformers import (
 )
 from ring_dilated_attention.plan import plan_cache
 
-FINITE = DilatedPattern([8, 19], [1, 2])
 BLOCKED = DilatedPattern([8, 19, 30], [1, 2, 3], head_offsets="blocked")
 PATTERNS = {"whole": PATTERN, "finite": FINITE, "blocked": BLOCKED, "dense": DENSE}
-NEW = 24
+NEW = 20
 
 
-def ready(family="Llama", pattern=PATTERN, **changes):
-    """A model to generate with, which no token stops."""
-    changes |= {"sliding_window": None} if family == "Mistral" else {}
-    model = make(family, **changes).eval()
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
-    set_attention(model, pattern)
-    return model
-
-
-def prompt(rows=2, length=LENGTH, seed=0):
-    """Tokens other than that of padding."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(1, 61, (rows, length), generator=generator)
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Steps of one token are too small for several, which would wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def padded_left(ids, *padding):
@@ -138,7 +130,7 @@ def test_logits_and_hidden_states_of_padded_rows():
 @pytest.mark.parametrize("options", [{"num_beams": 4}, {"num_beams": 3, "num_return_sequences": 2}])
 def test_beam_search(options):
     model, ids = ready(pattern=FINITE), prompt()
-    options |= {"max_new_tokens": NEW, "do_sample": False}
+    options = {"max_new_tokens": NEW, "do_sample": False, **options}
     want = model.generate(ids, use_cache=False, **options)
     assert torch.equal(model.generate(ids, **options), want)
 
@@ -168,10 +160,14 @@ def test_assisted_generation(pattern, kind):
     elif kind != "lookup":
         remove_attention(helper)
     options = {"prompt_lookup_num_tokens": 3} if kind == "lookup" else {"assistant_model": helper}
-    cropped = []
-    crop = DilatedCache.crop
+    cropped, crop = [], DilatedCache.crop
+
+    def noted(self, count):
+        cropped.append(count)
+        crop(self, count)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DilatedCache, "crop", lambda self, n: cropped.append(n) or crop(self, n))
+        patch.setattr(DilatedCache, "crop", noted)
         got = model.generate(ids, max_new_tokens=NEW, do_sample=False, **options)
     assert torch.equal(got, want)
     assert min(cropped) < 0
@@ -180,23 +176,23 @@ def test_assisted_generation(pattern, kind):
 @pytest.mark.parametrize("padding", [(0, 0), (0, 11)])
 def test_a_chat_goes_on(padding):
     model, ids = ready(), prompt(2, LENGTH)
-    cache, given = None, padded_left(ids, *padding)
+    cache, given = DilatedCache(model), padded_left(ids, *padding)
+    options = {"do_sample": False, "return_dict_in_generate": True}
     for turn, count in enumerate((7, 1, 12)):
-        options = {} if cache is None else {"past_key_values": cache}
-        out = model.generate(
-            **given, max_new_tokens=count, do_sample=False, return_dict_in_generate=True, **options
-        )
+        went_on = copy.deepcopy(cache)  # of its own rows: both go on from the same text
+        out = model.generate(**given, max_new_tokens=count, past_key_values=cache, **options)
+        again = model.generate(**given, max_new_tokens=count, past_key_values=went_on, **options)
+        assert out.past_key_values is cache
+        assert torch.equal(out.sequences, again.sequences)
         for row, skip in enumerate(padding):
             tokens = given["input_ids"][row : row + 1, skip:]
-            assert torch.equal(out.sequences[row, skip:], without_cache(model, tokens, count)[0][0])
-        cache = out.past_key_values
+            want, _ = without_cache(model, tokens, count)
+            assert torch.equal(out.sequences[row, skip:], want[0])
         assert cache.get_seq_length() == out.sequences.shape[1] - 1
-        if turn == 1:  # the same prompt may go on twice
-            copy.deepcopy(cache).reset()
         said = torch.cat([out.sequences, prompt(2, 9, seed=turn)], 1)
         given = padded_left(said, *padding)
     cache.reset()
-    again = model.generate(prompt(1, 5), max_new_tokens=3, do_sample=False, past_key_values=cache)
+    again = model.generate(prompt(1, 5), max_new_tokens=3, past_key_values=cache, do_sample=False)
     assert torch.equal(again, without_cache(model, prompt(1, 5), 3)[0])
 
 
@@ -230,7 +226,7 @@ def test_compiled():
         want = model(ids).logits
         first = compiled(ids[:, :30], use_cache=True)
         assert relative_error(first.logits, want[:, :30]) < 1e-10
-        for at in range(30, 34):
+        for at in (30, 31):
             step = compiled(ids[:, at : at + 1], past_key_values=first.past_key_values)
             assert relative_error(step.logits, want[:, at : at + 1]) < 1e-10
 
@@ -247,13 +243,13 @@ def test_bytes_are_the_closed_form_and_do_not_grow():
     model, ids = ready(pattern=FINITE), prompt(1, 5)
     cache, sizes = DilatedCache(model), []
     with torch.no_grad():
-        for _ in range(300):
+        for _ in range(120):
             logits = model(ids, past_key_values=cache, use_cache=True).logits
             ids = logits[:, -1:].argmax(-1)
             sizes.append(cache.nbytes)
-    assert cache.lengths == (304,)
+    assert cache.lengths == (124,)
     assert sizes[-1] == closed_form(model, FINITE, 1, None)
-    assert sizes[50:] == sizes[-1:] * 250
+    assert sizes[30:] == sizes[-1:] * 90
     out = ready().generate(prompt(), max_new_tokens=NEW, return_dict_in_generate=True)
     assert out.past_key_values.nbytes == closed_form(model, PATTERN, 2, LENGTH + NEW - 1)
 
@@ -360,12 +356,13 @@ def test_any_ranks_return_all_logits_of_a_prompt():
         assert relative_error(part, want[:, -5:]) < 1e-10
 
 
-def processes(rank, world_size, sharded):
+def processes(rank, world_size):
     """Greedy and sampled, and a chat that goes on, by processes that have a seed each."""
+    torch.set_num_threads(1)
     model, ids = ready(), prompt()
     want, _ = without_cache(model, ids, 6)
     set_attention(model, PATTERN, group=dist.group.WORLD)
-    cache = DilatedCache(model, sharded=sharded)
+    cache = DilatedCache(model, sharded=True)
     got = model.generate(ids, max_new_tokens=6, do_sample=False, past_key_values=cache)
     torch.manual_seed(11)
     said = torch.cat([got, prompt(2, 9, seed=1)], 1)
@@ -379,9 +376,8 @@ def processes(rank, world_size, sharded):
     return torch.equal(got, want), said, chat, message
 
 
-@pytest.mark.parametrize(("world", "sharded"), [(2, True), (3, False)])
-def test_processes_generate_the_same(world, sharded):
-    outcomes = run_ranks(processes, world, sharded)
+def test_processes_generate_the_same():
+    outcomes = run_ranks(processes, 3)
     model = ready()
     torch.manual_seed(11)
     want = model.generate(outcomes[0][1], max_new_tokens=9, do_sample=True)

@@ -250,9 +250,9 @@ def _prompt(
 
 def _layout(given: SequenceLayout | None, length: int, world_size: int) -> SequenceLayout:
     """That of the model where it is one of such a prompt, else one that balances causal work."""
-    if given is not None and (given.length, given.world_size) == (length, world_size):
-        if all(given.local_length(rank) for rank in range(world_size)):
-            return given
+    fits = given is not None and (given.length, given.world_size) == (length, world_size)
+    if fits and given and all(given.local_length(rank) for rank in range(world_size)):
+        return given
     return SequenceLayout.zigzag(length, world_size)
 
 

@@ -138,7 +138,8 @@ def prepared(module: nn.Module, settings: Settings, given: dict[str, Any]) -> di
                 found = lengths_of_mask(padding, ends, layout, scope)
         except ValueError as error:  # the same on every rank
             raise ValueError(
-                f"attention_mask must be a right padding, 1 at the first positions: {error}"
+                "attention_mask must be a right padding, 1 at the first positions (on the left it "
+                f"may be in calls with a KV cache): {error}"
             ) from None
         lengths = None if set(found) == {rows.total} else found
     if position_ids is None:

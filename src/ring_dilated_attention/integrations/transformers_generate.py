@@ -224,7 +224,8 @@ def _prompt(
     if valid is not None and not torch.equal(valid, (places >= 0) & (places < stops)):
         raise ValueError(
             "attention_mask must be 1 at columns side by side, with padding on the left or on the "
-            "right; in some row it is 0 between them"
+            "right; in some row it is 0 between them (generate takes every pad_token_id for padding "
+            "if no mask is given: pass attention_mask where that token is in the text)"
         )
     _check_position_ids(given, places, valid, batch)
     layout, width, positions = None, count, rows.positions

@@ -219,8 +219,8 @@ def test_positions_are_taken_back_only_as_far_as_they_can():
         cache.crop(-2)
     cache.crop(54)  # as older versions say it: so many are to stay
     assert cache.lengths == (54, 54)
-    assert cache.is_croppable
-    assert not filled(model).is_croppable
+    assert cache.layers[0].is_croppable
+    assert not filled(model).layers[0].is_croppable
     with pytest.raises(ValueError, match=r"made with DilatedCache\(model, max_rewind=64\)"):
         filled(model).activate_past_recording()
 

@@ -147,6 +147,8 @@ class DilatedCache(Cache):  # type: ignore[misc]
         """-1: there is no maximum."""
         return -1
 
+    get_max_cache_shape = get_max_length  # its name in older versions of transformers
+
     # What becomes of it.
 
     def update(

@@ -30,6 +30,7 @@ from .transformers_call import (
     refuse,
 )
 
+_DYNAMIC = (None, "dynamic", "dynamic_full")  # "full": older versions take positions back from it
 _PLAIN = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache_position")
 
 
@@ -116,7 +117,7 @@ def prepare_cache_for_generation(
         return
     kind = generation_config.cache_implementation
     cache = model_kwargs.get("past_key_values")
-    if kind is not None:
+    if kind not in _DYNAMIC:
         raise ValueError(
             "a model with set_attention generates with a DilatedCache: cache_implementation must "
             f"be None; got {kind!r}"
@@ -134,7 +135,7 @@ def prepare_cache_for_generation(
             named = ("prompt_lookup_num_tokens", "num_assistant_tokens")
             rewind = max(getattr(generation_config, key, None) or 0 for key in named)
         cache = DilatedCache(model, max_length=max_cache_length, max_rewind=rewind)
-        if generation_config.is_assistant:
+        if generation_config.is_assistant or kind == "dynamic_full":
             cache.activate_past_recording()
         model_kwargs["past_key_values"] = cache
     else:
@@ -224,8 +225,8 @@ def _prompt(
     if valid is not None and not torch.equal(valid, (places >= 0) & (places < stops)):
         raise ValueError(
             "attention_mask must be 1 at columns side by side, with padding on the left or on the "
-            "right; in some row it is 0 between them (generate takes every pad_token_id for padding "
-            "if no mask is given: pass attention_mask where that token is in the text)"
+            "right; in some row it is 0 between them (without a mask, generate takes pad_token_id "
+            "for padding: pass attention_mask where that token is in the text)"
         )
     _check_position_ids(given, places, valid, batch)
     layout, width, positions = None, count, rows.positions
@@ -246,7 +247,8 @@ def _prompt(
         after=lengths,
         valid=valid,
     )
-    return _Columns(call, width, positions[None])
+    # A model that looks at the largest position, or has few, is not to see those of padding.
+    return _Columns(call, width, positions[None].clamp(max=max(0, max(lengths) - 1)))
 
 
 def _layout(given: SequenceLayout | None, length: int, world_size: int) -> SequenceLayout:

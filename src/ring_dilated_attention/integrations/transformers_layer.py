@@ -42,6 +42,8 @@ class DilatedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         """-1: there is no maximum."""
         return -1
 
+    get_max_cache_shape = get_max_length  # its name in older versions of transformers
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Refused; `DilatedCache` makes `kv` when a prompt comes."""
         raise NotImplementedError(_THROUGH_THE_CACHE)

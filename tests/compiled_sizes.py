@@ -5,6 +5,7 @@ Run by itself, without TRITON_INTERPRET: `python tests/compiled_sizes.py 80`.
 
 import json
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ring_dilated_attention.kernels import backward, forward, own_backward, own_forward, tuning
+from ring_dilated_attention.kernels import (
+    backward,
+    decode,
+    forward,
+    own_backward,
+    own_forward,
+    tuning,
+)
+from ring_dilated_attention.kernels.device_profile import H200
 
 KERNELS: dict[str, Any] = {
     "forward": forward._forward_kernel,
@@ -21,9 +30,16 @@ KERNELS: dict[str, Any] = {
     "own_forward": own_forward._forward_kernel,
     "own_dq": own_backward._dq_kernel,
     "own_dkdv": own_backward._dkdv_kernel,
+    "decode": decode._split_kernel,
 }
-TABLES = {"cells": "*i64", **dict.fromkeys(("programs", "ranges", "branches", "order"), "*i32")}
-TENSORS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
+TABLES = {
+    **dict.fromkeys(("cells", "strips"), "*i64"),
+    **dict.fromkeys(("programs", "ranges", "branches", "order", "labels"), "*i32"),
+    **dict.fromkeys(("part_out", "part_lse"), "*fp32"),
+}
+TENSORS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "new_k", "new_v")
+DECODED = [(2, 64), (2, 128), (4, 128), (4, 256)]
+"""Bytes of an element and head_dims for which decoding is compiled, as for a smaller GPU."""
 
 
 def shared_bytes(name, itemsize, head_dim, config, capability):
@@ -36,8 +52,11 @@ def shared_bytes(name, itemsize, head_dim, config, capability):
         "BLOCK_N": config.block_n,
         "PRECISION": "ieee",
         "IS_CAUSAL": True,
-        **{x: False for x in ("WIDE", "STORE", "ZERO_KEYS", "DETACHED") if x in kernel.arg_names},
+        "BLOCK_NEW": 64,
+        "WITH_NEW": True,
+        **dict.fromkeys(("WIDE", "STORE", "ZERO_KEYS", "DETACHED"), False),
     }
+    constants = {x: value for x, value in constants.items() if x in kernel.arg_names}
     element = {2: "*fp16", 4: "*fp32"}[itemsize]
     types = {**TABLES, **dict.fromkeys(TENSORS, element), "lse": "*fp32", "delta": "*fp32"}
     types |= {"scale": "fp32"} | dict.fromkeys(constants, "constexpr")
@@ -65,4 +84,13 @@ if __name__ == "__main__":
         found.append([name, needed, *sizes])
     config = tuning.default_config("forward", 128, torch.float16, queries=4096, keys=4096)
     found.append(["forward", 0, 0, shared_bytes("forward", 2, 128, config, int(sys.argv[1]))])
+    small = replace(H200, shared_bytes=99 << 10)
+    for itemsize, head_dim in DECODED:
+        dtype = {2: torch.float16, 4: torch.float32}[itemsize]
+        vars(tuning)["profile_of"] = lambda device: small
+        config = tuning.decode_config(
+            head_dim, dtype, queries=256, keys=4096, device=torch.device("cpu")
+        )
+        size = shared_bytes("decode", itemsize, head_dim, config, int(sys.argv[1]))
+        found.append(["decode", 0, 0, size])
     print(json.dumps(found))

@@ -27,7 +27,13 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention
+from ring_dilated_attention import (
+    DilatedKVCache,
+    DilatedPattern,
+    SequenceLayout,
+    cached_attention,
+    dilated_attention,
+)
 from ring_dilated_attention.checks import forked_context
 from ring_dilated_attention.engine import compute
 from ring_dilated_attention.exchange import ExchangeError, ProcessGroupExchange, collectives
@@ -83,6 +89,31 @@ class Rank:
             group=self.group,
             layout=self.layout,
         )
+
+    def cache(self) -> DilatedKVCache:
+        """A KV cache that all ranks share."""
+        dtype = torch.float16 if self.device.type == "cuda" else torch.float32
+        return DilatedKVCache(
+            self.pattern,
+            batch=1,
+            num_kv_heads=4,
+            head_dim=16,
+            max_length=100,
+            dtype=dtype,
+            device=self.device,
+            group=self.group,
+            sharded=True,
+        )
+
+    def prefill(self, cache: DilatedKVCache) -> None:
+        """Fill a cache with a prompt, of which each rank has a shard."""
+        rows = torch.randn(1, self.layout.local_length(self.rank), 4, 16, device=self.device)
+        cache.prefill(rows.to(cache.keys), rows.to(cache.keys), layout=self.layout)
+
+    def decode(self, cache: DilatedKVCache) -> None:
+        """Attend from one new position."""
+        row = torch.ones(1, 1, 4, 16, device=self.device).to(cache.keys)
+        cached_attention(row, row, row, cache)
 
     def warm_up(self) -> None:
         """Calls that go well: numbers 1, 2 and 3."""
@@ -297,6 +328,41 @@ def other_version(me: Rank, how: str) -> None:
     me.call()
 
 
+def in_prefill(me: Rank, how: str) -> None:
+    """In the middle of a prompt: before any row of it has been sent."""
+    me.warm_up()
+    cache = me.cache()
+    if me.is_victim:
+        pytest.MonkeyPatch().setattr(type(cache.slots), "keep", lambda *a: ended(me, how))
+    try:
+        me.prefill(cache)
+        me.synchronize()
+    finally:
+        assert me.is_victim or cache.known_lengths == (0,), "half a prompt is none"
+
+
+def in_decoding(me: Rank, how: str) -> None:
+    """In the middle of a token: the results of ranks are yet to be brought together."""
+    me.warm_up()
+    cache = me.cache()
+    me.prefill(cache)
+    for _ in range(3):
+        me.decode(cache)
+    me.synchronize()
+    if me.is_victim:
+        cache.advanced = lambda count: ended(me, how)  # type: ignore[method-assign]
+    me.decode(cache)
+    me.synchronize()
+
+
+def ended(me: Rank, how: str) -> None:
+    """End this process, stop it, or raise an error."""
+    if how != "error":
+        me.die(how)
+    me.fault()
+    raise MemoryError("no memory for a row")
+
+
 class Fault(NamedTuple):
     """A fault, and what the others are to say of it.
 
@@ -318,6 +384,8 @@ class Fault(NamedTuple):
 _ENDED = r"rank {victim} has gone.*call \d+ \(dilated_attention"
 _GONE = _ENDED + r".*this is rank \d"
 _SILENT = r"rank {victim} did not answer within 3 s.*this is rank \d"
+_IN_PREFILL = r"call 4 \(DilatedKVCache.prefill, forward\)"
+_IN_DECODING = r"call 8 \(cached_attention, forward\)"
 _DIFFER = r"ranks are in different calls.*rank {victim} in call \d+ \(dilated_attention"
 
 FAULTS = {
@@ -365,6 +433,26 @@ FAULTS = {
     ),
     "one call more than a rank that ends": Fault(one_call_more, "ends", _GONE),
     "one call more than a rank that stays": Fault(one_call_more, "stays", _SILENT, stops=True),
+    "killed in prefill": Fault(
+        in_prefill, "kill", r"rank {victim} has gone.*" + _IN_PREFILL + r".*this is rank \d"
+    ),
+    "stopped in prefill": Fault(in_prefill, "stop", _SILENT, stops=True),
+    "error in prefill": Fault(
+        in_prefill,
+        "error",
+        r"rank {victim} failed in " + _IN_PREFILL + ": MemoryError: no memory",
+        says="no memory for a row",
+    ),
+    "killed in decoding": Fault(
+        in_decoding, "kill", r"rank {victim} has gone.*" + _IN_DECODING + r".*this is rank \d"
+    ),
+    "stopped in decoding": Fault(in_decoding, "stop", _SILENT, stops=True),
+    "error in decoding": Fault(
+        in_decoding,
+        "error",
+        r"rank {victim} failed in " + _IN_DECODING + ": MemoryError: no memory",
+        says="no memory for a row",
+    ),
     "another version": Fault(
         other_version, "", r"one version of .* 0\.0\.1 on rank {victim}", says="one version of"
     ),

@@ -35,6 +35,7 @@ MOST_LINES, MOST_CODE, MOST_PARAMETERS = 400, 60, 7
 AS_OTHERS_CALL_THEM = {
     # What users call: their arguments are what there is to choose.
     *("functional.dilated_attention", "decode.replicated.replicated_query_attention"),
+    "decode.cache.__init__",
     *("nn.attention.__init__", "nn.attention.forward", "nn.attention.attend"),
     *("checks.reference.reference_attention", "bench.sweep.sweep"),
     # Commands: an argument is an option.

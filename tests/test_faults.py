@@ -15,6 +15,8 @@ WITHOUT_A_BOARD = [
     "skipped call, backward",
     "skipped call, nothing travels",
     "skipped call, then the end",
+    "killed in prefill",
+    "killed in decoding",
 ]
 """Ranks of several hosts learn of these by collectives, by ports, and by the store they met in."""
 WITH_THE_STORE = ["killed in forward", "stopped in backward", "error in a tile"]
@@ -40,6 +42,10 @@ BETWEEN_GPUS = [
     "skipped call, then the end",
     "other order of backward",
     "two threads on all ranks",
+    "killed in prefill",
+    "error in prefill",
+    "killed in decoding",
+    "stopped in decoding",
 ]
 
 

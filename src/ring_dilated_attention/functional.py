@@ -321,21 +321,7 @@ def validate_tensors(
         same_length: whether the query must have as many rows as the keys.
     """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} must be a tensor, got {in_brief(tensor)}")
-        if type(tensor) is not torch.Tensor and hasattr(tensor, "device_mesh"):
-            raise TypeError(f"{name} is a DTensor; pass its shard, {name}.to_local()")
-        if tensor.is_nested or tensor.layout != torch.strided:
-            kind = "a nested tensor" if tensor.is_nested else str(tensor.layout)
-            raise TypeError(f"{name} must be a dense (torch.strided) tensor; got {kind}")
-        if tensor.ndim != 4:
-            raise ValueError(
-                f"{name} must have 4 dimensions (batch, local_sequence, heads, head_dim); "
-                f"got shape {shape_in_brief(tensor)}"
-            )
-        if tensor.dtype not in _DTYPES:
-            allowed = ", ".join(str(d) for d in _DTYPES)
-            raise TypeError(f"{name} must be one of {allowed}; got {tensor.dtype}")
+        validate_tensor(name, tensor)
     if not query.dtype == key.dtype == value.dtype:
         got = f"query {query.dtype}, key {key.dtype}, value {value.dtype}"
         raise ValueError(f"query, key and value must have one dtype; got {got}")
@@ -346,6 +332,30 @@ def validate_tensors(
     if problem is not None:
         shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
         raise ValueError(f"{problem}; got {shapes}")
+
+
+def validate_tensor(name: str, tensor: torch.Tensor) -> None:
+    """Raise a `TypeError` or `ValueError` unless this can be a query, key or value.
+
+    Args:
+        name: of the argument, for messages.
+        tensor: what was given.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, got {in_brief(tensor)}")
+    if type(tensor) is not torch.Tensor and hasattr(tensor, "device_mesh"):
+        raise TypeError(f"{name} is a DTensor; pass its shard, {name}.to_local()")
+    if tensor.is_nested or tensor.layout != torch.strided:
+        kind = "a nested tensor" if tensor.is_nested else str(tensor.layout)
+        raise TypeError(f"{name} must be a dense (torch.strided) tensor; got {kind}")
+    if tensor.ndim != 4:
+        raise ValueError(
+            f"{name} must have 4 dimensions (batch, local_sequence, heads, head_dim); "
+            f"got shape {shape_in_brief(tensor)}"
+        )
+    if tensor.dtype not in _DTYPES:
+        allowed = ", ".join(str(d) for d in _DTYPES)
+        raise TypeError(f"{name} must be one of {allowed}; got {tensor.dtype}")
 
 
 def _shape_problem(

@@ -140,11 +140,13 @@ def sample(
     max_new_tokens: Annotated[int, own.MAX_NEW_TOKENS],
     temperature: Annotated[float, own.TEMPERATURE],
     top_k: Annotated[int | None, own.TOP_K],
+    top_p: Annotated[float | None, own.TOP_P],
     seed: Annotated[int, options.SEED],
 ) -> None:
     """Continue a prompt from a checkpoint of `rda train`.
 
-    Of a run, the newest checkpoint that is whole counts. Checkpoints hold no code.
+    Of a run, the newest checkpoint that is whole counts. Checkpoints hold no code. How many tokens
+    per second were generated is shown on standard error.
     """
     with _one_line_errors():
         from ..terminal import streamed
@@ -156,6 +158,7 @@ def sample(
             count=max_new_tokens,
             temperature=temperature,
             top_k=top_k,
+            top_p=top_p,
             seed=seed,
             told=lambda line: typer.echo(line, err=True),
         )

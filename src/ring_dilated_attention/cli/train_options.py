@@ -157,7 +157,8 @@ MAX_NEW_TOKENS = Option(
     name="max-new-tokens",
     panel=options.SAMPLING,
     metavar="N",
-    help="How many tokens to add (of a model of bytes: bytes).",
+    help="How many tokens to add (of a model of bytes: bytes). A text may become longer than those "
+    "of the training: nothing is cut off, and the model meets positions it was not trained on.",
     read=integer(1),
     default=200,
     toml=(int,),
@@ -179,4 +180,13 @@ TOP_K = Option(
     read=integer(1),
     shown="all",
     toml=(int,),
+)
+TOP_P = Option(
+    name="top-p",
+    panel=options.SAMPLING,
+    metavar="X",
+    help="Draw among the fewest most likely tokens whose probabilities add up to X, in (0, 1].",
+    read=number,
+    shown="all",
+    toml=(int, float),
 )

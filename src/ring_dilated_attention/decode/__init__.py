@@ -1,15 +1,18 @@
 """Generation: a KV cache that keeps what later positions can be shown, and attention to it.
 
-`DilatedKVCache` is the cache of one layer, `cached_attention` attends from new positions to it.
+`DilatedKVCache` is the cache of one layer, `cached_attention` attends from new positions to it, and
+`CapturedStep` replays a model's step of them as a CUDA graph.
 `replicated_query_attention` is attention of a query that every rank holds whole to keys that are
 sharded as they are.
 """
 
 from .attend import cached_attention
 from .cache import DilatedKVCache
+from .captured import CapturedStep
 from .replicated import replicated_query_attention
 
 __all__ = [
+    "CapturedStep",
     "DilatedKVCache",
     "cached_attention",
     "replicated_query_attention",

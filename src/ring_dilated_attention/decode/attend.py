@@ -6,14 +6,15 @@ from typing import Literal, overload
 
 import torch
 
-from ..engine import merge_
-from ..exchange import Exchange, Shared, all_gather, refuse_capture, settle
+from ..exchange import Shared, refuse_capture, settle
 from ..functional import autocast_inputs, validate_options, validate_tensors
 from ..pattern import in_brief
 from ..tiles import Backend, select_backend
 from ..torch_op import refuse_tangents
+from .by_kernel import attend_by_kernel, kernel_computes
 from .by_tiles import attend_by_tiles
 from .cache import DilatedKVCache
+from .over_ranks import merged_over_ranks
 
 _NAME = "cached_attention"
 
@@ -127,26 +128,6 @@ def cached_attention(
     return (out, lse.transpose(1, 2).contiguous()) if return_lse else out
 
 
-def merged_over_ranks(
-    ends: Exchange, out: torch.Tensor, lse: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One softmax over the keys of all ranks, the same bits on each, inside of a call.
-
-    Args:
-        ends: this rank's end of the group.
-        out: over this rank's keys, (batch, m, heads, head_dim), float32 or float64.
-        lse: (batch, m, heads), of the same dtype.
-
-    Returns:
-        out and lse over all keys.
-    """
-    total, *others = all_gather(ends, torch.cat([out, lse.unsqueeze(-1)], -1))
-    out, lse = total[..., :-1], total[..., -1]
-    for other in others:
-        merge_(out, lse, other[..., :-1], other[..., -1])
-    return out, lse
-
-
 def _check_cache(cache: DilatedKVCache) -> None:
     if not isinstance(cache, DilatedKVCache):
         raise TypeError(f"cache must be a DilatedKVCache, got {in_brief(cache)}")
@@ -172,6 +153,7 @@ def _check(
             "torch.inference_mode(), and train with dilated_attention"
         )
     cache.check_new(key, value)
+    select_backend(backend, key.device, key.dtype, key.shape[3])  # a bad one is no rank's failure
 
 
 @torch.no_grad()
@@ -186,5 +168,7 @@ def _attend(
     """This rank's part: out (batch, m, heads, head_dim) and lse (batch, m, heads)."""
     head_dim = query.shape[3]
     factor = head_dim**-0.5 if scale is None else float(scale)
+    if kernel_computes(backend, query.device, query.dtype, query.shape[1], head_dim):
+        return attend_by_kernel(query, key, value, cache, factor)
     selection = select_backend(backend, query.device, query.dtype, head_dim)
     return attend_by_tiles(query, key, value, cache, selection, factor)

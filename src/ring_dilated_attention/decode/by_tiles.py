@@ -13,7 +13,8 @@ from ..engine import merge_
 from ..plan import NewTile
 from ..tiles import Selection, TileBackend, TileInputs, accumulate_dtype
 from .cache import DilatedKVCache
-from .hand_over import runs_of_slots
+from .one_position import attend_one_position
+from .slots import runs_of_slots
 
 
 def attend_by_tiles(
@@ -37,27 +38,25 @@ def attend_by_tiles(
     Returns:
         out (batch, m, heads, head_dim) and lse (batch, m, heads), float32 or float64.
     """
-    count, kv_heads = key.shape[1:3]
+    batch, count, kv_heads, head_dim = key.shape
+    if count == 1:
+        return attend_one_position(query, key, value, cache, selection, scale)
     assert selection.backend is not None
     dtype = accumulate_dtype(query.dtype)
-    q_bnkgd = query.unflatten(2, (kv_heads, -1))
+    q_bnkgd = query.reshape(batch, count, kv_heads, -1, head_dim)
     out = torch.zeros(q_bnkgd.shape, dtype=dtype, device=query.device)
     lse = out.new_full(out.shape[:-1], -torch.inf)
-    equal_rows = list(cache.equal_rows())
-    if count == 1:  # its own row joins those before: nothing that it sees is overwritten
-        cache.append(key, value)
     tensors = (q_bnkgd, key, value)
-    for rows, length in equal_rows:
+    for rows, length in cache.equal_rows():
         for tile in cache.plan.new_tiles(length, count):
             results = tuple(x[rows, tile.queries, tile.kv_heads] for x in (out, lse))
             parts = [x[rows, tile.queries, tile.kv_heads] for x in tensors]
-            if count == 1:
-                tile = tile._replace(kept=range(tile.kept.start, tile.kept.stop + 1))
-            elif cache.shard == 0:  # on one rank: all have the new rows
+            if cache.shard == 0:  # on one rank: all have the new rows
                 _attend_new(parts, results, selection.backend, scale)
             _attend_kept(parts[0], rows, tile, cache, selection, scale, results)
-    if count > 1:
-        cache.append(key, value)
+    cache.write(key, value)
+    cache.advanced(count)
+    cache.lengths += count
     return out.flatten(2, 3), lse.flatten(2)
 
 
@@ -83,7 +82,8 @@ def _attend_kept(
         if not (selection.reads(k) and selection.reads(v)):
             k, v = k.contiguous(), v.contiguous()
         got = selection.backend.forward(TileInputs(queries, k, v, False, scale))
-        _merge(results, *(x.unflatten(2, (-1, q.shape[3])) for x in got))
+        tile_out, tile_lse = (x.reshape(*x.shape[:2], -1, q.shape[3], *x.shape[3:]) for x in got)
+        _merge(results, tile_out, tile_lse)
 
 
 def _attend_new(
@@ -98,7 +98,8 @@ def _attend_new(
     queries = q.permute(0, 2, 3, 1, 4).flatten(1, 2)
     k, v = (x.transpose(1, 2).repeat_interleave(members, 1).contiguous() for x in (k, v))
     got = backend.forward(TileInputs(queries.contiguous(), k, v, True, scale))
-    _merge(results, *(x.unflatten(1, (heads, members)).transpose(2, 3) for x in got))
+    tile_out, tile_lse = (x.reshape(len(x), heads, members, *x.shape[2:]) for x in got)
+    _merge(results, tile_out.transpose(2, 3), tile_lse.transpose(2, 3))
 
 
 def _merge(

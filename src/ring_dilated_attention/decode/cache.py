@@ -3,36 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from hashlib import blake2b
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
-from ..documents import Integers, as_ints, even_slices, in_words, packed_rows
+from ..documents import Integers, in_words
 from ..exchange import Exchange, Group, Shared, resolve_exchange, settle
-from ..functional import validate_tensors
+from ..functional import autocast_inputs
 from ..layout import SequenceLayout
-from ..pattern import DilatedPattern, check_int, check_positive_int, in_brief
-from ..plan import plan_cache
-from .hand_over import Prompt, Slots, hand_over, keep_new
+from ..pattern import DilatedPattern, check_positive_int
+from ..plan import CachePlan, plan_cache
+from .hand_over import hand_over
+from .lengths import EqualRows, Lengths, check_room
+from .prompts import Prompt, find_prompts, resolve_layout, words_of
+from .refusals import NAME, check_options, check_tensors, for_each_row, rows_in
+from .slots import Slots
 
 SHARD_BYTES = 128 << 20
-"""Of one cache, from which on the ranks of a group share it. An H200 reads that many in 30 us, about
-what bringing the results of ranks together takes."""
-
-_NAME = "DilatedKVCache"
-
-
-class EqualRows(NamedTuple):
-    """Rows of a batch that hold equally many positions.
-
-    Attributes:
-        rows: which, evenly spaced: indexing with it gives a view.
-        length: the positions of each.
-    """
-
-    rows: slice
-    length: int
+"""Ranks of a group share caches from this size on. An H200 reads 128 MiB in 30 us, about as long as
+it takes to bring the results of ranks together."""
 
 
 class DilatedKVCache:
@@ -48,6 +37,10 @@ class DilatedKVCache:
     `cached_attention` adds those of new positions and attends. A batch row holds one document; of
     several packed in a prompt, the last one goes on.
 
+    A call that is refused changes nothing. One that fails after that, because a rank is lost, say,
+    leaves the rows that it was to change empty, as `reset` does. `copy.deepcopy` gives a cache of
+    the same group with rows of its own.
+
     Args:
         pattern: which keys each head sees. Zero keys are never visible to causal queries.
         batch: rows of the batch.
@@ -56,9 +49,10 @@ class DilatedKVCache:
         max_length: the most positions of a document, those of the prompt included; see `reserve`.
             None, the default: any number; not for patterns with a segment length of None, which
             keep rows of the whole document.
-        max_rewind: the most positions that `rewind` may take back at a time, 0 by default. It costs
-            up to ``ceil(max_rewind / r)`` rows in a branch of rate r.
-        dtype: of keys and values; None: torch's default.
+        max_rewind: the most positions that `rewind` may take back, counted from the most that a row
+            has had; 0 by default. A branch keeps as many rows more as `max_rewind` positions have
+            members: about ``max_rewind / r``.
+        dtype: of keys and values, float64, float32, bfloat16 or float16; None: torch's default.
         device: where they are; None: torch's default.
         group: the ranks that generate together: a ProcessGroup, a 1-D DeviceMesh, an `Exchange`, or
             None for one process.
@@ -69,20 +63,20 @@ class DilatedKVCache:
         plan: what is kept, and where.
         keys: (batch, rows, head_dim): of every branch, head and slot.
         values: like `keys`.
-        lengths: (batch,) int64, on the device: the positions so far of each row's document; what
-            the next position is numbered.
+        lengths: (batch,) int64, on the device: the positions so far of each row's document, which
+            is the number of its next position.
 
     Raises:
         TypeError: an argument has the wrong type.
         ValueError: an argument is out of range, or `max_length` is missing.
 
     Example:
-        LongNet's pattern keeps 11,608 rows a head, after a thousand positions or a billion.
+        LongNet's pattern keeps 11,606 rows a head, after a thousand positions or a billion.
 
         >>> pattern = DilatedPattern([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12])
         >>> cache = DilatedKVCache(pattern, 1, 12, 64, dtype=torch.bfloat16)
         >>> cache.plan.rows // 12
-        11607
+        11606
     """
 
     def __init__(
@@ -99,19 +93,13 @@ class DilatedKVCache:
         group: Group = None,
         sharded: bool | None = None,
     ) -> None:
-        if not isinstance(pattern, DilatedPattern):
-            raise TypeError(f"pattern must be a DilatedPattern, got {in_brief(pattern)}")
-        for name, value in (
-            ("batch", batch), ("num_kv_heads", num_kv_heads), ("head_dim", head_dim)
-        ):  # fmt: skip
-            check_positive_int(name, value)
-        if max_length is not None:
-            check_positive_int("max_length", max_length)
-        if check_int("max_rewind", max_rewind) < 0:
-            raise ValueError(f"max_rewind must be >= 0, got {max_rewind}")
-        if sharded is not None and not isinstance(sharded, bool):
-            raise TypeError(f"sharded must be a bool or None, got {in_brief(sharded)}")
         dtype = torch.get_default_dtype() if dtype is None else dtype
+        check_options(pattern, max_rewind, dtype, sharded)
+        batch = check_positive_int("batch", batch)
+        num_kv_heads = check_positive_int("num_kv_heads", num_kv_heads)
+        head_dim = check_positive_int("head_dim", head_dim)
+        if max_length is not None:
+            max_length = check_positive_int("max_length", max_length)
         self._exchange = resolve_exchange(group)
         self.plan = plan_cache(pattern, num_kv_heads, max_length, max_rewind)
         if sharded is None:
@@ -119,13 +107,18 @@ class DilatedKVCache:
         shards = self._exchange.world_size if sharded else 1
         self.plan = plan_cache(pattern, num_kv_heads, max_length, max_rewind, shards)
         shape = (batch, self.plan.rows, head_dim)
-        self.keys = torch.empty(shape, dtype=dtype, device=device)
-        self.values = torch.empty_like(self.keys)
-        self.lengths = torch.zeros(batch, dtype=torch.int64, device=self.keys.device)
-        self._lengths = [0] * batch
-        self._longest = [0] * batch
+        with torch.inference_mode(False):  # tensors that may be written to in any mode
+            self.keys = torch.empty(shape, dtype=dtype, device=device)
+            self.values = torch.empty_like(self.keys)
+            self.lengths = torch.zeros(batch, dtype=torch.int64, device=self.keys.device)
+        self._known = Lengths(batch)
+        self.table: tuple[CachePlan, torch.Tensor] | None = None  # what `by_kernel` made of a plan
 
     # What there is.
+
+    @property
+    def _batch(self) -> int:
+        return len(self._known.known)
 
     @property
     def nbytes(self) -> int:
@@ -155,16 +148,24 @@ class DilatedKVCache:
     @property
     def known_lengths(self) -> tuple[int, ...]:
         """`lengths` as ints, without waiting for the device; see `advanced`."""
-        return tuple(self._lengths)
+        return tuple(self._known.known)
+
+    def known(self) -> Lengths:
+        """What is known of the rows' lengths, for `set_known`."""
+        return self._known.copy()
+
+    def set_known(self, lengths: Lengths) -> None:
+        """Go back to what was known: the rows since then were at most `max_rewind` and one more."""
+        self._known = lengths.copy()
+        self._tell_device()
+
+    def check_room(self, count: int) -> None:
+        """Raise a `ValueError` unless there is room for `count` more positions of every row."""
+        self._known.check_more(count, self.plan)
 
     def equal_rows(self) -> Iterator[EqualRows]:
         """The rows of the batch, those of equal lengths together as far as evenly spaced."""
-        rows_of: dict[int, list[int]] = {}
-        for row, length in enumerate(self._lengths):
-            rows_of.setdefault(length, []).append(row)
-        for length, found in rows_of.items():
-            for rows in even_slices(found):
-                yield EqualRows(rows, length)
+        return self._known.equal_rows()
 
     # What becomes of it.
 
@@ -173,6 +174,7 @@ class DilatedKVCache:
         key: torch.Tensor,
         value: torch.Tensor,
         *,
+        rows: Integers | None = None,
         layout: SequenceLayout | None = None,
         documents: Integers | None = None,
         lengths: Integers | None = None,
@@ -180,44 +182,51 @@ class DilatedKVCache:
         """Begin anew with a prompt, of which each rank of the group holds a shard.
 
         Every rank hands the others the rows that they keep, and no others: a collective. Rows that
-        were in the cache are dropped.
+        were in the cache are dropped. Under autocast the tensors are cast, as the inputs of
+        `dilated_attention` are.
 
         Args:
             key: (batch, local_sequence, kv_heads, head_dim), rotated where the model does that, in
                 the dtype and on the device of the cache.
             value: like `key`.
+            rows: those of the batch that begin anew, one for each row of `key`, which has only
+                these; the others go on. None: all.
             layout: which positions each rank holds; None: contiguous equal shards.
             documents: cumulative lengths ``[0, ..., n]`` of documents packed in the whole prompt
                 of n positions: ints, or a 1-D int32 or int64 tensor. The last one of each row goes
                 on. None: one document.
-            lengths: (batch,) ints, or a tensor as above: row b holds that many valid positions of
-                the whole prompt, and padding behind them. None: no padding.
+            lengths: one int for each row of `key`, or a tensor as above: the valid positions of
+                the whole prompt in that row, with padding behind them. None: no padding.
 
         Raises:
             TypeError, ValueError: an argument is not allowed, or the ranks disagree about one;
                 raised on every rank of the group.
             ExchangeError: a rank is missing, has failed, or makes another call than the rest.
-            RuntimeError: a CUDA graph is being captured.
+            NotImplementedError: an input has a tangent: there is no forward-mode derivative.
+            RuntimeError: a gradient is asked for: there is none. Or a CUDA graph is being captured.
         """
         ends, device = self._exchange, self.keys.device
         shared, failure, found = None, None, None
         try:
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(f"{_NAME}.prefill cannot be captured in a CUDA graph")
-            layout, found = self._prompts(key, value, layout, documents, lengths)
-            shared = Shared.of(self._words(layout, found))
+                raise RuntimeError(f"{NAME}.prefill cannot be captured in a CUDA graph")
+            key, value = autocast_inputs(key, value)
+            to = rows_in(self._batch, rows)
+            check_tensors((key, value), self.keys, self.plan, len(to))
+            layout = resolve_layout(layout, key.shape[1], ends)
+            found = find_prompts(documents, lengths, layout.length, to)
+            check_room(max(len(prompt.document) for prompt in found), self.plan)
+            words = words_of(layout, found, self._batch)
+            shared = Shared.of({"cache": self.described, **words})
         except Exception as error:  # whatever it is, the other ranks are to be told
             failure = error
-        with torch.no_grad(), ends.calls.enter(_NAME, "prefill") as scope:
+        with torch.no_grad(), ends.calls.enter(f"{NAME}.prefill", "forward") as scope:
             settle(scope, ends, device, shared, failure)
             assert layout is not None
             assert found is not None
+            self._begin([(prompt, 0) for prompt in found])
             hand_over(ends, (key, value), self.slots, layout, found)
-        self.reset()
-        for prompt in found:
-            for row in range(len(self._lengths))[prompt.rows]:
-                self._lengths[row] = self._longest[row] = len(prompt.document)
-        self.lengths.copy_(torch.tensor(self._lengths))
+        self._begin([(prompt, len(prompt.document)) for prompt in found])
 
     def append(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Add the keys and values of new positions, without attention; every rank has them all.
@@ -229,115 +238,142 @@ class DilatedKVCache:
         Raises:
             TypeError, ValueError: a tensor does not fit, or a document becomes longer than
                 `max_length`.
+            NotImplementedError, RuntimeError: see `prefill`.
         """
+        key, value = autocast_inputs(key, value)
         self.check_new(key, value)
-        count = key.shape[1]
-        with torch.no_grad():
-            for rows, length in self.equal_rows():
-                keep_new(self.slots, (key, value), rows, length, self.shard)
-        self.advanced(count)
-        self.lengths += count
+        self.write(key, value)
+        self.advanced(key.shape[1])
+        self.lengths += key.shape[1]
 
-    def rewind(self, count: int | Sequence[int]) -> None:
+    def write(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Write new rows, without counting them: the first half of `append`, which checks them.
+
+        The rows of one new position overwrite nothing that is still needed. Those of several do:
+        if that fails half way, all rows are dropped.
+
+        Args:
+            key: (batch, m, kv_heads, head_dim), of the next m positions of every row.
+            value: like `key`.
+        """
+        slots, shard = self.slots, self.shard
+        try:
+            with torch.no_grad():
+                for rows, length in self.equal_rows():
+                    slots.keep_new((key, value), rows, length, shard)
+        except BaseException:
+            if key.shape[1] > 1:
+                self.reset()
+            raise
+
+    def rewind(self, count: int | Integers) -> None:
         """Take back the newest positions, as speculative decoding does with those it rejects.
 
         Args:
-            count: of every row, or one number for each row: at most `max_rewind` less than the
-                most positions that a row had.
+            count: of every row; or ints, or a 1-D tensor of them, one for each row. A row that has
+                had n positions since it began keeps n - `max_rewind` of them at least.
 
         Raises:
             TypeError: `count` is not an int, or not ints.
-            ValueError: it is negative, or more than can be taken back.
+            ValueError: it is negative, or more than can be taken back; nothing is.
         """
-        counts = [count] * len(self._lengths) if isinstance(count, int) else list(count)
-        if len(counts) != len(self._lengths):
-            raise ValueError(
-                f"count must be one number, or one for each of {len(self._lengths)} rows; got "
-                f"{len(counts)} of them"
-            )
-        for row, (length, longest) in enumerate(zip(self._lengths, self._longest, strict=True)):
-            most = min(length, length - longest + self.plan.max_rewind)
-            if not 0 <= check_int("count", counts[row]) <= most:
-                raise ValueError(
-                    f"of row {row} between 0 and {most} positions can be taken back: it has "
-                    f"{length}, had up to {longest}, and max_rewind is {self.plan.max_rewind}; got "
-                    f"{counts[row]}. Make the cache with a larger max_rewind"
-                )
-        self._lengths = [n - taken for n, taken in zip(self._lengths, counts, strict=True)]
-        self.lengths.copy_(torch.tensor(self._lengths))
+        counts = for_each_row("count", count, self._batch)
+        self._known.take_back(counts, self.plan)
+        self._tell_device()
 
-    def reset(self) -> None:
-        """Drop all rows: the next position is the first of a document."""
-        self._lengths = [0] * len(self._lengths)
-        self._longest = [0] * len(self._lengths)
-        self.lengths.zero_()
+    def reset(self, rows: Integers | None = None) -> None:
+        """Drop rows: the next position is the first of a document.
 
-    def select(self, rows: Sequence[int] | torch.Tensor) -> None:
+        Args:
+            rows: those of the batch that begin anew, while the others go on; None: all.
+
+        Raises:
+            TypeError, ValueError: a row is not in the batch.
+        """
+        for row in rows_in(self._batch, rows):
+            self._known.begin(row, 0)
+        self._tell_device()
+
+    def select(self, rows: Integers) -> None:
         """Make the batch of these rows of it, as beam search does: a row may be taken repeatedly.
+
+        Where there are as many rows as before, `keys`, `values` and `lengths` stay the same
+        tensors, as a captured CUDA graph needs it.
 
         Args:
             rows: ints, or a 1-D tensor of them; any number, in any order.
 
         Raises:
-            ValueError: a row is not in the batch, or there is none.
+            TypeError, ValueError: a row is not in the batch, or there is none.
         """
-        found = [int(row) for row in rows]
-        if not found or not all(0 <= row < len(self._lengths) for row in found):
-            raise ValueError(
-                f"rows must be numbers of rows in [0, {len(self._lengths)}), one at least; got "
-                f"{found}"
-            )
-        index = torch.tensor(found, device=self.keys.device)
-        self.keys, self.values, self.lengths = (
-            x.index_select(0, index) for x in (self.keys, self.values, self.lengths)
-        )
-        self._lengths, self._longest = (
-            [known[row] for row in found] for known in (self._lengths, self._longest)
-        )
+        found = rows_in(self._batch, rows)
+        with torch.inference_mode(False), torch.no_grad():
+            index = torch.tensor(found, device=self.keys.device)
+            chosen = [x.index_select(0, index) for x in (self.keys, self.values, self.lengths)]
+            if len(found) == self._batch:
+                for to, source in zip((self.keys, self.values, self.lengths), chosen, strict=True):
+                    to.copy_(source)
+            else:
+                self.keys, self.values, self.lengths = chosen
+        self._known = self._known.of_rows(found)
 
     def reserve(self, max_length: int) -> None:
-        """Make room for longer documents; no less than before. Copies the rows where there are more.
+        """Make room for longer documents; on every rank of a group alike.
+
+        Does nothing where there is room. Otherwise rows are copied to larger tensors, while both
+        are in memory: growing by half each time copies a row two or three times in all.
 
         Args:
             max_length: the most positions of a document.
+
+        Raises:
+            TypeError, ValueError: it is not an int, or below 1.
         """
-        plan, old = self.plan, self.slots
+        max_length, plan = check_positive_int("max_length", max_length), self.plan
         if plan.max_length is None or max_length <= plan.max_length:
             return
-        self.plan = plan_cache(
+        grown = plan_cache(
             plan.pattern, plan.num_kv_heads, max_length, plan.max_rewind, plan.shards
         )
-        if self.plan.rows == plan.rows:
-            return
-        self.keys, self.values = (
-            x.new_empty(x.shape[0], self.plan.rows, x.shape[2]) for x in (self.keys, self.values)
-        )
-        before = {branch.index: branch for branch in plan.branches}
-        for branch in self.plan.branches:
-            known = before.get(branch.index)
-            if known is None:
-                continue
-            # Only a branch that had one segment gets more slots: its members stay where they were.
-            # And more heads, whose offsets lie behind the former length.
-            places = [branch.heads.index(head) for head in known.heads]
-            for to, source in zip(self.slots.of_branch(branch), old.of_branch(known), strict=True):
-                to[:, places, : known.slots] = source
+        if grown.rows > plan.rows:
+            with torch.inference_mode(False), torch.no_grad():
+                _, self.keys, self.values = self.slots.grown(grown)
+        self.plan = grown
 
     def advanced(self, count: int) -> None:
-        """Say that a kernel has moved `lengths` on the device, by `count` for every row.
+        """Say that a kernel moves `lengths` on the device, by `count` for every row.
 
         A captured CUDA graph does that when it is replayed, and cannot tell: whoever replays it
-        calls this, so that a document longer than `max_length` is refused.
+        calls this before, so that a document longer than `max_length` is refused.
 
         Args:
             count: new positions.
 
         Raises:
-            ValueError: a document is longer than `max_length` now.
+            ValueError: a document would be longer than `max_length`; nothing is changed.
         """
-        self._lengths = [n + count for n in self._lengths]
-        self._longest = [max(pair) for pair in zip(self._lengths, self._longest, strict=True)]
-        self._check_lengths(self._lengths)
+        self._known.check_more(count, self.plan)
+        self._known.advance(count)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DilatedKVCache:
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        with torch.inference_mode(False):
+            twin.keys, twin.values, twin.lengths = (
+                x.clone() for x in (self.keys, self.values, self.lengths)
+            )
+        twin._known = self._known.copy()
+        return twin
+
+    def _begin(self, lengths: Sequence[tuple[Prompt, int]]) -> None:
+        """Rows that take prompts have so many positions."""
+        for prompt, length in lengths:
+            for row in range(self._batch)[prompt.to]:
+                self._known.begin(row, length)
+        self._tell_device()
+
+    def _tell_device(self) -> None:
+        self.lengths.copy_(torch.tensor(self._known.known))
 
     # What is refused.
 
@@ -350,68 +386,12 @@ class DilatedKVCache:
 
         Raises:
             TypeError, ValueError: they are not, or a document becomes longer than `max_length`.
+            NotImplementedError, RuntimeError: see `prefill`.
         """
-        self._check_rows(key, value)
+        check_tensors((key, value), self.keys, self.plan, self._batch)
         if key.shape[1] == 0:
             raise ValueError("there must be one new position at least; key has no rows")
-        self._check_lengths([n + key.shape[1] for n in self._lengths])
-
-    def _check_rows(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        validate_tensors(key, key, value)
-        batch, _, head_dim = self.keys.shape
-        wanted = (batch, key.shape[1], self.plan.num_kv_heads, head_dim)
-        held = f"key and value must have shape (batch, positions, kv_heads, head_dim) {wanted}"
-        if key.shape != wanted:
-            raise ValueError(f"{held}, as the cache has them; got {tuple(key.shape)}")
-        if key.dtype != self.keys.dtype or key.device != self.keys.device:
-            raise ValueError(
-                f"key and value must be {self.keys.dtype} on {self.keys.device}, as the cache is; "
-                f"got {key.dtype} on {key.device}"
-            )
-
-    def _check_lengths(self, lengths: Sequence[int]) -> None:
-        most = self.plan.max_length
-        if most is not None and max(lengths) > most:
-            raise ValueError(
-                f"a document would have {max(lengths)} positions, and the cache has room for "
-                f"max_length={most}; make it with a larger one, or call its reserve({max(lengths)})"
-            )
-
-    def _prompts(
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        layout: SequenceLayout | None,
-        documents: Integers | None,
-        lengths: Integers | None,
-    ) -> tuple[SequenceLayout, list[Prompt]]:
-        """The layout of a prompt, and the documents that go on."""
-        if layout is not None and not isinstance(layout, SequenceLayout):
-            raise TypeError(f"layout must be a SequenceLayout or None, got {in_brief(layout)}")
-        self._check_rows(key, value)
-        rank, world = self._exchange.rank, self._exchange.world_size
-        if layout is None:
-            layout = SequenceLayout.contiguous(key.shape[1] * world, world)
-        held = f"its key has a local sequence length of {key.shape[1]}"
-        layout.check_shard(rank, world, key.shape[1], held)
-        borders = () if documents is None else tuple(as_ints("documents", documents))
-        valid = () if lengths is None else tuple(as_ints("lengths", lengths))
-        found = [
-            Prompt(rows, range(*ends[-2:]) if len(ends) > 1 else range(0))
-            for rows, ends in packed_rows(borders, valid, len(self._lengths), layout.length)
-        ]
-        self._check_lengths([len(prompt.document) for prompt in found])
-        return layout, found
-
-    def _words(self, layout: SequenceLayout, prompts: Sequence[Prompt]) -> dict[str, str]:
-        """What must be equal on all ranks."""
-        found = [f"{prompt.document} of rows {prompt.rows}" for prompt in prompts]
-        digest = blake2b(repr(found).encode(), digest_size=4).hexdigest()
-        return {
-            "cache": self.described,
-            "layout": f"{layout!r} ({layout.digest[:8]})",
-            "documents and lengths": f"{', '.join(found[:3])} ({digest})",
-        }
+        self.check_room(key.shape[1])
 
     @property
     def described(self) -> str:
@@ -424,4 +404,4 @@ class DilatedKVCache:
         )
 
     def __repr__(self) -> str:
-        return f"{_NAME}({self.described}; lengths {in_words(self._lengths)})"
+        return f"{NAME}({self.described}; lengths {in_words(self._known.known)})"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -20,25 +20,48 @@ from ..functional import (
     validate_workspace,
 )
 from ..pattern import DilatedPattern
-from ..plan import AttentionPlan, TileGroup, replicated_groups, replicated_zero_keys
+from ..plan import (
+    AttentionPlan,
+    TileGroup,
+    replicated_groups,
+    replicated_strips,
+    replicated_zero_keys,
+)
 from ..resolve import Options, plan_rows, shared_words
 from ..tiles import select_backend
+from .by_kernel import kernel_computes
 
 
-class ReplicatedRows(NamedTuple):
+@dataclass(frozen=True)
+class ReplicatedRows:
     """Rows of a batch that are computed together, because they are equally long.
 
     Attributes:
         rows: which, evenly spaced: indexing with it gives a view.
-        groups: the tiles of this rank.
-        zero_keys: those that the queries see.
+        plan: of a sequence of their length.
+        positions: of the query.
+        rank: whose keys.
         tiles: what all tiles have in common.
+        strips: the keys of this rank as the decoding kernels take them, (1, kv_heads, strips,
+            3 + m) on the device; None: forward computes tiles.
     """
 
     rows: slice
-    groups: tuple[TileGroup, ...]
-    zero_keys: tuple[TileGroup, ...]
+    plan: AttentionPlan
+    positions: range
+    rank: int
     tiles: compute.TileCall
+    strips: torch.Tensor | None
+
+    @property
+    def groups(self) -> tuple[TileGroup, ...]:
+        """The tiles of this rank."""
+        return _groups(self.plan, self.positions, self.rank)
+
+    @property
+    def zero_keys(self) -> tuple[TileGroup, ...]:
+        """The zero keys that the queries see."""
+        return _zero_keys(self.plan, self.positions)
 
 
 @dataclass(frozen=True)
@@ -120,6 +143,9 @@ def _plan(
     num_kv_heads = key.shape[2]
     selection = select_backend(options.backend, query.device, query.dtype, head_dim)
     scale = head_dim**-0.5 if options.scale is None else options.scale
+    by_kernel = kernel_computes(
+        options.backend, query.device, query.dtype, len(positions), head_dim
+    )
     found = []
     shape = (batch, key.shape[1], num_heads, head_dim)
     for rows, plan in plan_rows(options, shape, num_kv_heads, ends.world_size):
@@ -133,7 +159,8 @@ def _plan(
         tiles = compute.TileCall(
             selection, scale, of_rows, num_heads // num_kv_heads, options.workspace
         )
-        found.append(ReplicatedRows(rows, *_groups(plan, positions, ends.rank), tiles))
+        strips = _strips(plan, positions, ends.rank, query.device) if by_kernel else None
+        found.append(ReplicatedRows(rows, plan, positions, ends.rank, tiles, strips))
     return tuple(found)
 
 
@@ -164,9 +191,22 @@ def _nbytes_of_groups(arguments: tuple[Any, ...], _: Any) -> int:
     return 4096 * len(plan.pattern.branches) * (8 + plan.layout.world_size)
 
 
+def _nbytes_of_strips(arguments: tuple[Any, ...], strips: torch.Tensor) -> int:
+    return strips.nbytes
+
+
+@cache_by_size(4 << 20, _nbytes_of_strips)
+def _strips(plan: AttentionPlan, positions: range, rank: int, device: torch.device) -> torch.Tensor:
+    """The keys of a rank that the queries see, on the device."""
+    table = torch.tensor(replicated_strips(plan, positions, rank), dtype=torch.int64)
+    return table.view(1, plan.num_kv_heads, -1, 3 + len(positions)).to(device)
+
+
 @cache_by_size(16 << 20, _nbytes_of_groups)
-def _groups(
-    plan: AttentionPlan, positions: range, rank: int
-) -> tuple[tuple[TileGroup, ...], tuple[TileGroup, ...]]:
-    """The tiles of a rank, and the zero keys that the queries see."""
-    return replicated_groups(plan, positions, rank), replicated_zero_keys(plan, positions)
+def _groups(plan: AttentionPlan, positions: range, rank: int) -> tuple[TileGroup, ...]:
+    return replicated_groups(plan, positions, rank)
+
+
+@cache_by_size(4 << 20, _nbytes_of_groups)
+def _zero_keys(plan: AttentionPlan, positions: range) -> tuple[TileGroup, ...]:
+    return replicated_zero_keys(plan, positions)

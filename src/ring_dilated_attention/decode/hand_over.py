@@ -3,68 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 
-from ..exchange import Exchange
+from ..exchange import Exchange, Pending
 from ..layout import SequenceLayout
-from ..plan import CachedBranch, CachePlan, KeptRows
+from ..plan import KeptRows
+from .prompts import Prompt
+from .slots import Slots, rows_of
 
-
-class Prompt(NamedTuple):
-    """Rows of a batch whose prompts are alike.
-
-    Attributes:
-        rows: which, evenly spaced: indexing with it gives a view.
-        document: the positions of the document that goes on, in the whole sequence.
-    """
-
-    rows: slice
-    document: range
-
-
-class Slots(NamedTuple):
-    """Where a rank keeps rows.
-
-    Attributes:
-        plan: what is kept, and where.
-        keys: (batch, rows, head_dim).
-        values: like `keys`.
-    """
-
-    plan: CachePlan
-    keys: torch.Tensor
-    values: torch.Tensor
-
-    def of_branch(self, branch: CachedBranch) -> list[torch.Tensor]:
-        """Keys and values of a branch: each (batch, heads, slots, head_dim), a view."""
-        count = len(branch.heads)
-        return [
-            x.narrow(1, branch.first_row, count * branch.slots).unflatten(1, (count, branch.slots))
-            for x in (self.keys, self.values)
-        ]
-
-
-def runs_of_slots(members: range, slots: int) -> Iterator[tuple[slice, slice]]:
-    """Consecutive members, at most as many as slots, as (places among them, slots): at most two."""
-    first = members.start % slots
-    before_end = min(len(members), slots - first)
-    yield slice(0, before_end), slice(first, first + before_end)
-    if before_end < len(members):
-        yield slice(before_end, len(members)), slice(0, len(members) - before_end)
+Both = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values."""
 
 
 def hand_over(
     ends: Exchange,
-    tensors: tuple[torch.Tensor, torch.Tensor],
+    tensors: Both,
     slots: Slots,
     layout: SequenceLayout,
     prompts: Sequence[Prompt],
 ) -> None:
     """Fill a cache with the rows of a prompt, of which each rank has a shard, inside of a call.
 
-    Every rank sends to each other the rows that this one keeps, in one message, and no others.
+    Every rank sends to each other the rows that this one keeps, in one message, and no others. Two
+    messages are under way at a time, so that a large cache does not take twice its memory.
 
     Args:
         ends: this rank's end of the group.
@@ -73,111 +35,97 @@ def hand_over(
         layout: which positions each rank holds.
         prompts: all rows of the batch, in the same order on every rank.
     """
-    world = ends.world_size
-    shard = _shard(slots.plan, ends.rank)
-    packed: dict[int, torch.Tensor] = {}  # by shard: where every rank keeps all, there is one
-    pending = []
-    for step in range(1, world):
-        to, source = (ends.rank + step) % world, (ends.rank - step) % world
-        wanted = _shard(slots.plan, to)
-        if wanted not in packed:
-            packed[wanted] = _pack(tensors, slots.plan, layout, prompts, ends.rank, wanted)
-        incoming = sum(
-            _batch(slots, prompt) * len(handed.members) * _size(handed.heads)
-            for prompt in prompts
-            for handed in slots.plan.handed_over(layout, prompt.document, source, shard)
-        )
-        buffer = slots.keys.new_empty(2 * incoming * slots.keys.shape[2])
-        outgoing = packed[wanted]
-        send = (to, outgoing) if outgoing.numel() else None
+    own = _Message(slots, layout, prompts, ends.rank, ends.rank)
+    for prompt, kept, _ in own.parts():
+        slots.keep(prompt.to, kept, [rows_of(x, prompt.rows, kept) for x in tensors])
+    packed: torch.Tensor | None = None
+    started: list[tuple[Pending, _Message, torch.Tensor, torch.Tensor]] = []
+    for step in range(1, ends.world_size):
+        to, source = (ends.rank + step) % ends.world_size, (ends.rank - step) % ends.world_size
+        if packed is None or slots.plan.shards > 1:  # else all get the same
+            packed = _Message(slots, layout, prompts, ends.rank, to).packed(tensors)
+        incoming = _Message(slots, layout, prompts, source, ends.rank)
+        buffer = slots.keys.new_empty(incoming.size)
+        send = (to, packed) if packed.numel() else None
         receive = (source, buffer) if buffer.numel() else None
         if send or receive:
-            pending.append((ends.start(send, receive), source, buffer))
-    for prompt in prompts:
-        for handed in slots.plan.handed_over(layout, prompt.document, ends.rank, shard):
-            keep(slots, prompt.rows, handed, [_rows_of(x, prompt, handed) for x in tensors])
-    for transfer, source, buffer in pending:
-        transfer.wait()
-        _unpack(slots, layout, prompts, source, shard, buffer)
+            started.append((ends.start(send, receive), incoming, buffer, packed))
+        if len(started) > 1:
+            _finish(*started.pop(0))
+    for one in started:
+        _finish(*one)
 
 
-def _shard(plan: CachePlan, rank: int) -> int:
-    return rank if plan.shards > 1 else 0
-
-
-def _batch(slots: Slots, prompt: Prompt) -> int:
-    return len(range(slots.keys.shape[0])[prompt.rows])
-
-
-def _size(numbers: slice) -> int:
-    return len(range(numbers.start, numbers.stop, numbers.step or 1))
-
-
-def _rows_of(tensor: torch.Tensor, prompt: Prompt, handed: KeptRows) -> torch.Tensor:
-    """(batch, heads, rows, head_dim): a view."""
-    return tensor[prompt.rows, handed.rows, handed.kv_heads].transpose(1, 2)
-
-
-def keep_new(
-    slots: Slots,
-    tensors: tuple[torch.Tensor, torch.Tensor],
-    rows: slice,
-    length: int,
-    shard: int,
+def _finish(
+    transfer: Pending, incoming: _Message, buffer: torch.Tensor, _sent: torch.Tensor
 ) -> None:
-    """Write what this rank keeps of new positions.
+    """Wait for a message, until which what is sent stays in memory, and keep its rows."""
+    transfer.wait()
+    incoming.unpack(buffer)
+
+
+class _Message:
+    """What one rank hands to another.
 
     Args:
-        slots: where it keeps them.
-        tensors: keys and values, (batch, m, kv_heads, head_dim), of the whole batch.
-        rows: of the batch, all of this length.
-        length: positions so far.
-        shard: this rank's share.
+        slots: where rows are kept, on the rank that asks.
+        layout: which positions each rank holds.
+        prompts: all rows of the batch.
+        source: the rank that has the rows.
+        to: the rank that keeps them.
     """
-    prompt = Prompt(rows, range(0))
-    for kept in slots.plan.appended(length, tensors[0].shape[1], shard):
-        keep(slots, rows, kept, [_rows_of(x, prompt, kept) for x in tensors])
+
+    def __init__(
+        self,
+        slots: Slots,
+        layout: SequenceLayout,
+        prompts: Sequence[Prompt],
+        source: int,
+        to: int,
+    ) -> None:
+        shard = to if slots.plan.shards > 1 else 0
+        self._slots = slots
+        self._parts = [
+            (prompt, kept)
+            for prompt in prompts
+            for kept in slots.plan.handed_over(layout, prompt.document, source, shard)
+        ]
+        self.size = sum(2 * _product(shape) for *_, shape in self.parts())
+
+    def parts(self) -> Iterator[tuple[Prompt, KeptRows, tuple[int, int, int, int]]]:
+        """All parts in order, each with the shape of its keys, and of its values."""
+        batch, _, head_dim = self._slots.keys.shape
+        for prompt, kept in self._parts:
+            rows = len(range(batch)[prompt.to])
+            heads = len(range(len(kept.branch.heads))[kept.heads])
+            yield prompt, kept, (rows, heads, len(kept.members), head_dim)
+
+    def _views(self, packed: torch.Tensor) -> Iterator[tuple[Prompt, KeptRows, torch.Tensor]]:
+        """All parts in order, each with its keys and values: (2, batch, heads, rows, head_dim)."""
+        taken = 0
+        for prompt, kept, shape in self.parts():
+            count = 2 * _product(shape)
+            yield prompt, kept, packed.narrow(0, taken, count).view(2, *shape)
+            taken += count
+
+    def packed(self, tensors: Both) -> torch.Tensor:
+        """The message of the rank that has the rows.
+
+        Args:
+            tensors: its keys and values, (batch, local_sequence, kv_heads, head_dim).
+        """
+        packed = tensors[0].new_empty(self.size)
+        for prompt, kept, both in self._views(packed):
+            for part, tensor in zip(both, tensors, strict=True):
+                part.copy_(rows_of(tensor, prompt.rows, kept))
+        return packed
+
+    def unpack(self, packed: torch.Tensor) -> None:
+        """Write the rows of a message where this rank keeps them."""
+        for prompt, kept, both in self._views(packed):
+            self._slots.keep(prompt.to, kept, both.unbind(0))
 
 
-def _pack(
-    tensors: tuple[torch.Tensor, torch.Tensor],
-    plan: CachePlan,
-    layout: SequenceLayout,
-    prompts: Sequence[Prompt],
-    rank: int,
-    shard: int,
-) -> torch.Tensor:
-    """All that a rank hands to another, in the order in which that unpacks it."""
-    parts = [
-        _rows_of(tensor, prompt, handed).flatten()
-        for prompt in prompts
-        for handed in plan.handed_over(layout, prompt.document, rank, shard)
-        for tensor in tensors
-    ]
-    return torch.cat(parts) if parts else tensors[0].new_empty(0)
-
-
-def _unpack(
-    slots: Slots,
-    layout: SequenceLayout,
-    prompts: Sequence[Prompt],
-    source: int,
-    shard: int,
-    packed: torch.Tensor,
-) -> None:
-    taken = 0
-    for prompt in prompts:
-        batch = _batch(slots, prompt)
-        for handed in slots.plan.handed_over(layout, prompt.document, source, shard):
-            shape = (batch, _size(handed.heads), len(handed.members), slots.keys.shape[2])
-            count = shape[0] * shape[1] * shape[2] * shape[3]
-            both = packed.narrow(0, taken, 2 * count).view(2, *shape)
-            taken += 2 * count
-            keep(slots, prompt.rows, handed, both.unbind(0))
-
-
-def keep(slots: Slots, rows: slice, kept: KeptRows, both: Sequence[torch.Tensor]) -> None:
-    """Write keys and values, (batch, heads, rows, head_dim), where they are kept."""
-    for target, source in zip(slots.of_branch(kept.branch), both, strict=True):
-        for places, to in runs_of_slots(kept.members, kept.branch.slots):
-            target[rows, kept.heads, to] = source[:, :, places]
+def _product(shape: tuple[int, int, int, int]) -> int:
+    batch, heads, rows, head_dim = shape
+    return batch * heads * rows * head_dim

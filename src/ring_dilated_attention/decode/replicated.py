@@ -18,7 +18,6 @@ from ..engine import (
     Accumulator,
     compute,
     kernels_on,
-    merge_,
     merge_zero_keys,
     readable,
     readable_in_backward,
@@ -29,7 +28,9 @@ from ..layout import SequenceLayout
 from ..pattern import DilatedPattern
 from ..tiles import Backend, accumulate_dtype
 from ..torch_op import apply_function, once_differentiable, refuse_tangents
+from .by_kernel import attend_to_strips
 from .call import ReplicatedCall, make_call
+from .over_ranks import merged_over_ranks
 
 _NAME = "replicated_query_attention"
 
@@ -277,14 +278,13 @@ def _forward(
             inputs = compute.Inputs(
                 *(readable(x[rows], tiles.selection) for x in (query, key, value))
             )
+            if some.strips is not None:
+                attend_to_strips(inputs, some.strips, tiles.scale, out[rows], lse[rows])
+                continue
             for group in some.groups:
                 compute.forward(group, tiles, inputs, compute.Result(out[rows], lse[rows]), sums)
         sums.join()
-        packed = torch.cat([out, lse.transpose(1, 2).unsqueeze(-1)], -1)
-        total, *others = all_gather(call.exchange, packed)
-        out, lse = total[..., :-1], total[..., -1]
-        for other in others:
-            merge_(out, lse, other[..., :-1], other[..., -1])
+        out, lse = merged_over_ranks(call.exchange, out, lse.transpose(1, 2))
         for some in call.planned:
             merge_zero_keys(some.zero_keys, out[some.rows], lse[some.rows], some.tiles.heads_per_kv)
     return out.to(query.dtype).contiguous(), lse.transpose(1, 2).contiguous()

@@ -364,9 +364,7 @@ class DilatedCache(Cache):  # type: ignore[misc]
         copied = copy.copy(self)
         copied.layers = [copy.copy(layer) for layer in self.layers]
         for layer in copied.layers:
-            if layer.kv is not None:
-                layer.kv = copy.copy(layer.kv)
-                layer.kv.select(range(len(layer.kv.known_lengths)))  # copies
+            layer.kv = copy.deepcopy(layer.kv, memo)
         copied._lengths, copied._updated = list(self._lengths), set()
         return copied
 

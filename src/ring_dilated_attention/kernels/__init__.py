@@ -6,6 +6,8 @@
 `ranges_forward` and `ranges_backward` compute several branches at once, row by row; `launches_of`
 says in how many launches, and `build_programs` lays them out.
 `profile_of` says what constants that were tuned on an H200 are on a device (`DeviceProfile`).
+`attend_strips` computes a few queries against strips of evenly spaced rows, which `strips_of_cache`
+finds in a KV cache, and writes `NewRows` into it; at most `MOST_NEW_ROWS`.
 `merge_rows`, `add_rows` and `row_sums` merge and add the results of tiles.
 """
 
@@ -18,24 +20,29 @@ from .available import has_triton
 from .cells import build_cells
 from .device_profile import DeviceProfile, profile_of
 from .own_programs import MOST_POSITIONS, MOST_STEP, Programs, build_programs, launches_of
-from .tuning import BackwardConfig, Kernel, LaunchConfig, default_config
+from .tuning import MOST_NEW_ROWS, BackwardConfig, Kernel, LaunchConfig, default_config
 
 if TYPE_CHECKING:
     from .backward import tiles_backward
+    from .decode import NewRows, attend_strips
+    from .decode_strips import strips_of_cache
     from .forward import tiles_forward
     from .own_backward import ranges_backward
     from .own_forward import ranges_forward
     from .rows import add_rows, merge_rows, row_sums
 
 __all__ = [
+    "MOST_NEW_ROWS",
     "MOST_POSITIONS",
     "MOST_STEP",
     "BackwardConfig",
     "DeviceProfile",
     "Kernel",
     "LaunchConfig",
+    "NewRows",
     "Programs",
     "add_rows",
+    "attend_strips",
     "build_cells",
     "build_programs",
     "default_config",
@@ -46,11 +53,15 @@ __all__ = [
     "ranges_backward",
     "ranges_forward",
     "row_sums",
+    "strips_of_cache",
     "tiles_backward",
     "tiles_forward",
 ]
 
 _NEEDS_TRITON = {
+    "NewRows": "decode",
+    "attend_strips": "decode",
+    "strips_of_cache": "decode_strips",
     "tiles_backward": "backward",
     "tiles_forward": "forward",
     "ranges_backward": "own_backward",

@@ -133,6 +133,36 @@ def default_config(
     return LaunchConfig(block_m, block_n, num_warps, best.num_stages, best.max_registers)
 
 
+MOST_NEW_ROWS = 64
+"""Positions that the decoding kernels take at a time: each sees those before it by a mask."""
+_MOST_DECODE_QUERIES = 64
+_DECODE_BYTES = 16 << 10
+"""Of keys that a program of decoding loads at a time, and as many of values: with three stages, of
+which two are in shared memory, two or three programs fit on a multiprocessor."""
+
+
+def decode_config(
+    head_dim: int, dtype: torch.dtype, *, queries: int, keys: int, device: torch.device
+) -> LaunchConfig:
+    """What decoding runs with, which takes as long as loading the keys and values.
+
+    Args:
+        head_dim: of the tensors, at most 256.
+        dtype: of q, k, v.
+        queries: of a KV head.
+        keys: the most that a KV head's queries see: blocks need not be larger.
+        device: where the kernel runs.
+    """
+    of_row = padded_head_dim(head_dim) * dtype.itemsize
+    block_m = min(_MOST_DECODE_QUERIES, _power_of_two(queries))
+    # As Triton compiles it for compute capabilities 8.0 and 9.0, or somewhat less.
+    most = (profile_of(device).shared_bytes - 4 * _DECODE_BYTES) // (2 * of_row)
+    while block_m > max(16, most):
+        block_m //= 2
+    block_n = max(16, min(128, _DECODE_BYTES // of_row))
+    return LaunchConfig(block_m, min(block_n, _power_of_two(keys)), 4, 3)
+
+
 def _power_of_two(size: int) -> int:
     """The smallest one that is no less than `size` and 16, the least that the kernels take."""
     return max(16, 1 << (size - 1).bit_length())

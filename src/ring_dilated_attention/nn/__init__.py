@@ -10,6 +10,7 @@ from .longnet import LongNet
 from .norm import LayerNorm, normalize
 from .projections import project_heads
 from .rope import RotaryEmbedding, Rotation, document_positions
+from .sampling import Sampler
 from .sincos import sincos_positions
 from .slide import Encoded, SlideEncoder
 from .slide_config import SlideEncoderConfig
@@ -25,6 +26,7 @@ __all__ = [
     "MultiheadDilatedAttention",
     "RotaryEmbedding",
     "Rotation",
+    "Sampler",
     "SlideEncoder",
     "SlideEncoderConfig",
     "attention_policy",

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
 from .attention import MultiheadDilatedAttention
 from .checkpoint import Checkpoint, run_checkpointed
 from .chunked import map_rows
+
+Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Block(nn.Module, ABC):
@@ -34,27 +37,33 @@ class Block(nn.Module, ABC):
         *tables: Tensor,
         checkpoint: Checkpoint = "none",
         chunk_rows: int | None = None,
+        attend: Attend | None = None,
         **options: Any,
     ) -> Tensor:
         """Go through the block.
 
         Args:
             hidden: shape (batch, local_sequence, embed_dim).
-            tables: what the heads of a row need beside it, shape (local_sequence, ...).
+            tables: what the heads of a row need beside it, shape (batch, local_sequence, ...); that
+                batch may be 1.
             checkpoint: what backward finds of the block's activations: ``"none"``, ``"full"`` or
                 ``"keep_attention"``.
             chunk_rows: rows per chunk of the position-wise parts (projections and MLP); None:
                 all rows at once.
+            attend: what computes attention of query, key and value, each (batch, local_sequence,
+                heads or kv_heads, head_dim), instead of `MultiheadDilatedAttention.attend`.
             options: further keyword arguments of `MultiheadDilatedAttention.attend`.
 
         Returns:
             The shape and dtype of `hidden`.
         """
+        if attend is None:
+            attend = partial(self.attention.attend, is_causal=self.is_causal, **options)
         if chunk_rows is not None and checkpoint == "keep_attention":
             # Its chunks recompute the last part by themselves, from attention's out, which is kept.
-            return self._through(hidden, tables, checkpoint, chunk_rows, options)
+            return self._through(hidden, tables, checkpoint, chunk_rows, attend)
         return run_checkpointed(
-            checkpoint, self._through, hidden, tables, "none", chunk_rows, options
+            checkpoint, self._through, hidden, tables, "none", chunk_rows, attend
         )
 
     def _through(
@@ -63,9 +72,9 @@ class Block(nn.Module, ABC):
         tables: tuple[Tensor, ...],
         checkpoint: Checkpoint,
         chunk_rows: int | None,
-        options: dict[str, Any],
+        attend: Attend,
     ) -> Tensor:
-        attended = run_checkpointed(checkpoint, self._attend, hidden, tables, chunk_rows, options)
+        attended = run_checkpointed(checkpoint, self._attend, hidden, tables, chunk_rows, attend)
         rest = partial(self._rest, in_chunks=chunk_rows is not None)
         return map_rows(rest, hidden, attended, rows=chunk_rows, modules=self._behind_attention())
 
@@ -74,13 +83,12 @@ class Block(nn.Module, ABC):
         hidden: Tensor,
         tables: tuple[Tensor, ...],
         chunk_rows: int | None,
-        options: dict[str, Any],
+        attend: Attend,
     ) -> Tensor:
         attention = self.attention
         modules = (self.attention_norm, attention.q_proj, attention.k_proj, attention.v_proj)
-        rows = [table[None] for table in tables]  # rows are dimension 1
-        query, key, value = map_rows(self._heads, hidden, *rows, rows=chunk_rows, modules=modules)
-        return attention.attend(query, key, value, is_causal=self.is_causal, **options)
+        heads = map_rows(self._heads, hidden, *tables, rows=chunk_rows, modules=modules)
+        return attend(*heads)
 
     def _behind_attention(self) -> list[nn.Module]:
         """The modules that `_rest` uses."""
@@ -88,7 +96,7 @@ class Block(nn.Module, ABC):
 
     @abstractmethod
     def _heads(self, hidden: Tensor, *tables: Tensor) -> tuple[Tensor, ...]:
-        """Query, key and value of every row; the tables have a batch dimension of 1."""
+        """Query, key and value of every row; the tables have a batch dimension."""
 
     def _rest(self, hidden: Tensor, attended: Tensor, *, in_chunks: bool) -> Tensor:
         """What follows attention, for every row."""

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..documents import Integers, as_ints, document_borders
-from ..exchange import Exchange, Group, agree, resolve_exchange
+from ..documents import Integers
+from ..exchange import Group, resolve_exchange
 from ..functional import Schedule, autocast_inputs
 from ..layout import SequenceLayout
-from ..pattern import check_positive_int, in_brief, shape_in_brief
+from ..pattern import check_positive_int
 from ..tiles import Backend
 from .checkpoint import Checkpoint, check_checkpoint, run_checkpointed
 from .chunked import map_rows
 from .config import LongNetConfig
 from .longnet_block import LongNetBlock
-from .rope import RotaryEmbedding, Rotation, document_positions
+from .longnet_inputs import agreed_positions, check_labels
+from .rope import RotaryEmbedding, Rotation
+from .token_generator import TokenGenerator
 
 
-class LongNet(nn.Module):
+class LongNet(TokenGenerator):
     """A pre-norm decoder on dilated attention, for sequences that no single device holds.
 
     Blocks are norm -> attention -> residual, norm -> MLP -> residual; then a final norm and the
@@ -138,7 +141,7 @@ class LongNet(nn.Module):
         """
         hidden = self._hidden(tokens, None, documents, group, layout)
         modules = (self.norm, self.embedding)
-        return map_rows(self._logits, hidden, rows=self.chunk_rows, modules=modules)
+        return map_rows(self.logits, hidden, rows=self.chunk_rows, modules=modules)
 
     def loss(
         self,
@@ -183,11 +186,10 @@ class LongNet(nn.Module):
         layout: SequenceLayout | None,
     ) -> Tensor:
         """The residual stream after the last block: (batch, local_sequence, embed_dim)."""
-        positions, borders = _agreed_positions(
-            tokens, labels, documents, resolve_exchange(group), layout
-        )
-        rotation = self.rope(positions)
-        hidden = map_rows(self._embed, tokens, rows=self.chunk_rows, modules=(self.embedding,))
+        check = None if labels is None else partial(check_labels, labels, tokens)
+        found = agreed_positions(tokens, documents, resolve_exchange(group), layout, check=check)
+        rotation, borders = self.rope(found.rotary[None]), found.documents
+        hidden = map_rows(self.embed, tokens, rows=self.chunk_rows, modules=(self.embedding,))
         around: Checkpoint = "keep_attention" if self.checkpoint_blocks > 1 else "none"
         for first in range(0, len(self.blocks), self.checkpoint_blocks):
             hidden = run_checkpointed(
@@ -208,7 +210,8 @@ class LongNet(nn.Module):
         for block in self.blocks[first : first + self.checkpoint_blocks]:
             hidden = block(
                 hidden,
-                *rotation,
+                rotation.cos,
+                rotation.sin,
                 checkpoint=self.checkpoint,
                 chunk_rows=self.chunk_rows,
                 documents=documents,
@@ -217,77 +220,31 @@ class LongNet(nn.Module):
             )
         return hidden
 
-    def _embed(self, tokens: Tensor) -> Tensor:
+    def embed(self, tokens: Tensor) -> Tensor:
+        """The residual stream in front of the first block.
+
+        Args:
+            tokens: int64, shape (batch, rows).
+
+        Returns:
+            Shape (batch, rows, embed_dim).
+        """
         embedded: Tensor = self.embedding(tokens) * math.sqrt(self.config.embed_dim)
         return autocast_inputs(embedded)[0]
 
-    def _logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits of the next token, from the residual stream behind the last block.
+
+        Args:
+            hidden: shape (batch, rows, embed_dim).
+
+        Returns:
+            Shape (batch, rows, vocab_size).
+        """
         return F.linear(self.norm(hidden), self.embedding.weight)
 
     def _losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """Cross-entropy of every row: shape (batch, rows), float32 or float64."""
-        logits = self._logits(hidden).flatten(0, 1)
+        logits = self.logits(hidden).flatten(0, 1)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return F.cross_entropy(logits, labels.flatten(), reduction="none").view(labels.shape)
-
-
-def _agreed_positions(
-    tokens: Tensor,
-    labels: Tensor | None,
-    documents: Integers | None,
-    ends: Exchange,
-    layout: SequenceLayout | None,
-) -> tuple[Tensor, list[int] | None]:
-    """This rank's rotary positions, and the documents as ints.
-
-    If any rank's tokens, labels or documents do not fit, an error on every rank.
-
-    A rank that raised alone would leave the others waiting for it in the first attention.
-    """
-    positions, borders, failure = None, None, None
-    try:
-        positions = _positions(tokens, ends, layout)
-        if labels is not None:
-            _check_labels(labels, tokens)
-        if documents is not None:
-            borders = as_ints("documents", documents)
-            total = len(positions) * ends.world_size if layout is None else layout.length
-            positions = document_positions(positions, document_borders(borders, None, total))
-    except Exception as error:  # whatever it is, the other ranks are to be told
-        failure = error
-    # What else must be equal on all ranks, the first attention compares.
-    agree("LongNet", ends, None if failure else {}, failure, tokens.device)
-    assert positions is not None
-    return positions, borders
-
-
-def _positions(tokens: Tensor, ends: Exchange, layout: SequenceLayout | None) -> Tensor:
-    """The global position of every local row: int64, shape (local_sequence,)."""
-    if not isinstance(tokens, Tensor):
-        raise TypeError(f"tokens must be a tensor, got {in_brief(tokens)}")
-    if tokens.dtype != torch.int64:
-        raise TypeError(f"tokens must be int64; got {tokens.dtype}")
-    if tokens.dim() != 2:
-        raise ValueError(
-            f"tokens must have shape (batch, local_sequence); got {shape_in_brief(tokens)}"
-        )
-    rows = tokens.shape[1]
-    if layout is None:
-        return torch.arange(ends.rank * rows, (ends.rank + 1) * rows, device=tokens.device)
-    if not isinstance(layout, SequenceLayout):
-        raise TypeError(f"layout must be a SequenceLayout or None; got {in_brief(layout)}")
-    held = f"got tokens of shape {tuple(tokens.shape)}"
-    layout.check_shard(ends.rank, ends.world_size, rows, held)
-    return layout.positions(ends.rank, device=tokens.device)
-
-
-def _check_labels(labels: Tensor, tokens: Tensor) -> None:
-    if not isinstance(labels, Tensor):
-        raise TypeError(f"labels must be a tensor, got {in_brief(labels)}")
-    if labels.dtype != torch.int64:
-        raise TypeError(f"labels must be int64; got {labels.dtype}")
-    if labels.shape != tokens.shape:
-        raise ValueError(
-            f"labels must have the shape of tokens, {tuple(tokens.shape)}; "
-            f"got {shape_in_brief(labels)}"
-        )

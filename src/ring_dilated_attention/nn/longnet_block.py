@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -17,7 +18,7 @@ from .rope import Rotation
 class LongNetBlock(Block):
     """A causal `Block` with layer norms and rotated queries and keys.
 
-    Its tables are those of a `Rotation`.
+    Its tables are the `cos` and `sin` of a `Rotation` with a batch dimension.
 
     Args:
         config: the shape of the model.
@@ -50,8 +51,15 @@ class LongNetBlock(Block):
 
     def _heads(self, hidden: Tensor, *tables: Tensor) -> tuple[Tensor, ...]:
         normed = self.attention_norm(hidden)
-        cos, sin = (table[0] for table in tables)
-        return self.attention.project(normed, normed, normed, rope=Rotation(cos, sin).__call__)
+        attention, (cos, sin) = self.attention, tables
+        rotation = Rotation(cos, sin, is_wide=cos.shape[-1] == attention.head_dim)
+        if not rotation.is_wide:
+            return attention.project(normed, normed, normed, rope=rotation.__call__)
+        # A few rows: what they cost is the number of operations.
+        query, key, value = attention.project(normed, normed, normed)
+        both = rotation(torch.cat((query, key), 2))
+        query, key = both.tensor_split((attention.num_heads,), 2)
+        return query, key, value
 
     def _contract(self, expanded: Tensor, *, in_chunks: bool) -> Tensor:
         contracted: Tensor = self.contract(F.gelu(expanded))

@@ -44,12 +44,17 @@ class Rotation(NamedTuple):
     """The rotation of every local row; call it on a query or a key.
 
     Attributes:
-        cos: float32, shape (local_sequence, head_dim // 2).
-        sin: float32, shape (local_sequence, head_dim // 2).
+        cos: float32, shape (local_sequence, head_dim // 2), or (batch, local_sequence,
+            head_dim // 2) where rows of a batch stand at different positions; that batch may be 1.
+        sin: float32, the shape of `cos`.
+        is_wide: whether both are as wide as head_dim: `cos` then holds every cosine twice,
+            ``[c, c]``, and `sin` ``[-s, s]``. That takes fewer operations and twice the memory; see
+            `RotaryEmbedding.wide`.
     """
 
     cos: Tensor
     sin: Tensor
+    is_wide: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
         """Rotate the pairs (x[i], x[i + head_dim // 2]) of every row by its position's angles.
@@ -62,16 +67,22 @@ class Rotation(NamedTuple):
             (float64 for float64 inputs).
 
         Raises:
-            ValueError: the rows or the head_dim of `x` are not those of this rotation.
+            ValueError: the batch, the rows or the head_dim of `x` are not those of this rotation.
         """
-        rows, half = self.cos.shape
-        if x.dim() != 4 or x.shape[1] != rows or x.shape[3] != 2 * half:
+        shape, width = self.cos.shape, x.shape[-1]
+        head_dim = shape[-1] if self.is_wide else 2 * shape[-1]
+        fits = x.dim() == 4 and x.shape[1] == shape[-2] and width == head_dim
+        if not fits or (len(shape) == 3 and shape[0] not in (1, x.shape[0])):
+            batch = "batch" if len(shape) == 2 or shape[0] == 1 else str(shape[0])
             raise ValueError(
-                f"this rotation needs shape (batch, {rows}, heads, {2 * half}); "
+                f"this rotation needs shape ({batch}, {shape[-2]}, heads, {head_dim}); "
                 f"got {tuple(x.shape)}"
             )
-        cos, sin = self.cos[:, None], self.sin[:, None]
-        first, second = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
+        cos, sin = self.cos.unsqueeze(-2), self.sin.unsqueeze(-2)
+        rows = x.to(torch.promote_types(x.dtype, torch.float32))
+        if self.is_wide:
+            return torch.addcmul(rows * cos, rows.roll(width // 2, -1), sin).to(x.dtype)
+        first, second = rows.chunk(2, dim=-1)
         rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
         return rotated.to(x.dtype)
 
@@ -101,26 +112,56 @@ class RotaryEmbedding(nn.Module):
         if not 1 < theta <= sys.float_info.max:
             raise ValueError(f"theta must be finite and above 1; got {in_brief(theta)}")
         self.theta = float(theta)
+        self._signed: Tensor | None = None  # no buffer: a model's dtype does not change it
 
     def forward(self, positions: Tensor) -> Rotation:
         """The rotation for rows at these positions.
 
         Args:
-            positions: global positions, int64, shape (local_sequence,); `SequenceLayout.positions`
-                gives a rank's, and `document_positions` those of packed documents.
+            positions: global positions, int64, shape (local_sequence,), or (batch, local_sequence)
+                where rows of a batch stand at different ones; `SequenceLayout.positions` gives a
+                rank's, and `document_positions` those of packed documents.
 
         Returns:
             A `Rotation` on the device of `positions`.
         """
-        if not isinstance(positions, Tensor) or positions.dim() != 1:
-            is_tensor = isinstance(positions, Tensor)
-            got = shape_in_brief(positions) if is_tensor else in_brief(positions)
-            raise TypeError(f"positions must be a tensor of shape (local_sequence,), got {got}")
-        pairs = torch.arange(self.head_dim // 2, dtype=torch.float64, device=positions.device)
-        frequencies = torch.pow(self.theta, pairs * (-2 / self.head_dim))
-        angles = positions.to(torch.float64)[:, None] * frequencies
+        _check_positions(positions)
+        angles = positions.to(torch.float64).unsqueeze(-1) * self._frequencies(positions.device)
         return Rotation(angles.cos().float(), angles.sin().float())
+
+    def wide(self, positions: Tensor) -> Rotation:
+        """The same rotation from tables as wide as a head: for a few rows, as in decoding.
+
+        Args:
+            positions: as for `forward`.
+
+        Returns:
+            A `Rotation` on the device of `positions`.
+        """
+        _check_positions(positions)
+        device = positions.device
+        if self._signed is None or self._signed.device != device:
+            frequencies = self._frequencies(device)
+            self._signed = torch.cat((-frequencies, frequencies))
+        # Of a negative angle the cosine is the same, and the sine has the sign that it needs.
+        angles = positions.to(torch.float64).unsqueeze(-1) * self._signed
+        return Rotation(angles.cos().float(), angles.sin().float(), is_wide=True)
+
+    def _frequencies(self, device: torch.device) -> Tensor:
+        """The angle that each pair turns by from a position to the next: float64."""
+        pairs = torch.arange(self.head_dim // 2, dtype=torch.float64, device=device)
+        return torch.pow(self.theta, pairs * (-2 / self.head_dim))
 
     def extra_repr(self) -> str:
         """What `repr` shows of the arguments."""
         return f"{self.head_dim}, theta={self.theta:g}"
+
+
+def _check_positions(positions: Tensor) -> None:
+    if not isinstance(positions, Tensor) or positions.dim() not in (1, 2):
+        is_tensor = isinstance(positions, Tensor)
+        got = shape_in_brief(positions) if is_tensor else in_brief(positions)
+        raise TypeError(
+            "positions must be a tensor of shape (local_sequence,) or (batch, local_sequence), "
+            f"got {got}"
+        )

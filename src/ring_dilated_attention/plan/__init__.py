@@ -2,12 +2,14 @@
 
 `parts` says what ranks hold and who shares a segment with whom. `rows` is what tiles and messages
 are made of, and `tiling` makes them. `attention` is the plan of a world, `rank` that of one rank,
-`replicated` that of queries which every rank holds, `cache` what a KV cache keeps. `zero_keys` counts keys that no rank holds,
-`check` proves a plan, and `costs` counts its bytes and operations.
+`replicated` that of queries which every rank holds, `cache` what a KV cache keeps, `cache_step`
+what one new position reads of it. `zero_keys` counts keys that no rank holds, `check` proves a
+plan, and `costs` counts its bytes and operations.
 """
 
 from .attention import FEW_ADDITIONS, AttentionPlan, plan_attention
 from .cache import CachedBranch, CachePlan, KeptRows, NewTile, plan_cache
+from .cache_step import CacheStep, StepTile, plan_step
 from .check import check_plan, enumerated, proof_steps
 from .costs import (
     Balance,
@@ -26,7 +28,7 @@ from .costs import (
 from .own import OwnRange, OwnWork
 from .parts import OwnRun
 from .rank import LocalHalves, RankPlan, Step
-from .replicated import replicated_groups, replicated_zero_keys
+from .replicated import replicated_groups, replicated_strips, replicated_zero_keys
 from .rows import Message, PackedTiles, Rows, Run, Tile, TileGroup
 
 __all__ = [
@@ -34,6 +36,7 @@ __all__ = [
     "AttentionPlan",
     "Balance",
     "CachePlan",
+    "CacheStep",
     "CachedBranch",
     "KeptRows",
     "LocalHalves",
@@ -48,6 +51,7 @@ __all__ = [
     "Rows",
     "Run",
     "Step",
+    "StepTile",
     "TensorSize",
     "Tile",
     "TileGroup",
@@ -61,8 +65,10 @@ __all__ = [
     "memory",
     "plan_attention",
     "plan_cache",
+    "plan_step",
     "proof_steps",
     "replicated_groups",
+    "replicated_strips",
     "replicated_zero_keys",
     "returned_bytes",
     "step_imbalance",

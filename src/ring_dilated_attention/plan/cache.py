@@ -35,7 +35,8 @@ class CachedBranch:
         segment_length: in positions; None: there is one segment, which has no end.
         dilation_rate: in positions.
         heads: the KV heads that it shows anything, each with its offset.
-        slots: rows that a rank has for each of them.
+        slots: rows that a rank has for each of them: those of a segment, and of `max_rewind` more
+            positions, so that member g may be written before anything is dropped.
         first_row: of the first head's slots, among the rows of a batch row.
     """
 
@@ -71,7 +72,7 @@ class CachedBranch:
         Args:
             offset: of a head.
             length: positions so far.
-            rewind: of these, so many may be taken back.
+            rewind: how many of these may be taken back.
         """
         earliest = self.members_before(offset, max(0, length - rewind))
         return range(self.first_shown(offset, earliest), self.members_before(offset, length))
@@ -268,6 +269,23 @@ def _as_slice(numbers: list[int]) -> slice:
     return slice(numbers[0], numbers[-1] + 1, step)
 
 
+def _most_members(length: int, rate: int, window: int) -> int:
+    """The most members that lie in `window` consecutive positions, wherever they begin.
+
+    Args:
+        length: of a segment, in positions.
+        rate: every which position of a segment is a member.
+        window: in positions.
+    """
+    segments, rest = divmod(window, length)
+    per_segment = -(-length // rate)
+    if not rest:
+        return segments * per_segment
+    # The rest lies in one segment; or it ends one and begins the next, where members may lie closer
+    # than `rate`: it is then what is left of two neighbours less a gap of `length - rest`.
+    return segments * per_segment + max(-(-rest // rate), per_segment - (length - rest) // rate)
+
+
 @lru_cache(maxsize=64)
 def plan_cache(
     pattern: DilatedPattern,
@@ -303,13 +321,13 @@ def plan_cache(
         if not heads:
             continue
         members = -(-most // rate)
-        if ends:  # else there is no earlier segment whose rows would be overwritten
-            members += -(-max_rewind // rate)
+        segment_length = length if ends else None
+        if segment_length is not None:  # else no earlier segment has rows to be overwritten
+            members += _most_members(segment_length, rate, max_rewind)
+            if max_length is not None:  # there are no more than this
+                segments, rest = divmod(max_length, segment_length)
+                members = min(members, segments * -(-segment_length // rate) + -(-rest // rate))
         slots = -(-members // shards)
-        branches.append(
-            CachedBranch(index, length if ends else None, rate, heads, slots, rows)
-        )
+        branches.append(CachedBranch(index, segment_length, rate, heads, slots, rows))
         rows += slots * len(heads)
-    return CachePlan(
-        pattern, num_kv_heads, max_length, max_rewind, shards, tuple(branches), rows
-    )
+    return CachePlan(pattern, num_kv_heads, max_length, max_rewind, shards, tuple(branches), rows)

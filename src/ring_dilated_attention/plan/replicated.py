@@ -98,3 +98,71 @@ def _pieces(part: Part, low: int, high: int) -> list[Part]:
         return [part]
     cuts = (part.within(0, low), part.within(low, high), part.within(high, part.stop))
     return [piece for piece in cuts if piece.start < piece.stop]
+
+
+def replicated_strips(
+    plan: AttentionPlan, positions: range, rank: int
+) -> list[list[tuple[int, ...]]]:
+    """The keys of `rank` that queries which every rank holds see, head by head.
+
+    Args:
+        plan: the pattern, and which rank holds which keys.
+        positions: as for `replicated_groups`.
+        rank: whose keys.
+
+    Returns:
+        For each KV head, equally many strips of evenly spaced keys: the first local row, the step
+        from one to the next, how many there are, and of each query before which of them it sees
+        all: 0 or more. No query sees a key twice, but for each branch that shows it.
+    """
+    queries = cut([(positions.start, positions.stop)], plan.documents, rank)
+    keys = plan.parts_of(rank)
+    if plan.is_causal:
+        keys = [k.within(0, positions.stop) for k in keys if k.start < positions.stop]
+    pairs = [(q, k) for q in queries for k in keys if q.document_start == k.document_start]
+    strips: list[list[tuple[int, ...]]] = [[] for _ in range(plan.num_kv_heads)]
+    for branch, (length, rate) in enumerate(plan.pattern.branches):
+        heads = plan.pattern.heads(branch, plan.num_kv_heads)
+        for q, k in pairs:
+            for start, stop in _segments(q, k, length):
+                found = {
+                    offset: _strip(plan, positions, q, k, (start + offset, stop, rate))
+                    for offset in {head.offset for head in heads}
+                }
+                for own in strips:
+                    own.append((0, 1, 0, *[0] * len(positions)))
+                for head, offset in heads:
+                    strips[head][-1] = found[offset]
+    return strips
+
+
+def _segments(queries: Part, keys: Part, length: int | None) -> Iterator[tuple[int, int]]:
+    """The segments that two parts of a document share: (start, stop)."""
+    w = queries.segment_length(length)
+    both = (queries, keys)
+    first = max((part.start - part.document_start) // w for part in both)
+    last = min((part.stop - 1 - part.document_start) // w for part in both)
+    for segment in range(first, last + 1):
+        start = queries.document_start + segment * w
+        yield start, min(start + w, queries.document_stop)
+
+
+def _strip(
+    plan: AttentionPlan,
+    positions: range,
+    queries: Part,
+    keys: Part,
+    members: tuple[int, int, int],
+) -> tuple[int, ...]:
+    """The keys of one part that are members of a progression, and how many each query sees."""
+    begin, stop, rate = members
+    rows = range(
+        begin + max(0, -(-(keys.start - begin) // rate)) * rate, min(stop, keys.stop), rate
+    )
+    limits = []
+    for position in positions:
+        is_member = position in range(begin, stop, rate)
+        sees = is_member and queries.start <= position < queries.stop
+        until = range(rows.start, min(position + 1, rows.stop), rate) if plan.is_causal else rows
+        limits.append(len(until) if sees else 0)
+    return keys.local_row(rows.start), rate, len(rows) if any(limits) else 0, *limits

@@ -204,7 +204,8 @@ def streamed(
     """Print a text on standard output as it comes, and how far it is.
 
     In a terminal the line that is being written stands above the bar, and is printed when it ends.
-    Where both streams are one file or pipe, nothing but the text is written.
+    Where both streams are one file or pipe, nothing but the text is written. Else standard error
+    says at the end how fast it came, from the first piece to the last.
 
     Args:
         texts: pieces of the text, each with how much of `total` is done with it.
@@ -219,6 +220,7 @@ def streamed(
         _write("\n")
         return
     line = ""
+    pace = _Pace(unit)
     try:
         with Progress(what, total=total, unit=unit) as progress:
             for done, text in itertools.chain([(0, shown)], texts):
@@ -231,8 +233,31 @@ def streamed(
                 else:
                     _write(text)
                 progress.update(done)
+                pace.update(done)
     finally:
         _write(f"{line}\n")
+    pace.show()
+
+
+class _Pace:
+    """How fast something was, from when the first of it was done to the last."""
+
+    def __init__(self, unit: str) -> None:
+        self._unit, self._first, self._done = unit, 0, 0
+        self._began = self._ended = 0.0
+
+    def update(self, done: int) -> None:
+        """So much is done now; 0 before anything is."""
+        if done:
+            self._done, self._ended = done, time.perf_counter()
+            if not self._first:
+                self._first, self._began = done, self._ended
+
+    def show(self) -> None:
+        """Say it on standard error, where more than one was done."""
+        if self._ended > self._began:
+            speed = _rate((self._done - self._first) / (self._ended - self._began), self._unit)
+            make_console(stderr=True).print(f"{self._done:,} {self._unit}, {speed}", markup=False)
 
 
 def _in_one_file(out: IO[str], err: IO[str]) -> bool:

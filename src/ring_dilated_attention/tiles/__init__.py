@@ -14,6 +14,7 @@ from .backend import (
 )
 from .eager import accumulate_dtype
 from .select import BACKENDS, Backend, Selection, select_backend
+from .table import table_refusal
 
 __all__ = [
     "ALIGNMENT",
@@ -28,4 +29,5 @@ __all__ = [
     "reads_aligned_rows",
     "reads_separate_rows",
     "select_backend",
+    "table_refusal",
 ]

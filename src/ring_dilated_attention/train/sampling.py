@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import codecs
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,6 +16,10 @@ from . import checkpoint
 from .errors import one_line
 from .tokenizer import NUM_BYTES
 
+FEW_PARAMETERS = 4_000_000
+"""Of models with fewer, an operation on one token takes a few microseconds, which a second thread
+does not shorten; where other programs use the processor, waiting for it takes milliseconds."""
+
 
 def sample_bytes(
     path: Path,
@@ -27,11 +29,14 @@ def sample_bytes(
     count: int = 200,
     temperature: float = 0.8,
     top_k: int | None = None,
+    top_p: float | None = None,
     seed: int = 0,
 ) -> Iterator[bytes]:
     """Bytes that continue a prompt, those of one token at a time.
 
-    The model reads at most the last ``seq_len`` tokens, the length it was trained on.
+    The prompt is read once, then every token alone, with a KV cache of what the pattern shows. A
+    text longer than those of the training goes on in the same way: the tokens are those that the
+    whole text would give, at positions that the model has not been trained on.
 
     Args:
         path: a checkpoint, or a run, whose newest checkpoint is taken.
@@ -39,11 +44,13 @@ def sample_bytes(
         count: how many tokens to give; those of a model of bytes are bytes.
         temperature: logits are divided by it; 0 takes the most likely token always.
         top_k: draw among this many most likely tokens only; None means all.
+        top_p: draw among the fewest most likely tokens whose probabilities add up to this; None
+            means all.
         seed: of the draws, from 0 to 2**62 - 1.
         told: called with one line for every newer checkpoint of the run that is damaged.
 
     Returns:
-        An iterator; the checkpoint has been read when this returns.
+        An iterator; the checkpoint and the prompt have been read when this returns.
 
     Raises:
         TypeError: an option has the wrong type.
@@ -51,8 +58,6 @@ def sample_bytes(
             checkpoint, or its tokenizer does not spell the prompt.
     """
     check_positive_int("count", count)
-    if not isinstance(temperature, int | float) or not 0 <= temperature < math.inf:
-        raise ValueError(f"temperature must be finite and >= 0; got {temperature!r}")
     if not prompt:
         raise ValueError("the prompt must have at least one byte; got an empty one")
     check_seed(seed)
@@ -72,57 +77,32 @@ def sample_bytes(
             f"{found.path} does not fit its tokenizer: the model has {vocabulary} tokens, the "
             f"tokenizer {len(spelled)}"
         )
-    if top_k is not None and check_positive_int("top_k", top_k) > vocabulary:
-        raise ValueError(f"top_k must be at most {vocabulary}; got {top_k}")
     model = LongNet(found.model)
     found.load(model)
     model.eval()
-    draw = partial(
-        _drawn,
-        # Numbers without a token are never drawn, and an empty one would spell nothing.
-        empty=torch.tensor([not text for text in spelled]),
+    stream = model.stream(
+        torch.tensor([tokens], dtype=torch.int64),
+        count,
         temperature=temperature,
         top_k=top_k,
-        generator=torch.Generator().manual_seed(seed),
+        top_p=top_p,
+        # Numbers without a token are never drawn, and an empty one would spell nothing.
+        allowed=torch.tensor([bool(text) for text in spelled]),
+        seed=seed,
     )
-    numbers = _continued(model, tokens, draw, count=count, context=found.config.seq_len)
-    return (spelled[number] or b"" for number in numbers)
+    if sum(parameter.numel() for parameter in model.parameters()) < FEW_PARAMETERS:
+        stream = _on_one_thread(stream)
+    return (spelled[int(number)] or b"" for number in stream)
 
 
-def _continued(
-    model: LongNet,
-    prompt: list[int],
-    draw: Callable[[Tensor], Tensor],
-    *,
-    count: int,
-    context: int,
-) -> Iterator[int]:
-    """Tokens, by number, that continue those of a prompt."""
-    tokens = torch.tensor([prompt], dtype=torch.int64)
-    for _ in range(count):
-        tokens = tokens[:, -context:]
-        with torch.no_grad():
-            token = draw(model(tokens)[0, -1].double())
-        tokens = torch.cat((tokens, token[None]), dim=1)
-        yield int(token)
-
-
-def _drawn(
-    logits: Tensor,
-    *,
-    empty: Tensor,
-    temperature: float,
-    top_k: int | None,
-    generator: torch.Generator,
-) -> Tensor:
-    """A token drawn by its logits, shape (vocabulary,), but none that is empty: shape (1,)."""
-    logits = logits.masked_fill(empty, -torch.inf)
-    if temperature == 0:
-        return logits.argmax().view(1)
-    if top_k is not None:
-        lowest = logits.topk(top_k).values[-1]
-        logits = logits.masked_fill(logits < lowest, -torch.inf)
-    return torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+def _on_one_thread(tokens: Iterator[Tensor]) -> Iterator[Tensor]:
+    """Tokens, each computed by one thread: for a small model, other threads take longer to wake."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield from tokens
+    finally:
+        torch.set_num_threads(before)
 
 
 def decoded(stream: Iterable[bytes]) -> Iterator[str]:

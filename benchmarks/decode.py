@@ -1,0 +1,251 @@
+"""Decoding one token: attention to a KV cache beside torch's SDPA, and a model's whole step.
+
+    python benchmarks/decode.py --device cuda --out found.json
+    python benchmarks/decode.py --device cpu --small
+
+First every case is compared with a float64 softmax over the keys that the query sees. Then each is
+timed, in turns with its baseline: GPU time of a call in a queue of calls, wall time of a call by
+itself, and GPU time in a CUDA graph. The limit is the time in which a copy inside the device's
+memory moves as many bytes as the call has to read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from ring_dilated_attention import DilatedKVCache, DilatedPattern, cached_attention
+from ring_dilated_attention.decode import CapturedStep
+from ring_dilated_attention.named_patterns import named
+from ring_dilated_attention.nn import LongNet, LongNetConfig
+from ring_dilated_attention.train.config import preset_options
+
+
+class Case(NamedTuple):
+    """Attention of one new token to a cache.
+
+    Attributes:
+        name: in the table.
+        pattern: which keys each head sees.
+        keys: positions before the token.
+        batch: rows of the batch.
+        is_dense: whether SDPA computes the same.
+    """
+
+    name: str
+    pattern: DilatedPattern
+    keys: int
+    batch: int = 1
+    is_dense: bool = False
+
+
+def cases(*, small: bool) -> list[Case]:
+    """Those of the issue: a million keys, or few on a CPU."""
+    longnet, keys = named("longnet").pattern, 4096 if small else 1 << 20
+    more = DilatedPattern([*longnet.segment_lengths, None], [*longnet.dilation_rates, 64])
+    # One position before the end of every segment: caches are as full as they get.
+    return [
+        Case("dense", DilatedPattern.dense(), keys, is_dense=True),
+        Case("longnet", longnet, keys - 1),
+        Case("longnet and (document, 64)", more, keys - 1),
+        Case("dense, batch 32", DilatedPattern.dense(), keys // 32, 32, is_dense=True),
+        Case("longnet, batch 32", longnet, keys // 32 - 1, 32),
+    ]
+
+
+class Timer:
+    """Times calls on one device."""
+
+    def __init__(self, device: torch.device, repeats: int) -> None:
+        self.device, self.repeats = device, repeats
+
+    def queued(self, call: Callable[[], Any], count: int = 20) -> float:
+        """Milliseconds of a call among `count` that are queued, the median of several rounds."""
+        taken = []
+        for _ in range(self.repeats):
+            if self.device.type == "cuda":
+                first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                torch.cuda._sleep(20_000_000)  # the queue fills up meanwhile
+                first.record()
+                for _ in range(count):
+                    call()
+                last.record()
+                last.synchronize()
+                taken.append(first.elapsed_time(last) / count)
+            else:
+                begun = time.perf_counter()
+                call()
+                taken.append((time.perf_counter() - begun) * 1e3)
+        return statistics.median(taken)
+
+    def wall(self, call: Callable[[], Any], count: int = 50) -> float:
+        """Milliseconds of a call by itself, until the device is idle, the median of `count`."""
+        taken = []
+        for _ in range(count):
+            begun = time.perf_counter()
+            call()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            taken.append((time.perf_counter() - begun) * 1e3)
+        return statistics.median(taken)
+
+
+def copy_rate(timer: Timer, nbytes: int = 4 << 30) -> float:
+    """Bytes a second that a copy in the device's memory moves: those read and those written."""
+    nbytes = nbytes if timer.device.type == "cuda" else 64 << 20
+    source = torch.empty(nbytes, dtype=torch.uint8, device=timer.device)
+    target = torch.empty_like(source)
+    return 2 * nbytes / timer.queued(lambda: target.copy_(source)) * 1e3
+
+
+def attention(case: Case, timer: Timer, dtype: torch.dtype, rate: float) -> dict[str, Any]:
+    """One case: its error and its times."""
+    device, heads, kv_heads, head_dim = timer.device, 32, 8, 128
+    query, key, value = (
+        torch.randn(case.batch, 1, n, head_dim, device=device, dtype=dtype)
+        for n in (heads, kv_heads, kv_heads)
+    )
+    cache = DilatedKVCache(
+        case.pattern, case.batch, kv_heads, head_dim, max_length=case.keys + 100_000, dtype=dtype,
+        device=device,
+    )  # fmt: skip
+    keys, values = torch.randn(
+        2, case.batch, case.keys, kv_heads, head_dim, device=device, dtype=dtype
+    ).unbind(0)
+    cache.prefill(keys, values)
+    read = sum(
+        (len(branch.kept(offset, case.keys)) + 1)
+        for branch in cache.plan.branches
+        for _, offset in branch.heads
+        if branch.members_before(offset, case.keys + 1) > branch.members_before(offset, case.keys)
+    ) * 2 * case.batch * head_dim * dtype.itemsize  # fmt: skip
+    before = cache.known()
+    found = {"case": case.name, "keys": case.keys, "batch": case.batch, "bytes": read}
+    out = cached_attention(query, key, value, cache)
+    found["error"] = error_of(out, (query, key, value), (keys, values), case, cache)
+    cache.set_known(before)
+
+    def call() -> torch.Tensor:
+        return cached_attention(query, key, value, cache)
+
+    for _ in range(5):
+        call()
+    found["limit_ms"] = read / rate * 1e3
+    found["gpu_ms"] = timer.queued(call)
+    found["wall_ms"] = timer.wall(call)
+    if device.type == "cuda":
+        captured = CapturedStep(lambda x: cached_attention(x, key, value, cache), query, [cache])
+        found["graph_ms"] = timer.queued(lambda: captured(query))
+    if case.is_dense:
+        k, v = (torch.cat([x, new], 1).transpose(1, 2) for x, new in ((keys, key), (values, value)))
+        k, v = k.contiguous(), v.contiguous()
+        q = query.transpose(1, 2)
+        found["sdpa_ms"] = timer.queued(
+            lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        )
+    return found
+
+
+def error_of(
+    out: torch.Tensor,
+    new: tuple[torch.Tensor, ...],
+    before: tuple[torch.Tensor, torch.Tensor],
+    case: Case,
+    cache: DilatedKVCache,
+) -> float:
+    """The relative error of the first row of the batch, against a softmax in float64."""
+    query, *own = (x[0, 0].double() for x in new)
+    position, members = case.keys, query.shape[0] // own[0].shape[0]
+    wrong = total = 0.0
+    for head in range(own[0].shape[0]):
+        shown = []
+        for branch in cache.plan.branches:
+            offset = dict(branch.heads).get(head)
+            if offset is None:
+                continue
+            member = branch.members_before(offset, position)
+            if branch.members_before(offset, position + 1) == member:
+                continue  # not a member itself
+            members_seen = range(branch.first_shown(offset, member), member)
+            for _, positions in branch.positions(offset, members_seen):
+                shown.append(slice(positions.start, positions[-1] + 1, positions.step))
+            shown.append(None)  # itself
+        rows = [
+            torch.cat([own[i][head][None] if s is None else x[0, s, head].double() for s in shown])
+            for i, x in enumerate(before)
+        ]
+        for q, got in zip(
+            query[head * members : (head + 1) * members],
+            out[0, 0, head * members : (head + 1) * members].double(),
+            strict=True,
+        ):
+            weights = torch.softmax(rows[0] @ q * q.shape[0] ** -0.5, 0)
+            want = weights @ rows[1]
+            wrong += float((got - want).square().sum())
+            total += float(want.square().sum())
+    return (wrong / total) ** 0.5
+
+
+def model_step(timer: Timer, prompt: int, *, small: bool) -> dict[str, Any]:
+    """`longnet-base` after a long prompt: prefill, then token by token, also in a graph."""
+    preset = dict(preset_options("longnet-base"))
+    shape = {x.name: preset[x.name] for x in fields(LongNetConfig) if x.name in preset}
+    if small:
+        shape |= {"num_layers": 2, "embed_dim": 96, "ffn_dim": 384}
+    device, dtype = timer.device, torch.float32 if small else torch.bfloat16
+    model = LongNet(LongNetConfig(**shape), chunk_rows=preset["chunk_rows"]).to(device, dtype)
+    tokens = torch.randint(model.config.vocab_size, (1, prompt), device=device)
+    caches = model.make_caches(1, max_length=prompt + 100_000)
+    token, few = tokens[:, :1], Timer(device, 1)
+    found: dict[str, Any] = {"case": "longnet-base", "prompt": prompt}
+    with torch.no_grad():
+        for _ in range(2):
+            model.prefill(tokens, caches)
+            model.loss(tokens, tokens)
+        found["prefill_ms"] = few.wall(lambda: model.prefill(tokens, caches), 5)
+        found["loss_ms"] = few.wall(lambda: model.loss(tokens, tokens), 5)
+        model.prefill(tokens, caches)
+        for _ in range(20):
+            model.step(token, caches)
+        found["step_ms"] = timer.wall(lambda: model.step(token, caches))
+        if device.type == "cuda":
+            captured = CapturedStep(lambda x: model.step(x, caches), token, caches)
+            found["graph_ms"] = timer.wall(lambda: captured(token))
+            found["graph_gpu_ms"] = timer.queued(lambda: captured(token))
+    found["cache_bytes"] = sum(cache.nbytes for cache in caches)
+    return found
+
+
+def main() -> None:
+    """Check and time everything; a table at the end."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
+    parser.add_argument("--small", action="store_true", help="few keys, a small model, float32")
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--out", type=Path, help="a JSON file for all numbers")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    timer = Timer(torch.device(options.device), options.repeats)
+    dtype = torch.float32 if options.small else torch.bfloat16
+    rate = copy_rate(timer)
+    found = [attention(case, timer, dtype, rate) for case in cases(small=options.small)]
+    found.append(model_step(timer, 5000 if options.small else 1 << 20, small=options.small))
+    if options.out:
+        options.out.write_text(json.dumps({"copy_bytes_per_s": rate, "found": found}, indent=1))
+    print(f"copy: {rate / 1e12:.2f} TB/s")
+    for each in found:
+        words = (f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in each.items())
+        print("  ".join(words))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""Attention of new positions to a KV cache by the decoding kernels: on a GPU."""
+
+from __future__ import annotations
+
+import torch
+
+from .. import kernels
+from ..engine import compute, kernels_on
+from ..plan import CachePlan
+from ..tiles import select_backend, table_refusal
+from .cache import DilatedKVCache
+
+_NO_END = 2**62  # what `strips_of_cache` takes for the length of a segment that has no end
+_NAME = "triton"
+
+
+def kernel_computes(
+    backend: str, device: torch.device, dtype: torch.dtype, count: int, head_dim: int
+) -> bool:
+    """Whether the decoding kernels compute a call.
+
+    Args:
+        backend: what the user asks for.
+        device: of the query.
+        dtype: of the query.
+        count: new positions.
+        head_dim: of the query.
+
+    Raises:
+        ValueError: they are asked for, and cannot; or `backend` is unknown.
+    """
+    if backend == _NAME:
+        select_backend(backend, device, dtype, head_dim)
+        if count > kernels.MOST_NEW_ROWS:
+            raise ValueError(
+                f"backend={_NAME!r} decodes at most {kernels.MOST_NEW_ROWS} new positions a call; "
+                f"got {count}: give fewer, or backend='auto'"
+            )
+        return True
+    refused = device.type != "cuda" or table_refusal(device, dtype, head_dim) is not None
+    return backend == "auto" and not refused and count <= kernels.MOST_NEW_ROWS
+
+
+def attend_by_kernel(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cache: DilatedKVCache,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What this rank's rows of the cache, and the new rows, add up to; then the cache has them.
+
+    Args:
+        query: (batch, m, heads, head_dim).
+        key: (batch, m, kv_heads, head_dim), of the same positions.
+        value: like `key`.
+        cache: without these positions; with them afterwards.
+        scale: factor on the scores.
+
+    Returns:
+        out (batch, m, heads, head_dim), in the dtype of the query, or float32 where ranks share
+        the rows; lse (batch, m, heads), float32.
+    """
+    plan, count = cache.plan, key.shape[1]
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    keys, values = (
+        x.unsqueeze(2).expand(-1, -1, plan.num_kv_heads, -1) for x in (cache.keys, cache.values)
+    )
+    with kernels_on(query.device):
+        strips, places = kernels.strips_of_cache(
+            cache.lengths,
+            _branches(cache),
+            plan.num_kv_heads,
+            count,
+            shard=cache.shard,
+            shards=plan.shards,
+            max_length=plan.max_length,
+        )
+        new = kernels.NewRows(key, value, cache.lengths, cache.shard == 0, places)
+        out, lse = kernels.attend_strips(
+            query,
+            keys,
+            values,
+            strips,
+            sum(branch.slots for branch in plan.branches),
+            scale,
+            dtype=torch.float32 if cache.is_sharded else query.dtype,
+            new=new,
+        )
+    cache.advanced(count)
+    return out, lse
+
+
+def attend_to_strips(
+    inputs: compute.Inputs,
+    strips: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    """Attention of queries to keys that lie in a sharded sequence, by the kernels of a cache.
+
+    Args:
+        inputs: (batch, m, heads, head_dim), and keys and values (batch, n, kv_heads, head_dim).
+        strips: the keys that the queries see: see `ReplicatedRows`.
+        scale: factor on the scores.
+        out: (batch, m, heads, head_dim), is written.
+        lse: (batch, heads, m), is written.
+    """
+    query, keys, values = inputs
+    most_rows = keys.shape[1] * strips.shape[2]
+    found = kernels.attend_strips(query, keys, values, strips, most_rows, scale, dtype=out.dtype)
+    out.copy_(found[0])
+    lse.copy_(found[1].transpose(1, 2))
+
+
+def _branches(cache: DilatedKVCache) -> torch.Tensor:
+    """The plan of a cache as a table on its device, made once."""
+    if cache.table is None or cache.table[0] is not cache.plan:
+        cache.table = cache.plan, _table(cache.plan).to(cache.keys.device)
+    return cache.table[1]
+
+
+def _table(plan: CachePlan) -> torch.Tensor:
+    """See `kernels.strips_of_cache`."""
+    rows = []
+    for branch in plan.branches:
+        offsets, bases = [-1] * plan.num_kv_heads, [0] * plan.num_kv_heads
+        for place, (head, offset) in enumerate(branch.heads):
+            offsets[head] = offset
+            bases[head] = branch.first_row + place * branch.slots
+        length = _NO_END if branch.segment_length is None else branch.segment_length
+        rows.append([length, branch.dilation_rate, branch.slots, *offsets, *bases])
+    return torch.tensor(rows, dtype=torch.int64)

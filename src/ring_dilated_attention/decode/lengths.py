@@ -1,0 +1,111 @@
+"""How many positions each row of a cache's batch has, and how many may be taken back: ints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from ..documents import even_slices
+from ..plan import CachePlan
+
+
+class EqualRows(NamedTuple):
+    """Rows of a batch that hold equally many positions.
+
+    Attributes:
+        rows: which, evenly spaced: indexing with it gives a view.
+        length: the positions of each.
+    """
+
+    rows: slice
+    length: int
+
+
+class Lengths:
+    """The positions that each row's document has, as the host knows them.
+
+    Args:
+        batch: rows of the batch, which have none yet.
+
+    Attributes:
+        known: positions of each row.
+        longest: the most that each row has had since it began: what its last segment's rows were
+            overwritten by.
+    """
+
+    def __init__(self, batch: int) -> None:
+        self.known, self.longest = [0] * batch, [0] * batch
+
+    def copy(self) -> Lengths:
+        """The same lengths, which change by themselves."""
+        return self.of_rows(range(len(self.known)))
+
+    def of_rows(self, rows: Sequence[int]) -> Lengths:
+        """Those of some rows, of which one may be taken repeatedly."""
+        found = Lengths(len(rows))
+        found.known = [self.known[row] for row in rows]
+        found.longest = [self.longest[row] for row in rows]
+        return found
+
+    def equal_rows(self) -> Iterator[EqualRows]:
+        """All rows, those of equal lengths together as far as they are evenly spaced."""
+        rows_of: dict[int, list[int]] = {}
+        for row, length in enumerate(self.known):
+            rows_of.setdefault(length, []).append(row)
+        for length, found in rows_of.items():
+            for rows in even_slices(found):
+                yield EqualRows(rows, length)
+
+    def begin(self, row: int, length: int) -> None:
+        """A row's document begins anew, with so many positions."""
+        self.known[row] = self.longest[row] = length
+
+    def check_more(self, count: int, plan: CachePlan) -> None:
+        """Raise a `ValueError` unless a cache has room for new positions of every row.
+
+        Args:
+            count: new positions.
+            plan: of the cache.
+        """
+        check_room(max(self.known) + count, plan)
+
+    def advance(self, count: int) -> None:
+        """Every row has so many positions more."""
+        self.known = [length + count for length in self.known]
+        self.longest = [max(pair) for pair in zip(self.known, self.longest, strict=True)]
+
+    def take_back(self, counts: Sequence[int], plan: CachePlan) -> None:
+        """Rows have fewer positions again; raises a `ValueError`, and changes none, if they cannot.
+
+        Args:
+            counts: positions of each row.
+            plan: of the cache.
+        """
+        for row, count in enumerate(counts):
+            known, longest = self.known[row], self.longest[row]
+            most = min(known, known - longest + plan.max_rewind)
+            if count < 0:
+                raise ValueError(f"count must be >= 0; got {count} for row {row}")
+            if count > most:
+                had = f", after it had {longest}" if longest > known else ""
+                raise ValueError(
+                    f"at most {most} positions of row {row} can be taken back: it has {known}"
+                    f"{had}, and max_rewind is {plan.max_rewind}; got {count}. A cache made with a "
+                    "larger max_rewind can take back more"
+                )
+        self.known = [known - count for known, count in zip(self.known, counts, strict=True)]
+
+
+def check_room(length: int, plan: CachePlan) -> None:
+    """Raise a `ValueError` unless a cache has room for a document.
+
+    Args:
+        length: of the document, in positions.
+        plan: of the cache.
+    """
+    if plan.max_length is not None and length > plan.max_length:
+        raise ValueError(
+            f"a document would have {length} positions, and the cache has room for "
+            f"max_length={plan.max_length}; make it with a larger one, or call its "
+            f"reserve({length})"
+        )

@@ -1,0 +1,170 @@
+"""Attention of one new position to a KV cache by back ends of tiles, in few operations.
+
+On a CPU a step of decoding takes the time of its operations, each a few microseconds, more than
+that of their arithmetic. So the integers of a step are worked out once for all layers, tiles are
+views of the cache, and the results of all tiles are brought together in one softmax of their lse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import NamedTuple
+
+import torch
+
+from ..caches import keep_few
+from ..plan import CachePlan, CacheStep, StepTile, plan_step
+from ..tiles import Selection, TileInputs, accumulate_dtype
+from .cache import DilatedKVCache
+
+KEPT_STEPS = 256
+"""Layers of a model ask for the same step one after another, for each length in a batch."""
+
+
+class _Step(NamedTuple):
+    """A step with its tables on a device.
+
+    Attributes:
+        plan: of the cache: as long as it is held, its id belongs to no other.
+        planned: the integers.
+        sources: int64, which KV heads' rows are kept.
+        targets: int64, where.
+        places: int64, for each KV head and each of the most tiles that one has, which of the heads
+            of all tiles, flat; where a head has fewer tiles, any.
+        penalty: float32, (kv_heads, tiles, 1): 0, and -inf where a head has fewer tiles.
+        is_whole: whether there is one tile, of all heads.
+        hidden: the KV heads that are shown nothing.
+    """
+
+    plan: CachePlan
+    planned: CacheStep
+    sources: torch.Tensor
+    targets: torch.Tensor
+    places: torch.Tensor
+    penalty: torch.Tensor
+    is_whole: bool
+    hidden: list[int]
+
+
+_STEPS: dict[Hashable, _Step] = {}
+
+
+def attend_one_position(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cache: DilatedKVCache,
+    selection: Selection,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attend_by_tiles` of one new position.
+
+    Args:
+        query: (batch, 1, heads, head_dim).
+        key: (batch, 1, kv_heads, head_dim).
+        value: like `key`.
+        cache: without this position; with it afterwards.
+        selection: what computes the tiles.
+        scale: factor on the scores.
+
+    Returns:
+        out (batch, 1, heads, head_dim) and lse (batch, 1, heads), float32 or float64.
+    """
+    batch, _, kv_heads, head_dim = key.shape
+    # Rows side by side: back ends allocate their results by the strides of the query.
+    q_bkgd = query.reshape(batch, kv_heads, -1, head_dim).contiguous()
+    k_bkd, v_bkd = key[:, 0], value[:, 0]
+    groups = list(cache.equal_rows())
+    inputs: tuple[torch.Tensor, ...]
+    if len(groups) == 1:
+        inputs = (q_bkgd, k_bkd, v_bkd, cache.keys, cache.values)
+        out, lse = _of_equal_rows(inputs, cache, groups[0].length, selection, scale)
+    else:
+        dtype = accumulate_dtype(query.dtype)
+        out = torch.empty(q_bkgd.shape, dtype=dtype, device=query.device)
+        lse = out.new_empty(out.shape[:-1])
+        for rows, length in groups:
+            inputs = tuple(x[rows] for x in (q_bkgd, k_bkd, v_bkd, cache.keys, cache.values))
+            out[rows], lse[rows] = _of_equal_rows(inputs, cache, length, selection, scale)
+    cache.advanced(1)
+    cache.lengths += 1
+    return out.reshape(query.shape), lse.reshape(batch, 1, -1)
+
+
+def _of_equal_rows(
+    inputs: tuple[torch.Tensor, ...],
+    cache: DilatedKVCache,
+    length: int,
+    selection: Selection,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of the batch that hold equally many positions: out (b, k, g, d), lse (b, k, g).
+
+    `inputs` are their query, key and value, and the cache's keys and values.
+    """
+    q_bkgd, k_bkd, v_bkd, *kept = inputs
+    step = _step_of(cache.plan, length, cache.shard, q_bkgd.device)
+    if step.planned.targets:
+        for rows, new in zip(kept, (k_bkd, v_bkd), strict=True):
+            rows.index_copy_(1, step.targets, new.index_select(1, step.sources))
+    dtype = accumulate_dtype(q_bkgd.dtype)
+    outs, lses = [], []
+    assert selection.backend is not None
+    forward, is_cuda = selection.backend.forward, q_bkgd.is_cuda
+    for tile in step.planned.tiles:
+        q = q_bkgd if step.is_whole else q_bkgd[:, tile.kv_heads]
+        k, v = (_view(rows, tile) for rows in kept)
+        # Rows never overlap, which is all that back ends of a CPU ask for.
+        if is_cuda and not (selection.reads(k) and selection.reads(v)):
+            k, v = k.contiguous(), v.contiguous()
+        out, lse = forward(TileInputs(q, k, v, False, scale))
+        outs.append(out.to(dtype))
+        lses.append(lse)
+    if step.is_whole:
+        return outs[0], lses[0]
+    if not outs:
+        out = torch.zeros(q_bkgd.shape, dtype=dtype, device=q_bkgd.device)
+        return out, out.new_full(out.shape[:-1], -torch.inf)
+    shape = (len(q_bkgd), *step.penalty.shape[:2], -1)
+    lse = torch.cat(lses, 1).index_select(1, step.places).view(shape) + step.penalty
+    weight = lse.softmax(2)
+    if step.hidden:
+        weight[:, step.hidden] = 0
+    out = torch.cat(outs, 1).index_select(1, step.places).view(*shape, q_bkgd.shape[3])
+    return (out * weight.unsqueeze(-1)).sum(2), lse.logsumexp(2)
+
+
+def _view(rows: torch.Tensor, tile: StepTile) -> torch.Tensor:
+    """(batch, heads, rows, head_dim) of a tile."""
+    batch_stride, row = rows.stride()[:2]
+    return rows.as_strided(
+        (rows.shape[0], tile.heads, tile.rows, rows.shape[2]),
+        (batch_stride, tile.head_stride * row, row, 1),
+        rows.storage_offset() + tile.first_row * row,
+    )
+
+
+def _step_of(plan: CachePlan, length: int, shard: int, device: torch.device) -> _Step:
+    key = (id(plan), length, shard, device)
+    return keep_few(_STEPS, key, lambda: _make_step(plan, length, shard, device), KEPT_STEPS)
+
+
+def _make_step(plan: CachePlan, length: int, shard: int, device: torch.device) -> _Step:
+    planned = plan_step(plan, length, shard)
+    most = max(map(len, planned.places))
+    places = [[*found, *[0] * (most - len(found))] for found in planned.places]
+    penalty = [[0.0] * len(found) + [-torch.inf] * (most - len(found)) for found in planned.places]
+
+    def table(numbers: object) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.int64, device=device)
+
+    return _Step(
+        plan,
+        planned,
+        table(planned.sources),
+        table(planned.targets),
+        table(places).flatten(),
+        torch.tensor(penalty, device=device).unsqueeze(-1),
+        [tile.heads for tile in planned.tiles] == [plan.num_kv_heads],
+        [head for head, found in enumerate(planned.places) if not found],
+    )

@@ -1,0 +1,100 @@
+"""Where a rank keeps the rows of a cache: in slots, which branches and heads have side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from ..plan import CachedBranch, CachePlan, KeptRows
+
+
+class Slots(NamedTuple):
+    """Where a rank keeps rows.
+
+    Attributes:
+        plan: what is kept, and where.
+        keys: (batch, rows, head_dim).
+        values: like `keys`.
+    """
+
+    plan: CachePlan
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def of_branch(self, branch: CachedBranch) -> list[torch.Tensor]:
+        """Keys and values of a branch: each (batch, heads, slots, head_dim), a view."""
+        batch, _, head_dim = self.keys.shape
+        heads, slots = len(branch.heads), branch.slots
+        return [
+            x.narrow(1, branch.first_row, heads * slots).view(batch, heads, slots, head_dim)
+            for x in (self.keys, self.values)
+        ]
+
+    def keep(self, rows: slice, kept: KeptRows, both: Sequence[torch.Tensor]) -> None:
+        """Write keys and values where they are kept.
+
+        Args:
+            rows: of the batch.
+            kept: which ones these are.
+            both: keys and values, each (batch rows, heads, members, head_dim).
+        """
+        for target, source in zip(self.of_branch(kept.branch), both, strict=True):
+            for places, to in runs_of_slots(kept.members, kept.branch.slots):
+                target[rows, kept.heads, to] = source[:, :, places]
+
+    def keep_new(
+        self,
+        tensors: tuple[torch.Tensor, torch.Tensor],
+        rows: slice,
+        length: int,
+        shard: int,
+    ) -> None:
+        """Write what this rank keeps of new positions.
+
+        Args:
+            tensors: keys and values, (batch, m, kv_heads, head_dim), of the whole batch.
+            rows: of the batch, all of this length.
+            length: positions so far.
+            shard: this rank's share.
+        """
+        for kept in self.plan.appended(length, tensors[0].shape[1], shard):
+            self.keep(rows, kept, [rows_of(x, rows, kept) for x in tensors])
+
+    def grown(self, plan: CachePlan) -> Slots:
+        """The same rows where there is room for longer documents: a copy.
+
+        Args:
+            plan: as this one, of a larger `max_length`.
+        """
+        keys, values = (
+            x.new_empty(x.shape[0], plan.rows, x.shape[2]) for x in (self.keys, self.values)
+        )
+        found = Slots(plan, keys, values)
+        before = {branch.index: branch for branch in self.plan.branches}
+        for branch in plan.branches:
+            known = before.get(branch.index)
+            if known is None:
+                continue
+            # A branch that gets more slots had one for each member: they stay where they were. It
+            # may get more heads too, whose offsets lie behind the former max_length.
+            places = [branch.heads.index(head) for head in known.heads]
+            both = zip(found.of_branch(branch), self.of_branch(known), strict=True)
+            for target, source in both:
+                target[:, places, : known.slots] = source
+        return found
+
+
+def rows_of(tensor: torch.Tensor, rows: slice, kept: KeptRows) -> torch.Tensor:
+    """Of (batch, sequence, kv_heads, head_dim) what is kept: (batch, heads, rows, head_dim)."""
+    return tensor[rows, kept.rows, kept.kv_heads].transpose(1, 2)
+
+
+def runs_of_slots(members: range, slots: int) -> Iterator[tuple[slice, slice]]:
+    """Consecutive members, at most as many as slots, as (places among them, slots): at most two."""
+    first = members.start % slots
+    before_end = min(len(members), slots - first)
+    yield slice(0, before_end), slice(first, first + before_end)
+    if before_end < len(members):
+        yield slice(before_end, len(members)), slice(0, len(members) - before_end)

@@ -1,0 +1,366 @@
+"""Triton kernels: attention of a few queries to strips of rows, split over the keys.
+
+All branches of all KV heads are one launch: a program takes a share of the rows that a KV head's
+queries see, of whichever strips they are, and all query heads of that KV head share each load. A
+second launch merges the programs' results, and writes new rows into the cache. Rows are read where
+they are, by their strides. Scores and sums are float32; p is rounded to the inputs' dtype before it
+is multiplied.
+
+Shape legend: B batch, m queries, H query heads, K KV heads, S splits, E branches, D head_dim.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .blocks import LN_2, LOG2_E, row_offsets, stride_unit, strides_in
+from .decode_strips import NewPlaces
+from .device_profile import profile_of
+from .forward import attend
+from .launch import Launcher
+from .tuning import MOST_NEW_ROWS, decode_config, padded_head_dim
+
+PROGRAMS = 2
+"""Of the first launch, for each multiprocessor: as many as its shared memory takes at a time."""
+_MERGED = 32
+"""Splits that are merged at a time."""
+
+
+class NewRows(NamedTuple):
+    """Keys and values of the queries' own positions, which the cache does not have yet.
+
+    Attributes:
+        key: (B, m, K, D), any strides but a last one of 1.
+        value: like `key`.
+        lengths: (B,) int64: positions so far; m more when they are written.
+        are_seen_here: whether this rank computes what the queries see of them.
+        places: what becomes of them.
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+    lengths: torch.Tensor
+    are_seen_here: bool
+    places: NewPlaces
+
+
+@triton.jit(
+    do_not_specialize=[
+        "q_b", "q_n", "q_h", "k_b", "k_n", "k_h", "v_b", "v_n", "v_h", "new_k_b", "new_k_n",
+        "new_k_h", "new_v_b", "new_v_n", "new_v_h", "strips_b", "scale", "count", "heads_per_kv",
+        "kv_heads", "num_strips", "num_branches", "splits",
+    ]
+)  # fmt: skip
+def _split_kernel(
+    q, k, v, new_k, new_v, strips, labels, part_out, part_lse,
+    q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
+    new_k_b, new_k_n, new_k_h, new_v_b, new_v_n, new_v_h,
+    strips_b,
+    scale,
+    count,
+    heads_per_kv,
+    kv_heads,
+    num_strips,
+    num_branches,
+    splits,
+    UNIT: tl.constexpr,
+    WITH_NEW: tl.constexpr,
+    WIDE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_NEW: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: a block of the queries of a KV head, a share of the rows that they see."""
+    split, number = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row_blocks = tl.cdiv(count * heads_per_kv, BLOCK_M)
+    pair = number // row_blocks
+    batch, kv_head = pair // kv_heads, pair % kv_heads
+    columns = tl.arange(0, BLOCK_D)
+    rows = (number % row_blocks).to(tl.int32) * BLOCK_M + tl.arange(0, BLOCK_M)
+    in_rows = rows < count * heads_per_kv
+    new = tl.where(in_rows, rows // heads_per_kv, 0)
+    head = kv_head * heads_per_kv + rows % heads_per_kv
+    mask = in_rows[:, None] & (columns < HEAD_DIM)[None, :]
+    q_rows = (batch * q_b + new * q_n + head * q_h) * UNIT
+    q_block = tl.load(q + q_rows[:, None] + columns[None, :], mask=mask, other=0.0)
+    # The maximum of scaled scores is the scaled maximum for scale >= 0: move its sign into q.
+    q_block = tl.where(scale < 0, -q_block, q_block)
+    scale_log2 = tl.abs(scale) * LOG2_E
+    k += (batch * k_b + kv_head * k_h) * UNIT
+    v += (batch * v_b + kv_head * v_h) * UNIT
+    fields = 3 + count
+    own = strips + batch * strips_b + kv_head * num_strips * fields
+
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    if WITH_NEW:  # noqa: SIM102 - it is known when the kernel is compiled
+        if split == 0:
+            near = tl.arange(0, BLOCK_NEW)
+            near_mask = (near < count)[:, None] & (columns < HEAD_DIM)[None, :]
+            at_k = new_k + (batch * new_k_b + kv_head * new_k_h) * UNIT
+            at_v = new_v + (batch * new_v_b + kv_head * new_v_h) * UNIT
+            to_k = (near.to(tl.int64) * new_k_n * UNIT)[:, None] + columns[None, :]
+            to_v = (near.to(tl.int64) * new_v_n * UNIT)[:, None] + columns[None, :]
+            k_block = tl.load(at_k + to_k, mask=near_mask, other=0.0)
+            scores = tl.dot(q_block, tl.trans(k_block), input_precision=PRECISION) * scale_log2
+            shown = tl.zeros([BLOCK_M, BLOCK_NEW], tl.float32)  # by how many branches
+            for branch in range(num_branches):
+                label = labels + (pair * num_branches + branch) * count
+                of_rows = tl.load(label + new, mask=in_rows, other=-1)
+                of_near = tl.load(label + near, mask=near < count, other=-2)
+                same = (of_rows[:, None] == of_near[None, :]) & (of_rows >= 0)[:, None]
+                shown += (same & (near[None, :] <= new[:, None])).to(tl.float32)
+            scores = tl.where(shown > 0, scores + tl.log2(tl.maximum(shown, 1.0)), float("-inf"))
+            row_max = tl.max(scores, 1)
+            # Of a row that has seen no key: (-inf) - (-inf) would be NaN.
+            finite_max = tl.where(row_max == float("-inf"), 0.0, row_max)
+            p = tl.exp2(scores - finite_max[:, None])
+            row_sum = tl.sum(p, 1)
+            v_block = tl.load(at_v + to_v, mask=near_mask, other=0.0)
+            acc = tl.dot(p.to(v_block.dtype), v_block, acc, input_precision=PRECISION)
+
+    blocks = 0
+    for index in range(num_strips):
+        blocks += tl.cdiv(tl.load(own + index * fields + 2).to(tl.int32), BLOCK_N)
+    share = tl.cdiv(blocks, splits)
+    low, high = split * share, tl.minimum((split + 1) * share, blocks)
+    begin = 0
+    for index in tl.range(0, num_strips, disable_licm=True):
+        strip = own + index * fields
+        length = tl.load(strip + 2).to(tl.int32)
+        blocks = tl.cdiv(length, BLOCK_N)
+        first, stop = tl.maximum(low - begin, 0), tl.minimum(high - begin, blocks)
+        if first < stop:
+            row, step = tl.load(strip), tl.load(strip + 1)
+            limits = tl.load(strip + 3 + new, mask=in_rows, other=0)
+            k_step, v_step = step * k_n * UNIT, step * v_n * UNIT
+            k_offsets = row_offsets(k_step, BLOCK_N, WIDE)[:, None] + columns[None, :]
+            v_offsets = row_offsets(v_step, BLOCK_N, WIDE)[:, None] + columns[None, :]
+            acc, row_max, row_sum = attend(
+                acc, row_max, row_sum, q_block, k + row * k_n * UNIT, v + row * v_n * UNIT,
+                k_offsets, v_offsets, k_step * BLOCK_N, v_step * BLOCK_N, limits, length,
+                first, stop, scale_log2, True, HEAD_DIM, BLOCK_N, PRECISION,
+            )  # fmt: skip
+        begin += blocks
+
+    total = tl.where(row_sum > 0, row_sum, 1.0)
+    acc = acc / total[:, None]
+    part = (pair * splits + split) * (count * heads_per_kv) + rows
+    tl.store(part_out + part[:, None] * HEAD_DIM + columns[None, :], acc, mask=mask)
+    tl.store(part_lse + part, row_max + tl.log2(total), mask=in_rows)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "k_b", "k_n", "new_k_b", "new_k_n", "new_k_h", "new_v_b", "new_v_n", "new_v_h", "count",
+        "heads_per_kv", "kv_heads", "num_branches", "splits",
+    ]
+)  # fmt: skip
+def _merge_kernel(
+    part_out, part_lse, out, lse, new_k, new_v, keys, values, targets, has_room, lengths,
+    k_b, k_n, new_k_b, new_k_n, new_k_h, new_v_b, new_v_n, new_v_h,
+    count,
+    heads_per_kv,
+    kv_heads,
+    num_branches,
+    splits,
+    WITH_NEW: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """One program: one query of one head; the first head of a KV head writes its new row."""
+    row, pair = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    batch, kv_head = pair // kv_heads, pair % kv_heads
+    new, member = row // heads_per_kv, row % heads_per_kv
+    columns = tl.arange(0, BLOCK_D)
+    in_columns = columns < HEAD_DIM
+    rows = count * heads_per_kv
+
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    largest = tl.full([], float("-inf"), tl.float32)
+    total = tl.zeros([], tl.float32)
+    for first in range(0, splits, BLOCK_S):
+        split = first + tl.arange(0, BLOCK_S)
+        part = (pair * splits + split) * rows + row
+        some = tl.load(part_lse + part, mask=split < splits, other=float("-inf"))
+        new_max = tl.maximum(largest, tl.max(some, 0))
+        finite = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weights = tl.exp2(some - finite)
+        mask = (split < splits)[:, None] & in_columns[None, :]
+        block = tl.load(
+            part_out + part[:, None] * HEAD_DIM + columns[None, :], mask=mask, other=0.0
+        )
+        shrink = tl.exp2(largest - finite)
+        acc = acc * shrink + tl.sum(block * weights[:, None], 0)
+        total = total * shrink + tl.sum(weights, 0)
+        largest = new_max
+    seen = tl.where(total > 0, total, 1.0)
+    result = acc / seen
+    result_lse = (largest + tl.log2(seen)) * LN_2
+    if WITH_NEW:
+        room = tl.load(has_room + pair * count + new)
+        result = tl.where(room > 0, result, float("nan"))
+        result_lse = tl.where(room > 0, result_lse, float("nan"))
+    place = (batch * count + new) * (kv_heads * heads_per_kv) + kv_head * heads_per_kv + member
+    tl.store(out + place * HEAD_DIM + columns, result.to(out.dtype.element_ty), mask=in_columns)
+    tl.store(lse + place, result_lse)
+
+    if WITH_NEW:
+        if member == 0:
+            from_k = new_k + batch * new_k_b + new * new_k_n + kv_head * new_k_h
+            from_v = new_v + batch * new_v_b + new * new_v_n + kv_head * new_v_h
+            k_row = tl.load(from_k + columns, mask=in_columns, other=0.0)
+            v_row = tl.load(from_v + columns, mask=in_columns, other=0.0)
+            for branch in range(num_branches):
+                target = tl.load(targets + (pair * num_branches + branch) * count + new)
+                if target >= 0:
+                    to = batch * k_b + target * k_n + columns
+                    tl.store(keys + to, k_row, mask=in_columns)
+                    tl.store(values + to, v_row, mask=in_columns)
+        if (kv_head == 0) & (row == 0):
+            tl.store(lengths + batch, tl.load(lengths + batch) + count)
+
+
+_split = Launcher(_split_kernel)
+_merge = Launcher(_merge_kernel)
+
+
+class _Parts(NamedTuple):
+    """What programs have computed of a share of the rows.
+
+    Attributes:
+        out: (B * K, S, m * H / K, D) float32.
+        lse: (B * K, S, m * H / K) float32, in powers of two.
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
+def attend_strips(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    strips: torch.Tensor,
+    most_rows: int,
+    scale: float,
+    *,
+    dtype: torch.dtype,
+    new: NewRows | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of queries to strips of rows, and among each other; new rows are written then.
+
+    Any strides, but a last stride of 1.
+
+    Args:
+        q: (B, m, H, D), float16, bfloat16 or float32; D a multiple of 8 up to 256, m at
+            most `MOST_NEW_ROWS`.
+        k: (B, n, K, D), same dtype; head stride 0 where a head's rows are those of its strips.
+        v: (B, n, K, D), same dtype; with `new`, of the strides of `k`.
+        strips: which rows the queries see, as `strips_of_cache` says; of 1 or B rows of the batch.
+        most_rows: of a KV head in a row of the batch: about how many there may be.
+        scale: factor on the scores.
+        dtype: of out.
+        new: the queries' own rows, for a cache.
+
+    Returns:
+        out (B, m, H, D), and lse (B, m, H), float32, natural log. NaN at a position that the cache
+        has no room for.
+    """
+    parts = _split_rows(q, k, v, strips, most_rows, scale, new)
+    batch, count, heads, head_dim = q.shape
+    out = torch.empty(batch, count, heads, head_dim, dtype=dtype, device=q.device)
+    lse = torch.empty(batch, count, heads, dtype=torch.float32, device=q.device)
+    kv_heads, splits, rows = strips.shape[1], *parts.lse.shape[1:]
+    if new is None:  # nothing is written
+        tensors, num_branches = (q, q, k, v, strips, strips, strips), 0
+    else:
+        places = new.places
+        tensors = new.key, new.value, k, v, places.targets, places.has_room, new.lengths
+        num_branches = places.labels.shape[2]
+    new_k, new_v = tensors[:2]
+    _merge(
+        (rows, batch * kv_heads),
+        (*parts, out, lse, *tensors),
+        (
+            *k.stride()[:2],
+            *new_k.stride()[:3],
+            *new_v.stride()[:3],
+            *(count, heads // kv_heads, kv_heads),
+            num_branches,
+            splits,
+        ),
+        {
+            "WITH_NEW": new is not None,
+            "HEAD_DIM": head_dim,
+            "BLOCK_D": padded_head_dim(head_dim),
+            "BLOCK_S": _MERGED,
+            "num_warps": 4,
+        },
+    )
+    return out, lse
+
+
+def _split_rows(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    strips: torch.Tensor,
+    most_rows: int,
+    scale: float,
+    new: NewRows | None,
+) -> _Parts:
+    """The first launch: see `attend_strips`."""
+    batch, count, heads, head_dim = q.shape
+    kv_heads, num_strips = strips.shape[1:3]
+    heads_per_kv = heads // kv_heads
+    rows, pairs = count * heads_per_kv, batch * kv_heads
+    assert count <= MOST_NEW_ROWS
+    config = decode_config(head_dim, q.dtype, queries=rows, keys=most_rows, device=q.device)
+    blocks = pairs * -(-rows // config.block_m)
+    wanted = -(-PROGRAMS * profile_of(q.device).multiprocessors // blocks)
+    splits = max(1, min(wanted, -(-most_rows // config.block_n)))
+    out = torch.empty(pairs, splits, rows, head_dim, dtype=torch.float32, device=q.device)
+    lse = torch.empty(pairs, splits, rows, dtype=torch.float32, device=q.device)
+    new_k, new_v = (q, q) if new is None else (new.key, new.value)
+    labels = strips if new is None else new.places.labels
+    num_branches = 0 if new is None else labels.shape[2]
+    strides = [x.stride() for x in (q, k, v, new_k, new_v)]
+    unit = stride_unit(*strides)
+    _split(
+        (splits, blocks),
+        (q, k, v, new_k, new_v, strips, labels, out, lse),
+        (
+            *strides_in(unit, *strides),
+            strips.stride(0) if strips.shape[0] > 1 else 0,
+            scale,
+            *(count, heads_per_kv, kv_heads),
+            num_strips,
+            num_branches,
+            splits,
+        ),
+        {
+            "UNIT": unit,
+            "WITH_NEW": new is not None and new.are_seen_here,
+            # Of a cache rows of a block are neighbours; else they lie within the tensor.
+            "WIDE": new is None and k.shape[1] * max(k.stride(1), v.stride(1)) >= 2**31,
+            "HEAD_DIM": head_dim,
+            "BLOCK_D": padded_head_dim(head_dim),
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            "BLOCK_NEW": max(16, triton.next_power_of_2(count)),
+            "PRECISION": "ieee",
+            "num_warps": config.num_warps,
+            "num_stages": config.num_stages,
+        },
+    )
+    return _Parts(out, lse)

@@ -1,0 +1,161 @@
+"""Triton kernel: which rows of a KV cache new positions see, and where their own rows go.
+
+Positions are read on the device, so that a step which is captured in a CUDA graph can be replayed
+while the cache grows. `plan.cache` says in integers what is computed here.
+
+Shape legend: B batch, K KV heads, E branches, m new positions.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .launch import Launcher
+
+NO_END = tl.constexpr(2**62)
+"""The segment length of a branch whose only segment has no end."""
+
+
+class NewPlaces(NamedTuple):
+    """What becomes of the rows of new positions.
+
+    Attributes:
+        labels: (B, K, E, m) int32: new positions of a branch with the same label, 0 or more, see
+            each other.
+        targets: (B, K, E, m) int64: the row of the cache that a new row is written to; -1: none.
+        has_room: (B, K, m) int32: 0 where a position is behind the longest that there is room for.
+    """
+
+    labels: torch.Tensor
+    targets: torch.Tensor
+    has_room: torch.Tensor
+
+
+@triton.jit
+def members_before(position, length, rate, offset):
+    """How many members of a branch lie before a position."""
+    per_segment = (length - offset + rate - 1) // rate
+    segment = position // length
+    return segment * per_segment + (position - segment * length - offset + rate - 1) // rate
+
+
+@triton.jit(
+    do_not_specialize=[
+        "count", "kv_heads", "num_branches", "shard", "shards", "max_length",
+    ]
+)  # fmt: skip
+def _strips_kernel(
+    lengths, branches, strips, labels, targets, has_room,
+    count,
+    kv_heads,
+    num_branches,
+    shard,
+    shards,
+    max_length,
+    BLOCK_NEW: tl.constexpr,
+):  # fmt: skip
+    """One program: one branch of one KV head of one row of the batch."""
+    pair, branch = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    batch, kv_head = pair // kv_heads, pair % kv_heads
+    own = branches + branch * (3 + 2 * kv_heads)
+    length, rate, slots = tl.load(own), tl.load(own + 1), tl.load(own + 2)
+    offset, base = tl.load(own + 3 + kv_head), tl.load(own + 3 + kv_heads + kv_head)
+    runs = offset >= 0
+    offset = tl.maximum(offset, 0)
+    position = tl.load(lengths + batch)
+
+    per_segment = (length - offset + rate - 1) // rate
+    next_member = members_before(position, length, rate, offset)
+    segment = next_member // per_segment
+    # Of this rank, in its own numbers: the members of that segment that came before.
+    low = (segment * per_segment - shard + shards - 1) // shards
+    high = (next_member - shard + shards - 1) // shards
+
+    new = tl.arange(0, BLOCK_NEW)
+    in_new = new < count
+    at = position + new
+    own_segment = at // length
+    within = at - own_segment * length
+    is_member = runs & in_new & (within >= offset)
+    is_member = is_member & (tl.maximum(within - offset, 0) % rate == 0)
+    label = tl.where(is_member, own_segment - segment, -1)
+    sees = tl.max((label == 0).to(tl.int32), 0)
+    rows = tl.where(sees > 0, high - low, 0)
+    slot = low % slots
+    before_end = tl.minimum(rows, slots - slot)
+    behind = rows - before_end
+
+    fields = 3 + count
+    strip = strips + ((pair * num_branches + branch) * 2) * fields
+    tl.store(strip, base + slot)
+    tl.store(strip + 1, 1)
+    tl.store(strip + 2, before_end)
+    tl.store(strip + 3 + new, tl.where(label == 0, before_end, 0), mask=in_new)
+    strip += fields
+    tl.store(strip, base)
+    tl.store(strip + 1, 1)
+    tl.store(strip + 2, behind)
+    tl.store(strip + 3 + new, tl.where(label == 0, behind, 0), mask=in_new)
+
+    # Of new rows that would go to one slot, the last one does.
+    member = own_segment * per_segment + tl.maximum(within - offset, 0) // rate
+    stop = members_before(position + count, length, rate, offset)
+    stays = is_member & (member % shards == shard) & (member >= stop - slots * shards)
+    target = tl.where(stays, base + (member // shards) % slots, -1)
+    entry = (pair * num_branches + branch) * count + new
+    tl.store(labels + entry, label.to(tl.int32), mask=in_new)
+    tl.store(targets + entry, target, mask=in_new)
+    if branch == 0:
+        tl.store(has_room + pair * count + new, (at < max_length).to(tl.int32), mask=in_new)
+
+
+_launch = Launcher(_strips_kernel)
+
+
+def strips_of_cache(
+    lengths: torch.Tensor,
+    branches: torch.Tensor,
+    kv_heads: int,
+    count: int,
+    *,
+    shard: int,
+    shards: int,
+    max_length: int | None,
+) -> tuple[torch.Tensor, NewPlaces]:
+    """What `count` new positions see of a KV cache, and where their own rows go.
+
+    Args:
+        lengths: (B,) int64: positions so far.
+        branches: (E, 3 + 2 K) int64: segment length (`NO_END`: it has none), rate and slots of each
+            branch; of each KV head the offset, -1 where it has no rows, and its first row.
+        kv_heads: K.
+        count: m.
+        shard: this rank's share of the rows.
+        shards: how many ranks share them.
+        max_length: the most positions that there is room for; None: any number.
+
+    Returns:
+        The strips of evenly spaced rows that queries see, (B, K, number of strips, 3 + m) int64:
+        first row, step and number of the rows, and before which of them each query sees all, 0 or
+        more; and the places of the new rows.
+    """
+    batch, num_branches = lengths.shape[0], branches.shape[0]
+    shape, device = (batch, kv_heads, num_branches, count), lengths.device
+    strips = torch.empty(
+        batch, kv_heads, 2 * num_branches, 3 + count, dtype=torch.int64, device=device
+    )
+    labels = torch.empty(shape, dtype=torch.int32, device=device)
+    targets = torch.empty(shape, dtype=torch.int64, device=device)
+    has_room = torch.empty(batch, kv_heads, count, dtype=torch.int32, device=device)
+    room = NO_END.value if max_length is None else max_length
+    _launch(
+        (batch * kv_heads, num_branches),
+        (lengths, branches, strips, labels, targets, has_room),
+        (count, kv_heads, num_branches, shard, shards, room),
+        {"BLOCK_NEW": max(16, triton.next_power_of_2(count)), "num_warps": 1},
+    )
+    return strips, NewPlaces(labels, targets, has_room)

@@ -1,0 +1,314 @@
+"""Generation by a language model: read a prompt into caches, then one step for each token."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from ..decode import DilatedKVCache, cached_attention
+from ..documents import Integers, as_ints
+from ..exchange import Exchange, Group, agree, all_gather, resolve_exchange, settle
+from ..functional import autocast_inputs
+from ..layout import SequenceLayout
+from ..pattern import check_int, check_positive_int, in_brief
+from .longnet_inputs import agreed_positions, check_tokens, device_of, whole_length
+from .sampling import Sampler, SamplerOptions
+
+if TYPE_CHECKING:
+    from .block import Attend
+    from .longnet_block import LongNetBlock
+    from .token_generator import TokenGenerator
+
+_NAME = "LongNet.generate"
+
+CHECKED_STEPS = 32
+"""Steps between looks at the tokens: whether the ranks drew the same ones, and logits are finite.
+Each look waits for the device and costs a small collective."""
+
+
+class GivenPrompt(NamedTuple):
+    """A prompt as `LongNet.generate` takes it."""
+
+    tokens: Tensor
+    lengths: Integers | None
+    documents: Integers | None
+    layout: SequenceLayout | None
+
+
+class Wanted(NamedTuple):
+    """What `LongNet.generate` is asked for besides how to draw."""
+
+    max_new_tokens: int
+    stop_token: int | None
+    sharded: bool | None
+
+
+def make_caches(
+    model: TokenGenerator,
+    batch: int,
+    max_length: int | None,
+    max_rewind: int,
+    group: Group,
+    sharded: bool | None,
+) -> list[DilatedKVCache]:
+    """See `LongNet.make_caches`."""
+    config, weight = model.config, model.embedding.weight
+    (like,) = autocast_inputs(weight[:0])
+    return [
+        DilatedKVCache(
+            config.pattern,
+            batch,
+            config.num_kv_heads or config.num_heads,
+            config.embed_dim // config.num_heads,
+            max_length=max_length,
+            max_rewind=max_rewind,
+            dtype=like.dtype,
+            device=weight.device,
+            group=group,
+            sharded=sharded,
+        )
+        for _ in model.blocks
+    ]
+
+
+@torch.no_grad()
+def prefill(
+    model: TokenGenerator,
+    tokens: Tensor,
+    caches: Sequence[DilatedKVCache],
+    lengths: Integers | None,
+    documents: Integers | None,
+    layout: SequenceLayout | None,
+) -> Tensor:
+    """See `LongNet.prefill`."""
+    _check_caches(model, caches)
+    ends = caches[0].exchange
+    check = partial(_check_batch, tokens, caches)
+    found = agreed_positions(tokens, documents, ends, layout, lengths, check)
+    rotation = model.rope(found.rotary[None])
+    hidden = model.embed(tokens)
+    options: dict[str, Any] = {
+        "documents": found.documents,
+        "lengths": found.lengths,
+        "layout": layout,
+    }
+    for block, cache in zip(_blocks(model), caches, strict=True):
+        hidden = block(
+            hidden,
+            rotation.cos,
+            rotation.sin,
+            chunk_rows=model.chunk_rows,
+            attend=_attend_and_keep(block, cache, options),
+        )
+    total = whole_length(tokens, ends, layout)
+    lasts = [n - 1 for n in found.lengths or [total] * len(tokens)]
+    layout = layout or SequenceLayout.contiguous(total, ends.world_size)
+    return model.logits(_last_rows(hidden, lasts, layout, ends)[:, None])[:, 0]
+
+
+def _attend_and_keep(block: LongNetBlock, cache: DilatedKVCache, options: dict[str, Any]) -> Attend:
+    """Attention of a prompt, whose keys and values the cache then has."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        query, key, value = autocast_inputs(query, key, value)
+        out = block.attention.attend(
+            query, key, value, is_causal=True, group=cache.exchange, **options
+        )
+        cache.prefill(key, value, **options)
+        return out
+
+    return attend
+
+
+def _last_rows(
+    hidden: Tensor, lasts: Sequence[int], layout: SequenceLayout, ends: Exchange
+) -> Tensor:
+    """The rows at these positions of the whole sequence, one of each row of the batch.
+
+    Args:
+        hidden: this rank's rows, shape (batch, local_sequence, embed_dim).
+        lasts: the position of each row of the batch.
+        layout: which positions each rank holds.
+        ends: this rank's end of the group.
+
+    Returns:
+        Shape (batch, embed_dim), the same bits on every rank.
+    """
+    places = [
+        next((p.rank, p.local + last - p.start) for p in layout.pieces if p.start <= last < p.stop)
+        for last in lasts
+    ]
+    own = [(row, local) for row, (rank, local) in enumerate(places) if rank == ends.rank]
+    last = hidden.new_zeros(len(lasts), hidden.shape[2])
+    if own:
+        rows, locals_ = torch.tensor(own, device=hidden.device).unbind(1)
+        last[rows] = hidden[rows, locals_]
+    if ends.world_size == 1:
+        return last
+    with ends.calls.enter("LongNet.prefill", "last rows") as scope:
+        settle(scope, ends, hidden.device)
+        by_rank = torch.stack(all_gather(ends, last))
+    ranks = torch.tensor([rank for rank, _ in places], device=hidden.device)
+    return by_rank[ranks, torch.arange(len(lasts), device=hidden.device)]
+
+
+@torch.no_grad()
+def step(model: TokenGenerator, tokens: Tensor, caches: Sequence[DilatedKVCache]) -> Tensor:
+    """See `LongNet.step`."""
+    _check_caches(model, caches)
+    check_tokens(tokens, "(batch, m)")
+    _check_batch(tokens, caches)
+    count = tokens.shape[1]
+    positions = caches[0].lengths.unsqueeze(1)
+    if count > 1:
+        positions = positions + torch.arange(count, device=positions.device)
+    rotation = model.rope.wide(positions)
+    hidden = model.embed(tokens)
+    for block, cache in zip(_blocks(model), caches, strict=True):
+        attention = block.attention
+        hidden = block(
+            hidden,
+            rotation.cos,
+            rotation.sin,
+            chunk_rows=model.chunk_rows,
+            attend=partial(
+                cached_attention, cache=cache, scale=attention.scale, backend=attention.backend
+            ),
+        )
+    return model.logits(hidden)
+
+
+def _blocks(model: TokenGenerator) -> list[LongNetBlock]:
+    return cast("list[LongNetBlock]", model.blocks)
+
+
+def _check_caches(model: TokenGenerator, caches: Sequence[DilatedKVCache]) -> None:
+    """Raise unless there is a cache for each block, and all hold equally many positions."""
+    if not isinstance(caches, Sequence) or not all(isinstance(x, DilatedKVCache) for x in caches):
+        raise TypeError(f"caches must be those of make_caches; got {in_brief(caches)}")
+    if len(caches) != len(model.blocks):
+        raise ValueError(
+            f"there must be a cache for each of {len(model.blocks)} blocks; got {len(caches)}"
+        )
+    lengths = caches[0].known_lengths
+    for cache in caches:
+        if cache.known_lengths != lengths:
+            raise ValueError(
+                "the caches of all blocks must hold the same positions; the first holds "
+                f"{in_brief(lengths)}, another one {in_brief(cache.known_lengths)}: rewind, select "
+                "and reset them all"
+            )
+
+
+def _check_batch(tokens: Tensor, caches: Sequence[DilatedKVCache]) -> None:
+    batch = len(caches[0].known_lengths)
+    if len(tokens) != batch:
+        raise ValueError(f"the caches are for {batch} rows; got tokens for {len(tokens)}")
+
+
+def stream(
+    model: TokenGenerator,
+    prompt: GivenPrompt,
+    options: SamplerOptions,
+    wanted: Wanted,
+    group: Group,
+) -> Iterator[Tensor]:
+    """See `LongNet.stream`."""
+    ends = resolve_exchange(group)
+    device = device_of(prompt.tokens)
+    sampler, shared, failure, longest = None, None, None, 0
+    try:
+        longest = _check_wanted(model, prompt, wanted, ends)
+        sampler = Sampler(model.config.vocab_size, device=device, **options._asdict())
+        shared = {**wanted._asdict(), **_described(options)}
+    except Exception as error:  # whatever it is, the other ranks are to be told
+        failure = error
+    agree(_NAME, ends, shared, failure, device)
+    assert sampler is not None
+    most = longest + wanted.max_new_tokens
+    caches = make_caches(model, len(prompt.tokens), most, 0, ends, wanted.sharded)
+    logits = prefill(model, prompt.tokens, caches, *prompt[1:])
+    return _drawn(model, caches, logits, sampler, wanted)
+
+
+def _check_wanted(
+    model: TokenGenerator, prompt: GivenPrompt, wanted: Wanted, ends: Exchange
+) -> int:
+    """Raise unless the arguments are allowed; the positions of the longest prompt."""
+    check_positive_int("max_new_tokens", wanted.max_new_tokens)
+    check_tokens(prompt.tokens, "(batch, local_sequence)")
+    vocabulary = model.config.vocab_size
+    stop = wanted.stop_token
+    if stop is not None and not 0 <= check_int("stop_token", stop) < vocabulary:
+        raise ValueError(f"stop_token must be from 0 to {vocabulary - 1}; got {stop}")
+    if prompt.layout is not None and not isinstance(prompt.layout, SequenceLayout):
+        raise TypeError(f"layout must be a SequenceLayout or None; got {in_brief(prompt.layout)}")
+    total = whole_length(prompt.tokens, ends, prompt.layout)
+    if not len(prompt.tokens) or not total:
+        raise ValueError(
+            f"the prompt must have a token; got tokens of shape {tuple(prompt.tokens.shape)}"
+        )
+    return total if prompt.lengths is None else max(as_ints("lengths", prompt.lengths))
+
+
+def _described(options: SamplerOptions) -> dict[str, Any]:
+    """What must be equal on all ranks."""
+    words = options._asdict()
+    if options.allowed is not None:
+        words["allowed"] = _digest(options.allowed)
+    return words
+
+
+def _digest(tensor: Tensor) -> str:
+    return hashlib.blake2b(tensor.cpu().numpy().tobytes(), digest_size=4).hexdigest()
+
+
+def _drawn(
+    model: TokenGenerator,
+    caches: Sequence[DilatedKVCache],
+    logits: Tensor,
+    sampler: Sampler,
+    wanted: Wanted,
+) -> Iterator[Tensor]:
+    """Tokens, one (batch,) tensor a step."""
+    ends, stop = caches[0].exchange, wanted.stop_token
+    finished: Tensor | None = None
+    unchecked: list[Tensor] = []
+    for left in range(wanted.max_new_tokens, 0, -1):
+        tokens = sampler(logits)
+        all_finished = False
+        if stop is not None:
+            if finished is not None:
+                tokens = tokens.masked_fill(finished, stop)
+            finished = tokens == stop
+            all_finished = bool(finished.all())
+        unchecked.append(tokens)
+        is_last = left == 1 or all_finished
+        if is_last or len(unchecked) == CHECKED_STEPS:
+            _look_at(unchecked, logits, ends)
+            unchecked = []
+        yield tokens
+        if is_last:
+            return
+        logits = step(model, tokens.unsqueeze(1), caches)[:, -1]
+
+
+def _look_at(tokens: list[Tensor], logits: Tensor, ends: Exchange) -> None:
+    """Raise, on every rank, unless ranks drew the same tokens from finite logits."""
+    failure = None
+    if not torch.isfinite(logits).all():
+        failure = ValueError(
+            "logits are not finite, so no token can be drawn by them: look at the weights, and at "
+            "the dtype"
+        )
+    shared = None
+    if failure is None:
+        shared = (
+            {"the last tokens drawn": _digest(torch.stack(tokens))} if ends.world_size > 1 else {}
+        )
+    agree(_NAME, ends, shared, failure, logits.device)

@@ -1,0 +1,225 @@
+"""The decoding kernels: interpreted where there is no GPU."""
+
+import os
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import patterns
+
+import ring_dilated_attention
+from ring_dilated_attention import (
+    DilatedKVCache,
+    DilatedPattern,
+    SequenceLayout,
+    plan_attention,
+)
+from ring_dilated_attention.checks import KINDS, reference_attention, relative_error
+from ring_dilated_attention.decode.by_kernel import attend_by_kernel
+from ring_dilated_attention.engine import merge_
+from ring_dilated_attention.exchange import run_loopback
+from ring_dilated_attention.plan import plan_cache, replicated_strips
+
+pytest.importorskip("triton")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if not (torch.cuda.is_available() or INTERPRETED):
+    pytest.skip("needs CUDA or TRITON_INTERPRET=1", allow_module_level=True)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning"),
+    *([] if INTERPRETED else [pytest.mark.gpu]),
+]
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+TOLERANCE = 1e-5
+attend: Any = ring_dilated_attention.cached_attention
+attend_whole: Any = ring_dilated_attention.replicated_query_attention
+attend_of_rank: Any = attend_by_kernel
+LONGNET = DilatedPattern([8, 16, 32], [1, 2, 5])
+
+
+def rows_of(heads, kv_heads, length, batch=1, head_dim=8, dtype=torch.float32):
+    torch.manual_seed(0)
+    query = torch.randn(batch, length, heads, head_dim, device=DEVICE, dtype=dtype)
+    return query, *torch.randn(
+        2, batch, length, kv_heads, head_dim, device=DEVICE, dtype=dtype
+    ).unbind(0)
+
+
+def check(out, lse, want, positions):
+    """Compare with rows of the reference, (out, lse) in float64."""
+    rows = slice(positions.start, positions.stop)
+    expected, expected_lse = want[0][:, rows], want[1][:, :, rows]
+    hidden = torch.isneginf(expected_lse)
+    assert torch.equal(torch.isneginf(lse), hidden)
+    assert (out.transpose(1, 2)[hidden] == 0).all()
+    assert relative_error(out, expected) < TOLERANCE
+    both = (x.masked_fill(hidden, 0) for x in (lse, expected_lse))
+    assert relative_error(*both) < TOLERANCE
+
+
+def reference(*tensors, pattern, **options):
+    plain: Any = reference_attention
+    return plain(*(x.double() for x in tensors), pattern, **options)
+
+
+def decode(pattern, prompt, counts, *, heads=4, kv_heads=2, batch=1, kind=None, **options):
+    """Generate by the kernels, and compare each call."""
+    length = prompt + sum(counts)
+    tensors = rows_of(heads, kv_heads, length, batch)
+    if kind:
+        tensors = tuple(kind.fit(x) for x in tensors)
+    want = reference(*tensors, pattern=pattern, is_causal=True)
+    cache = DilatedKVCache(pattern, batch, kv_heads, 8, max_length=length, device=DEVICE, **options)
+    cache.keys.fill_(torch.nan)  # what nobody wrote is not to be read
+    cache.values.fill_(torch.nan)
+    if prompt:
+        cache.prefill(*(x[:, :prompt] for x in tensors[1:]))
+    borders = [prompt]
+    for count in counts:
+        borders.append(borders[-1] + count)
+    for first, stop in pairwise(borders):
+        new = [x[:, first:stop] for x in tensors]
+        if kind:
+            new = [kind.view(x) for x in new]
+        out, lse = attend(*new, cache, backend="triton", return_lse=True)
+        check(out, lse, want, range(first, stop))
+    assert cache.lengths.tolist() == [length] * batch == list(cache.known_lengths)
+    return cache
+
+
+@settings(max_examples=6 if INTERPRETED else 200)
+@given(
+    patterns(),
+    st.integers(0, 70),
+    st.lists(st.sampled_from([1, 1, 2, 5, 16, 33]), min_size=1, max_size=4),
+    st.sampled_from([(1, 1), (4, 2), (3, 3), (10, 2)]),
+    st.sampled_from([0, 7]),
+)
+def test_any_generation_equals_the_full_forward(pattern, prompt, counts, heads, rewind):
+    decode(pattern, prompt, counts, heads=heads[0], kv_heads=heads[1], max_rewind=rewind)
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_new_rows_may_be_views(kind):
+    decode(LONGNET, 20, [3], batch=2, heads=2, kv_heads=1, kind=kind)
+
+
+def test_more_query_heads_than_a_block_of_rows():
+    decode(LONGNET, 40, [64, 1], heads=4, kv_heads=1)
+
+
+def test_rows_of_a_batch_have_lengths_of_their_own():
+    query, key, value = rows_of(4, 2, 60, batch=3)
+    lengths = [40, 0, 17]
+    cache = DilatedKVCache(LONGNET, 3, 2, 8, device=DEVICE)
+    cache.prefill(key[:, :40], value[:, :40], lengths=lengths)
+    for step in (slice(40, 41), slice(41, 44)):
+        new = [x[:, step] for x in (query, key, value)]
+        out, lse = attend(*new, cache, backend="triton", return_lse=True)
+        for row, length in enumerate(lengths):
+            kept = [*range(length), *range(40, 60)]
+            want = reference(
+                *(x[row : row + 1, kept] for x in (query, key, value)),
+                pattern=LONGNET,
+                is_causal=True,
+            )
+            first = step.start - 40 + length
+            at = range(first, first + step.stop - step.start)
+            check(out[row : row + 1], lse[row : row + 1], want, at)
+
+
+@pytest.mark.parametrize("shards", [2, 3])
+def test_each_rank_computes_its_share(shards):
+    """The kernels of one rank after the other: the interpreter takes one thread."""
+    pattern, counts = DilatedPattern([8, 16, None], [1, 3, 2]), [3, 1, 16, 1, 5]
+    query, key, value = rows_of(4, 2, sum(counts))
+    want = reference(query, key, value, pattern=pattern, is_causal=True)
+    worlds = run_loopback(shards, lambda ends: ends)
+    caches = []
+    for ends in worlds:
+        cache = DilatedKVCache(
+            pattern, 1, 2, 8, max_length=sum(counts), group=ends, sharded=True, device=DEVICE
+        )
+        assert cache.plan == plan_cache(pattern, 2, sum(counts), 0, shards)
+        caches.append(cache)
+    first = 0
+    for count in counts:
+        new = [x[:, first : first + count] for x in (query, key, value)]
+        parts = [attend_of_rank(*new, cache, 8**-0.5) for cache in caches]
+        out, lse = parts[0]
+        for other, other_lse in parts[1:]:
+            merge_(out, lse, other, other_lse)
+        check(out, lse.transpose(1, 2), want, range(first, first + count))
+        first += count
+
+
+def test_a_position_without_room_is_nan(monkeypatch):
+    """A graph that is replayed cannot raise."""
+    query, key, value = rows_of(2, 1, 6)
+    cache = DilatedKVCache(DilatedPattern.dense(), 1, 1, 8, max_length=4, device=DEVICE)
+    cache.prefill(key[:, :3], value[:, :3])
+    monkeypatch.setattr("ring_dilated_attention.decode.lengths.check_room", lambda *_: None)
+    new = [x[:, 3:5] for x in (query, key, value)]
+    out = attend(*new, cache, backend="triton")
+    assert torch.isfinite(out[:, 0]).all()
+    assert torch.isnan(out[:, 1]).all()
+
+
+@settings(max_examples=15 if INTERPRETED else 200)
+@given(patterns(), st.booleans(), st.integers(1, 60), st.data())
+def test_replicated_queries_take_the_kernels(pattern, is_causal, length, data):
+    first = data.draw(st.integers(0, length - 1))
+    positions = range(first, data.draw(st.integers(first + 1, min(length, first + 20))))
+    cut = data.draw(st.integers(0, length))
+    layout = SequenceLayout([[(cut, length), (0, cut)]])
+    query, key, value = rows_of(4, 2, length, batch=2)
+    want = reference(query, key, value, pattern=pattern, is_causal=is_causal)
+    out, lse = attend_whole(
+        query[:, positions.start : positions.stop],
+        *(layout.shard(x, 0, 1) for x in (key, value)),
+        pattern,
+        positions,
+        is_causal=is_causal,
+        layout=layout,
+        backend="triton",
+        return_lse=True,
+    )
+    check(out, lse, want, positions)
+
+
+@settings(max_examples=200)
+@given(patterns(), st.booleans(), st.integers(1, 60), st.integers(1, 5), st.data())
+def test_strips_hold_each_visible_key_once(pattern, is_causal, length, kv_heads, data):
+    layout = SequenceLayout.zigzag(length, 3)
+    first = data.draw(st.integers(0, length - 1))
+    positions = range(first, data.draw(st.integers(first + 1, length)))
+    plan = plan_attention(pattern, layout, is_causal=is_causal, num_heads=kv_heads)
+    seen: dict[tuple[int, int], list[int]] = {}
+    for rank, ranges in enumerate(layout.ranges):
+        held = [position for start, stop in ranges for position in range(start, stop)]
+        for head, strips in enumerate(replicated_strips(plan, positions, rank)):
+            for row, step, count, *limits in strips:
+                assert max(limits) <= count
+                for query, limit in zip(positions, limits, strict=True):
+                    for place in range(limit):
+                        seen.setdefault((head, query), []).append(held[row + place * step])
+    want: dict[tuple[int, int], list[int]] = {}
+    for branch, (segment, rate) in enumerate(pattern.branches):
+        segment = segment or length
+        for head, offset in pattern.heads(branch, kv_heads):
+            for query in positions:
+                start = query // segment * segment
+                cell = range(start + offset, min(start + segment, length), rate)
+                if query in cell:
+                    shown = [key for key in cell if key <= query or not is_causal]
+                    want.setdefault((head, query), []).extend(shown)
+    assert {k: sorted(v) for k, v in seen.items()} == {k: sorted(v) for k, v in want.items()}
+
+
+def test_too_many_new_positions_for_the_kernels():
+    query, key, value = rows_of(2, 1, 65)
+    cache = DilatedKVCache(LONGNET, 1, 1, 8, device=DEVICE)
+    with pytest.raises(ValueError, match="decodes at most 64 new positions a call; got 65"):
+        attend(query, key, value, cache, backend="triton")

@@ -1,0 +1,453 @@
+"""Generation: logits of every step are those of the full forward, and how tokens are drawn."""
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import patterns
+
+from ring_dilated_attention import SequenceLayout
+from ring_dilated_attention.checks import relative_error, run_ranks
+from ring_dilated_attention.exchange import Exchange, ExchangeError, run_loopback
+from ring_dilated_attention.nn import LongNet, LongNetConfig, RotaryEmbedding, Sampler
+from ring_dilated_attention.plan import plan_cache
+
+WORLD_SIZES = (1, 2, 3, 5)
+VOCABULARY = 31
+
+
+def make_model(seed: int = 0, **changes: Any) -> LongNet:
+    config = {
+        "vocab_size": VOCABULARY,
+        "num_layers": 2,
+        "embed_dim": 32,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "ffn_dim": 48,
+        "segment_lengths": [16, 40, None],
+        "dilation_rates": [1, 2, 4],
+    }
+    torch.manual_seed(seed)
+    model = LongNet(LongNetConfig(**{**config, **changes})).double()
+    with torch.no_grad():  # else every token is followed by itself
+        for weight in model.blocks.parameters():
+            weight.mul_(3)
+    return model
+
+
+@st.composite
+def generations(draw: st.DrawFn) -> dict[str, Any]:
+    prompt, kv_heads, batch = (
+        draw(st.integers(1, 80)),
+        draw(st.integers(1, 3)),
+        draw(st.integers(1, 3)),
+    )
+    world_size = draw(st.sampled_from(WORLD_SIZES))
+    kind = draw(st.sampled_from(["contiguous", "zigzag"]))
+    lengths = draw(st.none() | st.lists(st.integers(1, prompt), min_size=batch, max_size=batch))
+    end = draw(st.integers(max(lengths), prompt)) if lengths else prompt
+    inner = draw(st.sets(st.integers(1, prompt), max_size=3))
+    return {
+        "pattern": draw(patterns()),
+        "kv_heads": kv_heads,
+        "heads": kv_heads * draw(st.integers(1, 2)),
+        "batch": batch,
+        "prompt": prompt,
+        "new": draw(st.lists(st.just(1) | st.integers(1, 60), min_size=1, max_size=8)),
+        "world_size": world_size,
+        "layout": SequenceLayout.named(kind, prompt, world_size, is_causal=True),
+        "sharded": draw(st.booleans()),
+        "lengths": lengths,
+        "documents": draw(st.just(None) | st.just([0, *sorted(n for n in inner if n < end), end])),
+        "chunk_rows": draw(st.none() | st.integers(1, 50)),
+        "seed": draw(st.integers(0, 1000)),
+    }
+
+
+def model_of(case: dict[str, Any]) -> LongNet:
+    pattern = case["pattern"]
+    model = make_model(
+        case["seed"],
+        num_heads=case["heads"],
+        num_kv_heads=case["kv_heads"],
+        embed_dim=4 * case["heads"],
+        segment_lengths=pattern.segment_lengths,
+        dilation_rates=pattern.dilation_rates,
+        head_offsets=pattern.head_offsets,
+        head_branches=pattern.head_branches,
+    )
+    model.chunk_rows = case["chunk_rows"]
+    return model
+
+
+def last_document(case: dict[str, Any], row: int) -> range:
+    """Positions of the document of a row of the batch that goes on."""
+    length = case["lengths"][row] if case["lengths"] else case["prompt"]
+    return range(max(n for n in case["documents"] or [0] if n < length), length)
+
+
+def run_generation(
+    case: dict[str, Any], model: LongNet, tokens: torch.Tensor, ends: Exchange
+) -> list[torch.Tensor]:
+    """Logits of the prompt's last position, and of each step."""
+    caches = model.make_caches(
+        case["batch"],
+        max_length=case["prompt"] + sum(case["new"]),
+        group=ends,
+        sharded=case["sharded"],
+    )
+    for cache in caches:  # what nobody wrote is not to be read
+        cache.keys.fill_(torch.nan)
+        cache.values.fill_(torch.nan)
+    shard = case["layout"].shard(tokens[:, : case["prompt"]], ends.rank, 1)
+    options = {name: case[name] for name in ("lengths", "documents", "layout")}
+    logits = [model.prefill(shard, caches, **options)[:, None]]
+    starts = [case["prompt"]]
+    for count in case["new"]:
+        starts.append(starts[-1] + count)
+    for first, stop in pairwise(starts):
+        logits.append(model.step(tokens[:, first:stop], caches))
+    assert not any(x.requires_grad for x in logits)
+    return logits
+
+
+@settings(max_examples=100, deadline=None)
+@given(generations())
+def test_logits_of_any_generation_are_those_of_the_full_forward(case: dict[str, Any]) -> None:
+    model = model_of(case)
+    tokens = torch.randint(VOCABULARY, (case["batch"], case["prompt"] + sum(case["new"])))
+    by_rank = run_loopback(case["world_size"], partial(run_generation, case, model, tokens))
+    for results in by_rank[1:]:
+        assert all(map(torch.equal, results, by_rank[0]))
+    got = torch.cat(by_rank[0], 1)
+    with torch.no_grad():
+        for row in range(case["batch"]):
+            document = last_document(case, row)
+            text = torch.cat(
+                [tokens[row, document.start : document.stop], tokens[row, case["prompt"] :]]
+            )
+            want = model(text[None])[0, len(document) - 1 :]
+            assert relative_error(got[row], want) < 1e-10
+
+
+def test_three_hundred_positions_behind_a_prompt_of_prime_length() -> None:
+    case = {
+        "batch": 2, "prompt": 211, "new": [1] * 150 + [37, 113], "sharded": True, "world_size": 3,
+        "layout": SequenceLayout.zigzag(211, 3), "lengths": [211, 64], "documents": None,
+    }  # fmt: skip
+    model = make_model(head_offsets="blocked")
+    tokens = torch.randint(VOCABULARY, (2, 511))
+    got = torch.cat(run_loopback(3, partial(run_generation, case, model, tokens))[0], 1)
+    with torch.no_grad():
+        for row, length in enumerate(case["lengths"]):
+            text = torch.cat([tokens[row, :length], tokens[row, 211:]])
+            assert relative_error(got[row], model(text[None])[0, length - 1 :]) < 1e-10
+
+
+# --- loops
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Threads that may have to wait for a processor do not shorten operations this small."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def greedy(model: LongNet, text: torch.Tensor, count: int) -> torch.Tensor:
+    """By the full forward, token by token."""
+    with torch.no_grad():
+        for _ in range(count):
+            text = torch.cat([text, model(text)[:, -1].argmax(-1, keepdim=True)], 1)
+    return text[:, -count:]
+
+
+def test_generate_is_greedy_by_default_and_streams_the_same() -> None:
+    model = make_model()
+    assert model.training
+    prompt = torch.randint(VOCABULARY, (3, 29))
+    tokens = model.generate(prompt, 40)
+    assert torch.equal(tokens, greedy(model, prompt, 40))
+    assert len(tokens.unique()) > 3
+    assert torch.equal(torch.stack([*model.stream(prompt, 40)], 1), tokens)
+    assert model.training
+    lengths = [29, 1, 13]
+    for row, length in enumerate(lengths):
+        alone = model.generate(prompt[row : row + 1, :length], 40)
+        assert torch.equal(model.generate(prompt, 40, lengths=lengths)[row], alone[0])
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_tokens_are_the_same_on_any_number_of_ranks(sharded: bool) -> None:
+    model = make_model()
+    prompt = torch.randint(VOCABULARY, (2, 47))
+    options: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "seed": 7, "lengths": [47, 30]}
+    for chosen in ({"lengths": [47, 30]}, options):
+        want = model.generate(prompt, 70, **chosen)
+        for world_size in WORLD_SIZES[1:]:
+            layout = SequenceLayout.zigzag(47, world_size)
+
+            def rank(ends: Exchange, layout: Any = layout, chosen: Any = chosen) -> torch.Tensor:
+                return model.generate(
+                    layout.shard(prompt, ends.rank, 1), 70, layout=layout, group=ends,
+                    sharded=sharded, **chosen,
+                )  # fmt: skip
+
+            for tokens in run_loopback(world_size, rank):
+                assert torch.equal(tokens, want)
+
+
+def test_a_row_that_has_stopped_gives_its_stop_token_and_all_of_them_end_it() -> None:
+    model = make_model()
+    prompt = torch.randint(VOCABULARY, (2, 20))
+    free = model.generate(prompt, 50, temperature=3.0)
+    stop = next(int(token) for token in free[0, 3:] if token in free[1])
+    ends = [(row == stop).nonzero() for row in free]
+    length = max(int(found[0]) for found in ends) + 1
+    tokens = model.generate(prompt, 50, temperature=3.0, stop_token=stop)
+    assert tokens.shape[1] <= 50
+    first = int(ends[0][0])
+    assert torch.equal(tokens[0, : first + 1], free[0, : first + 1])
+    assert (tokens[0, first:] == stop).all()
+    assert length <= tokens.shape[1]
+    assert (tokens[:, -1] == stop).all()
+    assert not (tokens[:, :-1] == stop).all(0).any()
+
+
+@pytest.mark.parametrize("device_dtype", [torch.bfloat16, torch.float16])
+def test_under_autocast_caches_have_its_dtype(device_dtype: torch.dtype) -> None:
+    model = make_model().float()
+    prompt = torch.randint(VOCABULARY, (2, 33))
+    with torch.autocast("cpu", dtype=device_dtype), torch.no_grad():
+        caches = model.make_caches(2, max_length=100)
+        logits = [
+            model.prefill(prompt[:, :20], caches)[:, None],
+            model.step(prompt[:, 20:], caches),
+        ]
+        assert caches[0].keys.dtype == device_dtype
+        want = model(prompt)[:, 19:]
+        assert relative_error(torch.cat(logits, 1).float(), want.float()) < 0.05
+        assert model.generate(prompt, 5).shape == (2, 5)
+    assert model.bfloat16().generate(prompt, 5).shape == (2, 5)
+
+
+def test_rejected_tokens_are_taken_back() -> None:
+    """As speculative decoding does: some of several tokens of a step stay."""
+    model = make_model()
+    text = torch.randint(VOCABULARY, (1, 80))
+    caches = model.make_caches(1, max_length=200, max_rewind=6)
+    model.prefill(text[:, :31], caches)
+    at = 31
+    for kept in (2, 1, 6, 4, 3):
+        wrong = (text[:, at + kept : at + 6] + 1) % VOCABULARY
+        model.step(torch.cat([text[:, at : at + kept], wrong], 1), caches)
+        for cache in caches:
+            cache.rewind(6 - kept)
+        at += kept
+    with torch.no_grad():
+        want = model(text)[:, at:]
+    assert relative_error(model.step(text[:, at:], caches), want) < 1e-10
+
+
+def test_ten_thousand_tokens_take_the_memory_of_the_closed_form(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = make_model(
+        num_layers=1, embed_dim=8, num_heads=2, num_kv_heads=1, ffn_dim=8,
+        segment_lengths=[16, 64], dilation_rates=[1, 4],
+    ).float()  # fmt: skip
+    made: list[Any] = []
+    make = LongNet.make_caches
+    monkeypatch.setattr(
+        "ring_dilated_attention.nn.generation.make_caches",
+        lambda model, batch, most, *rest: made.extend(make(model, batch, max_length=most)) or made,
+    )
+    for _ in model.stream(torch.zeros(1, 3, dtype=torch.int64), 10_000):
+        (cache,) = made
+        assert cache.nbytes == plan_cache(cache.plan.pattern, 1, None).nbytes(1, 4, 4)
+        assert cache.nbytes == 2 * (16 + 64 // 4) * 4 * 4
+    assert made[0].known_lengths == (3 + 10_000 - 1,)
+
+
+# --- processes
+
+
+def generate_on_gloo(rank: int, world_size: int) -> list[Any]:
+    model = make_model()
+    prompt = torch.arange(36).view(1, 36) % VOCABULARY
+    shard = prompt[:, rank * 18 : rank * 18 + 18]
+    tokens = model.generate(shard, 45, group=dist.group.WORLD, sharded=True)
+    heard = []
+    for options in (
+        {"temperature": float(rank)},
+        {"max_new_tokens": 4 + rank},
+        {"seed": rank},
+        {"lengths": [36 - rank]},
+        {"sharded": bool(rank)},
+    ):
+        with pytest.raises(ValueError, match="on different ranks") as caught:
+            model.generate(shard, **{"max_new_tokens": 4, "group": dist.group.WORLD, **options})
+        heard.append(str(caught.value))
+    with torch.no_grad():  # ranks of different weights
+        model.embedding.weight[:, 0] += rank * torch.arange(VOCABULARY)
+    with pytest.raises((ValueError, ExchangeError)) as differs:
+        model.generate(shard, 45, group=dist.group.WORLD)
+    return [tokens, heard, str(differs.value)]
+
+
+def test_processes_generate_together_and_hear_of_what_differs() -> None:
+    results = run_ranks(generate_on_gloo, 2)
+    prompt = torch.arange(36).view(1, 36) % VOCABULARY
+    want = make_model().generate(prompt, 45)
+    for tokens, heard, differs in results:
+        assert torch.equal(tokens, want)
+        for name, message in zip(
+            ("temperature", "max_new", "seed", "lengths", "sharded"), heard, strict=True
+        ):
+            assert name in message
+        assert "the last tokens drawn" in differs
+
+
+# --- drawing
+
+
+def plain_shares(
+    logits: torch.Tensor, temperature: float, top_k: int | None, top_p: float | None
+) -> torch.Tensor:
+    """Probabilities of one row, token by token."""
+    shares = (logits.double() / temperature).softmax(-1)
+    order = sorted(range(len(shares)), key=lambda i: (-float(shares[i]), i))
+    kept = order[:top_k]
+    total, nucleus = sum(float(shares[i]) for i in kept), []
+    for token in kept:
+        nucleus.append(token)
+        if top_p is not None and sum(float(shares[i]) for i in nucleus) / total >= top_p:
+            break
+    wanted = torch.zeros_like(shares)
+    wanted[nucleus] = shares[nucleus]
+    return wanted / wanted.sum()
+
+
+@given(
+    st.integers(1, 40),
+    st.floats(0.05, 5),
+    st.none() | st.integers(1, 40),
+    st.none() | st.floats(0.01, 1),
+    st.integers(0, 1000),
+)
+def test_probabilities_are_those_of_a_plain_computation(
+    size: int, temperature: float, top_k: int | None, top_p: float | None, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    logits = 3 * torch.randn(2, size)
+    top_k = top_k and min(top_k, size)
+    sampler = Sampler(size, temperature=temperature, top_k=top_k, top_p=top_p)
+    for row, shares in zip(logits, sampler.probabilities(logits), strict=True):
+        torch.testing.assert_close(shares, plain_shares(row, temperature, top_k, top_p))
+
+
+def test_draws_have_those_probabilities_and_a_seed() -> None:
+    logits = torch.tensor([[1.0, 0.0, 3.0, 2.0, -1.0]])
+    many = logits.expand(40_000, 5)
+    options: dict[str, Any] = {"temperature": 1.3, "top_p": 0.9}
+    drawn = Sampler(5, seed=3, **options)(many)
+    shares = plain_shares(logits[0], 1.3, None, 0.9)
+    counted = drawn.bincount(minlength=5) / len(drawn)
+    assert (counted - shares).abs().max() < 0.01
+    assert (counted[shares == 0] == 0).all()
+    assert torch.equal(drawn, Sampler(5, seed=3, **options)(many))
+    assert not torch.equal(drawn, Sampler(5, seed=4, **options)(many))
+    assert (Sampler(5)(many) == 2).all()
+    assert (Sampler(5, temperature=1e-300)(many) == 2).all()
+    allowed = torch.tensor([True, True, False, False, True])
+    assert (Sampler(5, allowed=allowed)(many) == 0).all()
+    assert set(Sampler(5, temperature=9.0, allowed=allowed)(many).tolist()) == {0, 1, 4}
+    # Tokens as likely as the last of the k stay.
+    equal = Sampler(4, temperature=1.0, top_k=1).probabilities(torch.tensor([[1.0, 2.0, 2.0, 0]]))
+    assert equal.tolist() == [[0, 0.5, 0.5, 0]]
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_wide_rotations_are_the_same_rotations(batch: int) -> None:
+    rope = RotaryEmbedding(16)
+    positions = torch.randint(1 << 40, (batch, 7))
+    x = torch.randn(3, 7, 2, 16, dtype=torch.float64)
+    for turned in (rope(positions)(x), rope.wide(positions)(x)):
+        for row in range(3):
+            alone = rope(positions[row % batch])(x[row : row + 1])
+            torch.testing.assert_close(turned[row : row + 1], alone, rtol=1e-7, atol=1e-7)
+    with pytest.raises(ValueError, match="this rotation needs shape"):
+        rope.wide(positions)(x[..., :8])
+    with pytest.raises(ValueError, match="this rotation needs shape"):
+        rope(torch.zeros(2, 7, dtype=torch.int64))(x)
+
+
+# --- what is refused
+
+PROMPT = torch.zeros(2, 5, dtype=torch.int64)
+REFUSED: dict[str, tuple[Any, type[Exception]]] = {
+    "max_new_tokens must be": ({"max_new_tokens": 0}, ValueError),
+    "max_new_tokens must be an int": ({"max_new_tokens": 1.5}, TypeError),
+    "temperature must be finite and >= 0; got -1": ({"temperature": -1}, ValueError),
+    "temperature must be a number": ({"temperature": "hot"}, TypeError),
+    "top_k must be at most 31; got 32": ({"top_k": 32}, ValueError),
+    "top_p must be above 0 and at most 1; got 1.5": ({"top_p": 1.5}, ValueError),
+    "seed must be from 0": ({"seed": -1}, ValueError),
+    "stop_token must be from 0 to 30; got 31": ({"stop_token": 31}, ValueError),
+    "allowed must be a tensor of bool": ({"allowed": [True] * 31}, TypeError),
+    r"allowed must have shape \(31,\)": ({"allowed": torch.ones(3).bool()}, ValueError),
+    "allowed must have a token": ({"allowed": torch.zeros(31).bool()}, ValueError),
+    "tokens must be int64": ({"tokens": PROMPT.int()}, TypeError),
+    "tokens must be a tensor": ({"tokens": [[1]]}, TypeError),
+    "tokens must have shape": ({"tokens": PROMPT[0]}, ValueError),
+    "the prompt must have a token": ({"tokens": PROMPT[:, :0]}, ValueError),
+    "every row needs a token": ({"lengths": [5, 0]}, ValueError),
+    "lengths must hold one number for each of 2 rows": ({"lengths": [5]}, ValueError),
+    "documents must rise from 0": ({"documents": [0, 3]}, ValueError),
+    "layout must be a SequenceLayout": ({"layout": "zigzag"}, TypeError),
+    "sharded must be a bool": ({"sharded": 1}, TypeError),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_bad_arguments_are_refused(message: str) -> None:
+    options, kind = REFUSED[message]
+    with pytest.raises(kind, match=message):
+        make_model().generate(**{"tokens": PROMPT, "max_new_tokens": 3, **options})
+
+
+def test_caches_that_do_not_fit_are_refused() -> None:
+    model = make_model()
+    caches = model.make_caches(2, max_length=8)
+    for wrong, kind, message in (
+        (caches[:1], ValueError, "a cache for each of 2 blocks; got 1"),
+        (None, TypeError, "caches must be those of make_caches"),
+        (model.make_caches(3, max_length=8), ValueError, "are for 3 rows; got tokens for 2"),
+    ):
+        for call in (model.prefill, model.step):
+            with pytest.raises(kind, match=message):
+                call(PROMPT, wrong)
+    model.prefill(PROMPT, caches)
+    with pytest.raises(ValueError, match="has room for max_length=8"):
+        model.step(PROMPT, caches)
+    with pytest.raises(TypeError, match="tokens must be int64"):
+        model.step(PROMPT.float(), caches)
+    caches[0].reset()
+    with pytest.raises(ValueError, match="must hold the same positions"):
+        model.step(PROMPT, caches)
+
+
+def test_logits_that_are_not_finite_are_refused() -> None:
+    model = make_model()
+    with torch.no_grad():
+        model.norm.bias[0] = torch.nan
+    with pytest.raises(ValueError, match="logits are not finite"):
+        model.generate(PROMPT, 3, temperature=1.0)

@@ -176,6 +176,4 @@ def _attend(
     if kernel_computes(backend, query.device, query.dtype, query.shape[1], head_dim):
         return attend_by_kernel(query, key, value, cache, factor)
     selection = select_backend(backend, query.device, query.dtype, head_dim)
-    return attend_by_tiles(
-        query, key, value, cache, selection, factor, wants_lse=wants_lse
-    )
+    return attend_by_tiles(query, key, value, cache, selection, factor, wants_lse=wants_lse)

@@ -160,7 +160,7 @@ def test_a_position_without_room_is_nan(monkeypatch):
     query, key, value = rows_of(2, 1, 6)
     cache = DilatedKVCache(DilatedPattern.dense(), 1, 1, 8, max_length=4, device=DEVICE)
     cache.prefill(key[:, :3], value[:, :3])
-    monkeypatch.setattr("ring_dilated_attention.decode.lengths.check_room", lambda *arguments: None)
+    monkeypatch.setattr("ring_dilated_attention.decode.lengths.check_room", lambda *_: None)
     new = [x[:, 3:5] for x in (query, key, value)]
     out = attend(*new, cache, backend="triton")
     assert torch.isfinite(out[:, 0]).all()

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -13,10 +14,11 @@ from ring_dilated_attention import (
     SequenceLayout,
     cached_attention,
 )
-from ring_dilated_attention.checks import reference_attention, relative_error
-from ring_dilated_attention.exchange import run_loopback
+from ring_dilated_attention.checks import TOLERANCE, reference_attention, relative_error
+from ring_dilated_attention.exchange import SoloExchange, run_loopback
 
-HEAD_DIM = 4
+HEAD_DIM = 8
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # of the decoding kernels
 fractions = st.lists(st.floats(0, 1), min_size=4, max_size=4)
 STEPS = st.one_of(
     st.tuples(st.just("attend"), st.integers(1, 12)),
@@ -52,6 +54,7 @@ def runs(draw):
         "sharded": draw(st.booleans()),
         "steps": draw(st.lists(STEPS, min_size=1, max_size=9)),
         "seed": draw(st.integers(0, 1000)),
+        "backend": "auto",
     }
 
 
@@ -72,7 +75,7 @@ class Model:
     def append(self, both):
         """(2, batch, m, kv_heads, head_dim)."""
         for row, document in enumerate(self.documents):
-            self.documents[row] = torch.cat([document, both[:, row]], 1)
+            self.documents[row] = torch.cat([document, both[:, row].double().cpu()], 1)
             self.longest[row] = max(self.longest[row], self.lengths[row])
 
     def attend(self, query, pattern):
@@ -96,16 +99,20 @@ class Run:
     def __init__(self, case, ends):
         self.case, self.ends = case, ends
         self.generator = torch.Generator().manual_seed(case["seed"])
+        by_kernels = case["backend"] == "triton"
+        self.dtype = torch.float32 if by_kernels else torch.float64
+        self.device = DEVICE if by_kernels else "cpu"
         self.cache = DilatedKVCache(
-            case["pattern"], case["batch"], case["kv_heads"], HEAD_DIM, dtype=torch.float64,
-            max_length=case["max_length"], max_rewind=case["max_rewind"], group=ends,
-            sharded=case["sharded"],
+            case["pattern"], case["batch"], case["kv_heads"], HEAD_DIM, dtype=self.dtype,
+            device=self.device, max_length=case["max_length"], max_rewind=case["max_rewind"],
+            group=ends, sharded=case["sharded"],
         )  # fmt: skip
         self.model = Model(case["batch"], case["kv_heads"])
         self.results: list[torch.Tensor] = []
 
     def randn(self, *shape):
-        return torch.randn(*shape, dtype=torch.float64, generator=self.generator)
+        found = torch.randn(*shape, dtype=self.dtype, generator=self.generator)
+        return found.to(self.device)
 
     def new(self, count):
         if self.cache.plan.max_length is not None:
@@ -115,16 +122,19 @@ class Run:
     def attend(self, count):
         both = key, value = self.new(count)
         query = self.randn(key.shape[0], count, self.case["heads"], HEAD_DIM)
-        got = cached_attention(query, key, value, self.cache, return_lse=True)
+        got = cached_attention(
+            query, key, value, self.cache, return_lse=True, backend=self.case["backend"]
+        )
         self.model.append(both)
         self.results += got
         if self.ends.rank:
             return  # as the first rank, bit by bit
-        want = self.model.attend(query, self.case["pattern"])
-        for x, y in zip(got, want, strict=True):
+        want = self.model.attend(query.double().cpu(), self.case["pattern"])
+        limit = 1e-10 if self.dtype == torch.float64 else TOLERANCE[self.dtype]
+        for x, y in zip((one.cpu() for one in got), want, strict=True):
             hidden = torch.isneginf(y)
             assert torch.equal(torch.isneginf(x), hidden)
-            assert relative_error(x.masked_fill(hidden, 0), y.masked_fill(hidden, 0)) < 1e-10
+            assert relative_error(x.masked_fill(hidden, 0), y.masked_fill(hidden, 0)) < limit
 
     def append(self, count):
         both = self.new(count)
@@ -182,7 +192,7 @@ class Run:
         )
         for i, (each, length) in enumerate(zip(rows, valid, strict=True)):
             first = max([n for n in documents or [0] if n < length], default=0)
-            self.model.begin(each, both[:, i, first:length])
+            self.model.begin(each, both[:, i, first:length].double().cpu())
 
 
 def run_steps(case, ends):
@@ -191,7 +201,7 @@ def run_steps(case, ends):
         getattr(run, name)(*arguments)
         assert list(run.cache.known_lengths) == run.cache.lengths.tolist() == run.model.lengths
         plan, batch = run.cache.plan, len(run.model.lengths)
-        assert run.cache.nbytes == plan.nbytes(batch, HEAD_DIM, 8)
+        assert run.cache.nbytes == plan.nbytes(batch, HEAD_DIM, run.dtype.itemsize)
     return run.results
 
 
@@ -233,5 +243,28 @@ def test_speculative_decoding(max_rewind, branch, rounds, world_size):
             "sharded": True,
             "steps": steps,
             "seed": 0,
+            "backend": "auto",
         }
     )
+
+
+@settings(max_examples=6 if DEVICE == "cpu" else 100)  # the interpreter is slow
+@given(runs())
+@example(
+    {
+        "pattern": DilatedPattern([5, None], [4, 3]),
+        "kv_heads": 2,
+        "heads": 4,
+        "batch": 1,
+        "max_length": 60,
+        "max_rewind": 20,
+        "world_size": 1,
+        "sharded": False,
+        "steps": [("append", 17), ("attend", 20), ("rewind", 1.0), ("attend", 3), ("rewind", 0.3)],
+        "seed": 0,
+        "backend": "triton",
+    }
+)
+def test_any_steps_by_the_kernels(case):
+    pytest.importorskip("triton")
+    run_steps({**case, "world_size": 1, "backend": "triton"}, SoloExchange())

@@ -89,7 +89,7 @@ def cached_attention(
         RuntimeError: a gradient is asked for: there is none. Or a CUDA graph is being captured,
             and ranks share the rows.
 
-    Example:
+    Examples:
         >>> cache = DilatedKVCache(DilatedPattern([256, None], [1, 4]), 1, 2, 16, max_length=2000)
         >>> cache.prefill(torch.randn(1, 1000, 2, 16), torch.randn(1, 1000, 2, 16))
         >>> token = torch.randn(1, 1, 8, 16)
@@ -98,7 +98,26 @@ def cached_attention(
         torch.Size([1, 1, 8, 16])
     """
     _check_cache(cache)
-    query, key, value = autocast_inputs(query, key, value)
+    call = _call
+    if torch.compiler.is_compiling():
+        # Not to be traced: the lengths, which decide what is computed, change from call to call.
+        call = torch.compiler.disable(_call)  # type: ignore[no-untyped-call]
+    out, lse = call((query, key, value), cache, scale, backend, return_lse)
+    if not return_lse:
+        return out
+    assert lse is not None
+    return out, lse.transpose(1, 2).contiguous()
+
+
+def _call(
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    cache: DilatedKVCache,
+    scale: float | None,
+    backend: Backend,
+    return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Check, agree, run: out (batch, m, heads, head_dim) and lse (batch, m, heads) if wanted."""
+    query, key, value = autocast_inputs(*tensors)
     ends = cache.exchange
     if not cache.is_sharded:
         _check(query, key, value, cache, scale, backend, return_lse)
@@ -125,11 +144,7 @@ def cached_attention(
             out, lse = _attend(query, key, value, cache, scale, backend, True)
             assert lse is not None
             out, lse = merged_over_ranks(ends, out, lse)
-    out = out.to(query.dtype)
-    if not return_lse:
-        return out
-    assert lse is not None
-    return out, lse.transpose(1, 2).contiguous()
+    return out.to(query.dtype), lse
 
 
 def _check_cache(cache: DilatedKVCache) -> None:

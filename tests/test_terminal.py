@@ -523,6 +523,7 @@ def test_a_text_and_its_progress_do_not_mix_in_one_file(tmp_path: Path, errors_t
     assert (tmp_path / "out").read_text() == ">ababab\n"
     assert done.returncode == 0
     assert errors_too or done.stderr.startswith("sample 1/3 tokens")
+    assert errors_too or re.fullmatch(r"3 tokens, .* tokens/s", done.stderr.splitlines()[-1])
 
 
 def test_a_bar_leaves_room_for_the_echo_of_ctrl_c() -> None:

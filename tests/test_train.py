@@ -694,6 +694,7 @@ def test_sampling(alone: TrainConfig) -> None:
     assert sampled(seed=1) == sampled(seed=1)
     assert sampled(temperature=5.0, seed=1) != sampled(temperature=5.0, seed=2)
     assert sampled(temperature=0) == sampled(top_k=1, temperature=3.0, seed=9)
+    assert sampled(temperature=0) == sampled(top_p=1e-9, temperature=3.0, seed=9)
     step = alone.out / checkpoint.FOLDER / "step_0000020"
     assert b"".join(sample_bytes(step, b"line 12", count=12)) == sampled()
     long_prompt = b"x" * (2 * alone.seq_len)

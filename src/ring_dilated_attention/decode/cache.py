@@ -256,11 +256,10 @@ class DilatedKVCache:
             key: (batch, m, kv_heads, head_dim), of the next m positions of every row.
             value: like `key`.
         """
-        slots, shard = self.slots, self.shard
         try:
             with torch.no_grad():
                 for rows, length in self.equal_rows():
-                    slots.keep_new((key, value), rows, length, shard)
+                    self.slots.keep_new((key, value), rows, length, self.shard)
         except BaseException:
             if key.shape[1] > 1:
                 self.reset()
@@ -277,8 +276,7 @@ class DilatedKVCache:
             TypeError: `count` is not an int, or not ints.
             ValueError: it is negative, or more than can be taken back; nothing is.
         """
-        counts = for_each_row("count", count, self._batch)
-        self._known.take_back(counts, self.plan)
+        self._known.take_back(for_each_row("count", count, self._batch), self.plan)
         self._tell_device()
 
     def reset(self, rows: Integers | None = None) -> None:
@@ -396,12 +394,8 @@ class DilatedKVCache:
     @property
     def described(self) -> str:
         """What must be equal on all ranks of a group."""
-        plan, (batch, _, head_dim) = self.plan, self.keys.shape
-        return (
-            f"{plan.pattern}, {batch} rows of {plan.num_kv_heads} heads of {head_dim}, "
-            f"{self.keys.dtype}, max_length={plan.max_length}, max_rewind={plan.max_rewind}, "
-            f"on {plan.shards} ranks"
-        )
+        batch, _, head_dim = self.keys.shape
+        return f"{self.plan}, {batch} rows, head_dim {head_dim}, {self.keys.dtype}"
 
     def __repr__(self) -> str:
         return f"{NAME}({self.described}; lengths {in_words(self._known.known)})"

@@ -29,7 +29,6 @@ from ring_dilated_attention.named_patterns import named
 from ring_dilated_attention.nn import LongNet, LongNetConfig
 from ring_dilated_attention.train.config import preset_options
 
-
 TIMED_CALLS = 600
 """At most, of a case: so many positions before the end of a segment its caches are nearly full."""
 MEAN_OVER = 768

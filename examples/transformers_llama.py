@@ -1,11 +1,12 @@
-"""Train a Llama of Hugging Face transformers with its sequences sharded over all ranks.
+"""Train a Llama of Hugging Face transformers with its sequences sharded over all ranks; generate.
 
     python examples/transformers_llama.py                           # one process
     torchrun --nproc-per-node 2 examples/transformers_llama.py      # the same losses, sharded
 
 The model is small and its weights are random; a pretrained one is loaded by
 `from_pretrained(..., attn_implementation="ring_dilated_attention")`. `--compare`, the default,
-trains a second copy on this process alone, and exits with code 1 if the two differ.
+trains a second copy on this process alone, and exits with code 1 if the two differ; so it does if
+one forward of the generated text on this process would have chosen other tokens.
 """
 
 import argparse
@@ -54,11 +55,35 @@ def train_step(model, optimizer, batch, pattern, group=None) -> float:
 # --8<-- [end:step]
 
 
+# --8<-- [start:generate]
+def continue_text(model, prompt, new_tokens):
+    """Greedy tokens behind a prompt, which every rank gives whole; all ranks get the same."""
+    model.eval()
+    mask = torch.ones_like(prompt)  # prompts of different lengths are padded on the left
+    return model.generate(
+        prompt, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, eos_token_id=None
+    )
+
+
+# --8<-- [end:generate]
+
+
+@torch.no_grad()
+def largest_gap(model, text, new_tokens, pattern) -> float:
+    """How far the logits of generated tokens are below the largest ones, by one full forward."""
+    model = copy.deepcopy(model)
+    set_attention(model, pattern)  # this process alone
+    logits = model(text).logits[:, -new_tokens - 1 : -1]
+    chosen = logits.gather(-1, text[:, -new_tokens:, None])[..., 0]
+    return (logits.amax(-1) - chosen).max().item()
+
+
 def main() -> list[float]:
     """Train; return the losses."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seq-len", type=int, default=1000)
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--compare", action=argparse.BooleanOptionalAction, default=True)
     args = parser.parse_args()
     sharded = int(os.environ.get("WORLD_SIZE", "1")) > 1  # torchrun sets it
@@ -95,8 +120,14 @@ def main() -> list[float]:
             print(f"step {step}: loss {losses[-1]:.4f}")
     if first and args.compare and sharded:
         print(f"largest relative difference of a loss from one process: {max(errors):.1e}")
+    text = continue_text(model, batch["input_ids"], args.new_tokens)
+    gap = largest_gap(model, text, args.new_tokens, pattern) if args.compare else 0.0
+    if first:
+        print("generated:", *text[0, -args.new_tokens :].tolist())
     if sharded:
         dist.destroy_process_group()
+    if not gap <= TOLERANCE:
+        sys.exit("a generated token is not the one that a full forward chooses")
     if not all(error <= TOLERANCE for error in errors):  # NaN, too
         sys.exit("sharded training differs from one process")
     return losses

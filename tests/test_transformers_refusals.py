@@ -92,7 +92,7 @@ ATTENTION_REFUSALS: dict[str, Any] = {
     "settings": ({"ring_dilated_attention": None}, "call .*set_attention.* got None"),
     "attention_mask": ({"attention_mask": torch.ones(1, 1, 9, 9)}, r"Tensor of shape \(1, 1, 9, 9"),
     "dropout": ({"dropout": 0.1}, "attention dropout is refused .* got 0.1"),
-    "key": ({"key": torch.ones(1, 4, 12, 8), "value": torch.ones(1, 4, 12, 8)}, "without a KV"),
+    "key": ({"key": torch.ones(1, 4, 12, 8), "value": torch.ones(1, 4, 12, 8)}, "be a Dilat"),
     "is_causal": ({"is_causal": None}, "must have is_causal"),
     "value": ({"value": torch.ones(1, 4, 9, 4)}, "same head_dim"),
 }
@@ -163,9 +163,9 @@ MODEL_REFUSALS: dict[str, Any] = {
     "past_key_values": (
         {"past_key_values": transformers.DynamicCache()},
         ValueError,
-        "past_key_values must be None: there is no KV cache",
+        "past_key_values must be a DilatedCache, .* Got DynamicCache",
     ),
-    "use_cache": ({"use_cache": True}, ValueError, "use_cache must be False: .* got True"),
+    "use_cache": ({"use_cache": True}, RuntimeError, "a KV cache has no gradient"),
     "output_attentions": ({"output_attentions": True}, ValueError, "output_attentions must be Fal"),
     "head_mask": ({"head_mask": torch.ones(4)}, ValueError, "head_mask must be None"),
     "encoder_hidden_states": (
@@ -212,9 +212,9 @@ def test_borders_must_fit(changes, message):
 def test_every_argument_of_a_model_is_honoured_or_refused():
     """A new argument of transformers has to be put in one of these lists."""
     honoured = {"self", "input_ids", "inputs_embeds", "attention_mask", "position_ids", "kwargs"}
-    refused = {"past_key_values", "use_cache"}  # see MODEL_REFUSALS
+    honoured |= {"past_key_values", "use_cache"}  # see test_transformers_generate.py
     for family in (transformers.LlamaModel, transformers.Qwen2Model, transformers.MistralModel):
-        assert set(inspect.signature(family.forward).parameters) == honoured | refused
+        assert set(inspect.signature(family.forward).parameters) == honoured
 
 
 OTHER_ATTENTION: dict[str, dict[str, Any]] = {
@@ -255,9 +255,12 @@ def test_other_masks_are_refused(arguments, message):
         masking_utils.create_causal_mask(config, torch.ones(1, LENGTH, 32), **arguments)
 
 
-def test_a_mask_over_a_cache_is_refused():
-    with pytest.raises(ValueError, match=r"queries 3 to 4, keys 0 to 4"):
-        ours.attention_mask(q_length=1, kv_length=4, q_offset=3)
+def test_a_mask_over_other_keys_than_those_so_far_is_refused():
+    ours.attention_mask(q_length=1, kv_length=4, q_offset=3)
+    with pytest.raises(ValueError, match=r"queries 3 to 4, keys 0 to 9"):
+        ours.attention_mask(q_length=1, kv_length=9, q_offset=3)
+    with pytest.raises(ValueError, match=r"queries 3 to 4, keys 1 to 4"):
+        ours.attention_mask(q_length=1, kv_length=3, q_offset=3, kv_offset=1)
 
 
 def test_dropout_is_refused_in_training_alone():
@@ -401,7 +404,7 @@ def test_many_ranks_refuse_the_loss_of_a_shard(changes, message):
 @pytest.mark.parametrize(
     ("changes", "here", "there"),
     [
-        ({"use_cache": True}, "use_cache must be False", "was refused on other ranks: rank 1"),
+        ({"use_cache": True}, *["use_cache is False on rank 0, True on rank 1"] * 2),
         ({"labels": None}, None, None),
         ({"shift_labels": None}, "labels need shift_labels", "was refused on other ranks: rank 1"),
         ({"position_ids": restarts(41)[:, :20]}, *["position_ids is None on rank 0, given on"] * 2),

@@ -19,6 +19,9 @@ DENSE = DilatedPattern.dense()
 PATTERN = DilatedPattern([8, 19, None], [1, 2, 3])
 
 
+FINITE = DilatedPattern([8, 19], [1, 2])
+
+
 LENGTH = 41
 
 
@@ -42,6 +45,22 @@ def make(family="Llama", seed=0, head="ForCausalLM", **changes):
         if parameter.dim() > 1:
             nn.init.normal_(parameter, std=0.2)
     return model.double()
+
+
+def ready(family="Llama", pattern=PATTERN, **changes):
+    """A model to generate with, which no token stops."""
+    changes |= {"sliding_window": None} if family == "Mistral" else {}
+    model = make(family, **changes).eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    set_attention(model, pattern)
+    return model
+
+
+def prompt(rows=2, length=LENGTH, seed=0):
+    """Tokens other than that of padding."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, 61, (rows, length), generator=generator)
 
 
 def restarts(*lengths):

@@ -89,7 +89,7 @@ def cached_attention(
         RuntimeError: a gradient is asked for: there is none. Or a CUDA graph is being captured,
             and ranks share the rows.
 
-    Example:
+    Examples:
         >>> cache = DilatedKVCache(DilatedPattern([256, None], [1, 4]), 1, 2, 16, max_length=2000)
         >>> cache.prefill(torch.randn(1, 1000, 2, 16), torch.randn(1, 1000, 2, 16))
         >>> token = torch.randn(1, 1, 8, 16)

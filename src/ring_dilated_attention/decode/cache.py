@@ -70,7 +70,7 @@ class DilatedKVCache:
         TypeError: an argument has the wrong type.
         ValueError: an argument is out of range, or `max_length` is missing.
 
-    Example:
+    Examples:
         LongNet's pattern keeps 11,606 rows a head, after a thousand positions or a billion.
 
         >>> pattern = DilatedPattern([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12])

@@ -18,14 +18,20 @@ of them. Every rank calls the model with its own shard of the sequence:
 Honoured: grouped queries, ``scaling``, ``is_causal`` (so encoders too), right padding as a 2-D
 ``attention_mask``, documents as ``position_ids`` that restart at 0 (with an ``attention_mask`` too)
 or as ``cu_seq_lens_q`` and ``cu_seq_lens_k`` (borders in the whole sequence), gradient
-checkpointing. ``use_cache`` is False. Everything else that attention is given is refused.
+checkpointing. Everything else that attention is given is refused.
+
+``generate`` works as it is, with a `DilatedCache`. On several ranks each of them calls it with the
+whole prompt, which is sharded inside, and gets the same tokens; to sample, seed all ranks alike:
+
+    >>> model.eval().generate(torch.arange(1, 50)[None], max_new_tokens=9).shape
+    torch.Size([1, 58])
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,12 +44,17 @@ from ..functional import Schedule, dilated_attention, validate_options
 from ..layout import SequenceLayout
 from ..pattern import DilatedPattern
 from ..tiles import Backend
-from .transformers_call import ARGUMENT, Call, Settings, by_name, check_loss_arguments, prepared
+from .transformers_cache import DilatedCache as DilatedCache  # offered here
+from .transformers_cached import CachedCall, attend_with_cache
+from .transformers_call import ARGUMENT, SETTINGS, Call, Settings
+from .transformers_generate import prepare_cache_for_generation
+from .transformers_hooks import after_base, before_base, before_head
+from .transformers_models import check_model
 
 NAME = ARGUMENT
 """What ``attn_implementation`` has to be."""
 
-_SETTINGS = "_ring_dilated_attention"  # of a model: its Settings
+_PREPARE_CACHE = "_prepare_cache_for_generation"  # of a model: where ``generate`` makes a cache
 _HOOKS = "_ring_dilated_attention_hooks"  # of a model: what `remove_attention` takes away
 
 _HARMLESS = frozenset(
@@ -83,6 +94,10 @@ def set_attention(
     ``shift_labels`` and ``num_items_in_batch``; the loss of the whole batch and its gradients are
     the sums over ranks (DDP and FSDP take means: multiply the loss by the number of ranks).
 
+    A call with ``use_cache=True`` or ``past_key_values``, as ``generate`` makes them, takes whole
+    sequences on every rank, and returns what one process returns; see `DilatedCache`. The layout
+    counts for prompts of its length; others are sharded zigzag.
+
     Args:
         model: the model that will be called, with or without a language modelling head; changed in
             place, its ``attn_implementation`` too. On several ranks a model whose layers are all
@@ -107,7 +122,7 @@ def set_attention(
         raise TypeError(f"model must be a transformers.PreTrainedModel, got {type(model).__name__}")
     validate_options(pattern, False, None, layout, exchange, backend, False)
     base: Any = model.base_model
-    _check_model(model, base, resolve_exchange(group).world_size)
+    check_model(model, base, resolve_exchange(group).world_size)
     if model.config._attn_implementation != NAME:
         model.set_attn_implementation(NAME)
     if base.config._attn_implementation != NAME:
@@ -117,11 +132,16 @@ def set_attention(
         )
     _remove_hooks(model)
     settings = Settings(pattern, group, layout, exchange, backend)
-    handles = [base.register_forward_pre_hook(_before_base, with_kwargs=True)]
-    setattr(base, _SETTINGS, settings)
+    handles = [
+        base.register_forward_pre_hook(before_base, with_kwargs=True),
+        base.register_forward_hook(after_base, with_kwargs=True),
+    ]
+    setattr(base, SETTINGS, settings)
     if base is not model:
-        handles.append(model.register_forward_pre_hook(_before_head, with_kwargs=True))
-        setattr(model, _SETTINGS, settings)
+        handles.append(model.register_forward_pre_hook(before_head, with_kwargs=True))
+        setattr(model, SETTINGS, settings)
+    if hasattr(model, _PREPARE_CACHE):
+        setattr(model, _PREPARE_CACHE, partial(prepare_cache_for_generation, model))
     setattr(model, _HOOKS, handles)
 
 
@@ -139,13 +159,13 @@ def set_layout(model: PreTrainedModel, layout: SequenceLayout | None) -> None:
     if layout is not None and not isinstance(layout, SequenceLayout):
         raise TypeError(f"layout must be a SequenceLayout or None, got {layout!r}")
     _check_is_set(model)
-    settings = replace(getattr(model, _SETTINGS), layout=layout)
+    settings = replace(getattr(model, SETTINGS), layout=layout)
     for module in (model, model.base_model):
-        setattr(module, _SETTINGS, settings)
+        setattr(module, SETTINGS, settings)
 
 
 def remove_attention(model: PreTrainedModel, attn_implementation: str = "sdpa") -> None:
-    """Give a model transformers' own attention back: to generate, say, which needs a KV cache.
+    """Give a model transformers' own attention back.
 
     Args:
         model: what `set_attention` was called with.
@@ -255,12 +275,14 @@ def attention_forward(
         )
     if key.shape[2] != query.shape[2] or getattr(module, "is_cross_attention", False):
         raise ValueError(
-            "only self-attention without a KV cache is dilated; got query "
+            "only self-attention is dilated, and a KV cache must be a DilatedCache; got query "
             f"{tuple(query.shape)} and key {tuple(key.shape)} in {type(module).__name__}"
         )
     causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
     if causal is None:
         raise ValueError(f"{type(module).__name__} must have is_causal, or pass it; got None")
+    if isinstance(call, CachedCall):
+        return _attend_untraced(call, module, (query, key, value), causal, scaling), None
     settings = call.settings
     out = dilated_attention(
         query.transpose(1, 2),
@@ -296,7 +318,7 @@ def attention_mask(
     hook has seen. Any other mask is refused here.
 
     Raises:
-        ValueError: the mask is another, or there is a KV cache.
+        ValueError: the mask is another, or of other keys than those so far.
     """
     if mask_function is causal_mask_function:
         plain = allow_is_causal_skip
@@ -309,50 +331,11 @@ def attention_mask(
             "what a head sees (no sliding windows, chunks or overlays); for packing and padding, "
             f"call set_attention(model, pattern) first. Got {name.split('.')[0]}"
         )
-    if (q_offset, kv_offset, kv_length) != (0, 0, q_length):
+    if kv_offset != 0 or kv_length != q_offset + q_length:
         raise ValueError(
-            "only self-attention without a KV cache is dilated; got queries "
+            "only self-attention is dilated, and a KV cache must be a DilatedCache; got queries "
             f"{q_offset} to {q_offset + q_length}, keys {kv_offset} to {kv_offset + kv_length}"
         )
-
-
-def _check_model(model: nn.Module, base: nn.Module, world_size: int) -> None:
-    kind, config = type(model).__name__, model.config
-    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", 0):
-        raise ValueError(f"models with cross-attention are not supported; got {kind}")
-    parameters = inspect.signature(base.forward).parameters
-    takes_more = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    if not takes_more or not {"attention_mask", "position_ids"} <= parameters.keys():
-        raise ValueError(
-            f"{type(base).__name__}.forward must take attention_mask, position_ids and further "
-            f"keyword arguments; it takes {', '.join(parameters)}"
-        )
-    if world_size == 1:
-        return
-    where = f"on {world_size} ranks"
-    if base is not model and not kind.endswith("ForCausalLM"):
-        raise ValueError(
-            f"{where} a head must treat every token alone: a ForCausalLM, or model.base_model with "
-            f"a head of your own; got {kind}"
-        )
-    others = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-    if others:
-        raise ValueError(
-            f"{where} config.layer_types must all be 'full_attention'; got {sorted(others)}"
-        )
-    for path, module in base.named_modules():
-        if isinstance(module, nn.Conv1d | nn.RNNBase):
-            raise ValueError(
-                f"{where} nothing but attention may mix positions; {path} is a "
-                f"{type(module).__name__}"
-            )
-        rope = getattr(module, "rope_type", None)
-        for name in rope.values() if isinstance(rope, dict) else [rope]:
-            if name in ("dynamic", "longrope"):
-                raise ValueError(
-                    f"{where} rotary frequencies must not depend on the longest position of a "
-                    f"shard; {path} has rope_type {name!r}"
-                )
 
 
 def _check_is_set(model: nn.Module) -> None:
@@ -362,30 +345,15 @@ def _check_is_set(model: nn.Module) -> None:
         )
 
 
-def _before_base(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    settings = getattr(module, _SETTINGS)
-    prepare = prepared if settings.group is None else _prepared_untraced
-    return (), prepare(module, settings, by_name(module, args, kwargs))
-
-
-def _before_head(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    settings = getattr(module, _SETTINGS)
-    if settings.group is not None:
-        _check_loss_untraced(type(module).__name__, settings, by_name(module, args, kwargs))
-
-
-# torch.compile cannot trace what ranks tell each other.
-_prepared_untraced: Any = torch.compiler.disable(prepared)  # type: ignore[no-untyped-call]
-_check_loss_untraced: Any = torch.compiler.disable(  # type: ignore[no-untyped-call]
-    check_loss_arguments
-)
+# torch.compile cannot trace what a cache becomes.
+_attend_untraced: Any = torch.compiler.disable(attend_with_cache)  # type: ignore[no-untyped-call]
 
 
 def _remove_hooks(model: PreTrainedModel) -> None:
     for handle in getattr(model, _HOOKS, ()):
         handle.remove()
     for module in (model, model.base_model):
-        for name in (_SETTINGS, _HOOKS):
+        for name in (SETTINGS, _HOOKS, _PREPARE_CACHE):
             if name in module.__dict__:
                 delattr(module, name)
 

@@ -23,19 +23,19 @@ from ..pattern import DilatedPattern
 from ..tiles import Backend
 
 ARGUMENT = "ring_dilated_attention"
-"""The keyword argument by which a `Call` goes from the model to each of its attention modules."""
+"""The keyword argument by which a `Call` goes from the model to each of its attention modules; and
+from a head to its model, of how many columns at the end of a cached call it needs hidden states."""
+
+SETTINGS = "_ring_dilated_attention"
+"""The attribute of a model that holds its `Settings`."""
 
 _PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _REFUSED = {
-    "past_key_values": "there is no KV cache: remove_attention(model) before you generate",
     "head_mask": "heads are not masked",
     "encoder_hidden_states": "there is no cross-attention",
     "encoder_attention_mask": "there is no cross-attention",
 }
-_FLAGS = {
-    "use_cache": "there is no KV cache: remove_attention(model) before you generate",
-    "output_attentions": "attention weights are never made",
-}
+_FLAGS = {"output_attentions": "attention weights are never made"}
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Call:
     lengths: list[int] | None
 
 
-class _Rows(NamedTuple):
+class Rows(NamedTuple):
     """This rank's part of the input.
 
     Attributes:
@@ -86,8 +86,13 @@ def by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return {**dict(zip(inspect.signature(module.forward).parameters, args, strict=False)), **kwargs}
 
 
+def is_cached(given: dict[str, Any]) -> bool:
+    """Whether a call asks for a KV cache: by its arguments, whatever the model's config says."""
+    return bool(given.get("use_cache")) or given.get("past_key_values") is not None
+
+
 def prepared(module: nn.Module, settings: Settings, given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments for the decoder (or encoder), made from those of its caller.
+    """The arguments for the decoder (or encoder), made from those of its caller: without a cache.
 
     Args:
         module: the model without its head.
@@ -106,15 +111,16 @@ def prepared(module: nn.Module, settings: Settings, given: dict[str, Any]) -> di
     name, failure, rows, borders = type(module).__name__, None, None, None
     mask, position_ids = given.get("attention_mask"), given.get("position_ids")
     try:
-        _refuse(module, given, ends.world_size)
+        refuse(module, given, ends.world_size)
         rows = _rows(given, ends, settings.layout)
-        _check_position_ids(position_ids, rows)
-        padding = _padding(mask, rows)
+        check_ids(position_ids, rows)
+        padding = check_padding(mask, rows)
         borders = _given_borders(given, rows)
     except Exception as error:  # whatever it is, the other ranks are to be told
         failure = error
-    layout, device = settings.layout, _device(given)
+    layout, device = settings.layout, device_of(given)
     shared = rows and {
+        "use_cache": False,
         "batch": rows.batch,
         "layout": f"{layout!r} ({layout.digest[:8]})"
         if layout
@@ -132,7 +138,8 @@ def prepared(module: nn.Module, settings: Settings, given: dict[str, Any]) -> di
                 found = lengths_of_mask(padding, ends, layout, scope)
         except ValueError as error:  # the same on every rank
             raise ValueError(
-                f"attention_mask must be a right padding, 1 at the first positions: {error}"
+                "attention_mask must be a right padding, 1 at the first positions (on the left it "
+                f"may be in calls with a KV cache): {error}"
             ) from None
         lengths = None if set(found) == {rows.total} else found
     if position_ids is None:
@@ -171,13 +178,14 @@ def check_loss_arguments(name: str, settings: Settings, given: dict[str, Any]) -
 
     Raises:
         ValueError: there are several ranks, and labels without ``shift_labels`` or
-            ``num_items_in_batch``, or ``logits_to_keep``.
+            ``num_items_in_batch``, or ``logits_to_keep``. With a KV cache every rank has all of
+            them.
     """
     ends = resolve_exchange(settings.group)
     if ends.world_size == 1:
         return
-    failure = None
-    if given.get("labels") is not None:
+    failure, cached = None, is_cached(given)
+    if given.get("labels") is not None and not cached:
         for key, why in (
             ("shift_labels", "the label of a shard's last token is on another rank"),
             ("num_items_in_batch", "the mean is over the labels of all ranks"),
@@ -188,15 +196,16 @@ def check_loss_arguments(name: str, settings: Settings, given: dict[str, Any]) -
                     f"Got {key}=None"
                 )
     kept = given.get("logits_to_keep")
-    if isinstance(kept, Tensor) or kept:
+    if not cached and (isinstance(kept, Tensor) or kept):
         failure = ValueError(
             f"on {ends.world_size} ranks logits_to_keep must be 0, since it counts the rows of a "
-            f"shard; got {kept!r}"
+            f"shard unless there is a KV cache (use_cache=True); got {kept!r}"
         )
-    agree(name, ends, None if failure else {}, failure, _device(given))
+    agree(name, ends, None if failure else {"use_cache": cached}, failure, device_of(given))
 
 
-def _device(given: dict[str, Any]) -> torch.device:
+def device_of(given: dict[str, Any]) -> torch.device:
+    """Where the input is."""
     inputs = (given.get(key) for key in ("input_ids", "inputs_embeds"))
     return next((x.device for x in inputs if isinstance(x, Tensor)), torch.device("cpu"))
 
@@ -205,7 +214,8 @@ def _kind(value: Any) -> str:
     return "None" if value is None else "given"
 
 
-def _refuse(module: nn.Module, given: dict[str, Any], world_size: int) -> None:
+def refuse(module: nn.Module, given: dict[str, Any], world_size: int) -> None:
+    """Raise a ValueError for arguments that mean nothing here, with a cache or without."""
     config: Any = module.config
     implementation = config._attn_implementation
     if implementation != ARGUMENT:
@@ -231,7 +241,8 @@ def _refuse(module: nn.Module, given: dict[str, Any], world_size: int) -> None:
         )
 
 
-def _inputs(given: dict[str, Any]) -> Tensor:
+def inputs_of(given: dict[str, Any]) -> Tensor:
+    """Ids (batch, columns), or embeddings (batch, columns, hidden); a ValueError without any."""
     inputs = given.get("input_ids")
     inputs = given.get("inputs_embeds") if inputs is None else inputs
     if not isinstance(inputs, Tensor) or inputs.dim() < 2:
@@ -242,8 +253,8 @@ def _inputs(given: dict[str, Any]) -> Tensor:
     return inputs
 
 
-def _rows(given: dict[str, Any], ends: Exchange, layout: SequenceLayout | None) -> _Rows:
-    inputs = _inputs(given)
+def _rows(given: dict[str, Any], ends: Exchange, layout: SequenceLayout | None) -> Rows:
+    inputs = inputs_of(given)
     batch, length = inputs.shape[:2]
     if not length:
         raise ValueError(
@@ -253,13 +264,14 @@ def _rows(given: dict[str, Any], ends: Exchange, layout: SequenceLayout | None) 
     if layout is None:
         first = ends.rank * length
         positions = torch.arange(first, first + length, device=inputs.device)
-        return _Rows(batch, positions, length * ends.world_size)
+        return Rows(batch, positions, length * ends.world_size)
     held = f"got input of shape {tuple(inputs.shape)} (set_layout sets another layout)"
     layout.check_shard(ends.rank, ends.world_size, length, held)
-    return _Rows(batch, layout.positions(ends.rank, device=inputs.device), layout.length)
+    return Rows(batch, layout.positions(ends.rank, device=inputs.device), layout.length)
 
 
-def _check_position_ids(position_ids: Any, rows: _Rows) -> None:
+def check_ids(position_ids: Any, rows: Rows) -> None:
+    """Raise a TypeError or ValueError unless position ids have the rows' shape, or are None."""
     if position_ids is None:
         return
     if not isinstance(position_ids, Tensor) or position_ids.dtype not in (torch.int32, torch.int64):
@@ -273,8 +285,8 @@ def _check_position_ids(position_ids: Any, rows: _Rows) -> None:
         )
 
 
-def _padding(mask: Any, rows: _Rows) -> Tensor | None:
-    """This rank's shard of the mask, True where a position is padding."""
+def check_padding(mask: Any, rows: Rows) -> Tensor | None:
+    """The mask of the rows, checked, True where a position is padding; None without a mask."""
     if mask is None:
         return None
     wanted = "(batch, local_sequence), 1 where a position is valid"
@@ -298,7 +310,7 @@ def _padding(mask: Any, rows: _Rows) -> Tensor | None:
     return mask.to(rows.positions.device) == 0
 
 
-def _given_borders(given: dict[str, Any], rows: _Rows) -> list[int] | None:
+def _given_borders(given: dict[str, Any], rows: Rows) -> list[int] | None:
     """The documents that the keyword arguments of flash attention name."""
     query, key = given.get("cu_seq_lens_q"), given.get("cu_seq_lens_k")
     if query is None and key is None:
@@ -319,7 +331,7 @@ def _given_borders(given: dict[str, Any], rows: _Rows) -> list[int] | None:
 
 
 def _documents(
-    name: str, position_ids: Tensor, rows: _Rows, lengths: list[int] | None, ends: Exchange
+    name: str, position_ids: Tensor, rows: Rows, lengths: list[int] | None, ends: Exchange
 ) -> list[int] | None:
     """The documents that restarts of the position ids begin: the same on every rank."""
     stops = torch.tensor(lengths or [rows.total] * rows.batch, device=rows.positions.device)

@@ -1,0 +1,384 @@
+"""`DilatedCache`: the KV cache of a transformers model that has `set_attention`.
+
+An attention layer of transformers hands its new keys and values to the cache, and what the cache
+returns to its attention. `DilatedCache.update` returns the very tensors that it was given, and
+attention finds by their identity which layer they belong to: keys that a model changes in between,
+repeats, or takes from another layer are refused and never attended to.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from ..decode import DilatedKVCache
+from ..pattern import check_int, check_positive_int
+from .transformers_call import SETTINGS, Settings
+from .transformers_layer import DilatedCacheLayer
+
+ASSISTED_REWIND = 64
+"""Positions that a cache lets assisted generation take back at a time, unless it is made with more:
+transformers proposes 20 by default, and its heuristic schedule two more after each success."""
+
+_GROWTH = 1.5
+"""A cache that nobody told how long documents become makes room for this many times what it needs:
+few copies, and at most half too much."""
+
+
+class _Pending(NamedTuple):
+    """What `update` was given and no attention has taken yet."""
+
+    layer: int
+    key: Tensor
+    value: Tensor
+
+
+class DilatedCache(Cache):  # type: ignore[misc]
+    """A KV cache that keeps, of each layer, the rows that later positions can still be shown.
+
+    A model with `set_attention` makes one by itself where it is called with ``use_cache=True``, as
+    ``generate`` does. Make one yourself to reuse it, to limit it, or for a loop of your own; pass
+    it as ``past_key_values``. For another batch or document, call its `reset`.
+
+    A branch (w, r) keeps at most ceil(w / r) rows a KV head, however long the text becomes; one
+    with a segment length of None keeps n / r rows. The rows may be padded on the left, as
+    transformers pads prompts to generate, or on the right: padding is not kept.
+
+    On the ranks of a group every rank makes the same calls with the same whole input, and a cache
+    of its own. The prompt is sharded over the ranks; what comes later every rank computes.
+
+    Args:
+        model: with `set_attention`; the one that is called.
+        max_length: positions that memory is allocated for at once, those of the prompt included.
+            None, the default: half as many again as the prompt. Longer documents make it grow, up
+            to what the pattern keeps; ``generate`` reserves what it may need.
+        max_rewind: the most positions that `crop` takes back at a time; 0 by default. Assisted
+            generation makes it 64 at least.
+        sharded: whether the ranks share the rows; else each keeps them all. None, the default:
+            from 128 MiB a layer on.
+
+    Attributes:
+        settings: those of the model.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: `set_attention` was not called with the model, one of its layers mixes positions
+            otherwise than by attention, or a number is out of range.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        max_length: int | None = None,
+        max_rewind: int = 0,
+        sharded: bool | None = None,
+    ) -> None:
+        settings = getattr(model, SETTINGS, None)
+        if not isinstance(settings, Settings):
+            raise ValueError(
+                "a DilatedCache is for a model with set_attention: call set_attention(model, "
+                f"pattern) first; it was not called with this {type(model).__name__}"
+            )
+        if max_length is not None:
+            check_positive_int("max_length", max_length)
+        if check_int("max_rewind", max_rewind) < 0:
+            raise ValueError(f"max_rewind must be >= 0, got {max_rewind}")
+        if sharded is not None and not isinstance(sharded, bool):
+            raise TypeError(f"sharded must be a bool or None, got {sharded!r}")
+        _check_layers(model)
+        super().__init__(layers=[])
+        self.settings: Settings = settings
+        self._room = max_length or 0
+        self._max_rewind = max_rewind
+        self._sharded = sharded
+        self._columns = 0
+        self._lengths: list[int] = []
+        self._valid: Tensor | None = None
+        self._pending: _Pending | None = None
+        self._updated: set[int] = set()
+
+    # What there is.
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the keys and values of all layers on this rank."""
+        return sum(kv.nbytes for kv in self._caches())
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Valid positions of each row; the next one's number. Empty before the first prompt."""
+        return tuple(self._lengths)
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the batch; -1 before the first prompt."""
+        return len(self._lengths) or -1
+
+    @property
+    def described(self) -> str:
+        """What must be equal on all ranks of a group."""
+        return (
+            f"{self.settings.pattern}, {self._columns} columns, lengths {self._lengths}, "
+            f"max_length={self._room}, max_rewind={self._max_rewind}, sharded={self._sharded}"
+        )
+
+    @property
+    def padded(self) -> Tensor | None:
+        """(batch, columns) of the prompt, True where a column is valid; None: all are."""
+        return self._valid
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns so far: padding counts, since masks and inputs of ``generate`` have it."""
+        return self._columns
+
+    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
+        """(keys, first key) that a mask would have to cover."""
+        count = len(query_length) if isinstance(query_length, Tensor) else query_length
+        return self._columns + count, 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """-1: there is no maximum."""
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name in older versions of transformers
+
+    # What becomes of it.
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Note the new keys and values of a layer; attention, which comes next, adds them.
+
+        Args:
+            key_states: (batch, kv_heads, m, head_dim).
+            value_states: like `key_states`.
+            layer_idx: of the layer.
+            args: not used.
+            kwargs: not used.
+
+        Returns:
+            The two tensors themselves.
+
+        Raises:
+            ValueError: the layer was updated before in this call, or another one is not done.
+        """
+        if layer_idx in self._updated or self._pending is not None:
+            raise ValueError(
+                f"layer {layer_idx} updates the KV cache, but "
+                + (
+                    f"the keys of layer {self._pending.layer} have not reached its attention"
+                    if self._pending
+                    else "it has done so before in this call"
+                )
+                + ": a DilatedCache is for models whose layers update and attend once each"
+            )
+        self._updated.add(layer_idx)
+        self._pending = _Pending(layer_idx, key_states, value_states)
+        return key_states, value_states
+
+    def reserve(self, max_length: int) -> None:
+        """Make room for documents of so many positions; no less than before.
+
+        Args:
+            max_length: positions, those so far included.
+        """
+        self._room = max(self._room, check_positive_int("max_length", max_length))
+        for kv in self._caches():
+            kv.reserve(self._room)
+
+    def reset(self) -> None:
+        """Drop everything: the next call brings a new prompt, of any batch."""
+        for kv in self._caches():
+            kv.reset()
+        self._columns, self._lengths, self._valid = 0, [], None
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the newest columns, as assisted generation does with candidates it rejects.
+
+        Args:
+            tokens_to_remove: minus their number; a positive number is how many are to stay.
+
+        Raises:
+            ValueError: more than `max_rewind` of them, or one that is padding.
+        """
+        given = check_int("tokens_to_remove", tokens_to_remove)
+        count = max(0, self._columns - given) if given > 0 else -given
+        if count == 0:
+            return
+        stay = self._columns - count
+        if stay < 0:
+            raise ValueError(f"the cache has {self._columns} columns; {count} cannot be taken back")
+        if self._valid is not None:
+            if not bool(self._valid[:, stay:].all()):
+                raise ValueError(
+                    f"of the newest {count} columns some are padding, which was not kept and "
+                    "cannot be taken back: reset() the cache and begin anew"
+                )
+            self._valid = self._valid[:, :stay]
+        for kv in self._caches():
+            kv.rewind(count)
+        self._columns, self._lengths = stay, [n - count for n in self._lengths]
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Make the batch of these rows of it, as beam search does: 1-D ints."""
+        self._select(int(row) for row in beam_idx.tolist())
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Make the batch of these rows of it: 1-D ints, or a mask of bools."""
+        rows = indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices
+        self._select(int(row) for row in rows.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Make of every row of the batch so many, side by side."""
+        self._select(row for row in range(len(self._lengths)) for _ in range(repeats))
+
+    def activate_past_recording(self) -> None:
+        """Make `crop` possible, as assisted generation asks.
+
+        Raises:
+            ValueError: there are rows already, and the cache was made without `max_rewind`.
+        """
+        if self._max_rewind == 0 and self._columns:
+            raise ValueError(
+                "assisted generation takes tokens back, for which this cache was not made: pass an "
+                f"empty one, or one made with DilatedCache(model, max_rewind={ASSISTED_REWIND})"
+            )
+        if not self._columns:
+            self._max_rewind = max(self._max_rewind, ASSISTED_REWIND)
+
+    # A call of the model: `start`, then `update`, `taken` and `of_layer` for each, then `finish`.
+
+    def check_start(self) -> None:
+        """Raise a ValueError unless all layers have what the cache says."""
+        known = {kv.known_lengths for kv in self._caches()}
+        if self._columns and known != {self.lengths}:
+            raise ValueError(
+                "an earlier call of the model with this cache failed, so its layers have "
+                f"different lengths, {sorted(known)}: reset() it and begin anew"
+            )
+
+    def start(self, after: list[int]) -> None:
+        """Make room for rows of so many positions."""
+        self._pending, self._updated = None, set()
+        if max(after) > self._room:
+            self.reserve(math.ceil(_GROWTH * max(after)))
+
+    def taken(self, module: nn.Module, key: Tensor, value: Tensor) -> int:
+        """The layer whose update has just returned these very keys and values.
+
+        Args:
+            module: the attention module, for messages.
+            key: (batch, kv_heads, m, head_dim).
+            value: like `key`.
+
+        Raises:
+            ValueError: they are others.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None or pending.key is not key or pending.value is not value:
+            raise ValueError(
+                f"the keys and values in {type(module).__name__} are not what its update of the KV "
+                "cache returned: models that change or repeat them after the update, or share them "
+                "between layers, have no DilatedCache, nor has gradient checkpointing in training "
+                "mode; pass use_cache=False"
+            )
+        return pending.layer
+
+    def of_layer(self, layer_idx: int, rows: Tensor) -> DilatedKVCache:
+        """The rows of a layer; for a prompt new ones, where there are none that fit.
+
+        Args:
+            layer_idx: of the layer.
+            rows: (batch, m, kv_heads, head_dim), the keys that are attended to.
+        """
+        while len(self.layers) <= layer_idx:
+            self.layers.append(DilatedCacheLayer())
+        layer = self.layers[layer_idx]
+        batch, _, kv_heads, head_dim = rows.shape
+        kv: DilatedKVCache | None = layer.kv
+        if not self._columns and kv is not None:
+            held = (*kv.keys.shape[::2], kv.plan.num_kv_heads, kv.keys.dtype, kv.keys.device)
+            wanted = (batch, head_dim, kv_heads, rows.dtype, rows.device)
+            if held != wanted or kv.plan.max_rewind < self._max_rewind:
+                kv = None
+        if kv is None:
+            kv = layer.kv = DilatedKVCache(
+                self.settings.pattern,
+                batch,
+                kv_heads,
+                head_dim,
+                max_length=self._room,
+                max_rewind=self._max_rewind,
+                dtype=rows.dtype,
+                device=rows.device,
+                group=self.settings.group,
+                sharded=self._sharded,
+            )
+            layer.is_initialized = True
+        return kv
+
+    def finish(self, after: list[int], columns: int, valid: Tensor | None) -> None:
+        """Note what a call has added.
+
+        Args:
+            after: valid positions of each row now.
+            columns: of the call.
+            valid: (batch, columns) of a prompt with padding, True where a column is valid.
+
+        Raises:
+            ValueError: a layer has added other rows.
+        """
+        known = {kv.known_lengths for kv in self._caches()}
+        if self._pending is not None or known != {tuple(after)}:
+            raise ValueError(
+                f"layers have added different numbers of rows to the KV cache, {sorted(known)}, "
+                f"where {tuple(after)} were expected: a DilatedCache is for models whose layers "
+                "update it once in each call"
+            )
+        if not self._columns:
+            self._valid = valid
+        self._columns, self._lengths = self._columns + columns, list(after)
+
+    def _caches(self) -> Iterable[DilatedKVCache]:
+        return (layer.kv for layer in self.layers if layer.kv is not None)
+
+    def _select(self, rows: Iterable[int]) -> None:
+        found = list(rows)
+        if found == list(range(len(self._lengths))) or not self._columns:
+            return
+        for kv in self._caches():
+            kv.select(found)
+        self._lengths = [self._lengths[row] for row in found]
+        if self._valid is not None:
+            self._valid = self._valid[torch.tensor(found, device=self._valid.device)]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DilatedCache:
+        """A copy with rows of its own, of the same ranks: to go on from one prompt twice."""
+        copied = copy.copy(self)
+        copied.layers = [copy.copy(layer) for layer in self.layers]
+        for layer in copied.layers:
+            layer.kv = copy.deepcopy(layer.kv, memo)
+        copied._lengths, copied._updated = list(self._lengths), set()
+        return copied
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.described}; {self.nbytes} bytes)"
+
+
+def _check_layers(model: Any) -> None:
+    base = getattr(model, "base_model", model)
+    config = model.config.get_text_config(decoder=True)
+    others = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    mixing = [path for path, x in base.named_modules() if isinstance(x, nn.Conv1d | nn.RNNBase)]
+    if others or mixing:
+        raise ValueError(
+            "a DilatedCache is for models in which nothing but full attention mixes positions; "
+            f"{type(model).__name__} has {', '.join([*sorted(others), *mixing])}"
+        )

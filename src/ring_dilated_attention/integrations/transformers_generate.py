@@ -1,0 +1,343 @@
+"""Calls of a transformers model with a KV cache, as its ``generate`` makes them.
+
+Every rank gives the whole input. Of a prompt each row is turned until its valid positions come
+first, and each rank takes its shard; the hidden states that are asked for come back in the order of
+the input. Tokens behind the prompt are computed by every rank.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.generation import GenerationMode
+
+from ..exchange import Exchange, agree, resolve_exchange
+from ..layout import SequenceLayout
+from .transformers_cache import DilatedCache
+from .transformers_cached import CachedCall, rows_at
+from .transformers_call import (
+    ARGUMENT,
+    Rows,
+    Settings,
+    check_ids,
+    check_padding,
+    device_of,
+    inputs_of,
+    refuse,
+)
+
+_DYNAMIC = (None, "dynamic", "dynamic_full")  # "full": older versions take positions back from it
+_PLAIN = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache_position")
+
+
+class _Columns(NamedTuple):
+    """The columns of a call.
+
+    Attributes:
+        call: what the model is to be told.
+        width: positions of the prompt, filled up so that every rank holds one.
+        position_ids: of each column that this rank computes; (1, columns) or (batch, columns).
+    """
+
+    call: CachedCall
+    width: int
+    position_ids: Tensor
+
+
+def prepared_with_cache(
+    module: nn.Module, settings: Settings, given: dict[str, Any]
+) -> dict[str, Any]:
+    """The arguments for a decoder that is called with a cache, made from those of its caller.
+
+    Args:
+        module: the model without its head.
+        settings: of `set_attention`.
+        given: arguments of its forward, by name, the same on every rank; under `ARGUMENT`, of how
+            many columns at the end its head wants hidden states.
+
+    Returns:
+        `given` with this rank's shard of a prompt, or the whole of later tokens; their
+        ``position_ids``, the cache, and a `CachedCall`.
+
+    Raises:
+        TypeError, ValueError: an argument is not supported, or the ranks differ; on every rank.
+        RuntimeError: gradients are enabled; on every rank.
+    """
+    ends, name = resolve_exchange(settings.group), type(module).__name__
+    failure, columns, words = None, None, None
+    try:
+        columns = _columns(module, settings, given, ends)
+        words = _words(given, columns.call) if ends.world_size > 1 else {}
+    except Exception as error:  # whatever it is, the other ranks are to be told
+        failure = error
+    agree(name, ends, words, failure, device_of(given))
+    assert columns is not None
+    call = columns.call
+    call.cache.start(call.after)
+    kept = {key: value for key, value in given.items() if key != "cache_position"}
+    for key in ("input_ids", "inputs_embeds"):
+        if kept.get(key) is not None:
+            kept[key] = _local(kept[key], columns, ends.rank)
+    return {
+        **kept,
+        "attention_mask": None,
+        "position_ids": columns.position_ids,
+        "past_key_values": call.cache,
+        "use_cache": True,
+        ARGUMENT: call,
+    }
+
+
+def prepare_cache_for_generation(
+    model: PreTrainedModel,
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
+    generation_mode: Any,
+    batch_size: int,
+    max_cache_length: int,
+) -> None:
+    """What ``generate`` calls to make its cache: a `DilatedCache` with room for all it may need.
+
+    Args:
+        model: with `set_attention`.
+        generation_config: of ``generate``.
+        model_kwargs: arguments for the model; a cache is put into it.
+        generation_mode: of ``generate``.
+        batch_size: not used: the prompt has it.
+        max_cache_length: columns that may be cached.
+
+    Raises:
+        ValueError: another kind of cache is asked for, or a prompt is padded on the right.
+    """
+    if generation_config.use_cache is False:
+        return
+    kind = generation_config.cache_implementation
+    cache = model_kwargs.get("past_key_values")
+    if kind not in _DYNAMIC:
+        raise ValueError(
+            "a model with set_attention generates with a DilatedCache: cache_implementation must "
+            f"be None; got {kind!r}"
+        )
+    mask = model_kwargs.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask[:, -1].all()):
+        raise ValueError(
+            "generate goes on behind the last column of every row, so prompts are padded on the "
+            "left: set tokenizer.padding_side = 'left'. Got an attention_mask with 0 in its last "
+            "column"
+        )
+    if cache is None:
+        rewind = 0
+        if generation_mode == GenerationMode.ASSISTED_GENERATION:
+            named = ("prompt_lookup_num_tokens", "num_assistant_tokens")
+            rewind = max(getattr(generation_config, key, None) or 0 for key in named)
+        cache = DilatedCache(model, max_length=max_cache_length, max_rewind=rewind)
+        if generation_config.is_assistant or kind == "dynamic_full":
+            cache.activate_past_recording()
+        model_kwargs["past_key_values"] = cache
+    else:
+        _check_cache(cache)
+        cache.reserve(max_cache_length)
+        cache._is_user_defined = True  # transformers asks for that
+
+
+def _columns(
+    module: nn.Module, settings: Settings, given: dict[str, Any], ends: Exchange
+) -> _Columns:
+    """Check a call with a cache, and lay its columns out."""
+    refuse(module, given, ends.world_size)
+    cache = given.get("past_key_values")
+    if cache is not None:
+        _check_cache(cache)
+    _refuse_with_cache(module, given, ends)
+    inputs = inputs_of(given)
+    batch, count = inputs.shape[:2]
+    if not count:
+        raise ValueError(
+            f"there must be a token at least; got input of shape {tuple(inputs.shape)}"
+        )
+    cache = DilatedCache(module) if cache is None else cache
+    was, now = cache.settings, settings
+    if (was.pattern, was.group) != (now.pattern, now.group):
+        raise ValueError(
+            "the KV cache must be of the model's own pattern and group; set_attention was called "
+            f"since it was made, or with another model. It has {was.pattern}, the model "
+            f"{now.pattern}"
+        )
+    cache.check_start()
+    before = cache.get_seq_length()
+    if before and len(cache.lengths) != batch:
+        raise ValueError(
+            f"the KV cache has {len(cache.lengths)} rows of a batch, the input {batch}: reset() "
+            "the cache for another batch"
+        )
+    kept = given.get(ARGUMENT, 0)
+    if before:
+        return _later(settings, given, cache, inputs, kept)
+    return _prompt(settings, given, cache, inputs, kept)
+
+
+def _later(
+    settings: Settings, given: dict[str, Any], cache: DilatedCache, inputs: Tensor, kept: int
+) -> _Columns:
+    """New tokens behind what the cache has."""
+    batch, count = inputs.shape[:2]
+    before, device = cache.get_seq_length(), inputs.device
+    mask = given.get("attention_mask")
+    if mask is not None:
+        padding = check_padding(mask, Rows(batch, torch.arange(before + count, device=device), 0))
+        assert padding is not None
+        expected = torch.zeros_like(padding)
+        if cache.padded is not None:
+            expected[:, : cache.padded.shape[1]] = ~cache.padded
+        if not torch.equal(padding, expected):
+            row, column = (padding != expected).nonzero()[0].tolist()
+            raise ValueError(
+                "attention_mask must be that of the prompt, and 1 for the tokens behind it: with a "
+                f"KV cache there is no padding between tokens; in row {row}, column {column} must "
+                f"be {int(not expected[row, column])}. Without a mask generate takes pad_token_id for "
+                "padding: pass attention_mask where that token is in the text"
+            )
+    lengths = sorted(set(cache.lengths)) if len(set(cache.lengths)) == 1 else list(cache.lengths)
+    ids = torch.tensor(lengths, device=device)[:, None] + torch.arange(count, device=device)
+    _check_position_ids(given, ids, None, batch)
+    after = [n + count for n in cache.lengths]
+    call = CachedCall(settings, None, None, cache, False, None, count, kept, None, after, None)
+    return _Columns(call, count, ids)
+
+
+def _prompt(
+    settings: Settings, given: dict[str, Any], cache: DilatedCache, inputs: Tensor, kept: int
+) -> _Columns:
+    """The first tokens of a cache."""
+    batch, count = inputs.shape[:2]
+    device, ends = inputs.device, resolve_exchange(settings.group)
+    rows = Rows(batch, torch.arange(count, device=device), count)
+    padding = check_padding(given.get("attention_mask"), rows)
+    lengths, firsts, valid = [count] * batch, [0] * batch, None
+    if padding is not None and bool(padding.any()):
+        valid = ~padding
+        lengths, firsts = valid.sum(1).tolist(), valid.int().argmax(1).tolist()
+    starts, stops = (torch.tensor(x, device=device)[:, None] for x in (firsts, lengths))
+    places = rows.positions - starts
+    if valid is not None and not torch.equal(valid, (places >= 0) & (places < stops)):
+        raise ValueError(
+            "attention_mask must be 1 at columns side by side, with padding on the left or on the "
+            "right; in some row it is 0 between them (without a mask, generate takes pad_token_id "
+            "for padding: pass attention_mask where that token is in the text)"
+        )
+    _check_position_ids(given, places, valid, batch)
+    layout, width, positions = None, count, rows.positions
+    if ends.world_size > 1:
+        width = max(count, 2 * ends.world_size)  # transformers' models take no empty shards
+        layout = _layout(settings.layout, width, ends.world_size)
+        positions = layout.positions(ends.rank, device=device)
+    call = CachedCall(
+        settings,
+        documents=None,
+        lengths=None if set(lengths) == {width} else lengths,
+        cache=cache,
+        is_prompt=True,
+        layout=layout,
+        columns=count,
+        kept=min(kept, count),
+        firsts=firsts if any(firsts) else None,
+        after=lengths,
+        valid=valid,
+    )
+    # A model that looks at the largest position, or has few, is not to see those of padding.
+    return _Columns(call, width, positions[None].clamp(max=max(0, max(lengths) - 1)))
+
+
+def _layout(given: SequenceLayout | None, length: int, world_size: int) -> SequenceLayout:
+    """That of the model where it is one of such a prompt, else one that balances causal work."""
+    fits = given is not None and (given.length, given.world_size) == (length, world_size)
+    if fits and given and all(given.local_length(rank) for rank in range(world_size)):
+        return given
+    return SequenceLayout.zigzag(length, world_size)
+
+
+def _local(x: Tensor, columns: _Columns, rank: int) -> Tensor:
+    """What this rank computes of ids (batch, m) or embeddings (batch, m, hidden)."""
+    call = columns.call
+    if call.firsts is not None:
+        first = torch.tensor(call.firsts, device=x.device)[:, None]
+        x = rows_at(x, (torch.arange(call.columns, device=x.device) + first) % call.columns)
+    if call.layout is None:
+        return x
+    shape = (x.shape[0], columns.width - call.columns, *x.shape[2:])
+    return call.layout.shard(torch.cat([x, x.new_zeros(shape)], 1), rank, 1).contiguous()
+
+
+def _check_cache(cache: Any) -> None:
+    if not isinstance(cache, DilatedCache):
+        raise ValueError(
+            "past_key_values must be a DilatedCache, which generate makes by itself for a model "
+            "with set_attention, or None; make one by "
+            "ring_dilated_attention.integrations.transformers.DilatedCache(model). Got "
+            f"{type(cache).__name__}"
+        )
+
+
+def _refuse_with_cache(module: Any, given: dict[str, Any], ends: Exchange) -> None:
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "a KV cache has no gradient: call the model under torch.no_grad(), as generate does, "
+            "or leave use_cache and past_key_values out"
+        )
+    flags = {"output_router_logits": "they would be in another order"}
+    if ends.world_size > 1:
+        flags["output_hidden_states"] = f"on {ends.world_size} ranks they would be those of a shard"
+    for key, why in flags.items():
+        flag = given.get(key)
+        if getattr(module.config, key, False) if flag is None else flag:
+            raise ValueError(f"with a KV cache {key} must be False: {why}")
+    if given.get("return_dict") is False:
+        raise ValueError("with a KV cache return_dict must be True; got False")
+    others = [key for key, x in given.items() if isinstance(x, Tensor) and key not in _PLAIN]
+    if others:
+        raise ValueError(
+            "with a KV cache a model takes input_ids or inputs_embeds, attention_mask and "
+            f"position_ids; got {', '.join(sorted(others))}"
+        )
+
+
+def _check_position_ids(
+    given: dict[str, Any], expected: Tensor, valid: Tensor | None, batch: int
+) -> None:
+    """Raise unless position ids, where they are given, count valid positions from 0."""
+    ids = given.get("position_ids")
+    count = expected.shape[1]
+    check_ids(ids, Rows(batch, torch.arange(count), count))
+    if ids is None:
+        return
+    wrong = ids.to(expected.device) != expected
+    if valid is not None:
+        wrong = wrong & valid
+    if bool(wrong.any()):
+        row, column = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            "with a KV cache position_ids must count the valid positions of a row from 0, or be "
+            f"left out: one document in each row; in row {row}, token {column} of this call must "
+            f"have {expected.expand(len(wrong), -1)[row, column].item()}; got "
+            f"{ids.expand(len(wrong), -1)[row, column].item()}"
+        )
+
+
+def _words(given: dict[str, Any], call: CachedCall) -> dict[str, Any]:
+    """What must be equal on all ranks: the tokens too, which a seed may have made different."""
+    tokens = inputs_of(given)
+    seen = blake2b(digest_size=6)
+    seen.update(tokens.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return {
+        "use_cache": True,
+        "input": f"{tuple(tokens.shape)} ({seen.hexdigest()})",
+        "KV cache": call.cache.described,
+        "lengths": str(call.after),
+        "first columns": str(call.firsts),
+        "logits_to_keep": call.kept,
+        "layout": call.layout and f"{call.layout!r} ({call.layout.digest[:8]})",
+    }

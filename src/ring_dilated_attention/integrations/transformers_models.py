@@ -1,0 +1,53 @@
+"""Which models of transformers can have `set_attention`. Nothing here imports transformers."""
+
+from __future__ import annotations
+
+import inspect
+
+from torch import nn
+
+
+def check_model(model: nn.Module, base: nn.Module, world_size: int) -> None:
+    """Raise a ValueError unless the model is supported.
+
+    Args:
+        model: with or without a head.
+        base: the same without its head.
+        world_size: ranks that share each sequence.
+    """
+    kind, config = type(model).__name__, model.config
+    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", 0):
+        raise ValueError(f"models with cross-attention are not supported; got {kind}")
+    parameters = inspect.signature(base.forward).parameters
+    takes_more = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    if not takes_more or not {"attention_mask", "position_ids"} <= parameters.keys():
+        raise ValueError(
+            f"{type(base).__name__}.forward must take attention_mask, position_ids and further "
+            f"keyword arguments; it takes {', '.join(parameters)}"
+        )
+    if world_size == 1:
+        return
+    where = f"on {world_size} ranks"
+    if base is not model and not kind.endswith("ForCausalLM"):
+        raise ValueError(
+            f"{where} a head must treat every token alone: a ForCausalLM, or model.base_model with "
+            f"a head of your own; got {kind}"
+        )
+    others = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    if others:
+        raise ValueError(
+            f"{where} config.layer_types must all be 'full_attention'; got {sorted(others)}"
+        )
+    for path, module in base.named_modules():
+        if isinstance(module, nn.Conv1d | nn.RNNBase):
+            raise ValueError(
+                f"{where} nothing but attention may mix positions; {path} is a "
+                f"{type(module).__name__}"
+            )
+        rope = getattr(module, "rope_type", None)
+        for name in rope.values() if isinstance(rope, dict) else [rope]:
+            if name in ("dynamic", "longrope"):
+                raise ValueError(
+                    f"{where} rotary frequencies must not depend on the longest position of a "
+                    f"shard; {path} has rope_type {name!r}"
+                )

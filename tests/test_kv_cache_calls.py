@@ -328,6 +328,11 @@ def test_what_was_taken_back_once_cannot_be_taken_back_from_again():
     cache.rewind(torch.tensor([2, 1]))
     with pytest.raises(ValueError, match="of row 0 can be taken back: it has 4, after it had 6"):
         cache.rewind([1, 0])
+    for twin in (copy.deepcopy(cache), cache):
+        twin.select([1, 0])
+        with pytest.raises(ValueError, match="of row 1 can be taken back: it has 4, after it had"):
+            twin.rewind([0, 1])
+    cache.select([1, 0])
     cache.rewind(torch.tensor([0, 1]))
     cache.append(rows(3), rows(3))  # to 7: one more than there were
     cache.rewind(2)

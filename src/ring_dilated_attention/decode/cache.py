@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..documents import Integers, in_words
-from ..exchange import Exchange, Group, Shared, resolve_exchange, settle
+from ..exchange import Group, Shared, resolve_exchange, settle
 from ..functional import autocast_inputs
 from ..layout import SequenceLayout
 from ..pattern import DilatedPattern, check_positive_int
@@ -65,6 +65,7 @@ class DilatedKVCache:
         values: like `keys`.
         lengths: (batch,) int64, on the device: the positions so far of each row's document, which
             is the number of its next position.
+        exchange: this rank's end of the group.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -100,11 +101,11 @@ class DilatedKVCache:
         head_dim = check_positive_int("head_dim", head_dim)
         if max_length is not None:
             max_length = check_positive_int("max_length", max_length)
-        self._exchange = resolve_exchange(group)
+        self.exchange = resolve_exchange(group)
         self.plan = plan_cache(pattern, num_kv_heads, max_length, max_rewind)
         if sharded is None:
             sharded = self.plan.nbytes(batch, head_dim, dtype.itemsize) >= SHARD_BYTES
-        shards = self._exchange.world_size if sharded else 1
+        shards = self.exchange.world_size if sharded else 1
         self.plan = plan_cache(pattern, num_kv_heads, max_length, max_rewind, shards)
         shape = (batch, self.plan.rows, head_dim)
         with torch.inference_mode(False):  # tensors that may be written to in any mode
@@ -121,14 +122,13 @@ class DilatedKVCache:
         return len(self._known.known)
 
     @property
+    def _tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.keys, self.values, self.lengths
+
+    @property
     def nbytes(self) -> int:
         """Bytes of keys and values on this rank: ``plan.nbytes`` of the same shape."""
         return self.keys.nbytes + self.values.nbytes
-
-    @property
-    def exchange(self) -> Exchange:
-        """This rank's end of the group."""
-        return self._exchange
 
     @property
     def is_sharded(self) -> bool:
@@ -138,7 +138,7 @@ class DilatedKVCache:
     @property
     def shard(self) -> int:
         """Which share of the rows this rank has; 0 where it has them all."""
-        return self._exchange.rank if self.is_sharded else 0
+        return self.exchange.rank if self.is_sharded else 0
 
     @property
     def slots(self) -> Slots:
@@ -205,7 +205,7 @@ class DilatedKVCache:
             NotImplementedError: an input has a tangent: there is no forward-mode derivative.
             RuntimeError: a gradient is asked for: there is none. Or a CUDA graph is being captured.
         """
-        ends, device = self._exchange, self.keys.device
+        ends, device = self.exchange, self.keys.device
         shared, failure, found = None, None, None
         try:
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -222,8 +222,7 @@ class DilatedKVCache:
             failure = error
         with torch.no_grad(), ends.calls.enter(f"{NAME}.prefill", "forward") as scope:
             settle(scope, ends, device, shared, failure)
-            assert layout is not None
-            assert found is not None
+            assert layout and found
             self._begin([(prompt, 0) for prompt in found])
             hand_over(ends, (key, value), self.slots, layout, found)
         self._begin([(prompt, len(prompt.document)) for prompt in found])
@@ -288,8 +287,7 @@ class DilatedKVCache:
         Raises:
             TypeError, ValueError: a row is not in the batch.
         """
-        for row in rows_in(self._batch, rows):
-            self._known.begin(row, 0)
+        self._known.begin(rows_in(self._batch, rows), 0)
         self._tell_device()
 
     def select(self, rows: Integers) -> None:
@@ -307,9 +305,9 @@ class DilatedKVCache:
         found = rows_in(self._batch, rows)
         with torch.inference_mode(False), torch.no_grad():
             index = torch.tensor(found, device=self.keys.device)
-            chosen = [x.index_select(0, index) for x in (self.keys, self.values, self.lengths)]
+            chosen = [x.index_select(0, index) for x in self._tensors]
             if len(found) == self._batch:
-                for to, source in zip((self.keys, self.values, self.lengths), chosen, strict=True):
+                for to, source in zip(self._tensors, chosen, strict=True):
                     to.copy_(source)
             else:
                 self.keys, self.values, self.lengths = chosen
@@ -357,17 +355,14 @@ class DilatedKVCache:
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
         with torch.inference_mode(False):
-            twin.keys, twin.values, twin.lengths = (
-                x.clone() for x in (self.keys, self.values, self.lengths)
-            )
+            twin.keys, twin.values, twin.lengths = (x.clone() for x in self._tensors)
         twin._known = self._known.copy()
         return twin
 
     def _begin(self, lengths: Sequence[tuple[Prompt, int]]) -> None:
         """Rows that take prompts have so many positions."""
         for prompt, length in lengths:
-            for row in range(self._batch)[prompt.to]:
-                self._known.begin(row, length)
+            self._known.begin(range(self._batch)[prompt.to], length)
         self._tell_device()
 
     def _tell_device(self) -> None:

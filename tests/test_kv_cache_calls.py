@@ -356,7 +356,7 @@ DIFFERENCES = [
     ({"lengths": [3, 4]}, {}, "the document that goes on is 0 to 9 in rows [0, 1]"),
     ({"documents": [0, 5, 9]}, {}, "5 to 9 in rows [0, 1]"),
     ({"rows": [1, 0]}, {}, "0 to 9 in rows [1]"),
-    ({}, {"pattern": DilatedPattern([8, None], [2, 4])}, "cache is (8, 2) (document, 3), 2 KV heads, "),
+    ({}, {"pattern": DilatedPattern([8, None], [2, 4])}, "(8, 2) (document, 3), 2 KV heads, "),
     ({}, {"max_length": 41}, "max_length=41"),
     ({}, {"max_rewind": 3}, "max_rewind=3"),
     ({}, {"sharded": False}, "on 1 ranks, 2 rows, head_dim 8, torch.float32 on rank 1"),

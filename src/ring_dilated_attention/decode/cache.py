@@ -222,7 +222,8 @@ class DilatedKVCache:
             failure = error
         with torch.no_grad(), ends.calls.enter(f"{NAME}.prefill", "forward") as scope:
             settle(scope, ends, device, shared, failure)
-            assert layout and found
+            assert layout is not None
+            assert found is not None
             self._begin([(prompt, 0) for prompt in found])
             hand_over(ends, (key, value), self.slots, layout, found)
         self._begin([(prompt, len(prompt.document)) for prompt in found])

@@ -27,7 +27,7 @@ from ring_dilated_attention import DilatedKVCache, DilatedPattern, cached_attent
 from ring_dilated_attention.decode import CapturedStep
 from ring_dilated_attention.named_patterns import named
 from ring_dilated_attention.nn import LongNet, LongNetConfig
-from ring_dilated_attention.train.config import preset_options
+from ring_dilated_attention.train import preset_options
 
 TIMED_CALLS = 600
 """At most, of a case: so many positions before the end of a segment its caches are nearly full."""

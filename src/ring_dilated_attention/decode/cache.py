@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..documents import Integers, in_words
-from ..exchange import Group, Shared, resolve_exchange, settle
+from ..exchange import Exchange, Group, Shared, resolve_exchange, settle
 from ..functional import autocast_inputs
 from ..layout import SequenceLayout
 from ..pattern import DilatedPattern, check_positive_int
@@ -101,7 +101,7 @@ class DilatedKVCache:
         head_dim = check_positive_int("head_dim", head_dim)
         if max_length is not None:
             max_length = check_positive_int("max_length", max_length)
-        self.exchange = resolve_exchange(group)
+        self.exchange: Exchange = resolve_exchange(group)
         self.plan = plan_cache(pattern, num_kv_heads, max_length, max_rewind)
         if sharded is None:
             sharded = self.plan.nbytes(batch, head_dim, dtype.itemsize) >= SHARD_BYTES
@@ -114,16 +114,6 @@ class DilatedKVCache:
             self.lengths = torch.zeros(batch, dtype=torch.int64, device=self.keys.device)
         self._known = Lengths(batch)
         self.table: tuple[CachePlan, torch.Tensor] | None = None  # what `by_kernel` made of a plan
-
-    # What there is.
-
-    @property
-    def _batch(self) -> int:
-        return len(self._known.known)
-
-    @property
-    def _tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self.keys, self.values, self.lengths
 
     @property
     def nbytes(self) -> int:
@@ -150,6 +140,14 @@ class DilatedKVCache:
         """`lengths` as ints, without waiting for the device; see `advanced`."""
         return tuple(self._known.known)
 
+    @property
+    def _tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.keys, self.values, self.lengths
+
+    @property
+    def _batch(self) -> int:
+        return len(self._known.known)
+
     def known(self) -> Lengths:
         """What is known of the rows' lengths, for `set_known`."""
         return self._known.copy()
@@ -166,8 +164,6 @@ class DilatedKVCache:
     def equal_rows(self) -> Iterator[EqualRows]:
         """The rows of the batch, those of equal lengths together as far as evenly spaced."""
         return self._known.equal_rows()
-
-    # What becomes of it.
 
     def prefill(
         self,
@@ -368,8 +364,6 @@ class DilatedKVCache:
 
     def _tell_device(self) -> None:
         self.lengths.copy_(torch.tensor(self._known.known))
-
-    # What is refused.
 
     def check_new(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Raise unless keys and values are those of new positions of this cache.

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from ..layout import SequenceLayout
@@ -90,13 +90,19 @@ class CachedBranch:
             yield range(first, last), range(begin, stop, self.dilation_rate)
             first = last
 
-    def by_offset(self) -> Iterator[tuple[int, slice, slice]]:
+    def by_offset(self) -> tuple[tuple[int, slice, slice], ...]:
         """Heads of the same offset, as (offset, places in `heads`, KV heads): evenly spaced."""
+        return self._by_offset
+
+    @cached_property
+    def _by_offset(self) -> tuple[tuple[int, slice, slice], ...]:
         places: dict[int, list[int]] = {}
         for place, (_, offset) in enumerate(self.heads):
             places.setdefault(offset, []).append(place)
-        for offset, found in places.items():
-            yield offset, _as_slice(found), _as_slice([self.heads[place].head for place in found])
+        return tuple(
+            (offset, _as_slice(found), _as_slice([self.heads[place].head for place in found]))
+            for offset, found in places.items()
+        )
 
 
 class NewTile(NamedTuple):

@@ -128,6 +128,35 @@ def test_a_prefill_of_which_nothing_stays_sends_nothing():
     assert sent == [2 * HEAD_DIM * 4 * (3 * 3 + 1), 0, 0, 0]
 
 
+def test_two_messages_of_a_prefill_are_under_way_at_a_time():
+    """Each takes memory, a share of what a rank has of the prompt, until it has arrived."""
+
+    def rank(ends):
+        under_way: list[Any] = []
+        most, start = [], ends.start
+
+        class Arrival:
+            def __init__(self, pending):
+                self.pending = pending
+
+            def wait(self):
+                self.pending.wait()
+                under_way.remove(self)
+
+        def count(send, receive):
+            under_way.append(Arrival(start(send, receive)))
+            most.append(len(under_way))
+            return under_way[-1]
+
+        ends.start = count
+        cache = make(ends, pattern=DilatedPattern.dense(), max_length=50)
+        cache.prefill(rows(10), rows(10))  # of which each rank keeps two
+        assert not under_way
+        return len(most), max(most)
+
+    assert run_loopback(5, rank) == [(4, 2)] * 5
+
+
 def make(group=None, **changes):
     arguments = {
         "pattern": DilatedPattern([8, None], [2, 3]),
@@ -328,6 +357,11 @@ def test_what_was_taken_back_once_cannot_be_taken_back_from_again():
     cache.rewind(torch.tensor([2, 1]))
     with pytest.raises(ValueError, match="of row 0 can be taken back: it has 4, after it had 6"):
         cache.rewind([1, 0])
+    for twin in (copy.deepcopy(cache), cache):
+        twin.select([1, 0])
+        with pytest.raises(ValueError, match="of row 1 can be taken back: it has 4, after it had"):
+            twin.rewind([0, 1])
+    cache.select([1, 0])
     cache.rewind(torch.tensor([0, 1]))
     cache.append(rows(3), rows(3))  # to 7: one more than there were
     cache.rewind(2)
@@ -351,10 +385,10 @@ DIFFERENCES = [
     ({"lengths": [3, 4]}, {}, "the document that goes on is 0 to 9 in rows [0, 1]"),
     ({"documents": [0, 5, 9]}, {}, "5 to 9 in rows [0, 1]"),
     ({"rows": [1, 0]}, {}, "0 to 9 in rows [1]"),
-    ({}, {"pattern": DilatedPattern([8, None], [2, 4])}, "cache is (8, 2) (document, 3), 2 rows"),
+    ({}, {"pattern": DilatedPattern([8, None], [2, 4])}, "(8, 2) (document, 3), 2 KV heads, "),
     ({}, {"max_length": 41}, "max_length=41"),
     ({}, {"max_rewind": 3}, "max_rewind=3"),
-    ({}, {"sharded": False}, "on 1 ranks on rank 1"),
+    ({}, {"sharded": False}, "on 1 ranks, 2 rows, head_dim 8, torch.float32 on rank 1"),
     ({"key": rows(3).double(), "value": rows(3).double()}, {"dtype": torch.float64},
      "torch.float64"),
 ]  # fmt: skip

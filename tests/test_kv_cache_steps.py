@@ -213,6 +213,21 @@ def check_steps(case):
 
 @settings(max_examples=150)
 @given(runs())
+@example(  # the second of three heads has an offset behind max_length, until there is more room
+    {
+        "pattern": DilatedPattern([None], [2]),
+        "kv_heads": 3,
+        "heads": 3,
+        "batch": 2,
+        "max_length": 1,
+        "max_rewind": 0,
+        "world_size": 2,
+        "sharded": True,
+        "steps": [("attend", 1), ("attend", 1)],
+        "seed": 0,
+        "backend": "auto",
+    }
+)
 def test_any_steps(case):
     check_steps(case)
 

@@ -60,12 +60,12 @@ class DilatedKVCache:
             them, and `cached_attention` needs no communication. None, the default: from 128 MiB on.
 
     Attributes:
-        exchange: this rank's end of the group.
         plan: what is kept, and where.
         keys: (batch, rows, head_dim): of every branch, head and slot.
         values: like `keys`.
         lengths: (batch,) int64, on the device: the positions so far of each row's document, which
             is the number of its next position.
+        exchange: this rank's end of the group.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -139,6 +139,10 @@ class DilatedKVCache:
     def known_lengths(self) -> tuple[int, ...]:
         """`lengths` as ints, without waiting for the device; see `advanced`."""
         return tuple(self._known.known)
+
+    @property
+    def _tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.keys, self.values, self.lengths
 
     @property
     def _batch(self) -> int:
@@ -248,11 +252,10 @@ class DilatedKVCache:
             key: (batch, m, kv_heads, head_dim), of the next m positions of every row.
             value: like `key`.
         """
-        slots, shard = self.slots, self.shard
         try:
             with torch.no_grad():
                 for rows, length in self.equal_rows():
-                    slots.keep_new((key, value), rows, length, shard)
+                    self.slots.keep_new((key, value), rows, length, self.shard)
         except BaseException:
             if key.shape[1] > 1:
                 self.reset()
@@ -269,8 +272,7 @@ class DilatedKVCache:
             TypeError: `count` is not an int, or not ints.
             ValueError: it is negative, or more than can be taken back; nothing is.
         """
-        counts = for_each_row("count", count, self._batch)
-        self._known.take_back(counts, self.plan)
+        self._known.take_back(for_each_row("count", count, self._batch), self.plan)
         self._tell_device()
 
     def reset(self, rows: Integers | None = None) -> None:
@@ -282,8 +284,7 @@ class DilatedKVCache:
         Raises:
             TypeError, ValueError: a row is not in the batch.
         """
-        for row in rows_in(self._batch, rows):
-            self._known.begin(row, 0)
+        self._known.begin(rows_in(self._batch, rows), 0)
         self._tell_device()
 
     def select(self, rows: Integers) -> None:
@@ -301,9 +302,9 @@ class DilatedKVCache:
         found = rows_in(self._batch, rows)
         with torch.inference_mode(False), torch.no_grad():
             index = torch.tensor(found, device=self.keys.device)
-            chosen = [x.index_select(0, index) for x in (self.keys, self.values, self.lengths)]
+            chosen = [x.index_select(0, index) for x in self._tensors]
             if len(found) == self._batch:
-                for to, source in zip((self.keys, self.values, self.lengths), chosen, strict=True):
+                for to, source in zip(self._tensors, chosen, strict=True):
                     to.copy_(source)
             else:
                 self.keys, self.values, self.lengths = chosen
@@ -351,17 +352,14 @@ class DilatedKVCache:
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
         with torch.inference_mode(False):
-            twin.keys, twin.values, twin.lengths = (
-                x.clone() for x in (self.keys, self.values, self.lengths)
-            )
+            twin.keys, twin.values, twin.lengths = (x.clone() for x in self._tensors)
         twin._known = self._known.copy()
         return twin
 
     def _begin(self, lengths: Sequence[tuple[Prompt, int]]) -> None:
         """Rows that take prompts have so many positions."""
         for prompt, length in lengths:
-            for row in range(self._batch)[prompt.to]:
-                self._known.begin(row, length)
+            self._known.begin(range(self._batch)[prompt.to], length)
         self._tell_device()
 
     def _tell_device(self) -> None:
@@ -386,12 +384,8 @@ class DilatedKVCache:
     @property
     def described(self) -> str:
         """What must be equal on all ranks of a group."""
-        plan, (batch, _, head_dim) = self.plan, self.keys.shape
-        return (
-            f"{plan.pattern}, {batch} rows of {plan.num_kv_heads} heads of {head_dim}, "
-            f"{self.keys.dtype}, max_length={plan.max_length}, max_rewind={plan.max_rewind}, "
-            f"on {plan.shards} ranks"
-        )
+        batch, _, head_dim = self.keys.shape
+        return f"{self.plan}, {batch} rows, head_dim {head_dim}, {self.keys.dtype}"
 
     def __repr__(self) -> str:
         return f"{NAME}({self.described}; lengths {in_words(self._known.known)})"

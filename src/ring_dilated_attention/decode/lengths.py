@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from ..documents import even_slices
@@ -56,9 +56,10 @@ class Lengths:
             for rows in even_slices(found):
                 yield EqualRows(rows, length)
 
-    def begin(self, row: int, length: int) -> None:
-        """A row's document begins anew, with so many positions."""
-        self.known[row] = self.longest[row] = length
+    def begin(self, rows: Iterable[int], length: int) -> None:
+        """The documents of some rows begin anew, with so many positions."""
+        for row in rows:
+            self.known[row] = self.longest[row] = length
 
     def check_more(self, count: int, plan: CachePlan) -> None:
         """Raise a `ValueError` unless a cache has room for new positions of every row.

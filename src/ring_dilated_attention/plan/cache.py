@@ -163,6 +163,12 @@ class CachePlan:
     branches: tuple[CachedBranch, ...]
     rows: int
 
+    def __str__(self) -> str:
+        return (
+            f"{self.pattern}, {self.num_kv_heads} KV heads, max_length={self.max_length}, "
+            f"max_rewind={self.max_rewind}, on {self.shards} ranks"
+        )
+
     def nbytes(self, batch: int, head_dim: int, itemsize: int) -> int:
         """Bytes of keys and values on each rank."""
         return 2 * batch * self.rows * head_dim * itemsize

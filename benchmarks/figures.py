@@ -19,15 +19,20 @@ from ring_dilated_attention.draw import (
     STYLES,
     CostModel,
     Grid,
+    HeadCache,
     Sheet,
     Style,
     branch_key,
     draw_branches,
+    draw_growth,
+    draw_kept,
     draw_matrix,
     draw_senders,
     draw_timeline,
     draw_work,
+    growth,
     headline,
+    kept_key,
     rows_sent,
     save,
     shown_to,
@@ -43,6 +48,7 @@ SMALL = DilatedPattern([4, 8, None], [1, 2, 4])
 """A pattern to look at: on 4 ranks of 8 positions, one branch crosses ranks."""
 CROSSING = DilatedPattern([8, 16, None], [1, 2, 4])
 """One whose segments do not fit the ranks' shards of 48 positions."""
+LONGNET = DilatedPattern([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12])
 
 
 def plan_of(
@@ -217,12 +223,40 @@ def ring(style: Style) -> Sheet:
     return sheet
 
 
+def cache(style: Style) -> Sheet:
+    """What a KV cache keeps of a head, and how it grows with the text."""
+    length = 44
+    of = HeadCache(plan_of(CROSSING, length, causal=True), head=0)
+    sheet = Sheet(style, 9.4, 5.55)
+    axes = sheet.axes(1.3, 0.95, 7.8, 0.36 * len(CROSSING.branches))
+    grid = of.grid(64)
+    draw_kept(axes, style, of, grid)
+    kept = " + ".join(map(str, of.cells(grid).kept.sum(1)))
+    headline(axes, style, f"After {length} positions", f"{kept} rows are kept of {length}", lift=12)
+    kept_key(sheet, 1.3, 2.6)
+    lengths = [1 << power for power in range(8, 31)]
+    named = {
+        "LongNet": (LONGNET, 12),
+        "(2048, 1) (document, 64)": (DilatedPattern([2048, None], [1, 64]), 12),
+    }
+    caches = {name: growth(*known, 0, lengths) for name, known in named.items()}
+    axes = sheet.axes(1.3, 3.4, 6.0, 1.6)
+    draw_growth(axes, style, caches)
+    most = caches["LongNet"].rows[-1]
+    headline(
+        axes, style, "Rows of a head in memory",
+        f"LongNet: {most:,} rows, after 32,768 positions or a billion",
+    )  # fmt: skip
+    return sheet
+
+
 FIGURES: dict[str, Callable[[Style], Sheet]] = {
     "hero": hero,
     "mask-by-branch": branches,
     "mask-by-sender": senders,
     "work-per-rank": work,
     "ring-timeline": ring,
+    "kv-cache": cache,
     "slide-step": measured_figures.slide_step,
     "attention-speed": measured_figures.attention_speed,
     "gpu-memory": measured_figures.gpu_memory,

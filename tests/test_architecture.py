@@ -37,6 +37,7 @@ AS_OTHERS_CALL_THEM = {
     *("functional.dilated_attention", "decode.replicated.replicated_query_attention"),
     "decode.cache.__init__",
     *("nn.attention.__init__", "nn.attention.forward", "nn.attention.attend"),
+    *("nn.token_generator.generate", "nn.token_generator.stream"),
     *("checks.reference.reference_attention", "bench.sweep.sweep"),
     # Commands: an argument is an option.
     *("cli.bench.bench", "cli.draw.draw", "cli.plan.plan", "cli.plan.simulate", "cli.train.train"),

@@ -113,6 +113,7 @@ BAD = {
             "would enumerate 10,000,",
         ),
     ],
+    "plan --decode --seq-len=100": [*OF_ALL, *OF_PLANS],
     "simulate --seq-len=100 --device=cpu": [
         *OF_ALL,
         *OF_PLANS,

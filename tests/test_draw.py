@@ -293,7 +293,7 @@ def test_an_svg_is_the_same_again_and_names_no_date(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["foo"], "WHAT must be one of 'pattern', 'exchange', 'work', 'timeline'; got 'foo'"),
+        (["foo"], "'exchange', 'work', 'timeline', 'cache'; got 'foo'"),
         (["pattern", "--head=12"], "must lie in [0, 12), the query heads; got 12"),
         (["pattern", "--head=0,0"], "heads to draw must be 1 to 6 different ones"),
         (["pattern", "--head=0,1,2,3,4,5,6"], "heads to draw must be 1 to 6 different ones"),

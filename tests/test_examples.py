@@ -14,7 +14,12 @@ SMALL = {
     "long_text": ["--seq-len", "1001", "--steps", "3", "--embed-dim", "64"],
     "transformers_llama": ["--seq-len", "301"],
 }
-SEVERAL_RANKS = {**SMALL, "several_gpus": ["--seq-len", "1501", "--head-dim", "16"]}
+GENERATION = ["--seq-len", "301", "--new-tokens", "20"]
+SEVERAL_RANKS = {
+    **SMALL,
+    "generation": GENERATION,
+    "several_gpus": ["--seq-len", "1501", "--head-dim", "16"],
+}
 
 
 def run_on_two_ranks(program, options):
@@ -37,6 +42,13 @@ def test_on_one_process(name, monkeypatch, capsys):
     losses = runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]()
     assert losses[-1] < losses[0]
     assert capsys.readouterr().out
+
+
+def test_generation_on_one_process(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["generation", *GENERATION])
+    monkeypatch.delenv("RANK", raising=False)
+    assert runpy.run_path(str(EXAMPLES / "generation.py"))["main"]() < 1e-4
+    assert "then 20 tokens" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -137,7 +137,7 @@ def test_logits_of_any_generation_are_those_of_the_full_forward(case: dict[str, 
 
 
 def test_three_hundred_positions_behind_a_prompt_of_prime_length() -> None:
-    case = {
+    case: dict[str, Any] = {
         "batch": 2, "prompt": 211, "new": [1] * 150 + [37, 113], "sharded": True, "world_size": 3,
         "layout": SequenceLayout.zigzag(211, 3), "lengths": [211, 64], "documents": None,
     }  # fmt: skip
@@ -179,6 +179,7 @@ def test_generate_is_greedy_by_default_and_streams_the_same() -> None:
     assert len(tokens.unique()) > 3
     assert torch.equal(torch.stack([*model.stream(prompt, 40)], 1), tokens)
     assert model.training
+    model.loss(tokens, tokens).backward()  # they may be trained on
     lengths = [29, 1, 13]
     for row, length in enumerate(lengths):
         alone = model.generate(prompt[row : row + 1, :length], 40)
@@ -265,11 +266,12 @@ def test_ten_thousand_tokens_take_the_memory_of_the_closed_form(
         segment_lengths=[16, 64], dilation_rates=[1, 4],
     ).float()  # fmt: skip
     made: list[Any] = []
-    make = LongNet.make_caches
-    monkeypatch.setattr(
-        "ring_dilated_attention.nn.generation.make_caches",
-        lambda model, batch, most, *rest: made.extend(make(model, batch, max_length=most)) or made,
-    )
+
+    def make(self: LongNet, batch: int, most: int, *rest: Any) -> list[Any]:
+        made.extend(self.make_caches(batch, max_length=most))
+        return made
+
+    monkeypatch.setattr("ring_dilated_attention.nn.generation.make_caches", make)
     for _ in model.stream(torch.zeros(1, 3, dtype=torch.int64), 10_000):
         (cache,) = made
         assert cache.nbytes == plan_cache(cache.plan.pattern, 1, None).nbytes(1, 4, 4)
@@ -286,13 +288,14 @@ def generate_on_gloo(rank: int, world_size: int) -> list[Any]:
     shard = prompt[:, rank * 18 : rank * 18 + 18]
     tokens = model.generate(shard, 45, group=dist.group.WORLD, sharded=True)
     heard = []
-    for options in (
+    differing: list[dict[str, Any]] = [
         {"temperature": float(rank)},
         {"max_new_tokens": 4 + rank},
         {"seed": rank},
         {"lengths": [36 - rank]},
         {"sharded": bool(rank)},
-    ):
+    ]
+    for options in differing:
         with pytest.raises(ValueError, match="on different ranks") as caught:
             model.generate(shard, **{"max_new_tokens": 4, "group": dist.group.WORLD, **options})
         heard.append(str(caught.value))
@@ -427,11 +430,12 @@ def test_bad_arguments_are_refused(message: str) -> None:
 def test_caches_that_do_not_fit_are_refused() -> None:
     model = make_model()
     caches = model.make_caches(2, max_length=8)
-    for wrong, kind, message in (
+    wrongs: list[tuple[Any, type[Exception], str]] = [
         (caches[:1], ValueError, "a cache for each of 2 blocks; got 1"),
         (None, TypeError, "caches must be those of make_caches"),
         (model.make_caches(3, max_length=8), ValueError, "are for 3 rows; got tokens for 2"),
-    ):
+    ]
+    for wrong, kind, message in wrongs:
         for call in (model.prefill, model.step):
             with pytest.raises(kind, match=message):
                 call(PROMPT, wrong)

@@ -22,6 +22,7 @@ BRANCHES = "--segment-lengths=16,50,all --dilation-rates=1,3,4 --num-heads=4 --h
 CALLS = ("tiles", "kernel_calls")
 LINES = {
     "plan": f"plan --seq-len=101 --ranks=3 --tiles --check {BRANCHES}",
+    "decode": f"plan --decode --seq-len=101 --ranks=3 {BRANCHES}",
     "simulate": f"simulate --device=cpu --seq-len=101 --ranks=3 {BRANCHES}",
     "verify": "verify --ranks=1",
     "bench": f"bench --device=cpu --seq-len=33 --ranks=1,2 --repeats=1 --no-errors {BRANCHES}",

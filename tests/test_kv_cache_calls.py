@@ -601,6 +601,23 @@ def test_autocast_casts_as_for_sdpa():
             make().append(k, k)
 
 
+def test_compiled_functions_call_it_between_graphs():
+    torch._dynamo.reset()
+    q, k = rows(1, heads=4), rows(1)
+
+    def function(query, key, cache):
+        return cached_attention(query * 2, key * 2, key, cache) * 3
+
+    compiled = torch.compile(function, backend="aot_eager")
+    first, second = make(max_length=60), make(max_length=60)
+    graphs = []
+    with torch.no_grad():
+        for _ in range(30):
+            torch.testing.assert_close(compiled(q, k, first), function(q, k, second))
+            graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs[-1] == graphs[0]
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 def test_no_forward_mode_derivative():
     cache = make()

@@ -30,7 +30,15 @@ from ring_dilated_attention import DilatedPattern, SequenceLayout, plan_attentio
 from ring_dilated_attention.bench import Options, Result, Workload, bench, measure, report
 from ring_dilated_attention.bench.result import FAILED, OUT_OF_MEMORY, Communication
 from ring_dilated_attention.checks import TENSORS, Case, Outcome, simulate, sweep
-from ring_dilated_attention.cli import app, plan_tables, run_simulate, run_verify, tile_tables
+from ring_dilated_attention.cli import (
+    app,
+    plan_tables,
+    run_plan_decode,
+    run_simulate,
+    run_verify,
+    tile_tables,
+)
+from ring_dilated_attention.cli.sharded import Sharded
 from ring_dilated_attention.plan import TensorSize, flops_by_rank
 from ring_dilated_attention.terminal import (
     BYTES,
@@ -82,6 +90,26 @@ def small_plan() -> list[Table]:
         *map(tile_tables.tiles_table, ranks),
         *(tile_tables.messages_table(rank, size) for rank in ranks),
     ]
+
+
+def caches() -> list[Table]:
+    """Of a billion positions, and of one."""
+    found = []
+    for length, batch in ((BILLION, 1 << 20), (1, 1)):
+        workload = Workload(
+            pattern=DilatedPattern([2048, 32768, None, 7], [1, 12, 65536, 9]),
+            seq_len=length,
+            batch_size=batch,
+            num_heads=6,
+            num_kv_heads=3,
+            head_dim=4096,
+            dtype="float64",
+        )
+        sharded = Sharded(
+            workload=workload, ranks=4096, most_ranks=4096, layout_name="auto", documents=None
+        )
+        found += run_plan_decode.cache_tables(run_plan_decode.CacheFigures.of(sharded))
+    return found
 
 
 def simulated() -> list[Table]:
@@ -155,7 +183,7 @@ def all_tables() -> list[Table]:
         several = results()
     alone = several[:2]
     benched = [*report.tables(several), *report.memory_tables(several), *report.tables(alone)]
-    return [*plan_of_a_billion(), *small_plan(), *simulated(), *verified(), *benched]
+    return [*plan_of_a_billion(), *small_plan(), *caches(), *simulated(), *verified(), *benched]
 
 
 def printed(table: Table, width: int) -> list[str]:
@@ -306,6 +334,9 @@ BIG_PLAN = (
 )
 COMMANDS = {
     "big plan": BIG_PLAN,
+    "big cache": BIG_PLAN.replace("--show-ranks=17", "--decode"),
+    "drawn cache": "draw cache --seq-len=1073741824 "
+    "--segment-lengths=281474976710655,8191,all --dilation-rates=1,1234567,65537",
     "proof": "plan --seq-len=600 --ranks=3 --causal --tiles --num-heads=4 --check",
     "simulate": "simulate --seq-len=300 --ranks=9 --causal --num-heads=2 --head-dim=4 --seed=1",
     "verify": "verify --ranks=1 --seed=1",

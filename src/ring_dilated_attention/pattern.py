@@ -130,7 +130,7 @@ class DilatedPattern:
         ValueError: a length or rate is below 1 or not below 2**63, the lists differ in length, are
             empty or hold more than 1000 branches, or an option has an unknown value.
 
-    Example:
+    Examples:
         >>> DilatedPattern([2048, 4096, None], [1, 2, 4]).branches[1].dilation_rate
         2
     """

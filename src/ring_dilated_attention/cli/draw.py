@@ -28,7 +28,7 @@ WHAT = Argument(
     metavar="WHAT",
     help="pattern: which branch shows a head which keys. exchange: which rank sends what to whom. "
     "work: FLOPs per rank, contiguous and zigzag. timeline: the ring step by step, by a cost "
-    "model.",
+    "model. cache: which rows a KV cache keeps after the sequence, and how it grows.",
     read=one_of(options.PICTURES),
     choices=options.PICTURES,
 )
@@ -56,7 +56,8 @@ HEAD = Option(
     name="head",
     panel=PICTURE,
     metavar="LIST",
-    help="Of pattern and exchange: query heads to draw, as in 0,1; exchange draws one.",
+    help="Of pattern, exchange and cache: query heads to draw, as in 0,1; exchange and cache draw "
+    "one.",
     read=list_of(integer(0)),
     default=(0,),
     shown="0",
@@ -67,8 +68,8 @@ POSITIONS = Option(
     name="positions",
     panel=PICTURE,
     metavar="RANGE",
-    help="Of pattern and exchange: positions to draw, as in 0:4K; long sequences are drawn in "
-    "blocks.",
+    help="Of pattern, exchange and cache: positions to draw, as in 0:4K; long sequences are drawn "
+    "in blocks.",
     read=_window,
     shown="all",
 )
@@ -90,8 +91,8 @@ OUT = options.OUT.but(shown="draw in the terminal").meaning("Picture to write: *
         "rda draw exchange --pattern dense --seq-len 48 --causal --out exchange.svg",
     ),
     Example(
-        "The ring step by step",
-        "rda draw timeline --pattern dense --seq-len 64K --causal",
+        "Which rows a KV cache keeps after 100,000 tokens",
+        "rda draw cache --pattern longnet --seq-len 100000",
     ),
 )
 def draw(
@@ -120,7 +121,7 @@ def draw(
     out: Annotated[Path | None, OUT],
     terminal: Annotated[bool, TERMINAL],
 ) -> None:
-    """Draw a pattern on ranks: in the terminal, or as a picture."""
+    """Draw a pattern, on ranks or in a KV cache: in the terminal, or as a picture."""
     from ..bench import given_workload
     from ..checks import MOST_PLANNED_RANKS
     from .run_draw import Drawing, run

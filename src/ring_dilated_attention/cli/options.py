@@ -47,7 +47,7 @@ MODELLED_RANKS = 4
 MOST_SEED = 2**62 - 1
 CHECKED_PAIRS = 2_000_000
 """(Query, key) pairs and positions that `plan --check` enumerates unless it is told otherwise."""
-PICTURES = ("pattern", "exchange", "work", "timeline")
+PICTURES = ("pattern", "exchange", "work", "timeline", "cache")
 """What `rda draw` draws."""
 
 THE_PATTERN_S, THE_PRESET_S = "the pattern's", "the preset's"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -49,6 +49,12 @@ CHECK_LIMIT = Option(
     shown=f"{options.CHECKED_PAIRS:,}",
     toml=(int,),
 )
+DECODE = Flag(
+    name="decode",
+    panel=options.OUTPUT,
+    help="Instead: what a KV cache keeps after --seq-len positions, its bytes per layer and rank, "
+    "and what a step of generation reads.",
+)
 BACKWARD = Flag(
     name="backward", panel=options.KERNELS, help="Run backward too.", default=True, has_no=True
 )
@@ -61,8 +67,8 @@ BACKWARD = Flag(
         "rda plan --seq-len 1024M --ranks 4096 --show-ranks 17 --json plan.json",
     ),
     Example(
-        "A proof that nothing is missed or computed twice, on a short sequence",
-        "rda plan --seq-len 1000 --pattern dense --num-heads 1 --check",
+        "What a KV cache keeps of a million tokens, and its size",
+        "rda plan --decode --seq-len 1000000 --num-kv-heads 4",
     ),
 )
 def plan(
@@ -85,6 +91,7 @@ def plan(
     tiles: Annotated[bool, TILES],
     check: Annotated[bool, CHECK],
     check_limit: Annotated[int, CHECK_LIMIT],
+    decode: Annotated[bool, DECODE],
     json: Annotated[Path | None, options.JSON],
 ) -> None:
     """Print what each rank would hold, compute and exchange; nothing is run."""
@@ -92,8 +99,11 @@ def plan(
     from ..checks import MOST_PLANNED_RANKS
     from .json_output import json_output
     from .run_plan import show
+    from .run_plan_decode import show_cache
     from .sharded import Sharded
 
+    if decode:
+        _refuse_with_decode({"--show-ranks": bool(show_ranks), "--tiles": tiles, "--check": check})
     workload = given_workload(
         pattern,
         segment_lengths,
@@ -106,7 +116,7 @@ def plan(
         head_dim=head_dim,
         batch_size=batch_size,
         dtype=dtype,
-        is_causal=causal,
+        is_causal=causal or decode,  # each token is computed before the next one is known
     )
     sharded = Sharded(
         workload=workload,
@@ -117,7 +127,19 @@ def plan(
     )
     shown = _shown(show_ranks, ranks)
     with json_output(json) as write:
-        write(show(sharded, shown=shown, tiles=tiles, check=check, check_limit=check_limit))
+        if decode:
+            write(show_cache(sharded))
+        else:
+            write(show(sharded, shown=shown, tiles=tiles, check=check, check_limit=check_limit))
+
+
+def _refuse_with_decode(given: Mapping[str, bool]) -> None:
+    for flag, is_given in given.items():
+        if is_given:
+            raise ValueError(
+                f"{flag} is about what ranks compute and exchange in a call of dilated_attention; "
+                f"--decode is about a KV cache: leave out one of them"
+            )
 
 
 def _shown(asked: Sequence[int | None] | None, ranks: int) -> Sequence[int] | None:

@@ -49,9 +49,9 @@ class Drawing:
         check_choice("WHAT", self.what, PICTURES)
         check_choice("exchange", self.exchange, tuple(EXCHANGES))
         check_choice("style", self.style, tuple(draw.STYLES))
-        if self.what == "exchange" and len(self.heads) != 1:
+        if self.what in ("exchange", "cache") and len(self.heads) != 1:
             raise ValueError(
-                f"rda draw exchange draws one head, as in --head 0; got {len(self.heads)}"
+                f"rda draw {self.what} draws one head, as in --head 0; got {len(self.heads)}"
             )
 
     def of(self, sharded: Sharded) -> tuple[Callable[..., Any], Callable[..., list[str]]]:
@@ -63,6 +63,12 @@ class Drawing:
             one: dict[str, Any] = {"heads": self.heads, "window": self.window}
             return partial(draw.pattern_figure, plan, **one), partial(
                 draw.pattern_text, plan, **one
+            )
+        if self.what == "cache":
+            of = self._plan(sharded, SequenceLayout.contiguous), size, self.heads[0]
+            return (
+                partial(draw.cache_figure, *of, window=self.window),
+                partial(draw.cache_text, *of, window=self.window),
             )
         if self.what == "exchange":
             both: dict[str, Any] = {"layout_name": name, "window": self.window}

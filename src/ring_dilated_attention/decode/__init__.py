@@ -7,11 +7,12 @@ sharded as they are.
 """
 
 from .attend import cached_attention
-from .cache import DilatedKVCache
+from .cache import SHARD_BYTES, DilatedKVCache
 from .captured import CapturedStep
 from .replicated import replicated_query_attention
 
 __all__ = [
+    "SHARD_BYTES",
     "CapturedStep",
     "DilatedKVCache",
     "cached_attention",

@@ -89,7 +89,7 @@ def cached_attention(
         RuntimeError: a gradient is asked for: there is none. Or a CUDA graph is being captured,
             and ranks share the rows.
 
-    Example:
+    Examples:
         >>> cache = DilatedKVCache(DilatedPattern([256, None], [1, 4]), 1, 2, 16, max_length=2000)
         >>> cache.prefill(torch.randn(1, 1000, 2, 16), torch.randn(1, 1000, 2, 16))
         >>> token = torch.randn(1, 1, 8, 16)
@@ -98,11 +98,30 @@ def cached_attention(
         torch.Size([1, 1, 8, 16])
     """
     _check_cache(cache)
-    query, key, value = autocast_inputs(query, key, value)
+    call = _call
+    if torch.compiler.is_compiling():
+        # Not to be traced: the lengths, which decide what is computed, change from call to call.
+        call = torch.compiler.disable(_call)  # type: ignore[no-untyped-call]
+    out, lse = call((query, key, value), cache, scale, backend, return_lse)
+    if not return_lse:
+        return out
+    assert lse is not None
+    return out, lse.transpose(1, 2).contiguous()
+
+
+def _call(
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    cache: DilatedKVCache,
+    scale: float | None,
+    backend: Backend,
+    return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Check, agree, run: out (batch, m, heads, head_dim) and lse (batch, m, heads) if wanted."""
+    query, key, value = autocast_inputs(*tensors)
     ends = cache.exchange
     if not cache.is_sharded:
         _check(query, key, value, cache, scale, backend, return_lse)
-        out, lse = _attend(query, key, value, cache, scale, backend)
+        out, lse = _attend(query, key, value, cache, scale, backend, return_lse)
     else:
         device = cache.keys.device
         refuse_capture(_NAME, ends, device)
@@ -122,10 +141,10 @@ def cached_attention(
             failure = error
         with ends.calls.enter(_NAME, "forward") as scope:
             settle(scope, ends, device, shared, failure)
-            out, lse = _attend(query, key, value, cache, scale, backend)
+            out, lse = _attend(query, key, value, cache, scale, backend, True)
+            assert lse is not None
             out, lse = merged_over_ranks(ends, out, lse)
-    out = out.to(query.dtype)
-    return (out, lse.transpose(1, 2).contiguous()) if return_lse else out
+    return out.to(query.dtype), lse
 
 
 def _check_cache(cache: DilatedKVCache) -> None:
@@ -164,11 +183,12 @@ def _attend(
     cache: DilatedKVCache,
     scale: float | None,
     backend: Backend,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's part: out (batch, m, heads, head_dim) and lse (batch, m, heads)."""
+    wants_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """This rank's part: out (batch, m, heads, head_dim) and lse (batch, m, heads) if wanted."""
     head_dim = query.shape[3]
     factor = head_dim**-0.5 if scale is None else float(scale)
     if kernel_computes(backend, query.device, query.dtype, query.shape[1], head_dim):
         return attend_by_kernel(query, key, value, cache, factor)
     selection = select_backend(backend, query.device, query.dtype, head_dim)
-    return attend_by_tiles(query, key, value, cache, selection, factor)
+    return attend_by_tiles(query, key, value, cache, selection, factor, wants_lse=wants_lse)

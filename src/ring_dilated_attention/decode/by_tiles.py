@@ -24,7 +24,9 @@ def attend_by_tiles(
     cache: DilatedKVCache,
     selection: Selection,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    *,
+    wants_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What this rank's rows of the cache, and the new rows, add up to; then the cache has them.
 
     Args:
@@ -34,13 +36,15 @@ def attend_by_tiles(
         cache: without these positions; with them afterwards.
         selection: what computes the tiles.
         scale: factor on the scores.
+        wants_lse: whether lse is needed; else it may be None.
 
     Returns:
-        out (batch, m, heads, head_dim) and lse (batch, m, heads), float32 or float64.
+        out (batch, m, heads, head_dim) and, if it is wanted, lse (batch, m, heads), float32 or
+        float64.
     """
     batch, count, kv_heads, head_dim = key.shape
     if count == 1:
-        return attend_one_position(query, key, value, cache, selection, scale)
+        return attend_one_position(query, key, value, cache, selection, scale, wants_lse=wants_lse)
     assert selection.backend is not None
     dtype = accumulate_dtype(query.dtype)
     q_bnkgd = query.reshape(batch, count, kv_heads, -1, head_dim)

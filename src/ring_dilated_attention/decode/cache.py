@@ -50,8 +50,8 @@ class DilatedKVCache:
             None, the default: any number; not for patterns with a segment length of None, which
             keep rows of the whole document.
         max_rewind: the most positions that `rewind` may take back, counted from the most that a row
-            has had; 0 by default. A branch keeps as many rows more as `max_rewind` positions have
-            members: about ``max_rewind / r``.
+            has had; 0 by default. A branch (w, r) has room for the rows of w + `max_rewind`
+            positions: about ``max_rewind / r`` rows more.
         dtype: of keys and values, float64, float32, bfloat16 or float16; None: torch's default.
         device: where they are; None: torch's default.
         group: the ranks that generate together: a ProcessGroup, a 1-D DeviceMesh, an `Exchange`, or
@@ -60,6 +60,7 @@ class DilatedKVCache:
             them, and `cached_attention` needs no communication. None, the default: from 128 MiB on.
 
     Attributes:
+        exchange: this rank's end of the group.
         plan: what is kept, and where.
         keys: (batch, rows, head_dim): of every branch, head and slot.
         values: like `keys`.
@@ -70,7 +71,7 @@ class DilatedKVCache:
         TypeError: an argument has the wrong type.
         ValueError: an argument is out of range, or `max_length` is missing.
 
-    Example:
+    Examples:
         LongNet's pattern keeps 11,606 rows a head, after a thousand positions or a billion.
 
         >>> pattern = DilatedPattern([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12])
@@ -100,11 +101,11 @@ class DilatedKVCache:
         head_dim = check_positive_int("head_dim", head_dim)
         if max_length is not None:
             max_length = check_positive_int("max_length", max_length)
-        self._exchange = resolve_exchange(group)
+        self.exchange: Exchange = resolve_exchange(group)
         self.plan = plan_cache(pattern, num_kv_heads, max_length, max_rewind)
         if sharded is None:
             sharded = self.plan.nbytes(batch, head_dim, dtype.itemsize) >= SHARD_BYTES
-        shards = self._exchange.world_size if sharded else 1
+        shards = self.exchange.world_size if sharded else 1
         self.plan = plan_cache(pattern, num_kv_heads, max_length, max_rewind, shards)
         shape = (batch, self.plan.rows, head_dim)
         with torch.inference_mode(False):  # tensors that may be written to in any mode
@@ -114,21 +115,10 @@ class DilatedKVCache:
         self._known = Lengths(batch)
         self.table: tuple[CachePlan, torch.Tensor] | None = None  # what `by_kernel` made of a plan
 
-    # What there is.
-
-    @property
-    def _batch(self) -> int:
-        return len(self._known.known)
-
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values on this rank: ``plan.nbytes`` of the same shape."""
         return self.keys.nbytes + self.values.nbytes
-
-    @property
-    def exchange(self) -> Exchange:
-        """This rank's end of the group."""
-        return self._exchange
 
     @property
     def is_sharded(self) -> bool:
@@ -138,7 +128,7 @@ class DilatedKVCache:
     @property
     def shard(self) -> int:
         """Which share of the rows this rank has; 0 where it has them all."""
-        return self._exchange.rank if self.is_sharded else 0
+        return self.exchange.rank if self.is_sharded else 0
 
     @property
     def slots(self) -> Slots:
@@ -149,6 +139,10 @@ class DilatedKVCache:
     def known_lengths(self) -> tuple[int, ...]:
         """`lengths` as ints, without waiting for the device; see `advanced`."""
         return tuple(self._known.known)
+
+    @property
+    def _batch(self) -> int:
+        return len(self._known.known)
 
     def known(self) -> Lengths:
         """What is known of the rows' lengths, for `set_known`."""
@@ -166,8 +160,6 @@ class DilatedKVCache:
     def equal_rows(self) -> Iterator[EqualRows]:
         """The rows of the batch, those of equal lengths together as far as evenly spaced."""
         return self._known.equal_rows()
-
-    # What becomes of it.
 
     def prefill(
         self,
@@ -205,7 +197,7 @@ class DilatedKVCache:
             NotImplementedError: an input has a tangent: there is no forward-mode derivative.
             RuntimeError: a gradient is asked for: there is none. Or a CUDA graph is being captured.
         """
-        ends, device = self._exchange, self.keys.device
+        ends, device = self.exchange, self.keys.device
         shared, failure, found = None, None, None
         try:
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -374,8 +366,6 @@ class DilatedKVCache:
 
     def _tell_device(self) -> None:
         self.lengths.copy_(torch.tensor(self._known.known))
-
-    # What is refused.
 
     def check_new(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Raise unless keys and values are those of new positions of this cache.

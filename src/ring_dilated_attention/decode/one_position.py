@@ -21,6 +21,19 @@ KEPT_STEPS = 256
 """Layers of a model ask for the same step one after another, for each length in a batch."""
 
 
+class _Merge(NamedTuple):
+    """Which tiles each head has.
+
+    Attributes:
+        places: int64, for each KV head and each of the most tiles that one has, which of the heads
+            of all tiles, flat; where a head has fewer tiles, any.
+        penalty: float32, (kv_heads, tiles, 1): 0, and -inf where a head has fewer tiles.
+    """
+
+    places: torch.Tensor
+    penalty: torch.Tensor
+
+
 class _Step(NamedTuple):
     """A step with its tables on a device.
 
@@ -29,9 +42,7 @@ class _Step(NamedTuple):
         planned: the integers.
         sources: int64, which KV heads' rows are kept.
         targets: int64, where.
-        places: int64, for each KV head and each of the most tiles that one has, which of the heads
-            of all tiles, flat; where a head has fewer tiles, any.
-        penalty: float32, (kv_heads, tiles, 1): 0, and -inf where a head has fewer tiles.
+        merge: which tiles each head has.
         is_whole: whether there is one tile, of all heads.
         hidden: the KV heads that are shown nothing.
     """
@@ -40,13 +51,13 @@ class _Step(NamedTuple):
     planned: CacheStep
     sources: torch.Tensor
     targets: torch.Tensor
-    places: torch.Tensor
-    penalty: torch.Tensor
+    merge: _Merge
     is_whole: bool
     hidden: list[int]
 
 
 _STEPS: dict[Hashable, _Step] = {}
+_MERGES: dict[Hashable, _Merge] = {}
 
 
 def attend_one_position(
@@ -56,7 +67,9 @@ def attend_one_position(
     cache: DilatedKVCache,
     selection: Selection,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    *,
+    wants_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`attend_by_tiles` of one new position.
 
     Args:
@@ -66,9 +79,11 @@ def attend_one_position(
         cache: without this position; with it afterwards.
         selection: what computes the tiles.
         scale: factor on the scores.
+        wants_lse: whether lse is needed; else it may be None.
 
     Returns:
-        out (batch, 1, heads, head_dim) and lse (batch, 1, heads), float32 or float64.
+        out (batch, 1, heads, head_dim) and, if it is wanted, lse (batch, 1, heads), float32 or
+        float64.
     """
     batch, _, kv_heads, head_dim = key.shape
     # Rows side by side: back ends allocate their results by the strides of the query.
@@ -78,17 +93,20 @@ def attend_one_position(
     inputs: tuple[torch.Tensor, ...]
     if len(groups) == 1:
         inputs = (q_bkgd, k_bkd, v_bkd, cache.keys, cache.values)
-        out, lse = _of_equal_rows(inputs, cache, groups[0].length, selection, scale)
+        out, lse = _of_equal_rows(inputs, cache, groups[0].length, selection, scale, wants_lse)
     else:
         dtype = accumulate_dtype(query.dtype)
         out = torch.empty(q_bkgd.shape, dtype=dtype, device=query.device)
-        lse = out.new_empty(out.shape[:-1])
+        lse = out.new_empty(out.shape[:-1]) if wants_lse else None
         for rows, length in groups:
             inputs = tuple(x[rows] for x in (q_bkgd, k_bkd, v_bkd, cache.keys, cache.values))
-            out[rows], lse[rows] = _of_equal_rows(inputs, cache, length, selection, scale)
+            got, got_lse = _of_equal_rows(inputs, cache, length, selection, scale, wants_lse)
+            out[rows] = got
+            if lse is not None and got_lse is not None:
+                lse[rows] = got_lse
     cache.advanced(1)
     cache.lengths += 1
-    return out.reshape(query.shape), lse.reshape(batch, 1, -1)
+    return out.reshape(query.shape), None if lse is None else lse.reshape(batch, 1, -1)
 
 
 def _of_equal_rows(
@@ -97,8 +115,9 @@ def _of_equal_rows(
     length: int,
     selection: Selection,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of the batch that hold equally many positions: out (b, k, g, d), lse (b, k, g).
+    wants_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rows of the batch that hold equally many positions: out (b, k, g, d), lse (b, k, g) or None.
 
     `inputs` are their query, key and value, and the cache's keys and values.
     """
@@ -125,13 +144,14 @@ def _of_equal_rows(
     if not outs:
         out = torch.zeros(q_bkgd.shape, dtype=dtype, device=q_bkgd.device)
         return out, out.new_full(out.shape[:-1], -torch.inf)
-    shape = (len(q_bkgd), *step.penalty.shape[:2], -1)
-    lse = torch.cat(lses, 1).index_select(1, step.places).view(shape) + step.penalty
+    places, penalty = step.merge
+    shape = (len(q_bkgd), *penalty.shape[:2], -1)
+    lse = torch.cat(lses, 1).index_select(1, places).view(shape) + penalty
     weight = lse.softmax(2)
     if step.hidden:
         weight[:, step.hidden] = 0
-    out = torch.cat(outs, 1).index_select(1, step.places).view(*shape, q_bkgd.shape[3])
-    return (out * weight.unsqueeze(-1)).sum(2), lse.logsumexp(2)
+    out = torch.cat(outs, 1).index_select(1, places).view(*shape, q_bkgd.shape[3])
+    return (out * weight.unsqueeze(-1)).sum(2), lse.logsumexp(2) if wants_lse else None
 
 
 def _view(rows: torch.Tensor, tile: StepTile) -> torch.Tensor:
@@ -151,20 +171,29 @@ def _step_of(plan: CachePlan, length: int, shard: int, device: torch.device) -> 
 
 def _make_step(plan: CachePlan, length: int, shard: int, device: torch.device) -> _Step:
     planned = plan_step(plan, length, shard)
-    most = max(map(len, planned.places))
-    places = [[*found, *[0] * (most - len(found))] for found in planned.places]
-    penalty = [[0.0] * len(found) + [-torch.inf] * (most - len(found)) for found in planned.places]
+    sources, targets = torch.tensor((planned.sources, planned.targets), device=device).long()
+    found = planned.places
 
-    def table(numbers: object) -> torch.Tensor:
-        return torch.tensor(numbers, dtype=torch.int64, device=device)
+    def merge() -> _Merge:
+        return _make_merge(found, device)
 
     return _Step(
         plan,
         planned,
-        table(planned.sources),
-        table(planned.targets),
-        table(places).flatten(),
-        torch.tensor(penalty, device=device).unsqueeze(-1),
+        sources,
+        targets,
+        keep_few(_MERGES, (found, device), merge, KEPT_STEPS),
         [tile.heads for tile in planned.tiles] == [plan.num_kv_heads],
-        [head for head, found in enumerate(planned.places) if not found],
+        [head for head, tiles in enumerate(found) if not tiles],
+    )
+
+
+def _make_merge(found: tuple[tuple[int, ...], ...], device: torch.device) -> _Merge:
+    """See `CacheStep.places`."""
+    most = max(map(len, found))
+    places = [[*tiles, *[0] * (most - len(tiles))] for tiles in found]
+    penalty = [[0.0] * len(tiles) + [-torch.inf] * (most - len(tiles)) for tiles in found]
+    return _Merge(
+        torch.tensor(places, dtype=torch.int64, device=device).flatten(),
+        torch.tensor(penalty, device=device).unsqueeze(-1),
     )

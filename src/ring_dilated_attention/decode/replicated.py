@@ -203,7 +203,7 @@ def replicated_query_attention(
         NotImplementedError: an input has a tangent: there is no forward-mode derivative.
         RuntimeError: a CUDA graph is being captured, and there are several ranks.
 
-    Example:
+    Examples:
         Decode one token: it stands at the last position, where its key and value are already in the
         cache (here of one process, else of one of the ranks).
 

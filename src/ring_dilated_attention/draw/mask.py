@@ -40,13 +40,21 @@ class Grid:
     size: int
 
     @classmethod
-    def of(cls, length: int, most: int, window: range | None = None) -> Grid:
+    def of(
+        cls,
+        length: int,
+        most: int,
+        window: range | None = None,
+        *,
+        called: str = "the sequence length",
+    ) -> Grid:
         """The finest grid of at most `most` blocks, of a power of two of positions each.
 
         Args:
             length: positions of the sequence.
             most: blocks.
             window: which positions to show; None: all.
+            called: what an error calls `length`.
 
         Raises:
             ValueError: the window is empty or reaches beyond the sequence.
@@ -55,8 +63,8 @@ class Grid:
         shown = range(length) if window is None else window
         if not (0 <= shown.start < shown.stop <= length and shown.step == 1):
             raise ValueError(
-                f"positions to draw must be START:STOP with 0 <= START < STOP <= {length}, the "
-                f"sequence length; got {shown.start}:{shown.stop}"
+                f"positions to draw must be START:STOP with 0 <= START < STOP <= {length}, "
+                f"{called}; got {shown.start}:{shown.stop}"
             )
         size = -(-len(shown) // most)
         return cls(shown.start, shown.stop, 1 << (size - 1).bit_length())

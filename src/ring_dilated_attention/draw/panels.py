@@ -16,6 +16,7 @@ from .words import in_units
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
 
 _MOST_SQUARES = 80
 """A side of a mask up to which cells are squares set apart; of larger ones they are pixels."""
@@ -241,20 +242,31 @@ class _Cells:
 
     def finish(self) -> None:
         """Draw what is left, and the ticks."""
-        from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
-
         grid = self._grid
         if not nests(grid):
             extent = (grid.start, grid.end, grid.end, grid.start)
             self._axes.imshow(self._pixels, extent=extent, interpolation="none")
-        step = 1 << max((grid.end - grid.start - 1).bit_length() - 2, 0)
-        blocks = range(-(-grid.start // step) * step, grid.end + 1, step)
         for axis in (self._axes.xaxis, self._axes.yaxis):
-            if grid.size == 1:
-                axis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 4, 5, 8, 10]))
-            else:
-                axis.set_major_locator(FixedLocator(blocks))
-            axis.set_major_formatter(FuncFormatter(lambda x, _: in_units(round(x))))
+            mark_positions(axis, grid)
+
+
+def mark_positions(axis: Axis, grid: Grid, most: int = 5) -> None:
+    """Ticks at round numbers of positions: multiples of a power of two where cells are blocks.
+
+    Args:
+        axis: of positions.
+        grid: positions of the cells.
+        most: ticks.
+    """
+    from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
+
+    step = 1 << max((grid.end - grid.start - 1).bit_length() - most.bit_length() + 1, 0)
+    blocks = range(-(-grid.start // step) * step, grid.end + 1, step)
+    if grid.size == 1:
+        axis.set_major_locator(MaxNLocator(most, integer=True, steps=[1, 2, 4, 5, 8, 10]))
+    else:
+        axis.set_major_locator(FixedLocator(blocks))
+    axis.set_major_formatter(FuncFormatter(lambda x, _: in_units(round(x))))
 
 
 def _rgb(color: str) -> npt.NDArray[np.uint8]:

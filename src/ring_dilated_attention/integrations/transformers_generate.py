@@ -196,7 +196,8 @@ def _later(
         if not torch.equal(padding, expected):
             row, column = (padding != expected).nonzero()[0].tolist()
             raise ValueError(
-                "attention_mask must be that of the prompt, and 1 for the tokens behind it: with a "
+                "attention_mask must be that of the prompt, and 1 for the tokens behind it: with "
+                "a "
                 f"KV cache there is no padding between tokens; in row {row}, column {column} must "
                 f"be {int(not expected[row, column])}. Without a mask, generate takes pad_token_id "
                 "for padding: pass attention_mask where that token is in the text"

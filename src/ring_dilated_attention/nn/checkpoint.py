@@ -64,7 +64,7 @@ def attention_policy(
 def keep_attention() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """A `context_fn` for `torch.utils.checkpoint.checkpoint` with `attention_policy`.
 
-    Example:
+    Examples:
         >>> from torch.utils.checkpoint import checkpoint
         >>> block = torch.nn.Linear(8, 8)
         >>> x = torch.ones(2, 8, requires_grad=True)

@@ -28,7 +28,7 @@ def document_positions(positions: Tensor, documents: Integers) -> Tensor:
         TypeError: `documents` are not ints.
         ValueError: `documents` do not start with 0.
 
-    Example:
+    Examples:
         >>> document_positions(torch.arange(6), [0, 2, 6]).tolist()
         [0, 1, 0, 1, 2, 3]
     """

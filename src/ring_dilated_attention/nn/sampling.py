@@ -46,7 +46,7 @@ class Sampler:
         TypeError: an argument has the wrong type.
         ValueError: an argument is out of range.
 
-    Example:
+    Examples:
         >>> sampler = Sampler(4, temperature=0.8, top_k=1)
         >>> sampler(torch.tensor([[0.0, 3.0, 1.0, 2.0]]))
         tensor([1])

@@ -39,7 +39,7 @@ def hilbert_order(coordinates: Tensor) -> Tensor:
         TypeError: `coordinates` is not a tensor of integers or floating-point numbers.
         ValueError: it has another shape, or holds a number that is not finite.
 
-    Example:
+    Examples:
         >>> hilbert_order(torch.tensor([[0, 0], [1, 1], [0, 1], [1, 0]])).tolist()
         [0, 2, 1, 3]
     """

@@ -117,7 +117,7 @@ class TokenGenerator(nn.Module, ABC):
             TypeError, ValueError: an argument is not allowed, or a document becomes longer than the
                 `max_length` of its cache.
 
-        Example:
+        Examples:
             >>> config = LongNetConfig(num_layers=1, embed_dim=8, num_heads=2, ffn_dim=8,
             ...                        segment_lengths=[64, None], dilation_rates=[1, 4])
             >>> model = LongNet(config)
@@ -211,7 +211,7 @@ class TokenGenerator(nn.Module, ABC):
                 about the tokens that they draw; raised on every rank.
             ValueError: logits are not finite.
 
-        Example:
+        Examples:
             >>> config = LongNetConfig(num_layers=1, embed_dim=8, num_heads=2, ffn_dim=8,
             ...                        segment_lengths=[64], dilation_rates=[1])
             >>> LongNet(config).generate(torch.tensor([[1, 2, 3]]), 5, temperature=0.8).shape

@@ -3,13 +3,14 @@
 `parts` says what ranks hold and who shares a segment with whom. `rows` is what tiles and messages
 are made of, and `tiling` makes them. `attention` is the plan of a world, `rank` that of one rank,
 `replicated` that of queries which every rank holds, `cache` what a KV cache keeps, `cache_step`
-what one new position reads of it. `zero_keys` counts keys that no rank holds, `check` proves a
-plan, and `costs` counts its bytes and operations.
+what one new position reads of it, and `cache_usage` how many rows are in use. `zero_keys` counts
+keys that no rank holds, `check` proves a plan, and `costs` counts its bytes and operations.
 """
 
 from .attention import FEW_ADDITIONS, AttentionPlan, plan_attention
 from .cache import CachedBranch, CachePlan, KeptRows, NewTile, plan_cache
 from .cache_step import CacheStep, StepTile, plan_step
+from .cache_usage import BranchUse, cache_use, plan_any_length
 from .check import check_plan, enumerated, proof_steps
 from .costs import (
     Balance,
@@ -35,6 +36,7 @@ __all__ = [
     "FEW_ADDITIONS",
     "AttentionPlan",
     "Balance",
+    "BranchUse",
     "CachePlan",
     "CacheStep",
     "CachedBranch",
@@ -57,12 +59,14 @@ __all__ = [
     "TileGroup",
     "Traffic",
     "balance",
+    "cache_use",
     "check_plan",
     "enumerated",
     "flops",
     "flops_by_rank",
     "flops_of_rank",
     "memory",
+    "plan_any_length",
     "plan_attention",
     "plan_cache",
     "plan_step",

@@ -6,7 +6,9 @@ so the members of all segments are numbered through: member g is the (g mod R)-t
 A position that is member g is shown, causally, the members from ``g // R * R`` to g. Of all that
 came before position n a cache therefore keeps, where member g is the next at or behind n, those
 from ``g // R * R`` to g - 1; and with R slots a head, member g in slot g mod R, nothing is ever
-moved: a new segment overwrites the one before.
+moved: a new segment overwrites the one before. Where up to k positions may be taken back, a cache
+keeps what is shown to these too; it then has as many slots as there are members in the first w + k
+positions of a document.
 
 A branch whose segment is the whole document, or longer than any document may become, has one
 segment, and as many slots as members.
@@ -19,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from ..layout import SequenceLayout
@@ -35,8 +37,8 @@ class CachedBranch:
         segment_length: in positions; None: there is one segment, which has no end.
         dilation_rate: in positions.
         heads: the KV heads that it shows anything, each with its offset.
-        slots: rows that a rank has for each of them: those of a segment, and of `max_rewind` more
-            positions, so that member g may be written before anything is dropped.
+        slots: rows that a rank has for each of them, enough for the next member to be written
+            before anything is dropped.
         first_row: of the first head's slots, among the rows of a batch row.
     """
 
@@ -55,11 +57,7 @@ class CachedBranch:
 
     def members_before(self, offset: int, position: int) -> int:
         """How many members lie before a position: the number of the next one at or behind it."""
-        if self.segment_length is None:
-            return len(range(offset, position, self.dilation_rate))
-        segment, within = divmod(position, self.segment_length)
-        per_segment = len(range(offset, self.segment_length, self.dilation_rate))
-        return segment * per_segment + len(range(offset, within, self.dilation_rate))
+        return _members_before(self.segment_length, self.dilation_rate, offset, position)
 
     def first_shown(self, offset: int, member: int) -> int:
         """The first member of the segment that `member` lies in."""
@@ -92,13 +90,19 @@ class CachedBranch:
             yield range(first, last), range(begin, stop, self.dilation_rate)
             first = last
 
-    def by_offset(self) -> Iterator[tuple[int, slice, slice]]:
+    def by_offset(self) -> tuple[tuple[int, slice, slice], ...]:
         """Heads of the same offset, as (offset, places in `heads`, KV heads): evenly spaced."""
+        return self._by_offset
+
+    @cached_property
+    def _by_offset(self) -> tuple[tuple[int, slice, slice], ...]:
         places: dict[int, list[int]] = {}
         for place, (_, offset) in enumerate(self.heads):
             places.setdefault(offset, []).append(place)
-        for offset, found in places.items():
-            yield offset, _as_slice(found), _as_slice([self.heads[place].head for place in found])
+        return tuple(
+            (offset, _as_slice(found), _as_slice([self.heads[place].head for place in found]))
+            for offset, found in places.items()
+        )
 
 
 class NewTile(NamedTuple):
@@ -269,21 +273,13 @@ def _as_slice(numbers: list[int]) -> slice:
     return slice(numbers[0], numbers[-1] + 1, step)
 
 
-def _most_members(length: int, rate: int, window: int) -> int:
-    """The most members that lie in `window` consecutive positions, wherever they begin.
-
-    Args:
-        length: of a segment, in positions.
-        rate: every which position of a segment is a member.
-        window: in positions.
-    """
-    segments, rest = divmod(window, length)
-    per_segment = -(-length // rate)
-    if not rest:
-        return segments * per_segment
-    # The rest lies in one segment; or it ends one and begins the next, where members may lie closer
-    # than `rate`: it is then what is left of two neighbours less a gap of `length - rest`.
-    return segments * per_segment + max(-(-rest // rate), per_segment - (length - rest) // rate)
+def _members_before(segment_length: int | None, rate: int, offset: int, position: int) -> int:
+    """How many members of a branch lie before a position, at an offset."""
+    if segment_length is None:
+        return len(range(offset, position, rate))
+    segment, within = divmod(position, segment_length)
+    per_segment = len(range(offset, segment_length, rate))
+    return segment * per_segment + len(range(offset, within, rate))
 
 
 @lru_cache(maxsize=64)
@@ -320,13 +316,10 @@ def plan_cache(
         heads = tuple(h for h in pattern.heads(index, num_kv_heads) if h.offset < most)
         if not heads:
             continue
-        members = -(-most // rate)
         segment_length = length if ends else None
-        if segment_length is not None:  # else no earlier segment has rows to be overwritten
-            members += _most_members(segment_length, rate, max_rewind)
-            if max_length is not None:  # there are no more than this
-                segments, rest = divmod(max_length, segment_length)
-                members = min(members, segments * -(-segment_length // rate) + -(-rest // rate))
+        reach = most + max_rewind if ends else most
+        reach = reach if max_length is None else min(reach, max_length)
+        members = _members_before(segment_length, rate, 0, reach)
         slots = -(-members // shards)
         branches.append(CachedBranch(index, segment_length, rate, heads, slots, rows))
         rows += slots * len(heads)

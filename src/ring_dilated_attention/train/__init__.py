@@ -1,10 +1,11 @@
 """Training of the language model, on bytes or on a tokenizer's tokens: `rda train`, `rda sample`.
 
 `command` is `rda train` (`train`), `sampling` is `rda sample` (`sample_bytes` and `decoded`, which
-continue a prompt). `config` has the options, `memory` what they need, `prepare` all that comes
-before the first step; `data` the text and its windows, `tokenizer` and `tokens` the same in tokens;
-`loop` the training loop, `ranks` the ranks and their collectives, `launch` starts local ranks, and
-`errors` finds out which one is missing (`TrainingError`; `one_line` of any error).
+continue a prompt). `config` has the options and presets of them (`preset_options`), `memory` what
+they need, `prepare` all that comes before the first step; `data` the text and its windows,
+`tokenizer` and `tokens` the same in tokens; `loop` the training loop, `ranks` the ranks and their
+collectives, `launch` starts local ranks, and `errors` finds out which one is missing
+(`TrainingError`; `one_line` of any error).
 
 In the folder of a run, `run_folder` writes its lock and log, `curve` and `scalars` draw that log,
 `run_toml` keeps the options; `saving` writes checkpoints, and `checkpoint` and `checked_files` read
@@ -13,6 +14,7 @@ them. `newest_run` finds the newest run in a folder.
 
 from .checkpoint import newest_run
 from .command import train
+from .config import preset_options
 from .errors import TrainingError, one_line
 from .sampling import decoded, sample_bytes
 
@@ -21,6 +23,7 @@ __all__ = [
     "decoded",
     "newest_run",
     "one_line",
+    "preset_options",
     "sample_bytes",
     "train",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,9 +29,8 @@ def sample_bytes(
     told: Callable[[str], None] = lambda _: None,
     count: int = 200,
     temperature: float = 0.8,
-    top_k: int | None = None,
-    top_p: float | None = None,
     seed: int = 0,
+    **cut: Any,
 ) -> Iterator[bytes]:
     """Bytes that continue a prompt, those of one token at a time.
 
@@ -43,10 +43,8 @@ def sample_bytes(
         prompt: at least one byte.
         count: how many tokens to give; those of a model of bytes are bytes.
         temperature: logits are divided by it; 0 takes the most likely token always.
-        top_k: draw among this many most likely tokens only; None means all.
-        top_p: draw among the fewest most likely tokens whose probabilities add up to this; None
-            means all.
         seed: of the draws, from 0 to 2**62 - 1.
+        cut: ``top_k``, ``top_p`` or both, of `LongNet.generate`: which tokens to draw among.
         told: called with one line for every newer checkpoint of the run that is damaged.
 
     Returns:
@@ -84,11 +82,10 @@ def sample_bytes(
         torch.tensor([tokens], dtype=torch.int64),
         count,
         temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
         # Numbers without a token are never drawn, and an empty one would spell nothing.
         allowed=torch.tensor([bool(text) for text in spelled]),
         seed=seed,
+        **cut,
     )
     if sum(parameter.numel() for parameter in model.parameters()) < FEW_PARAMETERS:
         stream = _on_one_thread(stream)

@@ -1,0 +1,123 @@
+"""Read a long prompt, then generate token by token with a KV cache that does not grow.
+
+    python examples/generation.py
+    torchrun --nproc-per-node 2 examples/generation.py                        # CPU processes, gloo
+    python examples/generation.py --seq-len 1048576 --base --no-check         # one GPU
+    torchrun --nproc-per-node 2 examples/generation.py --seq-len 1048576 --base --no-check
+
+The model has random weights: what counts is what it costs, and that every generated token is the
+one that a forward pass over the whole text finds. Exits with code 1 if one is not.
+"""
+
+import argparse
+import os
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+from ring_dilated_attention import SequenceLayout
+from ring_dilated_attention.nn import LongNet, LongNetConfig
+
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
+"""Another token may be the best one by this much: sums are formed in another order."""
+
+
+# --8<-- [start:model]
+def make_model(*, is_base: bool) -> LongNet:
+    """LongNet's pattern: a small model, or the shape of `rda train --preset longnet-base`."""
+    layers, width, heads = (12, 768, 12) if is_base else (2, 96, 6)
+    config = LongNetConfig(
+        num_layers=layers,
+        embed_dim=width,
+        num_heads=heads,
+        ffn_dim=4 * width,
+        segment_lengths=[2048, 4096, 8192, 16384, 32768],
+        dilation_rates=[1, 2, 4, 6, 12],
+    )
+    return LongNet(config, chunk_rows=65_536)
+
+
+# --8<-- [end:model]
+
+
+def start() -> tuple[torch.device, dist.ProcessGroup | None]:
+    """This process's device, and the group of all ranks under torchrun."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if "RANK" not in os.environ:
+        return device, None
+    if device.type == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return device, dist.group.WORLD
+
+
+def main() -> float:
+    """Generate, print what it took, and compare with one forward pass."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seq-len", type=int, default=20_001, help="tokens of the prompt")
+    parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument("--base", action="store_true", help="12 layers of width 768, not 2 of 96")
+    parser.add_argument("--check", action=argparse.BooleanOptionalAction, default=True)
+    args = parser.parse_args()
+    device, group = start()
+    rank, ranks = (0, 1) if group is None else (dist.get_rank(), dist.get_world_size())
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    torch.manual_seed(0)
+    model = make_model(is_base=args.base).to(device, dtype)
+    prompt = torch.randint(256, (1, args.seq_len), device=device)
+
+    # --8<-- [start:prefill]
+    layout = SequenceLayout.zigzag(args.seq_len, ranks)  # the prompt is sharded
+    caches = model.make_caches(1, max_length=args.seq_len + args.new_tokens, group=group)
+    begun = time.perf_counter()
+    logits = model.prefill(layout.shard(prompt, rank, dim=1), caches, layout=layout)
+    # --8<-- [end:prefill]
+    token = logits.argmax(-1, keepdim=True)
+    read_in = time.perf_counter() - begun + 0.0 * token.item()  # which waits for the device
+
+    # --8<-- [start:steps]
+    tokens = [token]
+    begun = time.perf_counter()
+    for _ in range(args.new_tokens - 1):
+        logits = model.step(tokens[-1], caches)  # (1, 1, 256): the same on every rank
+        tokens.append(logits[:, -1].argmax(-1, keepdim=True))
+    new = torch.cat(tokens, 1)
+    # --8<-- [end:steps]
+    new.cpu()
+    each = (time.perf_counter() - begun) / max(1, args.new_tokens - 1)
+
+    error = largest_loss(model, prompt, new) if args.check else 0.0
+    if rank == 0:
+        held = sum(cache.nbytes for cache in caches)
+        every = sum(
+            2 * args.seq_len * cache.plan.num_kv_heads * cache.keys.shape[2] * dtype.itemsize
+            for cache in caches
+        )
+        print(f"prompt: {args.seq_len:,} tokens in {read_in:.2f} s on {ranks} ranks")
+        print(f"then {args.new_tokens} tokens, {1e3 * each:.2f} ms each")
+        print(f"caches: {held / 1e6:,.1f} MB; all keys and values: {every / 1e6:,.1f} MB")
+        if args.check:
+            print(f"beside a forward pass over the whole text: at most {error:.1e} from the best")
+    if group is not None:
+        dist.destroy_process_group()
+    if not error <= TOLERANCE[dtype]:  # NaN, too
+        sys.exit(f"rank {rank}: a generated token is {error} below the best one")
+    return error
+
+
+# --8<-- [start:check]
+@torch.no_grad()
+def largest_loss(model: LongNet, prompt: torch.Tensor, new: torch.Tensor) -> float:
+    """By how much the logit of a generated token is below the best one of the whole text's."""
+    logits = model(torch.cat([prompt, new], 1))[:, prompt.shape[1] - 1 : -1].float()
+    chosen = logits.gather(2, new.unsqueeze(2)).squeeze(2)
+    return (logits.amax(2) - chosen).max().item()
+
+
+# --8<-- [end:check]
+
+
+if __name__ == "__main__":
+    main()

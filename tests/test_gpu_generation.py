@@ -1,0 +1,189 @@
+"""Generation on a GPU: half precision, CUDA graphs, long caches; skipped where there is none."""
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+
+import ring_dilated_attention
+from ring_dilated_attention import DilatedKVCache, DilatedPattern
+from ring_dilated_attention.checks import TOLERANCE, reference_attention, relative_error
+from ring_dilated_attention.decode import CapturedStep
+from ring_dilated_attention.nn import LongNet, LongNetConfig
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
+attend: Any = ring_dilated_attention.cached_attention
+LONGNET = DilatedPattern([64, 128, 256], [1, 2, 6])
+
+
+def inputs(length, *, heads=8, kv_heads=2, head_dim=64, batch=2, dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    query = torch.randn(batch, length, heads, head_dim, device="cuda", dtype=dtype)
+    key, value = torch.randn(
+        2, batch, length, kv_heads, head_dim, device="cuda", dtype=dtype
+    ).unbind(0)
+    return query, key, value
+
+
+def filled(pattern, tensors, prompt, **options):
+    _, key, value = tensors
+    batch, length, kv_heads, head_dim = key.shape
+    options = {"max_length": length, **options}
+    cache = DilatedKVCache(
+        pattern, batch, kv_heads, head_dim, dtype=key.dtype, device="cuda", **options
+    )
+    cache.keys.fill_(torch.nan)
+    cache.values.fill_(torch.nan)
+    cache.prefill(key[:, :prompt], value[:, :prompt])
+    return cache
+
+
+@pytest.mark.parametrize("pattern", [DilatedPattern.dense(), LONGNET], ids=["dense", "longnet"])
+@pytest.mark.parametrize("head_dim", [24, 48, 64, 96, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("count", [1, 5, 64])
+def test_steps_are_rows_of_the_full_forward(pattern, head_dim, dtype, count):
+    tensors = inputs(900, head_dim=head_dim, dtype=dtype)
+    plain: Any = reference_attention
+    want, _ = plain(*(x.double() for x in tensors), pattern, is_causal=True)
+    cache = filled(pattern, tensors, 700)
+    for first in range(700, 701 + 2 * count, count):
+        rows = slice(first, first + count)
+        out = attend(*(x[:, rows] for x in tensors), cache)
+        assert out.dtype == dtype
+        hidden = (want[:, rows] == 0).all(-1)
+        assert (out[hidden] == 0).all()
+        assert relative_error(out.double(), want[:, rows]) < TOLERANCE[dtype]
+
+
+def test_kernels_and_tiles_agree():
+    tensors = inputs(400)
+    caches = [filled(LONGNET, tensors, 300) for _ in range(2)]
+    for position in range(300, 400):
+        new = [x[:, position : position + 1] for x in tensors]
+        kernel, tiles = (
+            attend(*new, cache, backend=backend)
+            for cache, backend in zip(caches, ("triton", "sdpa"), strict=True)
+        )
+        assert relative_error(kernel.double(), tiles.double()) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_captured_step_goes_on_while_the_cache_grows(count):
+    pattern = DilatedPattern([64, 128, None], [1, 2, 4])
+    tensors = inputs(1200)
+    cache = filled(pattern, tensors, 500, max_rewind=count - 1)
+    twin = deepcopy(cache)
+    new = [x[:, 500 : 500 + count].clone() for x in tensors]
+
+    def step(query):
+        return attend(query, new[1], new[2], cache)
+
+    captured = CapturedStep(step, new[0], [cache])
+    assert cache.known_lengths == (500, 500)
+    for first in range(500, 500 + 200 * count, count):
+        rows = [x[:, first : first + count] for x in tensors]
+        new[1].copy_(rows[1])
+        new[2].copy_(rows[2])
+        got = captured(rows[0])
+        assert torch.equal(got, attend(*rows, twin))
+    assert cache.lengths.tolist() == list(cache.known_lengths) == [500 + 200 * count] * 2
+    if count > 1:
+        cache.rewind(count - 1)
+        twin.rewind(count - 1)
+        first = cache.known_lengths[0]
+        rows = [x[:, first : first + count] for x in tensors]
+        new[1].copy_(rows[1])
+        new[2].copy_(rows[2])
+        assert torch.equal(captured(rows[0]), attend(*rows, twin))
+
+
+def test_a_captured_step_is_refused_where_it_could_be_wrong():
+    tensors = inputs(100)
+    cache = filled(LONGNET, tensors, 50, max_length=52)
+    new = [x[:, 50:51] for x in tensors]
+    three = [x[:, 50:53] for x in tensors]
+
+    def step(query):
+        return attend(query, new[1], new[2], cache)
+
+    with pytest.raises(ValueError, match="max_rewind=1 at least; got 0"):
+        CapturedStep(
+            lambda q: attend(q, three[1][:, :2], three[2][:, :2], cache), three[0][:, :2], [cache]
+        )
+    with pytest.raises(ValueError, match="to every cache once"):
+        CapturedStep(lambda query: query, new[0], [cache])
+    captured = CapturedStep(step, new[0], [cache])
+    captured(new[0])
+    captured(new[0])
+    with pytest.raises(ValueError, match="has room for max_length=52"):
+        captured(new[0])
+    with pytest.raises(ValueError, match=r"captured for torch\.bfloat16"):
+        captured(three[0])
+    cache.reserve(1000)
+    with pytest.raises(ValueError, match="capture the step again"):
+        captured(new[0])
+
+
+def model_of(dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    config = LongNetConfig(
+        num_layers=2, embed_dim=128, num_heads=4, num_kv_heads=2, ffn_dim=256,
+        segment_lengths=[64, 128, None], dilation_rates=[1, 2, 4],
+    )  # fmt: skip
+    return LongNet(config).to("cuda", dtype)
+
+
+def test_a_model_generates_what_its_forward_says():
+    model = model_of(torch.float32)
+    tokens = torch.randint(256, (2, 300), device="cuda")
+    new = model.generate(tokens, 200)
+    with torch.no_grad():
+        logits = model(torch.cat([tokens, new], 1))[:, 299:-1]
+    best = logits.gather(2, new.unsqueeze(2)).squeeze(2)
+    assert (logits.amax(2) - best < 1e-3).all()
+
+
+def test_a_captured_step_of_a_model():
+    model = model_of()
+    tokens = torch.randint(256, (1, 300), device="cuda")
+    caches = model.make_caches(1, max_length=1000)
+    model.prefill(tokens, caches)
+    twins = deepcopy(caches)
+    captured = CapturedStep(lambda new: model.step(new, caches), tokens[:, :1], caches)
+    for position in range(300):
+        token = tokens[:, position : position + 1]
+        assert torch.equal(captured(token), model.step(token, twins))
+
+
+def test_nothing_is_compiled_after_the_first_steps():
+    from ring_dilated_attention.kernels import decode, decode_strips
+
+    tensors = inputs(1)
+    cache = DilatedKVCache(LONGNET, 2, 2, 64, dtype=torch.bfloat16, device="cuda")
+    launchers = (decode._split, decode._merge, decode_strips._launch)
+    for _ in range(50):
+        attend(*tensors, cache)
+    forms = [len(launcher._forms) for launcher in launchers]
+    allocated = torch.cuda.memory_allocated()
+    for _ in range(10_000):
+        attend(*tensors, cache)
+    assert forms == [len(launcher._forms) for launcher in launchers]
+    assert torch.cuda.memory_allocated() <= allocated
+    assert cache.nbytes == cache.plan.nbytes(2, 64, 2)
+
+
+def test_a_million_keys():
+    length, heads = 1 << 20, 2
+    query, key, value = inputs(length, heads=heads, kv_heads=1, head_dim=128, batch=1)
+    pattern = DilatedPattern([2048, None, None], [1, 64, 1])
+    cache = filled(pattern, (query, key, value), length - 1)
+    new = [x[:, -1:] for x in (query, key, value)]
+    out = attend(*new, cache)[0, 0].double()
+    last = length - 1
+    own = [range(last // 2048 * 2048, length), range(length)]
+    rows = torch.cat([torch.arange(r.start, r.stop, r.step, device="cuda") for r in own])
+    keys, values = (x[0, rows, 0].double() for x in (key, value))  # offset 0 of 64: not its row
+    weights = torch.softmax(query[0, -1].double() @ keys.mT * 128**-0.5, -1)
+    assert relative_error(out, weights @ values) < TOLERANCE[torch.bfloat16]

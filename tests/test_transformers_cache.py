@@ -128,6 +128,14 @@ def test_a_cache_of_another_pattern_is_refused():
         model(NEXT, past_key_values=cache)
 
 
+def test_other_attention_has_no_dilated_cache():
+    model = ready()
+    cache = filled(model)
+    remove_attention(model)
+    with torch.no_grad(), pytest.raises(ValueError, match="this one has other attention: pass it"):
+        model(NEXT, past_key_values=cache)
+
+
 def test_without_set_attention_generate_is_that_of_transformers():
     model = ready()
     remove_attention(model)

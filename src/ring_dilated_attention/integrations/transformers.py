@@ -233,7 +233,8 @@ def attention_forward(
 
     Args:
         module: the attention module; its ``is_causal`` counts where the argument is None.
-        query: this rank's shard, (batch, heads, local_sequence, head_dim).
+        query: this rank's shard, (batch, heads, local_sequence, head_dim); tokens behind what a KV
+            cache has are whole on every rank.
         key: (batch, kv_heads, local_sequence, head_dim).
         value: like `key`.
         attention_mask: must be None: the model's hook has turned it into lengths.

@@ -103,6 +103,7 @@ class DilatedCache(Cache):  # type: ignore[misc]
         self._valid: Tensor | None = None
         self._pending: _Pending | None = None
         self._updated: set[int] = set()
+        self._in_call = False
 
     # What there is.
 
@@ -167,8 +168,14 @@ class DilatedCache(Cache):  # type: ignore[misc]
             The two tensors themselves.
 
         Raises:
-            ValueError: the layer was updated before in this call, or another one is not done.
+            ValueError: the layer was updated before in this call, or another one is not done; or
+                the model has no `set_attention`.
         """
+        if not self._in_call:
+            raise ValueError(
+                "a DilatedCache is for the model with set_attention that it was made for; this one "
+                "has other attention: pass it another cache, or call set_attention(model, pattern)"
+            )
         if layer_idx in self._updated or self._pending is not None:
             raise ValueError(
                 f"layer {layer_idx} updates the KV cache, but "
@@ -266,7 +273,7 @@ class DilatedCache(Cache):  # type: ignore[misc]
 
     def start(self, after: list[int]) -> None:
         """Make room for rows of so many positions."""
-        self._pending, self._updated = None, set()
+        self._pending, self._updated, self._in_call = None, set(), True
         if max(after) > self._room:
             self.reserve(math.ceil(_GROWTH * max(after)))
 
@@ -335,6 +342,7 @@ class DilatedCache(Cache):  # type: ignore[misc]
         Raises:
             ValueError: a layer has added other rows.
         """
+        self._in_call = False
         known = {kv.known_lengths for kv in self._caches()}
         if self._pending is not None or known != {tuple(after)}:
             raise ValueError(

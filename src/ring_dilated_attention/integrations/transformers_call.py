@@ -319,7 +319,9 @@ def _given_borders(given: dict[str, Any], rows: Rows) -> list[int] | None:
         raise ValueError("cu_seq_lens_q and cu_seq_lens_k must both be given, or neither")
     borders = as_ints("cu_seq_lens_q", query)
     if borders != as_ints("cu_seq_lens_k", key):
-        raise ValueError("cu_seq_lens_q and cu_seq_lens_k must be equal: packed prompts go into no KV cache")
+        raise ValueError(
+            "cu_seq_lens_q and cu_seq_lens_k must be equal: queries are those of all keys"
+        )
     if rows.batch != 1:
         raise ValueError(f"cu_seq_lens_q needs a batch of 1 row; got {rows.batch}")
     try:

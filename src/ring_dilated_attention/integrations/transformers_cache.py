@@ -131,7 +131,7 @@ class DilatedCache(Cache):  # type: ignore[misc]
         )
 
     @property
-    def padded(self) -> Tensor | None:
+    def valid_columns(self) -> Tensor | None:
         """(batch, columns) of the prompt, True where a column is valid; None: all are."""
         return self._valid
 

@@ -191,8 +191,8 @@ def _later(
         padding = check_padding(mask, Rows(batch, torch.arange(before + count, device=device), 0))
         assert padding is not None
         expected = torch.zeros_like(padding)
-        if cache.padded is not None:
-            expected[:, : cache.padded.shape[1]] = ~cache.padded
+        if cache.valid_columns is not None:
+            expected[:, : cache.valid_columns.shape[1]] = ~cache.valid_columns
         if not torch.equal(padding, expected):
             row, column = (padding != expected).nonzero()[0].tolist()
             raise ValueError(

@@ -196,11 +196,10 @@ def _later(
         if not torch.equal(padding, expected):
             row, column = (padding != expected).nonzero()[0].tolist()
             raise ValueError(
-                "attention_mask must be that of the prompt, and 1 for the tokens behind it: with "
-                "a "
-                f"KV cache there is no padding between tokens; in row {row}, column {column} must "
-                f"be {int(not expected[row, column])}. Without a mask, generate takes pad_token_id "
-                "for padding: pass attention_mask where that token is in the text"
+                "attention_mask must be that of the prompt, and 1 for the tokens behind it: a KV "
+                f"cache has no padding between tokens; in row {row}, column {column} must be "
+                f"{int(not expected[row, column])}. Without a mask generate takes pad_token_id for "
+                "padding: pass attention_mask where that token is in the text"
             )
     lengths = sorted(set(cache.lengths)) if len(set(cache.lengths)) == 1 else list(cache.lengths)
     ids = torch.tensor(lengths, device=device)[:, None] + torch.arange(count, device=device)

@@ -130,7 +130,7 @@ def test_the_residual_stream_has_the_dtype_of_autocast():
 def test_a_block_is_its_layers_in_turn(chunk_rows):
     model = make_model()
     block, hidden = model.blocks[0], torch.randn(2, LENGTH, 32, dtype=torch.float64)
-    rotation = model.rope(torch.arange(LENGTH) + 1000)
+    rotation = model.rope(torch.arange(LENGTH)[None] + 1000)
     normed = block.attention_norm(hidden)
     want = hidden + block.attention(normed, normed, normed, is_causal=True, rope=rotation)[0]
     want = want + block.contract(F.gelu(block.expand(block.mlp_norm(want))))

@@ -12,13 +12,13 @@ from .attention import MultiheadDilatedAttention
 from .block import Block
 from .config import LongNetConfig
 from .norm import LayerNorm
-from .rope import Rotation
+from .rope import Rotation, WideRotation
 
 
 class LongNetBlock(Block):
     """A causal `Block` with layer norms and rotated queries and keys.
 
-    Its tables are the `cos` and `sin` of a `Rotation` with a batch dimension.
+    Its tables are the `cos` and `sin` of a `Rotation` or a `WideRotation` with a batch dimension.
 
     Args:
         config: the shape of the model.
@@ -52,12 +52,12 @@ class LongNetBlock(Block):
     def _heads(self, hidden: Tensor, *tables: Tensor) -> tuple[Tensor, ...]:
         normed = self.attention_norm(hidden)
         attention, (cos, sin) = self.attention, tables
-        rotation = Rotation(cos, sin, is_wide=cos.shape[-1] == attention.head_dim)
-        if not rotation.is_wide:
+        if cos.shape[-1] < attention.head_dim:
+            rotation = Rotation(cos, sin)
             return attention.project(normed, normed, normed, rope=rotation.__call__)
         # A few rows: what they cost is the number of operations.
         query, key, value = attention.project(normed, normed, normed)
-        both = rotation(torch.cat((query, key), 2))
+        both = WideRotation(cos, sin)(torch.cat((query, key), 2))
         query, key = both.tensor_split((attention.num_heads,), 2)
         return query, key, value
 

@@ -47,14 +47,10 @@ class Rotation(NamedTuple):
         cos: float32, shape (local_sequence, head_dim // 2), or (batch, local_sequence,
             head_dim // 2) where rows of a batch stand at different positions; that batch may be 1.
         sin: float32, the shape of `cos`.
-        is_wide: whether both are as wide as head_dim: `cos` then holds every cosine twice,
-            ``[c, c]``, and `sin` ``[-s, s]``. That takes fewer operations and twice the memory; see
-            `RotaryEmbedding.wide`.
     """
 
     cos: Tensor
     sin: Tensor
-    is_wide: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
         """Rotate the pairs (x[i], x[i + head_dim // 2]) of every row by its position's angles.
@@ -69,22 +65,51 @@ class Rotation(NamedTuple):
         Raises:
             ValueError: the batch, the rows or the head_dim of `x` are not those of this rotation.
         """
-        shape, width = self.cos.shape, x.shape[-1]
-        head_dim = shape[-1] if self.is_wide else 2 * shape[-1]
-        fits = x.dim() == 4 and x.shape[1] == shape[-2] and width == head_dim
-        if not fits or (len(shape) == 3 and shape[0] not in (1, x.shape[0])):
-            batch = "batch" if len(shape) == 2 or shape[0] == 1 else str(shape[0])
-            raise ValueError(
-                f"this rotation needs shape ({batch}, {shape[-2]}, heads, {head_dim}); "
-                f"got {tuple(x.shape)}"
-            )
+        rows = _rows_for(self.cos, x, 2 * self.cos.shape[-1])
         cos, sin = self.cos.unsqueeze(-2), self.sin.unsqueeze(-2)
-        rows = x.to(torch.promote_types(x.dtype, torch.float32))
-        if self.is_wide:
-            return torch.addcmul(rows * cos, rows.roll(width // 2, -1), sin).to(x.dtype)
         first, second = rows.chunk(2, dim=-1)
         rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
         return rotated.to(x.dtype)
+
+
+class WideRotation(NamedTuple):
+    """A `Rotation` whose tables are as wide as a head: fewer operations, and twice the memory.
+
+    Attributes:
+        cos: float32, shape (local_sequence, head_dim) or (batch, local_sequence, head_dim): every
+            cosine twice, ``[c, c]``.
+        sin: float32, the shape of `cos`: ``[-s, s]``.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Rotate every row, as a `Rotation` does.
+
+        Args:
+            x: floating point, shape (batch, local_sequence, heads, head_dim).
+
+        Raises:
+            ValueError: the batch, the rows or the head_dim of `x` are not those of this rotation.
+        """
+        head_dim = self.cos.shape[-1]
+        rows = _rows_for(self.cos, x, head_dim)
+        cos, sin = self.cos.unsqueeze(-2), self.sin.unsqueeze(-2)
+        return torch.addcmul(rows * cos, rows.roll(head_dim // 2, -1), sin).to(x.dtype)
+
+
+def _rows_for(table: Tensor, x: Tensor, head_dim: int) -> Tensor:
+    """What a rotation computes with; raises unless `x` has the rows of the table."""
+    shape = table.shape
+    fits = x.dim() == 4 and x.shape[1] == shape[-2] and x.shape[-1] == head_dim
+    if not fits or (len(shape) == 3 and shape[0] not in (1, x.shape[0])):
+        batch = "batch" if len(shape) == 2 or shape[0] == 1 else str(shape[0])
+        raise ValueError(
+            f"this rotation needs shape ({batch}, {shape[-2]}, heads, {head_dim}); "
+            f"got {tuple(x.shape)}"
+        )
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class RotaryEmbedding(nn.Module):
@@ -129,14 +154,14 @@ class RotaryEmbedding(nn.Module):
         angles = positions.to(torch.float64).unsqueeze(-1) * self._frequencies(positions.device)
         return Rotation(angles.cos().float(), angles.sin().float())
 
-    def wide(self, positions: Tensor) -> Rotation:
+    def wide(self, positions: Tensor) -> WideRotation:
         """The same rotation from tables as wide as a head: for a few rows, as in decoding.
 
         Args:
             positions: as for `forward`.
 
         Returns:
-            A `Rotation` on the device of `positions`.
+            A `WideRotation` on the device of `positions`.
         """
         _check_positions(positions)
         device = positions.device
@@ -145,7 +170,7 @@ class RotaryEmbedding(nn.Module):
             self._signed = torch.cat((-frequencies, frequencies))
         # Of a negative angle the cosine is the same, and the sine has the sign that it needs.
         angles = positions.to(torch.float64).unsqueeze(-1) * self._signed
-        return Rotation(angles.cos().float(), angles.sin().float(), is_wide=True)
+        return WideRotation(angles.cos().float(), angles.sin().float())
 
     def _frequencies(self, device: torch.device) -> Tensor:
         """The angle that each pair turns by from a position to the next: float64."""

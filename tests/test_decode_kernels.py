@@ -19,6 +19,7 @@ from ring_dilated_attention import (
 )
 from ring_dilated_attention.checks import KINDS, reference_attention, relative_error
 from ring_dilated_attention.decode.by_kernel import attend_by_kernel
+from ring_dilated_attention.decode.call import _strips
 from ring_dilated_attention.engine import merge_
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.plan import plan_cache, replicated_strips
@@ -187,6 +188,29 @@ def test_replicated_queries_take_the_kernels(pattern, is_causal, length, data):
         return_lse=True,
     )
     check(out, lse, want, positions)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_replicated_queries_of_rows_of_several_lengths(is_causal):
+    """And of none: a row that is all padding has no keys."""
+    query, key, value = rows_of(4, 2, 40, batch=3)
+    lengths = [30, 0, 17]
+    out, lse = attend_whole(
+        query[:, 15:20], key, value, LONGNET, range(15, 20), is_causal=is_causal, lengths=lengths,
+        backend="triton", return_lse=True,
+    )  # fmt: skip
+    whole: Any = ring_dilated_attention.dilated_attention
+    want, want_lse = whole(
+        *(x.double() for x in (query, key, value)), LONGNET, is_causal=is_causal, lengths=lengths,
+        return_lse=True,
+    )  # fmt: skip
+    check(out, lse, (want, want_lse), range(15, 20))
+
+
+def test_a_rank_whose_keys_are_all_behind_the_query():
+    plan = plan_attention(LONGNET, SequenceLayout.contiguous(40, 2), is_causal=True, num_heads=2)
+    strips = _strips(plan, range(3, 5), 1, DEVICE)
+    assert strips.shape == (1, 2, 0, 5)
 
 
 @settings(max_examples=200)

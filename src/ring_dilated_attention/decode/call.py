@@ -198,8 +198,10 @@ def _nbytes_of_strips(arguments: tuple[Any, ...], strips: torch.Tensor) -> int:
 @cache_by_size(4 << 20, _nbytes_of_strips)
 def _strips(plan: AttentionPlan, positions: range, rank: int, device: torch.device) -> torch.Tensor:
     """The keys of a rank that the queries see, on the device."""
-    table = torch.tensor(replicated_strips(plan, positions, rank), dtype=torch.int64)
-    return table.view(1, plan.num_kv_heads, -1, 3 + len(positions)).to(device)
+    strips = replicated_strips(plan, positions, rank)
+    table = torch.tensor(strips, dtype=torch.int64)
+    # There may be none: of a rank whose keys all lie behind the query, or a row without positions.
+    return table.view(1, plan.num_kv_heads, len(strips[0]), 3 + len(positions)).to(device)
 
 
 @cache_by_size(16 << 20, _nbytes_of_groups)

@@ -279,7 +279,8 @@ def _forward(
                 *(readable(x[rows], tiles.selection) for x in (query, key, value))
             )
             if some.strips is not None:
-                attend_to_strips(inputs, some.strips, tiles.scale, out[rows], lse[rows])
+                if some.strips.shape[2]:
+                    attend_to_strips(inputs, some.strips, tiles.scale, out[rows], lse[rows])
                 continue
             for group in some.groups:
                 compute.forward(group, tiles, inputs, compute.Result(out[rows], lse[rows]), sums)

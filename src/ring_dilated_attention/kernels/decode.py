@@ -78,7 +78,7 @@ def _split_kernel(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: a block of the queries of a KV head, a share of the rows that they see."""
-    split, number = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    number, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row_blocks = tl.cdiv(count * heads_per_kv, BLOCK_M)
     pair = number // row_blocks
     batch, kv_head = pair // kv_heads, pair % kv_heads
@@ -178,7 +178,7 @@ def _merge_kernel(
     BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """One program: one query of one head; the first head of a KV head writes its new row."""
-    row, pair = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    pair, row = tl.program_id(0).to(tl.int64), tl.program_id(1)
     batch, kv_head = pair // kv_heads, pair % kv_heads
     new, member = row // heads_per_kv, row % heads_per_kv
     columns = tl.arange(0, BLOCK_D)
@@ -289,7 +289,7 @@ def attend_strips(
         num_branches = places.labels.shape[2]
     new_k, new_v = tensors[:2]
     _merge(
-        (rows, batch * kv_heads),
+        (batch * kv_heads, rows),
         (*parts, out, lse, *tensors),
         (
             *k.stride()[:2],
@@ -337,7 +337,7 @@ def _split_rows(
     strides = [x.stride() for x in (q, k, v, new_k, new_v)]
     unit = stride_unit(*strides)
     _split(
-        (splits, blocks),
+        (blocks, splits),
         (q, k, v, new_k, new_v, strips, labels, out, lse),
         (
             *strides_in(unit, *strides),

@@ -30,7 +30,8 @@ from ring_dilated_attention.nn import LongNet, LongNetConfig
 from ring_dilated_attention.train import preset_options
 
 TIMED_CALLS = 600
-"""At most, of a case: so many positions before the end of a segment its caches are nearly full."""
+"""More calls than a case is timed with. Its first call is this many positions before the end of a
+segment, so that its caches are nearly full in all of them."""
 MEAN_OVER = 768
 """Positions: a multiple of all rates, so that each head is a member as often as on average."""
 

@@ -21,7 +21,7 @@ from ring_dilated_attention.tiles import Selection, TileBackend
 from ring_dilated_attention.tiles.fa4 import FA4
 
 SCALE = 64
-"""Sequences, and whatever else is a number of rows, are so many times shorter than on GPUs."""
+"""Sequence lengths and other numbers of rows are smaller by this factor than on GPUs."""
 HEADS, HEAD_DIM = 16, 128
 
 

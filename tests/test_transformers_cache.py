@@ -225,7 +225,7 @@ def test_positions_are_taken_back_only_as_far_as_they_can():
             cache.crop(-back)
     with pytest.raises(ValueError, match="at most 1 positions of row 0 can be taken"):
         cache.crop(-2)
-    cache.crop(54)  # as older versions say it: so many are to stay
+    cache.crop(54)  # older versions pass the number of positions to keep
     assert cache.lengths == (54, 54)
     assert cache.layers[0].is_croppable
     assert not filled(model).layers[0].is_croppable

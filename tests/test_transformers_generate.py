@@ -34,7 +34,7 @@ def _one_thread():
 
 
 def padded_left(ids, *padding):
-    """The same with so many columns of padding in each row, as arguments of generate."""
+    """The ids with this number of padding columns on the left of each row, for generate."""
     mask = (torch.arange(ids.shape[1]) >= torch.tensor(padding)[:, None]).long()
     return {"input_ids": ids * mask, "attention_mask": mask}
 

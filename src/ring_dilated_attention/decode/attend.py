@@ -9,7 +9,7 @@ import torch
 from ..exchange import Shared, refuse_capture, settle
 from ..functional import autocast_inputs, validate_options, validate_tensors
 from ..pattern import in_brief
-from ..tiles import Backend, select_backend
+from ..tiles import Backend, Selection, select_backend
 from ..torch_op import refuse_tangents
 from .by_kernel import attend_by_kernel, kernel_computes
 from .by_tiles import attend_by_tiles
@@ -120,14 +120,14 @@ def _call(
     query, key, value = autocast_inputs(*tensors)
     ends = cache.exchange
     if not cache.is_sharded:
-        _check(query, key, value, cache, scale, backend, return_lse)
-        out, lse = _attend(query, key, value, cache, scale, backend, return_lse)
+        selection = _check(query, key, value, cache, scale, backend, return_lse)
+        out, lse = _attend(query, key, value, cache, scale, selection, return_lse)
     else:
         device = cache.keys.device
         refuse_capture(_NAME, ends, device)
-        shared, failure = None, None
+        shared, failure, selection = None, None, None
         try:
-            _check(query, key, value, cache, scale, backend, return_lse)
+            selection = _check(query, key, value, cache, scale, backend, return_lse)
             shared = Shared.of(
                 {
                     "cache": cache.described,
@@ -141,7 +141,7 @@ def _call(
             failure = error
         with ends.calls.enter(_NAME, "forward") as scope:
             settle(scope, ends, device, shared, failure)
-            out, lse = _attend(query, key, value, cache, scale, backend, True)
+            out, lse = _attend(query, key, value, cache, scale, selection, True)
             assert lse is not None
             out, lse = merged_over_ranks(ends, out, lse)
     return out.to(query.dtype), lse
@@ -160,8 +160,8 @@ def _check(
     scale: float | None,
     backend: Backend,
     return_lse: bool,
-) -> None:
-    """Raise unless the arguments are allowed."""
+) -> Selection | None:
+    """What computes the tiles; None: the decoding kernels do. Raise unless all is allowed."""
     validate_options(cache.plan.pattern, True, scale, None, "auto", backend, return_lse)
     validate_tensors(query, key, value)
     tensors = (query, key, value)
@@ -172,7 +172,10 @@ def _check(
             "torch.inference_mode(), and train with dilated_attention"
         )
     cache.check_new(key, value)
-    select_backend(backend, key.device, key.dtype, key.shape[3])  # a bad one is no rank's failure
+    kind = (backend, query.device, query.dtype)
+    if kernel_computes(*kind, query.shape[1], query.shape[3]):
+        return None
+    return select_backend(*kind, query.shape[3])
 
 
 @torch.no_grad()
@@ -182,13 +185,12 @@ def _attend(
     value: torch.Tensor,
     cache: DilatedKVCache,
     scale: float | None,
-    backend: Backend,
+    selection: Selection | None,
     wants_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """This rank's part: out (batch, m, heads, head_dim) and lse (batch, m, heads) if wanted."""
     head_dim = query.shape[3]
     factor = head_dim**-0.5 if scale is None else float(scale)
-    if kernel_computes(backend, query.device, query.dtype, query.shape[1], head_dim):
+    if selection is None:
         return attend_by_kernel(query, key, value, cache, factor)
-    selection = select_backend(backend, query.device, query.dtype, head_dim)
     return attend_by_tiles(query, key, value, cache, selection, factor, wants_lse=wants_lse)

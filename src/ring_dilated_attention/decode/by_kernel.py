@@ -10,7 +10,6 @@ from ..plan import CachePlan
 from ..tiles import select_backend, table_refusal
 from .cache import DilatedKVCache
 
-_NO_END = 2**62  # what `strips_of_cache` takes for the length of a segment that has no end
 _NAME = "triton"
 
 
@@ -129,6 +128,6 @@ def _table(plan: CachePlan) -> torch.Tensor:
         for place, (head, offset) in enumerate(branch.heads):
             offsets[head] = offset
             bases[head] = branch.first_row + place * branch.slots
-        length = _NO_END if branch.segment_length is None else branch.segment_length
+        length = kernels.NO_END if branch.segment_length is None else branch.segment_length
         rows.append([length, branch.dilation_rate, branch.slots, *offsets, *bases])
     return torch.tensor(rows, dtype=torch.int64)

@@ -357,7 +357,7 @@ class DilatedKVCache:
         return twin
 
     def _begin(self, lengths: Sequence[tuple[Prompt, int]]) -> None:
-        """Rows that take prompts have so many positions."""
+        """Set the length of the rows of each prompt, on the host and on the device."""
         for prompt, length in lengths:
             self._known.begin(range(self._batch)[prompt.to], length)
         self._tell_device()

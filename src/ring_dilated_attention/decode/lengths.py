@@ -57,7 +57,7 @@ class Lengths:
                 yield EqualRows(rows, length)
 
     def begin(self, rows: Iterable[int], length: int) -> None:
-        """The documents of some rows begin anew, with so many positions."""
+        """Some rows begin a new document, of which `length` positions are there already."""
         for row in rows:
             self.known[row] = self.longest[row] = length
 
@@ -71,7 +71,7 @@ class Lengths:
         check_room(max(self.known) + count, plan)
 
     def advance(self, count: int) -> None:
-        """Every row has so many positions more."""
+        """Add `count` positions to every row."""
         self.known = [length + count for length in self.known]
         self.longest = [max(pair) for pair in zip(self.known, self.longest, strict=True)]
 

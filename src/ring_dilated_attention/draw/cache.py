@@ -88,7 +88,7 @@ class HeadCache:
         return stop - first
 
     def grid(self, most: int) -> Grid:
-        """Cells of the picture, at most so many."""
+        """Cells of the picture: at most this number of columns."""
         end = cache_end(self.plan.pattern, self.length)
         return Grid.of(end, most, self.window, called="where the picture ends")
 

@@ -14,9 +14,11 @@ from .mask import Bools, Grid
 _LEAST_AHEAD = 8
 """Positions that are drawn behind the text, at least; else a quarter of the text."""
 _GROWTH_BEYOND = 8
-"""Rows are counted for texts of up to so many times the text, or the longest segment."""
+"""The longest text that rows are counted for is this many times the text or the longest segment,
+whichever is longer."""
 _GROWTH_RANGE, _GROWTH_BELOW = 12, 6
-"""And from so many octaves below that on, or so many below the text and the longest segment."""
+"""The shortest is `_GROWTH_RANGE` powers of two below the longest, or `_GROWTH_BELOW` below the
+text or the longest segment, whichever is shorter."""
 MOST_LENGTH = 1 << 48
 """Of a text whose rows are counted."""
 

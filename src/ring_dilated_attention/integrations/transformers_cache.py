@@ -191,7 +191,7 @@ class DilatedCache(Cache):  # type: ignore[misc]
         return key_states, value_states
 
     def reserve(self, max_length: int) -> None:
-        """Make room for documents of so many positions; no less than before.
+        """Make room for documents of `max_length` positions; never makes less room than there is.
 
         Args:
             max_length: positions, those so far included.
@@ -243,7 +243,7 @@ class DilatedCache(Cache):  # type: ignore[misc]
         self._select(int(row) for row in rows.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Make of every row of the batch so many, side by side."""
+        """Repeat every row of the batch `repeats` times, the copies next to each other."""
         self._select(row for row in range(len(self._lengths)) for _ in range(repeats))
 
     def activate_past_recording(self) -> None:
@@ -272,7 +272,7 @@ class DilatedCache(Cache):  # type: ignore[misc]
             )
 
     def start(self, after: list[int]) -> None:
-        """Make room for rows of so many positions."""
+        """Begin a call of the model, after which the rows of the batch have these lengths."""
         self._pending, self._updated, self._in_call = None, set(), True
         if max(after) > self._room:
             self.reserve(math.ceil(_GROWTH * max(after)))

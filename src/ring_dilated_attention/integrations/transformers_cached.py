@@ -25,7 +25,7 @@ class CachedCall(Call):
         is_prompt: whether the cache is empty: the prompt is sharded, later tokens are not.
         layout: which positions of the prompt each rank holds; None: this process has them all.
         columns: tokens of each row, padding included.
-        kept: of so many columns at the end hidden states are wanted; 0: of all.
+        kept: number of columns at the end whose hidden states are returned; 0: all columns.
         firsts: of a prompt with padding, the first valid column of each row: the model is given it
             as the first one, and `lengths` counts from there. None: column 0.
         after: valid positions of each row after the call.

@@ -7,7 +7,8 @@
 says in how many launches, and `build_programs` lays them out.
 `profile_of` says what constants that were tuned on an H200 are on a device (`DeviceProfile`).
 `attend_strips` computes a few queries against strips of evenly spaced rows, which `strips_of_cache`
-finds in a KV cache, and writes `NewRows` into it; at most `MOST_NEW_ROWS`.
+finds in a KV cache, and writes `NewRows` into it; at most `MOST_NEW_ROWS`. `NO_END` stands for the
+length of a segment without end.
 `merge_rows`, `add_rows` and `row_sums` merge and add the results of tiles.
 """
 
@@ -20,7 +21,7 @@ from .available import has_triton
 from .cells import build_cells
 from .device_profile import DeviceProfile, profile_of
 from .own_programs import MOST_POSITIONS, MOST_STEP, Programs, build_programs, launches_of
-from .tuning import MOST_NEW_ROWS, BackwardConfig, Kernel, LaunchConfig, default_config
+from .tuning import MOST_NEW_ROWS, NO_END, BackwardConfig, Kernel, LaunchConfig, default_config
 
 if TYPE_CHECKING:
     from .backward import tiles_backward
@@ -35,6 +36,7 @@ __all__ = [
     "MOST_NEW_ROWS",
     "MOST_POSITIONS",
     "MOST_STEP",
+    "NO_END",
     "BackwardConfig",
     "DeviceProfile",
     "Kernel",

@@ -15,9 +15,7 @@ import triton
 import triton.language as tl
 
 from .launch import Launcher
-
-NO_END = tl.constexpr(2**62)
-"""The segment length of a branch whose only segment has no end."""
+from .tuning import NO_END
 
 
 class NewPlaces(NamedTuple):
@@ -151,7 +149,7 @@ def strips_of_cache(
     labels = torch.empty(shape, dtype=torch.int32, device=device)
     targets = torch.empty(shape, dtype=torch.int64, device=device)
     has_room = torch.empty(batch, kv_heads, count, dtype=torch.int32, device=device)
-    room = NO_END.value if max_length is None else max_length
+    room = NO_END if max_length is None else max_length
     _launch(
         (batch * kv_heads, num_branches),
         (lengths, branches, strips, labels, targets, has_room),

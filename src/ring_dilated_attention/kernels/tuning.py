@@ -133,6 +133,9 @@ def default_config(
     return LaunchConfig(block_m, block_n, num_warps, best.num_stages, best.max_registers)
 
 
+NO_END = 2**62
+"""In a table of the branches of a KV cache, the segment length of a branch whose only segment has
+no end."""
 MOST_NEW_ROWS = 64
 """Positions that the decoding kernels take at a time: each sees those before it by a mask."""
 _MOST_DECODE_QUERIES = 64

@@ -13,8 +13,8 @@ import ring_dilated_attention
 ROOT = Path(ring_dilated_attention.__file__).parent
 ORDER = [
     "version", "caches", "terminal", "pattern", "named_patterns", "layout", "documents", "plan",
-    "draw", "kernels", "tiles", "exchange", "engine", "resolve", "torch_op", "functional", "decode",
-    "nn",
+    "draw", "kernels", "tiles", "untraced", "exchange", "engine", "resolve", "torch_op",
+    "functional", "decode", "nn",
     "integrations", "checks", "train", "bench", "cli",
 ]  # fmt: skip
 """Rooms, and files of the root: each may import those before it, and rooms by their doors."""

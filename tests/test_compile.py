@@ -105,12 +105,15 @@ def test_the_operators_are_what_torch_expects(options, kv_heads, dtype):
     dtypes = {16: torch.bfloat16, 32: torch.float32, 64: torch.float64}
     tensors = leaves(21, kv_heads=kv_heads, dtype=dtypes[dtype])
     measured = torch.tensor([21, 8]) if options.zero_keys else None
-    opcheck(FORWARD, (*tensors, measured, *options))
+    borders = torch.tensor([0, 5, 21]) if options.zero_keys else None
+    opcheck(FORWARD, (*tensors, measured, borders, *options))
     inputs = [x.detach() for x in tensors]
-    out, lse, identity = FORWARD(*inputs, measured, *options)
-    opcheck(BACKWARD, (torch.ones_like(out), *inputs, out, lse, identity, measured, *options))
+    out, lse, identity = FORWARD(*inputs, measured, borders, *options)
+    opcheck(
+        BACKWARD, (torch.ones_like(out), *inputs, out, lse, identity, measured, borders, *options)
+    )
     inputs[0] = inputs[0].transpose(1, 2).contiguous().transpose(1, 2)  # results are contiguous
-    opcheck(FORWARD, (*inputs, measured, *options))
+    opcheck(FORWARD, (*inputs, measured, borders, *options))
 
 
 def test_the_operator_of_masks_is_what_torch_expects():
@@ -429,7 +432,7 @@ def test_several_ranks_cannot_be_captured(monkeypatch):
             None, True,
         )  # fmt: skip
         with pytest.raises(RuntimeError, match=f"dilated_attention {refused}"):
-            _backward(*[captured] * 7, None, *options)
+            _backward(*[captured] * 7, None, None, *options)
 
     run_loopback(2, rank)
     run_loopback(1, lambda ends: agree("LongNet", ends, {}, None, captured.device))

@@ -34,6 +34,32 @@ class PackedRows(NamedTuple):
     borders: tuple[int, ...]
 
 
+def ints_or_tensor(
+    name: str, values: Integers | None
+) -> tuple[list[int] | None, torch.Tensor | None]:
+    """Ints as an operator takes them: a list where they are known, else a tensor on the CPU.
+
+    Args:
+        name: of the argument, for messages.
+        values: see `as_ints`; None: nothing is given.
+
+    Returns:
+        The list, and the tensor. While torch.compile traces, the numbers in a tensor are not known,
+        and it is this tensor, int64; else the tensor is None.
+
+    Raises:
+        TypeError, ValueError: see `as_ints`.
+    """
+    if values is None:
+        return None, None
+    if not (isinstance(values, torch.Tensor) and torch.compiler.is_compiling()):
+        return as_ints(name, values), None
+    _check_tensor(name, values)
+    if values.shape[0] == 0:
+        raise ValueError(f"{name} must not be empty")
+    return None, values.detach().to("cpu", torch.int64)
+
+
 def as_ints(name: str, values: Any) -> list[int]:
     """The ints of a sequence or tensor; for a CUDA tensor that waits for the device.
 
@@ -52,12 +78,7 @@ def as_ints(name: str, values: Any) -> list[int]:
                 f"under torch.compile {name} must be a list of ints: a tensor's numbers are not "
                 "known when it traces"
             )
-        if values.is_nested or values.layout != torch.strided or values.is_meta:
-            raise TypeError(f"{name} must be a dense tensor that holds numbers")
-        if values.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"{name} must be int32 or int64; got {values.dtype}")
-        if values.ndim != 1:
-            raise ValueError(f"{name} must be 1-D; got shape {shape_in_brief(values)}")
+        _check_tensor(name, values)
         numbers: list[int] = values.tolist()
     elif isinstance(values, list | tuple | range):
         numbers = list(values)
@@ -74,6 +95,15 @@ def as_ints(name: str, values: Any) -> list[int]:
     if not numbers:
         raise ValueError(f"{name} must not be empty")
     return numbers
+
+
+def _check_tensor(name: str, values: torch.Tensor) -> None:
+    if values.is_nested or values.layout != torch.strided or values.is_meta:
+        raise TypeError(f"{name} must be a dense tensor that holds numbers")
+    if values.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} must be int32 or int64; got {values.dtype}")
+    if values.ndim != 1:
+        raise ValueError(f"{name} must be 1-D; got shape {shape_in_brief(values)}")
 
 
 def _as_int(name: str, number: Any) -> int:

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias, get_args, overload
 
 import torch
 
-from .documents import Integers, as_ints
+from .documents import Integers, ints_or_tensor
 from .engine import autocast_dtype
 from .exchange import (
     Group,
@@ -119,8 +119,8 @@ def dilated_attention(
             ``cu_seqlens`` elsewhere; a CUDA tensor makes the call wait for the device. Each is cut
             into segments on its own, a segment length of None is the whole document, and attention
             never crosses a border; ranks may hold any parts of any documents. All rows of the batch
-            have the same documents. Under torch.compile: ints only, as for `lengths`, and another
-            number of documents is another graph. None: one document.
+            have the same documents. Under torch.compile, another number of documents is another
+            graph where they are ints, and not where they are a tensor. None: one document.
         lengths: (batch,) ints, or a tensor as above: row b of the batch holds that many valid
             positions of the whole sequence, 0 to n, and padding behind them. A row gives exactly
             what a sequence of its length would give: padding is part of no segment, and nothing is
@@ -179,6 +179,10 @@ def dilated_attention(
         needs_gradients = torch.is_grad_enabled() and (
             query.requires_grad or key.requires_grad or value.requires_grad
         )
+        (known, borders), (counted, measured) = (
+            ints_or_tensor("documents", documents),
+            ints_or_tensor("lengths", lengths),
+        )
         options = Options(
             *flat_pattern(pattern),
             is_causal,
@@ -189,24 +193,24 @@ def dilated_attention(
             backend,
             None if workspace is None else float(workspace),
             needs_gradients,
-            documents=[] if documents is None else as_ints("documents", documents),
-            lengths=[] if lengths is None else as_ints("lengths", lengths),
+            documents=known or [],
+            lengths=counted or [],
             detached=branch_gradients == "detached" and pattern.mixes_branches,
         )
         if key_padding_mask is not None:
             _validate_mask(key_padding_mask, query, lengths)
     except Exception as failure:
-        # The other ranks are about to agree on their calls: inside of the operator.
-        device = query.device if isinstance(query, torch.Tensor) else torch.device("cpu")
-        agree("dilated_attention", exchange_named(name), None, failure, device)
+        if not torch.compiler.is_compiling():  # which then calls this without tracing it
+            # The other ranks are about to agree on their calls: inside of the operator.
+            device = query.device if isinstance(query, torch.Tensor) else torch.device("cpu")
+            agree("dilated_attention", exchange_named(name), None, failure, device)
         raise
-    measured = None
     if key_padding_mask is not None and torch.compiler.is_compiling():
         measured = LENGTHS(key_padding_mask, options.layout, name)
     elif key_padding_mask is not None:
         found = lengths_of_call(key_padding_mask, query, key, options, layout)
         options = options._replace(lengths=found)
-    out, lse, _ = FORWARD(query, key, value, measured, *options)
+    out, lse, _ = FORWARD(query, key, value, measured, borders, *options)
     return (out, lse) if return_lse else out
 
 

@@ -5,8 +5,8 @@ Of what computes attention, this is the only room that knows torch.distributed.
 `ProcessGroupExchange` is one rank's end of a group of processes, `LoopbackExchange` of one whose
 ranks are threads, `SoloExchange` of a world of one rank; `Exchange` is what they have in common,
 `Pending` a transfer under way, and `Group` what a `group` argument may be. `group_name`,
-`exchange_named` and `resolve_exchange` lead from one to the other, `run_loopback` runs ranks as
-threads, and `all_gather` is a collective out of transfers.
+`exchange_named` and `resolve_exchange` lead from one to the other, `place_in` tells the rank,
+`run_loopback` runs ranks as threads, and `all_gather` is a collective out of transfers.
 
 A `Call` has an identity, and a `Scope` is one under way. `settle`, `settle_later` and `agree` make
 sure that all ranks are in it, with arguments (`Shared`) that are equal; if not, an `ExchangeError`
@@ -20,7 +20,7 @@ from .calls import Call, ExchangeError, Scope
 from .groups import ProcessGroupExchange
 from .interface import Exchange, Pending, SoloExchange, all_gather
 from .loopback import LoopbackExchange, run_loopback
-from .names import Group, exchange_named, group_name, resolve_exchange
+from .names import Group, exchange_named, group_name, place_in, resolve_exchange
 from .padding import KNOWN_LENGTHS, check_padding_mask, lengths_of_mask
 from .presence import Presence, make_presence
 
@@ -44,6 +44,7 @@ __all__ = [
     "group_name",
     "lengths_of_mask",
     "make_presence",
+    "place_in",
     "refuse_capture",
     "resolve_exchange",
     "run_loopback",

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..untraced import untraced
 from .calls import Call, ExchangeError, Scope
 from .interface import Exchange
 
@@ -32,6 +33,7 @@ class Shared(NamedTuple):
 _NOTHING = Shared.of({})
 
 
+@untraced
 def agree(
     name: str,
     ends: Exchange,

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary, WeakMethod
 import torch
 import torch.distributed as dist
 
+from ..untraced import untraced
 from ..version import VERSION
 from .board import Shown, make_board
 from .calls import ALONE, Calls, ExchangeError, LostPeerError
@@ -106,6 +107,11 @@ def _check_versions(versions: list[str]) -> None:
         )
 
 
+@untraced
+def _meet(group: dist.ProcessGroup, timeout: float | None) -> _Members:
+    return _Members(group, timeout)
+
+
 _members: WeakKeyDictionary[dist.ProcessGroup, _Members] = WeakKeyDictionary()
 """Of each group that has made a call, for as long as the group lives: nothing in it keeps that."""
 
@@ -171,7 +177,7 @@ class ProcessGroupExchange:
         if met is None:
             met = _members.get(self._group)
             if met is None:
-                met = _members[self._group] = _Members(self._group, self._given_timeout)
+                met = _members[self._group] = _meet(self._group, self._given_timeout)
             self._found = met
         return met
 

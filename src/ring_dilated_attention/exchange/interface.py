@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ..untraced import untraced
 from .calls import ALONE, Calls
 
 
@@ -61,6 +62,7 @@ class Exchange(Protocol):
         """Every rank's `value`, by rank: a collective of small Python objects."""
 
 
+@untraced
 def all_gather(ends: Exchange, tensor: torch.Tensor) -> list[torch.Tensor]:
     """Every rank's tensor, by rank, inside of a call.
 

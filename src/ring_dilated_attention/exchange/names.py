@@ -89,6 +89,21 @@ def resolve_exchange(group: Group) -> Exchange:
     return exchange_named(group_name(group))
 
 
+def place_in(group: Group) -> tuple[int, int]:
+    """This process's rank in `group`, and its number of ranks; torch.compile can trace it.
+
+    Raises:
+        TypeError, ValueError: see `resolve_exchange`.
+    """
+    if torch.compiler.is_compiling():  # which knows these, but no `Exchange` of them
+        if isinstance(group, DeviceMesh):
+            return group.get_local_rank(), group.size()
+        if isinstance(group, dist.ProcessGroup):
+            return dist.get_rank(group), dist.get_world_size(group)
+    ends = resolve_exchange(group)
+    return ends.rank, ends.world_size
+
+
 def _refuse_a_missing_group() -> None:
     """``dist.group.WORLD`` is None before `init_process_group`: no rank must then compute alone."""
     ranks = _ranks_of_launcher()

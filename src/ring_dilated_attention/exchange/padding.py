@@ -9,6 +9,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..layout import SequenceLayout
 from ..pattern import in_brief, shape_in_brief
+from ..untraced import untraced
 from .calls import Scope
 from .interface import Exchange
 
@@ -37,6 +38,7 @@ def check_padding_mask(mask: Any, batch: int, local_length: int, device: torch.d
         raise ValueError(f"key_padding_mask must be on {device}; got {mask.device}")
 
 
+@untraced
 def lengths_of_mask(
     mask: torch.Tensor, ends: Exchange, layout: SequenceLayout | None, scope: Scope
 ) -> list[int]:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import (
 )
 
 from ..pattern import check_choice, check_positive_int
-from ..torch_op import FORWARD, LENGTHS
+from ..torch_op import AGREED, FORWARD, LENGTHS
 
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ def attention_policy(
     For `torch.utils.checkpoint.create_selective_checkpoint_contexts`; call it from a policy of your
     own to keep more.
     """
-    keeps = op in (FORWARD, LENGTHS)
+    keeps = op in (FORWARD, LENGTHS, AGREED)
     return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 

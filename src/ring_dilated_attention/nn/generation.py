@@ -106,7 +106,7 @@ def prefill(
             chunk_rows=model.chunk_rows,
             attend=_attend_and_keep(block, cache, options),
         )
-    total = whole_length(tokens, ends, layout)
+    total = whole_length(tokens, ends.world_size, layout)
     lasts = [n - 1 for n in found.lengths or [total] * len(tokens)]
     layout = layout or SequenceLayout.contiguous(total, ends.world_size)
     return model.logits(_last_rows(hidden, lasts, layout, ends)[:, None])[:, 0]
@@ -249,7 +249,7 @@ def _check_wanted(
         raise ValueError(f"stop_token must be from 0 to {vocabulary - 1}; got {stop}")
     if prompt.layout is not None and not isinstance(prompt.layout, SequenceLayout):
         raise TypeError(f"layout must be a SequenceLayout or None; got {in_brief(prompt.layout)}")
-    total = whole_length(prompt.tokens, ends, prompt.layout)
+    total = whole_length(prompt.tokens, ends.world_size, prompt.layout)
     if not len(prompt.tokens) or not total:
         raise ValueError(
             f"the prompt must have a token; got tokens of shape {tuple(prompt.tokens.shape)}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -11,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..documents import Integers
-from ..exchange import Group, resolve_exchange
+from ..exchange import Group
 from ..functional import Schedule, autocast_inputs
 from ..layout import SequenceLayout
 from ..pattern import check_positive_int
@@ -187,7 +186,7 @@ class LongNet(TokenGenerator):
     ) -> Tensor:
         """The residual stream after the last block: (batch, local_sequence, embed_dim)."""
         check = None if labels is None else partial(check_labels, labels, tokens)
-        found = agreed_positions(tokens, documents, resolve_exchange(group), layout, check=check)
+        found = agreed_positions(tokens, documents, group, layout, check=check)
         rotation, borders = self.rope(found.rotary[None]), found.documents
         hidden = map_rows(self.embed, tokens, rows=self.chunk_rows, modules=(self.embedding,))
         around: Checkpoint = "keep_attention" if self.checkpoint_blocks > 1 else "none"
@@ -202,7 +201,7 @@ class LongNet(TokenGenerator):
         first: int,
         hidden: Tensor,
         rotation: Rotation,
-        documents: Sequence[int] | None,
+        documents: Integers | None,
         group: Group,
         layout: SequenceLayout | None,
     ) -> Tensor:

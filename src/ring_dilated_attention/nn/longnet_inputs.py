@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ..documents import Integers, as_ints, document_borders, in_words
-from ..exchange import Exchange, agree
+from ..exchange import Group, place_in
 from ..layout import SequenceLayout
 from ..pattern import in_brief, shape_in_brief
+from ..torch_op import agreed
 from .rope import document_positions
 
 
@@ -20,19 +21,20 @@ class Positions(NamedTuple):
 
     Attributes:
         rotary: int64, shape (local_sequence,): of every local row, from the start of its document.
-        documents: cumulative lengths, as ints; None: one document.
+        documents: cumulative lengths, as ints; as they were given while torch.compile traces; None:
+            one document.
         lengths: of each row of the batch; None: no padding.
     """
 
     rotary: Tensor
-    documents: list[int] | None
+    documents: Integers | None
     lengths: list[int] | None
 
 
 def agreed_positions(
     tokens: Tensor,
     documents: Integers | None,
-    ends: Exchange,
+    group: Group,
     layout: SequenceLayout | None,
     lengths: Integers | None = None,
     check: Callable[[], None] | None = None,
@@ -45,20 +47,24 @@ def agreed_positions(
     Args:
         tokens: the local shard, int64, shape (batch, local_sequence).
         documents: cumulative lengths of documents packed in the whole sequence.
-        ends: this rank's end of the group.
+        group: the ranks that share each sequence.
         layout: which positions each rank holds; None: contiguous equal shards.
         lengths: (batch,), the valid positions of each row of the batch, at least one.
         check: raises unless the other arguments of the call fit.
     """
-    positions, borders, valid, failure = None, None, None, None
+    positions, borders, valid, failure = None, documents, None, None
+    rank, world_size = place_in(group)
     try:
-        positions = _positions(tokens, ends, layout)
+        positions = _positions(tokens, rank, world_size, layout)
         if check is not None:
             check()
-        total = whole_length(tokens, ends, layout)
+        total = whole_length(tokens, world_size, layout)
         if lengths is not None:
             valid = _checked_lengths(lengths, len(tokens), total)
-        if documents is not None:
+        if isinstance(documents, Tensor) and torch.compiler.is_compiling():
+            # Attention checks the numbers, which are not known here.
+            positions = document_positions(positions, documents)
+        elif documents is not None:
             borders = as_ints("documents", documents)
             # Where rows have lengths of their own, documents may end before the padding does.
             known = document_borders(borders, max(valid) if valid else None, total)
@@ -66,8 +72,7 @@ def agreed_positions(
     except Exception as error:  # whatever it is, the other ranks are to be told
         failure = error
     # What else must be equal on all ranks, the first attention compares.
-    agree("LongNet", ends, None if failure else {}, failure, device_of(tokens))
-    assert positions is not None
+    positions = agreed(positions, "LongNet", group, failure, device_of(tokens))
     return Positions(positions, borders, valid)
 
 
@@ -91,9 +96,9 @@ def device_of(tokens: Tensor) -> torch.device:
     return tokens.device if isinstance(tokens, Tensor) else torch.device("cpu")
 
 
-def whole_length(tokens: Tensor, ends: Exchange, layout: SequenceLayout | None) -> int:
+def whole_length(tokens: Tensor, world_size: int, layout: SequenceLayout | None) -> int:
     """Positions of the whole sequence, of which `tokens` are the local shard."""
-    return tokens.shape[1] * ends.world_size if layout is None else layout.length
+    return tokens.shape[1] * world_size if layout is None else layout.length
 
 
 def check_tokens(tokens: Tensor, shape: str) -> None:
@@ -106,17 +111,17 @@ def check_tokens(tokens: Tensor, shape: str) -> None:
         raise ValueError(f"tokens must have shape {shape}; got {shape_in_brief(tokens)}")
 
 
-def _positions(tokens: Tensor, ends: Exchange, layout: SequenceLayout | None) -> Tensor:
+def _positions(tokens: Tensor, rank: int, world_size: int, layout: SequenceLayout | None) -> Tensor:
     """The global position of every local row: int64, shape (local_sequence,)."""
     check_tokens(tokens, "(batch, local_sequence)")
     rows = tokens.shape[1]
     if layout is None:
-        return torch.arange(ends.rank * rows, (ends.rank + 1) * rows, device=tokens.device)
+        return torch.arange(rank * rows, (rank + 1) * rows, device=tokens.device)
     if not isinstance(layout, SequenceLayout):
         raise TypeError(f"layout must be a SequenceLayout or None; got {in_brief(layout)}")
     held = f"got tokens of shape {tuple(tokens.shape)}"
-    layout.check_shard(ends.rank, ends.world_size, rows, held)
-    return layout.positions(ends.rank, device=tokens.device)
+    layout.check_shard(rank, world_size, rows, held)
+    return layout.positions(rank, device=tokens.device)
 
 
 def check_labels(labels: Tensor, tokens: Tensor) -> None:

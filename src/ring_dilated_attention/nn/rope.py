@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..documents import Integers, as_ints, in_words
+from ..documents import Integers, in_words, ints_or_tensor
 from ..pattern import check_positive_int, in_brief, shape_in_brief
 
 
@@ -32,10 +32,11 @@ def document_positions(positions: Tensor, documents: Integers) -> Tensor:
         >>> document_positions(torch.arange(6), [0, 2, 6]).tolist()
         [0, 1, 0, 1, 2, 3]
     """
-    borders = as_ints("documents", documents)
-    if borders[0] != 0:
+    borders, starts = ints_or_tensor("documents", documents)
+    if borders and borders[0] != 0:
         raise ValueError(f"documents must rise from 0; got {in_words(borders)}")
-    starts = torch.tensor(borders, device=positions.device)
+    source = torch.tensor(borders) if starts is None else starts
+    starts = source.to(positions.device)
     document = torch.searchsorted(starts, positions.contiguous(), right=True) - 1
     return positions - starts[document]
 

@@ -7,12 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..documents import Integers, as_ints
-from ..exchange import Exchange, Group, agree, resolve_exchange
+from ..documents import Integers, ints_or_tensor
+from ..exchange import Group, place_in
 from ..functional import Schedule, autocast_inputs
 from ..layout import SequenceLayout
 from ..pattern import check_positive_int, in_brief
 from ..tiles import Backend
+from ..torch_op import agreed
 from .checkpoint import Checkpoint, check_checkpoint
 from .checks import check_rows
 from .chunked import map_rows
@@ -135,8 +136,7 @@ class SlideEncoder(nn.Module):
             TypeError, ValueError: the arguments do not fit, on this rank or on another; and see
                 `dilated_attention`.
         """
-        ends = resolve_exchange(group)
-        at, positions = self._agreed_row_of_cls(features, coordinates, lengths, ends, layout)
+        coordinates, at, positions = self._agreed(features, coordinates, lengths, group, layout)
         hidden = map_rows(
             self._embed, features, coordinates, rows=self.chunk_rows, modules=(self.embedding,)
         )
@@ -165,31 +165,36 @@ class SlideEncoder(nn.Module):
         position = sincos_positions(tiles, self.config.embed_dim).to(embedded.dtype)
         return autocast_inputs(embedded + position)[0]
 
-    def _agreed_row_of_cls(
+    def _agreed(
         self,
         features: Tensor,
         coordinates: Tensor,
         lengths: Integers | None,
-        ends: Exchange,
+        group: Group,
         layout: SequenceLayout | None,
-    ) -> tuple[int | None, list[int] | None]:
-        """The class token's local row, if it is here; positions of each slide, if they differ.
+    ) -> tuple[Tensor, int | None, Integers | None]:
+        """The coordinates, the local row of the class token if it is here, positions of each slide.
 
         If any rank's arguments do not fit, an error on every rank: one that raised alone would
         leave the others waiting for it in the first attention.
         """
-        at, positions, failure = None, None, None
+        at, failure = None, None
+        positions: Integers | None = None
+        rank, world_size = place_in(group)
         try:
             self._check_shapes(features, coordinates)
-            at = _row_of_cls(features.shape[1], ends, layout)
-            if lengths is not None:
-                positions = [tiles + 1 for tiles in as_ints("lengths", lengths)]
+            at = _row_of_cls(features.shape[1], rank, world_size, layout)
+            known, tiles = ints_or_tensor("lengths", lengths)
+            if tiles is not None:
+                positions = tiles + 1
+            elif known is not None:
+                positions = [count + 1 for count in known]
         except Exception as error:  # whatever it is, the other ranks are to be told
             failure = error
         # What else must be equal on all ranks, the first attention compares.
         device = features.device if isinstance(features, Tensor) else torch.device("cpu")
-        agree("SlideEncoder", ends, None if failure else {}, failure, device)
-        return at, positions
+        coordinates = agreed(coordinates, "SlideEncoder", group, failure, device)
+        return coordinates, at, positions
 
     def _check_shapes(self, features: Tensor, coordinates: Tensor) -> None:
         for name, tensor, width in (
@@ -204,19 +209,19 @@ class SlideEncoder(nn.Module):
             )
 
 
-def _row_of_cls(tiles: int, ends: Exchange, layout: SequenceLayout | None) -> int | None:
+def _row_of_cls(
+    tiles: int, rank: int, world_size: int, layout: SequenceLayout | None
+) -> int | None:
     """The local row of position 0; None where another rank holds it."""
     if layout is None:
-        return None if ends.rank else 0
+        return None if rank else 0
     if not isinstance(layout, SequenceLayout):
         raise TypeError(f"layout must be a SequenceLayout or None; got {in_brief(layout)}")
-    if layout.world_size != ends.world_size:
-        raise ValueError(
-            f"the layout is for {layout.world_size} ranks; the group has {ends.world_size}"
-        )
+    if layout.world_size != world_size:
+        raise ValueError(f"the layout is for {layout.world_size} ranks; the group has {world_size}")
     first = layout.pieces[0]
-    own = first.rank == ends.rank
-    expected = layout.local_length(ends.rank) - own
+    own = first.rank == rank
+    expected = layout.local_length(rank) - own
     if tiles != expected:
         raise ValueError(
             f"the layout gives this rank {expected} tiles{' behind the class token' * own}; "

@@ -1,18 +1,22 @@
 """A call as torch sees it: autograd, torch.compile, fake tensors, FLOP formulas.
 
 `FORWARD` is the operator of every call of `dilated_attention`; importing this room registers it.
+`AGREED` and `agreed` have the ranks agree on what a module was given.
 `LENGTHS`, an operator too, `lengths_of_call` and `padding` tell what a padding mask stands for.
 `apply_function`, `once_differentiable` and `refuse_tangents` are what any autograd function here
 needs.
 """
 
+from .agreed import AGREED, agreed
 from .derivatives import apply_function, once_differentiable, refuse_tangents
 from .lengths import LENGTHS, lengths_of_call, padding
 from .operator import FORWARD
 
 __all__ = [
+    "AGREED",
     "FORWARD",
     "LENGTHS",
+    "agreed",
     "apply_function",
     "lengths_of_call",
     "once_differentiable",

@@ -25,6 +25,7 @@ def forward_flops(
     key_shape: Sequence[int],
     value_shape: Sequence[int],
     measured: Sequence[int] | None,
+    borders: Sequence[int] | None,
     segment_lengths: Sequence[int],
     dilation_rates: Sequence[int],
     head_offsets: str,
@@ -50,6 +51,7 @@ def forward_flops(
         key_shape: (batch, local_sequence, kv_heads, head_dim).
         value_shape: as `key_shape`.
         measured: of lengths in a tensor, whose values are not known: every position counts.
+        borders: of documents in a tensor, whose values are not known: one document counts.
         segment_lengths: of the pattern; 0 is the whole document. This and what follows are the
             fields of `resolve.Options`, by their order.
         dilation_rates: of the pattern.

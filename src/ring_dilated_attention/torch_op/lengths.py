@@ -22,7 +22,7 @@ from ..exchange import (
 )
 from ..layout import SequenceLayout
 from ..resolve import Options, shared_words
-from .untraced import untraced
+from ..untraced import untraced
 
 _Library: Any = torch.library.Library  # its methods have no annotations
 _library = _Library("ring_dilated_attention", "FRAGMENT")
@@ -130,10 +130,19 @@ def padding(
 
 def refuse_masks_in_graphs() -> None:
     """Raise a `RuntimeError` in a CUDA graph: replays would go by the lengths at its capture."""
+    _refuse_in_graphs("key_padding_mask", "pass lengths")
+
+
+def refuse_tensor_in_graphs(name: str) -> None:
+    """Raise a `RuntimeError` in a CUDA graph, for lengths or documents in a tensor."""
+    _refuse_in_graphs(f"{name} in a tensor", "pass a list of ints")
+
+
+def _refuse_in_graphs(what: str, instead: str) -> None:
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "key_padding_mask cannot be captured in a CUDA graph: every replay would use the "
-            "lengths of the capture; pass lengths, and capture one graph for each of them"
+            f"{what} cannot be captured in a CUDA graph: every replay would use the numbers of the "
+            f"capture; {instead}, and capture one graph for each of them"
         )
 
 

@@ -24,10 +24,10 @@ from ..exchange import (
 )
 from ..resolve import Options, PlannedRows, Resolved, resolve
 from ..tiles import accumulate_dtype
+from ..untraced import untraced
 from .derivatives import apply_function, once_differentiable, refuse_tangents
 from .flops import count_flops_of
-from .lengths import refuse_masks_in_graphs
-from .untraced import untraced
+from .lengths import refuse_tensor_in_graphs
 
 _OPTIONS = (
     "int[] segment_lengths, int[] dilation_rates, str head_offsets, str head_branches, "
@@ -39,25 +39,26 @@ _OPTIONS = (
 _Library: Any = torch.library.Library  # its methods have no annotations
 _library = _Library("ring_dilated_attention", "DEF")
 _library.define(
-    f"forward(Tensor query, Tensor key, Tensor value, Tensor? measured, {_OPTIONS}) "
-    "-> (Tensor out, Tensor lse, Tensor identity)",
+    "forward(Tensor query, Tensor key, Tensor value, Tensor? measured, Tensor? borders, "
+    f"{_OPTIONS}) -> (Tensor out, Tensor lse, Tensor identity)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
     "backward(Tensor dout, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
-    f"Tensor identity, Tensor? measured, {_OPTIONS}) "
+    f"Tensor identity, Tensor? measured, Tensor? borders, {_OPTIONS}) "
     "-> (Tensor dquery, Tensor dkey, Tensor dvalue)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
 FORWARD = torch.ops.ring_dilated_attention.forward.default
-"""(query, key, value, measured, *options) -> (out, lse, identity): out as query, lse (batch, heads,
-local_sequence), both contiguous; identity int64 () on the CPU, the number of the call among those
-of its group, (0,) without a group. measured is None, or what `LENGTHS` returned, in place of the
-option lengths. The other arguments are those that `dilated_attention` has validated."""
+"""(query, key, value, measured, borders, *options) -> (out, lse, identity): out as query, lse
+(batch, heads, local_sequence), both contiguous; identity int64 () on the CPU, the number of the
+call among those of its group, (0,) without a group. measured and borders are None, or integers
+(1-D, on the CPU) that are not known while a graph is traced: in place of the options lengths and
+documents. The other arguments are those that `dilated_attention` has validated."""
 BACKWARD = torch.ops.ring_dilated_attention.backward.default
-"""(dout, query, key, value, out, lse, identity, measured, *options) -> (dquery, dkey, dvalue),
-contiguous, each as its input."""
+"""(dout, query, key, value, out, lse, identity, measured, borders, *options) -> (dquery, dkey,
+dvalue), contiguous, each as its input."""
 
 
 class RingDilatedAttention(torch.autograd.Function):
@@ -102,17 +103,18 @@ class RingDilatedAttention(torch.autograd.Function):
         key: torch.Tensor,
         value: torch.Tensor,
         measured: torch.Tensor | None,
+        borders: torch.Tensor | None,
         options: Options,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         with torch._C._AutoDispatchBelowAutograd():
-            out, lse, identity = FORWARD(query, key, value, measured, *options)
+            out, lse, identity = FORWARD(query, key, value, measured, borders, *options)
         return out, lse, identity
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: D102
-        query, key, value, measured, options = inputs
+        query, key, value, measured, borders, options = inputs
         out, lse, identity = output
-        ctx.save_for_backward(query, key, value, out, lse, identity, measured)
+        ctx.save_for_backward(query, key, value, out, lse, identity, measured, borders)
         ctx.options = options
         ctx.ends = exchange_named(options.group)  # keeps it for backward, which goes by its name
         ctx.mark_non_differentiable(lse, identity)
@@ -125,10 +127,10 @@ class RingDilatedAttention(torch.autograd.Function):
         gradients = once_differentiable(
             "dilated_attention", lambda *x: BACKWARD(*x, *options), dout, *ctx.saved_tensors
         )
-        return *gradients, None, None
+        return *gradients, None, None, None
 
 
-# In what follows, `measured` comes first of the options.
+# In what follows, `measured` and `borders` come first of the options.
 
 
 def _autograd(
@@ -138,7 +140,7 @@ def _autograd(
     if torch.is_grad_enabled() and (
         query.requires_grad or key.requires_grad or value.requires_grad
     ):
-        inputs = query, key, value, options[0], Options(*options[1:])
+        inputs = query, key, value, *options[:2], Options(*options[2:])
         out, lse, identity = apply_function(RingDilatedAttention, *inputs, in_operator=True)
         return out, lse, identity
     with torch._C._AutoDispatchBelowAutograd():
@@ -219,12 +221,15 @@ def _backward(
         return dquery, dkey, dvalue
 
 
-def _options(measured: torch.Tensor | None, *options: Any) -> Options:
+def _options(measured: torch.Tensor | None, borders: torch.Tensor | None, *options: Any) -> Options:
     named = Options(*options)
-    if measured is None:
-        return named
-    refuse_masks_in_graphs()
-    return named._replace(lengths=measured.tolist())
+    if measured is not None:
+        refuse_tensor_in_graphs("lengths")
+        named = named._replace(lengths=measured.tolist())
+    if borders is not None:
+        refuse_tensor_in_graphs("documents")
+        named = named._replace(documents=borders.tolist())
+    return named
 
 
 def _fake_forward(
@@ -232,7 +237,7 @@ def _fake_forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     batch, length, num_heads, _ = query.shape
     lse = query.new_empty((batch, num_heads, length), dtype=accumulate_dtype(query.dtype))
-    return query.new_empty(query.shape), lse, _identity(Options(*options[1:]).group, query)
+    return query.new_empty(query.shape), lse, _identity(Options(*options[2:]).group, query)
 
 
 def _fake_backward(

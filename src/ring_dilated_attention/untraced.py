@@ -1,4 +1,4 @@
-"""Implementations of operators are never traced by torch.compile, whoever calls the operator."""
+"""What torch.compile never traces: what implements operators, and what talks to other ranks."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ def untraced(function: F) -> F:
 
     In a compiled graph an operator is one call. But where torch.compile leaves a graph before the
     call and does not come back to it, the operator runs like any other function: torch.compile
-    would trace what implements it, and fail at the first kernel.
+    would trace what implements it, and fail at the first kernel. What talks to other ranks is no
+    operator, and tracing it fails at the first thing of torch.distributed that is not known there.
 
     Args:
-        function: of positional arguments, called by the dispatcher or by autograd.
+        function: of positional arguments.
     """
     disabled: list[Callable[..., Any]] = []
 

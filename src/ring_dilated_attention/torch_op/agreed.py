@@ -1,0 +1,73 @@
+"""Agreement of the ranks on what a module was given, as torch.compile sees it: an operator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..exchange import Group, agree, exchange_named, group_name
+from ..untraced import untraced
+
+_Library: Any = torch.library.Library  # its methods have no annotations
+_library = _Library("ring_dilated_attention", "FRAGMENT")
+_library.define(
+    "agreed(Tensor tensor, str name, str group) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
+)
+
+AGREED = torch.ops.ring_dilated_attention.agreed.default
+"""(tensor, name, group) -> a copy of the tensor, once every rank of the group has called the module
+`name` with arguments that fit. What follows depends on the copy, so that a graph neither drops the
+agreement nor moves it."""
+
+
+def _agreed(tensor: torch.Tensor, name: str, group: str) -> torch.Tensor:
+    agree(name, exchange_named(group), {}, None, tensor.device)
+    return tensor.clone()
+
+
+def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    pass
+
+
+def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    return gradient, None, None
+
+
+_library.impl("agreed", untraced(_agreed), "CompositeExplicitAutograd")
+torch.library.register_fake(
+    AGREED, lambda tensor, name, group: torch.empty_like(tensor), lib=_library
+)
+torch.library.register_autograd(AGREED, _backward, setup_context=_setup_context, lib=_library)
+
+
+def agreed(
+    tensor: torch.Tensor | None,
+    name: str,
+    group: Group,
+    failure: Exception | None,
+    device: torch.device,
+) -> torch.Tensor:
+    """Raise on every rank unless the arguments of all ranks fit; see `exchange.agree`.
+
+    Args:
+        tensor: a small tensor that all that follows depends on; None if this rank refused.
+        name: the module that was called, for messages.
+        group: the ranks that share each sequence.
+        failure: why this rank refused its arguments; None if it did not. While torch.compile
+            traces it is raised at once: with ``fullgraph=True`` compilation fails, and else the
+            module runs without being compiled, and tells the other ranks.
+        device: where the arguments are.
+
+    Returns:
+        The tensor, or a copy of it.
+    """
+    if not torch.compiler.is_compiling():
+        ends = exchange_named(group_name(group))
+        agree(name, ends, None if failure else {}, failure, device)
+    elif failure is not None:
+        raise failure
+    elif tensor is not None and group is not None:
+        tensor = AGREED(tensor, name, group_name(group))
+    assert tensor is not None
+    return tensor

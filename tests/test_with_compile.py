@@ -1,0 +1,285 @@
+"""torch.compile of models on ranks, of documents in tensors, and behind graph breaks."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.testing import CompileCounterWithBackend
+from worlds import world
+
+from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention
+from ring_dilated_attention.checks import relative_error, run_ranks
+from ring_dilated_attention.nn import (
+    LongNet,
+    LongNetConfig,
+    MultiheadDilatedAttention,
+    SlideEncoder,
+    SlideEncoderConfig,
+)
+from ring_dilated_attention.torch_op import agreed
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.torch.jit:DeprecationWarning"
+)  # the compiler's own
+
+PATTERN = DilatedPattern([8, 24, None], [1, 2, 4])
+SHAPE: dict[str, Any] = {
+    "num_layers": 1,
+    "embed_dim": 32,
+    "num_heads": 4,
+    "ffn_dim": 48,
+    "segment_lengths": (6, None),
+    "dilation_rates": (1, 3),
+}
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def outcome(model, loss):
+    """The loss and all gradients, one after another."""
+    return torch.cat([x.flatten() for x in (loss.detach(), *gradients(model, loss))])
+
+
+def gradients(model, loss):
+    return torch.autograd.grad(loss, list(model.parameters()))
+
+
+# --- models on ranks
+
+
+def language_model(checkpoint):
+    torch.manual_seed(0)
+    return LongNet(LongNetConfig(**SHAPE), checkpoint=checkpoint).double()
+
+
+def _language_model(rank, world_size, checkpoint):
+    """Compiled in one graph on ranks whose group has made no call, against one process."""
+    model, errors = language_model(checkpoint), []
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model.loss, backend=counter, fullgraph=True)
+    for length in (37, 40):
+        layout = SequenceLayout.zigzag(length, world_size)
+        tokens = torch.arange(2 * length).view(2, length) % 256
+        labels = tokens.roll(-1, 1)
+        shards = [layout.shard(x, rank, 1) for x in (tokens, labels)]
+        documents = torch.tensor([0, length // 3, length])
+        options = {"group": dist.group.WORLD, "layout": layout, "documents": documents}
+        got = outcome(model, compiled(*shards, **options))
+        dist.all_reduce(got)
+        want = outcome(model, model.loss(tokens, labels, documents=documents))
+        errors.append(relative_error(got, want))
+    return errors, counter.frame_count
+
+
+@pytest.mark.parametrize(
+    "checkpoint",
+    [
+        "keep_attention",
+        pytest.param("none", marks=pytest.mark.slow),
+        pytest.param("full", marks=pytest.mark.slow),
+    ],
+)
+def test_a_language_model_compiles_on_ranks(checkpoint):
+    """compile(LongNet) on a fresh group, ``fullgraph=True``, with documents in a tensor."""
+    for errors, graphs in run_ranks(_language_model, 2, checkpoint):
+        assert max(errors) < 1e-12
+        assert graphs == 2  # one for the first length, and one for any
+
+
+def slides():
+    torch.manual_seed(0)
+    config = SlideEncoderConfig(in_dim=8, **SHAPE)
+    generator = torch.Generator().manual_seed(1)
+    features = torch.randn(2, 36, 8, generator=generator, dtype=torch.float64)
+    where = torch.rand(2, 36, 2, generator=generator, dtype=torch.float64) * 1000
+    return SlideEncoder(config).double(), features, where
+
+
+def _slide_encoder(rank, world_size, lengths):
+    model, features, where = slides()
+    layout = SequenceLayout.zigzag(37, world_size)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    own = layout.positions(rank)
+    tiles = own[own > 0] - 1
+    given = {"group": dist.group.WORLD, "layout": layout, "lengths": lengths}
+    out = compiled(features[:, tiles], where[:, tiles], **given)
+    got = outcome(model, out.cls.sin().sum() + out.tiles.sin().sum())
+    dist.all_reduce(got)
+    whole = model(features, where, lengths=lengths)
+    want = outcome(model, whole.cls.sin().sum() + whole.tiles.sin().sum())
+    apart = relative_error(out.tiles.detach(), whole.tiles[:, tiles].detach())
+    return relative_error(got, want), apart
+
+
+@pytest.mark.parametrize(
+    "lengths", [pytest.param(None, marks=pytest.mark.slow), torch.tensor([36, 11])]
+)
+def test_a_slide_encoder_compiles_on_ranks(lengths):
+    """One rank has the class token, the others none; lengths of slides in a tensor."""
+    for errors in run_ranks(_slide_encoder, 2, lengths):
+        assert max(errors) < 1e-12
+
+
+def _refused(rank, world_size):
+    model = language_model("none")
+    compiled = torch.compile(model.loss, backend="aot_eager")
+    tokens = torch.arange(2 * 20).view(2, 20)
+    labels = tokens if rank == 0 else tokens[:, :3]
+    try:
+        compiled(tokens, labels, group=dist.group.WORLD)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_what_one_rank_refuses_is_an_error_on_every_rank():
+    """A compiled rank waits in its graph for one that does not get that far."""
+    first, second = run_ranks(_refused, 2)
+    assert "was refused on other ranks: rank 1: ValueError: labels must have the shape" in first
+    assert second.startswith("labels must have the shape of tokens")
+
+
+# --- documents and lengths in tensors
+
+
+def attend(query, mask=None, *, documents=None, lengths=None):
+    """As in a model: each layer is given the same."""
+    for _ in range(2):
+        query = dilated_attention(
+            query, query, query, PATTERN, is_causal=True,
+            documents=documents, lengths=lengths, key_padding_mask=mask,
+        ).sin()  # fmt: skip
+    return query
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"documents": [0, 7, 40]}, {"documents": [0, 3, 11, 39, 40]}),
+        ({"lengths": [3, 40]}, {"lengths": [40, 0]}),
+        ({"lengths": [3, 40], "documents": [0, 11, 40]}, {"lengths": [7, 8], "documents": [0, 9]}),
+    ],
+)
+def test_numbers_in_tensors_compile(first, second):
+    """Their numbers are not known when it traces; one graph serves all of them."""
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attend, backend=counter, fullgraph=True)
+    query = torch.randn(2, 40, 4, 8, requires_grad=True)
+    for options in (first, second):
+        tensors = {name: torch.tensor(numbers) for name, numbers in options.items()}
+        for tensor in tensors.values():
+            torch._dynamo.mark_dynamic(tensor, 0)
+        out, want = compiled(query, **tensors), attend(query, **options)
+        assert torch.equal(out, want)
+        both = [torch.autograd.grad(x.square().sum(), query)[0] for x in (out, want)]
+        assert torch.equal(*both)
+    assert counter.frame_count == 1
+
+
+def test_a_mask_and_documents_in_a_tensor_compile():
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    query, mask = torch.randn(2, 40, 4, 8), torch.arange(40) >= torch.tensor([[40], [13]])
+    got = compiled(query, mask, documents=torch.tensor([0, 9, 40], dtype=torch.int32))
+    assert torch.equal(got, attend(query, mask, documents=[0, 9, 40]))
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"documents": torch.tensor([0, 41])}, ValueError, "documents must rise from 0"),
+        ({"lengths": torch.tensor([41, 3])}, ValueError, "lengths must lie in .0, 40."),
+        ({"documents": torch.ones(2)}, None, "documents must be int32 or int64"),
+        ({"lengths": torch.tensor([[3, 40]])}, None, "lengths must be 1-D"),
+        ({"documents": torch.empty(0, dtype=torch.int64)}, None, "documents must not be empty"),
+    ],
+)
+def test_wrong_tensors_are_refused(options, kind, message):
+    """Wrong numbers when the graph runs, wrong shapes and dtypes when it is traced."""
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    with pytest.raises(kind or torch._dynamo.exc.Unsupported, match=message):
+        compiled(torch.randn(2, 40, 4, 8), **options)
+
+
+def test_documents_in_a_tensor_are_exported():
+    class Attention(torch.nn.Module):
+        def forward(self, query, documents):
+            return attend(query, documents=documents)
+
+    query = torch.randn(1, 40, 4, 8)
+    count = {0: torch.export.Dim("count", min=2, max=100)}
+    program = torch.export.export(
+        Attention(), (query, torch.tensor([0, 9, 40])), dynamic_shapes=(None, count)
+    )
+    got = program.module()(query, torch.tensor([0, 5, 17, 40]))
+    assert torch.equal(got, attend(query, documents=[0, 5, 17, 40]))
+
+
+# --- graph breaks
+
+
+class Layers(torch.nn.Module):
+    """As torchscale's encoders: with a mask, whose numbers decide something."""
+
+    def __init__(self, breaks):
+        super().__init__()
+        self.breaks = breaks
+        self.layers = torch.nn.ModuleList(
+            MultiheadDilatedAttention(32, 4, segment_lengths=[8, None], dilation_rates=[1, 2])
+            for _ in range(2)
+        )
+
+    def forward(self, x, mask):
+        for layer in self.layers:
+            if self.breaks and mask[:, 0].any():  # dynamo leaves the graph, and its frame
+                x = x * 2
+            x = x + layer(x, x, x, key_padding_mask=mask)[0]
+        return x
+
+
+def _alone(x, mask, model):
+    """A frame that torch.compile leaves alone, and what it calls not."""
+    return model(x, mask)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+@pytest.mark.parametrize("leaves_frame", [False, True])
+def test_behind_a_graph_break_no_operator_is_traced(leaves_frame):
+    """Compile torchscale's encoder with replaced modules: the model itself breaks the graph."""
+    seen: list[str] = []
+
+    def backend(graph, _):
+        seen.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    torch.manual_seed(0)
+    model = Layers(breaks=True)
+    call = torch._dynamo.disable(_alone, recursive=False) if leaves_frame else _alone
+    compiled = torch.compile(lambda x, mask: call(x, mask, model), backend=backend)
+    x, mask = torch.randn(2, 20, 32), torch.arange(20) >= torch.tensor([[20], [7]])
+    outcomes = []
+    for function in (compiled, lambda x, mask: model(x, mask)):
+        out = function(x, mask)
+        outcomes.append(outcome(model, out.square().sum()))
+    assert relative_error(*outcomes) < 1e-5
+    inside = ("logsumexp", "softmax", "scaled_dot_product", "baddbmm", "index_add", "empty")
+    assert not [name for name in seen if any(word in name for word in inside)], seen
+
+
+def _agreement_alone(rank, world_size):
+    alone = torch._dynamo.disable(agreed, recursive=False)
+
+    def function(x):
+        return alone(x.sin(), "Model", world(), None, x.device) + 1
+
+    x = torch.ones(3)
+    return relative_error(torch.compile(function, backend="eager")(x), function(x))
+
+
+def test_the_agreement_of_ranks_is_not_traced():
+    assert run_ranks(_agreement_alone, 2) == [0.0, 0.0]

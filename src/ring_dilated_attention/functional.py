@@ -15,10 +15,14 @@ from .documents import Integers, ints_or_tensor
 from .engine import autocast_dtype
 from .exchange import (
     Group,
+    Placed,
     agree,
     check_padding_mask,
     exchange_named,
     group_name,
+    group_of_dtensors,
+    is_dtensor,
+    one_group,
 )
 from .layout import SequenceLayout
 from .pattern import DilatedPattern, check_choice, in_brief, shape_in_brief
@@ -48,6 +52,7 @@ def dilated_attention(
     lengths: Integers | None = None,
     key_padding_mask: torch.Tensor | None = None,
     group: Group = None,
+    mesh: Group = None,
     layout: SequenceLayout | None = None,
     exchange: Schedule = "auto",
     backend: Backend = "auto",
@@ -70,6 +75,7 @@ def dilated_attention(
     lengths: Integers | None = None,
     key_padding_mask: torch.Tensor | None = None,
     group: Group = None,
+    mesh: Group = None,
     layout: SequenceLayout | None = None,
     exchange: Schedule = "auto",
     backend: Backend = "auto",
@@ -91,6 +97,7 @@ def dilated_attention(
     lengths: Integers | None = None,
     key_padding_mask: torch.Tensor | None = None,
     group: Group = None,
+    mesh: Group = None,
     layout: SequenceLayout | None = None,
     exchange: Schedule = "auto",
     backend: Backend = "auto",
@@ -105,6 +112,12 @@ def dilated_attention(
     `DilatedPattern`). The gradient is the true gradient of that function. A position that no branch
     covers gets output 0, lse -inf and gradient 0. Every rank of the group makes the same call with
     its own shard; backward runs on every rank too, on empty shards included.
+
+    Query, key and value may be DTensors: whole tensors, of which ranks hold parts. Where they are
+    sharded over the sequence, Shard(1), these ranks are the group, and positions are those of the
+    whole tensors, evenly cut or not; other dimensions of the mesh may replicate them or shard the
+    batch. Then out, lse and gradients are DTensors placed alike, `lengths` are those of the whole
+    batch, and `key_padding_mask` is a DTensor too.
 
     Args:
         query: (batch, local_sequence, heads, head_dim); float64, float32, bfloat16 or float16.
@@ -135,6 +148,7 @@ def dilated_attention(
             small collectives, which `lengths` saves.
         group: the ranks that share the sequence: a ProcessGroup, a 1-D DeviceMesh, an `Exchange`,
             or None if this process holds the whole sequence.
+        mesh: the same, by the name that DTensors have for it; not beside `group`.
         layout: which rank holds which positions; None: contiguous equal shards.
         exchange: ``"ring"`` keeps one message in flight during compute and holds the rows of at
             most two remote shards; ``"gather"`` starts all transfers at once and holds them all;
@@ -167,6 +181,15 @@ def dilated_attention(
         NotImplementedError: an input has a tangent: there is no forward-mode derivative.
         RuntimeError: a CUDA graph is being captured, and there are several ranks.
     """
+    group = one_group(group, mesh)
+    if is_dtensor(query) or is_dtensor(key) or is_dtensor(value):
+        options_of_call = {
+            "is_causal": is_causal, "scale": scale, "documents": documents, "lengths": lengths,
+            "key_padding_mask": key_padding_mask, "group": group, "layout": layout,
+            "exchange": exchange, "backend": backend, "workspace": workspace,
+            "branch_gradients": branch_gradients, "return_lse": return_lse,
+        }  # fmt: skip
+        return _of_dtensors(query, key, value, pattern, options_of_call)
     name = group_name(group)
     query, key, value = autocast_inputs(query, key, value)
     try:
@@ -212,6 +235,34 @@ def dilated_attention(
         options = options._replace(lengths=found)
     out, lse, _ = FORWARD(query, key, value, measured, borders, *options)
     return (out, lse) if return_lse else out
+
+
+def _of_dtensors(
+    query: Any, key: Any, value: Any, pattern: DilatedPattern, options: dict[str, Any]
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """`dilated_attention` of DTensors: that of this rank's shards."""
+    group = options["group"]
+    try:
+        placed = Placed.of(query, key, value, group, options["layout"])
+        local = {
+            **options,
+            "group": placed.group,
+            "layout": placed.layout,
+            "lengths": placed.rows_of("lengths", options["lengths"]),
+            "key_padding_mask": placed.local_mask(options["key_padding_mask"]),
+            "return_lse": True,
+        }
+    except Exception as failure:
+        known = group_of_dtensors(query, key, value) if group is None else group
+        if known is not None and not torch.compiler.is_compiling():
+            # Other ranks may have made the call, and wait for this one.
+            ends = exchange_named(group_name(known))
+            agree("dilated_attention", ends, None, failure, query.device)
+        raise
+    shards = query.to_local(), key.to_local(), value.to_local()
+    out, lse = dilated_attention(*shards, pattern, **local)
+    whole = placed.out(out)
+    return (whole, placed.lse(lse)) if options["return_lse"] else whole
 
 
 def detached_dilated_attention(
@@ -347,7 +398,7 @@ def validate_tensor(name: str, tensor: torch.Tensor) -> None:
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got {in_brief(tensor)}")
-    if type(tensor) is not torch.Tensor and hasattr(tensor, "device_mesh"):
+    if is_dtensor(tensor):
         raise TypeError(f"{name} is a DTensor; pass its shard, {name}.to_local()")
     if tensor.is_nested or tensor.layout != torch.strided:
         kind = "a nested tensor" if tensor.is_nested else str(tensor.layout)

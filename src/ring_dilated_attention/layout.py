@@ -55,7 +55,8 @@ class SequenceLayout:
     useless.
 
     Instances are immutable, hashable and compare by value. `flat` is a layout as ints (for every
-    rank the number of its ranges, then their bounds), and `from_flat` reads it.
+    rank the number of its ranges, then their bounds), and `from_flat` reads it. `pieces` are all
+    ranges of all ranks, sorted by position.
     """
 
     def __init__(self, ranges: Iterable[Iterable[Sequence[int]]]) -> None:
@@ -66,6 +67,7 @@ class SequenceLayout:
             raise ValueError("a layout needs at least one rank; got an empty list of ranges")
         self._hash = hash(self.ranges)
         self.flat = tuple(itertools.chain.from_iterable(map(_flat, self.ranges)))
+        self.pieces = _pieces(self.ranges)
         expected = 0
         for piece in self.pieces:
             if piece.start != expected:
@@ -177,17 +179,6 @@ class SequenceLayout:
         return max(map(self.local_length, range(self.world_size)))
 
     @cached_property
-    def pieces(self) -> tuple[Piece, ...]:
-        """Every range of every rank, sorted by position."""
-        pieces = []
-        for rank, ranges in enumerate(self.ranges):
-            local = 0
-            for start, stop in ranges:
-                pieces.append(Piece(start, stop, rank, local))
-                local += stop - start
-        return tuple(sorted(pieces))
-
-    @cached_property
     def digest(self) -> str:
         """A short text that equal layouts share across processes (unlike `hash`)."""
         return hashlib.blake2b(repr(self.ranges).encode(), digest_size=16).hexdigest()
@@ -251,6 +242,16 @@ class SequenceLayout:
         if self.world_size > 8:
             return f"<SequenceLayout of {self.length} positions on {self.world_size} ranks>"
         return f"SequenceLayout({[list(ranges) for ranges in self.ranges]})"
+
+
+def _pieces(ranges: Sequence[Sequence[tuple[int, int]]]) -> tuple[Piece, ...]:
+    pieces = []
+    for rank, own in enumerate(ranges):
+        local = 0
+        for start, stop in own:
+            pieces.append(Piece(start, stop, rank, local))
+            local += stop - start
+    return tuple(sorted(pieces))
 
 
 def _chunks(length: int, count: int) -> list[tuple[int, int]]:

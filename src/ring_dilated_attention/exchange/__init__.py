@@ -8,6 +8,9 @@ ranks are threads, `SoloExchange` of a world of one rank; `Exchange` is what the
 `exchange_named` and `resolve_exchange` lead from one to the other, `place_in` tells the rank,
 `run_loopback` runs ranks as threads, and `all_gather` is a collective out of transfers.
 
+`one_group` is what callers mean by `group` and `mesh`. `Placed` says how DTensors (`is_dtensor`)
+are placed on a mesh, and makes DTensors of results.
+
 A `Call` has an identity, and a `Scope` is one under way. `settle`, `settle_later` and `agree` make
 sure that all ranks are in it, with arguments (`Shared`) that are equal; if not, an `ExchangeError`
 is raised on every rank. `refuse_capture` keeps calls on several ranks out of CUDA graphs.
@@ -17,6 +20,7 @@ is raised on every rank. `refuse_capture` keeps calls on several ranks out of CU
 
 from .agreement import Shared, agree, refuse_capture, settle, settle_later
 from .calls import Call, ExchangeError, Scope
+from .dtensors import Placed, group_of_dtensors, is_dtensor, one_group
 from .groups import ProcessGroupExchange
 from .interface import Exchange, Pending, SoloExchange, all_gather
 from .loopback import LoopbackExchange, run_loopback
@@ -32,6 +36,7 @@ __all__ = [
     "Group",
     "LoopbackExchange",
     "Pending",
+    "Placed",
     "Presence",
     "ProcessGroupExchange",
     "Scope",
@@ -42,8 +47,11 @@ __all__ = [
     "check_padding_mask",
     "exchange_named",
     "group_name",
+    "group_of_dtensors",
+    "is_dtensor",
     "lengths_of_mask",
     "make_presence",
+    "one_group",
     "place_in",
     "refuse_capture",
     "resolve_exchange",

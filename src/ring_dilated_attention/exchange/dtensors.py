@@ -1,0 +1,268 @@
+"""Queries, keys and values as DTensors: what a rank has of them, and results as DTensors again.
+
+A dimension of the mesh may replicate them, or shard the batch (Shard(0)) or the sequence
+(Shard(1)); ranks along the last one are the group of the call. Gradients are DTensors with the same
+placements. Sequences are cut as torch cuts them: every rank but the last has ceil(n / p) positions,
+or what is left of them.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..layout import SequenceLayout
+from ..pattern import in_brief
+from .names import Group, group_name
+
+_BATCH, _SEQUENCE, _HEADS = range(3)
+_OF_LSE = {_BATCH: 0, _SEQUENCE: 2, _HEADS: 1}  # (batch, heads, sequence)
+_OF_MASK = {_BATCH: 0, _SEQUENCE: 1}  # (batch, sequence)
+
+
+def is_dtensor(value: Any) -> bool:
+    """Whether this is a DTensor; importing their module takes a while."""
+    return isinstance(value, torch.Tensor) and hasattr(value, "device_mesh")
+
+
+def group_of_dtensors(*tensors: Any) -> DeviceMesh | None:
+    """The ranks that surely make a call with these: a mesh of one dimension; None: not known."""
+    meshes = [tensor.device_mesh for tensor in tensors if is_dtensor(tensor)]
+    return meshes[0] if meshes and meshes[0].ndim == 1 else None
+
+
+def one_group(group: Group, mesh: Group) -> Group:
+    """The ranks of a call, which callers name by `group` or by `mesh`.
+
+    Raises:
+        ValueError: both are given.
+    """
+    if mesh is None:
+        return group
+    if group is not None:
+        raise ValueError(
+            f"pass the ranks as group or as mesh, not as both; got group {in_brief(group)} and "
+            f"mesh {in_brief(mesh)}"
+        )
+    return mesh
+
+
+class Placed(NamedTuple):
+    """How the query, key and value of a call are placed on a mesh.
+
+    Attributes:
+        mesh: all of its ranks make the call.
+        placements: one for each dimension of the mesh.
+        shape: of the whole query.
+        group: the ranks that share each sequence; None: every rank has all of it.
+        layout: which of them holds which positions; None: contiguous equal shards.
+    """
+
+    mesh: DeviceMesh
+    placements: tuple[Any, ...]
+    shape: tuple[int, ...]
+    group: Group
+    layout: SequenceLayout | None
+
+    @classmethod
+    def of(
+        cls,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        group: Group,
+        layout: SequenceLayout | None,
+    ) -> Placed:
+        """How these are placed.
+
+        Args:
+            query: (batch, sequence, heads, head_dim), as a DTensor, like the next two.
+            key: (batch, sequence, kv_heads, head_dim).
+            value: the shape of `key`.
+            group: None, or the ranks over which the sequence is sharded.
+            layout: which positions they hold of the sequence that callers mean, where that is not
+                the DTensors' own order, as after a load balancer; None: the DTensors' order.
+
+        Raises:
+            TypeError: some of them are no DTensors.
+            ValueError: they are placed differently, or as no call can be made.
+        """
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
+            if not is_dtensor(tensor):
+                raise TypeError(
+                    "query, key and value must all be DTensors or all be local tensors; "
+                    f"{name} is no DTensor"
+                )
+        mesh, placements = _placement(query)
+        for name, tensor in (("key", key), ("value", value)):
+            if _placement(tensor) != (mesh, placements):
+                raise ValueError(
+                    "query, key and value must have one mesh and the same placements; "
+                    f"query has {placements} on {mesh}, {name} "
+                    f"{_placement(tensor)[1]} on {_placement(tensor)[0]}"
+                )
+        axes = [axis for axis, one in enumerate(placements) if _cuts(one) == _SEQUENCE]
+        if len(axes) > 1:
+            raise ValueError(
+                f"the sequence must be sharded over one dimension of the mesh; got {placements} on "
+                f"{mesh}: flatten these dimensions to one, mesh[...]._flatten()"
+            )
+        shape = tuple(query.shape)
+        if not axes:
+            _refuse_replicated(group, placements)
+            return cls(mesh, placements, shape, None, layout)
+        (axis,) = axes
+        found = _same_ranks(group, mesh.get_group(axis))
+        size, length = mesh.size(axis), query.shape[1]
+        if layout is None and length % size:
+            layout = _torch_layout(length, size)
+        return cls(mesh, placements, shape, found, layout)
+
+    def rows_of(self, name: str, values: Any) -> Any:
+        """Of numbers for each row of the whole batch, those of this rank's rows.
+
+        Args:
+            name: of the argument, for messages.
+            values: a sequence or a tensor; None stays None.
+
+        Raises:
+            TypeError: it is a DTensor.
+            ValueError: there is not one for each row.
+        """
+        if is_dtensor(values):
+            raise TypeError(f"{name} must be a list of ints or a local tensor; got a DTensor")
+        if values is None or not any(_cuts(one) == _BATCH for one in self.placements):
+            return values
+        if len(values) != self.shape[0]:
+            raise ValueError(
+                f"{name} must hold one number for each of the {self.shape[0]} rows of the whole "
+                f"batch; got {len(values)}"
+            )
+        coordinate = self.mesh.get_coordinate()
+        assert coordinate is not None
+        for place, ranks, placement in zip(
+            coordinate, self.mesh.shape, self.placements, strict=True
+        ):
+            if _cuts(placement) == _BATCH:
+                each = -(-len(values) // ranks)
+                values = values[place * each : (place + 1) * each]
+        return values
+
+    def local_mask(self, mask: torch.Tensor | None) -> torch.Tensor | None:
+        """This rank's part of a padding mask.
+
+        Raises:
+            TypeError: it is no DTensor.
+            ValueError: it is not placed as the query is.
+        """
+        if mask is None:
+            return None
+        if not is_dtensor(mask):
+            raise TypeError(
+                "key_padding_mask must be a DTensor, as query is; got a local tensor: use "
+                "DTensor.from_local"
+            )
+        expected = self._placements(_OF_MASK)
+        if _placement(mask) != (self.mesh, expected):
+            raise ValueError(
+                f"key_padding_mask must be placed as query is, {expected} on {self.mesh}; got "
+                f"{_placement(mask)[1]} on {_placement(mask)[0]}"
+            )
+        local: torch.Tensor = mask.to_local()  # type: ignore[attr-defined]
+        return local
+
+    def out(self, local: torch.Tensor) -> torch.Tensor:
+        """The whole output, of which `local` is this rank's part."""
+        return self._whole(local, self.shape, self.placements)
+
+    def lse(self, local: torch.Tensor) -> torch.Tensor:
+        """The whole lse, (batch, heads, sequence), of which `local` is this rank's part."""
+        batch, length, heads, _ = self.shape
+        return self._whole(local, (batch, heads, length), self._placements(_OF_LSE))
+
+    def _placements(self, dims: dict[int, int]) -> tuple[Any, ...]:
+        """How a tensor is placed whose dimensions are these of the query's."""
+        from torch.distributed.tensor import Replicate, Shard
+
+        cut = map(_cuts, self.placements)
+        return tuple(Replicate() if one not in dims else Shard(dims[one]) for one in cut)
+
+    def _whole(
+        self, local: torch.Tensor, shape: tuple[int, ...], placements: tuple[Any, ...]
+    ) -> torch.Tensor:
+        from torch.distributed.tensor import DTensor
+
+        strides = [1]
+        for size in reversed(shape[1:]):
+            strides.insert(0, strides[0] * max(size, 1))
+        return DTensor.from_local(
+            local,
+            self.mesh,
+            placements,
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=tuple(strides),
+        )
+
+
+def _placement(tensor: torch.Tensor) -> tuple[DeviceMesh, tuple[Any, ...]]:
+    return tensor.device_mesh, tuple(tensor.placements)  # type: ignore[attr-defined]
+
+
+def _cuts(placement: Any) -> int | None:
+    """The dimension of a query that a placement cuts; None where it replicates.
+
+    Raises:
+        ValueError: attention cannot be computed from tensors placed like this.
+    """
+    from torch.distributed.tensor import Replicate, Shard
+
+    if isinstance(placement, Replicate):
+        return None
+    dim = placement.dim if type(placement) is Shard else None
+    if dim in (_BATCH, _SEQUENCE):
+        return dim
+    if dim == _HEADS:
+        advice = "to compute some of the heads, pass the local tensors, x.to_local()"
+    else:
+        advice = "redistribute them first, x.redistribute(placements=[Shard(1)])"
+    raise ValueError(
+        "query, key and value must be placed by Shard(1) (sequence), Shard(0) (batch) or "
+        f"Replicate(); got {placement}: {advice}"
+    )
+
+
+def _refuse_replicated(group: Group, placements: tuple[Any, ...]) -> None:
+    if group is not None:
+        raise ValueError(
+            "a group shares sequences that are sharded over it; got DTensors whose placements "
+            f"{placements} shard no sequence: leave group out, or redistribute them first, "
+            "x.redistribute(placements=[Shard(1)])"
+        )
+
+
+def _same_ranks(group: Group, found: dist.ProcessGroup) -> Group:
+    """The group of a call; raises a `ValueError` unless it has the ranks that were found."""
+    if group is None or group_name(group) == group_name(found):
+        return found
+    own = group.get_group() if isinstance(group, DeviceMesh) else group
+    ranks = dist.get_process_group_ranks(found)
+    if isinstance(own, dist.ProcessGroup) and dist.get_process_group_ranks(own) == ranks:
+        return own
+    raise ValueError(
+        "group must be the ranks over which the DTensors' sequence is sharded, or be left out; "
+        f"they are ranks {ranks}, and group is {in_brief(group)}"
+    )
+
+
+@lru_cache(maxsize=64)
+def _torch_layout(length: int, world_size: int) -> SequenceLayout:
+    """Which positions ranks hold of a DTensor's sequence: cut as `torch.chunk` does."""
+    each = -(-length // world_size)
+    bounds = [min(rank * each, length) for rank in range(world_size + 1)]
+    return SequenceLayout([(a, b)] for a, b in pairwise(bounds))

@@ -1,0 +1,180 @@
+"""DTensors as query, key and value: sharded over the sequence, evenly and not; meshes as groups."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention
+from ring_dilated_attention.checks import relative_error, run_ranks
+
+PATTERN = DilatedPattern([8, 24, None], [1, 2, 4])
+
+
+def whole(length, batch=2):
+    generator = torch.Generator().manual_seed(length)
+    return [
+        torch.randn(batch, length, heads, 8, generator=generator, dtype=torch.float64)
+        for heads in (4, 2, 2, 4)
+    ]
+
+
+def attention(query, key, value, **options):
+    return dilated_attention(query, key, value, PATTERN, is_causal=True, return_lse=True, **options)
+
+
+def differences(tensors, mesh, placements, options=None, want_options=None, order=None):
+    """Out, lse and gradients of DTensors, against those of one process.
+
+    `order` are the positions in the order in which the DTensors have them.
+    """
+    length = tensors[0].shape[1]
+    order = torch.arange(length) if order is None else order
+    leaves = [distribute_tensor(x[:, order], mesh, placements) for x in tensors]
+    leaves = [x.detach().requires_grad_() for x in leaves[:3]] + leaves[3:]
+    out, lse = attention(*leaves[:3], **(options or {}))
+    assert isinstance(out, DTensor)
+    assert (out.device_mesh, out.placements, out.shape) == (mesh, placements, leaves[0].shape)
+    got = [out, *torch.autograd.grad(out, leaves[:3], leaves[3])]
+    assert all(x.placements == placements for x in got)
+    reference = [x.clone().requires_grad_() for x in tensors[:3]]
+    want_out, want_lse = attention(*reference, **(want_options or {}))
+    want = [want_out, *torch.autograd.grad(want_out, reference, tensors[3])]
+    errors = [relative_error(x.full_tensor(), y[:, order]) for x, y in zip(got, want, strict=True)]
+    lses = [x.masked_fill(x.isneginf(), 0) for x in (lse.full_tensor(), want_lse[:, :, order])]
+    return max(*errors, relative_error(*lses))
+
+
+def _sequence(rank, world_size):
+    errors = {}
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("sp",))
+    check = partial(differences, mesh=mesh, placements=(Shard(1),))
+    for length in (12 * world_size, 37, 2 * world_size - 1, world_size + 1):
+        errors[f"{length} positions"] = check(whole(length))
+    for name, given in {
+        "group": {"group": mesh},
+        "mesh": {"mesh": mesh["sp"]},
+        "process group": {"group": dist.group.WORLD},
+        "other group of these ranks": {"group": dist.new_group()},
+    }.items():
+        errors[name] = check(whole(13), options=given)
+    options: dict[str, Any] = {"documents": [0, 5, 37], "lengths": [37, 20]}
+    errors["documents and lengths"] = check(whole(37), options=options, want_options=options)
+    mask = torch.arange(37) >= torch.tensor([[37], [20]])
+    sharded = {"key_padding_mask": distribute_tensor(mask, mesh, [Shard(1)])}
+    errors["mask"] = check(whole(37), options=sharded, want_options={"lengths": [37, 20]})
+    # The DTensors' own order is that of a load balancer, which the layout tells.
+    layout = SequenceLayout.zigzag(4 * world_size, world_size)
+    order = torch.cat([layout.positions(each) for each in range(world_size)])
+    errors["zigzag"] = check(whole(4 * world_size), options={"layout": layout}, order=order)
+    replicated = partial(differences, mesh=mesh, placements=(Replicate(),))
+    errors["replicated"] = replicated(whole(13))
+    return errors
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_sharded_sequence(world_size):
+    """A DTensor query with Shard(1) or Replicate, forward and backward, evenly cut and not."""
+    for errors in run_ranks(_sequence, world_size):
+        assert max(errors.values()) < 1e-12, errors
+
+
+def _two_dimensions(rank, world_size):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
+    tensors, lengths = whole(13, batch=3), {"lengths": [13, 4, 9]}
+    return {
+        "batch": differences(
+            tensors, mesh, (Shard(0), Shard(1)), options=lengths, want_options=lengths
+        ),
+        "replicas": differences(tensors, mesh, (Replicate(), Shard(1))),
+        "named": differences(tensors, mesh, (Shard(0), Shard(1)), options={"mesh": mesh["sp"]}),
+        "batch alone": differences(tensors, mesh, (Shard(0), Replicate())),
+    }
+
+
+def test_two_dimensions_of_a_mesh():
+    for errors in run_ranks(_two_dimensions, 4):
+        assert max(errors.values()) < 1e-12, errors
+
+
+def _compiled(rank, world_size, length):
+    mesh = init_device_mesh("cpu", (world_size,))
+    *leaves, dout = (distribute_tensor(x, mesh, [Shard(1)]) for x in whole(length))
+    leaves = [x.detach().requires_grad_() for x in leaves]
+    compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)
+    found = []
+    for function in (compiled, attention):
+        out, _ = function(*leaves)
+        found.append([out, *torch.autograd.grad(out, leaves, dout)])
+    pairs = zip(*found, strict=True)
+    return max(relative_error(a.to_local(), b.to_local()) for a, b in pairs)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("length", [12, 13])
+def test_dtensors_compile(length):
+    assert run_ranks(_compiled, 2, length) == [0.0, 0.0]
+
+
+def placed(mesh, *placements):
+    return [distribute_tensor(x, mesh, placements) for x in whole(12)[:3]]
+
+
+def _refused(rank, world_size, case):
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("sp",))
+    others = placed(mesh, Replicate())
+    query, key, value = placed(mesh, Shard(1))
+    options: dict[str, Any] = {}
+    if case == "heads":
+        query, key, value = placed(mesh, Shard(2))
+    elif case == "partial":
+        query = key = value = DTensor.from_local(query.to_local(), mesh, [Partial()])
+    elif case == "mixed":
+        key, value = key.to_local(), value.to_local()
+    elif case == "apart":
+        key, value = others[1:]
+    elif case == "replicated with a group":
+        query, key, value = others
+        options = {"group": mesh}
+    elif case == "another group":
+        options = {"group": [dist.new_group([each]) for each in range(world_size)][rank]}
+    elif case == "both":
+        options = {"group": mesh, "mesh": mesh}
+    elif case == "mask":
+        options = {"key_padding_mask": torch.zeros(2, 12 // world_size, dtype=torch.bool)}
+    elif case == "uneven shards that nobody told":
+        local = torch.randn(2, 5 + rank, 2, 8)
+        query = key = value = DTensor.from_local(local, mesh, [Shard(1)])
+    elif case == "on one rank":
+        key, value = others[1:] if rank == 1 else (key, value)
+    try:
+        attention(query, key, value, **options)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return "nothing was raised"
+
+
+REFUSED = {
+    "heads": "must be placed by Shard.1. .sequence., .* got S.*2.*: to compute some of the heads",
+    "partial": "must be placed by Shard.1.*redistribute them first",
+    "mixed": "must all be DTensors or all be local tensors; key is no DTensor",
+    "apart": "must have one mesh and the same placements",
+    "replicated with a group": "shard no sequence: leave group out",
+    "another group": "group must be the ranks over which the DTensors' sequence is sharded",
+    "both": "pass the ranks as group or as mesh, not as both",
+    "mask": "key_padding_mask must be a DTensor, as query is",
+    "uneven shards that nobody told": "(gives rank|positions on (each )?rank|different arguments)",
+    "on one rank": "must have one mesh and the same placements",
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(case):
+    """On every rank, also where one of them is at fault."""
+    for message in run_ranks(_refused, 2, case):
+        with pytest.raises(ValueError, match=REFUSED[case]):
+            raise ValueError(message)

@@ -1,0 +1,38 @@
+"""Modules under FSDP2, whose weights are whole only while they are called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+_REGISTERED = "_ring_dilated_attention_parts"  # of a module: `gather_weights_in` has seen it
+
+
+def is_fully_sharded(module: nn.Module) -> bool:
+    """Whether `fully_shard` was called with this very module, not with one around it."""
+    # Not isinstance: importing FSDPModule takes longer than all of this package.
+    return hasattr(type(module), "_get_fsdp_state")
+
+
+def gather_weights_in(module: nn.Module, methods: Iterable[str]) -> None:
+    """Have `fully_shard` gather a module's weights for methods too that others call.
+
+    It gathers them for forward alone. Nothing happens with modules that it was not called with.
+
+    Args:
+        module: any.
+        methods: names of its methods that use its weights.
+    """
+    if is_fully_sharded(module) and _REGISTERED not in module.__dict__:
+        _register(module, methods)
+
+
+@torch.compiler.disable
+def _register(module: nn.Module, methods: Iterable[str]) -> None:
+    from torch.distributed.fsdp import register_fsdp_forward_method
+
+    for name in methods:
+        register_fsdp_forward_method(module, name)
+    setattr(module, _REGISTERED, True)

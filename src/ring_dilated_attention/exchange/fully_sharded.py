@@ -24,13 +24,18 @@ def gather_weights_in(module: nn.Module, methods: Iterable[str]) -> None:
     Args:
         module: any.
         methods: names of its methods that use its weights.
+
+    Raises:
+        ValueError: this is the first call, and torch.compile is tracing it.
     """
-    if is_fully_sharded(module) and _REGISTERED not in module.__dict__:
-        _register(module, methods)
-
-
-@torch.compiler.disable
-def _register(module: nn.Module, methods: Iterable[str]) -> None:
+    if not is_fully_sharded(module) or _REGISTERED in module.__dict__:
+        return
+    if torch.compiler.is_compiling():
+        raise ValueError(
+            f"{type(module).__name__.removeprefix('FSDP')} is under fully_shard by itself, which "
+            "torch.compile cannot trace in the first call: leave it to fully_shard of the block "
+            "around it"
+        )
     from torch.distributed.fsdp import register_fsdp_forward_method
 
     for name in methods:

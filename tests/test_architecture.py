@@ -13,7 +13,8 @@ import ring_dilated_attention
 ROOT = Path(ring_dilated_attention.__file__).parent
 ORDER = [
     "version", "caches", "terminal", "pattern", "named_patterns", "layout", "documents", "plan",
-    "draw", "kernels", "tiles", "untraced", "exchange", "engine", "resolve", "torch_op",
+    "draw", "kernels", "tiles", "untraced", "exchange", "sharding", "engine", "resolve", "torch_op",
+    "validation",
     "functional", "decode", "nn",
     "integrations", "checks", "train", "bench", "cli",
 ]  # fmt: skip
@@ -24,7 +25,7 @@ INTEGERS_ONLY = {
     "plan",
 }  # and layout and documents, but for what takes tensors
 MAY_USE_DISTRIBUTED = {
-    *("exchange", "cli", "train", "checks.ranks"),
+    *("exchange", "cli", "train", "checks.ranks", "integrations.context_parallel"),
     *(f"bench.{name}" for name in ("run", "team", "launch", "ring", "contenders")),
 }
 

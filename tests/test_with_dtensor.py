@@ -34,17 +34,18 @@ def differences(tensors, mesh, placements, options=None, want_options=None, orde
     """
     length = tensors[0].shape[1]
     order = torch.arange(length) if order is None else order
-    leaves = [distribute_tensor(x[:, order], mesh, placements) for x in tensors]
+    leaves: list[Any] = [distribute_tensor(x[:, order], mesh, placements) for x in tensors]
     leaves = [x.detach().requires_grad_() for x in leaves[:3]] + leaves[3:]
     out, lse = attention(*leaves[:3], **(options or {}))
     assert isinstance(out, DTensor)
     assert (out.device_mesh, out.placements, out.shape) == (mesh, placements, leaves[0].shape)
-    got = [out, *torch.autograd.grad(out, leaves[:3], leaves[3])]
+    got: list[Any] = [out, *torch.autograd.grad(out, leaves[:3], leaves[3])]
     assert all(x.placements == placements for x in got)
     reference = [x.clone().requires_grad_() for x in tensors[:3]]
     want_out, want_lse = attention(*reference, **(want_options or {}))
     want = [want_out, *torch.autograd.grad(want_out, reference, tensors[3])]
     errors = [relative_error(x.full_tensor(), y[:, order]) for x, y in zip(got, want, strict=True)]
+    assert isinstance(lse, DTensor)
     lses = [x.masked_fill(x.isneginf(), 0) for x in (lse.full_tensor(), want_lse[:, :, order])]
     return max(*errors, relative_error(*lses))
 
@@ -103,6 +104,7 @@ def test_two_dimensions_of_a_mesh():
 
 def _compiled(rank, world_size, length):
     mesh = init_device_mesh("cpu", (world_size,))
+    leaves: list[Any]
     *leaves, dout = (distribute_tensor(x, mesh, [Shard(1)]) for x in whole(length))
     leaves = [x.detach().requires_grad_() for x in leaves]
     compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)

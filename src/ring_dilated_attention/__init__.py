@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .nn import hilbert_order, keep_attention
     from .pattern import DilatedPattern
     from .plan import AttentionPlan, plan_attention
+    from .sharding import shard, unshard
 
 __version__ = VERSION
 
@@ -49,8 +50,10 @@ __all__ = [
     "plan_attention",
     "reference_attention",
     "replicated_query_attention",
+    "shard",
     "simulate",
     "spot_check",
+    "unshard",
 ]
 
 _FROM = {
@@ -72,8 +75,10 @@ _FROM = {
     "plan_attention": "plan",
     "reference_attention": "checks",
     "replicated_query_attention": "decode",
+    "shard": "sharding",
     "simulate": "checks",
     "spot_check": "checks",
+    "unshard": "sharding",
 }
 """The module that defines each public name."""
 

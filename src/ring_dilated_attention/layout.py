@@ -9,7 +9,7 @@ import hashlib
 import itertools
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .pattern import INT_LIMIT, check_choice, check_positive_int, in_brief, shape_in_brief
 
@@ -130,6 +130,68 @@ class SequenceLayout:
         """
         is_zigzag = resolve_layout(name, world_size, is_causal=is_causal) == "zigzag"
         return (cls.zigzag if is_zigzag else cls.contiguous)(length, world_size)
+
+    @classmethod
+    def from_positions(cls, positions: torch.Tensor, world_size: int) -> SequenceLayout:
+        """The layout of a sequence that was put in another order, and then cut into equal shards.
+
+        Args:
+            positions: the position of each row in the new order: integers, shape (n,), each of 0 to
+                n - 1 once.
+            world_size: number of ranks; divides n.
+
+        Raises:
+            TypeError: `positions` is no tensor of integers, or `world_size` is not an int.
+            ValueError: it is not 1-D or no permutation, or `world_size` does not divide n.
+        """
+        import torch
+
+        world_size = check_positive_int("world_size", world_size)
+        if not isinstance(positions, torch.Tensor) or positions.is_floating_point():
+            raise TypeError(f"positions must be a tensor of ints, got {in_brief(positions)}")
+        if positions.ndim != 1 or not len(positions) or len(positions) % world_size:
+            raise ValueError(
+                f"positions must be 1-D, and their number a multiple of {world_size} ranks; got "
+                f"shape {shape_in_brief(positions)}"
+            )
+        ranges = []
+        for own in positions.detach().cpu().chunk(world_size):
+            breaks = (own.diff() != 1).nonzero().flatten() + 1
+            starts = own[torch.cat([breaks.new_zeros(1), breaks])]
+            stops = own[torch.cat([breaks, breaks.new_full((1,), len(own))]) - 1] + 1
+            ranges.append(list(zip(starts.tolist(), stops.tolist(), strict=True)))
+        return cls(ranges)
+
+    @classmethod
+    def from_load_balancer(cls, balancer: Any, world_size: int | None = None) -> SequenceLayout:
+        """The layout of shards that torch's context parallelism makes with a load balancer.
+
+        Args:
+            balancer: one of those of `torch.distributed.tensor.experimental`: head-tail, or one by
+                processing time (PTRR), whose many short ranges are slow here.
+            world_size: number of ranks; None: the balancer's.
+
+        Raises:
+            TypeError: it is no load balancer.
+            ValueError: rows of a batch are balanced apart (a layout is for all of them), or see
+                `from_positions`.
+        """
+        generate = getattr(balancer, "_generate_indices", None)  # all that a balancer has
+        if generate is None:
+            raise TypeError(
+                "balancer must be a load balancer of torch's context parallelism, got "
+                f"{in_brief(balancer)}"
+            )
+        indices = generate(restore=False)
+        if indices is None or indices.ndim != 2 or (indices != indices[:1]).any():
+            got = "none" if indices is None else f"shape {shape_in_brief(indices)}"
+            raise ValueError(
+                "a layout is the same for all rows of a batch; this load balancer gives them "
+                f"different positions: {got}"
+            )
+        return cls.from_positions(
+            indices[0], balancer.world_size if world_size is None else world_size
+        )
 
     @classmethod
     def from_flat(cls, flat: Iterable[int]) -> SequenceLayout:

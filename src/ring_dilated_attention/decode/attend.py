@@ -7,10 +7,11 @@ from typing import Literal, overload
 import torch
 
 from ..exchange import Shared, refuse_capture, settle
-from ..functional import autocast_inputs, validate_options, validate_tensors
+from ..functional import autocast_inputs, validate_options
 from ..pattern import in_brief
 from ..tiles import Backend, Selection, select_backend
 from ..torch_op import refuse_tangents
+from ..validation import validate_tensors
 from .by_kernel import attend_by_kernel, kernel_computes
 from .by_tiles import attend_by_tiles
 from .cache import DilatedKVCache

@@ -16,7 +16,6 @@ from ..functional import (
     flat_pattern,
     flat_scale,
     validate_options,
-    validate_tensors,
     validate_workspace,
 )
 from ..pattern import DilatedPattern
@@ -29,6 +28,7 @@ from ..plan import (
 )
 from ..resolve import Options, plan_rows, shared_words
 from ..tiles import select_backend
+from ..validation import validate_tensors
 from .by_kernel import kernel_computes
 
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from ..documents import Integers, as_ints, in_words
-from ..functional import validate_tensor
 from ..pattern import DilatedPattern, check_int, in_brief
 from ..plan import CachePlan
 from ..torch_op import refuse_tangents
+from ..validation import validate_tensor
 
 NAME = "DilatedKVCache"
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -1,0 +1,137 @@
+"""A style for `torch.distributed.tensor.parallel.parallelize_module`: sequences over a mesh.
+
+    mesh = init_device_mesh("cuda", (ranks,), mesh_dim_names=("sp",))
+    plan = {"layers.*.attention": ContextParallel(layout=layout)}
+    parallelize_module(model, mesh["sp"], plan)
+
+The rest of the model treats every position alone, or has a style of torch's own
+(`SequenceParallel`, `PrepareModuleInput`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from ..exchange import is_dtensor
+from ..layout import SequenceLayout
+from ..nn import DilatedAttention, MultiheadDilatedAttention
+from ..pattern import in_brief
+
+_SHARDED = ("query", "key", "value", "key_padding_mask")
+"""Arguments by keyword that are sharded over the sequence, as all tensors by position are."""
+
+
+class ContextParallel(ParallelStyle):
+    """Has an attention module take and return DTensors that are sharded over the sequence.
+
+    The module is a `MultiheadDilatedAttention`, a `DilatedAttention`, or one of your own with these
+    inside. Its tensors by position, and ``query``, ``key``, ``value`` and ``key_padding_mask`` by
+    keyword, have the sequence as dimension 1; they may be DTensors with Shard(1), or this rank's
+    shards. Parameters become DTensors that are replicated over the mesh, as with
+    `torch.distributed.tensor.parallel.SequenceParallel`: gradients are those of the whole sequence,
+    and nothing else may average them over the mesh.
+
+    Args:
+        layout: which positions each rank holds; None: contiguous, as torch cuts DTensors.
+        use_local_output: whether outputs are this rank's shards. Default False: DTensors.
+
+    Raises:
+        TypeError: `layout` is neither a `SequenceLayout` nor None.
+        ValueError: from `parallelize_module`: the module has no attention of this library inside,
+            or has it in a block that does not call it, or the layout is for another number of
+            ranks; from calls: a tensor does not have the shape that the layout says, or a DTensor
+            is placed otherwise.
+    """
+
+    def __init__(
+        self, *, layout: SequenceLayout | None = None, use_local_output: bool = False
+    ) -> None:
+        super().__init__()
+        if layout is not None and not isinstance(layout, SequenceLayout):
+            raise TypeError(f"layout must be a SequenceLayout or None, got {in_brief(layout)}")
+        self.layout = layout
+        self.use_local_output = use_local_output
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """See `ParallelStyle`."""
+        if self.layout is not None and self.layout.world_size != device_mesh.size():
+            raise ValueError(
+                f"the layout is for {self.layout.world_size} ranks; the mesh has "
+                f"{device_mesh.size()}"
+            )
+        self._tell_layout(module)
+        applied: nn.Module = distribute_module(module, device_mesh, _replicate)
+        applied.register_forward_pre_hook(
+            lambda _, args, kwargs: self._inputs(args, kwargs, device_mesh), with_kwargs=True
+        )
+        applied.register_forward_hook(lambda _, args, output: self._output(output))
+        return applied
+
+    def _tell_layout(self, module: nn.Module) -> None:
+        """Have the attention inside go by the layout."""
+        found = False
+        for inner in module.modules():
+            if isinstance(inner, DilatedAttention):
+                inner.layout, found = self.layout, True
+            elif isinstance(inner, MultiheadDilatedAttention):
+                inner.register_forward_pre_hook(self._with_layout, with_kwargs=True)
+                found = True
+        if not found:
+            raise ValueError(
+                "ContextParallel is for DilatedAttention and MultiheadDilatedAttention, and for "
+                f"modules with one of them inside; got {type(module).__name__}"
+            )
+
+    def _with_layout(self, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return args, {"layout": self.layout, **kwargs}
+
+    def _inputs(self, args: Any, kwargs: Any, mesh: DeviceMesh) -> tuple[Any, Any]:
+        return (
+            tuple(self._whole(x, mesh) if isinstance(x, Tensor) else x for x in args),
+            {
+                name: self._whole(x, mesh) if name in _SHARDED and isinstance(x, Tensor) else x
+                for name, x in kwargs.items()
+            },
+        )
+
+    def _whole(self, tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+        """A DTensor, of which a local tensor is this rank's part."""
+        if is_dtensor(tensor):
+            if tuple(tensor.placements) != (Shard(1),):  # type: ignore[attr-defined]
+                raise ValueError(
+                    "ContextParallel takes DTensors with Shard(1), or this rank's shards; got "
+                    f"{tensor.placements}"  # type: ignore[attr-defined]
+                )
+            return tensor
+        shape = list(tensor.shape)
+        if self.layout is None:
+            shape[1] *= mesh.size()
+        else:
+            rank = mesh.get_local_rank()
+            self.layout.check_shard(rank, mesh.size(), shape[1], f"and got {tuple(tensor.shape)}")
+            shape[1] = self.layout.length
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(
+            tensor, mesh, [Shard(1)], run_check=False, shape=torch.Size(shape), stride=stride
+        )
+
+    def _output(self, output: Any) -> Any:
+        if not self.use_local_output:
+            return output
+        if isinstance(output, tuple):
+            return tuple(map(self._output, output))
+        return output.to_local() if isinstance(output, DTensor) else output
+
+
+def _replicate(_: str, module: nn.Module, mesh: DeviceMesh) -> None:
+    """Make DTensors of a module's own parameters; the first rank's are the ones that count."""
+    for name, parameter in module.named_parameters(recurse=False):
+        if not is_dtensor(parameter):
+            whole = distribute_tensor(parameter, mesh, [Replicate()])
+            module.register_parameter(name, nn.Parameter(whole, parameter.requires_grad))

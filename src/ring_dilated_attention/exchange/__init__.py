@@ -9,7 +9,7 @@ ranks are threads, `SoloExchange` of a world of one rank; `Exchange` is what the
 `run_loopback` runs ranks as threads, and `all_gather` is a collective out of transfers.
 
 `one_group` is what callers mean by `group` and `mesh`. `Placed` says how DTensors (`is_dtensor`)
-are placed on a mesh, and makes DTensors of results.
+are placed on a mesh, and makes DTensors of results; `fill` sets a parameter that may be one.
 
 A `Call` has an identity, and a `Scope` is one under way. `settle`, `settle_later` and `agree` make
 sure that all ranks are in it, with arguments (`Shared`) that are equal; if not, an `ExchangeError`
@@ -25,7 +25,7 @@ call. `labels_per_rank` is what a loss is divided by where gradients are average
 from .agreement import Shared, agree, refuse_capture, settle, settle_later
 from .calls import Call, ExchangeError, Scope
 from .data_parallel import labels_per_rank
-from .dtensors import Placed, group_of_dtensors, is_dtensor, one_group
+from .dtensors import Placed, fill, group_of_dtensors, is_dtensor, one_group
 from .fully_sharded import gather_weights_in, is_fully_sharded
 from .groups import ProcessGroupExchange
 from .interface import Exchange, Pending, SoloExchange, all_gather
@@ -55,6 +55,7 @@ __all__ = [
     "check_padding_mask",
     "check_same_batch",
     "exchange_named",
+    "fill",
     "gather_weights_in",
     "group_name",
     "group_of_dtensors",

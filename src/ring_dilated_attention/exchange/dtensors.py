@@ -8,6 +8,7 @@ or what is left of them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -50,6 +51,30 @@ def one_group(group: Group, mesh: Group) -> Group:
             f"mesh {in_brief(mesh)}"
         )
     return mesh
+
+
+@torch.no_grad()
+def fill(parameter: torch.Tensor, draw: Callable[[torch.Tensor], Any]) -> None:
+    """Fill a parameter from torch's random state; a DTensor as if it were whole.
+
+    Every rank draws the whole tensor and keeps its part of what the first rank of the mesh drew:
+    the values do not depend on how, or whether, the parameter is sharded.
+
+    Args:
+        parameter: to write to; on the meta device nothing happens.
+        draw: fills a tensor of its shape.
+    """
+    if parameter.is_meta:
+        return
+    if not is_dtensor(parameter):
+        draw(parameter)
+        return
+    from torch.distributed.tensor import distribute_tensor
+
+    whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+    draw(whole)
+    mesh, placements = _placement(parameter)
+    parameter.copy_(distribute_tensor(whole, mesh, placements))
 
 
 class Placed(NamedTuple):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from ..exchange import fill
 from ..functional import BRANCH_GRADIENTS, EXCHANGES, BranchGradients, Schedule, dilated_attention
 from ..pattern import (
     DilatedPattern,
@@ -19,6 +21,7 @@ from ..pattern import (
 )
 from ..tiles import BACKENDS, Backend
 from .checks import check_head_sizes, check_rows
+from .initial import without_weights
 from .norm import LayerNorm
 from .projections import project_heads
 
@@ -224,20 +227,20 @@ class MultiheadDilatedAttention(nn.Module):
         self.exchange = exchange
         self.backend = backend
         kv_dim = self.num_kv_heads * self.head_dim
-        self.q_proj = nn.Linear(embed_dim, embed_dim, bias, device=device, dtype=dtype)
-        self.k_proj = nn.Linear(embed_dim, kv_dim, bias, device=device, dtype=dtype)
-        self.v_proj = nn.Linear(embed_dim, kv_dim, bias, device=device, dtype=dtype)
-        self.out_proj = nn.Linear(embed_dim, embed_dim, bias, device=device, dtype=dtype)
-        self.norm = (
-            LayerNorm(
-                embed_dim,
-                eps=check_positive_float("layer_norm_eps", layer_norm_eps),
-                device=device,
-                dtype=dtype,
+        with without_weights(self, device):
+            self.q_proj = nn.Linear(embed_dim, embed_dim, bias, dtype=dtype)
+            self.k_proj = nn.Linear(embed_dim, kv_dim, bias, dtype=dtype)
+            self.v_proj = nn.Linear(embed_dim, kv_dim, bias, dtype=dtype)
+            self.out_proj = nn.Linear(embed_dim, embed_dim, bias, dtype=dtype)
+            self.norm = (
+                LayerNorm(
+                    embed_dim,
+                    eps=check_positive_float("layer_norm_eps", layer_norm_eps),
+                    dtype=dtype,
+                )
+                if layer_norm
+                else None
             )
-            if layer_norm
-            else None
-        )
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -248,7 +251,7 @@ class MultiheadDilatedAttention(nn.Module):
             (self.v_proj, self.gamma_init),
             (self.out_proj, self.gamma_init),
         ):
-            nn.init.xavier_normal_(linear.weight, gain=gain)
+            fill(linear.weight, partial(nn.init.xavier_normal_, gain=gain))
             if linear.bias is not None:
                 nn.init.zeros_(linear.bias)
         if self.norm is not None:

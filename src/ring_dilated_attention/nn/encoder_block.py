@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..exchange import fill
 from ..functional import Schedule
 from ..tiles import Backend
 from .attention import MultiheadDilatedAttention
@@ -15,6 +17,7 @@ from .block import Block
 from .checkpoint import run_checkpointed
 from .chunked import map_rows
 from .hooks import is_plain
+from .initial import without_weights
 from .norm import LayerNorm
 from .slide_config import SlideEncoderConfig
 
@@ -42,25 +45,26 @@ class EncoderBlock(Block):
         super().__init__()
         width, eps = config.embed_dim, config.norm_eps
         self.gain = math.sqrt(math.log(2 * config.num_layers))
-        self.attention_norm = LayerNorm(width, eps=eps)
-        self.attention = MultiheadDilatedAttention(
-            width,
-            config.num_heads,
-            segment_lengths=config.segment_lengths,
-            dilation_rates=config.dilation_rates,
-            head_offsets=config.head_offsets,
-            zero_keys=config.zero_keys,
-            branch_gradients=config.branch_gradients,
-            layer_norm=True,
-            layer_norm_eps=eps,
-            gamma_init=self.gain,
-            exchange=exchange,
-            backend=backend,
-        )
-        self.mlp_norm = LayerNorm(width, eps=eps)
-        self.expand = nn.Linear(width, config.ffn_dim)
-        self.inner_norm = LayerNorm(config.ffn_dim, eps=eps)
-        self.contract = nn.Linear(config.ffn_dim, width)
+        with without_weights(self):
+            self.attention_norm = LayerNorm(width, eps=eps)
+            self.attention = MultiheadDilatedAttention(
+                width,
+                config.num_heads,
+                segment_lengths=config.segment_lengths,
+                dilation_rates=config.dilation_rates,
+                head_offsets=config.head_offsets,
+                zero_keys=config.zero_keys,
+                branch_gradients=config.branch_gradients,
+                layer_norm=True,
+                layer_norm_eps=eps,
+                gamma_init=self.gain,
+                exchange=exchange,
+                backend=backend,
+            )
+            self.mlp_norm = LayerNorm(width, eps=eps)
+            self.expand = nn.Linear(width, config.ffn_dim)
+            self.inner_norm = LayerNorm(config.ffn_dim, eps=eps)
+            self.contract = nn.Linear(config.ffn_dim, width)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -69,7 +73,7 @@ class EncoderBlock(Block):
         for norm in (self.attention_norm, self.mlp_norm, self.inner_norm):
             norm.reset_parameters()
         for linear in (self.expand, self.contract):
-            nn.init.xavier_normal_(linear.weight, gain=self.gain)
+            fill(linear.weight, partial(nn.init.xavier_normal_, gain=self.gain))
             nn.init.zeros_(linear.bias)
 
     def _behind_attention(self) -> list[nn.Module]:

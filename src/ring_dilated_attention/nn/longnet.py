@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..documents import Integers
-from ..exchange import Group
+from ..exchange import Group, fill
 from ..functional import Schedule, autocast_inputs
 from ..layout import SequenceLayout
 from ..pattern import check_positive_int
@@ -18,6 +18,7 @@ from ..tiles import Backend
 from .checkpoint import Checkpoint, check_checkpoint, run_checkpointed
 from .chunked import map_rows
 from .config import LongNetConfig
+from .initial import without_weights
 from .longnet_block import LongNetBlock
 from .longnet_inputs import agreed_positions, check_labels
 from .rope import RotaryEmbedding, Rotation
@@ -83,21 +84,31 @@ class LongNet(TokenGenerator):
         self.checkpoint = checkpoint
         self.checkpoint_blocks = checkpoint_blocks
         self.chunk_rows = chunk_rows
-        self.embedding = nn.Embedding(config.vocab_size, config.embed_dim)
-        self.rope = RotaryEmbedding(config.embed_dim // config.num_heads, theta=config.rope_theta)
-        self.blocks = nn.ModuleList(
-            LongNetBlock(config, exchange=exchange, backend=backend)
-            for _ in range(config.num_layers)
-        )
-        self.norm = nn.LayerNorm(config.embed_dim, eps=config.norm_eps)
+        width, heads = config.embed_dim, config.num_heads
+        with without_weights(self):
+            self.embedding = nn.Embedding(config.vocab_size, width)
+            self.rope = RotaryEmbedding(width // heads, theta=config.rope_theta)
+            self.blocks = nn.ModuleList(
+                LongNetBlock(config, exchange=exchange, backend=backend)
+                for _ in range(config.num_layers)
+            )
+            self.norm = nn.LayerNorm(width, eps=config.norm_eps)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the initial weights from torch's random state."""
+        """Set the initial weights from torch's random state.
+
+        They are the same for a model that was made on the meta device (``to_empty`` comes first),
+        and under `fully_shard`, where all ranks make this call.
+        """
         residual = 1 / math.sqrt(2 * self.config.num_layers)
-        nn.init.normal_(self.embedding.weight, std=0.5 * self.config.embed_dim**-0.5)
+        std = 0.5 * self.config.embed_dim**-0.5
+        fill(self.embedding.weight, partial(nn.init.normal_, std=std))
+        self.norm.reset_parameters()
         for block in self.blocks:
             assert isinstance(block, LongNetBlock)
+            block.attention_norm.reset_parameters()
+            block.mlp_norm.reset_parameters()
             for linear, gain in (
                 (block.attention.q_proj, 1.0),
                 (block.attention.k_proj, 1.0),
@@ -106,7 +117,8 @@ class LongNet(TokenGenerator):
                 (block.expand, 1.0),
                 (block.contract, residual),
             ):
-                nn.init.normal_(linear.weight, std=gain * linear.in_features**-0.5)
+                std = gain * linear.in_features**-0.5
+                fill(linear.weight, partial(nn.init.normal_, std=std))
                 nn.init.zeros_(linear.bias)
 
     def forward(

@@ -30,6 +30,8 @@ class LongNetBlock(Block):
     """
 
     is_causal = True
+    attention_norm: LayerNorm
+    mlp_norm: LayerNorm
 
     def __init__(self, config: LongNetConfig, *, exchange: Schedule, backend: Backend) -> None:
         super().__init__()

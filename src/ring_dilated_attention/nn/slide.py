@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..documents import Integers, ints_or_tensor
-from ..exchange import Group, place_in
+from ..exchange import Group, fill, place_in
 from ..functional import Schedule, autocast_inputs
 from ..layout import SequenceLayout
 from ..pattern import check_positive_int, in_brief
@@ -18,6 +19,7 @@ from .checkpoint import Checkpoint, check_checkpoint
 from .checks import check_rows
 from .chunked import map_rows
 from .encoder_block import EncoderBlock
+from .initial import without_weights
 from .norm import LayerNorm
 from .sharded_apart import refuse_sharded_apart
 from .sincos import sincos_positions
@@ -89,20 +91,21 @@ class SlideEncoder(nn.Module):
         self.config = config
         self.checkpoint = checkpoint
         self.chunk_rows = chunk_rows
-        self.embedding = nn.Linear(config.in_dim, config.embed_dim)
-        self.cls_token = nn.Parameter(torch.empty(1, 1, config.embed_dim))
-        self.blocks = nn.ModuleList(
-            EncoderBlock(config, exchange=exchange, backend=backend)
-            for _ in range(config.num_layers)
-        )
-        self.norm = LayerNorm(config.embed_dim, eps=config.norm_eps)
+        with without_weights(self):
+            self.embedding = nn.Linear(config.in_dim, config.embed_dim)
+            self.cls_token = nn.Parameter(torch.empty(1, 1, config.embed_dim))
+            self.blocks = nn.ModuleList(
+                EncoderBlock(config, exchange=exchange, backend=backend)
+                for _ in range(config.num_layers)
+            )
+            self.norm = LayerNorm(config.embed_dim, eps=config.norm_eps)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Set the initial weights from torch's random state: see `EncoderBlock`."""
-        nn.init.xavier_uniform_(self.embedding.weight)
+        fill(self.embedding.weight, nn.init.xavier_uniform_)
         nn.init.zeros_(self.embedding.bias)
-        nn.init.normal_(self.cls_token, std=0.02)
+        fill(self.cls_token, partial(nn.init.normal_, std=0.02))
         for block in self.blocks:
             assert isinstance(block, EncoderBlock)
             block.reset_parameters()

@@ -239,6 +239,11 @@ class DilatedPattern:
         """Whether a head may run more than one branch."""
         return len(self.dilation_rates) > 1 and self.head_branches == "all"
 
+    @property
+    def heads_are_alike(self) -> bool:
+        """Whether all heads see the same keys: every rate is 1, and heads run all branches."""
+        return self.head_branches == "all" and max(self.dilation_rates) == 1
+
     def single_branches(self) -> Iterator[DilatedPattern]:
         """The pattern of each branch by itself, where heads run all of them."""
         for segment_length, rate in self.branches:
@@ -274,8 +279,7 @@ class DilatedPattern:
                 f"the pattern is for head_slice {tuple(self.head_slice)}; the call has "
                 f"head_slice {tuple(given)}"
             )
-        alike = self.head_branches == "all" and max(self.dilation_rates) == 1
-        return None if alike or num_kv_heads == given.total else given
+        return None if self.heads_are_alike or num_kv_heads == given.total else given
 
     def of_heads(self, head_slice: Sequence[int] | None, num_kv_heads: int) -> DilatedPattern:
         """The pattern of some of a layer's KV heads, which are counted from 0 in it.

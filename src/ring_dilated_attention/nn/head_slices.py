@@ -22,6 +22,10 @@ class Heads(NamedTuple):
     def __str__(self) -> str:
         return f"{self.query} query and {self.kv} KV heads"
 
+    def is_fraction_of(self, layer: Heads) -> bool:
+        """Whether these are as many KV heads of a layer as they are query heads, by fraction."""
+        return self.query * layer.kv == self.kv * layer.query
+
 
 def slice_of_projections(
     layer: Heads, own: Heads, weights: tuple[Any, Any], name: str
@@ -31,8 +35,8 @@ def slice_of_projections(
     Args:
         layer: heads of the whole layer.
         own: heads that the projections have made on this rank.
-        weights: of the projections of query and key; all that is used of them are their rows, which
-            must follow the order of the heads.
+        weights: of the projections of query and key, whose rows follow the order of the heads;
+            None: it is not known which they are.
         name: of the layer, for messages.
 
     Returns:
@@ -44,14 +48,14 @@ def slice_of_projections(
     """
     if own == layer:
         return None
-    if own.query * layer.kv != own.kv * layer.query:
+    if not own.is_fraction_of(layer):
         raise ValueError(
             f"{name} has {own} on this rank, of {layer}: tensor parallelism must split KV heads as "
             "it splits query heads, over a number of ranks that divides both; use fewer ranks"
         )
     found = []
     for weight, total, heads in zip(weights, layer, own, strict=True):
-        rows = rows_of(weight)
+        rows = None if weight is None else rows_of(weight)
         if rows is None:
             raise ValueError(
                 f"{name} has {own} on this rank, of {layer}, and its weights do not say which: "
@@ -59,7 +63,7 @@ def slice_of_projections(
                 "Name them by head_slice=(start, stop, total), in KV heads"
             )
         start, stop, whole = rows.start * total, rows.stop * total, weight.shape[0]
-        if start % whole or stop - start != heads * whole:
+        if whole % total or start % whole or stop - start != heads * whole:
             raise ValueError(
                 f"{name} has {own} on this rank, of {layer}; its weights have rows {rows.start} to "
                 f"{rows.stop} of {whole} here, which are other heads: the model's number of heads "

@@ -93,6 +93,8 @@ def _two_dimensions(rank, world_size):
         ),
         "replicas": differences(tensors, mesh, (Replicate(), Shard(1))),
         "named": differences(tensors, mesh, (Shard(0), Shard(1)), options={"mesh": mesh["sp"]}),
+        "heads": differences(tensors, mesh, (Shard(2), Shard(1))),
+        "heads alone": differences(tensors, mesh, (Replicate(), Shard(2))),
         "batch alone": differences(tensors, mesh, (Shard(0), Replicate())),
     }
 
@@ -131,8 +133,15 @@ def _refused(rank, world_size, case):
     others = placed(mesh, Replicate())
     query, key, value = placed(mesh, Shard(1))
     options: dict[str, Any] = {}
-    if case == "heads":
+    if case == "head_dim":
+        query, key, value = placed(mesh, Shard(3))
+    elif case == "heads apart":
+        query, key, value = (
+            distribute_tensor(torch.randn(1, 9, heads, 8), mesh, [Shard(2)]) for heads in (6, 3, 3)
+        )
+    elif case == "a slice of a slice":
         query, key, value = placed(mesh, Shard(2))
+        options = {"head_slice": (0, 1, 2)}
     elif case == "partial":
         query = key = value = DTensor.from_local(query.to_local(), mesh, [Partial()])
     elif case == "mixed":
@@ -161,7 +170,9 @@ def _refused(rank, world_size, case):
 
 
 REFUSED = {
-    "heads": "must be placed by Shard.1. .sequence., .* got S.*2.*: to compute some of the heads",
+    "head_dim": "must be placed by Shard.1. .sequence., .* got S.*3.*: redistribute them first",
+    "heads apart": "query heads are with their KV heads; of 6 and 3, this rank has query heads",
+    "a slice of a slice": "head_slice is for local tensors",
     "partial": "must be placed by Shard.1.*redistribute them first",
     "mixed": "must all be DTensors or all be local tensors; key is no DTensor",
     "apart": "must have one mesh and the same placements",

@@ -7,6 +7,7 @@ what is cached, looked up or shared with other ranks happens when the operator r
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias, get_args, overload
 
 import torch
@@ -58,6 +59,7 @@ def dilated_attention(
     backend: Backend = "auto",
     workspace: float | None = None,
     branch_gradients: BranchGradients = "exact",
+    head_slice: Sequence[int] | None = None,
     return_lse: Literal[False] = False,
 ) -> torch.Tensor: ...
 
@@ -81,6 +83,7 @@ def dilated_attention(
     backend: Backend = "auto",
     workspace: float | None = None,
     branch_gradients: BranchGradients = "exact",
+    head_slice: Sequence[int] | None = None,
     return_lse: Literal[True],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
@@ -103,6 +106,7 @@ def dilated_attention(
     backend: Backend = "auto",
     workspace: float | None = None,
     branch_gradients: BranchGradients = "exact",
+    head_slice: Sequence[int] | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact dilated attention of a sequence sharded over the ranks of a group.
@@ -115,9 +119,9 @@ def dilated_attention(
 
     Query, key and value may be DTensors: whole tensors, of which ranks hold parts. Where they are
     sharded over the sequence, Shard(1), these ranks are the group, and positions are those of the
-    whole tensors, evenly cut or not; other dimensions of the mesh may replicate them or shard the
-    batch. Then out, lse and gradients are DTensors placed alike, `lengths` are those of the whole
-    batch, and `key_padding_mask` is a DTensor too.
+    whole tensors, evenly cut or not; other dimensions of the mesh may replicate them, or shard the
+    batch, Shard(0), or the heads, Shard(2). Then out, lse and gradients are DTensors placed alike,
+    `lengths` are those of the whole batch, and `key_padding_mask` is a DTensor too.
 
     Args:
         query: (batch, local_sequence, heads, head_dim); float64, float32, bfloat16 or float16.
@@ -163,6 +167,9 @@ def dilated_attention(
             the weights that mix the branches, ``exp(lse of the branch - lse)``, for constants, as
             torchscale does: weights trained with it have seen that gradient. Forward is the same;
             backward computes each branch's own result again.
+        head_slice: (start, stop, total): the call's KV heads are heads start to stop (excluded) of
+            a layer with total of them, and have their offsets and branches; for tensor parallelism.
+            The ranks of a group hold the same heads. None: the call has all heads.
         return_lse: whether to return the lse too.
 
     Returns:
@@ -188,6 +195,7 @@ def dilated_attention(
             "key_padding_mask": key_padding_mask, "group": group, "layout": layout,
             "exchange": exchange, "backend": backend, "workspace": workspace,
             "branch_gradients": branch_gradients, "return_lse": return_lse,
+            "head_slice": head_slice,
         }  # fmt: skip
         return _of_dtensors(query, key, value, pattern, options_of_call)
     name = group_name(group)
@@ -219,6 +227,7 @@ def dilated_attention(
             documents=known or [],
             lengths=counted or [],
             detached=branch_gradients == "detached" and pattern.mixes_branches,
+            head_slice=list(pattern.slice_for(head_slice, key.shape[2]) or ()),
         )
         if key_padding_mask is not None:
             _validate_mask(key_padding_mask, query, lengths)
@@ -250,6 +259,7 @@ def _of_dtensors(
             "layout": placed.layout,
             "lengths": placed.rows_of("lengths", options["lengths"]),
             "key_padding_mask": placed.local_mask(options["key_padding_mask"]),
+            "head_slice": placed.head_slice(options["head_slice"], key),
             "return_lse": True,
         }
     except Exception as failure:

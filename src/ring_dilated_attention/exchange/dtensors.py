@@ -1,9 +1,9 @@
 """Queries, keys and values as DTensors: what a rank has of them, and results as DTensors again.
 
-A dimension of the mesh may replicate them, or shard the batch (Shard(0)) or the sequence
-(Shard(1)); ranks along the last one are the group of the call. Gradients are DTensors with the same
-placements. Sequences are cut as torch cuts them: every rank but the last has ceil(n / p) positions,
-or what is left of them.
+A dimension of the mesh may replicate them, or shard the batch (Shard(0)), the sequence (Shard(1))
+or the heads (Shard(2)); ranks along that of the sequence are the group of the call. Gradients are
+DTensors with the same placements. Dimensions are cut as torch cuts them: every rank but the last
+has ceil(n / p) positions, or what is left of them.
 """
 
 from __future__ import annotations
@@ -161,22 +161,58 @@ class Placed(NamedTuple):
         """
         if is_dtensor(values):
             raise TypeError(f"{name} must be a list of ints or a local tensor; got a DTensor")
-        if values is None or not any(_cuts(one) == _BATCH for one in self.placements):
+        if values is None or not self._cuts_any(_BATCH):
             return values
         if len(values) != self.shape[0]:
             raise ValueError(
                 f"{name} must hold one number for each of the {self.shape[0]} rows of the whole "
                 f"batch; got {len(values)}"
             )
-        coordinate = self.mesh.get_coordinate()
+        own = self._own(_BATCH, len(values))
+        return values[own.start : own.stop]
+
+    def head_slice(self, given: Any, key: torch.Tensor) -> Any:
+        """(start, stop, total) of this rank's KV heads; what the caller gave where it has all.
+
+        Args:
+            given: the argument `head_slice` of the call.
+            key: of the call, a DTensor.
+
+        Raises:
+            ValueError: the caller gave one, and heads are sharded; or this rank's query heads are
+                not those of its KV heads.
+        """
+        if not self._cuts_any(_HEADS):
+            return given
+        if given is not None:
+            raise ValueError(
+                "head_slice is for local tensors; query and key are DTensors whose heads are "
+                f"sharded, {self.placements}, which says the same: leave it out"
+            )
+        heads, kv_heads = self.shape[2], key.shape[2]
+        query, own = self._own(_HEADS, heads), self._own(_HEADS, kv_heads)
+        if (query.start * kv_heads, query.stop * kv_heads) != (own.start * heads, own.stop * heads):
+            raise ValueError(
+                f"heads must be sharded so that query heads are with their KV heads; of {heads} "
+                f"and {kv_heads}, this rank has query heads {query.start} to {query.stop} and KV "
+                f"heads {own.start} to {own.stop}: use a number of ranks that divides both"
+            )
+        return own.start, own.stop, kv_heads
+
+    def _cuts_any(self, dim: int) -> bool:
+        return any(_cuts(one) == dim for one in self.placements)
+
+    def _own(self, dim: int, size: int) -> range:
+        """What this rank has of a dimension, cut over one dimension of the mesh after the other."""
+        coordinate, own = self.mesh.get_coordinate(), range(size)
         assert coordinate is not None
         for place, ranks, placement in zip(
             coordinate, self.mesh.shape, self.placements, strict=True
         ):
-            if _cuts(placement) == _BATCH:
-                each = -(-len(values) // ranks)
-                values = values[place * each : (place + 1) * each]
-        return values
+            if _cuts(placement) == dim:
+                each = -(-len(own) // ranks)
+                own = own[place * each : (place + 1) * each]
+        return own
 
     def local_mask(self, mask: torch.Tensor | None) -> torch.Tensor | None:
         """This rank's part of a padding mask.
@@ -250,15 +286,12 @@ def _cuts(placement: Any) -> int | None:
     if isinstance(placement, Replicate):
         return None
     dim = placement.dim if type(placement) is Shard else None
-    if dim in (_BATCH, _SEQUENCE):
+    if dim in (_BATCH, _SEQUENCE, _HEADS):
         return dim
-    if dim == _HEADS:
-        advice = "to compute some of the heads, pass the local tensors, x.to_local()"
-    else:
-        advice = "redistribute them first, x.redistribute(placements=[Shard(1)])"
     raise ValueError(
-        "query, key and value must be placed by Shard(1) (sequence), Shard(0) (batch) or "
-        f"Replicate(); got {placement}: {advice}"
+        "query, key and value must be placed by Shard(1) (sequence), Shard(0) (batch), Shard(2) "
+        f"(heads) or Replicate(); got {placement}: redistribute them first, "
+        "x.redistribute(placements=[Shard(1)])"
     )
 
 

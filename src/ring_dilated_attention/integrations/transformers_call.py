@@ -19,7 +19,7 @@ from ..exchange import Exchange, Group, agree, lengths_of_mask, resolve_exchange
 from ..functional import Schedule
 from ..layout import SequenceLayout
 from ..nn import document_positions
-from ..pattern import DilatedPattern
+from ..pattern import DilatedPattern, HeadSlice
 from ..tiles import Backend
 
 ARGUMENT = "ring_dilated_attention"
@@ -51,6 +51,7 @@ class Settings:
     layout: SequenceLayout | None
     exchange: Schedule
     backend: Backend
+    head_slice: HeadSlice | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Settings:
         return self  # a copy of the model belongs to the same ranks

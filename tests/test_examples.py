@@ -18,6 +18,7 @@ GENERATION = ["--seq-len", "301", "--new-tokens", "20"]
 SEVERAL_RANKS = {
     **SMALL,
     "generation": GENERATION,
+    "meshes": ["--seq-len", "301"],
     "several_gpus": ["--seq-len", "1501", "--head-dim", "16"],
 }
 

@@ -1,5 +1,6 @@
 """DTensors as query, key and value: sharded over the sequence, evenly and not; meshes as groups."""
 
+import inspect
 from functools import partial
 from typing import Any
 
@@ -9,8 +10,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention
+import ring_dilated_attention
+from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention, nn
 from ring_dilated_attention.checks import relative_error, run_ranks
+from ring_dilated_attention.integrations import torchscale
 
 PATTERN = DilatedPattern([8, 24, None], [1, 2, 4])
 
@@ -191,3 +194,71 @@ def test_what_is_refused(case):
     for message in run_ranks(_refused, 2, case):
         with pytest.raises(ValueError, match=REFUSED[case]):
             raise ValueError(message)
+
+
+# --- meshes in place of groups
+
+
+def public():
+    """Functions, and methods of classes, that users call."""
+    package = [getattr(ring_dilated_attention, name) for name in ring_dilated_attention.__all__]
+    for value in (
+        *package,
+        *(getattr(nn, name) for name in nn.__all__),
+        torchscale.replace_dilated_attention,
+        torchscale.TorchscaleDilatedAttention,
+    ):
+        if inspect.isclass(value):
+            methods = inspect.getmembers(value, inspect.isfunction)
+            yield from (method for name, method in methods if name in CALLED)
+        elif inspect.isfunction(value):
+            yield value
+
+
+CALLED = ("__init__", "forward", "loss", "generate", "stream", "make_caches")
+
+
+def test_what_takes_a_group_takes_a_mesh():
+    """Alike everywhere; but for the ends of a group, and what takes the group as its argument."""
+    checked = set()
+    for function in public():
+        parameters = inspect.signature(function).parameters
+        if "group" in parameters and parameters["group"].default is None:
+            checked.add(function.__qualname__)
+            assert "mesh" in parameters, function.__qualname__
+    assert len(checked) >= 12, checked
+
+
+def _modules_on_a_mesh(rank, world_size):
+    """Modules with ``mesh=`` and with ``group=``: the same results."""
+    mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("dp", "sp"))["sp"]
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {
+        "num_layers": 1, "embed_dim": 32, "num_heads": 4, "ffn_dim": 48,
+        "segment_lengths": (6, None), "dilation_rates": (1, 3),
+    }  # fmt: skip
+    model = nn.LongNet(nn.LongNetConfig(**shape))
+    encoder = nn.SlideEncoder(nn.SlideEncoderConfig(in_dim=8, **shape))
+    layer = nn.DilatedAttention(PATTERN, mesh=mesh)
+    layout = SequenceLayout.contiguous(11, world_size)
+    tokens = layout.shard(torch.arange(22).view(2, 11), rank, 1)
+    tiles = layout.local_length(rank) - (rank == 0)
+    features, where = torch.randn(1, tiles, 8), torch.rand(1, tiles, 2)
+    heads = torch.randn(1, layout.local_length(rank), 4, 8)
+    layer.layout = layout
+    equal = [layer.group is mesh, layer(heads, heads, heads).shape == heads.shape]
+    for call in (
+        lambda **ranks: model(tokens, layout=layout, **ranks),
+        lambda **ranks: model.loss(tokens, tokens, layout=layout, **ranks),
+        lambda **ranks: model.generate(tokens, 2, layout=layout, **ranks),
+        lambda **ranks: encoder(features, where, layout=layout, **ranks).tiles,
+    ):
+        equal.append(torch.equal(call(group=dist.group.WORLD), call(mesh=mesh)))
+        with pytest.raises(ValueError, match="pass the ranks as group or as mesh, not as both"):
+            call(group=mesh, mesh=mesh)
+    return equal
+
+
+def test_modules_on_a_mesh():
+    for equal in run_ranks(_modules_on_a_mesh, 2):
+        assert all(equal), equal

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..documents import Integers, in_words
-from ..exchange import Exchange, Group, Shared, resolve_exchange, settle
+from ..exchange import Exchange, Group, Shared, one_group, resolve_exchange, settle
 from ..functional import autocast_inputs
 from ..layout import SequenceLayout
 from ..pattern import DilatedPattern, check_positive_int
@@ -56,6 +56,7 @@ class DilatedKVCache:
         device: where they are; None: torch's default.
         group: the ranks that generate together: a ProcessGroup, a 1-D DeviceMesh, an `Exchange`, or
             None for one process.
+        mesh: the same ranks, by the name that meshes have elsewhere; not beside `group`.
         sharded: whether the ranks share the rows, the same number on each; else each keeps all of
             them, and `cached_attention` needs no communication. None, the default: from 128 MiB on.
         head_slice: (start, stop, total): the KV heads are heads start to stop (excluded) of a layer
@@ -94,6 +95,7 @@ class DilatedKVCache:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         group: Group = None,
+        mesh: Group = None,
         sharded: bool | None = None,
         head_slice: Sequence[int] | None = None,
     ) -> None:
@@ -105,7 +107,7 @@ class DilatedKVCache:
         pattern = pattern.of_heads(head_slice, num_kv_heads)
         if max_length is not None:
             max_length = check_positive_int("max_length", max_length)
-        self.exchange: Exchange = resolve_exchange(group)
+        self.exchange: Exchange = resolve_exchange(one_group(group, mesh))
         self.plan = plan_cache(pattern, num_kv_heads, max_length, max_rewind)
         if sharded is None:
             sharded = self.plan.nbytes(batch, head_dim, dtype.itemsize) >= SHARD_BYTES

@@ -22,7 +22,15 @@ from ..engine import (
     readable,
     readable_in_backward,
 )
-from ..exchange import Group, Shared, all_gather, refuse_capture, resolve_exchange, settle
+from ..exchange import (
+    Group,
+    Shared,
+    all_gather,
+    one_group,
+    refuse_capture,
+    resolve_exchange,
+    settle,
+)
 from ..functional import autocast_inputs
 from ..layout import SequenceLayout
 from ..pattern import DilatedPattern
@@ -101,6 +109,7 @@ def replicated_query_attention(
     documents: Integers | None = None,
     lengths: Integers | None = None,
     group: Group = None,
+    mesh: Group = None,
     layout: SequenceLayout | None = None,
     backend: Backend = "auto",
     workspace: float | None = None,
@@ -122,6 +131,7 @@ def replicated_query_attention(
     documents: Integers | None = None,
     lengths: Integers | None = None,
     group: Group = None,
+    mesh: Group = None,
     layout: SequenceLayout | None = None,
     backend: Backend = "auto",
     workspace: float | None = None,
@@ -142,6 +152,7 @@ def replicated_query_attention(
     documents: Integers | None = None,
     lengths: Integers | None = None,
     group: Group = None,
+    mesh: Group = None,
     layout: SequenceLayout | None = None,
     backend: Backend = "auto",
     workspace: float | None = None,
@@ -183,6 +194,7 @@ def replicated_query_attention(
             and whose queries get output 0, lse -inf and gradient 0. None: no padding.
         group: the ranks that share the keys: a ProcessGroup, a 1-D DeviceMesh, an `Exchange`, or
             None for one process that holds them all.
+        mesh: the same ranks, by the name that meshes have elsewhere; not beside `group`.
         layout: which rank holds which keys; None: contiguous equal shards.
         backend: kernels that compute the tiles, one of `tiles.BACKENDS`; ``"auto"``, the default,
             takes the fastest one that supports the tensors, and any other name is used or refused.
@@ -226,7 +238,7 @@ def replicated_query_attention(
         (query, key, value),
         pattern,
         positions,
-        group,
+        one_group(group, mesh),
         is_causal=is_causal,
         scale=scale,
         documents=documents,

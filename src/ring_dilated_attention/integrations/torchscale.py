@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..exchange import Group
+from ..exchange import Group, one_group
 from ..functional import BRANCH_GRADIENTS, EXCHANGES, BranchGradients, Schedule, dilated_attention
 from ..layout import SequenceLayout
 from ..nn import check_head_sizes, hooks_of, is_plain, normalize, project_heads
@@ -51,6 +51,7 @@ class TorchscaleDilatedAttention(nn.Module):
         subln: whether to normalise the concatenated heads (`inner_attn_ln`).
         group: the ranks that share each sequence: a ProcessGroup, a 1-D DeviceMesh, or None for
             one process.
+        mesh: the same ranks, by the name that meshes have elsewhere; not beside `group`.
         layout: which positions each rank holds; None means contiguous equal shards. `set_layout`
             changes it.
         head_offsets: offset of KV head h of H in a branch of rate r: ``"blocked"``, the default, is
@@ -82,6 +83,7 @@ class TorchscaleDilatedAttention(nn.Module):
         subln: bool = False,
         *,
         group: Group = None,
+        mesh: Group = None,
         layout: SequenceLayout | None = None,
         head_offsets: HeadOffsets = "blocked",
         zero_keys: bool = True,
@@ -129,7 +131,7 @@ class TorchscaleDilatedAttention(nn.Module):
         )
         check_choice("branch_gradients", branch_gradients, BRANCH_GRADIENTS)
         self.branch_gradients = branch_gradients
-        self.group = group
+        self.group = one_group(group, mesh)
         self.layout = layout
         self.exchange = exchange
         self.backend = backend
@@ -241,6 +243,7 @@ def replace_dilated_attention(
     model: nn.Module,
     *,
     group: Group = None,
+    mesh: Group = None,
     layout: SequenceLayout | None = None,
     **options: Any,
 ) -> int:
@@ -255,6 +258,7 @@ def replace_dilated_attention(
         model: changed in place, or not at all where this raises.
         group: the ranks that share each sequence: a ProcessGroup, a 1-D DeviceMesh, or None for
             one process.
+        mesh: the same ranks, by the name that meshes have elsewhere; not beside `group`.
         layout: which positions each rank holds; None means contiguous equal shards. `set_layout`
             changes it.
         options: the keyword arguments of `TorchscaleDilatedAttention` that come after `subln`.
@@ -267,6 +271,7 @@ def replace_dilated_attention(
         ValueError: a module is not supported, by its class, its hooks or its `args`; or `model`
             itself would have to be replaced.
     """
+    group = one_group(group, mesh)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {model!r}")
     ours: list[TorchscaleDilatedAttention] = []

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-from ..exchange import Group, resolve_exchange
+from ..exchange import Group, one_group, resolve_exchange
 from ..functional import Schedule, dilated_attention, validate_options
 from ..layout import SequenceLayout
 from ..pattern import DilatedPattern, check_head_slice
@@ -81,6 +81,7 @@ def set_attention(
     pattern: DilatedPattern,
     *,
     group: Group = None,
+    mesh: Group = None,
     layout: SequenceLayout | None = None,
     exchange: Schedule = "auto",
     backend: Backend = "auto",
@@ -105,6 +106,7 @@ def set_attention(
         pattern: which keys each head sees; `DilatedPattern.dense` is what transformers computes.
         group: the ranks that share each sequence: a ProcessGroup, a 1-D DeviceMesh, or None for
             one process.
+        mesh: the same ranks, by the name that meshes have elsewhere; not beside `group`.
         layout: which positions each rank holds, at least one; see `set_layout`. None: contiguous
             equal shards.
         exchange: ``"ring"`` keeps one message in flight during compute and holds the rows of at
@@ -121,6 +123,7 @@ def set_attention(
         TypeError: a value has the wrong type.
         ValueError: the model is not supported; the message says why.
     """
+    group = one_group(group, mesh)
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a transformers.PreTrainedModel, got {type(model).__name__}")
     validate_options(pattern, False, None, layout, exchange, backend, False)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ..exchange import fill
+from ..exchange import fill, one_group
 from ..functional import BRANCH_GRADIENTS, EXCHANGES, BranchGradients, Schedule, dilated_attention
 from ..pattern import (
     DilatedPattern,
@@ -174,6 +174,7 @@ class MultiheadDilatedAttention(nn.Module):
         lengths: Integers | None = None,
         rope: Callable[[Tensor], Tensor] | None = None,
         group: Group = None,
+        mesh: Group = None,
         layout: SequenceLayout | None = None,
     ) -> tuple[Tensor, None]:
         """Project, attend, project back.
@@ -198,6 +199,7 @@ class MultiheadDilatedAttention(nn.Module):
                 kv_heads, head_dim), and returns that shape; a `Rotation` is one.
             group: the ranks that share each sequence: a ProcessGroup, a 1-D DeviceMesh, or None
                 for one process.
+            mesh: the same ranks, by the name that meshes have elsewhere; not beside `group`.
             layout: which positions each rank holds; None means contiguous equal shards.
 
         Returns:
@@ -209,6 +211,7 @@ class MultiheadDilatedAttention(nn.Module):
             ValueError: `attn_mask` or `need_weights` is given, a shape does not fit, or for the
                 reasons of `dilated_attention`.
         """
+        group = one_group(group, mesh)
         if need_weights is not False:
             raise ValueError(
                 "need_weights must be False: dilated attention never forms the weights; "

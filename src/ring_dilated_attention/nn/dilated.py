@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from ..exchange import one_group
 from ..functional import BRANCH_GRADIENTS, EXCHANGES, BranchGradients, Schedule, dilated_attention
 from ..pattern import DilatedPattern, check_choice, check_head_slice, in_brief
 from ..tiles import BACKENDS, Backend
@@ -26,6 +27,7 @@ class DilatedAttention(nn.Module):
         scale: factor on the logits; None means ``head_dim ** -0.5``.
         group: the ranks that share each sequence: a ProcessGroup, a 1-D DeviceMesh, or None for
             one process.
+        mesh: the same ranks, by the name that meshes have elsewhere; not beside `group`.
         layout: which positions each rank holds; None means contiguous equal shards.
         branch_gradients: ``"exact"``, the default, differentiates the whole function;
             ``"detached"`` all but the weights that mix the branches, as torchscale does.
@@ -50,6 +52,7 @@ class DilatedAttention(nn.Module):
         is_causal: bool = False,
         scale: float | None = None,
         group: Group = None,
+        mesh: Group = None,
         layout: SequenceLayout | None = None,
         branch_gradients: BranchGradients = "exact",
         exchange: Schedule = "auto",
@@ -64,7 +67,7 @@ class DilatedAttention(nn.Module):
         self.pattern = pattern
         self.is_causal = is_causal
         self.scale = scale
-        self.group = group
+        self.group = one_group(group, mesh)
         self.layout = layout
         check_choice("branch_gradients", branch_gradients, BRANCH_GRADIENTS)
         self.branch_gradients = branch_gradients

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..documents import Integers
-from ..exchange import Group, fill
+from ..exchange import Group, fill, one_group
 from ..functional import Schedule, autocast_inputs
 from ..layout import SequenceLayout
 from ..pattern import check_positive_int
@@ -128,6 +128,7 @@ class LongNet(TokenGenerator):
         *,
         documents: Integers | None = None,
         group: Group = None,
+        mesh: Group = None,
         layout: SequenceLayout | None = None,
     ) -> Tensor:
         """Logits of the next token at every local position; with labels, their loss instead.
@@ -142,6 +143,7 @@ class LongNet(TokenGenerator):
                 at each.
             group: the ranks that share each sequence: a ProcessGroup, a 1-D DeviceMesh, or None
                 for one process.
+            mesh: the same ranks, by the name that meshes have elsewhere; not beside `group`.
             layout: which positions each rank holds; None means contiguous equal shards.
 
         Returns:
@@ -154,6 +156,7 @@ class LongNet(TokenGenerator):
                 or another local length; some other rank refused its arguments; and see
                 `dilated_attention`.
         """
+        group = one_group(group, mesh)
         apart = {"embedding": "the logits have its weights, too"}
         if self.chunk_rows is not None:
             apart["norm"] = "chunk_rows computes gradients of weights from chunk to chunk"
@@ -172,6 +175,7 @@ class LongNet(TokenGenerator):
         *,
         documents: Integers | None = None,
         group: Group = None,
+        mesh: Group = None,
         layout: SequenceLayout | None = None,
     ) -> Tensor:
         """Cross-entropy, in nats, summed over the local positions.
@@ -186,6 +190,7 @@ class LongNet(TokenGenerator):
                 positions; the last label of a document counts like any other.
             group: the ranks that share each sequence: a ProcessGroup, a 1-D DeviceMesh, or None
                 for one process.
+            mesh: the same ranks, by the name that meshes have elsewhere; not beside `group`.
             layout: which positions each rank holds; None means contiguous equal shards.
 
         Returns:
@@ -197,6 +202,7 @@ class LongNet(TokenGenerator):
             TypeError: this rank's `tokens` or `labels` are not int64.
             ValueError: as in `forward`, or the labels have another shape than the tokens.
         """
+        group = one_group(group, mesh)
         options = {"documents": documents, "group": group, "layout": layout}
         # None would be a call for logits: as anything else that is no tensor, it is refused.
         loss: Tensor = self(tokens, "None" if labels is None else labels, **options)

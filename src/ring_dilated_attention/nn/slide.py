@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..documents import Integers, ints_or_tensor
-from ..exchange import Group, fill, place_in
+from ..exchange import Group, fill, one_group, place_in
 from ..functional import Schedule, autocast_inputs
 from ..layout import SequenceLayout
 from ..pattern import check_positive_int, in_brief
@@ -118,6 +118,7 @@ class SlideEncoder(nn.Module):
         *,
         lengths: Integers | None = None,
         group: Group = None,
+        mesh: Group = None,
         layout: SequenceLayout | None = None,
     ) -> Encoded:
         """Encode the tiles that this rank holds, among those that all ranks hold.
@@ -131,6 +132,7 @@ class SlideEncoder(nn.Module):
                 padded at their ends. None: all of them.
             group: the ranks that share each slide: a ProcessGroup, a 1-D DeviceMesh, or None for
                 one process.
+            mesh: the same ranks, by the name that meshes have elsewhere; not beside `group`.
             layout: which positions each rank holds, of a sequence of one position more than there
                 are tiles; None means contiguous equal shards.
 
@@ -142,6 +144,7 @@ class SlideEncoder(nn.Module):
             TypeError, ValueError: the arguments do not fit, on this rank or on another; and see
                 `dilated_attention`.
         """
+        group = one_group(group, mesh)
         if self.chunk_rows is not None:
             chunks = "chunk_rows computes gradients of weights from chunk to chunk"
             refuse_sharded_apart(self, {"embedding": chunks, "norm": chunks})

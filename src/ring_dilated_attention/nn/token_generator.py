@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..decode import DilatedKVCache
 from ..documents import Integers
-from ..exchange import Group
+from ..exchange import Group, one_group
 from ..layout import SequenceLayout
 from .config import LongNetConfig
 from .generation import GivenPrompt, Wanted, make_caches, prefill, step, stream
@@ -46,6 +46,7 @@ class TokenGenerator(nn.Module, ABC):
         max_length: int | None = None,
         max_rewind: int = 0,
         group: Group = None,
+        mesh: Group = None,
         sharded: bool | None = None,
     ) -> list[DilatedKVCache]:
         """A KV cache for each block, on the model's device, in its dtype or that of autocast.
@@ -57,12 +58,14 @@ class TokenGenerator(nn.Module, ABC):
             max_rewind: the most positions that `DilatedKVCache.rewind` may take back at a time.
             group: the ranks that generate together: a ProcessGroup, a 1-D DeviceMesh, or None for
                 one process.
+            mesh: the same ranks, by the name that meshes have elsewhere; not beside `group`.
             sharded: whether the ranks share the rows of each cache; None, the default: where a
                 cache is large. See `DilatedKVCache`.
 
         Raises:
             TypeError, ValueError: an argument is not allowed.
         """
+        group = one_group(group, mesh)
         return make_caches(self, batch, max_length, max_rewind, group, sharded)
 
     def prefill(
@@ -142,6 +145,7 @@ class TokenGenerator(nn.Module, ABC):
         lengths: Integers | None = None,
         documents: Integers | None = None,
         group: Group = None,
+        mesh: Group = None,
         layout: SequenceLayout | None = None,
         sharded: bool | None = None,
     ) -> Iterator[Tensor]:
@@ -150,6 +154,7 @@ class TokenGenerator(nn.Module, ABC):
         Arguments are checked and the prompt is read before this returns; each token is computed
         when it is asked for, under the autocast of that moment. Every rank takes equally many.
         """
+        group = one_group(group, mesh)
         options = SamplerOptions(temperature, top_k, top_p, allowed, seed)
         prompt = GivenPrompt(tokens, lengths, documents, layout)
         return stream(self, prompt, options, Wanted(max_new_tokens, stop_token, sharded), group)
@@ -168,6 +173,7 @@ class TokenGenerator(nn.Module, ABC):
         lengths: Integers | None = None,
         documents: Integers | None = None,
         group: Group = None,
+        mesh: Group = None,
         layout: SequenceLayout | None = None,
         sharded: bool | None = None,
     ) -> Tensor:
@@ -197,6 +203,7 @@ class TokenGenerator(nn.Module, ABC):
                 the last one of each row is continued. None: one document.
             group: the ranks that share each prompt: a ProcessGroup, a 1-D DeviceMesh, or None for
                 one process. All of them compute the same new tokens.
+            mesh: the same ranks, by the name that meshes have elsewhere; not beside `group`.
             layout: which positions of the prompt each rank holds; None means contiguous equal
                 shards.
             sharded: whether the ranks share the rows of each cache; None, the default: where a
@@ -217,6 +224,7 @@ class TokenGenerator(nn.Module, ABC):
             >>> LongNet(config).generate(torch.tensor([[1, 2, 3]]), 5, temperature=0.8).shape
             torch.Size([1, 5])
         """
+        group = one_group(group, mesh)
         options = SamplerOptions(temperature, top_k, top_p, allowed, seed)
         prompt = GivenPrompt(tokens, lengths, documents, layout)
         wanted = Wanted(max_new_tokens, stop_token, sharded)

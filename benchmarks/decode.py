@@ -29,9 +29,11 @@ from ring_dilated_attention.named_patterns import named
 from ring_dilated_attention.nn import LongNet, LongNetConfig
 from ring_dilated_attention.train import preset_options
 
-TIMED_CALLS = 600
+TIMED_CALLS = 1000
 """More calls than a case is timed with. Its first call is this many positions before the end of a
 segment, so that its caches are nearly full in all of them."""
+GENERATED = 256
+"""Tokens of `LongNet.stream`."""
 MEAN_OVER = 768
 """Positions: a multiple of all rates, so that each head is a member as often as on average."""
 
@@ -95,7 +97,7 @@ class Timer:
                 taken.append((time.perf_counter() - begun) * 1e3)
         return statistics.median(taken)
 
-    def wall(self, call: Callable[[], Any], count: int = 50) -> float:
+    def wall(self, call: Callable[[], Any], count: int = 300) -> float:
         """Milliseconds of a call by itself, until the device is idle, the median of `count`."""
         taken = []
         for _ in range(count):
@@ -237,6 +239,10 @@ def model_step(timer: Timer, prompt: int, *, small: bool) -> dict[str, Any]:
             found["graph_ms"] = timer.wall(lambda: captured(token))
             found["graph_gpu_ms"] = timer.queued(lambda: captured(token))
     found["cache_bytes"] = sum(cache.nbytes for cache in caches)
+    drawn = model.stream(tokens, GENERATED)
+    begun = time.perf_counter()
+    int([*drawn][-1])  # waits for the device
+    found["generate_ms"] = (time.perf_counter() - begun) * 1e3 / GENERATED
     return found
 
 

@@ -41,6 +41,7 @@ AS_OTHERS_CALL_THEM = {
     *("nn.attention.__init__", "nn.attention.forward", "nn.attention.attend"),
     "nn.dilated.__init__",
     *("nn.token_generator.generate", "nn.token_generator.stream"),
+    "integrations.transformers.set_attention",
     *("checks.reference.reference_attention", "bench.sweep.sweep"),
     # Commands: an argument is an option.
     *("cli.bench.bench", "cli.draw.draw", "cli.plan.plan", "cli.plan.simulate", "cli.train.train"),

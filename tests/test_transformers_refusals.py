@@ -25,7 +25,7 @@ from transformers_models import (
     restarts,
 )
 
-from ring_dilated_attention import SequenceLayout
+from ring_dilated_attention import SequenceLayout, SoloExchange
 from ring_dilated_attention.checks import relative_error
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.integrations import transformers as ours
@@ -277,6 +277,11 @@ SETTING_REFUSALS: dict[str, Any] = {
     "model": ({"model": nn.Identity()}, TypeError, "must be a transformers.PreTrainedModel"),
     "pattern": ({"pattern": 3}, TypeError, "pattern must be a DilatedPattern, got 3"),
     "group": ({"group": 3}, TypeError, "group must be"),
+    "mesh": (
+        {"group": SoloExchange(), "mesh": SoloExchange()},
+        ValueError,
+        "pass the ranks as group or as mesh, not as both",
+    ),
     "layout": ({"layout": 3}, TypeError, "layout must be a SequenceLayout or None, got 3"),
     "exchange": ({"exchange": "quick"}, ValueError, "exchange must be one of"),
     "backend": ({"backend": "quick"}, ValueError, "backend must be one of"),

@@ -166,13 +166,20 @@ def with_fsdp(sp, tp):
 
 
 def generate(sp, tp):
-    """Whether the tokens are those of one process."""
+    """Errors of the logits of a prompt and of the tokens behind it, and of `generate`."""
     model, split = (longnet({"num_kv_heads": 4}, {}) for _ in range(2))
     parallelize_module(split, tp, {"blocks.*": HeadParallel()})
-    tokens, _ = tokens_and_labels()
+    tokens, following = tokens_and_labels()
     shard = UNEVEN.shard(tokens, sp.get_local_rank(), 1)
-    got = split.generate(shard, 9, group=sp, layout=UNEVEN, sharded=True)
-    return (float((got != model.generate(tokens, 9)).sum()),)
+    caches = split.make_caches(2, max_length=60, group=sp, sharded=True)
+    alone = model.make_caches(2, max_length=60)
+    steps = [(split.prefill(shard, caches, layout=UNEVEN), model.prefill(tokens, alone))]
+    for at in range(5):
+        new = following[:, at : at + 1]
+        steps.append((split.step(new, caches), model.step(new, alone)))
+    errors = [relative_error(got, wanted) for got, wanted in steps]
+    got = split.generate(shard, 9, group=sp, layout=UNEVEN)
+    return *errors, float((got != model.generate(tokens, 9)).sum())
 
 
 def refusals(tp):

@@ -400,7 +400,7 @@ WRONG_HEADS: dict[str, tuple[Heads, tuple[Any, Any], str]] = {
     "plain weights": (Heads(4, 2), (nn.Parameter(torch.zeros(8, 3)), None), "do not say which"),
     "unknown weights": (Heads(4, 2), (None, None), "do not say which"),
     "cut by columns": (Heads(4, 2), (cut(8, 6, dim=1), cut(4, 6)), "not sharded by rows"),
-    "cut twice": (Heads(4, 2), (cut(8, 6, split_factor=2), cut(4, 6)), "not sharded by rows"),
+    "cut twice": (Heads(4, 2), (cut(8, 6, dim=None, split_factor=2),) * 2, "not sharded by rows"),
     "other heads": (Heads(4, 2), (cut(8, 6, 4, 2), cut(4, 6)), "which are other heads"),
     "half a head": (Heads(4, 2), (cut(8, 6, 3), cut(4, 6)), "sharded by whole heads"),
     "a model of other heads": (Heads(4, 2), (cut(8, 6), cut(5, 6)), "those of the whole layer"),

@@ -20,6 +20,10 @@ Honoured: grouped queries, ``scaling``, ``is_causal`` (so encoders too), right p
 or as ``cu_seq_lens_q`` and ``cu_seq_lens_k`` (borders in the whole sequence), gradient
 checkpointing. Everything else that attention is given is refused.
 
+``save_pretrained`` keeps the pattern in ``config.json``, and ``from_pretrained`` restores it where
+this module is imported; elsewhere transformers refuses the model's ``attn_implementation``. To make
+that so, importing this module wraps ``PreTrainedModel.post_init``.
+
 ``generate`` works as it is, with a `DilatedCache`. On several ranks each of them calls it with the
 whole prompt, which is sharded inside, and gets the same tokens; to sample, seed all ranks alike:
 
@@ -49,7 +53,16 @@ from .transformers_cached import CachedCall, attend_with_cache
 from .transformers_call import ARGUMENT, SETTINGS, Call, Settings
 from .transformers_generate import prepare_cache_for_generation
 from .transformers_hooks import after_base, before_base, before_head
-from .transformers_models import check_model
+from .transformers_models import check_model, without_adapters
+from .transformers_saved import (
+    erase,
+    is_dense,
+    layout_kind,
+    restore_when_made,
+    saved_kind,
+    saved_pattern,
+    write,
+)
 
 NAME = ARGUMENT
 """What ``attn_implementation`` has to be."""
@@ -79,7 +92,7 @@ _WHOLE = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 def set_attention(
     model: PreTrainedModel,
-    pattern: DilatedPattern,
+    pattern: DilatedPattern | None = None,
     *,
     group: Group = None,
     layout: SequenceLayout | None = None,
@@ -98,11 +111,14 @@ def set_attention(
     sequences on every rank, and returns what one process returns; see `DilatedCache`. The layout
     counts for prompts of its length; others are sharded zigzag.
 
+    The config gets the pattern and the kind of the layout, so ``save_pretrained`` keeps them.
+
     Args:
-        model: the model that will be called, with or without a language modelling head; changed in
-            place, its ``attn_implementation`` too. On several ranks a model whose layers are all
-            full attention and MLPs, or experts.
+        model: the model that will be called, with or without a head, or a PeftModel of one; changed
+            in place, its ``attn_implementation`` and config too. On several ranks a model whose
+            layers are all full attention and MLPs, or experts.
         pattern: which keys each head sees; `DilatedPattern.dense` is what transformers computes.
+            None, the default: the pattern that the model's config holds.
         group: the ranks that share each sequence: a ProcessGroup, a 1-D DeviceMesh, or None for
             one process.
         layout: which positions each rank holds, at least one; see `set_layout`. None: contiguous
@@ -116,10 +132,19 @@ def set_attention(
 
     Raises:
         TypeError: a value has the wrong type.
-        ValueError: the model is not supported; the message says why.
+        ValueError: the model is not supported, or no pattern is given and the config has none; the
+            message says why.
     """
+    model = without_adapters(model, resolve_exchange(group).world_size)
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a transformers.PreTrainedModel, got {type(model).__name__}")
+    restored = pattern is None
+    if restored:
+        pattern = saved_pattern(model.config)
+    if pattern is None:
+        raise ValueError(
+            f"pattern must be given: the config of this {type(model).__name__} holds none"
+        )
     validate_options(pattern, False, None, layout, exchange, backend, False)
     base: Any = model.base_model
     check_model(model, base, resolve_exchange(group).world_size)
@@ -143,6 +168,8 @@ def set_attention(
     if hasattr(model, _PREPARE_CACHE):
         setattr(model, _PREPARE_CACHE, partial(prepare_cache_for_generation, model))
     setattr(model, _HOOKS, handles)
+    kind = saved_kind(model.config) if restored and layout is None else layout_kind(layout)
+    write(model.config, pattern, kind)
 
 
 def set_layout(model: PreTrainedModel, layout: SequenceLayout | None) -> None:
@@ -158,25 +185,41 @@ def set_layout(model: PreTrainedModel, layout: SequenceLayout | None) -> None:
     """
     if layout is not None and not isinstance(layout, SequenceLayout):
         raise TypeError(f"layout must be a SequenceLayout or None, got {layout!r}")
+    model = without_adapters(model)
     _check_is_set(model)
     settings = replace(getattr(model, SETTINGS), layout=layout)
     for module in (model, model.base_model):
         setattr(module, SETTINGS, settings)
+    write(model.config, settings.pattern, layout_kind(layout))
 
 
-def remove_attention(model: PreTrainedModel, attn_implementation: str = "sdpa") -> None:
-    """Give a model transformers' own attention back.
+def remove_attention(
+    model: PreTrainedModel, attn_implementation: str = "sdpa", *, dense: bool = False
+) -> None:
+    """Give a model transformers' own attention back, which is dense.
 
     Args:
         model: what `set_attention` was called with.
         attn_implementation: one of transformers'.
+        dense: must be True where the pattern is not dense: the model then computes another function
+            than before, and its config and what is saved no longer have the pattern.
 
     Raises:
-        ValueError: `set_attention` was not called with this model, or transformers refuses.
+        ValueError: `set_attention` was not called with this model, `dense` is missing, or
+            transformers refuses.
     """
+    model = without_adapters(model)
     _check_is_set(model)
+    pattern = getattr(model, SETTINGS).pattern
+    if not dense and not is_dense(pattern):
+        raise ValueError(
+            f"this {type(model).__name__} has the pattern {pattern}; transformers' own attention "
+            "is dense, another function than the model was trained with: if you want that, call "
+            "remove_attention(model, dense=True)"
+        )
     model.set_attn_implementation(attn_implementation)
     _remove_hooks(model)
+    erase(model.config)
 
 
 def shard_batch(batch: Mapping[str, Any], layout: SequenceLayout, rank: int) -> dict[str, Any]:
@@ -351,13 +394,14 @@ _attend_untraced: Any = torch.compiler.disable(attend_with_cache)  # type: ignor
 
 
 def _remove_hooks(model: PreTrainedModel) -> None:
-    for handle in getattr(model, _HOOKS, ()):
-        handle.remove()
     for module in (model, model.base_model):
+        for handle in getattr(module, _HOOKS, ()):
+            handle.remove()
         for name in (SETTINGS, _HOOKS, _PREPARE_CACHE):
             if name in module.__dict__:
                 delattr(module, name)
 
 
+restore_when_made(set_attention)
 AttentionInterface.register(NAME, attention_forward)
 AttentionMaskInterface.register(NAME, attention_mask)

@@ -21,6 +21,7 @@ from ..layout import SequenceLayout
 from ..nn import document_positions
 from ..pattern import DilatedPattern
 from ..tiles import Backend
+from .transformers_saved import check_same_pattern
 
 ARGUMENT = "ring_dilated_attention"
 """The keyword argument by which a `Call` goes from the model to each of its attention modules; and
@@ -224,6 +225,7 @@ def refuse(module: nn.Module, given: dict[str, Any], world_size: int) -> None:
             f"{implementation!r}: call remove_attention(model) first, or set it back to "
             f"{ARGUMENT!r}"
         )
+    check_same_pattern(config, getattr(module, SETTINGS).pattern)
     for key, why in _REFUSED.items():
         if given.get(key) is not None:
             raise ValueError(f"{key} must be None: {why}; got {type(given[key]).__name__}")

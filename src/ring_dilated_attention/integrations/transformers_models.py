@@ -3,8 +3,51 @@
 from __future__ import annotations
 
 import inspect
+import sys
+from typing import Any
 
 from torch import nn
+
+_PEFT = (0, 21)
+"""Before this version of peft, adapters called the model's forward past its hooks."""
+
+
+def without_adapters(model: Any, world_size: int = 1) -> Any:
+    """The model of transformers inside of a PeftModel, or what is given if it is none.
+
+    Args:
+        model: anything.
+        world_size: ranks that share each sequence.
+
+    Raises:
+        ValueError: on several ranks, peft would put its virtual tokens before every shard.
+    """
+    peft = sys.modules.get("peft")
+    if peft is None or not isinstance(model, peft.PeftModel | peft.PeftMixedModel):
+        return model
+    learns_prompts = getattr(model, "_is_prompt_learning", False)
+    if world_size > 1 and learns_prompts:
+        raise ValueError(
+            f"on {world_size} ranks adapters must not add virtual tokens, which would come before "
+            f"every shard; got {model.peft_type}: use LoRA or another adapter of weights"
+        )
+    if isinstance(model, peft.PeftMixedModel):
+        return model.base_model.model
+    return model.get_base_model()
+
+
+def check_peft(base: nn.Module, world_size: int) -> None:
+    """Raise a RuntimeError where an old peft would call a model past the hook of its head."""
+    peft = sys.modules.get("peft")
+    if peft is None or world_size == 1:
+        return
+    version = tuple(int(x) for x in peft.__version__.split(".")[:2])
+    layers = peft.tuners.tuners_utils.BaseTunerLayer
+    if version < _PEFT and any(isinstance(x, layers) for x in base.modules()):
+        raise RuntimeError(
+            f"on {world_size} ranks adapters need peft {'.'.join(map(str, _PEFT))} or later, which "
+            f"calls a model with its hooks; got peft {peft.__version__}"
+        )
 
 
 def check_model(model: nn.Module, base: nn.Module, world_size: int) -> None:

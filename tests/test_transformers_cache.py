@@ -292,7 +292,7 @@ def test_a_shard_instead_of_the_whole_prompt_is_an_error_on_every_rank():
         own = copy.deepcopy(model)
         set_attention(own, PATTERN, group=ends, layout=layout)
         with torch.no_grad(), pytest.raises(ValueError, match="different ranks: input is"):
-            own(**shard_batch({"input_ids": IDS}, layout, ends.rank), use_cache=True)
+            own(**shard_batch({"input_ids": IDS}, layout, ends), use_cache=True)
         with torch.no_grad(), pytest.raises(ValueError, match="output_hidden_states must be False"):
             own(IDS, use_cache=True, output_hidden_states=True)
         bad = {"attention_mask": HOLE} if ends.rank else {}

@@ -33,7 +33,7 @@ whole prompt, which is sharded inside, and gets the same tokens; to sample, seed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -48,6 +48,7 @@ from ..functional import Schedule, dilated_attention, validate_options
 from ..layout import SequenceLayout
 from ..pattern import DilatedPattern
 from ..tiles import Backend
+from .transformers_batch import shard_batch as shard_batch  # offered here
 from .transformers_cache import DilatedCache as DilatedCache  # offered here
 from .transformers_cached import CachedCall, attend_with_cache
 from .transformers_call import ARGUMENT, SETTINGS, Call, Settings
@@ -86,9 +87,6 @@ _HARMLESS = frozenset(
 )
 """Keyword arguments of a model that reach its attention and mean nothing there."""
 
-_SHARDED = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels")
-_WHOLE = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-
 
 def set_attention(
     model: PreTrainedModel,
@@ -104,8 +102,8 @@ def set_attention(
     From then on its forward takes this rank's shard of ``input_ids`` (or ``inputs_embeds``),
     ``attention_mask``, ``position_ids`` and labels; `shard_batch` makes one. Without position ids
     it gets those of the layout. Logits are those of the shard. On several ranks a loss needs
-    ``shift_labels`` and ``num_items_in_batch``; the loss of the whole batch and its gradients are
-    the sums over ranks (DDP and FSDP take means: multiply the loss by the number of ranks).
+    ``shift_labels``, and ``num_items_in_batch`` as `labels_per_rank` returns it: then the average
+    of the ranks' losses and gradients, which DDP and FSDP take, is that of the whole batch.
 
     A call with ``use_cache=True`` or ``past_key_values``, as ``generate`` makes them, takes whole
     sequences on every rank, and returns what one process returns; see `DilatedCache`. The layout
@@ -220,45 +218,6 @@ def remove_attention(
     model.set_attn_implementation(attn_implementation)
     _remove_hooks(model)
     erase(model.config)
-
-
-def shard_batch(batch: Mapping[str, Any], layout: SequenceLayout, rank: int) -> dict[str, Any]:
-    """A rank's part of a whole batch, with labels shifted before sharding.
-
-    Args:
-        batch: any of ``input_ids``, ``attention_mask``, ``position_ids`` and ``labels``, (batch,
-            n), ``inputs_embeds`` (batch, n, hidden); ``cu_seq_lens_q`` and its companions. Labels
-            are as transformers has them: where the tokens are, -100 where nothing is learnt.
-        layout: which positions each rank holds.
-        rank: whose part.
-
-    Returns:
-        Arguments for the model: the shards; and where there are labels also ``shift_labels``, the
-        label of the next position wherever that is held, and ``num_items_in_batch``, how many of
-        them there are on all ranks, a 0-d int64 tensor.
-
-    Raises:
-        ValueError: an argument is unknown, or has another length than the layout.
-    """
-    unknown = sorted(set(batch) - {*_SHARDED, *_WHOLE})
-    if unknown:
-        raise ValueError(
-            f"a batch may hold {', '.join((*_SHARDED, *_WHOLE))}; got {', '.join(unknown)}"
-        )
-    shards = {name: batch[name] for name in _WHOLE if name in batch}
-    whole = {name: batch[name] for name in _SHARDED if batch.get(name) is not None}
-    if "labels" in whole:
-        shifted = nn.functional.pad(whole["labels"], (0, 1), value=-100)[:, 1:]
-        whole["shift_labels"] = shifted
-        shards["num_items_in_batch"] = (shifted != -100).sum()
-    for name, tensor in whole.items():
-        if tensor.dim() < 2 or tensor.shape[1] != layout.length:
-            raise ValueError(
-                f"{name} must have the layout's {layout.length} positions in dimension 1; got "
-                f"shape {tuple(tensor.shape)}"
-            )
-        shards[name] = layout.shard(tensor, rank, dim=1).contiguous()  # losses view them flat
-    return shards
 
 
 def attention_forward(

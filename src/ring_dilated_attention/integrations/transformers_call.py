@@ -36,6 +36,10 @@ _REFUSED = {
     "encoder_hidden_states": "there is no cross-attention",
     "encoder_attention_mask": "there is no cross-attention",
 }
+_ADVICE = (
+    "num_items_in_batch must count the labels of all ranks, as labels_per_rank does, and "
+    "transformers' Trainer with average_tokens_across_devices=True, its default"
+)
 _FLAGS = {"output_attentions": "attention weights are never made"}
 
 
@@ -179,22 +183,26 @@ def check_loss_arguments(name: str, settings: Settings, given: dict[str, Any]) -
 
     Raises:
         ValueError: there are several ranks, and labels without ``shift_labels`` or
-            ``num_items_in_batch``, or ``logits_to_keep``. With a KV cache every rank has all of
+            ``num_items_in_batch``, or with one that differs between ranks, or ``logits_to_keep``.
+            With a KV cache every rank has all of
             them.
     """
     ends = resolve_exchange(settings.group)
     if ends.world_size == 1:
         return
     failure, cached = None, is_cached(given)
+    count = given.get("num_items_in_batch")
     if given.get("labels") is not None and not cached:
         for key, why in (
-            ("shift_labels", "the label of a shard's last token is on another rank"),
-            ("num_items_in_batch", "the mean is over the labels of all ranks"),
+            ("shift_labels", "a shard's last label is on another rank; shard_batch gives it"),
+            (
+                "num_items_in_batch",
+                "the mean is over the labels of all ranks; labels_per_rank gives it",
+            ),
         ):
             if given.get(key) is None:
                 failure = ValueError(
-                    f"on {ends.world_size} ranks labels need {key}: {why}; shard_batch gives it. "
-                    f"Got {key}=None"
+                    f"on {ends.world_size} ranks labels need {key}: {why}. Got {key}=None"
                 )
     kept = given.get("logits_to_keep")
     if not cached and (isinstance(kept, Tensor) or kept):
@@ -202,7 +210,10 @@ def check_loss_arguments(name: str, settings: Settings, given: dict[str, Any]) -
             f"on {ends.world_size} ranks logits_to_keep must be 0, since it counts the rows of a "
             f"shard unless there is a KV cache (use_cache=True); got {kept!r}"
         )
-    agree(name, ends, None if failure else {"use_cache": cached}, failure, device_of(given))
+    if isinstance(count, Tensor):  # to read one on a GPU would be to wait for it
+        count = count.item() if count.device.type == "cpu" and count.numel() == 1 else "a tensor"
+    shared = {"use_cache": cached, "num_items_in_batch": count}
+    agree(name, ends, None if failure else shared, failure, device_of(given), _ADVICE)
 
 
 def device_of(given: dict[str, Any]) -> torch.device:

@@ -40,6 +40,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
@@ -54,7 +55,9 @@ from .transformers_cached import CachedCall, attend_with_cache
 from .transformers_call import ARGUMENT, SETTINGS, Call, Settings
 from .transformers_generate import prepare_cache_for_generation
 from .transformers_hooks import after_base, before_base, before_head
-from .transformers_models import check_model, without_adapters
+from .transformers_images import check_images, set_on_images, takes_images, tell_modules
+from .transformers_loss import after_head
+from .transformers_models import Positions, check_model, without_adapters
 from .transformers_saved import (
     erase,
     is_dense,
@@ -145,7 +148,8 @@ def set_attention(
         )
     validate_options(pattern, False, None, layout, exchange, backend, False)
     base: Any = model.base_model
-    check_model(model, base, resolve_exchange(group).world_size)
+    of_images, ranks = takes_images(base), resolve_exchange(group).world_size
+    (check_images if of_images else check_model)(model, base, ranks)
     if model.config._attn_implementation != NAME:
         model.set_attn_implementation(NAME)
     if base.config._attn_implementation != NAME:
@@ -154,20 +158,27 @@ def set_attention(
             f"AttentionInterface; its attn_implementation stays {base.config._attn_implementation}"
         )
     _remove_hooks(model)
-    settings = Settings(pattern, group, layout, exchange, backend)
-    handles = [
-        base.register_forward_pre_hook(before_base, with_kwargs=True),
-        base.register_forward_hook(after_base, with_kwargs=True),
-    ]
-    setattr(base, SETTINGS, settings)
+    settings = Settings(pattern, group, layout, exchange, backend, Positions.of(base))
+    handles = set_on_images(base, settings) if of_images else _set_on_text(base, settings)
     if base is not model:
-        handles.append(model.register_forward_pre_hook(before_head, with_kwargs=True))
         setattr(model, SETTINGS, settings)
+        if not of_images:
+            handles.append(model.register_forward_pre_hook(before_head, with_kwargs=True))
+            handles.append(model.register_forward_hook(after_head, with_kwargs=True))
     if hasattr(model, _PREPARE_CACHE):
         setattr(model, _PREPARE_CACHE, partial(prepare_cache_for_generation, model))
     setattr(model, _HOOKS, handles)
     kind = saved_kind(model.config) if restored and layout is None else layout_kind(layout)
     write(model.config, pattern, kind)
+
+
+def _set_on_text(base: nn.Module, settings: Settings) -> list[RemovableHandle]:
+    """Hook a decoder or an encoder, without its head."""
+    setattr(base, SETTINGS, settings)
+    return [
+        base.register_forward_pre_hook(before_base, with_kwargs=True),
+        base.register_forward_hook(after_base, with_kwargs=True),
+    ]
 
 
 def set_layout(model: PreTrainedModel, layout: SequenceLayout | None) -> None:
@@ -188,6 +199,8 @@ def set_layout(model: PreTrainedModel, layout: SequenceLayout | None) -> None:
     settings = replace(getattr(model, SETTINGS), layout=layout)
     for module in (model, model.base_model):
         setattr(module, SETTINGS, settings)
+    if takes_images(model.base_model):
+        tell_modules(model.base_model, settings)
     write(model.config, settings.pattern, layout_kind(layout))
 
 
@@ -252,6 +265,9 @@ def attention_forward(
         ValueError: `set_attention` was not called, or an argument is not supported.
     """
     call = kwargs.pop(ARGUMENT, None)
+    own: Any = getattr(module, SETTINGS, None)  # of a model of images
+    if call is None and own is not None:
+        call = Call(own, None, None)
     if not isinstance(call, Call):
         raise ValueError(
             f"no settings reached {type(module).__name__}: call "
@@ -356,6 +372,8 @@ def _remove_hooks(model: PreTrainedModel) -> None:
     for module in (model, model.base_model):
         for handle in getattr(module, _HOOKS, ()):
             handle.remove()
+        if SETTINGS in module.__dict__ and takes_images(module):
+            tell_modules(module, None)
         for name in (SETTINGS, _HOOKS, _PREPARE_CACHE):
             if name in module.__dict__:
                 delattr(module, name)

@@ -162,16 +162,20 @@ def test_another_attention_for_a_saved_pattern_is_refused(tmp_path):
     assert dense.config._attn_implementation == "sdpa"
 
 
+NO_LENGTH = {
+    **{"segment_lengths": [0], "dilation_rates": [1], "zero_keys": False},
+    **{"head_offsets": "interleaved", "head_branches": "all"},
+}
+
+
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
         (3, "must have a 'pattern' with segment_lengths, .*; got 3"),
         ({"pattern": {"segment_lengths": [3]}}, r"got \['segment_lengths'\]"),
-        ({"pattern": {**dict.fromkeys(["segment_lengths", "dilation_rates"], [0]),
-                      "head_offsets": "interleaved", "head_branches": "all", "zero_keys": False}},
-         "holds no pattern: a segment length must be >= 1"),
+        ({"pattern": NO_LENGTH}, "holds no pattern: a segment length must be >= 1"),
     ],
-)  # fmt: skip
+)
 def test_a_damaged_entry_is_refused(tmp_path, entry, message):
     _, path = saved(tmp_path)
     text = config_of(path)

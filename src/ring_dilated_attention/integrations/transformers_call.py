@@ -131,17 +131,7 @@ def prepared(module: nn.Module, settings: Settings, given: dict[str, Any]) -> di
     }
     agree(name, ends, None if failure else shared, failure, device)
     assert rows is not None
-    lengths = None
-    if padding is not None:
-        try:
-            with ends.calls.enter(name, "attention_mask") as scope:
-                found = lengths_of_mask(padding, ends, layout, scope)
-        except ValueError as error:  # the same on every rank
-            raise ValueError(
-                "attention_mask must be a right padding, 1 at the first positions (on the left it "
-                f"may be in calls with a KV cache): {error}"
-            ) from None
-        lengths = None if set(found) == {rows.total} else found
+    lengths = _lengths(name, padding, rows, layout, ends)
     first = settings.positions.first
     if position_ids is None:
         # A model that does not count from 0 may skip padding wherever it is, and knows best.
@@ -169,6 +159,27 @@ def prepared(module: nn.Module, settings: Settings, given: dict[str, Any]) -> di
         "use_cache": False,
         ARGUMENT: Call(settings, documents, lengths),
     }
+
+
+def _lengths(
+    name: str,
+    padding: Tensor | None,
+    rows: Rows,
+    layout: SequenceLayout | None,
+    ends: Exchange,
+) -> list[int] | None:
+    """Valid positions of each row, the same on every rank; None: all."""
+    if padding is None:
+        return None
+    try:
+        with ends.calls.enter(name, "attention_mask") as scope:
+            found = lengths_of_mask(padding, ends, layout, scope)
+    except ValueError as error:  # the same on every rank
+        raise ValueError(
+            "attention_mask must be a right padding, 1 at the first positions (on the left it "
+            f"may be in calls with a KV cache): {error}"
+        ) from None
+    return None if set(found) == {rows.total} else found
 
 
 def check_loss_arguments(name: str, settings: Settings, given: dict[str, Any]) -> None:

@@ -119,7 +119,9 @@ def main() -> None:
     # --8<-- [end:trainer]
     everyone = [None] * ranks
     dist.all_gather_object(everyone, module.seen)
-    groups = [everyone[group * args.sequence_ranks] for group in range(ranks // args.sequence_ranks)]
+    groups = [
+        everyone[group * args.sequence_ranks] for group in range(ranks // args.sequence_ranks)
+    ]
     alone = train_alone(list(zip(*groups, strict=True)))
     pairs = zip(module.model.parameters(), alone.parameters(), strict=True)
     error = max(((a - b).norm() / b.norm().clamp(min=1e-3)).item() for a, b in pairs)

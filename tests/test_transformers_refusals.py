@@ -280,6 +280,7 @@ SETTING_REFUSALS: dict[str, Any] = {
     "layout": ({"layout": 3}, TypeError, "layout must be a SequenceLayout or None, got 3"),
     "exchange": ({"exchange": "quick"}, ValueError, "exchange must be one of"),
     "backend": ({"backend": "quick"}, ValueError, "backend must be one of"),
+    "head_slice": ({"head_slice": (2, 2, 4)}, ValueError, "head_slice must be "),
 }
 
 

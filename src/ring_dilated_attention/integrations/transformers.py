@@ -33,7 +33,7 @@ whole prompt, which is sharded inside, and gets the same tokens; to sample, seed
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -47,13 +47,14 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from ..exchange import Group, resolve_exchange
 from ..functional import Schedule, dilated_attention, validate_options
 from ..layout import SequenceLayout
-from ..pattern import DilatedPattern
+from ..pattern import DilatedPattern, check_head_slice
 from ..tiles import Backend
 from .transformers_batch import shard_batch as shard_batch  # offered here
 from .transformers_cache import DilatedCache as DilatedCache  # offered here
 from .transformers_cached import CachedCall, attend_with_cache
 from .transformers_call import ARGUMENT, SETTINGS, Call, Settings
 from .transformers_generate import prepare_cache_for_generation
+from .transformers_heads import pattern_of_heads
 from .transformers_hooks import after_base, before_base, before_head
 from .transformers_images import check_images, set_on_images, takes_images, tell_modules
 from .transformers_loss import after_head
@@ -99,6 +100,7 @@ def set_attention(
     layout: SequenceLayout | None = None,
     exchange: Schedule = "auto",
     backend: Backend = "auto",
+    head_slice: Sequence[int] | None = None,
 ) -> None:
     """Give a model this package's attention, with these settings; again, to change them.
 
@@ -130,6 +132,9 @@ def set_attention(
         backend: kernels that compute the tiles: ``"auto"``, the default, takes the fastest that
             supports the tensors; ``"sdpa"``, ``"fa4"``, ``"cpu_flash"``, ``"cudnn"``, ``"flash"``,
             ``"efficient"``, ``"triton"`` and ``"eager"`` take that one or raise.
+        head_slice: (start, stop, total): the KV heads of each layer that this rank computes, under
+            tensor parallelism that is not by DTensors. None: those that the weights say, which are
+            DTensors under transformers' ``tp_plan`` and torch's ``parallelize_module``; else all.
 
     Raises:
         TypeError: a value has the wrong type.
@@ -158,7 +163,11 @@ def set_attention(
             f"AttentionInterface; its attn_implementation stays {base.config._attn_implementation}"
         )
     _remove_hooks(model)
-    settings = Settings(pattern, group, layout, exchange, backend, Positions.of(base))
+    settings = Settings(
+        *(pattern, group, layout, exchange, backend),
+        head_slice=None if head_slice is None else check_head_slice(head_slice),
+        positions=Positions.of(base),
+    )
     handles = set_on_images(base, settings) if of_images else _set_on_text(base, settings)
     if base is not model:
         setattr(model, SETTINGS, settings)
@@ -307,7 +316,7 @@ def attention_forward(
         query.transpose(1, 2),
         key.transpose(1, 2),
         value.transpose(1, 2),
-        settings.pattern,
+        pattern_of_heads(module, settings, query.shape[1], key.shape[1]),
         is_causal=causal,
         scale=scaling,
         documents=call.documents,

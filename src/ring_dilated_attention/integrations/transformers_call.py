@@ -16,7 +16,7 @@ from ..documents import in_words
 from ..exchange import Exchange, Group, agree, lengths_of_mask, resolve_exchange
 from ..functional import Schedule
 from ..layout import SequenceLayout
-from ..pattern import DilatedPattern
+from ..pattern import DilatedPattern, HeadSlice
 from ..tiles import Backend
 from .transformers_models import ANY_POSITIONS, Positions, check_peft
 from .transformers_rows import (
@@ -58,6 +58,7 @@ class Settings:
     layout: SequenceLayout | None
     exchange: Schedule
     backend: Backend
+    head_slice: HeadSlice | None = None
     positions: Positions = ANY_POSITIONS
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Settings:

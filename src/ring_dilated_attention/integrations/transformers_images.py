@@ -59,7 +59,7 @@ def check_images(model: Any, base: Any, world_size: int) -> None:
             "the tokens are that it needs"
         )
     for part, advice in _POOLERS.items():
-        if getattr(base, part, None) is not None:
+        if getattr(_with_embeddings(base), part, None) is not None:
             raise ValueError(f"{where} {name} must not pool the tokens of a shard: {advice}")
 
 
@@ -76,9 +76,13 @@ def set_on_images(base: nn.Module, settings: Settings) -> list[RemovableHandle]:
     tell_modules(base, settings)
     handles = [base.register_forward_pre_hook(_before_images, with_kwargs=True)]
     if resolve_exchange(settings.group).world_size > 1:
-        embeddings: Any = base.embeddings
-        handles.append(embeddings.register_forward_hook(_sharded))
+        handles.append(_with_embeddings(base).embeddings.register_forward_hook(_sharded))
     return handles
+
+
+def _with_embeddings(base: Any) -> Any:
+    """The part that has the embeddings: older versions of transformers keep it one level down."""
+    return base if hasattr(base, "embeddings") else base.vision_model
 
 
 def tell_modules(base: nn.Module, settings: Settings | None) -> None:

@@ -30,6 +30,7 @@ PATTERN = DilatedPattern([64, None], [1, 4])
 
 
 def new_model() -> LlamaForCausalLM:
+    """A small Llama."""
     torch.manual_seed(0)  # the same weights on every rank
     config = LlamaConfig(
         vocab_size=256,
@@ -64,6 +65,7 @@ def train_alone(model, steps: list[list[dict]]) -> None:
 
 
 def main() -> None:
+    """Train, and compare with one process."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sequence-ranks", type=int, default=2, help="that share a sequence")
     parser.add_argument("--seq-len", type=int, default=301)
@@ -102,7 +104,7 @@ def main() -> None:
 
     everyone = [None] * ranks
     dist.all_gather_object(everyone, seen)
-    groups = [everyone[group * args.sequence_ranks] for group in range(shape[0])]
+    groups = everyone[:: args.sequence_ranks]  # the ranks of a group have seen the same
     train_alone(twin, list(zip(*groups, strict=True)))
     pairs = zip(model.parameters(), twin.parameters(), strict=True)
     error = max(((a.cpu() - b).norm() / b.norm()).item() for a, b in pairs)

@@ -20,6 +20,7 @@ SEVERAL_RANKS = {
     **SMALL,
     "generation": GENERATION,
     "data_parallel": ["--wrap", "fsdp"],
+    "transformers_adapters": ["--seq-len", "301"],
     "transformers_trainer": [],
     "accelerate_loop": [],
     "lightning_module": [],
@@ -40,6 +41,7 @@ def run_on_two_ranks(program, options):
 
 NEEDS = {
     "transformers_llama": ["transformers"],
+    "transformers_adapters": ["transformers", "peft"],
     "transformers_trainer": ["transformers", "accelerate"],
     "accelerate_loop": ["transformers", "accelerate"],
     "lightning_module": ["lightning"],

@@ -166,13 +166,20 @@ def with_fsdp(sp, tp):
 
 
 def generate(sp, tp):
-    """Whether the tokens are those of one process."""
+    """Errors of the logits of a prompt and of the tokens behind it, and of `generate`."""
     model, split = (longnet({"num_kv_heads": 4}, {}) for _ in range(2))
     parallelize_module(split, tp, {"blocks.*": HeadParallel()})
-    tokens, _ = tokens_and_labels()
+    tokens, following = tokens_and_labels()
     shard = UNEVEN.shard(tokens, sp.get_local_rank(), 1)
-    got = split.generate(shard, 9, group=sp, layout=UNEVEN, sharded=True)
-    return (float((got != model.generate(tokens, 9)).sum()),)
+    caches = split.make_caches(2, max_length=60, group=sp, sharded=True)
+    alone = model.make_caches(2, max_length=60)
+    steps = [(split.prefill(shard, caches, layout=UNEVEN), model.prefill(tokens, alone))]
+    for at in range(5):
+        new = following[:, at : at + 1]
+        steps.append((split.step(new, caches), model.step(new, alone)))
+    errors = [relative_error(got, wanted) for got, wanted in steps]
+    got = split.generate(shard, 9, group=sp, layout=UNEVEN)
+    return *errors, float((got != model.generate(tokens, 9)).sum())
 
 
 def refusals(tp):
@@ -393,7 +400,7 @@ WRONG_HEADS: dict[str, tuple[Heads, tuple[Any, Any], str]] = {
     "plain weights": (Heads(4, 2), (nn.Parameter(torch.zeros(8, 3)), None), "do not say which"),
     "unknown weights": (Heads(4, 2), (None, None), "do not say which"),
     "cut by columns": (Heads(4, 2), (cut(8, 6, dim=1), cut(4, 6)), "not sharded by rows"),
-    "cut twice": (Heads(4, 2), (cut(8, 6, split_factor=2), cut(4, 6)), "not sharded by rows"),
+    "cut twice": (Heads(4, 2), (cut(8, 6, dim=None, split_factor=2),) * 2, "not sharded by rows"),
     "other heads": (Heads(4, 2), (cut(8, 6, 4, 2), cut(4, 6)), "which are other heads"),
     "half a head": (Heads(4, 2), (cut(8, 6, 3), cut(4, 6)), "sharded by whole heads"),
     "a model of other heads": (Heads(4, 2), (cut(8, 6), cut(5, 6)), "those of the whole layer"),

@@ -91,10 +91,10 @@ def rows_of(weight: Tensor) -> range | None:
     rows, is_cut = range(weight.shape[0]), False
     placements: Any = weight.placements  # type: ignore[attr-defined]
     for place, ranks, placement in zip(coordinate, mesh.shape, placements, strict=True):
-        if not placement.is_shard(0):
-            continue
         if hasattr(placement, "split_factor"):  # FSDP over tensor parallelism, not gathered
             return None
+        if not placement.is_shard(0):
+            continue
         each = -(-len(rows) // ranks)
         rows, is_cut = rows[place * each : (place + 1) * each], True
     return rows if is_cut else None

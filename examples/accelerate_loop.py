@@ -88,10 +88,10 @@ def main() -> None:
         accelerator.device,
         num_processes=mesh["dp"].size(),
         process_index=mesh.get_local_rank("dp"),
-        put_on_device=True,
     )
     for batch in loader:
         shard = shard_batch(batch, layout, mesh["sp"])  # raises if the ranks' batches differ
+        shard = {name: x.to(accelerator.device) for name, x in shard.items()}
         count = labels_per_rank(shard["shift_labels"], model, mesh["sp"])
         loss = model(**shard, num_items_in_batch=count).loss
         accelerator.backward(loss)
@@ -100,7 +100,7 @@ def main() -> None:
         mean = accelerator.reduce(loss.detach(), "mean")
         accelerator.print(f"loss {mean.item():.4f}")
         # --8<-- [end:loop]
-        seen.append({name: x.cpu() for name, x in batch.items()})
+        seen.append(batch)
 
     everyone = [None] * ranks
     dist.all_gather_object(everyone, seen)

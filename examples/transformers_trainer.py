@@ -67,7 +67,6 @@ class SequenceParallelTrainer(Trainer):
             self.args.device,
             num_processes=self.mesh["dp"].size(),
             process_index=self.mesh.get_local_rank("dp"),
-            put_on_device=True,
         )
 
     def _shard(self, batch):

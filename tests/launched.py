@@ -3,7 +3,7 @@
 import importlib.util
 import os
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -21,7 +21,7 @@ def as_by_torchrun(rank: int, world_size: int) -> None:
     }
 
 
-def example(name: str) -> ModuleType:
+def example(name: str) -> Any:
     """A program of examples/ as a module."""
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec is not None

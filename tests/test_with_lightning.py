@@ -3,6 +3,8 @@
 That `examples/lightning_module.py` agrees with one process is tested with the other examples.
 """
 
+from typing import Any
+
 import pytest
 from launched import as_by_torchrun, example
 from torch.distributed.fsdp import fully_shard
@@ -29,7 +31,9 @@ def with_its_own_sampler(recipe):
     """Which splits data over both ranks of a group."""
     from lightning.pytorch.strategies import DDPStrategy
 
-    class Module(recipe.Module):
+    base: Any = recipe.Module
+
+    class Module(base):
         def train_dataloader(self):
             return DataLoader(self.data, batch_size=2)
 
@@ -42,7 +46,9 @@ def under_fsdp(recipe):
     """FSDP2 over the ranks of a sequence: the largest error of a weight."""
     from lightning.pytorch.strategies import ModelParallelStrategy
 
-    class Module(recipe.Module):
+    base: Any = recipe.Module
+
+    class Module(base):
         def configure_model(self):
             over = self.device_mesh["data_parallel"]
             for block in self.model.blocks:

@@ -81,7 +81,7 @@ def trainer_as_written(layout):
 def accelerate_as_written(layout):
     import accelerate
 
-    loader = torch.utils.data.DataLoader(rows(), batch_size=2, collate_fn=collated)  # type: ignore[arg-type]
+    loader = torch.utils.data.DataLoader(rows(), batch_size=2, collate_fn=collated)
     loader = accelerate.Accelerator(cpu=True).prepare(loader)
     with pytest.raises(ValueError, match=MESSAGE):
         shard_batch(next(iter(loader)), layout, world())

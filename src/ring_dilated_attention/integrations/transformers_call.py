@@ -6,7 +6,7 @@ Nothing here imports transformers. The ranks agree once for each call of the mod
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -60,6 +60,8 @@ class Settings:
     backend: Backend
     head_slice: HeadSlice | None = None
     positions: Positions = ANY_POSITIONS
+    counted: set[str] = field(default_factory=set, compare=False)
+    """Has ``num_items_in_batch`` once a call had one."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Settings:
         return self  # a copy of the model belongs to the same ranks
@@ -229,8 +231,11 @@ def check_loss_arguments(name: str, settings: Settings, given: dict[str, Any]) -
             f"on {ends.world_size} ranks logits_to_keep must be 0, since it counts the rows of a "
             f"shard unless there is a KV cache (use_cache=True); got {kept!r}"
         )
-    if isinstance(count, Tensor):  # to read one on a GPU would be to wait for it
-        count = count.item() if count.device.type == "cpu" and count.numel() == 1 else "a tensor"
+    if isinstance(count, Tensor):
+        # To read one on a GPU is to wait for it: the first one, which shows how it is counted.
+        reads = count.numel() == 1 and (count.device.type == "cpu" or not settings.counted)
+        settings.counted.add("num_items_in_batch")
+        count = count.item() if reads else "a tensor"
     shared = {"use_cache": cached, "num_items_in_batch": count}
     agree(name, ends, None if failure else shared, failure, device_of(given), _ADVICE)
 

@@ -170,6 +170,16 @@ def test_generation_with_adapters_has_a_dilated_cache():
     assert isinstance(out.past_key_values, DilatedCache)
     slow = model.generate(input_ids=prompt(), use_cache=False, **options)
     assert torch.equal(out.sequences, slow)
+    cache = DilatedCache(model)
+    assert torch.equal(model.generate(input_ids=prompt(), past_key_values=cache, **options), slow)
+
+    def run(ends):
+        own = copy.deepcopy(model)
+        set_attention(own, group=ends)
+        return own.generate(input_ids=prompt(), **options)
+
+    for tokens in run_loopback(2, run):
+        assert torch.equal(tokens, slow)
 
 
 def test_dense_attention_has_to_be_asked_for():

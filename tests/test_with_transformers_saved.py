@@ -28,6 +28,7 @@ from transformers_models import (
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout
 from ring_dilated_attention.checks import relative_error
+from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.integrations.transformers import (
     DilatedCache,
     remove_attention,
@@ -122,8 +123,15 @@ def test_a_restored_model_generates_through_the_dilated_cache(tmp_path):
     out = loaded.generate(prompt(), return_dict_in_generate=True, **options)
     assert torch.equal(out.sequences, want)
     assert isinstance(out.past_key_values, DilatedCache)
-    kept = out.past_key_values.layers[0].kv.keys.shape[1]
-    assert kept < len(want[0]) + 1
+    assert out.past_key_values.layers[0].kv.keys.shape[1] < len(want[0])
+
+    def run(ends):
+        own = copy.deepcopy(loaded)
+        set_attention(own, group=ends)
+        return own.generate(prompt(), **options)
+
+    for tokens in run_loopback(2, run):
+        assert torch.equal(tokens, want)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -267,10 +267,10 @@ PLANS: dict[str, tuple[str, str, dict[str, type[ParallelStyle]]]] = {
 
 def train_transformers(rank, world_size):
     """Errors of logits and gradients, and of generated tokens; and what is refused."""
-    from transformers_models import PATTERN, batch_of, make
+    from transformers_models import PATTERN, batch_of, make, shard_of
 
     from ring_dilated_attention import DilatedPattern
-    from ring_dilated_attention.integrations.transformers import set_attention, shard_batch
+    from ring_dilated_attention.integrations.transformers import set_attention
 
     (sp, tp), errors = mesh_of_four(), {}
     layout = SequenceLayout([[(30, 41), (0, 3)], [(3, 30)]])
@@ -290,7 +290,7 @@ def train_transformers(rank, world_size):
         set_attention(model, pattern)
         set_attention(split, pattern, group=sp, layout=layout)
         batch = batch_of(kind)
-        wanted, got = model(**batch), split(**shard_batch(batch, layout, sp.get_local_rank()))
+        wanted, got = model(**batch), split(**shard_of(batch, layout, sp))
         for found in (wanted, got):
             found.loss.backward()
         own = layout.shard(wanted.logits, sp.get_local_rank(), 1)
@@ -325,9 +325,9 @@ def load_transformers(rank, world_size, folder):
     """Errors of the logits and gradients of a model that transformers itself shards."""
     from transformers import LlamaForCausalLM
     from transformers.distributed import DistributedConfig
-    from transformers_models import PATTERN, batch_of, make
+    from transformers_models import PATTERN, batch_of, make, shard_of
 
-    from ring_dilated_attention.integrations.transformers import set_attention, shard_batch
+    from ring_dilated_attention.integrations.transformers import set_attention
 
     model = make(**HEADS["Llama"])
     if rank == 0:
@@ -346,7 +346,7 @@ def load_transformers(rank, world_size, folder):
     batch = batch_of("packed padded")
     wanted = model(**batch)
     wanted.loss.backward()
-    got = split(**shard_batch(batch, layout, sp.get_local_rank()))
+    got = split(**shard_of(batch, layout, sp))
     (2 * got.loss).backward()  # FSDP takes the mean of the losses, which are to be summed
     own = layout.shard(wanted.logits, sp.get_local_rank(), 1)
     gradients = {name: p.grad.full_tensor() for name, p in split.named_parameters()}

@@ -30,6 +30,7 @@ PATTERN = DilatedPattern([64, None], [1, 4])
 
 
 def new_model() -> LlamaForCausalLM:
+    """A small Llama."""
     torch.manual_seed(0)  # the same weights on every rank
     config = LlamaConfig(
         vocab_size=256,
@@ -64,6 +65,7 @@ def train_alone(model, steps: list[list[dict]]) -> None:
 
 
 def main() -> None:
+    """Train, and compare with one process."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sequence-ranks", type=int, default=2, help="that share a sequence")
     parser.add_argument("--seq-len", type=int, default=301)
@@ -86,10 +88,10 @@ def main() -> None:
         accelerator.device,
         num_processes=mesh["dp"].size(),
         process_index=mesh.get_local_rank("dp"),
-        put_on_device=True,
     )
     for batch in loader:
         shard = shard_batch(batch, layout, mesh["sp"])  # raises if the ranks' batches differ
+        shard = {name: x.to(accelerator.device) for name, x in shard.items()}
         count = labels_per_rank(shard["shift_labels"], model, mesh["sp"])
         loss = model(**shard, num_items_in_batch=count).loss
         accelerator.backward(loss)
@@ -98,11 +100,11 @@ def main() -> None:
         mean = accelerator.reduce(loss.detach(), "mean")
         accelerator.print(f"loss {mean.item():.4f}")
         # --8<-- [end:loop]
-        seen.append({name: x.cpu() for name, x in batch.items()})
+        seen.append(batch)
 
     everyone = [None] * ranks
     dist.all_gather_object(everyone, seen)
-    groups = [everyone[group * args.sequence_ranks] for group in range(shape[0])]
+    groups = everyone[:: args.sequence_ranks]  # the ranks of a group have seen the same
     train_alone(twin, list(zip(*groups, strict=True)))
     pairs = zip(model.parameters(), twin.parameters(), strict=True)
     error = max(((a.cpu() - b).norm() / b.norm()).item() for a, b in pairs)

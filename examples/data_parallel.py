@@ -81,6 +81,7 @@ def train_step(model, optimizer, micro_batches, group, averaging) -> torch.Tenso
 
 
 def new_model() -> tuple[LongNet, torch.optim.Optimizer]:
+    """A small LongNet and its optimizer."""
     torch.manual_seed(0)  # the same weights on every rank
     config = LongNetConfig(
         num_layers=2,
@@ -95,6 +96,7 @@ def new_model() -> tuple[LongNet, torch.optim.Optimizer]:
 
 
 def whole(parameter: torch.Tensor) -> torch.Tensor:
+    """All of a parameter, which FSDP may have sharded."""
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 

@@ -27,6 +27,7 @@ TOLERANCE = 1e-4
 
 
 def new_model() -> LongNet:
+    """A small LongNet."""
     torch.manual_seed(0)  # the same weights on every rank
     config = LongNetConfig(
         num_layers=2,
@@ -40,6 +41,7 @@ def new_model() -> LongNet:
 
 
 def texts(count: int, length: int) -> TensorDataset:
+    """Prompts of different lengths, of which nothing is learnt, and what follows them."""
     tokens = torch.randint(256, (count, length + 1), generator=torch.Generator().manual_seed(0))
     prompts = torch.randint(1, length // 2, (count,), generator=torch.Generator().manual_seed(1))
     labels = tokens[:, 1:].masked_fill(torch.arange(length) < prompts[:, None], -100)
@@ -56,16 +58,19 @@ class Module(lightning.LightningModule):
         self.seen = []
 
     def setup(self, stage):
+        """Arrange the ranks."""
         shape = (self.trainer.world_size // self.sequence_ranks, self.sequence_ranks)
         kind = self.trainer.strategy.root_device.type
         self.mesh = init_device_mesh(kind, shape, mesh_dim_names=("dp", "sp"))
 
     def train_dataloader(self):
+        """Batches that differ between data-parallel groups, and not within one."""
         groups, group = self.mesh["dp"].size(), self.mesh.get_local_rank("dp")
         sampler = DistributedSampler(self.data, num_replicas=groups, rank=group)
         return DataLoader(self.data, batch_size=2, sampler=sampler)
 
     def training_step(self, batch, index):
+        """This rank's part of the loss."""
         check_same_batch(dict(enumerate(batch)), self.mesh["sp"])
         self.seen.append(batch)
         layout = SequenceLayout.zigzag(batch[0].shape[1], self.sequence_ranks)
@@ -77,6 +82,7 @@ class Module(lightning.LightningModule):
         return loss
 
     def configure_optimizers(self):
+        """Plain gradient descent."""
         return torch.optim.SGD(self.parameters(), lr=0.3)
 
 
@@ -97,6 +103,7 @@ def train_alone(steps: list[list]) -> LongNet:
 
 
 def main() -> None:
+    """Train, and compare with one process."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sequence-ranks", type=int, default=2, help="that share a sequence")
     parser.add_argument("--seq-len", type=int, default=301)
@@ -119,9 +126,7 @@ def main() -> None:
     # --8<-- [end:trainer]
     everyone = [None] * ranks
     dist.all_gather_object(everyone, module.seen)
-    groups = [
-        everyone[group * args.sequence_ranks] for group in range(ranks // args.sequence_ranks)
-    ]
+    groups = everyone[:: args.sequence_ranks]  # the ranks of a group have seen the same
     alone = train_alone(list(zip(*groups, strict=True)))
     pairs = zip(module.model.parameters(), alone.parameters(), strict=True)
     error = max(((a - b).norm() / b.norm().clamp(min=1e-3)).item() for a, b in pairs)

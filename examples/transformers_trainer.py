@@ -1,7 +1,7 @@
 """Train a Llama by transformers' Trainer, its sequences sharded over the ranks of a group.
 
-    torchrun --nproc-per-node 2 examples/transformers_trainer.py                         # dp 1, sp 2
-    torchrun --nproc-per-node 4 examples/transformers_trainer.py --sequence-ranks 2      # dp 2, sp 2
+    torchrun --nproc-per-node 2 examples/transformers_trainer.py                     # dp 1, sp 2
+    torchrun --nproc-per-node 4 examples/transformers_trainer.py --sequence-ranks 2  # dp 2, sp 2
 
 The Trainer splits data over all ranks. Here it must split them over data-parallel groups only: the
 ranks that share a sequence get the same batches, and each takes its part. Afterwards every rank
@@ -44,9 +44,11 @@ class SequenceParallelTrainer(Trainer):
         self.whole_batches = []
 
     def get_train_dataloader(self):
+        """See Trainer."""
         return self._over_data_groups(self.train_dataset, self._train_batch_size, shuffle=True)
 
     def get_eval_dataloader(self, eval_dataset=None):
+        """See Trainer."""
         data = self.eval_dataset if eval_dataset is None else eval_dataset
         return self._over_data_groups(data, self.args.eval_batch_size, shuffle=False)
 
@@ -65,7 +67,6 @@ class SequenceParallelTrainer(Trainer):
             self.args.device,
             num_processes=self.mesh["dp"].size(),
             process_index=self.mesh.get_local_rank("dp"),
-            put_on_device=True,
         )
 
     def _shard(self, batch):
@@ -75,16 +76,18 @@ class SequenceParallelTrainer(Trainer):
         return {**shard_batch(batch, layout, self.mesh["sp"]), "layout": layout}
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
+        """The shards of a step, and how many labels all ranks have in it."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         batches = [self._shard(batch) for batch in batches]
-        # Counts shift_labels, of all ranks and of all micro-batches of the step.
         return batches, self._get_num_items_in_batch(batches, device)
 
     def training_step(self, model, inputs, num_items_in_batch=None):
+        """Micro-batches may have different lengths."""
         set_layout(self.model, inputs.pop("layout"))
         return super().training_step(model, inputs, num_items_in_batch)
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        """The loss alone: logits are those of a shard."""
         inputs = self._shard(inputs)
         set_layout(self.model, inputs.pop("layout"))
         loss, _, _ = super().prediction_step(model, inputs, True, ignore_keys)
@@ -107,12 +110,14 @@ def collate(rows: list[dict]) -> dict[str, torch.Tensor]:
 
 
 def texts(count: int) -> list[dict]:
+    """Texts of different lengths."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(100, 300, (count,), generator=generator).tolist()
     return [{"input_ids": torch.randint(1, 256, (n,), generator=generator)} for n in lengths]
 
 
 def new_model() -> LlamaForCausalLM:
+    """A small Llama."""
     torch.manual_seed(0)  # the same weights on every rank
     config = LlamaConfig(
         vocab_size=256,
@@ -140,6 +145,7 @@ def train_alone(model, steps: list[list[dict]], arguments: TrainingArguments) ->
 
 
 def main() -> None:
+    """Train, and compare with one process."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sequence-ranks", type=int, default=2, help="that share a sequence")
     parser.add_argument("--steps", type=int, default=3)
@@ -175,7 +181,7 @@ def main() -> None:
     # --8<-- [end:main]
     seen = [None] * ranks
     dist.all_gather_object(seen, trainer.whole_batches)
-    groups = [seen[group * args.sequence_ranks] for group in range(shape[0])]
+    groups = seen[:: args.sequence_ranks]  # the ranks of a group have seen the same
     steps = [
         [batch for group in groups for batch in group[first : first + micro_batches]]
         for first in range(0, args.steps * micro_batches, micro_batches)

@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
 from ring_dilated_attention import SequenceLayout
 from ring_dilated_attention.checks import relative_error, run_ranks
 from ring_dilated_attention.integrations.tensor_parallel import HeadParallel
+from ring_dilated_attention.integrations.torchscale import TorchscaleDilatedAttention
 from ring_dilated_attention.nn import (
     Heads,
     LongNet,
@@ -145,6 +146,24 @@ def by_hand(sp, tp):
     return (relative_error(logits.detach(), expected.detach()),)
 
 
+def torchscale(sp, tp):
+    """Its layer, with blocked offsets and zero keys, by a plan of torch's own styles."""
+    args = SimpleNamespace(segment_length="[8, 19]", dilated_ratio="[1, 4]")
+    torch.manual_seed(0)
+    layer = TorchscaleDilatedAttention(args, 32, 4, self_attention=True).double()
+    split = copy.deepcopy(layer)
+    plan: dict[str, ParallelStyle] = {f"{name}_proj": ColwiseParallel() for name in "qkv"}
+    parallelize_module(split, tp, {**plan, "out_proj": RowwiseParallel()})
+    split.group, split.layout = sp, UNEVEN
+    rows = torch.randn(2, LENGTH, 32, dtype=torch.float64)
+    own = UNEVEN.shard(rows, sp.get_local_rank(), 1)
+    wanted, got = layer(rows, rows, rows)[0], split(own, own, own)[0]
+    for out in (wanted, got):
+        out.square().sum().backward()
+    error = relative_error(got.detach(), UNEVEN.shard(wanted, sp.get_local_rank(), 1).detach())
+    return error, worst(gradients_of(split, sp), layer)
+
+
 def with_fsdp(sp, tp):
     """FSDP2 over the ranks of a sequence, whose gradients are means of the losses' sums."""
     model, split = (longnet({"head_offsets": "blocked"}, {}) for _ in range(2))
@@ -166,13 +185,20 @@ def with_fsdp(sp, tp):
 
 
 def generate(sp, tp):
-    """Whether the tokens are those of one process."""
+    """Errors of the logits of a prompt and of the tokens behind it, and of `generate`."""
     model, split = (longnet({"num_kv_heads": 4}, {}) for _ in range(2))
     parallelize_module(split, tp, {"blocks.*": HeadParallel()})
-    tokens, _ = tokens_and_labels()
+    tokens, following = tokens_and_labels()
     shard = UNEVEN.shard(tokens, sp.get_local_rank(), 1)
-    got = split.generate(shard, 9, group=sp, layout=UNEVEN, sharded=True)
-    return (float((got != model.generate(tokens, 9)).sum()),)
+    caches = split.make_caches(2, max_length=60, group=sp, sharded=True)
+    alone = model.make_caches(2, max_length=60)
+    steps = [(split.prefill(shard, caches, layout=UNEVEN), model.prefill(tokens, alone))]
+    for at in range(5):
+        new = following[:, at : at + 1]
+        steps.append((split.step(new, caches), model.step(new, alone)))
+    errors = [relative_error(got, wanted) for got, wanted in steps]
+    got = split.generate(shard, 9, group=sp, layout=UNEVEN)
+    return *errors, float((got != model.generate(tokens, 9)).sum())
 
 
 def refusals(tp):
@@ -199,7 +225,8 @@ def our_modules(rank, world_size):
     sp, tp = mesh_of_four()
     errors = {f"LongNet, {x}": train_longnet(sp, tp, *y) for x, y in LONGNETS.items()}
     errors |= {f"slides, {x}": encode(sp, tp, *y) for x, y in ENCODERS.items()}
-    errors |= {"by hand": by_hand(sp, tp), "FSDP2": with_fsdp(sp, tp)}
+    errors |= {"by hand": by_hand(sp, tp), "torchscale": torchscale(sp, tp)}
+    errors["FSDP2"] = with_fsdp(sp, tp)
     return errors | {"generate": generate(sp, tp)}, refusals(tp)
 
 
@@ -211,7 +238,7 @@ def test_our_modules():
     for errors, said in run_ranks(our_modules, 4):
         for kind, found in errors.items():
             assert max(found) < TOLERANCE, (kind, found)
-        assert len(errors) == len(LONGNETS) + len(ENCODERS) + 3
+        assert len(errors) == len(LONGNETS) + len(ENCODERS) + 4
         size, kind, replicated = said
         assert size.startswith("the ranks of the mesh must divide num_kv_heads 1; got 2 ranks")
         assert kind.endswith("a block of LongNet or SlideEncoder; got LayerNorm")
@@ -240,10 +267,10 @@ PLANS: dict[str, tuple[str, str, dict[str, type[ParallelStyle]]]] = {
 
 def train_transformers(rank, world_size):
     """Errors of logits and gradients, and of generated tokens; and what is refused."""
-    from transformers_models import PATTERN, batch_of, make
+    from transformers_models import PATTERN, batch_of, make, shard_of
 
     from ring_dilated_attention import DilatedPattern
-    from ring_dilated_attention.integrations.transformers import set_attention, shard_batch
+    from ring_dilated_attention.integrations.transformers import set_attention
 
     (sp, tp), errors = mesh_of_four(), {}
     layout = SequenceLayout([[(30, 41), (0, 3)], [(3, 30)]])
@@ -263,7 +290,7 @@ def train_transformers(rank, world_size):
         set_attention(model, pattern)
         set_attention(split, pattern, group=sp, layout=layout)
         batch = batch_of(kind)
-        wanted, got = model(**batch), split(**shard_batch(batch, layout, sp))
+        wanted, got = model(**batch), split(**shard_of(batch, layout, sp))
         for found in (wanted, got):
             found.loss.backward()
         own = layout.shard(wanted.logits, sp.get_local_rank(), 1)
@@ -298,9 +325,9 @@ def load_transformers(rank, world_size, folder):
     """Errors of the logits and gradients of a model that transformers itself shards."""
     from transformers import LlamaForCausalLM
     from transformers.distributed import DistributedConfig
-    from transformers_models import PATTERN, batch_of, make
+    from transformers_models import PATTERN, batch_of, make, shard_of
 
-    from ring_dilated_attention.integrations.transformers import set_attention, shard_batch
+    from ring_dilated_attention.integrations.transformers import set_attention
 
     model = make(**HEADS["Llama"])
     if rank == 0:
@@ -319,7 +346,7 @@ def load_transformers(rank, world_size, folder):
     batch = batch_of("packed padded")
     wanted = model(**batch)
     wanted.loss.backward()
-    got = split(**shard_batch(batch, layout, sp))
+    got = split(**shard_of(batch, layout, sp))
     (2 * got.loss).backward()  # FSDP takes the mean of the losses, which are to be summed
     own = layout.shard(wanted.logits, sp.get_local_rank(), 1)
     gradients = {name: p.grad.full_tensor() for name, p in split.named_parameters()}
@@ -393,7 +420,7 @@ WRONG_HEADS: dict[str, tuple[Heads, tuple[Any, Any], str]] = {
     "plain weights": (Heads(4, 2), (nn.Parameter(torch.zeros(8, 3)), None), "do not say which"),
     "unknown weights": (Heads(4, 2), (None, None), "do not say which"),
     "cut by columns": (Heads(4, 2), (cut(8, 6, dim=1), cut(4, 6)), "not sharded by rows"),
-    "cut twice": (Heads(4, 2), (cut(8, 6, split_factor=2), cut(4, 6)), "not sharded by rows"),
+    "cut twice": (Heads(4, 2), (cut(8, 6, dim=None, split_factor=2),) * 2, "not sharded by rows"),
     "other heads": (Heads(4, 2), (cut(8, 6, 4, 2), cut(4, 6)), "which are other heads"),
     "half a head": (Heads(4, 2), (cut(8, 6, 3), cut(4, 6)), "sharded by whole heads"),
     "a model of other heads": (Heads(4, 2), (cut(8, 6), cut(5, 6)), "those of the whole layer"),

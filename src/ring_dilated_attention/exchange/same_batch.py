@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .agreement import agree
+from .groups import ProcessGroupExchange
 from .interface import Exchange
 from .names import Group, resolve_exchange
 
@@ -41,7 +43,8 @@ def check_same_batch(batch: Mapping[str, Any], group: Group) -> None:
 
     What the ranks compare is a digest of shapes, dtypes and values, in one small collective,
     whatever the size of the batch. Integers and bools count one and all; of a floating tensor,
-    65,536 evenly spaced values do. Tensors on a GPU are digested there, and then waited for.
+    65,536 evenly spaced values do. Tensors on a GPU are digested there, and then waited for:
+    compare a batch before it is moved there.
 
     Args:
         batch: the whole batch: tensors of any shape and dtype on any device, numbers, lists or
@@ -85,8 +88,17 @@ def agree_on_batch(
         except Exception as error:  # whatever it is, the other ranks are to be told
             failure = error
     tensors = (x for x in batch.values() if isinstance(x, Tensor))
-    device = next((x.device for x in tensors), device)
+    device = _where(next((x.device for x in tensors), device), ends)
     agree(name, ends, None if failure else words or {}, failure, device, _ADVICE)
+
+
+def _where(device: torch.device, ends: Exchange) -> torch.device:
+    """The device for which the first call of a group may prepare transfers: one that it takes."""
+    if device.type != "cpu" or not isinstance(ends, ProcessGroupExchange):
+        return device
+    if "cpu" in dist.get_backend_config(ends.group):
+        return device
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _described(batch: Mapping[str, Any]) -> dict[str, str]:

@@ -20,17 +20,20 @@ SEVERAL_RANKS = {
     **SMALL,
     "generation": GENERATION,
     "data_parallel": ["--wrap", "fsdp"],
+    "transformers_adapters": ["--seq-len", "301"],
     "transformers_trainer": [],
     "accelerate_loop": [],
     "lightning_module": [],
     "several_gpus": ["--seq-len", "1501", "--head-dim", "16"],
+    "tensor_parallel": ["--seq-len", "301"],
 }
+FOUR_RANKS = {"tensor_parallel"}
 
 
-def run_on_two_ranks(program, options):
+def run_on_ranks(program, options, ranks=2):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     return subprocess.run(
-        [*command, "--nproc-per-node", "2", str(program), *options],
+        [*command, "--nproc-per-node", str(ranks), str(program), *options],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -40,6 +43,7 @@ def run_on_two_ranks(program, options):
 
 NEEDS = {
     "transformers_llama": ["transformers"],
+    "transformers_adapters": ["transformers", "peft"],
     "transformers_trainer": ["transformers", "accelerate"],
     "accelerate_loop": ["transformers", "accelerate"],
     "lightning_module": ["lightning"],
@@ -73,8 +77,9 @@ def test_generation_on_one_process(monkeypatch, capsys):
 @pytest.mark.parametrize("name", SEVERAL_RANKS)
 def test_on_two_ranks(name):
     skip_without_packages(name)
-    done = run_on_two_ranks(EXAMPLES / f"{name}.py", SEVERAL_RANKS[name])
-    assert done.returncode == 0, done.stderr[-3000:]
+    for ranks in (2, *[4] * (name in FOUR_RANKS)):
+        done = run_on_ranks(EXAMPLES / f"{name}.py", SEVERAL_RANKS[name], ranks)
+        assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.mark.slow
@@ -82,7 +87,7 @@ def test_a_wrong_result_is_an_exit_code(tmp_path):
     text = (EXAMPLES / "several_gpus.py").read_text()
     broken = tmp_path / "broken.py"
     broken.write_text(text.replace("pattern, is_causal=True, group", "pattern, group"))
-    done = run_on_two_ranks(broken, SEVERAL_RANKS["several_gpus"])
+    done = run_on_ranks(broken, SEVERAL_RANKS["several_gpus"])
     assert done.returncode == 1
     assert "differs from one process" in done.stderr
 

@@ -131,14 +131,14 @@ def test_a_cache_of_another_pattern_is_refused():
 def test_other_attention_has_no_dilated_cache():
     model = ready()
     cache = filled(model)
-    remove_attention(model)
+    remove_attention(model, dense=True)
     with torch.no_grad(), pytest.raises(ValueError, match="this one has other attention: pass it"):
         model(NEXT, past_key_values=cache)
 
 
 def test_without_set_attention_generate_is_that_of_transformers():
     model = ready()
-    remove_attention(model)
+    remove_attention(model, dense=True)
     out = model.generate(IDS, max_new_tokens=2, return_dict_in_generate=True)
     assert type(out.past_key_values) is transformers.DynamicCache
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .functional import detached_dilated_attention, dilated_attention
     from .layout import SequenceLayout
     from .nn import hilbert_order, keep_attention
-    from .pattern import DilatedPattern
+    from .pattern import DilatedPattern, HeadSlice
     from .plan import AttentionPlan, plan_attention
 
 __version__ = VERSION
@@ -36,6 +36,7 @@ __all__ = [
     "DilatedKVCache",
     "DilatedPattern",
     "ExchangeError",
+    "HeadSlice",
     "ProcessGroupExchange",
     "SequenceLayout",
     "SoloExchange",
@@ -59,6 +60,7 @@ _FROM = {
     "DilatedKVCache": "decode",
     "DilatedPattern": "pattern",
     "ExchangeError": "exchange",
+    "HeadSlice": "pattern",
     "ProcessGroupExchange": "exchange",
     "SequenceLayout": "layout",
     "SoloExchange": "exchange",

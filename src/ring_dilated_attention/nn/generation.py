@@ -81,11 +81,13 @@ def make_caches(
         )
     config, weight = model.config, model.embedding.weight
     (like,) = autocast_inputs(weight[:0])
+    slices = [block.attention.head_slice for block in _blocks(model)]
+    heads = config.num_kv_heads or config.num_heads
     return [
         DilatedKVCache(
             config.pattern,
             batch,
-            config.num_kv_heads or config.num_heads,
+            heads if own is None else own.stop - own.start,
             config.embed_dim // config.num_heads,
             max_length=max_length,
             max_rewind=max_rewind,
@@ -93,8 +95,9 @@ def make_caches(
             device=weight.device,
             group=group,
             sharded=sharded,
+            head_slice=own,
         )
-        for _ in model.blocks
+        for own in slices
     ]
 
 

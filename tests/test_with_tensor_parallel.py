@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
 from ring_dilated_attention import SequenceLayout
 from ring_dilated_attention.checks import relative_error, run_ranks
 from ring_dilated_attention.integrations.tensor_parallel import HeadParallel
+from ring_dilated_attention.integrations.torchscale import TorchscaleDilatedAttention
 from ring_dilated_attention.nn import (
     Heads,
     LongNet,
@@ -145,6 +146,24 @@ def by_hand(sp, tp):
     return (relative_error(logits.detach(), expected.detach()),)
 
 
+def torchscale(sp, tp):
+    """Its layer, with blocked offsets and zero keys, by a plan of torch's own styles."""
+    args = SimpleNamespace(segment_length="[8, 19]", dilated_ratio="[1, 4]")
+    torch.manual_seed(0)
+    layer = TorchscaleDilatedAttention(args, 32, 4, self_attention=True).double()
+    split = copy.deepcopy(layer)
+    plan: dict[str, ParallelStyle] = {f"{name}_proj": ColwiseParallel() for name in "qkv"}
+    parallelize_module(split, tp, {**plan, "out_proj": RowwiseParallel()})
+    split.group, split.layout = sp, UNEVEN
+    rows = torch.randn(2, LENGTH, 32, dtype=torch.float64)
+    own = UNEVEN.shard(rows, sp.get_local_rank(), 1)
+    wanted, got = layer(rows, rows, rows)[0], split(own, own, own)[0]
+    for out in (wanted, got):
+        out.square().sum().backward()
+    error = relative_error(got.detach(), UNEVEN.shard(wanted, sp.get_local_rank(), 1).detach())
+    return error, worst(gradients_of(split, sp), layer)
+
+
 def with_fsdp(sp, tp):
     """FSDP2 over the ranks of a sequence, whose gradients are means of the losses' sums."""
     model, split = (longnet({"head_offsets": "blocked"}, {}) for _ in range(2))
@@ -206,7 +225,8 @@ def our_modules(rank, world_size):
     sp, tp = mesh_of_four()
     errors = {f"LongNet, {x}": train_longnet(sp, tp, *y) for x, y in LONGNETS.items()}
     errors |= {f"slides, {x}": encode(sp, tp, *y) for x, y in ENCODERS.items()}
-    errors |= {"by hand": by_hand(sp, tp), "FSDP2": with_fsdp(sp, tp)}
+    errors |= {"by hand": by_hand(sp, tp), "torchscale": torchscale(sp, tp)}
+    errors["FSDP2"] = with_fsdp(sp, tp)
     return errors | {"generate": generate(sp, tp)}, refusals(tp)
 
 
@@ -218,7 +238,7 @@ def test_our_modules():
     for errors, said in run_ranks(our_modules, 4):
         for kind, found in errors.items():
             assert max(found) < TOLERANCE, (kind, found)
-        assert len(errors) == len(LONGNETS) + len(ENCODERS) + 3
+        assert len(errors) == len(LONGNETS) + len(ENCODERS) + 4
         size, kind, replicated = said
         assert size.startswith("the ranks of the mesh must divide num_kv_heads 1; got 2 ranks")
         assert kind.endswith("a block of LongNet or SlideEncoder; got LayerNorm")

@@ -6,7 +6,7 @@ from .checks import check_head_sizes
 from .chunked import map_rows
 from .config import LongNetConfig
 from .dilated import DilatedAttention
-from .head_slices import Heads, slice_of_projections
+from .head_slices import Heads, slice_of_heads, slice_of_projections
 from .hooks import hooks_of, is_plain
 from .longnet import LongNet
 from .norm import LayerNorm, normalize
@@ -45,5 +45,6 @@ __all__ = [
     "normalize",
     "project_heads",
     "sincos_positions",
+    "slice_of_heads",
     "slice_of_projections",
 ]

@@ -20,7 +20,7 @@ from ..pattern import (
 )
 from ..tiles import BACKENDS, Backend
 from .checks import check_head_sizes, check_rows
-from .head_slices import Heads, slice_of_projections
+from .head_slices import slice_of_heads
 from .norm import LayerNorm
 from .projections import project_heads
 
@@ -269,14 +269,6 @@ class MultiheadDilatedAttention(nn.Module):
         layout: SequenceLayout | None = None,
     ) -> Tensor:
         """The second part of `forward`: `dilated_attention`, with the shape of `q_bnhd`."""
-        head_slice = self.head_slice
-        if head_slice is None:
-            head_slice = slice_of_projections(
-                Heads(self.num_heads, self.num_kv_heads),
-                Heads(q_bnhd.shape[2], k_bnhd.shape[2]),
-                (self.q_proj.weight, self.k_proj.weight),
-                type(self).__name__,
-            )
         out_bnhd: Tensor = dilated_attention(
             q_bnhd,
             k_bnhd,
@@ -292,7 +284,7 @@ class MultiheadDilatedAttention(nn.Module):
             exchange=self.exchange,
             backend=self.backend,
             branch_gradients=self.branch_gradients,
-            head_slice=head_slice,
+            head_slice=slice_of_heads(self, q_bnhd, k_bnhd),
         )
         return out_bnhd
 

@@ -27,6 +27,26 @@ class Heads(NamedTuple):
         return self.query * layer.kv == self.kv * layer.query
 
 
+def slice_of_heads(module: Any, query: Tensor, key: Tensor) -> HeadSlice | None:
+    """The KV heads that a module of attention computes on this rank; None: all of them.
+
+    Args:
+        module: with `num_heads`, with `num_kv_heads` if there are fewer, with projections `q_proj`
+            and `k_proj`, and perhaps with a `head_slice`, which is then the answer.
+        query: what its projections made: (batch, local_sequence, heads, head_dim).
+        key: likewise, (batch, local_sequence, kv_heads, head_dim).
+
+    Raises:
+        ValueError: see `slice_of_projections`.
+    """
+    given: HeadSlice | None = getattr(module, "head_slice", None)
+    if given is not None:
+        return given
+    layer = Heads(module.num_heads, getattr(module, "num_kv_heads", module.num_heads))
+    own, weights = Heads(query.shape[2], key.shape[2]), (module.q_proj.weight, module.k_proj.weight)
+    return slice_of_projections(layer, own, weights, type(module).__name__)
+
+
 def slice_of_projections(
     layer: Heads, own: Heads, weights: tuple[Any, Any], name: str
 ) -> HeadSlice | None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..documents import Integers
-from ..exchange import Group, fill, one_group
+from ..exchange import Group, fill, one_group, refuse_beside_wrapper
 from ..functional import Schedule, autocast_inputs
 from ..layout import SequenceLayout
 from ..pattern import check_positive_int
@@ -200,9 +200,12 @@ class LongNet(TokenGenerator):
 
         Raises:
             TypeError: this rank's `tokens` or `labels` are not int64.
-            ValueError: as in `forward`, or the labels have another shape than the tokens.
+            ValueError: as in `forward`, or the labels have another shape than the tokens; or the
+                model is in DistributedDataParallel, which must be called instead.
         """
         group = one_group(group, mesh)
+        if not torch.compiler.is_compiling():
+            refuse_beside_wrapper(self, "the wrapped model with its labels, ddp(tokens, labels)")
         options = {"documents": documents, "group": group, "layout": layout}
         # None would be a call for logits: as anything else that is no tensor, it is refused.
         loss: Tensor = self(tokens, "None" if labels is None else labels, **options)

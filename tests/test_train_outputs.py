@@ -102,7 +102,7 @@ def test_what_is_not_utf8_is_left_to_the_user() -> None:
 def test_every_option_that_decides_a_run_is_written() -> None:
     plain = TrainConfig(out=Path("run"), data=("x",), sequence_ranks=1, chunk_rows=1, timeout=1.0)
     model = replace(plain.model, num_kv_heads=1)
-    toml = to_toml(replace(plain, model=model, tokenizer="x"), ranks=3)
+    toml = to_toml(replace(plain, model=model, tokenizer="x", init_from="x"), ranks=3)
     written = {name.replace("-", "_") for name in tomllib.loads(toml)}
     names = {f.name for kind in (TrainConfig, LongNetConfig) for f in fields(kind)}
     assert names - written == {"out", "model", "vocab_size", "norm_eps", "train_tokenizer"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-import tomllib
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from hypothesis import strategies as st
 from matplotlib.figure import Figure
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.util import tensor_util
+from toml_files import tomllib
 from typer.testing import CliRunner
 
 from ring_dilated_attention.cli import app

@@ -70,7 +70,7 @@ class OwnLaunch:
         if kept is None:
             rows, device = self._rows, query.device
             kept = default_config(*key, queries=rows, keys=rows, device=device)
-            self._configs[*key, device] = kept
+            self._configs[(*key, device)] = kept
         return kept
 
     def programs(self, block: int, device: torch.device) -> Programs:

@@ -66,4 +66,4 @@ class Launcher:
                 keep_few(self._forms, key, lambda: (compiled, rest), MOST_FORMS)
             return
         compiled, rest = form
-        compiled[*grid, 1](*tensors, *numbers, *rest)
+        compiled[(*grid, 1)](*tensors, *numbers, *rest)

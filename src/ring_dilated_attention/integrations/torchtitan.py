@@ -19,7 +19,7 @@ from torch import Tensor
 from torchtitan.models.common.attention import GQAttention
 from torchtitan.protocols.module import Module
 
-from ..documents import document_positions
+from ..nn import document_positions
 from ..exchange import agree, resolve_exchange
 from ..functional import EXCHANGES, dilated_attention
 from ..layout import SequenceLayout

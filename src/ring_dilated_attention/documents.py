@@ -59,7 +59,7 @@ def as_ints(name: str, values: Any) -> list[int]:
         if values.ndim != 1:
             raise ValueError(f"{name} must be 1-D; got shape {shape_in_brief(values)}")
         numbers: list[int] = values.tolist()
-    elif isinstance(values, list | tuple | range):
+    elif isinstance(values, (list, tuple, range)):
         numbers = list(values)
         if not torch.compiler.is_compiling():
             if set(map(type, numbers)) - {int}:

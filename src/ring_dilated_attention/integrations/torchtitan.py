@@ -19,12 +19,12 @@ from torch import Tensor
 from torchtitan.models.common.attention import GQAttention
 from torchtitan.protocols.module import Module
 
-from ..nn import document_positions
 from ..exchange import agree, resolve_exchange
-from ..functional import EXCHANGES, dilated_attention
+from ..functional import EXCHANGES, Schedule, dilated_attention
 from ..layout import SequenceLayout
+from ..nn import document_positions
 from ..pattern import DilatedPattern, check_choice, in_brief
-from ..tiles import BACKENDS
+from ..tiles import BACKENDS, Backend
 
 _NAME = "the torchtitan model"
 _LAYOUTS: dict[str | None, str] = {"headtail": "zigzag", None: "contiguous"}
@@ -45,7 +45,7 @@ class PackedTokens:
     layout: SequenceLayout | None
 
 
-class DilatedInnerAttention(Module):  # type: ignore[misc, no-any-unimported]
+class DilatedInnerAttention(Module):  # type: ignore[misc]
     """`dilated_attention` as an inner attention of torchtitan's `GQAttention`.
 
     `with_dilated_attention` makes its config and hands it the documents of each forward pass.
@@ -55,29 +55,26 @@ class DilatedInnerAttention(Module):  # type: ignore[misc, no-any-unimported]
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(Module.Config):  # type: ignore[misc, no-any-unimported]
+    class Config(Module.Config):  # type: ignore[misc]
         """How the attention is computed.
 
         Attributes:
             pattern: which keys each head sees.
-            num_kv_heads: key and value heads of the whole layer, over all tensor-parallel ranks.
             exchange: as of `dilated_attention`.
             backend: as of `dilated_attention`.
         """
 
         pattern: DilatedPattern
-        num_kv_heads: int
-        exchange: str = "auto"
-        backend: str = "auto"
+        exchange: Schedule = "auto"
+        backend: Backend = "auto"
 
     def __init__(self, config: Config) -> None:
         super().__init__()
         self._config = config
         self._cp: Any = None
-        self._head_slice: tuple[int, int, int] | None = None
 
     def parallelize(self, parallel_dims: Any) -> None:
-        """Take this rank's context-parallel group and its heads; nothing is redistributed.
+        """Take this rank's context-parallel group; nothing is redistributed.
 
         The sharding that torchtitan has set on the config is that of its own attentions, which
         gathers keys and values, and is left aside.
@@ -86,20 +83,16 @@ class DilatedInnerAttention(Module):  # type: ignore[misc, no-any-unimported]
             parallel_dims: torchtitan's `ParallelDims`.
 
         Raises:
-            ValueError: tensor parallelism with ``spmd_backend="partial_dtensor"``.
+            ValueError: tensor parallelism: a rank would take its heads for the first ones.
         """
         self._cp = parallel_dims.get_optional_mesh("cp")
         tp = parallel_dims.get_optional_mesh("tp")
-        if tp is None:
-            return
-        if parallel_dims.spmd_backend != "spmd_types":
+        if tp is not None:
             raise ValueError(
-                "dilated attention under tensor parallelism needs parallelism.spmd_backend="
-                f"'spmd_types', torchtitan's default; got {parallel_dims.spmd_backend!r}"
+                "dilated attention in torchtitan is for tensor_parallel_degree 1, since the keys "
+                f"that a head sees depend on its number in the whole layer; got {tp.size()}: give "
+                "these ranks to context_parallel_degree"
             )
-        heads = self._config.num_kv_heads // tp.size()
-        start = tp.get_local_rank() * heads
-        self._head_slice = (start, start + heads, self._config.num_kv_heads)
 
     def forward(
         self,
@@ -146,7 +139,6 @@ class DilatedInnerAttention(Module):  # type: ignore[misc, no-any-unimported]
                 layout=attention_masks.layout,
                 exchange=self._config.exchange,
                 backend=self._config.backend,
-                head_slice=self._head_slice,
             )[0]
         if spmd.is_type_checking():
             spmd.assert_type(out, spmd.get_local_type(q_TNH), get_partition_spec(q_TNH))
@@ -154,7 +146,7 @@ class DilatedInnerAttention(Module):  # type: ignore[misc, no-any-unimported]
 
 
 def with_dilated_attention(
-    spec: Any, pattern: DilatedPattern, *, exchange: str = "auto", backend: str = "auto"
+    spec: Any, pattern: DilatedPattern, *, exchange: Schedule = "auto", backend: Backend = "auto"
 ) -> Any:
     """A torchtitan model spec whose attentions are dilated.
 
@@ -192,7 +184,7 @@ def with_dilated_attention(
 
 
 def _with_inner(
-    layer: Any, index: int, pattern: DilatedPattern, exchange: str, backend: str
+    layer: Any, index: int, pattern: DilatedPattern, exchange: Schedule, backend: Backend
 ) -> Any:
     attention = layer.attention
     if not isinstance(attention, GQAttention.Config):
@@ -200,10 +192,7 @@ def _with_inner(
             f"layers[{index}].attention must be a GQAttention.Config; got "
             f"{type(attention).__qualname__}, which has no dilated attention"
         )
-    heads = attention.n_kv_heads or attention.n_heads
-    inner = DilatedInnerAttention.Config(
-        pattern=pattern, num_kv_heads=heads, exchange=exchange, backend=backend
-    )
+    inner = DilatedInnerAttention.Config(pattern=pattern, exchange=exchange, backend=backend)
     return replace(layer, attention=replace(attention, inner_attention=inner))
 
 

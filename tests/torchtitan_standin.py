@@ -87,7 +87,7 @@ class Decoder(Module):
 
     def parallelize(self, parallel_dims: Any) -> None:
         for layer in self.layers:
-            layer.parallelize(parallel_dims)
+            layer.parallelize(parallel_dims)  # type: ignore[operator]
 
 
 @dataclass

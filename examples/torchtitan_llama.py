@@ -36,7 +36,7 @@ TOLERANCE = 1e-4  # relative, in float32: sums are formed in another order
 
 # --8<-- [start:config]
 def dilated_debugmodel() -> Trainer.Config:
-    """torchtitan's debug Llama, dilated: start it with --module and --config."""
+    """Torchtitan's debug Llama, dilated: start it with --module and --config."""
     pattern = DilatedPattern([32, 128, None], [1, 3, 8])
     config = llama3_debugmodel()
     config.model_spec = with_dilated_attention(model_registry("debugmodel"), pattern)

@@ -117,6 +117,24 @@ def test_context_parallel_ranks_are_as_one_process(
         assert relative_error(sum(own[index] for _, own in found), gradient) < 1e-12
 
 
+def test_tensor_parallel_ranks_compute_their_heads(titan: Any) -> None:
+    """Rates that do not divide the local heads: local head numbers would give other keys."""
+    q, k, v = torch.randn(3, LENGTH, 4, 8, dtype=torch.float64).unbind(0)
+    pattern = DilatedPattern([8, None], [1, 4])
+    inner = titan.DilatedInnerAttention
+    config = inner.Config(pattern=pattern, num_kv_heads=4)
+    packed = titan.PackedTokens(documents=torch.tensor(BORDERS), layout=None)
+    want, _ = reference_attention(
+        q[None], k[None], v[None], pattern, is_causal=True, documents=BORDERS
+    )
+    for rank in range(2):
+        own = config.build()
+        own.parallelize(standin.ParallelDims(tp=2, tp_rank=rank))
+        heads = slice(2 * rank, 2 * rank + 2)
+        out = own(q[:, heads], k[:, heads], v[:, heads], attention_masks=packed)
+        assert relative_error(out, want[0, :, heads]) < 1e-12
+
+
 def test_another_layout_than_the_load_balancers_is_refused(
     titan: Any, model: Any, tokens: Any
 ) -> None:
@@ -141,7 +159,7 @@ def test_what_is_not_supported_is_refused(titan: Any, model: Any, tokens: Any) -
     for given, balancer, message in (
         (dims(cp=2), "ptrr", "load_balancer 'headtail' or None; got 'ptrr'"),
         (dims(pp=2), None, "pipeline_parallel_degree 1; got 2"),
-        (dims(tp=2), None, "tensor_parallel_degree 1, .* got 2: give these ranks to"),
+        (dims(tp=2, spmd_backend="partial_dtensor"), None, "spmd_backend='spmd_types'"),
     ):
         with pytest.raises(ValueError, match=message):
             parallelized(spec, model, given, balancer)

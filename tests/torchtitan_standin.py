@@ -109,11 +109,12 @@ class ParallelDims:
     tp: int = 1
     pp: int = 1
     spmd_backend: str = "spmd_types"
+    tp_rank: int = 0
     group: Any = None
 
     def get_optional_mesh(self, name: str) -> Any:
         if name == "tp" and self.tp > 1:
-            return SimpleNamespace(size=lambda: self.tp, get_local_rank=lambda: 0)
+            return SimpleNamespace(size=lambda: self.tp, get_local_rank=lambda: self.tp_rank)
         return self.group if name == "cp" else None
 
 

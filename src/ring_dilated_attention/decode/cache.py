@@ -12,12 +12,12 @@ from ..exchange import Exchange, Group, Shared, resolve_exchange, settle
 from ..functional import autocast_inputs
 from ..layout import SequenceLayout
 from ..pattern import DilatedPattern, check_positive_int
-from ..plan import CachePlan, plan_cache
+from ..plan import plan_cache
 from .hand_over import hand_over
 from .lengths import EqualRows, Lengths, check_room
 from .prompts import Prompt, find_prompts, resolve_layout, words_of
-from .refusals import NAME, check_options, check_tensors, for_each_row, rows_in
-from .slots import Slots
+from .refusals import NAME, check_fit, check_kinds, check_options, for_each_row, rows_in
+from .slots import HeldRows, Slots
 
 SHARD_BYTES = 128 << 20
 """Ranks of a group share caches from this size on. An H200 reads 128 MiB in 30 us, about as long as
@@ -58,6 +58,8 @@ class DilatedKVCache:
             None for one process.
         sharded: whether the ranks share the rows, the same number on each; else each keeps all of
             them, and `cached_attention` needs no communication. None, the default: from 128 MiB on.
+        head_slice: (start, stop, total): the KV heads are heads start to stop (excluded) of a layer
+            with total of them. None: they are all.
 
     Attributes:
         plan: what is kept, and where.
@@ -93,12 +95,14 @@ class DilatedKVCache:
         device: torch.device | str | None = None,
         group: Group = None,
         sharded: bool | None = None,
+        head_slice: Sequence[int] | None = None,
     ) -> None:
         dtype = torch.get_default_dtype() if dtype is None else dtype
         check_options(pattern, max_rewind, dtype, sharded)
         batch = check_positive_int("batch", batch)
         num_kv_heads = check_positive_int("num_kv_heads", num_kv_heads)
         head_dim = check_positive_int("head_dim", head_dim)
+        pattern = pattern.of_heads(head_slice, num_kv_heads)
         if max_length is not None:
             max_length = check_positive_int("max_length", max_length)
         self.exchange: Exchange = resolve_exchange(group)
@@ -113,7 +117,7 @@ class DilatedKVCache:
             self.values = torch.empty_like(self.keys)
             self.lengths = torch.zeros(batch, dtype=torch.int64, device=self.keys.device)
         self._known = Lengths(batch)
-        self.table: tuple[CachePlan, torch.Tensor] | None = None  # what `by_kernel` made of a plan
+        self.held: HeldRows | None = None  # as `by_kernel` has made it
 
     @property
     def nbytes(self) -> int:
@@ -208,7 +212,8 @@ class DilatedKVCache:
                 raise RuntimeError(f"{NAME}.prefill cannot be captured in a CUDA graph")
             key, value = autocast_inputs(key, value)
             to = rows_in(self._batch, rows)
-            check_tensors((key, value), self.keys, self.plan, len(to))
+            check_kinds(key, value)
+            check_fit((key, value), self.keys, self.plan, len(to))
             layout = resolve_layout(layout, key.shape[1], ends)
             found = find_prompts(documents, lengths, layout.length, to)
             check_room(max(len(prompt.document) for prompt in found), self.plan)
@@ -237,6 +242,7 @@ class DilatedKVCache:
             NotImplementedError, RuntimeError: see `prefill`.
         """
         key, value = autocast_inputs(key, value)
+        check_kinds(key, value)
         self.check_new(key, value)
         self.write(key, value)
         self.advanced(key.shape[1])
@@ -369,14 +375,14 @@ class DilatedKVCache:
         """Raise unless keys and values are those of new positions of this cache.
 
         Args:
-            key: (batch, m, kv_heads, head_dim).
+            key: (batch, m, kv_heads, head_dim), in a dtype and of dimensions that are allowed.
             value: like `key`.
 
         Raises:
-            TypeError, ValueError: they are not, or a document becomes longer than `max_length`.
-            NotImplementedError, RuntimeError: see `prefill`.
+            ValueError: they are not, or a document becomes longer than `max_length`.
+            RuntimeError: one requires a gradient, and autograd is on.
         """
-        check_tensors((key, value), self.keys, self.plan, self._batch)
+        check_fit((key, value), self.keys, self.plan, self._batch)
         if key.shape[1] == 0:
             raise ValueError("there must be one new position at least; key has no rows")
         self.check_room(key.shape[1])

@@ -60,11 +60,13 @@ class DilatedInnerAttention(Module):  # type: ignore[misc]
 
         Attributes:
             pattern: which keys each head sees.
+            num_kv_heads: key and value heads of the whole layer, over all tensor-parallel ranks.
             exchange: as of `dilated_attention`.
             backend: as of `dilated_attention`.
         """
 
         pattern: DilatedPattern
+        num_kv_heads: int
         exchange: Schedule = "auto"
         backend: Backend = "auto"
 
@@ -72,9 +74,10 @@ class DilatedInnerAttention(Module):  # type: ignore[misc]
         super().__init__()
         self._config = config
         self._cp: Any = None
+        self._head_slice: tuple[int, int, int] | None = None
 
     def parallelize(self, parallel_dims: Any) -> None:
-        """Take this rank's context-parallel group; nothing is redistributed.
+        """Take this rank's context-parallel group and its heads; nothing is redistributed.
 
         The sharding that torchtitan has set on the config is that of its own attentions, which
         gathers keys and values, and is left aside.
@@ -83,16 +86,20 @@ class DilatedInnerAttention(Module):  # type: ignore[misc]
             parallel_dims: torchtitan's `ParallelDims`.
 
         Raises:
-            ValueError: tensor parallelism: a rank would take its heads for the first ones.
+            ValueError: tensor parallelism with ``spmd_backend="partial_dtensor"``.
         """
         self._cp = parallel_dims.get_optional_mesh("cp")
         tp = parallel_dims.get_optional_mesh("tp")
-        if tp is not None:
+        if tp is None:
+            return
+        if parallel_dims.spmd_backend != "spmd_types":
             raise ValueError(
-                "dilated attention in torchtitan is for tensor_parallel_degree 1, since the keys "
-                f"that a head sees depend on its number in the whole layer; got {tp.size()}: give "
-                "these ranks to context_parallel_degree"
+                "dilated attention under tensor parallelism needs parallelism.spmd_backend="
+                f"'spmd_types', torchtitan's default; got {parallel_dims.spmd_backend!r}"
             )
+        heads = self._config.num_kv_heads // tp.size()
+        start = tp.get_local_rank() * heads
+        self._head_slice = (start, start + heads, self._config.num_kv_heads)
 
     def forward(
         self,
@@ -139,6 +146,7 @@ class DilatedInnerAttention(Module):  # type: ignore[misc]
                 layout=attention_masks.layout,
                 exchange=self._config.exchange,
                 backend=self._config.backend,
+                head_slice=self._head_slice,
             )[0]
         if spmd.is_type_checking():
             spmd.assert_type(out, spmd.get_local_type(q_TNH), get_partition_spec(q_TNH))
@@ -192,7 +200,10 @@ def _with_inner(
             f"layers[{index}].attention must be a GQAttention.Config; got "
             f"{type(attention).__qualname__}, which has no dilated attention"
         )
-    inner = DilatedInnerAttention.Config(pattern=pattern, exchange=exchange, backend=backend)
+    heads = attention.n_kv_heads or attention.n_heads
+    inner = DilatedInnerAttention.Config(
+        pattern=pattern, num_kv_heads=heads, exchange=exchange, backend=backend
+    )
     return replace(layer, attention=replace(attention, inner_attention=inner))
 
 

@@ -15,6 +15,7 @@ from grid_steps import (
 )
 from test_longnet_loss import make_model
 from test_slide import encoder, own_tiles, slide
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -156,6 +157,19 @@ def one_way(rank, mesh, apart=(), blocks=1, **options):
     return error(model, [want, *torch.autograd.grad(want, list(alone.parameters()))])
 
 
+def wrapped_checkpoints(rank, mesh):
+    """Blocks in torch's own wrapper for activation checkpointing."""
+    (tokens, own_tokens), (labels, own_labels) = text(rank)
+    model = make_model()
+    model.blocks = torch.nn.ModuleList(checkpoint_wrapper(block) for block in model.blocks)
+    shard_all(model, mesh)
+    loss = model.loss(own_tokens, own_labels, group=mesh, layout=LAYOUT)
+    (loss / labels_per_rank(own_labels, model, mesh)).backward()
+    alone = make_model()
+    want = alone.loss(tokens, labels) / labels.numel()
+    return error(model, [want, *torch.autograd.grad(want, list(alone.parameters()))])
+
+
 def half(rank, mesh):
     """Weights and activations in bfloat16."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -215,6 +229,7 @@ def in_every_way(rank, world_size):
         for rows in (None, 5):
             name = f"slides, {checkpoint}, {rows}"
             errors[name] = slides(rank, mesh, checkpoint=checkpoint, chunk_rows=rows)
+    errors["checkpoint_wrapper"] = wrapped_checkpoints(rank, mesh)
     rounded_coordinates(rank, mesh)
     for message, way in REFUSED.items():
         refused(rank, mesh, message, **way)

@@ -15,13 +15,14 @@ is raised on every rank. `refuse_capture` keeps calls on several ranks out of CU
 `KNOWN_LENGTHS` keeps. `Presence` tells whether the processes of other ranks still run.
 
 `check_same_batch` compares the batches of ranks, and `agree_on_batch` does so inside of another
-call. `labels_per_rank` is what a loss is divided by where gradients are averaged.
+call. `labels_per_rank` is what a loss is divided by where gradients are averaged, and
+`refuse_beside_wrapper` refuses calls whose gradients are not.
 `is_fully_sharded` and `gather_weights_in` are for modules under FSDP2.
 """
 
 from .agreement import Shared, agree, refuse_capture, settle, settle_later
 from .calls import Call, ExchangeError, Scope
-from .data_parallel import labels_per_rank
+from .data_parallel import labels_per_rank, refuse_beside_wrapper
 from .fully_sharded import gather_weights_in, is_fully_sharded
 from .groups import ProcessGroupExchange
 from .interface import Exchange, Pending, SoloExchange, all_gather
@@ -56,6 +57,7 @@ __all__ = [
     "labels_per_rank",
     "lengths_of_mask",
     "make_presence",
+    "refuse_beside_wrapper",
     "refuse_capture",
     "resolve_exchange",
     "run_loopback",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, TypeAlias
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -75,6 +76,31 @@ def labels_per_rank(
     return total / found.divisor
 
 
+_wrappers: WeakKeyDictionary[nn.Module, ref[nn.Module]] = WeakKeyDictionary()
+"""Of modules in DistributedDataParallel that `labels_per_rank` has seen, what they are in."""
+
+
+def refuse_beside_wrapper(module: nn.Module, instead: str) -> None:
+    """Raise where a method of a module in DistributedDataParallel is to have a gradient.
+
+    DDP averages gradients of calls through it alone; those of others stay a rank's own. Only
+    modules are known whose wrapper `labels_per_rank` was given.
+
+    Args:
+        module: whose method is called.
+        instead: how to call the wrapper.
+
+    Raises:
+        ValueError: it is in one.
+    """
+    wrapper = _wrappers.get(module)
+    if torch.is_grad_enabled() and wrapper is not None and wrapper() is not None:
+        raise ValueError(
+            f"{type(module).__name__} is in DistributedDataParallel, which averages gradients of "
+            f"calls through it alone: call {instead}"
+        )
+
+
 class _Average(NamedTuple):
     """The ranks whose gradients are averaged.
 
@@ -133,6 +159,7 @@ def _averaging(model: Averaging) -> _Average:
         return _Average(ends, _ranks(ends), ends.world_size)
     module = getattr(model, "_orig_mod", model)  # of torch.compile
     if isinstance(module, DistributedDataParallel):
+        _wrappers[module.module] = ref(module)
         return _averaging(module.process_group)
     if isinstance(module, FullyShardedDataParallel):
         raise ValueError(

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..documents import Integers
-from ..exchange import Group, resolve_exchange
+from ..exchange import Group, refuse_beside_wrapper, resolve_exchange
 from ..functional import Schedule, autocast_inputs
 from ..layout import SequenceLayout
 from ..pattern import check_positive_int
@@ -184,8 +184,11 @@ class LongNet(TokenGenerator):
 
         Raises:
             TypeError: this rank's `tokens` or `labels` are not int64.
-            ValueError: as in `forward`, or the labels have another shape than the tokens.
+            ValueError: as in `forward`, or the labels have another shape than the tokens; or the
+                model is in DistributedDataParallel, which must be called instead.
         """
+        if not torch.compiler.is_compiling():
+            refuse_beside_wrapper(self, "the wrapped model with its labels, ddp(tokens, labels)")
         options = {"documents": documents, "group": group, "layout": layout}
         # None would be a call for logits: as anything else that is no tensor, it is refused.
         loss: Tensor = self(tokens, "None" if labels is None else labels, **options)

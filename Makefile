@@ -10,7 +10,7 @@ QUICK := architecture pattern layout documents progression plan tiles views merg
 
 ALL_GPUS := tests/test_gpu_ranks.py
 
-.PHONY: run test quick gpu lint format build bench verify figures docs docs-serve clean
+.PHONY: run test quick matrix gpu lint format build bench verify figures docs docs-serve clean
 
 run: .venv/installed  ## train a language model on the standard library's sources, on 2 ranks
 	$(BIN)/rda train --ranks $(RANKS)
@@ -20,6 +20,9 @@ test: .venv/installed  ## all tests, WORKERS at a time
 
 quick: .venv/installed  ## what nearly every change needs, in less than a minute
 	$(BIN)/python -m pytest -q -n 2 -m "not slow" $(QUICK:%=tests/test_%.py)
+
+matrix:  ## the tests of `quick` on the oldest torch and Python, ours, and the newest release
+	$(PYTHON) benchmarks/versions.py --tests $(QUICK:%=tests/test_%.py)
 
 gpu: .venv/installed  ## the tests for CUDA devices, on all that there are
 	OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m gpu -n 8 --dist loadgroup --ignore=$(ALL_GPUS)
@@ -58,7 +61,7 @@ docs-serve: .venv/installed  ## the docs site on this machine, built anew when a
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 clean:
-	rm -rf .venv dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-matrix dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # torch comes first, so that nothing else picks another build of it.
 .venv/installed: pyproject.toml

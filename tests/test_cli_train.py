@@ -595,7 +595,7 @@ def test_the_help_shows_the_defaults_of_the_config() -> None:
     default_model = TrainConfig(out=Path("run")).model
     defaults.update({f.name: getattr(default_model, f.name) for f in fields(LongNetConfig)})
     in_words = {"data", "sequence_ranks", "num_kv_heads", "chunk_rows"}
-    in_words |= {"tokenizer", "train_tokenizer", "tensorboard"}
+    in_words |= {"tokenizer", "train_tokenizer", "init_from", "tensorboard"}
     options = {name.replace("-", "_"): x for name, x in COMMANDS["train"].options.items()}
     others = {"out", "resume", "ranks", "preset", "pattern"}
     assert set(options) == set(defaults) - {"model", "vocab_size", "norm_eps"} | others

@@ -45,7 +45,13 @@ PUBLIC = [
     *(f"ring_dilated_attention.nn.{name}" for name in ring_dilated_attention.nn.__all__),
     *(
         f"ring_dilated_attention.integrations.{module}.{name}"
-        for module in ("context_parallel", "tensor_parallel", "torchscale", "transformers")
+        for module in (
+            "context_parallel",
+            "tensor_parallel",
+            "torchscale",
+            "torchtitan",
+            "transformers",
+        )
         for name in defined_in(f"integrations.{module}")
     ),
 ]

@@ -4,11 +4,11 @@ import os
 import re
 import subprocess
 import sys
-import tomllib
 from functools import cache
 from pathlib import Path
 
 import pytest
+from toml_files import tomllib
 
 from ring_dilated_attention import __version__
 

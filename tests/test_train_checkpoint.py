@@ -362,7 +362,7 @@ def test_a_pickle_in_any_file_is_never_executed(
         ({"step": True}, "step must be an int >= 1, got True"),
         ({"step": "1"}, "step must be an int >= 1, got '1'"),
         ({"step": 9}, "step must be that of the folder's name, got 9"),
-        ({"format": 1}, "format must be 2, got 1"),
+        ({"format": 2}, "format must be 3, got 2: another version"),
         ({"fingerprint": None}, "fingerprint must be a text"),
         ({"files": {}}, "files must be those of SHA256SUMS"),
         ({"files": []}, "files must be those of SHA256SUMS"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-import tomllib
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from hypothesis import strategies as st
 from matplotlib.figure import Figure
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.util import tensor_util
+from toml_files import tomllib
 from typer.testing import CliRunner
 
 from ring_dilated_attention.cli import app
@@ -102,7 +102,7 @@ def test_what_is_not_utf8_is_left_to_the_user() -> None:
 def test_every_option_that_decides_a_run_is_written() -> None:
     plain = TrainConfig(out=Path("run"), data=("x",), sequence_ranks=1, chunk_rows=1, timeout=1.0)
     model = replace(plain.model, num_kv_heads=1)
-    toml = to_toml(replace(plain, model=model, tokenizer="x"), ranks=3)
+    toml = to_toml(replace(plain, model=model, tokenizer="x", init_from="x"), ranks=3)
     written = {name.replace("-", "_") for name in tomllib.loads(toml)}
     names = {f.name for kind in (TrainConfig, LongNetConfig) for f in fields(kind)}
     assert names - written == {"out", "model", "vocab_size", "norm_eps", "train_tokenizer"}

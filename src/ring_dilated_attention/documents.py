@@ -80,7 +80,7 @@ def as_ints(name: str, values: Any) -> list[int]:
             )
         _check_tensor(name, values)
         numbers: list[int] = values.tolist()
-    elif isinstance(values, list | tuple | range):
+    elif isinstance(values, (list, tuple, range)):
         numbers = list(values)
         if not torch.compiler.is_compiling():
             if set(map(type, numbers)) - {int}:

@@ -348,7 +348,8 @@ def validate_options(
     if layout is not None and not isinstance(layout, SequenceLayout):
         raise TypeError(f"layout must be a SequenceLayout or None, got {in_brief(layout)}")
     if scale is not None:
-        if isinstance(scale, bool) or not isinstance(scale, int | float):
+        # Tuples, not unions: torch.compile of torch 2.8 does not know those.
+        if isinstance(scale, bool) or not isinstance(scale, (int, float)):
             raise TypeError(f"scale must be a float or None, got {in_brief(scale)}")
         if not -MOST_SCALE <= scale <= MOST_SCALE:
             raise ValueError(
@@ -362,7 +363,7 @@ def validate_workspace(workspace: float | None) -> None:
     """Raise a `TypeError` or `ValueError` unless `dilated_attention` allows it."""
     if workspace is None:
         return
-    if isinstance(workspace, bool) or not isinstance(workspace, int | float):
+    if isinstance(workspace, bool) or not isinstance(workspace, (int, float)):
         raise TypeError(f"workspace must be a float or None, got {in_brief(workspace)}")
     if not 0 < workspace <= sys.float_info.max:
         raise ValueError(f"workspace must be > 0 and finite, got {in_brief(workspace)}")

@@ -62,7 +62,7 @@ def in_brief(value: Any) -> str:
         return repr(value) if shown else f"an int of {value.bit_length()} bits"
     if isinstance(value, str):
         return repr(value) if len(value) <= _SHOWN else f"{value[:_SHOWN]!r}..."
-    if value is None or isinstance(value, bool | float):
+    if value is None or isinstance(value, (bool, float)):
         return repr(value)
     kind = type(value)
     module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
@@ -83,7 +83,7 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
 
 def check_positive_float(name: str, value: float) -> float:
     """Return `value` as a float > 0; a `TypeError` or `ValueError` names it otherwise."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, got {in_brief(value)}")
     if not 0 < value <= sys.float_info.max:
         raise ValueError(f"{name} must be finite and above 0; got {in_brief(value)}")

@@ -10,10 +10,10 @@ from __future__ import annotations
 import os
 import sys
 
-from . import train, verify, plan, draw, bench  # isort: skip  # in the order of the help
+from . import train, export, verify, plan, draw, bench  # isort: skip  # in the order of the help
 from .common import app
 
-__all__ = ["app", "bench", "draw", "main", "plan", "train", "verify"]
+__all__ = ["app", "bench", "draw", "export", "main", "plan", "train", "verify"]
 
 
 def main() -> None:

@@ -6,10 +6,15 @@ in a table of a command's name, as in ``[train]``, for that command, over the sa
 
 from __future__ import annotations
 
-import tomllib
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 from .common import ListError
 from .option import Argument, Option, toml_in_brief
@@ -65,12 +70,13 @@ def _in_files(options: Mapping[str, Option]) -> dict[str, Option]:
 
 def _parsed(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        found: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"--config: {path} is not TOML: {error}") from None
     except OSError as error:
         reason = error.strerror or error
         raise type(error)(f"--config: cannot read {path}: {reason}") from None
+    return found
 
 
 def _check_keys(

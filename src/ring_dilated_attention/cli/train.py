@@ -25,7 +25,7 @@ PATTERN = options.PATTERN_NAME.but(shown=f"{options.THE_PRESET_S} --segment-leng
 
 
 @contextmanager
-def _one_line_errors() -> Iterator[None]:
+def one_line_errors() -> Iterator[None]:
     """Errors as one line of less than 300 characters each."""
     from ..train import TrainingError, one_line
 
@@ -71,6 +71,7 @@ def train(
     data: Annotated[Sequence[str] | None, own.DATA],
     tokenizer: Annotated[str | None, own.TOKENIZER],
     train_tokenizer: Annotated[int | None, own.TRAIN_TOKENIZER],
+    init_from: Annotated[str | None, own.INIT_FROM],
     heldout_fraction: Annotated[float | None, own.HELDOUT_FRACTION],
     eval_every: Annotated[int | None, own.EVAL_EVERY],
     eval_windows: Annotated[int | None, own.EVAL_WINDOWS],
@@ -120,7 +121,7 @@ def train(
         )
         for name in ("segment_lengths", "dilation_rates", "head_offsets", "head_branches"):
             given[name] = getattr(chosen, name)
-    with _one_line_errors():
+    with one_line_errors():
         from ..train import train as run
 
         run(out, given, preset=preset, ranks=ranks, resume=resume, runs=RUNS)
@@ -133,6 +134,7 @@ def train(
         'rda sample --prompt "def " --checkpoint runs/mine \\\n'
         "    --temperature 0 --max-new-tokens 400",
     ),
+    Example("From plain weights", 'rda sample --prompt "def " --checkpoint weights'),
 )
 def sample(
     prompt: Annotated[str, own.PROMPT],
@@ -143,12 +145,12 @@ def sample(
     top_p: Annotated[float | None, own.TOP_P],
     seed: Annotated[int, options.SEED],
 ) -> None:
-    """Continue a prompt from a checkpoint of `rda train`.
+    """Continue a prompt from a checkpoint of `rda train`, or from plain weights of `rda export`.
 
-    Of a run, the newest checkpoint that is whole counts. Checkpoints hold no code. How many tokens
+    Of a run, the newest checkpoint that is whole counts. Neither holds code. How many tokens
     per second were generated is shown on standard error.
     """
-    with _one_line_errors():
+    with one_line_errors():
         from ..terminal import streamed
         from ..train import decoded, newest_run, sample_bytes
 

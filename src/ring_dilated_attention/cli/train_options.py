@@ -9,7 +9,18 @@ from __future__ import annotations
 from typing import Any
 
 from . import options
-from .option import Flag, Option, Reader, integer, number, number_from_0, one_of, path, text
+from .option import (
+    Argument,
+    Flag,
+    Option,
+    Reader,
+    integer,
+    number,
+    number_from_0,
+    one_of,
+    path,
+    text,
+)
 
 PRESETS = ("small", "longnet-base")
 CHECKPOINTS = ("none", "full", "keep_attention")
@@ -83,6 +94,15 @@ TRAIN_TOKENIZER = _integer(
     "none",
     "Train a tokenizer of this many tokens on the training text, and use it.",
 )
+INIT_FROM = _option(
+    "init-from",
+    options.MODEL,
+    "random weights",
+    "Begin a new run with the weights of a run, of a checkpoint, or of rda export; the model and "
+    "the tokenizer are theirs. The pattern, --seq-len and --rope-theta may differ.",
+    read=text,
+    metavar="FOLDER",
+)
 HELDOUT_FRACTION = _number(
     "heldout-fraction", options.DATA, 0.05, "Part of the text that is held out of training."
 )
@@ -149,9 +169,24 @@ CHECKPOINT = Option(
     name="checkpoint",
     panel=options.SAMPLING,
     metavar="FOLDER",
-    help="A checkpoint, or a run, whose newest checkpoint is taken.",
+    help="A checkpoint, a run, whose newest checkpoint is taken, or a folder of rda export.",
     read=path,
     shown="the newest run in runs",
+)
+RUN = Argument(
+    name="run",
+    panel="Arguments",
+    metavar="RUN",
+    help="A run, whose newest checkpoint is taken, or a checkpoint.",
+    read=path,
+)
+TO = Option(
+    name="to",
+    panel=options.OUTPUT,
+    metavar="FOLDER",
+    help="Folder to write to, new or empty.",
+    read=path,
+    is_required=True,
 )
 MAX_NEW_TOKENS = Option(
     name="max-new-tokens",

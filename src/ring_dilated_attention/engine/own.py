@@ -70,7 +70,8 @@ class OwnLaunch:
         if kept is None:
             rows, device = self._rows, query.device
             kept = default_config(*key, queries=rows, keys=rows, device=device)
-            self._configs[*key, device] = kept
+            place = (*key, device)
+            self._configs[place] = kept
         return kept
 
     def programs(self, block: int, device: torch.device) -> Programs:

@@ -127,7 +127,7 @@ def _numbers(scope: Scope, shared: Shared | None, failure: Exception | None) -> 
     number, name, part, of, thread = scope.call
     text = f"{number} {of} {name} {part} {thread} ".encode()
     text += b"refused" if shared is None else shared.digest
-    digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest())
+    digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
     return [digest, -digest, int(failure is not None)]
 
 

@@ -11,7 +11,7 @@ import ctypes
 import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -105,7 +105,7 @@ class Scope:
         self.call, self.in_step = call, False
         self._calls = calls
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Scope:
         return self
 
     def __exit__(

@@ -66,4 +66,5 @@ class Launcher:
                 keep_few(self._forms, key, lambda: (compiled, rest), MOST_FORMS)
             return
         compiled, rest = form
-        compiled[*grid, 1](*tensors, *numbers, *rest)
+        rows, columns = grid
+        compiled[rows, columns, 1](*tensors, *numbers, *rest)

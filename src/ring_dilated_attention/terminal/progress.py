@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import IO, Self
+from typing import IO
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
@@ -78,7 +78,7 @@ class Progress:
         self._seen = deque([(time.monotonic(), start)])
         self._live: Live | None = None
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Progress:
         self.start()
         return self
 

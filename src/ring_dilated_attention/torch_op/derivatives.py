@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from torch._functorch.utils import enable_single_level_autograd_function, unwrap_dead_wrappers
 from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
 
 
 def apply_function(function: type[torch.autograd.Function], *inputs: Any, in_operator: bool) -> Any:
@@ -25,7 +27,15 @@ def apply_function(function: type[torch.autograd.Function], *inputs: Any, in_ope
     if not in_operator:
         return function.apply(*inputs)  # type: ignore[no-untyped-call]
     with enable_single_level_autograd_function():
-        return apply(*inputs)
+        return _single_level(function).apply(*inputs)
+
+
+@cache
+def _single_level(function: type[torch.autograd.Function]) -> Any:
+    """The same function as one level of torch.func sees it; ``Function.apply`` sees all levels."""
+    names = ("forward", "setup_context", "backward")
+    statics = {name: staticmethod(getattr(function, name)) for name in names}
+    return type(function.__name__, (_SingleLevelFunction,), statics)
 
 
 def refuse_tangents(name: str, *tensors: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Training of the language model, on bytes or on a tokenizer's tokens: `rda train`, `rda sample`.
+"""The language model, on bytes or on a tokenizer's tokens: `rda train`, `sample` and `export`.
 
 `command` is `rda train` (`train`), `sampling` is `rda sample` (`sample_bytes` and `decoded`, which
 continue a prompt). `config` has the options and presets of them (`preset_options`), `memory` what
@@ -9,18 +9,21 @@ collectives, `launch` starts local ranks, and `errors` finds out which one is mi
 
 In the folder of a run, `run_folder` writes its lock and log, `curve` and `scalars` draw that log,
 `run_toml` keeps the options; `saving` writes checkpoints, and `checkpoint` and `checked_files` read
-them. `newest_run` finds the newest run in a folder.
+them. `newest_run` finds the newest run in a folder. `plain_weights` writes and reads weights alone
+(`export`), and `init_from` begins a run with them.
 """
 
 from .checkpoint import newest_run
 from .command import train
 from .config import preset_options
 from .errors import TrainingError, one_line
+from .plain_weights import export_newest
 from .sampling import decoded, sample_bytes
 
 __all__ = [
     "TrainingError",
     "decoded",
+    "export_newest",
     "newest_run",
     "one_line",
     "preset_options",

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import stat
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -18,41 +19,67 @@ META = "meta.json"
 SUMS = "SHA256SUMS"
 TOKENIZER = "tokenizer.json"
 TEXT_BYTES = 16 << 20  # of META and SUMS: those of a terabyte of tensors are smaller
-_SUM_LINE = re.compile(r"([0-9a-f]{64})  (meta\.json|tokenizer\.json|tensors_\d{5,9}\.safetensors)")
+PIECE_BYTES = 1 << 20  # read at a time for a checksum: in a processor's cache
+_SUM_LINE = re.compile(r"([0-9a-f]{64})  ([a-z_]+(?:_\d{5,9})?\.(?:json|safetensors))")
 
 
 class DamagedError(ValueError):
     """A file of a checkpoint is not what was written."""
 
 
-def read_sums(path: Path) -> dict[str, str]:
-    """Checksums by file name. A changed byte changes a checksum or a name, or is refused."""
-    text = _read(path, SUMS, TEXT_BYTES).decode("latin-1")
+def read_sums(path: Path, names: Sequence[str]) -> dict[str, str]:
+    """Checksums by file name. A changed byte changes a checksum or a name, or is refused.
+
+    Args:
+        path: the folder.
+        names: patterns (`re`) of the names that may be listed; the first one must be.
+    """
+    text = read_file(path, SUMS, TEXT_BYTES).decode("latin-1")
     sums: dict[str, str] = {}
     for line in text.removesuffix("\n").split("\n"):
         match = _SUM_LINE.fullmatch(line)
-        if not match or match[2] in sums:
+        known = match is not None and any(re.fullmatch(name, match[2]) for name in names)
+        if not match or not known or match[2] in sums:
             raise DamagedError(f"{SUMS} is damaged")
         sums[match[2]] = match[1]
-    if META not in sums or not text.endswith("\n"):
+    if not any(re.fullmatch(names[0], name) for name in sums) or not text.endswith("\n"):
         raise DamagedError(f"{SUMS} is damaged")
     return sums
 
 
-def checked(path: Path, name: str, sums: dict[str, str], limit: int | None = None) -> bytes:
-    """The bytes of a file, which have the checksum that `sums` says."""
-    data = _read(path, name, limit)
-    compare(name, hashlib.sha256(data).hexdigest(), sums)
+def checked(
+    path: Path, name: str, sums: Mapping[str, str] | None, limit: int | None = None
+) -> bytes:
+    """The bytes of a file, which have the checksum that `sums` says; any bytes where it is None."""
+    data = read_file(path, name, limit)
+    if sums is not None:
+        compare(name, hashlib.sha256(data).hexdigest(), sums)
     return data
 
 
-def compare(name: str, actual: str, sums: dict[str, str]) -> None:
+def check_listed(name: str, sums: Mapping[str, str] | None) -> None:
+    """Raise a `DamagedError` if there are checksums, but none of this file."""
+    if sums is not None and name not in sums:
+        raise DamagedError(f"{name} has no checksum in {SUMS}")
+
+
+def compare(name: str, actual: str, sums: Mapping[str, str]) -> None:
     """Raise a `DamagedError` unless a file has the checksum that `sums` says."""
     if actual != sums[name]:
         raise DamagedError(f"{name} does not have the checksum in {SUMS}; one of them is damaged")
 
 
-def _read(path: Path, name: str, limit: int | None) -> bytes:
+def digest_of(file: Path) -> str:
+    """The SHA-256 checksum of a file, in hexadecimal, read piece by piece."""
+    digest = hashlib.sha256()
+    with file.open("rb") as opened:
+        while piece := opened.read(PIECE_BYTES):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def read_file(path: Path, name: str, limit: int | None = None) -> bytes:
+    """The bytes of a regular file, of at most `limit` bytes."""
     file = regular_file(path, name)
     try:
         if limit is not None and file.stat().st_size > limit:
@@ -114,6 +141,12 @@ def sync(folder: Path) -> None:
         os.close(descriptor)
 
 
+def write_sums(folder: Path, sums: Mapping[str, str]) -> None:
+    """Write the checksums of a folder's files, by name, as ``sha256sum -c`` reads them."""
+    lines = [f"{sums[name]}  {name}\n" for name in sorted(sums)]
+    write_synced(folder / SUMS, "".join(lines).encode())
+
+
 def seal(partial: Path, path: Path, sums: dict[str, str]) -> None:
     """Give a folder of synced files its checksums and its name; replaces what has the name.
 
@@ -122,8 +155,7 @@ def seal(partial: Path, path: Path, sums: dict[str, str]) -> None:
         path: what it is to be called, in the same folder.
         sums: SHA-256 of its files by name.
     """
-    lines = [f"{sums[name]}  {name}\n" for name in sorted(sums)]
-    write_synced(partial / SUMS, "".join(lines).encode())
+    write_sums(partial, sums)
     sync(partial)
     if path.exists() or path.is_symlink():
         path.rename(path.parent / f".partial_old_{path.name}")

@@ -3,7 +3,7 @@
 A run keeps them in ``checkpoints/step_0000100/``:
 
 - ``tensors_00000.safetensors`` and so on: parameters and AdamW's state. All ranks write, each its
-  share of the files.
+  share of the files. Tensors have the names that ``torch.distributed.checkpoint`` gives them.
 - ``tokenizer.json``: the tokenizer, unless the tokens are bytes.
 - ``meta.json``: the step, the configs of model and run, a fingerprint of the corpus, and the sizes
   of the tensor files.
@@ -18,7 +18,6 @@ must be on a file system that they share.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from dataclasses import dataclass, fields, replace
@@ -39,6 +38,7 @@ from .checked_files import (
     DamagedError,
     checked,
     compare,
+    digest_of,
     error_text,
     read_sums,
     regular_file,
@@ -47,7 +47,9 @@ from .config import TrainConfig
 from .tokenizer import MOST_FILE_BYTES, SubwordTokenizer
 
 FOLDER = "checkpoints"
-FORMAT = 2  # 1 was torch.distributed.checkpoint's, whose index is a pickle
+FORMAT = 3
+"""1 was torch.distributed.checkpoint's, whose index is a pickle; 2 had other names of tensors."""
+_FILES = (re.escape(META), re.escape(TOKENIZER), r"tensors_\d{5,9}\.safetensors")
 _NAME = re.compile(r"step_(\d{7,18})")
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")  # what AdamW keeps for a parameter
 _MOST_REASON = 130  # characters of why a checkpoint is not whole, beside its path
@@ -75,6 +77,11 @@ class Checkpoint:
     sums: dict[str, str]
     damaged: tuple[str, ...] = ()
 
+    @property
+    def tokenizer_file(self) -> Path | None:
+        """Its tokenizer's file; None of a model of bytes."""
+        return self.path / TOKENIZER if TOKENIZER in self.sums else None
+
     @classmethod
     def open(cls, path: Path) -> Checkpoint:
         """Read the description of a checkpoint and check it; the tensors stay on disk.
@@ -84,7 +91,7 @@ class Checkpoint:
                 in what this reads; the message names it.
         """
         try:
-            sums = read_sums(path)
+            sums = read_sums(path, _FILES)
             text = checked(path, META, sums, TEXT_BYTES)
             try:
                 meta = json.loads(text.decode())
@@ -103,7 +110,10 @@ class Checkpoint:
     def _of(cls, path: Path, sums: dict[str, str], meta: dict[str, Any]) -> Checkpoint:
         """The description in parsed JSON, every value checked."""
         if meta["format"] != FORMAT:
-            raise ValueError(f"format must be {FORMAT}, got {meta['format']!r}")
+            raise ValueError(
+                f"format must be {FORMAT}, got {meta['format']!r}: another version of rda train "
+                "wrote it, and only that one reads it"
+            )
         step, fingerprint, files = meta["step"], meta["fingerprint"], meta["files"]
         if isinstance(step, bool) or not isinstance(step, int) or step < 1:
             raise ValueError(f"step must be an int >= 1, got {step!r}")
@@ -160,9 +170,7 @@ class Checkpoint:
         """
         try:
             for name in sorted(self.sums):
-                with regular_file(self.path, name).open("rb") as file:
-                    actual = hashlib.file_digest(file, "sha256").hexdigest()
-                compare(name, actual, self.sums)
+                compare(name, digest_of(regular_file(self.path, name)), self.sums)
         except (DamagedError, OSError) as error:
             raise ValueError(f"{self.path} is damaged: {error_text(error)}") from error
 
@@ -180,6 +188,24 @@ class Checkpoint:
             ValueError: the checkpoint is of another model, or is damaged.
         """
         self.check_model(model.config)
+        self._read(model, optimizer)
+
+    def load_weights(self, model: LongNet) -> str:
+        """Read the parameters alone into a model, which may have another pattern.
+
+        Args:
+            model: whose parameters have the names and shapes of this checkpoint's.
+
+        Returns:
+            What the files hold, as a text: the checksums of all of them.
+
+        Raises:
+            ValueError: the checkpoint has other tensors than the model, or is damaged.
+        """
+        self._read(model, None)
+        return str(sorted(self.sums.items()))
+
+    def _read(self, model: LongNet, optimizer: torch.optim.AdamW | None) -> None:
         if optimizer is not None:
             for parameter in model.parameters():
                 optimizer.state[parameter] = {
@@ -284,11 +310,16 @@ def step_of(path: Path) -> int:
 
 
 def tensors_of(model: LongNet, optimizer: torch.optim.AdamW | None) -> dict[str, Tensor]:
-    """The tensors of a checkpoint, by name: the model's, then the optimizer's."""
+    """The tensors of a checkpoint, by name: the model's, then the optimizer's.
+
+    The names are those that ``torch.distributed.checkpoint`` gives to ``{"model":
+    get_model_state_dict(...), "optimizer": get_optimizer_state_dict(...)}``: ``model.<parameter>``
+    and ``optimizer.state.<parameter>.exp_avg``.
+    """
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     tensors = {f"model.{name}": tensor for name, tensor in parameters.items()}
     if optimizer is not None:
         for name, parameter in model.named_parameters():
             for moment in _MOMENTS:
-                tensors[f"optimizer.{name}.{moment}"] = optimizer.state[parameter][moment]
+                tensors[f"optimizer.state.{name}.{moment}"] = optimizer.state[parameter][moment]
     return tensors

@@ -13,6 +13,7 @@ from ..terminal import count_of
 from . import checkpoint, launch
 from .config import DEFAULT_PRESET, TrainConfig, preset_options
 from .curve import CURVE
+from .init_from import begun_from
 from .loop import Outcome
 from .prepare import with_vocabulary, without_tokenizer
 from .run_folder import LOG
@@ -72,14 +73,21 @@ def make_config(
     Raises:
         TypeError: an option has the wrong type.
         ValueError: an option is out of range, the preset unknown or given on `resume`, there is no
-            checkpoint to resume, or the tokenizer cannot be read or is not that of the checkpoint.
+            checkpoint to resume, the tokenizer cannot be read or is not that of the checkpoint, or
+            the weights to begin with are not usable or do not fit the options.
     """
     if not resume:
         out = out or runs / time.strftime("%Y%m%d-%H%M%S")
         defaults = preset_options(preset or DEFAULT_PRESET)
+        if "init_from" in options:
+            return begun_from(TrainConfig(out=out).with_options(defaults), options)
         return with_vocabulary(TrainConfig(out=out).with_options({**defaults, **options}))
     if preset is not None:
         raise ValueError(f"a run that is resumed keeps its own options; got preset {preset!r}")
+    if "init_from" in options:
+        raise ValueError(
+            "a run that is resumed has its weights; got --init-from: leave it or --resume out"
+        )
     out = out or checkpoint.newest_run(runs)
     start = checkpoint.newest(out)
     return start.config.with_options({**without_tokenizer(start, options), "out": out})

@@ -49,6 +49,8 @@ class TrainConfig:
             byte-level tokenizer.
         train_tokenizer: number of tokens of a tokenizer to train on the training text, at least
             257; None trains none. Excludes `tokenizer`.
+        init_from: folder of the weights that the run begins with: a checkpoint, or plain weights;
+            None, the default: drawn from `seed`.
         seq_len: global length of a training sequence, in tokens (of bytes, in bytes).
         batch_size: sequences a step, over all ranks.
         steps: step at which the run is complete.
@@ -96,6 +98,7 @@ class TrainConfig:
     model: LongNetConfig = field(default=DEFAULT_MODEL)
     tokenizer: str | None = None
     train_tokenizer: int | None = None
+    init_from: str | None = None
     seq_len: int = 4096
     batch_size: int = 1
     steps: int = 350
@@ -179,13 +182,14 @@ class TrainConfig:
         check_choice("device", self.device, DEVICES)
         check_choice("dtype", self.dtype, DTYPES)
         check_checkpoint(self.activation_checkpoint, self.activation_checkpoint_blocks)
-        self._check_tokenizer()
+        self._check_texts()
 
-    def _check_tokenizer(self) -> None:
+    def _check_texts(self) -> None:
         if not isinstance(self.tensorboard, bool):
             raise TypeError(f"tensorboard must be a bool, got {self.tensorboard!r}")
-        if not isinstance(self.tokenizer, str | None):
-            raise TypeError(f"tokenizer must be a text or None, got {self.tokenizer!r}")
+        for name in ("tokenizer", "init_from"):
+            if not isinstance(getattr(self, name), str | None):
+                raise TypeError(f"{name} must be a text or None, got {getattr(self, name)!r}")
         if self.train_tokenizer is None:
             return
         if check_positive_int("train_tokenizer", self.train_tokenizer) <= NUM_BYTES:
@@ -243,7 +247,7 @@ class TrainConfig:
             ValueError: a value is out of range.
         """
         own = {f.name for f in fields(self)}
-        _check_sizes(options)
+        check_sizes(options)
         model = replace(self.model, **{k: v for k, v in options.items() if k not in own})
         return replace(self, **{"model": model, **{k: v for k, v in options.items() if k in own}})
 
@@ -268,11 +272,11 @@ class TrainConfig:
         unknown = sorted(set(values) - known)
         if unknown:
             raise ValueError(f"unknown training options: {', '.join(unknown)}")
-        _check_sizes(values["model"])
+        check_sizes(values["model"])
         return cls(**{**values, "model": LongNetConfig(**values["model"])})
 
 
-def _check_sizes(options: Mapping[str, Any]) -> None:
+def check_sizes(options: Mapping[str, Any]) -> None:
     """Refuse sizes that no machine can hold, before a tensor is made of one."""
     for name in (
         *("vocab_size", "num_layers", "embed_dim", "num_heads", "ffn_dim"),

@@ -22,6 +22,7 @@ from .config import TrainConfig
 from .curve import plot_losses
 from .data import Corpus, shard_windows
 from .errors import TrainingError, one_line, os_error_text
+from .init_from import load_weights
 from .introduction import what_is_read, what_is_trained
 from .prepare import as_tokens, check_run
 from .ranks import OnFirstSignal, StopRequest, World, joined, local_device
@@ -127,6 +128,9 @@ def run(config: TrainConfig, *, resume: bool = False, stop: StopRequest | None =
             world.begin(f"loading {start.path.name}")
             found = start
             world.everywhere(lambda: found.load(model, optimizer))
+        elif config.init_from is not None:
+            world.begin("loading the weights to begin with")
+            load_weights(config, model, world)
         with _told_of_disk(config.out):
             return _train(job, optimizer, start, stop)
 
@@ -249,6 +253,8 @@ def _introduction(
         for damaged in resumed.damaged:
             yield f"{one_line(damaged)}; going on from {resumed.path.name}"
         yield f"resumed from step {resumed.step:,}: {resumed.path}"
+    elif job.config.init_from is not None:
+        yield f"begun with the weights of {job.config.init_from}"
     yield from job.read
     number = sum(parameter.numel() for parameter in parameters)
     yield what_is_trained(number, job.corpus, job.config, job.world)

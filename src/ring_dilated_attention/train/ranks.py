@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -286,7 +286,7 @@ class OnFirstSignal:
         self._function = function
         self._previous: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> OnFirstSignal:
         if threading.current_thread() is threading.main_thread():
             self._previous = {
                 number: signal.signal(number, self._handle)

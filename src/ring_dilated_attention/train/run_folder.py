@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from ..terminal import Progress, in_bytes, in_seconds, make_console, show_text
 from .errors import os_error_text
@@ -88,7 +88,7 @@ class RunLock:
         mine = os.fstat(self._descriptor)
         return (there.st_ino, there.st_dev) == (mine.st_ino, mine.st_dev)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> RunLock:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -143,7 +143,7 @@ class RunLog:
         if self._scalars is not None:
             self._scalars.add(line)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> RunLog:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -224,7 +224,7 @@ class Report:
             with self._progress.paused():
                 show_text(self._console, text)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Report:
         self._progress.start()
         return self
 

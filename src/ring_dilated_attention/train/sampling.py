@@ -13,8 +13,9 @@ from torch import Tensor
 from ..checks import check_seed
 from ..nn import LongNet
 from ..pattern import check_positive_int
-from . import checkpoint
+from .checkpoint import Checkpoint
 from .errors import one_line
+from .plain_weights import weights_at
 from .tokenizer import NUM_BYTES
 
 FEW_PARAMETERS = 4_000_000
@@ -39,7 +40,7 @@ def sample_bytes(
     whole text would give, at positions that the model has not been trained on.
 
     Args:
-        path: a checkpoint, or a run, whose newest checkpoint is taken.
+        path: a checkpoint, a run, whose newest checkpoint is taken, or plain weights.
         prompt: at least one byte.
         count: how many tokens to give; those of a model of bytes are bytes.
         temperature: logits are divided by it; 0 takes the most likely token always.
@@ -48,20 +49,21 @@ def sample_bytes(
         told: called with one line for every newer checkpoint of the run that is damaged.
 
     Returns:
-        An iterator; the checkpoint and the prompt have been read when this returns.
+        An iterator; the weights and the prompt have been read when this returns.
 
     Raises:
         TypeError: an option has the wrong type.
-        ValueError: an option is out of range, the prompt is empty, or there is no usable
-            checkpoint, or its tokenizer does not spell the prompt.
+        ValueError: an option is out of range, the prompt is empty, or there are no
+            usable weights, or their tokenizer does not spell the prompt.
     """
     check_positive_int("count", count)
     if not prompt:
         raise ValueError("the prompt must have at least one byte; got an empty one")
     check_seed(seed)
-    found = checkpoint.newest(path)
-    for damaged in found.damaged:
-        told(f"{one_line(damaged)}; taking {found.path.name}")
+    found = weights_at(path)
+    if isinstance(found, Checkpoint):
+        for damaged in found.damaged:
+            told(f"{one_line(damaged)}; taking {found.path.name}")
     tokenizer = found.tokenizer()
     vocabulary = found.model.vocab_size
     if tokenizer is None:
@@ -76,7 +78,7 @@ def sample_bytes(
             f"tokenizer {len(spelled)}"
         )
     model = LongNet(found.model)
-    found.load(model)
+    found.load_weights(model)
     model.eval()
     stream = model.stream(
         torch.tensor([tokens], dtype=torch.int64),

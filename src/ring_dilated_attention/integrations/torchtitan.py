@@ -1,0 +1,287 @@
+"""Dilated attention in torchtitan: an inner attention, and a model spec that uses it.
+
+torchtitan's own inner attentions gather the keys and values of all context-parallel ranks. This one
+leaves them sharded, and only the dilated rows that a query sees travel. Trainer, model, dataloader
+and checkpoints are torchtitan's, as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+
+import spmd_types as spmd
+import torch
+from spmd_types.runtime import get_partition_spec
+from torch import Tensor
+from torchtitan.models.common.attention import GQAttention
+from torchtitan.protocols.module import Module
+
+from ..exchange import agree, resolve_exchange
+from ..functional import EXCHANGES, Schedule, dilated_attention
+from ..layout import SequenceLayout
+from ..nn import document_positions
+from ..pattern import DilatedPattern, check_choice, in_brief
+from ..tiles import BACKENDS, Backend
+
+_NAME = "the torchtitan model"
+_LAYOUTS: dict[str | None, str] = {"headtail": "zigzag", None: "contiguous"}
+"""How torchtitan shards the tokens, by its load balancer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedTokens:
+    """What the attentions of a forward pass know of its tokens.
+
+    Attributes:
+        documents: int64 on the host, cumulative lengths ``[0, ..., n]`` of the documents that are
+            packed in the n tokens of all context-parallel ranks.
+        layout: which of these tokens each rank holds; None without context parallelism.
+    """
+
+    documents: Tensor
+    layout: SequenceLayout | None
+
+
+class DilatedInnerAttention(Module):  # type: ignore[misc]
+    """`dilated_attention` as an inner attention of torchtitan's `GQAttention`.
+
+    `with_dilated_attention` makes its config and hands it the documents of each forward pass.
+
+    Args:
+        config: a `DilatedInnerAttention.Config`.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):  # type: ignore[misc]
+        """How the attention is computed.
+
+        Attributes:
+            pattern: which keys each head sees.
+            num_kv_heads: key and value heads of the whole layer, over all tensor-parallel ranks.
+            exchange: as of `dilated_attention`.
+            backend: as of `dilated_attention`.
+        """
+
+        pattern: DilatedPattern
+        num_kv_heads: int
+        exchange: Schedule = "auto"
+        backend: Backend = "auto"
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self._config = config
+        self._cp: Any = None
+        self._head_slice: tuple[int, int, int] | None = None
+
+    def parallelize(self, parallel_dims: Any) -> None:
+        """Take this rank's context-parallel group and its heads; nothing is redistributed.
+
+        The sharding that torchtitan has set on the config is that of its own attentions, which
+        gathers keys and values, and is left aside.
+
+        Args:
+            parallel_dims: torchtitan's `ParallelDims`.
+
+        Raises:
+            ValueError: tensor parallelism with ``spmd_backend="partial_dtensor"``.
+        """
+        self._cp = parallel_dims.get_optional_mesh("cp")
+        tp = parallel_dims.get_optional_mesh("tp")
+        if tp is None:
+            return
+        if parallel_dims.spmd_backend != "spmd_types":
+            raise ValueError(
+                "dilated attention under tensor parallelism needs parallelism.spmd_backend="
+                f"'spmd_types', torchtitan's default; got {parallel_dims.spmd_backend!r}"
+            )
+        heads = self._config.num_kv_heads // tp.size()
+        start = tp.get_local_rank() * heads
+        self._head_slice = (start, start + heads, self._config.num_kv_heads)
+
+    def forward(
+        self,
+        q_TNH: Tensor,  # noqa: N803  # torchtitan's names
+        k_TNH: Tensor,  # noqa: N803
+        v_TNH: Tensor,  # noqa: N803
+        *,
+        attention_masks: Any = None,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Attend to the tokens of all context-parallel ranks.
+
+        Args:
+            q_TNH: shape (local_tokens, local_heads, head_dim).
+            k_TNH: shape (local_tokens, local_kv_heads, head_dim).
+            v_TNH: the shape of `k_TNH`.
+            attention_masks: the `PackedTokens` of this forward pass.
+            scale: factor on the logits; None means ``head_dim ** -0.5``.
+            enable_gqa: not needed; the shapes tell.
+
+        Returns:
+            The shape and dtype of `q_TNH`.
+
+        Raises:
+            ValueError: `attention_masks` is something else; and see `dilated_attention`.
+        """
+        if not isinstance(attention_masks, PackedTokens):
+            raise ValueError(
+                "DilatedInnerAttention needs the documents of the batch, which the model spec of "
+                "with_dilated_attention passes on; got attention_masks of type "
+                f"{type(attention_masks).__name__}"
+            )
+        with spmd.no_typecheck():
+            out: Tensor = dilated_attention(
+                q_TNH[None],
+                k_TNH[None],
+                v_TNH[None],
+                self._config.pattern,
+                is_causal=True,
+                scale=scale,
+                documents=attention_masks.documents,
+                group=self._cp,
+                layout=attention_masks.layout,
+                exchange=self._config.exchange,
+                backend=self._config.backend,
+                head_slice=self._head_slice,
+            )[0]
+        if spmd.is_type_checking():
+            spmd.assert_type(out, spmd.get_local_type(q_TNH), get_partition_spec(q_TNH))
+        return out
+
+
+def with_dilated_attention(
+    spec: Any, pattern: DilatedPattern, *, exchange: Schedule = "auto", backend: Backend = "auto"
+) -> Any:
+    """A torchtitan model spec whose attentions are dilated.
+
+    Documents are those of torchtitan's dataloader: attention never crosses a restart of
+    `positions`. Context parallelism takes the load balancers "headtail" and None. torchtitan's
+    figures of FLOPs and MFU keep counting dense attention.
+
+    Args:
+        spec: a `ModelSpec`, as a `model_registry` returns it, of a decoder whose attentions are
+            `GQAttention`; it is left as it is.
+        pattern: which keys each head sees.
+        exchange: ``"ring"`` keeps one message in flight during compute, ``"gather"`` starts all
+            transfers at once; ``"auto"``, the default, gathers where all of them are at most the
+            size of a shard.
+        backend: kernels that compute the tiles, as of `dilated_attention`; ``"auto"``, the default,
+            takes the fastest that supports the tensors.
+
+    Returns:
+        A new `ModelSpec`.
+
+    Raises:
+        TypeError: `pattern` is not a `DilatedPattern`.
+        ValueError: a layer has another kind of attention, or an option has an unknown value.
+    """
+    if not isinstance(pattern, DilatedPattern):
+        raise TypeError(f"pattern must be a DilatedPattern; got {in_brief(pattern)}")
+    check_choice("exchange", exchange, EXCHANGES)
+    check_choice("backend", backend, BACKENDS)
+    layers = [
+        _with_inner(layer, index, pattern, exchange, backend)
+        for index, layer in enumerate(spec.model.layers)
+    ]
+    model = replace(spec.model, layers=layers)
+    return replace(spec, model=model, parallelize_fn=_ParallelizeFunction(spec.parallelize_fn))
+
+
+def _with_inner(
+    layer: Any, index: int, pattern: DilatedPattern, exchange: Schedule, backend: Backend
+) -> Any:
+    attention = layer.attention
+    if not isinstance(attention, GQAttention.Config):
+        raise ValueError(
+            f"layers[{index}].attention must be a GQAttention.Config; got "
+            f"{type(attention).__qualname__}, which has no dilated attention"
+        )
+    heads = attention.n_kv_heads or attention.n_heads
+    inner = DilatedInnerAttention.Config(
+        pattern=pattern, num_kv_heads=heads, exchange=exchange, backend=backend
+    )
+    return replace(layer, attention=replace(attention, inner_attention=inner))
+
+
+class _ParallelizeFunction:
+    """torchtitan's function, and then the hook that finds the documents of each forward pass."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(
+        self, model: Any, *, parallel_dims: Any, training: Any, parallelism: Any, **others: Any
+    ) -> Any:
+        balancer = parallelism.context_parallel_load_balancer
+        if parallel_dims.cp > 1 and balancer not in _LAYOUTS:
+            raise ValueError(
+                "dilated attention needs parallelism.context_parallel_load_balancer 'headtail' or "
+                f"None; got {balancer!r}"
+            )
+        if parallel_dims.pp > 1:
+            raise ValueError(
+                "dilated attention in torchtitan is for pipeline_parallel_degree 1; got "
+                f"{parallel_dims.pp}"
+            )
+        if not training.disable_cuda_graphs and torch.cuda.is_available():
+            raise ValueError(
+                "the documents of a batch are read on the host, which a CUDA graph cannot repeat: "
+                "set training.disable_cuda_graphs"
+            )
+        model = self._function(
+            model, parallel_dims=parallel_dims, training=training, parallelism=parallelism, **others
+        )
+        hook = _DocumentsHook(parallel_dims.get_optional_mesh("cp"), _LAYOUTS.get(balancer))
+        model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+        return model
+
+
+class _DocumentsHook:
+    """Before each forward pass of a model: `positions` become its `attention_masks`."""
+
+    def __init__(self, cp: Any, layout: str | None) -> None:
+        self._cp, self._layout = cp, layout
+
+    def __call__(
+        self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        positions = args[1] if len(args) > 1 else kwargs.get("positions")
+        if positions is None or len(args) > 2 or kwargs.get("attention_masks") is not None:
+            raise ValueError(
+                "a model with dilated attention takes tokens and positions, of which the documents "
+                "are found; attention_masks must be left out"
+            )
+        with spmd.no_typecheck():
+            packed = self._packed(positions)
+        return args, {**kwargs, "attention_masks": packed}
+
+    def _packed(self, positions: Tensor) -> PackedTokens:
+        ends = resolve_exchange(self._cp)
+        ids = positions.detach().cpu()
+        if ends.world_size == 1:
+            layout, held = None, torch.arange(len(ids))
+            total = len(ids)
+        else:
+            assert self._layout is not None
+            total = len(ids) * ends.world_size
+            layout = SequenceLayout.named(self._layout, total, ends.world_size, is_causal=True)
+            held = layout.positions(ends.rank, device=ids.device)
+        agree(_NAME, ends, {"local_tokens": len(ids)}, None, positions.device)
+        begun = held[ids == 0].tolist()
+        with ends.calls.enter(_NAME, "positions"):
+            starts = sorted(set(chain.from_iterable(ends.share(begun))))
+        borders = [*starts, total] if starts[:1] == [0] else [0, *starts, total]
+        wrong = (ids != document_positions(held, borders)).nonzero().flatten().tolist()
+        failure = None
+        if wrong:
+            failure = ValueError(
+                "positions must count up from 0 in every document; token "
+                f"{held[wrong[0]].item()} of all context-parallel ranks ({self._layout or 'whole'} "
+                f"layout) has position {ids[wrong[0]].item()}"
+            )
+        agree(_NAME, ends, None if failure else {}, failure, positions.device)
+        return PackedTokens(documents=torch.tensor(borders), layout=layout)

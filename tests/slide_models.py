@@ -171,9 +171,7 @@ def gigapath(**options):
         from gigapath.slide_encoder import LongNetViT as Theirs
         from torchscale.component import multihead_attention
 
-        model = Theirs(
-            FEATURES, 256, 2, GRID, **{"dropout": 0.0, "drop_path_rate": 0.0, **options}
-        )
+        model = Theirs(FEATURES, 256, 2, GRID, **{"dropout": 0.0, "drop_path_rate": 0.0, **options})
     multihead_attention.flash_attn_func = _softmax
     return initialized(model)
 

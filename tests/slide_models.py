@@ -85,6 +85,7 @@ class LongNetViT(nn.Module):
         self.tile_size, self.global_pool = 256, global_pool
         self.patch_embed = nn.Linear(in_chans, WIDTH)
         self.cls_token = nn.Parameter(torch.empty(1, 1, WIDTH))
+        self.pos_embed: torch.Tensor
         self.register_buffer("pos_embed", torch.empty(1, GRID**2 + 1, WIDTH), persistent=False)
         self.encoder = Encoder(2, dropout, drop_path_rate, args)
         self.norm = nn.LayerNorm(WIDTH)

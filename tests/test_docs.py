@@ -45,7 +45,7 @@ PUBLIC = [
     *(f"ring_dilated_attention.nn.{name}" for name in ring_dilated_attention.nn.__all__),
     *(
         f"ring_dilated_attention.integrations.{module}.{name}"
-        for module in ("torchscale", "transformers")
+        for module in ("torchscale", "gigapath", "transformers")
         for name in defined_in(f"integrations.{module}")
     ),
 ]

@@ -70,7 +70,7 @@ def test_a_wrong_result_is_an_exit_code(tmp_path):
     assert "differs from one process" in done.stderr
 
 
-HAS_ITS_OWN_TEST = {"bring_your_own_model"}
+HAS_ITS_OWN_TEST = {"bring_your_own_model", "gigapath_finetune"}
 
 
 def test_every_example_is_run():

@@ -48,8 +48,8 @@ def shard_slide_encoder(
             raises. A second call changes group and options.
         group: the ranks that share each slide: a ProcessGroup, a 1-D DeviceMesh, or None for one
             process.
-        compare_inputs: whether each forward pass makes sure that all ranks were given the same
-            slide, which waits for the GPU once. Default True.
+        compare_inputs: whether each forward pass makes sure that all ranks embed the same tiles in
+            the same order, which waits for the GPU once. Default True.
         options: keyword arguments of `TorchscaleDilatedAttention`: `head_offsets`, `zero_keys`,
             `branch_gradients`, `exchange` and `backend`.
 
@@ -59,8 +59,8 @@ def shard_slide_encoder(
     Raises:
         TypeError: `model` is not a module, or an option is unknown.
         ValueError: the model has no such encoder, or one that cannot be sharded; and from forward,
-            on every rank: ranks were given different slides, or other arguments than the model
-            passes.
+            on every rank: ranks were given different slides or have different parameters, or the
+            encoder got other arguments than these models pass.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {model!r}")
@@ -116,9 +116,9 @@ def _holders(model: nn.Module) -> Iterator[_Holder]:
                 "seq_parallel=False"
             )
         if "LongNetViT" in kinds:
-            needed, name = ("encoder", "cls_token", "global_pool"), "LongNetViT"
+            needed, name = ["encoder", "cls_token", "global_pool"], "LongNetViT"
         elif "LongViTForTCGAClassification" in kinds:
-            needed, name, each = ("encoder",), "LongViTForTCGAClassification", module.model
+            needed, name, each = ["encoder"], "LongViTForTCGAClassification", module.model
         else:
             continue
         missing = [attribute for attribute in needed if not hasattr(each, attribute)]
@@ -127,7 +127,8 @@ def _holders(model: nn.Module) -> Iterator[_Holder]:
             raise ValueError(
                 f"{where} is a {type(module).__name__} that may do something else than {name} with "
                 f"the rows of its encoder; got a forward of {owner.__name__}"
-                + f" and no {', '.join(missing)}" * bool(missing)
+                + f" and no {', '.join(missing)}"
+                * bool(missing)
             )
         yield _Holder(path, each, each.encoder)
 
@@ -244,9 +245,10 @@ class _ShardedForward:
             if other:
                 ranks = f"rank{'s' * (len(other) > 1)} {', '.join(map(str, other))}"
                 raise ValueError(
-                    f"ranks were given different slides, or tiles in another order: {ranks} and "
-                    "rank 0 differ. Every rank of the group must call the model with the same "
-                    "whole slide: share slides out among groups, not among the ranks of one"
+                    f"ranks embed the tiles of this slide differently: {ranks} and rank 0 differ. "
+                    "Every rank of the group must call the model with the same whole slide, tiles "
+                    "in the same order, and have the same parameters: share slides out among "
+                    "groups, not among the ranks of one, and average gradients over the ranks"
                 )
         assert layout is not None
         return layout

@@ -25,9 +25,7 @@ class Pool(NamedTuple):
     skips_first: bool
 
 
-def pooled(
-    name: str, ends: Exchange, layout: SequenceLayout, hidden: Tensor, pool: Pool
-) -> Tensor:
+def pooled(name: str, ends: Exchange, layout: SequenceLayout, hidden: Tensor, pool: Pool) -> Tensor:
     """What a model reads of the rows that all ranks hold, as a sequence of one or two rows.
 
     The gradient of a row is the sum of all ranks' gradients of it.

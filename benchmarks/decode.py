@@ -4,9 +4,9 @@
     python benchmarks/decode.py --device cpu --small
 
 First every case is compared with a float64 softmax over the keys that the query sees. Then each is
-timed, in turns with its baseline: GPU time of a call in a queue of calls, wall time of a call by
-itself, and GPU time in a CUDA graph. The limit is the time in which a copy inside the device's
-memory moves as many bytes as the call has to read.
+timed: GPU time of a call in a queue of calls, wall time per call of 20 in a row and of one by
+itself, GPU time in a CUDA graph, and its baseline. The limit is the time in which a copy inside the
+device's memory moves as many bytes as the call has to read.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ from ring_dilated_attention.named_patterns import named
 from ring_dilated_attention.nn import LongNet, LongNetConfig
 from ring_dilated_attention.train import preset_options
 
-TIMED_CALLS = 600
+TIMED_CALLS = 1400
 """More calls than a case is timed with. Its first call is this many positions before the end of a
 segment, so that its caches are nearly full in all of them."""
+GENERATED = 256
+"""Tokens of `LongNet.stream`."""
 MEAN_OVER = 768
 """Positions: a multiple of all rates, so that each head is a member as often as on average."""
 
@@ -95,15 +97,19 @@ class Timer:
                 taken.append((time.perf_counter() - begun) * 1e3)
         return statistics.median(taken)
 
-    def wall(self, call: Callable[[], Any], count: int = 50) -> float:
-        """Milliseconds of a call by itself, until the device is idle, the median of `count`."""
+    def wall(self, call: Callable[[], Any], rounds: int = 50, count: int = 1) -> float:
+        """Milliseconds of a call, until the device is idle after `count` calls in a row.
+
+        The median of `rounds`.
+        """
         taken = []
-        for _ in range(count):
+        for _ in range(rounds):
             begun = time.perf_counter()
-            call()
+            for _ in range(count):
+                call()
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
-            taken.append((time.perf_counter() - begun) * 1e3)
+            taken.append((time.perf_counter() - begun) * 1e3 / count)
         return statistics.median(taken)
 
 
@@ -144,7 +150,8 @@ def attention(case: Case, timer: Timer, dtype: torch.dtype, rate: float) -> dict
         call()
     found["limit_ms"] = read / rate * 1e3
     found["gpu_ms"] = timer.queued(call)
-    found["wall_ms"] = timer.wall(call)
+    found["wall_ms"] = timer.wall(call, 20, count=20)
+    found["wall_alone_ms"] = timer.wall(call, 300)
     if device.type == "cuda":
         captured = CapturedStep(lambda x: cached_attention(x, key, value, cache), query, [cache])
         found["graph_ms"] = timer.queued(lambda: captured(query))
@@ -237,6 +244,10 @@ def model_step(timer: Timer, prompt: int, *, small: bool) -> dict[str, Any]:
             found["graph_ms"] = timer.wall(lambda: captured(token))
             found["graph_gpu_ms"] = timer.queued(lambda: captured(token))
     found["cache_bytes"] = sum(cache.nbytes for cache in caches)
+    drawn = model.stream(tokens, GENERATED)
+    begun = time.perf_counter()
+    int([*drawn][-1])  # waits for the device
+    found["generate_ms"] = (time.perf_counter() - begun) * 1e3 / GENERATED
     return found
 
 

@@ -18,7 +18,7 @@ from ring_dilated_attention import (
     plan_attention,
 )
 from ring_dilated_attention.checks import KINDS, reference_attention, relative_error
-from ring_dilated_attention.decode.by_kernel import attend_by_kernel
+from ring_dilated_attention.decode.by_kernel import Step, attend_by_kernel
 from ring_dilated_attention.decode.call import _strips
 from ring_dilated_attention.engine import merge_
 from ring_dilated_attention.exchange import run_loopback
@@ -148,7 +148,7 @@ def test_each_rank_computes_its_share(shards):
     first = 0
     for count in counts:
         new = [x[:, first : first + count] for x in (query, key, value)]
-        parts = [attend_of_rank(*new, cache, 8**-0.5) for cache in caches]
+        parts = [attend_of_rank(*new, cache, 8**-0.5, Step()) for cache in caches]
         out, lse = parts[0]
         for other, other_lse in parts[1:]:
             merge_(out, lse, other, other_lse)

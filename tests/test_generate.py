@@ -417,6 +417,8 @@ REFUSED: dict[str, tuple[Any, type[Exception]]] = {
     "documents must rise from 0": ({"documents": [0, 3]}, ValueError),
     "layout must be a SequenceLayout": ({"layout": "zigzag"}, TypeError),
     "sharded must be a bool": ({"sharded": 1}, TypeError),
+    "capture must be a bool": ({"capture": 1}, TypeError),
+    "needs example and caches on one CUDA device": ({"capture": True}, ValueError),
 }
 
 

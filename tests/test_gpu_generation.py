@@ -1,5 +1,7 @@
 """Generation on a GPU: half precision, CUDA graphs, long caches; skipped where there is none."""
 
+import subprocess
+import sys
 from copy import deepcopy
 from typing import Any
 
@@ -155,6 +157,56 @@ def test_a_captured_step_of_a_model():
     for position in range(300):
         token = tokens[:, position : position + 1]
         assert torch.equal(captured(token), model.step(token, twins))
+
+
+def test_generation_in_a_graph_draws_the_same_tokens():
+    model = model_of()
+    tokens = torch.randint(256, (2, 300), device="cuda")
+    options: dict[str, Any] = {"lengths": [300, 170], "temperature": 0.9, "top_p": 0.95}
+    found = [
+        model.generate(tokens, 150, capture=capture, **options) for capture in (None, True, False)
+    ]
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[1], found[2])
+
+
+def test_hooks_are_called_for_each_token():
+    """So there is no graph: it would call them once."""
+    model, called = model_of(), []
+    model.blocks[0].register_forward_hook(lambda *_: called.append(1))
+    tokens = torch.randint(256, (1, 30), device="cuda")
+    model.generate(tokens, 40)
+    assert len(called) == 40  # the prompt, and all tokens but the last
+    with pytest.raises(ValueError, match="have hooks, which a CUDA graph would not call"):
+        model.generate(tokens, 40, capture=True)
+
+
+WAITS = """
+import torch
+from ring_dilated_attention.nn import LongNet, LongNetConfig
+config = LongNetConfig(num_layers=1, embed_dim=64, num_heads=2, ffn_dim=64, segment_lengths=[64],
+                       dilation_rates=[1])
+class Waiting(torch.nn.LayerNorm):
+    def forward(self, x):
+        torch.cuda.synchronize()
+        return super().forward(x)
+model = LongNet(config)
+model.blocks[0].mlp_norm = Waiting(64)
+model = model.to("cuda", torch.bfloat16)
+tokens = torch.zeros(1, 30, dtype=torch.int64, device="cuda")
+assert model.generate(tokens, 40, capture=False).shape == (1, 40)
+try:
+    model.generate(tokens, 40)
+except RuntimeError as error:
+    assert "give capture=False" in str(error), error
+else:
+    raise AssertionError("was captured")
+"""
+
+
+def test_a_module_that_waits_for_the_device_cannot_be_captured():
+    """In a process of its own: torch's generators stay as they are in a capture that fails."""
+    subprocess.run([sys.executable, "-c", WAITS], check=True, timeout=300)
 
 
 def test_nothing_is_compiled_after_the_first_steps():

@@ -1,12 +1,14 @@
 """Generation: a KV cache that keeps what later positions can be shown, and attention to it.
 
 `DilatedKVCache` is the cache of one layer, `cached_attention` attends from new positions to it, and
-`CapturedStep` replays a model's step of them as a CUDA graph.
+`CapturedStep` replays a model's step of them as a CUDA graph. `attend_in_step` is attention of one
+layer of a model, whose layers share a `Step`.
 `replicated_query_attention` is attention of a query that every rank holds whole to keys that are
 sharded as they are.
 """
 
-from .attend import cached_attention
+from .attend import attend_in_step, cached_attention
+from .by_kernel import Step
 from .cache import SHARD_BYTES, DilatedKVCache
 from .captured import CapturedStep
 from .replicated import replicated_query_attention
@@ -15,6 +17,8 @@ __all__ = [
     "SHARD_BYTES",
     "CapturedStep",
     "DilatedKVCache",
+    "Step",
+    "attend_in_step",
     "cached_attention",
     "replicated_query_attention",
 ]

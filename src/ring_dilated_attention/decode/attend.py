@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Literal, NamedTuple, TypeAlias, overload
 
 import torch
 
@@ -11,7 +11,7 @@ from ..functional import autocast_inputs, validate_options, validate_tensors
 from ..pattern import in_brief
 from ..tiles import Backend, Selection, select_backend
 from ..torch_op import refuse_tangents
-from .by_kernel import attend_by_kernel, kernel_computes
+from .by_kernel import Step, attend_by_kernel, kernel_computes
 from .by_tiles import attend_by_tiles
 from .cache import DilatedKVCache
 from .over_ranks import merged_over_ranks
@@ -98,50 +98,89 @@ def cached_attention(
         torch.Size([1, 1, 8, 16])
     """
     _check_cache(cache)
-    call = _call
-    if torch.compiler.is_compiling():
-        # Not to be traced: the lengths, which decide what is computed, change from call to call.
-        call = torch.compiler.disable(_call)  # type: ignore[no-untyped-call]
-    out, lse = call((query, key, value), cache, scale, backend, return_lse)
+    options = _Options(scale, backend, return_lse, Step())
+    out, lse = _untraced((query, key, value), cache, options)
     if not return_lse:
         return out
     assert lse is not None
     return out, lse.transpose(1, 2).contiguous()
 
 
-def _call(
-    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+def attend_in_step(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
     cache: DilatedKVCache,
     scale: float | None,
     backend: Backend,
-    return_lse: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Check, agree, run: out (batch, m, heads, head_dim) and lse (batch, m, heads) if wanted."""
+    step: Step,
+) -> torch.Tensor:
+    """`cached_attention` of one layer of a step, in which layers with equal caches share work.
+
+    Args:
+        query: see `cached_attention`, as for the other arguments.
+        key: see there.
+        value: see there.
+        cache: of this layer; those of all layers hold the same positions before the step.
+        scale: see there.
+        backend: see there.
+        step: a new one for each step of a model.
+    """
+    options = _Options(scale, backend, False, step)
+    return _untraced((query, key, value), cache, options)[0]
+
+
+class _Options(NamedTuple):
+    """How a call is computed: see `cached_attention` and `attend_in_step`."""
+
+    scale: float | None
+    backend: Backend
+    return_lse: bool
+    step: Step
+
+
+_Tensors: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+_Result: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
+"""out (batch, m, heads, head_dim), and lse (batch, m, heads) if it is wanted."""
+
+
+def _untraced(tensors: _Tensors, cache: DilatedKVCache, options: _Options) -> _Result:
+    """`_call`, not traced by torch.compile: it depends on lengths, which change in every call."""
+    call = _call
+    if torch.compiler.is_compiling():
+        call = torch.compiler.disable(_call)  # type: ignore[no-untyped-call]
+    return call(tensors, cache, options)
+
+
+def _call(tensors: _Tensors, cache: DilatedKVCache, options: _Options) -> _Result:
+    """Check, agree, run."""
     query, key, value = autocast_inputs(*tensors)
     ends = cache.exchange
     if not cache.is_sharded:
-        selection = _check(query, key, value, cache, scale, backend, return_lse)
-        out, lse = _attend(query, key, value, cache, scale, selection, return_lse)
+        selection = _check(query, key, value, cache, options)
+        out, lse = _attend(query, key, value, cache, options, selection)
     else:
         device = cache.keys.device
         refuse_capture(_NAME, ends, device)
         shared, failure, selection = None, None, None
         try:
-            selection = _check(query, key, value, cache, scale, backend, return_lse)
+            selection = _check(query, key, value, cache, options)
             shared = Shared.of(
                 {
                     "cache": cache.described,
                     "lengths": str(cache.known_lengths),
                     "query": str(tuple(query.shape)),
-                    "scale": scale,
-                    "backend": backend,
+                    "scale": options.scale,
+                    "backend": options.backend,
                 }
             )
         except Exception as error:  # whatever it is, the other ranks are to be told
             failure = error
         with ends.calls.enter(_NAME, "forward") as scope:
             settle(scope, ends, device, shared, failure)
-            out, lse = _attend(query, key, value, cache, scale, selection, True)
+            with_lse = options._replace(return_lse=True)
+            out, lse = _attend(query, key, value, cache, with_lse, selection)
             assert lse is not None
             out, lse = merged_over_ranks(ends, out, lse)
     return out.to(query.dtype), lse
@@ -157,16 +196,14 @@ def _check(
     key: torch.Tensor,
     value: torch.Tensor,
     cache: DilatedKVCache,
-    scale: float | None,
-    backend: Backend,
-    return_lse: bool,
+    options: _Options,
 ) -> Selection | None:
     """What computes the tiles; None: the decoding kernels do. Raise unless all is allowed."""
+    scale, backend, return_lse, _ = options
     validate_options(cache.plan.pattern, True, scale, None, "auto", backend, return_lse)
     validate_tensors(query, key, value)
-    tensors = (query, key, value)
-    refuse_tangents(_NAME, *tensors)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+    refuse_tangents(_NAME, query, key, value)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
         raise RuntimeError(
             f"{_NAME} has no gradient, and an input requires one: call it under torch.no_grad() or "
             "torch.inference_mode(), and train with dilated_attention"
@@ -178,19 +215,18 @@ def _check(
     return select_backend(*kind, query.shape[3])
 
 
-@torch.no_grad()
 def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     cache: DilatedKVCache,
-    scale: float | None,
+    options: _Options,
     selection: Selection | None,
-    wants_lse: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """This rank's part: out (batch, m, heads, head_dim) and lse (batch, m, heads) if wanted."""
-    head_dim = query.shape[3]
-    factor = head_dim**-0.5 if scale is None else float(scale)
+) -> _Result:
+    """This rank's part."""
+    scale, _, wants_lse, step = options
+    factor = query.shape[3] ** -0.5 if scale is None else float(scale)
     if selection is None:
-        return attend_by_kernel(query, key, value, cache, factor)
-    return attend_by_tiles(query, key, value, cache, selection, factor, wants_lse=wants_lse)
+        return attend_by_kernel(query, key, value, cache, factor, step)
+    with torch.no_grad():
+        return attend_by_tiles(query, key, value, cache, selection, factor, wants_lse=wants_lse)

@@ -9,6 +9,7 @@ from ..engine import compute, kernels_on
 from ..plan import CachePlan
 from ..tiles import select_backend, table_refusal
 from .cache import DilatedKVCache
+from .slots import HeldRows
 
 _NAME = "triton"
 
@@ -40,12 +41,43 @@ def kernel_computes(
     return backend == "auto" and not refused and count <= kernels.MOST_NEW_ROWS
 
 
+class Step:
+    """What the layers of one step share: which rows of their caches the new positions see."""
+
+    def __init__(self) -> None:
+        self._of: tuple[object, ...] | None = None
+        self._strips: kernels.Strips | None = None
+
+    def strips(self, cache: DilatedKVCache, branches: torch.Tensor, count: int) -> kernels.Strips:
+        """Of `count` new positions of a cache: found on the device once for equal caches.
+
+        Args:
+            cache: without the new positions.
+            branches: its plan as a table; see `kernels.strips_of_cache`.
+            count: new positions.
+        """
+        plan = cache.plan
+        of = plan, cache.known_lengths, cache.shard, cache.keys.device, count
+        if self._strips is None or self._of != of:
+            self._of, self._strips = of, kernels.strips_of_cache(
+                cache.lengths,
+                branches,
+                plan.num_kv_heads,
+                count,
+                shard=cache.shard,
+                shards=plan.shards,
+                max_length=plan.max_length,
+            )  # fmt: skip
+        return self._strips
+
+
 def attend_by_kernel(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     cache: DilatedKVCache,
     scale: float,
+    step: Step,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What this rank's rows of the cache, and the new rows, add up to; then the cache has them.
 
@@ -55,33 +87,24 @@ def attend_by_kernel(
         value: like `key`.
         cache: without these positions; with them afterwards.
         scale: factor on the scores.
+        step: that of the model which this call is a part of.
 
     Returns:
         out (batch, m, heads, head_dim), in the dtype of the query, or float32 where ranks share
         the rows; lse (batch, m, heads), float32.
     """
-    plan, count = cache.plan, key.shape[1]
+    count = key.shape[1]
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-    keys, values = (
-        x.unsqueeze(2).expand(-1, -1, plan.num_kv_heads, -1) for x in (cache.keys, cache.values)
-    )
+    held = _held(cache)
     with kernels_on(query.device):
-        strips, places = kernels.strips_of_cache(
-            cache.lengths,
-            _branches(cache),
-            plan.num_kv_heads,
-            count,
-            shard=cache.shard,
-            shards=plan.shards,
-            max_length=plan.max_length,
-        )
-        new = kernels.NewRows(key, value, cache.lengths, cache.shard == 0, places)
+        strips = step.strips(cache, held.branches, count)
+        new = kernels.NewRows(key, value, cache.lengths, cache.shard == 0)
         out, lse = kernels.attend_strips(
             query,
-            keys,
-            values,
+            held.keys,
+            held.values,
             strips,
-            sum(branch.slots for branch in plan.branches),
+            held.most_rows,
             scale,
             dtype=torch.float32 if cache.is_sharded else query.dtype,
             new=new,
@@ -107,17 +130,27 @@ def attend_to_strips(
         lse: (batch, heads, m), is written.
     """
     query, keys, values = inputs
-    most_rows = keys.shape[1] * strips.shape[2]
-    found = kernels.attend_strips(query, keys, values, strips, most_rows, scale, dtype=out.dtype)
+    count = strips.shape[2]
+    found = kernels.attend_strips(
+        query, keys, values, kernels.Strips(strips, count, 0), keys.shape[1] * count, scale,
+        dtype=out.dtype,
+    )  # fmt: skip
     out.copy_(found[0])
     lse.copy_(found[1].transpose(1, 2))
 
 
-def _branches(cache: DilatedKVCache) -> torch.Tensor:
-    """The plan of a cache as a table on its device, made once."""
-    if cache.table is None or cache.table[0] is not cache.plan:
-        cache.table = cache.plan, _table(cache.plan).to(cache.keys.device)
-    return cache.table[1]
+def _held(cache: DilatedKVCache) -> HeldRows:
+    """What the kernels need of a cache, made once for its plan and its tensors."""
+    held = cache.held
+    if held is None or held.plan is not cache.plan or held.source is not cache.keys:
+        plan = cache.plan
+        keys, values = (
+            x.unsqueeze(2).expand(-1, -1, plan.num_kv_heads, -1) for x in (cache.keys, cache.values)
+        )
+        most_rows = sum(branch.slots for branch in plan.branches)
+        branches = _table(plan).to(cache.keys.device)
+        cache.held = held = HeldRows(plan, cache.keys, keys, values, branches, most_rows)
+    return held
 
 
 def _table(plan: CachePlan) -> torch.Tensor:

@@ -12,12 +12,12 @@ from ..exchange import Exchange, Group, Shared, resolve_exchange, settle
 from ..functional import autocast_inputs
 from ..layout import SequenceLayout
 from ..pattern import DilatedPattern, check_positive_int
-from ..plan import CachePlan, plan_cache
+from ..plan import plan_cache
 from .hand_over import hand_over
 from .lengths import EqualRows, Lengths, check_room
 from .prompts import Prompt, find_prompts, resolve_layout, words_of
-from .refusals import NAME, check_options, check_tensors, for_each_row, rows_in
-from .slots import Slots
+from .refusals import NAME, check_fit, check_kinds, check_options, for_each_row, rows_in
+from .slots import HeldRows, Slots
 
 SHARD_BYTES = 128 << 20
 """Ranks of a group share caches from this size on. An H200 reads 128 MiB in 30 us, about as long as
@@ -113,7 +113,7 @@ class DilatedKVCache:
             self.values = torch.empty_like(self.keys)
             self.lengths = torch.zeros(batch, dtype=torch.int64, device=self.keys.device)
         self._known = Lengths(batch)
-        self.table: tuple[CachePlan, torch.Tensor] | None = None  # what `by_kernel` made of a plan
+        self.held: HeldRows | None = None  # as `by_kernel` has made it
 
     @property
     def nbytes(self) -> int:
@@ -208,7 +208,8 @@ class DilatedKVCache:
                 raise RuntimeError(f"{NAME}.prefill cannot be captured in a CUDA graph")
             key, value = autocast_inputs(key, value)
             to = rows_in(self._batch, rows)
-            check_tensors((key, value), self.keys, self.plan, len(to))
+            check_kinds(key, value)
+            check_fit((key, value), self.keys, self.plan, len(to))
             layout = resolve_layout(layout, key.shape[1], ends)
             found = find_prompts(documents, lengths, layout.length, to)
             check_room(max(len(prompt.document) for prompt in found), self.plan)
@@ -237,6 +238,7 @@ class DilatedKVCache:
             NotImplementedError, RuntimeError: see `prefill`.
         """
         key, value = autocast_inputs(key, value)
+        check_kinds(key, value)
         self.check_new(key, value)
         self.write(key, value)
         self.advanced(key.shape[1])
@@ -369,14 +371,14 @@ class DilatedKVCache:
         """Raise unless keys and values are those of new positions of this cache.
 
         Args:
-            key: (batch, m, kv_heads, head_dim).
+            key: (batch, m, kv_heads, head_dim), in a dtype and of dimensions that are allowed.
             value: like `key`.
 
         Raises:
-            TypeError, ValueError: they are not, or a document becomes longer than `max_length`.
-            NotImplementedError, RuntimeError: see `prefill`.
+            ValueError: they are not, or a document becomes longer than `max_length`.
+            RuntimeError: one requires a gradient, and autograd is on.
         """
-        check_tensors((key, value), self.keys, self.plan, self._batch)
+        check_fit((key, value), self.keys, self.plan, self._batch)
         if key.shape[1] == 0:
             raise ValueError("there must be one new position at least; key has no rows")
         self.check_room(key.shape[1])

@@ -32,25 +32,35 @@ def check_options(
         raise TypeError(f"sharded must be a bool or None, got {in_brief(sharded)}")
 
 
-def check_tensors(
+def check_kinds(key: torch.Tensor, value: torch.Tensor) -> None:
+    """Raise unless these can be keys and values at all.
+
+    Raises:
+        TypeError, ValueError: one is no tensor of a dtype and of dimensions that are allowed.
+        NotImplementedError: one has a tangent: there is no forward-mode derivative.
+    """
+    validate_tensor("key", key)
+    validate_tensor("value", value)
+    refuse_tangents(NAME, key, value)
+
+
+def check_fit(
     both: tuple[torch.Tensor, torch.Tensor], held: torch.Tensor, plan: CachePlan, batch: int
 ) -> None:
-    """Raise unless these are keys and values of a cache.
+    """Raise unless keys and values fit into a cache.
 
     Args:
-        both: keys and values.
+        both: keys and values, with which `check_kinds` agrees.
         held: the keys that the cache has.
         plan: of the cache.
         batch: rows of the batch that they are for.
 
     Raises:
-        TypeError, ValueError: their kind, shape, dtype or device is not that of the cache.
-        NotImplementedError: one has a tangent: there is no forward-mode derivative.
+        ValueError: the shape, dtype or device of one is not that of the cache.
         RuntimeError: one requires a gradient, and autograd is on.
     """
     heads, head_dim, count = plan.num_kv_heads, held.shape[2], None
     for name, tensor in zip(("key", "value"), both, strict=True):
-        validate_tensor(name, tensor)
         wanted = (batch, tensor.shape[1] if count is None else count, heads, head_dim)
         if tensor.shape != wanted:
             positions = "positions" if count is None else count
@@ -70,7 +80,6 @@ def check_tensors(
                 f"{NAME} has no gradient, and {name} requires one: fill it under torch.no_grad() "
                 "or torch.inference_mode()"
             )
-    refuse_tangents(NAME, *both)
 
 
 def rows_in(batch: int, rows: Integers | None) -> list[int]:

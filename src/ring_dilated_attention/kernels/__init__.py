@@ -6,9 +6,9 @@
 `ranges_forward` and `ranges_backward` compute several branches at once, row by row; `launches_of`
 says in how many launches, and `build_programs` lays them out.
 `profile_of` says what constants that were tuned on an H200 are on a device (`DeviceProfile`).
-`attend_strips` computes a few queries against strips of evenly spaced rows, which `strips_of_cache`
-finds in a KV cache, and writes `NewRows` into it; at most `MOST_NEW_ROWS`. `NO_END` stands for the
-length of a segment without end.
+`attend_strips` computes a few queries against `Strips` of evenly spaced rows, which
+`strips_of_cache` finds in a KV cache, and writes `NewRows` into it; at most `MOST_NEW_ROWS`.
+`NO_END` stands for the length of a segment without end.
 `merge_rows`, `add_rows` and `row_sums` merge and add the results of tiles.
 """
 
@@ -26,7 +26,7 @@ from .tuning import MOST_NEW_ROWS, NO_END, BackwardConfig, Kernel, LaunchConfig,
 if TYPE_CHECKING:
     from .backward import tiles_backward
     from .decode import NewRows, attend_strips
-    from .decode_strips import strips_of_cache
+    from .decode_strips import Strips, strips_of_cache
     from .forward import tiles_forward
     from .own_backward import ranges_backward
     from .own_forward import ranges_forward
@@ -43,6 +43,7 @@ __all__ = [
     "LaunchConfig",
     "NewRows",
     "Programs",
+    "Strips",
     "add_rows",
     "attend_strips",
     "build_cells",
@@ -63,6 +64,7 @@ __all__ = [
 _NEEDS_TRITON = {
     "NewRows": "decode",
     "attend_strips": "decode",
+    "Strips": "decode_strips",
     "strips_of_cache": "decode_strips",
     "tiles_backward": "backward",
     "tiles_forward": "forward",

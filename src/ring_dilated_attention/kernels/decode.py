@@ -11,22 +11,30 @@ Shape legend: B batch, m queries, H query heads, K KV heads, S splits, E branche
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from .blocks import LN_2, LOG2_E, row_offsets, stride_unit, strides_in
-from .decode_strips import NewPlaces
+from .decode_strips import Strips
 from .device_profile import profile_of
 from .forward import attend
 from .launch import Launcher
-from .tuning import MOST_NEW_ROWS, decode_config, padded_head_dim
+from .tuning import MOST_NEW_ROWS, decode_config, padded_head_dim, power_of_two
 
 PROGRAMS = 2
 """Of the first launch, for each multiprocessor: as many as its shared memory takes at a time."""
-_MERGED = 32
+_ROUNDS = 4
+"""Of programs, at most: each writes its sums, which have to be merged."""
+_UNEVEN_SPLITS = 8
+"""Programs, at least, that share the rows of a block where some KV heads see more than others: a
+head is a member of a branch at some positions only."""
+_MERGED = 128
 """Splits that are merged at a time."""
 
 
@@ -38,28 +46,26 @@ class NewRows(NamedTuple):
         value: like `key`.
         lengths: (B,) int64: positions so far; m more when they are written.
         are_seen_here: whether this rank computes what the queries see of them.
-        places: what becomes of them.
     """
 
     key: torch.Tensor
     value: torch.Tensor
     lengths: torch.Tensor
     are_seen_here: bool
-    places: NewPlaces
 
 
 @triton.jit(
     do_not_specialize=[
         "q_b", "q_n", "q_h", "k_b", "k_n", "k_h", "v_b", "v_n", "v_h", "new_k_b", "new_k_n",
-        "new_k_h", "new_v_b", "new_v_n", "new_v_h", "strips_b", "scale", "count", "heads_per_kv",
-        "kv_heads", "num_strips", "num_branches", "splits",
+        "new_k_h", "new_v_b", "new_v_n", "new_v_h", "table_b", "table_h", "scale", "count",
+        "heads_per_kv", "kv_heads", "num_strips", "num_branches", "splits", "lse_at",
     ]
 )  # fmt: skip
 def _split_kernel(
-    q, k, v, new_k, new_v, strips, labels, part_out, part_lse,
+    q, k, v, new_k, new_v, table, parts,
     q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
     new_k_b, new_k_n, new_k_h, new_v_b, new_v_n, new_v_h,
-    strips_b,
+    table_b, table_h,
     scale,
     count,
     heads_per_kv,
@@ -67,6 +73,7 @@ def _split_kernel(
     num_strips,
     num_branches,
     splits,
+    lse_at,
     UNIT: tl.constexpr,
     WITH_NEW: tl.constexpr,
     WIDE: tl.constexpr,
@@ -96,7 +103,7 @@ def _split_kernel(
     k += (batch * k_b + kv_head * k_h) * UNIT
     v += (batch * v_b + kv_head * v_h) * UNIT
     fields = 3 + count
-    own = strips + batch * strips_b + kv_head * num_strips * fields
+    own = table + batch * table_b + kv_head * table_h
 
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -113,7 +120,7 @@ def _split_kernel(
             scores = tl.dot(q_block, tl.trans(k_block), input_precision=PRECISION) * scale_log2
             shown = tl.zeros([BLOCK_M, BLOCK_NEW], tl.float32)  # by how many branches
             for branch in range(num_branches):
-                label = labels + (pair * num_branches + branch) * count
+                label = own + num_strips * fields + branch * count
                 of_rows = tl.load(label + new, mask=in_rows, other=-1)
                 of_near = tl.load(label + near, mask=near < count, other=-2)
                 same = (of_rows[:, None] == of_near[None, :]) & (of_rows >= 0)[:, None]
@@ -154,24 +161,28 @@ def _split_kernel(
     total = tl.where(row_sum > 0, row_sum, 1.0)
     acc = acc / total[:, None]
     part = (pair * splits + split) * (count * heads_per_kv) + rows
-    tl.store(part_out + part[:, None] * HEAD_DIM + columns[None, :], acc, mask=mask)
-    tl.store(part_lse + part, row_max + tl.log2(total), mask=in_rows)
+    tl.store(parts + part[:, None] * HEAD_DIM + columns[None, :], acc, mask=mask)
+    tl.store(parts + lse_at + part, row_max + tl.log2(total), mask=in_rows)
 
 
 @triton.jit(
     do_not_specialize=[
-        "k_b", "k_n", "new_k_b", "new_k_n", "new_k_h", "new_v_b", "new_v_n", "new_v_h", "count",
-        "heads_per_kv", "kv_heads", "num_branches", "splits",
+        "k_b", "k_n", "new_k_b", "new_k_n", "new_k_h", "new_v_b", "new_v_n", "new_v_h", "table_b",
+        "table_h", "count", "heads_per_kv", "kv_heads", "num_strips", "num_branches", "splits",
+        "lse_at",
     ]
 )  # fmt: skip
 def _merge_kernel(
-    part_out, part_lse, out, lse, new_k, new_v, keys, values, targets, has_room, lengths,
+    parts, out, lse, new_k, new_v, keys, values, table, lengths,
     k_b, k_n, new_k_b, new_k_n, new_k_h, new_v_b, new_v_n, new_v_h,
+    table_b, table_h,
     count,
     heads_per_kv,
     kv_heads,
+    num_strips,
     num_branches,
     splits,
+    lse_at,
     WITH_NEW: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -191,14 +202,12 @@ def _merge_kernel(
     for first in range(0, splits, BLOCK_S):
         split = first + tl.arange(0, BLOCK_S)
         part = (pair * splits + split) * rows + row
-        some = tl.load(part_lse + part, mask=split < splits, other=float("-inf"))
+        some = tl.load(parts + lse_at + part, mask=split < splits, other=float("-inf"))
         new_max = tl.maximum(largest, tl.max(some, 0))
         finite = tl.where(new_max == float("-inf"), 0.0, new_max)
         weights = tl.exp2(some - finite)
         mask = (split < splits)[:, None] & in_columns[None, :]
-        block = tl.load(
-            part_out + part[:, None] * HEAD_DIM + columns[None, :], mask=mask, other=0.0
-        )
+        block = tl.load(parts + part[:, None] * HEAD_DIM + columns[None, :], mask=mask, other=0.0)
         shrink = tl.exp2(largest - finite)
         acc = acc * shrink + tl.sum(block * weights[:, None], 0)
         total = total * shrink + tl.sum(weights, 0)
@@ -206,8 +215,11 @@ def _merge_kernel(
     seen = tl.where(total > 0, total, 1.0)
     result = acc / seen
     result_lse = (largest + tl.log2(seen)) * LN_2
+    # Behind the strips: labels, targets, and whether there is room.
+    targets = table + batch * table_b + kv_head * table_h + num_strips * (3 + count)
+    targets += num_branches * count + new
     if WITH_NEW:
-        room = tl.load(has_room + pair * count + new)
+        room = tl.load(targets + num_branches * count)
         result = tl.where(room > 0, result, float("nan"))
         result_lse = tl.where(room > 0, result_lse, float("nan"))
     place = (batch * count + new) * (kv_heads * heads_per_kv) + kv_head * heads_per_kv + member
@@ -221,7 +233,7 @@ def _merge_kernel(
             k_row = tl.load(from_k + columns, mask=in_columns, other=0.0)
             v_row = tl.load(from_v + columns, mask=in_columns, other=0.0)
             for branch in range(num_branches):
-                target = tl.load(targets + (pair * num_branches + branch) * count + new)
+                target = tl.load(targets + branch * count)
                 if target >= 0:
                     to = batch * k_b + target * k_n + columns
                     tl.store(keys + to, k_row, mask=in_columns)
@@ -234,23 +246,83 @@ _split = Launcher(_split_kernel)
 _merge = Launcher(_merge_kernel)
 
 
-class _Parts(NamedTuple):
-    """What programs have computed of a share of the rows.
+@dataclass(frozen=True)
+class _Shape:
+    """How a call is cut into programs.
 
     Attributes:
-        out: (B * K, S, m * H / K, D) float32.
-        lse: (B * K, S, m * H / K) float32, in powers of two.
+        blocks: of queries, of all KV heads and rows of the batch.
+        splits: programs that share the rows of a block.
+        rows: queries of a KV head.
+        lse_at: where the lse lies in what the programs write: out (B * K, S, m * H / K, D), then
+            lse (B * K, S, m * H / K), in powers of two; both float32.
+        split_options: constants of the first launch that depend on the shape alone.
+        merge_options: of the second.
     """
 
-    out: torch.Tensor
-    lse: torch.Tensor
+    blocks: int
+    splits: int
+    rows: int
+    lse_at: int
+    split_options: dict[str, Any]
+    merge_options: dict[str, Any]
+
+
+def _splits(blocks: int, at_a_time: int, least: int, most: int) -> int:
+    """Programs that share the rows of a block: the fewest that keep the device busy to the end.
+
+    Args:
+        blocks: of queries.
+        at_a_time: programs that the device runs.
+        least: that there are to be.
+        most: a program has a block of rows at least; it comes before `least`.
+    """
+
+    def share_used(splits: int) -> float:
+        rounds = blocks * splits / at_a_time
+        return round(rounds / math.ceil(rounds), 2)
+
+    few = max(least, -(-_ROUNDS * at_a_time // blocks))
+    least, most = max(1, min(least, most)), max(1, min(few, most))
+    return max(range(least, most + 1), key=lambda splits: (share_used(splits), -splits))
+
+
+@lru_cache(maxsize=1024)
+def _shape(
+    shape: tuple[int, ...],
+    kv_heads: int,
+    most_rows: int,
+    is_uneven: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> _Shape:
+    """Of a query of this shape, dtype and device: see `attend_strips`."""
+    batch, count, heads, head_dim = shape
+    rows, pairs = count * (heads // kv_heads), batch * kv_heads
+    config = decode_config(head_dim, dtype, queries=rows, keys=most_rows, device=device)
+    blocks = pairs * -(-rows // config.block_m)
+    at_a_time = PROGRAMS * profile_of(device).multiprocessors
+    least = _UNEVEN_SPLITS if is_uneven else 1
+    splits = _splits(blocks, at_a_time, least, -(-most_rows // config.block_n))
+    width = {"HEAD_DIM": head_dim, "BLOCK_D": padded_head_dim(head_dim)}
+    blocking = {
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_NEW": power_of_two(count),
+        "PRECISION": "ieee",
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
+    merging = {"BLOCK_S": _MERGED, "num_warps": 4}
+    lse_at = pairs * splits * rows * head_dim
+    return _Shape(blocks, splits, rows, lse_at, width | blocking, width | merging)
 
 
 def attend_strips(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    strips: torch.Tensor,
+    strips: Strips,
     most_rows: int,
     scale: float,
     *,
@@ -266,7 +338,7 @@ def attend_strips(
             most `MOST_NEW_ROWS`.
         k: (B, n, K, D), same dtype; head stride 0 where a head's rows are those of its strips.
         v: (B, n, K, D), same dtype; with `new`, of the strides of `k`.
-        strips: which rows the queries see, as `strips_of_cache` says; of 1 or B rows of the batch.
+        strips: which rows the queries see; with `new`, those of `strips_of_cache`.
         most_rows: of a KV head in a row of the batch: about how many there may be.
         scale: factor on the scores.
         dtype: of out.
@@ -276,91 +348,51 @@ def attend_strips(
         out (B, m, H, D), and lse (B, m, H), float32, natural log. NaN at a position that the cache
         has no room for.
     """
-    parts = _split_rows(q, k, v, strips, most_rows, scale, new)
     batch, count, heads, head_dim = q.shape
-    out = torch.empty(batch, count, heads, head_dim, dtype=dtype, device=q.device)
-    lse = torch.empty(batch, count, heads, dtype=torch.float32, device=q.device)
-    kv_heads, splits, rows = strips.shape[1], *parts.lse.shape[1:]
-    if new is None:  # nothing is written
-        tensors, num_branches = (q, q, k, v, strips, strips, strips), 0
-    else:
-        places = new.places
-        tensors = new.key, new.value, k, v, places.targets, places.has_room, new.lengths
-        num_branches = places.labels.shape[2]
-    new_k, new_v = tensors[:2]
-    _merge(
-        (batch * kv_heads, rows),
-        (*parts, out, lse, *tensors),
-        (
-            *k.stride()[:2],
-            *new_k.stride()[:3],
-            *new_v.stride()[:3],
-            *(count, heads // kv_heads, kv_heads),
-            num_branches,
-            splits,
-        ),
-        {
-            "WITH_NEW": new is not None,
-            "HEAD_DIM": head_dim,
-            "BLOCK_D": padded_head_dim(head_dim),
-            "BLOCK_S": _MERGED,
-            "num_warps": 4,
-        },
-    )
-    return out, lse
-
-
-def _split_rows(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    strips: torch.Tensor,
-    most_rows: int,
-    scale: float,
-    new: NewRows | None,
-) -> _Parts:
-    """The first launch: see `attend_strips`."""
-    batch, count, heads, head_dim = q.shape
-    kv_heads, num_strips = strips.shape[1:3]
-    heads_per_kv = heads // kv_heads
-    rows, pairs = count * heads_per_kv, batch * kv_heads
     assert count <= MOST_NEW_ROWS
-    config = decode_config(head_dim, q.dtype, queries=rows, keys=most_rows, device=q.device)
-    blocks = pairs * -(-rows // config.block_m)
-    wanted = -(-PROGRAMS * profile_of(q.device).multiprocessors // blocks)
-    splits = max(1, min(wanted, -(-most_rows // config.block_n)))
-    out = torch.empty(pairs, splits, rows, head_dim, dtype=torch.float32, device=q.device)
-    lse = torch.empty(pairs, splits, rows, dtype=torch.float32, device=q.device)
-    new_k, new_v = (q, q) if new is None else (new.key, new.value)
-    labels = strips if new is None else new.places.labels
-    num_branches = 0 if new is None else labels.shape[2]
+    kv_heads, table = k.shape[2], strips.table
+    shape = _shape(q.shape, kv_heads, most_rows, strips.num_branches > 1, q.dtype, q.device)
+    parts = torch.empty(
+        shape.lse_at + shape.lse_at // head_dim, dtype=torch.float32, device=q.device
+    )
+    out = torch.empty(q.shape, dtype=dtype, device=q.device)
+    lse = torch.empty(batch, count, heads, dtype=torch.float32, device=q.device)
+    # Where nothing is new, nothing is read there.
+    new_k, new_v, lengths = (q, q, table) if new is None else new[:3]
     strides = [x.stride() for x in (q, k, v, new_k, new_v)]
     unit = stride_unit(*strides)
+    table_strides = table.stride(0) if table.shape[0] > 1 else 0, table.stride(1)
+    heads_per_kv = heads // kv_heads
+    of_strips = strips.num_strips, strips.num_branches, shape.splits, shape.lse_at
     _split(
-        (blocks, splits),
-        (q, k, v, new_k, new_v, strips, labels, out, lse),
+        (shape.blocks, shape.splits),
+        (q, k, v, new_k, new_v, table, parts),
         (
             *strides_in(unit, *strides),
-            strips.stride(0) if strips.shape[0] > 1 else 0,
+            *table_strides,
             scale,
             *(count, heads_per_kv, kv_heads),
-            num_strips,
-            num_branches,
-            splits,
+            *of_strips,
         ),
         {
             "UNIT": unit,
             "WITH_NEW": new is not None and new.are_seen_here,
             # Of a cache rows of a block are neighbours; else they lie within the tensor.
             "WIDE": new is None and k.shape[1] * max(k.stride(1), v.stride(1)) >= 2**31,
-            "HEAD_DIM": head_dim,
-            "BLOCK_D": padded_head_dim(head_dim),
-            "BLOCK_M": config.block_m,
-            "BLOCK_N": config.block_n,
-            "BLOCK_NEW": max(16, triton.next_power_of_2(count)),
-            "PRECISION": "ieee",
-            "num_warps": config.num_warps,
-            "num_stages": config.num_stages,
+            **shape.split_options,
         },
     )
-    return _Parts(out, lse)
+    _merge(
+        (batch * kv_heads, shape.rows),
+        (parts, out, lse, new_k, new_v, k, v, table, lengths),
+        (
+            *strides[1][:2],
+            *strides[3][:3],
+            *strides[4][:3],
+            *table_strides,
+            *(count, heads_per_kv, kv_heads),
+            *of_strips,
+        ),
+        {"WITH_NEW": new is not None, **shape.merge_options},
+    )
+    return out, lse

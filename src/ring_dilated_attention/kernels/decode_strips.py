@@ -15,22 +15,27 @@ import triton
 import triton.language as tl
 
 from .launch import Launcher
-from .tuning import NO_END
+from .tuning import NO_END, power_of_two
 
 
-class NewPlaces(NamedTuple):
-    """What becomes of the rows of new positions.
+class Strips(NamedTuple):
+    """Which rows queries see, by batch row and KV head, and what becomes of new rows.
+
+    A strip is evenly spaced rows: the first one, the step, how many, and before which of them each
+    query sees all, 0 or more. Of a cache the strips of a KV head are followed by labels, (E, m):
+    new positions of a branch with the same label, 0 or more, see each other; by targets, (E, m):
+    the row of the cache that a new row is written to, or -1; and by m numbers that are 0 where a
+    position is behind the longest that there is room for.
 
     Attributes:
-        labels: (B, K, E, m) int32: new positions of a branch with the same label, 0 or more, see
-            each other.
-        targets: (B, K, E, m) int64: the row of the cache that a new row is written to; -1: none.
-        has_room: (B, K, m) int32: 0 where a position is behind the longest that there is room for.
+        table: (1 or B, K, ...) int64, contiguous behind K.
+        num_strips: of a KV head.
+        num_branches: E of a cache; 0 of strips alone.
     """
 
-    labels: torch.Tensor
-    targets: torch.Tensor
-    has_room: torch.Tensor
+    table: torch.Tensor
+    num_strips: int
+    num_branches: int
 
 
 @triton.jit
@@ -47,7 +52,7 @@ def members_before(position, length, rate, offset):
     ]
 )  # fmt: skip
 def _strips_kernel(
-    lengths, branches, strips, labels, targets, has_room,
+    lengths, branches, table,
     count,
     kv_heads,
     num_branches,
@@ -88,7 +93,9 @@ def _strips_kernel(
     behind = rows - before_end
 
     fields = 3 + count
-    strip = strips + ((pair * num_branches + branch) * 2) * fields
+    strip = table + pair * (2 * num_branches * (fields + count) + count)
+    places = strip + 2 * num_branches * fields
+    strip += branch * 2 * fields
     tl.store(strip, base + slot)
     tl.store(strip + 1, 1)
     tl.store(strip + 2, before_end)
@@ -104,11 +111,12 @@ def _strips_kernel(
     stop = members_before(position + count, length, rate, offset)
     stays = is_member & (member % shards == shard) & (member >= stop - slots * shards)
     target = tl.where(stays, base + (member // shards) % slots, -1)
-    entry = (pair * num_branches + branch) * count + new
-    tl.store(labels + entry, label.to(tl.int32), mask=in_new)
-    tl.store(targets + entry, target, mask=in_new)
+    entry = places + branch * count + new
+    tl.store(entry, label, mask=in_new)
+    tl.store(entry + num_branches * count, target, mask=in_new)
     if branch == 0:
-        tl.store(has_room + pair * count + new, (at < max_length).to(tl.int32), mask=in_new)
+        room = places + 2 * num_branches * count + new
+        tl.store(room, (at < max_length).to(tl.int64), mask=in_new)
 
 
 _launch = Launcher(_strips_kernel)
@@ -123,7 +131,7 @@ def strips_of_cache(
     shard: int,
     shards: int,
     max_length: int | None,
-) -> tuple[torch.Tensor, NewPlaces]:
+) -> Strips:
     """What `count` new positions see of a KV cache, and where their own rows go.
 
     Args:
@@ -137,23 +145,16 @@ def strips_of_cache(
         max_length: the most positions that there is room for; None: any number.
 
     Returns:
-        The strips of evenly spaced rows that queries see, (B, K, number of strips, 3 + m) int64:
-        first row, step and number of the rows, and before which of them each query sees all, 0 or
-        more; and the places of the new rows.
+        Two strips of each branch, and the places of the new rows.
     """
     batch, num_branches = lengths.shape[0], branches.shape[0]
-    shape, device = (batch, kv_heads, num_branches, count), lengths.device
-    strips = torch.empty(
-        batch, kv_heads, 2 * num_branches, 3 + count, dtype=torch.int64, device=device
-    )
-    labels = torch.empty(shape, dtype=torch.int32, device=device)
-    targets = torch.empty(shape, dtype=torch.int64, device=device)
-    has_room = torch.empty(batch, kv_heads, count, dtype=torch.int32, device=device)
+    width = 2 * num_branches * (3 + 2 * count) + count
+    table = torch.empty(batch, kv_heads, width, dtype=torch.int64, device=lengths.device)
     room = NO_END if max_length is None else max_length
     _launch(
         (batch * kv_heads, num_branches),
-        (lengths, branches, strips, labels, targets, has_room),
+        (lengths, branches, table),
         (count, kv_heads, num_branches, shard, shards, room),
-        {"BLOCK_NEW": max(16, triton.next_power_of_2(count)), "num_warps": 1},
+        {"BLOCK_NEW": power_of_two(count), "num_warps": 1},
     )
-    return strips, NewPlaces(labels, targets, has_room)
+    return Strips(table, 2 * num_branches, num_branches)

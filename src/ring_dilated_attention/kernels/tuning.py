@@ -85,7 +85,7 @@ _WGMMA_ROWS = 64
 
 def padded_head_dim(head_dim: int) -> int:
     """The power of two that the kernels work with."""
-    return _power_of_two(head_dim)
+    return power_of_two(head_dim)
 
 
 def default_config(
@@ -119,8 +119,8 @@ def default_config(
     needed, smaller = _LARGE.get(key, (0, best))
     if device is not None and profile_of(device).shared_bytes < needed:
         best = smaller
-    block_m = min(best.block_m, _power_of_two(queries))
-    block_n = min(best.block_n, _power_of_two(keys))
+    block_m = min(best.block_m, power_of_two(queries))
+    block_n = min(best.block_n, power_of_two(keys))
     of_keys = kernel.endswith("dkdv")
     if of_keys and dtype.itemsize == 2 and block_m < _WGMMA_ROWS:
         # As a wgmma over so few queries dk comes out wrong, and differently every time (Triton 3.6
@@ -157,15 +157,15 @@ def decode_config(
         device: where the kernel runs.
     """
     of_row = padded_head_dim(head_dim) * dtype.itemsize
-    block_m = min(_MOST_DECODE_QUERIES, _power_of_two(queries))
+    block_m = min(_MOST_DECODE_QUERIES, power_of_two(queries))
     # As Triton compiles it for compute capabilities 8.0 and 9.0, or somewhat less.
     most = (profile_of(device).shared_bytes - 4 * _DECODE_BYTES) // (2 * of_row)
     while block_m > max(16, most):
         block_m //= 2
     block_n = max(16, min(128, _DECODE_BYTES // of_row))
-    return LaunchConfig(block_m, min(block_n, _power_of_two(keys)), 4, 3)
+    return LaunchConfig(block_m, min(block_n, power_of_two(keys)), 4, 3)
 
 
-def _power_of_two(size: int) -> int:
+def power_of_two(size: int) -> int:
     """The smallest one that is no less than `size` and 16, the least that the kernels take."""
     return max(16, 1 << (size - 1).bit_length())

@@ -60,7 +60,8 @@ class Block(nn.Module, ABC):
         """
         if attend is None:
             attend = partial(self.attention.attend, is_causal=self.is_causal, **options)
-        if chunk_rows is None and not torch.is_grad_enabled():  # nothing is kept for backward
+        is_one_chunk = chunk_rows is None or hidden.shape[1] <= chunk_rows
+        if is_one_chunk and not torch.is_grad_enabled():  # nothing is kept for backward
             return self._rest(hidden, attend(*self._heads(hidden, *tables)), in_chunks=True)
         if chunk_rows is not None and checkpoint == "keep_attention":
             # Its chunks recompute the last part by themselves, from attention's out, which is kept.

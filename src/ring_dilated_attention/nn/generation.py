@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
-from ..decode import DilatedKVCache, cached_attention
+from ..decode import CapturedStep, DilatedKVCache, Step, attend_in_step
 from ..documents import Integers, as_ints
 from ..exchange import Exchange, Group, agree, all_gather, resolve_exchange, settle
 from ..functional import autocast_inputs
 from ..layout import SequenceLayout
 from ..pattern import check_int, check_positive_int, in_brief
+from .hooks import runs_hooks
 from .longnet_inputs import agreed_positions, check_tokens, device_of, whole_length
 from .sampling import Sampler, SamplerOptions
 
@@ -26,10 +27,15 @@ if TYPE_CHECKING:
     from .token_generator import TokenGenerator
 
 _NAME = "LongNet.generate"
+TakeStep: TypeAlias = Callable[[Tensor], Tensor]
+"""From the next tokens, (batch, 1), to logits, (batch, 1, vocab_size)."""
 
 CHECKED_STEPS = 32
 """Steps between looks at the tokens: whether the ranks drew the same ones, and logits are finite.
 Each look waits for the device and costs a small collective."""
+
+CAPTURED_TOKENS = 32
+"""Tokens from which on a step is captured: warming up and capturing take as long as 10 steps."""
 
 
 class GivenPrompt(NamedTuple):
@@ -47,6 +53,7 @@ class Wanted(NamedTuple):
     max_new_tokens: int
     stop_token: int | None
     sharded: bool | None
+    capture: bool | None
 
 
 def make_caches(
@@ -169,7 +176,7 @@ def step(model: TokenGenerator, tokens: Tensor, caches: Sequence[DilatedKVCache]
     if count > 1:
         positions = positions + torch.arange(count, device=positions.device)
     rotation = model.rope.wide(positions)
-    hidden = model.embed(tokens)
+    hidden, of_step = model.embed(tokens), Step()
     for block, cache in zip(_blocks(model), caches, strict=True):
         attention = block.attention
         hidden = block(
@@ -178,7 +185,11 @@ def step(model: TokenGenerator, tokens: Tensor, caches: Sequence[DilatedKVCache]
             rotation.sin,
             chunk_rows=model.chunk_rows,
             attend=partial(
-                cached_attention, cache=cache, scale=attention.scale, backend=attention.backend
+                attend_in_step,
+                cache=cache,
+                scale=attention.scale,
+                backend=attention.backend,
+                step=of_step,
             ),
         )
     return model.logits(hidden)
@@ -234,7 +245,10 @@ def stream(
     most = longest + wanted.max_new_tokens
     caches = make_caches(model, len(prompt.tokens), most, 0, ends, wanted.sharded)
     logits = prefill(model, prompt.tokens, caches, *prompt[1:])
-    return _drawn(model, caches, logits, sampler, wanted)
+    take: TakeStep = partial(step, model, caches=caches)
+    if _captures(model, caches, wanted):
+        take = _captured(take, logits, caches)
+    return _drawn(take, caches[0].exchange, logits, sampler, wanted)
 
 
 def _check_wanted(
@@ -242,6 +256,13 @@ def _check_wanted(
 ) -> int:
     """Raise unless the arguments are allowed; the positions of the longest prompt."""
     check_positive_int("max_new_tokens", wanted.max_new_tokens)
+    if wanted.capture is not None and not isinstance(wanted.capture, bool):
+        raise TypeError(f"capture must be a bool or None, got {in_brief(wanted.capture)}")
+    if wanted.capture and _has_hooks(model):
+        raise ValueError(
+            "capture=True, but modules of the model have hooks, which a CUDA graph would not call "
+            "for each token: remove them, or give capture=False"
+        )
     check_tokens(prompt.tokens, "(batch, local_sequence)")
     vocabulary = model.config.vocab_size
     stop = wanted.stop_token
@@ -269,15 +290,48 @@ def _digest(tensor: Tensor) -> str:
     return hashlib.blake2b(tensor.cpu().numpy().tobytes(), digest_size=4).hexdigest()
 
 
+def _captures(model: TokenGenerator, caches: Sequence[DilatedKVCache], wanted: Wanted) -> bool:
+    """Whether steps are captured in a CUDA graph."""
+    if wanted.capture is not None:
+        return wanted.capture
+    device = caches[0].keys.device
+    return (
+        device.type == "cuda"
+        and wanted.max_new_tokens >= CAPTURED_TOKENS
+        and not _has_hooks(model)
+        and not any(cache.is_sharded for cache in caches)
+        and not torch.is_autocast_enabled(device.type)
+        and not any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
+    )
+
+
+def _has_hooks(model: TokenGenerator) -> bool:
+    return any(runs_hooks(module) for module in model.modules())
+
+
+def _captured(take: TakeStep, logits: Tensor, caches: Sequence[DilatedKVCache]) -> TakeStep:
+    """A step in a CUDA graph, captured with whatever tokens."""
+    with torch.inference_mode(False), torch.no_grad():
+        example = torch.zeros(len(logits), 1, dtype=torch.int64, device=logits.device)
+        try:
+            return CapturedStep(take, example, caches)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{_NAME} cannot capture a step of this model in a CUDA graph, for example because "
+                "a module of yours waits for the device. This process has to start again: give "
+                f"capture=False. {error}"
+            ) from error
+
+
 def _drawn(
-    model: TokenGenerator,
-    caches: Sequence[DilatedKVCache],
+    take: TakeStep,
+    ends: Exchange,
     logits: Tensor,
     sampler: Sampler,
     wanted: Wanted,
 ) -> Iterator[Tensor]:
     """Tokens, one (batch,) tensor a step."""
-    ends, stop = caches[0].exchange, wanted.stop_token
+    stop = wanted.stop_token
     finished: Tensor | None = None
     unchecked: list[Tensor] = []
     for left in range(wanted.max_new_tokens, 0, -1):
@@ -299,7 +353,7 @@ def _drawn(
         if is_last:
             return
         with _without_autograd(logits.device):
-            logits = step(model, tokens.unsqueeze(1), caches)[:, -1]
+            logits = take(tokens.unsqueeze(1))[:, -1]
 
 
 def _without_autograd(device: torch.device) -> AbstractContextManager[Any]:

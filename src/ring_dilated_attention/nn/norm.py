@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from ..engine import autocast_dtype
 
 
 class LayerNorm(nn.LayerNorm):
@@ -38,11 +42,11 @@ def normalize(norm: nn.LayerNorm, rows: Tensor) -> Tensor:
     Returns:
         See `LayerNorm.forward`.
     """
-    if rows.dtype not in (torch.bfloat16, torch.float16):
-        return F.layer_norm(rows, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
-    weight, bias = (
-        None if parameter is None else parameter.to(rows.dtype)
-        for parameter in (norm.weight, norm.bias)
-    )
-    with torch.autocast(rows.device.type, enabled=False):
+    weight: Tensor | None = norm.weight
+    bias: Tensor | None = norm.bias
+    casts = False
+    if rows.dtype in (torch.bfloat16, torch.float16):
+        weight, bias = (None if x is None else x.to(rows.dtype) for x in (weight, bias))
+        casts = autocast_dtype(rows.device.type) is not None
+    with torch.autocast(rows.device.type, enabled=False) if casts else nullcontext():
         return F.layer_norm(rows, norm.normalized_shape, weight, bias, norm.eps)

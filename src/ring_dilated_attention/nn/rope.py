@@ -65,7 +65,8 @@ class Rotation(NamedTuple):
         Raises:
             ValueError: the batch, the rows or the head_dim of `x` are not those of this rotation.
         """
-        rows = _rows_for(self.cos, x, 2 * self.cos.shape[-1])
+        _check_rows(self.cos, x, 2 * self.cos.shape[-1])
+        rows = x.to(torch.promote_types(x.dtype, torch.float32))
         cos, sin = self.cos.unsqueeze(-2), self.sin.unsqueeze(-2)
         first, second = rows.chunk(2, dim=-1)
         rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
@@ -94,13 +95,14 @@ class WideRotation(NamedTuple):
             ValueError: the batch, the rows or the head_dim of `x` are not those of this rotation.
         """
         head_dim = self.cos.shape[-1]
-        rows = _rows_for(self.cos, x, head_dim)
+        _check_rows(self.cos, x, head_dim)
         cos, sin = self.cos.unsqueeze(-2), self.sin.unsqueeze(-2)
-        return torch.addcmul(rows * cos, rows.roll(head_dim // 2, -1), sin).to(x.dtype)
+        # Computed in float32 at least, as torch promotes; a cast would be one more operation.
+        return torch.addcmul(x * cos, x.roll(head_dim // 2, -1), sin).to(x.dtype)
 
 
-def _rows_for(table: Tensor, x: Tensor, head_dim: int) -> Tensor:
-    """What a rotation computes with; raises unless `x` has the rows of the table."""
+def _check_rows(table: Tensor, x: Tensor, head_dim: int) -> None:
+    """Raise unless `x` has the rows of the table."""
     shape = table.shape
     fits = x.dim() == 4 and x.shape[1] == shape[-2] and x.shape[-1] == head_dim
     if not fits or (len(shape) == 3 and shape[0] not in (1, x.shape[0])):
@@ -109,7 +111,6 @@ def _rows_for(table: Tensor, x: Tensor, head_dim: int) -> Tensor:
             f"this rotation needs shape ({batch}, {shape[-2]}, heads, {head_dim}); "
             f"got {tuple(x.shape)}"
         )
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class RotaryEmbedding(nn.Module):

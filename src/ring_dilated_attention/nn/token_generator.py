@@ -144,6 +144,7 @@ class TokenGenerator(nn.Module, ABC):
         group: Group = None,
         layout: SequenceLayout | None = None,
         sharded: bool | None = None,
+        capture: bool | None = None,
     ) -> Iterator[Tensor]:
         """What `generate` returns, token by token: an iterator of (batch,) int64 tensors.
 
@@ -152,7 +153,8 @@ class TokenGenerator(nn.Module, ABC):
         """
         options = SamplerOptions(temperature, top_k, top_p, allowed, seed)
         prompt = GivenPrompt(tokens, lengths, documents, layout)
-        return stream(self, prompt, options, Wanted(max_new_tokens, stop_token, sharded), group)
+        wanted = Wanted(max_new_tokens, stop_token, sharded, capture)
+        return stream(self, prompt, options, wanted, group)
 
     def generate(
         self,
@@ -170,6 +172,7 @@ class TokenGenerator(nn.Module, ABC):
         group: Group = None,
         layout: SequenceLayout | None = None,
         sharded: bool | None = None,
+        capture: bool | None = None,
     ) -> Tensor:
         """Continue prompts.
 
@@ -201,6 +204,10 @@ class TokenGenerator(nn.Module, ABC):
                 shards.
             sharded: whether the ranks share the rows of each cache; None, the default: where a
                 cache is large. See `DilatedKVCache`.
+            capture: whether a step is captured in a CUDA graph, which is replayed for each token,
+                several times as fast: needs caches that each rank holds whole. None, the default:
+                on a CUDA device, outside of autocast, from 32 tokens on, where caches are whole,
+                weights are no DTensors and no module has hooks.
 
         Returns:
             The new tokens, int64, shape (batch, new), the same on every rank; new is
@@ -210,6 +217,7 @@ class TokenGenerator(nn.Module, ABC):
             TypeError, ValueError: an argument is not allowed, or the ranks disagree about one, or
                 about the tokens that they draw; raised on every rank.
             ValueError: logits are not finite.
+            RuntimeError: a step cannot be captured: a module waits for the device, say.
 
         Examples:
             >>> config = LongNetConfig(num_layers=1, embed_dim=8, num_heads=2, ffn_dim=8,
@@ -219,5 +227,5 @@ class TokenGenerator(nn.Module, ABC):
         """
         options = SamplerOptions(temperature, top_k, top_p, allowed, seed)
         prompt = GivenPrompt(tokens, lengths, documents, layout)
-        wanted = Wanted(max_new_tokens, stop_token, sharded)
+        wanted = Wanted(max_new_tokens, stop_token, sharded, capture)
         return torch.stack([*stream(self, prompt, options, wanted, group)], 1)

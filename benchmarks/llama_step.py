@@ -1,0 +1,187 @@
+"""A training step of a Llama: transformers' own attention, this package's, and two ranks by FSDP2.
+
+    python benchmarks/llama_step.py --out found.json
+    torchrun --nproc-per-node 2 benchmarks/llama_step.py --out found.json
+    torchrun --nproc-per-node 2 benchmarks/llama_step.py --device cpu --small
+
+A step is forward, backward and AdamW on one sequence of random tokens, layers compiled. On one
+process every kind of attention takes its turn: transformers' `sdpa`, `dense` (the same function by
+`set_attention`) and `longnet`. Under torchrun the sequence is sharded and FSDP2 shards the weights.
+First gradients are compared with those of transformers' `sdpa` on one device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ring_dilated_attention import DilatedPattern, SequenceLayout
+from ring_dilated_attention.integrations.transformers import set_attention, shard_batch
+from ring_dilated_attention.named_patterns import named
+
+WARM_UPS = 3
+
+
+def make_model(*, small: bool, device: torch.device) -> LlamaForCausalLM:
+    """Four layers of width 2,048, or a tiny model."""
+    shape = {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 16}
+    if small:
+        shape = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    config = LlamaConfig(
+        **shape,
+        num_hidden_layers=4,
+        num_key_value_heads=shape["num_attention_heads"] // 2,
+        vocab_size=256 if small else 32_000,
+        max_position_embeddings=1 << 20,
+        use_cache=False,
+    )
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config).to(device, torch.float32 if small else torch.bfloat16)
+
+
+class Kind:
+    """A model with one kind of attention, ready for steps.
+
+    Args:
+        name: ``"sdpa"``, ``"dense"`` or ``"longnet"``.
+        model: with random weights; becomes this kind's.
+        tokens: the whole sequence, (1, n).
+        group: all ranks, or None.
+        compiles: whether layers are compiled.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: LlamaForCausalLM,
+        tokens: torch.Tensor,
+        group: dist.ProcessGroup | None,
+        *,
+        compiles: bool,
+    ) -> None:
+        self.name, self.model, self.group = name, model, group
+        self.batch: dict[str, Any] = {"input_ids": tokens, "labels": tokens}
+        if name != "sdpa":
+            ranks = 1 if group is None else dist.get_world_size(group)
+            rank = 0 if group is None else dist.get_rank(group)
+            layout = SequenceLayout.zigzag(tokens.shape[1], ranks)
+            pattern = DilatedPattern.dense() if name == "dense" else named("longnet").pattern
+            set_attention(model, pattern, group=group, layout=layout)
+            self.batch = shard_batch(self.batch, layout, rank)
+        for layer in model.model.layers:
+            if compiles:
+                layer.compile()
+            if group is not None:
+                fully_shard(layer)
+        if group is not None:
+            fully_shard(model)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+
+    def backward(self) -> torch.Tensor:
+        """Forward and backward; the loss of this rank."""
+        loss: torch.Tensor = self.model(**self.batch).loss
+        if self.group is not None:  # the loss of all is a sum; FSDP takes the mean of gradients
+            loss = loss * dist.get_world_size(self.group)
+        loss.backward()
+        return loss.detach()
+
+    def step(self) -> None:
+        """One step, until the device is idle."""
+        self.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.batch["input_ids"].is_cuda:
+            torch.cuda.synchronize()
+
+    def gradient(self) -> torch.Tensor:
+        """All gradients side by side, float32."""
+        self.backward()
+        whole = [
+            p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+            for p in self.model.parameters()
+        ]
+        self.optimizer.zero_grad()
+        return torch.cat([x.float().flatten() for x in whole])
+
+
+def error_of(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Relative, by norms."""
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def timed(kinds: list[Kind], steps: int) -> dict[str, list[float]]:
+    """Milliseconds of each step, in turns."""
+    taken: dict[str, list[float]] = {kind.name: [] for kind in kinds}
+    for number in range(WARM_UPS + steps):
+        for kind in kinds:
+            if kind.group is not None:
+                dist.barrier(kind.group)
+            begun = time.perf_counter()
+            kind.step()
+            if number >= WARM_UPS:
+                taken[kind.name].append((time.perf_counter() - begun) * 1e3)
+    return taken
+
+
+def main() -> None:
+    """Compare, time, print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
+    parser.add_argument("--small", action="store_true", help="a tiny model, 1,000 tokens, float32")
+    parser.add_argument("--seq-len", type=int, help="default: 32,768; 1,000 with --small")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--out", type=Path, help="a JSON file for all numbers")
+    options = parser.parse_args()
+    device, group, rank = torch.device(options.device), None, 0
+    if "RANK" in os.environ:
+        if device.type == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        group, rank = dist.group.WORLD, dist.get_rank()
+    length = options.seq_len or (1000 if options.small else 32_768)
+    model = make_model(small=options.small, device=device)
+    torch.manual_seed(1)
+    tokens = torch.randint(model.config.vocab_size, (1, length), device=device)
+    alone = Kind("sdpa", copy.deepcopy(model), tokens, None, compiles=options.compile)
+    wanted = alone.gradient()
+    names = ["dense", "longnet"]
+    kinds = [
+        Kind(name, copy.deepcopy(model), tokens, group, compiles=options.compile) for name in names
+    ]
+    found: dict[str, Any] = {"ranks": 1 if group is None else dist.get_world_size(group)}
+    found["tokens"], found["error of dense"] = length, error_of(kinds[0].gradient(), wanted)
+    del wanted
+    if group is None:
+        kinds.insert(0, alone)
+    else:
+        del alone
+    for name, times in timed(kinds, options.steps).items():
+        found[name] = {
+            "ms": statistics.median(times),
+            "lowest": min(times),
+            "highest": max(times),
+        }
+    if device.type == "cuda":
+        found["peak_bytes"] = torch.cuda.max_memory_allocated()
+    if rank == 0:
+        if options.out:
+            options.out.write_text(json.dumps(found, indent=1))
+        print(found)
+    if group is not None:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -2,6 +2,8 @@
 
 import os
 import sys
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -172,9 +174,17 @@ def gigapath(**options):
         from gigapath.slide_encoder import LongNetViT as Theirs
         from torchscale.component import multihead_attention
 
-        model = Theirs(FEATURES, 256, 2, GRID, **{"dropout": 0.0, "drop_path_rate": 0.0, **options})
+        options = {"dropout": 0.0, "drop_path_rate": 0.0, **options}
+        model: Any = Theirs(FEATURES, 256, 12, GRID, **options)
     multihead_attention.flash_attn_func = _softmax
+    model.encoder.layers = model.encoder.layers[:2]  # there is no configuration of two
+    for layer in model.encoder.layers:  # whose GELU is in float32 otherwise
+        layer.ffn.forward = partial(_float64_ffn, layer.ffn)
     return initialized(model)
+
+
+def _float64_ffn(ffn, x):
+    return ffn.fc2(ffn.ffn_layernorm(F.gelu(ffn.fc1(x))))
 
 
 def _softmax(q, k, v, *rest):

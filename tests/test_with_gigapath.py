@@ -255,20 +255,23 @@ def test_a_slide_without_tiles_has_no_mean():
 # --- randomness
 
 
+def dropped_layers(rank, ranks):
+    """Which layers are dropped in six forward passes, on ranks of different seeds."""
+    model = initialized(LongNetViT(drop_path_rate=0.5))
+    shard_slide_encoder(model, group=world())
+    torch.manual_seed(rank)
+    dropped = []
+    for layer in model.encoder.layers:
+        layer.drop_path.register_forward_hook(lambda _, __, out: dropped.append(not out.any()))
+    for _ in range(6):
+        model(*slide(9))
+    return dropped
+
+
 def test_stochastic_depth_drops_the_same_layers_on_every_rank():
-    inputs = slide(40)
-
-    def run(ends):
-        model = initialized(LongNetViT(drop_path_rate=0.5))
-        shard_slide_encoder(model, group=ends)
-        torch.manual_seed(ends.rank)
-        return [model(*inputs, all_layer_embed=True) for _ in range(6)]
-
-    found = run_loopback(2, run)
-    for first, second in zip(*found, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    results = [outcomes[-1] for outcomes in found[0]]
-    assert any(not torch.equal(result, results[0]) for result in results)
+    first, second = map(list, run_ranks(dropped_layers, 2))
+    assert first == second
+    assert 0 < sum(map(bool, first)) < len(first)
 
 
 def test_stochastic_depth_is_that_of_one_process(monkeypatch):

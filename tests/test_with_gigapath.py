@@ -126,7 +126,8 @@ def test_longvit_with_the_mean_of_all_patches():
 
 def with_ddp(rank, ranks):
     """Three steps of DDP, a slide of another length each, the loss as on one process."""
-    model = ClassificationHead(gigapath()).double()
+    encoder = gigapath()
+    model = ClassificationHead(encoder, encoder.cls_token.shape[2]).double()
     alone = copy.deepcopy(model)
     shard_slide_encoder(model, group=world())
     trained = DistributedDataParallel(model, broadcast_buffers=False, find_unused_parameters=True)

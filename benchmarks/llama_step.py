@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ring_dilated_attention import DilatedPattern, SequenceLayout
+from ring_dilated_attention import DilatedPattern, SequenceLayout, labels_per_rank
 from ring_dilated_attention.integrations.transformers import set_attention, shard_batch
 from ring_dilated_attention.named_patterns import named
 
@@ -74,11 +74,10 @@ class Kind:
         self.batch: dict[str, Any] = {"input_ids": tokens, "labels": tokens}
         if name != "sdpa":
             ranks = 1 if group is None else dist.get_world_size(group)
-            rank = 0 if group is None else dist.get_rank(group)
             layout = SequenceLayout.zigzag(tokens.shape[1], ranks)
             pattern = DilatedPattern.dense() if name == "dense" else named("longnet").pattern
             set_attention(model, pattern, group=group, layout=layout)
-            self.batch = shard_batch(self.batch, layout, rank)
+            self.batch = shard_batch(self.batch, layout, group)
         for layer in model.model.layers:
             if compiles:
                 layer.compile()
@@ -86,13 +85,13 @@ class Kind:
                 fully_shard(layer)
         if group is not None:
             fully_shard(model)
+            labels = self.batch["shift_labels"]
+            self.batch["num_items_in_batch"] = labels_per_rank(labels, model, group)
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
 
     def backward(self) -> torch.Tensor:
         """Forward and backward; the loss of this rank."""
         loss: torch.Tensor = self.model(**self.batch).loss
-        if self.group is not None:  # the loss of all is a sum; FSDP takes the mean of gradients
-            loss = loss * dist.get_world_size(self.group)
         loss.backward()
         return loss.detach()
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ring_dilated_attention import DilatedPattern, SequenceLayout
+from ring_dilated_attention import DilatedPattern, SequenceLayout, labels_per_rank
 from ring_dilated_attention.integrations.transformers import set_attention, shard_batch
 
 TOLERANCE = 1e-4
@@ -37,17 +37,21 @@ def packed_batch(length: int, vocab_size: int) -> dict[str, torch.Tensor]:
 # --8<-- [start:step]
 def train_step(model, optimizer, batch, pattern, group=None) -> float:
     """One step on one batch of whole sequences; returns the loss."""
-    rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    ranks = 1 if group is None else dist.get_world_size(group)
     layout = SequenceLayout.zigzag(batch["input_ids"].shape[1], ranks)
     set_attention(model, pattern, group=group, layout=layout)
     # Cuts out this rank's shard, and shifts the labels before it does.
-    loss = model(**shard_batch(batch, layout, rank)).loss
+    shard = shard_batch(batch, layout, group)
+    if group is not None:  # over which losses and gradients are averaged
+        shard["num_items_in_batch"] = labels_per_rank(shard["shift_labels"], group, group)
+    loss = model(**shard).loss
     optimizer.zero_grad()
     loss.backward()
     loss = loss.detach()
-    if group is not None:  # loss and gradients are sums over ranks
+    if group is not None:  # what DistributedDataParallel and fully_shard do by themselves
         for tensor in (loss, *(p.grad for p in model.parameters())):
             dist.all_reduce(tensor, group=group)
+            tensor /= ranks
     optimizer.step()
     return loss.item()
 

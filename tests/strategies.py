@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from ring_dilated_attention import DilatedPattern, SequenceLayout
+from ring_dilated_attention import DilatedPattern, HeadSlice, SequenceLayout
 from ring_dilated_attention.checks import INPUTS, KINDS, Case, ViewKind
 
 WORLD_SIZES = (1, 2, 3, 4, 5, 7)
@@ -61,10 +61,18 @@ def views(draw: st.DrawFn) -> ViewKind:
 
 
 @st.composite
+def head_slices(draw: st.DrawFn, num_kv_heads: int) -> HeadSlice | None:
+    """All heads of a layer, or those of one rank of tensor parallelism."""
+    before, behind = draw(st.integers(0, 7)), draw(st.integers(0, 7))
+    stop = before + num_kv_heads
+    return draw(st.sampled_from([None, HeadSlice(before, stop, stop + behind)]))
+
+
+@st.composite
 def cases(draw: st.DrawFn) -> Case:
     num_kv_heads = draw(st.integers(1, 4))
     return Case(
-        pattern=draw(patterns()),
+        pattern=draw(patterns()).of_heads(draw(head_slices(num_kv_heads)), num_kv_heads),
         layout=draw(layouts()),
         num_heads=num_kv_heads * draw(st.integers(1, 3)),
         num_kv_heads=num_kv_heads,

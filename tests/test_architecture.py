@@ -24,7 +24,7 @@ INTEGERS_ONLY = {
     "plan",
 }  # and layout and documents, but for what takes tensors
 MAY_USE_DISTRIBUTED = {
-    *("exchange", "cli", "train", "checks.ranks"),
+    *("exchange", "cli", "train", "checks.ranks", "integrations.tensor_parallel"),
     *(f"bench.{name}" for name in ("run", "team", "launch", "ring", "contenders")),
 }
 
@@ -35,8 +35,9 @@ MOST_LINES, MOST_CODE, MOST_PARAMETERS = 400, 60, 7
 AS_OTHERS_CALL_THEM = {
     # What users call: their arguments are what there is to choose.
     *("functional.dilated_attention", "decode.replicated.replicated_query_attention"),
-    "decode.cache.__init__",
+    *("decode.cache.__init__", "plan.attention.plan_attention"),
     *("nn.attention.__init__", "nn.attention.forward", "nn.attention.attend"),
+    "nn.dilated.__init__",
     *("nn.token_generator.generate", "nn.token_generator.stream"),
     *("checks.reference.reference_attention", "bench.sweep.sweep"),
     # Commands: an argument is an option.

@@ -102,6 +102,20 @@ def test_any_generation_equals_the_full_forward(pattern, prompt, counts, heads, 
     decode(pattern, prompt, counts, heads=heads[0], kv_heads=heads[1], max_rewind=rewind)
 
 
+@pytest.mark.parametrize("head_branches", ["all", "split"])
+def test_some_heads_of_a_layer(head_branches):
+    pattern = DilatedPattern([8, 16, 32], [1, 2, 5], head_branches=head_branches)
+    own = pattern.of_heads((3, 5, 8), 2)
+    decode(own, 20, [1, 3])
+    query, key, value = rows_of(4, 2, 30)
+    want = reference(query, key, value, pattern=own, is_causal=True)
+    out, lse = attend_whole(
+        query[:, 21:24], key, value, own, range(21, 24), is_causal=True, backend="triton",
+        return_lse=True,
+    )  # fmt: skip
+    check(out, lse, want, range(21, 24))
+
+
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_new_rows_may_be_views(kind):
     decode(LONGNET, 20, [3], batch=2, heads=2, kv_heads=1, kind=kind)

@@ -45,7 +45,7 @@ PUBLIC = [
     *(f"ring_dilated_attention.nn.{name}" for name in ring_dilated_attention.nn.__all__),
     *(
         f"ring_dilated_attention.integrations.{module}.{name}"
-        for module in ("torchscale", "gigapath", "transformers")
+        for module in ("tensor_parallel", "torchscale", "gigapath", "transformers")
         for name in defined_in(f"integrations.{module}")
     ),
 ]
@@ -100,7 +100,15 @@ def test_a_message_that_was_changed_is_found():
     assert not is_in_the_sources("pass lengths or key_padding_mask, never both")
 
 
-NEEDS = ("cuda", "dist.", "init_process_group", "gigapath", "--8<--", "model.pt2")
+NEEDS = (
+    "cuda",
+    "dist.",
+    "distributed_config",
+    "init_process_group",
+    "gigapath",
+    "--8<--",
+    "model.pt2",
+)
 """Code that a CPU process by itself cannot run, or that has a test of its own."""
 PYTHON, FLAGS = r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL
 BLOCKS = [

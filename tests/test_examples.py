@@ -4,6 +4,7 @@ import os
 import runpy
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,14 +19,21 @@ GENERATION = ["--seq-len", "301", "--new-tokens", "20"]
 SEVERAL_RANKS = {
     **SMALL,
     "generation": GENERATION,
+    "data_parallel": ["--wrap", "fsdp"],
+    "transformers_adapters": ["--seq-len", "301"],
+    "transformers_trainer": [],
+    "accelerate_loop": [],
+    "lightning_module": [],
     "several_gpus": ["--seq-len", "1501", "--head-dim", "16"],
+    "tensor_parallel": ["--seq-len", "301"],
 }
+FOUR_RANKS = {"tensor_parallel"}
 
 
-def run_on_two_ranks(program, options):
+def run_on_ranks(program, options, ranks=2):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     return subprocess.run(
-        [*command, "--nproc-per-node", "2", str(program), *options],
+        [*command, "--nproc-per-node", str(ranks), str(program), *options],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -33,10 +41,24 @@ def run_on_two_ranks(program, options):
     )
 
 
+NEEDS = {
+    "transformers_llama": ["transformers"],
+    "transformers_adapters": ["transformers", "peft"],
+    "transformers_trainer": ["transformers", "accelerate"],
+    "accelerate_loop": ["transformers", "accelerate"],
+    "lightning_module": ["lightning"],
+}
+
+
+def skip_without_packages(name):
+    for package in NEEDS.get(name, ()):
+        if find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+
+
 @pytest.mark.parametrize("name", SMALL)
 def test_on_one_process(name, monkeypatch, capsys):
-    if name.startswith("transformers"):
-        pytest.importorskip("transformers")
+    skip_without_packages(name)
     monkeypatch.setattr(sys, "argv", [name, *SMALL[name]])
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     losses = runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]()
@@ -54,10 +76,10 @@ def test_generation_on_one_process(monkeypatch, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SEVERAL_RANKS)
 def test_on_two_ranks(name):
-    if name.startswith("transformers"):
-        pytest.importorskip("transformers")
-    done = run_on_two_ranks(EXAMPLES / f"{name}.py", SEVERAL_RANKS[name])
-    assert done.returncode == 0, done.stderr[-3000:]
+    skip_without_packages(name)
+    for ranks in (2, *[4] * (name in FOUR_RANKS)):
+        done = run_on_ranks(EXAMPLES / f"{name}.py", SEVERAL_RANKS[name], ranks)
+        assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.mark.slow
@@ -65,7 +87,7 @@ def test_a_wrong_result_is_an_exit_code(tmp_path):
     text = (EXAMPLES / "several_gpus.py").read_text()
     broken = tmp_path / "broken.py"
     broken.write_text(text.replace("pattern, is_causal=True, group", "pattern, group"))
-    done = run_on_two_ranks(broken, SEVERAL_RANKS["several_gpus"])
+    done = run_on_ranks(broken, SEVERAL_RANKS["several_gpus"])
     assert done.returncode == 1
     assert "differs from one process" in done.stderr
 

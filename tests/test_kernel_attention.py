@@ -212,6 +212,30 @@ def test_strides_of_the_inputs_do_not_matter(kind):
     assert outcome.passes(case.dtype), outcome
 
 
+@pytest.mark.parametrize("head_slice", [(0, 3, 8), (5, 8, 8)])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        DilatedPattern([8, None], [2, 3]),
+        DilatedPattern([8, None], [2, 3], head_offsets="blocked", zero_keys=True),
+        DilatedPattern([8, 9, None], [1, 2, 3], head_branches="split"),
+    ],
+    ids=["interleaved", "blocked", "split"],
+)
+def test_some_heads_of_a_layer(pattern, head_slice):
+    case = Case(
+        pattern=pattern.of_heads(head_slice, 3),
+        layout=SequenceLayout.contiguous(17, 1),
+        num_heads=6,
+        num_kv_heads=3,
+        dtype=torch.float32,
+        backend="triton",
+        device=DEVICE.type,
+    )
+    (outcome,) = run_loopback(1, lambda ends: run_case(case, ends))
+    assert outcome.passes(case.dtype), outcome
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_as_good_as_plain_computation(dtype, is_causal):

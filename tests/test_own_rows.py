@@ -79,6 +79,11 @@ class Draw:
         if dice.random() < 0.4 and self.length > 5:
             cuts = sorted(dice.sample(range(1, self.length), dice.randint(1, 3)))
             self.documents = [0, *cuts, self.length]
+        if dice.random() < 0.3:  # some heads of a layer
+            first = dice.randint(0, 5)
+            stop = first + self.kv_heads
+            head_slice = first, stop, stop + dice.randint(0, 5)
+            self.pattern = self.pattern.of_heads(head_slice, self.kv_heads)
 
     def __repr__(self):
         return str(vars(self))

@@ -20,6 +20,7 @@ from transformers_models import (
     make,
     on_ranks,
     restarts,
+    shard_of,
     step,
 )
 
@@ -112,6 +113,7 @@ def test_borders_of_flash_attention_are_honoured():
 
 def test_encoders_see_both_ways():
     model = make("Bert", head="Model", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    model.pooler = None  # which would take the first token of each shard
     set_attention(model, DENSE)
     batch = batch_of("padded")
     valid = batch["attention_mask"].bool()
@@ -122,7 +124,7 @@ def test_encoders_see_both_ways():
         model, SequenceLayout.zigzag(LENGTH, 2), batch, lambda m, b: m(**b).last_hidden_state
     )
     whole = model(**batch).last_hidden_state
-    remove_attention(model)
+    remove_attention(model, dense=True)
     assert relative_error(got, model(**batch).last_hidden_state[valid]) < 1e-5
     layout = SequenceLayout.zigzag(LENGTH, 2)
     assert relative_error(layout.unshard(sharded, 1)[valid], whole[valid]) < 1e-5
@@ -261,7 +263,7 @@ def test_a_layout_for_each_length():
             layout = SequenceLayout.zigzag(length, 3)
             batch = {"input_ids": batch_of("plain", length=length)["input_ids"]}
             set_layout(own, layout)
-            got = own(**shard_batch(batch, layout, ends.rank)).logits
+            got = own(**shard_batch(batch, layout, ends)).logits
             want = layout.shard(copy.deepcopy(model)(**batch).logits, ends.rank, 1)
             errors.append(relative_error(got, want))
         return max(errors)
@@ -280,7 +282,7 @@ def train(rank, world_size, kind):
     losses = []
     for seed in (0, 1, 2, 0, 1, 2, 0, 1):
         batch = batch_of(kind, length=length, seed=seed)
-        loss = model(**shard_batch(batch, layout, rank)).loss
+        loss = model(**shard_of(batch, layout, group)).loss
         optimizer.zero_grad()
         loss.backward()
         total = loss.detach().clone()
@@ -320,7 +322,7 @@ def compiled_loss(rank, world_size):
     model = make(num_hidden_layers=1)
     set_attention(model, PATTERN, group=dist.group.WORLD, layout=layout)
     compiled = torch.compile(model, backend="eager")
-    shard = shard_batch(batch_of("packed and padded"), layout, rank)
+    shard = shard_of(batch_of("packed and padded"), layout, dist.group.WORLD)
     return compiled(**shard).loss.item(), model(**shard).loss.item()
 
 
@@ -334,14 +336,32 @@ def test_a_batch_is_sharded_with_its_labels_shifted():
     tokens = torch.arange(5)[None]
     labels = torch.tensor([[-100, 1, 2, -100, 4]])
     borders = torch.tensor([0, 5])
-    shard = shard_batch(
-        {"input_ids": tokens, "labels": labels, "cu_seq_lens_q": borders}, layout, 0
-    )
+    batch = {"input_ids": tokens, "labels": labels, "cu_seq_lens_q": borders}
+    shard, other = run_loopback(2, lambda ends: shard_batch(batch, layout, ends))
     assert shard["input_ids"].tolist() == [[0, 1, 4]]
     assert shard["shift_labels"].tolist() == [[1, 2, -100]]
-    assert shard["num_items_in_batch"].item() == 3
+    assert other["shift_labels"].tolist() == [[-100, 4]]
     assert shard["cu_seq_lens_q"] is borders
-    with pytest.raises(ValueError, match=r"a batch may hold input_ids, .*; got token_type_ids"):
-        shard_batch({"token_type_ids": tokens}, layout, 0)
-    with pytest.raises(ValueError, match=r"labels must have the layout's 5 positions .*\(1, 4\)"):
-        shard_batch({"labels": labels[:, :4]}, layout, 0)
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"bbox": torch.zeros(1, 5, 4)}, r"may hold input_ids, .*; got bbox"),
+        ({"labels": torch.zeros(1, 4)}, r"labels must have the layout's 5 positions .*\(1, 4\)"),
+    ],
+)
+def test_a_batch_that_does_not_fit_is_refused_on_every_rank(batch, message):
+    layout = SequenceLayout([[(0, 2), (4, 5)], [(2, 4)]])
+
+    def run(ends):
+        given = {"input_ids": torch.zeros(1, 5)} if ends.rank else batch
+        wanted = "was refused on other ranks: rank 0" if ends.rank else message
+        with pytest.raises(ValueError, match=wanted):
+            shard_batch(given, layout, ends)
+        with pytest.raises(ValueError, match="the layout is for 2 ranks; the group has 1"):
+            shard_batch(given, layout)
+        with pytest.raises(TypeError, match="group must be a"):
+            shard_batch(given, layout, ends.rank)
+
+    run_loopback(2, run)

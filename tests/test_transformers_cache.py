@@ -131,14 +131,14 @@ def test_a_cache_of_another_pattern_is_refused():
 def test_other_attention_has_no_dilated_cache():
     model = ready()
     cache = filled(model)
-    remove_attention(model)
+    remove_attention(model, dense=True)
     with torch.no_grad(), pytest.raises(ValueError, match="this one has other attention: pass it"):
         model(NEXT, past_key_values=cache)
 
 
 def test_without_set_attention_generate_is_that_of_transformers():
     model = ready()
-    remove_attention(model)
+    remove_attention(model, dense=True)
     out = model.generate(IDS, max_new_tokens=2, return_dict_in_generate=True)
     assert type(out.past_key_values) is transformers.DynamicCache
 
@@ -292,7 +292,7 @@ def test_a_shard_instead_of_the_whole_prompt_is_an_error_on_every_rank():
         own = copy.deepcopy(model)
         set_attention(own, PATTERN, group=ends, layout=layout)
         with torch.no_grad(), pytest.raises(ValueError, match="different ranks: input is"):
-            own(**shard_batch({"input_ids": IDS}, layout, ends.rank), use_cache=True)
+            own(**shard_batch({"input_ids": IDS}, layout, ends), use_cache=True)
         with torch.no_grad(), pytest.raises(ValueError, match="output_hidden_states must be False"):
             own(IDS, use_cache=True, output_hidden_states=True)
         bad = {"attention_mask": HOLE} if ends.rank else {}

@@ -158,7 +158,7 @@ def test_assisted_generation(pattern, kind):
             for weight in helper.parameters():
                 weight += 0.02 * torch.randn(weight.shape, generator=torch.manual_seed(0))
     elif kind != "lookup":
-        remove_attention(helper)
+        remove_attention(helper, dense=True)
     options = {"prompt_lookup_num_tokens": 3} if kind == "lookup" else {"assistant_model": helper}
     cropped, crop = [], DilatedCache.crop
 

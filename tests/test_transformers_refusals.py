@@ -280,6 +280,7 @@ SETTING_REFUSALS: dict[str, Any] = {
     "layout": ({"layout": 3}, TypeError, "layout must be a SequenceLayout or None, got 3"),
     "exchange": ({"exchange": "quick"}, ValueError, "exchange must be one of"),
     "backend": ({"backend": "quick"}, ValueError, "backend must be one of"),
+    "head_slice": ({"head_slice": (2, 2, 4)}, ValueError, "head_slice must be "),
 }
 
 
@@ -314,7 +315,7 @@ def test_settings_belong_to_a_model():
     assert torch.equal(first(batch["input_ids"]).logits, dilated)
     copied = copy.deepcopy(first)  # process groups cannot be copied
     assert copied._ring_dilated_attention is first._ring_dilated_attention
-    remove_attention(copied)
+    remove_attention(copied, dense=True)
     assert torch.equal(first(batch["input_ids"]).logits, dilated)
     with pytest.raises(ValueError, match="call set_attention first"):
         set_layout(first.model, None)
@@ -341,7 +342,7 @@ def test_another_implementation_behind_our_back_is_refused():
 MANY_RANKS_MODELS: dict[str, Any] = {
     "a head of sequences": (
         lambda: make(head="ForSequenceClassification"),
-        "a ForCausalLM, or model.base_model",
+        "one of ForCausalLM, .*, or model.base_model",
     ),
     "sliding layers": (
         lambda: make("Qwen2", layer_types=["full_attention", "sliding_attention"]),

@@ -108,14 +108,22 @@ def assert_step(model, batch, loss, gradients):
     check_gradients(found, gradients, 1e-10)
 
 
-def on_ranks(model, layout, batch, function):
+def shard_of(batch, layout, group, shift_labels=True):
+    """A rank's part, whose losses add up over the ranks to that of the whole batch."""
+    shard = shard_batch(batch, layout, group, shift_labels=shift_labels)
+    if "labels" in batch:
+        shard["num_items_in_batch"] = (batch["labels"][:, int(shift_labels) :] != -100).sum()
+    return shard
+
+
+def on_ranks(model, layout, batch, function, **options):
     """What ``function(model, shard)`` returns on each rank; `model` has its settings."""
     settings = model._ring_dilated_attention
 
     def run(ends):
         own = copy.deepcopy(model)
         set_attention(own, settings.pattern, group=ends, layout=layout)
-        return function(own, shard_batch(batch, layout, ends.rank))
+        return function(own, shard_of(batch, layout, ends, **options))
 
     return run_loopback(layout.world_size, run)
 

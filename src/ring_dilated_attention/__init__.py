@@ -15,11 +15,17 @@ from .version import VERSION
 if TYPE_CHECKING:
     from .checks import Case, reference_attention, simulate, spot_check
     from .decode import DilatedKVCache, cached_attention, replicated_query_attention
-    from .exchange import ExchangeError, ProcessGroupExchange, SoloExchange
+    from .exchange import (
+        ExchangeError,
+        ProcessGroupExchange,
+        SoloExchange,
+        check_same_batch,
+        labels_per_rank,
+    )
     from .functional import detached_dilated_attention, dilated_attention
     from .layout import SequenceLayout
     from .nn import hilbert_order, keep_attention
-    from .pattern import DilatedPattern
+    from .pattern import DilatedPattern, HeadSlice
     from .plan import AttentionPlan, plan_attention
 
 __version__ = VERSION
@@ -30,14 +36,17 @@ __all__ = [
     "DilatedKVCache",
     "DilatedPattern",
     "ExchangeError",
+    "HeadSlice",
     "ProcessGroupExchange",
     "SequenceLayout",
     "SoloExchange",
     "cached_attention",
+    "check_same_batch",
     "detached_dilated_attention",
     "dilated_attention",
     "hilbert_order",
     "keep_attention",
+    "labels_per_rank",
     "plan_attention",
     "reference_attention",
     "replicated_query_attention",
@@ -51,14 +60,17 @@ _FROM = {
     "DilatedKVCache": "decode",
     "DilatedPattern": "pattern",
     "ExchangeError": "exchange",
+    "HeadSlice": "pattern",
     "ProcessGroupExchange": "exchange",
     "SequenceLayout": "layout",
     "SoloExchange": "exchange",
     "cached_attention": "decode",
+    "check_same_batch": "exchange",
     "detached_dilated_attention": "functional",
     "dilated_attention": "functional",
     "hilbert_order": "nn",
     "keep_attention": "nn",
+    "labels_per_rank": "exchange",
     "plan_attention": "plan",
     "reference_attention": "checks",
     "replicated_query_attention": "decode",

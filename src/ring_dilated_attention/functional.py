@@ -7,6 +7,7 @@ what is cached, looked up or shared with other ranks happens when the operator r
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias, get_args, overload
 
 import torch
@@ -53,6 +54,7 @@ def dilated_attention(
     backend: Backend = "auto",
     workspace: float | None = None,
     branch_gradients: BranchGradients = "exact",
+    head_slice: Sequence[int] | None = None,
     return_lse: Literal[False] = False,
 ) -> torch.Tensor: ...
 
@@ -75,6 +77,7 @@ def dilated_attention(
     backend: Backend = "auto",
     workspace: float | None = None,
     branch_gradients: BranchGradients = "exact",
+    head_slice: Sequence[int] | None = None,
     return_lse: Literal[True],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
@@ -96,6 +99,7 @@ def dilated_attention(
     backend: Backend = "auto",
     workspace: float | None = None,
     branch_gradients: BranchGradients = "exact",
+    head_slice: Sequence[int] | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact dilated attention of a sequence sharded over the ranks of a group.
@@ -149,6 +153,9 @@ def dilated_attention(
             the weights that mix the branches, ``exp(lse of the branch - lse)``, for constants, as
             torchscale does: weights trained with it have seen that gradient. Forward is the same;
             backward computes each branch's own result again.
+        head_slice: (start, stop, total): the call's KV heads are heads start to stop (excluded) of
+            a layer with total of them, and have their offsets and branches; for tensor parallelism.
+            The ranks of a group hold the same heads. None: the call has all heads.
         return_lse: whether to return the lse too.
 
     Returns:
@@ -192,6 +199,7 @@ def dilated_attention(
             documents=[] if documents is None else as_ints("documents", documents),
             lengths=[] if lengths is None else as_ints("lengths", lengths),
             detached=branch_gradients == "detached" and pattern.mixes_branches,
+            head_slice=list(pattern.slice_for(head_slice, key.shape[2]) or ()),
         )
         if key_padding_mask is not None:
             _validate_mask(key_padding_mask, query, lengths)

@@ -36,6 +36,18 @@ class HeadOffset(NamedTuple):
     offset: int
 
 
+class HeadSlice(NamedTuple):
+    """KV heads `start` to `stop` (excluded) of the `total` of a layer: those of one rank, say.
+
+    Tensor parallelism gives every rank a few heads. Their offsets and branches are those that they
+    have among all heads.
+    """
+
+    start: int
+    stop: int
+    total: int
+
+
 INT_LIMIT = 2**63
 """Positions, lengths and rates lie below it: operators of torch take no larger ints."""
 MOST_BRANCHES = 1000
@@ -99,6 +111,22 @@ def check_int(name: str, value: Any) -> int:
     return number
 
 
+def check_head_slice(value: Any) -> HeadSlice:
+    """Return `value` as a `HeadSlice`; a `TypeError` or `ValueError` says what is wrong with it."""
+    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 3:
+        raise TypeError(
+            "head_slice must be (start, stop, total), KV heads start to stop (excluded) of total; "
+            f"got {in_brief(value)}"
+        )
+    start, stop, total = (check_int("head_slice", number) for number in value)
+    if not 0 <= start < stop <= total:
+        raise ValueError(
+            "head_slice must be (start, stop, total) with 0 <= start < stop <= total; got "
+            f"({in_brief(start)}, {in_brief(stop)}, {in_brief(total)})"
+        )
+    return HeadSlice(start, stop, total)
+
+
 @dataclass(frozen=True)
 class DilatedPattern:
     """Which keys each head's queries see: a list of (segment length, dilation rate) branches.
@@ -124,9 +152,12 @@ class DilatedPattern:
             head then has ceil(min(w, document length) / r) keys; those that do not exist, in a
             short last segment or where r does not divide it, are zero keys. They come last, so
             causal queries do not see them. False, the default: there are none (the paper).
+        head_slice: the KV heads that the pattern is for, of how many; see `of_heads`. None, the
+            default: all of those that a call has.
 
     Raises:
-        TypeError: a length or rate is not an int, or `zero_keys` not a bool.
+        TypeError: a length or rate is not an int, `zero_keys` not a bool, or `head_slice` not made
+            of three ints.
         ValueError: a length or rate is below 1 or not below 2**63, the lists differ in length, are
             empty or hold more than 1000 branches, or an option has an unknown value.
 
@@ -140,6 +171,7 @@ class DilatedPattern:
     head_offsets: HeadOffsets
     head_branches: HeadBranches
     zero_keys: bool
+    head_slice: HeadSlice | None
 
     def __init__(
         self,
@@ -149,6 +181,7 @@ class DilatedPattern:
         head_offsets: HeadOffsets = "interleaved",
         head_branches: HeadBranches = "all",
         zero_keys: bool = False,
+        head_slice: Sequence[int] | None = None,
     ) -> None:
         for name, values in (
             ("segment_lengths", segment_lengths),
@@ -187,6 +220,7 @@ class DilatedPattern:
             ("head_offsets", head_offsets),
             ("head_branches", head_branches),
             ("zero_keys", zero_keys),
+            ("head_slice", None if head_slice is None else check_head_slice(head_slice)),
         ):
             object.__setattr__(self, field, value)
 
@@ -205,6 +239,11 @@ class DilatedPattern:
         """Whether a head may run more than one branch."""
         return len(self.dilation_rates) > 1 and self.head_branches == "all"
 
+    @property
+    def heads_are_alike(self) -> bool:
+        """Whether all heads see the same keys: every rate is 1, and heads run all branches."""
+        return self.head_branches == "all" and max(self.dilation_rates) == 1
+
     def single_branches(self) -> Iterator[DilatedPattern]:
         """The pattern of each branch by itself, where heads run all of them."""
         for segment_length, rate in self.branches:
@@ -213,13 +252,81 @@ class DilatedPattern:
                 [rate],
                 head_offsets=self.head_offsets,
                 zero_keys=self.zero_keys,
+                head_slice=self.head_slice,
             )
+
+    def slice_for(self, head_slice: Sequence[int] | None, num_kv_heads: int) -> HeadSlice | None:
+        """What `head_slice` must be in the pattern of a call; None where all heads are alike.
+
+        Args:
+            head_slice: as given to the call: (start, stop, total); None: that of the pattern.
+            num_kv_heads: KV heads of the call.
+
+        Raises:
+            TypeError: it is not made of three ints.
+            ValueError: it names other heads than the call has, or than the pattern is for.
+        """
+        if head_slice is None:
+            return self.head_slice
+        given = check_head_slice(head_slice)
+        if given.stop - given.start != num_kv_heads:
+            raise ValueError(
+                f"head_slice {tuple(given)} names {given.stop - given.start} of {given.total} KV "
+                f"heads; the call has {num_kv_heads}"
+            )
+        if self.head_slice is not None and self.head_slice != given:
+            raise ValueError(
+                f"the pattern is for head_slice {tuple(self.head_slice)}; the call has "
+                f"head_slice {tuple(given)}"
+            )
+        return None if self.heads_are_alike or num_kv_heads == given.total else given
+
+    def of_heads(self, head_slice: Sequence[int] | None, num_kv_heads: int) -> DilatedPattern:
+        """The pattern of some of a layer's KV heads, which are counted from 0 in it.
+
+        Args:
+            head_slice: (start, stop, total): KV heads start to stop (excluded) of total; None: all.
+            num_kv_heads: how many they are, ``stop - start``.
+
+        Raises:
+            TypeError, ValueError: see `slice_for`.
+        """
+        found = self.slice_for(head_slice, num_kv_heads)
+        if found == self.head_slice:
+            return self
+        return DilatedPattern(
+            self.segment_lengths,
+            self.dilation_rates,
+            head_offsets=self.head_offsets,
+            head_branches=self.head_branches,
+            zero_keys=self.zero_keys,
+            head_slice=found,
+        )
 
     def heads(self, branch: int, num_kv_heads: int) -> tuple[HeadOffset, ...]:
         """The KV heads that run branch number `branch`, in order, each with its offset.
 
         An offset lies in [0, dilation rate); one at or past a segment's end sees nothing in it.
+
+        Args:
+            branch: number of the branch.
+            num_kv_heads: KV heads of the call.
+
+        Raises:
+            ValueError: the pattern is for another number of heads.
         """
+        if self.head_slice is None:
+            return self._all_heads(branch, num_kv_heads)
+        start, stop, total = self.head_slice
+        if num_kv_heads != stop - start:
+            raise ValueError(
+                f"the pattern is for {stop - start} KV heads (head_slice {start, stop, total}); "
+                f"the call has {num_kv_heads}"
+            )
+        heads = self._all_heads(branch, total)
+        return tuple(HeadOffset(h - start, o) for h, o in heads if start <= h < stop)
+
+    def _all_heads(self, branch: int, num_kv_heads: int) -> tuple[HeadOffset, ...]:
         rate = self.dilation_rates[branch]
         if self.head_branches == "split":
             small, larger = divmod(num_kv_heads, len(self.dilation_rates))
@@ -238,6 +345,7 @@ class DilatedPattern:
                 ("head_offsets", self.head_offsets, "interleaved"),
                 ("head_branches", self.head_branches, "all"),
                 ("zero_keys", self.zero_keys, False),
+                ("head_slice", self.head_slice and tuple(self.head_slice), None),
             )
             if value != default
         )

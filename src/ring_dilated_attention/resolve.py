@@ -41,6 +41,7 @@ class Options(NamedTuple):
         documents: cumulative lengths; empty: one document.
         lengths: valid positions of each batch row; empty: all positions of all rows.
         detached: whether backward takes the weights of branches for constants.
+        head_slice: of the pattern; empty: the call has all heads.
     """
 
     segment_lengths: Sequence[int]
@@ -59,6 +60,7 @@ class Options(NamedTuple):
     documents: Sequence[int] = ()
     lengths: Sequence[int] = ()
     detached: bool = False
+    head_slice: Sequence[int] = ()
 
 
 class PlannedRows(NamedTuple):
@@ -287,6 +289,7 @@ def _pattern(options: Options) -> DilatedPattern:
         head_offsets=cast("HeadOffsets", options.head_offsets),
         head_branches=cast("HeadBranches", options.head_branches),
         zero_keys=options.zero_keys,
+        head_slice=tuple(options.head_slice) or None,
     )
 
 

@@ -109,6 +109,7 @@ def reference_attention(
     documents: Sequence[int] | None = None,
     lengths: Sequence[int] | None = None,
     branch_gradients: BranchGradients = "exact",
+    head_slice: Sequence[int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Dilated attention of a whole sequence by brute force; differentiable by autograd.
 
@@ -127,11 +128,14 @@ def reference_attention(
             ``lengths[b]`` positions would be, with the documents cut off there; None: all.
         branch_gradients: ``"detached"`` mixes the results of branches with weights that autograd
             does not see; see `dilated_attention`.
+        head_slice: (start, stop, total): the KV heads are heads start to stop (excluded) of a layer
+            with total of them. None: they are all.
 
     Returns:
         out (batch, n, heads, head_dim) and lse (batch, heads, n), in the dtype of the inputs; 0
         and -inf where a query sees nothing.
     """
+    pattern = pattern.of_heads(head_slice, key.shape[2])
     options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "documents": documents}
     if branch_gradients == "detached" and pattern.mixes_branches:
         options["lengths"] = lengths

@@ -48,9 +48,11 @@ def positions_to_check(
         return int(torch.randint(stop, (1,), generator=generator))
 
     positions = {0, length - 1}
+    count = 1 if pattern.head_slice is None else pattern.head_slice.stop - pattern.head_slice.start
     for branch, (w, rate) in enumerate(pattern.branches):
         w = length if w is None else min(w, length)
-        offset = next((o for head, o in pattern.heads(branch, 1) if head == 0), None)
+        heads = pattern.heads(branch, count)
+        offset = next((o for head, o in heads if head == 0), None)
         for _ in range(each if offset is not None and offset < w else 0):
             start = draw(-(-length // w)) * w
             rows = range(start + (offset or 0), min(start + w, length), rate)

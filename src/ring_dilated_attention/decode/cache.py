@@ -58,6 +58,8 @@ class DilatedKVCache:
             None for one process.
         sharded: whether the ranks share the rows, the same number on each; else each keeps all of
             them, and `cached_attention` needs no communication. None, the default: from 128 MiB on.
+        head_slice: (start, stop, total): the KV heads are heads start to stop (excluded) of a layer
+            with total of them. None: they are all.
 
     Attributes:
         plan: what is kept, and where.
@@ -93,12 +95,14 @@ class DilatedKVCache:
         device: torch.device | str | None = None,
         group: Group = None,
         sharded: bool | None = None,
+        head_slice: Sequence[int] | None = None,
     ) -> None:
         dtype = torch.get_default_dtype() if dtype is None else dtype
         check_options(pattern, max_rewind, dtype, sharded)
         batch = check_positive_int("batch", batch)
         num_kv_heads = check_positive_int("num_kv_heads", num_kv_heads)
         head_dim = check_positive_int("head_dim", head_dim)
+        pattern = pattern.of_heads(head_slice, num_kv_heads)
         if max_length is not None:
             max_length = check_positive_int("max_length", max_length)
         self.exchange: Exchange = resolve_exchange(group)

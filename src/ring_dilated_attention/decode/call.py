@@ -121,6 +121,7 @@ def make_call(
         needs_gradients=False,  # each rank may ask for those of its own keys
         documents=() if documents is None else tuple(as_ints("documents", documents)),
         lengths=() if lengths is None else tuple(as_ints("lengths", lengths)),
+        head_slice=pattern.slice_for(given["head_slice"], tensors[1].shape[2]) or (),
     )
     query, key, _ = tensors
     if not options.layout and key.shape[1] == 0:

@@ -6,7 +6,7 @@ takes all of them to its own keys, and only results travel: K and V stay where t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, overload
 
@@ -104,6 +104,7 @@ def replicated_query_attention(
     layout: SequenceLayout | None = None,
     backend: Backend = "auto",
     workspace: float | None = None,
+    head_slice: Sequence[int] | None = None,
     return_lse: Literal[False] = False,
 ) -> torch.Tensor: ...
 
@@ -124,6 +125,7 @@ def replicated_query_attention(
     layout: SequenceLayout | None = None,
     backend: Backend = "auto",
     workspace: float | None = None,
+    head_slice: Sequence[int] | None = None,
     return_lse: Literal[True],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
@@ -143,6 +145,7 @@ def replicated_query_attention(
     layout: SequenceLayout | None = None,
     backend: Backend = "auto",
     workspace: float | None = None,
+    head_slice: Sequence[int] | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Some rows of `dilated_attention`, for a query that every rank of the group holds whole.
@@ -186,6 +189,8 @@ def replicated_query_attention(
         workspace: the most that kernels allocate, in multiples of the size of query, as far as
             single heads of single segments allow; None: about a quarter in forward and a half in
             backward, or 64 MiB if that is more.
+        head_slice: (start, stop, total): the call's KV heads are heads start to stop (excluded) of
+            a layer with total of them, and have their offsets and branches. None: it has all heads.
         return_lse: whether to return the lse too.
 
     Returns:
@@ -229,6 +234,7 @@ def replicated_query_attention(
         layout=layout,
         backend=backend,
         workspace=workspace,
+        head_slice=head_slice,
         return_lse=return_lse,
     )
     return (out, lse) if return_lse else out

@@ -13,16 +13,24 @@ sure that all ranks are in it, with arguments (`Shared`) that are equal; if not,
 is raised on every rank. `refuse_capture` keeps calls on several ranks out of CUDA graphs.
 `check_padding_mask` and `lengths_of_mask` turn a sharded padding mask into lengths, which
 `KNOWN_LENGTHS` keeps. `Presence` tells whether the processes of other ranks still run.
+
+`check_same_batch` compares the batches of ranks, and `agree_on_batch` does so inside of another
+call. `labels_per_rank` is what a loss is divided by where gradients are averaged, and
+`refuse_beside_wrapper` refuses calls whose gradients are not.
+`is_fully_sharded` and `gather_weights_in` are for modules under FSDP2.
 """
 
 from .agreement import Shared, agree, refuse_capture, settle, settle_later
 from .calls import Call, ExchangeError, Scope
+from .data_parallel import labels_per_rank, refuse_beside_wrapper
+from .fully_sharded import gather_weights_in, is_fully_sharded
 from .groups import ProcessGroupExchange
 from .interface import Exchange, Pending, SoloExchange, all_gather
 from .loopback import LoopbackExchange, run_loopback
 from .names import Group, exchange_named, group_name, resolve_exchange
 from .padding import KNOWN_LENGTHS, check_padding_mask, lengths_of_mask
 from .presence import Presence, make_presence
+from .same_batch import agree_on_batch, check_same_batch
 
 __all__ = [
     "KNOWN_LENGTHS",
@@ -38,12 +46,18 @@ __all__ = [
     "Shared",
     "SoloExchange",
     "agree",
+    "agree_on_batch",
     "all_gather",
     "check_padding_mask",
+    "check_same_batch",
     "exchange_named",
+    "gather_weights_in",
     "group_name",
+    "is_fully_sharded",
+    "labels_per_rank",
     "lengths_of_mask",
     "make_presence",
+    "refuse_beside_wrapper",
     "refuse_capture",
     "resolve_exchange",
     "run_loopback",

@@ -18,15 +18,17 @@ class Shared(NamedTuple):
     Attributes:
         words: each by its name, as messages show it.
         digest: of all of them, which is what ranks compare.
+        advice: what to do where ranks differ, for the message.
     """
 
     words: Mapping[str, Any]
     digest: bytes
+    advice: str = ""
 
     @classmethod
-    def of(cls, words: Mapping[str, Any]) -> Shared:
+    def of(cls, words: Mapping[str, Any], advice: str = "") -> Shared:
         """Arguments by name."""
-        return cls(words, hashlib.blake2b(repr(words).encode()).digest())
+        return cls(words, hashlib.blake2b(repr(words).encode()).digest(), advice)
 
 
 _NOTHING = Shared.of({})
@@ -38,6 +40,7 @@ def agree(
     shared: Mapping[str, Any] | None,
     failure: Exception | None,
     device: torch.device,
+    advice: str = "",
 ) -> None:
     """A call of the group that does nothing but agree: see `settle`.
 
@@ -47,6 +50,7 @@ def agree(
         shared: the arguments that must be equal on all ranks, by name; None if this rank refused.
         failure: why this rank refused its arguments; None if it did not.
         device: where the tensors of the call are.
+        advice: what to do where the arguments differ, for the message.
 
     Raises:
         Exception: see `settle`.
@@ -54,7 +58,7 @@ def agree(
     refuse_capture(name, ends, device)
     with ends.calls.enter(name, "inputs") as scope:
         # One rank has nobody to compare with, and torch.compile, which traces that, cannot hash.
-        own = None if shared is None or ends.world_size == 1 else Shared.of(shared)
+        own = None if shared is None or ends.world_size == 1 else Shared.of(shared, advice)
         settle(scope, ends, device, own, failure)
 
 
@@ -143,7 +147,8 @@ def _compare(
     if others is not None:
         raise ExchangeError(others)
     if failure is None:
-        raise ValueError(f"{scope.call.name} {_disagreement(everyone)}")
+        advice = f". {shared.advice}" if shared and shared.advice and not failed else ""
+        raise ValueError(f"{scope.call.name} {_disagreement(everyone)}{advice}")
 
 
 def refuse_capture(name: str, ends: Exchange, device: torch.device) -> None:

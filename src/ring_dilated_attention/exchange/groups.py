@@ -158,6 +158,11 @@ class ProcessGroupExchange:
         self._found: _Members | None = None
 
     @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group that this is an end of."""
+        return self._group
+
+    @property
     def _others(self) -> list[int]:
         return [rank for rank in range(self.world_size) if rank != self.rank]
 

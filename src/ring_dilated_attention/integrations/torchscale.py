@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..exchange import Group
 from ..functional import BRANCH_GRADIENTS, EXCHANGES, BranchGradients, Schedule, dilated_attention
 from ..layout import SequenceLayout
-from ..nn import check_head_sizes, hooks_of, is_plain, normalize, project_heads
+from ..nn import check_head_sizes, hooks_of, is_plain, normalize, project_heads, slice_of_heads
 from ..pattern import DilatedPattern, HeadOffsets, check_choice, check_positive_float
 from ..tiles import BACKENDS, Backend
 from ..torch_op import padding
@@ -224,6 +224,7 @@ class TorchscaleDilatedAttention(nn.Module):
             exchange=self.exchange,
             backend=self.backend,
             branch_gradients=self.branch_gradients,
+            head_slice=slice_of_heads(self, q_bnhd, k_bnhd),
         )
         attended = attended.flatten(2)
         norm = self.inner_attn_ln

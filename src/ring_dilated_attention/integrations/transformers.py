@@ -20,6 +20,10 @@ Honoured: grouped queries, ``scaling``, ``is_causal`` (so encoders too), right p
 or as ``cu_seq_lens_q`` and ``cu_seq_lens_k`` (borders in the whole sequence), gradient
 checkpointing. Everything else that attention is given is refused.
 
+``save_pretrained`` keeps the pattern in ``config.json``, and ``from_pretrained`` restores it where
+this module is imported; elsewhere transformers refuses the model's ``attn_implementation``. To make
+that so, importing this module wraps ``PreTrainedModel.post_init``.
+
 ``generate`` works as it is, with a `DilatedCache`. On several ranks each of them calls it with the
 whole prompt, which is sharded inside, and gets the same tokens; to sample, seed all ranks alike:
 
@@ -29,27 +33,41 @@ whole prompt, which is sharded inside, and gets the same tokens; to sample, seed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from ..exchange import Group, resolve_exchange
 from ..functional import Schedule, dilated_attention, validate_options
 from ..layout import SequenceLayout
-from ..pattern import DilatedPattern
+from ..pattern import DilatedPattern, check_head_slice
 from ..tiles import Backend
+from .transformers_batch import shard_batch as shard_batch  # offered here
 from .transformers_cache import DilatedCache as DilatedCache  # offered here
 from .transformers_cached import CachedCall, attend_with_cache
 from .transformers_call import ARGUMENT, SETTINGS, Call, Settings
 from .transformers_generate import prepare_cache_for_generation
+from .transformers_heads import pattern_of_heads
 from .transformers_hooks import after_base, before_base, before_head
-from .transformers_models import check_model
+from .transformers_images import check_images, set_on_images, takes_images, tell_modules
+from .transformers_loss import after_head
+from .transformers_models import Positions, check_model, without_adapters
+from .transformers_saved import (
+    erase,
+    is_dense,
+    layout_kind,
+    restore_when_made,
+    saved_kind,
+    saved_pattern,
+    write,
+)
 
 NAME = ARGUMENT
 """What ``attn_implementation`` has to be."""
@@ -73,36 +91,37 @@ _HARMLESS = frozenset(
 )
 """Keyword arguments of a model that reach its attention and mean nothing there."""
 
-_SHARDED = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels")
-_WHOLE = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-
 
 def set_attention(
     model: PreTrainedModel,
-    pattern: DilatedPattern,
+    pattern: DilatedPattern | None = None,
     *,
     group: Group = None,
     layout: SequenceLayout | None = None,
     exchange: Schedule = "auto",
     backend: Backend = "auto",
+    head_slice: Sequence[int] | None = None,
 ) -> None:
     """Give a model this package's attention, with these settings; again, to change them.
 
     From then on its forward takes this rank's shard of ``input_ids`` (or ``inputs_embeds``),
     ``attention_mask``, ``position_ids`` and labels; `shard_batch` makes one. Without position ids
     it gets those of the layout. Logits are those of the shard. On several ranks a loss needs
-    ``shift_labels`` and ``num_items_in_batch``; the loss of the whole batch and its gradients are
-    the sums over ranks (DDP and FSDP take means: multiply the loss by the number of ranks).
+    ``shift_labels``, and ``num_items_in_batch`` as `labels_per_rank` returns it: then the average
+    of the ranks' losses and gradients, which DDP and FSDP take, is that of the whole batch.
 
     A call with ``use_cache=True`` or ``past_key_values``, as ``generate`` makes them, takes whole
     sequences on every rank, and returns what one process returns; see `DilatedCache`. The layout
     counts for prompts of its length; others are sharded zigzag.
 
+    The config gets the pattern and the kind of the layout, so ``save_pretrained`` keeps them.
+
     Args:
-        model: the model that will be called, with or without a language modelling head; changed in
-            place, its ``attn_implementation`` too. On several ranks a model whose layers are all
-            full attention and MLPs, or experts.
+        model: the model that will be called, with or without a head, or a PeftModel of one; changed
+            in place, its ``attn_implementation`` and config too. On several ranks a model whose
+            layers are all full attention and MLPs, or experts.
         pattern: which keys each head sees; `DilatedPattern.dense` is what transformers computes.
+            None, the default: the pattern that the model's config holds.
         group: the ranks that share each sequence: a ProcessGroup, a 1-D DeviceMesh, or None for
             one process.
         layout: which positions each rank holds, at least one; see `set_layout`. None: contiguous
@@ -113,16 +132,29 @@ def set_attention(
         backend: kernels that compute the tiles: ``"auto"``, the default, takes the fastest that
             supports the tensors; ``"sdpa"``, ``"fa4"``, ``"cpu_flash"``, ``"cudnn"``, ``"flash"``,
             ``"efficient"``, ``"triton"`` and ``"eager"`` take that one or raise.
+        head_slice: (start, stop, total): the KV heads of each layer that this rank computes, under
+            tensor parallelism that is not by DTensors. None: those that the weights say, which are
+            DTensors under transformers' ``tp_plan`` and torch's ``parallelize_module``; else all.
 
     Raises:
         TypeError: a value has the wrong type.
-        ValueError: the model is not supported; the message says why.
+        ValueError: the model is not supported, or no pattern is given and the config has none; the
+            message says why.
     """
+    model = without_adapters(model, resolve_exchange(group).world_size)
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a transformers.PreTrainedModel, got {type(model).__name__}")
+    restored = pattern is None
+    if restored:
+        pattern = saved_pattern(model.config)
+    if pattern is None:
+        raise ValueError(
+            f"pattern must be given: the config of this {type(model).__name__} holds none"
+        )
     validate_options(pattern, False, None, layout, exchange, backend, False)
     base: Any = model.base_model
-    check_model(model, base, resolve_exchange(group).world_size)
+    of_images, ranks = takes_images(base), resolve_exchange(group).world_size
+    (check_images if of_images else check_model)(model, base, ranks)
     if model.config._attn_implementation != NAME:
         model.set_attn_implementation(NAME)
     if base.config._attn_implementation != NAME:
@@ -131,18 +163,31 @@ def set_attention(
             f"AttentionInterface; its attn_implementation stays {base.config._attn_implementation}"
         )
     _remove_hooks(model)
-    settings = Settings(pattern, group, layout, exchange, backend)
-    handles = [
-        base.register_forward_pre_hook(before_base, with_kwargs=True),
-        base.register_forward_hook(after_base, with_kwargs=True),
-    ]
-    setattr(base, SETTINGS, settings)
+    settings = Settings(
+        *(pattern, group, layout, exchange, backend),
+        head_slice=None if head_slice is None else check_head_slice(head_slice),
+        positions=Positions.of(base),
+    )
+    handles = set_on_images(base, settings) if of_images else _set_on_text(base, settings)
     if base is not model:
-        handles.append(model.register_forward_pre_hook(before_head, with_kwargs=True))
         setattr(model, SETTINGS, settings)
+        if not of_images:
+            handles.append(model.register_forward_pre_hook(before_head, with_kwargs=True))
+            handles.append(model.register_forward_hook(after_head, with_kwargs=True))
     if hasattr(model, _PREPARE_CACHE):
         setattr(model, _PREPARE_CACHE, partial(prepare_cache_for_generation, model))
     setattr(model, _HOOKS, handles)
+    kind = saved_kind(model.config) if restored and layout is None else layout_kind(layout)
+    write(model.config, pattern, kind)
+
+
+def _set_on_text(base: nn.Module, settings: Settings) -> list[RemovableHandle]:
+    """Hook a decoder or an encoder, without its head."""
+    setattr(base, SETTINGS, settings)
+    return [
+        base.register_forward_pre_hook(before_base, with_kwargs=True),
+        base.register_forward_hook(after_base, with_kwargs=True),
+    ]
 
 
 def set_layout(model: PreTrainedModel, layout: SequenceLayout | None) -> None:
@@ -158,64 +203,43 @@ def set_layout(model: PreTrainedModel, layout: SequenceLayout | None) -> None:
     """
     if layout is not None and not isinstance(layout, SequenceLayout):
         raise TypeError(f"layout must be a SequenceLayout or None, got {layout!r}")
+    model = without_adapters(model)
     _check_is_set(model)
     settings = replace(getattr(model, SETTINGS), layout=layout)
     for module in (model, model.base_model):
         setattr(module, SETTINGS, settings)
+    if takes_images(model.base_model):
+        tell_modules(model.base_model, settings)
+    write(model.config, settings.pattern, layout_kind(layout))
 
 
-def remove_attention(model: PreTrainedModel, attn_implementation: str = "sdpa") -> None:
-    """Give a model transformers' own attention back.
+def remove_attention(
+    model: PreTrainedModel, attn_implementation: str = "sdpa", *, dense: bool = False
+) -> None:
+    """Give a model transformers' own attention back, which is dense.
 
     Args:
         model: what `set_attention` was called with.
         attn_implementation: one of transformers'.
+        dense: must be True where the pattern is not dense: the model then computes another function
+            than before, and its config and what is saved no longer have the pattern.
 
     Raises:
-        ValueError: `set_attention` was not called with this model, or transformers refuses.
+        ValueError: `set_attention` was not called with this model, `dense` is missing, or
+            transformers refuses.
     """
+    model = without_adapters(model)
     _check_is_set(model)
+    pattern = getattr(model, SETTINGS).pattern
+    if not dense and not is_dense(pattern):
+        raise ValueError(
+            f"this {type(model).__name__} has the pattern {pattern}; transformers' own attention "
+            "is dense, another function than the model was trained with: if you want that, call "
+            "remove_attention(model, dense=True)"
+        )
     model.set_attn_implementation(attn_implementation)
     _remove_hooks(model)
-
-
-def shard_batch(batch: Mapping[str, Any], layout: SequenceLayout, rank: int) -> dict[str, Any]:
-    """A rank's part of a whole batch, with labels shifted before sharding.
-
-    Args:
-        batch: any of ``input_ids``, ``attention_mask``, ``position_ids`` and ``labels``, (batch,
-            n), ``inputs_embeds`` (batch, n, hidden); ``cu_seq_lens_q`` and its companions. Labels
-            are as transformers has them: where the tokens are, -100 where nothing is learnt.
-        layout: which positions each rank holds.
-        rank: whose part.
-
-    Returns:
-        Arguments for the model: the shards; and where there are labels also ``shift_labels``, the
-        label of the next position wherever that is held, and ``num_items_in_batch``, how many of
-        them there are on all ranks, a 0-d int64 tensor.
-
-    Raises:
-        ValueError: an argument is unknown, or has another length than the layout.
-    """
-    unknown = sorted(set(batch) - {*_SHARDED, *_WHOLE})
-    if unknown:
-        raise ValueError(
-            f"a batch may hold {', '.join((*_SHARDED, *_WHOLE))}; got {', '.join(unknown)}"
-        )
-    shards = {name: batch[name] for name in _WHOLE if name in batch}
-    whole = {name: batch[name] for name in _SHARDED if batch.get(name) is not None}
-    if "labels" in whole:
-        shifted = nn.functional.pad(whole["labels"], (0, 1), value=-100)[:, 1:]
-        whole["shift_labels"] = shifted
-        shards["num_items_in_batch"] = (shifted != -100).sum()
-    for name, tensor in whole.items():
-        if tensor.dim() < 2 or tensor.shape[1] != layout.length:
-            raise ValueError(
-                f"{name} must have the layout's {layout.length} positions in dimension 1; got "
-                f"shape {tuple(tensor.shape)}"
-            )
-        shards[name] = layout.shard(tensor, rank, dim=1).contiguous()  # losses view them flat
-    return shards
+    erase(model.config)
 
 
 def attention_forward(
@@ -250,6 +274,9 @@ def attention_forward(
         ValueError: `set_attention` was not called, or an argument is not supported.
     """
     call = kwargs.pop(ARGUMENT, None)
+    own: Any = getattr(module, SETTINGS, None)  # of a model of images
+    if call is None and own is not None:
+        call = Call(own, None, None)
     if not isinstance(call, Call):
         raise ValueError(
             f"no settings reached {type(module).__name__}: call "
@@ -289,7 +316,7 @@ def attention_forward(
         query.transpose(1, 2),
         key.transpose(1, 2),
         value.transpose(1, 2),
-        settings.pattern,
+        pattern_of_heads(module, settings, query.shape[1], key.shape[1]),
         is_causal=causal,
         scale=scaling,
         documents=call.documents,
@@ -351,13 +378,16 @@ _attend_untraced: Any = torch.compiler.disable(attend_with_cache)  # type: ignor
 
 
 def _remove_hooks(model: PreTrainedModel) -> None:
-    for handle in getattr(model, _HOOKS, ()):
-        handle.remove()
     for module in (model, model.base_model):
+        for handle in getattr(module, _HOOKS, ()):
+            handle.remove()
+        if SETTINGS in module.__dict__ and takes_images(module):
+            tell_modules(module, None)
         for name in (SETTINGS, _HOOKS, _PREPARE_CACHE):
             if name in module.__dict__:
                 delattr(module, name)
 
 
+restore_when_made(set_attention)
 AttentionInterface.register(NAME, attention_forward)
 AttentionMaskInterface.register(NAME, attention_mask)

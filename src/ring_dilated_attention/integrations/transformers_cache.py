@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from ..decode import DilatedKVCache
-from ..pattern import check_int, check_positive_int
+from ..pattern import DilatedPattern, check_int, check_positive_int
 from .transformers_call import SETTINGS, Settings
 from .transformers_layer import DilatedCacheLayer
 
@@ -298,12 +298,13 @@ class DilatedCache(Cache):  # type: ignore[misc]
             )
         return pending.layer
 
-    def of_layer(self, layer_idx: int, rows: Tensor) -> DilatedKVCache:
+    def of_layer(self, layer_idx: int, rows: Tensor, pattern: DilatedPattern) -> DilatedKVCache:
         """The rows of a layer; for a prompt new ones, where there are none that fit.
 
         Args:
             layer_idx: of the layer.
             rows: (batch, m, kv_heads, head_dim), the keys that are attended to.
+            pattern: of the model, for these heads.
         """
         while len(self.layers) <= layer_idx:
             self.layers.append(DilatedCacheLayer())
@@ -313,11 +314,15 @@ class DilatedCache(Cache):  # type: ignore[misc]
         if not self._columns and kv is not None:
             held = (*kv.keys.shape[::2], kv.plan.num_kv_heads, kv.keys.dtype, kv.keys.device)
             wanted = (batch, head_dim, kv_heads, rows.dtype, rows.device)
-            if held != wanted or kv.plan.max_rewind < self._max_rewind:
+            if (
+                kv.plan.pattern != pattern
+                or held != wanted
+                or kv.plan.max_rewind < self._max_rewind
+            ):
                 kv = None
         if kv is None:
             kv = layer.kv = DilatedKVCache(
-                self.settings.pattern,
+                pattern,
                 batch,
                 kv_heads,
                 head_dim,

@@ -14,6 +14,7 @@ from ..functional import autocast_inputs, dilated_attention
 from ..layout import SequenceLayout
 from .transformers_cache import DilatedCache
 from .transformers_call import ARGUMENT, Call
+from .transformers_heads import pattern_of_heads
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,14 +72,15 @@ def attend_with_cache(
         )
     settings = call.settings
     query, key, value = autocast_inputs(*(x.transpose(1, 2) for x in tensors))
-    kv = call.cache.of_layer(layer, key)
+    pattern = pattern_of_heads(module, settings, query.shape[2], key.shape[2])
+    kv = call.cache.of_layer(layer, key, pattern)
     if not call.is_prompt:
         return cached_attention(query, key, value, kv, scale=scale, backend=settings.backend)
     out = dilated_attention(
         query,
         key,
         value,
-        settings.pattern,
+        pattern,
         is_causal=True,
         scale=scale,
         lengths=call.lengths,

@@ -6,21 +6,28 @@ Nothing here imports transformers. The ranks agree once for each call of the mod
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
-from dataclasses import dataclass
-from itertools import chain
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..documents import as_ints, document_borders, in_words
+from ..documents import in_words
 from ..exchange import Exchange, Group, agree, lengths_of_mask, resolve_exchange
 from ..functional import Schedule
 from ..layout import SequenceLayout
-from ..nn import document_positions
-from ..pattern import DilatedPattern
+from ..pattern import DilatedPattern, HeadSlice
 from ..tiles import Backend
+from .transformers_models import ANY_POSITIONS, Positions, check_peft
+from .transformers_rows import (
+    Rows,
+    check_ids,
+    check_padding,
+    check_positions,
+    documents_of,
+    given_borders,
+)
+from .transformers_saved import check_same_pattern
 
 ARGUMENT = "ring_dilated_attention"
 """The keyword argument by which a `Call` goes from the model to each of its attention modules; and
@@ -35,18 +42,26 @@ _REFUSED = {
     "encoder_hidden_states": "there is no cross-attention",
     "encoder_attention_mask": "there is no cross-attention",
 }
+_ADVICE = (
+    "num_items_in_batch must count the labels of all ranks, as labels_per_rank does, and "
+    "transformers' Trainer with average_tokens_across_devices=True, its default"
+)
 _FLAGS = {"output_attentions": "attention weights are never made"}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What `set_attention` was called with; see there."""
+    """What `set_attention` was called with, see there; and which positions the model numbers."""
 
     pattern: DilatedPattern
     group: Group
     layout: SequenceLayout | None
     exchange: Schedule
     backend: Backend
+    head_slice: HeadSlice | None = None
+    positions: Positions = ANY_POSITIONS
+    counted: set[str] = field(default_factory=set, compare=False)
+    """Has ``num_items_in_batch`` once a call had one."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Settings:
         return self  # a copy of the model belongs to the same ranks
@@ -65,20 +80,6 @@ class Call:
     settings: Settings
     documents: list[int] | None
     lengths: list[int] | None
-
-
-class Rows(NamedTuple):
-    """This rank's part of the input.
-
-    Attributes:
-        batch: rows of the batch.
-        positions: the global position of each local one, int64, shape (local_sequence,).
-        total: number of positions of the whole sequence.
-    """
-
-    batch: int
-    positions: Tensor
-    total: int
 
 
 def by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -112,10 +113,12 @@ def prepared(module: nn.Module, settings: Settings, given: dict[str, Any]) -> di
     mask, position_ids = given.get("attention_mask"), given.get("position_ids")
     try:
         refuse(module, given, ends.world_size)
+        check_peft(module, ends.world_size)
         rows = _rows(given, ends, settings.layout)
         check_ids(position_ids, rows)
         padding = check_padding(mask, rows)
-        borders = _given_borders(given, rows)
+        borders = given_borders(given, rows)
+        check_positions(name, settings.positions, given, rows, padding)
     except Exception as error:  # whatever it is, the other ranks are to be told
         failure = error
     layout, device = settings.layout, device_of(given)
@@ -131,21 +134,14 @@ def prepared(module: nn.Module, settings: Settings, given: dict[str, Any]) -> di
     }
     agree(name, ends, None if failure else shared, failure, device)
     assert rows is not None
-    lengths = None
-    if padding is not None:
-        try:
-            with ends.calls.enter(name, "attention_mask") as scope:
-                found = lengths_of_mask(padding, ends, layout, scope)
-        except ValueError as error:  # the same on every rank
-            raise ValueError(
-                "attention_mask must be a right padding, 1 at the first positions (on the left it "
-                f"may be in calls with a KV cache): {error}"
-            ) from None
-        lengths = None if set(found) == {rows.total} else found
+    lengths = _lengths(name, padding, rows, layout, ends)
+    first = settings.positions.first
     if position_ids is None:
-        position_ids, documents = rows.positions[None], borders
+        # A model that does not count from 0 may skip padding wherever it is, and knows best.
+        own = first and ends.world_size == 1
+        position_ids, documents = None if own else rows.positions[None] + first, borders
     else:
-        documents = _documents(name, position_ids, rows, lengths, ends)
+        documents = documents_of(name, position_ids, rows, lengths, ends, first)
         if borders is not None and documents not in (None, borders):
             raise ValueError(  # alike on every rank
                 "cu_seq_lens_q and the restarts of position_ids must be the same borders; got "
@@ -168,6 +164,27 @@ def prepared(module: nn.Module, settings: Settings, given: dict[str, Any]) -> di
     }
 
 
+def _lengths(
+    name: str,
+    padding: Tensor | None,
+    rows: Rows,
+    layout: SequenceLayout | None,
+    ends: Exchange,
+) -> list[int] | None:
+    """Valid positions of each row, the same on every rank; None: all."""
+    if padding is None:
+        return None
+    try:
+        with ends.calls.enter(name, "attention_mask") as scope:
+            found = lengths_of_mask(padding, ends, layout, scope)
+    except ValueError as error:  # the same on every rank
+        raise ValueError(
+            "attention_mask must be a right padding, 1 at the first positions (on the left it "
+            f"may be in calls with a KV cache): {error}"
+        ) from None
+    return None if set(found) == {rows.total} else found
+
+
 def check_loss_arguments(name: str, settings: Settings, given: dict[str, Any]) -> None:
     """Raise on every rank if a loss, or a choice of logits, would be that of a shard alone.
 
@@ -178,30 +195,54 @@ def check_loss_arguments(name: str, settings: Settings, given: dict[str, Any]) -
 
     Raises:
         ValueError: there are several ranks, and labels without ``shift_labels`` or
-            ``num_items_in_batch``, or ``logits_to_keep``. With a KV cache every rank has all of
+            ``num_items_in_batch``, or with one that differs between ranks, or ``logits_to_keep``.
+            With a KV cache every rank has all of
             them.
     """
     ends = resolve_exchange(settings.group)
     if ends.world_size == 1:
         return
-    failure, cached = None, is_cached(given)
+    failure, cached, shifted = None, is_cached(given), learns_next(name)
+    count = given.get("num_items_in_batch")
     if given.get("labels") is not None and not cached:
         for key, why in (
-            ("shift_labels", "the label of a shard's last token is on another rank"),
-            ("num_items_in_batch", "the mean is over the labels of all ranks"),
+            ("shift_labels", "a shard's last label is on another rank; shard_batch gives it"),
+            (
+                "num_items_in_batch",
+                "the mean is over the labels of all ranks; labels_per_rank gives it",
+            ),
         ):
-            if given.get(key) is None:
+            if given.get(key) is None and (shifted or key != "shift_labels"):
                 failure = ValueError(
-                    f"on {ends.world_size} ranks labels need {key}: {why}; shard_batch gives it. "
-                    f"Got {key}=None"
+                    f"on {ends.world_size} ranks labels need {key}: {why}. Got {key}=None"
                 )
+        if not shifted and given.get("shift_labels") is not None:
+            failure = ValueError(
+                f"the labels of {name} are those of the tokens themselves: make the batch with "
+                "shard_batch(..., shift_labels=False); got shift_labels"
+            )
+        if not shifted and given.get("return_dict") is False:
+            failure = ValueError(
+                f"on {ends.world_size} ranks the loss of {name} needs return_dict=True; got False"
+            )
     kept = given.get("logits_to_keep")
     if not cached and (isinstance(kept, Tensor) or kept):
         failure = ValueError(
             f"on {ends.world_size} ranks logits_to_keep must be 0, since it counts the rows of a "
             f"shard unless there is a KV cache (use_cache=True); got {kept!r}"
         )
-    agree(name, ends, None if failure else {"use_cache": cached}, failure, device_of(given))
+    if isinstance(count, Tensor):
+        # To read one on a GPU is to wait for it: the first one, which shows how it is counted.
+        reads = count.numel() == 1 and (count.device.type == "cpu" or not settings.counted)
+        settings.counted.add("num_items_in_batch")
+        count = count.item() if reads else "a tensor"
+    shared = {"use_cache": cached, "num_items_in_batch": count}
+    agree(name, ends, None if failure else shared, failure, device_of(given), _ADVICE)
+
+
+def learns_next(name: str) -> bool:
+    """Whether a model, by the name of its class, learns the next token from each one."""
+    return name.endswith("ForCausalLM")
 
 
 def device_of(given: dict[str, Any]) -> torch.device:
@@ -224,6 +265,7 @@ def refuse(module: nn.Module, given: dict[str, Any], world_size: int) -> None:
             f"{implementation!r}: call remove_attention(model) first, or set it back to "
             f"{ARGUMENT!r}"
         )
+    check_same_pattern(config, getattr(module, SETTINGS).pattern)
     for key, why in _REFUSED.items():
         if given.get(key) is not None:
             raise ValueError(f"{key} must be None: {why}; got {type(given[key]).__name__}")
@@ -268,92 +310,3 @@ def _rows(given: dict[str, Any], ends: Exchange, layout: SequenceLayout | None) 
     held = f"got input of shape {tuple(inputs.shape)} (set_layout sets another layout)"
     layout.check_shard(ends.rank, ends.world_size, length, held)
     return Rows(batch, layout.positions(ends.rank, device=inputs.device), layout.length)
-
-
-def check_ids(position_ids: Any, rows: Rows) -> None:
-    """Raise a TypeError or ValueError unless position ids have the rows' shape, or are None."""
-    if position_ids is None:
-        return
-    if not isinstance(position_ids, Tensor) or position_ids.dtype not in (torch.int32, torch.int64):
-        got = position_ids.dtype if isinstance(position_ids, Tensor) else repr(position_ids)
-        raise TypeError(f"position_ids must be a tensor of int32 or int64; got {got}")
-    length = len(rows.positions)
-    if tuple(position_ids.shape) not in ((1, length), (rows.batch, length)):
-        raise ValueError(
-            f"position_ids must have shape (batch, local_sequence), {(rows.batch, length)}, or "
-            f"{(1, length)}; got {tuple(position_ids.shape)}"
-        )
-
-
-def check_padding(mask: Any, rows: Rows) -> Tensor | None:
-    """The mask of the rows, checked, True where a position is padding; None without a mask."""
-    if mask is None:
-        return None
-    wanted = "(batch, local_sequence), 1 where a position is valid"
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"attention_mask must be a tensor {wanted}; got {type(mask).__name__}")
-    if mask.dim() != 2 or mask.is_floating_point():
-        raise ValueError(
-            f"attention_mask must be bool or ints, {wanted}; other masks have no dilated "
-            f"attention. Got {mask.dtype}, shape {tuple(mask.shape)}"
-        )
-    if mask.shape != (rows.batch, len(rows.positions)):
-        raise ValueError(
-            f"attention_mask must have shape (batch, local_sequence), "
-            f"{(rows.batch, len(rows.positions))}; got {tuple(mask.shape)}"
-        )
-    if mask.dtype != torch.bool and ((mask != 0) & (mask != 1)).any():
-        raise ValueError(
-            "attention_mask must hold 0 and 1 only (documents are told by position_ids that "
-            f"restart at 0); got {mask[(mask != 0) & (mask != 1)][0].item()}"
-        )
-    return mask.to(rows.positions.device) == 0
-
-
-def _given_borders(given: dict[str, Any], rows: Rows) -> list[int] | None:
-    """The documents that the keyword arguments of flash attention name."""
-    query, key = given.get("cu_seq_lens_q"), given.get("cu_seq_lens_k")
-    if query is None and key is None:
-        return None
-    if query is None or key is None:
-        raise ValueError("cu_seq_lens_q and cu_seq_lens_k must both be given, or neither")
-    borders = as_ints("cu_seq_lens_q", query)
-    if borders != as_ints("cu_seq_lens_k", key):
-        raise ValueError(
-            "cu_seq_lens_q and cu_seq_lens_k must be equal: queries are those of all keys"
-        )
-    if rows.batch != 1:
-        raise ValueError(f"cu_seq_lens_q needs a batch of 1 row; got {rows.batch}")
-    try:
-        return list(document_borders(borders, None, rows.total))
-    except ValueError as error:
-        raise ValueError(
-            f"cu_seq_lens_q must be borders in the whole sequence, the same on every rank: {error}"
-        ) from None
-
-
-def _documents(
-    name: str, position_ids: Tensor, rows: Rows, lengths: list[int] | None, ends: Exchange
-) -> list[int] | None:
-    """The documents that restarts of the position ids begin: the same on every rank."""
-    stops = torch.tensor(lengths or [rows.total] * rows.batch, device=rows.positions.device)
-    valid = rows.positions < stops[:, None]
-    ids = position_ids.to(rows.positions.device).expand(rows.batch, -1)
-    begun = rows.positions[((ids == 0) & valid).any(0)].tolist()
-    with ends.calls.enter(name, "position_ids"):
-        everyone: Iterable[list[int]] = ends.share(begun)
-    starts, stop = sorted(set(chain.from_iterable(everyone))), int(max(lengths or [rows.total]))
-    borders = [*starts, stop] if starts[:1] == [0] else [0, *starts, stop]
-    expected = document_positions(rows.positions, borders)
-    wrong = (valid & (ids != expected)).nonzero().tolist()
-    failure = None
-    if wrong:
-        row, local = wrong[0]
-        failure = ValueError(
-            "position_ids must count up from 0 and restart at 0 where a document begins, at the "
-            "same positions in every row of the batch; in row "
-            f"{row}, position {rows.positions[local].item()} of the sequence must have "
-            f"{expected[local].item()}; got {ids[row, local].item()}"
-        )
-    agree(name, ends, None if failure else {}, failure, rows.positions.device)
-    return borders if len(borders) > 2 else None

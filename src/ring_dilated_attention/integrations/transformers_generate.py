@@ -21,14 +21,13 @@ from .transformers_cache import DilatedCache
 from .transformers_cached import CachedCall, rows_at
 from .transformers_call import (
     ARGUMENT,
-    Rows,
+    SETTINGS,
     Settings,
-    check_ids,
-    check_padding,
     device_of,
     inputs_of,
     refuse,
 )
+from .transformers_rows import Rows, check_ids, check_padding
 
 _DYNAMIC = (None, "dynamic", "dynamic_full")  # "full": older versions take positions back from it
 _PLAIN = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache_position")
@@ -230,6 +229,9 @@ def _prompt(
             "for padding: pass attention_mask where that token is in the text)"
         )
     _check_position_ids(given, places, valid, batch)
+    most = settings.positions.most
+    if most is not None and max(lengths) > most:
+        raise ValueError(f"the model has embeddings of {most} positions; got {max(lengths)}")
     layout, width, positions = None, count, rows.positions
     if ends.world_size > 1:
         width = max(count, 2 * ends.world_size)  # transformers' models take no empty shards
@@ -295,6 +297,11 @@ def _refuse_with_cache(module: Any, given: dict[str, Any], ends: Exchange) -> No
         flag = given.get(key)
         if getattr(module.config, key, False) if flag is None else flag:
             raise ValueError(f"with a KV cache {key} must be False: {why}")
+    if first := getattr(module, SETTINGS).positions.first:
+        raise ValueError(
+            f"{type(module).__name__} numbers positions from {first}, for which there is no KV "
+            "cache: pass use_cache=False"
+        )
     if given.get("return_dict") is False:
         raise ValueError("with a KV cache return_dict must be True; got False")
     others = [key for key, x in given.items() if isinstance(x, Tensor) and key not in _PLAIN]

@@ -17,6 +17,7 @@ from .transformers_call import (
     prepared,
 )
 from .transformers_generate import prepared_with_cache
+from .transformers_loss import own_loss, without_labels
 
 
 def before_base(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -43,7 +44,7 @@ def before_head(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     if settings.group is not None:
         _check_loss_untraced(type(module).__name__, settings, given)
     if not is_cached(given):
-        return None
+        return ((), without_labels(given)) if own_loss(module, settings, given) else None
     kept = given.get("logits_to_keep")
     return args, {**kwargs, ARGUMENT: kept if isinstance(kept, int) else 0}
 

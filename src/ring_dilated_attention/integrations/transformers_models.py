@@ -3,8 +3,96 @@
 from __future__ import annotations
 
 import inspect
+import sys
+from typing import Any, NamedTuple
 
 from torch import nn
+
+_HEADS_OF_TOKENS = ("ForCausalLM", "ForMaskedLM", "ForTokenClassification")
+_ENCODERS = tuple(
+    f"{name}Model"
+    for name in (
+        *("Bert", "Camembert", "DistilBert", "Electra", "Ernie"),
+        *("Roberta", "XLMRoberta", "XLMRobertaXL"),
+    )
+)
+"""Those that were looked at and tested on several ranks. Others count positions in a shard, as ESM
+does for its rotations, or scale by what a shard holds."""
+_POSITIONS = ("position_embeddings", "position_embedding", "embed_positions", "wpe")
+_PEFT = (0, 21)
+"""Before this version of peft, adapters called the model's forward past its hooks."""
+
+
+def without_adapters(model: Any, world_size: int = 1) -> Any:
+    """The model of transformers inside of a PeftModel, or what is given if it is none.
+
+    Args:
+        model: anything.
+        world_size: ranks that share each sequence.
+
+    Raises:
+        ValueError: on several ranks, peft would put its virtual tokens before every shard.
+    """
+    peft = sys.modules.get("peft")
+    if peft is None or not isinstance(model, peft.PeftModel | peft.PeftMixedModel):
+        return model
+    learns_prompts = getattr(model, "_is_prompt_learning", False)
+    if world_size > 1 and learns_prompts:
+        raise ValueError(
+            f"on {world_size} ranks adapters must not add virtual tokens, which would come before "
+            f"every shard; got {model.peft_type}: use LoRA or another adapter of weights"
+        )
+    if isinstance(model, peft.PeftMixedModel):
+        return model.base_model.model
+    return model.get_base_model()
+
+
+def check_peft(base: nn.Module, world_size: int) -> None:
+    """Raise a RuntimeError where an old peft would call a model past the hook of its head."""
+    peft = sys.modules.get("peft")
+    if peft is None or world_size == 1:
+        return
+    version = tuple(int(x) for x in peft.__version__.split(".")[:2])
+    layers = peft.tuners.tuners_utils.BaseTunerLayer
+    if version < _PEFT and any(isinstance(x, layers) for x in base.modules()):
+        raise RuntimeError(
+            f"on {world_size} ranks adapters need peft {'.'.join(map(str, _PEFT))} or later, which "
+            f"calls a model with its hooks; got peft {peft.__version__}"
+        )
+
+
+def _table_of_positions(base: nn.Module) -> nn.Embedding | None:
+    """The embeddings of positions, where a model has learnt them; None: it has rotations."""
+    for path, module in base.named_modules():
+        if isinstance(module, nn.Embedding) and path.rpartition(".")[2] in _POSITIONS:
+            return module
+    return None
+
+
+class Positions(NamedTuple):
+    """Which position ids a model numbers its tokens with.
+
+    Attributes:
+        first: of a row's first token: 0, but padding_idx + 1 in RoBERTa and its like.
+        most: how many there are embeddings for; None: any number.
+    """
+
+    first: int
+    most: int | None
+
+    @classmethod
+    def of(cls, base: Any) -> Positions:
+        """Those of a model without its head."""
+        table = _table_of_positions(base)
+        if table is None:
+            return ANY_POSITIONS
+        first = 0 if table.padding_idx is None else table.padding_idx + 1
+        known = getattr(base.config, "max_position_embeddings", None)
+        return cls(first, min(table.num_embeddings, known or table.num_embeddings))
+
+
+ANY_POSITIONS = Positions(0, None)
+"""Those of a model with rotations."""
 
 
 def check_model(model: nn.Module, base: nn.Module, world_size: int) -> None:
@@ -28,17 +116,18 @@ def check_model(model: nn.Module, base: nn.Module, world_size: int) -> None:
     if world_size == 1:
         return
     where = f"on {world_size} ranks"
-    if base is not model and not kind.endswith("ForCausalLM"):
+    if base is not model and not kind.endswith(_HEADS_OF_TOKENS):
         raise ValueError(
-            f"{where} a head must treat every token alone: a ForCausalLM, or model.base_model with "
-            f"a head of your own; got {kind}"
+            f"{where} a head must treat every token alone: one of {', '.join(_HEADS_OF_TOKENS)}, "
+            f"or model.base_model with a head of your own; got {kind}"
         )
+    _check_encoder(base, where)
     others = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
     if others:
         raise ValueError(
             f"{where} config.layer_types must all be 'full_attention'; got {sorted(others)}"
         )
-    for path, module in base.named_modules():
+    for path, module in model.named_modules():
         if isinstance(module, nn.Conv1d | nn.RNNBase):
             raise ValueError(
                 f"{where} nothing but attention may mix positions; {path} is a "
@@ -51,3 +140,17 @@ def check_model(model: nn.Module, base: nn.Module, world_size: int) -> None:
                     f"{where} rotary frequencies must not depend on the longest position of a "
                     f"shard; {path} has rope_type {name!r}"
                 )
+
+
+def _check_encoder(base: nn.Module, where: str) -> None:
+    """Raise a ValueError for what an encoder would do with a shard alone."""
+    if all(getattr(module, "is_causal", True) for module in base.modules()):
+        return
+    name = type(base).__name__
+    if not any(kind.__name__ in _ENCODERS for kind in type(base).__mro__):  # fully_shard's too
+        raise ValueError(f"{where} the encoders are {', '.join(_ENCODERS)}; got {name}")
+    if getattr(base, "pooler", None) is not None:
+        raise ValueError(
+            f"{where} {name} must not pool the first token of each shard: make it with "
+            "add_pooling_layer=False"
+        )

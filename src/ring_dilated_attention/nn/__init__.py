@@ -1,10 +1,12 @@
 """Modules built on `dilated_attention`: layers, a language model of bytes, an encoder of slides."""
 
-from .attention import DilatedAttention, MultiheadDilatedAttention
+from .attention import MultiheadDilatedAttention
 from .checkpoint import Checkpoint, attention_policy, check_checkpoint, keep_attention
 from .checks import check_head_sizes
 from .chunked import map_rows
 from .config import LongNetConfig
+from .dilated import DilatedAttention
+from .head_slices import Heads, slice_of_heads, slice_of_projections
 from .hooks import hooks_of, is_plain
 from .longnet import LongNet
 from .norm import LayerNorm, normalize
@@ -20,6 +22,7 @@ __all__ = [
     "Checkpoint",
     "DilatedAttention",
     "Encoded",
+    "Heads",
     "LayerNorm",
     "LongNet",
     "LongNetConfig",
@@ -42,4 +45,6 @@ __all__ = [
     "normalize",
     "project_heads",
     "sincos_positions",
+    "slice_of_heads",
+    "slice_of_projections",
 ]

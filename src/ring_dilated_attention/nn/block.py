@@ -10,9 +10,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from ..exchange import gather_weights_in
 from .attention import MultiheadDilatedAttention
 from .checkpoint import Checkpoint, run_checkpointed
 from .chunked import map_rows
+from .sharded_apart import refuse_sharded_apart
 
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -57,7 +59,14 @@ class Block(nn.Module, ABC):
 
         Returns:
             The shape and dtype of `hidden`.
+
+        Raises:
+            ValueError: there are `chunk_rows`, and `fully_shard` was called with a submodule.
         """
+        gather_weights_in(self.attention, ("project", "combine"))
+        if chunk_rows is not None:
+            chunks = "chunk_rows computes gradients of weights from chunk to chunk"
+            refuse_sharded_apart(self, dict.fromkeys(self._modules, chunks))
         if attend is None:
             attend = partial(self.attention.attend, is_causal=self.is_causal, **options)
         is_one_chunk = chunk_rows is None or hidden.shape[1] <= chunk_rows

@@ -13,7 +13,15 @@ from torch import Tensor
 
 from ..decode import CapturedStep, DilatedKVCache, Step, attend_in_step
 from ..documents import Integers, as_ints
-from ..exchange import Exchange, Group, agree, all_gather, resolve_exchange, settle
+from ..exchange import (
+    Exchange,
+    Group,
+    agree,
+    all_gather,
+    is_fully_sharded,
+    resolve_exchange,
+    settle,
+)
 from ..functional import autocast_inputs
 from ..layout import SequenceLayout
 from ..pattern import check_int, check_positive_int, in_brief
@@ -65,13 +73,21 @@ def make_caches(
     sharded: bool | None,
 ) -> list[DilatedKVCache]:
     """See `LongNet.make_caches`."""
+    if is_fully_sharded(model):
+        raise ValueError(
+            f"{type(model).__name__.removeprefix('FSDP')} under fully_shard does not generate: its "
+            "weights are gathered for forward alone. Load its state dict into a model without "
+            "fully_shard"
+        )
     config, weight = model.config, model.embedding.weight
     (like,) = autocast_inputs(weight[:0])
+    slices = [block.attention.head_slice for block in _blocks(model)]
+    heads = config.num_kv_heads or config.num_heads
     return [
         DilatedKVCache(
             config.pattern,
             batch,
-            config.num_kv_heads or config.num_heads,
+            heads if own is None else own.stop - own.start,
             config.embed_dim // config.num_heads,
             max_length=max_length,
             max_rewind=max_rewind,
@@ -79,8 +95,9 @@ def make_caches(
             device=weight.device,
             group=group,
             sharded=sharded,
+            head_slice=own,
         )
-        for _ in model.blocks
+        for own in slices
     ]
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..documents import Integers
-from ..exchange import Group, resolve_exchange
+from ..exchange import Group, refuse_beside_wrapper, resolve_exchange
 from ..functional import Schedule, autocast_inputs
 from ..layout import SequenceLayout
 from ..pattern import check_positive_int
@@ -22,6 +22,7 @@ from .config import LongNetConfig
 from .longnet_block import LongNetBlock
 from .longnet_inputs import agreed_positions, check_labels
 from .rope import RotaryEmbedding, Rotation
+from .sharded_apart import refuse_sharded_apart
 from .token_generator import TokenGenerator
 
 
@@ -112,15 +113,18 @@ class LongNet(TokenGenerator):
     def forward(
         self,
         tokens: Tensor,
+        labels: Tensor | None = None,
         *,
         documents: Integers | None = None,
         group: Group = None,
         layout: SequenceLayout | None = None,
     ) -> Tensor:
-        """Logits of the next token at every local position.
+        """Logits of the next token at every local position; with labels, their loss instead.
 
         Args:
             tokens: the local shard, int64, shape (batch, local_sequence).
+            labels: as in `loss`, which this call then is: the form of it for a model inside of
+                another module, such as DistributedDataParallel. None: logits.
             documents: cumulative lengths ``[0, ..., n]`` of documents packed in the whole sequence
                 of n positions (not in this rank's shard): ints, or a 1-D int32 or int64 tensor;
                 attention never crosses their borders. None: one document. Rotary positions restart
@@ -131,7 +135,7 @@ class LongNet(TokenGenerator):
 
         Returns:
             Logits, shape (batch, local_sequence, vocab_size), in the dtype of the parameters (or
-            of autocast).
+            of autocast); or the loss, a scalar.
 
         Raises:
             TypeError: this rank's `tokens` are not int64.
@@ -139,9 +143,16 @@ class LongNet(TokenGenerator):
                 or another local length; some other rank refused its arguments; and see
                 `dilated_attention`.
         """
-        hidden = self._hidden(tokens, None, documents, group, layout)
+        apart = {"embedding": "the logits have its weights, too"}
+        if self.chunk_rows is not None:
+            apart["norm"] = "chunk_rows computes gradients of weights from chunk to chunk"
+        refuse_sharded_apart(self, apart)
+        hidden = self._hidden(tokens, labels, documents, group, layout)
         modules = (self.norm, self.embedding)
-        return map_rows(self.logits, hidden, rows=self.chunk_rows, modules=modules)
+        if labels is None:
+            return map_rows(self.logits, hidden, rows=self.chunk_rows, modules=modules)
+        losses = map_rows(self._losses, hidden, labels, rows=self.chunk_rows, modules=modules)
+        return losses.sum()
 
     def loss(
         self,
@@ -154,10 +165,12 @@ class LongNet(TokenGenerator):
     ) -> Tensor:
         """Cross-entropy, in nats, summed over the local positions.
 
+        It calls the module with these labels, so that hooks run, those of `fully_shard` too.
+
         Args:
             tokens: the local shard, int64, shape (batch, local_sequence).
             labels: the token that follows each of `tokens`, whichever rank holds it; the shape and
-                dtype of `tokens`.
+                dtype of `tokens`. Where it is -100, nothing is learnt.
             documents: cumulative lengths of documents packed in every sequence, in global
                 positions; the last label of a document counts like any other.
             group: the ranks that share each sequence: a ProcessGroup, a 1-D DeviceMesh, or None
@@ -166,16 +179,20 @@ class LongNet(TokenGenerator):
 
         Returns:
             A scalar, summed in float32 (float64 for float64 parameters); 0 where there is no local
-            position. The loss of the whole sequence is the sum over ranks, as its gradient is.
+            position. The loss of the whole sequence is the sum over ranks, as its gradient is; what
+            averages gradients, as DDP and FSDP do, wants it divided by `labels_per_rank`.
 
         Raises:
             TypeError: this rank's `tokens` or `labels` are not int64.
-            ValueError: as in `forward`, or the labels have another shape than the tokens.
+            ValueError: as in `forward`, or the labels have another shape than the tokens; or the
+                model is in DistributedDataParallel, which must be called instead.
         """
-        hidden = self._hidden(tokens, labels, documents, group, layout)
-        modules = (self.norm, self.embedding)
-        losses = map_rows(self._losses, hidden, labels, rows=self.chunk_rows, modules=modules)
-        return losses.sum()
+        if not torch.compiler.is_compiling():
+            refuse_beside_wrapper(self, "the wrapped model with its labels, ddp(tokens, labels)")
+        options = {"documents": documents, "group": group, "layout": layout}
+        # None would be a call for logits: as anything else that is no tensor, it is refused.
+        loss: Tensor = self(tokens, "None" if labels is None else labels, **options)
+        return loss
 
     def _hidden(
         self,

@@ -58,7 +58,7 @@ class LongNetBlock(Block):
         # A few rows: what they cost is the number of operations.
         query, key, value = attention.project(normed, normed, normed)
         both = WideRotation(cos, sin)(torch.cat((query, key), 2))
-        query, key = both.tensor_split((attention.num_heads,), 2)
+        query, key = both.tensor_split((query.shape[2],), 2)
         return query, key, value
 
     def _contract(self, expanded: Tensor, *, in_chunks: bool) -> Tensor:

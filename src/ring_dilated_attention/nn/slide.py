@@ -18,6 +18,7 @@ from .checks import check_rows
 from .chunked import map_rows
 from .encoder_block import EncoderBlock
 from .norm import LayerNorm
+from .sharded_apart import refuse_sharded_apart
 from .sincos import sincos_positions
 from .slide_config import SlideEncoderConfig
 
@@ -119,7 +120,9 @@ class SlideEncoder(nn.Module):
 
         Args:
             features: shape (batch, local_tiles, in_dim), floating.
-            coordinates: where the tiles are, shape (batch, local_tiles, 2), integer or floating.
+            coordinates: where the tiles are, shape (batch, local_tiles, 2), integers, float32 or
+                float64. Under `fully_shard` with a MixedPrecisionPolicy pass integers: it casts
+                floating arguments.
             lengths: (batch,) ints, how many tiles each slide of the batch has, where slides are
                 padded at their ends. None: all of them.
             group: the ranks that share each slide: a ProcessGroup, a 1-D DeviceMesh, or None for
@@ -135,6 +138,9 @@ class SlideEncoder(nn.Module):
             TypeError, ValueError: the arguments do not fit, on this rank or on another; and see
                 `dilated_attention`.
         """
+        if self.chunk_rows is not None:
+            chunks = "chunk_rows computes gradients of weights from chunk to chunk"
+            refuse_sharded_apart(self, {"embedding": chunks, "norm": chunks})
         ends = resolve_exchange(group)
         at, positions = self._agreed_row_of_cls(features, coordinates, lengths, ends, layout)
         hidden = map_rows(
@@ -197,6 +203,12 @@ class SlideEncoder(nn.Module):
             ("coordinates", coordinates, 2),
         ):
             check_rows(name, tensor, width, "(batch, local_tiles, ")
+        if coordinates.dtype in (torch.float16, torch.bfloat16):
+            raise TypeError(
+                f"coordinates must be integers, float32 or float64: {coordinates.dtype} rounds "
+                "them. Under fully_shard with a MixedPrecisionPolicy, which casts floating "
+                "arguments, pass coordinates.round().long(), or set cast_forward_inputs=False"
+            )
         if features.shape[:2] != coordinates.shape[:2]:
             raise ValueError(
                 "features and coordinates must have the same batch and tiles; got shapes "

@@ -260,6 +260,7 @@ def plan_attention(
     num_kv_heads: int | None = None,
     documents: Sequence[int] | None = None,
     length: int | None = None,
+    head_slice: Sequence[int] | None = None,
 ) -> AttentionPlan:
     """Plan dilated attention of `pattern` over a sequence that `layout` shards.
 
@@ -274,14 +275,16 @@ def plan_attention(
             None: one document. With `length` they may end behind it, and are cut off there.
         length: how many positions are valid: those from there on are padding, which belongs to no
             document. None: all.
+        head_slice: (start, stop, total): the KV heads are heads start to stop (excluded) of a layer
+            with total of them. None: they are all.
 
     Returns:
         A hashable plan; ``plan.rank(i)`` is what rank i does.
 
     Raises:
         TypeError, ValueError: an argument is not of its kind, `num_kv_heads` does not divide
-            `num_heads`, `documents` does not rise from 0 to the layout's length, or `length` lies
-            outside of [0, layout.length].
+            `num_heads`, `documents` does not rise from 0 to the layout's length, `length` lies
+            outside of [0, layout.length], or `head_slice` names another number of heads.
     """
     if not isinstance(pattern, DilatedPattern):
         raise TypeError(f"pattern must be a DilatedPattern, got {pattern!r}")
@@ -293,5 +296,6 @@ def plan_attention(
     )
     if num_heads % kv_heads:
         raise ValueError(f"heads must be a multiple of kv_heads; got {num_heads} and {kv_heads}")
+    pattern = pattern.of_heads(head_slice, kv_heads)
     borders = document_borders(documents, length, layout.length)
     return AttentionPlan(pattern, layout, bool(is_causal), num_heads, kv_heads, borders)

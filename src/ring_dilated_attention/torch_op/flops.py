@@ -41,6 +41,7 @@ def forward_flops(
     documents: Sequence[int] = (),
     lengths: Sequence[int] = (),
     detached: bool = False,
+    head_slice: Sequence[int] = (),
     **_: Any,
 ) -> int:
     """Operations of ``ring_dilated_attention::forward`` on this rank.
@@ -67,6 +68,7 @@ def forward_flops(
         documents: cumulative lengths; empty: one document.
         lengths: valid positions of each row of the batch; empty: all.
         detached: makes no difference: what is worked out again is not counted.
+        head_slice: of the pattern; empty: the call has all heads.
 
     Returns:
         The number of operations, 0 or more.
@@ -77,6 +79,7 @@ def forward_flops(
         tuple(segment_lengths), tuple(dilation_rates), head_offsets, head_branches, zero_keys,
         bool(is_causal), scale, tuple(map(int, layout)), group, exchange, backend, workspace,
         needs_gradients, tuple(map(int, documents)), tuple(map(int, lengths)),
+        head_slice=tuple(head_slice),
     )  # fmt: skip
     shape = batch, length, heads, head_dim
     flops = 0

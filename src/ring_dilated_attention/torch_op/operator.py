@@ -34,7 +34,7 @@ _OPTIONS = (
     "bool zero_keys, bool is_causal, float? scale, "
     "SymInt[] layout, str group, str exchange, str backend, "
     "float? workspace, bool needs_gradients, SymInt[] documents, SymInt[] lengths, "
-    "bool detached"
+    "bool detached, int[] head_slice"
 )
 _Library: Any = torch.library.Library  # its methods have no annotations
 _library = _Library("ring_dilated_attention", "DEF")

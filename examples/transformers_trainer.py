@@ -1,0 +1,205 @@
+"""Train a Llama by transformers' Trainer, its sequences sharded over the ranks of a group.
+
+    torchrun --nproc-per-node 2 examples/transformers_trainer.py                     # dp 1, sp 2
+    torchrun --nproc-per-node 4 examples/transformers_trainer.py --sequence-ranks 2  # dp 2, sp 2
+
+The Trainer splits data over all ranks. Here it must split them over data-parallel groups only: the
+ranks that share a sequence get the same batches, and each takes its part. Afterwards every rank
+trains once more alone on the batches of all ranks, and the program exits with code 1 if weights
+differ.
+"""
+
+import argparse
+import copy
+import os
+import sys
+import tempfile
+
+import torch
+import torch.distributed as dist
+from accelerate.data_loader import prepare_data_loader
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+from ring_dilated_attention import DilatedPattern, SequenceLayout
+from ring_dilated_attention.integrations.transformers import (
+    set_attention,
+    set_layout,
+    shard_batch,
+)
+
+TOLERANCE = 1e-4
+"""Relative error allowed between sharded and not, after a few float32 steps."""
+PATTERN = DilatedPattern([64, None], [1, 4])
+
+
+# --8<-- [start:trainer]
+class SequenceParallelTrainer(Trainer):
+    """A Trainer on a mesh of (dp, sp): ranks along sp share each sequence."""
+
+    def __init__(self, *args, mesh, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.mesh = mesh
+        self.whole_batches = []
+
+    def get_train_dataloader(self):
+        """See Trainer."""
+        return self._over_data_groups(self.train_dataset, self._train_batch_size, shuffle=True)
+
+    def get_eval_dataloader(self, eval_dataset=None):
+        """See Trainer."""
+        data = self.eval_dataset if eval_dataset is None else eval_dataset
+        return self._over_data_groups(data, self.args.eval_batch_size, shuffle=False)
+
+    def _over_data_groups(self, data, batch_size, shuffle):
+        """Batches that differ between data-parallel groups, and not within one."""
+        order = torch.Generator().manual_seed(self.args.seed)  # the same on every rank
+        loader = DataLoader(
+            data,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            generator=order,
+            collate_fn=self.data_collator,
+        )
+        return prepare_data_loader(
+            loader,
+            self.args.device,
+            num_processes=self.mesh["dp"].size(),
+            process_index=self.mesh.get_local_rank("dp"),
+        )
+
+    def _shard(self, batch):
+        """This rank's part, and which it is; the ranks compare their batches."""
+        self.whole_batches.append(batch)
+        layout = SequenceLayout.zigzag(batch["input_ids"].shape[1], self.mesh["sp"].size())
+        return {**shard_batch(batch, layout, self.mesh["sp"]), "layout": layout}
+
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        """The shards of a step, and how many labels all ranks have in it."""
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        batches = [self._shard(batch) for batch in batches]
+        return batches, self._get_num_items_in_batch(batches, device)
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        """Micro-batches may have different lengths."""
+        set_layout(self.model, inputs.pop("layout"))
+        return super().training_step(model, inputs, num_items_in_batch)
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        """The loss alone: logits are those of a shard."""
+        inputs = self._shard(inputs)
+        set_layout(self.model, inputs.pop("layout"))
+        loss, _, _ = super().prediction_step(model, inputs, True, ignore_keys)
+        return self.accelerator.reduce(loss, "mean"), None, None  # logits are those of a shard
+
+
+# --8<-- [end:trainer]
+
+
+def collate(rows: list[dict]) -> dict[str, torch.Tensor]:
+    """Rows of different lengths, padded on the right; nothing is learnt of the padding."""
+    length = max(len(row["input_ids"]) for row in rows)
+    ids = torch.zeros(len(rows), length, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for index, row in enumerate(rows):
+        ids[index, : len(row["input_ids"])] = row["input_ids"]
+        mask[index, : len(row["input_ids"])] = 1
+    labels = ids.masked_fill(mask == 0, -100)
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def texts(count: int) -> list[dict]:
+    """Texts of different lengths."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(100, 300, (count,), generator=generator).tolist()
+    return [{"input_ids": torch.randint(1, 256, (n,), generator=generator)} for n in lengths]
+
+
+def new_model() -> LlamaForCausalLM:
+    """A small Llama."""
+    torch.manual_seed(0)  # the same weights on every rank
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        attn_implementation="ring_dilated_attention",
+    )
+    return LlamaForCausalLM(config)
+
+
+def train_alone(model, steps: list[list[dict]], arguments: TrainingArguments) -> None:
+    """What the Trainer does, in plain torch on one process: `steps` has the batches of each."""
+    set_attention(model, PATTERN)
+    optimizer = torch.optim.SGD(model.parameters(), lr=arguments.learning_rate)
+    for batches in steps:
+        count = sum((batch["labels"][:, 1:] != -100).sum() for batch in batches)
+        for batch in batches:
+            model(**batch, num_items_in_batch=count).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), arguments.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def main() -> None:
+    """Train, and compare with one process."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sequence-ranks", type=int, default=2, help="that share a sequence")
+    parser.add_argument("--steps", type=int, default=3)
+    args = parser.parse_args()
+    ranks, micro_batches = int(os.environ["WORLD_SIZE"]), 2
+    out = tempfile.TemporaryDirectory()
+    arguments = TrainingArguments(
+        output_dir=out.name,
+        use_cpu=True,
+        per_device_train_batch_size=2,
+        per_device_eval_batch_size=2,
+        gradient_accumulation_steps=micro_batches,
+        max_steps=args.steps,
+        learning_rate=0.1,
+        lr_scheduler_type="constant",
+        optim="sgd",
+        logging_steps=1,
+        report_to=[],
+        save_strategy="no",
+        remove_unused_columns=False,
+        disable_tqdm=True,
+    )
+    # --8<-- [start:main]
+    shape = (ranks // args.sequence_ranks, args.sequence_ranks)
+    mesh = init_device_mesh(arguments.device.type, shape, mesh_dim_names=("dp", "sp"))
+    model = new_model()
+    set_attention(model, PATTERN, group=mesh["sp"])
+    twin = copy.deepcopy(model)
+    trainer = SequenceParallelTrainer(
+        model, arguments, mesh=mesh, train_dataset=texts(40), data_collator=collate
+    )
+    trainer.train()
+    # --8<-- [end:main]
+    seen = [None] * ranks
+    dist.all_gather_object(seen, trainer.whole_batches)
+    groups = seen[:: args.sequence_ranks]  # the ranks of a group have seen the same
+    steps = [
+        [batch for group in groups for batch in group[first : first + micro_batches]]
+        for first in range(0, args.steps * micro_batches, micro_batches)
+    ]
+    train_alone(twin, steps, arguments)
+    pairs = zip(model.parameters(), twin.parameters(), strict=True)
+    error = max(((a - b).norm() / b.norm()).item() for a, b in pairs)
+    held_out = texts(2 * shape[0])
+    loss = trainer.evaluate(held_out)["eval_loss"]
+    with torch.no_grad():
+        expected = twin(**collate(held_out)).loss.item()
+    if dist.get_rank() == 0:
+        print(f"loss {loss:.4f}; on one process {expected:.4f}")
+        print(f"largest relative difference of weights from one process: {error:.1e}")
+    dist.destroy_process_group()
+    if not max(error, abs(loss - expected) / expected) <= TOLERANCE:  # NaN, too
+        sys.exit("sharded training differs from one process")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,257 @@
+"""Over which ranks DDP and FSDP average gradients, and what a loss is to be divided by for that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple, TypeAlias
+from weakref import WeakKeyDictionary, ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..pattern import in_brief
+from .groups import ProcessGroupExchange
+from .interface import Exchange, SoloExchange
+from .names import Group, group_name, resolve_exchange
+
+Averaging: TypeAlias = nn.Module | dist.ProcessGroup | DeviceMesh | Exchange
+"""What says which ranks average gradients: a wrapped model, or the ranks themselves."""
+
+_WHERE = (
+    "wrap the model over all ranks that train together: DistributedDataParallel(model), or "
+    "fully_shard of each block and of the model with mesh=mesh[...]._flatten() or a mesh of two "
+    "dimensions"
+)
+
+
+def labels_per_rank(
+    labels: Tensor | Iterable[Tensor] | int,
+    model: Averaging,
+    group: Group,
+    *,
+    ignore_index: int = -100,
+) -> Tensor:
+    """What every rank divides its summed loss by, so that averaged gradients are those of the mean.
+
+    DDP and FSDP average the gradients of all W ranks that they know, whether these ranks hold
+    other sequences (data parallelism) or other parts of the same sequences. Let rank r have the
+    loss s_r, summed over its own labels, and let all ranks have N labels. Then the average of
+    ``s_r / (N / W)`` is the mean over all labels, ``sum(s_r) / N``, however unevenly labels are
+    spread. N / W, the labels per rank, is what this function returns:
+
+        divisor = labels_per_rank(labels, model, group)
+        (summed_loss / divisor).backward()
+
+    It is one small collective. With gradient accumulation, call it once a step with the labels of
+    all its micro-batches, and divide the loss of each by it. transformers' models divide by what
+    they are given as ``num_items_in_batch``. The mean loss, to be shown, is the average of the
+    ranks' divided losses.
+
+    Args:
+        labels: this rank's labels of the whole step: its shard, int64, any shape; or the shards of
+            all micro-batches; or how many there are, for other losses (0 on a rank without any).
+        model: what averages gradients: a model in DistributedDataParallel or under `fully_shard`
+            (FSDP2, HSDP); or, where gradients are averaged otherwise, those ranks: a ProcessGroup
+            or a DeviceMesh of any number of dimensions.
+        group: the ranks that share each sequence, which must be among the former: a ProcessGroup,
+            a 1-D DeviceMesh, or None for one process.
+        ignore_index: labels with this value do not count. Default -100, as in transformers and
+            `torch.nn.functional.cross_entropy`.
+
+    Returns:
+        A float64 scalar, the same on every rank, on the device of the labels where the backend of
+        the ranks takes it. Where no rank has a label it is 1 / W, so that a loss of 0 stays 0.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: gradients are not averaged over all ranks of `group`, not of all parameters, or
+            not of all over the same ranks; the message tells the way.
+    """
+    found = _averaging(model)
+    _check_contains(found.ranks, group)
+    count = _count(labels, ignore_index)
+    total = found.total(count).clamp(min=1).to(torch.float64)
+    return total / found.divisor
+
+
+_wrappers: WeakKeyDictionary[nn.Module, ref[nn.Module]] = WeakKeyDictionary()
+"""Of modules in DistributedDataParallel that `labels_per_rank` has seen, what they are in."""
+
+
+def refuse_beside_wrapper(module: nn.Module, instead: str) -> None:
+    """Raise where a method of a module in DistributedDataParallel is to have a gradient.
+
+    DDP averages gradients of calls through it alone; those of others stay a rank's own. Only
+    modules are known whose wrapper `labels_per_rank` was given.
+
+    Args:
+        module: whose method is called.
+        instead: how to call the wrapper.
+
+    Raises:
+        ValueError: it is in one.
+    """
+    wrapper = _wrappers.get(module)
+    if torch.is_grad_enabled() and wrapper is not None and wrapper() is not None:
+        raise ValueError(
+            f"{type(module).__name__} is in DistributedDataParallel, which averages gradients of "
+            f"calls through it alone: call {instead}"
+        )
+
+
+class _Average(NamedTuple):
+    """The ranks whose gradients are averaged.
+
+    Attributes:
+        groups: a sum over each, one after the other, is a sum over all ranks; or a single
+            `Exchange`, whose ranks may be threads.
+        ranks: all of them, as numbers of the whole world; None: not known.
+        divisor: what the sum of their gradients is divided by.
+    """
+
+    groups: list[dist.ProcessGroup] | Exchange
+    ranks: frozenset[int] | None
+    divisor: float
+
+    def total(self, count: Tensor) -> Tensor:
+        """The sum of all ranks' counts."""
+        if not isinstance(self.groups, list):
+            ends = self.groups
+            if ends.world_size == 1:
+                return count
+            with ends.calls.enter("labels_per_rank", "labels"):
+                return count.new_tensor(sum(ends.share(int(count))))
+        for group in self.groups:
+            if count.device.type == "cpu" and "cpu" not in dist.get_backend_config(group):
+                count = count.to(torch.device("cuda", torch.cuda.current_device()))
+            dist.all_reduce(count, group=group)
+        return count
+
+
+def _count(labels: Tensor | Iterable[Tensor] | int, ignore_index: int) -> Tensor:
+    if isinstance(labels, bool) or (isinstance(labels, int) and labels < 0):
+        raise ValueError(f"labels must be tensors, or a number >= 0; got {labels}")
+    if isinstance(labels, int):
+        return torch.tensor(labels)
+    shards = [labels] if isinstance(labels, Tensor) else list(labels)
+    for shard in shards:
+        if not isinstance(shard, Tensor) or shard.is_floating_point():
+            got = shard.dtype if isinstance(shard, Tensor) else in_brief(shard)
+            raise TypeError(f"labels must be tensors of ints, or a number; got {got}")
+    if not shards:
+        raise ValueError("labels must hold the shard of at least one micro-batch; got none")
+    return torch.stack([(shard != ignore_index).sum() for shard in shards]).sum()
+
+
+def _averaging(model: Averaging) -> _Average:
+    from torch.distributed.fsdp import FullyShardedDataParallel  # takes a while to import
+    from torch.nn.parallel import DistributedDataParallel
+
+    if isinstance(model, DeviceMesh):
+        return _of_mesh(model)
+    if isinstance(model, dist.ProcessGroup):
+        ranks = frozenset(dist.get_process_group_ranks(model))
+        return _Average([model], ranks, len(ranks))
+    if not isinstance(model, nn.Module):
+        ends = resolve_exchange(model)
+        return _Average(ends, _ranks(ends), ends.world_size)
+    module = getattr(model, "_orig_mod", model)  # of torch.compile
+    if isinstance(module, DistributedDataParallel):
+        _wrappers[module.module] = ref(module)
+        return _averaging(module.process_group)
+    if isinstance(module, FullyShardedDataParallel):
+        raise ValueError(
+            "a model in FullyShardedDataParallel does not say over which ranks gradients are "
+            "averaged: use fully_shard (FSDP2), or pass the ProcessGroup or DeviceMesh instead of "
+            "the model"
+        )
+    return _of_fully_shard(module)
+
+
+def _of_mesh(mesh: DeviceMesh) -> _Average:
+    groups = [mesh.get_group(dimension) for dimension in range(mesh.ndim)]
+    ranks = frozenset(mesh.mesh.flatten().tolist())
+    return _Average(groups, ranks, len(ranks))
+
+
+def _of_fully_shard(model: nn.Module) -> _Average:
+    """Over which ranks FSDP2 averages, which must be the same for all parameters that learn."""
+    meshes: dict[tuple[DeviceMesh, float], None] = {}
+    managed: set[int] = set()
+    for sharded in _parameter_groups(model):
+        mesh = sharded.mesh_info.mesh
+        divisor = getattr(sharded, "gradient_divide_factor", None)
+        meshes[mesh, mesh.size() if divisor is None else divisor] = None
+        for parameter in sharded.fsdp_params:
+            for owner, name in _owners(parameter):
+                managed.add(id(getattr(owner, name)))
+    if not meshes:
+        raise ValueError(
+            f"{type(model).__name__} is neither in DistributedDataParallel nor under fully_shard, "
+            f"so its gradients are not averaged: {_WHERE}; or average them by hand, and pass the "
+            "ProcessGroup or DeviceMesh of those ranks instead of the model"
+        )
+    left = [name for name, p in model.named_parameters() if p.requires_grad]
+    left = [name for name in left if id(model.get_parameter(name)) not in managed]
+    if left:
+        raise ValueError(
+            f"fully_shard does not know {len(left)} parameters, {in_brief(', '.join(left))}, so "
+            "their gradients are not averaged: call fully_shard(model, ...) for the whole model "
+            "too, after its blocks"
+        )
+    if len(meshes) > 1:
+        found = "; ".join(f"{mesh} divided by {divisor:g}" for mesh, divisor in meshes)
+        raise ValueError(
+            f"fully_shard must average all parameters over the same ranks; got {found}. Pass the "
+            "ProcessGroup or DeviceMesh that the loss is averaged over instead of the model"
+        )
+    ((mesh, divisor),) = meshes
+    return _of_mesh(mesh)._replace(divisor=divisor)
+
+
+def _parameter_groups(model: nn.Module) -> Iterator[Any]:
+    """What FSDP2 gathers and reduces together."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None)  # of torch 2.12 on
+            one = state._fsdp_param_group if groups is None else None
+            yield from ([one] if one else groups or [])
+
+
+def _owners(parameter: Any) -> Iterator[tuple[nn.Module, str]]:
+    """The modules that have a parameter of FSDP2, and its name there."""
+    info = parameter._module_info
+    yield info.module, info.param_name
+    yield from zip(info.shared_modules, info.shared_param_names, strict=True)
+
+
+def _ranks(group: Group) -> frozenset[int] | None:
+    """The ranks of a group as numbers of the whole world; None: not known."""
+    if group is None or isinstance(group, SoloExchange):
+        return frozenset()  # which takes part in everything
+    if isinstance(group, DeviceMesh):
+        return frozenset(group.mesh.flatten().tolist())
+    if isinstance(group, ProcessGroupExchange):
+        group = group.group
+    if isinstance(group, dist.ProcessGroup):
+        return frozenset(dist.get_process_group_ranks(group))
+    return None
+
+
+def _check_contains(averaged: frozenset[int] | None, group: Group) -> None:
+    """Raise unless the ranks that share a sequence are among those that average gradients."""
+    group_name(group)  # raises for what is none
+    shared = _ranks(group)
+    if averaged is None or shared is None or shared <= averaged:
+        return
+    missing = ", ".join(map(str, sorted(shared - averaged)))
+    raise ValueError(
+        f"gradients are averaged over ranks {', '.join(map(str, sorted(averaged)))}, without rank"
+        f"{'s' * (len(shared - averaged) > 1)} {missing}, which hold other parts of the same "
+        f"sequences: {_WHERE}"
+    )

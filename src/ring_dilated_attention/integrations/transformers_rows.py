@@ -1,0 +1,171 @@
+"""The rows of a call of a transformers model: positions, padding and documents, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..documents import as_ints, document_borders
+from ..exchange import Exchange, agree
+from ..nn import document_positions
+from .transformers_models import Positions
+
+
+class Rows(NamedTuple):
+    """This rank's part of the input.
+
+    Attributes:
+        batch: rows of the batch.
+        positions: the global position of each local one, int64, shape (local_sequence,).
+        total: number of positions of the whole sequence.
+    """
+
+    batch: int
+    positions: Tensor
+    total: int
+
+
+def check_ids(position_ids: Any, rows: Rows) -> None:
+    """Raise a TypeError or ValueError unless position ids have the rows' shape, or are None."""
+    if position_ids is None:
+        return
+    if not isinstance(position_ids, Tensor) or position_ids.dtype not in (torch.int32, torch.int64):
+        got = position_ids.dtype if isinstance(position_ids, Tensor) else repr(position_ids)
+        raise TypeError(f"position_ids must be a tensor of int32 or int64; got {got}")
+    length = len(rows.positions)
+    if tuple(position_ids.shape) not in ((1, length), (rows.batch, length)):
+        raise ValueError(
+            f"position_ids must have shape (batch, local_sequence), {(rows.batch, length)}, or "
+            f"{(1, length)}; got {tuple(position_ids.shape)}"
+        )
+
+
+def check_padding(mask: Any, rows: Rows) -> Tensor | None:
+    """The mask of the rows, checked, True where a position is padding; None without a mask."""
+    if mask is None:
+        return None
+    wanted = "(batch, local_sequence), 1 where a position is valid"
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"attention_mask must be a tensor {wanted}; got {type(mask).__name__}")
+    if mask.dim() != 2 or mask.is_floating_point():
+        raise ValueError(
+            f"attention_mask must be bool or ints, {wanted}; other masks have no dilated "
+            f"attention. Got {mask.dtype}, shape {tuple(mask.shape)}"
+        )
+    if mask.shape != (rows.batch, len(rows.positions)):
+        raise ValueError(
+            f"attention_mask must have shape (batch, local_sequence), "
+            f"{(rows.batch, len(rows.positions))}; got {tuple(mask.shape)}"
+        )
+    if mask.dtype != torch.bool and ((mask != 0) & (mask != 1)).any():
+        raise ValueError(
+            "attention_mask must hold 0 and 1 only (documents are told by position_ids that "
+            f"restart at 0); got {mask[(mask != 0) & (mask != 1)][0].item()}"
+        )
+    return mask.to(rows.positions.device) == 0
+
+
+def check_positions(
+    name: str, positions: Positions, given: dict[str, Any], rows: Rows, padding: Tensor | None
+) -> None:
+    """Raise a ValueError unless the model can number the tokens.
+
+    Args:
+        name: of the model's class, for messages.
+        positions: which ones the model numbers.
+        given: arguments of its forward, by name.
+        rows: this rank's part of the input.
+        padding: True where a position is padding; None: nowhere.
+    """
+    first, most = positions
+    ids, tokens = given.get("position_ids"), given.get("input_ids")
+    if most is not None:
+        needed = first + rows.total if ids is None else int(ids.max()) + 1
+        if needed > most:
+            raise ValueError(
+                f"{name} has embeddings of {most} positions, and numbers them from {first}; the "
+                f"input needs {needed}"
+            )
+    if first and ids is None and isinstance(tokens, Tensor) and len(rows.positions) < rows.total:
+        skipped = tokens == first - 1
+        skipped = skipped if padding is None else skipped & ~padding
+        if bool(skipped.any()):
+            raise ValueError(
+                f"{name} skips token {first - 1} when it numbers positions, which a shard cannot "
+                "count: pass an attention_mask that is 0 there, or position_ids"
+            )
+    if given.get("seq_idx") is not None and ids is None and given.get("cu_seq_lens_q") is None:
+        raise ValueError(
+            "seq_idx names documents for layers other than attention: pass position_ids that "
+            "restart too, or cu_seq_lens_q; DataCollatorWithFlattening returns both"
+        )
+
+
+def given_borders(given: dict[str, Any], rows: Rows) -> list[int] | None:
+    """The documents that the keyword arguments of flash attention name."""
+    query, key = given.get("cu_seq_lens_q"), given.get("cu_seq_lens_k")
+    if query is None and key is None:
+        return None
+    if query is None or key is None:
+        raise ValueError("cu_seq_lens_q and cu_seq_lens_k must both be given, or neither")
+    borders = as_ints("cu_seq_lens_q", query)
+    if borders != as_ints("cu_seq_lens_k", key):
+        raise ValueError(
+            "cu_seq_lens_q and cu_seq_lens_k must be equal: queries are those of all keys"
+        )
+    if rows.batch != 1:
+        raise ValueError(f"cu_seq_lens_q needs a batch of 1 row; got {rows.batch}")
+    try:
+        return list(document_borders(borders, None, rows.total))
+    except ValueError as error:
+        raise ValueError(
+            f"cu_seq_lens_q must be borders in the whole sequence, the same on every rank: {error}"
+        ) from None
+
+
+def documents_of(
+    name: str,
+    position_ids: Tensor,
+    rows: Rows,
+    lengths: list[int] | None,
+    ends: Exchange,
+    first: int = 0,
+) -> list[int] | None:
+    """The documents that restarts of the position ids begin: the same on every rank.
+
+    Args:
+        name: of the model's class.
+        position_ids: of the local positions, (batch or 1, local_sequence).
+        rows: this rank's part of the input.
+        lengths: valid positions of each row; None: all.
+        ends: this rank's end of the group.
+        first: the position id of a document's first token.
+
+    Raises:
+        ValueError: ids do not count up, or not alike in all rows.
+    """
+    stops = torch.tensor(lengths or [rows.total] * rows.batch, device=rows.positions.device)
+    valid = rows.positions < stops[:, None]
+    ids = position_ids.to(rows.positions.device).expand(rows.batch, -1) - first
+    begun = rows.positions[((ids == 0) & valid).any(0)].tolist()
+    with ends.calls.enter(name, "position_ids"):
+        everyone: Iterable[list[int]] = ends.share(begun)
+    starts, stop = sorted(set(chain.from_iterable(everyone))), int(max(lengths or [rows.total]))
+    borders = [*starts, stop] if starts[:1] == [0] else [0, *starts, stop]
+    expected = document_positions(rows.positions, borders)
+    wrong = (valid & (ids != expected)).nonzero().tolist()
+    failure = None
+    if wrong:
+        row, local = wrong[0]
+        failure = ValueError(
+            f"position_ids must count up from {first} and restart at {first} where a document "
+            f"begins, at the same positions in every row of the batch; in row {row}, position "
+            f"{rows.positions[local].item()} of the sequence must have "
+            f"{expected[local].item() + first}; got {ids[row, local].item() + first}"
+        )
+    agree(name, ends, None if failure else {}, failure, rows.positions.device)
+    return borders if len(borders) > 2 else None

@@ -1,0 +1,120 @@
+"""Which heads of a layer a rank has computed, by how the weights of its projections are sharded.
+
+Tensor parallelism cuts the projections of query, key and value by columns, so that every rank makes
+a few heads. Their number does not say which ones they are; their weights, DTensors, do.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..pattern import HeadSlice
+
+
+class Heads(NamedTuple):
+    """How many heads: of a layer, or those of them that a rank has."""
+
+    query: int
+    kv: int
+
+    def __str__(self) -> str:
+        return f"{self.query} query and {self.kv} KV heads"
+
+    def is_fraction_of(self, layer: Heads) -> bool:
+        """Whether these are as many KV heads of a layer as they are query heads, by fraction."""
+        return self.query * layer.kv == self.kv * layer.query
+
+
+def slice_of_heads(module: Any, query: Tensor, key: Tensor) -> HeadSlice | None:
+    """The KV heads that a module of attention computes on this rank; None: all of them.
+
+    Args:
+        module: with `num_heads`, with `num_kv_heads` if there are fewer, with projections `q_proj`
+            and `k_proj`, and perhaps with a `head_slice`, which is then the answer.
+        query: what its projections made: (batch, local_sequence, heads, head_dim).
+        key: likewise, (batch, local_sequence, kv_heads, head_dim).
+
+    Raises:
+        ValueError: see `slice_of_projections`.
+    """
+    given: HeadSlice | None = getattr(module, "head_slice", None)
+    if given is not None:
+        return given
+    layer = Heads(module.num_heads, getattr(module, "num_kv_heads", module.num_heads))
+    own, weights = Heads(query.shape[2], key.shape[2]), (module.q_proj.weight, module.k_proj.weight)
+    return slice_of_projections(layer, own, weights, type(module).__name__)
+
+
+def slice_of_projections(
+    layer: Heads, own: Heads, weights: tuple[Any, Any], name: str
+) -> HeadSlice | None:
+    """The KV heads that this rank has of a layer.
+
+    Args:
+        layer: heads of the whole layer.
+        own: heads that the projections have made on this rank.
+        weights: of the projections of query and key, whose rows follow the order of the heads;
+            None: it is not known which they are.
+        name: of the layer, for messages.
+
+    Returns:
+        None where the rank has all heads.
+
+    Raises:
+        ValueError: the weights do not say which heads they are, or the rank has others than they
+            say, or query heads without all their KV heads.
+    """
+    if own == layer:
+        return None
+    if not own.is_fraction_of(layer):
+        raise ValueError(
+            f"{name} has {own} on this rank, of {layer}: tensor parallelism must split KV heads as "
+            "it splits query heads, over a number of ranks that divides both; use fewer ranks"
+        )
+    found = []
+    for weight, total, heads in zip(weights, layer, own, strict=True):
+        rows = None if weight is None else rows_of(weight)
+        if rows is None:
+            raise ValueError(
+                f"{name} has {own} on this rank, of {layer}, and its weights do not say which: "
+                "they are not sharded by rows over the ranks of a DeviceMesh (ColwiseParallel). "
+                "Name them by head_slice=(start, stop, total), in KV heads"
+            )
+        start, stop, whole = rows.start * total, rows.stop * total, weight.shape[0]
+        if whole % total or start % whole or stop - start != heads * whole:
+            raise ValueError(
+                f"{name} has {own} on this rank, of {layer}; its weights have rows {rows.start} to "
+                f"{rows.stop} of {whole} here, which are other heads: the model's number of heads "
+                "and its weights must be those of the whole layer, sharded by whole heads"
+            )
+        found.append(start // whole)
+    query, key = found
+    if query * layer.kv != key * layer.query:
+        raise ValueError(
+            f"{name}: this rank's query heads begin with head {query} of {layer.query}, its KV "
+            f"heads with head {key} of {layer.kv}: shard both over the ranks in the same order"
+        )
+    return HeadSlice(key, key + own.kv, layer.kv)
+
+
+def rows_of(weight: Tensor) -> range | None:
+    """The rows of a DTensor that this rank has; None of a tensor that is whole, or cut otherwise.
+
+    Rows are cut as `torch.chunk` cuts them, over one dimension of the mesh after the other.
+    """
+    mesh: Any = getattr(weight, "device_mesh", None)
+    coordinate = None if mesh is None else mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    rows, is_cut = range(weight.shape[0]), False
+    placements: Any = weight.placements  # type: ignore[attr-defined]
+    for place, ranks, placement in zip(coordinate, mesh.shape, placements, strict=True):
+        if hasattr(placement, "split_factor"):  # FSDP over tensor parallelism, not gathered
+            return None
+        if not placement.is_shard(0):
+            continue
+        each = -(-len(rows) // ranks)
+        rows, is_cut = rows[place * each : (place + 1) * each], True
+    return rows if is_cut else None

@@ -1,0 +1,251 @@
+"""Data parallelism beside sequence parallelism: DDP, the divisor of a loss, and equal batches."""
+
+import re
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from grid_steps import (
+    error,
+    grid,
+    layout_of,
+    llama_backward,
+    llama_on_one_process,
+    longnet_on_one_process,
+    longnet_shards,
+)
+from test_longnet_loss import make_model
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from transformers_models import PATTERN, make
+from worlds import world
+
+from ring_dilated_attention import SequenceLayout, SoloExchange, check_same_batch, labels_per_rank
+from ring_dilated_attention.checks import relative_error, run_ranks
+from ring_dilated_attention.exchange import run_loopback
+from ring_dilated_attention.integrations.transformers import set_attention, shard_batch
+
+# --- losses
+
+
+def longnet_in_ddp(mesh, **options):
+    """The error of a step of two micro-batches; without options gradients are averaged once."""
+    model = DistributedDataParallel(make_model(), **options)
+    shards = longnet_shards(mesh)
+    divisor = labels_per_rank([labels for _, labels in shards], model, mesh["sp"])
+    where = {"group": mesh["sp"], "layout": layout_of(mesh)}
+    total = torch.zeros((), dtype=torch.float64)
+    for index, shard in enumerate(shards):
+        with nullcontext() if index or options else model.no_sync():
+            loss = model(*shard, **where) / divisor
+            loss.backward()
+        total += loss.detach()
+    dist.all_reduce(total)
+    want = longnet_on_one_process()
+    errors = relative_error(total / 4, want[0]), error(model, want)
+    refused(  # DDP would leave these gradients as they are on each rank
+        lambda: model.module.loss(*shards[0], **where),
+        r"LongNet is in DistributedDataParallel, .*: call the wrapped model with its labels",
+    )
+    with torch.no_grad():
+        model.module.loss(*shards[0], **where)
+    return max(errors)
+
+
+def by_hand(mesh):
+    """DDP over the data-parallel ranks alone, and a sum over those that share a sequence."""
+    model = DistributedDataParallel(make_model(), process_group=mesh.get_group("dp"))
+    shards = longnet_shards(mesh)
+    divisor = labels_per_rank([labels for _, labels in shards], world(), mesh["sp"])
+    for tokens, labels in shards:
+        loss = model(tokens, labels, group=mesh["sp"], layout=layout_of(mesh))
+        (loss / divisor).backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad, group=mesh.get_group("sp"))
+        parameter.grad /= 2  # ranks of a sequence: the average over all of them
+    return error(model, longnet_on_one_process())
+
+
+def llama_in_ddp(mesh):
+    model = make()
+    set_attention(model, PATTERN, group=mesh["sp"], layout=layout_of(mesh))
+    wrapped = DistributedDataParallel(model)
+    llama_backward(wrapped, mesh)  # without no_sync: averages add up
+    return error(model, llama_on_one_process())
+
+
+def ignored_labels(mesh):
+    """A rank without labels, and a step without any."""
+    labels = torch.full((1, 5), -100)
+    none = labels_per_rank(labels, mesh, mesh["sp"])
+    some = labels_per_rank(labels if dist.get_rank() else labels + 101, mesh, mesh["sp"])
+    counted = labels_per_rank(dist.get_rank(), mesh["dp", "sp"], mesh["sp"])
+    return [none.item(), some.item(), counted.item()]
+
+
+def refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def refuse_wrong_averages(mesh, rank):
+    """Over the data-parallel ranks alone, over no rank, or not of all parameters."""
+    sequence, labels = mesh["sp"], torch.ones(1, 3, dtype=torch.int64)
+    only_data = DistributedDataParallel(make_model(), process_group=mesh.get_group("dp"))
+    others = rank ^ 1
+    for average in (only_data, mesh["dp"], mesh.get_group("dp")):
+        refused(
+            lambda x=average: labels_per_rank(labels, x, sequence),
+            rf"over ranks \d, \d, without rank {others}, which hold other parts .*: wrap the model",
+        )
+    refused(
+        lambda: labels_per_rank(labels, make_model(), sequence),
+        "LongNet is neither in DistributedDataParallel nor under fully_shard",
+    )
+    sharded = fully_shard(make_model(), mesh=mesh["dp"])
+    refused(lambda: labels_per_rank(labels, sharded, sequence), f"without rank {others}")
+    blocks_only = make_model()
+    for block in blocks_only.blocks:
+        fully_shard(block, mesh=mesh)
+    refused(
+        lambda: labels_per_rank(labels, blocks_only, sequence),
+        "does not know 3 parameters, .*embedding.weight.* call fully_shard",
+    )
+    mixed = make_model()
+    fully_shard(mixed.blocks[0], mesh=mesh["sp"])
+    fully_shard(mixed, mesh=mesh)
+    refused(lambda: labels_per_rank(labels, mixed, sequence), "over the same ranks; got ")
+    with pytest.raises(TypeError, match=r"labels must be tensors of ints, .*; got torch.float32"):
+        labels_per_rank(labels.float(), mesh, sequence)
+    refused(lambda: labels_per_rank([], mesh, sequence), "at least one micro-batch")
+    refused(lambda: labels_per_rank(-1, mesh, sequence), "a number >= 0; got -1")
+    with pytest.raises(TypeError, match="group must be"):
+        labels_per_rank(labels, mesh, "sp")  # type: ignore[arg-type]
+
+
+def in_ddp(rank, world_size):
+    mesh = grid()
+    refuse_wrong_averages(mesh, rank)
+    return {
+        "LongNet": longnet_in_ddp(mesh),
+        "LongNet, a static graph": longnet_in_ddp(mesh, static_graph=True),
+        "LongNet, unused parameters": longnet_in_ddp(mesh, find_unused_parameters=True),
+        "LongNet, sums by hand": by_hand(mesh),
+        "Llama": llama_in_ddp(mesh),
+    }, ignored_labels(mesh)
+
+
+@pytest.mark.slow
+def test_a_step_on_a_grid_of_ranks_in_ddp_is_that_of_one_process():
+    """DDP over data- and sequence-parallel ranks, unequal batches, uneven shards, accumulation."""
+    for errors, counts in run_ranks(in_ddp, 4):
+        assert max(errors.values()) < 1e-12, errors
+        assert counts == [0.25, 5 / 4, 6 / 4]
+
+
+def test_labels_on_one_process_and_of_threads():
+    labels = torch.tensor([[1, -100, 3]])
+    assert labels_per_rank(labels, SoloExchange(), None) == 2
+    assert labels_per_rank([labels, labels], SoloExchange(), None, ignore_index=1) == 4
+    counts = run_loopback(3, lambda ends: labels_per_rank(ends.rank, ends, ends))
+    assert counts == [1, 1, 1]
+
+
+def test_a_mean_over_the_labels_of_a_shard_is_refused():
+    """A local mean loss with uneven shards, as of a Trainer that counts its own labels alone."""
+    layout = SequenceLayout([[(0, 20)], [(20, 31)]])
+    tokens = torch.arange(31)[None]
+
+    def run(ends):
+        model = make()
+        set_attention(model, PATTERN, group=ends, layout=layout)
+        shard = shard_batch({"input_ids": tokens, "labels": tokens}, layout, ends)
+        count = (shard["shift_labels"] != -100).sum()
+        message = r"num_items_in_batch is 20 on rank 0, 10 on rank 1\. num_items_in_batch must"
+        with pytest.raises(ValueError, match=message):
+            model(**shard, num_items_in_batch=count)
+
+    run_loopback(2, run)
+
+
+# --- batches
+
+
+def batch():
+    ids = torch.arange(30).reshape(2, 15)
+    return {
+        "input_ids": ids,
+        "labels": ids.clone(),
+        "attention_mask": torch.ones_like(ids),
+        "cu_seq_lens_q": [0, 15],
+        "inputs_embeds": torch.randn(2, 15, 4, generator=torch.Generator().manual_seed(0)),
+    }
+
+
+def swapped(tensor):
+    return tensor.flip(0)
+
+
+CHANGES = {
+    "input_ids": swapped,
+    "labels": lambda x: x.index_fill(1, torch.tensor([14]), 7),
+    "attention_mask": lambda x: x.bool(),
+    "cu_seq_lens_q": lambda x: [0, 9, 15],
+    "inputs_embeds": swapped,
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_ranks_of_a_group_with_other_batches_are_named(name):
+    def run(ends):
+        mine = batch()
+        check_same_batch(mine, ends)
+        if ends.rank == 1:
+            mine[name] = CHANGES[name](mine[name])
+        message = rf"{name} is .* on ranks 0, 2, .* on rank 1\. All ranks of a group must be given"
+        with pytest.raises(ValueError, match=message) as caught:
+            check_same_batch(mine, ends)
+        assert str(caught.value).count(" is ") == 1  # nothing else differs
+        with pytest.raises(ValueError, match=message):
+            shard_batch(mine, SequenceLayout.zigzag(15, 3), ends)
+        check_same_batch(batch(), ends)  # the ranks may go on
+
+    run_loopback(3, run)
+
+
+def digests(ends):
+    """How `check_same_batch` sees a batch that differs in every entry, by the message."""
+    mine = {
+        "views": torch.arange(60).reshape(6, 10)[:, ::2],
+        "chunks": torch.arange((1 << 20) + 3),
+        "bool": torch.ones(3, 3, dtype=torch.bool),
+        "empty": torch.zeros(0),
+        "half": torch.ones(3, dtype=torch.bfloat16),
+    }
+    check_same_batch(mine, ends)
+    if ends.rank:
+        mine["chunks"] = mine["chunks"].index_fill(0, torch.tensor([(1 << 20) + 1]), 0)
+    with pytest.raises(ValueError, match=r"arguments on different ranks: chunks is \(") as caught:
+        check_same_batch(mine, ends)
+    return re.findall(r"int64 (\w{16})", str(caught.value))
+
+
+def test_every_value_of_every_dtype_counts():
+    for found in run_loopback(2, digests):
+        assert len(set(found)) == 2
+
+
+def test_a_worker_of_a_data_loader_is_told_to_leave_it_to_the_training_loop(monkeypatch):
+    layout, ids = SequenceLayout.zigzag(15, 2), {"input_ids": torch.arange(15)[None]}
+    monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: "a worker")
+
+    def run(ends):
+        message = "was called in a worker process of a DataLoader.*training loop"
+        with pytest.raises(RuntimeError, match=message):
+            shard_batch(ids, layout, ends)
+
+    run_loopback(2, run)
+    whole = SequenceLayout.contiguous(15, 1)
+    assert torch.equal(shard_batch(ids, whole)["input_ids"], ids["input_ids"])

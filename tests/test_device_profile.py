@@ -92,6 +92,33 @@ def test_blocks_fit_into_shared_memory(name, monkeypatch):
     assert bool(changed) == (found.shared_bytes < max(needed for needed, _ in _LARGE.values()))
 
 
+@pytest.mark.parametrize("head_dim", [48, 64, 256])
+@pytest.mark.parametrize("name", ["P100", "T4"])
+def test_gpus_that_flash_attention_refuses(name, head_dim, monkeypatch):
+    """GigaPath's heads of 48, too: by torch's memory-efficient kernels, but for bfloat16."""
+    simulate(monkeypatch, name)
+    device = torch.device("cuda", 0)
+    for dtype in (torch.float16, torch.float32):
+        for backend in ("auto", "sdpa", "efficient"):
+            chosen = select_backend(backend, device, dtype, head_dim).backend
+            assert chosen is not None
+            assert chosen.name == "efficient"
+    for backend in ("cudnn", "flash"):
+        with pytest.raises(ValueError, match=r"compute capability 8\.0 and above, the device has"):
+            select_backend(backend, device, torch.float16, min(head_dim, 128))
+    with pytest.raises(ValueError, match=r"efficient: it takes bfloat16 from compute capability"):
+        select_backend("auto", device, torch.bfloat16, head_dim)
+
+
+def test_what_half_precision_has_from_ampere_on(monkeypatch):
+    simulate(monkeypatch, "A100")
+    for backend in ("cudnn", "flash", "efficient"):
+        for dtype in (torch.float16, torch.bfloat16):
+            chosen = select_backend(backend, torch.device("cuda", 0), dtype, 64).backend
+            assert chosen is not None
+            assert chosen.name == backend
+
+
 @pytest.mark.parametrize("name", DEVICES)
 def test_what_computes_small_tiles(name, monkeypatch):
     """A device that Triton's kernels are not for has torch's, and no error."""

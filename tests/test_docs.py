@@ -47,6 +47,7 @@ PUBLIC = [
         f"ring_dilated_attention.integrations.{module}.{name}"
         for module in (
             "context_parallel",
+            "gigapath",
             "tensor_parallel",
             "torchscale",
             "torchtitan",

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torchscale_definition import PATTERN, torchscale_by_definition
+from torchscale_definition import PATTERN, RATES, SEGMENTS, config, theirs
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout
 from ring_dilated_attention.checks import reference_attention, relative_error, run_ranks
@@ -18,22 +18,6 @@ from ring_dilated_attention.integrations.torchscale import (
     set_layout,
 )
 
-SEGMENTS, RATES = (16, 23, 64), (1, 2, 4)
-
-
-def config(**changes):
-    values = {
-        "segment_length": list(SEGMENTS),
-        "dilated_ratio": list(RATES),
-        "layernorm_eps": 1e-5,
-        "xpos_rel_pos": False,
-        "xpos_scale_base": 512,
-        "flash_attention": True,
-        "seq_parallel": False,
-        "multiway": False,
-    }
-    return types.SimpleNamespace(**{**values, **changes})
-
 
 def make(width=32, heads=8, *, subln=True, seed=0, args=None, **options):
     torch.manual_seed(seed)
@@ -43,43 +27,6 @@ def make(width=32, heads=8, *, subln=True, seed=0, args=None, **options):
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.3)
     return module.double()
-
-
-def theirs(width=32, heads=8, *, subln=True, args=None, dropout=0.0):
-    """A module with the shape, and the class name, of torchscale's."""
-
-    class DilatedAttention(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.args = args or config()
-            self.embed_dim, self.num_heads, self.head_dim = width, heads, width // heads
-            self.scaling, self.dropout = self.head_dim**-0.5, dropout
-            self.self_attention, self.encoder_decoder_attention = True, False
-            self.k_proj = nn.Linear(width, width)
-            self.v_proj = nn.Linear(width, width)
-            self.q_proj = nn.Linear(width, width)
-            self.out_proj = nn.Linear(width, width)
-            self.inner_attn_ln = nn.LayerNorm(width, eps=self.args.layernorm_eps) if subln else None
-            self.dropout_module = nn.Dropout(dropout)
-            self.xpos = None
-
-        def forward(self, query, key, value, is_causal=False, **others):
-            q, k, v = (
-                projection(x).unflatten(-1, (self.num_heads, self.head_dim))
-                for projection, x in (
-                    (self.q_proj, query),
-                    (self.k_proj, key),
-                    (self.v_proj, value),
-                )
-            )
-            segments, rates = self.args.segment_length, self.args.dilated_ratio
-            out, _ = torchscale_by_definition(q, k, v, segments, rates, is_causal=is_causal)
-            out = out.flatten(2)
-            if self.inner_attn_ln is not None:
-                out = self.inner_attn_ln(out)
-            return self.out_proj(out), None
-
-    return DilatedAttention()
 
 
 def assert_alike(ours, other, x, **options):

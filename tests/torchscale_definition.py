@@ -1,8 +1,10 @@
 """torchscale's dilated attention from its definition: padded with zeros, row by row, in float64."""
 
 import math
+import types
 
 import torch
+from torch import nn
 
 PATTERN = {
     "gigapath": ((1024, 5792, 32768, 185363, 1048576), (1, 2, 4, 8, 16)),
@@ -57,3 +59,57 @@ def torchscale_by_definition(query, key, value, segment_lengths, rates, *, is_ca
         weights = [torch.exp(lse - merged).nan_to_num(0) for lse in lses]
     mixed = sum(w.transpose(1, 2)[..., None] * o for w, o in zip(weights, outs, strict=True))
     return mixed, merged
+
+
+SEGMENTS, RATES = (16, 23, 64), (1, 2, 4)
+
+
+def config(**changes):
+    values = {
+        "segment_length": list(SEGMENTS),
+        "dilated_ratio": list(RATES),
+        "layernorm_eps": 1e-5,
+        "xpos_rel_pos": False,
+        "xpos_scale_base": 512,
+        "flash_attention": True,
+        "seq_parallel": False,
+        "multiway": False,
+    }
+    return types.SimpleNamespace(**{**values, **changes})
+
+
+def theirs(width=32, heads=8, *, subln=True, args=None, dropout=0.0):
+    """A module with the shape, and the class name, of torchscale's."""
+
+    class DilatedAttention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.args = args or config()
+            self.embed_dim, self.num_heads, self.head_dim = width, heads, width // heads
+            self.scaling, self.dropout = self.head_dim**-0.5, dropout
+            self.self_attention, self.encoder_decoder_attention = True, False
+            self.k_proj = nn.Linear(width, width)
+            self.v_proj = nn.Linear(width, width)
+            self.q_proj = nn.Linear(width, width)
+            self.out_proj = nn.Linear(width, width)
+            self.inner_attn_ln = nn.LayerNorm(width, eps=self.args.layernorm_eps) if subln else None
+            self.dropout_module = nn.Dropout(dropout)
+            self.xpos = None
+
+        def forward(self, query, key, value, is_causal=False, **others):
+            q, k, v = (
+                projection(x).unflatten(-1, (self.num_heads, self.head_dim))
+                for projection, x in (
+                    (self.q_proj, query),
+                    (self.k_proj, key),
+                    (self.v_proj, value),
+                )
+            )
+            segments, rates = self.args.segment_length, self.args.dilated_ratio
+            out, _ = torchscale_by_definition(q, k, v, segments, rates, is_causal=is_causal)
+            out = out.flatten(2)
+            if self.inner_attn_ln is not None:
+                out = self.inner_attn_ln(out)
+            return self.out_proj(out), None
+
+    return DilatedAttention()

@@ -8,6 +8,7 @@ multihead_attention.py. torchscale itself is not needed, nor is flash-attn.
 from __future__ import annotations
 
 import ast
+import copy
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from ..nn import check_head_sizes, hooks_of, is_plain, normalize, project_heads,
 from ..pattern import DilatedPattern, HeadOffsets, check_choice, check_positive_float
 from ..tiles import BACKENDS, Backend
 from ..torch_op import padding
+from .class_tokens import refuse_class_token
 
 _SUBMODULES = ("q_proj", "k_proj", "v_proj", "out_proj", "inner_attn_ln")
 
@@ -135,6 +137,7 @@ class TorchscaleDilatedAttention(nn.Module):
         self.layout = layout
         self.exchange = exchange
         self.backend = backend
+        self.ignores_padding_mask = False  # set where the mask is known to be empty
         self.k_proj = nn.Linear(embed_dim, embed_dim)
         self.v_proj = nn.Linear(embed_dim, embed_dim)
         self.q_proj = nn.Linear(embed_dim, embed_dim)
@@ -210,13 +213,14 @@ class TorchscaleDilatedAttention(nn.Module):
                 )
         layers = self.q_proj, self.k_proj, self.v_proj
         q_bnhd, k_bnhd, v_bnhd = project_heads(layers, (query, key, value), self.head_dim)
+        mask = None if self.ignores_padding_mask else key_padding_mask
         attended: Tensor = dilated_attention(
             q_bnhd,
             k_bnhd,
             v_bnhd,
             self.pattern,
             is_causal=is_causal,
-            **padding(self, key_padding_mask, q_bnhd, self.layout, self.group),
+            **padding(self, mask, q_bnhd, self.layout, self.group),
             group=self.group,
             layout=self.layout,
             exchange=self.exchange,
@@ -231,6 +235,12 @@ class TorchscaleDilatedAttention(nn.Module):
         elif norm is not None:
             attended = norm(attended)
         return self.out_proj(attended), None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TorchscaleDilatedAttention:
+        new = memo[id(self)] = type(self).__new__(type(self))
+        memo[id(self.group)] = self.group  # which cannot be copied
+        vars(new).update(copy.deepcopy(vars(self), memo))
+        return new
 
     def extra_repr(self) -> str:
         """What `repr` shows of the arguments."""
@@ -269,12 +279,14 @@ def replace_dilated_attention(
 
     Raises:
         TypeError: `model` is not a module, or an option is unknown.
-        ValueError: a module is not supported, by its class, its hooks or its `args`; or `model`
-            itself would have to be replaced.
+        ValueError: a module is not supported, by its class, its hooks or its `args`; `model` itself
+            would have to be replaced; or there are several ranks, no layout, and a class token,
+            which every rank would put before its shard (see `gigapath.shard_slide_encoder`).
     """
     group = one_group(group, mesh)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {model!r}")
+    refuse_class_token(model, group, layout)
     ours: list[TorchscaleDilatedAttention] = []
     replacements: dict[nn.Module, TorchscaleDilatedAttention] = {}
     for path, module in model.named_modules():
@@ -311,10 +323,13 @@ def set_layout(model: nn.Module, layout: SequenceLayout | None) -> int:
 
     Raises:
         TypeError: `layout` is neither a `SequenceLayout` nor None.
+        ValueError: it is None, and the model has a class token: see `replace_dilated_attention`.
     """
     if layout is not None and not isinstance(layout, SequenceLayout):
         raise TypeError(f"layout must be a SequenceLayout or None, got {layout!r}")
     told = [module for module in model.modules() if isinstance(module, TorchscaleDilatedAttention)]
+    for group in [module.group for module in told[:1]]:
+        refuse_class_token(model, group, layout)
     for module in told:
         module.layout = layout
     return len(told)

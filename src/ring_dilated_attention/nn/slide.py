@@ -44,8 +44,8 @@ class SlideEncoder(nn.Module):
 
     Features are projected, given a sine-cosine embedding of where the tile is, and go through
     `EncoderBlock`s and a final norm behind a class token: the shape of Prov-GigaPath's slide
-    encoder (Xu et al. 2024, Nature 630), to train your own. To run its published weights, replace
-    the attention in its own code: see `integrations.torchscale`. There is no dropout.
+    encoder (Xu et al. 2024, Nature 630), to train your own. To run its published weights, shard
+    its own code: see `integrations.gigapath`. There is no dropout.
 
     The sequence has one position more than the slide has tiles: the class token is position 0, tile
     i is position i + 1. Each rank passes the tiles of its positions. The rank that holds position 0

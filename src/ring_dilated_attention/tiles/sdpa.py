@@ -7,8 +7,11 @@ tile's gradients those of the whole softmax. They read strided views as they are
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
+from ..kernels import profile_of
 from .backend import (
     TileBackend,
     TileGradients,
@@ -119,6 +122,31 @@ def _efficient_backward(
     return dq, dk, dv
 
 
+_AMPERE = (8, 0)
+"""The least compute capability of cuDNN's and FlashAttention-2's kernels, and of bfloat16 in the
+memory-efficient ones of torch, which run on earlier GPUs too."""
+
+
+def _from_ampere_on(
+    refusal: Callable[[torch.device, torch.dtype, int], str | None],
+    dtypes: tuple[torch.dtype, ...] = _HALF,
+) -> Callable[[torch.device, torch.dtype, int], str | None]:
+    """A `refusal` that refuses some dtypes on NVIDIA GPUs before compute capability 8.0, too."""
+
+    def refuse(on: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+        reason = refusal(on, dtype, head_dim)
+        if reason is not None or dtype not in dtypes or torch.version.hip is not None:
+            return reason
+        found = profile_of(on).capability
+        if found >= _AMPERE:
+            return None
+        what = "" if dtypes == _HALF else f"{str(dtype).removeprefix('torch.')} from "
+        least, has = (".".join(map(str, each)) for each in (_AMPERE, found))
+        return f"it takes {what}compute capability {least} and above, the device has {has}"
+
+    return refuse
+
+
 def _float32_dq(head_dim: int) -> int:
     """Half precision kernels sum dq in float32, head_dim rounded up, beside statistics of rows."""
     return 4 * (-(-head_dim // 32) * 32) + 12
@@ -136,7 +164,7 @@ CPU_FLASH, CUDNN, FLASH, EFFICIENT = (
         name="cudnn",
         forward=_cudnn_forward,
         backward=_cudnn_backward,
-        refusal=refuse_all_but("cuda", _HALF, multiple=8, largest=128),
+        refusal=_from_ampere_on(refuse_all_but("cuda", _HALF, multiple=8, largest=128)),
         backward_workspace=_float32_dq,
         reads=reads_aligned_rows,
         wants_one_layout=True,
@@ -145,7 +173,7 @@ CPU_FLASH, CUDNN, FLASH, EFFICIENT = (
         name="flash",
         forward=_flash_forward,
         backward=_flash_backward,
-        refusal=refuse_all_but("cuda", _HALF, multiple=8, largest=256),
+        refusal=_from_ampere_on(refuse_all_but("cuda", _HALF, multiple=8, largest=256)),
         backward_workspace=_float32_dq,
         reads=reads_aligned_rows,
     ),
@@ -153,7 +181,10 @@ CPU_FLASH, CUDNN, FLASH, EFFICIENT = (
         name="efficient",
         forward=_efficient_forward,
         backward=_efficient_backward,
-        refusal=refuse_all_but("cuda", (torch.float32, *_HALF), multiple=8, largest=256),
+        refusal=_from_ampere_on(
+            refuse_all_but("cuda", (torch.float32, *_HALF), multiple=8, largest=256),
+            (torch.bfloat16,),
+        ),
         backward_workspace=_float32_dq,
         reads=reads_aligned_rows,
     ),

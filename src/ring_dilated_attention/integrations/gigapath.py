@@ -1,0 +1,289 @@
+"""Slide encoders of Prov-GigaPath and LongViT on several GPUs, as they are.
+
+Every rank calls the model with the whole slide, as on one GPU, and gets the whole result. In
+between, each rank computes the encoder's layers for its shard of the tiles.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..exchange import Exchange, Group, Shared, resolve_exchange, settle
+from ..layout import SequenceLayout
+from .pooling import Pool, pooled
+from .shared_randomness import SharedDropPath, own_randomness
+from .torchscale import TorchscaleDilatedAttention, replace_dilated_attention, set_layout
+
+_SIMILAR = 1e-2
+"""Relative difference of what ranks were given, up to which it is the same slide. GPUs of different
+kinds differ by less than 1e-3 in half precision; another slide, or order of tiles, by about 1."""
+
+
+def shard_slide_encoder(
+    model: nn.Module, *, group: Group = None, compare_inputs: bool = True, **options: Any
+) -> int:
+    """Have a slide encoder of Prov-GigaPath or LongViT compute each slide on all ranks of a group.
+
+    The model is called as before, on every rank with the same whole slide of any number of tiles.
+    Every rank gets the same result to the last bit: the embedding of the slide by class token or
+    mean (``global_pool``), and those of all layers (``all_layer_embed=True``). Between the ranks
+    the rows of the encoder are shared evenly, the class token on the first one. flash-attn is not
+    needed. Parameters, their names and the state dict stay what they are.
+
+    Write the loss as for one GPU, on every rank, and **average the gradients over the ranks**:
+    `DistributedDataParallel` does so. (Each rank's gradients of the encoder are those of its rows,
+    times the number of ranks; each rank's gradients of what follows are complete.)
+
+    In training mode, dropout draws other numbers on each rank, and stochastic depth (`DropPath`)
+    drops the same layers on all. On one process only the attention is replaced.
+
+    Args:
+        model: a `LongNetViT` of prov-gigapath, a `LongViTForTCGAClassification` of torchscale's
+            examples, or a module that holds some; changed in place, or not at all where this
+            raises. A second call changes group and options.
+        group: the ranks that share each slide: a ProcessGroup, a 1-D DeviceMesh, or None for one
+            process.
+        compare_inputs: whether each forward pass makes sure that all ranks embed the same tiles in
+            the same order, which waits for the GPU once. Default True.
+        options: keyword arguments of `TorchscaleDilatedAttention`: `head_offsets`, `zero_keys`,
+            `branch_gradients`, `exchange` and `backend`.
+
+    Returns:
+        How many attention modules now are this package's.
+
+    Raises:
+        TypeError: `model` is not a module, or an option is unknown.
+        ValueError: the model has no such encoder, or one that cannot be sharded; and from forward,
+            on every rank: ranks were given different slides or have different parameters, or the
+            encoder got other arguments than these models pass.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {model!r}")
+    holders = list(_holders(model))
+    if not holders:
+        raise ValueError(
+            "the model holds no LongNetViT of prov-gigapath and no LongViTForTCGAClassification "
+            f"of torchscale; got {type(model).__name__}. For other models replace the attention "
+            "with integrations.torchscale.replace_dilated_attention, and shard the sequence"
+        )
+    ranks = resolve_exchange(group).world_size
+    for holder in holders:
+        _check_encoder(holder)
+    # A layout of one position a rank: every forward pass sets its own.
+    layout = SequenceLayout.contiguous(ranks, ranks) if ranks > 1 else None
+    count = replace_dilated_attention(model, group=group, layout=layout, **options)
+    for holder in holders:
+        encoder = holder.encoder
+        vars(encoder).pop("forward", None)
+        for module in encoder.modules():
+            if isinstance(module, TorchscaleDilatedAttention):
+                module.ignores_padding_mask = ranks > 1  # it is always the empty one
+        if ranks > 1:
+            _share_drop_paths(encoder, group)
+            encoder.forward = _ShardedForward(holder, group, compare_inputs)
+    return count
+
+
+class _Holder(NamedTuple):
+    """A model, and the encoder of torchscale in it."""
+
+    path: str
+    model: Any
+    encoder: Any
+
+    @property
+    def pool(self) -> Pool:
+        """What the model reads of the encoder's rows."""
+        if not hasattr(self.model, "cls_token"):
+            return Pool(first=False, mean=True, skips_first=False)
+        return Pool(first=True, mean=bool(self.model.global_pool), skips_first=True)
+
+
+def _holders(model: nn.Module) -> Iterator[_Holder]:
+    """The slide encoders in a model, told by the names of their classes and what they are of."""
+    for path, module in model.named_modules():
+        where, each = path or "the model itself", module
+        kinds = [kind.__name__ for kind in type(module).__mro__]
+        if "LongViTForTCGAClassificationSeqParallel" in kinds:
+            raise ValueError(
+                f"{where} is a LongViTForTCGAClassificationSeqParallel, which takes a part of the "
+                "image on each rank: build it as LongViTForTCGAClassification, with "
+                "seq_parallel=False"
+            )
+        if "LongNetViT" in kinds:
+            needed, name = ["encoder", "cls_token", "global_pool"], "LongNetViT"
+        elif "LongViTForTCGAClassification" in kinds:
+            needed, name, each = ["encoder"], "LongViTForTCGAClassification", module.model
+        else:
+            continue
+        missing = [attribute for attribute in needed if not hasattr(each, attribute)]
+        owner = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
+        if missing or owner.__name__ != name:
+            raise ValueError(
+                f"{where} is a {type(module).__name__} that may do something else than {name} with "
+                f"the rows of its encoder; got a forward of {owner.__name__}"
+                + f" and no {', '.join(missing)}"
+                * bool(missing)
+            )
+        yield _Holder(path, each, each.encoder)
+
+
+def _check_encoder(holder: _Holder) -> None:
+    """Raise a `ValueError` unless the encoder treats rows alone, but for its attention."""
+    encoder = holder.encoder
+    where = f"{holder.path}.encoder".lstrip(".")
+    other = vars(encoder).get("forward")
+    if other is not None and not isinstance(other, _ShardedForward):
+        raise ValueError(f"{where}.forward has been replaced: shard the encoder before that")
+    if getattr(encoder, "embed_positions", None) is not None:
+        raise ValueError(f"{where} has embed_positions, which count rows that other ranks hold")
+    for module in encoder.modules():
+        if getattr(module, "is_moe_layer", False):
+            raise ValueError(
+                f"{where} has layers of experts (moe_freq), whose capacity counts rows that other "
+                "ranks hold"
+            )
+
+
+def _share_drop_paths(encoder: nn.Module, group: Group) -> None:
+    for parent in list(encoder.modules()):
+        for name, child in parent._modules.items():
+            if isinstance(child, SharedDropPath):
+                child.group = group
+            elif type(child).__name__ == "DropPath":
+                assert child is not None
+                shared = SharedDropPath(float(getattr(child, "drop_prob", None) or 0), group)
+                shared.training = child.training
+                setattr(parent, name, shared)
+
+
+class _ShardedForward:
+    """The forward of an encoder whose rows are shared by the ranks of a group.
+
+    Args:
+        holder: the encoder, and the model that calls it.
+        group: the ranks.
+        compare_inputs: whether ranks compare what they were given.
+    """
+
+    def __init__(self, holder: _Holder, group: Group, compare_inputs: bool) -> None:
+        self.holder, self.group, self.compare_inputs = holder, group, compare_inputs
+
+    def __call__(
+        self,
+        src_tokens: None = None,
+        *,
+        token_embeddings: Tensor | None = None,
+        return_all_hiddens: bool = False,
+        **others: Any,
+    ) -> dict[str, Any]:
+        """What the encoder returns, with what the model pools in the place of all rows.
+
+        Args:
+            src_tokens: must be None.
+            token_embeddings: of the whole slide, (batch, sequence, embed_dim).
+            return_all_hiddens: whether to return the rows of all layers, too.
+            others: must be None or False.
+        """
+        ends = resolve_exchange(self.group)
+        given = {"src_tokens": src_tokens, **others}
+        layout = self._agree(ends, token_embeddings, given, return_all_hiddens)
+        assert token_embeddings is not None
+        encoder, pool = self.holder.encoder, self.holder.pool
+        set_layout(encoder, layout)
+        shard = layout.shard(token_embeddings, ends.rank, 1)
+        with own_randomness(encoder, ends.rank, shard.device):
+            found = type(encoder).forward(
+                encoder,
+                src_tokens=None,
+                token_embeddings=shard,
+                return_all_hiddens=return_all_hiddens,
+            )
+
+        def whole(hidden: Tensor) -> Tensor:
+            return pooled("shard_slide_encoder", ends, layout, hidden, pool)
+
+        return {
+            **found,
+            "encoder_out": whole(found["encoder_out"]),
+            "encoder_states": [whole(state) for state in found["encoder_states"]],
+            "encoder_embedding": None,
+            "encoder_padding_mask": None,
+        }
+
+    def _agree(
+        self, ends: Exchange, tokens: Any, given: dict[str, Any], all_layers: bool
+    ) -> SequenceLayout:
+        """The layout of a slide; an error on every rank unless all were given the same one."""
+        layout, shared, failure, numbers = None, None, None, (0.0, 0.0)
+        device = tokens.device if isinstance(tokens, Tensor) else torch.device("cpu")
+        try:
+            layout = _layout(tokens, given, ends.world_size, self.holder.pool)
+            shared = Shared.of(
+                {
+                    "shape": tuple(tokens.shape),
+                    "dtype": str(tokens.dtype),
+                    "all_layer_embed": all_layers,
+                    "training": self.holder.encoder.training,
+                    "compare_inputs": self.compare_inputs,
+                }
+            )
+            if self.compare_inputs:
+                numbers = _numbers(tokens)
+        except Exception as error:  # whatever it is, the other ranks are to be told
+            failure = error
+        with ends.calls.enter("shard_slide_encoder", "inputs") as scope:
+            settle(scope, ends, device, shared, failure)
+            everyone = ends.share(numbers) if self.compare_inputs else [numbers]
+            other = [rank for rank, found in enumerate(everyone) if _differ(found, everyone[0])]
+            scope.in_step = bool(other)  # every rank raises
+            if other:
+                ranks = f"rank{'s' * (len(other) > 1)} {', '.join(map(str, other))}"
+                raise ValueError(
+                    f"ranks embed the tiles of this slide differently: {ranks} and rank 0 differ. "
+                    "Every rank of the group must call the model with the same whole slide, tiles "
+                    "in the same order, and have the same parameters: share slides out among "
+                    "groups, not among the ranks of one, and average gradients over the ranks"
+                )
+        assert layout is not None
+        return layout
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _ShardedForward:
+        holder = _Holder(*(copy.deepcopy(part, memo) for part in self.holder))
+        return _ShardedForward(holder, self.group, self.compare_inputs)  # no copy of a group
+
+
+def _layout(tokens: Any, given: dict[str, Any], ranks: int, pool: Pool) -> SequenceLayout:
+    """The layout of a slide; raises if the encoder was called as the models do not call it."""
+    refused = [name for name, value in given.items() if value is not None and value is not False]
+    if refused:
+        raise ValueError(f"a sharded slide encoder takes token_embeddings; got {refused[0]}")
+    if not isinstance(tokens, Tensor):
+        raise TypeError(f"token_embeddings must be a tensor, got {type(tokens).__name__}")
+    tiles = tokens.shape[1] - pool.skips_first if tokens.dim() == 3 else 0
+    if tiles < pool.mean:
+        raise ValueError(
+            "a slide needs at least one tile: token_embeddings must have shape (batch, sequence, "
+            f"embed_dim); got {tuple(tokens.shape)}"
+        )
+    return SequenceLayout.contiguous(tokens.shape[1], ranks)
+
+
+@torch.no_grad()
+def _numbers(tokens: Tensor) -> tuple[float, float]:
+    """A sum over the rows with weights that depend on where they are, and its scale."""
+    rows = tokens.sum(2, dtype=torch.promote_types(tokens.dtype, torch.float32))
+    weights = torch.arange(rows.numel(), device=rows.device, dtype=torch.float64).cos()
+    products = rows.flatten() * weights
+    total, scale = torch.stack([products.sum(), products.norm()]).tolist()
+    return total, scale
+
+
+def _differ(found: tuple[float, float], first: tuple[float, float]) -> bool:
+    # Written so that NaN, of a slide that has some, is no difference.
+    return abs(found[0] - first[0]) > _SIMILAR * max(found[1], first[1])

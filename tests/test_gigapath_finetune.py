@@ -1,0 +1,97 @@
+"""The example that fine-tunes prov-gigapath's encoder, with a stand-in for its package."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from slide_models import slide
+
+TESTS = Path(__file__).parent
+SCRIPT = TESTS.parent / "examples" / "gigapath_finetune.py"
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+HAS_H5 = importlib.util.find_spec("h5py") is not None
+
+
+def write(path, features, coordinates):
+    """As prov-gigapath and TRIDENT write it, or with numpy or torch."""
+    if path.suffix == ".npz":
+        np.savez(path, features=features.numpy(), coords=coordinates.numpy())
+    elif path.suffix == ".pt":
+        torch.save({"features": features, "coords": coordinates}, path)
+    else:
+        import h5py
+
+        with h5py.File(path, "w") as file:
+            file["features"] = features.half().numpy()
+            file["coords"] = coordinates.numpy()
+            file["coords"].attrs["patch_size_level0"] = 512
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Slides of 3 to 45 tiles with labels, and a package of prov-gigapath's name."""
+    package = tmp_path / "gigapath"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "slide_encoder.py").write_text("from slide_models import create_model\n")
+    slides = tmp_path / "slides"
+    slides.mkdir()
+    endings = (".npz", ".pt", ".h5" if HAS_H5 else ".npz")
+    lines = ["slide_id,label"]
+    for index, (tiles, ending) in enumerate(zip((45, 20, 3), endings, strict=True)):
+        features, coordinates = slide(tiles, seed=index)
+        write(slides / f"slide {index}{ending}", features[0].float(), coordinates[0])
+        lines.append(f"slide {index},{index}")
+    (tmp_path / "labels.csv").write_text("\n".join(lines) + "\n")
+    return tmp_path
+
+
+def done(folder, script, *arguments, launcher=()):
+    paths = [folder, TESTS, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    command = [*launcher, script, folder / "slides", folder / "labels.csv", "--weights="]
+    return subprocess.run(
+        [sys.executable, *map(str, command), *arguments],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(map(str, paths)),
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+        },
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["one process", "two ranks"])
+def test_it_learns_and_agrees_with_one_process(launcher, folder):
+    found = done(folder, SCRIPT, "--compare", "--epochs=3", "--lr=3e-3", launcher=launcher)
+    assert found.returncode == 0, found.stderr[-3000:]
+    losses = [float(line.split()[-1]) for line in found.stdout.splitlines() if "epoch" in line]
+    assert losses[-1] < losses[0]
+    assert "from one process: " in found.stdout
+
+
+def test_gradients_that_are_not_averaged_are_an_error(folder):
+    """Parameters then differ between ranks."""
+    text = SCRIPT.read_text()
+    broken = folder / "broken.py"
+    broken.write_text(text.replace("if group is not None:", "if False:", 1))
+    options = ("--compare", "--epochs=2", "--lr=3e-3", "--global-pool")
+    found = done(folder, broken, *options, launcher=TORCHRUN)
+    assert found.returncode == 1
+    assert "have the same parameters" in found.stderr
+
+
+def test_a_slide_without_a_file_is_named(folder):
+    with (folder / "labels.csv").open("a") as file:
+        file.write("slide 9,1\n")
+    found = done(folder, SCRIPT)
+    assert found.returncode == 1
+    assert "has no file for slide 9" in found.stderr

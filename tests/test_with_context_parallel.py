@@ -23,7 +23,12 @@ from ring_dilated_attention import (
 from ring_dilated_attention.checks import relative_error, run_ranks
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.integrations.context_parallel import ContextParallel
-from ring_dilated_attention.nn import DilatedAttention, MultiheadDilatedAttention
+from ring_dilated_attention.nn import (
+    DilatedAttention,
+    LongNet,
+    LongNetConfig,
+    MultiheadDilatedAttention,
+)
 
 PATTERN = DilatedPattern([8, 24, None], [1, 2, 4])
 
@@ -286,6 +291,20 @@ def _style_refused(rank, world_size):
         parallelize_module(nn.Linear(3, 3), mesh, ContextParallel())
     with pytest.raises(ValueError, match="the layout is for 3 ranks; the mesh has 2"):
         parallelize_module(Own(), mesh, ContextParallel(layout=SequenceLayout.zigzag(9, 3)))
+    config = LongNetConfig(
+        num_layers=1,
+        embed_dim=32,
+        num_heads=4,
+        ffn_dim=32,
+        segment_lengths=[8],
+        dilation_rates=[1],
+    )
+    tokens = torch.zeros(1, 6, dtype=torch.int64)
+    with pytest.raises(ValueError, match="give group= and layout= to their calls"):
+        parallelize_module(LongNet(config), mesh, {"blocks.*": ContextParallel()})
+    model = parallelize_module(LongNet(config), mesh, {"blocks.*.attention": ContextParallel()})
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+        model(tokens)
     model = parallelize_module(Own(), mesh, ContextParallel(use_local_output=True))
     x = torch.randn(1, 6, 32)
     assert type(model(x)) is torch.Tensor

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..exchange import is_dtensor
 from ..layout import SequenceLayout
-from ..nn import DilatedAttention, MultiheadDilatedAttention
+from ..nn import Block, DilatedAttention, MultiheadDilatedAttention
 from ..pattern import in_brief
 
 _SHARDED = ("query", "key", "value", "key_padding_mask")
@@ -44,9 +44,9 @@ class ContextParallel(ParallelStyle):
     Raises:
         TypeError: `layout` is neither a `SequenceLayout` nor None.
         ValueError: from `parallelize_module`: the module has no attention of this library inside,
-            or has it in a block that does not call it, or the layout is for another number of
-            ranks; from calls: a tensor does not have the shape that the layout says, or a DTensor
-            is placed otherwise.
+            or is a `LongNet`, a `SlideEncoder` or a part of one, which take a group and a layout
+            themselves; or the layout is for another number of ranks; from calls: a tensor does not
+            have the shape that the layout says, or a DTensor is placed otherwise.
     """
 
     def __init__(
@@ -77,6 +77,11 @@ class ContextParallel(ParallelStyle):
         """Have the attention inside go by the layout."""
         found = False
         for inner in module.modules():
+            if isinstance(inner, Block):
+                raise ValueError(
+                    f"{type(inner).__name__} does not call its attention as a module: leave "
+                    "LongNet and SlideEncoder out of the plan, and give group= and layout= to their calls"
+                )
             if isinstance(inner, DilatedAttention):
                 inner.layout, found = self.layout, True
             elif isinstance(inner, MultiheadDilatedAttention):

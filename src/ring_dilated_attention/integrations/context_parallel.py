@@ -80,7 +80,8 @@ class ContextParallel(ParallelStyle):
             if isinstance(inner, Block):
                 raise ValueError(
                     f"{type(inner).__name__} does not call its attention as a module: leave "
-                    "LongNet and SlideEncoder out of the plan, and give group= and layout= to their calls"
+                    "LongNet and SlideEncoder out of the plan, and give group= and layout= to "
+                    "their calls"
                 )
             if isinstance(inner, DilatedAttention):
                 inner.layout, found = self.layout, True

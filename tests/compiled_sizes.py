@@ -33,9 +33,9 @@ KERNELS: dict[str, Any] = {
     "decode": decode._split_kernel,
 }
 TABLES = {
-    **dict.fromkeys(("cells", "strips"), "*i64"),
-    **dict.fromkeys(("programs", "ranges", "branches", "order", "labels"), "*i32"),
-    **dict.fromkeys(("part_out", "part_lse"), "*fp32"),
+    **dict.fromkeys(("cells", "table"), "*i64"),
+    **dict.fromkeys(("programs", "ranges", "branches", "order"), "*i32"),
+    **dict.fromkeys(("parts",), "*fp32"),
 }
 TENSORS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "new_k", "new_v")
 DECODED = [(2, 64), (2, 128), (4, 128), (4, 256)]

@@ -140,7 +140,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="a tiny model, 1,000 tokens, float32")
     parser.add_argument("--seq-len", type=int, help="default: 32,768; 1,000 with --small")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--eager", action="store_true", help="layers are not compiled")
     parser.add_argument("--out", type=Path, help="a JSON file for all numbers")
     options = parser.parse_args()
     device, group, rank = torch.device(options.device), None, 0
@@ -153,11 +153,12 @@ def main() -> None:
     model = make_model(small=options.small, device=device)
     torch.manual_seed(1)
     tokens = torch.randint(model.config.vocab_size, (1, length), device=device)
-    alone = Kind("sdpa", copy.deepcopy(model), tokens, None, compiles=options.compile)
+    alone = Kind("sdpa", copy.deepcopy(model), tokens, None, compiles=not options.eager)
     wanted = alone.gradient()
     names = ["dense", "longnet"]
     kinds = [
-        Kind(name, copy.deepcopy(model), tokens, group, compiles=options.compile) for name in names
+        Kind(name, copy.deepcopy(model), tokens, group, compiles=not options.eager)
+        for name in names
     ]
     found: dict[str, Any] = {"ranks": 1 if group is None else dist.get_world_size(group)}
     found["tokens"], found["error of dense"] = length, error_of(kinds[0].gradient(), wanted)

@@ -35,7 +35,6 @@ class Shared(NamedTuple):
 _NOTHING = Shared.of({})
 
 
-@untraced
 def agree(
     name: str,
     ends: Exchange,
@@ -57,11 +56,26 @@ def agree(
     Raises:
         Exception: see `settle`.
     """
+    if ends.world_size > 1:
+        _agree_with_others(name, ends, shared, failure, device, advice)
+        return
+    with ends.calls.enter(name, "inputs") as scope:  # which torch.compile traces
+        settle(scope, ends, device, None, failure)
+
+
+@untraced
+def _agree_with_others(
+    name: str,
+    ends: Exchange,
+    shared: Mapping[str, Any] | None,
+    failure: Exception | None,
+    device: torch.device,
+    advice: str,
+) -> None:
+    """`agree` on several ranks."""
     refuse_capture(name, ends, device)
     with ends.calls.enter(name, "inputs") as scope:
-        # One rank has nobody to compare with, and torch.compile, which traces that, cannot hash.
-        own = None if shared is None or ends.world_size == 1 else Shared.of(shared, advice)
-        settle(scope, ends, device, own, failure)
+        settle(scope, ends, device, None if shared is None else Shared.of(shared, advice), failure)
 
 
 def settle(

@@ -55,7 +55,6 @@ class Module(lightning.LightningModule):
     def __init__(self, data, sequence_ranks):
         super().__init__()
         self.model, self.data, self.sequence_ranks = new_model(), data, sequence_ranks
-        self.seen = []
 
     def setup(self, stage):
         """Arrange the ranks."""
@@ -72,7 +71,6 @@ class Module(lightning.LightningModule):
     def training_step(self, batch, index):
         """This rank's part of the loss."""
         check_same_batch(dict(enumerate(batch)), self.mesh["sp"])
-        self.seen.append(batch)
         layout = SequenceLayout.zigzag(batch[0].shape[1], self.sequence_ranks)
         tokens, labels = (layout.shard(x, self.mesh.get_local_rank("sp"), 1) for x in batch)
         # The wrapped model says over which ranks gradients are averaged.
@@ -87,6 +85,19 @@ class Module(lightning.LightningModule):
 
 
 # --8<-- [end:module]
+
+
+class Recording(Module):
+    """Keeps all batches, for the comparison with one process."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.seen = []
+
+    def training_step(self, batch, index):
+        """See Module."""
+        self.seen.append(batch)
+        return super().training_step(batch, index)
 
 
 def train_alone(steps: list[list]) -> LongNet:
@@ -109,7 +120,7 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=301)
     args = parser.parse_args()
     ranks = int(os.environ["WORLD_SIZE"])
-    module = Module(texts(12, args.seq_len), args.sequence_ranks)
+    module = Recording(texts(12, args.seq_len), args.sequence_ranks)
     # --8<-- [start:trainer]
     trainer = lightning.Trainer(
         accelerator="cpu",

@@ -41,7 +41,6 @@ class SequenceParallelTrainer(Trainer):
     def __init__(self, *args, mesh, **kwargs):
         super().__init__(*args, **kwargs)
         self.mesh = mesh
-        self.whole_batches = []
 
     def get_train_dataloader(self):
         """See Trainer."""
@@ -61,6 +60,9 @@ class SequenceParallelTrainer(Trainer):
             shuffle=shuffle,
             generator=order,
             collate_fn=self.data_collator,
+            num_workers=self.args.dataloader_num_workers,
+            pin_memory=self.args.dataloader_pin_memory,
+            drop_last=self.args.dataloader_drop_last,
         )
         return prepare_data_loader(
             loader,
@@ -71,7 +73,6 @@ class SequenceParallelTrainer(Trainer):
 
     def _shard(self, batch):
         """This rank's part, and which it is; the ranks compare their batches."""
-        self.whole_batches.append(batch)
         layout = SequenceLayout.zigzag(batch["input_ids"].shape[1], self.mesh["sp"].size())
         return {**shard_batch(batch, layout, self.mesh["sp"]), "layout": layout}
 
@@ -95,6 +96,18 @@ class SequenceParallelTrainer(Trainer):
 
 
 # --8<-- [end:trainer]
+
+
+class Recording(SequenceParallelTrainer):
+    """Keeps all batches, for the comparison with one process."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.whole_batches = []
+
+    def _shard(self, batch):
+        self.whole_batches.append(batch)
+        return super()._shard(batch)
 
 
 def collate(rows: list[dict]) -> dict[str, torch.Tensor]:
@@ -174,9 +187,7 @@ def main() -> None:
     model = new_model()
     set_attention(model, PATTERN, group=mesh["sp"])
     twin = copy.deepcopy(model)
-    trainer = SequenceParallelTrainer(
-        model, arguments, mesh=mesh, train_dataset=texts(40), data_collator=collate
-    )
+    trainer = Recording(model, arguments, mesh=mesh, train_dataset=texts(40), data_collator=collate)
     trainer.train()
     # --8<-- [end:main]
     seen = [None] * ranks

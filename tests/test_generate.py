@@ -418,7 +418,7 @@ REFUSED: dict[str, tuple[Any, type[Exception]]] = {
     "layout must be a SequenceLayout": ({"layout": "zigzag"}, TypeError),
     "sharded must be a bool": ({"sharded": 1}, TypeError),
     "capture must be a bool": ({"capture": 1}, TypeError),
-    "needs example and caches on one CUDA device": ({"capture": True}, ValueError),
+    "capture=True needs a CUDA device": ({"capture": True}, ValueError),
 }
 
 

@@ -152,7 +152,7 @@ def dilated_attention(
             small collectives, which `lengths` saves.
         group: the ranks that share the sequence: a ProcessGroup, a 1-D DeviceMesh, an `Exchange`,
             or None if this process holds the whole sequence.
-        mesh: the same, by the name that DTensors have for it; not beside `group`.
+        mesh: another name for `group`, as DTensor APIs call it; pass only one of the two.
         layout: which rank holds which positions; None: contiguous equal shards.
         exchange: ``"ring"`` keeps one message in flight during compute and holds the rows of at
             most two remote shards; ``"gather"`` starts all transfers at once and holds them all;
@@ -250,7 +250,7 @@ def _of_dtensors(
     query: Any, key: Any, value: Any, pattern: DilatedPattern, options: dict[str, Any]
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`dilated_attention` of DTensors: that of this rank's shards."""
-    group = options["group"]
+    group, placed = options["group"], None
     try:
         placed = Placed.of(query, key, value, group, options["layout"])
         local = {
@@ -263,11 +263,13 @@ def _of_dtensors(
             "return_lse": True,
         }
     except Exception as failure:
-        known = group_of_dtensors(query, key, value) if group is None else group
+        known = group if placed is None else placed.group
+        if placed is None and known is None:
+            known = group_of_dtensors(query, key, value)
         if known is not None and not torch.compiler.is_compiling():
             # Other ranks may have made the call, and wait for this one.
-            ends = exchange_named(group_name(known))
-            agree("dilated_attention", ends, None, failure, query.device)
+            device = query.device if isinstance(query, torch.Tensor) else torch.device("cpu")
+            agree("dilated_attention", exchange_named(group_name(known)), None, failure, device)
         raise
     shards = query.to_local(), key.to_local(), value.to_local()
     out, lse = dilated_attention(*shards, pattern, **local)

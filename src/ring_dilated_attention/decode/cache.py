@@ -56,7 +56,7 @@ class DilatedKVCache:
         device: where they are; None: torch's default.
         group: the ranks that generate together: a ProcessGroup, a 1-D DeviceMesh, an `Exchange`, or
             None for one process.
-        mesh: the same ranks, by the name that meshes have elsewhere; not beside `group`.
+        mesh: another name for `group`, as DTensor APIs call it; pass only one of the two.
         sharded: whether the ranks share the rows, the same number on each; else each keeps all of
             them, and `cached_attention` needs no communication. None, the default: from 128 MiB on.
         head_slice: (start, stop, total): the KV heads are heads start to stop (excluded) of a layer

@@ -55,7 +55,7 @@ class CapturedStep:
                     self._take_back(before)
             torch.cuda.current_stream(example.device).wait_stream(side)
             self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
+            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
                 self._output = step(self._input)
         self._take_back(before)
         self._tensors = [(cache.keys, cache.values, cache.lengths) for cache in self._caches]

@@ -194,7 +194,7 @@ def replicated_query_attention(
             and whose queries get output 0, lse -inf and gradient 0. None: no padding.
         group: the ranks that share the keys: a ProcessGroup, a 1-D DeviceMesh, an `Exchange`, or
             None for one process that holds them all.
-        mesh: the same ranks, by the name that meshes have elsewhere; not beside `group`.
+        mesh: another name for `group`, as DTensor APIs call it; pass only one of the two.
         layout: which rank holds which keys; None: contiguous equal shards.
         backend: kernels that compute the tiles, one of `tiles.BACKENDS`; ``"auto"``, the default,
             takes the fastest one that supports the tensors, and any other name is used or refused.

@@ -67,7 +67,7 @@ def labels_per_rank(
     Raises:
         TypeError: an argument has the wrong type.
         ValueError: gradients are not averaged over all ranks of `group`, not of all parameters, or
-            not of all over the same ranks; the message tells the way.
+            not of all over the same ranks; the message says how to fix it.
     """
     found = _averaging(model)
     _check_contains(found.ranks, group)
@@ -77,14 +77,14 @@ def labels_per_rank(
 
 
 _wrappers: WeakKeyDictionary[nn.Module, ref[nn.Module]] = WeakKeyDictionary()
-"""Of modules in DistributedDataParallel that `labels_per_rank` has seen, what they are in."""
+"""The DistributedDataParallel wrapper of each module; those that `labels_per_rank` was given."""
 
 
 def refuse_beside_wrapper(module: nn.Module, instead: str) -> None:
-    """Raise where a method of a module in DistributedDataParallel is to have a gradient.
+    """Raise if a method of a DDP-wrapped module is called directly while autograd is on.
 
-    DDP averages gradients of calls through it alone; those of others stay a rank's own. Only
-    modules are known whose wrapper `labels_per_rank` was given.
+    DDP does not average the gradients of such a call. Only wrappers are known that
+    `labels_per_rank` was given before.
 
     Args:
         module: whose method is called.
@@ -141,7 +141,7 @@ def _count(labels: Tensor | Iterable[Tensor] | int, ignore_index: int) -> Tensor
             got = shard.dtype if isinstance(shard, Tensor) else in_brief(shard)
             raise TypeError(f"labels must be tensors of ints, or a number; got {got}")
     if not shards:
-        raise ValueError("labels must hold the shard of at least one micro-batch; got none")
+        return torch.tensor(0)
     return torch.stack([(shard != ignore_index).sum() for shard in shards]).sum()
 
 

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from ..exchange import is_dtensor
+from ..exchange import agree, is_dtensor, resolve_exchange
 from ..layout import SequenceLayout
 from ..nn import Block, DilatedAttention, MultiheadDilatedAttention
 from ..pattern import in_brief
@@ -34,8 +34,9 @@ class ContextParallel(ParallelStyle):
     inside. Its tensors by position, and ``query``, ``key``, ``value`` and ``key_padding_mask`` by
     keyword, have the sequence as dimension 1; they may be DTensors with Shard(1), or this rank's
     shards. Parameters become DTensors that are replicated over the mesh, as with
-    `torch.distributed.tensor.parallel.SequenceParallel`: gradients are those of the whole sequence,
-    and nothing else may average them over the mesh.
+    `torch.distributed.tensor.parallel.SequenceParallel`. Their gradients are DTensors with Partial,
+    which torch's optimizers and ``clip_grad_norm_`` sum: then they are those of the whole sequence.
+    Read them by ``full_tensor()``; nothing else may average them over the mesh.
 
     Args:
         layout: which positions each rank holds; None: contiguous, as torch cuts DTensors.
@@ -98,13 +99,19 @@ class ContextParallel(ParallelStyle):
         return args, {"layout": self.layout, **kwargs}
 
     def _inputs(self, args: Any, kwargs: Any, mesh: DeviceMesh) -> tuple[Any, Any]:
-        return (
-            tuple(self._whole(x, mesh) if isinstance(x, Tensor) else x for x in args),
-            {
+        positional, named, failure = args, kwargs, None
+        try:
+            positional = tuple(self._whole(x, mesh) if isinstance(x, Tensor) else x for x in args)
+            named = {
                 name: self._whole(x, mesh) if name in _SHARDED and isinstance(x, Tensor) else x
                 for name, x in kwargs.items()
-            },
-        )
+            }
+        except Exception as error:  # whatever it is, the other ranks are to be told
+            failure = error
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        device = tensors[0].device if tensors else torch.device("cpu")
+        agree("ContextParallel", resolve_exchange(mesh), None if failure else {}, failure, device)
+        return positional, named
 
     def _whole(self, tensor: Tensor, mesh: DeviceMesh) -> Tensor:
         """A DTensor, of which a local tensor is this rank's part."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..exchange import Exchange, Group, Shared, resolve_exchange, settle
+from ..exchange import Exchange, Group, Shared, one_group, resolve_exchange, settle
 from ..layout import SequenceLayout
 from .pooling import Pool, pooled
 from .shared_randomness import SharedDropPath, own_randomness
@@ -25,7 +25,12 @@ kinds differ by less than 1e-3 in half precision; another slide, or order of til
 
 
 def shard_slide_encoder(
-    model: nn.Module, *, group: Group = None, compare_inputs: bool = True, **options: Any
+    model: nn.Module,
+    *,
+    group: Group = None,
+    mesh: Group = None,
+    compare_inputs: bool = True,
+    **options: Any,
 ) -> int:
     """Have a slide encoder of Prov-GigaPath or LongViT compute each slide on all ranks of a group.
 
@@ -45,9 +50,10 @@ def shard_slide_encoder(
     Args:
         model: a `LongNetViT` of prov-gigapath, a `LongViTForTCGAClassification` of torchscale's
             examples, or a module that holds some; changed in place, or not at all where this
-            raises. A second call changes group and options.
+            raises. A second call changes `group` and `compare_inputs`.
         group: the ranks that share each slide: a ProcessGroup, a 1-D DeviceMesh, or None for one
             process.
+        mesh: another name for `group`, as DTensor APIs call it; pass only one of the two.
         compare_inputs: whether each forward pass makes sure that all ranks embed the same tiles in
             the same order, which waits for the GPU once. Default True.
         options: keyword arguments of `TorchscaleDilatedAttention`: `head_offsets`, `zero_keys`,
@@ -58,9 +64,9 @@ def shard_slide_encoder(
 
     Raises:
         TypeError: `model` is not a module, or an option is unknown.
-        ValueError: the model has no such encoder, or one that cannot be sharded; and from forward,
-            on every rank: ranks were given different slides or have different parameters, or the
-            encoder got other arguments than these models pass.
+        ValueError: options are given in a second call; the model has no such encoder, or one that
+            cannot be sharded; and from forward, on every rank: ranks were given different slides
+            or have different parameters, or the encoder got other arguments than these models pass.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {model!r}")
@@ -71,6 +77,7 @@ def shard_slide_encoder(
             f"of torchscale; got {type(model).__name__}. For other models replace the attention "
             "with integrations.torchscale.replace_dilated_attention, and shard the sequence"
         )
+    group = one_group(group, mesh)
     ranks = resolve_exchange(group).world_size
     for holder in holders:
         _check_encoder(holder)
@@ -83,6 +90,8 @@ def shard_slide_encoder(
         for module in encoder.modules():
             if isinstance(module, TorchscaleDilatedAttention):
                 module.ignores_padding_mask = ranks > 1  # it is always the empty one
+            elif isinstance(module, SharedDropPath):
+                module.group = group
         if ranks > 1:
             _share_drop_paths(encoder, group)
             encoder.forward = _ShardedForward(holder, group, compare_inputs)
@@ -153,10 +162,7 @@ def _check_encoder(holder: _Holder) -> None:
 def _share_drop_paths(encoder: nn.Module, group: Group) -> None:
     for parent in list(encoder.modules()):
         for name, child in parent._modules.items():
-            if isinstance(child, SharedDropPath):
-                child.group = group
-            elif type(child).__name__ == "DropPath":
-                assert child is not None
+            if child is not None and type(child).__name__ == "DropPath":
                 shared = SharedDropPath(float(getattr(child, "drop_prob", None) or 0), group)
                 shared.training = child.training
                 setattr(parent, name, shared)

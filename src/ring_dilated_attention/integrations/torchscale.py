@@ -53,7 +53,7 @@ class TorchscaleDilatedAttention(nn.Module):
         subln: whether to normalise the concatenated heads (`inner_attn_ln`).
         group: the ranks that share each sequence: a ProcessGroup, a 1-D DeviceMesh, or None for
             one process.
-        mesh: the same ranks, by the name that meshes have elsewhere; not beside `group`.
+        mesh: another name for `group`, as DTensor APIs call it; pass only one of the two.
         layout: which positions each rank holds; None means contiguous equal shards. `set_layout`
             changes it.
         head_offsets: offset of KV head h of H in a branch of rate r: ``"blocked"``, the default, is
@@ -263,13 +263,14 @@ def replace_dilated_attention(
     The projections and the norm themselves go over, with their parameters, dtypes and devices, and
     so does the training mode: optimizers, state dicts and references to parameters stay valid. A
     module that stands in several places is replaced by one. Modules are told by the name of their
-    class and what they are made of. Modules of this package get the group and the layout.
+    class and what they are made of. Modules of this package get the group and the layout, and keep
+    their other options.
 
     Args:
         model: changed in place, or not at all where this raises.
         group: the ranks that share each sequence: a ProcessGroup, a 1-D DeviceMesh, or None for
             one process.
-        mesh: the same ranks, by the name that meshes have elsewhere; not beside `group`.
+        mesh: another name for `group`, as DTensor APIs call it; pass only one of the two.
         layout: which positions each rank holds; None means contiguous equal shards. `set_layout`
             changes it.
         options: the keyword arguments of `TorchscaleDilatedAttention` that come after `subln`.
@@ -279,7 +280,8 @@ def replace_dilated_attention(
 
     Raises:
         TypeError: `model` is not a module, or an option is unknown.
-        ValueError: a module is not supported, by its class, its hooks or its `args`; `model` itself
+        ValueError: a module is not supported, by its class, its hooks or its `args`; options are
+            given, and modules of this package are there already; `model` itself
             would have to be replaced; or there are several ranks, no layout, and a class token,
             which every rank would put before its shard (see `gigapath.shard_slide_encoder`).
     """
@@ -300,6 +302,11 @@ def replace_dilated_attention(
                     f"another; got {type(module).__name__}"
                 )
             replacements[module] = _replacement(where, module, group, layout, options)
+    if ours and options:
+        raise ValueError(
+            f"{len(ours)} modules are this package's already and keep their options; got "
+            f"{', '.join(options)}: pass them in the first call"
+        )
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
             if child in replacements:
@@ -328,8 +335,8 @@ def set_layout(model: nn.Module, layout: SequenceLayout | None) -> int:
     if layout is not None and not isinstance(layout, SequenceLayout):
         raise TypeError(f"layout must be a SequenceLayout or None, got {layout!r}")
     told = [module for module in model.modules() if isinstance(module, TorchscaleDilatedAttention)]
-    for group in [module.group for module in told[:1]]:
-        refuse_class_token(model, group, layout)
+    if told:
+        refuse_class_token(model, told[0].group, layout)
     for module in told:
         module.layout = layout
     return len(told)

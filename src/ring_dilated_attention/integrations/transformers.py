@@ -125,7 +125,7 @@ def set_attention(
             None, the default: the pattern that the model's config holds.
         group: the ranks that share each sequence: a ProcessGroup, a 1-D DeviceMesh, or None for
             one process.
-        mesh: the same ranks, by the name that meshes have elsewhere; not beside `group`.
+        mesh: another name for `group`, as DTensor APIs call it; pass only one of the two.
         layout: which positions each rank holds, at least one; see `set_layout`. None: contiguous
             equal shards.
         exchange: ``"ring"`` keeps one message in flight during compute and holds the rows of at

@@ -196,8 +196,7 @@ def check_loss_arguments(name: str, settings: Settings, given: dict[str, Any]) -
     Raises:
         ValueError: there are several ranks, and labels without ``shift_labels`` or
             ``num_items_in_batch``, or with one that differs between ranks, or ``logits_to_keep``.
-            With a KV cache every rank has all of
-            them.
+            With a KV cache every rank has all of them.
     """
     ends = resolve_exchange(settings.group)
     if ends.world_size == 1:

@@ -204,6 +204,7 @@ def _later(
     ids = torch.tensor(lengths, device=device)[:, None] + torch.arange(count, device=device)
     _check_position_ids(given, ids, None, batch)
     after = [n + count for n in cache.lengths]
+    _check_room(settings, max(after))
     call = CachedCall(settings, None, None, cache, False, None, count, kept, None, after, None)
     return _Columns(call, count, ids)
 
@@ -229,9 +230,7 @@ def _prompt(
             "for padding: pass attention_mask where that token is in the text)"
         )
     _check_position_ids(given, places, valid, batch)
-    most = settings.positions.most
-    if most is not None and max(lengths) > most:
-        raise ValueError(f"the model has embeddings of {most} positions; got {max(lengths)}")
+    _check_room(settings, max(lengths))
     layout, width, positions = None, count, rows.positions
     if ends.world_size > 1:
         width = max(count, 2 * ends.world_size)  # transformers' models take no empty shards
@@ -252,6 +251,13 @@ def _prompt(
     )
     # A model that looks at the largest position, or has few, is not to see those of padding.
     return _Columns(call, width, positions[None].clamp(max=max(0, max(lengths) - 1)))
+
+
+def _check_room(settings: Settings, needed: int) -> None:
+    """Raise unless the model has embeddings of as many positions, or needs none."""
+    most = settings.positions.most
+    if most is not None and needed > most:
+        raise ValueError(f"the model has embeddings of {most} positions; got {needed}")
 
 
 def _layout(given: SequenceLayout | None, length: int, world_size: int) -> SequenceLayout:

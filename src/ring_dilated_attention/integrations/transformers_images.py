@@ -106,9 +106,11 @@ def _before_images(
         for name in _REFUSED:
             if given.get(name) is not None:
                 raise ValueError(f"a model of images must have no {name}; got it")
-    except ValueError as error:
+    except Exception as error:  # whatever it is, the other ranks are to be told
         failure = error
-    batch = {name: x for name, x in given.items() if isinstance(x, Tensor | bool)}
+    batch: dict[str, Any] = {k: x for k, x in given.items() if isinstance(x, (Tensor, bool))}
+    layout = settings.layout
+    batch["layout"] = layout and f"{layout!r} ({layout.digest[:8]})"
     agree_on_batch(type(module).__name__, batch if failure is None else {}, ends, failure)
     return None
 
@@ -122,7 +124,7 @@ def _sharded(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor
         layout = SequenceLayout.contiguous(tokens, ends.world_size)
     held = (layout.length, layout.world_size) if layout else None
     if layout is None or held != (tokens, ends.world_size):
-        raise ValueError(  # on every rank: all have the same images
+        raise ValueError(  # on every rank: all have the same images and layout
             f"an image has {tokens} tokens, a class token included, on {ends.world_size} ranks: "
             f"set_layout(model, SequenceLayout.contiguous({tokens}, {ends.world_size})); got "
             f"{settings.layout}"

@@ -199,7 +199,7 @@ class MultiheadDilatedAttention(nn.Module):
                 kv_heads, head_dim), and returns that shape; a `Rotation` is one.
             group: the ranks that share each sequence: a ProcessGroup, a 1-D DeviceMesh, or None
                 for one process.
-            mesh: the same ranks, by the name that meshes have elsewhere; not beside `group`.
+            mesh: another name for `group`, as DTensor APIs call it; pass only one of the two.
             layout: which positions each rank holds; None means contiguous equal shards.
 
         Returns:

@@ -64,14 +64,14 @@ class Block(nn.Module, ABC):
             ValueError: there are `chunk_rows`, and `fully_shard` was called with a submodule.
         """
         gather_weights_in(self.attention, ("project", "combine"))
-        if chunk_rows is not None:
-            chunks = "chunk_rows computes gradients of weights from chunk to chunk"
-            refuse_sharded_apart(self, dict.fromkeys(self._modules, chunks))
         if attend is None:
             attend = partial(self.attention.attend, is_causal=self.is_causal, **options)
         is_one_chunk = chunk_rows is None or hidden.shape[1] <= chunk_rows
         if is_one_chunk and not torch.is_grad_enabled():  # nothing is kept for backward
             return self._rest(hidden, attend(*self._heads(hidden, *tables)), in_chunks=True)
+        if chunk_rows is not None:
+            chunks = "chunk_rows computes gradients of weights from chunk to chunk"
+            refuse_sharded_apart(self, dict.fromkeys(self._modules, chunks))
         if chunk_rows is not None and checkpoint == "keep_attention":
             # Its chunks recompute the last part by themselves, from attention's out, which is kept.
             return self._through(hidden, tables, checkpoint, chunk_rows, attend)

@@ -27,7 +27,7 @@ class DilatedAttention(nn.Module):
         scale: factor on the logits; None means ``head_dim ** -0.5``.
         group: the ranks that share each sequence: a ProcessGroup, a 1-D DeviceMesh, or None for
             one process.
-        mesh: the same ranks, by the name that meshes have elsewhere; not beside `group`.
+        mesh: another name for `group`, as DTensor APIs call it; pass only one of the two.
         layout: which positions each rank holds; None means contiguous equal shards.
         branch_gradients: ``"exact"``, the default, differentiates the whole function;
             ``"detached"`` all but the weights that mix the branches, as torchscale does.

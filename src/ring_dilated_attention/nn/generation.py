@@ -18,6 +18,7 @@ from ..exchange import (
     Group,
     agree,
     all_gather,
+    is_dtensor,
     is_fully_sharded,
     resolve_exchange,
     settle,
@@ -261,6 +262,11 @@ def stream(
     assert sampler is not None
     most = longest + wanted.max_new_tokens
     caches = make_caches(model, len(prompt.tokens), most, 0, ends, wanted.sharded)
+    if wanted.capture and caches[0].is_sharded:
+        raise ValueError(  # alike on every rank
+            f"the ranks share caches of {caches[0].nbytes:,} bytes on each, and a step that is "
+            "captured cannot: give sharded=False, or capture=False"
+        )
     logits = prefill(model, prompt.tokens, caches, *prompt[1:])
     take: TakeStep = partial(step, model, caches=caches)
     if _captures(model, caches, wanted):
@@ -275,6 +281,11 @@ def _check_wanted(
     check_positive_int("max_new_tokens", wanted.max_new_tokens)
     if wanted.capture is not None and not isinstance(wanted.capture, bool):
         raise TypeError(f"capture must be a bool or None, got {in_brief(wanted.capture)}")
+    if wanted.capture and (prompt.tokens.device.type != "cuda" or wanted.sharded):
+        raise ValueError(
+            "capture=True needs a CUDA device, and caches that every rank holds whole "
+            f"(sharded=False); got tokens on {prompt.tokens.device}, sharded={wanted.sharded}"
+        )
     if wanted.capture and _has_hooks(model):
         raise ValueError(
             "capture=True, but modules of the model have hooks, which a CUDA graph would not call "
@@ -318,7 +329,7 @@ def _captures(model: TokenGenerator, caches: Sequence[DilatedKVCache], wanted: W
         and not _has_hooks(model)
         and not any(cache.is_sharded for cache in caches)
         and not torch.is_autocast_enabled(device.type)
-        and not any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
+        and not any(is_dtensor(parameter) for parameter in model.parameters())
     )
 
 

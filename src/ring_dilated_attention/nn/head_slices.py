@@ -34,7 +34,7 @@ def slice_of_heads(module: Any, query: Tensor, key: Tensor) -> HeadSlice | None:
         module: with `num_heads`, with `num_kv_heads` if there are fewer, with projections `q_proj`
             and `k_proj`, and perhaps with a `head_slice`, which is then the answer.
         query: what its projections made: (batch, local_sequence, heads, head_dim).
-        key: likewise, (batch, local_sequence, kv_heads, head_dim).
+        key: what `k_proj` made: (batch, local_sequence, kv_heads, head_dim).
 
     Raises:
         ValueError: see `slice_of_projections`.

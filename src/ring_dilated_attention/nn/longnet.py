@@ -143,7 +143,7 @@ class LongNet(TokenGenerator):
                 at each.
             group: the ranks that share each sequence: a ProcessGroup, a 1-D DeviceMesh, or None
                 for one process.
-            mesh: the same ranks, by the name that meshes have elsewhere; not beside `group`.
+            mesh: another name for `group`, as DTensor APIs call it; pass only one of the two.
             layout: which positions each rank holds; None means contiguous equal shards.
 
         Returns:
@@ -190,7 +190,7 @@ class LongNet(TokenGenerator):
                 positions; the last label of a document counts like any other.
             group: the ranks that share each sequence: a ProcessGroup, a 1-D DeviceMesh, or None
                 for one process.
-            mesh: the same ranks, by the name that meshes have elsewhere; not beside `group`.
+            mesh: another name for `group`, as DTensor APIs call it; pass only one of the two.
             layout: which positions each rank holds; None means contiguous equal shards.
 
         Returns:

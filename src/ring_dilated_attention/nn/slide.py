@@ -132,7 +132,7 @@ class SlideEncoder(nn.Module):
                 padded at their ends. None: all of them.
             group: the ranks that share each slide: a ProcessGroup, a 1-D DeviceMesh, or None for
                 one process.
-            mesh: the same ranks, by the name that meshes have elsewhere; not beside `group`.
+            mesh: another name for `group`, as DTensor APIs call it; pass only one of the two.
             layout: which positions each rank holds, of a sequence of one position more than there
                 are tiles; None means contiguous equal shards.
 

@@ -58,7 +58,7 @@ class TokenGenerator(nn.Module, ABC):
             max_rewind: the most positions that `DilatedKVCache.rewind` may take back at a time.
             group: the ranks that generate together: a ProcessGroup, a 1-D DeviceMesh, or None for
                 one process.
-            mesh: the same ranks, by the name that meshes have elsewhere; not beside `group`.
+            mesh: another name for `group`, as DTensor APIs call it; pass only one of the two.
             sharded: whether the ranks share the rows of each cache; None, the default: where a
                 cache is large. See `DilatedKVCache`.
 
@@ -206,7 +206,7 @@ class TokenGenerator(nn.Module, ABC):
                 the last one of each row is continued. None: one document.
             group: the ranks that share each prompt: a ProcessGroup, a 1-D DeviceMesh, or None for
                 one process. All of them compute the same new tokens.
-            mesh: the same ranks, by the name that meshes have elsewhere; not beside `group`.
+            mesh: another name for `group`, as DTensor APIs call it; pass only one of the two.
             layout: which positions of the prompt each rank holds; None means contiguous equal
                 shards.
             sharded: whether the ranks share the rows of each cache; None, the default: where a

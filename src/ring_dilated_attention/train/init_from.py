@@ -36,6 +36,8 @@ def begun_from(config: TrainConfig, options: Mapping[str, Any]) -> TrainConfig:
     found = _undamaged(weights_at(Path(options["init_from"])))
     model = {field.name: getattr(found.model, field.name) for field in fields(LongNetConfig)}
     file = found.tokenizer_file
+    if file is not None:
+        found.tokenizer()  # compares its checksum
     _check_tokenizer(found, options)
     changed = replace(config, model=found.model).with_options(
         {

@@ -154,6 +154,8 @@ def test_replacing_keeps_weights_modes_and_results():
     layout = SequenceLayout.contiguous(61, 1)
     assert replace_dilated_attention(model, layout=layout) == 2
     assert attention.layout is layout
+    with pytest.raises(ValueError, match="keep their options; got zero_keys"):
+        replace_dilated_attention(model, zero_keys=False)
     assert set_layout(model, None) == 2
     layouts = [m.layout for m in model.modules() if isinstance(m, TorchscaleDilatedAttention)]
     assert layouts == [None, None]

@@ -305,6 +305,10 @@ def _style_refused(rank, world_size):
     model = parallelize_module(LongNet(config), mesh, {"blocks.*.attention": ContextParallel()})
     with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
         model(tokens)
+    layout = SequenceLayout.contiguous(12, 2)
+    model = parallelize_module(Own(), mesh, ContextParallel(layout=layout))
+    with pytest.raises(ValueError, match="rank 1" if rank == 0 else "7"):  # on every rank
+        model(torch.randn(1, 6 + rank, 32))
     model = parallelize_module(Own(), mesh, ContextParallel(use_local_output=True))
     x = torch.randn(1, 6, 32)
     assert type(model(x)) is torch.Tensor

@@ -52,7 +52,7 @@ def on_ranks(model, ranks, *inputs, used=(-1,), **options):
 
     def run(ends):
         own = copy.deepcopy(model)
-        assert shard_slide_encoder(own, group=ends) == len(own.encoder.layers)
+        assert shard_slide_encoder(own, mesh=ends) == len(own.encoder.layers)
         return on_one_process(own, *inputs, used=used, **options)
 
     ran = run_loopback(ranks, run)

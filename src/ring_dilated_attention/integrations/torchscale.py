@@ -7,10 +7,8 @@ multihead_attention.py. torchscale itself is not needed, nor is flash-attn.
 
 from __future__ import annotations
 
-import ast
 import copy
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,6 +22,7 @@ from ..pattern import DilatedPattern, HeadOffsets, check_choice, check_positive_
 from ..tiles import BACKENDS, Backend
 from ..torch_op import padding
 from .class_tokens import refuse_class_token
+from .torchscale_args import check_dropout, ints_of
 
 _SUBMODULES = ("q_proj", "k_proj", "v_proj", "out_proj", "inner_attn_ln")
 
@@ -122,12 +121,12 @@ class TorchscaleDilatedAttention(nn.Module):
             embed_dim, num_heads, None
         )
         self.scaling = self.head_dim**-0.5
-        self.dropout = _check_dropout(dropout)
+        self.dropout = check_dropout(dropout)
         self.self_attention = True
         self.encoder_decoder_attention = False
         self.pattern = DilatedPattern(
-            _ints(args, "segment_length"),
-            _ints(args, "dilated_ratio"),
+            ints_of(args, "segment_length"),
+            ints_of(args, "dilated_ratio"),
             head_offsets=head_offsets,
             zero_keys=zero_keys,
         )
@@ -382,26 +381,3 @@ def _replacement(
         setattr(new, name, getattr(old, name))
     new.training = old.training
     return new
-
-
-def _ints(args: Any, name: str) -> Sequence[int]:
-    """A list of ints of torchscale's configuration, which may be given as text."""
-    if not hasattr(args, name):
-        raise TypeError(f"args must have {name}, a list of ints; got {args!r}")
-    value = getattr(args, name)
-    if isinstance(value, str):
-        try:
-            value = ast.literal_eval(value)
-        except (SyntaxError, ValueError):
-            raise ValueError(f"args.{name} must be a list of ints; got {value!r}") from None
-    if not isinstance(value, list | tuple):
-        raise TypeError(f"args.{name} must be a list of ints; got {value!r}")
-    return value
-
-
-def _check_dropout(dropout: float) -> float:
-    if isinstance(dropout, bool) or not isinstance(dropout, int | float):
-        raise TypeError(f"dropout must be a number, got {dropout!r}")
-    if not 0 <= dropout <= 1:
-        raise ValueError(f"dropout must lie in [0, 1]; got {dropout!r}")
-    return float(dropout)

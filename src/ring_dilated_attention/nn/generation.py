@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from ..decode import CapturedStep, DilatedKVCache, Step, attend_in_step
+from ..decode import DilatedKVCache, Step, attend_in_step
 from ..documents import Integers, as_ints
 from ..exchange import (
     Exchange,
     Group,
     agree,
     all_gather,
-    is_dtensor,
     is_fully_sharded,
     resolve_exchange,
     settle,
@@ -26,9 +25,9 @@ from ..exchange import (
 from ..functional import autocast_inputs
 from ..layout import SequenceLayout
 from ..pattern import check_int, check_positive_int, in_brief
-from .hooks import runs_hooks
 from .longnet_inputs import agreed_positions, check_tokens, device_of, whole_length
 from .sampling import Sampler, SamplerOptions
+from .step_capture import TakeStep, captured_step, captures, check_capture
 
 if TYPE_CHECKING:
     from .block import Attend
@@ -36,15 +35,9 @@ if TYPE_CHECKING:
     from .token_generator import TokenGenerator
 
 _NAME = "LongNet.generate"
-TakeStep: TypeAlias = Callable[[Tensor], Tensor]
-"""From the next tokens, (batch, 1), to logits, (batch, 1, vocab_size)."""
-
 CHECKED_STEPS = 32
 """Steps between looks at the tokens: whether the ranks drew the same ones, and logits are finite.
 Each look waits for the device and costs a small collective."""
-
-CAPTURED_TOKENS = 32
-"""Tokens from which on a step is captured: warming up and capturing take as long as 10 steps."""
 
 
 class GivenPrompt(NamedTuple):
@@ -262,15 +255,11 @@ def stream(
     assert sampler is not None
     most = longest + wanted.max_new_tokens
     caches = make_caches(model, len(prompt.tokens), most, 0, ends, wanted.sharded)
-    if wanted.capture and caches[0].is_sharded:
-        raise ValueError(  # alike on every rank
-            f"the ranks share caches of {caches[0].nbytes:,} bytes on each, and a step that is "
-            "captured cannot: give sharded=False, or capture=False"
-        )
+    in_graph = captures(wanted.capture, model, caches, wanted.max_new_tokens)
     logits = prefill(model, prompt.tokens, caches, *prompt[1:])
     take: TakeStep = partial(step, model, caches=caches)
-    if _captures(model, caches, wanted):
-        take = _captured(take, logits, caches)
+    if in_graph:
+        take = captured_step(_NAME, take, len(logits), caches)
     return _drawn(take, caches[0].exchange, logits, sampler, wanted)
 
 
@@ -279,19 +268,8 @@ def _check_wanted(
 ) -> int:
     """Raise unless the arguments are allowed; the positions of the longest prompt."""
     check_positive_int("max_new_tokens", wanted.max_new_tokens)
-    if wanted.capture is not None and not isinstance(wanted.capture, bool):
-        raise TypeError(f"capture must be a bool or None, got {in_brief(wanted.capture)}")
-    if wanted.capture and (prompt.tokens.device.type != "cuda" or wanted.sharded):
-        raise ValueError(
-            "capture=True needs a CUDA device, and caches that every rank holds whole "
-            f"(sharded=False); got tokens on {prompt.tokens.device}, sharded={wanted.sharded}"
-        )
-    if wanted.capture and _has_hooks(model):
-        raise ValueError(
-            "capture=True, but modules of the model have hooks, which a CUDA graph would not call "
-            "for each token: remove them, or give capture=False"
-        )
     check_tokens(prompt.tokens, "(batch, local_sequence)")
+    check_capture(wanted.capture, model, prompt.tokens.device, wanted.sharded)
     vocabulary = model.config.vocab_size
     stop = wanted.stop_token
     if stop is not None and not 0 <= check_int("stop_token", stop) < vocabulary:
@@ -316,39 +294,6 @@ def _described(options: SamplerOptions) -> dict[str, Any]:
 
 def _digest(tensor: Tensor) -> str:
     return hashlib.blake2b(tensor.cpu().numpy().tobytes(), digest_size=4).hexdigest()
-
-
-def _captures(model: TokenGenerator, caches: Sequence[DilatedKVCache], wanted: Wanted) -> bool:
-    """Whether steps are captured in a CUDA graph."""
-    if wanted.capture is not None:
-        return wanted.capture
-    device = caches[0].keys.device
-    return (
-        device.type == "cuda"
-        and wanted.max_new_tokens >= CAPTURED_TOKENS
-        and not _has_hooks(model)
-        and not any(cache.is_sharded for cache in caches)
-        and not torch.is_autocast_enabled(device.type)
-        and not any(is_dtensor(parameter) for parameter in model.parameters())
-    )
-
-
-def _has_hooks(model: TokenGenerator) -> bool:
-    return any(runs_hooks(module) for module in model.modules())
-
-
-def _captured(take: TakeStep, logits: Tensor, caches: Sequence[DilatedKVCache]) -> TakeStep:
-    """A step in a CUDA graph, captured with whatever tokens."""
-    with torch.inference_mode(False), torch.no_grad():
-        example = torch.zeros(len(logits), 1, dtype=torch.int64, device=logits.device)
-        try:
-            return CapturedStep(take, example, caches)
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"{_NAME} cannot capture a step of this model in a CUDA graph, for example because "
-                "a module of yours waits for the device. This process has to start again: give "
-                f"capture=False. {error}"
-            ) from error
 
 
 def _drawn(

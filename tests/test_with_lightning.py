@@ -46,7 +46,7 @@ def under_fsdp(recipe):
     """FSDP2 over the ranks of a sequence: the largest error of a weight."""
     from lightning.pytorch.strategies import ModelParallelStrategy
 
-    base: Any = recipe.Module
+    base: Any = recipe.Recording
 
     class Module(base):
         def configure_model(self):

@@ -112,7 +112,7 @@ def flattened():
     model = model_on(mesh["sp"])
     twin = copy.deepcopy(model)
     data = [{name: x.tolist() for name, x in row.items()} for row in rows(2)]
-    trainer = recipe.SequenceParallelTrainer(
+    trainer = recipe.Recording(
         model,
         arguments(),
         mesh=mesh,

@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from .calls import Call, Finding, LostPeerError
+from .devices import takes_cpu
 from .notices import Notices
 from .presence import Presence, make_presence, own_address
 from .waiter import LOOK_S, Waiter, waiting
@@ -48,7 +49,7 @@ class Collectives:
         self._store = dist.PrefixStore("ring_dilated_attention", _get_process_group_store(group))
         self._notices = Notices(self._store)
         self._own_gloo: Any = None
-        self._on_cpu = _takes_cpu(group)
+        self._on_cpu = takes_cpu(group)
         self._rounds = 0
         self._call: Call | None = None
         self._agreed: Call | None = None  # the last call in which all ranks were seen
@@ -259,10 +260,6 @@ class Collectives:
         asks = self._presence is not None and self._presence.is_known(rank)
         text = self._said(rank).get(key) if asks else None
         return self._notices.read(f"{key}/{rank}") if text is None else text
-
-
-def _takes_cpu(group: dist.ProcessGroup) -> bool:
-    return "cpu" in dist.get_backend_config(group)
 
 
 def _gloo_options(store: dist.Store, timeout: float) -> Any:

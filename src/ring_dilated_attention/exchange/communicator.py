@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from .calls import Calls, LostPeerError, Roll
+from .devices import takes_cpu
 from .waiter import Waiter, waiting
 from .watch import UnderWay, Watch, prepare_to_watch
 
@@ -138,7 +139,7 @@ def _abort(backend: Any, is_done: Callable[[], bool]) -> None:
 
 def timeout_of(group: dist.ProcessGroup) -> float:
     """How long a group waits, in seconds: for tensors on the CPU where it takes those."""
-    device = torch.device("cpu" if "cpu" in dist.get_backend_config(group) else "cuda")
+    device = torch.device("cpu" if takes_cpu(group) else "cuda")
     timeout: timedelta = group._get_backend(device).options._timeout
     return timeout.total_seconds()
 

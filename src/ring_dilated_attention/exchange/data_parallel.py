@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..pattern import in_brief
+from .devices import device_for
 from .groups import ProcessGroupExchange
 from .interface import Exchange, SoloExchange
 from .names import Group, group_name, resolve_exchange
@@ -124,8 +125,7 @@ class _Average(NamedTuple):
             with ends.calls.enter("labels_per_rank", "labels"):
                 return count.new_tensor(sum(ends.share(int(count))))
         for group in self.groups:
-            if count.device.type == "cpu" and "cpu" not in dist.get_backend_config(group):
-                count = count.to(torch.device("cuda", torch.cuda.current_device()))
+            count = count.to(device_for(group, count.device))
             dist.all_reduce(count, group=group)
         return count
 

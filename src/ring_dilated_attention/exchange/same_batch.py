@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from .agreement import agree
+from .devices import device_for
 from .groups import ProcessGroupExchange
 from .interface import Exchange
 from .names import Group, resolve_exchange
@@ -88,17 +88,10 @@ def agree_on_batch(
         except Exception as error:  # whatever it is, the other ranks are to be told
             failure = error
     tensors = (x for x in batch.values() if isinstance(x, Tensor))
-    device = _where(next((x.device for x in tensors), device), ends)
+    device = next((x.device for x in tensors), device)
+    if isinstance(ends, ProcessGroupExchange):  # for which its first call may prepare transfers
+        device = device_for(ends.group, device)
     agree(name, ends, None if failure else words or {}, failure, device, _ADVICE)
-
-
-def _where(device: torch.device, ends: Exchange) -> torch.device:
-    """The device for which the first call of a group may prepare transfers: one that it takes."""
-    if device.type != "cpu" or not isinstance(ends, ProcessGroupExchange):
-        return device
-    if "cpu" in dist.get_backend_config(ends.group):
-        return device
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _described(batch: Mapping[str, Any]) -> dict[str, str]:

@@ -20,13 +20,14 @@ is raised on every rank. `refuse_capture` keeps calls on several ranks out of CU
 `check_same_batch` compares the batches of ranks, and `agree_on_batch` does so inside of another
 call. `labels_per_rank` is what a loss is divided by where gradients are averaged, and
 `refuse_beside_wrapper` refuses calls whose gradients are not.
-`is_fully_sharded` and `gather_weights_in` are for modules under FSDP2.
+`is_fully_sharded` and `gather_weights_in` are for modules under FSDP2. `own_part` is what a rank
+has of a dimension of a DTensor.
 """
 
 from .agreement import Shared, agree, refuse_capture, settle, settle_later
 from .calls import Call, ExchangeError, Scope
 from .data_parallel import labels_per_rank, refuse_beside_wrapper
-from .dtensors import Placed, fill, group_of_dtensors, is_dtensor, one_group
+from .dtensors import Placed, fill, group_of_dtensors, is_dtensor, one_group, own_part
 from .fully_sharded import gather_weights_in, is_fully_sharded
 from .groups import ProcessGroupExchange
 from .interface import Exchange, Pending, SoloExchange, all_gather
@@ -66,6 +67,7 @@ __all__ = [
     "lengths_of_mask",
     "make_presence",
     "one_group",
+    "own_part",
     "place_in",
     "refuse_beside_wrapper",
     "refuse_capture",

@@ -8,7 +8,7 @@ has ceil(n / p) positions, or what is left of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -75,6 +75,22 @@ def fill(parameter: torch.Tensor, draw: Callable[[torch.Tensor], Any]) -> None:
     draw(whole)
     mesh, placements = _placement(parameter)
     parameter.copy_(distribute_tensor(whole, mesh, placements))
+
+
+def own_part(mesh: Any, cuts: Sequence[bool], size: int) -> range:
+    """What this rank has of a dimension that is cut as `torch.chunk` cuts it.
+
+    Args:
+        mesh: a DeviceMesh that this rank is in.
+        cuts: of each dimension of the mesh, in order, whether its ranks cut the dimension.
+        size: of the whole dimension.
+    """
+    own = range(size)
+    for place, ranks, is_cut in zip(mesh.get_coordinate(), mesh.shape, cuts, strict=True):
+        if is_cut:
+            each = -(-len(own) // ranks)
+            own = own[place * each : (place + 1) * each]
+    return own
 
 
 class Placed(NamedTuple):
@@ -204,15 +220,7 @@ class Placed(NamedTuple):
 
     def _own(self, dim: int, size: int) -> range:
         """What this rank has of a dimension, cut over one dimension of the mesh after the other."""
-        coordinate, own = self.mesh.get_coordinate(), range(size)
-        assert coordinate is not None
-        for place, ranks, placement in zip(
-            coordinate, self.mesh.shape, self.placements, strict=True
-        ):
-            if _cuts(placement) == dim:
-                each = -(-len(own) // ranks)
-                own = own[place * each : (place + 1) * each]
-        return own
+        return own_part(self.mesh, [_cuts(x) == dim for x in self.placements], size)
 
     def local_mask(self, mask: torch.Tensor | None) -> torch.Tensor | None:
         """This rank's part of a padding mask.

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ..exchange import own_part
 from ..pattern import HeadSlice
 
 
@@ -105,16 +106,10 @@ def rows_of(weight: Tensor) -> range | None:
     Rows are cut as `torch.chunk` cuts them, over one dimension of the mesh after the other.
     """
     mesh: Any = getattr(weight, "device_mesh", None)
-    coordinate = None if mesh is None else mesh.get_coordinate()
-    if coordinate is None:
+    if mesh is None or mesh.get_coordinate() is None:
         return None
-    rows, is_cut = range(weight.shape[0]), False
     placements: Any = weight.placements  # type: ignore[attr-defined]
-    for place, ranks, placement in zip(coordinate, mesh.shape, placements, strict=True):
-        if hasattr(placement, "split_factor"):  # FSDP over tensor parallelism, not gathered
-            return None
-        if not placement.is_shard(0):
-            continue
-        each = -(-len(rows) // ranks)
-        rows, is_cut = rows[place * each : (place + 1) * each], True
-    return rows if is_cut else None
+    if any(hasattr(x, "split_factor") for x in placements):
+        return None  # FSDP over tensor parallelism, not gathered
+    cuts = [x.is_shard(0) for x in placements]
+    return own_part(mesh, cuts, weight.shape[0]) if any(cuts) else None

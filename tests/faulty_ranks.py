@@ -491,7 +491,7 @@ def _rank_main(
 ) -> None:
     backend, copies, board, cpu = transport
     if not cpu:
-        pytest.MonkeyPatch().setattr(collectives, "_takes_cpu", lambda group: False)
+        pytest.MonkeyPatch().setattr(collectives, "takes_cpu", lambda group: False)
     if not board:
         pytest.MonkeyPatch().setattr(exchange_module, "make_board", lambda *args: None)
     fault = FAULTS[name]

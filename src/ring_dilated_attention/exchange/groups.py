@@ -192,6 +192,15 @@ class ProcessGroupExchange:
         return self._met.hosts
 
     @property
+    def waits(self) -> int:
+        """How often this rank has waited for all others at once, to agree or to share an object.
+
+        Of ranks of several hosts, or without a board; those of one host wait in every call.
+        """
+        relay = self._met.relay
+        return 0 if relay is None else relay.waits
+
+    @property
     def group(self) -> dist.ProcessGroup:
         """The process group that this is an end of."""
         return self._group

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-_MOST_KINDS = 4096
-"""Of calls, that a group remembers: a kilobyte each at most."""
+from .kinds import Kinds
+
 _MOST_TAG = 2**31 - 1
 
 
@@ -140,26 +140,6 @@ class Scope:
         self._calls.leave(self, error)
 
 
-class Kinds:
-    """Kinds of calls: the last ones, the same on all ranks, which add them in one order."""
-
-    def __init__(self) -> None:
-        self._kinds: dict[Any, None] = {}
-
-    def __contains__(self, kind: Any) -> bool:
-        return kind in self._kinds
-
-    def add(self, kind: Any) -> None:
-        """Add one, and drop the one that was added first of too many."""
-        self._kinds[kind] = None
-        if len(self._kinds) > _MOST_KINDS:
-            del self._kinds[next(iter(self._kinds))]
-
-    def clear(self) -> None:
-        """Forget all."""
-        self._kinds.clear()
-
-
 class Agreement(Protocol):
     """That all ranks are in a call, which is still to be found."""
 
@@ -216,6 +196,7 @@ class Calls:
         self._in_call = self._users = self._main
         self._scope: Scope | None = None  # of the last call
         self._late: Agreement | None = None
+        self._told: Agreement | None = None  # of which the thread that calls has been told
 
     def enter(self, name: str, part: str, of: int = 0) -> Scope:
         """Begin a call; use the result in a ``with`` statement.
@@ -274,7 +255,11 @@ class Calls:
         agreement, self._late = self._late, None
         if agreement is not None:
             assert self._scope is not None
-            agreement(self._scope)
+            try:
+                agreement(self._scope)
+            except BaseException:
+                _interrupt(threading.get_ident(), None)  # this says it
+                raise
 
     def before_rows(self) -> None:
         """Agree on the call under way if that comes before its rows, or need not be waited for."""
@@ -297,9 +282,9 @@ class Calls:
         error = None if late is None or scope is None else late.failure(scope)
         if error is None:
             return False
-        if late is self._late:  # else the thread that calls raises it
-            self._late = None
-            self.interrupt(str(error))
+        if late is not self._told:
+            self._told = late
+            self.interrupt(str(error), late)
         return True
 
     def begin_anew(self) -> None:
@@ -350,7 +335,7 @@ class Calls:
         self._roll.fail(finding)
         return True
 
-    def interrupt(self, why: str) -> None:
+    def interrupt(self, why: str, late: Agreement | None = None) -> None:
         """Raise an `ExchangeError` in the thread that calls, which has gone on to something else.
 
         It comes as soon as that thread runs Python again: calls of this group have returned what
@@ -358,7 +343,9 @@ class Calls:
 
         Args:
             why: what has happened.
+            late: what has failed, which the next call raises, unless this has come before.
         """
+        calls = self
         text = (
             f"{why}; this is rank {self._rank}, whose calls up to call {self.number} of "
             f"the group of {self._world_size} ranks have no valid results"
@@ -367,6 +354,8 @@ class Calls:
         class ToldError(ExchangeError):
             def __init__(self, *args: Any) -> None:
                 super().__init__(*(args or (text,)))
+                if late is not None and calls._late is late:
+                    calls._late = None
 
         told = ToldError
         told.__name__ = told.__qualname__ = ExchangeError.__name__

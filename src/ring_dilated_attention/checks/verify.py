@@ -253,7 +253,7 @@ def run_case(case: Case, ends: Exchange, wanted: References | None = None) -> Ou
     outcome = Outcome(
         sent_bytes=ends.sent_bytes - before,
         planned_bytes=sum(
-            _planned_bytes(case, ends.rank, length, batch)
+            _planned_bytes(case, ends, length, batch)
             for length, batch in Counter(case.lengths or [None] * case.batch).items()
         ),
     )
@@ -297,19 +297,24 @@ def _compare(
         )
 
 
-def _planned_bytes(case: Case, rank: int, length: int | None, batch: int) -> int:
+def _planned_bytes(case: Case, ends: Exchange, length: int | None, batch: int) -> int:
     """Bytes that a rank sends for `batch` rows of a batch, all of one length."""
     plan = case.plan(length)
     size = TensorSize(batch=batch, head_dim=case.head_dim, element_size=case.dtype.itemsize)
-    planned = traffic(plan.rank(rank), size)
+    gathers = plan.gathers if case.exchange == "auto" else case.exchange == "gather"
+
+    def sent(plan: AttentionPlan, *, backward: bool) -> int:
+        rounds = plan.rank(ends.rank).rounds(gathers=gathers)
+        found = [traffic(one, size, getattr(ends, "hosts", ())) for one in rounds]
+        return sum(x.forward_sent + x.backward_sent * backward for x in found)
+
     if not case.wanted:
-        return planned.forward_sent
+        return sent(plan, backward=False)
     if case.branch_gradients == "exact" or not case.pattern.mixes_branches:
-        return planned.forward_sent + planned.backward_sent
+        return sent(plan, backward=True)
     # Backward computes each branch by itself: forward again, and back.
-    branches = [traffic(one.rank(rank), size) for one in plan.single_branches]
-    again = sum(branch.forward_sent + branch.backward_sent for branch in branches)
-    return planned.forward_sent + again
+    again = sum(sent(branch, backward=True) for branch in plan.single_branches)
+    return sent(plan, backward=False) + again
 
 
 def run_cases(rank: int, world_size: int, cases: Sequence[Case]) -> list[Outcome]:

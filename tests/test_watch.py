@@ -187,7 +187,7 @@ def test_the_next_call_says_that_ranks_differ_and_the_watch_does_not_say_it_agai
     with world.calls.enter("a_call", "forward"):
         world.calls.agree_later(late)
     late.known.set()
-    with pytest.raises(ExchangeError, match="^ranks are in different calls"):
+    with pytest.raises(ExchangeError, match=r"^ranks are in different calls"):
         world.calls.enter("a_call", "forward")
     use_time(0.05)
     with world.calls.enter("a_call", "forward") as scope:

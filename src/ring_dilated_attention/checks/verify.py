@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from ..exchange import Exchange
 from ..functional import BranchGradients, Schedule, dilated_attention
 from ..layout import SequenceLayout
 from ..pattern import DilatedPattern
-from ..plan import AttentionPlan, TensorSize, plan_attention, traffic
+from ..plan import AttentionPlan, TensorSize, plan_attention, sent_bytes
 from ..tiles import Backend, accumulate_dtype
 from .ranks import tell_progress, world_exchange
 from .reference import reference_attention
@@ -302,19 +303,13 @@ def _planned_bytes(case: Case, ends: Exchange, length: int | None, batch: int) -
     plan = case.plan(length)
     size = TensorSize(batch=batch, head_dim=case.head_dim, element_size=case.dtype.itemsize)
     gathers = plan.gathers if case.exchange == "auto" else case.exchange == "gather"
-
-    def sent(plan: AttentionPlan, *, backward: bool) -> int:
-        rounds = plan.rank(ends.rank).rounds(gathers=gathers)
-        found = [traffic(one, size, getattr(ends, "hosts", ())) for one in rounds]
-        return sum(x.forward_sent + x.backward_sent * backward for x in found)
-
-    if not case.wanted:
-        return sent(plan, backward=False)
-    if case.branch_gradients == "exact" or not case.pattern.mixes_branches:
-        return sent(plan, backward=True)
+    sent = partial(sent_bytes, size=size, gathers=gathers, hosts=getattr(ends, "hosts", ()))
+    own, detached = plan.rank(ends.rank), case.branch_gradients == "detached"
+    if not detached or not case.wanted or not case.pattern.mixes_branches:
+        return sent(own, backward=bool(case.wanted))
     # Backward computes each branch by itself: forward again, and back.
-    again = sum(sent(branch, backward=True) for branch in plan.single_branches)
-    return sent(plan, backward=False) + again
+    branches = [one.rank(ends.rank) for one in plan.single_branches]
+    return sent(own, backward=False) + sum(sent(one, backward=True) for one in branches)
 
 
 def run_cases(rank: int, world_size: int, cases: Sequence[Case]) -> list[Outcome]:

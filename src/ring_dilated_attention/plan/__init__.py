@@ -24,6 +24,7 @@ from .costs import (
     flops_of_rank,
     memory,
     returned_bytes,
+    sent_bytes,
     step_imbalance,
     traffic,
 )
@@ -78,6 +79,7 @@ __all__ = [
     "replicated_strips",
     "replicated_zero_keys",
     "returned_bytes",
+    "sent_bytes",
     "step_imbalance",
     "traffic",
 ]

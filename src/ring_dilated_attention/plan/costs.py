@@ -129,6 +129,28 @@ def traffic(rank: RankPlan, size: TensorSize, hosts: tuple[int, ...] = ()) -> Tr
     )
 
 
+def sent_bytes(
+    rank: RankPlan,
+    size: TensorSize,
+    *,
+    gathers: bool,
+    backward: bool,
+    hosts: tuple[int, ...] = (),
+) -> int:
+    """Bytes that a rank sends in a call, forward or forward and backward.
+
+    Args:
+        rank: the rank.
+        size: of its tensors.
+        gathers: whether all transfers are in flight at once; whether a rank relays the rows of a
+            head depends on which heads a ring exchanges together.
+        backward: whether the call has a backward.
+        hosts: see `traffic`.
+    """
+    rounds = [traffic(one, size, hosts) for one in rank.rounds(gathers=gathers)]
+    return sum(one.forward_sent + one.backward_sent * backward for one in rounds)
+
+
 def _passing_traffic(
     rank: RankPlan, passing: Sequence[PassingStep], size: TensorSize, hosts: tuple[int, ...]
 ) -> Traffic:

@@ -24,7 +24,7 @@ from ring_dilated_attention import (
 from ring_dilated_attention.checks import relative_error
 from ring_dilated_attention.engine import compute, ring
 from ring_dilated_attention.engine.blocks import Block
-from ring_dilated_attention.engine.transfer import GradientReturn, fetch
+from ring_dilated_attention.engine.transfer import GradientReturn, Packer, fetch
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.tiles import Selection
 from ring_dilated_attention.tiles.eager import EAGER
@@ -239,7 +239,7 @@ def test_packed_rows_are_freed_with_the_last_message():
     plan = plan_attention(DilatedPattern.dense(), layout, is_causal=False)
     transport: Any = Transport()
     key = torch.zeros(1, 16, 1, 8)
-    arrivals = fetch(plan.rank(0).steps(), transport, key, key, depth=1)
+    arrivals = fetch(plan.rank(0).steps(), Packer(transport, key, key), depth=1)
     (sent,) = transport.sent
     assert sent() is not None
     fetched = next(arrivals)
@@ -258,7 +258,7 @@ def test_a_ring_has_one_fetch_under_way():
 
     transport: Any = SimpleNamespace(rank=0, world_size=3, start=start)
     key = torch.zeros(1, 16, 1, 8)
-    assert len(list(fetch(plan.rank(0).steps(), transport, key, key, depth=1))) == 2
+    assert len(list(fetch(plan.rank(0).steps(), Packer(transport, key, key), depth=1))) == 2
     assert events == ["start", "wait", "start", "wait"]
 
 

@@ -131,12 +131,6 @@ class Scope:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is None:
-            try:
-                self._calls.look()
-            except BaseException as found:
-                self._calls.leave(self, found)
-                raise
         self._calls.leave(self, error)
 
 
@@ -303,6 +297,16 @@ class Calls:
 
     def leave(self, scope: Scope, error: BaseException | None) -> None:
         """End a call: what `Scope` does as its ``with`` statement ends."""
+        if error is None:
+            try:
+                self.look()
+            except BaseException as found:
+                self._leave(scope, found)
+                raise
+        self._leave(scope, error)
+
+    def _leave(self, scope: Scope, error: BaseException | None) -> None:
+        """End a call, and the group where this rank alone cannot go on."""
         try:
             if error is None or scope.in_step:
                 self._roll.end()
@@ -384,9 +388,6 @@ class _OfOneRank(Calls):
         return Scope(self, Call(0, name, part, of))
 
     def leave(self, scope: Scope, error: BaseException | None) -> None:
-        pass
-
-    def look(self) -> None:
         pass
 
     def fail(self, finding: Finding) -> bool:

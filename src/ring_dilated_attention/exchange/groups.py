@@ -189,7 +189,7 @@ class ProcessGroupExchange:
     @property
     def hosts(self) -> tuple[int, ...]:
         """Host of each rank, numbered from 0; the first call finds them."""
-        return self._met.hosts
+        return (0,) if self.world_size == 1 else self._met.hosts
 
     @property
     def waits(self) -> int:

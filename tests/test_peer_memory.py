@@ -7,6 +7,7 @@ import threading
 import warnings
 from functools import lru_cache
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -169,7 +170,7 @@ def choose(rank, peer_memory, names, broken, hosts=None):
         patch.setattr(torch.cuda, "set_device", lambda device: None)
         ends = ProcessGroupExchange(dist.new_group(), peer_memory=peer_memory, hosts=hosts)
         try:
-            found = ends._transport(torch.device("cuda"))
+            found: Any = ends._transport(torch.device("cuda"))
             if isinstance(found, by_pair.ByPair):
                 found = f"{found.near}, {found.far}"
             return found, [str(one.message) for one in warned]

@@ -79,10 +79,10 @@ class PartRows(NamedTuple):
     """Where the rows of a message are among those of another one.
 
     Attributes:
-        index: int64 (rows,).
+        numbers: int64 (rows,).
     """
 
-    index: torch.Tensor
+    numbers: torch.Tensor
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:

@@ -81,7 +81,7 @@ class PassingPacker(Packer):
     def _part(self, message: Message, load: Message) -> torch.Tensor:
         rows = part_rows(message, load, self.key.shape[2], self.key.device)
         held = self._loads[id(load)]
-        return held if rows is None else held.index_select(2, rows.index)
+        return held if rows is None else held.index_select(2, rows.numbers)
 
 
 class _Coming(NamedTuple):
@@ -168,7 +168,7 @@ class Relayed:
         if rows is None:
             total += gradients
         else:
-            total.index_add_(2, rows.index, gradients.to(total.dtype))
+            total.index_add_(2, rows.numbers, gradients.to(total.dtype))
 
     def _rows(self, message: Message) -> MessageRows:
         return message_rows(message, self._home.dkey.shape[2], self._home.dkey.device)

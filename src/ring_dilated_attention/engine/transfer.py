@@ -53,7 +53,8 @@ class InFlight:
     fetched: Fetched
 
 
-_S = TypeVar("_S")
+_S = TypeVar("_S", contravariant=True)
+_T = TypeVar("_T")
 
 
 class Carrier(Protocol[_S]):
@@ -72,7 +73,7 @@ class Carrier(Protocol[_S]):
         """All steps have started."""
 
 
-def fetch(steps: Iterator[_S], carrier: Carrier[_S], *, depth: int) -> Iterator[Fetched]:
+def fetch(steps: Iterator[_T], carrier: Carrier[_T], *, depth: int) -> Iterator[Fetched]:
     """Start `depth` fetches, then yield each step when its rows are there, starting one more.
 
     Args:

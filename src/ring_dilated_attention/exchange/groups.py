@@ -293,7 +293,7 @@ class ProcessGroupExchange:
     def show(self, values: Sequence[int], device: torch.device) -> Shown | None:
         """Begin a `maximum`; None, and nothing is begun, where ranks are not on one host."""
         board = self._met.board if self.world_size > 1 else None
-        return board and board.show(_told(values, device), self._timeout)
+        return None if board is None else board.show(_told(values, device), self._timeout)
 
     def show_ahead(self, values: Sequence[int], device: torch.device) -> Passed | None:
         """Begin a `maximum` whose result need not be waited for within the call.

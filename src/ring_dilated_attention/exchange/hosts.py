@@ -33,10 +33,10 @@ def checked_hosts(hosts: Sequence[int] | None, world_size: int) -> tuple[int, ..
     if hosts is None:
         return None
     what = f"hosts must be {world_size} integers >= 0, the host of each rank of the group"
-    if isinstance(hosts, str) or not isinstance(hosts, Sequence):
+    if not isinstance(hosts, Sequence):
         raise TypeError(f"{what}; got {hosts!r}")
     if any(isinstance(host, bool) or not isinstance(host, int) for host in hosts):
-        raise TypeError(f"{what}; got {list(hosts)!r}")
+        raise TypeError(f"{what}; got {hosts!r}")
     if len(hosts) != world_size or min(hosts) < 0:
         raise ValueError(f"{what}; got {list(hosts)!r}")
     return numbered(hosts)

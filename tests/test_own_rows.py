@@ -24,6 +24,7 @@ from ring_dilated_attention import (
 from ring_dilated_attention.checks import reference_attention
 from ring_dilated_attention.engine import own, ring
 from ring_dilated_attention.engine.compute import TileCall
+from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.kernels import MOST_POSITIONS, build_programs, launches_of
 from ring_dilated_attention.resolve import forget_plans
 from ring_dilated_attention.tiles import Selection
@@ -309,6 +310,43 @@ def test_large_branches_go_by_themselves(monkeypatch):
     every = [each for ranges in runs for each in ranges]
     assert {each.low for each in every if each.branches & 1} == {48}
     assert {each.branches | 1 for each in every} == {0b1, 0b111}
+
+
+@pytest.mark.parametrize("detached", [False, True])
+@pytest.mark.parametrize("exchange", ["ring", "gather"])
+def test_ranks_whose_segments_are_all_their_own(exchange, detached, monkeypatch):
+    """Rank 0 computes row by row; a segment of 1 and 2, and one of 2 and 3, is cut between them."""
+    layout = SequenceLayout([[(16, 48)], [(48, 58)], [(0, 16), (58, 69)], [(69, 91)]])
+    pattern = DilatedPattern([8, 16], [1, 2], head_offsets="blocked", zero_keys=True)
+    *whole, dout = (torch.randn(1, 91, 4, 16, device=DEVICE) for _ in range(4))
+    rows: set[tuple[int, int]] = set()
+
+    def noted(launch, *arguments):
+        rows.update((each.start, each.stop) for each in launch.ranges)
+        own.forward_own(launch, *arguments)
+
+    def attend(tensors, dout, **options):
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        function: Any = detached_dilated_attention if detached else dilated_attention
+        out, lse = function(*leaves, pattern, return_lse=True, **options)
+        return out.detach(), lse, *torch.autograd.grad(out, leaves, dout)
+
+    def run(ends):
+        shards = [layout.shard(x, ends.rank, 1) for x in (*whole, dout)]
+        return attend(shards[:3], shards[3], group=ends, layout=layout, exchange=exchange)
+
+    want = attend([x.double().cpu() for x in whole], dout.double().cpu())
+    monkeypatch.setattr(ring, "forward_own", noted)
+    monkeypatch.setattr(
+        "ring_dilated_attention.resolve.select_backend",
+        lambda *_: Selection(EAGER, 0.0, 0.0, 1e9, 1e9),
+    )
+    forget_plans()
+    ran = run_loopback(layout.world_size, run)
+    got = [layout.unshard([r[i] for r in ran], 2 if i == 1 else 1).cpu() for i in range(5)]
+    assert_close(got, want, 2e-5, exchange)
+    assert rows == {(16, 48)}
+    forget_plans()
 
 
 @pytest.mark.parametrize("factor", [0.999, 1.0])

@@ -150,7 +150,7 @@ def own_schedule(one: RankPlan, call: TileCall, head_dim: int, flops: float) -> 
 def _make(one: RankPlan, batch: int, heads_per_kv: int, head_dim: int, flops: float) -> OwnSchedule:
     plan = one.plan
     longest = max((stop - start for start, stop in pairwise(plan.documents)), default=0)
-    # Where there are other ranks, a group at a time is computed behind what they send.
+    # Where other ranks send rows, a group at a time is computed meanwhile.
     if not flops or not one.is_alone or longest > MOST_POSITIONS:
         first = one.local_groups[:1] if one.covers else ()
         return OwnSchedule(

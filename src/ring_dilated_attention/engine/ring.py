@@ -54,7 +54,7 @@ class RingCall:
 
     def fetch(self, key: torch.Tensor, value: torch.Tensor) -> Iterator[Fetched]:
         """Start fetching the rows of all steps of all rounds, in order."""
-        if self.plan.world_size == 1:
+        if self.plan.is_alone:
             return iter(())
         steps = chain.from_iterable(one.steps() for one in self.rounds)
         depth = self.plan.world_size - 1 if self.gathers else 1

@@ -85,7 +85,7 @@ class RankPlan:
 
         A rank may hold several ranges of positions, between which there are other positions.
         """
-        return self.world_size == 1 and not (self._seen or self._shown)
+        return not (self._seen or self._shown)
 
     @cached_property
     def local_groups(self) -> tuple[TileGroup, ...]:
@@ -124,7 +124,7 @@ class RankPlan:
         Args:
             gathers: whether all transfers are in flight at once; a ring is cut by heads.
         """
-        if gathers or self.world_size == 1:
+        if gathers or self.is_alone:
             return (self,)
         return tuple(plan.rank(self.index) for plan in self.plan.rounds)
 

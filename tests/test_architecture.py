@@ -12,9 +12,8 @@ import ring_dilated_attention
 
 ROOT = Path(ring_dilated_attention.__file__).parent
 ORDER = [
-    "version", "caches", "terminal", "pattern", "named_patterns", "layout", "documents", "plan",
-    "draw", "kernels", "tiles", "untraced", "exchange", "sharding", "engine", "resolve", "torch_op",
-    "validation",
+    "caches", "terminal", "pattern", "named_patterns", "layout", "documents", "plan",
+    "draw", "kernels", "tiles", "exchange", "engine", "resolve", "torch_op",
     "functional", "decode", "nn",
     "integrations", "checks", "train", "bench", "cli",
 ]  # fmt: skip

@@ -12,7 +12,7 @@ import pytest
 import typer.main
 from typer.testing import CliRunner
 
-from ring_dilated_attention import DilatedPattern, checks, functional, tiles
+from ring_dilated_attention import DilatedPattern, __version__, checks, functional, tiles
 from ring_dilated_attention.bench import BASELINES, SEQ_LEN, Options, Workload
 from ring_dilated_attention.bench.measure import DEVICES
 from ring_dilated_attention.bench.options import SCALINGS
@@ -24,7 +24,6 @@ from ring_dilated_attention.cli.command import COMMANDS, values_of
 from ring_dilated_attention.cli.option import Argument, Flag, Option
 from ring_dilated_attention.nn.checkpoint import CHECKPOINTS
 from ring_dilated_attention.train.config import PRESETS, TrainConfig
-from ring_dilated_attention.version import VERSION
 
 OTHER_DEFAULTS = {
     **dict.fromkeys(
@@ -256,7 +255,7 @@ def test_examples_of_plan_run(line, tmp_path, monkeypatch):
 
 def test_the_version():
     done = CliRunner().invoke(app, ["--version"])
-    assert (done.exit_code, done.output) == (0, f"rda {VERSION}\n")
+    assert (done.exit_code, done.output) == (0, f"rda {__version__}\n")
 
 
 def test_completion_of_values():

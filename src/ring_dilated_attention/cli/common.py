@@ -13,7 +13,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 import typer.core
 
-from ..version import VERSION
+from .. import __version__
 
 MOST_CHARACTERS = 300
 """Of a line that says what is wrong."""
@@ -76,7 +76,7 @@ app = typer.Typer(
 
 def _show_version(asked: bool) -> None:
     if asked:
-        typer.echo(f"rda {VERSION}")
+        typer.echo(f"rda {__version__}")
         raise typer.Exit
 
 

@@ -10,8 +10,7 @@ from ..exchange import Shared, refuse_capture, settle
 from ..functional import autocast_inputs, validate_options
 from ..pattern import in_brief
 from ..tiles import Backend, Selection, select_backend
-from ..torch_op import refuse_tangents
-from ..validation import validate_tensors
+from ..torch_op import refuse_tangents, validate_tensors
 from .by_kernel import Step, attend_by_kernel, kernel_computes
 from .by_tiles import attend_by_tiles
 from .cache import DilatedKVCache

@@ -28,7 +28,7 @@ from ..plan import (
 )
 from ..resolve import Options, plan_rows, shared_words
 from ..tiles import select_backend
-from ..validation import validate_tensors
+from ..torch_op import validate_tensors
 from .by_kernel import kernel_computes
 
 

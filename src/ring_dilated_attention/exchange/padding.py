@@ -9,9 +9,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..layout import SequenceLayout
 from ..pattern import in_brief, shape_in_brief
-from ..untraced import untraced
 from .calls import Scope
 from .interface import Exchange
+from .untraced import untraced
 
 
 def check_padding_mask(mask: Any, batch: int, local_length: int, device: torch.device) -> None:

@@ -19,10 +19,10 @@ from ..exchange import (
     lengths_of_mask,
     refuse_capture,
     settle,
+    untraced,
 )
 from ..layout import SequenceLayout
 from ..resolve import Options, shared_words
-from ..untraced import untraced
 
 _Library: Any = torch.library.Library  # its methods have no annotations
 _library = _Library("ring_dilated_attention", "FRAGMENT")

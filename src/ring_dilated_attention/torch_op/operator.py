@@ -21,10 +21,10 @@ from ..exchange import (
     refuse_capture,
     settle,
     settle_later,
+    untraced,
 )
 from ..resolve import Options, PlannedRows, Resolved, resolve
 from ..tiles import accumulate_dtype
-from ..untraced import untraced
 from .derivatives import apply_function, once_differentiable, refuse_tangents
 from .flops import count_flops_of
 from .lengths import refuse_tensor_in_graphs

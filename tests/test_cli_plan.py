@@ -7,6 +7,7 @@ from itertools import accumulate, pairwise
 
 import pytest
 import torch
+from changed_messages import count_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import layouts, patterns
@@ -17,8 +18,7 @@ from ring_dilated_attention.checks import TENSORS, Outcome
 from ring_dilated_attention.cli import app
 from ring_dilated_attention.cli import run_verify as verify_command
 from ring_dilated_attention.cli.plan_tables import RowBytes, row_bytes
-from ring_dilated_attention.engine import compute, kernel_calls, transfer
-from ring_dilated_attention.engine import messages as packing
+from ring_dilated_attention.engine import compute, kernel_calls
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.plan import TensorSize, balance, flops, flops_by_rank
 from ring_dilated_attention.tiles import TileInputs
@@ -155,23 +155,11 @@ def test_plan_counts_what_a_call_does(monkeypatch, pattern, layout, is_causal):
                 mine.counts["in place"] += x.nbytes
         return TileInputs(q, k, v, is_causal, scale)
 
-    def pack(*arguments):
-        packed = packing.pack(*arguments)
-        mine.counts["packed"] += packed.nbytes
-        return packed
-
-    def spread(rows, index):
-        slots = packing.spread(rows, index)
-        mine.counts["spread"] += 0 if slots is rows else slots.nbytes
-        return slots
-
-    def add_home(dkey, dvalue, rows, index):
-        mine.counts["home"] += rows.nbytes
-        packing.add_home(dkey, dvalue, rows, index)
+    def count(what, nbytes):
+        mine.counts[what] += nbytes
 
     monkeypatch.setattr(compute, "TileInputs", inputs)
-    for function in (pack, spread, add_home):
-        monkeypatch.setattr(transfer, function.__name__, function)
+    count_bytes(monkeypatch, count)
 
     def rank(ends):
         length = layout.local_length(ends.rank)

@@ -25,7 +25,7 @@ from .transfer import Fetched, GradientReturn, fetch
 from .zero_keys import merge_zero_keys
 
 _NOTHING = nullcontext()
-_RETURNING_BYTES = 64 << 20
+RETURNING_BYTES = 64 << 20
 """Gradients being returned behind a gather that are not waited for before the end."""
 
 
@@ -92,7 +92,7 @@ def ring_forward(
     rounds, tiles, sums = call.rounds, call.tiles(query), call.sums(query)
     covers = all(one.covers for one in rounds)
     create = torch.empty if covers else torch.zeros
-    dtype = _sum_dtype(query, max(one.mean_additions for one in rounds))
+    dtype = sum_dtype(query, max(one.mean_additions for one in rounds))
     out = create(query.shape, dtype=dtype, device=query.device)
     lse = torch.empty(
         batch, num_heads, length, dtype=accumulate_dtype(query.dtype), device=query.device
@@ -201,7 +201,7 @@ class _Backward:
         additions = max(one.mean_additions for one in self.rounds)
         heads_per_kv = self._tiles.heads_per_kv
         self.dquery, self.dkey, self.dvalue = (
-            create(x.shape, dtype=_sum_dtype(query, additions * count), device=x.device)
+            create(x.shape, dtype=sum_dtype(query, additions * count), device=x.device)
             for x, count in zip(inputs, (1, heads_per_kv, heads_per_kv), strict=True)
         )
         wide = call.plan.plan.returns_wide
@@ -290,7 +290,7 @@ class _Backward:
 
     def _add_returned(self) -> None:
         """Have returned gradients added behind the next compute, but for the most recent."""
-        most_bytes = _RETURNING_BYTES if self._call.gathers else -1
+        most_bytes = RETURNING_BYTES if self._call.gathers else -1
         while self._returning and sum(x.nbytes for x in self._returning) > most_bytes:
             one = self._returning.popleft()
             self._sums.start(one.finish, *one.tensors, into=(self.dkey, self.dvalue))
@@ -312,7 +312,7 @@ class _Backward:
         return dslots
 
 
-def _sum_dtype(query: torch.Tensor, additions: float) -> torch.dtype:
+def sum_dtype(query: torch.Tensor, additions: float) -> torch.dtype:
     """The dtype in which results of tiles are summed up.
 
     On CUDA that of the inputs, which needs no second tensor: each addition is made in float32 and

@@ -90,6 +90,10 @@ class KnownLengths:
     def __init__(self) -> None:
         self._found: Any = WeakTensorKeyDictionary()  # by tensor, not by its address
 
+    def __len__(self) -> int:
+        """The number of masks that it knows."""
+        return len(self._found)
+
     def get(
         self, caller: object, mask: torch.Tensor, layout: SequenceLayout | None
     ) -> list[int] | None:

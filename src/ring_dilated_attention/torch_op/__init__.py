@@ -1,6 +1,7 @@
 """A call as torch sees it: autograd, torch.compile, fake tensors, FLOP formulas.
 
-`FORWARD` is the operator of every call of `dilated_attention`; importing this room registers it.
+`FORWARD` is the operator of every call of `dilated_attention`, `BACKWARD` that of its gradients;
+importing this room registers them.
 `validate_tensors` refuses what cannot be a query, key and value, `validate_tensor` one of them.
 `AGREED` and `agreed` have the ranks agree on what a module was given.
 `LENGTHS`, an operator too, `lengths_of_call` and `padding` tell what a padding mask stands for.
@@ -11,11 +12,12 @@ needs.
 from .agreed import AGREED, agreed
 from .derivatives import apply_function, once_differentiable, refuse_tangents
 from .lengths import LENGTHS, lengths_of_call, padding
-from .operator import FORWARD
+from .operator import BACKWARD, FORWARD
 from .validation import validate_tensor, validate_tensors
 
 __all__ = [
     "AGREED",
+    "BACKWARD",
     "FORWARD",
     "LENGTHS",
     "agreed",

@@ -5,7 +5,7 @@ from ring_dilated_attention.engine import messages, transfer
 
 def lose_returned_gradients(patch):
     """From now on no rank adds what others computed for its rows."""
-    patch.setattr(transfer, "add_home", lambda *_: None)
+    patch.setattr(transfer, "add_returned", lambda *_: None)
 
 
 def change_rows(patch, change):
@@ -17,7 +17,7 @@ def count_bytes(patch, count):
     """From now on ``count(what, nbytes)`` is called for each tensor that messages take.
 
     ``"packed"`` is what is sent, ``"spread"`` what is received where it is a tensor of its own, and
-    ``"home"`` gradients that have been returned.
+    ``"returned"`` gradients that have been returned.
     """
 
     def pack(*given):
@@ -30,9 +30,9 @@ def count_bytes(patch, count):
         count("spread", 0 if slots is rows else slots.nbytes)
         return slots
 
-    def add_home(dkey, dvalue, rows, index):
-        count("home", rows.nbytes)
-        messages.add_home(dkey, dvalue, rows, index)
+    def add_returned(dkey, dvalue, rows, index):
+        count("returned", rows.nbytes)
+        messages.add_returned(dkey, dvalue, rows, index)
 
-    for function in (pack, spread, add_home):
+    for function in (pack, spread, add_returned):
         patch.setattr(transfer, function.__name__, function)

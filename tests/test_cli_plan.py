@@ -172,21 +172,21 @@ def test_plan_counts_what_a_call_does(monkeypatch, pattern, layout, is_causal):
         )
         forward = mine.counts.copy()
         torch.autograd.grad(out.sum(), leaves)
-        return forward, mine.counts["home"]
+        return forward, mine.counts["returned"]
 
     found = run_loopback(layout.world_size, rank)
     plan = plan_attention(
         pattern, layout, is_causal=is_causal, num_heads=heads, num_kv_heads=kv_heads
     )
     size = TensorSize(batch=batch, head_dim=8, element_size=4)
-    for index, (forward, home) in enumerate(found):
+    for index, (forward, returned) in enumerate(found):
         planned = plan.rank(index)
         groups = [*planned.local_groups, *(g for step in planned.steps() for g in step.groups)]
         assert forward["calls"] == kernel_calls(groups, planned, batch)
         # A kernel call computes one of the query heads of a KV head; the next reads its keys again.
         keys = sum(t.segments * len(t.heads) * t.keys.length for t in planned.local)
         again = size.key_value_bytes(keys) * (heads // kv_heads - 1)
-        read = RowBytes(forward["in place"] - again, forward["packed"], forward["spread"], home)
+        read = RowBytes(forward["in place"] - again, forward["packed"], forward["spread"], returned)
         assert read == row_bytes(planned, size)
 
 

@@ -122,7 +122,7 @@ def test_ring_holds_two_remote_shards_at_most():
             return watch
 
         assert {watch.most for watch in run_loopback(WORLD_SIZE, forward)} == {forward_most}
-    # In backward, one more buffer: gradients that come home for this rank's own rows.
+    # In backward, one more buffer: returned gradients of this rank's own rows.
     watches = run(Held, pattern, "ring", is_causal=False)
     assert {watch.most for watch in watches} == {3}
 

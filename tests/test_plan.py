@@ -262,8 +262,8 @@ def test_costs_in_bytes():
     assert held.total == 4 * held.query + held.lse + held.buffers
 
 
-@pytest.mark.parametrize(("num_heads", "home"), [(4, 2), (5, 4)])  # 2 parts x 4 or 5 members
-def test_gradients_come_home_wide_where_many_tiles_add(num_heads, home):
+@pytest.mark.parametrize(("num_heads", "itemsize"), [(4, 2), (5, 4)])  # 2 parts x 4 or 5 members
+def test_gradients_are_returned_wide_where_many_tiles_add(num_heads, itemsize):
     plan = plan_attention(
         DilatedPattern.dense(),
         SequenceLayout.zigzag(64, 2),
@@ -271,9 +271,9 @@ def test_gradients_come_home_wide_where_many_tiles_add(num_heads, home):
         num_heads=num_heads,
         num_kv_heads=1,
     )
-    assert plan.returns_wide == (home == 4)
+    assert plan.returns_wide == (itemsize == 4)
     size = TensorSize(batch=1, head_dim=8, element_size=2)
-    assert traffic(plan.rank(0), size).backward_sent == 2 * 32 * 8 * (2 + home)
+    assert traffic(plan.rank(0), size).backward_sent == 2 * 32 * 8 * (2 + itemsize)
 
 
 def test_ring_buffers_are_two_messages():

@@ -26,7 +26,7 @@ from .zero_keys import merge_zero_keys
 
 _NOTHING = nullcontext()
 RETURNING_BYTES = 64 << 20
-"""Gradients being returned behind a gather that are not waited for before the end."""
+"""Bytes of returned gradients that may be in flight behind a gather before they are waited for."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ def _branch_by_branch(
 
 
 class _Backward:
-    """Backward of one rank: its gradients, and those of remote rows on their way home.
+    """Backward of one rank: its gradients, and those of remote rows, returned to their owners.
 
     Args:
         call: everything but the tensors.
@@ -241,14 +241,14 @@ class _Backward:
         self._compute_local(late, stores_first=False)
 
     def finish(self) -> None:
-        """Add what is still on its way home: there is nothing left to compute meanwhile."""
+        """Add returned gradients that are still in flight: there is nothing left to compute."""
         self._sums.finish()
         self._sums.join()
         for last in self._returning:
             last.finish()
 
     def _compute_alone(self, one: RankPlan) -> None:
-        """Compute all there is, where nothing is seen of elsewhere."""
+        """Compute everything, where no segment of this rank crosses to another rank or range."""
         backend, head_dim = self._call.backend, self._inputs.query.shape[3]
         own = own_schedule(one, self._tiles, head_dim, backend.own_forward_flops)
         if own.total >= backend.cpu_flops:
@@ -269,9 +269,9 @@ class _Backward:
             compute.backward(group, self._tiles, self._inputs, merged, gradients, self._sums)
 
     def _merged_of(self, group: TileGroup, own: OwnSchedule) -> compute.Merged:
-        """What backward starts from where the branch of a group is by itself.
+        """What backward of a group starts from where branch weights are constants.
 
-        The branch's own out is worked out again; all but its delta is that of the merged softmax.
+        Delta is of the branch's own out, which is computed again; all else is of the merged one.
         """
         out = torch.empty_like(self._merged.out)
         lse = torch.empty_like(self._merged.lse)

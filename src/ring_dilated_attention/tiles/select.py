@@ -60,8 +60,10 @@ class Selection:
         own_forward_flops: forward kernel calls of at most this number of operations join a launch
             that goes through several branches row by row.
         own_backward_flops: backward kernel calls of at most this number of operations, counted as
-            those of forward, do, in calls of more than `cpu_flops` operations of forward.
-        cpu_flops: in calls of fewer, those of at most `own_forward_flops` do.
+            those of forward, join such a launch, in calls of at least `cpu_flops` operations of
+            forward.
+        cpu_flops: in calls of fewer operations of forward, backward kernel calls join such a launch
+            by the limit of forward, `own_forward_flops`.
     """
 
     backend: TileBackend | None

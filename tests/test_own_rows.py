@@ -27,13 +27,14 @@ from ring_dilated_attention.engine.compute import TileCall
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.kernels import MOST_POSITIONS, build_programs, launches_of
 from ring_dilated_attention.resolve import forget_plans
-from ring_dilated_attention.tiles import Selection
-from ring_dilated_attention.tiles.eager import EAGER
+from ring_dilated_attention.tiles import Selection, backend_named
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
-from ring_dilated_attention.kernels.own_forward import rows_of_program  # noqa: E402
+from ring_dilated_attention.kernels import rows_of_program  # noqa: E402
+
+EAGER = backend_named("eager")
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")

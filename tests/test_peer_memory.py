@@ -7,6 +7,8 @@ import threading
 import warnings
 from functools import lru_cache
 from random import Random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -143,19 +145,22 @@ def choose(rank, peer_memory, hosts, broken):
     def share(rank, *rest):
         if rank in broken:
             raise RuntimeError("no permission")
-        return "copies"
+        return SimpleNamespace(transfer=lambda *_: "copies")
+
+    messages = SimpleNamespace(transfer=lambda *_: "messages")
+    rows: Any = SimpleNamespace(device=torch.device("cuda"), nbytes=0)
 
     here = place(hosts[rank], str(rank), str(1 - rank))
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         patch.setattr(exchange, "place_of", lambda device: here)
         patch.setattr(exchange, "PeerMemory", share)
-        patch.setattr(exchange, "Communicator", lambda *args: "messages")
+        patch.setattr(exchange, "Communicator", lambda *args: messages)
         patch.setattr(torch.cuda, "current_device", lambda: 0)
         patch.setattr(torch.cuda, "set_device", lambda device: None)
         ends = ProcessGroupExchange(dist.new_group(), peer_memory=peer_memory)
         try:
-            return ends._transport(torch.device("cuda")), [str(one.message) for one in warned]
+            return ends.start((1 - rank, rows), None), [str(one.message) for one in warned]
         except (RuntimeError, ValueError) as error:
             return type(error).__name__, [str(error)]
 

@@ -10,8 +10,7 @@ from ..exchange import Shared, refuse_capture, settle
 from ..functional import autocast_inputs, validate_options
 from ..pattern import in_brief
 from ..tiles import Backend, Selection, select_backend
-from ..torch_op import refuse_tangents
-from ..validation import validate_tensors
+from ..torch_op import refuse_tangents, validate_tensors
 from .by_kernel import Step, attend_by_kernel, kernel_computes
 from .by_tiles import attend_by_tiles
 from .cache import DilatedKVCache
@@ -120,12 +119,12 @@ def attend_in_step(
     """`cached_attention` of one layer of a step, in which layers with equal caches share work.
 
     Args:
-        query: see `cached_attention`, as for the other arguments.
-        key: see there.
-        value: see there.
+        query: (batch, m, heads, head_dim), of the next m positions of every row of the batch.
+        key: (batch, m, kv_heads, head_dim), of the same positions.
+        value: like `key`.
         cache: of this layer; those of all layers hold the same positions before the step.
-        scale: see there.
-        backend: see there.
+        scale: factor on the scores; None: head_dim ** -0.5.
+        backend: kernels that compute it, one of `tiles.BACKENDS`.
         step: a new one for each step of a model.
     """
     options = _Options(scale, backend, False, step)

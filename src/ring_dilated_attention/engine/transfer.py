@@ -15,7 +15,7 @@ import torch
 
 from ..exchange import Exchange, Pending
 from ..plan import Message, Step
-from .messages import MessageRows, add_home, message_rows, pack, spread, sum_slots
+from .messages import MessageRows, add_returned, message_rows, pack, spread, sum_slots
 
 
 class Fetched(NamedTuple):
@@ -162,4 +162,4 @@ class GradientReturn:
         """Wait, and add what came back for this rank's own rows to its dK and dV."""
         self._pending.wait()
         if self._returned is not None and self._sent is not None:
-            add_home(self._dkey, self._dvalue, self._returned, self._sent)
+            add_returned(self._dkey, self._dvalue, self._returned, self._sent)

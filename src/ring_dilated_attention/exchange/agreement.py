@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..untraced import untraced
 from .calls import Call, ExchangeError, Scope
 from .interface import Exchange
+from .untraced import untraced
 
 
 class Shared(NamedTuple):

@@ -16,14 +16,14 @@ from weakref import WeakKeyDictionary, WeakMethod
 import torch
 import torch.distributed as dist
 
-from ..untraced import untraced
-from ..version import VERSION
+from .. import __version__
 from .board import Shown, make_board
 from .calls import ALONE, Calls, ExchangeError, LostPeerError
 from .collectives import Collectives
 from .communicator import Communicator, timeout_of
 from .interface import Pending
 from .peer_memory import PeerMemory, out_of_reach, place_of
+from .untraced import untraced
 from .waiter import Waiter
 
 
@@ -66,7 +66,7 @@ class _Members:
         limit = self.timeout if timeout is None else timeout
         share = partial(self.collectives.share, timeout=limit)
         try:
-            _check_versions(share(VERSION))
+            _check_versions(share(__version__))
             self.board = make_board(rank, world_size, share)
             if self.board is None:
                 self.collectives.meet(limit)

@@ -11,7 +11,7 @@ from .attention import FEW_ADDITIONS, AttentionPlan, plan_attention
 from .cache import CachedBranch, CachePlan, KeptRows, NewTile, plan_cache
 from .cache_step import CacheStep, StepTile, plan_step
 from .cache_usage import BranchUse, cache_use, plan_any_length
-from .check import check_plan, enumerated, proof_steps
+from .check import PlanError, check_plan, enumerated, proof_steps
 from .costs import (
     Balance,
     Memory,
@@ -49,6 +49,7 @@ __all__ = [
     "OwnRun",
     "OwnWork",
     "PackedTiles",
+    "PlanError",
     "RankPlan",
     "Rows",
     "Run",

@@ -197,7 +197,9 @@ def test_every_row_is_in_one_program_of_each_head(seed):
     dice = random.Random(seed)
     chosen: dict[Any, bool] = {}
     work = plan.rank(0).own_work(
-        lambda branch, run: chosen.setdefault((branch, run), dice.random() < 0.7)
+        lambda branch, runs: [
+            chosen.setdefault((branch, run), dice.random() < 0.7) for run in runs
+        ]
     )
     lengths = [length or MOST_POSITIONS for length in case.pattern.segment_lengths]
     branches = list(zip(lengths, case.pattern.dilation_rates, strict=True))
@@ -269,7 +271,7 @@ def test_launches_are_cut_where_rates_have_little_in_common():
         SequenceLayout.contiguous(200, 1),
         is_causal=False,
     )
-    work = plan.rank(0).own_work(lambda branch, run: True)
+    work = plan.rank(0).own_work(lambda branch, runs: [True] * len(runs))
     branches = [(MOST_POSITIONS, rate) for rate in (1, 7, 11)]
     assert [x[0].branches for x in launches_of(work.ranges, branches, 64)] == [0b1, 0b10, 0b100]
     assert [x[0].branches for x in launches_of(work.ranges, branches, 16)] == [0b11, 0b100]

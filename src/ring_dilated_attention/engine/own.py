@@ -10,7 +10,8 @@ import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import compress, pairwise
+from operator import and_, gt
 from weakref import WeakKeyDictionary
 
 import torch
@@ -37,6 +38,9 @@ _BLOCK = 64
 """Rows of a block of the kernels at most."""
 FEWEST_ROWS = 4
 """Of a cell, for its branch to be computed row by row: with fewer, most of a block is empty."""
+MOST_SHARE = 0.25
+"""Of the blocks of all rows: as many may be nearly empty. A few cells of fewer rows do not get a
+launch of their own."""
 
 
 class OwnLaunch:
@@ -201,20 +205,26 @@ class _ByRows:
         if rate > MOST_STEP:
             return [False] * len(runs)
         fewest, (shortest, longest) = FEWEST_ROWS * rate if rate > 1 else 0, runs.sizes
-        bound = factor * runs.most_copies * (-(-longest // rate)) ** 2
-        if shortest >= fewest and bound <= self._flops:  # as a rule, where documents are many
-            self.least = max(self.least, bound)
-            return [True] * len(runs)
-        flags = []
-        for size, _, _, copies in runs:
-            # Heads of different offsets share a kernel call where they have equally many rows.
-            calls = 1 if size % rate == 0 else 2
-            needed = factor * copies * (-(-size // rate)) ** 2 / calls
-            flags.append(size >= fewest and needed <= self._flops)
-            if flags[-1]:
-                self.least = max(self.least, needed)
-            elif size >= fewest:
-                self.most = min(self.most, needed)
+        if (
+            shortest < fewest
+            and runs.shorter_than(fewest) * rate <= MOST_SHARE * runs.rows / _BLOCK
+        ):
+            fewest = 0
+        if shortest >= fewest:  # as a rule, and so is the next
+            bound = factor * runs.most_copies * (-(-longest // rate)) ** 2
+            if bound <= self._flops:
+                self.least = max(self.least, bound)
+                return [True] * len(runs)
+        # Heads of different offsets share a kernel call where they have equally many rows.
+        needed = [
+            factor * copies * (-(-size // rate)) ** 2 / (1 if size % rate == 0 else 2)
+            for size, _, _, copies in runs
+        ]
+        fits = [each <= self._flops for each in needed]
+        long = [size >= fewest for size, *_ in runs]
+        flags = list(map(and_, fits, long))
+        self.least = max([self.least, *compress(needed, flags)])
+        self.most = min([self.most, *compress(needed, map(gt, long, fits))])
         return flags
 
 

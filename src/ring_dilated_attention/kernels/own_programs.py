@@ -146,39 +146,33 @@ def build_programs(
     own = np.fromiter(numbers, np.int64).reshape(len(ranges), -1)
     longest = int(own[:, 3].max())
     assert longest <= MOST_POSITIONS
-    kinds, which = np.unique(own[:, 6], return_inverse=True)
-    layouts = [_layout(kind, branches, offsets, longest) for kind in kinds.tolist()]
-    steps = np.array([len(each.most) for each in layouts])
-    by_kind = np.argsort(which, kind="stable")
-    made = _programs(
-        own[by_kind],
-        by_kind,
-        np.array([each.shortest for each in layouts])[which[by_kind]],
-        steps[which[by_kind]],
-        block,
-    )
-    table = np.zeros((len(own), len(RANGE_FIELDS)), dtype=np.int32)
-    orders = [each.order for each in layouts]
-    table[:, :5], table[:, 5] = own[:, [0, 1, 2, 3, 6]], steps[which]
-    table[:, 6] = _starts(np.array([x.size for x in orders]))[which]
-    table[:, 7] = (own[:, 6] & stores) > 0
-    # What there is to do of each residue, and of which a program is.
-    most = np.concatenate([each.most for each in layouts])
-    place = _starts(steps)[which[made[:, 0]]] + made[:, 3]
-    if is_causal:
-        first = (-most[place] * (made[:, 2] / own[made[:, 0], 1])).argsort(kind="stable")
-    else:  # a few small numbers are sorted in a tenth of the time
-        rank = np.unique(-most, return_inverse=True)[1].astype(np.min_scalar_type(len(most)))
-        first = rank[place].argsort(kind="stable")
     spec = np.array(
         [
             # Of a branch that no range has, nothing but the length is looked at.
             [min(length, longest), min(rate, MOST_POSITIONS), *each]
             for (length, rate), each in zip(branches, offsets, strict=True)
-        ],
-        dtype=np.int32,
+        ]
     )
-    tables = table, spec, np.concatenate(orders, dtype=np.int32, axis=None), made[first]
+    kinds, kind = np.unique(own[:, 6], return_inverse=True)
+    layouts = [_layout(each, spec) for each in kinds.tolist()]
+    steps = np.array([len(each.most) for each in layouts])
+    by_kind = kind.argsort(kind="stable")
+    shortest = np.array([each.shortest for each in layouts])[kind]
+    made = _programs(own, by_kind, shortest, steps[kind], block)
+    # What there is to do of each residue, and of which a program is.
+    most = np.concatenate([each.most for each in layouts])
+    place = _starts(steps)[kind][made[:, 0]] + made[:, 3]
+    if is_causal:
+        first = (-most[place] * (made[:, 2] / own[made[:, 0], 1])).argsort(kind="stable")
+    else:  # a few small numbers are sorted in a tenth of the time
+        rank = np.unique(-most, return_inverse=True)[1].astype(np.min_scalar_type(len(most)))
+        first = rank[place].argsort(kind="stable")
+    table = np.empty((len(own), len(RANGE_FIELDS)), dtype=np.int64)
+    orders = [each.order for each in layouts]
+    table[:, :4], table[:, 4], table[:, 5] = own[:, :4], own[:, 6], steps[kind]
+    table[:, 6] = _starts(np.array([x.size for x in orders]))[kind]
+    table[:, 7] = (own[:, 6] & stores) > 0
+    tables = table, spec, np.concatenate(orders, axis=None), made.take(first, axis=0)
     flat = torch.from_numpy(np.concatenate(tables, dtype=np.int32, axis=None, casting="unsafe"))
     moved = flat.to(device).split([x.size for x in tables])
     on_device = [x.view(like.shape) for x, like in zip(moved, tables, strict=True)]
@@ -206,23 +200,18 @@ class _Layout(NamedTuple):
     most: Table
 
 
-def _layout(
-    kind: int,
-    branches: Sequence[tuple[int, int]],
-    offsets: Sequence[Sequence[int]],
-    longest: int,
-) -> _Layout:
-    """The layout of the branches whose bits are set in `kind`."""
+def _layout(kind: int, spec: Table) -> _Layout:
+    """The layout of the branches whose bits are set in `kind`; of all, `spec` has a row."""
     import numpy as np
 
-    chosen = [number for number in range(len(branches)) if kind >> number & 1]
-    lengths, rates = np.array([branches[number] for number in chosen]).T
-    residues = np.arange(math.lcm(*rates.tolist()))
-    shown = (residues % rates[:, None])[:, None] == np.array([offsets[x] for x in chosen])[..., None]
-    work = (shown * (np.minimum(lengths, longest) / rates)[:, None, None]).sum(0)
+    chosen = spec[[number for number in range(len(spec)) if kind >> number & 1]]
+    lengths, rates, offsets = chosen[:, 0], chosen[:, 1:2], chosen[:, 2:, None]
+    residues = np.arange(math.lcm(*rates.ravel().tolist()))
+    shown = (residues % rates)[:, None] == offsets
+    work = (shown * (lengths / rates.T).T[..., None]).sum(0)
+    ordered = np.sort(-work, axis=1)
     order = (-work).argsort(axis=1, kind="stable")
-    most = np.take_along_axis(work, order, 1).max(0)
-    return _Layout(int(lengths.min()), order, most)
+    return _Layout(int(lengths.min()), order, -ordered.min(0))
 
 
 def _starts(sizes: Table) -> Table:
@@ -231,14 +220,15 @@ def _starts(sizes: Table) -> Table:
     return starts
 
 
-def _programs(own: Table, numbers: Table, shortest: Table, steps: Table, block: int) -> Table:
-    """The programs of ranges, (programs, 5): cut where the shortest segments are."""
+def _programs(own: Table, order: Table, shortest: Table, steps: Table, block: int) -> Table:
+    """The programs of ranges in some order, (programs, 5): cut where the shortest segments are."""
     import numpy as np
 
     start, stop = own[:, 4], own[:, 5]
     length = np.minimum(own[:, 3], shortest)
     first = start // length
-    which, segment = spread((stop + length - 1) // length - first)
+    which, segment = spread(((stop + length - 1) // length - first)[order])
+    which = order[which]
     length, step = length[which], steps[which]
     begin = (segment + first[which]) * length
     low = np.maximum(begin, start[which])
@@ -246,6 +236,6 @@ def _programs(own: Table, numbers: Table, shortest: Table, steps: Table, block: 
     # The most rows of a residue.
     whose, index = spread(((high - low + step - 1) // step + block - 1) // block * step)
     found = np.empty((len(whose), len(PROGRAM_FIELDS)), dtype=np.int64)
-    found[:, :3] = np.stack([numbers[which], low, high], axis=1)[whose]
-    found[:, 4], found[:, 3] = np.divmod(index, step[whose])
+    np.stack([which, low, high, step, step], axis=1).take(whose, axis=0, out=found)
+    found[:, 4], found[:, 3] = np.divmod(index, found[:, 3])
     return found

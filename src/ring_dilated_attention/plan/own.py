@@ -85,7 +85,7 @@ def own_work(
             left = [run for run, flag in zip(left, flags, strict=True) if not flag]
         own = tiling.own_group(branch, left) if left else None
         groups.extend([own] if own else [])
-    ranges = tuple(_ranges(parts, chosen)) if any([x.any for x in chosen.values()]) else ()
+    ranges = tuple(_ranges(parts, chosen)) if any(x.any for x in chosen.values()) else ()
     return OwnWork(ranges, tuple(groups), _zero_keys_left(tiling, parts, chosen))
 
 
@@ -128,7 +128,9 @@ class _Intervals:
         self.borders: list[int] = []
         if self.any and not all(flags):
             self.borders = [
-                run.local for run, last, flag in zip(runs[1:], flags, flags[1:]) if flag is not last
+                run.local
+                for run, last, flag in zip(runs[1:], flags[:-1], flags[1:], strict=True)
+                if flag is not last
             ]
 
     def holds(self, row: int) -> bool:
@@ -145,7 +147,7 @@ class _Intervals:
         edges = [*([] if self.first else [-1]), *self.borders, math.inf]
         found: list[Part] = []
         done = 0
-        for low, high in zip(edges[::2], edges[1::2]):  # of rows that are not chosen
+        for low, high in zip(edges[::2], edges[1::2], strict=False):  # of rows that are not chosen
             first = max(done, bisect_right(starts, low) - 1)
             done = max(done, bisect_left(starts, high))
             found += parts[first:done]

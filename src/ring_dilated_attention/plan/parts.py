@@ -161,6 +161,15 @@ class OwnRuns(tuple[OwnRun, ...]):
         return max([run[3] for run in self], default=0)
 
     @cached_property
+    def rows(self) -> int:
+        """The positions of every run, added up."""
+        return sum([size * copies for size, _, _, copies in self])
+
+    def shorter_than(self, size: int) -> int:
+        """How many have fewer positions."""
+        return sum([run.copies for run in self if run.size < size])
+
+    @cached_property
     def squares(self) -> int:
         """The squares of the positions of every run, added up."""
         return sum([size * size * copies for size, _, _, copies in self])
@@ -176,9 +185,8 @@ def own_runs(parts: Sequence[Part], length: int | None) -> OwnRuns:
     last = 0, 0, 0, 0
     for part in parts:
         start, stop, _, local, document_start, document_stop = part
-        own = [(stop - start, 0, local, 1)]
-        is_whole = start == document_start and stop == document_stop
-        if not is_whole or (length is not None and stop - start > length):
+        size = stop - start
+        if start != document_start or stop != document_stop:
             own = [
                 (
                     min(high, stop) - max(low, start),
@@ -188,6 +196,13 @@ def own_runs(parts: Sequence[Part], length: int | None) -> OwnRuns:
                 )
                 for low, high, count in own_segments(part, length)
             ]
+        elif length is None or size <= length:
+            own = [(size, 0, local, 1)]
+        else:
+            full, rest = divmod(size, length)
+            own = [(length, 0, local, full)]
+            if rest:
+                own.append((rest, 0, local + size - rest, 1))
         for run in own:
             size, phase, row, copies = last
             if size == run[0] and phase == run[1] and row + size * copies == run[2]:

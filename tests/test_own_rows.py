@@ -173,6 +173,16 @@ def test_high_rates_make_no_empty_programs(rate):
         assert bool(groups) == (rate > 37 or len(pattern.branches) == 2)
 
 
+def test_patterns_of_many_branches():
+    """Which branches a range has is bits of an int32: of more, none is computed row by row."""
+    lengths = [2 + number % 5 for number in range(33)]
+    pattern = DilatedPattern(lengths, [1 + number % 2 for number in range(33)])
+    q, k, v = (torch.randn(1, 7, 1, 8, device=DEVICE) for _ in range(3))
+    out = dilated_attention(q, k, v, pattern, backend="triton")
+    want, _ = reference_attention(q.double(), k.double(), v.double(), pattern)
+    assert (out - want).abs().max() < 1e-5
+
+
 def test_half_precision_rounds_once():
     """All branches of a row in one sum: one rounding of out, however many there are."""
     if INTERPRETED:
@@ -197,9 +207,7 @@ def test_every_row_is_in_one_program_of_each_head(seed):
     dice = random.Random(seed)
     chosen: dict[Any, bool] = {}
     work = plan.rank(0).own_work(
-        lambda branch, runs: [
-            chosen.setdefault((branch, run), dice.random() < 0.7) for run in runs
-        ]
+        lambda branch, runs: [chosen.setdefault((branch, run), dice.random() < 0.7) for run in runs]
     )
     lengths = [length or MOST_POSITIONS for length in case.pattern.segment_lengths]
     branches = list(zip(lengths, case.pattern.dilation_rates, strict=True))

@@ -18,6 +18,7 @@ import torch
 
 from ..caches import keep_few
 from ..kernels import (
+    MOST_BRANCHES,
     MOST_POSITIONS,
     MOST_STEP,
     BackwardConfig,
@@ -152,8 +153,9 @@ def own_schedule(one: RankPlan, call: TileCall, head_dim: int, flops: float) -> 
 def _make(one: RankPlan, batch: int, heads_per_kv: int, head_dim: int, flops: float) -> OwnSchedule:
     plan = one.plan
     longest = max((stop - start for start, stop in pairwise(plan.documents)), default=0)
+    fits = longest <= MOST_POSITIONS and len(plan.pattern.dilation_rates) <= MOST_BRANCHES
     # Where there are other ranks, a group at a time is computed behind what they send.
-    if not flops or not one.is_alone or longest > MOST_POSITIONS:
+    if not flops or not one.is_alone or not fits:
         first = one.local_groups[:1] if one.covers else ()
         return OwnSchedule(
             first, (), one.local_groups[len(first) :], one.zero_keys, 0.0, flops, flops, flops

@@ -34,6 +34,8 @@ PROGRAM_FIELDS = ("range", "low", "high", "rank", "block")
 of the residue that comes `rank`-th for a head; of these the rows of a block."""
 MOST_POSITIONS = 1 << 30
 """Of a document: twice as many are counted in 32 bits."""
+MOST_BRANCHES = 31
+"""Of a pattern: which of them a range has is bits of an int32."""
 MOST_STEP = 1024
 """Between rows of a program: there is a program for each residue, whether or not rows have it."""
 
@@ -154,25 +156,20 @@ def build_programs(
         ]
     )
     kinds, kind = np.unique(own[:, 6], return_inverse=True)
-    layouts = [_layout(each, spec) for each in kinds.tolist()]
-    steps = np.array([len(each.most) for each in layouts])
-    by_kind = kind.argsort(kind="stable")
-    shortest = np.array([each.shortest for each in layouts])[kind]
-    made = _programs(own, by_kind, shortest, steps[kind], block)
+    layout = _layout(kinds, spec)
+    steps = layout.steps[kind]
+    made = _programs(own, kind.argsort(kind="stable"), layout.shortest[kind], steps, block)
     # What there is to do of each residue, and of which a program is.
-    most = np.concatenate([each.most for each in layouts])
-    place = _starts(steps)[kind][made[:, 0]] + made[:, 3]
+    most, place = layout.most, layout.starts[kind][made[:, 0]] + made[:, 3]
     if is_causal:
         first = (-most[place] * (made[:, 2] / own[made[:, 0], 1])).argsort(kind="stable")
     else:  # a few small numbers are sorted in a tenth of the time
         rank = np.unique(-most, return_inverse=True)[1].astype(np.min_scalar_type(len(most)))
         first = rank[place].argsort(kind="stable")
     table = np.empty((len(own), len(RANGE_FIELDS)), dtype=np.int64)
-    orders = [each.order for each in layouts]
-    table[:, :4], table[:, 4], table[:, 5] = own[:, :4], own[:, 6], steps[kind]
-    table[:, 6] = _starts(np.array([x.size for x in orders]))[kind]
-    table[:, 7] = (own[:, 6] & stores) > 0
-    tables = table, spec, np.concatenate(orders, axis=None), made.take(first, axis=0)
+    table[:, :4], table[:, 4], table[:, 5] = own[:, :4], own[:, 6], steps
+    table[:, 6], table[:, 7] = layout.starts[kind] * len(offsets[0]), (own[:, 6] & stores) > 0
+    tables = table, spec, layout.order, made.take(first, axis=0)
     flat = torch.from_numpy(np.concatenate(tables, dtype=np.int32, axis=None, casting="unsafe"))
     moved = flat.to(device).split([x.size for x in tables])
     on_device = [x.view(like.shape) for x, like in zip(moved, tables, strict=True)]
@@ -182,42 +179,47 @@ def build_programs(
         order=on_device[2],
         rows=on_device[3],
         block=block,
-        max_step=int(steps.max()),
+        max_step=int(layout.steps.max()),
     )
 
 
 class _Layout(NamedTuple):
-    """How rows are divided among programs where some branches are computed.
+    """How rows are divided among programs, for each kind of the branches that are computed there.
 
     Attributes:
-        shortest: segment length of them.
-        order: (KV heads, step): residues modulo the step, those that see most keys first.
-        most: (step,): about how many keys a row of these sees, of any head.
+        shortest: segment length of the branches of a kind.
+        steps: of a kind.
+        starts: how many residues the kinds before have.
+        order: of each kind, KV head by KV head: residues modulo the step, those that see most keys
+            first.
+        most: of each kind: about how many keys the rows of these see, of any head.
     """
 
-    shortest: int
+    shortest: Table
+    steps: Table
+    starts: Table
     order: Table
     most: Table
 
 
-def _layout(kind: int, spec: Table) -> _Layout:
-    """The layout of the branches whose bits are set in `kind`; of all, `spec` has a row."""
+def _layout(kinds: Table, spec: Table) -> _Layout:
+    """The layout of all kinds: branches are bits of them, and rows of `spec`."""
     import numpy as np
 
-    chosen = spec[[number for number in range(len(spec)) if kind >> number & 1]]
-    lengths, rates, offsets = chosen[:, 0], chosen[:, 1:2], chosen[:, 2:, None]
-    residues = np.arange(math.lcm(*rates.ravel().tolist()))
-    shown = (residues % rates)[:, None] == offsets
-    work = (shown * (lengths / rates.T).T[..., None]).sum(0)
-    ordered = np.sort(-work, axis=1)
-    order = (-work).argsort(axis=1, kind="stable")
-    return _Layout(int(lengths.min()), order, -ordered.min(0))
-
-
-def _starts(sizes: Table) -> Table:
-    """Where each of several tables starts in all of them."""
-    starts: Table = sizes.cumsum() - sizes
-    return starts
+    run = kinds[:, None] >> np.arange(len(spec)) & 1
+    lengths, rates, offsets = spec[:, 0], spec[:, 1], spec[:, 2:]
+    steps = np.lcm.reduce(np.where(run, rates, 1), axis=1)
+    residues = np.arange(np.lcm.reduce(steps))
+    work = np.zeros((len(kinds), offsets.shape[1], len(residues)))
+    for branch in run.any(0).nonzero()[0]:
+        shown = residues % rates[branch] == offsets[branch][:, None]
+        work += run[:, branch, None, None] * (shown * (lengths[branch] / rates[branch]))
+    is_one = residues < steps[:, None]
+    negative = np.where(is_one[:, None], -work, 1)
+    order = negative.argsort(axis=2, kind="stable")[np.broadcast_to(is_one[:, None], work.shape)]
+    most = -np.sort(negative, axis=2).min(1)[is_one]
+    shortest = np.where(run, lengths, lengths.max()).min(1)
+    return _Layout(shortest, steps, steps.cumsum() - steps, order, most)
 
 
 def _programs(own: Table, order: Table, shortest: Table, steps: Table, block: int) -> Table:

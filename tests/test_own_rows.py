@@ -175,6 +175,16 @@ def test_high_rates_make_no_empty_programs(rate):
         assert bool(groups) == (rate > 37 or len(pattern.branches) == 2)
 
 
+def test_patterns_of_many_branches():
+    """Which branches a range has is bits of an int32: of more, none is computed row by row."""
+    lengths = [2 + number % 5 for number in range(33)]
+    pattern = DilatedPattern(lengths, [1 + number % 2 for number in range(33)])
+    q, k, v = (torch.randn(1, 7, 1, 8, device=DEVICE) for _ in range(3))
+    out = dilated_attention(q, k, v, pattern, backend="triton")
+    want, _ = reference_attention(q.double(), k.double(), v.double(), pattern)
+    assert (out - want).abs().max() < 1e-5
+
+
 def test_half_precision_rounds_once():
     """All branches of a row in one sum: one rounding of out, however many there are."""
     if INTERPRETED:
@@ -199,7 +209,7 @@ def test_every_row_is_in_one_program_of_each_head(seed):
     dice = random.Random(seed)
     chosen: dict[Any, bool] = {}
     work = plan.rank(0).own_work(
-        lambda branch, run: chosen.setdefault((branch, run), dice.random() < 0.7)
+        lambda branch, runs: [chosen.setdefault((branch, run), dice.random() < 0.7) for run in runs]
     )
     lengths = [length or MOST_POSITIONS for length in case.pattern.segment_lengths]
     branches = list(zip(lengths, case.pattern.dilation_rates, strict=True))
@@ -271,7 +281,7 @@ def test_launches_are_cut_where_rates_have_little_in_common():
         SequenceLayout.contiguous(200, 1),
         is_causal=False,
     )
-    work = plan.rank(0).own_work(lambda branch, run: True)
+    work = plan.rank(0).own_work(lambda branch, runs: [True] * len(runs))
     branches = [(MOST_POSITIONS, rate) for rate in (1, 7, 11)]
     assert [x[0].branches for x in launches_of(work.ranges, branches, 64)] == [0b1, 0b10, 0b100]
     assert [x[0].branches for x in launches_of(work.ranges, branches, 16)] == [0b11, 0b100]

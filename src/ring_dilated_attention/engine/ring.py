@@ -251,7 +251,9 @@ class _Backward:
         """Compute everything, where no segment of this rank crosses to another rank or range."""
         backend, head_dim = self._call.backend, self._inputs.query.shape[3]
         own = own_schedule(one, self._tiles, head_dim, backend.own_forward_flops)
-        if own.total >= backend.cpu_flops:
+        # Packed documents are rarely seen twice, and a second schedule, with tables and kernel
+        # calls of its own, takes the CPU longer than it saves the GPU.
+        if own.total >= backend.cpu_flops and len(one.plan.documents) <= 2:
             own = own_schedule(one, self._tiles, head_dim, backend.own_backward_flops)
         gradients = compute.Gradients(self.dquery, self.dkey, self.dvalue)
         first = gradients._replace(stores_query=True, stores_keys=True)

@@ -27,7 +27,7 @@ from .costs import (
     traffic,
 )
 from .own import OwnRange, OwnWork
-from .parts import OwnRun
+from .parts import OwnRun, OwnRuns
 from .rank import LocalHalves, RankPlan, Step
 from .replicated import replicated_groups, replicated_strips, replicated_zero_keys
 from .rows import Message, PackedTiles, Rows, Run, Tile, TileGroup
@@ -47,6 +47,7 @@ __all__ = [
     "NewTile",
     "OwnRange",
     "OwnRun",
+    "OwnRuns",
     "OwnWork",
     "PackedTiles",
     "PlanError",

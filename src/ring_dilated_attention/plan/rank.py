@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from .grouping import group_tiles
 from .own import OwnWork, own_work
-from .parts import Link, OwnRun, within_rows
+from .parts import Link, OwnRuns, within_rows
 from .rows import Message, Tile, TileGroup
 from .zero_keys import zero_key_groups
 
@@ -95,11 +95,11 @@ class RankPlan:
         crossing = group_tiles((link, list(tiling.tiles(link))) for link in links)
         return (*self.own_work(None).groups, *crossing)
 
-    def own_work(self, by_rows: Callable[[int, OwnRun], bool] | None) -> OwnWork:
+    def own_work(self, by_rows: Callable[[int, OwnRuns], Sequence[bool]] | None) -> OwnWork:
         """What this rank computes within parts, split by whether it is computed row by row.
 
         Args:
-            by_rows: whether runs of a branch are; None: none is.
+            by_rows: of each run of a branch, whether it is; None: none is.
         """
         longest = max((part.document_stop - part.document_start for part in self._parts), default=0)
         branches = [

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from .grouping import group_tiles
 from .own import OwnWork, own_work
 from .parts import Link, OwnRuns, within_rows
+from .passing import PassingStep, passing_steps
 from .rows import Message, Tile, TileGroup
 from .zero_keys import zero_key_groups
 
@@ -73,6 +74,7 @@ class RankPlan:
         self.index = rank
         self.world_size = plan.layout.world_size
         self._steps: dict[tuple[int, int], Step] = {}
+        self._passing: dict[tuple[int, ...], tuple[PassingStep, ...] | None] = {}
         self._parts = plan.parts_of(rank)
         # Rows that belong to no document are in no tile.
         held = sum(part.stop - part.start for part in self._parts)
@@ -240,6 +242,16 @@ class RankPlan:
         """
         order = product(range(self.plan.pieces), range(1, self.world_size))
         return (self.step(step, piece) for piece, step in order)
+
+    def passing_steps(self, hosts: tuple[int, ...]) -> tuple[PassingStep, ...] | None:
+        """Every step in order where ranks pass on rows within hosts; None: no rank does.
+
+        Args:
+            hosts: host of each rank, numbered from 0; empty: all are on one.
+        """
+        if hosts not in self._passing:
+            self._passing[hosts] = passing_steps(self, hosts)
+        return self._passing[hosts]
 
     @cached_property
     def pairs(self) -> int:

@@ -16,6 +16,7 @@ from .by_kernel import Step, attend_by_kernel, kernel_computes
 from .by_tiles import attend_by_tiles
 from .cache import DilatedKVCache
 from .over_ranks import merged_over_ranks
+from .products import select_for_one_position
 
 _NAME = "cached_attention"
 
@@ -213,6 +214,8 @@ def _check(
     kind = (backend, query.device, query.dtype)
     if kernel_computes(*kind, query.shape[1], query.shape[3]):
         return None
+    if query.shape[1] == 1:
+        return select_for_one_position(*kind, query.shape[3], len(query))
     return select_backend(*kind, query.shape[3])
 
 

@@ -128,9 +128,12 @@ def _of_equal_rows(
     if step.planned.targets:
         for rows, new in zip(kept, (k_bkd, v_bkd), strict=True):
             rows.index_copy_(1, step.targets, new.index_select(1, step.sources))
+    dtype = accumulate_dtype(q_bkgd.dtype)
+    if not step.planned.tiles:
+        out = torch.zeros(q_bkgd.shape, dtype=dtype, device=q_bkgd.device)
+        return out, out.new_full(out.shape[:-1], -torch.inf)
     if takes_products(selection, q_bkgd):
         return attend_by_products(q_bkgd, kept, step.planned, scale, wants_lse=wants_lse)
-    dtype = accumulate_dtype(q_bkgd.dtype)
     outs, lses = [], []
     assert selection.backend is not None
     forward, is_cuda = selection.backend.forward, q_bkgd.is_cuda
@@ -145,9 +148,6 @@ def _of_equal_rows(
         lses.append(lse)
     if step.is_whole:
         return outs[0], lses[0]
-    if not outs:
-        out = torch.zeros(q_bkgd.shape, dtype=dtype, device=q_bkgd.device)
-        return out, out.new_full(out.shape[:-1], -torch.inf)
     places, penalty = step.merge
     shape = (len(q_bkgd), *penalty.shape[:2], -1)
     lse = torch.cat(lses, 1).index_select(1, places).view(shape) + penalty

@@ -24,7 +24,7 @@ from ring_dilated_attention.exchange import ExchangeError, ProcessGroupExchange
 from ring_dilated_attention.exchange.by_pair import ByPair
 from ring_dilated_attention.exchange.communicator import Communicator
 from ring_dilated_attention.exchange.groups import _members
-from ring_dilated_attention.exchange.peer_memory import SLOT_BYTES, PeerMemory
+from ring_dilated_attention.exchange.peer_memory import SLOT_BYTES
 
 pytestmark = [
     pytest.mark.gpu,

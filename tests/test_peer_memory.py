@@ -7,8 +7,6 @@ import threading
 import warnings
 from functools import lru_cache
 from random import Random
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch

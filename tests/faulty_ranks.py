@@ -326,7 +326,7 @@ def one_call_more(me: Rank, how: str) -> None:
 def other_version(me: Rank, how: str) -> None:
     if me.is_victim:
         me.fault()
-        pytest.MonkeyPatch().setattr(exchange_module, "VERSION", "0.0.1")
+        pytest.MonkeyPatch().setattr(exchange_module, "__version__", "0.0.1")
     me.call()
 
 

@@ -1,8 +1,8 @@
 """Rows of a message: packing those that are sent, adding their gradients when they are returned.
 
-A message lists runs of rows, and each run is a strided view of the sender's tensors. So packing and
-adding home are one pass over the rows a run, with nothing worked out beforehand. Where branches
-share rows, each of which is sent once, it takes the index of each row.
+A message lists runs of rows, and each run is a strided view of the sender's tensors. So packing
+rows and adding returned gradients are one pass per run, without index tables. Only where branches
+share rows, each of which is sent once, the index of each row is needed.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def sum_slots(slots: torch.Tensor, rows: MessageRows) -> torch.Tensor:
     return slots.new_zeros(shape).index_add_(2, rows.shared.row_of_slot, slots)
 
 
-def add_home(
+def add_returned(
     dkey: torch.Tensor, dvalue: torch.Tensor, returned: torch.Tensor, rows: MessageRows
 ) -> None:
     """Add returned gradients (2, batch, rows, head_dim) to dK and dV: the adjoint of `pack`.

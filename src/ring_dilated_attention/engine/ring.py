@@ -26,8 +26,8 @@ from .transfer import Fetched, GradientReturn, Home, Packer, fetch
 from .zero_keys import merge_zero_keys
 
 _NOTHING = nullcontext()
-_RETURNING_BYTES = 64 << 20
-"""Gradients being returned behind a gather that are not waited for before the end."""
+RETURNING_BYTES = 64 << 20
+"""Bytes of returned gradients that may be in flight behind a gather before they are waited for."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class RingCall:
 
     def fetch(self, key: torch.Tensor, value: torch.Tensor) -> Iterator[Fetched]:
         """Start fetching the rows of all steps of all rounds, in order."""
-        if self.plan.world_size == 1:
+        if self.plan.is_alone:
             return iter(())
         depth = self.plan.world_size - 1 if self.gathers else 1
         if self.plan.passing_steps(self.hosts) is None:
@@ -111,7 +111,7 @@ def ring_forward(
     rounds, tiles, sums = call.rounds, call.tiles(query), call.sums(query)
     covers = all(one.covers for one in rounds)
     create = torch.empty if covers else torch.zeros
-    dtype = _sum_dtype(query, max(one.mean_additions for one in rounds))
+    dtype = sum_dtype(query, max(one.mean_additions for one in rounds))
     out = create(query.shape, dtype=dtype, device=query.device)
     lse = torch.empty(
         batch, num_heads, length, dtype=accumulate_dtype(query.dtype), device=query.device
@@ -202,7 +202,7 @@ def _branch_by_branch(
 
 
 class _Backward:
-    """Backward of one rank: its gradients, and those of remote rows on their way home.
+    """Backward of one rank: its gradients, and those of remote rows, returned to their owners.
 
     Args:
         call: everything but the tensors.
@@ -220,7 +220,7 @@ class _Backward:
         additions = max(one.mean_additions for one in self.rounds)
         heads_per_kv = self._tiles.heads_per_kv
         self.dquery, self.dkey, self.dvalue = (
-            create(x.shape, dtype=_sum_dtype(query, additions * count), device=x.device)
+            create(x.shape, dtype=sum_dtype(query, additions * count), device=x.device)
             for x, count in zip(inputs, (1, heads_per_kv, heads_per_kv), strict=True)
         )
         wide = call.plan.plan.returns_wide
@@ -258,7 +258,7 @@ class _Backward:
         self._compute_local(late, stores_first=False)
 
     def finish(self) -> None:
-        """Add what is still on its way home: there is nothing left to compute meanwhile."""
+        """Add returned gradients that are still in flight: there is nothing left to compute."""
         self._sums.finish()
         self._sums.join()
         self._returning.extend(self._home.due())
@@ -266,10 +266,12 @@ class _Backward:
             last.finish()
 
     def _compute_alone(self, one: RankPlan) -> None:
-        """Compute all there is, where nothing is seen of elsewhere."""
+        """Compute everything, where no segment of this rank crosses to another rank or range."""
         backend, head_dim = self._call.backend, self._inputs.query.shape[3]
         own = own_schedule(one, self._tiles, head_dim, backend.own_forward_flops)
-        if own.total >= backend.cpu_flops:
+        # Packed documents are rarely seen twice, and a second schedule, with tables and kernel
+        # calls of its own, takes the CPU longer than it saves the GPU.
+        if own.total >= backend.cpu_flops and len(one.plan.documents) <= 2:
             own = own_schedule(one, self._tiles, head_dim, backend.own_backward_flops)
         gradients = compute.Gradients(self.dquery, self.dkey, self.dvalue)
         first = gradients._replace(stores_query=True, stores_keys=True)
@@ -287,9 +289,9 @@ class _Backward:
             compute.backward(group, self._tiles, self._inputs, merged, gradients, self._sums)
 
     def _merged_of(self, group: TileGroup, own: OwnSchedule) -> compute.Merged:
-        """What backward starts from where the branch of a group is by itself.
+        """What backward of a group starts from where branch weights are constants.
 
-        The branch's own out is worked out again; all but its delta is that of the merged softmax.
+        Delta is of the branch's own out, which is computed again; all else is of the merged one.
         """
         out = torch.empty_like(self._merged.out)
         lse = torch.empty_like(self._merged.lse)
@@ -308,7 +310,7 @@ class _Backward:
 
     def _add_returned(self) -> None:
         """Have returned gradients added behind the next compute, but for the most recent."""
-        most_bytes = _RETURNING_BYTES if self._call.gathers else -1
+        most_bytes = RETURNING_BYTES if self._call.gathers else -1
         while self._returning and sum(x.nbytes for x in self._returning) > most_bytes:
             one = self._returning.popleft()
             self._sums.start(one.finish, *one.tensors, into=(self.dkey, self.dvalue))
@@ -330,7 +332,7 @@ class _Backward:
         return dslots
 
 
-def _sum_dtype(query: torch.Tensor, additions: float) -> torch.dtype:
+def sum_dtype(query: torch.Tensor, additions: float) -> torch.dtype:
     """The dtype in which results of tiles are summed up.
 
     On CUDA that of the inputs, which needs no second tensor: each addition is made in float32 and

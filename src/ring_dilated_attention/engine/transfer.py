@@ -17,7 +17,7 @@ import torch
 
 from ..exchange import Exchange, Pending
 from ..plan import Message, PassingStep, Step
-from .messages import MessageRows, add_home, message_rows, pack, spread, sum_slots
+from .messages import MessageRows, add_returned, message_rows, pack, spread, sum_slots
 
 
 class Fetched(NamedTuple):
@@ -200,7 +200,7 @@ class GradientReturn:
         """Wait, and add what came back for this rank's own rows to its dK and dV."""
         self._pending.wait()
         if self._returned is not None and self._sent is not None:
-            add_home(self._home.dkey, self._home.dvalue, self._returned, self._sent)
+            add_returned(self._home.dkey, self._home.dvalue, self._returned, self._sent)
 
 
 class Home(NamedTuple):

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ..untraced import untraced
 from .calls import Call, ExchangeError, LostPeerError, Scope
 from .interface import Exchange
+from .untraced import untraced
 
 
 class Shared(NamedTuple):

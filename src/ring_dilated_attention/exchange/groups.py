@@ -16,8 +16,7 @@ from weakref import WeakKeyDictionary, WeakMethod
 import torch
 import torch.distributed as dist
 
-from ..untraced import untraced
-from ..version import VERSION
+from .. import __version__
 from .board import Shown, make_board
 from .by_pair import ByPair, Site, Transport, make_transport
 from .calls import ALONE, Calls, ExchangeError, LostPeerError
@@ -27,6 +26,7 @@ from .hosts import agreed_hosts, checked_hosts, own_host
 from .interface import Pending
 from .peer_memory import PeerMemory
 from .relay import Passed
+from .untraced import untraced
 from .waiter import Waiter
 
 
@@ -64,7 +64,7 @@ class _Members:
         limit = self.timeout if timeout is None else timeout
         share = partial(self.collectives.share, timeout=limit)
         try:
-            versions, *told = zip(*share((VERSION, own_host(), hosts)), strict=True)
+            versions, *told = zip(*share((__version__, own_host(), hosts)), strict=True)
             _check_versions(versions)
             self.hosts = agreed_hosts(list(zip(*told, strict=True)))
             self.board = self.relay = None

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
-from ..untraced import untraced
 from .calls import ALONE, Calls
+from .untraced import untraced
 
 
 class Pending(Protocol):

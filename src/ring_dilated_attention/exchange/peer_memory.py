@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .calls import Calls, Roll
-from .cuda_driver import WAIT_EQUAL, check, driver
+from .cuda_driver import copy, set_flag, wait_for_flag
 from .mapped_memory import MappedMemory
 from .watch import UnderWay, Watch, prepare_to_watch
 
@@ -226,11 +226,7 @@ class PeerMemory:
         flags = Outboxes.flags(len(members)).to(device)
         end = bases[number] + self.nbytes
         stream = torch.cuda.current_stream(device)
-        _check(
-            driver().cuMemcpyDtoDAsync_v2(
-                end - flags.nbytes, flags.data_ptr(), flags.nbytes, stream.cuda_stream
-            )
-        )
+        copy(stream.cuda_stream, end - flags.nbytes, flags.data_ptr(), flags.nbytes)
         torch.cuda.synchronize(device)
         # With priority: those who wait for rows are compute.
         self._sending, self._receiving = (
@@ -305,7 +301,7 @@ def _release(device: torch.device, queued: deque[_Queued], is_done: Callable[[],
         waited = dict.fromkeys(f for one in list(queued) if not one.is_done() for f in one.flags)
         # A stream clears what it waited for: in each round, every stream gets one further at least.
         for address, value in waited:
-            _check(driver().cuStreamWriteValue32_v2(stream.cuda_stream, address, value, 0))
+            set_flag(stream.cuda_stream, address, value)
         stream.synchronize()
 
 
@@ -324,15 +320,7 @@ class _Copies:
 
 def _run(operation: Operation, stream: int) -> None:
     """Have a stream do an operation."""
-    library = driver()
-    _check(library.cuStreamWaitValue32_v2(stream, operation.take, operation.expects, WAIT_EQUAL))
-    _check(library.cuStreamWriteValue32_v2(stream, operation.take, 0, 0))
-    _check(
-        library.cuMemcpyDtoDAsync_v2(operation.target, operation.source, operation.nbytes, stream)
-    )
-    # By default it comes behind a fence: other devices see what was copied when they see the flag.
-    _check(library.cuStreamWriteValue32_v2(stream, operation.give, operation.gives, 0))
-
-
-def _check(result: int) -> None:
-    check(result, "a transfer between GPUs")
+    wait_for_flag(stream, operation.take, operation.expects)
+    set_flag(stream, operation.take, 0)
+    copy(stream, operation.target, operation.source, operation.nbytes)
+    set_flag(stream, operation.give, operation.gives)

@@ -12,7 +12,7 @@ from .attention import FEW_ADDITIONS, AttentionPlan, plan_attention
 from .cache import CachedBranch, CachePlan, KeptRows, NewTile, plan_cache
 from .cache_step import CacheStep, StepTile, plan_step
 from .cache_usage import BranchUse, cache_use, plan_any_length
-from .check import check_plan, enumerated, proof_steps
+from .check import PlanError, check_plan, enumerated, proof_steps
 from .costs import (
     Balance,
     Memory,
@@ -29,7 +29,7 @@ from .costs import (
     traffic,
 )
 from .own import OwnRange, OwnWork
-from .parts import OwnRun
+from .parts import OwnRun, OwnRuns
 from .passing import PassingStep
 from .rank import LocalHalves, RankPlan, Step
 from .replicated import replicated_groups, replicated_strips, replicated_zero_keys
@@ -50,9 +50,11 @@ __all__ = [
     "NewTile",
     "OwnRange",
     "OwnRun",
+    "OwnRuns",
     "OwnWork",
     "PackedTiles",
     "PassingStep",
+    "PlanError",
     "RankPlan",
     "Rows",
     "Run",

@@ -96,7 +96,7 @@ class Balance:
 
 
 def returned_bytes(rank: RankPlan, size: TensorSize, rows: int) -> int:
-    """Bytes of the gradients of K and V of `rows` (row, head) pairs on their way home."""
+    """Bytes of the returned gradients of K and V of `rows` (row, head) pairs."""
     element_size = size.accumulate_size if rank.plan.returns_wide else size.element_size
     return size.key_value_bytes(rows, element_size)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from .grouping import group_tiles
 from .own import OwnWork, own_work
-from .parts import Link, OwnRun, within_rows
+from .parts import Link, OwnRuns, within_rows
 from .passing import PassingStep, passing_steps
 from .rows import Message, Tile, TileGroup
 from .zero_keys import zero_key_groups
@@ -87,7 +87,7 @@ class RankPlan:
 
         A rank may hold several ranges of positions, between which there are other positions.
         """
-        return self.world_size == 1 and not (self._seen or self._shown)
+        return not (self._seen or self._shown)
 
     @cached_property
     def local_groups(self) -> tuple[TileGroup, ...]:
@@ -97,11 +97,11 @@ class RankPlan:
         crossing = group_tiles((link, list(tiling.tiles(link))) for link in links)
         return (*self.own_work(None).groups, *crossing)
 
-    def own_work(self, by_rows: Callable[[int, OwnRun], bool] | None) -> OwnWork:
+    def own_work(self, by_rows: Callable[[int, OwnRuns], Sequence[bool]] | None) -> OwnWork:
         """What this rank computes within parts, split by whether it is computed row by row.
 
         Args:
-            by_rows: whether runs of a branch are; None: none is.
+            by_rows: of each run of a branch, whether it is; None: none is.
         """
         longest = max((part.document_stop - part.document_start for part in self._parts), default=0)
         branches = [
@@ -126,7 +126,7 @@ class RankPlan:
         Args:
             gathers: whether all transfers are in flight at once; a ring is cut by heads.
         """
-        if gathers or self.world_size == 1:
+        if gathers or self.is_alone:
             return (self,)
         return tuple(plan.rank(self.index) for plan in self.plan.rounds)
 

@@ -7,7 +7,7 @@ import threading
 import warnings
 from functools import lru_cache
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -24,6 +24,7 @@ from ring_dilated_attention.exchange import (
     peer_memory,
     run_loopback,
 )
+from ring_dilated_attention.exchange.by_pair import Site, make_transport
 from ring_dilated_attention.exchange.peer_memory import DevicePlace, Outboxes, out_of_reach
 
 
@@ -168,9 +169,11 @@ def choose(rank, peer_memory, names, broken, hosts=None):
         patch.setattr(by_pair, "Communicator", lambda *args: f"messages to {sorted(args[-1])}")
         patch.setattr(torch.cuda, "current_device", lambda: 0)
         patch.setattr(torch.cuda, "set_device", lambda device: None)
-        ends = ProcessGroupExchange(dist.new_group(), peer_memory=peer_memory, hosts=hosts)
+        group: Any = dist.new_group()
+        ends, roll = ProcessGroupExchange(group, hosts=hosts), cast("Any", None)
+        site = Site(group, ends.hosts, ends.share, ends.calls, roll, 60.0, "")
         try:
-            found: Any = ends._transport(torch.device("cuda"))
+            found: Any = make_transport(site, torch.device("cuda", 0), peer_memory=peer_memory)
             if isinstance(found, by_pair.ByPair):
                 found = f"{found.near}, {found.far}"
             return found, [str(one.message) for one in warned]

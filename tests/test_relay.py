@@ -13,15 +13,23 @@ from ring_dilated_attention import DilatedPattern
 from ring_dilated_attention.checks import Case, make_layout, run_case, run_ranks
 from ring_dilated_attention.exchange import ProcessGroupExchange, relay
 from ring_dilated_attention.exchange.calls import LostPeerError
-from ring_dilated_attention.exchange.groups import _members
 from ring_dilated_attention.exchange.relay import make_relay
 
 
+class Roll:
+    """Knows nothing of other ranks."""
+
+    def look(self, peers):
+        pass
+
+    def seen(self):
+        pass
+
+
 def of(rank, world_size):
-    """The relay of a group that is told that every rank has a host of its own."""
-    ends = ProcessGroupExchange(world(), hosts=range(world_size))
-    ends.share(0)
-    found = _members[world()].relay
+    """The relay of a rank."""
+    share = ProcessGroupExchange(world()).share
+    found = make_relay(rank, world_size, dist.HashStore(), share, Roll())
     assert found is not None
     return found
 
@@ -87,14 +95,6 @@ def test_a_rank_that_does_not_come():
     assert run_ranks(left_alone, 2, "late") == [((), 1), None]
 
 
-class _Roll:
-    def look(self, peers):
-        pass
-
-    def seen(self):
-        pass
-
-
 def test_a_stranger_is_no_rank(monkeypatch):
     """Who connects without the token is sent away, and a rank that comes later is found."""
     listener = socket.create_server(("127.0.0.1", 0))
@@ -103,7 +103,7 @@ def test_a_stranger_is_no_rank(monkeypatch):
     stranger.sendall(b"s" * 16 + b"\0")
     own = socket.create_connection(address)
     own.sendall(token + b"\0")
-    (found,) = relay._accepted(listener, token, 1).values()
+    (found,) = relay.accepted(listener, token, 1).values()
     assert found.getpeername() == own.getsockname()
     assert stranger.recv(1) == b""
     for one in (listener, stranger, own, found):
@@ -115,7 +115,7 @@ def test_ranks_that_do_not_reach_each_other_say_so():
         address = closed.getsockname()
     answers = [lambda own: [own, (address, b"t" * 16)], lambda failure: [failure, ""]]
     with pytest.warns(UserWarning, match=r"wait for each other in every call.*rank 0 .*refused"):
-        assert make_relay(0, 2, dist.HashStore(), lambda x: answers.pop(0)(x), _Roll()) is None
+        assert make_relay(0, 2, dist.HashStore(), lambda x: answers.pop(0)(x), Roll()) is None
 
 
 def without_ports(rank, world_size, case):
@@ -127,7 +127,7 @@ def without_ports(rank, world_size, case):
     with pytest.warns(UserWarning, match="rank 1 cannot listen"):
         exchange.share(0)
     outcomes = [run_case(case, exchange) for _ in range(2)]
-    assert _members[world()].relay is None
+    assert exchange.waits == 0
     return [outcome.passes(case.dtype) for outcome in outcomes]
 
 
@@ -142,7 +142,7 @@ def test_calls_without_ports():
 
 def test_a_forked_process_does_not_keep_connections():
     first, second = socket.socketpair()
-    ends = relay.Relay(0, 2, [first], [second], _Roll())
+    ends = relay.Relay(0, 2, [first], [second], Roll())
     reader, writer = os.pipe()
     process = os.fork()
     if not process:

@@ -172,11 +172,11 @@ def _call(tensors: _Tensors, cache: DilatedKVCache, options: _Options) -> _Resul
             shared = Shared.of(
                 {
                     "cache": cache.described,
-                    "lengths": str(cache.known_lengths),
                     "query": str(tuple(query.shape)),
                     "scale": options.scale,
                     "backend": options.backend,
-                }
+                },
+                counted={"lengths": str(cache.known_lengths)},
             )
         except Exception as error:  # whatever it is, the other ranks are to be told
             failure = error

@@ -5,7 +5,13 @@ import torch
 from several_hosts import hosts_of, run_on_hosts, skip_without_hosts
 from worlds import world
 
-from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention
+from ring_dilated_attention import (
+    DilatedKVCache,
+    DilatedPattern,
+    SequenceLayout,
+    cached_attention,
+    dilated_attention,
+)
 from ring_dilated_attention.checks import (
     RankError,
     combine,
@@ -80,6 +86,32 @@ def test_no_call_waits_for_all_ranks_after_the_first_of_its_kind(hosts):
         assert max(max(some) for some in errors) < 1e-12
         assert first == len(PATTERNS) + 1  # and backward
         assert later == 0
+
+
+def decoded(rank, world_size, hosts):
+    """How often ranks wait for all in five tokens, after one; and the error of out."""
+    exchange, pattern = ProcessGroupExchange(world(), hosts=hosts), PATTERNS[0]
+    torch.manual_seed(0)
+    prompt, *tokens = torch.randn(3, 1, 30, 2, 8).split([24, *[1] * 6], dim=2)
+    sizes = {"batch": 1, "num_kv_heads": 2, "head_dim": 8, "max_length": 40}
+    alone = DilatedKVCache(pattern, **sizes)
+    cache = DilatedKVCache(pattern, **sizes, group=exchange, sharded=True)
+    layout = SequenceLayout.contiguous(24, world_size)
+    alone.prefill(prompt[1], prompt[2])
+    key, value = (layout.shard(x, rank, 1) for x in prompt[1:])
+    cache.prefill(key, value, layout=layout)
+    waits, errors = [], []
+    for query, key, value in tokens:
+        found, want = (cached_attention(query, key, value, each) for each in (cache, alone))
+        waits.append(exchange.waits)
+        errors.append(relative_error(found, want))
+    return waits[-1] - waits[0], max(errors)
+
+
+def test_tokens_are_decoded_without_waiting_for_all_ranks():
+    for waits, error in run_ranks(decoded, 3, [0, 0, 1]):
+        assert waits == 0
+        assert error < 1e-5
 
 
 def differ(rank, world_size, hosts, odd):

@@ -1,5 +1,7 @@
 """Ranks on several hosts: namespaces of this machine, or ranks that are told so."""
 
+from typing import Any
+
 import pytest
 import torch
 from several_hosts import hosts_of, run_on_hosts, skip_without_hosts
@@ -93,7 +95,7 @@ def decoded(rank, world_size, hosts):
     exchange, pattern = ProcessGroupExchange(world(), hosts=hosts), PATTERNS[0]
     torch.manual_seed(0)
     prompt, *tokens = torch.randn(3, 1, 30, 2, 8).split([24, *[1] * 6], dim=2)
-    sizes = {"batch": 1, "num_kv_heads": 2, "head_dim": 8, "max_length": 40}
+    sizes: dict[str, Any] = {"batch": 1, "num_kv_heads": 2, "head_dim": 8, "max_length": 40}
     alone = DilatedKVCache(pattern, **sizes)
     cache = DilatedKVCache(pattern, **sizes, group=exchange, sharded=True)
     layout = SequenceLayout.contiguous(24, world_size)

@@ -84,7 +84,8 @@ def without_a_board(rank, world_size, change):
     elif change == "other host" and rank == 1:
         patch.setattr(board_module, "open", refuse, raising=False)
     elif change == "another file" and rank == 1:
-        patch.setattr(os, "readlink", lambda name: "/etc/passwd")
+        read = os.readlink
+        patch.setattr(os, "readlink", lambda x: "/etc/passwd" if "/fd/" in x else read(x))
     elif change == "other token" and rank == 1:
         tokens = board_module.token_of
         patch.setattr(board_module, "token_of", lambda file: tokens(file)[::-1])

@@ -27,10 +27,10 @@ def files():
 
 def boards_made(patch):
     """The boards, or None, that groups of this process have from now on."""
-    made, make = [], groups.make_board
+    made = []
 
     def noted(*arguments):
-        made.append(make(*arguments))
+        made.append(make_board(*arguments))
         return made[-1]
 
     patch.setattr(groups, "make_board", noted)

@@ -55,8 +55,7 @@ def shared_bytes(name, itemsize, head_dim, config, capability):
     kernel = KERNELS[name]
     constants = {
         "UNIT": 8,
-        "HEAD_DIM": head_dim,
-        "BLOCK_D": tuning.padded_head_dim(head_dim),
+        **tuning.head_dim_constants(head_dim, config.tail),
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "PRECISION": "ieee",

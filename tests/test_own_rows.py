@@ -24,6 +24,7 @@ from ring_dilated_attention import (
 from ring_dilated_attention.checks import reference_attention
 from ring_dilated_attention.engine import own, ring
 from ring_dilated_attention.engine.compute import TileCall
+from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.kernels import MOST_POSITIONS, build_programs, launches_of
 from ring_dilated_attention.resolve import forget_plans
 from ring_dilated_attention.tiles import Selection, backend_named
@@ -174,6 +175,16 @@ def test_high_rates_make_no_empty_programs(rate):
         assert bool(groups) == (rate > 37 or len(pattern.branches) == 2)
 
 
+def test_patterns_of_many_branches():
+    """Which branches a range has is bits of an int32: of more, none is computed row by row."""
+    lengths = [2 + number % 5 for number in range(33)]
+    pattern = DilatedPattern(lengths, [1 + number % 2 for number in range(33)])
+    q, k, v = (torch.randn(1, 7, 1, 8, device=DEVICE) for _ in range(3))
+    out = dilated_attention(q, k, v, pattern, backend="triton")
+    want, _ = reference_attention(q.double(), k.double(), v.double(), pattern)
+    assert (out - want).abs().max() < 1e-5
+
+
 def test_half_precision_rounds_once():
     """All branches of a row in one sum: one rounding of out, however many there are."""
     if INTERPRETED:
@@ -198,7 +209,7 @@ def test_every_row_is_in_one_program_of_each_head(seed):
     dice = random.Random(seed)
     chosen: dict[Any, bool] = {}
     work = plan.rank(0).own_work(
-        lambda branch, run: chosen.setdefault((branch, run), dice.random() < 0.7)
+        lambda branch, runs: [chosen.setdefault((branch, run), dice.random() < 0.7) for run in runs]
     )
     lengths = [length or MOST_POSITIONS for length in case.pattern.segment_lengths]
     branches = list(zip(lengths, case.pattern.dilation_rates, strict=True))
@@ -270,7 +281,7 @@ def test_launches_are_cut_where_rates_have_little_in_common():
         SequenceLayout.contiguous(200, 1),
         is_causal=False,
     )
-    work = plan.rank(0).own_work(lambda branch, run: True)
+    work = plan.rank(0).own_work(lambda branch, runs: [True] * len(runs))
     branches = [(MOST_POSITIONS, rate) for rate in (1, 7, 11)]
     assert [x[0].branches for x in launches_of(work.ranges, branches, 64)] == [0b1, 0b10, 0b100]
     assert [x[0].branches for x in launches_of(work.ranges, branches, 16)] == [0b11, 0b100]
@@ -310,6 +321,43 @@ def test_large_branches_go_by_themselves(monkeypatch):
     every = [each for ranges in runs for each in ranges]
     assert {each.low for each in every if each.branches & 1} == {48}
     assert {each.branches | 1 for each in every} == {0b1, 0b111}
+
+
+@pytest.mark.parametrize("detached", [False, True])
+@pytest.mark.parametrize("exchange", ["ring", "gather"])
+def test_ranks_whose_segments_are_all_their_own(exchange, detached, monkeypatch):
+    """Rank 0 computes row by row; a segment of 1 and 2, and one of 2 and 3, is cut between them."""
+    layout = SequenceLayout([[(16, 48)], [(48, 58)], [(0, 16), (58, 69)], [(69, 91)]])
+    pattern = DilatedPattern([8, 16], [1, 2], head_offsets="blocked", zero_keys=True)
+    *whole, dout = (torch.randn(1, 91, 4, 16, device=DEVICE) for _ in range(4))
+    rows: set[tuple[int, int]] = set()
+
+    def noted(launch, *arguments):
+        rows.update((each.start, each.stop) for each in launch.ranges)
+        own.forward_own(launch, *arguments)
+
+    def attend(tensors, dout, **options):
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        function: Any = detached_dilated_attention if detached else dilated_attention
+        out, lse = function(*leaves, pattern, return_lse=True, **options)
+        return out.detach(), lse, *torch.autograd.grad(out, leaves, dout)
+
+    def run(ends):
+        shards = [layout.shard(x, ends.rank, 1) for x in (*whole, dout)]
+        return attend(shards[:3], shards[3], group=ends, layout=layout, exchange=exchange)
+
+    want = attend([x.double().cpu() for x in whole], dout.double().cpu())
+    monkeypatch.setattr(ring, "forward_own", noted)
+    monkeypatch.setattr(
+        "ring_dilated_attention.resolve.select_backend",
+        lambda *_: Selection(EAGER, 0.0, 0.0, 1e9, 1e9),
+    )
+    forget_plans()
+    ran = run_loopback(layout.world_size, run)
+    got = [layout.unshard([r[i] for r in ran], 2 if i == 1 else 1).cpu() for i in range(5)]
+    assert_close(got, want, 2e-5, exchange)
+    assert rows == {(16, 48)}
+    forget_plans()
 
 
 @pytest.mark.parametrize("factor", [0.999, 1.0])

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ..exchange import Group, resolve_exchange
-from ..plan import traffic
+from ..plan import sent_bytes
 from ..terminal import count_of
 from . import measure
 from .contender import Contender, Shapes, Site
@@ -284,8 +284,14 @@ class _Run:
         waiting = Entry(OURS, self._build(OURS, self.workload, timed), entry.sets)
         assert waiting.contender is not None
         plan = self.workload.plan(waiting.contender.layout).rank(team.rank)
-        planned = traffic(plan, self.workload.size)
-        expected = planned.forward_sent + planned.backward_sent * backward
+        how = self.options.exchange
+        expected = sent_bytes(
+            plan,
+            self.workload.size,
+            gathers=plan.plan.gathers if how == "auto" else how == "gather",
+            backward=backward,
+            hosts=getattr(timed, "hosts", ()),
+        )
         return measure_communication(waiting.turn(backward), timed, team, calls, expected)
 
     def _errors(self, entry: Entry) -> tuple[Errors | None, str]:

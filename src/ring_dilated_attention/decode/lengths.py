@@ -49,6 +49,10 @@ class Lengths:
 
     def equal_rows(self) -> Iterator[EqualRows]:
         """All rows, grouped by equal length as far as the rows of a group are evenly spaced."""
+        batch, first = len(self.known), self.known[0]
+        if self.known.count(first) == batch:
+            yield EqualRows(slice(0, batch, 1), first)
+            return
         rows_of: dict[int, list[int]] = {}
         for row, length in enumerate(self.known):
             rows_of.setdefault(length, []).append(row)

@@ -21,7 +21,8 @@ from . import compute
 from .accumulate import Accumulator
 from .blocks import by_slot, readable, readable_in_backward
 from .own import OwnSchedule, backward_own, forward_own, own_schedule
-from .transfer import Fetched, GradientReturn, fetch
+from .passing import PassingPacker, Relayed
+from .transfer import Fetched, GradientReturn, Home, Packer, fetch
 from .zero_keys import merge_zero_keys
 
 _NOTHING = nullcontext()
@@ -52,13 +53,31 @@ class RingCall:
         """What is run one after the other."""
         return self.plan.rounds(gathers=self.gathers)
 
+    @property
+    def hosts(self) -> tuple[int, ...]:
+        """Host of each rank; empty: all are on one."""
+        return getattr(self.exchange, "hosts", ())
+
+    def num_steps(self, one: RankPlan) -> int:
+        """How many steps a round has."""
+        passing = one.passing_steps(self.hosts)
+        return one.num_steps if passing is None else len(passing)
+
     def fetch(self, key: torch.Tensor, value: torch.Tensor) -> Iterator[Fetched]:
         """Start fetching the rows of all steps of all rounds, in order."""
-        if self.plan.world_size == 1:
+        if self.plan.is_alone:
             return iter(())
-        steps = chain.from_iterable(one.steps() for one in self.rounds)
         depth = self.plan.world_size - 1 if self.gathers else 1
-        return fetch(steps, self.exchange, key, value, depth=depth)
+        if self.plan.passing_steps(self.hosts) is None:
+            steps = chain.from_iterable(one.steps() for one in self.rounds)
+            return fetch(steps, Packer(self.exchange, key, value), depth=depth)
+        passing = chain.from_iterable(one.passing_steps(self.hosts) or () for one in self.rounds)
+        return fetch(passing, PassingPacker(self.exchange, key, value), depth=depth)
+
+    def home(self, dkey: torch.Tensor, dvalue: torch.Tensor, dtype: torch.dtype) -> Home | Relayed:
+        """Where gradients of remote rows are returned from, and to: see `Home`."""
+        home = Home(self.exchange, dkey, dvalue, dtype)
+        return home if self.plan.passing_steps(self.hosts) is None else Relayed(home)
 
     def sums(self, query: torch.Tensor) -> Accumulator:
         """Through which results are added up."""
@@ -111,7 +130,7 @@ def ring_forward(
                 forward_own(launch, tiles, inputs, compute.Result(out, lse), sums)
             for group in own.others:
                 compute.forward(group, tiles, inputs, compute.Result(out, lse), sums)
-            for fetched in islice(arrivals, one.num_steps):
+            for fetched in islice(arrivals, call.num_steps(one)):
                 if fetched.slots is not None:
                     remote = compute.Inputs(query, *map(by_slot, fetched.slots))
                     for group in fetched.step.groups:
@@ -206,6 +225,7 @@ class _Backward:
         )
         wide = call.plan.plan.returns_wide
         self._returned = accumulate_dtype(query.dtype) if wide else query.dtype
+        self._home = call.home(self.dkey, self.dvalue, self._returned)
         self._returning: deque[GradientReturn] = deque()
 
     def compute_round(self, one: RankPlan, arrivals: Iterator[Fetched]) -> None:
@@ -222,8 +242,8 @@ class _Backward:
             heads_per_kv = self._tiles.heads_per_kv
             for x, heads in ((self.dquery, heads_per_kv), (self.dkey, 1), (self.dvalue, 1)):
                 x[:, :, late_heads.start * heads : late_heads.stop * heads].zero_()
-        steps_left = one.num_steps
-        for fetched in islice(arrivals, one.num_steps):
+        steps_left = self._call.num_steps(one)
+        for fetched in islice(arrivals, steps_left):
             dslots = None
             steps_left -= 1
             # The last step waits for none: nothing is fetched after it, so there is room.
@@ -232,11 +252,8 @@ class _Backward:
             if fetched.slots is not None:
                 dslots = self._compute_step(fetched)
             self._sums.finish()  # a ring frees its buffers before the next are made
-            self._returning.append(
-                GradientReturn(
-                    self._call.exchange, fetched, dslots, self.dkey, self.dvalue, self._returned
-                )
-            )
+            self._returning.extend(self._home.due())
+            self._returning.append(self._home.start(fetched, dslots))
             del fetched, dslots
         self._compute_local(late, stores_first=False)
 
@@ -244,6 +261,7 @@ class _Backward:
         """Add returned gradients that are still in flight: there is nothing left to compute."""
         self._sums.finish()
         self._sums.join()
+        self._returning.extend(self._home.due())
         for last in self._returning:
             last.finish()
 
@@ -251,7 +269,9 @@ class _Backward:
         """Compute everything, where no segment of this rank crosses to another rank or range."""
         backend, head_dim = self._call.backend, self._inputs.query.shape[3]
         own = own_schedule(one, self._tiles, head_dim, backend.own_forward_flops)
-        if own.total >= backend.cpu_flops:
+        # Packed documents are rarely seen twice, and a second schedule, with tables and kernel
+        # calls of its own, takes the CPU longer than it saves the GPU.
+        if own.total >= backend.cpu_flops and len(one.plan.documents) <= 2:
             own = own_schedule(one, self._tiles, head_dim, backend.own_backward_flops)
         gradients = compute.Gradients(self.dquery, self.dkey, self.dvalue)
         first = gradients._replace(stores_query=True, stores_keys=True)

@@ -21,7 +21,14 @@ from typing import TYPE_CHECKING, Any
 from .available import has_triton
 from .cells import build_cells
 from .device_profile import DeviceProfile, profile_of
-from .own_programs import MOST_POSITIONS, MOST_STEP, Programs, build_programs, launches_of
+from .own_programs import (
+    MOST_BRANCHES,
+    MOST_POSITIONS,
+    MOST_STEP,
+    Programs,
+    build_programs,
+    launches_of,
+)
 from .tuning import MOST_NEW_ROWS, NO_END, BackwardConfig, Kernel, LaunchConfig, default_config
 
 if TYPE_CHECKING:
@@ -34,6 +41,7 @@ if TYPE_CHECKING:
     from .rows import add_rows, merge_rows, row_sums
 
 __all__ = [
+    "MOST_BRANCHES",
     "MOST_NEW_ROWS",
     "MOST_POSITIONS",
     "MOST_STEP",

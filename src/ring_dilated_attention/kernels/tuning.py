@@ -23,6 +23,8 @@ class LaunchConfig:
         num_stages: key (dkdv: query) blocks in flight.
         max_registers: of a thread; None: as many as the compiler likes. With fewer, more programs
             run on a multiprocessor at a time.
+        tail: whether blocks have a second part for the columns beyond a power of two, where these
+            are 16, 32 or 64; else columns are padded to the next power of two.
     """
 
     block_m: int
@@ -30,6 +32,7 @@ class LaunchConfig:
     num_warps: int
     num_stages: int
     max_registers: int | None = None
+    tail: bool = False
 
 
 class BackwardConfig(NamedTuple):
@@ -86,6 +89,21 @@ _WGMMA_ROWS = 64
 def padded_head_dim(head_dim: int) -> int:
     """The power of two that the kernels work with."""
     return power_of_two(head_dim)
+
+
+def head_dim_constants(head_dim: int, tail: bool) -> dict[str, int]:
+    """What a kernel is compiled for: the head_dim, and the columns of both parts of its blocks.
+
+    Args:
+        head_dim: of the tensors.
+        tail: whether blocks may have a second part; else one is padded.
+    """
+    columns = -(-head_dim // 16) * 16
+    largest = 1 << (columns.bit_length() - 1)
+    rest = columns - largest
+    if not tail or rest.bit_count() != 1:
+        largest, rest = padded_head_dim(head_dim), 0
+    return {"HEAD_DIM": head_dim, "BLOCK_D": largest, "TAIL": rest}
 
 
 def default_config(

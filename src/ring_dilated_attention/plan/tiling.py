@@ -62,6 +62,13 @@ class Tiling:
             for branch in range(len(self.pattern.branches))
         )
 
+    @cached_property
+    def offsets(self) -> tuple[tuple[int, ...], ...]:
+        """Per branch, the offset of each KV head; -1: it does not run the branch."""
+        of_branches = [dict(own) for own in self.heads]
+        heads = range(self.num_kv_heads)
+        return tuple(tuple(own.get(head, -1) for head in heads) for own in of_branches)
+
     def _rows(self, link: Link, part: Part, offset: int) -> range:
         """The positions of `part` in the link's segment at `offset`."""
         rate = self.pattern.dilation_rates[link.branch]

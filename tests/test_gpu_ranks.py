@@ -23,7 +23,7 @@ from ring_dilated_attention.checks import (
 from ring_dilated_attention.exchange import ExchangeError, ProcessGroupExchange
 from ring_dilated_attention.exchange.by_pair import ByPair
 from ring_dilated_attention.exchange.communicator import Communicator
-from ring_dilated_attention.exchange.groups import _members
+from ring_dilated_attention.exchange.groups import MEMBERS
 from ring_dilated_attention.exchange.peer_memory import SLOT_BYTES
 
 pytestmark = [
@@ -62,7 +62,7 @@ def run_on_two_hosts(rank, world_size, cases):
     """
     exchange = ProcessGroupExchange(world(), hosts=two_hosts(world_size))
     outcomes = [run_case(case, exchange) for case in cases]
-    (transport,) = _members[world()].transports.values()
+    (transport,) = MEMBERS[world()].transports.values()
     assert isinstance(transport, ByPair if world_size > 3 else Communicator)
     waits = exchange.waits
     outcomes += [run_case(case, exchange) for case in cases]

@@ -23,6 +23,7 @@ from ring_dilated_attention.exchange import (
     peer_memory,
     run_loopback,
 )
+from ring_dilated_attention.exchange.groups import MEMBERS
 from ring_dilated_attention.exchange.peer_memory import DevicePlace, Outboxes, out_of_reach
 
 
@@ -167,9 +168,11 @@ def choose(rank, peer_memory, names, broken, hosts=None):
         patch.setattr(by_pair, "Communicator", lambda *args: f"messages to {sorted(args[-1])}")
         patch.setattr(torch.cuda, "current_device", lambda: 0)
         patch.setattr(torch.cuda, "set_device", lambda device: None)
-        ends = ProcessGroupExchange(dist.new_group(), peer_memory=peer_memory, hosts=hosts)
+        group = dist.new_group()
+        ends = ProcessGroupExchange(group, peer_memory=peer_memory, hosts=hosts)
         try:
-            found = ends._transport(torch.device("cuda"))
+            ends.maximum([0], torch.device("cuda"))  # after which rows may travel
+            (found,) = MEMBERS[group].transports.values()
             if isinstance(found, by_pair.ByPair):
                 found = f"{found.near}, {found.far}"
             return found, [str(one.message) for one in warned]

@@ -13,7 +13,7 @@ from ring_dilated_attention import DilatedPattern
 from ring_dilated_attention.checks import Case, make_layout, run_case, run_ranks
 from ring_dilated_attention.exchange import ProcessGroupExchange, relay
 from ring_dilated_attention.exchange.calls import LostPeerError
-from ring_dilated_attention.exchange.groups import _members
+from ring_dilated_attention.exchange.groups import MEMBERS
 from ring_dilated_attention.exchange.relay import make_relay
 
 
@@ -21,7 +21,7 @@ def of(rank, world_size):
     """The relay of a group that is told that every rank has a host of its own."""
     ends = ProcessGroupExchange(world(), hosts=range(world_size))
     ends.share(0)
-    found = _members[world()].relay
+    found = MEMBERS[world()].relay
     assert found is not None
     return found
 
@@ -103,7 +103,7 @@ def test_a_stranger_is_no_rank(monkeypatch):
     stranger.sendall(b"s" * 16 + b"\0")
     own = socket.create_connection(address)
     own.sendall(token + b"\0")
-    (found,) = relay._accepted(listener, token, 1).values()
+    (found,) = relay.accepted(listener, token, 1).values()
     assert found.getpeername() == own.getsockname()
     assert stranger.recv(1) == b""
     for one in (listener, stranger, own, found):
@@ -127,7 +127,7 @@ def without_ports(rank, world_size, case):
     with pytest.warns(UserWarning, match="rank 1 cannot listen"):
         exchange.share(0)
     outcomes = [run_case(case, exchange) for _ in range(2)]
-    assert _members[world()].relay is None
+    assert MEMBERS[world()].relay is None
     return [outcome.passes(case.dtype) for outcome in outcomes]
 
 

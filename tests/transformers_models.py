@@ -18,7 +18,7 @@ from ring_dilated_attention.integrations.transformers_call import (
     cache_name,
 )
 
-CACHE = cache_name(transformers.LlamaForCausalLM)  # type: ignore[arg-type]
+CACHE = cache_name(transformers.LlamaForCausalLM)
 """What this version of transformers calls a KV cache."""
 
 DENSE = DilatedPattern.dense()

@@ -124,8 +124,9 @@ def _meet(
     return _Members(group, timeout, hosts)
 
 
-_members: WeakKeyDictionary[dist.ProcessGroup, _Members] = WeakKeyDictionary()
-"""Of each group that has made a call, for as long as the group lives: nothing in it keeps that."""
+MEMBERS: WeakKeyDictionary[dist.ProcessGroup, _Members] = WeakKeyDictionary()
+"""What each group that has made a call keeps, for as long as the group lives; it does not keep the
+group."""
 
 
 class ProcessGroupExchange:
@@ -217,9 +218,9 @@ class ProcessGroupExchange:
     def _met(self) -> _Members:
         met = self._found  # cached_property takes a lock, several times a call
         if met is None:
-            met = _members.get(self._group)
+            met = MEMBERS.get(self._group)
             if met is None:
-                met = _members[self._group] = _meet(
+                met = MEMBERS[self._group] = _meet(
                     self._group, self._given_timeout, self._given_hosts
                 )
             if self._given_hosts not in (None, met.hosts):
@@ -275,7 +276,7 @@ class ProcessGroupExchange:
 
         0 before the first call, and where rows travel as messages.
         """
-        if self._group not in _members:
+        if self._group not in MEMBERS:
             return 0
         transport = self._met.transports.get(self._key(device))
         return transport.nbytes if isinstance(transport, PeerMemory | ByPair) else 0

@@ -259,7 +259,7 @@ def make_relay(
                 after.append(socket.create_connection(address, _CONNECT_S))
                 after[-1].setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 after[-1].sendall(_HELLO.pack(wanted, step))
-            before = _accepted(listener, token, len(after))
+            before = accepted(listener, token, len(after))
         except OSError as error:
             failure = f"rank {rank} does not reach the ranks after it, or is not reached: {error}"
     if listener is not None:
@@ -276,8 +276,8 @@ def make_relay(
     return Relay(rank, world_size, after, [before[step] for step in range(len(after))], roll)
 
 
-def _accepted(listener: socket.socket, token: bytes, count: int) -> dict[int, socket.socket]:
-    """Connections by step, from ranks: who does not know the token is none."""
+def accepted(listener: socket.socket, token: bytes, count: int) -> dict[int, socket.socket]:
+    """Connections from ranks, by step; those that do not send the token are closed."""
     found: dict[int, socket.socket] = {}
     deadline = time.monotonic() + 2 * _CONNECT_S
     while len(found) < count:

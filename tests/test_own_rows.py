@@ -7,6 +7,7 @@ import gc
 import math
 import os
 import random
+import threading
 import weakref
 from itertools import pairwise
 from typing import Any
@@ -323,40 +324,55 @@ def test_large_branches_go_by_themselves(monkeypatch):
     assert {each.branches | 1 for each in every} == {0b1, 0b111}
 
 
-@pytest.mark.parametrize("detached", [False, True])
-@pytest.mark.parametrize("exchange", ["ring", "gather"])
-def test_ranks_whose_segments_are_all_their_own(exchange, detached, monkeypatch):
-    """Rank 0 computes row by row; a segment of 1 and 2, and one of 2 and 3, is cut between them."""
-    layout = SequenceLayout([[(16, 48)], [(48, 58)], [(0, 16), (58, 69)], [(69, 91)]])
-    pattern = DilatedPattern([8, 16], [1, 2], head_offsets="blocked", zero_keys=True)
-    *whole, dout = (torch.randn(1, 91, 4, 16, device=DEVICE) for _ in range(4))
-    rows: set[tuple[int, int]] = set()
+def shards_of(dice, length, ranks):
+    """A layout of several ranges on each rank, in any order."""
+    cuts = sorted(dice.sample(range(1, length), min(length - 1, dice.randint(ranks, 5))))
+    ranges = list(pairwise([0, *cuts, length]))
+    dice.shuffle(ranges)
+    return SequenceLayout([ranges[rank::ranks] for rank in range(ranks)])
 
-    def noted(launch, *arguments):
-        rows.update((each.start, each.stop) for each in launch.ranges)
-        own.forward_own(launch, *arguments)
 
-    def attend(tensors, dout, **options):
-        leaves = [x.detach().requires_grad_() for x in tensors]
-        function: Any = detached_dilated_attention if detached else dilated_attention
-        out, lse = function(*leaves, pattern, return_lse=True, **options)
-        return out.detach(), lse, *torch.autograd.grad(out, leaves, dout)
+@pytest.mark.parametrize("seed", [1, 4, 6, 12] if INTERPRETED else range(60))
+def test_random_calls_on_ranks_are_the_reference(seed, monkeypatch):
+    """Each rank computes row by row what it holds all of, and of segments that it shares."""
+    monkeypatch.setattr(own, "FEWEST_ROWS", 0)
+    dice, case = random.Random(seed), Draw(seed)
+    case.length, case.layout = case.length + 6, None
+    case.documents = dice.choice([None, [0, case.length // 3, case.length]])
+    ranks = dice.choice([2, 3])
+    layout, exchange = shards_of(dice, case.length, ranks), dice.choice(["ring", "gather"])
+    torch.manual_seed(seed)
+    *whole, dout = case.tensors()
+    want = case.run([x.double().cpu().requires_grad_() for x in whole], dout.double().cpu())
+    one_at_a_time, launched = threading.Lock(), [0]  # the interpreter is not for threads
 
-    def run(ends):
-        shards = [layout.shard(x, ends.rank, 1) for x in (*whole, dout)]
-        return attend(shards[:3], shards[3], group=ends, layout=layout, exchange=exchange)
+    def guarded(function):
+        def call(*given, **options):
+            with one_at_a_time:
+                launched[0] += 1
+                function(*given, **options)
 
-    want = attend([x.double().cpu() for x in whole], dout.double().cpu())
-    monkeypatch.setattr(ring, "forward_own", noted)
+        return call
+
+    for name in ("forward_own", "backward_own"):
+        monkeypatch.setattr(ring, name, guarded(getattr(own, name)))
+    limits = [dice.choice([1e3, 1e4, 1e9]) for _ in range(2)]
     monkeypatch.setattr(
         "ring_dilated_attention.resolve.select_backend",
-        lambda *_: Selection(EAGER, 0.0, 0.0, 1e9, 1e9),
+        lambda *_: Selection(EAGER, 0.0, 0.0, *limits),
     )
     forget_plans()
-    ran = run_loopback(layout.world_size, run)
+    case.layout = layout
+
+    def run(ends):
+        own_rows = [layout.shard(x, ends.rank, 1).detach() for x in (*whole, dout)]
+        leaves = [x.requires_grad_() for x in own_rows[:3]]
+        return case.run(leaves, own_rows[3], group=ends, exchange=exchange)
+
+    ran = run_loopback(ranks, run)
     got = [layout.unshard([r[i] for r in ran], 2 if i == 1 else 1).cpu() for i in range(5)]
-    assert_close(got, want, 2e-5, exchange)
-    assert rows == {(16, 48)}
+    assert_close(got, want, 2e-5, (case, layout, limits))
+    assert launched[0] > 0 or limits[0] < 1e9
     forget_plans()
 
 

@@ -154,8 +154,7 @@ def _make(one: RankPlan, batch: int, heads_per_kv: int, head_dim: int, flops: fl
     plan = one.plan
     longest = max((stop - start for start, stop in pairwise(plan.documents)), default=0)
     fits = longest <= MOST_POSITIONS and len(plan.pattern.dilation_rates) <= MOST_BRANCHES
-    # Where other ranks send rows, a group at a time is computed meanwhile.
-    if not flops or not one.is_alone or not fits:
+    if not flops or not fits:
         first = one.local_groups[:1] if one.covers else ()
         return OwnSchedule(
             first, (), one.local_groups[len(first) :], one.zero_keys, 0.0, flops, flops, flops
@@ -172,7 +171,7 @@ def _make(one: RankPlan, batch: int, heads_per_kv: int, head_dim: int, flops: fl
     return OwnSchedule(
         first,
         tuple(launches),
-        work.groups[len(first) :],
+        (*work.groups[len(first) :], *one.crossing_groups),
         work.zero_keys,
         chosen.total,
         flops,

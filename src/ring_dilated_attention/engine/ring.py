@@ -6,7 +6,7 @@ Shape legend: B batch, n local rows, H query heads, K KV heads, D head_dim, R ro
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain, islice
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..exchange import Exchange
-from ..plan import FEW_ADDITIONS, LocalHalves, RankPlan, TileGroup
+from ..plan import FEW_ADDITIONS, RankPlan, TileGroup
 from ..tiles import Selection, accumulate_dtype
 from . import compute
 from .accumulate import Accumulator
@@ -65,10 +65,10 @@ class RingCall:
 
     def fetch(self, key: torch.Tensor, value: torch.Tensor) -> Iterator[Fetched]:
         """Start fetching the rows of all steps of all rounds, in order."""
-        if self.plan.is_alone:
-            return iter(())
         depth = self.plan.world_size - 1 if self.gathers else 1
         if self.plan.passing_steps(self.hosts) is None:
+            if self.plan.is_alone:  # and passes on nothing to others
+                return iter(())
             steps = chain.from_iterable(one.steps() for one in self.rounds)
             return fetch(steps, Packer(self.exchange, key, value), depth=depth)
         passing = chain.from_iterable(one.passing_steps(self.hosts) or () for one in self.rounds)
@@ -230,18 +230,15 @@ class _Backward:
 
     def compute_round(self, one: RankPlan, arrivals: Iterator[Fetched]) -> None:
         """Compute the local tiles of a round, and those of the rows that arrive for it."""
-        if one.is_alone:
-            self._compute_alone(one)
-            return
         is_last = one is self.rounds[-1]
-        early, late, late_heads = LocalHalves(one.local_groups, (), None)
-        if is_last:  # something must be left to do while its gradients are returned
-            early, late, late_heads = one.local_halves
-        self._compute_local(early, stores_first=self._covers)
-        if self._covers and late_heads is not None:
-            heads_per_kv = self._tiles.heads_per_kv
-            for x, heads in ((self.dquery, heads_per_kv), (self.dkey, 1), (self.dvalue, 1)):
-                x[:, :, late_heads.start * heads : late_heads.stop * heads].zero_()
+        own = self._own(one)
+        late: Sequence[TileGroup] = ()
+        if one.is_alone or own.launches:
+            late = self._compute_own(own, all_now=one.is_alone or not is_last)
+        elif is_last:  # something must be left to do while its gradients are returned
+            late = self._compute_early_half(one)
+        else:
+            self._compute_local(one.local_groups, stores_first=self._covers)
         steps_left = self._call.num_steps(one)
         for fetched in islice(arrivals, steps_left):
             dslots = None
@@ -265,21 +262,38 @@ class _Backward:
         for last in self._returning:
             last.finish()
 
-    def _compute_alone(self, one: RankPlan) -> None:
-        """Compute everything, where no segment of this rank crosses to another rank or range."""
+    def _own(self, one: RankPlan) -> OwnSchedule:
+        """How what this rank holds all of is computed."""
         backend, head_dim = self._call.backend, self._inputs.query.shape[3]
         own = own_schedule(one, self._tiles, head_dim, backend.own_forward_flops)
         # Packed documents are rarely seen twice, and a second schedule, with tables and kernel
         # calls of its own, takes the CPU longer than it saves the GPU.
         if own.total >= backend.cpu_flops and len(one.plan.documents) <= 2:
             own = own_schedule(one, self._tiles, head_dim, backend.own_backward_flops)
+        return own
+
+    def _compute_own(self, own: OwnSchedule, *, all_now: bool) -> Sequence[TileGroup]:
+        """Compute a schedule: all of it, or all but the groups that are returned for later."""
         gradients = compute.Gradients(self.dquery, self.dkey, self.dvalue)
         first = gradients._replace(stores_query=True, stores_keys=True)
         self._compute_groups(own.covering, own, first)
         given = self._tiles, self._inputs, self._merged, gradients, self._sums
         for launch in own.launches:
             backward_own(launch, *given, detached=self._call.detached)
+        if not all_now:
+            return own.others
         self._compute_groups(own.others, own, gradients)
+        return ()
+
+    def _compute_early_half(self, one: RankPlan) -> Sequence[TileGroup]:
+        """Compute half of a rank's own tiles; return the other half."""
+        early, late, late_heads = one.local_halves
+        self._compute_local(early, stores_first=self._covers)
+        if self._covers and late_heads is not None:
+            heads_per_kv = self._tiles.heads_per_kv
+            for x, heads in ((self.dquery, heads_per_kv), (self.dkey, 1), (self.dvalue, 1)):
+                x[:, :, late_heads.start * heads : late_heads.stop * heads].zero_()
+        return late
 
     def _compute_groups(
         self, groups: Iterable[TileGroup], own: OwnSchedule, gradients: compute.Gradients

@@ -91,11 +91,15 @@ class RankPlan:
 
     @cached_property
     def local_groups(self) -> tuple[TileGroup, ...]:
-        """Tiles whose queries and keys this rank holds: a group a branch, then those of links."""
+        """Tiles whose queries and keys this rank holds: a group a branch, and `crossing_groups`."""
+        return (*self.own_work(None).groups, *self.crossing_groups)
+
+    @cached_property
+    def crossing_groups(self) -> tuple[TileGroup, ...]:
+        """Tiles whose queries and keys this rank holds in different ranges of positions."""
         links = self._links_from(self.index)
         tiling = self.plan.tiling
-        crossing = group_tiles((link, list(tiling.tiles(link))) for link in links)
-        return (*self.own_work(None).groups, *crossing)
+        return group_tiles((link, list(tiling.tiles(link))) for link in links)
 
     def own_work(self, by_rows: Callable[[int, OwnRuns], Sequence[bool]] | None) -> OwnWork:
         """What this rank computes within parts, split by whether it is computed row by row.
@@ -126,7 +130,7 @@ class RankPlan:
         Args:
             gathers: whether all transfers are in flight at once; a ring is cut by heads.
         """
-        if gathers or self.is_alone:
+        if gathers or self.world_size == 1:
             return (self,)
         return tuple(plan.rank(self.index) for plan in self.plan.rounds)
 

@@ -36,10 +36,9 @@ such tiles share one launch of the table-driven kernel. By bytes of an element: 
 for 2 (benchmarks/results/attention_speed.md), and a tenth of that, as the rate is, for 4."""
 OWN_FORWARD_FLOPS = {2: 3e10, 4: 3e9}
 OWN_BACKWARD_FLOPS = {2: 2e10, 4: 3e9}
-"""Where no other rank has rows to send, kernel calls of fewer operations, counted as those of
-forward, join a launch that goes through several branches row by row. Measured on an H200: row by
-row the GPU is as fast in forward and up to a tenth slower in backward, and the CPU has half the
-work."""
+"""Kernel calls of fewer operations, counted as those of forward, on rows that one rank holds join a
+launch that goes through several branches row by row. Measured on an H200: row by row the GPU is as
+fast in forward and up to a tenth slower in backward, and the CPU has half the work."""
 CPU_FLOPS = {2: 8e10, 4: 8e9}
 """In calls of fewer operations of forward the CPU takes longer than the GPU: backward then goes by
 the limit of forward. On an H200: 0.8 ms of backward."""

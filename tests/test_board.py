@@ -91,7 +91,7 @@ def without_a_board(rank, world_size, change):
     boards = boards_made(patch)
     ends = ProcessGroupExchange(world())
     found = ends.maximum([rank, -rank], CPU), ends.share("x" * rank)
-    return found, boards != [None]
+    return found, any(board is not None for board in boards)
 
 
 def refuse(*args, **kwargs):

@@ -173,9 +173,9 @@ def choose(rank, peer_memory, names, broken, hosts=None):
         try:
             ends.maximum([0], torch.device("cuda"))  # after which rows may travel
             (found,) = MEMBERS[group].transports.values()
-            if isinstance(found, by_pair.ByPair):
-                found = f"{found.near}, {found.far}"
-            return found, [str(one.message) for one in warned]
+            both = isinstance(found, by_pair.ByPair)
+            shown = f"{found.near}, {found.far}" if both else found
+            return shown, [str(one.message) for one in warned]
         except (RuntimeError, ValueError) as error:
             return type(error).__name__, [str(error)]
 

@@ -173,9 +173,10 @@ def choose(rank, peer_memory, names, broken, hosts=None):
         try:
             ends.maximum([0], torch.device("cuda"))  # after which rows may travel
             (found,) = MEMBERS[group].transports.values()
-            both = isinstance(found, by_pair.ByPair)
-            shown = f"{found.near}, {found.far}" if both else found
-            return shown, [str(one.message) for one in warned]
+            texts = [str(one.message) for one in warned]
+            if isinstance(found, by_pair.ByPair):
+                return f"{found.near}, {found.far}", texts
+            return found, texts
         except (RuntimeError, ValueError) as error:
             return type(error).__name__, [str(error)]
 

@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 4 benchmarks/slide_encoder.py --tiles 1048576 --checkpointed-only
 
 12 layers of width 768, 16 heads of 48, GigaPath's pattern, float16 autocast with loss scaling,
-AdamW; one slide sharded over all ranks, whose gradients DDP brings together. Once without activation
-checkpointing, once with. A slide of so many tiles is a sequence of one position more.
+AdamW; one slide sharded over all ranks, whose gradients DDP brings together. Once without
+activation checkpointing, once with. A slide of so many tiles is a sequence of one position more.
 """
 
 import json

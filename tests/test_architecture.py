@@ -200,11 +200,12 @@ BY_THE_WINDOW = {
 
 REPOSITORY = Path(__file__).parent.parent
 OUTSIDE = [
-    pytest.param(path, id=f"{path.parent.name}/{path.name}")
+    path
     for folder in ("tests", "benchmarks", "examples", "docs")
     for path in sorted((REPOSITORY / folder).glob("*.py"))
     if path != Path(__file__)
 ]
+each_outside = pytest.mark.parametrize("path", OUTSIDE, ids=lambda x: f"{x.parent.name}/{x.name}")
 
 
 def named_modules(path):
@@ -227,7 +228,7 @@ def behind_doors(path):
             yield target, line
 
 
-@pytest.mark.parametrize("path", OUTSIDE)
+@each_outside
 def test_others_enter_by_doors(path):
     room_of = {file: room for room, files in INSIDE.items() for file in files.split()}
     for target, line in behind_doors(path):
@@ -238,8 +239,7 @@ def test_others_enter_by_doors(path):
 
 def test_exceptions_are_needed():
     """Whoever is said to stand inside of a room, or to come by the window, does."""
-    paths = [param.values[0] for param in OUTSIDE]
-    used = {path.stem: {target for target, _ in behind_doors(path)} for path in paths}
+    used = {path.stem: {target for target, _ in behind_doors(path)} for path in OUTSIDE}
     for room, files in INSIDE.items():
         for file in files.split():
             assert any(target.startswith(f"{room}.") for target in used[file]), (file, room)
@@ -263,7 +263,7 @@ def private_names():
 PRIVATE = {name for name in private_names() if is_private(name)}
 
 
-@pytest.mark.parametrize("path", OUTSIDE)
+@each_outside
 def test_others_use_no_private_names(path):
     for node in ast.walk(ast.parse(path.read_text())):
         names: list[str] = []
@@ -275,7 +275,7 @@ def test_others_use_no_private_names(path):
             texts = [x.value for x in node.args if isinstance(x, ast.Constant)]
             names = [text.rpartition(".")[2] for text in texts if isinstance(text, str)]
         found = PRIVATE.intersection(names)
-        assert not found, f"{path.name}:{node.lineno} uses {found}"
+        assert not found, f"{path.name} uses {found}: {ast.unparse(node)}"
 
 
 @pytest.mark.parametrize("room", sorted(ROOMS))

@@ -27,10 +27,10 @@ def files():
 
 def boards_made(patch):
     """The boards, or None, that groups of this process have from now on."""
-    made, make = [], groups.make_board
+    made = []
 
     def noted(*arguments):
-        made.append(make(*arguments))
+        made.append(make_board(*arguments))
         return made[-1]
 
     patch.setattr(groups, "make_board", noted)
@@ -92,7 +92,7 @@ def without_a_board(rank, world_size, change):
     boards = boards_made(patch)
     ends = ProcessGroupExchange(world())
     found = ends.maximum([rank, -rank], CPU), ends.share("x" * rank)
-    return found, boards != [None]
+    return found, any(board is not None for board in boards)
 
 
 def refuse(*args, **kwargs):

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from typing import get_args
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from ring_dilated_attention import SequenceLayout
 from ring_dilated_attention.engine import ring_forward
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.nn import (
-    CHECKPOINTS,
+    Checkpoint,
     LongNet,
     LongNetConfig,
     MultiheadDilatedAttention,
@@ -107,7 +108,7 @@ def gradients_of(model, function, *arguments, **options):
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("how", CHECKPOINTS)
+@pytest.mark.parametrize("how", get_args(Checkpoint))
 def test_models_checkpoint_on_any_number_of_ranks(how, world_size):
     tokens = torch.arange(2 * 24).view(2, 24)
     layout = SequenceLayout.zigzag(24, world_size)
@@ -139,7 +140,7 @@ def test_compiled_models_checkpoint(monkeypatch):
     whole = make_model()
     want = gradients_of(whole, whole, tokens)
     monkeypatch.setattr(operator, "ring_forward", count)
-    for how in CHECKPOINTS:
+    for how in get_args(Checkpoint):
         torch._dynamo.reset()
         runs.clear()
         model = make_model(how)

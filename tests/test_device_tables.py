@@ -65,7 +65,7 @@ def test_tables_are_no_part_of_the_memory_of_a_graph(warms_up, monkeypatch):
 def test_a_graph_that_is_captured_has_memory_of_its_own(captures, monkeypatch):
     monkeypatch.delitem(sys.modules, "torch._inductor.cudagraph_trees", raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captures)
-    assert device_tables._may_be_of_graph(torch.device("cuda", 0)) == captures
+    assert device_tables.may_be_of_graph(torch.device("cuda", 0)) == captures
 
 
 def test_tables_go_with_their_owner():

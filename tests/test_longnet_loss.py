@@ -1,6 +1,7 @@
 """The loss of the language model: chunked or not, checkpointed or not, on any ranks, the same."""
 
 import copy
+from typing import get_args
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from test_checkpoint import Count
 from ring_dilated_attention import SequenceLayout
 from ring_dilated_attention.checks import relative_error, run_ranks
 from ring_dilated_attention.exchange import run_loopback
-from ring_dilated_attention.nn import CHECKPOINTS, LongNet, LongNetConfig
+from ring_dilated_attention.nn import Checkpoint, LongNet, LongNetConfig
 from ring_dilated_attention.torch_op import BACKWARD, FORWARD
 
 LENGTH = 23
@@ -57,7 +58,7 @@ def plain():
 
 
 @pytest.mark.parametrize("chunk_rows", CHUNKS)
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+@pytest.mark.parametrize("checkpoint", get_args(Checkpoint))
 def test_loss_is_that_of_all_logits(checkpoint, chunk_rows):
     have = loss_and_gradients(make_model(checkpoint, chunk_rows), *make_text())
     for a, b in zip(have, plain(), strict=True):
@@ -70,7 +71,7 @@ def sharded(rank, world_size, group=None):
     tokens, labels = make_text()
     for name, layout in LAYOUTS.items():
         shards = [layout.shard(x, rank, 1) for x in (tokens, labels)]
-        for checkpoint in CHECKPOINTS:
+        for checkpoint in get_args(Checkpoint):
             for chunk_rows in (None, 5):
                 results[name, checkpoint, chunk_rows] = loss_and_gradients(
                     make_model(checkpoint, chunk_rows), *shards, group=group, layout=layout

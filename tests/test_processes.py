@@ -20,6 +20,7 @@ from ring_dilated_attention.checks import (
     sweep,
 )
 from ring_dilated_attention.exchange import ProcessGroupExchange, SoloExchange, groups, names
+from ring_dilated_attention.exchange.collectives import Collectives
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 7])
@@ -99,10 +100,9 @@ def groups_in_turns(rank, world_size):
     """How much is kept of groups that are gone, while a thread holds what a watch would."""
     query, kept, watched = torch.randn(1, 4, 2, 8), [], []
     gone: list[ref[Any]] = []
-    make = groups.Collectives
 
     def noted(*arguments):
-        made = make(*arguments)
+        made = Collectives(*arguments)
         gone.append(ref(made))
         return made
 

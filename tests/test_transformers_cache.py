@@ -8,7 +8,7 @@ import torch
 import transformers
 from torch import nn
 from transformers.models.llama import modeling_llama
-from transformers_models import FINITE, LENGTH, PATTERN, make, prompt, ready, restarts
+from transformers_models import CACHE, FINITE, LENGTH, PATTERN, make, prompt, ready, restarts
 
 from ring_dilated_attention import SequenceLayout
 from ring_dilated_attention.checks import relative_error
@@ -30,7 +30,7 @@ def filled(model, ids=IDS, **options):
     """A cache that has a prompt."""
     cache = DilatedCache(model, **options)
     with torch.no_grad():
-        model(ids, past_key_values=cache)
+        model(ids, **{CACHE: cache})
     return cache
 
 
@@ -46,7 +46,7 @@ PROMPT_REFUSALS: dict[str, Any] = {
         "attention_mask and position_ids; got cu_seq_lens_k, cu_seq_lens_q",
     ),
     "router logits": ({"output_router_logits": True}, "output_router_logits must be False"),
-    "a tuple": ({"past_key_values": ()}, "past_key_values must be a DilatedCache.* Got tuple"),
+    "a tuple": ({CACHE: ()}, "the KV cache must be a DilatedCache.* Got tuple"),
     "no tokens": ({"input_ids": IDS[:, :0]}, "there must be a token"),
     "both ways": ({"is_causal": False}, "for causal attention; LlamaAttention has is_causal=False"),
 }
@@ -79,13 +79,13 @@ def test_steps_that_are_refused_leave_the_cache_as_it_was(name):
     changes, message = STEP_REFUSALS[name]
     model = ready()
     with torch.no_grad():
-        cache = model(IDS, attention_mask=LEFT, use_cache=True).past_key_values
-        want = model(NEXT, past_key_values=copy.deepcopy(cache)).logits
+        cache = model(IDS, attention_mask=LEFT, use_cache=True)[CACHE]
+        want = model(NEXT, **{CACHE: copy.deepcopy(cache)}).logits
         with pytest.raises(ValueError, match=message):
-            model(**{"input_ids": NEXT, "past_key_values": cache, **changes})
+            model(**{"input_ids": NEXT, CACHE: cache, **changes})
         mask = torch.cat([LEFT, NEXT], 1)
         positions = torch.tensor([[41], [37]])
-        got = model(NEXT, past_key_values=cache, attention_mask=mask, position_ids=positions)
+        got = model(NEXT, **{CACHE: cache}, attention_mask=mask, position_ids=positions)
         assert torch.equal(got.logits, want)
 
 
@@ -95,7 +95,7 @@ def test_generate_refuses_other_caches_and_right_padding():
         with pytest.raises(ValueError, match=f"must be None; got '{implementation}'"):
             model.generate(IDS, max_new_tokens=2, cache_implementation=implementation)
     with pytest.raises(ValueError, match=r"be a DilatedCache.* Got DynamicCache"):
-        model.generate(IDS, max_new_tokens=2, past_key_values=transformers.DynamicCache())
+        model.generate(IDS, max_new_tokens=2, **{CACHE: transformers.DynamicCache()})
     with pytest.raises(ValueError, match="padding_side = 'left'"):
         model.generate(IDS, max_new_tokens=2, attention_mask=LEFT.flip(1))
 
@@ -125,7 +125,7 @@ def test_a_cache_of_another_pattern_is_refused():
     cache = filled(model)
     set_attention(model, FINITE)
     with torch.no_grad(), pytest.raises(ValueError, match="the model's own pattern and group"):
-        model(NEXT, past_key_values=cache)
+        model(NEXT, **{CACHE: cache})
 
 
 def test_other_attention_has_no_dilated_cache():
@@ -133,14 +133,14 @@ def test_other_attention_has_no_dilated_cache():
     cache = filled(model)
     remove_attention(model, dense=True)
     with torch.no_grad(), pytest.raises(ValueError, match="this one has other attention: pass it"):
-        model(NEXT, past_key_values=cache)
+        model(NEXT, **{CACHE: cache})
 
 
 def test_without_set_attention_generate_is_that_of_transformers():
     model = ready()
     remove_attention(model, dense=True)
     out = model.generate(IDS, max_new_tokens=2, return_dict_in_generate=True)
-    assert type(out.past_key_values) is transformers.DynamicCache
+    assert type(out[CACHE]) is transformers.DynamicCache
 
 
 # --- models that do something else with their keys
@@ -172,7 +172,7 @@ def test_layers_that_share_a_cache_or_have_none_are_refused(monkeypatch):
     with torch.no_grad(), pytest.raises(ValueError, match=r"layer 0 .* has done so before"):
         model(IDS, use_cache=True)
 
-    def forgetful(self, key, value, layer_idx):
+    def forgetful(self, key, value, layer_idx, **rest):
         return key, value
 
     monkeypatch.setattr(DilatedCache, "update", forgetful)
@@ -183,12 +183,20 @@ def test_layers_that_share_a_cache_or_have_none_are_refused(monkeypatch):
 @pytest.mark.filterwarnings(  # its new name came with transformers 5.23
     "ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning"
 )
-def test_gradient_checkpointing_and_a_cache_are_refused():
+def test_a_cache_beside_gradient_checkpointing_is_right_or_refused():
+    """Before transformers 5.24, layers in training mode drop the cache, gradients or not."""
     model = ready()
+    with torch.no_grad():
+        want = model(NEXT, **{CACHE: filled(model)}).logits
     model.gradient_checkpointing_enable()
     model.train()
-    with torch.no_grad(), pytest.raises(ValueError, match="nor has gradient checkpointing"):
-        model(IDS, use_cache=True)
+    with torch.no_grad():
+        if CACHE == "cache":
+            cache = model(IDS, use_cache=True)[CACHE]
+            assert torch.equal(model(NEXT, **{CACHE: cache}).logits, want)
+            return
+        with pytest.raises(ValueError, match="nor has gradient checkpointing"):
+            model(IDS, use_cache=True)
 
 
 def test_a_call_that_failed_in_the_middle_is_remembered(monkeypatch):
@@ -202,12 +210,12 @@ def test_a_call_that_failed_in_the_middle_is_remembered(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(modeling_llama.LlamaMLP, "forward", broken)
             with pytest.raises(ZeroDivisionError):
-                model(NEXT, past_key_values=cache)
+                model(NEXT, **{CACHE: cache})
         with pytest.raises(ValueError, match=r"different lengths, \[\(41, 41\), \(42, 42\)\]: res"):
-            model(NEXT, past_key_values=cache)
+            model(NEXT, **{CACHE: cache})
         cache.reset()
         want = model(IDS).logits
-        assert relative_error(model(IDS, past_key_values=cache).logits, want) < 1e-10
+        assert relative_error(model(IDS, **{CACHE: cache}).logits, want) < 1e-10
 
 
 # --- what transformers calls
@@ -220,7 +228,7 @@ def test_positions_are_taken_back_only_as_far_as_they_can():
     with torch.no_grad():
         want = model(ids).logits
         for begin, stop, back in ((40, 46, 6), (40, 43, 2), (41, 42, 0), (42, 60, 5)):
-            got = model(ids[:, begin:stop], past_key_values=cache).logits
+            got = model(ids[:, begin:stop], **{CACHE: cache}).logits
             assert relative_error(got, want[:, begin:stop]) < 1e-10
             cache.crop(-back)
     with pytest.raises(ValueError, match="at most 1 positions of row 0 can be taken"):
@@ -237,8 +245,8 @@ def test_padding_is_not_taken_back():
     model = ready()
     cache = DilatedCache(model, max_rewind=50)
     with torch.no_grad():
-        model(IDS, attention_mask=LEFT.flip(1), past_key_values=cache)
-        model(NEXT, past_key_values=cache)
+        model(IDS, attention_mask=LEFT.flip(1), **{CACHE: cache})
+        model(NEXT, **{CACHE: cache})
         cache.crop(-1)
         with pytest.raises(ValueError, match="of the newest 2 columns some are padding"):
             cache.crop(-2)
@@ -250,14 +258,14 @@ def test_rows_are_selected_and_repeated():
     model, ids = ready(), prompt(3, 50)
     mask = torch.arange(44) >= torch.tensor([[0], [9], [3]])
     with torch.no_grad():
-        cache = model(ids[:, :44], attention_mask=mask, use_cache=True).past_key_values
+        cache = model(ids[:, :44], attention_mask=mask, use_cache=True)[CACHE]
         cache.reorder_cache(torch.tensor([2, 0, 1]))
         cache.batch_select_indices(torch.tensor([True, False, True]))
         cache.batch_repeat_interleave(2)
         assert cache.batch_size == 4
         mask = torch.cat([mask, torch.ones(3, 6, dtype=torch.bool)], 1)
         rows = [2, 2, 1, 1]
-        got = model(ids[rows, 44:], past_key_values=cache, attention_mask=mask[rows]).logits
+        got = model(ids[rows, 44:], **{CACHE: cache}, attention_mask=mask[rows]).logits
         for place, row in enumerate(rows):
             skip = (0, 9, 3)[row]
             want = model(ids[row : row + 1, skip:]).logits[0, 44 - skip :]
@@ -268,7 +276,7 @@ def test_what_a_cache_tells():
     model = ready(pattern=FINITE)
     cache = DilatedCache(model)
     assert (cache.get_seq_length(), cache.lengths, cache.batch_size, cache.nbytes) == (0, (), -1, 0)
-    model.generate(IDS, attention_mask=LEFT, max_new_tokens=4, past_key_values=cache)
+    model.generate(IDS, attention_mask=LEFT, max_new_tokens=4, **{CACHE: cache})
     assert (cache.get_seq_length(), cache.lengths) == (LENGTH + 3, (44, 40))
     assert cache.get_mask_sizes(2, 0) == (LENGTH + 5, 0)
     assert cache.get_max_length() == -1

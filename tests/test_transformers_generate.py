@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from transformers_models import DENSE, FINITE, LENGTH, PATTERN, SMALL, make, prompt, ready
+from transformers_models import CACHE, DENSE, FINITE, LENGTH, PATTERN, SMALL, make, prompt, ready
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout
 from ring_dilated_attention.checks import relative_error, run_ranks
@@ -78,7 +78,7 @@ def test_dense_is_what_transformers_generates():
     remove_attention(model)
     want, logits = generated(model, input_ids=ids)
     assert type(model.generate(ids, max_new_tokens=1, return_dict_in_generate=True)[
-        "past_key_values"
+        CACHE
     ]) is transformers.DynamicCache  # fmt: skip
     assert torch.equal(got, want)
     assert relative_error(found, logits) < 1e-6  # their norms and softmax are in float32
@@ -108,14 +108,14 @@ def test_logits_and_hidden_states_of_padded_rows():
         first = model(
             ids[:, :LENGTH], attention_mask=mask, use_cache=True, output_hidden_states=True
         )
-        cache, after = first.past_key_values, [first]
+        cache, after = first[CACHE], [first]
         for begin, stop in (
             (LENGTH, LENGTH + 1),
             (LENGTH + 1, LENGTH + 6),
             (LENGTH + 6, LENGTH + 9),
         ):
             seen = torch.cat([mask, torch.ones(4, stop - LENGTH, dtype=torch.bool)], 1)
-            after.append(model(ids[:, begin:stop], attention_mask=seen, past_key_values=cache))
+            after.append(model(ids[:, begin:stop], attention_mask=seen, **{CACHE: cache}))
         assert cache.lengths == tuple(b - a + 9 for a, b in zip(starts, stops, strict=True))
         for row, (a, b) in enumerate(zip(starts, stops, strict=True)):
             tokens = torch.cat([ids[row : row + 1, a:b], ids[row : row + 1, LENGTH:]], 1)
@@ -181,9 +181,9 @@ def test_a_chat_goes_on(padding):
     options = {"do_sample": False, "return_dict_in_generate": True}
     for turn, count in enumerate((7, 1, 12)):
         went_on = copy.deepcopy(cache)  # of its own rows: both go on from the same text
-        out = model.generate(**given, max_new_tokens=count, past_key_values=cache, **options)
-        again = model.generate(**given, max_new_tokens=count, past_key_values=went_on, **options)
-        assert out.past_key_values is cache
+        out = model.generate(**given, max_new_tokens=count, **{CACHE: cache}, **options)
+        again = model.generate(**given, max_new_tokens=count, **{CACHE: went_on}, **options)
+        assert out[CACHE] is cache
         assert torch.equal(out.sequences, again.sequences)
         for row, skip in enumerate(padding):
             tokens = given["input_ids"][row : row + 1, skip:]
@@ -193,7 +193,7 @@ def test_a_chat_goes_on(padding):
         said = torch.cat([out.sequences, prompt(2, 9, seed=turn)], 1)
         given = padded_left(said, *padding)
     cache.reset()
-    again = model.generate(prompt(1, 5), max_new_tokens=3, past_key_values=cache, do_sample=False)
+    again = model.generate(prompt(1, 5), max_new_tokens=3, **{CACHE: cache}, do_sample=False)
     assert torch.equal(again, without_cache(model, prompt(1, 5), 3)[0])
 
 
@@ -228,7 +228,7 @@ def test_compiled():
         first = compiled(ids[:, :30], use_cache=True)
         assert relative_error(first.logits, want[:, :30]) < 1e-10
         for at in (30, 31):
-            step = compiled(ids[:, at : at + 1], past_key_values=first.past_key_values)
+            step = compiled(ids[:, at : at + 1], **{CACHE: first[CACHE]})
             assert relative_error(step.logits, want[:, at : at + 1]) < 1e-10
 
 
@@ -245,14 +245,14 @@ def test_bytes_are_the_closed_form_and_do_not_grow():
     cache, sizes = DilatedCache(model), []
     with torch.no_grad():
         for _ in range(120):
-            logits = model(ids, past_key_values=cache, use_cache=True).logits
+            logits = model(ids, **{CACHE: cache}, use_cache=True).logits
             ids = logits[:, -1:].argmax(-1)
             sizes.append(cache.nbytes)
     assert cache.lengths == (124,)
     assert sizes[-1] == closed_form(model, FINITE, 1, None)
     assert sizes[30:] == sizes[-1:] * 90
     out = ready().generate(prompt(), max_new_tokens=NEW, return_dict_in_generate=True)
-    assert out.past_key_values.nbytes == closed_form(model, PATTERN, 2, LENGTH + NEW - 1)
+    assert out[CACHE].nbytes == closed_form(model, PATTERN, 2, LENGTH + NEW - 1)
 
 
 def test_a_document_longer_than_expected_makes_the_cache_grow():
@@ -260,10 +260,10 @@ def test_a_document_longer_than_expected_makes_the_cache_grow():
     cache = DilatedCache(model, max_length=20)
     with torch.no_grad():
         want = model(ids).logits
-        model(ids[:, :20], past_key_values=cache)
+        model(ids[:, :20], **{CACHE: cache})
         assert cache.nbytes == closed_form(model, PATTERN, 2, 20)
         for at in range(20, 90):
-            got = model(ids[:, at : at + 1], past_key_values=cache).logits
+            got = model(ids[:, at : at + 1], **{CACHE: cache}).logits
             assert relative_error(got, want[:, at : at + 1]) < 1e-10
     assert cache.nbytes <= closed_form(model, PATTERN, 2, 135)
 
@@ -280,7 +280,7 @@ def test_no_cache_is_made_unless_it_is_asked_for(monkeypatch):
     model.train()
     out = model(ids, labels=ids)
     out.loss.backward()
-    assert out.past_key_values is None
+    assert getattr(out, CACHE) is None
     model.eval()
     got = model.generate(ids, max_new_tokens=3, do_sample=False, use_cache=False)
     assert torch.equal(got, want)
@@ -303,7 +303,7 @@ def generate_on_a_rank(model, group, name, sharded, layout):
     set_attention(own, PATTERN, group=group, layout=layout)
     options = {"input_ids": prompt(), "max_new_tokens": 12, **OPTIONS[name]}
     if sharded is not None:
-        options["past_key_values"] = DilatedCache(own, sharded=sharded)
+        options[CACHE] = DilatedCache(own, sharded=sharded)
     generator = torch.Generator().manual_seed(5)
     if OPTIONS[name]["do_sample"]:
         # Ranks that are threads share torch's generator, which processes do not.
@@ -364,10 +364,10 @@ def processes(rank, world_size):
     want, _ = without_cache(model, ids, 6)
     set_attention(model, PATTERN, group=dist.group.WORLD)
     cache = DilatedCache(model, sharded=True)
-    got = model.generate(ids, max_new_tokens=6, do_sample=False, past_key_values=cache)
+    got = model.generate(ids, max_new_tokens=6, do_sample=False, **{CACHE: cache})
     torch.manual_seed(11)
     said = torch.cat([got, prompt(2, 9, seed=1)], 1)
-    chat = model.generate(said, max_new_tokens=9, do_sample=True, past_key_values=cache)
+    chat = model.generate(said, max_new_tokens=9, do_sample=True, **{CACHE: cache})
     torch.manual_seed(rank)
     try:
         model.generate(said, max_new_tokens=9, do_sample=True)

@@ -14,6 +14,7 @@ from transformers import masking_utils
 from transformers.modeling_flash_attention_utils import FlashAttentionKwargs
 from transformers.utils import TransformersKwargs
 from transformers_models import (
+    CACHE,
     DENSE,
     LAYOUTS,
     LENGTH,
@@ -161,10 +162,10 @@ MODEL_REFUSALS: dict[str, Any] = {
         ValueError,
         "must be equal",
     ),
-    "past_key_values": (
-        {"past_key_values": transformers.DynamicCache()},
+    "a cache": (
+        {CACHE: transformers.DynamicCache()},
         ValueError,
-        "past_key_values must be a DilatedCache, .* Got DynamicCache",
+        "the KV cache must be a DilatedCache, .* Got DynamicCache",
     ),
     "use_cache": ({"use_cache": True}, RuntimeError, "a KV cache has no gradient"),
     "output_attentions": ({"output_attentions": True}, ValueError, "output_attentions must be Fal"),
@@ -213,7 +214,7 @@ def test_borders_must_fit(changes, message):
 def test_every_argument_of_a_model_is_honoured_or_refused():
     """A new argument of transformers has to be put in one of these lists."""
     honoured = {"self", "input_ids", "inputs_embeds", "attention_mask", "position_ids", "kwargs"}
-    honoured |= {"past_key_values", "use_cache"}  # see test_transformers_generate.py
+    honoured |= {CACHE, "use_cache"}  # see test_transformers_generate.py
     for family in (transformers.LlamaModel, transformers.Qwen2Model, transformers.MistralModel):
         assert set(inspect.signature(family.forward).parameters) == honoured
 
@@ -246,7 +247,7 @@ def test_models_with_other_attention_are_refused(family):
 )
 def test_other_masks_are_refused(arguments, message):
     config = make().config
-    arguments = {"attention_mask": None, "past_key_values": None, **arguments}
+    arguments = {"attention_mask": None, CACHE: None, **arguments}
     if (
         not arguments.keys()
         <= inspect.signature(masking_utils.create_causal_mask).parameters.keys()

@@ -11,7 +11,15 @@ from ring_dilated_attention import DilatedPattern, SequenceLayout
 from ring_dilated_attention.checks import relative_error
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.integrations.transformers import set_attention, shard_batch
-from ring_dilated_attention.integrations.transformers_call import SETTINGS, Call, Settings
+from ring_dilated_attention.integrations.transformers_call import (
+    SETTINGS,
+    Call,
+    Settings,
+    cache_name,
+)
+
+CACHE = cache_name(transformers.LlamaForCausalLM)
+"""What this version of transformers calls a KV cache."""
 
 DENSE = DilatedPattern.dense()
 

@@ -51,7 +51,7 @@ class _Kept:
     streams: set[int] = field(default_factory=set)  # that read them, by handle
 
 
-def _may_be_of_graph(device: torch.device) -> bool:
+def may_be_of_graph(device: torch.device) -> bool:
     """Whether what this thread allocates may belong to a CUDA graph's memory.
 
     It does while a graph is captured, and while torch.compile warms up for one.
@@ -132,7 +132,7 @@ class DeviceTables:
             tables = self._kept.setdefault(owner, {})
             if key not in tables:
                 # Another thread takes up to milliseconds to begin where others want its core.
-                elsewhere = _may_be_of_graph(device)
+                elsewhere = may_be_of_graph(device)
                 made = (self._make_elsewhere if elsewhere else self._make)(make, device)
                 dropped = self._dropped.get(owner, {}).pop(key, None)
                 returns = dropped is not None and dropped >= self._calls - KEPT_CALLS

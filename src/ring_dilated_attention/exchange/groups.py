@@ -125,7 +125,8 @@ def _meet(
 
 
 _members: WeakKeyDictionary[dist.ProcessGroup, _Members] = WeakKeyDictionary()
-"""Of each group that has made a call, for as long as the group lives: nothing in it keeps that."""
+"""What each group that has made a call keeps, for as long as the group lives; it does not keep the
+group."""
 
 
 class ProcessGroupExchange:

@@ -277,7 +277,7 @@ def make_relay(
 
 
 def accepted(listener: socket.socket, token: bytes, count: int) -> dict[int, socket.socket]:
-    """Connections by step, from ranks: who does not know the token is none."""
+    """Connections from ranks, by step; those that do not send the token are closed."""
     found: dict[int, socket.socket] = {}
     deadline = time.monotonic() + 2 * _CONNECT_S
     while len(found) < count:

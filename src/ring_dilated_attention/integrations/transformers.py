@@ -111,7 +111,7 @@ def set_attention(
     ``shift_labels``, and ``num_items_in_batch`` as `labels_per_rank` returns it: then the average
     of the ranks' losses and gradients, which DDP and FSDP take, is that of the whole batch.
 
-    A call with ``use_cache=True`` or ``past_key_values``, as ``generate`` makes them, takes whole
+    A call with ``use_cache=True`` or a KV cache, as ``generate`` makes them, takes whole
     sequences on every rank, and returns what one process returns; see `DilatedCache`. The layout
     counts for prompts of its length; others are sharded zigzag.
 

@@ -44,7 +44,8 @@ class DilatedCache(Cache):  # type: ignore[misc]
 
     A model with `set_attention` makes one by itself where it is called with ``use_cache=True``, as
     ``generate`` does. Make one yourself to reuse it, to limit it, or for a loop of your own; pass
-    it as ``past_key_values``. For another batch or document, call its `reset`.
+    it as ``cache`` (before transformers 5.24: ``past_key_values``). For another batch or document,
+    call its `reset`.
 
     A branch (w, r) keeps at most ceil(w / r) rows a KV head, however long the text becomes; one
     with a segment length of None keeps n / r rows. The rows may be padded on the left, as

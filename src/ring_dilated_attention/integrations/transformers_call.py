@@ -33,6 +33,8 @@ ARGUMENT = "ring_dilated_attention"
 """The keyword argument by which a `Call` goes from the model to each of its attention modules; and
 from a head to its model, of how many columns at the end of a cached call it needs hidden states."""
 
+CACHE_NAMES = ("cache", "past_key_values")
+"""What transformers' models call a KV cache: from version 5.24 on, and before."""
 SETTINGS = "_ring_dilated_attention"
 """The attribute of a model that holds its `Settings`."""
 
@@ -87,9 +89,20 @@ def by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return {**dict(zip(inspect.signature(module.forward).parameters, args, strict=False)), **kwargs}
 
 
+def cache_name(module: nn.Module) -> str:
+    """What a model's forward calls its KV cache, one of `CACHE_NAMES`."""
+    names = inspect.signature(module.forward).parameters
+    return next((name for name in CACHE_NAMES if name in names), CACHE_NAMES[-1])
+
+
+def cache_of(given: dict[str, Any]) -> Any:
+    """The KV cache among the arguments of a call; None where there is none."""
+    return next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
+
+
 def is_cached(given: dict[str, Any]) -> bool:
     """Whether a call asks for a KV cache: by its arguments, whatever the model's config says."""
-    return bool(given.get("use_cache")) or given.get("past_key_values") is not None
+    return bool(given.get("use_cache")) or cache_of(given) is not None
 
 
 def prepared(module: nn.Module, settings: Settings, given: dict[str, Any]) -> dict[str, Any]:

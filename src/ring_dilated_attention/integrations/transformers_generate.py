@@ -21,8 +21,11 @@ from .transformers_cache import DilatedCache
 from .transformers_cached import CachedCall, rows_at
 from .transformers_call import (
     ARGUMENT,
+    CACHE_NAMES,
     SETTINGS,
     Settings,
+    cache_name,
+    cache_of,
     device_of,
     inputs_of,
     refuse,
@@ -77,7 +80,8 @@ def prepared_with_cache(
     assert columns is not None
     call = columns.call
     call.cache.start(call.after)
-    kept = {key: value for key, value in given.items() if key != "cache_position"}
+    dropped = ("cache_position", *CACHE_NAMES)
+    kept = {key: value for key, value in given.items() if key not in dropped}
     for key in ("input_ids", "inputs_embeds"):
         if kept.get(key) is not None:
             kept[key] = _local(kept[key], columns, ends.rank)
@@ -85,7 +89,7 @@ def prepared_with_cache(
         **kept,
         "attention_mask": None,
         "position_ids": columns.position_ids,
-        "past_key_values": call.cache,
+        cache_name(module): call.cache,
         "use_cache": True,
         ARGUMENT: call,
     }
@@ -115,7 +119,7 @@ def prepare_cache_for_generation(
     if generation_config.use_cache is False:
         return
     kind = generation_config.cache_implementation
-    cache = model_kwargs.get("past_key_values")
+    cache = cache_of(model_kwargs)
     if kind not in _DYNAMIC:
         raise ValueError(
             "a model with set_attention generates with a DilatedCache: cache_implementation must "
@@ -136,7 +140,7 @@ def prepare_cache_for_generation(
         cache = DilatedCache(model, max_length=max_cache_length, max_rewind=rewind)
         if generation_config.is_assistant or kind == "dynamic_full":
             cache.activate_past_recording()
-        model_kwargs["past_key_values"] = cache
+        model_kwargs[cache_name(model)] = cache
     else:
         _check_cache(cache)
         cache.reserve(max_cache_length)
@@ -148,7 +152,7 @@ def _columns(
 ) -> _Columns:
     """Check a call with a cache, and lay its columns out."""
     refuse(module, given, ends.world_size)
-    cache = given.get("past_key_values")
+    cache = cache_of(given)
     if cache is not None:
         _check_cache(cache)
     _refuse_with_cache(module, given, ends)
@@ -283,7 +287,7 @@ def _local(x: Tensor, columns: _Columns, rank: int) -> Tensor:
 def _check_cache(cache: Any) -> None:
     if not isinstance(cache, DilatedCache):
         raise ValueError(
-            "past_key_values must be a DilatedCache, which generate makes by itself for a model "
+            "the KV cache must be a DilatedCache, which generate makes by itself for a model "
             "with set_attention, or None; make one by "
             "ring_dilated_attention.integrations.transformers.DilatedCache(model). Got "
             f"{type(cache).__name__}"
@@ -294,7 +298,7 @@ def _refuse_with_cache(module: Any, given: dict[str, Any], ends: Exchange) -> No
     if torch.is_grad_enabled():
         raise RuntimeError(
             "a KV cache has no gradient: call the model under torch.no_grad(), as generate does, "
-            "or leave use_cache and past_key_values out"
+            "or leave use_cache and the cache out"
         )
     flags = {"output_router_logits": "they would be in another order"}
     if ends.world_size > 1:

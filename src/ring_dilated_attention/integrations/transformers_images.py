@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..exchange import agree_on_batch, resolve_exchange
 from ..layout import SequenceLayout
-from .transformers_call import SETTINGS, Settings, by_name, refuse
+from .transformers_call import CACHE_NAMES, SETTINGS, Settings, by_name, refuse
 
 ON_RANKS = ("ViTModel", "SiglipVisionModel")
 """Models of images that several ranks can share: behind their embeddings nothing but attention
@@ -26,7 +26,7 @@ _POOLERS = {
     "pooler": "make it with add_pooling_layer=False",
     "head": "set config.vision_use_head = False before it is made",
 }
-_REFUSED = ("attention_mask", "head_mask", "past_key_values")
+_REFUSED = ("attention_mask", "head_mask", *CACHE_NAMES)
 
 
 def takes_images(base: Any) -> bool:

@@ -455,7 +455,7 @@ def test_runs_are_what_a_rank_holds_of_segments(seed):
             start = borders[bisect_right(borders, position) - 1]
             segment, phase = divmod(position - start, length or total)
             rows.append(((start, segment), phase))
-        found = []
+        found: list[int] = []
         for run in runs:
             assert run.local == len(found)
             found += [run.phase + i for _ in range(run.copies) for i in range(run.size)]

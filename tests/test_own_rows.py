@@ -376,9 +376,67 @@ def test_random_calls_on_ranks_are_the_reference(seed, monkeypatch):
     forget_plans()
 
 
-@pytest.mark.parametrize("factor", [0.999, 1.0])
-def test_backward_of_short_calls_goes_by_the_limit_of_forward(factor, monkeypatch):
-    """A call is short by its operations of forward, over all branches."""
+@pytest.mark.parametrize("seed", range(40))
+def test_which_runs_go_row_by_row(seed):
+    """Those of few operations, and not of too few rows; and from which limit to which they do."""
+    dice = random.Random(seed)
+    length, rates = dice.randint(1, 3000), [dice.choice([1, 2, 3, 6, 16]) for _ in range(3)]
+    cuts = dice.sample(range(1, length), min(length - 1, dice.choice([0, 1, 5, 60])))
+    plan = plan_attention(
+        DilatedPattern([dice.choice([None, 7, 64, 200]) for _ in rates], rates),
+        SequenceLayout.contiguous(length, 1),
+        is_causal=False,
+        num_heads=4,
+        documents=[0, *sorted(cuts), length],
+    )
+
+    def chosen(flops):
+        found: dict[Any, list[bool]] = {}
+        choose = own.ByRows(plan, 3, flops)
+        plan.rank(0).own_work(lambda *given: found.setdefault(given, choose(*given)))
+        return choose, found
+
+    choose, found = chosen(10 ** dice.uniform(0, 8))
+    every = 0.0
+    for (branch, runs), flags in found.items():
+        rate = rates[branch]
+        cells = [run.size >= own.FEWEST_ROWS * rate or rate == 1 for run in runs]
+        short = sum(run.copies for run, is_long in zip(runs, cells, strict=True) if not is_long)
+        few = short * rate <= own.MOST_SHARE * sum(run.size * run.copies for run in runs) / 64
+        operations = [
+            12 * run.copies * math.ceil(run.size / rate) ** 2 / (1 + (run.size % rate > 0))
+            for run in runs
+        ]
+        assert flags == [
+            (is_long or few) and needed <= choose.flops
+            for is_long, needed in zip(cells, operations, strict=True)
+        ]
+        every += sum(12 * run.copies * run.size**2 / rate**2 for run in runs)
+    assert choose.total == pytest.approx(every)
+    assert choose.least <= choose.flops < choose.most
+    most = min(choose.most, 1e12)
+    for flops in (choose.least, dice.uniform(choose.least, most), most * (1 - 1e-9)):
+        assert chosen(flops)[1] == found
+
+
+def test_a_few_short_cells_get_no_launch_of_their_own():
+    call = TileCall(Selection(None), 1.0, 1, 1)
+    for documents, few in (([0, 5, 2000], True), (list(range(0, 2001, 5)), False)):
+        one = plan_attention(
+            GIGAPATH,
+            SequenceLayout.contiguous(2000, 1),
+            is_causal=False,
+            num_heads=4,
+            documents=documents,
+        ).rank(0)
+        schedule = own.own_schedule(one, call, 16, math.inf)
+        left = (*schedule.covering, *schedule.others, *schedule.zero_keys)
+        assert (not left) == few
+
+
+@pytest.mark.parametrize(("factor", "documents"), [(0.999, None), (1.0, None), (1.0, [0, 70, 160])])
+def test_backward_of_short_calls_goes_by_the_limit_of_forward(factor, documents, monkeypatch):
+    """A call is short by its operations of forward, over all branches; or it is of documents."""
     layout = SequenceLayout.contiguous(160, 1)
     one = plan_attention(GIGAPATH, layout, is_causal=False, num_heads=4).rank(0)
     total = own.own_schedule(one, TileCall(Selection(None), 1.0, 1, 1), 16, 5e5).total
@@ -394,8 +452,8 @@ def test_backward_of_short_calls_goes_by_the_limit_of_forward(factor, monkeypatc
 
     monkeypatch.setattr(ring, "own_schedule", noted)
     query = torch.randn(1, 160, 4, 16, device=DEVICE, requires_grad=True)
-    dilated_attention(query, query, query, GIGAPATH).sum().backward()
-    assert asked == [5e5, 5e5] + [4e4] * (factor == 1)
+    dilated_attention(query, query, query, GIGAPATH, documents=documents).sum().backward()
+    assert asked == [5e5, 5e5] + [4e4] * (factor == 1 and documents is None)
     forget_plans()
 
 

@@ -1,8 +1,10 @@
 import os
+import random
 import subprocess
 import sys
+from bisect import bisect_right
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import pytest
 from counted_calls import count_calls
@@ -25,6 +27,7 @@ from ring_dilated_attention.plan import (
     tiling,
     traffic,
 )
+from ring_dilated_attention.plan.parts import own_runs, parts_of
 from ring_dilated_attention.plan.pieces import cut_into_pieces
 
 LONGNET = ([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12])
@@ -458,3 +461,44 @@ def test_tiles_of_documents_of_ever_new_lengths_are_kept_up_to_a_number(monkeypa
         assert plan.tiling.known_twins is known
         assert 0 < len(known) <= 10
         check_plan(plan)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_runs_are_what_a_rank_holds_of_segments(seed):
+    """Row by row: in which document and segment it is, and how far behind its start."""
+    dice = random.Random(seed)
+    total, ranks = dice.randint(1, 200), dice.randint(1, 3)
+    cuts = sorted({0, total, *(dice.randint(0, total) for _ in range(dice.randint(0, 4)))})
+    ranges = list(pairwise(cuts))
+    dice.shuffle(ranges)
+    layout = SequenceLayout([ranges[rank::ranks] for rank in range(ranks)])
+    size = dice.choice([1, 3, 20, 300])  # documents of one length, but for some
+    borders = sorted({0, *range(0, total, size), *dice.sample(range(total), min(total, 2)), total})
+    length = dice.choice([None, 1, 4, 7, 50])
+    for rank in range(ranks):
+        runs = own_runs(parts_of(layout, borders, rank), length)
+        rows = []
+        for position in chain(*(range(*each) for each in layout.ranges[rank])):
+            start = borders[bisect_right(borders, position) - 1]
+            segment, phase = divmod(position - start, length or total)
+            rows.append(((start, segment), phase))
+        found: list[int] = []
+        for run in runs:
+            assert run.local == len(found)
+            found += [run.phase + i for _ in range(run.copies) for i in range(run.size)]
+            pieces = rows[run.local : len(found)]
+            for piece in range(0, len(pieces), run.size):  # each within one segment
+                assert len({where for where, _ in pieces[piece : piece + run.size]}) == 1
+        assert found == [phase for _, phase in rows]
+        assert all(  # and all of it that is held here
+            rows[i - 1][0] != rows[i][0] or rows[i - 1][1] + 1 != rows[i][1]
+            for run in runs
+            for i in range(run.local, run.local + run.size * run.copies, run.size)
+            if i
+        )
+        sizes = [run.size for run in runs for _ in range(run.copies)]
+        assert runs.sizes == (min(sizes, default=0), max(sizes, default=0))
+        assert runs.rows == len(rows)
+        assert runs.squares == sum(x * x for x in sizes)
+        assert runs.most_copies == max((run.copies for run in runs), default=0)
+        assert runs.shorter_than(5) == sum(x < 5 for x in sizes)

@@ -159,7 +159,7 @@ def _make(one: RankPlan, batch: int, heads_per_kv: int, head_dim: int, flops: fl
         return OwnSchedule(
             first, (), one.local_groups[len(first) :], one.zero_keys, 0.0, flops, flops, flops
         )
-    chosen = _ByRows(plan, (2 if plan.is_causal else 4) * head_dim * batch * heads_per_kv, flops)
+    chosen = ByRows(plan, (2 if plan.is_causal else 4) * head_dim * batch * heads_per_kv, flops)
     work = one.own_work(chosen)
     launches: list[OwnLaunch] = []
     if work.ranges:
@@ -180,7 +180,7 @@ def _make(one: RankPlan, batch: int, heads_per_kv: int, head_dim: int, flops: fl
     )
 
 
-class _ByRows:
+class ByRows:
     """Which runs of a branch are computed row by row: those of few operations.
 
     Args:
@@ -189,6 +189,7 @@ class _ByRows:
         flops: the most operations of a kernel call that goes row by row.
 
     Attributes:
+        flops: as given.
         total: operations of forward, of all runs so far.
         least: any number of operations from this ...
         most: ... to less than this chooses the same of them.
@@ -196,7 +197,7 @@ class _ByRows:
 
     def __init__(self, plan: AttentionPlan, factor: int, flops: float) -> None:
         self._rates, self._heads = plan.pattern.dilation_rates, plan.tiling.heads
-        self._factor, self._flops = factor, flops
+        self._factor, self.flops = factor, flops
         self.total, self.least, self.most = 0.0, 0.0, math.inf
 
     def __call__(self, branch: int, runs: OwnRuns) -> list[bool]:
@@ -213,7 +214,7 @@ class _ByRows:
             fewest = 0
         if shortest >= fewest:  # as a rule, and so is the next
             bound = factor * runs.most_copies * (-(-longest // rate)) ** 2
-            if bound <= self._flops:
+            if bound <= self.flops:
                 self.least = max(self.least, bound)
                 return [True] * len(runs)
         # Heads of different offsets share a kernel call where they have equally many rows.
@@ -221,7 +222,7 @@ class _ByRows:
             factor * copies * (-(-size // rate)) ** 2 / (1 if size % rate == 0 else 2)
             for size, _, _, copies in runs
         ]
-        fits = [each <= self._flops for each in needed]
+        fits = [each <= self.flops for each in needed]
         long = [size >= fewest for size, *_ in runs]
         flags = list(map(and_, fits, long))
         self.least = max([self.least, *compress(needed, flags)])

@@ -1,10 +1,11 @@
 """The plan: from (pattern, layout) to what each rank computes and exchanges. Integers only.
 
-`parts` says what ranks hold and who shares a segment with whom. `rows` is what tiles and messages
-are made of, and `tiling` makes them. `attention` is the plan of a world, `rank` that of one rank,
-`replicated` that of queries which every rank holds, `cache` what a KV cache keeps, `cache_step`
-what one new position reads of it, and `cache_usage` how many rows are in use. `zero_keys` counts
-keys that no rank holds, `check` proves a plan, and `costs` counts its bytes and operations.
+`parts` says what ranks hold and who shares a segment with whom, and `crossings` which ranks do so
+alike. `rows` is what tiles and messages are made of, and `tiling` makes them. `attention` is
+the plan of a world, `rank` that of one rank, `replicated` that of queries which every rank holds,
+`cache` what a KV cache keeps, `cache_step` what one new position reads of it, and `cache_usage` how
+many rows are in use. `zero_keys` counts keys that no rank holds, `check` proves a plan, and `costs`
+counts its bytes and operations.
 """
 
 from .attention import FEW_ADDITIONS, AttentionPlan, plan_attention

@@ -23,6 +23,7 @@ class Part(NamedTuple):
     local: int
     document_start: int
     document_stop: int
+    number: int = 0  # how many parts of the rank lie before it, by position
 
     def local_row(self, position: int) -> int:
         """The local row at which `rank` holds `position`."""
@@ -77,15 +78,18 @@ def parts_of(layout: SequenceLayout, documents: Sequence[int], rank: int) -> lis
 
 def cut(ranges: Sequence[tuple[int, int]], documents: Sequence[int], rank: int) -> list[Part]:
     """Like `parts_of`, for any ranges of positions that are held one behind the other."""
-    parts = []
+    parts: list[Part] = []
     local = 0
     for start, stop in ranges:
         first = bisect_right(documents, start) - 1
         last = bisect_left(documents, stop)
         for low, high in pairwise(documents[first : last + 1]):
             begin, end = max(low, start), min(high, stop)
-            parts.append(Part(begin, end, rank, local + begin - start, low, high))
+            parts.append(Part(begin, end, rank, local + begin - start, low, high, len(parts)))
         local += stop - start
+    if any(a.start > b.start for a, b in pairwise(parts)):
+        order = {start: number for number, start in enumerate(sorted(x.start for x in parts))}
+        parts = [part._replace(number=order[part.start]) for part in parts]
     return parts
 
 

@@ -43,7 +43,7 @@ def test_random_plans_are_proven(pattern, layout, is_causal, heads, data):
 @given(patterns(), st.integers(1, 3), st.lists(st.integers(0, 4), max_size=12), st.data())
 def test_ranks_that_are_nearly_alike(pattern, size, owners, data):
     """Five ranks hold chunks of one size: many of them exchange alike messages, and some do not."""
-    ranges = [[] for _ in range(5)]
+    ranges: list[list[tuple[int, int]]] = [[] for _ in range(5)]
     for chunk in data.draw(st.permutations(range(len(owners) + 1))):
         owner = [*owners, 0][chunk]
         ranges[owner].append((chunk * size, chunk * size + size))

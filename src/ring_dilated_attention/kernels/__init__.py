@@ -5,7 +5,8 @@
 `LaunchConfig`, a `BackwardConfig` or `default_config` of a `Kernel` says how large they are.
 `ranges_forward` and `ranges_backward` compute several branches at once, row by row; `launches_of`
 says in how many launches, and `build_programs` lays them out.
-`profile_of` says what constants that were tuned on an H200 are on a device (`DeviceProfile`).
+`profile_of` says what constants that were tuned on an H200 are on a device (`DeviceProfile`), and
+`rates_on` how fast the cost model takes it to be.
 `attend_strips` computes a few queries against `Strips` of evenly spaced rows, which
 `strips_of_cache` finds in a KV cache, and writes `NewRows` into it; at most `MOST_NEW_ROWS`.
 `NO_END` stands for the length of a segment without end.
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from .available import has_triton
 from .cells import build_cells
-from .device_profile import DeviceProfile, profile_of
+from .device_profile import H200, DeviceProfile, profile_of, rates_on
 from .own_programs import MOST_POSITIONS, MOST_STEP, Programs, build_programs, launches_of
 from .tuning import MOST_NEW_ROWS, NO_END, BackwardConfig, Kernel, LaunchConfig, default_config
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from .rows import add_rows, merge_rows, row_sums
 
 __all__ = [
+    "H200",
     "MOST_NEW_ROWS",
     "MOST_POSITIONS",
     "MOST_STEP",
@@ -55,6 +57,7 @@ __all__ = [
     "profile_of",
     "ranges_backward",
     "ranges_forward",
+    "rates_on",
     "row_sums",
     "strips_of_cache",
     "tiles_backward",

@@ -69,7 +69,7 @@ def show_hosts(
         ValueError: a rate is not above 0, or none is known for the dtype.
     """
     size = sharded.workload.size
-    rates = rates_on(H200, size, inside_gb_s=hosts.link_gb_s, across_gb_s=hosts.network_gb_s)
+    rates = rates_on(H200, size, link_gb_s=hosts.link_gb_s, network_gb_s=hosts.network_gb_s)
     host_of = host_of_ranks(hosts.count, hosts.gpus)
     found = []
     with Progress("predict", total=len(shown), unit="ranks") as progress:

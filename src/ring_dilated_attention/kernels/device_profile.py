@@ -96,20 +96,20 @@ def profile_from(properties: Any) -> DeviceProfile:
 
 
 def rates_on(
-    profile: DeviceProfile, size: TensorSize, *, inside_gb_s: float, across_gb_s: float
+    profile: DeviceProfile, size: TensorSize, *, link_gb_s: float, network_gb_s: float
 ) -> Rates:
     """The rates of the cost model on a device: those of an H200, in proportion to its matmul rate.
 
     Args:
         profile: the device.
         size: of the rows that it computes with.
-        inside_gb_s: 10**9 bytes per second that a rank sends to ranks of its host, and receives.
-        across_gb_s: the same to ranks of other hosts.
+        link_gb_s: 10**9 bytes per second that a rank sends to ranks of its host, and receives.
+        network_gb_s: the same to ranks of other hosts.
 
     Raises:
         ValueError: a rate is not above 0, or none is known of elements of that size.
     """
-    for name, rate in (("inside_gb_s", inside_gb_s), ("across_gb_s", across_gb_s)):
+    for name, rate in (("link_gb_s", link_gb_s), ("network_gb_s", network_gb_s)):
         check_positive_float(name, rate)
     if size.element_size > 4:
         raise ValueError(
@@ -122,8 +122,8 @@ def rates_on(
     return Rates(
         forward=forward,
         backward=backward,
-        inside=Link(bytes_per_second=inside_gb_s * 1e9, latency=_LATENCY_INSIDE),
-        across=Link(bytes_per_second=across_gb_s * 1e9, latency=_LATENCY_ACROSS),
+        inside=Link(bytes_per_second=link_gb_s * 1e9, latency=_LATENCY_INSIDE),
+        across=Link(bytes_per_second=network_gb_s * 1e9, latency=_LATENCY_ACROSS),
         beside_transfers=_BESIDE_TRANSFERS,
         host_call=_HOST_CALL,
         host_empty_step=_HOST_EMPTY_STEP,

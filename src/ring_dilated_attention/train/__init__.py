@@ -4,7 +4,7 @@
 continue a prompt). `config` has the options and presets of them (`preset_options`), `memory` what
 they need, `prepare` all that comes before the first step; `data` the text and its windows,
 `tokenizer` and `tokens` the same in tokens; `loop` the training loop, `ranks` the ranks and their
-collectives, `launch` starts local ranks, and `errors` finds out which one is missing
+collectives, `launch` starts local ranks, `attempt` keeps restarts apart, and `errors` finds out which one is missing
 (`TrainingError`; `one_line` of any error).
 
 In the folder of a run, `run_folder` writes its lock and log, `curve` and `scalars` draw that log,
@@ -14,13 +14,14 @@ them. `newest_run` finds the newest run in a folder. `plain_weights` writes and 
 """
 
 from .checkpoint import newest_run
-from .command import train
+from .command import Begin, train
 from .config import preset_options
 from .errors import TrainingError, one_line
 from .plain_weights import export_newest
 from .sampling import decoded, sample_bytes
 
 __all__ = [
+    "Begin",
     "TrainingError",
     "decoded",
     "export_newest",

@@ -350,7 +350,7 @@ def test_precedence(file, tmp_path):
     found = values("train", config, "--steps=90")
     assert (found["steps"], found["keep"], found["seq-len"]) == (90, 9, 512)
     given = {k.replace("-", "_"): x for k, x in found.items() if x is not None}
-    for name in ("preset", "resume"):
+    for name in ("preset", "resume", "restartable"):
         given.pop(name)
     run = make_config(tmp_path, given, preset=found["preset"], resume=False, runs=tmp_path)
     assert (run.steps, run.keep, run.seq_len) == (90, 9, 512)

@@ -91,12 +91,8 @@ BACKWARD = Flag(
 @command(
     Example("LongNet's pattern on 8 ranks", "rda plan --seq-len 1M --ranks 8 --causal"),
     Example(
-        "A billion tokens on 4,096 ranks; one of them in detail, as JSON too",
-        "rda plan --seq-len 1024M --ranks 4096 --show-ranks 17 --json plan.json",
-    ),
-    Example(
-        "How fast 512 hosts of 8 GPUs would be, by a cost model",
-        "rda plan --seq-len 1024M --hosts 512 --gpus-per-host 8",
+        "A billion tokens on 512 hosts of 8 GPUs: one rank, and predicted times, as JSON too",
+        "rda plan --seq-len 1024M --hosts 512 --show-ranks 17 --json plan.json",
     ),
     Example(
         "What a KV cache keeps of a million tokens, and its size",

@@ -4,8 +4,8 @@
 continue a prompt). `config` has the options and presets of them (`preset_options`), `memory` what
 they need, `prepare` all that comes before the first step; `data` the text and its windows,
 `tokenizer` and `tokens` the same in tokens; `loop` the training loop, `ranks` the ranks and their
-collectives, `launch` starts local ranks, `attempt` keeps restarts apart, and `errors` finds out which one is missing
-(`TrainingError`; `one_line` of any error).
+collectives, `launch` starts local ranks, `attempt` keeps restarts apart, and `errors` finds out
+which rank is missing (`TrainingError`; `one_line` of any error).
 
 In the folder of a run, `run_folder` writes its lock and log, `curve` and `scalars` draw that log,
 `run_toml` keeps the options; `saving` writes checkpoints, and `checkpoint` and `checked_files` read

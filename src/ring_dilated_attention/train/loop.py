@@ -79,8 +79,7 @@ def run(
     Args:
         config: the options; equal on all ranks, except `out`, where rank 0's counts.
         resume: whether to go on from the newest checkpoint of ``config.out``.
-        restartable: whether the folder of a run that begins may hold what a process has left that
-            ended before its first checkpoint.
+        restartable: as of `check_run`.
         stop: asks the run to stop, as SIGINT, SIGTERM and SIGHUP do; None for signals alone.
 
     Returns:
@@ -102,12 +101,7 @@ def run(
         start = _start(config, world) if resume else None
         text, _ = world.everywhere(
             lambda: check_run(
-                config,
-                world.size,
-                local_ranks,
-                resume=resume,
-                start=start,
-                restartable=restartable,
+                config, world.size, local_ranks, start=start, resume=resume, restartable=restartable
             )
         )
         prints = world.gather(text.fingerprint)
@@ -384,13 +378,9 @@ def _agree(config: TrainConfig, resume: bool, world: World) -> TrainConfig:
     Raises:
         ValueError: the options of some rank differ; the message names them.
     """
-    resumes = world.gather(resume)
-    if len(set(resumes)) > 1:
-        without = resumes.index(False)
-        raise ValueError(
-            f"rank {without} finds no checkpoint in {config.out}, others do: it must be on a file "
-            "system that all hosts share"
-        )
+    if len(set(found := world.gather(resume))) > 1:
+        lost = f"rank {found.index(False)} finds no checkpoint in {config.out}, others do"
+        raise ValueError(f"{lost}: it must be on a file system that all hosts share")
     shared = world.gather(config)
     options = [asdict(replace(other, out=config.out)) for other in shared]
     for rank, other in enumerate(options):

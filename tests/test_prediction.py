@@ -157,8 +157,8 @@ def test_short_tiles_and_groups_take_longer():
 
 def test_rates_of_devices():
     def forward(profile=H200, **size):
-        size = replace(SIZE, **size)
-        return rates_on(profile, size, link_gb_s=300, network_gb_s=40).forward.flops
+        rows = replace(SIZE, **size)
+        return rates_on(profile, rows, link_gb_s=300, network_gb_s=40).forward.flops
 
     assert forward(head_dim=128, element_size=2) > forward(head_dim=64, element_size=2)
     assert forward(head_dim=64, element_size=2) > 5 * forward(head_dim=64, element_size=4)

@@ -16,6 +16,7 @@ import pytest
 import torch.distributed as dist
 from safetensors.torch import load_file
 from test_cli_train import SMALL, environment, invoke
+from torch import Tensor
 
 from ring_dilated_attention.train import checkpoint
 from ring_dilated_attention.train.attempt import store_of_attempt
@@ -97,7 +98,7 @@ def test_a_rank_that_is_killed(text: Path, tmp_path: Path) -> None:
     assert all(found[name].equal(expected[name]) for name in expected)
 
 
-def weights(run: Path) -> dict[str, object]:
+def weights(run: Path) -> dict[str, Tensor]:
     newest = checkpoint.newest(run)
     assert newest.step == STEPS
     return {

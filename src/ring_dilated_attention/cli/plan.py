@@ -91,7 +91,7 @@ BACKWARD = Flag(
 @command(
     Example("LongNet's pattern on 8 ranks", "rda plan --seq-len 1M --ranks 8 --causal"),
     Example(
-        "A billion tokens on 512 hosts of 8 GPUs: one rank, and predicted times, as JSON too",
+        "A billion tokens on 512 hosts: one rank and predicted times, as JSON too",
         "rda plan --seq-len 1024M --hosts 512 --show-ranks 17 --json plan.json",
     ),
     Example(
@@ -166,8 +166,16 @@ def plan(
         if decode:
             write(show_cache(sharded))
         else:
-            asked = {"tiles": tiles, "check": check, "check_limit": check_limit, "hosts": where}
-            write(show(sharded, shown=shown, **asked))
+            write(
+                show(
+                    sharded,
+                    shown=shown,
+                    tiles=tiles,
+                    check=check,
+                    check_limit=check_limit,
+                    hosts=where,
+                )
+            )
 
 
 def _all_ranks(ranks: int | None, hosts: int | None, gpus_per_host: int) -> int:

@@ -29,13 +29,13 @@ class Hosts(NamedTuple):
     """The hosts that a plan is for.
 
     Attributes:
-        count: how many.
+        number: how many.
         gpus: ranks of each.
         link_gb_s: 10**9 bytes per second that a rank sends inside its host, and receives.
         network_gb_s: the same to and from other hosts.
     """
 
-    count: int
+    number: int
     gpus: int
     link_gb_s: float
     network_gb_s: float
@@ -70,7 +70,7 @@ def show_hosts(
     """
     size = sharded.workload.size
     rates = rates_on(H200, size, link_gb_s=hosts.link_gb_s, network_gb_s=hosts.network_gb_s)
-    host_of = host_of_ranks(hosts.count, hosts.gpus)
+    host_of = host_of_ranks(hosts.number, hosts.gpus)
     found = []
     with Progress("predict", total=len(shown), unit="ranks") as progress:
         for rank in shown:
@@ -87,7 +87,7 @@ def show_hosts(
     console.print(f"model, not a measurement: {_assumed(rates)}")
     show_table(console, _table(found))
     return {
-        "hosts": hosts.count,
+        "hosts": hosts.number,
         "gpus_per_host": hosts.gpus,
         "link_gb_s": hosts.link_gb_s,
         "network_gb_s": hosts.network_gb_s,

@@ -14,13 +14,18 @@ import triton.language as tl
 from .blocks import (
     LOG2_E,
     add_block,
+    add_product,
     constants,
     default_launch,
+    element_offsets,
     is_wide,
     load_block,
+    products_of_all_rows,
     row_offsets,
+    scaled_block,
     stride_unit,
     strides_in,
+    zero_block,
 )
 from .cells import Cells
 from .launch import Launcher
@@ -57,15 +62,15 @@ def dq_of_keys(
     """
     for block in tl.range(first, stop, num_stages=STAGES):
         keys = block * BLOCK_N + tl.arange(0, BLOCK_N)
-        k_block = load_block(k + block * k_step, k_offsets, keys, length, MASKED, HEAD_DIM)
-        v_block = load_block(v + block * v_step, v_offsets, keys, length, MASKED, HEAD_DIM)
-        scores = tl.dot(q, tl.trans(k_block), input_precision=PRECISION)
+        k_block = load_block(k + block * k_step, k_offsets, keys < length, MASKED, HEAD_DIM)
+        v_block = load_block(v + block * v_step, v_offsets, keys < length, MASKED, HEAD_DIM)
+        scores = products_of_all_rows(q, k_block, PRECISION)
         p = tl.exp2(scores * scale - lse[:, None])
         if MASKED:
             p = tl.where(keys[None, :] < limits[:, None], p, 0.0)
-        dp = tl.dot(dout, tl.trans(v_block), input_precision=PRECISION)
-        ds = (p * (dp - delta[:, None])).to(k_block.dtype)
-        dq = tl.dot(ds, k_block, dq, input_precision=PRECISION)
+        dp = products_of_all_rows(dout, v_block, PRECISION)
+        ds = (p * (dp - delta[:, None])).to(k_block[0].dtype)
+        dq = add_product(dq, ds, k_block, PRECISION)
     return dq
 
 
@@ -87,6 +92,7 @@ def _dq_kernel(
     STORE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    TAIL: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -101,16 +107,15 @@ def _dq_kernel(
     k_row, k_stride, k_len = tl.load(cell + 5), tl.load(cell + 6), tl.load(cell + 7).to(tl.int32)
     head = kv_head * heads_per_kv + member
 
-    columns = tl.arange(0, BLOCK_D)[None, :]
     rows = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
     in_rows = rows < q_len
     q_row += block_m * BLOCK_M * q_stride
     q += (batch * q_b + q_row * q_n + head * q_h) * UNIT
-    q_offsets = row_offsets(q_stride * q_n * UNIT, BLOCK_M, WIDE)[:, None] + columns
-    q_block = load_block(q, q_offsets, rows, q_len, True, HEAD_DIM)
+    q_offsets = element_offsets(q_stride * q_n * UNIT, BLOCK_M, WIDE, BLOCK_D, TAIL)
+    q_block = load_block(q, q_offsets, rows < q_len, True, HEAD_DIM)
     dout += (batch * dout_b + q_row * dout_n + head * dout_h) * UNIT
-    dout_offsets = row_offsets(q_stride * dout_n * UNIT, BLOCK_M, WIDE)[:, None] + columns
-    dout_block = load_block(dout, dout_offsets, rows, q_len, True, HEAD_DIM)
+    dout_offsets = element_offsets(q_stride * dout_n * UNIT, BLOCK_M, WIDE, BLOCK_D, TAIL)
+    dout_block = load_block(dout, dout_offsets, rows < q_len, True, HEAD_DIM)
     lse += batch * lse_b + q_row * lse_n + head * lse_h
     lse_offsets = row_offsets(q_stride * lse_n, BLOCK_M, WIDE)
     row_lse = tl.load(lse + lse_offsets, mask=in_rows, other=float("inf")) * LOG2_E
@@ -121,8 +126,8 @@ def _dq_kernel(
     k += (batch * k_b + k_row * k_n + kv_head * k_h) * UNIT
     v += (batch * v_b + k_row * v_n + kv_head * v_h) * UNIT
     k_step, v_step = k_stride * k_n * UNIT, k_stride * v_n * UNIT
-    k_offsets = row_offsets(k_step, BLOCK_N, WIDE)[:, None] + columns
-    v_offsets = row_offsets(v_step, BLOCK_N, WIDE)[:, None] + columns
+    k_offsets = element_offsets(k_step, BLOCK_N, WIDE, BLOCK_D, TAIL)
+    v_offsets = element_offsets(v_step, BLOCK_N, WIDE, BLOCK_D, TAIL)
     k_step *= BLOCK_N
     v_step *= BLOCK_N
 
@@ -133,7 +138,7 @@ def _dq_kernel(
         full = k_len // BLOCK_N
         stop = tl.cdiv(k_len, BLOCK_N)
     limits = tl.minimum(rows + 1, k_len) if IS_CAUSAL else tl.zeros_like(rows) + k_len
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc = zero_block(BLOCK_M, BLOCK_D, TAIL)
     acc = dq_of_keys(
         acc, q_block, dout_block, row_lse, row_delta, k, v, k_offsets, v_offsets, k_step, v_step,
         limits, k_len, 0, full, scale * LOG2_E, False, HEAD_DIM, BLOCK_N, PRECISION,
@@ -144,8 +149,8 @@ def _dq_kernel(
     )  # fmt: skip
 
     dq += (batch * dq_b + q_row * dq_n + head * dq_h) * UNIT
-    dq_offsets = row_offsets(q_stride * dq_n * UNIT, BLOCK_M, WIDE)[:, None] + columns
-    add_block(dq, dq_offsets, rows, q_len, acc * scale, STORE, HEAD_DIM)
+    dq_offsets = element_offsets(q_stride * dq_n * UNIT, BLOCK_M, WIDE, BLOCK_D, TAIL)
+    add_block(dq, dq_offsets, in_rows, scaled_block(acc, scale), STORE, HEAD_DIM)
 
 
 @triton.jit
@@ -187,27 +192,32 @@ def dkdv_of_queries(
     for number in tl.range(first, stop - (resume - gap), num_stages=STAGES):
         block = tl.where(number < gap, number, number + (resume - gap))
         rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
-        q_block = load_block(q + block * q_step, q_offsets, rows, length, MASKED, HEAD_DIM)
+        q_block = load_block(q + block * q_step, q_offsets, rows < length, MASKED, HEAD_DIM)
         dout_block = load_block(
-            dout + block * dout_step, dout_offsets, rows, length, MASKED, HEAD_DIM
+            dout + block * dout_step, dout_offsets, rows < length, MASKED, HEAD_DIM
         )
-        lse_rows = lse + block * lse_step + lse_offsets
-        delta_rows = delta + block * delta_step + delta_offsets
+        # Together they are as many as there are threads: with fewer elements Triton would have each
+        # thread load all of those that it needs, one by one.
+        of_rows = tl.where(
+            tl.arange(0, 2)[None, :] == 0,
+            (lse + block * lse_step + lse_offsets)[:, None],
+            (delta + block * delta_step + delta_offsets)[:, None],
+        )
         if MASKED:
-            row_lse = tl.load(lse_rows, mask=rows < length, other=float("inf"))
-            row_delta = tl.load(delta_rows, mask=rows < length, other=0.0)
+            beyond = tl.where(tl.arange(0, 2)[None, :] == 0, float("inf"), 0.0)
+            found = tl.load(of_rows, mask=(rows < length)[:, None], other=beyond)
         else:
-            row_lse = tl.load(lse_rows)
-            row_delta = tl.load(delta_rows)
-        scores = tl.dot(q_block, tl.trans(k), input_precision=PRECISION)
-        p = tl.exp2(scores * scale - (row_lse * LOG2_E)[:, None])
+            found = tl.load(of_rows)
+        row_lse, row_delta = tl.split(found)
+        # Keys by queries: p and ds are the left sides of products as they are, in registers.
+        scores = products_of_all_rows(k, q_block, PRECISION)
+        p = tl.exp2(scores * scale - (row_lse * LOG2_E)[None, :])
         if MASKED and HIDES:
-            p = tl.where(lows[None, :] <= rows[:, None], p, 0.0)
-        p_t = tl.trans(p.to(dout_block.dtype))
-        dv = tl.dot(p_t, dout_block, dv, input_precision=PRECISION)
-        dp = tl.dot(dout_block, tl.trans(v), input_precision=PRECISION)
-        ds_t = tl.trans((p * (dp - row_delta[:, None])).to(q_block.dtype))
-        dk = tl.dot(ds_t, q_block, dk, input_precision=PRECISION)
+            p = tl.where(lows[:, None] <= rows[None, :], p, 0.0)
+        dv = add_product(dv, p.to(dout_block[0].dtype), dout_block, PRECISION)
+        dp = products_of_all_rows(v, dout_block, PRECISION)
+        ds = (p * (dp - row_delta[None, :])).to(q_block[0].dtype)
+        dk = add_product(dk, ds, q_block, PRECISION)
     return dk, dv
 
 
@@ -229,6 +239,7 @@ def _dkdv_kernel(
     STORE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    TAIL: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -242,15 +253,14 @@ def _dkdv_kernel(
     q_row, q_stride, q_len = tl.load(cell + 2), tl.load(cell + 3), tl.load(cell + 4).to(tl.int32)
     k_row, k_stride, k_len = tl.load(cell + 5), tl.load(cell + 6), tl.load(cell + 7).to(tl.int32)
 
-    columns = tl.arange(0, BLOCK_D)[None, :]
     keys = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
     k_row += block_n * BLOCK_N * k_stride
     k += (batch * k_b + k_row * k_n + kv_head * k_h) * UNIT
     v += (batch * v_b + k_row * v_n + kv_head * v_h) * UNIT
-    k_offsets = row_offsets(k_stride * k_n * UNIT, BLOCK_N, WIDE)[:, None] + columns
-    v_offsets = row_offsets(k_stride * v_n * UNIT, BLOCK_N, WIDE)[:, None] + columns
-    k_block = load_block(k, k_offsets, keys, k_len, True, HEAD_DIM)
-    v_block = load_block(v, v_offsets, keys, k_len, True, HEAD_DIM)
+    k_offsets = element_offsets(k_stride * k_n * UNIT, BLOCK_N, WIDE, BLOCK_D, TAIL)
+    v_offsets = element_offsets(k_stride * v_n * UNIT, BLOCK_N, WIDE, BLOCK_D, TAIL)
+    k_block = load_block(k, k_offsets, keys < k_len, True, HEAD_DIM)
+    v_block = load_block(v, v_offsets, keys < k_len, True, HEAD_DIM)
 
     head = kv_head * heads_per_kv
     q += (batch * q_b + q_row * q_n + head * q_h) * UNIT
@@ -259,8 +269,8 @@ def _dkdv_kernel(
     delta += batch * delta_b + head * delta_h + q_row * delta_n
     q_step, dout_step = q_stride * q_n * UNIT, q_stride * dout_n * UNIT
     lse_step, delta_step = q_stride * lse_n, q_stride * delta_n
-    q_offsets = row_offsets(q_step, BLOCK_M, WIDE)[:, None] + columns
-    dout_offsets = row_offsets(dout_step, BLOCK_M, WIDE)[:, None] + columns
+    q_offsets = element_offsets(q_step, BLOCK_M, WIDE, BLOCK_D, TAIL)
+    dout_offsets = element_offsets(dout_step, BLOCK_M, WIDE, BLOCK_D, TAIL)
     lse_offsets = row_offsets(lse_step, BLOCK_M, WIDE)
     delta_offsets = row_offsets(delta_step, BLOCK_M, WIDE)
     q_step *= BLOCK_M
@@ -277,8 +287,8 @@ def _dkdv_kernel(
         first = block_n * BLOCK_N // BLOCK_M
         full = tl.minimum(tl.cdiv((block_n + 1) * BLOCK_N, BLOCK_M), stop)
     tail = tl.maximum(q_len // BLOCK_M, full)
-    dk_block = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dv_block = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dk_block = zero_block(BLOCK_N, BLOCK_D, TAIL)
+    dv_block = zero_block(BLOCK_N, BLOCK_D, TAIL)
     for _ in range(heads_per_kv):
         dk_block, dv_block = dkdv_of_queries(
             dk_block, dv_block, k_block, v_block, q, dout, lse, delta,
@@ -301,10 +311,10 @@ def _dkdv_kernel(
 
     dk += (batch * dk_b + k_row * dk_n + kv_head * dk_h) * UNIT
     dv += (batch * dv_b + k_row * dv_n + kv_head * dv_h) * UNIT
-    dk_offsets = row_offsets(k_stride * dk_n * UNIT, BLOCK_N, WIDE)[:, None] + columns
-    dv_offsets = row_offsets(k_stride * dv_n * UNIT, BLOCK_N, WIDE)[:, None] + columns
-    add_block(dk, dk_offsets, keys, k_len, dk_block * scale, STORE, HEAD_DIM)
-    add_block(dv, dv_offsets, keys, k_len, dv_block, STORE, HEAD_DIM)
+    dk_offsets = element_offsets(k_stride * dk_n * UNIT, BLOCK_N, WIDE, BLOCK_D, TAIL)
+    dv_offsets = element_offsets(k_stride * dv_n * UNIT, BLOCK_N, WIDE, BLOCK_D, TAIL)
+    add_block(dk, dk_offsets, keys < k_len, scaled_block(dk_block, scale), STORE, HEAD_DIM)
+    add_block(dv, dv_offsets, keys < k_len, dv_block, STORE, HEAD_DIM)
 
 
 _launch_dq, _launch_dkdv = Launcher(_dq_kernel), Launcher(_dkdv_kernel)

@@ -1,5 +1,10 @@
 """What the attention kernels share: blocks of rows, and how a launch is put together.
 
+Blocks have a power of two of columns. What a head_dim has beyond the largest one is padded, or it
+is a second part of the block: 48 columns are 32 and 16. So a block is a tuple of one part or two,
+and so are the offsets of its elements.
+
+
 Integers that change from call to call are not specialised on, so that new lengths compile nothing.
 """
 
@@ -15,27 +20,10 @@ import triton
 import triton.language as tl
 
 from .cells import Cells
-from .tuning import Kernel, LaunchConfig, default_config, padded_head_dim
+from .tuning import Kernel, LaunchConfig, default_config, head_dim_constants
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-
-
-@triton.jit
-def load_block(base, offsets, rows, length, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """A (rows, padded D) block; zero where `rows` reach past `length` and where D is padding."""
-    columns = tl.arange(0, offsets.shape[1])[None, :]
-    if MASKED and offsets.shape[1] != HEAD_DIM:
-        block = tl.load(
-            base + offsets, mask=(rows[:, None] < length) & (columns < HEAD_DIM), other=0.0
-        )
-    elif MASKED:
-        block = tl.load(base + offsets, mask=rows[:, None] < length, other=0.0)
-    elif offsets.shape[1] != HEAD_DIM:
-        block = tl.load(base + offsets, mask=columns < HEAD_DIM, other=0.0)
-    else:
-        block = tl.load(base + offsets)
-    return block
 
 
 @triton.jit
@@ -47,19 +35,132 @@ def row_offsets(stride, BLOCK: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def add_block(base, offsets, rows, length, block, STORE: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Write a (rows, padded D) block, or add it in float32 to what is there."""
-    mask = (rows[:, None] < length) & (tl.arange(0, offsets.shape[1])[None, :] < HEAD_DIM)
-    if not STORE:
-        block += tl.load(base + offsets, mask=mask, other=0.0).to(tl.float32)
-    tl.store(base + offsets, block.to(base.dtype.element_ty), mask=mask)
+def element_offsets(
+    stride, BLOCK: tl.constexpr, WIDE: tl.constexpr, BLOCK_D: tl.constexpr, TAIL: tl.constexpr
+):
+    """Offsets of a block's elements from its first: a tuple, of each part of its columns."""
+    rows = row_offsets(stride, BLOCK, WIDE)[:, None]
+    offsets = (rows + tl.arange(0, BLOCK_D)[None, :],)
+    if TAIL:
+        offsets += (rows + (BLOCK_D + tl.arange(0, TAIL))[None, :],)
+    return offsets
+
+
+@triton.jit
+def zero_block(BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, TAIL: tl.constexpr):
+    """A block of zeros, float32."""
+    block = (tl.zeros([BLOCK, BLOCK_D], tl.float32),)
+    if TAIL:
+        block += (tl.zeros([BLOCK, TAIL], tl.float32),)
+    return block
+
+
+@triton.jit
+def columns_of(offsets, part: tl.constexpr):
+    """The columns of a part of a block; the parts before are one, of the width of the first."""
+    return part * offsets[0].shape[1] + tl.arange(0, offsets[part].shape[1])[None, :]
+
+
+@triton.jit
+def load_part(
+    base, offsets, columns, in_rows, MASKED: tl.constexpr, PADDED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """A part of a block of rows, as `load_block` takes it; PADDED: it has columns beyond D."""
+    if MASKED and PADDED:
+        part = tl.load(base + offsets, mask=in_rows[:, None] & (columns < HEAD_DIM), other=0.0)
+    elif MASKED:
+        part = tl.load(base + offsets, mask=in_rows[:, None], other=0.0)
+    elif PADDED:
+        part = tl.load(base + offsets, mask=columns < HEAD_DIM, other=0.0)
+    else:
+        part = tl.load(base + offsets)
+    return part
+
+
+@triton.jit
+def load_block(base, offsets, in_rows, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """A block of rows; zero where D is padding and, if MASKED, where `in_rows` does not say so."""
+    block = ()
+    for part in tl.static_range(len(offsets)):
+        columns = columns_of(offsets, part)
+        block += (
+            load_part(
+                base, offsets[part], columns, in_rows, MASKED,
+                part * offsets[0].shape[1] + offsets[part].shape[1] > HEAD_DIM, HEAD_DIM,
+            ),
+        )  # fmt: skip
+    return block
 
 
 @triton.jit
 def write_block(base, offsets, in_rows, block, HEAD_DIM: tl.constexpr):
-    """Write a (rows, padded D) block where `in_rows` says so."""
-    mask = in_rows[:, None] & (tl.arange(0, offsets.shape[1])[None, :] < HEAD_DIM)
-    tl.store(base + offsets, block.to(base.dtype.element_ty), mask=mask)
+    """Write a block of rows where `in_rows` says so."""
+    for part in tl.static_range(len(offsets)):
+        mask = in_rows[:, None] & (columns_of(offsets, part) < HEAD_DIM)
+        tl.store(base + offsets[part], block[part].to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def add_block(base, offsets, in_rows, block, STORE: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Write a block of rows, or add it in float32 to what is there."""
+    if not STORE:
+        block = sum_of_blocks(block, load_block(base, offsets, in_rows, True, HEAD_DIM))
+    write_block(base, offsets, in_rows, block, HEAD_DIM)
+
+
+@triton.jit
+def sum_of_blocks(block, other):
+    """The sum of two blocks, in float32."""
+    total = ()
+    for part in tl.static_range(len(block)):
+        total += (block[part].to(tl.float32) + other[part].to(tl.float32),)
+    return total
+
+
+@triton.jit
+def scaled_block(block, factors):
+    """A block times a factor, or times one for each row: (rows, 1)."""
+    scaled = ()
+    for part in tl.static_range(len(block)):
+        scaled += (block[part] * factors,)
+    return scaled
+
+
+@triton.jit
+def negated_block(block, condition):
+    """The block, or where `condition` holds, its negative."""
+    negated = ()
+    for part in tl.static_range(len(block)):
+        negated += (tl.where(condition, -block[part], block[part]),)
+    return negated
+
+
+@triton.jit
+def products_of_rows(a, b):
+    """Of each row of a block with the same row of another, float32."""
+    products = tl.sum(a[0].to(tl.float32) * b[0].to(tl.float32), 1)
+    for part in tl.static_range(1, len(a)):
+        products += tl.sum(a[part].to(tl.float32) * b[part].to(tl.float32), 1)
+    return products
+
+
+@triton.jit
+def products_of_all_rows(a, b, PRECISION: tl.constexpr):
+    """Products of all rows of a block with all rows of another, float32."""
+    products = tl.dot(a[0], tl.trans(b[0]), input_precision=PRECISION)
+    for part in tl.static_range(1, len(a)):
+        products = tl.dot(a[part], tl.trans(b[part]), products, input_precision=PRECISION)
+    return products
+
+
+@triton.jit
+def add_product(total, weights, block, PRECISION: tl.constexpr):
+    """Add the rows of a block to `total`, each weighted as a column of `weights` says."""
+    added = ()
+    for part in tl.static_range(len(block)):
+        added += (tl.dot(weights, block[part], total[part], input_precision=PRECISION),)
+    return added
 
 
 def stride_unit(*strides: Sequence[int]) -> int:
@@ -109,8 +210,7 @@ def constants(
         "UNIT": unit,
         "IS_CAUSAL": cells.is_causal,
         "STORE": store,
-        "HEAD_DIM": q.shape[-1],
-        "BLOCK_D": padded_head_dim(q.shape[-1]),
+        **head_dim_constants(q.shape[-1], config.tail),
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         # No tf32 for float32; nothing to choose for the others.

@@ -151,11 +151,12 @@ def _split_kernel(
             k_step, v_step = step * k_n * UNIT, step * v_n * UNIT
             k_offsets = row_offsets(k_step, BLOCK_N, WIDE)[:, None] + columns[None, :]
             v_offsets = row_offsets(v_step, BLOCK_N, WIDE)[:, None] + columns[None, :]
-            acc, row_max, row_sum = attend(
-                acc, row_max, row_sum, q_block, k + row * k_n * UNIT, v + row * v_n * UNIT,
-                k_offsets, v_offsets, k_step * BLOCK_N, v_step * BLOCK_N, limits, length,
+            found, row_max, row_sum = attend(
+                (acc,), row_max, row_sum, (q_block,), k + row * k_n * UNIT, v + row * v_n * UNIT,
+                (k_offsets,), (v_offsets,), k_step * BLOCK_N, v_step * BLOCK_N, limits, length,
                 first, stop, scale_log2, True, HEAD_DIM, BLOCK_N, PRECISION,
             )  # fmt: skip
+            acc = found[0]
         begin += blocks
 
     total = tl.where(row_sum > 0, row_sum, 1.0)

@@ -16,14 +16,20 @@ import triton.language as tl
 from .blocks import (
     LN_2,
     LOG2_E,
+    add_product,
     constants,
     default_launch,
+    element_offsets,
     is_wide,
     load_block,
+    negated_block,
+    products_of_all_rows,
     row_offsets,
+    scaled_block,
     stride_unit,
     strides_in,
     write_block,
+    zero_block,
 )
 from .cells import Cells
 from .launch import Launcher
@@ -59,8 +65,8 @@ def attend(
     """
     for block in tl.range(first, stop, num_stages=STAGES):
         keys = block * BLOCK_N + tl.arange(0, BLOCK_N)
-        k_block = load_block(k + block * k_step, k_offsets, keys, length, MASKED, HEAD_DIM)
-        scores = tl.dot(q, tl.trans(k_block), input_precision=PRECISION)
+        k_block = load_block(k + block * k_step, k_offsets, keys < length, MASKED, HEAD_DIM)
+        scores = products_of_all_rows(q, k_block, PRECISION)
         if MASKED:
             scores = tl.where(keys[None, :] < limits[:, None], scores * scale, float("-inf"))
             new_max = tl.maximum(row_max, tl.max(scores, 1))
@@ -74,27 +80,29 @@ def attend(
         shrink = tl.exp2(row_max - finite_max)
         row_max = new_max
         row_sum = row_sum * shrink + tl.sum(p, 1)
-        acc = acc * shrink[:, None]
-        v_block = load_block(v + block * v_step, v_offsets, keys, length, MASKED, HEAD_DIM)
-        acc = tl.dot(p.to(v_block.dtype), v_block, acc, input_precision=PRECISION)
+        acc = scaled_block(acc, shrink[:, None])
+        v_block = load_block(v + block * v_step, v_offsets, keys < length, MASKED, HEAD_DIM)
+        acc = add_product(acc, p.to(v_block[0].dtype), v_block, PRECISION)
     return acc, row_max, row_sum
 
 
 @triton.jit
 def merge_block(out, lse, out_offsets, lse_offsets, in_rows, acc, new_lse, HEAD_DIM: tl.constexpr):
     """A block of rows and their lse, merged with what `out` and `lse` hold of them."""
-    columns = tl.arange(0, out_offsets.shape[1])[None, :]
     old_lse = tl.load(lse + lse_offsets, mask=in_rows, other=0.0)
     unseen = old_lse == float("-inf")
-    mask = in_rows[:, None] & (columns < HEAD_DIM)
-    old = tl.load(out + out_offsets, mask=mask, other=0.0).to(tl.float32)
-    weight = tl.sigmoid(new_lse - old_lse)
-    acc = tl.where(unseen[:, None], acc, old + weight[:, None] * (acc - old))
+    old = load_block(out, out_offsets, in_rows, True, HEAD_DIM)
+    weight = tl.sigmoid(new_lse - old_lse)[:, None]
+    merged = ()
+    for part in tl.static_range(len(acc)):
+        was = old[part].to(tl.float32)
+        both = was + weight * (acc[part] - was)
+        merged += (tl.where(unseen[:, None], acc[part], both),)
     # logaddexp, from the larger of the two
     new_lse = tl.maximum(old_lse, new_lse) + tl.log(1 + tl.exp(-tl.abs(old_lse - new_lse)))
     # Several warps may load the lse of one row, one stores it: all loads come first.
     tl.debug_barrier()
-    return acc, new_lse
+    return merged, new_lse
 
 
 @triton.jit(
@@ -113,6 +121,7 @@ def _forward_kernel(
     STORE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    TAIL: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -127,25 +136,24 @@ def _forward_kernel(
     k_row, k_stride, k_len = tl.load(cell + 5), tl.load(cell + 6), tl.load(cell + 7).to(tl.int32)
     head = kv_head * heads_per_kv + member
 
-    columns = tl.arange(0, BLOCK_D)[None, :]
     rows = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
     q_row += block_m * BLOCK_M * q_stride
     q += (batch * q_b + q_row * q_n + head * q_h) * UNIT
-    q_offsets = row_offsets(q_stride * q_n * UNIT, BLOCK_M, WIDE)[:, None] + columns
-    q_block = load_block(q, q_offsets, rows, q_len, True, HEAD_DIM)
+    q_offsets = element_offsets(q_stride * q_n * UNIT, BLOCK_M, WIDE, BLOCK_D, TAIL)
+    q_block = load_block(q, q_offsets, rows < q_len, True, HEAD_DIM)
     # The maximum of scaled scores is the scaled maximum for scale >= 0: move its sign into q.
-    q_block = tl.where(scale < 0, -q_block, q_block)
+    q_block = negated_block(q_block, scale < 0)
     scale_log2 = tl.abs(scale) * LOG2_E
 
     k += (batch * k_b + k_row * k_n + kv_head * k_h) * UNIT
     v += (batch * v_b + k_row * v_n + kv_head * v_h) * UNIT
     k_step, v_step = k_stride * k_n * UNIT, k_stride * v_n * UNIT
-    k_offsets = row_offsets(k_step, BLOCK_N, WIDE)[:, None] + columns
-    v_offsets = row_offsets(v_step, BLOCK_N, WIDE)[:, None] + columns
+    k_offsets = element_offsets(k_step, BLOCK_N, WIDE, BLOCK_D, TAIL)
+    v_offsets = element_offsets(v_step, BLOCK_N, WIDE, BLOCK_D, TAIL)
     k_step *= BLOCK_N
     v_step *= BLOCK_N
 
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc = zero_block(BLOCK_M, BLOCK_D, TAIL)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     if IS_CAUSAL:  # before the diagonal: no mask
@@ -163,11 +171,11 @@ def _forward_kernel(
         acc, row_max, row_sum, q_block, k, v, k_offsets, v_offsets, k_step, v_step,
         limits, k_len, full, stop, scale_log2, True, HEAD_DIM, BLOCK_N, PRECISION,
     )  # fmt: skip
-    acc = acc / row_sum[:, None]
+    acc = scaled_block(acc, 1.0 / row_sum[:, None])
     new_lse = (row_max + tl.log2(row_sum)) * LN_2
 
     out += (batch * out_b + q_row * out_n + head * out_h) * UNIT
-    out_offsets = row_offsets(q_stride * out_n * UNIT, BLOCK_M, WIDE)[:, None] + columns
+    out_offsets = element_offsets(q_stride * out_n * UNIT, BLOCK_M, WIDE, BLOCK_D, TAIL)
     lse += batch * lse_b + q_row * lse_n + head * lse_h
     lse_offsets = row_offsets(q_stride * lse_n, BLOCK_M, WIDE)
     in_rows = rows < q_len

@@ -13,7 +13,18 @@ import triton
 import triton.language as tl
 
 from .backward import dkdv_of_queries, dq_of_keys
-from .blocks import LOG2_E, load_block, row_offsets, write_block
+from .blocks import (
+    LOG2_E,
+    element_offsets,
+    load_block,
+    products_of_all_rows,
+    products_of_rows,
+    row_offsets,
+    scaled_block,
+    sum_of_blocks,
+    write_block,
+    zero_block,
+)
 from .launch import Launcher
 from .own_forward import (
     keys_of_rows,
@@ -53,12 +64,12 @@ def _weigh_keys(
     """Sum p (dout v^T) and p over the keys that rows see."""
     for block in range(0, stop):
         keys = block * BLOCK_N + tl.arange(0, BLOCK_N)
-        k_block = load_block(k + block * k_step, k_offsets, keys, length, True, HEAD_DIM)
-        v_block = load_block(v + block * v_step, v_offsets, keys, length, True, HEAD_DIM)
-        scores = tl.dot(q, tl.trans(k_block), input_precision=PRECISION)
+        k_block = load_block(k + block * k_step, k_offsets, keys < length, True, HEAD_DIM)
+        v_block = load_block(v + block * v_step, v_offsets, keys < length, True, HEAD_DIM)
+        scores = products_of_all_rows(q, k_block, PRECISION)
         p = tl.exp2(scores * scale - lse[:, None])
         p = tl.where(keys[None, :] < limits[:, None], p, 0.0)
-        dp = tl.dot(dout, tl.trans(v_block), input_precision=PRECISION)
+        dp = products_of_all_rows(dout, v_block, PRECISION)
         weighed += tl.sum(p * dp, 1)
         weights += tl.sum(p, 1)
     return weighed, weights
@@ -88,6 +99,7 @@ def _dq_kernel(
     DETACHED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    TAIL: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -112,17 +124,16 @@ def _dq_kernel(
     ):
         return
 
-    columns = tl.arange(0, BLOCK_D)[None, :]
     rows = tl.arange(0, BLOCK_M)
     wide_step = step.to(tl.int64)
     row = (first + shift).to(tl.int64)
     wide_head = head.to(tl.int64)
     q += (batch * q_b + row * q_n + wide_head * q_h) * UNIT
-    q_offsets = row_offsets(wide_step * q_n * UNIT, BLOCK_M, WIDE)[:, None] + columns
-    q_block = load_block(q, q_offsets, rows, count, True, HEAD_DIM)
+    q_offsets = element_offsets(wide_step * q_n * UNIT, BLOCK_M, WIDE, BLOCK_D, TAIL)
+    q_block = load_block(q, q_offsets, rows < count, True, HEAD_DIM)
     dout += (batch * dout_b + row * dout_n + wide_head * dout_h) * UNIT
-    dout_offsets = row_offsets(wide_step * dout_n * UNIT, BLOCK_M, WIDE)[:, None] + columns
-    dout_block = load_block(dout, dout_offsets, rows, count, True, HEAD_DIM)
+    dout_offsets = element_offsets(wide_step * dout_n * UNIT, BLOCK_M, WIDE, BLOCK_D, TAIL)
+    dout_block = load_block(dout, dout_offsets, rows < count, True, HEAD_DIM)
     of_lse = batch * lse_b + row * lse_n + wide_head * lse_h
     lse_offsets = row_offsets(wide_step * lse_n, BLOCK_M, WIDE)
     row_lse = tl.load(lse + of_lse + lse_offsets, mask=rows < count, other=float("inf")) * LOG2_E
@@ -130,22 +141,22 @@ def _dq_kernel(
     row_delta = tl.zeros([BLOCK_M], tl.float32)
     if not DETACHED:
         out += (batch * out_b + row * out_n + wide_head * out_h) * UNIT
-        out_offsets = row_offsets(wide_step * out_n * UNIT, BLOCK_M, WIDE)[:, None] + columns
-        out_block = load_block(out, out_offsets, rows, count, True, HEAD_DIM)
-        row_delta = tl.sum(dout_block.to(tl.float32) * out_block.to(tl.float32), 1)
+        out_offsets = element_offsets(wide_step * out_n * UNIT, BLOCK_M, WIDE, BLOCK_D, TAIL)
+        out_block = load_block(out, out_offsets, rows < count, True, HEAD_DIM)
+        row_delta = products_of_rows(dout_block, out_block)
         tl.store(delta + lse_offsets, row_delta, mask=rows < count)
     k += (batch * k_b + kv_head.to(tl.int64) * k_h) * UNIT
     v += (batch * v_b + kv_head.to(tl.int64) * v_h) * UNIT
 
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc = zero_block(BLOCK_M, BLOCK_D, TAIL)
     for branch in tl.range(0, num_branches, disable_licm=True):
         length, rate, offset, segment, segment_stop = segments_of(
             branches, chosen, branch, kv_head, kv_heads, document, first, last
         )
         k_step = rate.to(tl.int64) * k_n * UNIT
         v_step = rate.to(tl.int64) * v_n * UNIT
-        k_offsets = row_offsets(k_step, BLOCK_N, WIDE)[:, None] + columns
-        v_offsets = row_offsets(v_step, BLOCK_N, WIDE)[:, None] + columns
+        k_offsets = element_offsets(k_step, BLOCK_N, WIDE, BLOCK_D, TAIL)
+        v_offsets = element_offsets(v_step, BLOCK_N, WIDE, BLOCK_D, TAIL)
         k_step *= BLOCK_N
         v_step *= BLOCK_N
         for index in tl.range(segment, segment_stop, disable_licm=True):
@@ -183,10 +194,10 @@ def _dq_kernel(
                     scale * LOG2_E, True, HEAD_DIM, BLOCK_N, PRECISION, 1,
                 )  # fmt: skip
     dq += (batch * dq_b + row * dq_n + wide_head * dq_h) * UNIT
-    dq_offsets = row_offsets(wide_step * dq_n * UNIT, BLOCK_M, WIDE)[:, None] + columns
-    acc *= scale
+    dq_offsets = element_offsets(wide_step * dq_n * UNIT, BLOCK_M, WIDE, BLOCK_D, TAIL)
+    acc = scaled_block(acc, scale)
     if tl.load(own + 7) == 0:
-        acc += load_block(dq, dq_offsets, rows, count, True, HEAD_DIM).to(tl.float32)
+        acc = sum_of_blocks(acc, load_block(dq, dq_offsets, rows < count, True, HEAD_DIM))
     write_block(dq, dq_offsets, rows < count, acc, HEAD_DIM)
 
 
@@ -213,6 +224,7 @@ def _dkdv_kernel(
     DETACHED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    TAIL: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -231,20 +243,19 @@ def _dkdv_kernel(
     ):
         return
 
-    columns = tl.arange(0, BLOCK_D)[None, :]
     keys = tl.arange(0, BLOCK_N)
     wide_step = step.to(tl.int64)
     row = (first + shift).to(tl.int64)
     wide_head = kv_head.to(tl.int64)
     k += (batch * k_b + row * k_n + wide_head * k_h) * UNIT
     v += (batch * v_b + row * v_n + wide_head * v_h) * UNIT
-    k_offsets = row_offsets(wide_step * k_n * UNIT, BLOCK_N, WIDE)[:, None] + columns
-    v_offsets = row_offsets(wide_step * v_n * UNIT, BLOCK_N, WIDE)[:, None] + columns
-    k_block = load_block(k, k_offsets, keys, count, True, HEAD_DIM)
-    v_block = load_block(v, v_offsets, keys, count, True, HEAD_DIM)
+    k_offsets = element_offsets(wide_step * k_n * UNIT, BLOCK_N, WIDE, BLOCK_D, TAIL)
+    v_offsets = element_offsets(wide_step * v_n * UNIT, BLOCK_N, WIDE, BLOCK_D, TAIL)
+    k_block = load_block(k, k_offsets, keys < count, True, HEAD_DIM)
+    v_block = load_block(v, v_offsets, keys < count, True, HEAD_DIM)
 
-    dk_block = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dv_block = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dk_block = zero_block(BLOCK_N, BLOCK_D, TAIL)
+    dv_block = zero_block(BLOCK_N, BLOCK_D, TAIL)
     for branch in tl.range(0, num_branches, disable_licm=True):
         length, rate, offset, segment, segment_stop = segments_of(
             branches, chosen, branch, kv_head, kv_heads, document, first, last
@@ -252,8 +263,8 @@ def _dkdv_kernel(
         wide_rate = rate.to(tl.int64)
         q_step, dout_step = wide_rate * q_n * UNIT, wide_rate * dout_n * UNIT
         lse_step = wide_rate * lse_n
-        q_offsets = row_offsets(q_step, BLOCK_M, WIDE)[:, None] + columns
-        dout_offsets = row_offsets(dout_step, BLOCK_M, WIDE)[:, None] + columns
+        q_offsets = element_offsets(q_step, BLOCK_M, WIDE, BLOCK_D, TAIL)
+        dout_offsets = element_offsets(dout_step, BLOCK_M, WIDE, BLOCK_D, TAIL)
         lse_offsets = row_offsets(lse_step, BLOCK_M, WIDE)
         q_step *= BLOCK_M
         dout_step *= BLOCK_M
@@ -310,12 +321,13 @@ def _dkdv_kernel(
 
     dk += (batch * dk_b + row * dk_n + wide_head * dk_h) * UNIT
     dv += (batch * dv_b + row * dv_n + wide_head * dv_h) * UNIT
-    dk_offsets = row_offsets(wide_step * dk_n * UNIT, BLOCK_N, WIDE)[:, None] + columns
-    dv_offsets = row_offsets(wide_step * dv_n * UNIT, BLOCK_N, WIDE)[:, None] + columns
-    dk_block *= scale
+    dk_offsets = element_offsets(wide_step * dk_n * UNIT, BLOCK_N, WIDE, BLOCK_D, TAIL)
+    dv_offsets = element_offsets(wide_step * dv_n * UNIT, BLOCK_N, WIDE, BLOCK_D, TAIL)
+    dk_block = scaled_block(dk_block, scale)
     if tl.load(own + 7) == 0:
-        dk_block += load_block(dk, dk_offsets, keys, count, True, HEAD_DIM).to(tl.float32)
-        dv_block += load_block(dv, dv_offsets, keys, count, True, HEAD_DIM).to(tl.float32)
+        in_keys = keys < count
+        dk_block = sum_of_blocks(dk_block, load_block(dk, dk_offsets, in_keys, True, HEAD_DIM))
+        dv_block = sum_of_blocks(dv_block, load_block(dv, dv_offsets, in_keys, True, HEAD_DIM))
     write_block(dk, dk_offsets, keys < count, dk_block, HEAD_DIM)
     write_block(dv, dv_offsets, keys < count, dv_block, HEAD_DIM)
 

@@ -17,11 +17,23 @@ import torch
 import triton
 import triton.language as tl
 
-from .blocks import LN_2, LOG2_E, load_block, row_offsets, stride_unit, strides_in, write_block
+from .blocks import (
+    LN_2,
+    LOG2_E,
+    element_offsets,
+    load_block,
+    negated_block,
+    row_offsets,
+    scaled_block,
+    stride_unit,
+    strides_in,
+    write_block,
+    zero_block,
+)
 from .forward import attend, merge_block
 from .launch import Launcher
 from .own_programs import Programs
-from .tuning import LaunchConfig, padded_head_dim
+from .tuning import LaunchConfig, head_dim_constants
 
 
 @triton.jit
@@ -145,6 +157,7 @@ def _forward_kernel(
     ZERO_KEYS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    TAIL: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -165,21 +178,20 @@ def _forward_kernel(
     ):
         return
 
-    columns = tl.arange(0, BLOCK_D)[None, :]
     rows = tl.arange(0, BLOCK_M)
     wide_step = step.to(tl.int64)
     row = (first + shift).to(tl.int64)
     wide_head = head.to(tl.int64)
     q += (batch * q_b + row * q_n + wide_head * q_h) * UNIT
-    q_offsets = row_offsets(wide_step * q_n * UNIT, BLOCK_M, WIDE)[:, None] + columns
-    q_block = load_block(q, q_offsets, rows, count, True, HEAD_DIM)
+    q_offsets = element_offsets(wide_step * q_n * UNIT, BLOCK_M, WIDE, BLOCK_D, TAIL)
+    q_block = load_block(q, q_offsets, rows < count, True, HEAD_DIM)
     # The maximum of scaled scores is the scaled maximum for scale >= 0: move its sign into q.
-    q_block = tl.where(scale < 0, -q_block, q_block)
+    q_block = negated_block(q_block, scale < 0)
     scale_log2 = tl.abs(scale) * LOG2_E
     k += (batch * k_b + kv_head.to(tl.int64) * k_h) * UNIT
     v += (batch * v_b + kv_head.to(tl.int64) * v_h) * UNIT
 
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc = zero_block(BLOCK_M, BLOCK_D, TAIL)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     for branch in tl.range(0, num_branches, disable_licm=True):
@@ -188,8 +200,8 @@ def _forward_kernel(
         )
         k_step = rate.to(tl.int64) * k_n * UNIT
         v_step = rate.to(tl.int64) * v_n * UNIT
-        k_offsets = row_offsets(k_step, BLOCK_N, WIDE)[:, None] + columns
-        v_offsets = row_offsets(v_step, BLOCK_N, WIDE)[:, None] + columns
+        k_offsets = element_offsets(k_step, BLOCK_N, WIDE, BLOCK_D, TAIL)
+        v_offsets = element_offsets(v_step, BLOCK_N, WIDE, BLOCK_D, TAIL)
         k_step *= BLOCK_N
         v_step *= BLOCK_N
         for index in tl.range(segment, segment_stop, disable_licm=True):
@@ -221,14 +233,14 @@ def _forward_kernel(
                         added = tl.where(within, zeros.to(tl.float32) * tl.exp2(-finite_max), 0.0)
                         row_max = new_max
                         row_sum = row_sum * shrink + added
-                        acc = acc * shrink[:, None]
+                        acc = scaled_block(acc, shrink[:, None])
     seen_rows = (rows < count) & (row_sum > 0)
     row_sum = tl.where(row_sum > 0, row_sum, 1.0)
     new_lse = (row_max + tl.log2(row_sum)) * LN_2
-    acc = acc / row_sum[:, None]
+    acc = scaled_block(acc, 1.0 / row_sum[:, None])
 
     out += (batch * out_b + row * out_n + wide_head * out_h) * UNIT
-    out_offsets = row_offsets(wide_step * out_n * UNIT, BLOCK_M, WIDE)[:, None] + columns
+    out_offsets = element_offsets(wide_step * out_n * UNIT, BLOCK_M, WIDE, BLOCK_D, TAIL)
     lse += batch * lse_b + row * lse_n + wide_head * lse_h
     lse_offsets = row_offsets(wide_step * lse_n, BLOCK_M, WIDE)
     if tl.load(own + 7) == 0:
@@ -345,8 +357,7 @@ def _constants(
     widest = 256 * programs.max_step * longest
     return {
         "UNIT": unit,
-        "HEAD_DIM": head_dim,
-        "BLOCK_D": padded_head_dim(head_dim),
+        **head_dim_constants(head_dim, config.tail),
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "PRECISION": "ieee",  # no tf32 for float32; nothing to choose for the others

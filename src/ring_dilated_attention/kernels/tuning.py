@@ -23,6 +23,8 @@ class LaunchConfig:
         num_stages: key (dkdv: query) blocks in flight.
         max_registers: of a thread; None: as many as the compiler likes. With fewer, more programs
             run on a multiprocessor at a time.
+        tail: whether blocks have a second part for the columns beyond a power of two, where these
+            are 16, 32 or 64; else columns are padded to the next power of two.
     """
 
     block_m: int
@@ -30,6 +32,7 @@ class LaunchConfig:
     num_warps: int
     num_stages: int
     max_registers: int | None = None
+    tail: bool = False
 
 
 class BackwardConfig(NamedTuple):
@@ -41,7 +44,7 @@ class BackwardConfig(NamedTuple):
 
 # (kernel, bytes per element, padded head_dim up to). Those of 2 bytes are the fastest of a sweep
 # on an H200; those of 4 fit registers and shared memory.
-_CONFIGS: dict[tuple[Kernel, int, int], LaunchConfig] = {
+CONFIGS: dict[tuple[Kernel, int, int], LaunchConfig] = {
     ("forward", 2, 64): LaunchConfig(64, 64, 4, 3),
     ("forward", 2, 128): LaunchConfig(128, 64, 8, 3),
     ("forward", 2, 256): LaunchConfig(128, 64, 8, 2),
@@ -71,7 +74,7 @@ _CONFIGS: dict[tuple[Kernel, int, int], LaunchConfig] = {
 
 # Of those above that take more than 99 KiB of shared memory: how many bytes, as Triton compiles
 # them for compute capability 8.0, and what fits into 99 KiB (8.6, 8.9, 12.0) with 66 to 72 KiB.
-_LARGE: dict[tuple[Kernel, int, int], tuple[int, LaunchConfig]] = {
+LARGE: dict[tuple[Kernel, int, int], tuple[int, LaunchConfig]] = {
     ("dq", 2, 128): (131_072, LaunchConfig(64, 64, 4, 2)),
     ("forward", 2, 256): (147_456, LaunchConfig(64, 32, 4, 2)),
     ("dq", 2, 256): (102_400, LaunchConfig(32, 32, 4, 2)),
@@ -86,6 +89,21 @@ _WGMMA_ROWS = 64
 def padded_head_dim(head_dim: int) -> int:
     """The power of two that the kernels work with."""
     return power_of_two(head_dim)
+
+
+def head_dim_constants(head_dim: int, tail: bool) -> dict[str, int]:
+    """What a kernel is compiled for: the head_dim, and the columns of both parts of its blocks.
+
+    Args:
+        head_dim: of the tensors.
+        tail: whether blocks may have a second part; else one is padded.
+    """
+    columns = -(-head_dim // 16) * 16
+    largest = 1 << (columns.bit_length() - 1)
+    rest = columns - largest
+    if not tail or rest.bit_count() != 1:
+        largest, rest = padded_head_dim(head_dim), 0
+    return {"HEAD_DIM": head_dim, "BLOCK_D": largest, "TAIL": rest}
 
 
 def default_config(
@@ -113,10 +131,10 @@ def default_config(
     """
     size = dtype.itemsize, max(64, padded_head_dim(head_dim))
     key: Any = (kernel, *size)
-    if key not in _CONFIGS:
+    if key not in CONFIGS:
         key = (kernel.removeprefix("own_"), *size)
-    best = _CONFIGS[key]
-    needed, smaller = _LARGE.get(key, (0, best))
+    best = CONFIGS[key]
+    needed, smaller = LARGE.get(key, (0, best))
     if device is not None and profile_of(device).shared_bytes < needed:
         best = smaller
     block_m = min(best.block_m, power_of_two(queries))

@@ -1,18 +1,19 @@
 """The plan: from (pattern, layout) to what each rank computes and exchanges. Integers only.
 
 `parts` says what ranks hold and who shares a segment with whom, and `crossings` which ranks do so
-alike. `rows` is what tiles and messages are made of, and `tiling` makes them. `attention` is
-the plan of a world, `rank` that of one rank, `replicated` that of queries which every rank holds,
-`cache` what a KV cache keeps, `cache_step` what one new position reads of it, and `cache_usage` how
-many rows are in use. `zero_keys` counts keys that no rank holds, `check` proves a plan, `costs`
-counts its bytes and operations, and `prediction` turns it into seconds by rates that it is given.
+alike. `rows` is what tiles and messages are made of, and `tiling` makes them. `attention` is the
+plan of a world, `rank` that of one rank, `passing` how ranks of a host pass on what has crossed to
+it once, `replicated` that of queries which every rank holds, `cache` what a KV cache keeps,
+`cache_step` what one new position reads of it, and `cache_usage` how many rows are in use.
+`zero_keys` counts keys that no rank holds, `check` proves a plan, `costs` counts its bytes and
+operations, and `prediction` turns it into seconds by rates that it is given.
 """
 
 from .attention import FEW_ADDITIONS, AttentionPlan, plan_attention
 from .cache import CachedBranch, CachePlan, KeptRows, NewTile, plan_cache
 from .cache_step import CacheStep, StepTile, plan_step
 from .cache_usage import BranchUse, cache_use, plan_any_length
-from .check import check_plan, enumerated, proof_steps
+from .check import PlanError, check_plan, enumerated, proof_steps
 from .costs import (
     Balance,
     Memory,
@@ -24,11 +25,13 @@ from .costs import (
     flops_of_rank,
     memory,
     returned_bytes,
+    sent_bytes,
     step_imbalance,
     traffic,
 )
 from .own import OwnRange, OwnWork
-from .parts import OwnRun
+from .parts import OwnRun, OwnRuns
+from .passing import PassingStep
 from .prediction import ComputeRates, Link, Prediction, Rates, efficiency, host_of_ranks, predict
 from .rank import LocalHalves, RankPlan, Step
 from .replicated import replicated_groups, replicated_strips, replicated_zero_keys
@@ -51,8 +54,11 @@ __all__ = [
     "NewTile",
     "OwnRange",
     "OwnRun",
+    "OwnRuns",
     "OwnWork",
     "PackedTiles",
+    "PassingStep",
+    "PlanError",
     "Prediction",
     "RankPlan",
     "Rates",
@@ -84,6 +90,7 @@ __all__ = [
     "replicated_strips",
     "replicated_zero_keys",
     "returned_bytes",
+    "sent_bytes",
     "step_imbalance",
     "traffic",
 ]

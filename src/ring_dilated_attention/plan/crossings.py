@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from .parts import Link, Part, Span, within_rows
@@ -124,26 +124,39 @@ class Crossings:
             parts = self._plan.parts_of(other)
             # Where pieces end depends on where the sender's ranges do.
             ends = self._ends(other) if self._plan.pieces > 1 else ()
-            sends = self._kind((ends, *self._places(self.seen, parts)))
-            receives = self._kind((None, *self._places(self.shown, parts)))
+            placed = list(zip(_order(parts), parts, strict=True))
+            sends = self._kind((ends, *self._places(self.seen, placed)))
+            receives = self._kind((None, *self._places(self.shown, placed)))
             found = self._kinds_of[other] = sends, receives
         return found
 
     def _kind(self, places: Hashable) -> int:
         return self._kinds.setdefault(places, len(self._kinds))
 
-    def _places(self, spans: Sequence[Span], parts: Sequence[Part]) -> list[int]:
+    def _places(self, spans: Sequence[Span], parts: Sequence[tuple[int, Part]]) -> list[int]:
         """How `parts` lie relative to `spans`: all that tiles and messages depend on.
 
         Five ints for each pair of a span and a part that it reaches.
+
+        Args:
+            spans: of this rank.
+            parts: of another rank, each with its place in the order of their positions.
         """
         found: list[int] = []
         rates = self._plan.pattern.dilation_rates
         for number, (branch, _, _, low, high, segment, end) in enumerate(spans):
             rate = rates[branch]
-            for start, stop, _, local, _, _, order in parts:
+            for order, (start, stop, _, local, _, _) in parts:
                 if start < high and low < stop:
                     first = start if start > segment else segment
                     size = (stop if stop < end else end) - first
                     found += number, order, local + first - start, size, (segment - first) % rate
         return found
+
+
+def _order(parts: Sequence[Part]) -> Sequence[int]:
+    """Of each part, how many of them have lower positions."""
+    if all(a.start < b.start for a, b in pairwise(parts)):
+        return range(len(parts))
+    before = {start: number for number, start in enumerate(sorted(x.start for x in parts))}
+    return [before[part.start] for part in parts]

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from .grouping import group_tiles
 from .own import OwnWork, own_work
-from .parts import OwnRun
+from .parts import OwnRuns
+from .passing import PassingStep, passing_steps
 from .rows import Message, Tile, TileGroup
 from .zero_keys import zero_key_groups
 
@@ -80,6 +81,7 @@ class RankPlan:
         self.index = rank
         self.world_size = plan.layout.world_size
         self._steps: dict[int, Step] = {}
+        self._passing: dict[tuple[int, ...], tuple[PassingStep, ...] | None] = {}
         self._crossings = plan.crossings(rank)
         self._arrivals: dict[tuple[int, int], _Arrival] = {}
         self._departures: dict[tuple[int, int], Message | None] = {}
@@ -96,21 +98,25 @@ class RankPlan:
 
         A rank may hold several ranges of positions, between which there are other positions.
         """
-        return self.world_size == 1 and not (self._seen or self._shown)
+        return not (self._seen or self._shown)
 
     @cached_property
     def local_groups(self) -> tuple[TileGroup, ...]:
-        """Tiles whose queries and keys this rank holds: a group a branch, then those of links."""
+        """Tiles whose queries and keys this rank holds: a group a branch, and `crossing_groups`."""
+        return (*self.own_work(None).groups, *self.crossing_groups)
+
+    @cached_property
+    def crossing_groups(self) -> tuple[TileGroup, ...]:
+        """Tiles whose queries and keys this rank holds in different ranges of positions."""
         links = self._crossings.links_from(self.index)
         tiling = self.plan.tiling
-        crossing = group_tiles((link, list(tiling.tiles(link))) for link in links)
-        return (*self.own_work(None).groups, *crossing)
+        return group_tiles((link, list(tiling.tiles(link))) for link in links)
 
-    def own_work(self, by_rows: Callable[[int, OwnRun], bool] | None) -> OwnWork:
+    def own_work(self, by_rows: Callable[[int, OwnRuns], Sequence[bool]] | None) -> OwnWork:
         """What this rank computes within parts, split by whether it is computed row by row.
 
         Args:
-            by_rows: whether runs of a branch are; None: none is.
+            by_rows: of each run of a branch, whether it is; None: none is.
         """
         longest = max((part.document_stop - part.document_start for part in self._parts), default=0)
         branches = [
@@ -252,6 +258,16 @@ class RankPlan:
         """
         order = product(range(self.plan.pieces), range(1, self.world_size))
         return (self.step(step, piece) for piece, step in order)
+
+    def passing_steps(self, hosts: tuple[int, ...]) -> tuple[PassingStep, ...] | None:
+        """Every step in order where ranks pass on rows within hosts; None: no rank does.
+
+        Args:
+            hosts: host of each rank, numbered from 0; empty: all are on one.
+        """
+        if hosts not in self._passing:
+            self._passing[hosts] = passing_steps(self, hosts)
+        return self._passing[hosts]
 
     @cached_property
     def pairs(self) -> int:

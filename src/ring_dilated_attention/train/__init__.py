@@ -14,17 +14,20 @@ them. `newest_run` finds the newest run in a folder. `plain_weights` writes and 
 """
 
 from .checkpoint import newest_run
-from .command import Begin, train
-from .config import preset_options
+from .command import Begin, make_config, train
+from .config import PRESETS, TrainConfig, preset_options
 from .errors import TrainingError, one_line
 from .plain_weights import export_newest
 from .sampling import decoded, sample_bytes
 
 __all__ = [
+    "PRESETS",
     "Begin",
+    "TrainConfig",
     "TrainingError",
     "decoded",
     "export_newest",
+    "make_config",
     "newest_run",
     "one_line",
     "preset_options",

@@ -27,7 +27,7 @@ from .ranks import OnFirstSignal, StopRequest
 from .run_folder import RunLock
 
 # The launcher takes a terminal's Ctrl-C for all of its ranks.
-_WORKER = (
+WORKER = (
     "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
     "from ring_dilated_attention.train.launch import worker; worker()"
 )
@@ -80,7 +80,7 @@ def train(
     check_devices(config, ranks)
     with RunLock(config.out, resume=resume):
         check_run(config, ranks, ranks, resume=resume, restartable=restartable)
-    return _launch(config, ranks, {"resume": resume, "restartable": restartable})
+    return start_ranks(config, ranks, resume=resume, restartable=restartable)
 
 
 def _run_here(config: TrainConfig, resume: bool, restartable: bool) -> Outcome:
@@ -165,13 +165,16 @@ class _Rank:
         return _Report(**error) if error else None
 
 
-def _launch(config: TrainConfig, ranks: int, begin: dict[str, bool]) -> Outcome:
-    """Start the ranks, wait for them, and leave none behind.
+def start_ranks(
+    config: TrainConfig, ranks: int, *, resume: bool = False, restartable: bool = False
+) -> Outcome:
+    """Start the ranks of a checked config, wait for them, and leave none behind.
 
     Nothing of this is on disk: ranks report through pipes, and the end of the launcher, whatever
     ends it, closes the pipe at which each of them looks for a request to stop.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    begin = {"resume": resume, "restartable": restartable}
     started: list[_Rank] = []
 
     def stop() -> None:
@@ -219,7 +222,7 @@ def _start(
     }
     try:
         process = subprocess.Popen(
-            [sys.executable, "-c", _WORKER, json.dumps(job)],
+            [sys.executable, "-c", WORKER, json.dumps(job)],
             stdin=subprocess.PIPE,
             pass_fds=(send,),
             env=environment,

@@ -465,7 +465,10 @@ def test_the_help_shows_the_defaults_of_the_config() -> None:
     others = {"out", "resume", "restartable", "ranks", "preset", "pattern"}
     assert set(options) == set(defaults) - {"model", "vocab_size", "norm_eps"} | others
     for name, option in options.items():
-        assert option.default is None or name in ("resume", "restartable")  # so that a run keeps its own values
+        assert option.default is None or name in (
+            "resume",
+            "restartable",
+        )  # so that a run keeps its own values
         if name in others | in_words:
             continue
         shown = option.shown.removeprefix("the preset's (small: ").removesuffix(")")

@@ -194,6 +194,7 @@ def test_a_store_that_an_earlier_attempt_has_written_to() -> None:
             time.sleep(0.05)
         for thread in threads:
             thread.join()
+        assert not any(part.check(["listens at"]) for part in found.values())
         found[0].set("listens at", str(attempt))
         assert {found[rank].get("listens at") for rank in (1, 2)} == {str(attempt).encode()}
 

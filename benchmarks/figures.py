@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import measured_figures
+import predicted_figures
 
 from ring_dilated_attention import AttentionPlan, DilatedPattern, SequenceLayout, plan_attention
 from ring_dilated_attention.draw import (
@@ -261,6 +262,7 @@ FIGURES: dict[str, Callable[[Style], Sheet]] = {
     "attention-speed": measured_figures.attention_speed,
     "gpu-memory": measured_figures.gpu_memory,
     "speed-per-gpu": measured_figures.speed_per_gpu,
+    "many-hosts": predicted_figures.many_hosts,
 }
 
 

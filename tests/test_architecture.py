@@ -182,7 +182,7 @@ INSIDE = {
     "torch_op": "test_checkpoint test_compile test_detached",
     "train": """
         test_cli_train test_data test_plain_weights test_tokenizer test_train test_train_checkpoint
-        test_train_outputs test_train_tokens test_train_watch
+        test_train_elastic test_train_outputs test_train_tokens test_train_watch
     """,
 }
 """Tests of a room from inside, and what they share: each may import the modules of that room.

@@ -298,7 +298,7 @@ def test_bad_input_is_one_line_before_any_rank_starts(
     message: str,
     ranks: int,
 ) -> None:
-    def no_ranks(*_: Any) -> None:
+    def no_ranks(*_: Any, **__: Any) -> None:
         raise AssertionError("ranks were started")
 
     monkeypatch.setattr(launch, "start_ranks", no_ranks)

@@ -355,7 +355,7 @@ def test_precedence(file, tmp_path):
     found = values("train", config, "--steps=90")
     assert (found["steps"], found["keep"], found["seq-len"]) == (90, 9, 512)
     given = {k.replace("-", "_"): x for k, x in found.items() if x is not None}
-    for name in ("preset", "resume"):
+    for name in ("preset", "resume", "restartable"):
         given.pop(name)
     run = make_config(tmp_path, given, preset=found["preset"], resume=False, runs=tmp_path)
     assert (run.steps, run.keep, run.seq_len) == (90, 9, 512)
@@ -462,10 +462,13 @@ def test_the_help_shows_the_defaults_of_the_config() -> None:
     in_words = {"data", "sequence_ranks", "num_kv_heads", "chunk_rows"}
     in_words |= {"tokenizer", "train_tokenizer", "init_from", "tensorboard"}
     options = {name.replace("-", "_"): x for name, x in COMMANDS["train"].options.items()}
-    others = {"out", "resume", "ranks", "preset", "pattern"}
+    others = {"out", "resume", "restartable", "ranks", "preset", "pattern"}
     assert set(options) == set(defaults) - {"model", "vocab_size", "norm_eps"} | others
     for name, option in options.items():
-        assert option.default is None or name == "resume"  # so that a run keeps its own values
+        assert option.default is None or name in (
+            "resume",
+            "restartable",
+        )  # so that a run keeps its own values
         if name in others | in_words:
             continue
         shown = option.shown.removeprefix("the preset's (small: ").removesuffix(")")

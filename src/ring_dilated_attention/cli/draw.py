@@ -42,16 +42,6 @@ TFLOPS = Option(
     default=600.0,
     toml=(int, float),
 )
-LINK_GB_S = Option(
-    name="link-gb-s",
-    panel=PICTURE,
-    metavar="X",
-    help="Of the timeline: GB/s (10**9) that a rank sends, and receives; the default is about one "
-    "H200's over NVLink.",
-    read=number,
-    default=350.0,
-    toml=(int, float),
-)
 HEAD = Option(
     name="head",
     panel=PICTURE,
@@ -114,7 +104,7 @@ def draw(
     layout: Annotated[str, options.LAYOUT],
     exchange: Annotated[str, options.EXCHANGE],
     tflops: Annotated[float, TFLOPS],
-    link_gb_s: Annotated[float, LINK_GB_S],
+    link_gb_s: Annotated[float, options.LINK_GB_S],
     head: Annotated[Sequence[int], HEAD],
     positions: Annotated[range | None, POSITIONS],
     style: Annotated[str, STYLE],

@@ -181,6 +181,16 @@ RANKS = _count(
     default=1,
 )
 SEVERAL_RANKS = RANKS.several.meaning("Numbers of ranks, each measured, as in 1,2,4.")
+LINK_GB_S = Option(
+    name="link-gb-s",
+    panel=RANKS_,
+    metavar="X",
+    help="Of the cost model: GB/s (10**9) that a rank sends inside a host, and receives; the "
+    "default is about one H200's over NVLink.",
+    read=number,
+    default=350.0,
+    toml=(int, float),
+)
 LAYOUT = choice(
     "layout",
     LAYOUTS,

@@ -10,7 +10,7 @@ import typer
 
 from . import options
 from .command import Example, command
-from .option import Flag, Option, integer
+from .option import Flag, Option, integer, number
 
 if TYPE_CHECKING:
     from ..functional import Schedule
@@ -24,6 +24,34 @@ def _ranks_shown(given: str, where: str) -> int | None:
     return rank
 
 
+HOSTED_RANKS = RANKS.but(shown=f"{options.MODELLED_RANKS}, or --hosts times --gpus-per-host")
+HOSTS = Option(
+    name="hosts",
+    panel=options.RANKS_,
+    metavar="N",
+    help="Predict how long a call takes on that many hosts of H200 GPUs, by a cost model.",
+    read=integer(1),
+    toml=(int,),
+)
+GPUS_PER_HOST = Option(
+    name="gpus-per-host",
+    panel=options.RANKS_,
+    metavar="N",
+    help="With --hosts: ranks of each.",
+    read=integer(1),
+    default=8,
+    toml=(int,),
+)
+NETWORK_GB_S = Option(
+    name="network-gb-s",
+    panel=options.RANKS_,
+    metavar="X",
+    help="With --hosts: GB/s (10**9) that a rank sends to other hosts, and receives; the default "
+    "is 0.9 of a 400 Gbit/s adapter per GPU.",
+    read=number,
+    default=45.0,
+    toml=(int, float),
+)
 SHOW_RANKS = Option(
     name="show-ranks",
     panel=options.OUTPUT,
@@ -63,8 +91,8 @@ BACKWARD = Flag(
 @command(
     Example("LongNet's pattern on 8 ranks", "rda plan --seq-len 1M --ranks 8 --causal"),
     Example(
-        "A billion tokens on 4,096 ranks; one of them in detail, as JSON too",
-        "rda plan --seq-len 1024M --ranks 4096 --show-ranks 17 --json plan.json",
+        "A billion tokens on 512 hosts: one rank and predicted times, as JSON too",
+        "rda plan --seq-len 1024M --hosts 512 --show-ranks 17 --json plan.json",
     ),
     Example(
         "What a KV cache keeps of a million tokens, and its size",
@@ -85,7 +113,11 @@ def plan(
     head_dim: Annotated[int | None, options.HEAD_DIM],
     batch_size: Annotated[int, options.BATCH_SIZE],
     dtype: Annotated[str | None, options.DTYPE],
-    ranks: Annotated[int, RANKS],
+    ranks: Annotated[int | None, HOSTED_RANKS],
+    hosts: Annotated[int | None, HOSTS],
+    gpus_per_host: Annotated[int, GPUS_PER_HOST],
+    link_gb_s: Annotated[float, options.LINK_GB_S],
+    network_gb_s: Annotated[float, NETWORK_GB_S],
     layout: Annotated[str, options.LAYOUT],
     show_ranks: Annotated[Sequence[int | None] | None, SHOW_RANKS],
     tiles: Annotated[bool, TILES],
@@ -100,10 +132,14 @@ def plan(
     from .json_output import json_output
     from .run_plan import show
     from .run_plan_decode import show_cache
+    from .run_plan_hosts import Hosts
     from .sharded import Sharded
 
     if decode:
-        _refuse_with_decode({"--show-ranks": bool(show_ranks), "--tiles": tiles, "--check": check})
+        given = {"--show-ranks": show_ranks, "--tiles": tiles, "--check": check, "--hosts": hosts}
+        _refuse_with_decode({flag: bool(value) for flag, value in given.items()})
+    ranks = _all_ranks(ranks, hosts, gpus_per_host)
+    where = None if hosts is None else Hosts(hosts, gpus_per_host, link_gb_s, network_gb_s)
     workload = given_workload(
         pattern,
         segment_lengths,
@@ -130,7 +166,28 @@ def plan(
         if decode:
             write(show_cache(sharded))
         else:
-            write(show(sharded, shown=shown, tiles=tiles, check=check, check_limit=check_limit))
+            write(
+                show(
+                    sharded,
+                    shown=shown,
+                    tiles=tiles,
+                    check=check,
+                    check_limit=check_limit,
+                    hosts=where,
+                )
+            )
+
+
+def _all_ranks(ranks: int | None, hosts: int | None, gpus_per_host: int) -> int:
+    """The ranks of all hosts."""
+    if hosts is None:
+        return options.MODELLED_RANKS if ranks is None else ranks
+    if ranks not in (None, hosts * gpus_per_host):
+        raise ValueError(
+            f"--hosts {hosts} with --gpus-per-host {gpus_per_host} is {hosts * gpus_per_host} "
+            f"ranks, but --ranks is {ranks}: leave out --ranks, or give numbers that agree"
+        )
+    return hosts * gpus_per_host
 
 
 def _refuse_with_decode(given: Mapping[str, bool]) -> None:

@@ -26,6 +26,7 @@ from ..terminal import Progress, make_console, show_table
 from .options import CHECKED_PAIRS
 from .plan_document import plan_document
 from .plan_tables import RankFigures, rank_tables
+from .run_plan_hosts import Hosts, show_hosts
 from .sharded import Sharded
 from .tile_tables import messages_table, tiles_table
 
@@ -43,6 +44,7 @@ def show(
     tiles: bool = False,
     check: bool = False,
     check_limit: int | None = None,
+    hosts: Hosts | None = None,
     console: Console | None = None,
 ) -> dict[str, Any]:
     """Print the plan of a call of `dilated_attention`.
@@ -54,6 +56,7 @@ def show(
         check: whether to prove the plan by enumeration.
         check_limit: the most (query, key) pairs and positions that a proof may enumerate; None:
             `options.CHECKED_PAIRS`.
+        hosts: where the ranks are, for predicted times; None: nothing is predicted.
         console: where to print; None: standard output.
 
     Returns:
@@ -93,7 +96,10 @@ def show(
         show_table(console, messages_table(rank, size))
     if check:
         _prove(plan, console)
-    return plan_document(sharded, figures, work, tiles=tiles, proven=check)
+    document = plan_document(sharded, figures, work, tiles=tiles, proven=check)
+    if hosts is not None:
+        document["prediction"] = show_hosts(sharded, hosts, shown, console)
+    return document
 
 
 def _prove(plan: AttentionPlan, console: Console) -> None:

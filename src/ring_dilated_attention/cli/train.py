@@ -16,7 +16,7 @@ from .command import Example, command
 from .common import RUNS
 from .train_options import by_preset, run_s
 
-NOT_CONFIG = {"out", "resume", "ranks", "preset", "pattern"}
+NOT_CONFIG = {"out", "resume", "restartable", "ranks", "preset", "pattern"}
 """Options of `rda train` that are no fields of a config."""
 
 DTYPE = options.DTYPE.meaning("fp32, or bf16 for autocast (or torch's names).")
@@ -96,6 +96,7 @@ def train(
     chunk_rows: Annotated[int | None, own.CHUNK_ROWS],
     out: Annotated[Path | None, options.OUT],
     resume: Annotated[bool, own.RESUME],
+    restartable: Annotated[bool, own.RESTARTABLE],
     save_every: Annotated[int | None, own.SAVE_EVERY],
     keep: Annotated[int | None, own.KEEP],
     tensorboard: Annotated[bool | None, own.TENSORBOARD],
@@ -104,7 +105,8 @@ def train(
 
     Leaves log.jsonl, loss.png, run.toml (the options, for --config) and checkpoints/ in the folder
     of the run. Ctrl-C stops after the current step and leaves a checkpoint to resume from. One
-    training at a time can use a folder. Under torchrun, leave out --ranks.
+    training at a time can use a folder. Under torchrun, leave out --ranks; with its restarts, or
+    where a job is queued again, give --restartable and --out.
     """
     given: dict[str, Any] = {
         name: value
@@ -122,9 +124,11 @@ def train(
         for name in ("segment_lengths", "dilation_rates", "head_offsets", "head_branches"):
             given[name] = getattr(chosen, name)
     with one_line_errors():
+        from ..train import Begin
         from ..train import train as run
 
-        run(out, given, preset=preset, ranks=ranks, resume=resume, runs=RUNS)
+        begin = Begin(resume=resume, restartable=restartable)
+        run(out, given, preset=preset, ranks=ranks, begin=begin, runs=RUNS)
 
 
 @command(

@@ -56,6 +56,12 @@ RESUME = Flag(
     help="Go on from the newest checkpoint of --out (without --out, of the newest run). Options "
     "not given keep the run's values; the number of ranks may differ.",
 )
+RESTARTABLE = Flag(
+    name="restartable",
+    panel=options.OUTPUT,
+    help="Go on from the newest checkpoint of --out if there is one, else begin: for torchrun's "
+    "restarts, and for jobs that are queued again.",
+)
 PRESET = Option(
     name="preset",
     panel=options.MODEL,

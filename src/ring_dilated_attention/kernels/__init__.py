@@ -6,7 +6,8 @@
 `ranges_forward` and `ranges_backward` compute several branches at once, row by row; `launches_of`
 says in how many launches, `build_programs` lays them out, and kernels read that by
 `rows_of_program`.
-`profile_of` says what constants that were tuned on an H200 are on a device (`DeviceProfile`).
+`profile_of` says what constants that were tuned on an H200 are on a device (`DeviceProfile`), and
+`rates_on` how fast the cost model takes it to be.
 `attend_strips` computes a few queries against `Strips` of evenly spaced rows, which
 `strips_of_cache` finds in a KV cache, and writes `NewRows` into it; at most `MOST_NEW_ROWS`.
 `NO_END` stands for the length of a segment without end.
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from .available import has_triton
 from .cells import build_cells
-from .device_profile import DeviceProfile, profile_of
+from .device_profile import H200, DeviceProfile, profile_of, rates_on
 from .own_programs import (
     MOST_BRANCHES,
     MOST_POSITIONS,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from .rows import add_rows, merge_rows, row_sums
 
 __all__ = [
+    "H200",
     "MOST_BRANCHES",
     "MOST_NEW_ROWS",
     "MOST_POSITIONS",
@@ -64,6 +66,7 @@ __all__ = [
     "profile_of",
     "ranges_backward",
     "ranges_forward",
+    "rates_on",
     "row_sums",
     "rows_of_program",
     "strips_of_cache",

@@ -8,11 +8,14 @@ do in a clock; and those blocks of kernels that fit into its shared memory.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import torch
+
+from ..pattern import check_positive_float
+from ..plan import ComputeRates, Link, Rates, TensorSize
 
 # Half-precision operations that a multiprocessor does in a clock, by compute capability (NVIDIA's
 # whitepapers of Volta to Blackwell). One that is not here counts as the last before it.
@@ -53,6 +56,18 @@ class DeviceProfile:
         return max(1, on_h200 * self.multiprocessors // _H200_MULTIPROCESSORS)
 
 
+# The cost model's constants. Fitted to the times of one and two H200 in
+# benchmarks/results/many_gpus_x2.json: bfloat16 or float16, heads of 128 (many_hosts.md).
+_FORWARD = ComputeRates(flops=657e12, half_keys=340, group_seconds=15e-6, host_step=0.6e-3)
+_BACKWARD = ComputeRates(flops=618e12, half_keys=465, group_seconds=60e-6, host_step=0.8e-3)
+_BESIDE_TRANSFERS = 1.035
+# Of the rate with heads of 128, in half precision and in float32.
+_HEADS_OF_64, _FLOAT32 = 0.81, 0.064
+# Measured on their own: a call of two ranks that exchange nothing, and a step without rows.
+_HOST_CALL, _HOST_EMPTY_STEP = 0.3e-3, 3e-6
+# Not measured: of the first byte of a message.
+_LATENCY_INSIDE, _LATENCY_ACROSS = 20e-6, 30e-6
+
 H200 = DeviceProfile((9, 0), _H200_MULTIPROCESSORS, 227 << 10, 1.0)
 
 
@@ -78,3 +93,38 @@ def profile_from(properties: Any) -> DeviceProfile:
     shared = getattr(properties, "shared_memory_per_block_optin", 0)
     shared = shared or properties.shared_memory_per_block
     return DeviceProfile(capability, count, shared, count * mhz * operations / _H200_RATE)
+
+
+def rates_on(
+    profile: DeviceProfile, size: TensorSize, *, link_gb_s: float, network_gb_s: float
+) -> Rates:
+    """The rates of the cost model on a device: those of an H200, in proportion to its matmul rate.
+
+    Args:
+        profile: the device.
+        size: of the rows that it computes with.
+        link_gb_s: 10**9 bytes per second that a rank sends to ranks of its host, and receives.
+        network_gb_s: the same to ranks of other hosts.
+
+    Raises:
+        ValueError: a rate is not above 0, or none is known of elements of that size.
+    """
+    for name, rate in (("link_gb_s", link_gb_s), ("network_gb_s", network_gb_s)):
+        check_positive_float(name, rate)
+    if size.element_size > 4:
+        raise ValueError(
+            "the cost model knows no rate of float64; allowed: bfloat16, float16, float32"
+        )
+    share = _FLOAT32 if size.element_size == 4 else _HEADS_OF_64 if size.head_dim < 128 else 1.0
+    forward, backward = (
+        replace(each, flops=each.flops * share * profile.rate) for each in (_FORWARD, _BACKWARD)
+    )
+    return Rates(
+        forward=forward,
+        backward=backward,
+        inside=Link(bytes_per_second=link_gb_s * 1e9, latency=_LATENCY_INSIDE),
+        across=Link(bytes_per_second=network_gb_s * 1e9, latency=_LATENCY_ACROSS),
+        beside_transfers=_BESIDE_TRANSFERS,
+        host_call=_HOST_CALL,
+        host_empty_step=_HOST_EMPTY_STEP,
+    )

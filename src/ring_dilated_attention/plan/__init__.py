@@ -1,11 +1,12 @@
 """The plan: from (pattern, layout) to what each rank computes and exchanges. Integers only.
 
-`parts` says what ranks hold and who shares a segment with whom. `rows` is what tiles and messages
-are made of, and `tiling` makes them. `attention` is the plan of a world, `rank` that of one rank,
-`passing` how ranks of a host pass on what has crossed to it once,
-`replicated` that of queries which every rank holds, `cache` what a KV cache keeps, `cache_step`
-what one new position reads of it, and `cache_usage` how many rows are in use. `zero_keys` counts
-keys that no rank holds, `check` proves a plan, and `costs` counts its bytes and operations.
+`parts` says what ranks hold and who shares a segment with whom, and `crossings` which ranks do so
+alike. `rows` is what tiles and messages are made of, and `tiling` makes them. `attention` is the
+plan of a world, `rank` that of one rank, `passing` how ranks of a host pass on what has crossed to
+it once, `replicated` that of queries which every rank holds, `cache` what a KV cache keeps,
+`cache_step` what one new position reads of it, and `cache_usage` how many rows are in use.
+`zero_keys` counts keys that no rank holds, `check` proves a plan, `costs` counts its bytes and
+operations, and `prediction` turns it into seconds by rates that it is given.
 """
 
 from .attention import FEW_ADDITIONS, AttentionPlan, plan_attention
@@ -31,6 +32,7 @@ from .costs import (
 from .own import OwnRange, OwnWork
 from .parts import OwnRun, OwnRuns
 from .passing import PassingStep
+from .prediction import ComputeRates, Link, Prediction, Rates, efficiency, host_of_ranks, predict
 from .rank import LocalHalves, RankPlan, Step
 from .replicated import replicated_groups, replicated_strips, replicated_zero_keys
 from .rows import Message, PackedTiles, Rows, Run, Tile, TileGroup
@@ -43,7 +45,9 @@ __all__ = [
     "CachePlan",
     "CacheStep",
     "CachedBranch",
+    "ComputeRates",
     "KeptRows",
+    "Link",
     "LocalHalves",
     "Memory",
     "Message",
@@ -55,7 +59,9 @@ __all__ = [
     "PackedTiles",
     "PassingStep",
     "PlanError",
+    "Prediction",
     "RankPlan",
+    "Rates",
     "Rows",
     "Run",
     "Step",
@@ -67,15 +73,18 @@ __all__ = [
     "balance",
     "cache_use",
     "check_plan",
+    "efficiency",
     "enumerated",
     "flops",
     "flops_by_rank",
     "flops_of_rank",
+    "host_of_ranks",
     "memory",
     "plan_any_length",
     "plan_attention",
     "plan_cache",
     "plan_step",
+    "predict",
     "proof_steps",
     "replicated_groups",
     "replicated_strips",

@@ -15,15 +15,15 @@ dilated rows that the receiver's queries need, each (row, head) once however man
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 from ..documents import document_borders
 from ..layout import SequenceLayout
 from ..pattern import DilatedPattern, check_positive_int
+from .crossings import Crossings
 from .parts import Part, Span, parts_of, spans
-from .pieces import Pieces, cut_into_pieces
 from .rank import RankPlan
 from .tiling import Tiling, tiling_of
 
@@ -53,6 +53,7 @@ class AttentionPlan:
         narrowed_to: the KV heads that the plan is for; None: all of them.
         pieces: in how many pieces the rows that a rank needs of another are fetched: one, or as
             many as a rank has ranges.
+        whole: the same plan for all KV heads; None: this one.
     """
 
     pattern: DilatedPattern
@@ -63,6 +64,7 @@ class AttentionPlan:
     documents: tuple[int, ...]
     narrowed_to: range | None = None
     pieces: int = 1
+    whole: AttentionPlan | None = field(default=None, init=False, compare=False, repr=False)
 
     @property
     def kv_heads(self) -> range:
@@ -76,7 +78,9 @@ class AttentionPlan:
     def narrowed(self, kv_heads: range) -> AttentionPlan:
         """The same for some of the KV heads. Heads have nothing to do with each other."""
         if kv_heads not in self._narrowed:
-            self._narrowed[kv_heads] = replace(self, narrowed_to=kv_heads)
+            narrowed = replace(self, narrowed_to=kv_heads)
+            object.__setattr__(narrowed, "whole", self.whole or self)
+            self._narrowed[kv_heads] = narrowed
         return self._narrowed[kv_heads]
 
     @cached_property
@@ -104,38 +108,17 @@ class AttentionPlan:
         borders = (total * i // count for i in range(count + 1))
         return tuple(one.narrowed(range(a, b)) for a, b in pairwise(borders))
 
-    def piece(self, sender: int, receiver: int, number: int) -> range | None:
-        """The local rows of `sender` that `receiver` fetches at a time; None: all that it needs."""
-        return None if self.pieces == 1 else self._pieces_of(sender, receiver).rows(number)
-
-    def fetched_ranges(self, sender: int, receiver: int) -> int:
-        """How many ranges of `sender` are fetched at most, those that two pieces share twice."""
-        if self.pieces == 1 or sender == receiver:
-            return len({*self._ends(sender)} - {0})
-        return self._pieces_of(sender, receiver).ranges
-
-    def _pieces_of(self, sender: int, receiver: int) -> Pieces:
-        if (sender, receiver) not in self._known_pieces:
-            parts = self.parts_of(sender)
-            seen, _ = self.crossing_spans(self.parts_of(receiver))
-            needed = (
-                (part.local_row(max(part.start, span.start)),
-                 part.local_row(min(part.stop, span.stop)))
-                for span in seen
-                for part in parts
-                if span.reaches(part)
-            )  # fmt: skip
-            pieces = cut_into_pieces(needed, self._ends(sender), self.pieces)
-            self._known_pieces[sender, receiver] = pieces
-        return self._known_pieces[sender, receiver]
+    def crossings(self, rank: int) -> Crossings:
+        """The segments that `rank` shares with others: one object for plans of different heads."""
+        if self.whole is not None and self.whole.covering == self.covering:
+            return self.whole.crossings(rank)  # which branch covers decides their order
+        if rank not in self._crossings:
+            self._crossings[rank] = Crossings(self, rank)
+        return self._crossings[rank]
 
     @cached_property
-    def _known_pieces(self) -> dict[tuple[int, int], Pieces]:
+    def _crossings(self) -> dict[int, Crossings]:
         return {}
-
-    def _ends(self, rank: int) -> list[int]:
-        """Where the ranges of a rank end, in local rows."""
-        return list(accumulate(stop - start for start, stop in self.layout.ranges[rank]))
 
     @cached_property
     def covering(self) -> int | None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from .grouping import group_tiles
 from .own import OwnWork, own_work
-from .parts import Link, OwnRuns, within_rows
+from .parts import OwnRuns
 from .passing import PassingStep, passing_steps
 from .rows import Message, Tile, TileGroup
 from .zero_keys import zero_key_groups
@@ -44,6 +44,13 @@ class Step(NamedTuple):
         return read == self.receive.slots
 
 
+class _Arrival(NamedTuple):
+    """A message that a rank receives, and the tiles that read it."""
+
+    message: Message | None
+    groups: tuple[TileGroup, ...]
+
+
 class LocalHalves(NamedTuple):
     """Local groups to compute before remote ones, and behind them.
 
@@ -73,13 +80,17 @@ class RankPlan:
         self.plan = plan
         self.index = rank
         self.world_size = plan.layout.world_size
-        self._steps: dict[tuple[int, int], Step] = {}
+        self._steps: dict[int, Step] = {}
         self._passing: dict[tuple[int, ...], tuple[PassingStep, ...] | None] = {}
-        self._parts = plan.parts_of(rank)
+        self._crossings = plan.crossings(rank)
+        self._arrivals: dict[tuple[int, int], _Arrival] = {}
+        self._departures: dict[tuple[int, int], Message | None] = {}
+        self._rows: dict[tuple[int, int | None], int] = {}
+        self._parts = self._crossings.parts
         # Rows that belong to no document are in no tile.
         held = sum(part.stop - part.start for part in self._parts)
         self.covers = plan.covering is not None and held == plan.layout.local_length(rank)
-        self._seen, self._shown = plan.crossing_spans(self._parts)
+        self._seen, self._shown = self._crossings.seen, self._crossings.shown
 
     @property
     def is_alone(self) -> bool:
@@ -97,7 +108,7 @@ class RankPlan:
     @cached_property
     def crossing_groups(self) -> tuple[TileGroup, ...]:
         """Tiles whose queries and keys this rank holds in different ranges of positions."""
-        links = self._links_from(self.index)
+        links = self._crossings.links_from(self.index)
         tiling = self.plan.tiling
         return group_tiles((link, list(tiling.tiles(link))) for link in links)
 
@@ -149,32 +160,6 @@ class RankPlan:
         )
         return LocalHalves(early, late, heads[middle:])
 
-    def _links_from(self, sender: int, keys: range | None = None) -> list[Link]:
-        """This rank's queries that see keys of `sender`: all, or those at some local rows."""
-        if not self._seen:
-            return []
-        parts = within_rows(self.plan.parts_of(sender), keys)
-        return [
-            Link(span.branch, other, span.part, span.start, span.stop)
-            for span in self._seen
-            for other in parts
-            if span.reaches(other)
-        ]
-
-    def _links_to(self, receiver: int, keys: range | None = None) -> list[Link]:
-        """Queries of `receiver` that see this rank's keys: all, or those at some local rows."""
-        if not self._shown:
-            return []
-        parts = self.plan.parts_of(receiver)
-        return [
-            Link(span.branch, own, other, span.start, span.stop)
-            for span in self._shown
-            for own in within_rows([span.part], keys)
-            if own.start < span.stop and span.start < own.stop  # a piece may be elsewhere
-            for other in parts
-            if span.reaches(other)
-        ]
-
     @cached_property
     def mean_additions(self) -> float:
         """A bound on how many tiles add to a row of a head, on average over rows and heads.
@@ -183,8 +168,7 @@ class RankPlan:
         segment adds once.
         """
         crossing = {span.branch for span in (*self._seen, *self._shown)}
-        fetched = [self.plan.fetched_ranges(x, self.index) for x in range(self.world_size)]
-        others = sum(fetched) - 1  # of a document
+        others = self._crossings.fetched_ranges - 1  # of a document
         mean = 0.0
         for branch, rate in enumerate(self.plan.pattern.dilation_rates):
             heads = len(self.plan.tiling.heads[branch]) / len(self.plan.kv_heads)
@@ -193,12 +177,18 @@ class RankPlan:
 
     def received_rows(self, sender: int, piece: int | None = None) -> int:
         """Distinct (row, head) pairs that `sender` sends this rank: in all, or of a piece."""
-        keys = None if piece is None else self.plan.piece(sender, self.index, piece)
-        return self.plan.tiling.count_rows(self._links_from(sender, keys))
+        key = self._crossings.kind_from(sender), piece
+        if key not in self._rows:
+            links = self._crossings.links_from(sender, piece)
+            self._rows[key] = self.plan.tiling.count_rows(links)
+        return self._rows[key]
 
     def sent_rows(self, receiver: int) -> int:
         """Distinct (row, head) pairs that this rank sends `receiver`."""
-        return self.plan.tiling.count_rows(self._links_to(receiver))
+        key = self._crossings.kind_to(receiver), None
+        if key not in self._rows:
+            self._rows[key] = self.plan.tiling.count_rows(self._crossings.links_to(receiver))
+        return self._rows[key]
 
     @cached_property
     def _peers(self) -> list[int]:
@@ -216,23 +206,45 @@ class RankPlan:
 
     def step(self, step: int, piece: int = 0) -> Step:
         """What this rank exchanges and computes at step 1 <= `step` < world size, of a piece."""
-        if (step, piece) not in self._steps:
-            self._steps[step, piece] = self._make_step(step, piece)
-        return self._steps[step, piece]
+        number = piece * self.world_size + step
+        found = self._steps.get(number)
+        if found is None:
+            found = self._steps[number] = self._make_step(step, piece)
+        return found
 
     def _make_step(self, step: int, piece: int) -> Step:
-        sender = (self.index - step) % self.world_size
-        receiver = (self.index + step) % self.world_size
-        received = self._links_from(sender, self.plan.piece(sender, self.index, piece))
-        shown = self._links_to(receiver, self.plan.piece(self.index, receiver, piece))
-        tiling = self.plan.tiling
-        receive, slots = tiling.message(sender, self.index, received)
-        send, _ = tiling.message(self.index, receiver, shown)
-        groups = group_tiles(
-            (link, list(tiling.tiles(link, slots=slots.get(link.message_entry, {}))))
-            for link in received
+        own, world_size = self.index, self.world_size
+        sender, receiver = (own - step) % world_size, (own + step) % world_size
+        received, groups = self._arrival(sender, piece)
+        sent = self._departure(receiver, piece)
+        return Step(
+            step,
+            piece,
+            None if received is None else received.between(sender, own),
+            None if sent is None else sent.between(own, receiver),
+            groups,
         )
-        return Step(step, piece, receive, send, groups)
+
+    def _arrival(self, sender: int, piece: int) -> _Arrival:
+        """The message from `sender` and its tiles; from another sender of its kind, maybe."""
+        key = self._crossings.kind_from(sender), piece
+        if key not in self._arrivals:
+            tiling, links = self.plan.tiling, self._crossings.links_from(sender, piece)
+            message, slots = tiling.message(sender, self.index, links)
+            groups = group_tiles(
+                (link, list(tiling.tiles(link, slots=slots.get(link.message_entry, {}))))
+                for link in links
+            )
+            self._arrivals[key] = _Arrival(message, groups)
+        return self._arrivals[key]
+
+    def _departure(self, receiver: int, piece: int) -> Message | None:
+        """The message to `receiver`; to another receiver of its kind, maybe."""
+        key = self._crossings.kind_to(receiver), piece
+        if key not in self._departures:
+            links = self._crossings.links_to(receiver, piece)
+            self._departures[key], _ = self.plan.tiling.message(self.index, receiver, links)
+        return self._departures[key]
 
     @property
     def num_steps(self) -> int:

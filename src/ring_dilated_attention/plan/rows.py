@@ -123,8 +123,14 @@ class Run(NamedTuple):
     slot: int
 
 
-@dataclass(frozen=True)
-class Message:
+class _Referable:
+    """What can be referred to weakly though it has slots."""
+
+    __slots__ = ("__weakref__",)
+
+
+@dataclass(frozen=True, slots=True)  # there are hundreds of thousands
+class Message(_Referable):
     """What one rank sends another: K and V of `rows` distinct (row, head) pairs.
 
     The runs list `slots` pairs; where branches share some, `slots` exceeds `rows` and each shared
@@ -136,6 +142,10 @@ class Message:
     runs: tuple[Run, ...]
     slots: int
     rows: int
+
+    def between(self, sender: int, receiver: int) -> Message:
+        """The same rows from and to other ranks."""
+        return Message(sender, receiver, self.runs, self.slots, self.rows)
 
     def is_same_for(self, other: Message | None) -> bool:
         """Whether a message of the same sender has the same rows, in the same order."""

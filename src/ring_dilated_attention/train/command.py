@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..terminal import count_of
 from . import checkpoint, launch
@@ -21,13 +21,41 @@ from .run_toml import FILE
 from .scalars import FOLDER
 
 
+class Begin(NamedTuple):
+    """With which step a run begins.
+
+    Attributes:
+        resume: with the one after the newest checkpoint.
+        restartable: with that one if there is a checkpoint, else with the first one, whatever a
+            process that ended before its first checkpoint has left in the folder.
+    """
+
+    resume: bool = False
+    restartable: bool = False
+
+    def resumes(self, out: Path | None) -> bool:
+        """Whether a run that is restartable goes on from a checkpoint.
+
+        Raises:
+            ValueError: options contradict each other.
+        """
+        if self.resume:
+            raise ValueError(
+                "--restartable goes on from a checkpoint if there is one, and --resume refuses "
+                "to begin: leave out one of them"
+            )
+        if out is None:
+            raise ValueError("--restartable needs --out, the same folder at every start")
+        return bool(checkpoint.usable(out))
+
+
 def train(
     out: Path | None,
     options: Mapping[str, Any],
     *,
     preset: str | None,
     ranks: int | None,
-    resume: bool,
+    begin: Begin,
     runs: Path,
 ) -> None:
     """Run, and say where the results are.
@@ -38,7 +66,7 @@ def train(
             keep their default, or on `resume` the run's value.
         preset: one of `PRESETS`, whose options count where the user gave none.
         ranks: local ranks to start; None means 1, or torchrun's.
-        resume: whether to go on from the newest checkpoint.
+        begin: with which step to begin.
         runs: where runs go that have no folder given.
 
     Raises:
@@ -47,8 +75,17 @@ def train(
         OSError: the folder cannot be written.
         TrainingError: the run failed.
     """
+    resume = begin.resume
+    if begin.restartable:
+        resume = begin.resumes(out)
+        if resume:  # the run has what it began with
+            preset = None
+            options = {name: value for name, value in options.items() if name != "init_from"}
     config = make_config(out, options, preset=preset, resume=resume, runs=runs)
-    outcome = launch.train(config, ranks=ranks, resume=resume)
+    if begin.restartable and resume and checkpoint.newest(config.out).step >= config.steps:
+        print(f"done before: {config.out} has all of its {count_of(config.steps, 'step')}")
+        return
+    outcome = launch.train(config, ranks=ranks, resume=resume, restartable=begin.restartable)
     if outcome is not None:
         print(summary(outcome))
 

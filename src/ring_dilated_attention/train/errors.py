@@ -55,7 +55,7 @@ _PACKAGE = __name__.partition(".")[0]
 _PREFIX = "ring_dilated_attention/train"
 _GRACE = 1.5  # seconds that ranks which have given up wait for each other's word
 _POLL = 0.02
-_START = 300.0  # seconds that ranks may start apart: they read Python's files, perhaps from afar
+START = 300.0  # seconds that ranks may start apart: they read Python's files, perhaps from afar
 # What errors of torch's transports say; their class is RuntimeError, as that of much else is.
 _TRANSPORT = re.compile(r"gloo|NCCL|closed by peer|reset by peer|[Tt]imed out|timeout|Broken pipe")
 
@@ -91,7 +91,7 @@ class Watch:
         self._store.set_timeout(timedelta(seconds=_GRACE))
 
     def meet(self) -> None:
-        """Wait until all ranks have started, for at least `_START` seconds.
+        """Wait until all ranks have started, for at least `START` seconds.
 
         Ranks may start many seconds apart, which says nothing of how long they may wait later. From
         then on each can tell whether the process of another has ended.
@@ -99,7 +99,7 @@ class Watch:
         Raises:
             LostRankError: some have not; the message names them.
         """
-        limit = max(_START, self._timeout)
+        limit = max(START, self._timeout)
         self._store.set(f"met/{self._rank}", "")
         names = [f"met/{rank}" for rank in range(self._size)]
         try:
@@ -117,7 +117,7 @@ class Watch:
         self._shared += 1
         names = [f"shared/{self._shared}/{rank}" for rank in range(self._size)]
         self._store.set(names[self._rank], json.dumps(value))
-        self._store.wait(names, timedelta(seconds=_START))
+        self._store.wait(names, timedelta(seconds=START))
         return [json.loads(self._store.get(name)) for name in names]
 
     def begin(self, what: str) -> None:

@@ -38,13 +38,21 @@ _GRACE = 3.0
 _POLL = 0.05
 
 
-def train(config: TrainConfig, *, ranks: int | None = None, resume: bool = False) -> Outcome | None:
+def train(
+    config: TrainConfig,
+    *,
+    ranks: int | None = None,
+    resume: bool = False,
+    restartable: bool = False,
+) -> Outcome | None:
     """Run on `ranks` local ranks; on torchrun's ranks if this is one of them.
 
     Args:
         config: the options.
         ranks: number of local ranks; None means 1, or torchrun's number.
         resume: whether to go on from the newest checkpoint of ``config.out``.
+        restartable: whether the folder may hold what a process has left that ended before its first
+            checkpoint.
 
     Returns:
         The outcome; None from torchrun's ranks other than 0.
@@ -63,21 +71,21 @@ def train(config: TrainConfig, *, ranks: int | None = None, resume: bool = False
         size = int(os.environ["WORLD_SIZE"])
         if ranks not in (None, size):
             raise ValueError(f"torchrun started {size} ranks; got ranks {ranks}")
-        outcome = _run_here(config, resume)
+        outcome = _run_here(config, resume, restartable)
         return outcome if int(os.environ["RANK"]) == 0 else None
     if ranks in (None, 1):
         check_devices(config, 1)
-        return _run_here(config, resume)
+        return _run_here(config, resume, restartable)
     assert ranks is not None
     check_devices(config, ranks)
     with RunLock(config.out, resume=resume):
-        check_run(config, ranks, ranks, resume=resume)
-    return start_ranks(config, ranks, resume)
+        check_run(config, ranks, ranks, resume=resume, restartable=restartable)
+    return start_ranks(config, ranks, resume=resume, restartable=restartable)
 
 
-def _run_here(config: TrainConfig, resume: bool) -> Outcome:
+def _run_here(config: TrainConfig, resume: bool, restartable: bool) -> Outcome:
     try:
-        return run(config, resume=resume)
+        return run(config, resume=resume, restartable=restartable)
     except (ValueError, TypeError, OSError, TrainingError):
         raise
     except Exception as error:
@@ -157,13 +165,16 @@ class _Rank:
         return _Report(**error) if error else None
 
 
-def start_ranks(config: TrainConfig, ranks: int, resume: bool) -> Outcome:
+def start_ranks(
+    config: TrainConfig, ranks: int, *, resume: bool = False, restartable: bool = False
+) -> Outcome:
     """Start the ranks of a checked config, wait for them, and leave none behind.
 
     Nothing of this is on disk: ranks report through pipes, and the end of the launcher, whatever
     ends it, closes the pipe at which each of them looks for a request to stop.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    begin = {"resume": resume, "restartable": restartable}
     started: list[_Rank] = []
 
     def stop() -> None:
@@ -174,7 +185,7 @@ def start_ranks(config: TrainConfig, ranks: int, resume: bool) -> Outcome:
     with OnFirstSignal(stop), selectors.DefaultSelector() as selector:
         try:
             for number in range(ranks):
-                started.append(_start(config, number, ranks, resume, store.port))
+                started.append(_start(config, number, ranks, begin, store.port))
                 selector.register(started[-1].pipe, selectors.EVENT_READ, started[-1])
             return _outcome_of(started, selector, config.out)
         finally:
@@ -188,9 +199,11 @@ def start_ranks(config: TrainConfig, ranks: int, resume: bool) -> Outcome:
                 os.close(rank.pipe)
 
 
-def _start(config: TrainConfig, number: int, ranks: int, resume: bool, port: int) -> _Rank:
+def _start(
+    config: TrainConfig, number: int, ranks: int, begin: dict[str, bool], port: int
+) -> _Rank:
     receive, send = os.pipe()
-    job = {"config": json.loads(config.to_json()), "resume": resume, "report": send}
+    job = {"config": json.loads(config.to_json()), "begin": begin, "report": send}
     threads = threads_of_a_rank(ranks)
     if threads is not None:
         job["threads"] = threads
@@ -294,7 +307,7 @@ def worker() -> None:
     code, message = 0, {}
     try:
         config = TrainConfig.from_dict(job["config"])
-        outcome = run(config, resume=job["resume"], stop=StopRequest(sys.stdin.fileno()))
+        outcome = run(config, **job["begin"], stop=StopRequest(sys.stdin.fileno()))
         message["outcome"] = {**vars(outcome), "checkpoint": str(outcome.checkpoint)}
     except Exception as error:
         report = _Report.of(error)

@@ -61,7 +61,13 @@ class _Job:
     read: list[str]
 
 
-def run(config: TrainConfig, *, resume: bool = False, stop: StopRequest | None = None) -> Outcome:
+def run(
+    config: TrainConfig,
+    *,
+    resume: bool = False,
+    restartable: bool = False,
+    stop: StopRequest | None = None,
+) -> Outcome:
     """Train, on the ranks of this process's group or of torchrun, or on this one alone.
 
     Every rank of a sequence group sees the same sequences, each its own positions. The loss is the
@@ -73,6 +79,7 @@ def run(config: TrainConfig, *, resume: bool = False, stop: StopRequest | None =
     Args:
         config: the options; equal on all ranks, except `out`, where rank 0's counts.
         resume: whether to go on from the newest checkpoint of ``config.out``.
+        restartable: as of `check_run`.
         stop: asks the run to stop, as SIGINT, SIGTERM and SIGHUP do; None for signals alone.
 
     Returns:
@@ -86,14 +93,16 @@ def run(config: TrainConfig, *, resume: bool = False, stop: StopRequest | None =
     stop = stop or StopRequest()
     with joined(config) as world, ExitStack() as stack:
         leader = world.rank == 0
-        config = _agree(config, world)
+        config = _agree(config, resume, world)
         lock = world.everywhere(lambda: RunLock(config.out, resume=resume) if leader else None)
         if lock:
             stack.enter_context(lock)
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
         start = _start(config, world) if resume else None
         text, _ = world.everywhere(
-            lambda: check_run(config, world.size, local_ranks, resume=resume, start=start)
+            lambda: check_run(
+                config, world.size, local_ranks, start=start, resume=resume, restartable=restartable
+            )
         )
         prints = world.gather(text.fingerprint)
         if len(set(prints)) > 1:
@@ -363,12 +372,15 @@ def _autocast(config: TrainConfig, device: torch.device) -> AbstractContextManag
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.dtype == "bfloat16")
 
 
-def _agree(config: TrainConfig, world: World) -> TrainConfig:
+def _agree(config: TrainConfig, resume: bool, world: World) -> TrainConfig:
     """Rank 0's folder, which may carry the time of day; all other options must be equal.
 
     Raises:
         ValueError: the options of some rank differ; the message names them.
     """
+    if len(set(found := world.gather(resume))) > 1:
+        lost = f"rank {found.index(False)} finds no checkpoint in {config.out}, others do"
+        raise ValueError(f"{lost}: it must be on a file system that all hosts share")
     shared = world.gather(config)
     options = [asdict(replace(other, out=config.out)) for other in shared]
     for rank, other in enumerate(options):

@@ -13,14 +13,28 @@ from . import checkpoint, tokens
 from .checked_files import TOKENIZER
 from .checkpoint import Checkpoint
 from .config import TrainConfig
+from .curve import CURVE
 from .data import ByteCorpus, Corpus
 from .memory import check_memory, check_text
 from .ranks import World
-from .run_folder import check_free
+from .run_folder import LOG, check_free
+from .run_toml import FILE
+from .scalars import FOLDER as SCALARS
 from .scalars import check_installed
 from .tokenizer import BYTES as OF_BYTES
 from .tokenizer import NUM_BYTES, SubwordTokenizer
 from .tokens import TokenCorpus
+
+_LEFT = (
+    LOG,
+    f"{LOG.split('.')[0]}.partial",
+    FILE,
+    CURVE,
+    SCALARS,
+    checkpoint.FOLDER,
+    tokens.FOLDER,
+)
+"""What a run may leave in its folder before its first checkpoint."""
 
 
 def with_vocabulary(config: TrainConfig) -> TrainConfig:
@@ -46,6 +60,7 @@ def check_run(
     *,
     resume: bool,
     start: Checkpoint | None = None,
+    restartable: bool = False,
 ) -> tuple[ByteCorpus, Checkpoint | None]:
     """Read the data, and find and check the checkpoint on `resume`: all that can fail early.
 
@@ -55,6 +70,8 @@ def check_run(
         local_ranks: number of ranks on this machine.
         resume: whether to go on from the newest checkpoint of ``config.out``.
         start: that checkpoint where it is known already.
+        restartable: whether a run may begin in a folder with what another one has left there that
+            ended before its first checkpoint.
 
     Returns:
         The text, and the checkpoint to go on from.
@@ -68,7 +85,7 @@ def check_run(
     check_memory(config, world_size, local_ranks)
     config.sequence_layout(config.group_size(world_size))
     if not resume:
-        check_free(config.out)
+        check_free(config.out, _LEFT if restartable else ())
     elif start is None:
         start = checkpoint.newest(config.out)
     _check_vocabulary(config, known_tokenizer(config, start))

@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .attempt import store_of_attempt
 from .config import TrainConfig
-from .errors import TrainingError, Watch, one_line
+from .errors import START, TrainingError, Watch, one_line
 
 _T = TypeVar("_T")
 BUCKET_NUMEL = 1 << 23  # 32 MiB of float32: the extra memory that summing the gradients takes
@@ -176,6 +177,8 @@ def joined(config: TrainConfig) -> Iterator[World]:
     rank = int(os.environ["RANK"])
     try:
         store, _, _ = next(dist.rendezvous("env://", rank, size))
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            store = store_of_attempt(store, rank, size, START)
         watch = Watch(store, rank, size, config.timeout)
         watch.meet()
         # gloo beside NCCL: small collectives that need not wait for what the device has to compute.

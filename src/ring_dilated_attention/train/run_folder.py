@@ -8,7 +8,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -99,9 +99,9 @@ class RunLock:
         os.close(self._descriptor)
 
 
-def check_free(run: Path) -> None:
-    """Raise a `ValueError` if the folder of a new run holds anything but its lock."""
-    if run.exists() and any(path.name != LOCK for path in run.iterdir()):
+def check_free(run: Path, allowed: Sequence[str] = ()) -> None:
+    """Raise a `ValueError` if the folder of a new run holds anything but its lock and `allowed`."""
+    if run.exists() and any(path.name not in (LOCK, *allowed) for path in run.iterdir()):
         raise ValueError(f"{run} is not an empty folder; resume it or choose another")
 
 

@@ -33,6 +33,7 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
 from ring_dilated_attention.kernels.own_forward import rows_of_program  # noqa: E402
+from ring_dilated_attention.kernels.own_programs import step_of  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -126,9 +127,14 @@ def assert_close(got, want, bound, what):
             assert error < bound, (name, error, what)
 
 
+PROGRAMS = "ring_dilated_attention.kernels.own_programs"
+
+
 @pytest.mark.parametrize("seed", [*range(10), 12, 21] if INTERPRETED else range(80))
 def test_random_calls_are_the_reference(seed, monkeypatch):
     monkeypatch.setattr(own, "FEWEST_ROWS", 0)  # the kernels take any
+    if seed % 2:  # programs of as many rows as can be, some of which are members of a branch
+        monkeypatch.setattr(f"{PROGRAMS}.LOADED_ROWS", 1e9)
     forget_plans()
     case = Draw(seed)
     torch.manual_seed(seed)
@@ -331,6 +337,29 @@ def test_backward_of_short_calls_goes_by_the_limit_of_forward(factor, monkeypatc
     query = torch.randn(1, 160, 4, 16, device=DEVICE, requires_grad=True)
     dilated_attention(query, query, query, GIGAPATH).sum().backward()
     assert asked == [5e5, 5e5] + [4e4] * (factor == 1)
+    forget_plans()
+
+
+@pytest.mark.parametrize("detached", [False, True])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_members_of_a_branch_beside_rows_that_are_not(is_causal, detached):
+    """Rows of a program are less than 4 apart, a branch takes every fourth."""
+    pattern = DilatedPattern(
+        [16, None, 24], [1, 2, 4], head_offsets="blocked", zero_keys=not is_causal
+    )
+    assert step_of([(16, 1), (37, 2), (24, 4)], 37, 64) < 4
+    forget_plans()
+    case: Any = Draw(0)
+    vars(case).update(pattern=pattern, is_causal=is_causal, detached=detached, layout=None)
+    vars(case).update(documents=[0, 4, 41], length=41, heads_per_kv=2, kv_heads=1, head_dim=16)
+    vars(case).update(batch=1)
+    torch.manual_seed(0)
+    *inputs, dout = case.tensors()
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    wide = [x.detach().double().cpu().requires_grad_() for x in inputs]
+    want = case.run(wide, dout.double().cpu())
+    got = [x.cpu() for x in case.run(leaves, dout, backend="triton")]
+    assert_close(got, want, 2e-5, case)
     forget_plans()
 
 

@@ -120,7 +120,7 @@ def _dq_kernel(
     part_start, part_stop, shift, document, chosen = range_of(own)
     last = first + (count - 1) * step
     if not takes_part(
-        branches, chosen, kv_head, kv_heads, document, first, last, count, num_branches
+        branches, chosen, kv_head, kv_heads, document, first, last, step, count, num_branches
     ):
         return
 
@@ -161,10 +161,10 @@ def _dq_kernel(
         v_step *= BLOCK_N
         for index in tl.range(segment, segment_stop, disable_licm=True):
             start = index * length
-            if (first - start - offset) % rate == 0:
+            if (first - start - offset) % tl.minimum(rate, step) == 0:
                 key, k_len = rows_of_cell(start, length, rate, offset, part_start, part_stop)
                 within, limits, full, stop = keys_of_rows(
-                    first, last, step, count, start, length, rate, key, k_len,
+                    first, last, step, count, start, length, rate, offset, key, k_len,
                     IS_CAUSAL, BLOCK_M, BLOCK_N,
                 )  # fmt: skip
                 k_row = (key + shift).to(tl.int64)
@@ -239,7 +239,7 @@ def _dkdv_kernel(
     part_start, part_stop, shift, document, chosen = range_of(own)
     last = first + (count - 1) * step
     if not takes_part(
-        branches, chosen, kv_head, kv_heads, document, first, last, count, num_branches
+        branches, chosen, kv_head, kv_heads, document, first, last, step, count, num_branches
     ):
         return
 
@@ -271,11 +271,11 @@ def _dkdv_kernel(
         lse_step *= BLOCK_M
         for index in tl.range(segment, segment_stop, disable_licm=True):
             start = index * length
-            if (first - start - offset) % rate == 0:
+            if (first - start - offset) % tl.minimum(rate, step) == 0:
                 query, q_len = rows_of_cell(start, length, rate, offset, part_start, part_stop)
-                inside = (start <= first) & (last < start + length)
+                inside = (start <= first) & (last < start + length) & (rate <= step)
                 ahead = first - start + keys * step
-                within = (ahead >= 0) & (ahead < length)
+                within = (ahead >= 0) & (ahead < length) & ((ahead - offset) % rate == 0)
                 # Query blocks: masked `begin` to `full` - 1 and `tail` to `stop` - 1.
                 stop = tl.cdiv(q_len, BLOCK_M)
                 begin = 0

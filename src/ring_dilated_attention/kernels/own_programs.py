@@ -2,7 +2,9 @@
 
 Positions of a part that are congruent modulo the rates of all branches, and lie in one segment of
 each, see the same keys. So a program takes such a block of rows, goes through the keys of one
-branch after the other, and writes its rows once: nothing is merged or added up in memory.
+branch after the other, and writes its rows once: nothing is merged or added up in memory. Where
+such rows are few, rows are congruent modulo less: of branches of larger rates some rows of a
+program are members, and a mask hides the keys from the others.
 
 Ranges of rows come from the plan (`plan.OwnRange`). Positions count from the start of the document,
 as segments do. Heads and batch entries are axes of the grid: no table grows with them.
@@ -35,6 +37,10 @@ MOST_POSITIONS = 1 << 30
 """Of a document: twice as many are counted in 32 bits."""
 MOST_STEP = 1024
 """Between rows of a program: there is a program for each residue, whether or not rows have it."""
+LOADED_ROWS = 32
+"""Loading a key takes as long as computing its products with so many rows of a program."""
+MASKED_COST = 2.0
+"""Of a block of keys that a mask hides from rows, beside one that all see."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +120,32 @@ def _fills(branches: Sequence[tuple[int, int]], longest: int, block: int) -> boo
     return step <= MOST_STEP and shortest / step >= min(fullest, block) / 2
 
 
+def step_of(branches: Sequence[tuple[int, int]], longest: int, block: int) -> int:
+    """How far rows of a program are apart: each rate divides it, or is a multiple of it.
+
+    Args:
+        branches: (segment length, rate) of those that are run.
+        longest: positions of a document, at most.
+        block: rows of a program at most.
+    """
+    rates = sorted({rate for _, rate in branches})
+    steps = {math.lcm(*rates[: number + 1]) for number in range(len(rates))}
+    shortest = min(longest, *(length for length, _ in branches))
+
+    def cost(step: int) -> float:
+        """Of a row: of the blocks of keys that its program goes through."""
+        rows = max(1.0, shortest / step)
+        rows /= math.ceil(rows / block)
+        work = sum(
+            min(length, longest) / rate / min(rate, step) * (MASKED_COST if rate > step else 1)
+            for length, rate in branches
+        )
+        return work * (1 + LOADED_ROWS / rows)
+
+    fitting = [s for s in steps if all(s % rate == 0 or rate % s == 0 for rate in rates)]
+    return min(sorted(fitting, reverse=True), key=cost)
+
+
 def build_programs(
     ranges: Sequence[OwnRange],
     branches: Sequence[tuple[int, int]],
@@ -148,7 +180,7 @@ def build_programs(
     for kind in sorted({each.branches for each in ranges}):
         numbers = (kinds == kind).nonzero()[0]
         chosen = [number for number in range(len(branches)) if kind >> number & 1]
-        step = math.lcm(*(branches[number][1] for number in chosen))
+        step = step_of([branches[number] for number in chosen], longest, block)
         work = _work([branches[x] for x in chosen], [offsets[x] for x in chosen], step, longest)
         order = (-work).argsort(axis=1, kind="stable")
         table[numbers, 5], table[numbers, 6] = step, filled
@@ -185,13 +217,15 @@ def build_programs(
 def _work(
     branches: Sequence[tuple[int, int]], offsets: Sequence[Sequence[int]], step: int, longest: int
 ) -> Table:
-    """About how many keys a row sees, (KV heads, step): by head and residue."""
+    """About how many keys a block goes through, (KV heads, step): by head and residue."""
     import numpy as np
 
     residues = np.arange(step)
     work = np.zeros((len(offsets[0]), step))
     for (length, rate), own in zip(branches, offsets, strict=True):
-        shown = residues % rate == np.array(own)[:, None]
+        common = min(rate, step)
+        offset = np.array(own)[:, None]
+        shown = (residues % common == offset % common) & (offset >= 0)
         work += shown * (min(length, longest) / rate)
     return work
 

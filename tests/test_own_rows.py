@@ -342,17 +342,19 @@ def test_backward_of_short_calls_goes_by_the_limit_of_forward(factor, monkeypatc
 
 @pytest.mark.parametrize("detached", [False, True])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_members_of_a_branch_beside_rows_that_are_not(is_causal, detached):
-    """Rows of a program are less than 4 apart, a branch takes every fourth."""
+def test_members_of_a_branch_beside_rows_that_are_not(is_causal, detached, monkeypatch):
+    """Rows of a program are 2 apart, a branch takes every fourth."""
     pattern = DilatedPattern(
-        [16, None, 24], [1, 2, 4], head_offsets="blocked", zero_keys=not is_causal
+        [64, None, None], [1, 2, 4], head_offsets="blocked", zero_keys=not is_causal
     )
-    assert step_of([(16, 1), (37, 2), (24, 4)], 37, 64) < 4
+    for block in (32, 64):
+        assert step_of([(64, 1), (76, 2), (76, 4)], 76, block) == 2
+    monkeypatch.setattr(own, "_BLOCK", 32)
     forget_plans()
     case: Any = Draw(0)
     vars(case).update(pattern=pattern, is_causal=is_causal, detached=detached, layout=None)
-    vars(case).update(documents=[0, 4, 41], length=41, heads_per_kv=2, kv_heads=1, head_dim=16)
-    vars(case).update(batch=1)
+    vars(case).update(documents=[0, 9, 85], length=85, heads_per_kv=1, kv_heads=2, head_dim=16)
+    vars(case).update(batch=1, scale=None)
     torch.manual_seed(0)
     *inputs, dout = case.tensors()
     leaves = [x.detach().requires_grad_() for x in inputs]

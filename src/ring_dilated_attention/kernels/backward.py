@@ -18,6 +18,7 @@ from .blocks import (
     constants,
     default_launch,
     element_offsets,
+    halves_of_rows,
     is_wide,
     load_block,
     products_of_all_rows,
@@ -154,31 +155,6 @@ def _dq_kernel(
 
 
 @triton.jit
-def halves_of_rows(found, COPIES: tl.constexpr):
-    """The first number of each row, and the one that `COPIES` columns of the first are before."""
-    if COPIES > 1:
-        rows: tl.constexpr = found.shape[0]
-        halves = tl.permute(tl.reshape(found, [rows, 2, COPIES]), (0, 2, 1))
-        first, second = tl.split(halves)
-        first, second = first_of_rows(first, COPIES), first_of_rows(second, COPIES)
-    else:
-        first, second = tl.split(found)
-    return first, second
-
-
-@triton.jit
-def first_of_rows(found, COLUMNS: tl.constexpr):
-    """The number that all columns of a row hold."""
-    if COLUMNS > 2:
-        rows: tl.constexpr = found.shape[0]
-        found, _ = tl.split(tl.reshape(found, [rows, COLUMNS // 2, 2]))
-        found = first_of_rows(found, COLUMNS // 2)
-    else:
-        found, _ = tl.split(found)
-    return found
-
-
-@triton.jit
 def dkdv_of_queries(
     dk,
     dv,
@@ -221,21 +197,21 @@ def dkdv_of_queries(
         dout_block = load_block(
             dout + block * dout_step, dout_offsets, rows < length, MASKED, HEAD_DIM
         )
-        # As many elements as there are threads, 32 to each 16 keys: with fewer Triton would have each
-        # thread load all of those that it needs, one by one.
-        COPIES: tl.constexpr = max(1, k[0].shape[0] // BLOCK_M)
-        pairs = tl.arange(0, 2 * COPIES)[None, :]
+        # As many elements as there are threads, 32 to each 16 keys: with fewer Triton would have
+        # each thread load all of those that it needs, one by one.
+        copies: tl.constexpr = max(1, k[0].shape[0] // BLOCK_M)
+        pairs = tl.arange(0, 2 * copies)[None, :]
         of_rows = tl.where(
-            pairs < COPIES,
+            pairs < copies,
             (lse + block * lse_step + lse_offsets)[:, None],
             (delta + block * delta_step + delta_offsets)[:, None],
         )
         if MASKED:
-            beyond = tl.where(pairs < COPIES, float("inf"), 0.0)
+            beyond = tl.where(pairs < copies, float("inf"), 0.0)
             found = tl.load(of_rows, mask=(rows < length)[:, None], other=beyond)
         else:
             found = tl.load(of_rows)
-        row_lse, row_delta = halves_of_rows(found, COPIES)
+        row_lse, row_delta = halves_of_rows(found, copies)
         # Keys by queries: p and ds are the left sides of products as they are, in registers.
         scores = products_of_all_rows(k, q_block, PRECISION)
         p = tl.exp2(scores * scale - (row_lse * LOG2_E)[None, :])

@@ -163,6 +163,31 @@ def add_product(total, weights, block, PRECISION: tl.constexpr):
     return added
 
 
+@triton.jit
+def halves_of_rows(found, COPIES: tl.constexpr):
+    """The first number of each row, and the one that `COPIES` columns of the first are before."""
+    if COPIES > 1:
+        rows: tl.constexpr = found.shape[0]
+        halves = tl.permute(tl.reshape(found, [rows, 2, COPIES]), (0, 2, 1))
+        first, second = tl.split(halves)
+        first, second = first_of_rows(first, COPIES), first_of_rows(second, COPIES)
+    else:
+        first, second = tl.split(found)
+    return first, second
+
+
+@triton.jit
+def first_of_rows(found, COLUMNS: tl.constexpr):
+    """The number that all columns of a row hold."""
+    if COLUMNS > 2:
+        rows: tl.constexpr = found.shape[0]
+        found, _ = tl.split(tl.reshape(found, [rows, COLUMNS // 2, 2]))
+        found = first_of_rows(found, COLUMNS // 2)
+    else:
+        found, _ = tl.split(found)
+    return found
+
+
 def stride_unit(*strides: Sequence[int]) -> int:
     """Strides are counted in this many elements, so that the compiler knows rows are aligned.
 

@@ -37,7 +37,7 @@ from .own_forward import (
     zeros_of_cell,
 )
 from .own_programs import Programs
-from .tuning import BackwardConfig
+from .tuning import BackwardConfig, copies_of
 
 
 @triton.jit
@@ -228,6 +228,7 @@ def _dkdv_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
+    COPIES: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
     """One program: a block of keys of one KV head, all queries of all branches that see them."""
@@ -305,14 +306,14 @@ def _dkdv_kernel(
                         q_offsets, dout_offsets, lse_offsets, lse_offsets,
                         q_step, dout_step, lse_step, lse_step,
                         lows, q_len, begin, full, tail, stop,
-                        scale * LOG2_E, True, True, HEAD_DIM, BLOCK_M, PRECISION, 1,
+                        scale * LOG2_E, True, True, HEAD_DIM, BLOCK_M, COPIES, PRECISION, 1,
                     )  # fmt: skip
                     dk_block, dv_block = dkdv_of_queries(
                         dk_block, dv_block, k_block, v_block, q_at, dout_at, lse_at, delta_at,
                         q_offsets, dout_offsets, lse_offsets, lse_offsets,
                         q_step, dout_step, lse_step, lse_step,
                         lows, q_len, full, tail, tail, tail,
-                        scale * LOG2_E, False, False, HEAD_DIM, BLOCK_M, PRECISION,
+                        scale * LOG2_E, False, False, HEAD_DIM, BLOCK_M, COPIES, PRECISION,
                     )  # fmt: skip
                     q_at += q_h.to(tl.int64) * UNIT
                     dout_at += dout_h.to(tl.int64) * UNIT
@@ -393,6 +394,7 @@ def ranges_backward(
     )  # fmt: skip
     _launch_dkdv(
         *ranges_launch(
-            keys, config.dkdv, (*inputs, dk, dv), of_rows, numbers, rows_of=k, **options
+            keys, config.dkdv, (*inputs, dk, dv), of_rows, numbers,
+            rows_of=k, **options, **copies_of(config.dkdv),
         )
     )  # fmt: skip

@@ -308,7 +308,7 @@ def ranges_launch(
     numbers: Sequence[float],
     *,
     rows_of: torch.Tensor,
-    **options: bool,
+    **options: int,
 ) -> tuple[tuple[int, int], tuple[torch.Tensor, ...], tuple[float, ...], dict[str, Any]]:
     """What a `Launcher` of a kernel of ranges takes.
 

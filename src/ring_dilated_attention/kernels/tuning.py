@@ -81,7 +81,7 @@ _LARGE: dict[tuple[Kernel, int, int], tuple[int, LaunchConfig]] = {
     ("dq", 2, 128): (131_072, LaunchConfig(64, 64, 4, 2)),
     ("forward", 2, 256): (147_456, LaunchConfig(64, 32, 4, 2)),
     ("dq", 2, 256): (102_400, LaunchConfig(32, 32, 4, 2)),
-    ("dkdv", 2, 256): (139_264, LaunchConfig(32, 32, 4, 1)),
+    ("dkdv", 2, 256): (163_840, LaunchConfig(32, 32, 4, 1)),
     ("own_forward", 2, 256): (106_496, LaunchConfig(64, 32, 4, 2)),
 }
 
@@ -107,6 +107,11 @@ def head_dim_constants(head_dim: int, tail: bool) -> dict[str, int]:
     if not tail or rest.bit_count() != 1:
         largest, rest = padded_head_dim(head_dim), 0
     return {"HEAD_DIM": head_dim, "BLOCK_D": largest, "TAIL": rest}
+
+
+def copies_of(config: LaunchConfig) -> dict[str, int]:
+    """In how many copies the kernel of dk and dv loads lse and delta: as many as it has threads."""
+    return {"COPIES": max(1, 16 * config.num_warps // config.block_m)}
 
 
 def _key_of(kernel: Kernel, itemsize: int, head_dim: int) -> tuple[Kernel, int, int]:

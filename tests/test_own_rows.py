@@ -8,6 +8,7 @@ import math
 import os
 import random
 import weakref
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -24,7 +25,7 @@ from ring_dilated_attention import (
 from ring_dilated_attention.checks import reference_attention
 from ring_dilated_attention.engine import own, ring
 from ring_dilated_attention.engine.compute import TileCall
-from ring_dilated_attention.kernels import MOST_POSITIONS, build_programs, launches_of
+from ring_dilated_attention.kernels import MOST_POSITIONS, build_programs, launches_of, tuning
 from ring_dilated_attention.resolve import forget_plans
 from ring_dilated_attention.tiles import Selection
 from ring_dilated_attention.tiles.eager import EAGER
@@ -337,6 +338,28 @@ def test_backward_of_short_calls_goes_by_the_limit_of_forward(factor, monkeypatc
     query = torch.randn(1, 160, 4, 16, device=DEVICE, requires_grad=True)
     dilated_attention(query, query, query, GIGAPATH).sum().backward()
     assert asked == [5e5, 5e5] + [4e4] * (factor == 1)
+    forget_plans()
+
+
+@pytest.mark.parametrize("head_dim", [40, 48, 80])
+def test_head_dims_of_two_parts(head_dim, monkeypatch):
+    """A power of two and a tail, which may be padded: in all three kernels, whatever the table."""
+    with_tail = {key: replace(each, tail=True) for key, each in tuning._CONFIGS.items()}
+    monkeypatch.setattr(tuning, "_CONFIGS", with_tail)
+    parts = tuning.head_dim_constants(head_dim, True)
+    assert (parts["BLOCK_D"], parts["TAIL"]) == (64, 16) if head_dim == 80 else (32, 16)
+    forget_plans()
+    case: Any = Draw(0)
+    vars(case).update(pattern=GIGAPATH, is_causal=False, detached=head_dim == 40, layout=None)
+    vars(case).update(documents=None, length=37, heads_per_kv=2, kv_heads=2, head_dim=head_dim)
+    vars(case).update(batch=1, scale=-0.2)
+    torch.manual_seed(0)
+    *inputs, dout = case.tensors()
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    wide = [x.detach().double().cpu().requires_grad_() for x in inputs]
+    want = case.run(wide, dout.double().cpu())
+    got = [x.cpu() for x in case.run(leaves, dout, backend="triton")]
+    assert_close(got, want, 2e-5, case)
     forget_plans()
 
 

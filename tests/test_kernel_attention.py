@@ -18,7 +18,6 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not (torch.cuda.is_available() or INTERPRETED):
     pytest.skip("needs CUDA or TRITON_INTERPRET=1", allow_module_level=True)
 
-from ring_dilated_attention.kernels import tuning  # noqa: E402
 from ring_dilated_attention.kernels.backward import tiles_backward  # noqa: E402
 from ring_dilated_attention.kernels.cells import build_cells  # noqa: E402
 from ring_dilated_attention.kernels.forward import tiles_forward  # noqa: E402
@@ -256,16 +255,16 @@ def test_half_precision_is_as_good_as_plain_computation(dtype, is_causal):
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_a_head_dim_of_two_parts(is_causal, monkeypatch):
-    with_tail = {key: replace(each, tail=True) for key, each in tuning._CONFIGS.items()}
-    monkeypatch.setattr(tuning, "_CONFIGS", with_tail)
-    assert default_config("dq", 40, torch.float32, queries=40, keys=40).tail
+def test_a_head_dim_of_two_parts(is_causal):
     pattern = DilatedPattern([16, None], [1, 2])
     inputs = random_inputs(1, 40, 2, 2, 40, torch.float32)
     plan = plan_attention(
         pattern, SequenceLayout.contiguous(40, 1), is_causal=is_causal, num_heads=2
     )
-    got = run(launches(plan), *inputs, 0.2, heads_per_kv=1)
+    with_tail = replace(SMALL, tail=True)
+    backward = BackwardConfig(*(replace(each, tail=True) for each in SMALL_BACKWARD))
+    options: Any = {"config": with_tail, "backward": backward}
+    got = run(launches(plan), *inputs, 0.2, heads_per_kv=1, **options)
     for error in errors(got, expected(pattern, *inputs, is_causal, 0.2)):
         assert error < 1e-5
 

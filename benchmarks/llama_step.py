@@ -4,8 +4,9 @@
     torchrun --nproc-per-node 2 benchmarks/llama_step.py --out found.json
     torchrun --nproc-per-node 2 benchmarks/llama_step.py --device cpu --small
 
-A step is forward, backward and AdamW on one sequence of random tokens, layers compiled. On one
-process every kind of attention takes its turn: transformers' `sdpa`, `dense` (the same function by
+A step is forward, backward and AdamW on one sequence of random tokens, layers compiled. A sample is
+several steps in a row, between which the host does not wait for the device. On one process every
+kind of attention takes its turn: transformers' `sdpa`, `dense` (the same function by
 `set_attention`) and `longnet`. Under torchrun the sequence is sharded and FSDP2 shards the weights.
 First gradients are compared with those of transformers' `sdpa` on one device.
 """
@@ -30,7 +31,7 @@ from ring_dilated_attention import DilatedPattern, SequenceLayout, labels_per_ra
 from ring_dilated_attention.integrations.transformers import set_attention, shard_batch
 from ring_dilated_attention.named_patterns import named
 
-WARM_UPS = 3
+WARM_UPS = 2
 
 
 def make_model(*, small: bool, device: torch.device) -> LlamaForCausalLM:
@@ -95,11 +96,12 @@ class Kind:
         loss.backward()
         return loss.detach()
 
-    def step(self) -> None:
-        """One step, until the device is idle."""
-        self.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+    def steps(self, count: int) -> None:
+        """Steps one after the other, as a training makes them, until the device is idle."""
+        for _ in range(count):
+            self.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
         if self.batch["input_ids"].is_cuda:
             torch.cuda.synchronize()
 
@@ -119,17 +121,17 @@ def error_of(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found - wanted).norm() / wanted.norm())
 
 
-def timed(kinds: list[Kind], steps: int) -> dict[str, list[float]]:
-    """Milliseconds of each step, in turns."""
+def timed(kinds: list[Kind], samples: int, in_a_row: int) -> dict[str, list[float]]:
+    """Milliseconds per step, of several in a row, in turns."""
     taken: dict[str, list[float]] = {kind.name: [] for kind in kinds}
-    for number in range(WARM_UPS + steps):
+    for number in range(WARM_UPS + samples):
         for kind in kinds:
             if kind.group is not None:
                 dist.barrier(kind.group)
             begun = time.perf_counter()
-            kind.step()
+            kind.steps(in_a_row)
             if number >= WARM_UPS:
-                taken[kind.name].append((time.perf_counter() - begun) * 1e3)
+                taken[kind.name].append((time.perf_counter() - begun) * 1e3 / in_a_row)
     return taken
 
 
@@ -139,7 +141,8 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--small", action="store_true", help="a tiny model, 1,000 tokens, float32")
     parser.add_argument("--seq-len", type=int, help="default: 32,768; 1,000 with --small")
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--samples", type=int, default=7)
+    parser.add_argument("--in-a-row", type=int, default=5, help="steps of a sample")
     parser.add_argument("--eager", action="store_true", help="layers are not compiled")
     parser.add_argument("--out", type=Path, help="a JSON file for all numbers")
     options = parser.parse_args()
@@ -167,7 +170,7 @@ def main() -> None:
         kinds.insert(0, alone)
     else:
         del alone
-    for name, times in timed(kinds, options.steps).items():
+    for name, times in timed(kinds, options.samples, options.in_a_row).items():
         found[name] = {
             "ms": statistics.median(times),
             "lowest": min(times),

@@ -29,7 +29,7 @@ from ranks import join
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention
 from ring_dilated_attention.exchange import Group, ProcessGroupExchange, run_loopback
-from ring_dilated_attention.exchange.cuda_driver import WAIT_EQUAL, check, driver
+from ring_dilated_attention.exchange.cuda_driver import wait_for_flag
 from ring_dilated_attention.plan import attention
 
 DENSE = DilatedPattern.dense()
@@ -237,8 +237,7 @@ def _waiting(device: torch.device, count: int) -> Iterator[None]:
     torch.cuda.synchronize(device)
     streams = [torch.cuda.Stream(device, priority=-1) for _ in range(count)]
     for stream in streams:
-        waits = stream.cuda_stream, flag.data_ptr(), 1, WAIT_EQUAL
-        check(driver().cuStreamWaitValue32_v2(*waits), "waiting for a flag")
+        wait_for_flag(stream.cuda_stream, flag.data_ptr(), 1)
     try:
         yield
     finally:

@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 4 benchmarks/slide_encoder.py --tiles 1048576 --checkpointed-only
 
 12 layers of width 768, 16 heads of 48, GigaPath's pattern, float16 autocast with loss scaling,
-AdamW, one slide sharded over all ranks; once without activation checkpointing, once with. A slide
-of so many tiles is a sequence of one position more.
+AdamW; one slide sharded over all ranks, whose gradients DDP brings together. Once without activation
+checkpointing, once with. A slide of so many tiles is a sequence of one position more.
 """
 
 import json
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import typer
+from torch.nn.parallel import DistributedDataParallel
 
 from ring_dilated_attention import SequenceLayout
 from ring_dilated_attention.nn import SlideEncoder, SlideEncoderConfig
@@ -75,9 +76,11 @@ def measure(
     own = layout.local_length(rank) - (rank == 0)
     config = SlideEncoderConfig(num_layers=layers)
     torch.manual_seed(0)
-    encoder = SlideEncoder(config, **options).to(device)
-    head = torch.nn.Linear(config.embed_dim, 2).to(device)
+    encoder: torch.nn.Module = SlideEncoder(config, **options).to(device)
+    head: torch.nn.Module = torch.nn.Linear(config.embed_dim, 2).to(device)
     parameters = [*encoder.parameters(), *head.parameters()]
+    if many:  # gradients of the first layers are ready last
+        encoder, head = (DistributedDataParallel(x) for x in (encoder, head))
     optimizer = torch.optim.AdamW(parameters, lr=1e-4)
     scaler = torch.amp.GradScaler(enabled=cuda)
     torch.manual_seed(1 + rank)
@@ -94,10 +97,7 @@ def measure(
             loss = F.cross_entropy(logits[:, 0].float(), label, label_smoothing=0.1)
         else:
             loss = logits.float().sum()  # of no rows
-        scaler.scale(loss).backward()
-        if many:
-            for parameter in parameters:
-                dist.all_reduce(parameter.grad)
+        scaler.scale(loss * ranks).backward()  # of which DDP takes the mean
         scaler.step(optimizer)
         scaler.update()
         return loss.detach()

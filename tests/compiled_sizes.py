@@ -22,15 +22,24 @@ from ring_dilated_attention.kernels import (
     tuning,
 )
 from ring_dilated_attention.kernels.device_profile import H200
+from ring_dilated_attention.kernels.launch import Launcher
+
+
+def launched(module, argument):
+    """The kernel that a module launches with an argument of this name."""
+    kernels = [x.kernel for x in vars(module).values() if isinstance(x, Launcher)]
+    (found,) = (kernel for kernel in kernels if argument in kernel.arg_names)
+    return found
+
 
 KERNELS: dict[str, Any] = {
-    "forward": forward._forward_kernel,
-    "dq": backward._dq_kernel,
-    "dkdv": backward._dkdv_kernel,
-    "own_forward": own_forward._forward_kernel,
-    "own_dq": own_backward._dq_kernel,
-    "own_dkdv": own_backward._dkdv_kernel,
-    "decode": decode._split_kernel,
+    "forward": launched(forward, "out"),
+    "dq": launched(backward, "dq"),
+    "dkdv": launched(backward, "dk"),
+    "own_forward": launched(own_forward, "out"),
+    "own_dq": launched(own_backward, "dq"),
+    "own_dkdv": launched(own_backward, "dk"),
+    "decode": launched(decode, "q"),
 }
 TABLES = {
     **dict.fromkeys(("cells", "table"), "*i64"),
@@ -75,8 +84,8 @@ def shared_bytes(name, itemsize, head_dim, config, capability):
 
 if __name__ == "__main__":
     found = []
-    for (name, itemsize, head_dim), (needed, smaller) in tuning._LARGE.items():
-        config = tuning._CONFIGS[name, itemsize, head_dim]
+    for (name, itemsize, head_dim), (needed, smaller) in tuning.LARGE.items():
+        config = tuning.CONFIGS[name, itemsize, head_dim]
         sizes = [
             shared_bytes(name, itemsize, head_dim, each, int(sys.argv[1]))
             for each in (config, smaller)

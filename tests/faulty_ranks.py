@@ -16,8 +16,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from several_hosts import Host, several_hosts
 from torch.utils.checkpoint import checkpoint
 
 from ring_dilated_attention import (
@@ -324,7 +326,7 @@ def one_call_more(me: Rank, how: str) -> None:
 def other_version(me: Rank, how: str) -> None:
     if me.is_victim:
         me.fault()
-        pytest.MonkeyPatch().setattr(exchange_module, "VERSION", "0.0.1")
+        pytest.MonkeyPatch().setattr(exchange_module, "__version__", "0.0.1")
     me.call()
 
 
@@ -475,21 +477,32 @@ class Transport(NamedTuple):
         copies: whether rows travel by copies between GPUs.
         board: whether ranks of one host may agree in shared memory, which those of several cannot.
         cpu: whether the group itself may be used to agree on the CPU, which one of NCCL cannot.
+        hosts: host of each rank: of namespaces on CPUs, and as the group is told on GPUs; empty:
+            all are on one.
     """
 
     backend: str = "gloo"
     copies: bool = False
     board: bool = True
     cpu: bool = True
+    hosts: tuple[int, ...] = ()
 
 
 GLOO = Transport()
 
 
 def _rank_main(
-    rank: int, world_size: int, victim: int, name: str, folder: str, transport: Transport
+    rank: int,
+    world_size: int,
+    victim: int,
+    name: str,
+    folder: str,
+    transport: Transport,
+    hosts: Sequence[Host],
 ) -> None:
-    backend, copies, board, cpu = transport
+    backend, copies, board, cpu, places = transport
+    if hosts:
+        hosts[places[rank]].enter()
     if not cpu:
         pytest.MonkeyPatch().setattr(collectives, "takes_cpu", lambda group: False)
     if not board:
@@ -505,7 +518,12 @@ def _rank_main(
     try:
         dist.init_process_group(
             backend,
-            store=_store(Path(folder, "store"), rank, world_size, is_file=board),
+            store=_store(
+                Path(folder, "store"),
+                rank,
+                world_size,
+                hosts[0].address if hosts else "127.0.0.1" if not board or places else None,
+            ),
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=LONG_S),
@@ -516,7 +534,10 @@ def _rank_main(
         group = dist.group.WORLD
         assert group is not None
         ends = ProcessGroupExchange(
-            group, timeout=timeout, peer_memory=copies if device.type == "cuda" else None
+            group,
+            timeout=timeout,
+            peer_memory=copies if device.type == "cuda" else None,
+            hosts=places if places and not hosts else None,
         )
         note = Path(folder, "fault").touch
         me = Rank(rank, world_size, victim, device, ends, note)
@@ -536,17 +557,17 @@ def _write(path: Path, text: str) -> None:
     path.with_suffix(".new").rename(path)
 
 
-def _store(path: Path, rank: int, world_size: int, *, is_file: bool) -> dist.Store:
-    """Where the ranks meet: a file, or, as between hosts, a port of the first rank's process."""
-    if is_file:
+def _store(path: Path, rank: int, world_size: int, address: str | None) -> dist.Store:
+    """Where the ranks meet: a port of the first rank's process, or, without an address, a file."""
+    if address is None:
         return dist.FileStore(str(path), world_size)
     if rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, world_size, True, wait_for_workers=False)
+        store = dist.TCPStore(address, 0, world_size, True, wait_for_workers=False)
         _write(path, str(store.port))
         return store
     while not path.exists():
         time.sleep(0.01)
-    return dist.TCPStore("127.0.0.1", int(path.read_text()), world_size, False)
+    return dist.TCPStore(address, int(path.read_text()), world_size, False)
 
 
 def run_fault(
@@ -564,10 +585,13 @@ def run_fault(
         How the ranks ended, by rank. Those that had not after a minute are killed.
     """
     context = forked_context()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        hosts: list[Host] = []
+        if transport.hosts and transport.backend == "gloo":
+            hosts = stack.enter_context(several_hosts(max(transport.hosts) + 1))
         processes = [
             context.Process(
-                target=_rank_main, args=(rank, world_size, victim, name, folder, transport)
+                target=_rank_main, args=(rank, world_size, victim, name, folder, transport, hosts)
             )
             for rank in range(world_size)
         ]
@@ -642,14 +666,21 @@ def main() -> None:
     parser.add_argument("--ranks", default="2,3,5")
     parser.add_argument("--backend", default="gloo", choices=["gloo", "nccl", "cpu:gloo,cuda:nccl"])
     parser.add_argument("--copies", action="store_true")
-    parser.add_argument("--no-board", action="store_true", help="as on several hosts")
+    parser.add_argument("--no-board", action="store_true", help="as where memory is not shared")
+    parser.add_argument("--hosts", type=int, default=1, help="on how many; the first has the most")
     parser.add_argument("--no-cpu", action="store_true", help="as where the group has NCCL alone")
     parser.add_argument("--only", default="")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     before, wrong, rows = leftovers(), 0, []
-    transport = Transport(options.backend, options.copies, not options.no_board, not options.no_cpu)
+
+    def transport(world_size: int) -> Transport:
+        hosts = [rank * options.hosts // world_size for rank in range(world_size)]
+        board, cpu = not options.no_board, not options.no_cpu
+        places = tuple(hosts) if options.hosts > 1 else ()
+        return Transport(options.backend, options.copies, board, cpu, places)
+
     cases = [
         (name, world_size)
         for name in FAULTS
@@ -658,7 +689,7 @@ def main() -> None:
     ]
     with ProcessPoolExecutor(options.jobs) as pool:  # threads take each other's exit statuses
         runs = {
-            (*case, number): pool.submit(run_fault, *case, number % case[1], transport)
+            (*case, number): pool.submit(run_fault, *case, number % case[1], transport(case[1]))
             for case in cases
             for number in range(options.rounds)
         }
@@ -666,7 +697,7 @@ def main() -> None:
             slowest, bad = 0.0, 0
             for number in range(options.rounds):
                 victim, outcomes = number % world_size, runs[name, world_size, number].result()
-                found = problems(name, world_size, victim, outcomes, transport)
+                found = problems(name, world_size, victim, outcomes, transport(world_size))
                 others = [one.seconds for rank, one in enumerate(outcomes) if rank != victim]
                 slowest, bad = max(slowest, *others), bad + bool(found)
                 for problem in found:

@@ -12,9 +12,8 @@ import ring_dilated_attention
 
 ROOT = Path(ring_dilated_attention.__file__).parent
 ORDER = [
-    "version", "caches", "terminal", "pattern", "named_patterns", "layout", "documents", "plan",
-    "draw", "kernels", "tiles", "untraced", "exchange", "sharding", "engine", "resolve", "torch_op",
-    "validation",
+    "caches", "terminal", "pattern", "named_patterns", "layout", "documents", "plan",
+    "draw", "kernels", "tiles", "exchange", "engine", "resolve", "torch_op",
     "functional", "decode", "nn",
     "integrations", "checks", "train", "bench", "cli",
 ]  # fmt: skip
@@ -35,7 +34,7 @@ MOST_LINES, MOST_CODE, MOST_PARAMETERS = 400, 60, 7
 """Of a file; of a function without its docstring."""
 
 AS_OTHERS_CALL_THEM = {
-    # What users call: their arguments are what there is to choose.
+    # Public functions and modules: each argument is a choice of its own, explained where it stands.
     *("functional.dilated_attention", "decode.replicated.replicated_query_attention"),
     *("decode.cache.__init__", "plan.attention.plan_attention"),
     *("nn.attention.__init__", "nn.attention.forward", "nn.attention.attend"),
@@ -43,15 +42,14 @@ AS_OTHERS_CALL_THEM = {
     *("nn.token_generator.generate", "nn.token_generator.stream"),
     "integrations.transformers.set_attention",
     *("checks.reference.reference_attention", "bench.sweep.sweep"),
-    # Commands: an argument is an option.
+    # Commands: typer makes an option of each parameter.
     *("cli.bench.bench", "cli.draw.draw", "cli.plan.plan", "cli.plan.simulate", "cli.train.train"),
-    "bench.patterns.given_workload",
-    # What torchscale, transformers and torch.library call.
+    # Called by torchscale, transformers and torch.library, which say what the arguments are.
     *("integrations.torchscale.__init__", "integrations.torchscale.forward"),
     *("integrations.transformers.attention_forward", "torch_op.flops.forward_flops"),
 }
-"""Functions of more parameters or lines, but for those of kernels/, whose parameters Triton takes
-one by one."""
+"""Functions of more parameters or lines, and why. Those of kernels/ are not looked at: Triton takes
+tensors, strides and sizes one by one."""
 
 
 def modules():
@@ -135,35 +133,148 @@ def parameters_of(function):
     return len(names) - (bool(names) and names[0].arg in ("self", "cls"))
 
 
+def long_functions(path, name):
+    """Those of a module with more lines or parameters than is allowed."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef) and not name.startswith("kernels."):
+            docstring = (ast.get_docstring(node, clean=False) or "").count("\n")
+            code = (node.end_lineno or 0) - node.lineno - docstring
+            if code > MOST_CODE or parameters_of(node) > MOST_PARAMETERS:
+                yield f"{name}.{node.name}", code, parameters_of(node)
+
+
 @pytest.mark.parametrize(("path", "name"), ALL)
 def test_files_and_functions_are_short(path, name):
-    text = path.read_text()
-    assert text.count("\n") <= MOST_LINES
-    for node in ast.walk(ast.parse(text)):
-        if not isinstance(node, ast.FunctionDef) or name.startswith("kernels."):
-            continue
-        where = f"{name}.{node.name}"
-        docstring = (ast.get_docstring(node, clean=False) or "").count("\n")
-        code = (node.end_lineno or 0) - node.lineno - docstring
-        if where not in AS_OTHERS_CALL_THEM:
-            assert code <= MOST_CODE, f"{where} has {code} lines"
-            assert parameters_of(node) <= MOST_PARAMETERS, f"{where} has too many parameters"
+    assert path.read_text().count("\n") <= MOST_LINES
+    for where, code, parameters in long_functions(path, name):
+        assert where in AS_OTHERS_CALL_THEM, f"{where}: {code} lines, {parameters} parameters"
 
+
+def test_exceptions_are_long():
+    found = {where for path, name in modules() for where, *_ in long_functions(path, name)}
+    assert found >= AS_OTHERS_CALL_THEM
+
+
+INSIDE = {
+    "bench": "bench_tables small_ceilings test_bench test_bench_ranks test_cli_bench",
+    "checks": "wrong_bytes",
+    "cli": """
+        cli_reference cli_tables test_bad_command_lines test_cli_plan test_docs test_json_output
+        test_options
+    """,
+    "decode": "test_decode_kernels test_kv_cache_calls",
+    "engine": """
+        changed_messages late_streams test_attention test_caches test_device_tables test_fuzz
+        test_late_streams test_memory test_own_rows test_ring_memory test_views test_zero_keys
+    """,
+    "exchange": """
+        faulty_ranks outbox_host test_board test_documents test_gpu_ranks test_mapped_memory
+        test_notices test_peer_memory test_processes test_waiter test_watch
+    """,
+    "kernels": """
+        compiled_sizes test_device_profile test_gpu_generation test_kernel_rows test_launch
+    """,
+    "nn": "test_generate test_projections test_slide",
+    "plan": "cut_rings test_plan test_progression test_replicated",
+    "terminal": "test_terminal",
+    "tiles": "test_gpu test_replay test_tile_choice test_tiles",
+    "torch_op": "test_checkpoint test_compile test_detached",
+    "train": """
+        test_cli_train test_data test_plain_weights test_tokenizer test_train test_train_checkpoint
+        test_train_outputs test_train_tokens test_train_watch
+    """,
+}
+"""Tests of a room from inside, and what they share: each may import the modules of that room.
+
+All others enter rooms by their doors, as benchmarks and examples do. A test that needs the inside
+of two rooms is two tests, or one and a helper that stands inside of the other room.
+"""
 
 BY_THE_WINDOW = {
-    "plan.attention",
-    "exchange.cuda_driver",
-}  # to change the slice size; to time flags
+    # To measure other values of a constant than the one that was chosen by these measurements.
+    *(("host_time", "plan.attention"), ("power", "plan.attention"), ("rounds", "plan.attention")),
+    ("power", "exchange.cuda_driver"),  # the power that streams take which wait for flags
+    ("conftest", "terminal.progress"),  # no test but its own sees the first line of progress
+}
+
+REPOSITORY = Path(__file__).parent.parent
+OUTSIDE = [
+    pytest.param(path, id=f"{path.parent.name}/{path.name}")
+    for folder in ("tests", "benchmarks", "examples", "docs")
+    for path in sorted((REPOSITORY / folder).glob("*.py"))
+    if path != Path(__file__)
+]
 
 
-def test_benchmarks_and_examples_enter_by_doors():
-    folder = Path(__file__).parent.parent
-    for path in (*folder.glob("benchmarks/*.py"), *folder.glob("examples/*.py")):
-        for target, line in own_imports(path, f"{path.parent.name}.{path.stem}"):
-            room, _, inner = target.partition(".")
-            # A module of integrations/ is a door of its own: it needs what it integrates with.
-            if inner and room != "integrations" and target not in BY_THE_WINDOW:
-                assert inner in offered(room), f"{path.name}:{line} imports {target}"
+def named_modules(path):
+    """(module, line) of each module of this package that a program imports, or names to patch."""
+    yield from own_imports(path, f"{path.parent.name}.{path.stem}")
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("setattr"):
+            text = node.args[0].value if isinstance(node.args[0], ast.Constant) else ""
+            target = str(text).removeprefix("ring_dilated_attention.").rpartition(".")[0]
+            if target in NAMES:
+                yield target, node.lineno
+
+
+def behind_doors(path):
+    """Those of them that no door offers."""
+    for target, line in named_modules(path):
+        room, _, inner = target.partition(".")
+        # A module of integrations/ is a door of its own: it needs what it integrates with.
+        if inner and room != "integrations" and inner not in offered(room):
+            yield target, line
+
+
+@pytest.mark.parametrize("path", OUTSIDE)
+def test_others_enter_by_doors(path):
+    room_of = {file: room for room, files in INSIDE.items() for file in files.split()}
+    for target, line in behind_doors(path):
+        if (path.stem, target) not in BY_THE_WINDOW:
+            room = target.partition(".")[0]
+            assert room_of.get(path.stem) == room, f"{path.name}:{line} imports {target}"
+
+
+def test_exceptions_are_needed():
+    """Whoever is said to stand inside of a room, or to come by the window, does."""
+    paths = [param.values[0] for param in OUTSIDE]
+    used = {path.stem: {target for target, _ in behind_doors(path)} for path in paths}
+    for room, files in INSIDE.items():
+        for file in files.split():
+            assert any(target.startswith(f"{room}.") for target in used[file]), (file, room)
+    assert all(target in used[file] for file, target in BY_THE_WINDOW)
+
+
+def is_private(name):
+    return name.startswith("_") and not name.startswith("__")
+
+
+def private_names():
+    """Of functions, classes, variables and attributes of the package."""
+    for path, _ in modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                yield node.name
+            elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+                yield node.id if isinstance(node, ast.Name) else node.attr
+
+
+PRIVATE = {name for name in private_names() if is_private(name)}
+
+
+@pytest.mark.parametrize("path", OUTSIDE)
+def test_others_use_no_private_names(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        names: list[str] = []
+        if isinstance(node, ast.ImportFrom) and "ring_dilated_attention" in (node.module or ""):
+            names = [alias.name for alias in node.names if is_private(alias.name)]
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls"):
+            names = [node.attr]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("attr"):
+            texts = [x.value for x in node.args if isinstance(x, ast.Constant)]
+            names = [text.rpartition(".")[2] for text in texts if isinstance(text, str)]
+        found = PRIVATE.intersection(names)
+        assert not found, f"{path.name}:{node.lineno} uses {found}"
 
 
 @pytest.mark.parametrize("room", sorted(ROOMS))

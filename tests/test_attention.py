@@ -110,8 +110,8 @@ def test_results_do_not_depend_on_the_number_of_ranks():
 
 
 def test_sums_in_the_dtype_of_the_inputs(monkeypatch):
-    """As on CUDA, where gradients on their way home are wider than what they are added to."""
-    monkeypatch.setattr(ring, "_sum_dtype", lambda query, plan: query.dtype)
+    """As on CUDA, where returned gradients are wider than what they are added to."""
+    monkeypatch.setattr(ring, "sum_dtype", lambda query, plan: query.dtype)
     torch.manual_seed(0)
     pattern, layout = DilatedPattern([16, 40, None], [1, 3, 4]), SequenceLayout.zigzag(101, 3)
     *tensors, dout = torch.randn(4, 1, 101, 4, 16, dtype=torch.float64).to(torch.bfloat16)

@@ -22,8 +22,7 @@ from ring_dilated_attention import (
 )
 from ring_dilated_attention.checks import run_ranks
 from ring_dilated_attention.exchange import run_loopback
-from ring_dilated_attention.nn import hilbert_order
-from ring_dilated_attention.nn.spatial import inverse_order
+from ring_dilated_attention.nn import hilbert_order, inverse_order
 
 
 def call(group=None, **changes):

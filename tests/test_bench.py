@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from small_ceilings import measure_little
 
 from ring_dilated_attention import DilatedPattern, dilated_attention
 from ring_dilated_attention.bench import (
     Options,
+    Result,
     Workload,
     bench,
     contenders,
-    measure,
     named_workload,
     plot,
     report,
@@ -25,7 +26,6 @@ from ring_dilated_attention.bench.result import (
     BACKWARD,
     Ceilings,
     RankMemory,
-    Result,
     Timing,
     compare,
     to_dict,
@@ -41,8 +41,7 @@ QUICK: dict[str, Any] = {"device": "cpu", "repeats": 2}
 
 @pytest.fixture(autouse=True)
 def _small_ceilings(monkeypatch):
-    monkeypatch.setitem(measure.MATMUL_SIZES, "cpu", 64)
-    monkeypatch.setitem(measure.COPY_BYTES, "cpu", 2**16)
+    measure_little(monkeypatch)
 
 
 def timings(result):
@@ -377,7 +376,7 @@ def test_bad_workloads():
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("default")  # kernels of others say what they cannot do
 def test_on_cuda(monkeypatch):
-    monkeypatch.setitem(measure.MATMUL_SIZES, "cuda", 2048)
+    measure_little(monkeypatch, 2048, "cuda")
     workload = Workload(pattern=PATTERN, seq_len=1001, num_heads=4, head_dim=64)
     forced = ("sdpa:cudnn", "sdpa:flash", "torchscale", "torchscale:cudnn", "kernel")
     options = Options(baselines=forced, device="cuda", repeats=3, cuda_graph=True)

@@ -11,6 +11,7 @@ from threading import Event
 import pytest
 import torch
 import torch.distributed as dist
+from small_ceilings import measure_little
 from typer.testing import CliRunner
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention
@@ -22,7 +23,6 @@ from ring_dilated_attention.bench import (
     command,
     contenders,
     launch,
-    measure,
     plot,
     report,
     ring,
@@ -64,7 +64,7 @@ FLOAT32 = 1e-5
 
 def _measure(rank, world_size):
     """What the test below looks at, in one world of processes."""
-    measure.MATMUL_SIZES["cpu"] = 64
+    measure_little(pytest.MonkeyPatch())
     said: dict[str, float] = {}
 
     def first_told(done: float, what: str) -> None:
@@ -332,7 +332,7 @@ def test_memory_adds_up():
 
 def _one_fails():
     """Rank 1 fails in its first call; rank 0 waits for it there."""
-    measure.MATMUL_SIZES["cpu"] = 64
+    measure_little(pytest.MonkeyPatch())
     team.GRACE = timedelta(seconds=1)
 
     def broken(*args, **kwargs):
@@ -362,7 +362,7 @@ def test_ranks_wait_as_long_as_they_are_told(tmp_path):
 
 
 def _one_computes_nan():
-    measure.MATMUL_SIZES["cpu"] = 64
+    measure_little(pytest.MonkeyPatch())
     attend = dilated_attention
 
     def broken(*args, **kwargs):

@@ -3,6 +3,7 @@
 import os
 import time
 from contextlib import ExitStack
+from itertools import compress, product
 from random import Random
 
 import pytest
@@ -10,9 +11,8 @@ import torch
 from worlds import world
 
 from ring_dilated_attention.checks import run_ranks
-from ring_dilated_attention.exchange import Call, ProcessGroupExchange
+from ring_dilated_attention.exchange import Call, ProcessGroupExchange, groups
 from ring_dilated_attention.exchange import board as board_module
-from ring_dilated_attention.exchange import groups as exchange
 from ring_dilated_attention.exchange.board import MOST_VALUES, Board, make_board
 from ring_dilated_attention.exchange.calls import Finding, LostPeerError
 
@@ -25,8 +25,21 @@ def files():
     return {name for name in os.listdir(FOLDER) if not name.startswith("sem.")}
 
 
+def boards_made(patch):
+    """The boards, or None, that groups of this process have from now on."""
+    made, make = [], groups.make_board
+
+    def noted(*arguments):
+        made.append(make(*arguments))
+        return made[-1]
+
+    patch.setattr(groups, "make_board", noted)
+    return made
+
+
 def calls(rank, world_size, repeats):
     """How many maxima were wrong: ranks are late now and then, and numbers are many or few."""
+    boards = boards_made(pytest.MonkeyPatch())
     ends, own, wrong = ProcessGroupExchange(world()), Random(rank), 0
     for repeat in range(repeats):
         random = Random(repeat)  # alike on all ranks
@@ -38,7 +51,7 @@ def calls(rank, world_size, repeats):
             time.sleep(own.random() * 0.003)
         found = ends.maximum(by_rank[rank], CPU)
         wrong += found != [max(column) for column in zip(*by_rank, strict=True)]
-    assert isinstance(exchange._members[world()].board, Board)
+    assert isinstance(boards[0], Board)
     return wrong
 
 
@@ -73,11 +86,12 @@ def without_a_board(rank, world_size, change):
     elif change == "another file" and rank == 1:
         patch.setattr(os, "readlink", lambda name: "/etc/passwd")
     elif change == "other token" and rank == 1:
-        tokens = board_module._token
-        patch.setattr(board_module, "_token", lambda file: tokens(file)[::-1])
+        tokens = board_module.token_of
+        patch.setattr(board_module, "token_of", lambda file: tokens(file)[::-1])
+    boards = boards_made(patch)
     ends = ProcessGroupExchange(world())
     found = ends.maximum([rank, -rank], CPU), ends.share("x" * rank)
-    return found, exchange._members[world()].board is not None
+    return found, boards != [None]
 
 
 def refuse(*args, **kwargs):
@@ -147,7 +161,7 @@ def test_a_rank_that_does_not_come():
 @pytest.fixture
 def boards():
     """Boards of three ranks, all in this process, which has no lock on itself."""
-    with board_module._create(Board.nbytes(3)) as file, ExitStack() as stack:
+    with board_module.create_file(Board.nbytes(3)) as file, ExitStack() as stack:
         files = [stack.enter_context(open(file.fileno(), "r+b", 0, closefd=False)) for _ in "123"]
         yield [Board(each, rank, 3) for rank, each in enumerate(files)]
 
@@ -192,21 +206,32 @@ def test_what_a_rank_says_of_its_failure(boards, monkeypatch):
         assert len(failed.text) > 300
     with pytest.raises(LostPeerError):
         first.look([1])
-    second.begin(Call(1, "n" * 100, "p"))  # names too long are cut
-    assert "call 1 (nnn" in first._last_call(1)
 
 
-def test_a_row_half_written_does_not_count(boards):
-    board, *_ = boards
-    board._rounds = 1
-    start = board._row(1)
-    board._words[start] = 1
-    assert board._look(1) is None
-    board._words[start + 1] = board._hash([5, 6])
-    board._words[start + 2] = 2
-    board._words[start + 3] = 5
-    assert board._look(1) is None
-    board._words[start + 4] = 6
-    assert board._look(1) == [5, 6]
-    board._words[start + 2] = 1
-    assert board._look(1) is None
+def test_names_that_are_too_long_are_cut(boards, monkeypatch):
+    first, second, _ = boards
+    monkeypatch.setattr(Board, "has_gone", lambda self, rank: False)
+    second.begin(Call(1, "n" * 100, "p"))
+    assert "call 1 (nnn" in first.explain(LostPeerError([1], 0.0)).text
+
+
+def test_a_row_half_written_does_not_count(monkeypatch):
+    """Processors may see another's words in any order, and some of them late."""
+    monkeypatch.setattr(Board, "has_gone", lambda self, rank: False)
+    nbytes = Board.nbytes(2)
+    with board_module.create_file(nbytes) as file:
+        empty = os.pread(file.fileno(), nbytes, 0)
+        Board(file, 1, 2).show([5, 6], 1.0)
+        shown = os.pread(file.fileno(), nbytes, 0)
+    words = [at for at in range(0, nbytes, 8) if empty[at : at + 8] != shown[at : at + 8]]
+    assert len(words) == 5  # the round, a hash, how many, and the two numbers
+    for seen in product((False, True), repeat=len(words)):
+        with board_module.create_file(nbytes) as file:
+            for at in compress(words, seen):
+                os.pwrite(file.fileno(), shown[at : at + 8], at)
+            board = Board(file, 0, 2)
+            if all(seen):
+                assert board.exchange([1, 2], 0.0) == [[1, 2], [5, 6]]
+                continue
+            with pytest.raises(LostPeerError):
+                board.exchange([1, 2], 0.0)

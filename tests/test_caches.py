@@ -8,14 +8,11 @@ import torch
 
 from ring_dilated_attention import (
     DilatedPattern,
-    SequenceLayout,
     dilated_attention,
-    plan_attention,
 )
 from ring_dilated_attention.caches import cache_by_size, keep_few
 from ring_dilated_attention.documents import packed_rows
 from ring_dilated_attention.engine import schedule, zero_keys
-from ring_dilated_attention.plan import check_plan, tiling
 from ring_dilated_attention.resolve import forget_plans
 
 
@@ -24,8 +21,8 @@ def _no_plans():
     forget_plans()
     gc.collect()
     # Other tests may hold plans.
-    zero_keys._kept.clear()
-    schedule._schedules.clear()
+    zero_keys.KEPT_BLOCKS.clear()
+    schedule.SCHEDULES.clear()
 
 
 def attend(length, batch=1):
@@ -37,39 +34,22 @@ def attend(length, batch=1):
 def test_what_is_kept_for_a_plan_goes_with_it():
     for length in range(20, 40):
         attend(length)
-    assert len(zero_keys._kept) >= 15
-    assert len(schedule._schedules) == 20
+    assert len(zero_keys.KEPT_BLOCKS) >= 15
+    assert len(schedule.SCHEDULES) == 20
     forget_plans()
     gc.collect()
-    assert len(zero_keys._kept) == 0
-    assert len(schedule._schedules) == 0
+    assert len(zero_keys.KEPT_BLOCKS) == 0
+    assert len(schedule.SCHEDULES) == 0
 
 
 @pytest.mark.usefixtures("_no_plans")
 def test_what_is_kept_for_a_plan_does_not_grow():
     for batch in range(1, 30):
         attend(20, batch)
-    (blocks,) = zero_keys._kept.values()
+    (blocks,) = zero_keys.KEPT_BLOCKS.values()
     assert len(blocks) == 4
-    (schedules,) = schedule._schedules.values()
+    (schedules,) = schedule.SCHEDULES.values()
     assert len(schedules) == 8
-
-
-def test_tiles_of_documents_of_ever_new_lengths_are_kept_up_to_a_number(monkeypatch):
-    monkeypatch.setattr(tiling, "_MOST_TWINS", 10)
-    tiling.tiling_of.cache_clear()
-    known = tiling.tiling_of(DilatedPattern([None], [64]), 1, False, range(1))._known_twins
-    for length in range(65, 100):
-        plan = plan_attention(
-            DilatedPattern([None], [64]),
-            SequenceLayout.contiguous(length, 1),
-            is_causal=False,
-            num_heads=1,
-        )
-        assert plan.rank(0).local_groups
-        assert plan.tiling._known_twins is known
-        assert 0 < len(known) <= 10
-        check_plan(plan)
 
 
 def test_lists_of_documents_are_kept_up_to_a_size():

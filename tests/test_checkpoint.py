@@ -16,14 +16,14 @@ from ring_dilated_attention import SequenceLayout
 from ring_dilated_attention.engine import ring_forward
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.nn import (
+    CHECKPOINTS,
     LongNet,
     LongNetConfig,
     MultiheadDilatedAttention,
+    attention_policy,
     keep_attention,
 )
-from ring_dilated_attention.nn.checkpoint import CHECKPOINTS, attention_policy
-from ring_dilated_attention.torch_op import FORWARD, operator
-from ring_dilated_attention.torch_op.operator import BACKWARD
+from ring_dilated_attention.torch_op import BACKWARD, FORWARD, operator
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.torch.jit:DeprecationWarning"

@@ -3,16 +3,16 @@
 import json
 
 import pytest
+from small_ceilings import measure_little
 from typer.testing import CliRunner
 
-from ring_dilated_attention.bench import contenders, measure, report
+from ring_dilated_attention.bench import contenders, report
 from ring_dilated_attention.cli import app
 
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
-    monkeypatch.setitem(measure.MATMUL_SIZES, "cpu", 64)
-    monkeypatch.setitem(measure.COPY_BYTES, "cpu", 2**16)
+    measure_little(monkeypatch)
 
 
 def rda_bench(*arguments):

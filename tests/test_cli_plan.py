@@ -7,6 +7,7 @@ from itertools import accumulate, pairwise
 
 import pytest
 import torch
+from changed_messages import count_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import layouts, patterns
@@ -17,8 +18,7 @@ from ring_dilated_attention.checks import TENSORS, Outcome
 from ring_dilated_attention.cli import app
 from ring_dilated_attention.cli import run_verify as verify_command
 from ring_dilated_attention.cli.plan_tables import RowBytes, row_bytes
-from ring_dilated_attention.engine import compute, kernel_calls, transfer
-from ring_dilated_attention.engine import messages as packing
+from ring_dilated_attention.engine import compute, kernel_calls
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.plan import TensorSize, balance, flops, flops_by_rank
 from ring_dilated_attention.tiles import TileInputs
@@ -155,23 +155,11 @@ def test_plan_counts_what_a_call_does(monkeypatch, pattern, layout, is_causal):
                 mine.counts["in place"] += x.nbytes
         return TileInputs(q, k, v, is_causal, scale)
 
-    def pack(*arguments):
-        packed = packing.pack(*arguments)
-        mine.counts["packed"] += packed.nbytes
-        return packed
-
-    def spread(rows, index):
-        slots = packing.spread(rows, index)
-        mine.counts["spread"] += 0 if slots is rows else slots.nbytes
-        return slots
-
-    def add_home(dkey, dvalue, rows, index):
-        mine.counts["home"] += rows.nbytes
-        packing.add_home(dkey, dvalue, rows, index)
+    def count(what, nbytes):
+        mine.counts[what] += nbytes
 
     monkeypatch.setattr(compute, "TileInputs", inputs)
-    for function in (pack, spread, add_home):
-        monkeypatch.setattr(transfer, function.__name__, function)
+    count_bytes(monkeypatch, count)
 
     def rank(ends):
         length = layout.local_length(ends.rank)
@@ -184,21 +172,21 @@ def test_plan_counts_what_a_call_does(monkeypatch, pattern, layout, is_causal):
         )
         forward = mine.counts.copy()
         torch.autograd.grad(out.sum(), leaves)
-        return forward, mine.counts["home"]
+        return forward, mine.counts["returned"]
 
     found = run_loopback(layout.world_size, rank)
     plan = plan_attention(
         pattern, layout, is_causal=is_causal, num_heads=heads, num_kv_heads=kv_heads
     )
     size = TensorSize(batch=batch, head_dim=8, element_size=4)
-    for index, (forward, home) in enumerate(found):
+    for index, (forward, returned) in enumerate(found):
         planned = plan.rank(index)
         groups = [*planned.local_groups, *(g for step in planned.steps() for g in step.groups)]
         assert forward["calls"] == kernel_calls(groups, planned, batch)
         # A kernel call computes one of the query heads of a KV head; the next reads its keys again.
         keys = sum(t.segments * len(t.heads) * t.keys.length for t in planned.local)
         again = size.key_value_bytes(keys) * (heads // kv_heads - 1)
-        read = RowBytes(forward["in place"] - again, forward["packed"], forward["spread"], home)
+        read = RowBytes(forward["in place"] - again, forward["packed"], forward["spread"], returned)
         assert read == row_bytes(planned, size)
 
 

@@ -3,12 +3,11 @@
 import json
 
 import pytest
+from changed_messages import lose_returned_gradients
 from typer.testing import CliRunner
+from wrong_bytes import send_a_byte_more
 
-from ring_dilated_attention.checks import simulation
 from ring_dilated_attention.cli import app
-from ring_dilated_attention.engine import transfer
-from ring_dilated_attention.plan import costs
 
 OPTIONS = ["--segment-lengths=16,50,all", "--dilation-rates=1,3,4", "--head-dim=8"]
 
@@ -106,23 +105,17 @@ def test_many_ranks_show_a_few_and_the_extremes():
 
 
 def test_a_plan_with_other_bytes_is_exit_code_1(monkeypatch, tmp_path):
-    planned = costs.traffic
-
-    def more(rank, size):
-        moved = planned(rank, size)
-        return type(moved)(**{**vars(moved), "forward_sent": moved.forward_sent + 4})
-
-    monkeypatch.setattr(simulation, "traffic", more)
+    send_a_byte_more(monkeypatch, range(9))
     file = tmp_path / "found.json"
     done = rda("--seq-len=101", "--ranks=9", f"--json={file}", *OPTIONS)
     assert done.exit_code == 1
     assert "WRONG rank 0, forward: planned Transfers(sent=" in done.output
-    assert "and 1 more problem\n" in done.output
+    assert "and 10 more problems\n" in done.output
     assert not json.loads(file.read_text())["ok"]
 
 
 def test_wrong_results_are_exit_code_1(monkeypatch):
-    monkeypatch.setattr(transfer, "add_home", lambda *_: None)
+    lose_returned_gradients(monkeypatch)
     done = rda("--seq-len=101", "--ranks=2", *OPTIONS)
     assert done.exit_code == 1
     assert "WRONG dkey: relative error" in done.output

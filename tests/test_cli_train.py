@@ -11,7 +11,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,7 @@ from typer.testing import CliRunner
 
 from ring_dilated_attention.checks import host_memory
 from ring_dilated_attention.cli import app
-from ring_dilated_attention.cli.command import COMMANDS
-from ring_dilated_attention.nn import LongNetConfig
 from ring_dilated_attention.train import checkpoint, launch, run_folder
-from ring_dilated_attention.train.config import TrainConfig
 from ring_dilated_attention.train.curve import CURVE
 
 RDA = (sys.executable, "-m", "ring_dilated_attention.cli")
@@ -305,7 +301,7 @@ def test_bad_input_is_one_line_before_any_rank_starts(
     def no_ranks(*_: Any) -> None:
         raise AssertionError("ranks were started")
 
-    monkeypatch.setattr(launch, "_launch", no_ranks)
+    monkeypatch.setattr(launch, "start_ranks", no_ranks)
     arguments = make_arguments(tmp_path)
     if not any("--data" in argument for argument in arguments):
         arguments.append(f"--data={text}")
@@ -431,7 +427,7 @@ def test_a_bad_command_line_is_one_line(
     message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launch, "_launch", None)
+    monkeypatch.setattr(launch, "start_ranks", None)
     made = argument if isinstance(argument, str) else argument(tmp_path)
     arguments = ["train", *SMALL, *made.replace("{folder}", str(tmp_path)).split(" ")]
     for option in (f"--data={text}", f"--out={tmp_path / 'run'}", "--steps=1"):
@@ -561,7 +557,7 @@ launch.worker()
 def test_a_fault_of_one_rank_is_told_as_its_own(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, message: str
 ) -> None:
-    monkeypatch.setattr(launch, "_WORKER", FAULTY.format(fault=fault))
+    monkeypatch.setattr(launch, "WORKER", FAULTY.format(fault=fault))
     out = tmp_path / "run"
     code, output = invoke(
         *("train", "--out", out, "--data", text, "--ranks=2", "--steps=9", "--timeout=6"),
@@ -588,25 +584,6 @@ def test_resuming_another_model_names_the_fields(text: Path, tmp_path: Path) -> 
 def test_sampling_bad_input(tmp_path: Path) -> None:
     code, output = invoke("sample", "--checkpoint", tmp_path, "--prompt=x")
     assert (code, output) == (2, f"error: there is no checkpoint in {tmp_path}\n")
-
-
-def test_the_help_shows_the_defaults_of_the_config() -> None:
-    defaults = {f.name: f.default for f in fields(TrainConfig)}
-    default_model = TrainConfig(out=Path("run")).model
-    defaults.update({f.name: getattr(default_model, f.name) for f in fields(LongNetConfig)})
-    in_words = {"data", "sequence_ranks", "num_kv_heads", "chunk_rows"}
-    in_words |= {"tokenizer", "train_tokenizer", "init_from", "tensorboard"}
-    options = {name.replace("-", "_"): x for name, x in COMMANDS["train"].options.items()}
-    others = {"out", "resume", "ranks", "preset", "pattern"}
-    assert set(options) == set(defaults) - {"model", "vocab_size", "norm_eps"} | others
-    for name, option in options.items():
-        assert option.default is None or name == "resume"  # so that a run keeps its own values
-        if name in others | in_words:
-            continue
-        shown = option.shown.removeprefix("the preset's (small: ").removesuffix(")")
-        value = option.read(shown, name)
-        assert value == defaults[name], name
-    assert in_words < set(options)
 
 
 @pytest.mark.parametrize(("option", "code"), [("--help", 0), ("--seq-len=0", 2)])

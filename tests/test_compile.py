@@ -2,8 +2,6 @@
 
 import shutil
 from functools import partial
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -18,11 +16,16 @@ from torch.library import opcheck
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention
 from ring_dilated_attention.checks import relative_error, run_ranks
-from ring_dilated_attention.exchange import ExchangeError, agree, group_name, run_loopback
+from ring_dilated_attention.exchange import (
+    ExchangeError,
+    agree,
+    group_name,
+    refuse_capture,
+    run_loopback,
+)
 from ring_dilated_attention.nn import LongNet, LongNetConfig
 from ring_dilated_attention.resolve import Options
-from ring_dilated_attention.torch_op import FORWARD, LENGTHS
-from ring_dilated_attention.torch_op.operator import BACKWARD, _backward
+from ring_dilated_attention.torch_op import BACKWARD, FORWARD, LENGTHS, operator
 
 pytestmark = [  # the compiler's own
     pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
@@ -423,22 +426,25 @@ def test_cuda_graph(backend, backward):
 def test_several_ranks_cannot_be_captured(monkeypatch):
     """Neither what they agree on first, nor backward by itself; on GPUs: test_gpu_ranks."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    captured: Any = SimpleNamespace(device=torch.device("cuda"))
+    cuda, tensor = torch.device("cuda"), torch.zeros(1)
+    monkeypatch.setattr(
+        operator, "refuse_capture", lambda name, ends, device: refuse_capture(name, ends, cuda)
+    )
     refused = "on 2 ranks cannot be captured in a CUDA graph"
 
     def rank(ends):
         with pytest.raises(RuntimeError, match=f"LongNet {refused}"):
-            agree("LongNet", ends, {}, None, captured.device)
+            agree("LongNet", ends, {}, None, cuda)
         agree("LongNet", ends, {}, None, torch.device("cpu"))
         options = Options(
             [0], [1], "strided", "all", False, False, None, [], group_name(ends), "auto", "auto",
             None, True,
         )  # fmt: skip
         with pytest.raises(RuntimeError, match=f"dilated_attention {refused}"):
-            _backward(*[captured] * 7, None, None, *options)
+            BACKWARD(*[tensor] * 7, None, None, *options)
 
     run_loopback(2, rank)
-    run_loopback(1, lambda ends: agree("LongNet", ends, {}, None, captured.device))
+    run_loopback(1, lambda ends: agree("LongNet", ends, {}, None, cuda))
 
 
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # inductor warms up with one

@@ -18,8 +18,9 @@ from ring_dilated_attention import (
     plan_attention,
 )
 from ring_dilated_attention.checks import KINDS, reference_attention, relative_error
-from ring_dilated_attention.decode.by_kernel import Step, attend_by_kernel
-from ring_dilated_attention.decode.call import _strips
+from ring_dilated_attention.decode import Step
+from ring_dilated_attention.decode.by_kernel import attend_by_kernel
+from ring_dilated_attention.decode.call import strips_on
 from ring_dilated_attention.engine import merge_
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.plan import plan_cache, replicated_strips
@@ -223,7 +224,7 @@ def test_replicated_queries_of_rows_of_several_lengths(is_causal):
 
 def test_a_rank_whose_keys_are_all_behind_the_query():
     plan = plan_attention(LONGNET, SequenceLayout.contiguous(40, 2), is_causal=True, num_heads=2)
-    strips = _strips(plan, range(3, 5), 1, DEVICE)
+    strips = strips_on(plan, range(3, 5), 1, DEVICE)
     assert strips.shape == (1, 2, 0, 5)
 
 

@@ -19,7 +19,7 @@ from ring_dilated_attention import (
     dilated_attention,
 )
 from ring_dilated_attention.checks import reference_attention, relative_error
-from ring_dilated_attention.engine import ring
+from ring_dilated_attention.engine import ring_forward
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.nn import DilatedAttention, MultiheadDilatedAttention, keep_attention
 from ring_dilated_attention.torch_op import operator
@@ -161,7 +161,7 @@ def test_uncovered_rows_are_zero_and_have_no_gradient():
 
 def test_keep_attention_computes_forward_once(monkeypatch):
     calls = []
-    forward = ring.ring_forward
+    forward = ring_forward
 
     def count(*arguments):
         calls.append(1)

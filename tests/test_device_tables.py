@@ -1,6 +1,8 @@
 """What is kept on the device from call to call: while its plan lives, and not without bound."""
 
 import gc
+import sys
+import threading
 from functools import partial
 from typing import NamedTuple
 
@@ -40,6 +42,30 @@ def test_tables_are_made_once():
     tables.get(owner, ("backward", 1), CPU, partial(made, log, 600))
     assert log == [100, 600]
     assert tables.nbytes == 512 + 1024  # what a CUDA device gives
+
+
+@pytest.mark.parametrize("warms_up", [False, True])
+def test_tables_are_no_part_of_the_memory_of_a_graph(warms_up, monkeypatch):
+    """What a thread allocates then may be; another thread's is not."""
+    monkeypatch.delitem(sys.modules, "torch._inductor.cudagraph_trees", raising=False)
+    if warms_up:
+        monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", sys)
+    threads = []
+
+    def make():
+        threads.append(threading.get_ident())
+        return Table(torch.empty(1))
+
+    tables, owner = DeviceTables(), Owner()
+    tables.get(owner, 0, CPU, make)
+    assert (threads == [threading.get_ident()]) == (not warms_up)
+
+
+@pytest.mark.parametrize("captures", [False, True])
+def test_a_graph_that_is_captured_has_memory_of_its_own(captures, monkeypatch):
+    monkeypatch.delitem(sys.modules, "torch._inductor.cudagraph_trees", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captures)
+    assert device_tables._may_be_of_graph(torch.device("cuda", 0)) == captures
 
 
 def test_tables_go_with_their_owner():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from faulty_ranks import FAULTS, GLOO, Transport, leftovers, problems, run_fault
+from several_hosts import skip_without_hosts
 
 pytestmark = pytest.mark.faults
 
@@ -29,6 +30,18 @@ WITH_GPUS_ONLY = [
     "another version",
 ]
 """In a group of NCCL alone, whose ranks connect over gloo to agree; rank 0 holds the store."""
+BETWEEN_HOSTS = [
+    "killed before the first call",
+    "killed in forward",
+    "stopped in backward",
+    "skipped call, backward",
+    "skipped call, other arguments",
+    "skipped call, nothing travels",
+    "other order of backward",
+    "a call left out of the loss",
+    "checkpoint on one rank",
+]
+"""Of namespaces. Ranks go on while others have yet to say which call they are in."""
 BETWEEN_GPUS = [
     "killed between calls",
     "killed in forward",
@@ -77,6 +90,19 @@ def test_without_a_board_and_the_store(name, world_size):
 @pytest.mark.parametrize("name", WITH_GPUS_ONLY)
 def test_without_a_board_and_a_group_for_the_cpu(name, victim):
     check(name, 3, victim, Transport(board=False, cpu=False))
+
+
+@pytest.mark.parametrize("name", BETWEEN_HOSTS)
+def test_between_hosts(name):
+    skip_without_hosts()
+    check(name, 3, 1, Transport(hosts=(0, 1, 1)))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("name", BETWEEN_GPUS)
+def test_between_gpus_that_are_told_to_be_on_two_hosts(name):
+    check(name, 2, 1, Transport("nccl", hosts=(0, 1)))
 
 
 @pytest.mark.gpu

@@ -24,8 +24,15 @@ from ring_dilated_attention.checks import (
 from ring_dilated_attention.engine import Accumulator, compute, merge_
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.plan import Rows, Tile
-from ring_dilated_attention.tiles import TileGradients, TileInputs, fa4, select_backend
-from ring_dilated_attention.tiles.eager import EAGER
+from ring_dilated_attention.tiles import (
+    TileGradients,
+    TileInputs,
+    backend_named,
+    fa4,
+    select_backend,
+)
+
+EAGER = backend_named("eager")
 
 pytestmark = [
     pytest.mark.gpu,
@@ -236,8 +243,8 @@ def test_flash_attn_4_is_called_again_with_other_tensors(head_dim, is_causal):
         for seed in range(3)
     ]
     assert not failures(cases, run_here(1, cases))
-    for replay in (fa4._FORWARDS, fa4._BACKWARDS):
-        kept = [again for key, again in replay._kept.items() if str(head_dim) in str(key)]
+    for replay in (fa4.FORWARDS, fa4.BACKWARDS):
+        kept = [again for key, again in replay.kept.items() if str(head_dim) in str(key)]
         assert kept
         assert all(again is not None for again in kept)
 
@@ -289,7 +296,7 @@ def test_accuracy_of_the_longnet_pattern(length, head_dim, is_causal):
 def test_merging_many_rows(head_dim, dtype):
     """Enough rows to fill the GPU many times: warps that read what others write would show."""
     pytest.importorskip("triton")
-    from ring_dilated_attention.kernels.rows import merge_rows
+    from ring_dilated_attention.kernels import merge_rows
 
     shape = 4, 12, 20_011, head_dim
     out, tile_out = (torch.randn(shape, device="cuda").to(dtype) for _ in range(2))
@@ -418,10 +425,13 @@ def test_kernels_with_every_block_size(head_dim, dtype, queries):
 
 def shared_launch(queries, keys, head_dim, dtype, is_causal):
     """(name, error, whether repeats are the same bits) of what one launch finds in many tiles."""
-    from ring_dilated_attention.kernels.backward import tiles_backward
-    from ring_dilated_attention.kernels.cells import build_cells
-    from ring_dilated_attention.kernels.forward import tiles_forward
-    from ring_dilated_attention.kernels.tuning import BackwardConfig, default_config
+    from ring_dilated_attention.kernels import (
+        BackwardConfig,
+        build_cells,
+        default_config,
+        tiles_backward,
+        tiles_forward,
+    )
 
     segments, heads, scale = 16, 4, head_dim**-0.5
     generator = torch.Generator("cuda").manual_seed(0)

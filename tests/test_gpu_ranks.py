@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 import torch
-import torch.distributed
+import torch.distributed as dist
 from cut_rings import rings_cut
 from test_gpu import failures, kernel_cases
 from worlds import world
@@ -20,10 +20,11 @@ from ring_dilated_attention.checks import (
     run_ranks,
     sweep,
 )
-from ring_dilated_attention.exchange import ProcessGroupExchange
+from ring_dilated_attention.exchange import ExchangeError, ProcessGroupExchange
+from ring_dilated_attention.exchange.by_pair import ByPair
 from ring_dilated_attention.exchange.communicator import Communicator
 from ring_dilated_attention.exchange.groups import _members
-from ring_dilated_attention.exchange.peer_memory import SLOT_BYTES, PeerMemory
+from ring_dilated_attention.exchange.peer_memory import SLOT_BYTES
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,8 +37,7 @@ def run_over(rank, world_size, cases, peer_memory):
     """Like `run_cases`, over copies or messages."""
     exchange = ProcessGroupExchange(world(), peer_memory=peer_memory)
     outcomes = [run_case(case, exchange) for case in cases]
-    (transport,) = _members[world()].transports.values()
-    assert isinstance(transport, PeerMemory if peer_memory else Communicator)
+    assert (exchange.outbox_bytes(torch.device("cuda")) > 0) == peer_memory
     return outcomes
 
 
@@ -48,6 +48,58 @@ def test_nccl(peer_memory):
     cases += kernel_cases(world_size, "auto", torch.bfloat16)
     outcomes = combine(run_ranks(run_over, world_size, cases, peer_memory, backend="nccl"))
     assert not failures(cases, outcomes)
+
+
+def two_hosts(world_size):
+    """Host of each rank: the first half is on the first one."""
+    return [2 * rank // world_size for rank in range(world_size)]
+
+
+def run_on_two_hosts(rank, world_size, cases):
+    """Like `run_over`, of ranks that are told to be on two hosts: twice, and how often they wait.
+
+    Then one rank's arguments are others while rows are under way, and then all go on.
+    """
+    exchange = ProcessGroupExchange(world(), hosts=two_hosts(world_size))
+    outcomes = [run_case(case, exchange) for case in cases]
+    (transport,) = _members[world()].transports.values()
+    assert isinstance(transport, ByPair if world_size > 3 else Communicator)
+    waits = exchange.waits
+    outcomes += [run_case(case, exchange) for case in cases]
+    waits = exchange.waits - waits
+    said = []
+    for odd in range(2):
+        for pattern in (ALONE, DENSE):  # then all kinds are known
+            attend_over(exchange, pattern)
+        try:
+            for _ in range(3):
+                attend_over(exchange, ALONE if rank == odd else DENSE)
+                torch.cuda.synchronize()
+        except (ExchangeError, ValueError) as error:
+            said.append(str(error))
+        dist.barrier()
+        outcomes += [run_case(case, exchange) for case in cases[:3]]
+    return outcomes, waits, said
+
+
+ALONE, DENSE = DilatedPattern([64], [1]), DilatedPattern.dense()
+
+
+def attend_over(exchange, pattern):
+    query = torch.randn(1, 256, 4, 64, device="cuda", dtype=torch.bfloat16)
+    return dilated_attention(query, query, query, pattern, group=exchange)
+
+
+def test_two_hosts():
+    world_size = torch.cuda.device_count()
+    cases = [replace(case, device="cuda") for case in sweep(world_size)]
+    cases += kernel_cases(world_size, "auto", torch.bfloat16)
+    found = run_ranks(run_on_two_hosts, world_size, cases, backend="cpu:gloo,cuda:nccl")
+    outcomes = combine([outcomes for outcomes, *_ in found])
+    assert not failures([*cases, *cases, *cases[:3], *cases[:3]], outcomes)
+    for _, waits, said in found:
+        assert waits == 0
+        assert [f"on rank {odd}" in text for odd, text in enumerate(said)] == [True, True]
 
 
 def cut_cases(world_size):
@@ -103,7 +155,7 @@ def cases_of(ranks, device="cuda"):
 
 def run_in_subgroups(rank, world_size, device, peer_memory):
     """By group, the outcomes of the ranks that are in it."""
-    groups = [(ranks, torch.distributed.new_group(list(ranks))) for ranks in subgroups(world_size)]
+    groups = [(ranks, dist.new_group(list(ranks))) for ranks in subgroups(world_size)]
 
     def outcomes(ranks, group):
         exchange = ProcessGroupExchange(group, peer_memory=peer_memory)

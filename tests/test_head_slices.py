@@ -25,7 +25,7 @@ from ring_dilated_attention import (
 from ring_dilated_attention.checks import reference_attention, relative_error
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.nn import DilatedAttention
-from ring_dilated_attention.plan.check import check_plan
+from ring_dilated_attention.plan import check_plan
 
 INTERLEAVED = DilatedPattern([8, 19, None], [1, 2, 3])
 EVERY_OPTION = {

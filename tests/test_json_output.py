@@ -8,13 +8,14 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from changed_messages import lose_returned_gradients
+from small_ceilings import measure_little
 from typer.testing import CliRunner
 
-from ring_dilated_attention.bench import given_workload, measure
+from ring_dilated_attention.bench import given_workload
 from ring_dilated_attention.checks import TENSORS, Outcome
 from ring_dilated_attention.cli import app, run_verify
 from ring_dilated_attention.cli.sharded import Sharded
-from ring_dilated_attention.engine import transfer
 from ring_dilated_attention.plan import TensorSize, memory, traffic
 from ring_dilated_attention.terminal import json_text
 
@@ -31,8 +32,7 @@ LINES = {
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
-    monkeypatch.setitem(measure.MATMUL_SIZES, "cpu", 64)
-    monkeypatch.setitem(measure.COPY_BYTES, "cpu", 2**16)
+    measure_little(monkeypatch)
 
 
 def rda(line, *more):
@@ -169,7 +169,7 @@ def test_a_bad_path_is_one_line_and_nothing_is_started(name, tmp_path):
 
 
 def test_a_simulation_that_is_wrong_is_written_and_is_exit_code_1(monkeypatch):
-    monkeypatch.setattr(transfer, "add_home", lambda *_: None)
+    lose_returned_gradients(monkeypatch)
     done = rda(LINES["simulate"], "--json=-")
     assert done.exit_code == 1
     document = json.loads(done.stdout)

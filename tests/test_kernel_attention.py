@@ -18,13 +18,13 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not (torch.cuda.is_available() or INTERPRETED):
     pytest.skip("needs CUDA or TRITON_INTERPRET=1", allow_module_level=True)
 
-from ring_dilated_attention.kernels.backward import tiles_backward  # noqa: E402
-from ring_dilated_attention.kernels.cells import build_cells  # noqa: E402
-from ring_dilated_attention.kernels.forward import tiles_forward  # noqa: E402
-from ring_dilated_attention.kernels.tuning import (  # noqa: E402
+from ring_dilated_attention.kernels import (  # noqa: E402
     BackwardConfig,
     LaunchConfig,
+    build_cells,
     default_config,
+    tiles_backward,
+    tiles_forward,
 )
 
 # The interpreter runs in numpy, which warns of inf and NaN in padding, and (below numpy 2.4, where

@@ -22,6 +22,7 @@ from ring_dilated_attention import (
     cached_attention,
 )
 from ring_dilated_attention.checks import relative_error, run_ranks, world_exchange
+from ring_dilated_attention.decode import by_tiles, one_position
 from ring_dilated_attention.exchange import run_loopback
 
 HEAD_DIM = 8
@@ -526,11 +527,8 @@ def test_an_error_in_a_tile_leaves_the_cache_as_it_was(monkeypatch, count):
         one.append(key, value)
     q, k, v = rows(count, heads=4), rows(count), rows(count)
     with monkeypatch.context() as patch:
-        where = {1: "one_position._view", 3: "by_tiles.merge_"}[count]
-        patch.setattr(
-            f"ring_dilated_attention.decode.{where}",
-            lambda *a: (_ for _ in ()).throw(MemoryError("no memory")),
-        )
+        module, name = {1: (one_position, "accumulate_dtype"), 3: (by_tiles, "merge_")}[count]
+        patch.setattr(module, name, lambda *a: (_ for _ in ()).throw(MemoryError("no memory")))
         with pytest.raises(MemoryError, match="no memory"):
             cached_attention(q, k, v, cache)
     assert cache.known_lengths == (11, 11) == tuple(cache.lengths.tolist())

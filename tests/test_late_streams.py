@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 import torch
+from cut_rings import set_round_pairs
 from late_streams import LateExchange, late_streams
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout
 from ring_dilated_attention.checks import TENSORS, Case, relative_error
 from ring_dilated_attention.engine import compute, ring
 from ring_dilated_attention.exchange import run_loopback
-from ring_dilated_attention.kernels.available import has_triton
-from ring_dilated_attention.plan import attention
-from ring_dilated_attention.tiles import Selection
-from ring_dilated_attention.tiles.eager import EAGER
+from ring_dilated_attention.kernels import has_triton
+from ring_dilated_attention.tiles import Selection, backend_named
 
+EAGER = backend_named("eager")
 INTO = replace(
     EAGER,
     forward_into=lambda tile, *into: _write(EAGER.forward(tile), into),
@@ -97,7 +97,7 @@ def check(case, selection, *, seed, early=0.0, gathers=False, workspace=None):
 @pytest.mark.parametrize("name", CASES)
 def test_additions_that_are_late(name, round_pairs, gathers, backend, monkeypatch):
     if round_pairs is not None:
-        monkeypatch.setattr(attention, "ROUND_PAIRS", round_pairs)
+        set_round_pairs(monkeypatch, round_pairs)
     pattern, layout, options = CASES[name]
     case = Case(pattern=pattern, layout=layout, **options)
     for number, (early, long_flops) in enumerate(product((0.0, 0.3), (0.0, 2e3))):

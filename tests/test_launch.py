@@ -108,4 +108,4 @@ def test_few_forms_are_kept():
     launch = Launcher(Kernel())
     for block in range(MOST_FORMS + 9):
         call(launch, BLOCK=block)
-    assert len(launch._forms) == MOST_FORMS
+    assert len(launch.forms) == MOST_FORMS

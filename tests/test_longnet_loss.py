@@ -11,10 +11,8 @@ from test_checkpoint import Count
 from ring_dilated_attention import SequenceLayout
 from ring_dilated_attention.checks import relative_error, run_ranks
 from ring_dilated_attention.exchange import run_loopback
-from ring_dilated_attention.nn import LongNet, LongNetConfig
-from ring_dilated_attention.nn.checkpoint import CHECKPOINTS
-from ring_dilated_attention.torch_op import FORWARD
-from ring_dilated_attention.torch_op.operator import BACKWARD
+from ring_dilated_attention.nn import CHECKPOINTS, LongNet, LongNetConfig
+from ring_dilated_attention.torch_op import BACKWARD, FORWARD
 
 LENGTH = 23
 CHUNKS = (None, 1, 5, 100)  # 5 divides no shard

@@ -1,16 +1,26 @@
 """Memory of GPUs that several processes have mapped, and how they pass it to each other."""
 
 import gc
+import operator
 import os
+import re
+import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 import torch
+from driver_standin import DriverStandin
 from worlds import world
 
 from ring_dilated_attention.checks import run_ranks
-from ring_dilated_attention.exchange import ProcessGroupExchange
-from ring_dilated_attention.exchange.cuda_driver import check, driver
+from ring_dilated_attention.exchange import (
+    ProcessGroupExchange,
+    SoloExchange,
+    cuda_driver,
+    mapped_memory,
+    run_loopback,
+)
 from ring_dilated_attention.exchange.mapped_memory import MappedMemory, passed_files
 
 
@@ -41,6 +51,90 @@ def test_a_rank_without_a_file():
     assert run_ranks(pass_texts, 3, [1]) == [("rank 1: no memory", 0)] * 3
 
 
+@pytest.fixture
+def standin(monkeypatch):
+    made = DriverStandin()
+    monkeypatch.setattr(mapped_memory, "driver", lambda: made)
+    monkeypatch.setattr(cuda_driver, "driver", lambda: made)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    return made
+
+
+def descriptors():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_memory_is_mapped_by_all_and_given_back(standin):
+    before = descriptors()
+
+    def map_all(ends):
+        device = torch.device("cuda", ends.rank)
+        memory = MappedMemory(3 << 20, device, ends.rank, ends.share)
+        ends.share(None)
+        assert len(set(memory.addresses)) == ends.world_size
+        return len([what for what, _ in standin.held if what == "handle"])
+
+    run_loopback(3, map_all)
+    gc.collect()
+    expected = [(reader, f"of device {owner}") for reader in range(3) for owner in range(3)]
+    assert sorted(standin.accessible) == expected
+    assert not standin.held
+    assert descriptors() == before
+
+
+@pytest.mark.parametrize(
+    "failing",
+    [
+        "cuMemGetAllocationGranularity",
+        "cuMemCreate",
+        "cuMemExportToShareableHandle",
+        "cuMemAddressReserve",
+        "cuMemMap",
+        "cuMemSetAccess",
+    ],
+)
+def test_nothing_is_left_when_the_driver_refuses(standin, failing):
+    before = descriptors()
+    standin.failing = failing
+    with pytest.raises(RuntimeError, match="error 1 in sharing memory between GPUs: out of memory"):
+        MappedMemory(1, torch.device("cuda", 0), 0, SoloExchange().share)
+    gc.collect()
+    assert not standin.held
+    assert descriptors() == before
+
+
+def without_bindings(rank, world_size):
+    """What `MappedMemory` says where rank 1 has no cuda-bindings."""
+    ends = ProcessGroupExchange(world())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "synchronize", lambda device: None)
+        if rank == 1:
+            patch.setitem(sys.modules, "cuda.bindings", None)
+        else:
+            standin = DriverStandin()
+            patch.setattr(mapped_memory, "driver", lambda: standin)
+        with pytest.raises(RuntimeError) as refused:
+            MappedMemory(1, torch.device("cuda", 0), rank, ends.share)
+    return str(refused.value)
+
+
+def test_a_rank_without_cuda_bindings_says_what_to_install():
+    for message in run_ranks(without_bindings, 2):
+        assert message.startswith("rank 1: copies between GPUs call CUDA's driver")
+        assert "pip install 'cuda-bindings==" in message
+
+
+def test_the_bindings_have_what_is_used():
+    """Every name that the sources take from them, and that the stand-in has of them."""
+    driver = pytest.importorskip("cuda.bindings.driver")
+    sources = "".join(Path(one.__file__).read_text() for one in (cuda_driver, mapped_memory))
+    names = {*re.findall(r"\b(?:cuda|driver\(\))\.(cu[A-Z]\w+|CU\w+(?:\.CU_\w+)?)", sources)}
+    names |= {name for name in dir(DriverStandin) if name.startswith(("cu", "CU"))}
+    assert len(names) > 20
+    for name in names:
+        operator.attrgetter(name)(driver)
+
+
 def map_and_leave(rank, world_size):
     """What the memory of all ranks holds, then that of rank 0 when rank 0 has let go of it."""
     ends, device = ProcessGroupExchange(world()), torch.device("cuda", 0)
@@ -49,7 +143,7 @@ def map_and_leave(rank, world_size):
 
     def copy(target, source):
         stream = torch.cuda.current_stream(device)
-        check(driver().cuMemcpyDtoDAsync_v2(target, source, count, stream.cuda_stream), "a test")
+        cuda_driver.copy(stream.cuda_stream, target, source, count)
         torch.cuda.synchronize(device)
 
     def read(other):

@@ -26,8 +26,9 @@ from ring_dilated_attention.engine import compute, ring
 from ring_dilated_attention.engine.blocks import Block
 from ring_dilated_attention.engine.transfer import GradientReturn, fetch
 from ring_dilated_attention.exchange import run_loopback
-from ring_dilated_attention.tiles import Selection
-from ring_dilated_attention.tiles.eager import EAGER
+from ring_dilated_attention.tiles import Selection, backend_named
+
+EAGER = backend_named("eager")
 
 WORLD_SIZE, LENGTH = 8, 8 * 32
 
@@ -121,7 +122,7 @@ def test_ring_holds_two_remote_shards_at_most():
             return watch
 
         assert {watch.most for watch in run_loopback(WORLD_SIZE, forward)} == {forward_most}
-    # In backward, one more buffer: gradients that come home for this rank's own rows.
+    # In backward, one more buffer: returned gradients of this rank's own rows.
     watches = run(Held, pattern, "ring", is_causal=False)
     assert {watch.most for watch in watches} == {3}
 
@@ -292,10 +293,10 @@ def test_what_a_slice_allocates_is_freed_before_the_next(monkeypatch):
 def test_a_gather_waits_for_returned_gradients_when_they_are_many(at_once, waits, monkeypatch):
     """Before the next is computed; while they are few, at the end."""
     if at_once is not None:
-        monkeypatch.setattr(ring, "_RETURNING_BYTES", at_once)
-    assert ring._RETURNING_BYTES <= 64 << 20  # of memory that no bound of the ring's counts
+        monkeypatch.setattr(ring, "RETURNING_BYTES", at_once)
+    assert ring.RETURNING_BYTES <= 64 << 20  # of memory that no bound of the ring's counts
     events: dict[int, list[str]] = {}
-    step, finish = ring._Backward._compute_step, GradientReturn.finish
+    begin, finish = GradientReturn.__init__, GradientReturn.finish
 
     def noted(name, function):
         def note(*args, **options):
@@ -304,7 +305,7 @@ def test_a_gather_waits_for_returned_gradients_when_they_are_many(at_once, waits
 
         return note
 
-    monkeypatch.setattr(ring._Backward, "_compute_step", noted("step", step))
+    monkeypatch.setattr(GradientReturn, "__init__", noted("step", begin))  # when it is computed
     monkeypatch.setattr(GradientReturn, "finish", noted("return", finish))
     run(lambda ends: nullcontext(), DilatedPattern.dense(), "gather", is_causal=False)
     for of_rank in events.values():

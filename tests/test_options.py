@@ -5,6 +5,7 @@ import shlex
 import subprocess
 import sys
 from collections import defaultdict
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +13,23 @@ import pytest
 import typer.main
 from typer.testing import CliRunner
 
-from ring_dilated_attention import DilatedPattern, checks, functional, tiles
-from ring_dilated_attention.bench import BASELINES, SEQ_LEN, Options, Workload
-from ring_dilated_attention.bench.measure import DEVICES
-from ring_dilated_attention.bench.options import SCALINGS
-from ring_dilated_attention.bench.workload import DTYPES
-from ring_dilated_attention.checks.limits import MOST_SEED
+from ring_dilated_attention import DilatedPattern, __version__, checks, functional, tiles
+from ring_dilated_attention.bench import (
+    BASELINES,
+    DEVICES,
+    DTYPES,
+    SCALINGS,
+    SEQ_LEN,
+    Options,
+    Workload,
+)
+from ring_dilated_attention.checks import MOST_SEED
 from ring_dilated_attention.cli import app, options, train_options
 from ring_dilated_attention.cli import bench as bench_command
 from ring_dilated_attention.cli.command import COMMANDS, values_of
 from ring_dilated_attention.cli.option import Argument, Flag, Option
-from ring_dilated_attention.nn.checkpoint import CHECKPOINTS
-from ring_dilated_attention.train.config import PRESETS, TrainConfig
-from ring_dilated_attention.version import VERSION
+from ring_dilated_attention.nn import CHECKPOINTS, LongNetConfig
+from ring_dilated_attention.train import PRESETS, TrainConfig
 
 OTHER_DEFAULTS = {
     **dict.fromkeys(
@@ -256,7 +261,7 @@ def test_examples_of_plan_run(line, tmp_path, monkeypatch):
 
 def test_the_version():
     done = CliRunner().invoke(app, ["--version"])
-    assert (done.exit_code, done.output) == (0, f"rda {VERSION}\n")
+    assert (done.exit_code, done.output) == (0, f"rda {__version__}\n")
 
 
 def test_completion_of_values():
@@ -341,7 +346,7 @@ def test_a_table_takes_the_place_of_what_suits_other_commands(file):
 
 def test_precedence(file, tmp_path):
     """The command line, the command's table, the top of the file, the preset, the default."""
-    from ring_dilated_attention.train.command import make_config
+    from ring_dilated_attention.train import make_config
 
     config = file(
         'preset = "longnet-base"\nsteps = 70\nkeep = 8\nseq-len = 512\n'
@@ -448,3 +453,22 @@ def test_one_rank_is_not_plural():
     done = CliRunner().invoke(app, ["plan", "--seq-len=9", "--ranks=1"])
     assert "1 ranks" not in done.output
     assert "on 1 rank " in done.output
+
+
+def test_the_help_shows_the_defaults_of_the_config() -> None:
+    defaults = {f.name: f.default for f in fields(TrainConfig)}
+    default_model = TrainConfig(out=Path("run")).model
+    defaults.update({f.name: getattr(default_model, f.name) for f in fields(LongNetConfig)})
+    in_words = {"data", "sequence_ranks", "num_kv_heads", "chunk_rows"}
+    in_words |= {"tokenizer", "train_tokenizer", "init_from", "tensorboard"}
+    options = {name.replace("-", "_"): x for name, x in COMMANDS["train"].options.items()}
+    others = {"out", "resume", "ranks", "preset", "pattern"}
+    assert set(options) == set(defaults) - {"model", "vocab_size", "norm_eps"} | others
+    for name, option in options.items():
+        assert option.default is None or name == "resume"  # so that a run keeps its own values
+        if name in others | in_words:
+            continue
+        shown = option.shown.removeprefix("the preset's (small: ").removesuffix(")")
+        value = option.read(shown, name)
+        assert value == defaults[name], name
+    assert in_words < set(options)

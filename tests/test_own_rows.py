@@ -7,6 +7,7 @@ import gc
 import math
 import os
 import random
+import threading
 import weakref
 from dataclasses import replace
 from itertools import pairwise
@@ -25,16 +26,18 @@ from ring_dilated_attention import (
 from ring_dilated_attention.checks import reference_attention
 from ring_dilated_attention.engine import own, ring
 from ring_dilated_attention.engine.compute import TileCall
+from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.kernels import MOST_POSITIONS, build_programs, launches_of, tuning
 from ring_dilated_attention.resolve import forget_plans
-from ring_dilated_attention.tiles import Selection
-from ring_dilated_attention.tiles.eager import EAGER
+from ring_dilated_attention.tiles import Selection, backend_named
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
-from ring_dilated_attention.kernels.own_forward import rows_of_program  # noqa: E402
+from ring_dilated_attention.kernels import rows_of_program  # noqa: E402
 from ring_dilated_attention.kernels.own_programs import step_of  # noqa: E402
+
+EAGER = backend_named("eager")
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -180,6 +183,16 @@ def test_high_rates_make_no_empty_programs(rate):
         assert bool(groups) == (rate > 37 or len(pattern.branches) == 2)
 
 
+def test_patterns_of_many_branches():
+    """Which branches a range has is bits of an int32: of more, none is computed row by row."""
+    lengths = [2 + number % 5 for number in range(33)]
+    pattern = DilatedPattern(lengths, [1 + number % 2 for number in range(33)])
+    q, k, v = (torch.randn(1, 7, 1, 8, device=DEVICE) for _ in range(3))
+    out = dilated_attention(q, k, v, pattern, backend="triton")
+    want, _ = reference_attention(q.double(), k.double(), v.double(), pattern)
+    assert (out - want).abs().max() < 1e-5
+
+
 def test_half_precision_rounds_once():
     """All branches of a row in one sum: one rounding of out, however many there are."""
     if INTERPRETED:
@@ -204,7 +217,7 @@ def test_every_row_is_in_one_program_of_each_head(seed):
     dice = random.Random(seed)
     chosen: dict[Any, bool] = {}
     work = plan.rank(0).own_work(
-        lambda branch, run: chosen.setdefault((branch, run), dice.random() < 0.7)
+        lambda branch, runs: [chosen.setdefault((branch, run), dice.random() < 0.7) for run in runs]
     )
     lengths = [length or MOST_POSITIONS for length in case.pattern.segment_lengths]
     branches = list(zip(lengths, case.pattern.dilation_rates, strict=True))
@@ -276,7 +289,7 @@ def test_launches_are_cut_where_rates_have_little_in_common():
         SequenceLayout.contiguous(200, 1),
         is_causal=False,
     )
-    work = plan.rank(0).own_work(lambda branch, run: True)
+    work = plan.rank(0).own_work(lambda branch, runs: [True] * len(runs))
     branches = [(MOST_POSITIONS, rate) for rate in (1, 7, 11)]
     assert [x[0].branches for x in launches_of(work.ranges, branches, 64)] == [0b1, 0b10, 0b100]
     assert [x[0].branches for x in launches_of(work.ranges, branches, 16)] == [0b11, 0b100]
@@ -318,6 +331,58 @@ def test_large_branches_go_by_themselves(monkeypatch):
     assert {each.branches | 1 for each in every} == {0b1, 0b111}
 
 
+def shards_of(dice, length, ranks):
+    """A layout of several ranges on each rank, in any order."""
+    cuts = sorted(dice.sample(range(1, length), min(length - 1, dice.randint(ranks, 5))))
+    ranges = list(pairwise([0, *cuts, length]))
+    dice.shuffle(ranges)
+    return SequenceLayout([ranges[rank::ranks] for rank in range(ranks)])
+
+
+@pytest.mark.parametrize("seed", [1, 4, 6, 12] if INTERPRETED else range(60))
+def test_random_calls_on_ranks_are_the_reference(seed, monkeypatch):
+    """Each rank computes row by row what it holds all of, and of segments that it shares."""
+    monkeypatch.setattr(own, "FEWEST_ROWS", 0)
+    dice, case = random.Random(seed), Draw(seed)
+    case.length, case.layout = case.length + 6, None
+    case.documents = dice.choice([None, [0, case.length // 3, case.length]])
+    ranks = dice.choice([2, 3])
+    layout, exchange = shards_of(dice, case.length, ranks), dice.choice(["ring", "gather"])
+    torch.manual_seed(seed)
+    *whole, dout = case.tensors()
+    want = case.run([x.double().cpu().requires_grad_() for x in whole], dout.double().cpu())
+    one_at_a_time, launched = threading.Lock(), [0]  # the interpreter is not for threads
+
+    def guarded(function):
+        def call(*given, **options):
+            with one_at_a_time:
+                launched[0] += 1
+                function(*given, **options)
+
+        return call
+
+    for name in ("forward_own", "backward_own"):
+        monkeypatch.setattr(ring, name, guarded(getattr(own, name)))
+    limits = [dice.choice([1e3, 1e4, 1e9]) for _ in range(2)]
+    monkeypatch.setattr(
+        "ring_dilated_attention.resolve.select_backend",
+        lambda *_: Selection(EAGER, 0.0, 0.0, *limits),
+    )
+    forget_plans()
+    case.layout = layout
+
+    def run(ends):
+        own_rows = [layout.shard(x, ends.rank, 1).detach() for x in (*whole, dout)]
+        leaves = [x.requires_grad_() for x in own_rows[:3]]
+        return case.run(leaves, own_rows[3], group=ends, exchange=exchange)
+
+    ran = run_loopback(ranks, run)
+    got = [layout.unshard([r[i] for r in ran], 2 if i == 1 else 1).cpu() for i in range(5)]
+    assert_close(got, want, 2e-5, (case, layout, limits))
+    assert launched[0] > 0 or limits[0] < 1e9
+    forget_plans()
+
+
 @pytest.mark.parametrize("factor", [0.999, 1.0])
 def test_backward_of_short_calls_goes_by_the_limit_of_forward(factor, monkeypatch):
     """A call is short by its operations of forward, over all branches."""
@@ -344,8 +409,8 @@ def test_backward_of_short_calls_goes_by_the_limit_of_forward(factor, monkeypatc
 @pytest.mark.parametrize("head_dim", [40, 48, 80])
 def test_head_dims_of_two_parts(head_dim, monkeypatch):
     """A power of two and a tail, which may be padded: in all three kernels, whatever the table."""
-    with_tail = {key: replace(each, tail=True) for key, each in tuning._CONFIGS.items()}
-    monkeypatch.setattr(tuning, "_CONFIGS", with_tail)
+    with_tail = {key: replace(each, tail=True) for key, each in tuning.CONFIGS.items()}
+    monkeypatch.setattr(tuning, "CONFIGS", with_tail)
     parts = tuning.head_dim_constants(head_dim, True)
     assert (parts["BLOCK_D"], parts["TAIL"]) == (64, 16) if head_dim == 80 else (32, 16)
     forget_plans()

@@ -1,5 +1,6 @@
 """What is published with the code: one version, links that lead somewhere, pages of results."""
 
+import ast
 import os
 import re
 import subprocess
@@ -88,6 +89,29 @@ def made_in(text: str) -> set[str]:
     """Targets in lines that begin with make, or that a workflow runs."""
     lines = re.findall(r"^(?: {4}| *- run: )make((?: [\w.=]+)+)", text, flags=re.MULTILINE)
     return {x for line in lines for x in line.split() if "=" not in x}
+
+
+def names_in(path: Path) -> set[str]:
+    """Functions and classes of a module, and Class.method."""
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            methods = [x.name for x in node.body if isinstance(x, ast.FunctionDef)]
+            found |= {f"{node.name}.{method}" for method in methods}
+    return found
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/design.md"])
+def test_files_that_pages_name_are_there(page):
+    """And functions, where a page names one behind the file: ``a/b.py`` (``function``..."""
+    package = ROOT / "src" / "ring_dilated_attention"
+    text = (ROOT / page).read_text()
+    for path, name in re.findall(r"`([\w/]+\.py)`(?: \(`([\w.]+)`)?", text):
+        found = [base / path for base in (package, ROOT, ROOT / "tests") if (base / path).is_file()]
+        assert found, path
+        assert not name or name in names_in(found[0]), (path, name)
 
 
 def test_one_version():

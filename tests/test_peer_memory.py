@@ -17,8 +17,12 @@ from worlds import world
 
 from ring_dilated_attention import DilatedPattern, dilated_attention
 from ring_dilated_attention.checks import Case, combine, run_case, run_ranks, sweep
-from ring_dilated_attention.exchange import ProcessGroupExchange, peer_memory, run_loopback
-from ring_dilated_attention.exchange import groups as exchange
+from ring_dilated_attention.exchange import (
+    ProcessGroupExchange,
+    by_pair,
+    peer_memory,
+    run_loopback,
+)
 from ring_dilated_attention.exchange.peer_memory import DevicePlace, Outboxes, out_of_reach
 
 
@@ -99,8 +103,8 @@ PAIR = [place("a", "0", "1"), place("a", "1", "0")]
 
 
 def test_who_can_reach_whom():
-    assert out_of_reach(PAIR) is None
-    assert out_of_reach(PAIR[:1]) is None
+    assert out_of_reach(dict(enumerate(PAIR))) is None
+    assert out_of_reach(dict(enumerate(PAIR[:1]))) is None
 
 
 @pytest.mark.parametrize(
@@ -114,7 +118,7 @@ def test_who_can_reach_whom():
     ],
 )
 def test_who_cannot(places, named):
-    assert re.match(named, out_of_reach(places) or "")
+    assert re.match(named, out_of_reach(dict(enumerate(places))) or "")
 
 
 def ask_for_copies_on_the_cpu(rank, world_size):
@@ -137,25 +141,38 @@ def choices(rank, world_size, cases):
     return [choose(rank, *case) for case in cases]
 
 
-def choose(rank, peer_memory, hosts, broken):
-    """What moves rows of ranks on CUDA devices, of which there are none here; the warnings."""
+def choose(rank, peer_memory, names, broken, hosts=None):
+    """What moves rows of ranks on CUDA devices, of which there are none here; the warnings.
 
-    def share(rank, *rest):
+    Args:
+        rank: this rank.
+        peer_memory: as of `ProcessGroupExchange`.
+        names: of the host that each rank's device is in.
+        broken: ranks that cannot share memory.
+        hosts: as of `ProcessGroupExchange`.
+    """
+
+    def share(rank, members, share, *rest):
+        share(None)
         if rank in broken:
             raise RuntimeError("no permission")
-        return "copies"
+        return f"copies of {members}"
 
-    here = place(hosts[rank], str(rank), str(1 - rank))
+    others = [str(other) for other in range(len(names)) if other != rank]
+    here = place(names[rank], str(rank), *others)
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        patch.setattr(exchange, "place_of", lambda device: here)
-        patch.setattr(exchange, "PeerMemory", share)
-        patch.setattr(exchange, "Communicator", lambda *args: "messages")
+        patch.setattr(by_pair, "place_of", lambda device: here)
+        patch.setattr(by_pair, "PeerMemory", share)
+        patch.setattr(by_pair, "Communicator", lambda *args: f"messages to {sorted(args[-1])}")
         patch.setattr(torch.cuda, "current_device", lambda: 0)
         patch.setattr(torch.cuda, "set_device", lambda device: None)
-        ends = ProcessGroupExchange(dist.new_group(), peer_memory=peer_memory)
+        ends = ProcessGroupExchange(dist.new_group(), peer_memory=peer_memory, hosts=hosts)
         try:
-            return ends._transport(torch.device("cuda")), [str(one.message) for one in warned]
+            found = ends._transport(torch.device("cuda"))
+            if isinstance(found, by_pair.ByPair):
+                found = f"{found.near}, {found.far}"
+            return found, [str(one.message) for one in warned]
         except (RuntimeError, ValueError) as error:
             return type(error).__name__, [str(error)]
 
@@ -163,15 +180,52 @@ def choose(rank, peer_memory, hosts, broken):
 def test_what_moves_rows():
     cases = [(None, "aa"), (None, "ab"), (False, "aa"), (True, "aa"), (True, "ab")]
     first, second = run_ranks(choices, 2, [(*case, []) for case in cases])
-    assert first == second
     assert [found for found, _ in first] == [
-        "copies", "messages", "messages", "copies", "ValueError"
+        "copies of (0, 1)", "messages to [1]", "messages to [1]", "copies of (0, 1)", "ValueError"
+    ]  # fmt: skip
+    assert [found for found, _ in second] == [
+        "copies of (0, 1)", "messages to [0]", "messages to [0]", "copies of (0, 1)", "ValueError"
     ]  # fmt: skip
     assert not any(warned for _, warned in first[:-1])
 
 
 def test_memory_that_one_rank_cannot_share():
-    for automatic, asked_for in run_ranks(choices, 2, [(None, "aa", [1]), (True, "aa", [1])]):
-        assert (automatic[0], asked_for[0]) == ("messages", "RuntimeError")
+    for rank, (automatic, asked_for) in enumerate(
+        run_ranks(choices, 2, [(None, "aa", [1]), (True, "aa", [1])])
+    ):
+        assert automatic[0] == f"messages to [{1 - rank}]"
+        assert asked_for[0] == "RuntimeError"
         for _, (text,) in (automatic, asked_for):
             assert "['rank 1: no permission']" in text
+
+
+def test_what_moves_rows_between_hosts():
+    """Copies within each host that can, messages between all others, whatever a rank's own are."""
+    hosts = [0, 0, 1, 1, 2]
+    cases = [
+        (None, "aabbc", []),
+        (True, "aabbc", []),
+        (False, "aabbc", []),
+        (None, "aabbc", [3]),
+        (True, "aabbc", [3]),
+        (None, "aabxc", []),
+        (True, "aabxc", []),
+    ]
+    found = run_ranks(choices, 5, [(*case, hosts) for case in cases])
+    first, third, last = ([kind for kind, _ in found[rank]] for rank in (0, 2, 4))
+    messages = {rank: f"messages to {sorted({*range(5)} - {rank})}" for rank in range(5)}
+    near = "copies of (0, 1), messages to [2, 3, 4]"
+    other = "copies of (2, 3), messages to [0, 1, 4]"
+    assert first == [near, near, messages[0], near, "RuntimeError", near, "ValueError"]
+    assert third == [
+        other, other, messages[2], messages[2], "RuntimeError", messages[2], "ValueError"
+    ]  # fmt: skip
+    assert last == [*[messages[4]] * 4, "RuntimeError", messages[4], "ValueError"]
+    warned = [[bool(texts) for _, texts in found[rank][:4]] for rank in range(5)]
+    assert warned == [[False] * 4] * 2 + [[False] * 3 + [True]] * 2 + [[False] * 4]
+
+
+def test_hosts_of_one_rank_each_have_nothing_to_copy():
+    for ((kind, (text,)),) in run_ranks(choices, 2, [(True, "aa", [], [4, 2])]):
+        assert kind == "ValueError"
+        assert "every rank has its own host" in text

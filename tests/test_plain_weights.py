@@ -23,10 +23,9 @@ from typer.testing import CliRunner
 from ring_dilated_attention.checks import run_ranks
 from ring_dilated_attention.cli import app
 from ring_dilated_attention.nn import LongNet, LongNetConfig
-from ring_dilated_attention.train import export_newest, sample_bytes
+from ring_dilated_attention.train import TrainConfig, export_newest, sample_bytes
+from ring_dilated_attention.train import make_config as options_of
 from ring_dilated_attention.train.checked_files import SUMS
-from ring_dilated_attention.train.command import make_config as options_of
-from ring_dilated_attention.train.config import TrainConfig
 from ring_dilated_attention.train.init_from import load_weights
 from ring_dilated_attention.train.loop import run
 from ring_dilated_attention.train.plain_weights import CONFIG, WEIGHTS, PlainWeights, weights_at

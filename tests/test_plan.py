@@ -12,7 +12,9 @@ from strategies import layouts, patterns
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, plan_attention
 from ring_dilated_attention.plan import (
+    PlanError,
     RankPlan,
+    Step,
     TensorSize,
     Tile,
     TileGroup,
@@ -20,9 +22,9 @@ from ring_dilated_attention.plan import (
     flops,
     memory,
     step_imbalance,
+    tiling,
     traffic,
 )
-from ring_dilated_attention.plan.check import PlanError
 from ring_dilated_attention.plan.pieces import cut_into_pieces
 
 LONGNET = ([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12])
@@ -107,20 +109,28 @@ def _cover_too_early(rank: RankPlan) -> None:
     rank.local_groups = rank.local_groups[::-1]
 
 
+def _replace_step(rank: RankPlan, changed: Step) -> None:
+    """Have a rank take another first step."""
+    make = rank.step
+    vars(rank)["step"] = lambda step, piece=0: (
+        changed if (step, piece) == (1, 0) else make(step, piece)
+    )
+
+
 def _send_nothing(rank: RankPlan) -> None:
-    rank._steps[1, 0] = rank.step(1)._replace(send=None)
+    _replace_step(rank, rank.step(1)._replace(send=None))
 
 
 def _read_wrong_slot(rank: RankPlan) -> None:
     step = rank.step(1)
     keys = step.tiles[0].keys
     tile = step.tiles[0]._replace(keys=keys._replace(start=keys.start + 1))
-    rank._steps[1, 0] = step._replace(groups=_apart(tile, *step.tiles[1:]))
+    _replace_step(rank, step._replace(groups=_apart(tile, *step.tiles[1:])))
 
 
 def _send_a_row_nobody_needs(rank: RankPlan) -> None:
     step = rank.step(1)
-    rank._steps[1, 0] = step._replace(groups=_apart(*step.tiles[1:]))
+    _replace_step(rank, step._replace(groups=_apart(*step.tiles[1:])))
 
 
 @pytest.mark.parametrize(
@@ -252,8 +262,8 @@ def test_costs_in_bytes():
     assert held.total == 4 * held.query + held.lse + held.buffers
 
 
-@pytest.mark.parametrize(("num_heads", "home"), [(4, 2), (5, 4)])  # 2 parts x 4 or 5 members
-def test_gradients_come_home_wide_where_many_tiles_add(num_heads, home):
+@pytest.mark.parametrize(("num_heads", "itemsize"), [(4, 2), (5, 4)])  # 2 parts x 4 or 5 members
+def test_gradients_are_returned_wide_where_many_tiles_add(num_heads, itemsize):
     plan = plan_attention(
         DilatedPattern.dense(),
         SequenceLayout.zigzag(64, 2),
@@ -261,9 +271,9 @@ def test_gradients_come_home_wide_where_many_tiles_add(num_heads, home):
         num_heads=num_heads,
         num_kv_heads=1,
     )
-    assert plan.returns_wide == (home == 4)
+    assert plan.returns_wide == (itemsize == 4)
     size = TensorSize(batch=1, head_dim=8, element_size=2)
-    assert traffic(plan.rank(0), size).backward_sent == 2 * 32 * 8 * (2 + home)
+    assert traffic(plan.rank(0), size).backward_sent == 2 * 32 * 8 * (2 + itemsize)
 
 
 def test_ring_buffers_are_two_messages():
@@ -431,3 +441,20 @@ def test_plans_do_not_depend_on_hash_seeds():
     ]
     assert len(found[0]) > 1000
     assert found[0] == found[1]
+
+
+def test_tiles_of_documents_of_ever_new_lengths_are_kept_up_to_a_number(monkeypatch):
+    monkeypatch.setattr(tiling, "MOST_TWINS", 10)
+    tiling.tiling_of.cache_clear()
+    known = tiling.tiling_of(DilatedPattern([None], [64]), 1, False, range(1)).known_twins
+    for length in range(65, 100):
+        plan = plan_attention(
+            DilatedPattern([None], [64]),
+            SequenceLayout.contiguous(length, 1),
+            is_causal=False,
+            num_heads=1,
+        )
+        assert plan.rank(0).local_groups
+        assert plan.tiling.known_twins is known
+        assert 0 < len(known) <= 10
+        check_plan(plan)

@@ -2,6 +2,7 @@
 
 import gc
 from threading import Event
+from typing import Any
 from weakref import ref
 
 import pytest
@@ -18,8 +19,7 @@ from ring_dilated_attention.checks import (
     run_ranks,
     sweep,
 )
-from ring_dilated_attention.exchange import SoloExchange, names
-from ring_dilated_attention.exchange import groups as exchange
+from ring_dilated_attention.exchange import ProcessGroupExchange, SoloExchange, groups, names
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 7])
@@ -97,16 +97,26 @@ def test_ranks_in_different_numbers_of_groups():
 
 def groups_in_turns(rank, world_size):
     """How much is kept of groups that are gone, while a thread holds what a watch would."""
-    query, kept, watched, members = torch.randn(1, 4, 2, 8), [], [], []
+    query, kept, watched = torch.randn(1, 4, 2, 8), [], []
+    gone: list[ref[Any]] = []
+    make = groups.Collectives
+
+    def noted(*arguments):
+        made = make(*arguments)
+        gone.append(ref(made))
+        return made
+
+    pytest.MonkeyPatch().setattr(groups, "Collectives", noted)
     for _ in range(3):
         group = dist.new_group()
         dilated_attention(query, query, query, DilatedPattern.dense(), group=group)
-        watched.append(exchange.ProcessGroupExchange(group).calls)
-        members.append(ref(exchange._members[group]))
+        watched.append(ProcessGroupExchange(group).calls)
+        gone.append(ref(group))
         dist.destroy_process_group(group)
         del group
         gc.collect()
-        kept.append(len(exchange._members) + sum(one() is not None for one in members))
+        kept.append(sum(one() is not None for one in gone))
+    assert len(gone) == 6
     return kept
 
 
@@ -116,7 +126,7 @@ def test_nothing_is_kept_of_groups_that_are_gone():
 
 def test_a_group_that_is_missing(monkeypatch):
     """`dist.group.WORLD` is None before `init_process_group`: ranks must not compute alone."""
-    monkeypatch.setattr(names, "_ranks_of_launcher", lambda: "4")
+    monkeypatch.setattr(names, "ranks_of_launcher", lambda: "4")
     x = torch.randn(1, 8, 1, 8)
     with pytest.raises(ValueError, match="group is None in one of 4 ranks"):
         dilated_attention(x, x, x, DilatedPattern.dense(), group=dist.group.WORLD)

@@ -108,7 +108,7 @@ def test_an_error_leaves_the_library_as_it_was():
     assert all(owner.compile_cache is cache for owner, cache in zip(owners, caches, strict=True))
     check(run)
     check(run)
-    assert (library.chosen, len(replay._kept)) == (2, 1)
+    assert (library.chosen, len(replay.kept)) == (2, 1)
 
 
 def test_calls_of_other_threads_are_not_noted():
@@ -140,4 +140,4 @@ def test_few_kinds_are_kept():
     _, run, replay, _ = made()
     for scale in range(MOST_KEPT + 5):
         check(run, scale=float(scale))
-    assert len(replay._kept) == MOST_KEPT
+    assert len(replay.kept) == MOST_KEPT

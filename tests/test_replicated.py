@@ -27,8 +27,8 @@ from ring_dilated_attention.checks import (
     world_exchange,
 )
 from ring_dilated_attention.exchange import run_loopback
-from ring_dilated_attention.plan import replicated_groups
-from ring_dilated_attention.plan.check import PlanError, check_replicated
+from ring_dilated_attention.plan import PlanError, replicated_groups
+from ring_dilated_attention.plan.check import check_replicated
 
 NAMES = ("out", "lse", "dquery", "dkey", "dvalue")
 

@@ -7,6 +7,7 @@ long as additions behind the compute do. On H200s torch's allocator said the sam
 
 import pytest
 import torch
+from cut_rings import ROUND_PAIRS, set_round_pairs
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -16,9 +17,8 @@ from ring_dilated_attention import DilatedPattern, SequenceLayout, plan_attentio
 from ring_dilated_attention.checks import run_ranks
 from ring_dilated_attention.engine import accumulate, compute, ring
 from ring_dilated_attention.exchange import resolve_exchange
-from ring_dilated_attention.plan import attention
-from ring_dilated_attention.tiles import Selection, TileBackend
-from ring_dilated_attention.tiles.fa4 import FA4
+from ring_dilated_attention.plan import FEW_ADDITIONS
+from ring_dilated_attention.tiles import Selection, TileBackend, backend_named
 
 SCALE = 64
 """Sequence lengths and other numbers of rows are smaller by this factor than on GPUs."""
@@ -63,7 +63,7 @@ def no_forward(tile):
 
 def no_backward_into(tile, gradients, dq, dk, dv):
     batch, heads, rows, head_dim = tile.q.shape
-    nbytes = batch * heads * rows * FA4.backward_workspace(head_dim)
+    nbytes = batch * heads * rows * backend_named("fa4").backward_workspace(head_dim)
     tile.q.new_empty(nbytes, dtype=torch.uint8)
 
 
@@ -80,7 +80,7 @@ NOTHING = TileBackend(
     refusal=lambda *_: None,
     forward_into=lambda *_: None,
     backward_into=no_backward_into,
-    backward_workspace=FA4.backward_workspace,
+    backward_workspace=backend_named("fa4").backward_workspace,
 )
 
 
@@ -88,21 +88,21 @@ def patch_like_a_gpu():
     """For the rest of this process."""
 
     def sum_dtype(query, additions):
-        assert additions <= attention.FEW_ADDITIONS
+        assert additions <= FEW_ADDITIONS
         return query.dtype
 
     patch = pytest.MonkeyPatch()
     patch.setattr(accumulate, "streams_of", lambda device: Streams())
-    patch.setattr(ring, "_sum_dtype", sum_dtype)
+    patch.setattr(ring, "sum_dtype", sum_dtype)
     patch.setattr(compute, "merge", lambda *_, **__: None)  # the kernel's temporaries: none
     for module, name, scale in (
         (compute, "WORKSPACE_FLOOR", SCALE),
         (compute, "SLICE_ROWS", SCALE),
         (compute, "LONG_FLOPS", SCALE**2),
-        (ring, "_RETURNING_BYTES", SCALE),
-        (attention, "ROUND_PAIRS", SCALE**2),
+        (ring, "RETURNING_BYTES", SCALE),
     ):
         patch.setattr(module, name, getattr(module, name) // scale)
+    set_round_pairs(patch, ROUND_PAIRS // SCALE**2)
 
 
 def hold(rank, world_size, length):

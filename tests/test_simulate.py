@@ -5,14 +5,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from changed_messages import change_rows, lose_returned_gradients
 from hypothesis import given, settings
 from strategies import cases
+from wrong_bytes import send_a_byte_more
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout
-from ring_dilated_attention.checks import TENSORS, Case, Transfers, make_layout, simulation
-from ring_dilated_attention.checks.turns import Turns
-from ring_dilated_attention.engine import compute, transfer
-from ring_dilated_attention.engine import messages as packing
+from ring_dilated_attention.checks import TENSORS, Case, Transfers, make_layout, simulate
+from ring_dilated_attention.engine import compute
 from ring_dilated_attention.exchange import LoopbackExchange
 from ring_dilated_attention.plan import Memory
 
@@ -23,7 +23,7 @@ CASE = Case(pattern=PATTERN, layout=SequenceLayout.zigzag(101, 3), dtype=torch.f
 @settings(max_examples=30)
 @given(cases())
 def test_any_case_is_as_planned(case):
-    found = simulation.simulate(case)
+    found = simulate(case)
     assert found.ok, found.problems
     assert found.balance.world_size == len(found.ranks) == case.layout.world_size
     assert sum(x.positions for x in found.ranks) == case.layout.length
@@ -37,7 +37,7 @@ def test_any_case_is_as_planned(case):
 def test_gradients_that_are_nothing_but_rounding(pattern, dtype):
     """Every query sees one key: the gradients of query and key are 0."""
     case = replace(CASE, pattern=pattern, layout=make_layout("uneven", 37, 5), dtype=dtype)
-    found = simulation.simulate(case)
+    found = simulate(case)
     assert found.ok, found.problems
 
 
@@ -55,7 +55,7 @@ def test_figures_of_a_case_counted_by_hand(exchange):
         dtype=torch.float32,
         exchange=exchange,
     )
-    found = simulation.simulate(case)
+    found = simulate(case)
     assert found.ok, found.problems
     first, empty, last = found.ranks
     rows = 2 * 3 * 4 * 4  # key and value, 3 rows of 4 floats
@@ -94,7 +94,7 @@ def test_one_rank_computes_at_a_time(monkeypatch):
 
     for name in ("forward", "backward"):
         monkeypatch.setattr(compute, name, watched(getattr(compute, name)))
-    found = simulation.simulate(replace(CASE, layout=SequenceLayout.contiguous(101, 5)))
+    found = simulate(replace(CASE, layout=SequenceLayout.contiguous(101, 5)))
     assert found.ok
     assert len(most) > 2 * 2 * 5
     assert max(most) == 1
@@ -102,41 +102,34 @@ def test_one_rank_computes_at_a_time(monkeypatch):
 
 
 def test_without_backward():
-    found = simulation.simulate(CASE, backward=False)
+    found = simulate(CASE, backward=False)
     assert found.ok
     assert list(found.errors) == ["out", "lse"]
     assert all(x.backward is None and x.seconds == x.forward.seconds for x in found.ranks)
 
 
 def test_gradients_that_stay_away_are_found(monkeypatch):
-    monkeypatch.setattr(transfer, "add_home", lambda *_: None)
-    found = simulation.simulate(CASE)
+    lose_returned_gradients(monkeypatch)
+    found = simulate(CASE)
     assert [text.split(":")[0] for text in found.problems] == ["dkey", "dvalue"]
     assert found.errors["dkey"] > 1e-2 > found.errors["dquery"]
 
 
 def test_wrong_rows_are_found(monkeypatch):
-    monkeypatch.setattr(transfer, "pack", lambda *x: packing.pack(*x) + 1)
-    found = simulation.simulate(CASE)
+    change_rows(monkeypatch, lambda rows: rows + 1)
+    found = simulate(CASE)
     assert [text.split(":")[0] for text in found.problems] == list(TENSORS)
 
 
 def test_nan_is_found(monkeypatch):
-    monkeypatch.setattr(transfer, "pack", lambda *x: packing.pack(*x) * torch.nan)
-    found = simulation.simulate(CASE)
+    change_rows(monkeypatch, lambda rows: rows * torch.nan)
+    found = simulate(CASE)
     assert {text.split(":")[0] for text in found.problems} == set(TENSORS)
 
 
 def test_bytes_that_the_plan_does_not_have_are_found(monkeypatch):
-    start = Turns.start
-
-    def twice(self, send, receive):
-        if self.rank == 1 and send is not None:
-            self.sent_bytes += 1
-        return start(self, send, receive)
-
-    monkeypatch.setattr(Turns, "start", twice)
-    found = simulation.simulate(CASE)
+    send_a_byte_more(monkeypatch, [1])
+    found = simulate(CASE)
     assert [text.split(":")[0] for text in found.problems] == [
         "rank 1, forward",
         "rank 1, backward",
@@ -153,7 +146,7 @@ def test_rows_that_are_kept_too_long_are_found(monkeypatch):
         return start(self, send, receive)
 
     monkeypatch.setattr(LoopbackExchange, "start", keep)
-    found = simulation.simulate(replace(CASE, layout=SequenceLayout.contiguous(101, 5)))
+    found = simulate(replace(CASE, layout=SequenceLayout.contiguous(101, 5)))
     assert any("held Memory" in text for text in found.problems)
 
 
@@ -161,9 +154,9 @@ def test_a_rank_that_fails_ends_all(monkeypatch):
     def fail(*_):
         raise RuntimeError("no rows today")
 
-    monkeypatch.setattr(transfer, "pack", fail)
+    change_rows(monkeypatch, fail)
     with pytest.raises(RuntimeError, match="no rows today"):
-        simulation.simulate(CASE)
+        simulate(CASE)
 
 
 @pytest.mark.parametrize(
@@ -178,4 +171,4 @@ def test_a_rank_that_fails_ends_all(monkeypatch):
 )
 def test_bad_cases_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
-        simulation.simulate(replace(CASE, **change))
+        simulate(replace(CASE, **change))

@@ -7,8 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ring_dilated_attention.nn import hilbert_order
-from ring_dilated_attention.nn.spatial import inverse_order
+from ring_dilated_attention.nn import hilbert_order, inverse_order
 
 
 def grid(axes, bits, **options):

@@ -14,32 +14,25 @@ import termios
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from bench_tables import bench_tables
+from cli_tables import cli_tables
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
+from small_ceilings import measure_little
 from typer.testing import CliRunner
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, plan_attention
-from ring_dilated_attention.bench import Options, Result, Workload, bench, measure, report
-from ring_dilated_attention.bench.result import FAILED, OUT_OF_MEMORY, Communication
-from ring_dilated_attention.checks import TENSORS, Case, Outcome, simulate, sweep
+from ring_dilated_attention.checks import Case, simulate
 from ring_dilated_attention.cli import (
     app,
-    plan_tables,
-    run_plan_decode,
-    run_simulate,
-    run_verify,
-    tile_tables,
 )
-from ring_dilated_attention.cli.sharded import Sharded
-from ring_dilated_attention.plan import TensorSize, flops_by_rank
 from ring_dilated_attention.terminal import (
     BYTES,
     FLOP,
@@ -59,131 +52,14 @@ from ring_dilated_attention.terminal import (
 )
 
 WIDTHS = (80, 40, console.UNLIMITED)
-BILLION = 2**30
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-
-
-def plan_of_a_billion() -> list[Table]:
-    pattern = DilatedPattern([2048, 32768, None], [1, 12, 65536])
-    layout = SequenceLayout.contiguous(BILLION, 4096)
-    plan = plan_attention(pattern, layout, is_causal=True, num_heads=12, num_kv_heads=12)
-    size = TensorSize(batch=64, head_dim=128, element_size=8)
-    ranks = [plan.rank(17), plan.rank(4095)]
-    work = flops_by_rank(plan, size)
-    figures = [plan_tables.RankFigures.of(rank, size) for rank in ranks]
-    return [
-        *plan_tables.rank_tables(figures, work),
-        tile_tables.tiles_table(ranks[0]),
-        tile_tables.messages_table(ranks[0], size),
-    ]
-
-
-def small_plan() -> list[Table]:
-    layout = SequenceLayout.zigzag(100, 3)
-    pattern = DilatedPattern([16, 64], [1, 3])
-    plan = plan_attention(pattern, layout, is_causal=True, num_heads=4, num_kv_heads=2)
-    size = TensorSize(batch=1, head_dim=8, element_size=4)
-    ranks = [plan.rank(rank) for rank in range(3)]
-    figures = [plan_tables.RankFigures.of(rank, size) for rank in ranks]
-    return [
-        *plan_tables.rank_tables(figures, flops_by_rank(plan, size)),
-        *map(tile_tables.tiles_table, ranks),
-        *(tile_tables.messages_table(rank, size) for rank in ranks),
-    ]
-
-
-def caches() -> list[Table]:
-    """Of a billion positions, and of one."""
-    found = []
-    for length, batch in ((BILLION, 1 << 20), (1, 1)):
-        workload = Workload(
-            pattern=DilatedPattern([2048, 32768, None, 7], [1, 12, 65536, 9]),
-            seq_len=length,
-            batch_size=batch,
-            num_heads=6,
-            num_kv_heads=3,
-            head_dim=4096,
-            dtype="float64",
-        )
-        sharded = Sharded(
-            workload=workload, ranks=4096, most_ranks=4096, layout_name="auto", documents=None
-        )
-        found += run_plan_decode.cache_tables(run_plan_decode.CacheFigures.of(sharded))
-    return found
-
-
-def simulated() -> list[Table]:
-    layout = SequenceLayout.contiguous(101, 5)
-    case = Case(pattern=DilatedPattern([16, 50, None], [1, 3, 4]), layout=layout, is_causal=True)
-    found = simulate(case, backward=True)
-    huge = [
-        replace(
-            x,
-            positions=BILLION * 4096,
-            flops=10**18 + x.rank,
-            held_memory=replace(x.held_memory, buffers=3**35),
-            forward=replace(x.forward, seconds=12345.678),
-        )
-        for x in found.ranks
-    ]
-    both = run_simulate.tables(found.ranks[:2], found.ranks)
-    return [*both, *run_simulate.tables(huge, huge)]
-
-
-def verified() -> list[Table]:
-    cases = list(sweep(4, 7))
-    squares = {name: (1e-32 * 3**i, 1.0, 0.0) for i, name in enumerate(TENSORS)}
-    huge = Outcome(squares=squares, sent_bytes=3**33, planned_bytes=3**33)
-    outcomes = [huge] * len(cases)
-    return [run_verify.table(1024, cases, outcomes, every) for every in (False, True)]
-
-
-def results() -> list[Result]:
-    """On one rank as measured; on 2 and 4096 as if, with figures of every size."""
-    workload = Workload(
-        pattern=DilatedPattern([8, None], [1, 3]),
-        seq_len=37,
-        num_heads=4,
-        head_dim=8,
-        dtype="float32",
-    )
-    options = Options(device="cpu", repeats=1, baselines=("sdpa",))
-    ours, sdpa = bench([workload], options)
-    found = [ours, replace(sdpa, status=OUT_OF_MEMORY, reason="no room", forward_backward=None)]
-    for ranks in (2, 4096):
-        communication = Communication(
-            exposed_ms=(123_456.789,) * ranks,
-            shares=(0.123,) * ranks,
-            agreement_ms=0.1,
-            sent_bytes=(3**33,) * ranks,
-            planned_bytes=(3**33,) * ranks,
-            bytes_match=True,
-        )
-        timings: dict[str, Any] = {}
-        for name in ("forward", "forward_backward"):
-            timing = getattr(ours, name)
-            memory = replace(timing.memory, rank=ranks - 1, peak=3**34, outbox=2**29, value=3**36)
-            timings[name] = replace(
-                timing,
-                flops_by_rank=(10**17,) * ranks,
-                times_ms=(0.0123, 98_765.4321, 1.5),
-                communication=communication,
-                memory=memory,
-                wall_ms=(),
-            )
-        found.append(replace(ours, ranks=ranks, **timings))
-    return [*found, replace(sdpa, ranks=2, status=FAILED, forward=None, forward_backward=None)]
 
 
 @pytest.fixture(scope="module")
 def all_tables() -> list[Table]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(measure.MATMUL_SIZES, "cpu", 64)
-        patch.setitem(measure.COPY_BYTES, "cpu", 2**16)
-        several = results()
-    alone = several[:2]
-    benched = [*report.tables(several), *report.memory_tables(several), *report.tables(alone)]
-    return [*plan_of_a_billion(), *small_plan(), *caches(), *simulated(), *verified(), *benched]
+        measure_little(patch)
+        return [*cli_tables(), *bench_tables()]
 
 
 def printed(table: Table, width: int) -> list[str]:
@@ -348,11 +224,12 @@ COMMANDS = {
 }
 SCRIPT = f"""
 import os, sys
-from ring_dilated_attention.bench import measure
+import pytest
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from small_ceilings import measure_little
 from ring_dilated_attention.cli import app
 from ring_dilated_attention.terminal import Table, make_console, show_table, texts
-measure.MATMUL_SIZES["cpu"] = 64
-measure.COPY_BYTES["cpu"] = 2**16
+measure_little(pytest.MonkeyPatch())
 for name, command in {COMMANDS!r}.items():
     print({MARK!r} + name, flush=True)
     sys.argv = ["rda", *command.split()]
@@ -531,7 +408,7 @@ def test_a_bar_leaves_room_for_the_echo_of_ctrl_c() -> None:
     for width, note in itertools.product((40, 60, 80, 81), range(1, 40)):
         shown_here.update(1.5e12, note * "x")  # without colours, only what is done is drawn
         console = Console(width=width, file=StringIO())
-        lines = console.render_lines(progress._Bar(shown_here), pad=False)
+        lines = console.render_lines(progress.Bar(shown_here), pad=False)
         first = "".join(segment.text for segment in lines[0])
         assert len(first.rstrip()) <= width - len("^C")
 

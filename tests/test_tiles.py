@@ -1,8 +1,8 @@
-from types import SimpleNamespace
 from typing import get_args
 
 import pytest
 import torch
+from simulated_devices import simulated
 
 from ring_dilated_attention.checks import relative_error
 from ring_dilated_attention.engine import readable_in_backward
@@ -98,13 +98,11 @@ def test_tensors_in_two_layouts_are_copied_into_one():
 
 
 def test_a_packed_query_is_copied_once_for_a_kernel_that_wants_one_layout(monkeypatch):
-    monkeypatch.setattr(
-        "ring_dilated_attention.tiles.sdpa.profile_of", lambda _: SimpleNamespace(capability=(9, 0))
-    )
+    device = simulated(monkeypatch, "H200")
     query, key, value = torch.randn(1, 6, 3, 2, 16).unbind(2)
     out, dout = torch.randn(2, 1, 6, 2, 16).unbind()
     for name, is_copied in (("cudnn", True), ("flash", False)):
-        selection = select_backend(name, torch.device("cuda"), torch.bfloat16, 16)
+        selection = select_backend(name, device, torch.bfloat16, 16)
         found = readable_in_backward(dout, query, key, value, out, selection)
         assert found[0] is dout
         assert found[4] is out

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, pre_tokenizers
 
 from ring_dilated_attention.train import tokenizer as tokenizer_module
-from ring_dilated_attention.train.tokenizer import _ALPHABET, SubwordTokenizer, cut
+from ring_dilated_attention.train.tokenizer import ALPHABET, SubwordTokenizer, cut
 
 TEXT = "".join(f"line {i} of a text, {i * i % 97} café\n" for i in range(600)).encode()
 SIZE = 300
@@ -87,8 +87,8 @@ def test_tokens_are_those_of_the_tokenizers_package(trained: SubwordTokenizer) -
 
 
 def test_the_alphabet_is_that_of_the_tokenizers_package() -> None:
-    assert set(_ALPHABET) == set(pre_tokenizers.ByteLevel.alphabet())
-    assert sorted(_ALPHABET.values()) == list(range(256))
+    assert set(ALPHABET) == set(pre_tokenizers.ByteLevel.alphabet())
+    assert sorted(ALPHABET.values()) == list(range(256))
 
 
 def test_a_tokenizer_that_cuts_and_fills_up_does_neither_here(trained: SubwordTokenizer) -> None:

@@ -21,20 +21,23 @@ from torch import Tensor
 from ring_dilated_attention.checks import run_ranks
 from ring_dilated_attention.nn import LongNet, LongNetConfig
 from ring_dilated_attention.train import (
+    PRESETS,
+    TrainConfig,
+    TrainingError,
     checked_files,
     checkpoint,
     data,
+    decoded,
+    preset_options,
     ranks,
     run_folder,
+    sample_bytes,
     saving,
 )
-from ring_dilated_attention.train.command import make_config as make_run_config
-from ring_dilated_attention.train.config import PRESETS, TrainConfig, preset_options
+from ring_dilated_attention.train import make_config as make_run_config
 from ring_dilated_attention.train.curve import CURVE
-from ring_dilated_attention.train.errors import TrainingError
 from ring_dilated_attention.train.loop import run
 from ring_dilated_attention.train.ranks import BUCKET_NUMEL, StopRequest, joined
-from ring_dilated_attention.train.sampling import decoded, sample_bytes
 
 MODEL = LongNetConfig(
     num_layers=2,
@@ -368,7 +371,7 @@ def test_sequence_groups_take_the_timeout_of_the_run(
 
     monkeypatch.setattr(dist, "new_group", new_group)
     config = make_config(tmp_path, sequence_ranks=2, timeout=7.0)
-    ranks._sequence_group(config, 4, 2, 1)
+    ranks.sequence_group(config, 4, 2, 1)
     seven = timedelta(seconds=7)
     assert made == [([0, 1], seven), ([2, 3], seven)]
 

@@ -28,11 +28,9 @@ from typer.testing import CliRunner
 from ring_dilated_attention.checks import run_ranks
 from ring_dilated_attention.cli import app
 from ring_dilated_attention.nn import LongNet, LongNetConfig
-from ring_dilated_attention.train import checkpoint, run_folder
+from ring_dilated_attention.train import TrainConfig, TrainingError, checkpoint, run_folder
 from ring_dilated_attention.train.checked_files import META, SUMS
 from ring_dilated_attention.train.checkpoint import Checkpoint
-from ring_dilated_attention.train.config import TrainConfig
-from ring_dilated_attention.train.errors import TrainingError
 from ring_dilated_attention.train.loop import run
 from ring_dilated_attention.train.ranks import joined
 from ring_dilated_attention.train.saving import Trained, save

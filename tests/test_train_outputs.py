@@ -20,8 +20,16 @@ from typer.testing import CliRunner
 
 from ring_dilated_attention.cli import app
 from ring_dilated_attention.nn import LongNetConfig
-from ring_dilated_attention.train import checkpoint, curve, run_folder, run_toml, scalars
-from ring_dilated_attention.train.config import PRESETS, TrainConfig, preset_options
+from ring_dilated_attention.train import (
+    PRESETS,
+    TrainConfig,
+    checkpoint,
+    curve,
+    preset_options,
+    run_folder,
+    run_toml,
+    scalars,
+)
 from ring_dilated_attention.train.loop import run
 from ring_dilated_attention.train.run_toml import to_toml
 

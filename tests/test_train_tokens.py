@@ -16,14 +16,20 @@ from torch import Tensor
 
 from ring_dilated_attention.checks import run_ranks
 from ring_dilated_attention.nn import LongNet, LongNetConfig
-from ring_dilated_attention.train import checkpoint, memory, run_folder, tokens
+from ring_dilated_attention.train import (
+    TrainConfig,
+    checkpoint,
+    decoded,
+    memory,
+    run_folder,
+    sample_bytes,
+    tokens,
+)
+from ring_dilated_attention.train import make_config as make_run_config
 from ring_dilated_attention.train.checked_files import SUMS, TOKENIZER
-from ring_dilated_attention.train.command import make_config as make_run_config
-from ring_dilated_attention.train.config import TrainConfig
 from ring_dilated_attention.train.data import ByteCorpus
 from ring_dilated_attention.train.loop import run
 from ring_dilated_attention.train.prepare import with_vocabulary
-from ring_dilated_attention.train.sampling import decoded, sample_bytes
 from ring_dilated_attention.train.tokenizer import SubwordTokenizer
 from ring_dilated_attention.train.tokens import TokenCorpus
 

@@ -35,6 +35,7 @@ from ring_dilated_attention.integrations.transformers import (
     set_attention,
     set_layout,
 )
+from ring_dilated_attention.integrations.transformers_call import SETTINGS
 
 
 def attend(**changes):
@@ -319,7 +320,7 @@ def test_settings_belong_to_a_model():
     set_attention(first, PATTERN)
     assert torch.equal(first(batch["input_ids"]).logits, dilated)
     copied = copy.deepcopy(first)  # process groups cannot be copied
-    assert copied._ring_dilated_attention is first._ring_dilated_attention
+    assert getattr(copied, SETTINGS) is getattr(first, SETTINGS)
     remove_attention(copied, dense=True)
     assert torch.equal(first(batch["input_ids"]).logits, dilated)
     with pytest.raises(ValueError, match="call set_attention first"):
@@ -422,7 +423,7 @@ def test_a_bad_call_is_an_error_on_every_rank(changes, here, there):
     set_attention(model, PATTERN)
 
     def run(own, shard):
-        rank = own._ring_dilated_attention.group.rank
+        rank = getattr(own, SETTINGS).group.rank
         if rank == 1:
             shard |= changes
         if here is None:
@@ -440,7 +441,7 @@ def test_bad_positions_of_one_rank_are_an_error_on_every_rank():
     batch = {"input_ids": IDS, "position_ids": restarts(LENGTH)}
 
     def run(own, shard):
-        rank = own._ring_dilated_attention.group.rank
+        rank = getattr(own, SETTINGS).group.rank
         if rank == 1:
             shard["position_ids"] = shard["position_ids"] + 1
         with pytest.raises(ValueError, match="must have" if rank else "refused on other ranks"):

@@ -146,3 +146,49 @@ def test_a_watch_ends_with_its_transport(world):
     while threading.active_count() >= threads and time.monotonic() < end:
         time.sleep(0.005)
     assert threading.active_count() < threads
+
+
+class Late:
+    """An agreement of a call that has returned, which finds that the ranks differ."""
+
+    before_rows = False
+
+    def __init__(self):
+        self.error, self.known = ExchangeError("ranks are in different calls"), threading.Event()
+
+    def is_done(self):
+        return self.known.is_set()
+
+    def failure(self, scope):
+        return self.error if self.known.is_set() else None
+
+    def __call__(self, scope):
+        scope.differ()
+        raise self.error
+
+
+def test_ranks_that_turn_out_to_differ_are_told_once(world):
+    """Whoever found it has let the streams go on; the ranks may go on too."""
+    late = Late()
+    with world.calls.enter("a_call", "forward"):
+        world.calls.agree_later(late)
+    use_time(0.05)
+    late.known.set()
+    with pytest.raises(ExchangeError, match="are in different calls; this is rank 0, whose calls"):
+        use_time(20)
+    use_time(0.05)
+    with world.calls.enter("a_call", "forward") as scope:
+        assert scope.call.number == 3
+    assert not world.released
+
+
+def test_the_next_call_says_that_ranks_differ_and_the_watch_does_not_say_it_again(world):
+    late = Late()
+    with world.calls.enter("a_call", "forward"):
+        world.calls.agree_later(late)
+    late.known.set()
+    with pytest.raises(ExchangeError, match=r"^ranks are in different calls"):
+        world.calls.enter("a_call", "forward")
+    use_time(0.05)
+    with world.calls.enter("a_call", "forward") as scope:
+        assert scope.call.number == 3

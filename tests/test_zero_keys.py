@@ -24,9 +24,7 @@ from ring_dilated_attention.checks import (
 )
 from ring_dilated_attention.engine import accumulate, merge_zero_keys
 from ring_dilated_attention.exchange import run_loopback
-from ring_dilated_attention.plan import Rows, check_plan
-from ring_dilated_attention.plan.check import PlanError
-from ring_dilated_attention.plan.zero_keys import zero_key_groups
+from ring_dilated_attention.plan import PlanError, Rows, check_plan
 
 
 def zero_pattern(segment_lengths, rates, **options):
@@ -143,7 +141,7 @@ def test_plans_do_not_grow_with_the_number_of_segments():
         plan = plan_attention(
             pattern, SequenceLayout.zigzag(length, 8), is_causal=False, num_heads=16
         )
-        groups = zero_key_groups(plan.tiling, plan.parts_of(3))
+        groups = plan.rank(3).zero_keys
         counts.append(sum(len(group.tiles) for group in groups))
     assert counts[1] <= counts[0] < 100
 
@@ -232,7 +230,7 @@ def test_the_kernel_that_merges_on_gpus_takes_them(dtype, monkeypatch):
     lse = torch.randn(2, 4, 61, device=device)
     results = []
     for runs_triton in (False, True):
-        monkeypatch.setattr(accumulate, "_runs_triton", lambda _, runs=runs_triton: runs)
+        monkeypatch.setattr(accumulate, "runs_triton", lambda _, runs=runs_triton: runs)
         results.append((out.clone(), lse.clone()))
         merge_zero_keys(groups, results[-1][0], results[-1][1].transpose(1, 2), 2)
     assert not torch.equal(results[0][1], lse)

@@ -11,7 +11,7 @@ from ring_dilated_attention import DilatedPattern, SequenceLayout
 from ring_dilated_attention.checks import relative_error
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.integrations.transformers import set_attention, shard_batch
-from ring_dilated_attention.integrations.transformers_call import Call, Settings
+from ring_dilated_attention.integrations.transformers_call import SETTINGS, Call, Settings
 
 DENSE = DilatedPattern.dense()
 
@@ -118,7 +118,7 @@ def shard_of(batch, layout, group, shift_labels=True):
 
 def on_ranks(model, layout, batch, function, **options):
     """What ``function(model, shard)`` returns on each rank; `model` has its settings."""
-    settings = model._ring_dilated_attention
+    settings = getattr(model, SETTINGS)
 
     def run(ends):
         own = copy.deepcopy(model)

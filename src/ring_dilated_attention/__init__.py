@@ -10,7 +10,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .version import VERSION
+__version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from .checks import Case, reference_attention, simulate, spot_check
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
         SoloExchange,
         check_same_batch,
         labels_per_rank,
+        shard,
+        unshard,
     )
     from .functional import detached_dilated_attention, dilated_attention
     from .layout import SequenceLayout
     from .nn import hilbert_order, keep_attention
     from .pattern import DilatedPattern, HeadSlice
     from .plan import AttentionPlan, plan_attention
-    from .sharding import shard, unshard
 
-__version__ = VERSION
 
 __all__ = [
     "AttentionPlan",
@@ -77,10 +77,10 @@ _FROM = {
     "plan_attention": "plan",
     "reference_attention": "checks",
     "replicated_query_attention": "decode",
-    "shard": "sharding",
+    "shard": "exchange",
     "simulate": "checks",
     "spot_check": "checks",
-    "unshard": "sharding",
+    "unshard": "exchange",
 }
 """The module that defines each public name."""
 

@@ -193,7 +193,7 @@ def document_borders(
     if documents is None:
         return (0, stop) if stop else (0,)
     borders = tuple(documents)
-    rises = borders[:1] == (0,) and all(a < b for a, b in pairwise(borders))
+    rises = borders[:1] == (0,) and all(map(operator.lt, borders, borders[1:]))
     if not (rises and stop <= borders[-1] <= total):
         end = f"{total}" if length is None else f"{stop} or more, up to {total}"
         raise ValueError(

@@ -29,8 +29,7 @@ from .layout import SequenceLayout
 from .pattern import DilatedPattern, check_choice, in_brief
 from .resolve import Options
 from .tiles import BACKENDS, Backend
-from .torch_op import FORWARD, LENGTHS, lengths_of_call
-from .validation import validate_tensors
+from .torch_op import FORWARD, LENGTHS, lengths_of_call, validate_tensors
 
 Schedule: TypeAlias = Literal["auto", "ring", "gather"]
 BranchGradients: TypeAlias = Literal["exact", "detached"]

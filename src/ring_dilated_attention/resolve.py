@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -81,13 +82,13 @@ class Resolved(NamedTuple):
     """What a call is, for all calls of its kind.
 
     Attributes:
-        shared: what must be equal on all ranks.
+        shared: what must be equal on all ranks; None where there is one rank.
         backend: what computes the tiles.
         scale: factor on the scores.
         planned: all rows of the batch, in the same order on every rank.
     """
 
-    shared: Shared
+    shared: Shared | None
     backend: Selection
     scale: float
     planned: tuple[PlannedRows, ...]
@@ -190,12 +191,16 @@ def _resolve(
 ) -> Resolved:
     options = Options(*values)
     backend = _check(options, shape, dtype, device, rank, world_size)
-    planned = []
+    planned, shared = [], None
     for rows, plan in plan_rows(options, shape, num_kv_heads, world_size):
-        gathers = plan.gathers if options.exchange == "auto" else options.exchange == "gather"
+        gathers = options.exchange == "gather"
+        if options.exchange == "auto" and world_size > 1:
+            gathers = plan.gathers
         planned.append(PlannedRows(rows, plan.rank(rank), gathers))
+    if world_size > 1:
+        shared = Shared.of(_in_words(shape, num_kv_heads, dtype, device, options))
     return Resolved(
-        Shared.of(_in_words(shape, num_kv_heads, dtype, device, options)),
+        shared,
         backend,
         shape[3] ** -0.5 if options.scale is None else options.scale,
         tuple(planned),
@@ -283,13 +288,33 @@ def _plan(
 
 
 def _pattern(options: Options) -> DilatedPattern:
+    return _pattern_of(
+        tuple(options.segment_lengths),
+        tuple(options.dilation_rates),
+        options.head_offsets,
+        options.head_branches,
+        options.zero_keys,
+        tuple(options.head_slice),
+    )
+
+
+@lru_cache(maxsize=64)
+def _pattern_of(
+    segment_lengths: tuple[int, ...],
+    dilation_rates: tuple[int, ...],
+    head_offsets: str,
+    head_branches: str,
+    zero_keys: bool,
+    head_slice: tuple[int, ...],
+) -> DilatedPattern:
+    """The same object for calls of other lengths and documents: what is kept by it is found."""
     return DilatedPattern(
-        [length or None for length in options.segment_lengths],
-        options.dilation_rates,
-        head_offsets=cast("HeadOffsets", options.head_offsets),
-        head_branches=cast("HeadBranches", options.head_branches),
-        zero_keys=options.zero_keys,
-        head_slice=tuple(options.head_slice) or None,
+        [length or None for length in segment_lengths],
+        dilation_rates,
+        head_offsets=cast("HeadOffsets", head_offsets),
+        head_branches=cast("HeadBranches", head_branches),
+        zero_keys=zero_keys,
+        head_slice=head_slice or None,
     )
 
 

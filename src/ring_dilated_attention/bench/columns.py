@@ -50,9 +50,13 @@ class Row(NamedTuple):
 
 
 def rows_of(results: Sequence[Result], every: Sequence[Result]) -> list[Row]:
-    """Two rows for each of some results that was not refused, compared with others of every result.
+    """Two rows, forward and forward + backward, for each result that was not refused.
 
     A result that ran out of memory, or failed, has rows that say so.
+
+    Args:
+        results: those that get rows.
+        every: all results of the run, with which each is compared.
     """
     rows = []
     for result in results:
@@ -73,7 +77,7 @@ class Group(NamedTuple):
 
 
 def groups_of(rows: Sequence[Row], several: bool) -> list[Group]:
-    """What is known of some row; columns without any number are left out."""
+    """The columns that have a number in at least one row."""
     groups = [_status(rows), *_speed(rows, several)]
     if several:
         groups += _scaling(rows)

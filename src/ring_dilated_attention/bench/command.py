@@ -23,8 +23,8 @@ from .sweep import check_folder, sweep
 from .workload import Workload
 
 SPEED_S = 600.0
-"""The time that is left follows from the speed of this many last seconds. Parts of a workload
-differ in speed many times over, so that a few seconds say little."""
+"""The remaining time is estimated from the speed of this many most recent seconds: parts of a
+workload differ in speed many times over, so that fewer would mislead."""
 
 
 def run_command(

@@ -17,7 +17,8 @@ from .turns import Turn
 T = TypeVar("T")
 
 ROTATED_BYTES, MOST_SETS = 128 * 2**20, 64
-"""On CUDA calls take turns with input sets, of that many bytes in all, which no cache holds."""
+"""Bytes of all input sets that successive calls on CUDA rotate through, more than caches hold; and
+the most sets."""
 
 
 class Inputs(NamedTuple):
@@ -86,7 +87,7 @@ class Entry:
                 found = (out,)
                 if backward:
                     found = (out, *torch.autograd.grad(out, (query, key, value), dout))
-            return found  # the last one's: no more is held than a user would
+            return found  # of the last shape only: a user would not hold more
 
         return Turn(name=self.name, call=call, inside=contender.inside)
 

@@ -37,8 +37,8 @@ class Options:
         device: ``"cpu"``, ``"cuda"``, or ``"auto"``: CUDA where there is a device.
         repeats: samples of forward, and of forward+backward.
         seconds: time for the samples of one contender of each kind; at least three are taken.
-        sample_ms: a sample is as many back-to-back calls as take so long; None: one call where one
-            rank is measured, `SAMPLE_MS` where several are.
+        sample_ms: duration in milliseconds of a sample, which is back-to-back calls; None: one call
+            where one rank is measured, `SAMPLE_MS` where several are.
         cuda_graph: whether to time replays of CUDA graphs too; one rank only.
         errors: whether to compare small twins with float64.
         timeout: seconds that a rank waits for another.

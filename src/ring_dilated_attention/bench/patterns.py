@@ -48,11 +48,13 @@ def given_workload(
     """The workload that a command was given, of a named pattern or of branches.
 
     Args:
-        name: see `given_pattern`.
-        segment_lengths: see `given_pattern`.
-        dilation_rates: see `given_pattern`.
-        head_offsets: see `given_pattern`.
-        head_branches: see `given_pattern`.
+        name: one of `named_patterns.NAMES`; None: the default one, unless there are segment
+            lengths.
+        segment_lengths: of a pattern without a name, one per branch; an entry None: the whole
+            sequence.
+        dilation_rates: one for each of `segment_lengths`.
+        head_offsets: of `DilatedPattern`; None: the pattern's.
+        head_branches: of `DilatedPattern`; None: the pattern's.
         options: fields of `Workload`; None: the default of the field, which is the pattern's where
             the pattern has a name.
 

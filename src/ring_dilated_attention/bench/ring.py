@@ -87,8 +87,8 @@ def _context_parallel(name: str, workload: Workload, site: Site, method: str) ->
     refuse_grouped_queries(name, workload)
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        # With gradients also where nobody asks for them: merging needs the lse anyway, which SDPA
-        # leaves out without.
+        # Gradients are enabled even for forward alone: only then does SDPA return the lse, which
+        # merging needs.
         with torch.enable_grad(), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             return F.scaled_dot_product_attention(query, key, value, is_causal=workload.is_causal)
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ..exchange import Group, resolve_exchange
-from ..plan import traffic
+from ..plan import sent_bytes
 from ..terminal import count_of
 from . import measure
 from .contender import Contender, Shapes, Site
@@ -29,11 +29,11 @@ from .workload import Workload
 MOST_WALL_SAMPLES = 10
 _MATMUL = "matmul"
 _PREPARED, _FORWARD, _BOTH = 0.02, 0.3, 0.85
-"""How much of a workload's time has passed, about, when inputs are drawn, when forward is measured,
-and when forward and backward are: what is left is that of errors."""
+"""Roughly which fraction of a workload's time has passed once inputs are drawn, once forward is
+measured, and once forward + backward is; the errors take the rest."""
 
 Progress = Callable[[float, str], None]
-"""Is told how many workloads are done, parts of one included, and what is being measured."""
+"""(workloads done, fractions of one included; what is being measured) -> None."""
 
 
 def bench(
@@ -113,7 +113,7 @@ def bench(
 
 
 class _Told:
-    """Tells how much of a workload is done, as a number of all workloads."""
+    """Reports the fraction of a workload that is done, added to the workloads before it."""
 
     def __init__(self, progress: Progress | None, before: int, what: str) -> None:
         self._progress, self._before, self._what = progress, before, what
@@ -123,7 +123,7 @@ class _Told:
             self._progress(self._before + part, self._what)
 
     def between(self, start: float, stop: float) -> Callable[[float], None]:
-        """What is told of a part of the workload, from 0 to 1 of its own."""
+        """Reports a part of the workload: its own 0 to 1 become `start` to `stop`."""
         return lambda part: self(start + part * (stop - start))
 
 
@@ -284,8 +284,14 @@ class _Run:
         waiting = Entry(OURS, self._build(OURS, self.workload, timed), entry.sets)
         assert waiting.contender is not None
         plan = self.workload.plan(waiting.contender.layout).rank(team.rank)
-        planned = traffic(plan, self.workload.size)
-        expected = planned.forward_sent + planned.backward_sent * backward
+        how = self.options.exchange
+        expected = sent_bytes(
+            plan,
+            self.workload.size,
+            gathers=plan.plan.gathers if how == "auto" else how == "gather",
+            backward=backward,
+            hosts=getattr(timed, "hosts", ()),
+        )
         return measure_communication(waiting.turn(backward), timed, team, calls, expected)
 
     def _errors(self, entry: Entry) -> tuple[Errors | None, str]:

@@ -20,11 +20,11 @@ T = TypeVar("T")
 FEWEST_SAMPLES = 3
 
 WARM_UP_SHARE = 0.2
-"""Of the time of `take_turns`, about: what warming up takes."""
+"""Roughly which fraction of the time of `take_turns` warming up takes."""
 
 WARM_UPS = {"cpu": 1, "cuda": 2}
-"""Calls before one that says how many a sample needs: CUDA compiles in the first one and allocates
-in the second one."""
+"""Calls before the one whose time decides how many calls make a sample: CUDA compiles in the first
+call and allocates in the second."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -174,7 +174,7 @@ def measure_communication(
 
 
 def combined(by_rank: Sequence[Communication]) -> Communication:
-    """That of all ranks, from each rank's."""
+    """The communication of all ranks as one, from that of each rank."""
     return Communication(
         exposed_ms=tuple(found.exposed_ms[0] for found in by_rank),
         shares=tuple(found.shares[0] for found in by_rank),

@@ -22,6 +22,7 @@ tensors, and the `check_...` functions refuse work beyond any machine, by the li
 from .limits import (
     MOST_PLANNED_RANKS,
     MOST_PROCESSES,
+    MOST_SEED,
     MOST_SIMULATED_RANKS,
     RANK_TIMEOUT,
     check_memory,
@@ -65,6 +66,7 @@ __all__ = [
     "KINDS",
     "MOST_PLANNED_RANKS",
     "MOST_PROCESSES",
+    "MOST_SEED",
     "MOST_SIMULATED_RANKS",
     "RANK_TIMEOUT",
     "TENSORS",

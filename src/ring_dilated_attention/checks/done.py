@@ -1,15 +1,15 @@
-"""How many operations the ranks of a simulation have done, for whoever shows how far it is."""
+"""Counts the operations that the ranks of a simulation have done, for progress bars."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 Told = Callable[[float, str], None]
-"""Is told how many operations are done, and what is being computed."""
+"""(operations done, what is being computed) -> None."""
 
 
 class Total:
-    """Operations that all ranks have done; whoever has the turn adds to them."""
+    """Operations that all ranks have done; the rank whose turn it is adds its own."""
 
     def __init__(self, told: Told) -> None:
         self._told, self._flops = told, 0.0

@@ -56,11 +56,11 @@ def threads_of_a_rank(ranks: int) -> int | None:
 
 
 _tellers: list[Callable[[int], None]] = []
-"""Of a rank of `run_ranks`: the one that hands on what `tell_progress` is told."""
+"""In a rank of `run_ranks`, the function that passes on what `tell_progress` is given."""
 
 
 def tell_progress(done: int) -> None:
-    """Tell whoever asked for `run_ranks` how much this rank has done; elsewhere, nobody is told."""
+    """Report how much this rank has done to the caller of `run_ranks`; elsewhere, do nothing."""
     for teller in _tellers:
         teller(done)
 

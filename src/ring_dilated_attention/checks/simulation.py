@@ -219,7 +219,7 @@ def _run(
     backward: bool,
     ran: Done | None = None,
 ) -> _Ran:
-    """Make the call: on one rank, or without `ends` on one device; `ran` hears how far it is."""
+    """Make the call: on one rank, or without `ends` on one device; `ran` counts its operations."""
     *leaves, dout = tensors
     query, key, value = (x.detach().requires_grad_(backward) for x in leaves)
     seconds, transfers = [], []
@@ -289,7 +289,7 @@ def _report(
         Transfers(
             sent=moved.backward_sent,
             received=moved.backward_received,
-            messages=len(receivers) + len(senders),  # rows again, and gradients on their way home
+            messages=len(receivers) + len(senders),  # rows again, and returned gradients
             peers=peers,
         ),
     ]

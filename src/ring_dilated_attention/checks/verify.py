@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from ..exchange import Exchange
 from ..functional import BranchGradients, Schedule, dilated_attention
 from ..layout import SequenceLayout
 from ..pattern import DilatedPattern
-from ..plan import AttentionPlan, TensorSize, plan_attention, traffic
+from ..plan import AttentionPlan, TensorSize, plan_attention, sent_bytes
 from ..tiles import Backend, accumulate_dtype
 from .ranks import tell_progress, world_exchange
 from .reference import reference_attention
@@ -253,7 +254,7 @@ def run_case(case: Case, ends: Exchange, wanted: References | None = None) -> Ou
     outcome = Outcome(
         sent_bytes=ends.sent_bytes - before,
         planned_bytes=sum(
-            _planned_bytes(case, ends.rank, length, batch)
+            _planned_bytes(case, ends, length, batch)
             for length, batch in Counter(case.lengths or [None] * case.batch).items()
         ),
     )
@@ -297,19 +298,18 @@ def _compare(
         )
 
 
-def _planned_bytes(case: Case, rank: int, length: int | None, batch: int) -> int:
+def _planned_bytes(case: Case, ends: Exchange, length: int | None, batch: int) -> int:
     """Bytes that a rank sends for `batch` rows of a batch, all of one length."""
     plan = case.plan(length)
     size = TensorSize(batch=batch, head_dim=case.head_dim, element_size=case.dtype.itemsize)
-    planned = traffic(plan.rank(rank), size)
-    if not case.wanted:
-        return planned.forward_sent
-    if case.branch_gradients == "exact" or not case.pattern.mixes_branches:
-        return planned.forward_sent + planned.backward_sent
+    gathers = plan.gathers if case.exchange == "auto" else case.exchange == "gather"
+    sent = partial(sent_bytes, size=size, gathers=gathers, hosts=getattr(ends, "hosts", ()))
+    own, detached = plan.rank(ends.rank), case.branch_gradients == "detached"
+    if not detached or not case.wanted or not case.pattern.mixes_branches:
+        return sent(own, backward=bool(case.wanted))
     # Backward computes each branch by itself: forward again, and back.
-    branches = [traffic(one.rank(rank), size) for one in plan.single_branches]
-    again = sum(branch.forward_sent + branch.backward_sent for branch in branches)
-    return planned.forward_sent + again
+    branches = [one.rank(ends.rank) for one in plan.single_branches]
+    return sent(own, backward=False) + sum(sent(one, backward=True) for one in branches)
 
 
 def run_cases(rank: int, world_size: int, cases: Sequence[Case]) -> list[Outcome]:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 import typer.core
 
-from ..version import VERSION
+from .. import __version__
 
 MOST_CHARACTERS = 300
 """Of a line that says what is wrong."""
@@ -31,7 +31,7 @@ class ListError(ValueError):
 
 
 def without_kinds(options: Sequence[Any]) -> Any:
-    """The same options; the help of those that take no value shows no kind of value."""
+    """The same options; those that take no value have no metavar in the help."""
     for option in options:
         if getattr(option, "is_flag", False):
             option.metavar = ""
@@ -76,7 +76,7 @@ app = typer.Typer(
 
 def _show_version(asked: bool) -> None:
     if asked:
-        typer.echo(f"rda {VERSION}")
+        typer.echo(f"rda {__version__}")
         raise typer.Exit
 
 
@@ -97,7 +97,7 @@ def reported_errors() -> Iterator[None]:
     `ValueError`, `TypeError`, `OSError` and numbers or sizes beyond what the machine takes are bad
     input. Anything else that is not a `TrainingError` is a bug of the program and keeps its
     traceback. Where nobody reads standard output any more, as behind ``| head``, the command ends
-    without a word, with exit code 1.
+    with exit code 1 and no message.
     """
     try:
         yield

@@ -24,8 +24,9 @@ INSTEAD = {
     "pattern": _LISTS | {"head-offsets", "head-branches"},
     **dict.fromkeys(_LISTS, frozenset({"pattern"})),
 }
-"""What an option hides of lower levels (command line, table, top of the file): a named pattern has
-its own segments, offsets and branches of heads, and segments are given instead of a name."""
+"""Options that an option replaces at lower levels (the levels are command line, table, top of the
+file): a named pattern has its own segments, head offsets and head branches, and segments replace a
+name."""
 
 
 def values_from(

@@ -43,10 +43,10 @@ DEVICES = ("auto", "cpu", "cuda")
 TIMEOUT = 600.0
 SEQ_LEN = 8192
 MODELLED_RANKS = 4
-"""Ranks of a command that runs none: a plan of one rank shows no exchange."""
+"""Default number of ranks of commands that start none: a plan of one rank shows no exchange."""
 MOST_SEED = 2**62 - 1
 CHECKED_PAIRS = 2_000_000
-"""(Query, key) pairs and positions that `plan --check` enumerates unless it is told otherwise."""
+"""Default limit of the (query, key) pairs and positions that `plan --check` enumerates."""
 PICTURES = ("pattern", "exchange", "work", "timeline", "cache")
 """What `rda draw` draws."""
 

@@ -65,7 +65,7 @@ def _rank(figures: RankFigures, work: Sequence[int]) -> dict[str, Any]:
             "read_in_place": rows.in_place,
             "packed_to_send": rows.packed,
             "copied_on_arrival": rows.spread,
-            "gradients_returned": rows.home,
+            "gradients_returned": rows.returned,
         },
         "rows_received": figures.rows_in,
         "rows_sent": figures.rows_out,

@@ -35,13 +35,13 @@ class RowBytes(NamedTuple):
         packed: rows of key and value copied into messages, in forward and in backward again; what
             one rank after another is sent is copied once.
         spread: rows of received messages copied because branches share them; also twice.
-        home: rows of gradients that come back in backward, and are added to dkey and dvalue.
+        returned: rows of gradients that are returned in backward, and are added to dkey and dvalue.
     """
 
     in_place: int
     packed: int
     spread: int
-    home: int
+    returned: int
 
 
 def row_bytes(rank: RankPlan, size: TensorSize) -> RowBytes:
@@ -59,7 +59,7 @@ def row_bytes(rank: RankPlan, size: TensorSize) -> RowBytes:
         in_place=rows * size.batch * size.head_dim * size.element_size,
         packed=size.key_value_bytes(packed),
         spread=size.key_value_bytes(sum(m.slots for m in received if m.rows < m.slots)),
-        home=returned_bytes(rank, size, sent),
+        returned=returned_bytes(rank, size, sent),
     )
 
 
@@ -148,7 +148,7 @@ def rank_tables(ranks: Sequence[RankFigures], work: Sequence[int]) -> list[Table
             ("read in place", [x.rows.in_place for x in ranks]),
             ("packed to send", [x.rows.packed for x in ranks]),
             ("copied on arrival", [x.rows.spread for x in ranks]),
-            ("gradients returned", [x.rows.home for x in ranks]),
+            ("gradients returned", [x.rows.returned for x in ranks]),
         ],
         BYTES,
     )

@@ -58,7 +58,7 @@ class Drawing:
         """Functions that return the figure, given a style, and the lines of the terminal."""
         size, name = sharded.workload.size, sharded.layout_name
         if self.what == "pattern":
-            # Whoever holds the positions, a head sees the same: one rank is the quickest to plan.
+            # What a head sees does not depend on the layout, and one rank is the quickest to plan.
             plan = self._plan(sharded, SequenceLayout.contiguous)
             one: dict[str, Any] = {"heads": self.heads, "window": self.window}
             return partial(draw.pattern_figure, plan, **one), partial(

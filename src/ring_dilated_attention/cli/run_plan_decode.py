@@ -60,7 +60,7 @@ class CacheFigures:
 
     @property
     def slots(self) -> list[int]:
-        """Rows that there is room for, of a head, by branches; 0 where no head sees anything."""
+        """Slots per head of each branch; 0 where no head sees anything."""
         found = {branch.index: branch.slots for branch in self.whole.branches}
         return [found.get(use.index, 0) for use in self.branches]
 
@@ -70,11 +70,11 @@ class CacheFigures:
         return [x for x in self.sharded.workload.pattern.branches if x.segment_length is None]
 
     def a_head(self, rows: float) -> float:
-        """Of rows of all heads those of a head on average."""
+        """Rows per KV head on average, given the rows of all of them."""
         return rows / self.sharded.workload.kv_heads
 
     def per_head(self, rows: float) -> str:
-        """The same in a sentence."""
+        """`a_head` as text."""
         return _in_words(self.a_head(rows))
 
     @property

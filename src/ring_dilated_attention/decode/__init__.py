@@ -8,10 +8,10 @@ sharded as they are.
 """
 
 from .attend import attend_in_step, cached_attention
-from .by_kernel import Step
 from .cache import SHARD_BYTES, DilatedKVCache
 from .captured import CapturedStep
 from .replicated import replicated_query_attention
+from .step import Step
 
 __all__ = [
     "SHARD_BYTES",

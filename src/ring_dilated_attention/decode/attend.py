@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Literal, NamedTuple, TypeAlias, overload
 
 import torch
@@ -10,12 +11,13 @@ from ..exchange import Shared, refuse_capture, settle
 from ..functional import autocast_inputs, validate_options
 from ..pattern import in_brief
 from ..tiles import Backend, Selection, select_backend
-from ..torch_op import refuse_tangents
-from ..validation import validate_tensors
-from .by_kernel import Step, attend_by_kernel, kernel_computes
+from ..torch_op import refuse_tangents, validate_tensors
+from .by_kernel import attend_by_kernel, kernel_computes
 from .by_tiles import attend_by_tiles
 from .cache import DilatedKVCache
 from .over_ranks import merged_over_ranks
+from .products import select_for_one_position
+from .step import Step
 
 _NAME = "cached_attention"
 
@@ -120,12 +122,12 @@ def attend_in_step(
     """`cached_attention` of one layer of a step, in which layers with equal caches share work.
 
     Args:
-        query: see `cached_attention`, as for the other arguments.
-        key: see there.
-        value: see there.
+        query: (batch, m, heads, head_dim), of the next m positions of every row of the batch.
+        key: (batch, m, kv_heads, head_dim), of the same positions.
+        value: like `key`.
         cache: of this layer; those of all layers hold the same positions before the step.
-        scale: see there.
-        backend: see there.
+        scale: factor on the scores; None: head_dim ** -0.5.
+        backend: kernels that compute it, one of `tiles.BACKENDS`.
         step: a new one for each step of a model.
     """
     options = _Options(scale, backend, False, step)
@@ -159,14 +161,14 @@ def _call(tensors: _Tensors, cache: DilatedKVCache, options: _Options) -> _Resul
     query, key, value = autocast_inputs(*tensors)
     ends = cache.exchange
     if not cache.is_sharded:
-        selection = _check(query, key, value, cache, options)
+        selection = _checked(query, key, value, cache, options)
         out, lse = _attend(query, key, value, cache, options, selection)
     else:
         device = cache.keys.device
         refuse_capture(_NAME, ends, device)
         shared, failure, selection = None, None, None
         try:
-            selection = _check(query, key, value, cache, options)
+            selection = _checked(query, key, value, cache, options)
             shared = Shared.of(
                 {
                     "cache": cache.described,
@@ -192,6 +194,24 @@ def _check_cache(cache: DilatedKVCache) -> None:
         raise TypeError(f"cache must be a DilatedKVCache, got {in_brief(cache)}")
 
 
+def _checked(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cache: DilatedKVCache,
+    options: _Options,
+) -> Selection | None:
+    """`_check`, once for all layers of a step that it would treat alike."""
+    scale, backend, return_lse, step = options
+    tensors = (query, key, value)
+    if torch.is_grad_enabled() or not all(type(x) is torch.Tensor for x in tensors):
+        return _check(query, key, value, cache, options)
+    refuse_tangents(_NAME, query, key, value)
+    kinds = tuple((x.shape, x.dtype, x.device, x.layout) for x in (*tensors, cache.keys))
+    of = (kinds, cache.plan, cache.known_lengths, scale, backend, return_lse)
+    return step.selection(of, lambda: _check(query, key, value, cache, options))
+
+
 def _check(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -213,6 +233,8 @@ def _check(
     kind = (backend, query.device, query.dtype)
     if kernel_computes(*kind, query.shape[1], query.shape[3]):
         return None
+    if query.shape[1] == 1:
+        return select_for_one_position(*kind, query.shape[3], len(query))
     return select_backend(*kind, query.shape[3])
 
 
@@ -229,5 +251,5 @@ def _attend(
     factor = query.shape[3] ** -0.5 if scale is None else float(scale)
     if selection is None:
         return attend_by_kernel(query, key, value, cache, factor, step)
-    with torch.no_grad():
+    with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
         return attend_by_tiles(query, key, value, cache, selection, factor, wants_lse=wants_lse)

@@ -10,6 +10,7 @@ from ..plan import CachePlan
 from ..tiles import select_backend, table_refusal
 from .cache import DilatedKVCache
 from .slots import HeldRows
+from .step import Step
 
 _NAME = "triton"
 
@@ -39,36 +40,6 @@ def kernel_computes(
         return True
     refused = device.type != "cuda" or table_refusal(device, dtype, head_dim) is not None
     return backend == "auto" and not refused and count <= kernels.MOST_NEW_ROWS
-
-
-class Step:
-    """What the layers of one step share: which rows of their caches the new positions see."""
-
-    def __init__(self) -> None:
-        self._of: tuple[object, ...] | None = None
-        self._strips: kernels.Strips | None = None
-
-    def strips(self, cache: DilatedKVCache, branches: torch.Tensor, count: int) -> kernels.Strips:
-        """Of `count` new positions of a cache: found on the device once for equal caches.
-
-        Args:
-            cache: without the new positions.
-            branches: its plan as a table; see `kernels.strips_of_cache`.
-            count: new positions.
-        """
-        plan = cache.plan
-        of = plan, cache.known_lengths, cache.shard, cache.keys.device, count
-        if self._strips is None or self._of != of:
-            self._of, self._strips = of, kernels.strips_of_cache(
-                cache.lengths,
-                branches,
-                plan.num_kv_heads,
-                count,
-                shard=cache.shard,
-                shards=plan.shards,
-                max_length=plan.max_length,
-            )  # fmt: skip
-        return self._strips
 
 
 def attend_by_kernel(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from ..pattern import DilatedPattern, check_positive_int
 from ..plan import plan_cache
 from .hand_over import hand_over
 from .lengths import EqualRows, Lengths, check_room
-from .prompts import Prompt, find_prompts, resolve_layout, words_of
+from .prompts import find_prompts, resolve_layout, words_of
 from .refusals import NAME, check_fit, check_kinds, check_options, for_each_row, rows_in
 from .slots import HeldRows, Slots
 
@@ -160,8 +160,7 @@ class DilatedKVCache:
 
     def set_known(self, lengths: Lengths) -> None:
         """Go back to what was known: the rows since then were at most `max_rewind` and one more."""
-        self._known = lengths.copy()
-        self._tell_device()
+        self._set_known(lengths.copy())
 
     def check_room(self, count: int) -> None:
         """Raise a `ValueError` unless there is room for `count` more positions of every row."""
@@ -219,17 +218,16 @@ class DilatedKVCache:
             layout = resolve_layout(layout, key.shape[1], ends)
             found = find_prompts(documents, lengths, layout.length, to)
             check_room(max(len(prompt.document) for prompt in found), self.plan)
-            words = words_of(layout, found, self._batch)
-            shared = Shared.of({"cache": self.described, **words})
+            shared = Shared.of({"cache": self.described} | words_of(layout, found, self._batch))
         except Exception as error:  # whatever it is, the other ranks are to be told
             failure = error
         with torch.no_grad(), ends.calls.enter(f"{NAME}.prefill", "forward") as scope:
             settle(scope, ends, device, shared, failure)
             assert layout is not None
             assert found is not None
-            self._begin([(prompt, 0) for prompt in found])
+            self._begin([(range(self._batch)[prompt.to], 0) for prompt in found])
             hand_over(ends, (key, value), self.slots, layout, found)
-        self._begin([(prompt, len(prompt.document)) for prompt in found])
+        self._begin([(range(self._batch)[each.to], len(each.document)) for each in found])
 
     def append(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Add the keys and values of new positions, without attention; every rank has them all.
@@ -280,8 +278,9 @@ class DilatedKVCache:
             TypeError: `count` is not an int, or not ints.
             ValueError: it is negative, or more than can be taken back; nothing is.
         """
-        self._known.take_back(for_each_row("count", count, self._batch), self.plan)
-        self._tell_device()
+        known = self._known.copy()
+        known.take_back(for_each_row("count", count, self._batch), self.plan)
+        self._set_known(known)
 
     def reset(self, rows: Integers | None = None) -> None:
         """Drop rows: the next position is the first of a document.
@@ -292,8 +291,7 @@ class DilatedKVCache:
         Raises:
             TypeError, ValueError: a row is not in the batch.
         """
-        self._known.begin(rows_in(self._batch, rows), 0)
-        self._tell_device()
+        self._begin([(rows_in(self._batch, rows), 0)])
 
     def select(self, rows: Integers) -> None:
         """Make the batch of these rows of it, as beam search does: a row may be taken repeatedly.
@@ -364,14 +362,17 @@ class DilatedKVCache:
         twin._known = self._known.copy()
         return twin
 
-    def _begin(self, lengths: Sequence[tuple[Prompt, int]]) -> None:
-        """Set the length of the rows of each prompt, on the host and on the device."""
-        for prompt, length in lengths:
-            self._known.begin(range(self._batch)[prompt.to], length)
-        self._tell_device()
+    def _begin(self, lengths: Iterable[tuple[Iterable[int], int]]) -> None:
+        """Set the lengths of rows of the batch, on the host and on the device."""
+        known = self._known.copy()
+        for rows, length in lengths:
+            known.begin(rows, length)
+        self._set_known(known)
 
-    def _tell_device(self) -> None:
-        self.lengths.copy_(torch.tensor(self._known.known))
+    def _set_known(self, known: Lengths) -> None:
+        # The copy waits for the device, and raises if a rank is lost: its rows are not counted.
+        self.lengths.copy_(torch.tensor(known.known))
+        self._known = known
 
     def check_new(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Raise unless keys and values are those of new positions of this cache.

@@ -28,7 +28,7 @@ from ..plan import (
 )
 from ..resolve import Options, plan_rows, shared_words
 from ..tiles import select_backend
-from ..validation import validate_tensors
+from ..torch_op import validate_tensors
 from .by_kernel import kernel_computes
 
 
@@ -160,7 +160,7 @@ def _plan(
         tiles = compute.TileCall(
             selection, scale, of_rows, num_heads // num_kv_heads, options.workspace
         )
-        strips = _strips(plan, positions, ends.rank, query.device) if by_kernel else None
+        strips = strips_on(plan, positions, ends.rank, query.device) if by_kernel else None
         found.append(ReplicatedRows(rows, plan, positions, ends.rank, tiles, strips))
     return tuple(found)
 
@@ -197,8 +197,10 @@ def _nbytes_of_strips(arguments: tuple[Any, ...], strips: torch.Tensor) -> int:
 
 
 @cache_by_size(4 << 20, _nbytes_of_strips)
-def _strips(plan: AttentionPlan, positions: range, rank: int, device: torch.device) -> torch.Tensor:
-    """The keys of a rank that the queries see, on the device."""
+def strips_on(
+    plan: AttentionPlan, positions: range, rank: int, device: torch.device
+) -> torch.Tensor:
+    """The keys of a rank that the queries see, (1, kv_heads, strips, 3 + m) on the device."""
     strips = replicated_strips(plan, positions, rank)
     table = torch.tensor(strips, dtype=torch.int64)
     # There may be none: of a rank whose keys all lie behind the query, or a row without positions.

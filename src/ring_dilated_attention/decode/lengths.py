@@ -37,18 +37,22 @@ class Lengths:
         self.known, self.longest = [0] * batch, [0] * batch
 
     def copy(self) -> Lengths:
-        """The same lengths, which change by themselves."""
+        """An independent copy."""
         return self.of_rows(range(len(self.known)))
 
     def of_rows(self, rows: Sequence[int]) -> Lengths:
-        """Those of some rows, of which one may be taken repeatedly."""
+        """The lengths of some rows; a row may be taken repeatedly."""
         found = Lengths(len(rows))
         found.known = [self.known[row] for row in rows]
         found.longest = [self.longest[row] for row in rows]
         return found
 
     def equal_rows(self) -> Iterator[EqualRows]:
-        """All rows, those of equal lengths together as far as they are evenly spaced."""
+        """All rows, grouped by equal length as far as the rows of a group are evenly spaced."""
+        batch, first = len(self.known), self.known[0]
+        if self.known.count(first) == batch:
+            yield EqualRows(slice(0, batch, 1), first)
+            return
         rows_of: dict[int, list[int]] = {}
         for row, length in enumerate(self.known):
             rows_of.setdefault(length, []).append(row)

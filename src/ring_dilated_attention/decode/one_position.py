@@ -1,8 +1,9 @@
-"""Attention of one new position to a KV cache by back ends of tiles, in few operations.
+"""Attention of one new position to a KV cache without the decoding kernels, in few operations.
 
 On a CPU a step of decoding takes the time of its operations, each a few microseconds, more than
-that of their arithmetic. So the integers of a step are worked out once for all layers, tiles are
-views of the cache, and the results of all tiles are brought together in one softmax of their lse.
+that of their arithmetic. So the integers of a step are worked out once for all layers, and tiles
+are views of the cache. Back ends of tiles compute them one by one, and one softmax of their lse
+brings the results together; `products` does without that.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from ..caches import keep_few
 from ..plan import CachePlan, CacheStep, StepTile, plan_step
 from ..tiles import Selection, TileInputs, accumulate_dtype
 from .cache import DilatedKVCache
+from .products import attend_by_products, takes_products
 
 KEPT_STEPS = 256
 """Layers of a model ask for the same step one after another, for each length in a batch."""
@@ -127,6 +129,11 @@ def _of_equal_rows(
         for rows, new in zip(kept, (k_bkd, v_bkd), strict=True):
             rows.index_copy_(1, step.targets, new.index_select(1, step.sources))
     dtype = accumulate_dtype(q_bkgd.dtype)
+    if not step.planned.tiles:
+        out = torch.zeros(q_bkgd.shape, dtype=dtype, device=q_bkgd.device)
+        return out, out.new_full(out.shape[:-1], -torch.inf)
+    if takes_products(selection, q_bkgd):
+        return attend_by_products(q_bkgd, kept, step.planned, scale, wants_lse=wants_lse)
     outs, lses = [], []
     assert selection.backend is not None
     forward, is_cuda = selection.backend.forward, q_bkgd.is_cuda
@@ -141,9 +148,6 @@ def _of_equal_rows(
         lses.append(lse)
     if step.is_whole:
         return outs[0], lses[0]
-    if not outs:
-        out = torch.zeros(q_bkgd.shape, dtype=dtype, device=q_bkgd.device)
-        return out, out.new_full(out.shape[:-1], -torch.inf)
     places, penalty = step.merge
     shape = (len(q_bkgd), *penalty.shape[:2], -1)
     lse = torch.cat(lses, 1).index_select(1, places).view(shape) + penalty

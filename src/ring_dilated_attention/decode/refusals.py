@@ -9,8 +9,7 @@ import torch
 from ..documents import Integers, as_ints, in_words
 from ..pattern import DilatedPattern, check_int, in_brief
 from ..plan import CachePlan
-from ..torch_op import refuse_tangents
-from ..validation import validate_tensor
+from ..torch_op import refuse_tangents, validate_tensor
 
 NAME = "DilatedKVCache"
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

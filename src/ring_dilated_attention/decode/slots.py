@@ -107,12 +107,12 @@ class Slots(NamedTuple):
 
 
 def rows_of(tensor: torch.Tensor, rows: slice, kept: KeptRows) -> torch.Tensor:
-    """Of (batch, sequence, kv_heads, head_dim) what is kept: (batch, heads, rows, head_dim)."""
+    """The kept rows, (batch, heads, rows, head_dim), of (batch, sequence, kv_heads, head_dim)."""
     return tensor[rows, kept.rows, kept.kv_heads].transpose(1, 2)
 
 
 def runs_of_slots(members: range, slots: int) -> Iterator[tuple[slice, slice]]:
-    """Consecutive members, at most as many as slots, as (places among them, slots): at most two."""
+    """The slots of consecutive members, at most one per slot: one or two (places, slots)."""
     first = members.start % slots
     before_end = min(len(members), slots - first)
     yield slice(0, before_end), slice(first, first + before_end)

@@ -12,7 +12,7 @@ from ..plan import CachedBranch, plan_any_length, plan_cache
 from .mask import Bools, Grid
 
 _LEAST_AHEAD = 8
-"""Positions that are drawn behind the text, at least; else a quarter of the text."""
+"""At least this many positions are drawn behind the text; otherwise a quarter of the text."""
 _GROWTH_BEYOND = 8
 """The longest text that rows are counted for is this many times the text or the longest segment,
 whichever is longer."""
@@ -20,11 +20,11 @@ _GROWTH_RANGE, _GROWTH_BELOW = 12, 6
 """The shortest is `_GROWTH_RANGE` powers of two below the longest, or `_GROWTH_BELOW` below the
 text or the longest segment, whichever is shorter."""
 MOST_LENGTH = 1 << 48
-"""Of a text whose rows are counted."""
+"""The longest text, in positions, whose rows are counted."""
 
 
 class KeptCells(NamedTuple):
-    """What becomes of the rows of a head, branch by branch: bool (branches, cells) each.
+    """Which cells hold rows that are dropped, kept or to come: bool (branches, cells) each.
 
     Attributes:
         dropped: the cell has a row that no later position can be shown.

@@ -223,7 +223,7 @@ class _Cells:
         axes.set_ylabel("query position")
 
     def fill(self, cells: Bools, color: str, inset: float = 0.0) -> None:
-        """Colour cells, or what is `inset` of a cell and more from their edges."""
+        """Colour cells, or only the part that is at least `inset` cells from their edges."""
         if not nests(self._grid):
             self._pixels[cells] = _rgb(color)
             return

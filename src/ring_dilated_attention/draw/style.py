@@ -143,7 +143,7 @@ class Sheet:
         self.figure.text(left / self.width, 1 - top / self.height, text, **{**look, **options})
 
     def title(self, text: str, below: str = "") -> None:
-        """What the whole sheet is, in a line, of which what does not fit is cut, and another."""
+        """The title of the sheet, cut to one line, and a line below it."""
         most = int((self.width - 2 * MARGIN) * _CHARACTERS)
         text = text if len(text) <= most else f"{text[: most - 4]} ..."
         self.text(MARGIN, 0.22, text, fontsize=10)

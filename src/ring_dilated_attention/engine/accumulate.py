@@ -21,7 +21,8 @@ _LEAST_CAPABILITY = (7, 0)
 """Of devices that Triton compiles for."""
 
 
-def _runs_triton(tensor: torch.Tensor) -> bool:
+def runs_triton(tensor: torch.Tensor) -> bool:
+    """Whether results in the dtype and on the device of a tensor are added by Triton's kernels."""
     if not tensor.is_cuda or tensor.dtype == torch.float64 or not has_triton():
         return False
     return profile_of(tensor.device).capability >= _LEAST_CAPABILITY
@@ -44,7 +45,7 @@ def merge(
         tile_lse: like `lse`.
         store: whether to write the tile's result over what `out` and `lse` hold.
     """
-    if _runs_triton(out):
+    if runs_triton(out):
         from ..kernels import merge_rows
 
         merge_rows(out, lse, tile_out, tile_lse, store=store)
@@ -63,7 +64,7 @@ def add(totals: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], *, store:
         parts: as many, of the same shapes.
         store: whether to replace what is there.
     """
-    if _runs_triton(totals[0]):
+    if runs_triton(totals[0]):
         from ..kernels import add_rows
 
         add_rows(totals, parts, store=store)
@@ -82,7 +83,7 @@ def row_sums(dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         dout: gradient of the output, (batch, sequence, heads, head_dim).
         out: the output, (batch, sequence, heads, head_dim).
     """
-    if _runs_triton(out):
+    if runs_triton(out):
         from ..kernels import row_sums as kernel
 
         batch, length, heads, _ = out.shape

@@ -9,7 +9,6 @@ are the longest evenly spaced axes of a tile, and it stands at one point of the 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from typing import NamedTuple
 
@@ -31,7 +30,9 @@ class Place(NamedTuple):
 
     def ahead(self, step: Place, count: int = 1) -> Place:
         """The place `count` steps on."""
-        return Place(*(a + count * b for a, b in zip(self, step, strict=True)))
+        return Place(
+            self[0] + count * step[0], self[1] + count * step[1], self[2] + count * step[2]
+        )
 
 
 class Axis(NamedTuple):
@@ -43,14 +44,16 @@ class Axis(NamedTuple):
 
     def continues(self, inner: Axis) -> bool:
         """Whether a step of this axis is `inner.size` steps of `inner`: the two are then one."""
-        return (
-            self.query == Place().ahead(inner.query, inner.size)
-            and self.key == Place().ahead(inner.key, inner.size)
+        size, query, key = inner
+        return self.query == (size * query[0], size * query[1], size * query[2]) and self.key == (
+            size * key[0], size * key[1], size * key[2]
         )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Block:
+_SINGLE = Axis(1, Place(), Place())
+
+
+class Block(NamedTuple):
     """Part of a tile, or of several equal ones, that one kernel call can take.
 
     Attributes:
@@ -129,8 +132,7 @@ class Block:
         count = -(-axis.size // largest)
         for start, stop in pairwise(axis.size * i // count for i in range(count + 1)):
             size = axis._replace(size=stop - start)
-            part = replace(
-                self,
+            part = self._replace(
                 outer=size if cuts_outer else self.outer,
                 inner=self.inner if cuts_outer else size,
                 query=self.query.ahead(axis.query, start),
@@ -139,8 +141,7 @@ class Block:
             yield from part.slices(most_rows)
 
 
-@dataclass(frozen=True)
-class Family:
+class Family(NamedTuple):
     """Alike tiles whose starts are evenly spaced, as those of heads that repeat offsets are.
 
     Attributes:
@@ -164,19 +165,18 @@ class Family:
         q, k, head = tile.queries, tile.keys, tile.heads.step
         family = self.axis.query
         axes = [
-            Axis(batch, Place(batch=1), Place(batch=1)),
-            Axis(tile.segments, Place(row=q.segment_stride), Place(row=k.segment_stride)),
-            self.axis._replace(query=family._replace(head=family.head * group)),
-            Axis(
-                len(tile.heads),
-                Place(0, q.head_stride, head * group),
-                Place(0, k.head_stride, head),
-            ),
+            Axis(size, Place(*query), Place(*key))
+            for size, query, key in (
+                (batch, (1, 0, 0), (1, 0, 0)),
+                (tile.segments, (0, q.segment_stride, 0), (0, k.segment_stride, 0)),
+                (self.axis.size, (*family[:2], family.head * group), self.axis.key),
+                (len(tile.heads), (0, q.head_stride, head * group), (0, k.head_stride, head)),
+            )
+            if size > 1
         ]
-        axes = _merge([axis for axis in axes if axis.size > 1])
-        single = Axis(1, Place(), Place())
+        axes = _merge(axes)
         kept = sorted(range(len(axes)), key=lambda i: -axes[i].size)[:2]
-        outer, inner = ([axes[i] for i in sorted(kept)] + [single, single])[:2]
+        outer, inner = ([axes[i] for i in sorted(kept)] + [_SINGLE, _SINGLE])[:2]
         looped = [axis for i, axis in enumerate(axes) if i not in kept]
         first_key = Place(0, k.start, tile.heads.start)
         for member, *index in product(range(group), *(range(axis.size) for axis in looped)):
@@ -193,7 +193,7 @@ def families(tiles: Sequence[Tile]) -> Iterator[Family]:
         by_shape.setdefault(_shape(tile), []).append(tile)
     for alike in by_shape.values():
         run: list[Tile] = []
-        axis = Axis(1, Place(), Place())
+        axis = _SINGLE
         for tile in alike:
             if run:
                 heads = tile.heads.start - run[-1].heads.start
@@ -208,7 +208,7 @@ def families(tiles: Sequence[Tile]) -> Iterator[Family]:
                     axis = step
                     continue
                 yield Family(tuple(run), axis)
-            run, axis = [tile], Axis(1, Place(), Place())
+            run, axis = [tile], _SINGLE
         yield Family(tuple(run), axis)
 
 
@@ -224,8 +224,8 @@ def kernel_calls(groups: Iterable[TileGroup], rank: RankPlan, batch: int) -> int
 
 def _shape(tile: Tile) -> tuple[object, ...]:
     """What tiles of a family have in common."""
-    rows = (rows._replace(start=0) for rows in (tile.queries, tile.keys))
-    return tile.branch, len(tile.heads), tile.heads.step, tile.segments, tile.is_causal, *rows
+    branch, heads, segments, is_causal, queries, keys = tile
+    return branch, len(heads), heads.step, segments, is_causal, queries[1:], keys[1:]
 
 
 def _merge(axes: list[Axis]) -> list[Axis]:

@@ -9,6 +9,7 @@ table that is made again is one that calls come back to.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -48,6 +49,16 @@ class _Kept:
     last_call: int
     returns: bool  # whether more than one call has used them
     streams: set[int] = field(default_factory=set)  # that read them, by handle
+
+
+def _may_be_of_graph(device: torch.device) -> bool:
+    """Whether what this thread allocates may belong to a CUDA graph's memory.
+
+    It does while a graph is captured, and while torch.compile warms up for one.
+    """
+    if "torch._inductor.cudagraph_trees" in sys.modules:  # what warms up, or has done so
+        return True
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _nbytes(tables: Tables) -> int:
@@ -114,13 +125,15 @@ class DeviceTables:
             owner: hashable; its tables go when it does.
             key: which of its tables.
             device: where they are.
-            make: makes them, in a thread of its own: what a thread allocates while torch.compile
-                warms up for a CUDA graph belongs to that graph's memory, which they outlive.
+            make: makes them; in a thread of its own where what the calling thread allocates may
+                belong to the memory of a CUDA graph, which they outlive.
         """
         with self._lock:
             tables = self._kept.setdefault(owner, {})
             if key not in tables:
-                made = self._make_elsewhere(make, device)
+                # Another thread takes up to milliseconds to begin where others want its core.
+                elsewhere = _may_be_of_graph(device)
+                made = (self._make_elsewhere if elsewhere else self._make)(make, device)
                 dropped = self._dropped.get(owner, {}).pop(key, None)
                 returns = dropped is not None and dropped >= self._calls - KEPT_CALLS
                 tables[key] = _Kept(made, _nbytes(made), self._calls, returns)

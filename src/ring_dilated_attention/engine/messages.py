@@ -1,8 +1,8 @@
 """Rows of a message: packing those that are sent, adding their gradients when they are returned.
 
-A message lists runs of rows, and each run is a strided view of the sender's tensors. So packing and
-adding home are one pass over the rows a run, with nothing worked out beforehand. Where branches
-share rows, each of which is sent once, it takes the index of each row.
+A message lists runs of rows, and each run is a strided view of the sender's tensors. So packing
+rows and adding returned gradients are one pass per run, without index tables. Only where branches
+share rows, each of which is sent once, the index of each row is needed.
 """
 
 from __future__ import annotations
@@ -56,17 +56,62 @@ def message_rows(message: Message, num_kv_heads: int, device: torch.device) -> M
     return MessageRows(message, TABLES.get(message, (num_kv_heads, device), device, make))
 
 
-def _shared_rows(message: Message, num_kv_heads: int, device: torch.device) -> SharedRows:
+def _numbers(message: Message, num_kv_heads: int) -> torch.Tensor:
+    """A number for the row and head of each slot: int64 (slots,)."""
     parts = []
     for run in message.runs:
         number = torch.arange(len(run.heads))[:, None]
         row = torch.arange(run.rows.length)
         local = run.rows.start + number * run.rows.head_stride + row * run.rows.stride
         parts.append((local * num_kv_heads + (run.heads.start + number * run.heads.step)).flatten())
-    distinct, row_of_slot = torch.unique(torch.cat(parts), return_inverse=True)
+    return torch.cat(parts)
+
+
+def _shared_rows(message: Message, num_kv_heads: int, device: torch.device) -> SharedRows:
+    numbers = _numbers(message, num_kv_heads)
+    distinct, row_of_slot = torch.unique(numbers, return_inverse=True)
     assert len(distinct) == message.rows, f"{message} packs {len(distinct)} rows"
     rows = distinct // num_kv_heads, distinct % num_kv_heads, row_of_slot
     return SharedRows(*(x.to(device) for x in rows))
+
+
+class PartRows(NamedTuple):
+    """Where the rows of a message are among those of another one.
+
+    Attributes:
+        index: int64 (rows,).
+    """
+
+    index: torch.Tensor
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All of them."""
+        return tuple(self)
+
+
+def part_rows(
+    message: Message, load: Message, num_kv_heads: int, device: torch.device
+) -> PartRows | None:
+    """Where a message's rows are among those of a load that has them all; None: they are these."""
+    if message.runs == load.runs:
+        return None
+    make = partial(_part_rows, message, load, num_kv_heads, device)
+    return TABLES.get(message, (load, num_kv_heads, device), device, make)
+
+
+def _part_rows(
+    message: Message, load: Message, num_kv_heads: int, device: torch.device
+) -> PartRows:
+    wanted, held = (
+        numbers if each.rows == each.slots else torch.unique(numbers)
+        for each in (message, load)
+        for numbers in (_numbers(each, num_kv_heads),)
+    )
+    ordered, order = torch.sort(held)
+    at = torch.searchsorted(ordered, wanted)
+    assert torch.equal(ordered[at], wanted), f"{load} has not all rows of {message}"
+    return PartRows(order[at].to(device))
 
 
 def pack(key: torch.Tensor, value: torch.Tensor, rows: MessageRows) -> torch.Tensor:
@@ -92,7 +137,7 @@ def sum_slots(slots: torch.Tensor, rows: MessageRows) -> torch.Tensor:
     return slots.new_zeros(shape).index_add_(2, rows.shared.row_of_slot, slots)
 
 
-def add_home(
+def add_returned(
     dkey: torch.Tensor, dvalue: torch.Tensor, returned: torch.Tensor, rows: MessageRows
 ) -> None:
     """Add returned gradients (2, batch, rows, head_dim) to dK and dV: the adjoint of `pack`.

@@ -10,13 +10,15 @@ import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import compress, pairwise
+from operator import and_, gt
 from weakref import WeakKeyDictionary
 
 import torch
 
 from ..caches import keep_few
 from ..kernels import (
+    MOST_BRANCHES,
     MOST_POSITIONS,
     MOST_STEP,
     BackwardConfig,
@@ -27,7 +29,7 @@ from ..kernels import (
     default_config,
     launches_of,
 )
-from ..plan import AttentionPlan, OwnRange, OwnRun, RankPlan, TileGroup
+from ..plan import AttentionPlan, OwnRange, OwnRuns, RankPlan, TileGroup
 from .accumulate import Accumulator
 from .compute import Gradients, Inputs, Merged, Result, TileCall
 from .device_tables import TABLES
@@ -37,6 +39,9 @@ _BLOCK = 64
 """Rows of a block of the kernels at most."""
 FEWEST_ROWS = 4
 """Of a cell, for its branch to be computed row by row: with fewer, most of a block is empty."""
+MOST_SHARE = 0.25
+"""Of the blocks of all rows: as many may be nearly empty. A few cells of fewer rows do not get a
+launch of their own."""
 
 
 class OwnLaunch:
@@ -57,10 +62,8 @@ class OwnLaunch:
         self.ranges, self._stores = ranges, stores
         self.is_causal, self.zero_keys = plan.is_causal, plan.pattern.zero_keys
         self._branches = _branches(plan.pattern.branches)
-        heads = range(plan.num_kv_heads)
-        of_branches = [dict(own) for own in plan.tiling.heads]
-        self._offsets = [[own.get(head, -1) for head in heads] for own in of_branches]
-        self._rows = max(each.high - each.low for each in ranges)
+        self._offsets = plan.tiling.offsets
+        self._rows = max([each.high - each.low for each in ranges])
         self._configs: dict[Hashable, LaunchConfig] = {}
 
     def config(self, kernel: Kernel, query: torch.Tensor) -> LaunchConfig:
@@ -150,32 +153,14 @@ def own_schedule(one: RankPlan, call: TileCall, head_dim: int, flops: float) -> 
 def _make(one: RankPlan, batch: int, heads_per_kv: int, head_dim: int, flops: float) -> OwnSchedule:
     plan = one.plan
     longest = max((stop - start for start, stop in pairwise(plan.documents)), default=0)
-    # Where there are other ranks, a group at a time is computed behind what they send.
-    if not flops or not one.is_alone or longest > MOST_POSITIONS:
+    fits = longest <= MOST_POSITIONS and len(plan.pattern.dilation_rates) <= MOST_BRANCHES
+    if not flops or not fits:
         first = one.local_groups[:1] if one.covers else ()
         return OwnSchedule(
             first, (), one.local_groups[len(first) :], one.zero_keys, 0.0, flops, flops, flops
         )
-    factor = (2 if plan.is_causal else 4) * head_dim * batch * heads_per_kv
-    heads = [len(each) for each in plan.tiling.heads]
-    found = [0.0, math.inf]  # the numbers of operations next to `flops`
-    total = 0.0
-
-    def by_rows(branch: int, run: OwnRun) -> bool:
-        nonlocal total
-        rate = plan.pattern.dilation_rates[branch]
-        total += factor * heads[branch] * run.copies * run.size * run.size / rate**2
-        if rate > MOST_STEP or (rate > 1 and run.size < FEWEST_ROWS * rate):
-            return False
-        rows = -(-run.size // rate)
-        # Heads of different offsets share a kernel call where they have equally many rows.
-        calls = 1 if run.size % rate == 0 else 2
-        needed = factor * heads[branch] * run.copies * rows**2 / calls
-        bound = int(needed > flops)
-        found[bound] = (max, min)[bound](found[bound], needed)
-        return needed <= flops
-
-    work = one.own_work(by_rows)
+    chosen = _ByRows(plan, (2 if plan.is_causal else 4) * head_dim * batch * heads_per_kv, flops)
+    work = one.own_work(chosen)
     launches: list[OwnLaunch] = []
     if work.ranges:
         stores = 1 << plan.covering if one.covers and plan.covering is not None else 0
@@ -184,8 +169,64 @@ def _make(one: RankPlan, batch: int, heads_per_kv: int, head_dim: int, flops: fl
     covers = one.covers and bool(work.groups) and work.groups[0].branch == plan.covering
     first = work.groups[: int(covers)]
     return OwnSchedule(
-        first, tuple(launches), work.groups[len(first) :], work.zero_keys, total, flops, *found
+        first,
+        tuple(launches),
+        (*work.groups[len(first) :], *one.crossing_groups),
+        work.zero_keys,
+        chosen.total,
+        flops,
+        chosen.least,
+        chosen.most,
     )
+
+
+class _ByRows:
+    """Which runs of a branch are computed row by row: those of few operations.
+
+    Args:
+        plan: whose runs.
+        factor: operations of forward for each pair of a KV head.
+        flops: the most operations of a kernel call that goes row by row.
+
+    Attributes:
+        total: operations of forward, of all runs so far.
+        least: any number of operations from this ...
+        most: ... to less than this chooses the same of them.
+    """
+
+    def __init__(self, plan: AttentionPlan, factor: int, flops: float) -> None:
+        self._rates, self._heads = plan.pattern.dilation_rates, plan.tiling.heads
+        self._factor, self._flops = factor, flops
+        self.total, self.least, self.most = 0.0, 0.0, math.inf
+
+    def __call__(self, branch: int, runs: OwnRuns) -> list[bool]:
+        rate = self._rates[branch]
+        factor = self._factor * len(self._heads[branch])
+        self.total += factor * runs.squares / rate**2
+        if rate > MOST_STEP:
+            return [False] * len(runs)
+        fewest, (shortest, longest) = FEWEST_ROWS * rate if rate > 1 else 0, runs.sizes
+        if (
+            shortest < fewest
+            and runs.shorter_than(fewest) * rate <= MOST_SHARE * runs.rows / _BLOCK
+        ):
+            fewest = 0
+        if shortest >= fewest:  # as a rule, and so is the next
+            bound = factor * runs.most_copies * (-(-longest // rate)) ** 2
+            if bound <= self._flops:
+                self.least = max(self.least, bound)
+                return [True] * len(runs)
+        # Heads of different offsets share a kernel call where they have equally many rows.
+        needed = [
+            factor * copies * (-(-size // rate)) ** 2 / (1 if size % rate == 0 else 2)
+            for size, _, _, copies in runs
+        ]
+        fits = [each <= self._flops for each in needed]
+        long = [size >= fewest for size, *_ in runs]
+        flags = list(map(and_, fits, long))
+        self.least = max([self.least, *compress(needed, flags)])
+        self.most = min([self.most, *compress(needed, map(gt, long, fits))])
+        return flags
 
 
 def _branches(branches: Sequence[tuple[int | None, int]]) -> list[tuple[int, int]]:

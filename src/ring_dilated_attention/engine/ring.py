@@ -6,7 +6,7 @@ Shape legend: B batch, n local rows, H query heads, K KV heads, D head_dim, R ro
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain, islice
@@ -15,18 +15,19 @@ from typing import Any
 import torch
 
 from ..exchange import Exchange
-from ..plan import FEW_ADDITIONS, LocalHalves, RankPlan, TileGroup
+from ..plan import FEW_ADDITIONS, RankPlan, TileGroup
 from ..tiles import Selection, accumulate_dtype
 from . import compute
 from .accumulate import Accumulator
 from .blocks import by_slot, readable, readable_in_backward
 from .own import OwnSchedule, backward_own, forward_own, own_schedule
-from .transfer import Fetched, GradientReturn, fetch
+from .passing import PassingPacker, Relayed
+from .transfer import Fetched, GradientReturn, Home, Packer, fetch
 from .zero_keys import merge_zero_keys
 
 _NOTHING = nullcontext()
-_RETURNING_BYTES = 64 << 20
-"""Gradients being returned behind a gather that are not waited for before the end."""
+RETURNING_BYTES = 64 << 20
+"""Bytes of returned gradients that may be in flight behind a gather before they are waited for."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +53,31 @@ class RingCall:
         """What is run one after the other."""
         return self.plan.rounds(gathers=self.gathers)
 
+    @property
+    def hosts(self) -> tuple[int, ...]:
+        """Host of each rank; empty: all are on one."""
+        return getattr(self.exchange, "hosts", ())
+
+    def num_steps(self, one: RankPlan) -> int:
+        """How many steps a round has."""
+        passing = one.passing_steps(self.hosts)
+        return one.num_steps if passing is None else len(passing)
+
     def fetch(self, key: torch.Tensor, value: torch.Tensor) -> Iterator[Fetched]:
         """Start fetching the rows of all steps of all rounds, in order."""
-        if self.plan.world_size == 1:
-            return iter(())
-        steps = chain.from_iterable(one.steps() for one in self.rounds)
         depth = self.plan.world_size - 1 if self.gathers else 1
-        return fetch(steps, self.exchange, key, value, depth=depth)
+        if self.plan.passing_steps(self.hosts) is None:
+            if self.plan.is_alone:  # and passes on nothing to others
+                return iter(())
+            steps = chain.from_iterable(one.steps() for one in self.rounds)
+            return fetch(steps, Packer(self.exchange, key, value), depth=depth)
+        passing = chain.from_iterable(one.passing_steps(self.hosts) or () for one in self.rounds)
+        return fetch(passing, PassingPacker(self.exchange, key, value), depth=depth)
+
+    def home(self, dkey: torch.Tensor, dvalue: torch.Tensor, dtype: torch.dtype) -> Home | Relayed:
+        """Where gradients of remote rows are returned from, and to: see `Home`."""
+        home = Home(self.exchange, dkey, dvalue, dtype)
+        return home if self.plan.passing_steps(self.hosts) is None else Relayed(home)
 
     def sums(self, query: torch.Tensor) -> Accumulator:
         """Through which results are added up."""
@@ -92,7 +111,7 @@ def ring_forward(
     rounds, tiles, sums = call.rounds, call.tiles(query), call.sums(query)
     covers = all(one.covers for one in rounds)
     create = torch.empty if covers else torch.zeros
-    dtype = _sum_dtype(query, max(one.mean_additions for one in rounds))
+    dtype = sum_dtype(query, max(one.mean_additions for one in rounds))
     out = create(query.shape, dtype=dtype, device=query.device)
     lse = torch.empty(
         batch, num_heads, length, dtype=accumulate_dtype(query.dtype), device=query.device
@@ -111,7 +130,7 @@ def ring_forward(
                 forward_own(launch, tiles, inputs, compute.Result(out, lse), sums)
             for group in own.others:
                 compute.forward(group, tiles, inputs, compute.Result(out, lse), sums)
-            for fetched in islice(arrivals, one.num_steps):
+            for fetched in islice(arrivals, call.num_steps(one)):
                 if fetched.slots is not None:
                     remote = compute.Inputs(query, *map(by_slot, fetched.slots))
                     for group in fetched.step.groups:
@@ -183,7 +202,7 @@ def _branch_by_branch(
 
 
 class _Backward:
-    """Backward of one rank: its gradients, and those of remote rows on their way home.
+    """Backward of one rank: its gradients, and those of remote rows, returned to their owners.
 
     Args:
         call: everything but the tensors.
@@ -201,29 +220,27 @@ class _Backward:
         additions = max(one.mean_additions for one in self.rounds)
         heads_per_kv = self._tiles.heads_per_kv
         self.dquery, self.dkey, self.dvalue = (
-            create(x.shape, dtype=_sum_dtype(query, additions * count), device=x.device)
+            create(x.shape, dtype=sum_dtype(query, additions * count), device=x.device)
             for x, count in zip(inputs, (1, heads_per_kv, heads_per_kv), strict=True)
         )
         wide = call.plan.plan.returns_wide
         self._returned = accumulate_dtype(query.dtype) if wide else query.dtype
+        self._home = call.home(self.dkey, self.dvalue, self._returned)
         self._returning: deque[GradientReturn] = deque()
 
     def compute_round(self, one: RankPlan, arrivals: Iterator[Fetched]) -> None:
         """Compute the local tiles of a round, and those of the rows that arrive for it."""
-        if one.is_alone:
-            self._compute_alone(one)
-            return
         is_last = one is self.rounds[-1]
-        early, late, late_heads = LocalHalves(one.local_groups, (), None)
-        if is_last:  # something must be left to do while its gradients are returned
-            early, late, late_heads = one.local_halves
-        self._compute_local(early, stores_first=self._covers)
-        if self._covers and late_heads is not None:
-            heads_per_kv = self._tiles.heads_per_kv
-            for x, heads in ((self.dquery, heads_per_kv), (self.dkey, 1), (self.dvalue, 1)):
-                x[:, :, late_heads.start * heads : late_heads.stop * heads].zero_()
-        steps_left = one.num_steps
-        for fetched in islice(arrivals, one.num_steps):
+        own = self._own(one)
+        late: Sequence[TileGroup] = ()
+        if one.is_alone or own.launches:
+            late = self._compute_own(own, all_now=one.is_alone or not is_last)
+        elif is_last:  # something must be left to do while its gradients are returned
+            late = self._compute_early_half(one)
+        else:
+            self._compute_local(one.local_groups, stores_first=self._covers)
+        steps_left = self._call.num_steps(one)
+        for fetched in islice(arrivals, steps_left):
             dslots = None
             steps_left -= 1
             # The last step waits for none: nothing is fetched after it, so there is room.
@@ -232,34 +249,51 @@ class _Backward:
             if fetched.slots is not None:
                 dslots = self._compute_step(fetched)
             self._sums.finish()  # a ring frees its buffers before the next are made
-            self._returning.append(
-                GradientReturn(
-                    self._call.exchange, fetched, dslots, self.dkey, self.dvalue, self._returned
-                )
-            )
+            self._returning.extend(self._home.due())
+            self._returning.append(self._home.start(fetched, dslots))
             del fetched, dslots
         self._compute_local(late, stores_first=False)
 
     def finish(self) -> None:
-        """Add what is still on its way home: there is nothing left to compute meanwhile."""
+        """Add returned gradients that are still in flight: there is nothing left to compute."""
         self._sums.finish()
         self._sums.join()
+        self._returning.extend(self._home.due())
         for last in self._returning:
             last.finish()
 
-    def _compute_alone(self, one: RankPlan) -> None:
-        """Compute all there is, where nothing is seen of elsewhere."""
+    def _own(self, one: RankPlan) -> OwnSchedule:
+        """How what this rank holds all of is computed."""
         backend, head_dim = self._call.backend, self._inputs.query.shape[3]
         own = own_schedule(one, self._tiles, head_dim, backend.own_forward_flops)
-        if own.total >= backend.cpu_flops:
+        # Packed documents are rarely seen twice, and a second schedule, with tables and kernel
+        # calls of its own, takes the CPU longer than it saves the GPU.
+        if own.total >= backend.cpu_flops and len(one.plan.documents) <= 2:
             own = own_schedule(one, self._tiles, head_dim, backend.own_backward_flops)
+        return own
+
+    def _compute_own(self, own: OwnSchedule, *, all_now: bool) -> Sequence[TileGroup]:
+        """Compute a schedule: all of it, or all but the groups that are returned for later."""
         gradients = compute.Gradients(self.dquery, self.dkey, self.dvalue)
         first = gradients._replace(stores_query=True, stores_keys=True)
         self._compute_groups(own.covering, own, first)
         given = self._tiles, self._inputs, self._merged, gradients, self._sums
         for launch in own.launches:
             backward_own(launch, *given, detached=self._call.detached)
+        if not all_now:
+            return own.others
         self._compute_groups(own.others, own, gradients)
+        return ()
+
+    def _compute_early_half(self, one: RankPlan) -> Sequence[TileGroup]:
+        """Compute half of a rank's own tiles; return the other half."""
+        early, late, late_heads = one.local_halves
+        self._compute_local(early, stores_first=self._covers)
+        if self._covers and late_heads is not None:
+            heads_per_kv = self._tiles.heads_per_kv
+            for x, heads in ((self.dquery, heads_per_kv), (self.dkey, 1), (self.dvalue, 1)):
+                x[:, :, late_heads.start * heads : late_heads.stop * heads].zero_()
+        return late
 
     def _compute_groups(
         self, groups: Iterable[TileGroup], own: OwnSchedule, gradients: compute.Gradients
@@ -269,9 +303,9 @@ class _Backward:
             compute.backward(group, self._tiles, self._inputs, merged, gradients, self._sums)
 
     def _merged_of(self, group: TileGroup, own: OwnSchedule) -> compute.Merged:
-        """What backward starts from where the branch of a group is by itself.
+        """What backward of a group starts from where branch weights are constants.
 
-        The branch's own out is worked out again; all but its delta is that of the merged softmax.
+        Delta is of the branch's own out, which is computed again; all else is of the merged one.
         """
         out = torch.empty_like(self._merged.out)
         lse = torch.empty_like(self._merged.lse)
@@ -290,7 +324,7 @@ class _Backward:
 
     def _add_returned(self) -> None:
         """Have returned gradients added behind the next compute, but for the most recent."""
-        most_bytes = _RETURNING_BYTES if self._call.gathers else -1
+        most_bytes = RETURNING_BYTES if self._call.gathers else -1
         while self._returning and sum(x.nbytes for x in self._returning) > most_bytes:
             one = self._returning.popleft()
             self._sums.start(one.finish, *one.tensors, into=(self.dkey, self.dvalue))
@@ -312,7 +346,7 @@ class _Backward:
         return dslots
 
 
-def _sum_dtype(query: torch.Tensor, additions: float) -> torch.dtype:
+def sum_dtype(query: torch.Tensor, additions: float) -> torch.dtype:
     """The dtype in which results of tiles are summed up.
 
     On CUDA that of the inputs, which needs no second tensor: each addition is made in float32 and

@@ -53,8 +53,9 @@ class Schedule:
         )
 
 
-_schedules: WeakKeyDictionary[TileGroup, dict[Hashable, Schedule]] = WeakKeyDictionary()
-"""As long as the plan of their group lives. A schedule takes about as many bytes as its tiles."""
+SCHEDULES: WeakKeyDictionary[TileGroup, dict[Hashable, Schedule]] = WeakKeyDictionary()
+"""Kept as long as the plan of their group lives. A schedule takes about as many bytes as its
+tiles."""
 _SCHEDULES_KEPT = 8
 
 
@@ -71,7 +72,7 @@ def schedule_of(
         table_flops: blocks of at most this number of operations share a launch.
     """
     key = batch, heads_per_kv, head_dim, table_flops
-    kept = _schedules.setdefault(group, {})
+    kept = SCHEDULES.setdefault(group, {})
     return kept.get(key) or keep_few(
         kept, key, partial(_make_schedule, group, *key), _SCHEDULES_KEPT
     )

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
 from ..exchange import Exchange, Pending
-from ..plan import Message, Step
-from .messages import MessageRows, add_home, message_rows, pack, spread, sum_slots
+from ..plan import Message, PassingStep, Step
+from .messages import MessageRows, add_returned, message_rows, pack, spread, sum_slots
 
 
 class Fetched(NamedTuple):
@@ -26,108 +28,154 @@ class Fetched(NamedTuple):
         slots: K and V of the received message, (2, batch, slots, head_dim); None if none came.
         received: the rows of that message; None if none came.
         sent: the rows of the message sent at this step; None if none was.
+        passing: how the rows have come, where ranks of a host pass on rows to each other.
     """
 
     step: Step
     slots: torch.Tensor | None
     received: MessageRows | None
     sent: MessageRows | None
+    passing: PassingStep | None = None
 
 
-class _InFlight(NamedTuple):
-    step: Step
-    pending: Pending
+@dataclass
+class InFlight:
+    """A step whose transfers have started.
+
+    Attributes:
+        pending: these.
+        packed: where its rows arrive, (2, batch, rows, head_dim); None: there are none.
+        fetched: the step, without its rows.
+    """
+
+    pending: tuple[Pending, ...]
     packed: torch.Tensor | None
-    received: MessageRows | None
-    sent: MessageRows | None
+    fetched: Fetched
 
 
-def fetch(
-    steps: Iterator[Step], exchange: Exchange, key: torch.Tensor, value: torch.Tensor, *, depth: int
-) -> Iterator[Fetched]:
+_S = TypeVar("_S")
+
+
+class Carrier(Protocol[_S]):
+    """How the rows of steps are sent and received."""
+
+    def may_start(self, step: _S) -> bool:
+        """Whether all is at hand that is to be sent at a step."""
+
+    def start(self, step: _S) -> InFlight:
+        """Start the transfers of a step."""
+
+    def landed(self, one: InFlight) -> None:
+        """What to do when the transfers of a step are done."""
+
+    def forget(self) -> None:
+        """All steps have started."""
+
+
+def fetch(steps: Iterator[_S], carrier: Carrier[_S], *, depth: int) -> Iterator[Fetched]:
     """Start `depth` fetches, then yield each step when its rows are there, starting one more.
 
     Args:
         steps: what this rank exchanges.
-        exchange: this rank's end of the group.
-        key: (batch, local_sequence, kv_heads, head_dim).
-        value: the shape of `key`.
+        carrier: sends and receives rows.
         depth: messages in flight behind the running compute: 1 is the ring.
 
     Returns:
-        An iterator over the steps; the first `depth` transfers are under way when it is returned.
-        Rows are freed when the caller drops a step: do so before asking for the next.
+        An iterator over the steps; the first `depth` transfers, or as many of them as can be, are
+        under way when it is returned. Rows are freed when the caller drops a step: do so before
+        asking for the next.
     """
-    packer = _Packer(key, value)
-    flight: deque[_InFlight] = deque()
+    flight: deque[InFlight] = deque()
+    coming = deque(islice(steps, 1))
 
     def start() -> None:
-        step = next(steps, None)
-        if step is None:
-            packer.forget()
-        else:
-            flight.append(_start_fetch(step, exchange, packer))
+        while coming and len(flight) < depth and carrier.may_start(coming[0]):
+            flight.append(carrier.start(coming.popleft()))
+            coming.extend(islice(steps, 1))
+        if not coming:
+            carrier.forget()
 
     def arrive() -> Fetched:
-        step, pending, packed, received, sent = flight.popleft()
-        pending.wait()
+        one = flight.popleft()
+        for pending in one.pending:
+            pending.wait()
+        carrier.landed(one)
         start()
-        slots = None if packed is None or received is None else spread(packed, received)
-        return Fetched(step, slots, received, sent)
+        fetched, packed = one.fetched, one.packed
+        slots = None
+        if packed is not None and fetched.received is not None:
+            slots = spread(packed, fetched.received)
+        return fetched._replace(slots=slots)
 
     def arrivals() -> Iterator[Fetched]:
         while flight:
             yield arrive()  # nothing here may outlive it: the caller decides when rows are freed
 
-    for _ in range(depth):
-        start()
+    start()
     return arrivals()
 
 
-class _Packer:
-    """Packs rows of K and V; what several ranks in turn are to be sent, once."""
+class Packer:
+    """Packs rows of K and V; what several ranks in turn are to be sent, once.
 
-    def __init__(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        self.key, self.value = key, value
+    Args:
+        exchange: this rank's end of the group.
+        key: (batch, local_sequence, kv_heads, head_dim).
+        value: the shape of `key`.
+    """
+
+    def __init__(self, exchange: Exchange, key: torch.Tensor, value: torch.Tensor) -> None:
+        self._exchange, self.key, self.value = exchange, key, value
         self._message: Message | None = None
         self._packed: torch.Tensor | None = None
 
     def rows(self, message: Message | None) -> MessageRows | None:
+        """What is needed to find a message's rows."""
         if message is None:
             return None
         return message_rows(message, self.key.shape[2], self.key.device)
 
     def pack(self, rows: MessageRows) -> torch.Tensor:
+        """The rows of a message, (2, batch, rows, head_dim)."""
         if self._packed is None or not rows.message.is_same_for(self._message):
             self._message, self._packed = rows.message, pack(self.key, self.value, rows)
         return self._packed
 
+    def buffer(self, message: Message) -> torch.Tensor:
+        """Where the rows of a message may arrive."""
+        return self.key.new_empty(2, self.key.shape[0], message.rows, self.key.shape[3])
+
+    def may_start(self, step: Step) -> bool:
+        """See `Carrier`."""
+        return True
+
+    def start(self, step: Step) -> InFlight:
+        """See `Carrier`."""
+        sent, received = self.rows(step.send), self.rows(step.receive)
+        send = receive = packed = None
+        if step.send is not None and sent is not None:
+            send = step.send.receiver, self.pack(sent)
+        if step.receive is not None:
+            packed = self.buffer(step.receive)
+            receive = step.receive.sender, packed
+        pending = self._exchange.start(send, receive)
+        return InFlight((pending,), packed, Fetched(step, None, received, sent))
+
+    def landed(self, one: InFlight) -> None:
+        """See `Carrier`."""
+
     def forget(self) -> None:
+        """See `Carrier`."""
         self._message = self._packed = None
 
 
-def _start_fetch(step: Step, exchange: Exchange, packer: _Packer) -> _InFlight:
-    sent, received = packer.rows(step.send), packer.rows(step.receive)
-    send = receive = packed = None
-    if step.send is not None and sent is not None:
-        send = step.send.receiver, packer.pack(sent)
-    if step.receive is not None:
-        key = packer.key
-        packed = key.new_empty(2, key.shape[0], step.receive.rows, key.shape[3])
-        receive = step.receive.sender, packed
-    return _InFlight(step, exchange.start(send, receive), packed, received, sent)
-
-
 class GradientReturn:
-    """Gradients of a step's remote rows on their way to their owner.
+    """Gradients of remote rows on their way to their owner, and those that come to this rank.
 
     Args:
-        exchange: this rank's end of the group.
-        fetched: the step.
-        dslots: gradients of ``fetched.slots``, in the dtype in which gradients are summed.
-        dkey: this rank's dK so far, (batch, local_sequence, kv_heads, head_dim), contiguous.
-        dvalue: its dV.
-        dtype: of `dslots` on every rank; `dkey` and `dvalue` may have others.
+        home: where the latter are added.
+        send: whom to send what; None: nothing.
+        sent: own rows, whose gradients come from the receiver of their message; None: of none.
 
     Attributes:
         tensors: what is sent and received, held until it has finished.
@@ -135,31 +183,58 @@ class GradientReturn:
     """
 
     def __init__(
-        self,
-        exchange: Exchange,
-        fetched: Fetched,
-        dslots: torch.Tensor | None,
-        dkey: torch.Tensor,
-        dvalue: torch.Tensor,
-        dtype: torch.dtype,
+        self, home: Home, send: tuple[int, torch.Tensor] | None, sent: MessageRows | None
     ) -> None:
-        self._dkey, self._dvalue, self._sent = dkey, dvalue, fetched.sent
-        send = receive = None
+        self._home, self._sent = home, sent
+        receive = None
         self._returned: torch.Tensor | None = None
-        if fetched.step.receive is not None:
-            assert dslots is not None
-            assert fetched.received is not None
-            send = fetched.step.receive.sender, sum_slots(dslots, fetched.received)
-        if fetched.step.send is not None:
-            shape = 2, dkey.shape[0], fetched.step.send.rows, dkey.shape[3]
-            self._returned = dkey.new_empty(shape, dtype=dtype)
-            receive = fetched.step.send.receiver, self._returned
+        if sent is not None:
+            self._returned = home.buffer(sent.message)
+            receive = sent.message.receiver, self._returned
         self.tensors = [x[1] for x in (send, receive) if x is not None]
         self.nbytes = sum(x.nbytes for x in self.tensors)
-        self._pending = exchange.start(send, receive)
+        self._pending = home.exchange.start(send, receive)
 
     def finish(self) -> None:
         """Wait, and add what came back for this rank's own rows to its dK and dV."""
         self._pending.wait()
         if self._returned is not None and self._sent is not None:
-            add_home(self._dkey, self._dvalue, self._returned, self._sent)
+            add_returned(self._home.dkey, self._home.dvalue, self._returned, self._sent)
+
+
+class Home(NamedTuple):
+    """Where gradients of this rank's rows of K and V are added up, and where they come from.
+
+    Attributes:
+        exchange: this rank's end of the group.
+        dkey: this rank's dK so far, (batch, local_sequence, kv_heads, head_dim), contiguous.
+        dvalue: its dV.
+        dtype: of the gradients that are sent, on every rank; `dkey` and `dvalue` may have others.
+    """
+
+    exchange: Exchange
+    dkey: torch.Tensor
+    dvalue: torch.Tensor
+    dtype: torch.dtype
+
+    def buffer(self, message: Message) -> torch.Tensor:
+        """Where the gradients of a message may arrive, (2, batch, rows, head_dim)."""
+        shape = 2, self.dkey.shape[0], message.rows, self.dkey.shape[3]
+        return self.dkey.new_empty(shape, dtype=self.dtype)
+
+    def start(self, fetched: Fetched, dslots: torch.Tensor | None) -> GradientReturn:
+        """Return the gradients of a step's remote rows.
+
+        Args:
+            fetched: the step.
+            dslots: gradients of ``fetched.slots``, in the dtype in which gradients are summed.
+        """
+        send = None
+        if fetched.received is not None:
+            assert dslots is not None
+            send = fetched.received.message.sender, sum_slots(dslots, fetched.received)
+        return GradientReturn(self, send, fetched.sent)
+
+    def due(self) -> list[GradientReturn]:
+        """Returns of gradients that ranks have added up for others: there are none."""
+        return []

@@ -51,7 +51,7 @@ def merge_zero_keys(
             )
 
 
-_kept: WeakKeyDictionary[TileGroup, dict[Hashable, tuple[Block, ...]]] = WeakKeyDictionary()
+KEPT_BLOCKS: WeakKeyDictionary[TileGroup, dict[Hashable, tuple[Block, ...]]] = WeakKeyDictionary()
 """Blocks live as long as the plan of their group, whose size bounds theirs: at most as many blocks
 as it has tiles, for each of the last few batch sizes."""
 _BATCH_SIZES = 4
@@ -65,4 +65,4 @@ def _blocks(group: TileGroup, batch: int, heads_per_kv: int) -> tuple[Block, ...
             for block in family.blocks(batch, heads_per_kv)
         )
 
-    return keep_few(_kept.setdefault(group, {}), (batch, heads_per_kv), make, _BATCH_SIZES)
+    return keep_few(KEPT_BLOCKS.setdefault(group, {}), (batch, heads_per_kv), make, _BATCH_SIZES)

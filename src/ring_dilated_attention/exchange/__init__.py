@@ -7,6 +7,7 @@ ranks are threads, `SoloExchange` of a world of one rank; `Exchange` is what the
 `Pending` a transfer under way, and `Group` what a `group` argument may be. `group_name`,
 `exchange_named` and `resolve_exchange` lead from one to the other, `place_in` tells the rank,
 `run_loopback` runs ranks as threads, and `all_gather` is a collective out of transfers.
+`shard` and `unshard` lead from whole tensors to shards and back.
 
 `one_group` is what callers mean by `group` and `mesh`. `Placed` says how DTensors (`is_dtensor`)
 are placed on a mesh, and makes DTensors of results; `fill` sets a parameter that may be one.
@@ -21,7 +22,7 @@ is raised on every rank. `refuse_capture` keeps calls on several ranks out of CU
 call. `labels_per_rank` is what a loss is divided by where gradients are averaged, and
 `refuse_beside_wrapper` refuses calls whose gradients are not.
 `is_fully_sharded` and `gather_weights_in` are for modules under FSDP2. `own_part` is what a rank
-has of a dimension of a DTensor.
+has of a dimension of a DTensor. `untraced` keeps torch.compile out of a function.
 """
 
 from .agreement import Shared, agree, refuse_capture, settle, settle_later
@@ -36,6 +37,8 @@ from .names import Group, exchange_named, group_name, place_in, resolve_exchange
 from .padding import KNOWN_LENGTHS, check_padding_mask, lengths_of_mask
 from .presence import Presence, make_presence
 from .same_batch import agree_on_batch, check_same_batch
+from .sharding import shard, unshard
+from .untraced import untraced
 
 __all__ = [
     "KNOWN_LENGTHS",
@@ -75,4 +78,7 @@ __all__ = [
     "run_loopback",
     "settle",
     "settle_later",
+    "shard",
+    "unshard",
+    "untraced",
 ]

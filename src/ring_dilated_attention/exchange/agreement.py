@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ..untraced import untraced
-from .calls import Call, ExchangeError, Scope
+from .calls import Call, ExchangeError, LostPeerError, Scope
 from .interface import Exchange
+from .untraced import untraced
 
 
 class Shared(NamedTuple):
@@ -19,17 +20,29 @@ class Shared(NamedTuple):
     Attributes:
         words: each by its name, as messages show it.
         digest: of all of them, which is what ranks compare.
+        kind: of those that tell a kind of calls: see `settle`.
         advice: what to do where ranks differ, for the message.
     """
 
     words: Mapping[str, Any]
     digest: bytes
+    kind: bytes
     advice: str = ""
 
     @classmethod
-    def of(cls, words: Mapping[str, Any], advice: str = "") -> Shared:
-        """Arguments by name."""
-        return cls(words, hashlib.blake2b(repr(words).encode()).digest(), advice)
+    def of(
+        cls, words: Mapping[str, Any], advice: str = "", counted: Mapping[str, Any] | None = None
+    ) -> Shared:
+        """Arguments by name; `counted` are those that go on from call to call of one kind."""
+        kind = _digest(words)
+        if counted is None:
+            return cls(words, kind, kind, advice)
+        words = {**words, **counted}
+        return cls(words, _digest(words), kind, advice)
+
+
+def _digest(words: Mapping[str, Any]) -> bytes:
+    return hashlib.blake2b(repr(words).encode()).digest()
 
 
 _NOTHING = Shared.of({})
@@ -87,8 +100,12 @@ def settle(
 ) -> None:
     """Raise on every rank unless all are in the same call, with the same arguments.
 
-    One small collective, whatever the arguments: a rank that skipped it because it had seen its own
-    arguments before could not tell that another rank's are new, and would go on without it.
+    On one host it is one small collective in shared memory, whatever the arguments: a rank that
+    skipped it because it had seen its own arguments before could not tell that another rank's are
+    new, and would go on without it. Between hosts that holds too, but a rank waits for the others
+    in calls of a kind that is new to the group alone. In others it says which call it is in, and
+    goes on; where ranks differ, all of them raise as soon as they know, which is in their next call
+    at the latest, and in the call itself where they wait for rows.
 
     Args:
         scope: the call.
@@ -103,11 +120,33 @@ def settle(
         ExchangeError: the ranks are in different calls, or one of them is missing or has failed.
     """
     if ends.world_size > 1:
-        found = ends.maximum(_numbers(scope, shared, failure), device)
-        _compare(scope, found, ends.share, shared, failure)
+        numbers = _numbers(scope, shared, failure)
+        scope.identify(numbers[0])
+        _settle(scope, ends, device, numbers, shared, failure)
     if failure is not None:
         scope.in_step = True
         raise failure
+
+
+def _settle(
+    scope: Scope,
+    ends: Exchange,
+    device: torch.device,
+    numbers: list[int],
+    shared: Shared | None,
+    failure: Exception | None,
+) -> None:
+    """`settle` on several ranks."""
+    kind = scope.call.name, scope.call.part, device.type, shared and shared.kind
+    known = shared is not None and failure is None and kind in ends.calls.kinds
+    show = getattr(ends, "show_ahead", None)
+    shown = show(numbers, device) if known and show else None
+    if shown is not None:
+        ends.calls.agree_later(_Agreement(shown, shared, shown.is_done))
+        return
+    _compare(scope, ends.maximum(numbers, device), ends.share, shared, failure)
+    if failure is None:
+        ends.calls.kinds.add(kind)
 
 
 def settle_later(scope: Scope, ends: Exchange, device: torch.device) -> None:
@@ -125,15 +164,71 @@ def settle_later(scope: Scope, ends: Exchange, device: torch.device) -> None:
         ExchangeError: see `settle`; it may come from the first transfer, or from the next call.
     """
     show = getattr(ends, "show", None)
-    shown = show and show(_numbers(scope, _NOTHING, None), device)
+    numbers = _numbers(scope, _NOTHING, None)
+    shown = show and show(numbers, device)
     if shown is None:
         settle(scope, ends, device)
         return
+    scope.identify(numbers[0])
+    ends.calls.agree_later(_Agreement(shown, _NOTHING))
 
-    def agreement(scope: Scope) -> None:  # holds no `ends`: it may outlive them
-        _compare(scope, shown.wait(), shown.share, _NOTHING, None)
 
-    ends.calls.agree_later(agreement)
+class _Shown(Protocol):
+    """Numbers that this rank shows the others, and those that others show it."""
+
+    def wait(self) -> list[int]:
+        """The elementwise maximum over all ranks."""
+
+    def share(self, value: Any) -> list[Any]:
+        """See `Exchange.share`."""
+
+
+class _Agreement:
+    """See `calls.Agreement`; it holds no `Exchange`, which it may outlive.
+
+    Args:
+        shown: this rank's `_numbers`.
+        shared: the arguments that must be equal on all ranks.
+        is_done: whether all ranks have been heard of; None: they are waited for before a row of
+            the call moves.
+    """
+
+    def __init__(
+        self, shown: _Shown, shared: Shared | None, is_done: Callable[[], bool] | None = None
+    ) -> None:
+        self.before_rows = is_done is None
+        self._shown, self._shared, self._is_done = shown, shared, is_done
+        self._lock = threading.Lock()
+        self._error: Exception | None = None
+        self._is_known = False
+
+    def is_done(self) -> bool:
+        return self._is_done is not None and self._is_done()
+
+    def __call__(self, scope: Scope) -> None:
+        with self._lock:
+            self._find(scope)
+        if self._error is not None:
+            raise self._error
+
+    def failure(self, scope: Scope) -> Exception | None:
+        if not self.is_done() or not self._lock.acquire(blocking=False):
+            return None
+        try:
+            self._find(scope)
+        finally:
+            self._lock.release()
+        # A rank that is lost is the business of those who wait for it.
+        return None if isinstance(self._error, LostPeerError) else self._error
+
+    def _find(self, scope: Scope) -> None:
+        if self._is_known:
+            return
+        self._is_known = True
+        try:
+            _compare(scope, self._shown.wait(), self._shown.share, self._shared, None)
+        except (ExchangeError, ValueError) as error:
+            self._error = error
 
 
 def _numbers(scope: Scope, shared: Shared | None, failure: Exception | None) -> list[int]:
@@ -158,7 +253,7 @@ def _compare(
         return
     refusal = failure and f"{type(failure).__name__}: {failure}"
     everyone = share((scope.call, shared and shared.words, refusal))
-    scope.in_step = True  # every rank raises now, and may go on with its next call
+    scope.differ()
     others = None if failed else _other_calls(everyone)
     if others is not None:
         raise ExchangeError(others)

@@ -318,8 +318,8 @@ def make_board(rank: int, world_size: int, share: Callable[[Any], list[Any]]) ->
         share: every rank's value, by rank: a collective.
     """
     file, place = None, None
-    if rank == 0 and (file := _create(Board.nbytes(world_size))):
-        place = f"/proc/{os.getpid()}/fd/{file.fileno()}", _token(file)
+    if rank == 0 and (file := create_file(Board.nbytes(world_size))):
+        place = f"/proc/{os.getpid()}/fd/{file.fileno()}", token_of(file)
     place = share(place)[0]
     if place is None:
         return None
@@ -328,13 +328,13 @@ def make_board(rank: int, world_size: int, share: Callable[[Any], list[Any]]) ->
     with suppress(OSError):  # another host, or what looks like one
         if file is None and os.readlink(name).startswith(f"/memfd:{PREFIX}"):
             file = open(name, "r+b", buffering=0)  # noqa: SIM115
-        if file is not None and _token(file) == token:
+        if file is not None and token_of(file) == token:
             board = Board(file, rank, world_size)
     everyone_has = all(share(board is not None))
     return board if everyone_has else None
 
 
-def _create(nbytes: int) -> Any:
+def create_file(nbytes: int) -> Any:
     """A file of zeros in memory, and a token at its end; None where there is none."""
     if fcntl is None or not hasattr(os, "memfd_create"):
         return None
@@ -345,6 +345,7 @@ def _create(nbytes: int) -> Any:
     return None
 
 
-def _token(file: BinaryIO) -> bytes:
+def token_of(file: BinaryIO) -> bytes:
+    """The token at the end of a board's file: a file of another host has another one."""
     file.seek(-_TOKEN_BYTES, os.SEEK_END)
     return file.read()

@@ -15,6 +15,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from .kinds import Kinds
+
+_MOST_TAG = 2**31 - 1
+
 
 class Call(NamedTuple):
     """What tells a call from every other one of its group.
@@ -105,6 +109,19 @@ class Scope:
         self.call, self.in_step = call, False
         self._calls = calls
 
+    def identify(self, identity: int) -> None:
+        """Have messages say which call they belong to, by a number that differs in others."""
+        self._calls.tag = identity & _MOST_TAG
+
+    def differ(self) -> None:
+        """The ranks are in different calls, or differ in an argument, and all of them know.
+
+        All raise now, and may go on with their next call, for which what is under way does not
+        count.
+        """
+        self.in_step = True
+        self._calls.begin_anew()
+
     def __enter__(self) -> Scope:
         return self
 
@@ -114,7 +131,32 @@ class Scope:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if error is None:
+            try:
+                self._calls.look()
+            except BaseException as found:
+                self._calls.leave(self, found)
+                raise
         self._calls.leave(self, error)
+
+
+class Agreement(Protocol):
+    """That all ranks are in a call, which is still to be found."""
+
+    before_rows: bool
+    """Whether it is waited for before a row of the call moves; else in the next call."""
+
+    def is_done(self) -> bool:
+        """Whether all ranks have been heard of; False where `before_rows`."""
+
+    def __call__(self, scope: Scope) -> None:
+        """Wait for all ranks, and raise unless they are in this call."""
+
+    def failure(self, scope: Scope) -> Exception | None:
+        """What the call raises, if that is known by now; for another thread than the one it is in.
+
+        None where that thread is about to find it.
+        """
 
 
 class Calls:
@@ -126,9 +168,12 @@ class Calls:
         roll: how the ranks know of each other.
         close: ends all transfers of this rank with the others, who wait for none of them any more.
         main: the thread that calls need not name; None: the main thread of the process.
+        begin_anew: lets go of transfers under way, when all ranks know that they are in vain.
 
     Attributes:
         number: how many have begun.
+        tag: what tells messages of the last one from those of others, in 31 bits.
+        kinds: of the calls that all ranks have agreed on before.
     """
 
     def __init__(
@@ -138,8 +183,11 @@ class Calls:
         roll: Roll,
         close: Callable[[], None] = lambda: None,
         main: threading.Thread | None = None,
+        begin_anew: Callable[[], None] = lambda: None,
     ) -> None:
-        self.number = 0
+        self.number = self.tag = 0
+        self.kinds = Kinds()
+        self._begin_anew = begin_anew
         self._rank, self._world_size = rank, world_size
         self._roll, self._close = roll, close
         self._failure: Finding | None = None
@@ -147,7 +195,8 @@ class Calls:
         self._main = main or threading.main_thread()
         self._in_call = self._users = self._main
         self._scope: Scope | None = None  # of the last call
-        self._late: Callable[[Scope], None] | None = None
+        self._late: Agreement | None = None
+        self._told: Agreement | None = None  # of which the thread that calls has been told
 
     def enter(self, name: str, part: str, of: int = 0) -> Scope:
         """Begin a call; use the result in a ``with`` statement.
@@ -193,11 +242,11 @@ class Calls:
         self._in_call = thread
         return thread
 
-    def agree_later(self, agreement: Callable[[Scope], None]) -> None:
-        """Have the call under way agreed on before a row of it moves, or else in the next call.
+    def agree_later(self, agreement: Agreement) -> None:
+        """Have the call under way agreed on later: in the next call at the latest.
 
         Args:
-            agreement: takes the call; raises unless all ranks are in it.
+            agreement: of it.
         """
         self._late = agreement
 
@@ -206,7 +255,42 @@ class Calls:
         agreement, self._late = self._late, None
         if agreement is not None:
             assert self._scope is not None
-            agreement(self._scope)
+            try:
+                agreement(self._scope)
+            except BaseException:
+                _interrupt(threading.get_ident(), None)  # this says it
+                raise
+
+    def before_rows(self) -> None:
+        """Agree on the call under way if that comes before its rows, or need not be waited for."""
+        if self._late is not None and self._late.before_rows:
+            self.agree_now()
+        self.look()
+
+    def look(self) -> None:
+        """Raise if the ranks are known to be in different calls; waits for none of them."""
+        if self._late is not None and self._late.is_done():
+            self.agree_now()
+
+    def look_aside(self) -> bool:
+        """As `look`, in a thread that watches streams: it is raised in the thread that calls.
+
+        Returns:
+            Whether the ranks are in different calls.
+        """
+        late, scope = self._late, self._scope
+        error = None if late is None or scope is None else late.failure(scope)
+        if error is None:
+            return False
+        if late is not self._told:
+            self._told = late
+            self.interrupt(str(error), late)
+        return True
+
+    def begin_anew(self) -> None:
+        """Forget which calls were agreed on, and what is under way: all ranks do so at once."""
+        self.kinds.clear()
+        self._begin_anew()
 
     def _refuse(self, thread: threading.Thread, other: threading.Thread, name: str) -> None:
         text = (
@@ -251,23 +335,27 @@ class Calls:
         self._roll.fail(finding)
         return True
 
-    def interrupt(self, finding: Finding) -> None:
+    def interrupt(self, why: str, late: Agreement | None = None) -> None:
         """Raise an `ExchangeError` in the thread that calls, which has gone on to something else.
 
         It comes as soon as that thread runs Python again: calls of this group have returned what
         their streams have yet to receive, and never will.
 
         Args:
-            finding: why.
+            why: what has happened.
+            late: what has failed, which the next call raises, unless this has come before.
         """
+        calls = self
         text = (
-            f"{finding.text}; this is rank {self._rank}, whose calls up to call {self.number} of "
+            f"{why}; this is rank {self._rank}, whose calls up to call {self.number} of "
             f"the group of {self._world_size} ranks have no valid results"
         )
 
         class ToldError(ExchangeError):
             def __init__(self, *args: Any) -> None:
                 super().__init__(*(args or (text,)))
+                if late is not None and calls._late is late:
+                    calls._late = None
 
         told = ToldError
         told.__name__ = told.__qualname__ = ExchangeError.__name__
@@ -296,6 +384,9 @@ class _OfOneRank(Calls):
         return Scope(self, Call(0, name, part, of))
 
     def leave(self, scope: Scope, error: BaseException | None) -> None:
+        pass
+
+    def look(self) -> None:
         pass
 
     def fail(self, finding: Finding) -> bool:

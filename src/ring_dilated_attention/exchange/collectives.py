@@ -1,8 +1,9 @@
 """Agreements of a process group by torch.distributed: at its first call, and between hosts.
 
-Ranks of one Linux host have a `board` for this from their first call on. Others agree over gloo,
-also where their group has NCCL alone: a collective of NCCL that a rank does not come to keeps the
-device from ever being idle again, and cannot be left.
+Ranks of one Linux host have a `board` for this from their first call on, others a `relay`, if they
+reach each other's ports. Else they agree over gloo, also where their group has NCCL alone: a
+collective of NCCL that a rank does not come to keeps the device from ever being idle again, and
+cannot be left.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from .calls import Call, Finding, LostPeerError
 from .devices import takes_cpu
 from .notices import Notices
 from .presence import Presence, make_presence, own_address
+from .relay import Relay, make_relay
 from .waiter import LOOK_S, Waiter, waiting
 
 _POLL_S = 0.002  # between looks into the store
@@ -55,11 +57,11 @@ class Collectives:
         self._agreed: Call | None = None  # the last call in which all ranks were seen
         self._presence: Presence | None = None
 
-    def meet(self, timeout: float) -> None:
+    def meet(self, timeout: float) -> Relay | None:
         """Prepare for calls without a board. All ranks make this call.
 
         They learn how to tell that the process of another one has ended, and connect to each other
-        over gloo where the group cannot do that.
+        for agreements: by a relay, or else over gloo where the group cannot do that.
 
         Args:
             timeout: seconds to wait for the others.
@@ -69,8 +71,11 @@ class Collectives:
         """
         share = partial(self.share, timeout=timeout)
         self._presence = make_presence(self._rank, self._world_size, self._store, share)
-        if self._on_cpu:
-            return
+        relay = None
+        if self._presence is not None:  # else they do not reach each other
+            relay = make_relay(self._rank, self._world_size, self._store, share, self)
+        if relay is not None or self._on_cpu:
+            return relay
         options = _gloo_options(self._store, timeout)
         store = dist.PrefixStore("gloo", self._store)
         with waiting([], timeout):
@@ -78,6 +83,7 @@ class Collectives:
                 lambda: dist.ProcessGroupGloo(store, self._rank, self._world_size, options),
                 lambda: self.look([]),
             )
+        return None
 
     @property
     def _gloo(self) -> Any:
@@ -101,7 +107,7 @@ class Collectives:
         data = pickle.dumps(value)
         with waiting([], timeout):
             found = (self._by_store if self._gloo is None else self._by_gloo)(data, timeout)
-        self._seen()
+        self.seen()
         return [pickle.loads(each) for each in found]
 
     def maximum(self, values: Sequence[int], timeout: float) -> list[int]:
@@ -115,10 +121,11 @@ class Collectives:
         tensor = torch.tensor(values, dtype=torch.int64)
         with waiting([], timeout):
             self._finish(self._gloo.allreduce([tensor], options))
-        self._seen()
+        self.seen()
         return [int(value) for value in tensor.tolist()]
 
-    def _seen(self) -> None:
+    def seen(self) -> None:
+        """All ranks have been heard of, in a round of agreement that this call has begun."""
         self._agreed = self._call
 
     def _by_gloo(self, data: bytes, timeout: float) -> list[bytes]:

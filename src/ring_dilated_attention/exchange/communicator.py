@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -29,7 +29,8 @@ class Communicator:
     They do not queue behind the caller's collectives, nor these behind them. It is put together
     here because `new_group` needs ranks that are not in the group: all of them, or, with
     ``use_local_synchronization``, that they have made as many groups before. All members make
-    theirs at once.
+    theirs at once. gloo's messages say which call they belong to: one of another call is not
+    received.
 
     Args:
         group: the group.
@@ -37,6 +38,8 @@ class Communicator:
         timeout: seconds to wait for another rank.
         calls: of the group.
         roll: what the ranks know of each other.
+        name: tells it from the others of the group, on all ranks.
+        peers: the ranks that rows travel to and from; NCCL connects to them.
     """
 
     def __init__(
@@ -46,12 +49,14 @@ class Communicator:
         timeout: float,
         calls: Calls,
         roll: Roll,
+        name: str,
+        peers: Collection[int],
     ) -> None:
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         store = dist.PrefixStore(
-            f"ring_dilated_attention {device.type} {timeout}", _get_process_group_store(group)
+            f"ring_dilated_attention {device.type} {name}", _get_process_group_store(group)
         )
-        self._timeout, self._roll = timeout, roll
+        self._timeout, self._calls, self._roll = timeout, calls, roll
         self._under_way: WeakSet[Works] = WeakSet()
         self._watch: Watch | None = None
         self._waiter = Waiter() if device.type == "cpu" else None
@@ -68,19 +73,22 @@ class Communicator:
         self._messages._set_default_backend(kind)
         self._messages._register_backend(torch.device(device.type), kind, self._backend)
         if device.type == "cuda":
-            self._connect(device)
+            self._connect(device, peers)
             self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             abort = partial(_abort, self._backend)
             self._watch = Watch(calls, roll, abort, timeout, partial(prepare_to_watch, device))
 
-    def _connect(self, device: torch.device) -> None:
-        """Connect every pair of ranks: NCCL does it at their first transfer, and takes long."""
+    def _connect(self, device: torch.device, peers: Collection[int]) -> None:
+        """Connect pairs of ranks: NCCL does it at their first transfer, and takes long."""
         rank, world_size = self._messages.rank(), self._messages.size()
         self._messages.allreduce([torch.zeros(1, device=device)]).wait()
         for step in range(1, world_size):
             sent, received = torch.zeros(2, 1, device=device).unbind(0)
             to, source = (rank + step) % world_size, (rank - step) % world_size
-            self.transfer((to, sent), (source, received)).wait()
+            self.transfer(
+                (to, sent) if to in peers else None,
+                (source, received) if source in peers else None,
+            ).wait()
         torch.cuda.synchronize(device)
 
     def transfer(
@@ -95,7 +103,8 @@ class Communicator:
         ]
         tensors = [tensor for *_, tensor in transfers]
         if not transfers or not tensors[0].is_cuda:
-            works = [(peer, _started(start, peer, x)) for start, peer, x in transfers]
+            tag = self._calls.tag
+            works = [(peer, _started(start, peer, x, tag)) for start, peer, x in transfers]
         else:
             device = tensors[0].device
             computed = torch.cuda.current_stream(device).record_event()
@@ -113,7 +122,7 @@ class Communicator:
                     work.wait()
                     done = self._side.record_event()
                 self._watch.add(UnderWay(computed.query, done.query, tuple(peers)))
-        begun = Works(works, tensors, self._timeout, self._roll, self._waiter)
+        begun = Works(works, tensors, self._timeout, self._calls, self._roll, self._waiter)
         self._under_way.add(begun)
         return begun
 
@@ -124,10 +133,18 @@ class Communicator:
                 works.forget()
             self._messages = self._backend = None
 
+    def abandon(self) -> None:
+        """End all transfers, which all ranks know to be in vain; nobody uses this object again."""
+        if self._watch is not None:
+            self._watch.end()
+            self._backend.abort()
+        self._watch = None
+        self.close()
 
-def _started(start: Callable[..., Any], peer: int, tensor: torch.Tensor) -> Any:
+
+def _started(start: Callable[..., Any], peer: int, tensor: torch.Tensor, tag: int) -> Any:
     try:
-        return start([tensor], peer, 0)
+        return start([tensor], peer, tag)
     except RuntimeError as error:  # gloo: the connection is closed already
         raise LostPeerError([peer]) from error
 
@@ -161,6 +178,7 @@ class Works:
         works: each with the rank that it waits for.
         tensors: what they send and receive.
         timeout: seconds after which a wait on the host fails.
+        calls: that they are part of.
         roll: what the ranks know of each other.
         waiter: waits on the host; None: works are waited for by streams.
     """
@@ -170,11 +188,12 @@ class Works:
         works: list[tuple[int, Any]],
         tensors: list[torch.Tensor],
         timeout: float,
+        calls: Calls,
         roll: Roll,
         waiter: Waiter | None,
     ) -> None:
-        self._works, self._tensors = works, tensors
-        self._timeout, self._roll, self._waiter = timeout, roll, waiter
+        self._works, self._tensors, self._timeout = works, tensors, timeout
+        self._calls, self._roll, self._waiter = calls, roll, waiter
 
     def wait(self) -> None:
         """See `exchange.Pending.wait`."""
@@ -184,9 +203,13 @@ class Works:
                 if self._waiter is None:
                     work.wait()
                 else:
-                    self._waiter.run(work.wait, partial(self._roll.look, [peer]))
+                    self._waiter.run(work.wait, partial(self._look, peer))
             self._roll.waits_for(None)
         self._tensors.clear()
+
+    def _look(self, peer: int) -> None:
+        self._calls.look()  # first: ranks in different calls wait for each other in vain
+        self._roll.look([peer])
 
     def forget(self) -> None:
         """Let go of transfers that nobody is to wait for any more."""

@@ -1,61 +1,82 @@
-"""CUDA's driver, as far as torch does not offer it: flags that streams wait for, shared memory."""
+"""CUDA's driver, as far as torch does not offer it: flags that streams wait for, shared memory.
+
+It is called through NVIDIA's `cuda-bindings`, which torch's CUDA wheels for Linux require from
+torch 2.10 on.
+"""
 
 from __future__ import annotations
 
-import ctypes
 from functools import lru_cache
 from typing import Any
 
-_POINTER, _ADDRESS, _WORD = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32
-_SIZE, _HANDLE, _OPTIONS, _KIND = ctypes.c_size_t, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int
-_FUNCTIONS = {
-    "cuStreamWaitValue32_v2": [_POINTER, _ADDRESS, _WORD, ctypes.c_uint],
-    "cuStreamWriteValue32_v2": [_POINTER, _ADDRESS, _WORD, ctypes.c_uint],
-    "cuMemcpyDtoDAsync_v2": [_ADDRESS, _ADDRESS, _SIZE, _POINTER],
-    "cuMemGetAllocationGranularity": [_POINTER, _POINTER, _KIND],
-    "cuMemCreate": [_POINTER, _SIZE, _POINTER, _OPTIONS],
-    "cuMemExportToShareableHandle": [_POINTER, _HANDLE, _KIND, _OPTIONS],
-    "cuMemImportFromShareableHandle": [_POINTER, _POINTER, _KIND],
-    "cuMemRelease": [_HANDLE],
-    "cuMemAddressReserve": [_POINTER, _SIZE, _SIZE, _ADDRESS, _OPTIONS],
-    "cuMemAddressFree": [_ADDRESS, _SIZE],
-    "cuMemMap": [_ADDRESS, _SIZE, _SIZE, _HANDLE, _OPTIONS],
-    "cuMemUnmap": [_ADDRESS, _SIZE],
-    "cuMemSetAccess": [_ADDRESS, _SIZE, _POINTER, _SIZE],
-    "cuThreadExchangeStreamCaptureMode": [_POINTER],
-    "cuGetErrorString": [_KIND, _POINTER],
-}
-
-WAIT_EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
+import torch
 
 
 @lru_cache(maxsize=1)
 def driver() -> Any:
-    """The library, which torch has loaded; pass what its functions return to `check`."""
-    library = ctypes.CDLL("libcuda.so.1")
-    for name, arguments in _FUNCTIONS.items():
-        getattr(library, name).argtypes = arguments
-    return library
+    """NVIDIA's bindings of the driver; pass what their functions return to `checked`.
+
+    Raises:
+        RuntimeError: they are not installed.
+    """
+    try:
+        from cuda.bindings import driver as bindings
+    except ImportError as error:
+        version = str(torch.version.cuda or "13").split(".")[0]
+        raise RuntimeError(
+            "copies between GPUs call CUDA's driver through NVIDIA's cuda-bindings, which torch's "
+            f"CUDA wheels require from torch 2.10 on, but here: {error}. "
+            f"Install it: pip install 'cuda-bindings=={version}.*'"
+        ) from error
+    return bindings
 
 
-def query_while_capturing() -> None:
-    """Let the current thread ask for events while another one captures a CUDA graph."""
-    mode = ctypes.c_int(1)  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-    check(driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)), "watching transfers")
-
-
-def check(result: int, what: str) -> None:
-    """Raise unless a function of the driver returned success.
+def checked(outcome: tuple[Any, ...], what: str) -> Any:
+    """What a function of the driver returned beside CUDA_SUCCESS.
 
     Args:
-        result: what it returned.
+        outcome: its result: a code, and a value if the function has one.
         what: what it was for, for the message.
+
+    Returns:
+        The value; None if the function has none.
 
     Raises:
         RuntimeError: it failed.
     """
-    if result:
-        text = ctypes.c_char_p()
-        driver().cuGetErrorString(result, ctypes.byref(text))
-        reason = text.value.decode() if text.value else "unknown"
-        raise RuntimeError(f"CUDA driver error {result} in {what}: {reason}")
+    code, *values = outcome
+    if code:
+        _, text = driver().cuGetErrorString(code)
+        reason = text.decode() if text else "unknown"
+        raise RuntimeError(f"CUDA driver error {int(code)} in {what}: {reason}")
+    return values[0] if values else None
+
+
+def query_while_capturing() -> None:
+    """Let the current thread ask for events while another one captures a CUDA graph."""
+    mode = driver().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+    checked(driver().cuThreadExchangeStreamCaptureMode(mode), "watching transfers")
+
+
+def wait_for_flag(stream: int, address: int, value: int) -> None:
+    """Have a stream wait until the 32 bits at an address of device memory equal a value."""
+    equal = driver().CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ
+    _start(driver().cuStreamWaitValue32(stream, address, value, equal))
+
+
+def set_flag(stream: int, address: int, value: int) -> None:
+    """Have a stream write 32 bits to an address of device memory.
+
+    Other devices that see the value also see everything the stream wrote before.
+    """
+    fenced = driver().CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT
+    _start(driver().cuStreamWriteValue32(stream, address, value, fenced))
+
+
+def copy(stream: int, target: int, source: int, nbytes: int) -> None:
+    """Have a stream copy bytes between addresses of device memory, by a copy engine."""
+    _start(driver().cuMemcpyDtoDAsync(target, source, nbytes, stream))
+
+
+def _start(outcome: tuple[Any, ...]) -> None:
+    checked(outcome, "a transfer between GPUs")

@@ -1,42 +1,33 @@
 """This rank's end of a group of torch.distributed.
 
-Rows travel by copies between GPUs of one host (`peer_memory`), else by messages (`communicator`).
+Rows travel by copies between GPUs of one host (`peer_memory`), else by messages (`communicator`);
+`by_pair` says which by which.
 """
 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary, WeakMethod
 
 import torch
 import torch.distributed as dist
 
-from ..untraced import untraced
-from ..version import VERSION
+from .. import __version__
 from .board import Shown, make_board
+from .by_pair import ByPair, Site, Transport, make_transport
 from .calls import ALONE, Calls, ExchangeError, LostPeerError
 from .collectives import Collectives
-from .communicator import Communicator, timeout_of
+from .communicator import timeout_of
+from .hosts import agreed_hosts, checked_hosts, own_host
 from .interface import Pending
-from .peer_memory import PeerMemory, out_of_reach, place_of
+from .peer_memory import PeerMemory
+from .relay import Passed
+from .untraced import untraced
 from .waiter import Waiter
-
-
-class _Transport(Protocol):
-    """How rows travel between the ranks of a group."""
-
-    def transfer(
-        self, send: tuple[int, torch.Tensor] | None, receive: tuple[int, torch.Tensor] | None
-    ) -> Pending:
-        """See `Exchange.start`."""
-
-    def close(self) -> None:
-        """End all transfers, so that no other rank waits for this one."""
 
 
 class _Members:
@@ -50,39 +41,58 @@ class _Members:
 
     Attributes:
         timeout: the group's own, in seconds.
+        hosts: host of each rank.
+        board: how ranks of one host agree; None between hosts.
+        relay: how others do; None with a board, and where they do not reach each other's ports.
+        agreements: the one of these that there is, else collectives of the group.
+        generation: how often the ranks have begun anew.
 
     Raises:
         LostPeerError: a rank did not come.
-        ExchangeError: ranks have different versions of this package.
+        ExchangeError: ranks have different versions of this package, or were told different hosts.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout: float | None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, timeout: float | None, hosts: tuple[int, ...] | None
+    ) -> None:
         self.timeout = timeout_of(group)
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-        self.transports: dict[Any, _Transport] = {}
-        self.is_closed = False
+        self.transports: dict[Any, Transport] = {}
+        self.is_closed, self.generation = False, 0
         close = _weakly(self.close)  # a thread that watches transfers holds what it may call
         self.collectives = Collectives(group, close)
         limit = self.timeout if timeout is None else timeout
         share = partial(self.collectives.share, timeout=limit)
         try:
-            _check_versions(share(VERSION))
-            self.board = make_board(rank, world_size, share)
+            versions, *told = zip(*share((__version__, own_host(), hosts)), strict=True)
+            _check_versions(versions)
+            self.hosts = agreed_hosts(list(zip(*told, strict=True)))
+            self.board = self.relay = None
+            if not any(self.hosts):
+                self.board = make_board(rank, world_size, share)
             if self.board is None:
-                self.collectives.meet(limit)
+                self.relay = self.collectives.meet(limit)
         except LostPeerError as lost:
             raise ExchangeError(
                 f"{self.collectives.explain(lost).text}; this is rank {rank} in its first call of "
                 f"the group of {world_size} ranks"
             ) from lost
         self.roll = self.board or self.collectives
-        self.calls = Calls(rank, world_size, self.roll, close)
+        self.agreements = self.board or self.relay or self.collectives
+        self.calls = Calls(rank, world_size, self.roll, close, begin_anew=_weakly(self.begin_anew))
 
     def close(self) -> None:
         """End all transfers, and begin no other."""
         self.is_closed = True
         for transport in self.transports.values():  # which stay: streams may still be using them
             transport.close()
+
+    def begin_anew(self) -> None:
+        """Let go of transfers that all ranks know to be in vain; the next call makes others."""
+        if self.board is None:  # else they have agreed before the first
+            self.generation += 1
+            while self.transports:
+                self.transports.popitem()[1].abandon()
 
 
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:
@@ -97,7 +107,7 @@ def _weakly(method: Callable[[], None]) -> Callable[[], None]:
     return call
 
 
-def _check_versions(versions: list[str]) -> None:
+def _check_versions(versions: Sequence[str]) -> None:
     """Ranks of different versions might not mean the same by the same message."""
     if len(set(versions)) > 1:
         found = ", ".join(f"{each} on rank {rank}" for rank, each in enumerate(versions))
@@ -108,8 +118,10 @@ def _check_versions(versions: list[str]) -> None:
 
 
 @untraced
-def _meet(group: dist.ProcessGroup, timeout: float | None) -> _Members:
-    return _Members(group, timeout)
+def _meet(
+    group: dist.ProcessGroup, timeout: float | None, hosts: tuple[int, ...] | None
+) -> _Members:
+    return _Members(group, timeout, hosts)
 
 
 _members: WeakKeyDictionary[dist.ProcessGroup, _Members] = WeakKeyDictionary()
@@ -120,29 +132,38 @@ class ProcessGroupExchange:
     """An `Exchange` over a ProcessGroup of torch.distributed (gloo, NCCL).
 
     GPUs of one host that can read each other's memory move rows by their copy engines, which take
-    no multiprocessor from the compute and NVLink's whole rate. Elsewhere rows travel as messages,
-    over a communicator of their own: they do not queue behind the caller's collectives, nor these
-    behind them. The first call with a group makes what is needed; a communicator of NCCL connects
-    every pair of ranks, which takes seconds.
+    no multiprocessor from the compute and NVLink's whole rate. Elsewhere, and between hosts, rows
+    travel as messages, over a communicator of their own: they do not queue behind the caller's
+    collectives, nor these behind them. The first call with a group makes what is needed; a
+    communicator of NCCL connects every pair of ranks that needs it, which takes seconds.
+
+    Ranks of several hosts agree over TCP, without waiting for each other but for the first call of
+    a kind: where they turn out to be in different calls, all raise in the next one at the latest.
 
     A rank whose process has ended ends the others' waits for it within seconds. Where ranks share a
     host, that holds from the group's first call on, and for streams of their devices too.
 
     Args:
         group: the group; this process must be a member.
-        peer_memory: whether copy engines move rows; the same on all ranks. None: where they can,
-            with a warning where the ranks' GPUs can read each other's memory and the system does
-            not let them share it. They take 32 MiB of a GPU for each group, beside what torch has
-            allocated.
+        peer_memory: whether copy engines move rows within a host; the same on all ranks. None:
+            where they can, with a warning where the ranks' GPUs can read each other's memory and
+            the system does not let them share it. They take 32 MiB of a GPU for each group, beside
+            what torch has allocated.
         timeout: how long to wait for another rank that is alive and does not answer, in seconds or
             as a timedelta; the same on all ranks. None: the group's own timeout (see
             `torch.distributed.init_process_group`), as it is at the group's first call.
+        hosts: the host of each rank of the group, integers >= 0, the same on all ranks: rows travel
+            as messages between ranks whose hosts differ. None: as the group's first call finds
+            them, by who can share memory.
 
     Raises:
-        TypeError: `timeout` is neither a number, a timedelta nor None.
-        ValueError: this process is not a member of the group, or `timeout` is not > 0 and finite;
-            from the first call, with ``peer_memory=True``: the tensors are not on CUDA devices of
-            one host that can read each other's memory.
+        TypeError: `timeout` is neither a number, a timedelta nor None, or `hosts` is no sequence of
+            integers.
+        ValueError: this process is not a member of the group, `timeout` is not > 0 and finite, or
+            `hosts` does not have one integer >= 0 for each rank; from the first call: the group has
+            been told other hosts before, or, with ``peer_memory=True``, ranks of one host do not
+            have their tensors on CUDA devices that can read each other's memory.
+        ExchangeError: from the first call: ranks were given different `hosts`.
         RuntimeError: from the first call, with ``peer_memory=True``: they cannot share it.
     """
 
@@ -152,6 +173,7 @@ class ProcessGroupExchange:
         *,
         peer_memory: bool | None = None,
         timeout: float | timedelta | None = None,
+        hosts: Sequence[int] | None = None,
     ) -> None:
         self.rank = dist.get_rank(group)
         if self.rank < 0:
@@ -161,7 +183,22 @@ class ProcessGroupExchange:
         self._group = group
         self._peer_memory = peer_memory
         self._given_timeout = None if timeout is None else _seconds(timeout)
+        self._given_hosts = checked_hosts(hosts, self.world_size)
         self._found: _Members | None = None
+
+    @property
+    def hosts(self) -> tuple[int, ...]:
+        """Host of each rank, numbered from 0; the first call finds them."""
+        return self._met.hosts
+
+    @property
+    def waits(self) -> int:
+        """How often this rank has waited for all others at once, to agree or to share an object.
+
+        Of ranks of several hosts, or without a board; those of one host wait in every call.
+        """
+        relay = self._met.relay
+        return 0 if relay is None else relay.waits
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -182,7 +219,14 @@ class ProcessGroupExchange:
         if met is None:
             met = _members.get(self._group)
             if met is None:
-                met = _members[self._group] = _meet(self._group, self._given_timeout)
+                met = _members[self._group] = _meet(
+                    self._group, self._given_timeout, self._given_hosts
+                )
+            if self._given_hosts not in (None, met.hosts):
+                raise ValueError(
+                    f"hosts of a group are known from its first call on: {list(met.hosts)}; got "
+                    f"{list(self._given_hosts or ())}: make another group for them"
+                )
             self._found = met
         return met
 
@@ -197,18 +241,21 @@ class ProcessGroupExchange:
         """See `Exchange.start`."""
         if send is None and receive is None:
             return _Nothing()
-        self.calls.agree_now()
+        self.calls.before_rows()
         if send is not None:
             self.sent_bytes += send[1].nbytes
         _, tensor = send or receive or (0, torch.empty(0))
         return self._transport(tensor.device).transfer(send, receive)
 
-    def _transport(self, device: torch.device) -> _Transport:
+    def _key(self, device: torch.device) -> tuple[Any, ...]:
+        return device.type, self._peer_memory, self._timeout
+
+    def _transport(self, device: torch.device) -> Transport:
         """How rows on `device` travel; for the first time, all members ask at once."""
         met = self._met
         if met.is_closed:
             raise LostPeerError([])
-        key = device.type, self._peer_memory, self._timeout
+        key = self._key(device)
         if key not in met.transports:
             if device == torch.device("cuda"):  # which one, the thread that makes it cannot say
                 device = torch.device("cuda", torch.cuda.current_device())
@@ -217,51 +264,11 @@ class ProcessGroupExchange:
             )
         return met.transports[key]
 
-    def _make(self, device: torch.device) -> _Transport:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)  # of the thread that makes it
-        copies = self._peer_memory or (self._peer_memory is None and device.type == "cuda")
-        made = self._share_memory(device) if copies else None
-        if made is not None:
-            return made
-        met = self._met
-        try:
-            return Communicator(self._group, device, self._timeout, met.calls, met.roll)
-        except RuntimeError:
-            met.roll.look(self._others)  # they may be what it could not connect to
-            raise
-
-    def _share_memory(self, device: torch.device) -> PeerMemory | None:
-        """Peer memory of the group; None where that is not to be had, and was not asked for."""
-        reason = out_of_reach(self.share(place_of(device)))
-        if reason is not None:
-            if self._peer_memory:
-                raise ValueError(
-                    "peer_memory=True needs ranks on CUDA devices of one host, which can read each "
-                    f"other's memory and are visible to every rank; {reason}"
-                )
-            return None
-        made, failure = None, ""
-        try:
-            met = self._met
-            made = PeerMemory(
-                self.rank, self.world_size, self.share, device, met.calls, met.roll, self._timeout
-            )
-        except RuntimeError as error:
-            failure = f"rank {self.rank}: {error}"
-        # Having heard of all, nobody writes to memory that its rank has yet to clear.
-        failures = [one for one in self.share(failure) if one]
-        if failures and self._peer_memory:
-            raise RuntimeError(f"peer_memory=True, but memory cannot be shared: {failures}")
-        if failures:
-            warnings.warn(
-                "the GPUs of this host could read each other's memory, but cannot share it, so "
-                "rows travel as messages, which is slower (peer_memory=False asks for that): "
-                f"{failures}",
-                stacklevel=2,
-            )
-            return None
-        return made
+    def _make(self, device: torch.device) -> Transport:
+        met, own = self._met, self._timeout
+        name = f"{own} {met.generation}"
+        site = Site(self._group, met.hosts, self.share, met.calls, met.roll, own, name)
+        return make_transport(site, device, peer_memory=self._peer_memory)
 
     def outbox_bytes(self, device: torch.device) -> int:
         """Bytes of `device` that copies take beside what torch has allocated.
@@ -270,19 +277,15 @@ class ProcessGroupExchange:
         """
         if self._group not in _members:
             return 0
-        key = device.type, self._peer_memory, self._timeout
-        transport = self._met.transports.get(key)
-        return transport.nbytes if isinstance(transport, PeerMemory) else 0
+        transport = self._met.transports.get(self._key(device))
+        return transport.nbytes if isinstance(transport, PeerMemory | ByPair) else 0
 
     def maximum(self, values: Sequence[int], device: torch.device) -> list[int]:
         """See `Exchange.maximum`."""
         if self.world_size == 1:
             return list(values)
         self.calls.agree_now()
-        on_cuda = int(device.type == "cuda")
-        met = self._met
-        found = (met.board or met.collectives).maximum([*values, on_cuda, -on_cuda], self._timeout)
-        *found, some, none = found
+        *found, some, none = self._met.agreements.maximum(_told(values, device), self._timeout)
         if some == -none:  # all ranks are here, and on such devices: what making it needs
             self._transport(device)
         return found
@@ -290,18 +293,31 @@ class ProcessGroupExchange:
     def show(self, values: Sequence[int], device: torch.device) -> Shown | None:
         """Begin a `maximum`; None, and nothing is begun, where ranks are not on one host."""
         board = self._met.board if self.world_size > 1 else None
-        if board is None:
+        return board and board.show(_told(values, device), self._timeout)
+
+    def show_ahead(self, values: Sequence[int], device: torch.device) -> Passed | None:
+        """Begin a `maximum` whose result need not be waited for within the call.
+
+        None, and nothing is begun, where the ranks are on one host, and where they have yet to make
+        what rows on `device` travel by, which all ranks do at once.
+        """
+        met = self._met
+        if met.relay is None or self._key(device) not in met.transports:
             return None
-        on_cuda = int(device.type == "cuda")  # as `maximum`, which other ranks may be in
-        return board.show([*values, on_cuda, -on_cuda], self._timeout)
+        return met.relay.show(_told(values, device), self._timeout)
 
     def share(self, value: Any) -> list[Any]:
         """See `Exchange.share`."""
         if self.world_size == 1:
             return [value]
         self.calls.agree_now()
-        met = self._met
-        return (met.board or met.collectives).share(value, self._timeout)
+        return self._met.agreements.share(value, self._timeout)
+
+
+def _told(values: Sequence[int], device: torch.device) -> list[int]:
+    """What is shown of values; every rank's are as many, whichever method it is in."""
+    on_cuda = int(device.type == "cuda")
+    return [*values, on_cuda, -on_cuda]
 
 
 def _seconds(timeout: float | timedelta) -> float:

@@ -6,7 +6,6 @@ mapped memory in another group before, and some have not (pytorch/pytorch#196082
 
 from __future__ import annotations
 
-import ctypes
 import os
 import secrets
 import socket
@@ -19,12 +18,10 @@ from typing import Any
 import torch
 
 from .board import PREFIX
-from .cuda_driver import check, driver
+from .cuda_driver import checked, driver
 
 HANDSHAKE_S = 60.0
 """So long a rank waits for another's file, having heard that all are about to pass theirs."""
-
-_PINNED, _ON_DEVICE, _AS_FILE, _READ_WRITE = 1, 1, 1, 3  # of the driver's enumerations
 
 
 class MappedMemory:
@@ -154,71 +151,58 @@ def _received(peer: socket.socket, stack: ExitStack) -> int:
     return files[0]
 
 
-class _Location(ctypes.Structure):
-    """CUmemLocation."""
-
-    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
-
-
-class _Properties(ctypes.Structure):
-    """CUmemAllocationProp."""
-
-    _fields_ = (
-        ("type", ctypes.c_int),
-        ("handle_types", ctypes.c_int),
-        ("location", _Location),
-        ("windows", ctypes.c_void_p),
-        ("flags", ctypes.c_uint64),
-    )
-
-
-class _Access(ctypes.Structure):
-    """CUmemAccessDesc."""
-
-    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
-
-
-def _check(result: int) -> None:
-    check(result, "sharing memory between GPUs")
-
-
-def _allocate(nbytes: int, index: int) -> tuple[int, int]:
+def _allocate(nbytes: int, index: int) -> tuple[int, Any]:
     """Memory on a device: its bytes, rounded up, and its handle."""
-    properties = _Properties(_PINNED, _AS_FILE, _Location(_ON_DEVICE, index))
-    unit, handle = ctypes.c_size_t(), ctypes.c_uint64()
-    _check(driver().cuMemGetAllocationGranularity(ctypes.byref(unit), ctypes.byref(properties), 0))
-    size = -(-nbytes // unit.value) * unit.value
-    _check(driver().cuMemCreate(ctypes.byref(handle), size, ctypes.byref(properties), 0))
-    return size, handle.value
+    cuda = driver()
+    properties = cuda.CUmemAllocationProp()
+    properties.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    properties.requestedHandleTypes = _as_file()
+    _place(properties.location, index)
+    smallest = cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+    unit = _checked(cuda.cuMemGetAllocationGranularity(properties, smallest))
+    size = -(-nbytes // unit) * unit
+    return size, _checked(cuda.cuMemCreate(size, properties, 0))
 
 
-def _release(handle: int) -> None:
+def _as_file() -> Any:
+    return driver().CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+
+
+def _place(location: Any, index: int) -> None:
+    """Set a location of the driver to a device."""
+    location.type = driver().CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    location.id = index
+
+
+def _release(handle: Any) -> None:
     """Let go of memory; what is mapped stays."""
-    _check(driver().cuMemRelease(handle))
+    _checked(driver().cuMemRelease(handle))
 
 
-def _export(handle: int) -> int:
-    file = ctypes.c_int()
-    _check(driver().cuMemExportToShareableHandle(ctypes.byref(file), handle, _AS_FILE, 0))
-    return file.value
+def _export(handle: Any) -> int:
+    return int(_checked(driver().cuMemExportToShareableHandle(handle, _as_file(), 0)))
 
 
-def _import(file: int) -> int:
-    handle = ctypes.c_uint64()
-    _check(driver().cuMemImportFromShareableHandle(ctypes.byref(handle), file, _AS_FILE))
-    return handle.value
+def _import(file: int) -> Any:
+    return _checked(driver().cuMemImportFromShareableHandle(file, _as_file()))
 
 
-def _map(handle: int, size: int, index: int, mapped: ExitStack) -> int:
+def _map(handle: Any, size: int, index: int, mapped: ExitStack) -> int:
     """Where a device finds memory from now on, until `mapped` is closed."""
-    library, address = driver(), ctypes.c_uint64()
-    _check(library.cuMemAddressReserve(ctypes.byref(address), size, 0, 0, 0))
-    mapped.callback(lambda: _check(library.cuMemAddressFree(address, size)))
-    _check(library.cuMemMap(address, size, 0, handle, 0))
-    mapped.callback(lambda: _check(library.cuMemUnmap(address, size)))
-    access = _Access(_Location(_ON_DEVICE, index), _READ_WRITE)
-    _check(library.cuMemSetAccess(address, size, ctypes.byref(access), 1))
-    return address.value
+    cuda = driver()
+    address = _checked(cuda.cuMemAddressReserve(size, 0, 0, 0))
+    mapped.callback(lambda: _checked(cuda.cuMemAddressFree(address, size)))
+    _checked(cuda.cuMemMap(address, size, 0, handle, 0))
+    mapped.callback(lambda: _checked(cuda.cuMemUnmap(address, size)))
+    access = cuda.CUmemAccessDesc()
+    access.flags = cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    _place(access.location, index)
+    _checked(cuda.cuMemSetAccess(address, size, [access], 1))
+    return int(address)
+
+
+def _checked(outcome: tuple[Any, ...]) -> Any:
+    return checked(outcome, "sharing memory between GPUs")
 
 
 def _unmap(mapped: ExitStack, device: torch.device) -> None:

@@ -106,7 +106,7 @@ def place_in(group: Group) -> tuple[int, int]:
 
 def _refuse_a_missing_group() -> None:
     """``dist.group.WORLD`` is None before `init_process_group`: no rank must then compute alone."""
-    ranks = _ranks_of_launcher()
+    ranks = ranks_of_launcher()
     if ranks != "1" and not dist.is_initialized():
         raise ValueError(
             f"group is None in one of {ranks} ranks (WORLD_SIZE), and torch.distributed is not "
@@ -116,5 +116,6 @@ def _refuse_a_missing_group() -> None:
 
 
 @lru_cache(maxsize=1)
-def _ranks_of_launcher() -> str:
+def ranks_of_launcher() -> str:
+    """The number of ranks that a launcher such as torchrun says there are, ``"1"`` without one."""
     return os.environ.get("WORLD_SIZE", "1")

@@ -9,9 +9,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..layout import SequenceLayout
 from ..pattern import in_brief, shape_in_brief
-from ..untraced import untraced
 from .calls import Scope
 from .interface import Exchange
+from .untraced import untraced
 
 
 def check_padding_mask(mask: Any, batch: int, local_length: int, device: torch.device) -> None:
@@ -89,6 +89,10 @@ class KnownLengths:
 
     def __init__(self) -> None:
         self._found: Any = WeakTensorKeyDictionary()  # by tensor, not by its address
+
+    def __len__(self) -> int:
+        """The number of masks that it knows."""
+        return len(self._found)
 
     def get(
         self, caller: object, mask: torch.Tensor, layout: SequenceLayout | None

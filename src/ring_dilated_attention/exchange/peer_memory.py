@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import socket
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import permutations
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .calls import Calls, Roll
-from .cuda_driver import WAIT_EQUAL, check, driver
+from .cuda_driver import copy, set_flag, wait_for_flag
 from .mapped_memory import MappedMemory
 from .watch import UnderWay, Watch, prepare_to_watch
 
@@ -68,9 +68,9 @@ def place_of(device: torch.device) -> DevicePlace:
     return DevicePlace(host, _uuid(own), frozenset(reads))
 
 
-def out_of_reach(places: Sequence[DevicePlace]) -> str | None:
-    """Which rank at these places cannot read whose memory; None if all can."""
-    for (rank, here), (other, there) in permutations(enumerate(places), 2):
+def out_of_reach(places: Mapping[int, DevicePlace]) -> str | None:
+    """Which rank at these places, by rank, cannot read whose memory; None if all can."""
+    for (rank, here), (other, there) in permutations(places.items(), 2):
         if here.host != there.host or there.device not in here.reads:
             return (
                 f"rank {rank} (device {here.device} of {here.host}) cannot read that of rank "
@@ -189,15 +189,15 @@ class Outboxes:
 
 
 class PeerMemory:
-    """One rank's end of the outboxes of a group.
+    """One rank's end of the outboxes of the ranks of a host.
 
     All ranks make theirs at once, and use it when all have. What they take of device memory,
     `nbytes`, is not in the figures of torch's allocator.
 
     Args:
-        rank: this rank.
-        world_size: number of ranks, none of which is `out_of_reach` of another.
-        share: every rank's value, by rank: a collective.
+        rank: this rank of the group.
+        members: the ranks of the host, none of which is `out_of_reach` of another.
+        share: the value of every member, in their order: a collective.
         device: this rank's.
         calls: of the group.
         roll: what the ranks know of each other.
@@ -210,26 +210,23 @@ class PeerMemory:
     def __init__(
         self,
         rank: int,
-        world_size: int,
+        members: Sequence[int],
         share: Callable[[Any], list[Any]],
         device: torch.device,
         calls: Calls,
         roll: Roll,
         timeout: float,
     ) -> None:
-        self._device, self._calls = device, calls
-        self.nbytes = Outboxes.nbytes(world_size)
-        self._memory = MappedMemory(self.nbytes, device, rank, share)
+        self._device, self._calls, self._members = device, calls, members
+        number = members.index(rank)  # outboxes are numbered within the host
+        self.nbytes = Outboxes.nbytes(len(members))
+        self._memory = MappedMemory(self.nbytes, device, number, share)
         bases = self._memory.addresses
-        self._outboxes = Outboxes(rank, bases)
-        flags = Outboxes.flags(world_size).to(device)
-        end = bases[rank] + self.nbytes
+        self._outboxes = Outboxes(number, bases)
+        flags = Outboxes.flags(len(members)).to(device)
+        end = bases[number] + self.nbytes
         stream = torch.cuda.current_stream(device)
-        _check(
-            driver().cuMemcpyDtoDAsync_v2(
-                end - flags.nbytes, flags.data_ptr(), flags.nbytes, stream.cuda_stream
-            )
-        )
+        copy(stream.cuda_stream, end - flags.nbytes, flags.data_ptr(), flags.nbytes)
         torch.cuda.synchronize(device)
         # With priority: those who wait for rows are compute.
         self._sending, self._receiving = (
@@ -255,12 +252,13 @@ class PeerMemory:
             stream.wait_event(computed)
         streams = self._receiving.cuda_stream, self._sending.cuda_stream
         operations = list(
-            self._outboxes.operations(_extent(send), _extent(receive), self._calls.number)
+            self._outboxes.operations(self._extent(send), self._extent(receive), self._calls.number)
         )
         for operation in operations:
             _run(operation, streams[operation.sends])
         done = [stream.record_event() for stream, _ in used]
-        peers = {x.awaited: None for x in reversed(operations) if x.awaited is not None}
+        awaited = [x.awaited for x in reversed(operations) if x.awaited is not None]
+        peers = dict.fromkeys(self._members[number] for number in awaited)
         if peers:
             queued = _Queued([(x.take, x.expects) for x in operations], done)
             while self._queued and self._queued[0].is_done():
@@ -269,8 +267,21 @@ class PeerMemory:
             self._watch.add(UnderWay(computed.query, queued.is_done, tuple(peers)))
         return _Copies(list(done), [x for _, x in used])
 
+    def _extent(self, one: tuple[int, torch.Tensor] | None) -> tuple[int, int, int] | None:
+        """(number of the peer, address, bytes) of what is sent or received."""
+        if one is None:
+            return None
+        peer, tensor = one
+        assert tensor.is_contiguous()
+        return self._members.index(peer), tensor.data_ptr(), tensor.nbytes
+
     def close(self) -> None:
         """Nothing to end: streams go on by themselves, and the watch sees to that."""
+
+    def abandon(self) -> None:
+        """Let streams go on, all ranks knowing that they get nothing; nobody uses this again."""
+        self._watch.end()
+        _release(self._device, self._queued, lambda: all(x.is_done() for x in list(self._queued)))
 
 
 class _Queued(NamedTuple):
@@ -290,7 +301,7 @@ def _release(device: torch.device, queued: deque[_Queued], is_done: Callable[[],
         waited = dict.fromkeys(f for one in list(queued) if not one.is_done() for f in one.flags)
         # A stream clears what it waited for: in each round, every stream gets one further at least.
         for address, value in waited:
-            _check(driver().cuStreamWriteValue32_v2(stream.cuda_stream, address, value, 0))
+            set_flag(stream.cuda_stream, address, value)
         stream.synchronize()
 
 
@@ -307,26 +318,9 @@ class _Copies:
         self._tensors.clear()
 
 
-def _extent(one: tuple[int, torch.Tensor] | None) -> tuple[int, int, int] | None:
-    """(peer, address, bytes) of what is sent or received."""
-    if one is None:
-        return None
-    peer, tensor = one
-    assert tensor.is_contiguous()
-    return peer, tensor.data_ptr(), tensor.nbytes
-
-
 def _run(operation: Operation, stream: int) -> None:
     """Have a stream do an operation."""
-    library = driver()
-    _check(library.cuStreamWaitValue32_v2(stream, operation.take, operation.expects, WAIT_EQUAL))
-    _check(library.cuStreamWriteValue32_v2(stream, operation.take, 0, 0))
-    _check(
-        library.cuMemcpyDtoDAsync_v2(operation.target, operation.source, operation.nbytes, stream)
-    )
-    # By default it comes behind a fence: other devices see what was copied when they see the flag.
-    _check(library.cuStreamWriteValue32_v2(stream, operation.give, operation.gives, 0))
-
-
-def _check(result: int) -> None:
-    check(result, "a transfer between GPUs")
+    wait_for_flag(stream, operation.take, operation.expects)
+    set_flag(stream, operation.take, 0)
+    copy(stream, operation.target, operation.source, operation.nbytes)
+    set_flag(stream, operation.give, operation.gives)

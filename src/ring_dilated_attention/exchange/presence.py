@@ -189,7 +189,7 @@ def make_presence(
     """
     listener, failure = None, ""
     try:
-        listener = _listen(store)
+        listener = listen(store)
     except OSError as error:
         failure = f"rank {rank} cannot listen: {error}"
     addresses = share(listener and listener.getsockname()[:2])
@@ -216,7 +216,8 @@ def make_presence(
     return presence
 
 
-def _listen(store: dist.Store) -> socket.socket:
+def listen(store: dist.Store) -> socket.socket:
+    """A port of this host in the network that leads to the host of a store."""
     own = own_address(store)
     family = socket.AF_INET6 if ":" in own else socket.AF_INET
     return socket.create_server((own, 0), family=family, backlog=_MOST_WAITING)

@@ -16,7 +16,7 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 from weakref import WeakSet, finalize
 
-from .calls import LostPeerError
+from .calls import ExchangeError, LostPeerError
 
 T = TypeVar("T")
 
@@ -46,6 +46,8 @@ def waiting(peers: Sequence[int], timeout: float) -> Iterator[None]:
     except (RuntimeError, TimeoutError) as error:  # a LostPeerError is one
         if isinstance(error, LostPeerError):
             peers = error.peers
+        elif isinstance(error, ExchangeError):  # says itself what has happened
+            raise
         waited = timeout if time.monotonic() - begun >= timeout else None
         raise LostPeerError(peers, waited) from error
 

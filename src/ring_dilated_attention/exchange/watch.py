@@ -65,8 +65,12 @@ class Watch:
         thread = threading.Thread(
             target=_run, args=(round_, prepare, end), daemon=True, name="ring-dilated-attention"
         )
-        weakref.finalize(self, _end, end, thread)
+        self._finish = weakref.finalize(self, _end, end, thread)
         thread.start()
+
+    def end(self) -> None:
+        """Watch no more."""
+        self._finish()
 
     def add(self, transfer: UnderWay) -> None:
         """Watch a transfer; those of a rank end in the order in which they are added."""
@@ -110,6 +114,8 @@ class _Round:
 
     def look(self) -> bool:
         """Look once; return whether to go on."""
+        if self._calls.look_aside():
+            return False  # whoever found that has let the streams go on
         while self._under_way and self._under_way[0].is_done():
             self._under_way.popleft()
         if not self._under_way:
@@ -120,7 +126,7 @@ class _Round:
             return True
         finding = self._roll.failed() or self._roll.explain(lost)
         if self._calls.fail(finding):  # else a thread of this rank knows, and says it
-            self._calls.interrupt(finding)
+            self._calls.interrupt(finding.text)
         # Streams that go on may send what is not theirs to send. Who still waits for them must
         # have seen by then that this rank has failed.
         time.sleep(3 * LOOK_S)

@@ -4,7 +4,8 @@
 `tiles_backward` compute tiles whose rows `build_cells` lays out, in blocks of which a
 `LaunchConfig`, a `BackwardConfig` or `default_config` of a `Kernel` says how large they are.
 `ranges_forward` and `ranges_backward` compute several branches at once, row by row; `launches_of`
-says in how many launches, and `build_programs` lays them out.
+says in how many launches, `build_programs` lays them out, and kernels read that by
+`rows_of_program`.
 `profile_of` says what constants that were tuned on an H200 are on a device (`DeviceProfile`).
 `attend_strips` computes a few queries against `Strips` of evenly spaced rows, which
 `strips_of_cache` finds in a KV cache, and writes `NewRows` into it; at most `MOST_NEW_ROWS`.
@@ -20,7 +21,14 @@ from typing import TYPE_CHECKING, Any
 from .available import has_triton
 from .cells import build_cells
 from .device_profile import DeviceProfile, profile_of
-from .own_programs import MOST_POSITIONS, MOST_STEP, Programs, build_programs, launches_of
+from .own_programs import (
+    MOST_BRANCHES,
+    MOST_POSITIONS,
+    MOST_STEP,
+    Programs,
+    build_programs,
+    launches_of,
+)
 from .tuning import MOST_NEW_ROWS, NO_END, BackwardConfig, Kernel, LaunchConfig, default_config
 
 if TYPE_CHECKING:
@@ -29,10 +37,11 @@ if TYPE_CHECKING:
     from .decode_strips import Strips, strips_of_cache
     from .forward import tiles_forward
     from .own_backward import ranges_backward
-    from .own_forward import ranges_forward
+    from .own_forward import ranges_forward, rows_of_program
     from .rows import add_rows, merge_rows, row_sums
 
 __all__ = [
+    "MOST_BRANCHES",
     "MOST_NEW_ROWS",
     "MOST_POSITIONS",
     "MOST_STEP",
@@ -56,6 +65,7 @@ __all__ = [
     "ranges_backward",
     "ranges_forward",
     "row_sums",
+    "rows_of_program",
     "strips_of_cache",
     "tiles_backward",
     "tiles_forward",
@@ -70,6 +80,7 @@ _NEEDS_TRITON = {
     "tiles_forward": "forward",
     "ranges_backward": "own_backward",
     "ranges_forward": "own_forward",
+    "rows_of_program": "own_forward",
     "add_rows": "rows",
     "merge_rows": "rows",
     "row_sums": "rows",

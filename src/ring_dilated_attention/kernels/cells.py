@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -136,13 +137,11 @@ def _table(tiles: Sequence[Tile], batch: int) -> Table:
     """int64 (cells, 8): per tile the batch entries, of each the segments, of each the heads."""
     import numpy as np
 
-    fields = np.array(
-        [
-            (t.heads.start, t.heads.step, len(t.heads), t.segments, *t.queries, *t.keys)
-            for t in tiles
-        ],
-        dtype=np.int64,
-    ).reshape(-1, 14)
+    values = (
+        (heads.start, heads.step, len(heads), segments, *queries, *keys)
+        for _, heads, segments, _, queries, keys in tiles
+    )
+    fields = np.fromiter(chain.from_iterable(values), np.int64).reshape(-1, 14)
     tile, number = spread(batch * fields[:, 2] * fields[:, 3])
     # Columns, each with one value per cell.
     head, head_step, heads, segments, *rows = fields[tile].T

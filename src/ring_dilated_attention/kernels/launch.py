@@ -26,11 +26,15 @@ class Launcher:
     Args:
         kernel: made by `triton.jit`, all integers and floats of its arguments in
             `do_not_specialize`.
+
+    Attributes:
+        kernel: the kernel.
+        forms: the compiled forms that are kept.
     """
 
     def __init__(self, kernel: Any) -> None:
-        self._kernel = kernel
-        self._forms: dict[Hashable, tuple[Any, list[Any]]] = {}
+        self.kernel = kernel
+        self.forms: dict[Hashable, tuple[Any, list[Any]]] = {}
 
     def __call__(
         self,
@@ -55,15 +59,15 @@ class Launcher:
         )
         if max(numbers) >= _LIMIT or min(numbers) < -_LIMIT:
             key = *key, *[type(x) is int and not -_LIMIT <= x < _LIMIT for x in numbers]
-        form = self._forms.get(key)
+        form = self.forms.get(key)
         if form is None:
-            compiled = self._kernel[grid](*tensors, *numbers, **constants)
+            compiled = self.kernel[grid](*tensors, *numbers, **constants)
             # Where it is interpreted nothing is compiled; on AMD it depends on sizes of tensors.
             if compiled is not None and torch.version.hip is None:
-                params = self._kernel.params
+                params = self.kernel.params
                 assert all(p.is_constexpr or p.do_not_specialize for p in params[len(tensors) :])
                 rest = [constants[p.name] for p in params[len(tensors) + len(numbers) :]]
-                keep_few(self._forms, key, lambda: (compiled, rest), MOST_FORMS)
+                keep_few(self.forms, key, lambda: (compiled, rest), MOST_FORMS)
             return
         compiled, rest = form
         rows, columns = grid

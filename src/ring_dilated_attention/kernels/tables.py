@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def spread(counts: Table) -> tuple[Table, Table]:
-    """Each index as often as `counts` says, and the number of each among equal ones."""
+    """Index i repeated ``counts[i]`` times, for all i; and 0, 1, ... within each index."""
     import numpy as np
 
     indices = np.repeat(np.arange(len(counts)), counts)

@@ -45,7 +45,7 @@ class BackwardConfig(NamedTuple):
 
 # (kernel, bytes per element, head_dim up to). Those of 2 bytes are the fastest of a sweep
 # on an H200; those of 4 fit registers and shared memory.
-_CONFIGS: dict[tuple[Kernel, int, int], LaunchConfig] = {
+CONFIGS: dict[tuple[Kernel, int, int], LaunchConfig] = {
     ("forward", 2, 64): LaunchConfig(64, 64, 4, 3),
     ("forward", 2, 128): LaunchConfig(128, 64, 8, 3),
     ("forward", 2, 256): LaunchConfig(128, 64, 8, 2),
@@ -77,7 +77,7 @@ _CONFIGS: dict[tuple[Kernel, int, int], LaunchConfig] = {
 
 # Of those above that take more than 99 KiB of shared memory: how many bytes, as Triton compiles
 # them for compute capability 8.0, and what fits into 99 KiB (8.6, 8.9, 12.0) with 66 to 80 KiB.
-_LARGE: dict[tuple[Kernel, int, int], tuple[int, LaunchConfig]] = {
+LARGE: dict[tuple[Kernel, int, int], tuple[int, LaunchConfig]] = {
     ("dq", 2, 128): (131_072, LaunchConfig(64, 64, 4, 2)),
     ("forward", 2, 256): (147_456, LaunchConfig(64, 32, 4, 2)),
     ("dq", 2, 256): (102_400, LaunchConfig(32, 32, 4, 2)),
@@ -116,7 +116,7 @@ def copies_of(config: LaunchConfig) -> dict[str, int]:
 
 def _key_of(kernel: Kernel, itemsize: int, head_dim: int) -> tuple[Kernel, int, int]:
     """What stands for a kernel in the table: that of tiles if none of its own fits as closely."""
-    widths = [width for name, size, width in _CONFIGS if (name, size) == (kernel, itemsize)]
+    widths = [width for name, size, width in CONFIGS if (name, size) == (kernel, itemsize)]
     own = min((width for width in widths if width >= head_dim), default=math.inf)
     padded = max(64, padded_head_dim(head_dim))
     if own <= padded:
@@ -149,8 +149,8 @@ def default_config(
         blocks shrunk to the longest tile.
     """
     key = _key_of(kernel, dtype.itemsize, head_dim)
-    best = _CONFIGS[key]
-    needed, smaller = _LARGE.get(key, (0, best))
+    best = CONFIGS[key]
+    needed, smaller = LARGE.get(key, (0, best))
     if device is not None and profile_of(device).shared_bytes < needed:
         best = smaller
     block_m = min(best.block_m, power_of_two(queries))

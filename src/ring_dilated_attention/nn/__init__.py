@@ -2,7 +2,7 @@
 
 from .attention import MultiheadDilatedAttention
 from .block import Block as Block  # for other rooms
-from .checkpoint import Checkpoint, attention_policy, check_checkpoint, keep_attention
+from .checkpoint import CHECKPOINTS, Checkpoint, attention_policy, check_checkpoint, keep_attention
 from .checks import check_head_sizes
 from .chunked import map_rows
 from .config import LongNetConfig
@@ -20,6 +20,7 @@ from .slide_config import SlideEncoderConfig
 from .spatial import hilbert_order, inverse_order
 
 __all__ = [
+    "CHECKPOINTS",
     "Checkpoint",
     "DilatedAttention",
     "Encoded",

@@ -17,6 +17,7 @@ from .chunked import map_rows
 from .sharded_apart import refuse_sharded_apart
 
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+RowWise: TypeAlias = Callable[[Tensor], Tensor]
 
 
 class Block(nn.Module, ABC):
@@ -113,9 +114,28 @@ class Block(nn.Module, ABC):
 
     def _rest(self, hidden: Tensor, attended: Tensor, *, in_chunks: bool) -> Tensor:
         """What follows attention, for every row."""
-        hidden = hidden + self.attention.combine(attended)
-        return hidden + self._contract(self.expand(self.mlp_norm(hidden)), in_chunks=in_chunks)
+
+        def mlp(normed: Tensor) -> Tensor:
+            return self._contract(self.expand(normed), in_chunks=in_chunks)
+
+        return behind_attention(hidden, attended, self.attention.combine, self.mlp_norm, mlp)
 
     @abstractmethod
     def _contract(self, expanded: Tensor, *, in_chunks: bool) -> Tensor:
         """The MLP from its first projection on."""
+
+
+def behind_attention(
+    hidden: Tensor, attended: Tensor, combine: RowWise, norm: RowWise, mlp: RowWise
+) -> Tensor:
+    """The part of a block behind attention: two branches, each added to the residual stream.
+
+    Args:
+        hidden: the residual stream in front of the block, (batch, rows, embed_dim).
+        attended: what `combine` takes.
+        combine: the output projection of attention.
+        norm: of the MLP.
+        mlp: what follows that norm.
+    """
+    hidden = hidden + combine(attended)
+    return hidden + mlp(norm(hidden))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from ..decode import DilatedKVCache, Step, attend_in_step
+from ..decode import DilatedKVCache, Step
 from ..documents import Integers, as_ints
 from ..exchange import (
     Exchange,
@@ -27,6 +27,7 @@ from ..layout import SequenceLayout
 from ..pattern import check_int, check_positive_int, in_brief
 from .longnet_inputs import agreed_positions, check_tokens, device_of, whole_length
 from .sampling import Sampler, SamplerOptions
+from .step_block import StepBlock
 from .step_capture import TakeStep, captured_step, captures, check_capture
 
 if TYPE_CHECKING:
@@ -176,9 +177,19 @@ def _last_rows(
     return by_rank[ranks, torch.arange(len(lasts), device=hidden.device)]
 
 
+def step_blocks(model: TokenGenerator, *, joins: bool = False) -> list[StepBlock]:
+    """A model's blocks for `step`; see `StepBlock` for `joins`."""
+    return [StepBlock(x, chunk_rows=model.chunk_rows, joins=joins) for x in _blocks(model)]
+
+
 @torch.no_grad()
-def step(model: TokenGenerator, tokens: Tensor, caches: Sequence[DilatedKVCache]) -> Tensor:
-    """See `LongNet.step`."""
+def step(
+    model: TokenGenerator,
+    blocks: Sequence[StepBlock],
+    tokens: Tensor,
+    caches: Sequence[DilatedKVCache],
+) -> Tensor:
+    """See `LongNet.step`; `blocks` are the model's."""
     _check_caches(model, caches)
     check_tokens(tokens, "(batch, m)")
     _check_batch(tokens, caches)
@@ -186,23 +197,10 @@ def step(model: TokenGenerator, tokens: Tensor, caches: Sequence[DilatedKVCache]
     positions = caches[0].lengths.unsqueeze(1)
     if count > 1:
         positions = positions + torch.arange(count, device=positions.device)
-    rotation = model.rope.wide(positions)
-    hidden, of_step = model.embed(tokens), Step()
-    for block, cache in zip(_blocks(model), caches, strict=True):
-        attention = block.attention
-        hidden = block(
-            hidden,
-            rotation.cos,
-            rotation.sin,
-            chunk_rows=model.chunk_rows,
-            attend=partial(
-                attend_in_step,
-                cache=cache,
-                scale=attention.scale,
-                backend=attention.backend,
-                step=of_step,
-            ),
-        )
+    rotation, shared = model.rope.wide(positions), Step()
+    hidden = model.embed(tokens)
+    for block, cache in zip(blocks, caches, strict=True):
+        hidden = block(hidden, rotation, cache, shared)
     return model.logits(hidden)
 
 
@@ -257,7 +255,7 @@ def stream(
     caches = make_caches(model, len(prompt.tokens), most, 0, ends, wanted.sharded)
     in_graph = captures(wanted.capture, model, caches, wanted.max_new_tokens)
     logits = prefill(model, prompt.tokens, caches, *prompt[1:])
-    take: TakeStep = partial(step, model, caches=caches)
+    take: TakeStep = partial(step, model, step_blocks(model, joins=True), caches=caches)
     if in_graph:
         take = captured_step(_NAME, take, len(logits), caches)
     return _drawn(take, caches[0].exchange, logits, sampler, wanted)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -12,13 +11,13 @@ from .attention import MultiheadDilatedAttention
 from .block import Block
 from .config import LongNetConfig
 from .norm import LayerNorm
-from .rope import Rotation, WideRotation
+from .rope import Rotation
 
 
 class LongNetBlock(Block):
     """A causal `Block` with layer norms and rotated queries and keys.
 
-    Its tables are the `cos` and `sin` of a `Rotation` or a `WideRotation` with a batch dimension.
+    Its tables are the `cos` and `sin` of a `Rotation` with a batch dimension.
 
     Args:
         config: the shape of the model.
@@ -53,15 +52,8 @@ class LongNetBlock(Block):
 
     def _heads(self, hidden: Tensor, *tables: Tensor) -> tuple[Tensor, ...]:
         normed = self.attention_norm(hidden)
-        attention, (cos, sin) = self.attention, tables
-        if cos.shape[-1] < attention.head_dim:
-            rotation = Rotation(cos, sin)
-            return attention.project(normed, normed, normed, rope=rotation.__call__)
-        # A few rows: what they cost is the number of operations.
-        query, key, value = attention.project(normed, normed, normed)
-        both = WideRotation(cos, sin)(torch.cat((query, key), 2))
-        query, key = both.tensor_split((query.shape[2],), 2)
-        return query, key, value
+        rotation = Rotation(*tables)
+        return self.attention.project(normed, normed, normed, rope=rotation.__call__)
 
     def _contract(self, expanded: Tensor, *, in_chunks: bool) -> Tensor:
         contracted: Tensor = self.contract(F.gelu(expanded))

@@ -42,11 +42,16 @@ def normalize(norm: nn.LayerNorm, rows: Tensor) -> Tensor:
     Returns:
         See `LayerNorm.forward`.
     """
-    weight: Tensor | None = norm.weight
-    bias: Tensor | None = norm.bias
-    casts = False
-    if rows.dtype in (torch.bfloat16, torch.float16):
-        weight, bias = (None if x is None else x.to(rows.dtype) for x in (weight, bias))
-        casts = autocast_dtype(rows.device.type) is not None
+    return normalized(rows, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
+
+
+def normalized(
+    rows: Tensor, shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
+    """`normalize` by parameters that are given one by one, as `nn.LayerNorm` names them."""
+    if rows.dtype not in (torch.bfloat16, torch.float16):
+        return F.layer_norm(rows, shape, weight, bias, eps)
+    weight, bias = (None if x is None else x.to(rows.dtype) for x in (weight, bias))
+    casts = autocast_dtype(rows.device.type) is not None
     with torch.autocast(rows.device.type, enabled=False) if casts else nullcontext():
-        return F.layer_norm(rows, norm.normalized_shape, weight, bias, norm.eps)
+        return F.layer_norm(rows, shape, weight, bias, eps)

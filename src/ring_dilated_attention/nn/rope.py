@@ -78,8 +78,8 @@ class WideRotation(NamedTuple):
     """A `Rotation` whose tables are as wide as a head: fewer operations, and twice the memory.
 
     Attributes:
-        cos: float32, shape (local_sequence, head_dim) or (batch, local_sequence, head_dim): every
-            cosine twice, ``[c, c]``.
+        cos: float32, shape (batch, local_sequence, 1, head_dim), where that batch may be 1, or
+            without it: every cosine twice, ``[c, c]``.
         sin: float32, the shape of `cos`: ``[-s, s]``.
     """
 
@@ -95,11 +95,19 @@ class WideRotation(NamedTuple):
         Raises:
             ValueError: the batch, the rows or the head_dim of `x` are not those of this rotation.
         """
-        head_dim = self.cos.shape[-1]
-        _check_rows(self.cos, x, head_dim)
-        cos, sin = self.cos.unsqueeze(-2), self.sin.unsqueeze(-2)
+        _check_rows(self.cos.squeeze(-2), x, self.cos.shape[-1])
+        return self.turned(x)
+
+    def turned(self, x: Tensor) -> Tensor:
+        """The same, of rows that are known to fit."""
         # Computed in float32 at least, as torch promotes; a cast would be one more operation.
-        return torch.addcmul(x * cos, x.roll(head_dim // 2, -1), sin).to(x.dtype)
+        both = torch.addcmul(x * self.cos, x.roll(x.shape[-1] // 2, -1), self.sin)
+        return both if both.dtype == x.dtype else both.to(x.dtype)
+
+    def narrow(self) -> Rotation:
+        """The `Rotation` of the same positions: views."""
+        half = self.cos.shape[-1] // 2
+        return Rotation(self.cos[..., 0, :half], self.sin[..., 0, half:])
 
 
 def _check_rows(table: Tensor, x: Tensor, head_dim: int) -> None:
@@ -171,7 +179,7 @@ class RotaryEmbedding(nn.Module):
             frequencies = self._frequencies(device)
             self._signed = torch.cat((-frequencies, frequencies))
         # Of a negative angle the cosine is the same, and the sine has the sign that it needs.
-        angles = positions.to(torch.float64).unsqueeze(-1) * self._signed
+        angles = positions[..., None, None] * self._signed
         return WideRotation(angles.cos().float(), angles.sin().float())
 
     def _frequencies(self, device: torch.device) -> Tensor:

@@ -13,7 +13,7 @@ from ..documents import Integers
 from ..exchange import Group, one_group
 from ..layout import SequenceLayout
 from .config import LongNetConfig
-from .generation import GivenPrompt, Wanted, make_caches, prefill, step, stream
+from .generation import GivenPrompt, Wanted, make_caches, prefill, step, step_blocks, stream
 from .rope import RotaryEmbedding
 from .sampling import SamplerOptions
 
@@ -129,7 +129,7 @@ class TokenGenerator(nn.Module, ABC):
             >>> model.step(logits.argmax(-1, keepdim=True), caches).shape
             torch.Size([1, 1, 256])
         """
-        return step(self, tokens, caches)
+        return step(self, step_blocks(self), tokens, caches)
 
     def stream(
         self,

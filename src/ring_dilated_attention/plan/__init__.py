@@ -2,6 +2,7 @@
 
 `parts` says what ranks hold and who shares a segment with whom. `rows` is what tiles and messages
 are made of, and `tiling` makes them. `attention` is the plan of a world, `rank` that of one rank,
+`passing` how ranks of a host pass on what has crossed to it once,
 `replicated` that of queries which every rank holds, `cache` what a KV cache keeps, `cache_step`
 what one new position reads of it, and `cache_usage` how many rows are in use. `zero_keys` counts
 keys that no rank holds, `check` proves a plan, and `costs` counts its bytes and operations.
@@ -11,7 +12,7 @@ from .attention import FEW_ADDITIONS, AttentionPlan, plan_attention
 from .cache import CachedBranch, CachePlan, KeptRows, NewTile, plan_cache
 from .cache_step import CacheStep, StepTile, plan_step
 from .cache_usage import BranchUse, cache_use, plan_any_length
-from .check import check_plan, enumerated, proof_steps
+from .check import PlanError, check_plan, enumerated, proof_steps
 from .costs import (
     Balance,
     Memory,
@@ -23,11 +24,13 @@ from .costs import (
     flops_of_rank,
     memory,
     returned_bytes,
+    sent_bytes,
     step_imbalance,
     traffic,
 )
 from .own import OwnRange, OwnWork
-from .parts import OwnRun
+from .parts import OwnRun, OwnRuns
+from .passing import PassingStep
 from .rank import LocalHalves, RankPlan, Step
 from .replicated import replicated_groups, replicated_strips, replicated_zero_keys
 from .rows import Message, PackedTiles, Rows, Run, Tile, TileGroup
@@ -47,8 +50,11 @@ __all__ = [
     "NewTile",
     "OwnRange",
     "OwnRun",
+    "OwnRuns",
     "OwnWork",
     "PackedTiles",
+    "PassingStep",
+    "PlanError",
     "RankPlan",
     "Rows",
     "Run",
@@ -75,6 +81,7 @@ __all__ = [
     "replicated_strips",
     "replicated_zero_keys",
     "returned_bytes",
+    "sent_bytes",
     "step_imbalance",
     "traffic",
 ]

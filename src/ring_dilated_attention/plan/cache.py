@@ -28,6 +28,20 @@ from ..layout import SequenceLayout
 from ..pattern import DilatedPattern, HeadOffset
 
 
+class ShownMembers(NamedTuple):
+    """The members that a position is shown, which is the last of them.
+
+    Attributes:
+        heads: of `CachedBranch.heads`, which.
+        kv_heads: the same ones, among all KV heads.
+        members: of the segment that the position lies in.
+    """
+
+    heads: slice
+    kv_heads: slice
+    members: range
+
+
 @dataclass(frozen=True)
 class CachedBranch:
     """What a cache keeps of one branch.
@@ -90,9 +104,25 @@ class CachedBranch:
             yield range(first, last), range(begin, stop, self.dilation_rate)
             first = last
 
+    def shown_at(self, position: int) -> ShownMembers | None:
+        """What a new position is shown, itself included; None: it is a member for no head."""
+        segment, within = 0, position
+        if self.segment_length is not None:
+            segment, within = divmod(position, self.segment_length)
+        index, offset = divmod(within, self.dilation_rate)
+        heads = self._heads_of.get(offset)
+        if heads is None:
+            return None
+        first = segment * (self.per_segment(offset) or 0)
+        return ShownMembers(*heads, range(first, first + index + 1))
+
     def by_offset(self) -> tuple[tuple[int, slice, slice], ...]:
         """Heads of the same offset, as (offset, places in `heads`, KV heads): evenly spaced."""
         return self._by_offset
+
+    @cached_property
+    def _heads_of(self) -> dict[int, tuple[slice, slice]]:
+        return {offset: (heads, kv_heads) for offset, heads, kv_heads in self._by_offset}
 
     @cached_property
     def _by_offset(self) -> tuple[tuple[int, slice, slice], ...]:

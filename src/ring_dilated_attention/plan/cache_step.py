@@ -16,6 +16,7 @@ class StepTile(NamedTuple):
         first_row: of the first head, among the rows of a batch row.
         head_stride: from the rows of one head to those of the next.
         rows: of each head.
+        column: of the first row, where the rows of all tiles are numbered through.
     """
 
     kv_heads: slice
@@ -23,6 +24,7 @@ class StepTile(NamedTuple):
     first_row: int
     head_stride: int
     rows: int
+    column: int
 
 
 class CacheStep(NamedTuple):
@@ -34,16 +36,20 @@ class CacheStep(NamedTuple):
         tiles: what the heads are shown, once the new rows are there.
         places: for each KV head, where its tiles are: which of the heads of all tiles, these
             numbered through. Heads have different numbers of them.
+        columns: rows of all tiles.
     """
 
     sources: tuple[int, ...]
     targets: tuple[int, ...]
     tiles: tuple[StepTile, ...]
     places: tuple[tuple[int, ...], ...]
+    columns: int
 
 
 def plan_step(plan: CachePlan, length: int, shard: int) -> CacheStep:
     """One new position behind `length`.
+
+    It is worked out in every step of generation: a few operations for each branch.
 
     Args:
         plan: of the cache.
@@ -52,30 +58,32 @@ def plan_step(plan: CachePlan, length: int, shard: int) -> CacheStep:
     """
     sources: list[int] = []
     targets: list[int] = []
-    for kept in plan.appended(length, 1, shard):
-        slots = kept.branch.slots
-        slot = kept.members.start % slots
-        places = range(len(kept.branch.heads))[kept.heads]
-        sources += range(plan.num_kv_heads)[kept.kv_heads]
-        targets += [kept.branch.first_row + place * slots + slot for place in places]
     tiles: list[StepTile] = []
     found: list[list[int]] = [[] for _ in range(plan.num_kv_heads)]
-    numbered = 0
-    for tile in plan.new_tiles(length, 1):
-        shown = range(tile.kept.start, tile.kept.stop + 1)  # the new row too
-        own, slots = plan.own_members(shown, shard), tile.branch.slots
-        places = range(len(tile.branch.heads))[tile.heads]
-        first = tile.branch.first_row + places.start * slots
-        for run in _runs(own, slots):
+    numbered = column = 0
+    for branch in plan.branches:
+        new = branch.shown_at(length)
+        if new is None:
+            continue
+        slots, member = branch.slots, new.members[-1]
+        places = range(len(branch.heads))[new.heads]
+        kv_heads = range(plan.num_kv_heads)[new.kv_heads]
+        first_row = branch.first_row + places.start * slots
+        stride = places.step * slots
+        number, owner = divmod(member, plan.shards)
+        if owner == shard:
+            sources += kv_heads
+            slot = first_row + number % slots
+            targets += range(slot, slot + len(places) * stride, stride)
+        for run in _runs(plan.own_members(new.members, shard), slots):
             tiles.append(
-                StepTile(
-                    tile.kv_heads, len(places), first + run.start, places.step * slots, len(run)
-                )
+                StepTile(new.kv_heads, len(places), first_row + run.start, stride, len(run), column)
             )
-            for head in range(plan.num_kv_heads)[tile.kv_heads]:
+            column += len(run)
+            for head in kv_heads:
                 found[head].append(numbered)
                 numbered += 1
-    return CacheStep(tuple(sources), tuple(targets), tuple(tiles), tuple(map(tuple, found)))
+    return CacheStep(tuple(sources), tuple(targets), tuple(tiles), tuple(map(tuple, found)), column)
 
 
 def _runs(members: range, slots: int) -> list[range]:

@@ -73,7 +73,7 @@ def check_plan(plan: AttentionPlan, *, told: Callable[[int], None] | None = None
     - A message holds each (row, head) that the receiver's queries need once and no other, so the
       bytes moved are the lower bound; a message of nothing is not sent.
     - Every key a tile reads is the computing rank's own, or in the message of the same step, whose
-      rows the sender owns: so each remote gradient, returned against that message, comes home.
+      rows the sender owns: so each remote gradient, sent back the same way, reaches its owner.
     - Tiles of a group share no query row of a head and no key row; where the plan says that its
       first group covers, that one has every row of every head as query and as key.
     - Each (branch, KV head, query) is given, by its rank, the zero keys of its cell.

@@ -6,12 +6,14 @@ call each, one launch goes through all rows instead, and for each row through it
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import accumulate
+from operator import xor
 from typing import NamedTuple
 
-from .parts import OwnRun, Part, own_runs
+from .parts import OwnRun, OwnRuns, Part, own_runs
 from .rows import TileGroup
 from .tiling import Tiling
 from .zero_keys import zero_key_tiles
@@ -60,7 +62,7 @@ def own_work(
     tiling: Tiling,
     branches: Sequence[tuple[int, int | None]],
     parts: Sequence[Part],
-    by_rows: Callable[[int, OwnRun], bool] | None,
+    by_rows: Callable[[int, OwnRuns], Sequence[bool]] | None,
 ) -> OwnWork:
     """Split the work of a rank on its own positions, part by part.
 
@@ -68,17 +70,17 @@ def own_work(
         tiling: of the pattern.
         branches: number and segment length of each, in the order in which groups are to come.
         parts: what the rank holds.
-        by_rows: whether runs of a branch are computed row by row; None: none is.
+        by_rows: of each run of a branch, whether it is computed row by row; None: none is.
     """
     groups: list[TileGroup] = []
-    runs: dict[int | None, list[OwnRun]] = {}
+    runs: dict[int | None, OwnRuns] = {}
     chosen: dict[int, _Intervals] = {}
     for branch, length in branches:
         if length not in runs:
-            runs[length] = list(own_runs(parts, length))
-        left = runs[length]
+            runs[length] = own_runs(parts, length)
+        left: Sequence[OwnRun] = runs[length]
         if by_rows is not None:
-            flags = [by_rows(branch, run) for run in left]
+            flags = by_rows(branch, runs[length])
             chosen[branch] = _Intervals(left, flags)
             left = [run for run, flag in zip(left, flags, strict=True) if not flag]
         own = tiling.own_group(branch, left) if left else None
@@ -89,24 +91,23 @@ def own_work(
 
 def _ranges(parts: Sequence[Part], chosen: Mapping[int, _Intervals]) -> Iterator[OwnRange]:
     """Parts, cut where the branches that are computed row by row change."""
-    borders = sorted({border for each in chosen.values() for border in each.borders})
-    alike = sum(1 << branch for branch, each in chosen.items() if each.all)
-    mixed = {branch: each for branch, each in chosen.items() if each.any and not each.all}
-    for part in parts:
-        start, stop = part.start - part.document_start, part.stop - part.document_start
-        shift = part.local - start
-        points = [start, stop]
-        if borders:
-            first = bisect_right(borders, start + shift)
-            last = bisect_left(borders, stop + shift)
-            points[1:1] = [border - shift for border in borders[first:last]]
-        for low, high in pairwise(points):
-            bits = alike
-            for branch, each in mixed.items():
-                bits |= each.holds(low + shift) << branch
-            if bits:
-                document = part.document_stop - part.document_start
-                yield OwnRange(start, stop, shift, document, low, high, bits)
+    changes: dict[int, int] = {}  # which branches change at a local row
+    for branch, each in chosen.items():
+        for border in each.borders:
+            changes[border] = changes.get(border, 0) ^ 1 << branch
+    borders = sorted(changes)
+    first = sum(1 << branch for branch, each in chosen.items() if each.first)
+    kinds = [*accumulate(map(changes.__getitem__, borders), xor, initial=first)]
+    for begin, end, _, local, document_start, document_stop in parts:
+        start, stop = begin - document_start, end - document_start
+        shift, document = local - start, document_stop - document_start
+        low, number = start, bisect_right(borders, local)
+        for border in borders[number : bisect_left(borders, stop + shift)]:
+            if kinds[number]:
+                yield OwnRange(start, stop, shift, document, low, border - shift, kinds[number])
+            low, number = border - shift, number + 1
+        if kinds[number]:
+            yield OwnRange(start, stop, shift, document, low, stop, kinds[number])
 
 
 class _Intervals:
@@ -117,30 +118,40 @@ class _Intervals:
         flags: of each run, whether its rows are chosen.
 
     Attributes:
+        first: whether the first run is.
         any: whether some run is.
-        all: whether every run is.
         borders: rows at which that changes.
     """
 
     def __init__(self, runs: Sequence[OwnRun], flags: Sequence[bool]) -> None:
-        self.any, self.all = any(flags), all(flags)
+        self.first, self.any = bool(flags) and flags[0], any(flags)
         self.borders: list[int] = []
-        self._first = bool(flags) and flags[0]
-        last = self._first
-        for run, flag in zip(runs, flags, strict=True):
-            if flag is not last:
-                self.borders.append(run.local)
-                last = flag
+        if self.any and not all(flags):
+            self.borders = [
+                run.local
+                for run, last, flag in zip(runs[1:], flags[:-1], flags[1:], strict=True)
+                if flag is not last
+            ]
 
     def holds(self, row: int) -> bool:
         """Whether a row is chosen."""
-        return self._first ^ bool(bisect_right(self.borders, row) % 2)
+        return self.first ^ bool(bisect_right(self.borders, row) % 2)
 
-    def holds_all(self, part: Part) -> bool:
-        """Whether all rows of a part are chosen."""
-        first, last = part.local, part.local + part.stop - part.start - 1
-        same = bisect_right(self.borders, first) == bisect_right(self.borders, last)
-        return same and self.holds(first)
+    def cut_parts(self, parts: Sequence[Part], starts: Sequence[int]) -> list[Part]:
+        """Parts not all of whose rows are chosen.
+
+        Args:
+            parts: that the runs are of.
+            starts: the first local row of each.
+        """
+        edges = [*([] if self.first else [-1]), *self.borders, math.inf]
+        found: list[Part] = []
+        done = 0
+        for low, high in zip(edges[::2], edges[1::2], strict=False):  # of rows that are not chosen
+            first = max(done, bisect_right(starts, low) - 1)
+            done = max(done, bisect_left(starts, high))
+            found += parts[first:done]
+        return found
 
 
 def _zero_keys_left(
@@ -149,9 +160,9 @@ def _zero_keys_left(
     """The zero keys of what is not computed row by row, where that counts its own."""
     if not tiling.pattern.zero_keys or tiling.is_causal:
         return ()
-    found = []
+    found, starts = [], [part.local for part in parts]
     for branch, each in chosen.items():
-        own = (part for part in parts if not each.holds_all(part))
+        own = each.cut_parts(parts, starts)
         left = tuple(x for part in own for x in zero_key_tiles(tiling, branch, part, each.holds))
         found.extend([TileGroup(left)] if left else [])
     return tuple(found)

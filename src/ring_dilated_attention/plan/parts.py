@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -77,14 +78,19 @@ def parts_of(layout: SequenceLayout, documents: Sequence[int], rank: int) -> lis
 
 def cut(ranges: Sequence[tuple[int, int]], documents: Sequence[int], rank: int) -> list[Part]:
     """Like `parts_of`, for any ranges of positions that are held one behind the other."""
-    parts = []
+    parts: list[Part] = []
     local = 0
     for start, stop in ranges:
         first = bisect_right(documents, start) - 1
         last = bisect_left(documents, stop)
-        for low, high in pairwise(documents[first : last + 1]):
+        behind = local - start
+        inside = pairwise(documents[first : last + 1])
+        own = [Part(low, high, rank, low + behind, low, high) for low, high in inside]
+        for place in (0, -1) if own else ():  # where the range may begin and end within a document
+            *_, low, high = own[place]
             begin, end = max(low, start), min(high, stop)
-            parts.append(Part(begin, end, rank, local + begin - start, low, high))
+            own[place] = Part(begin, end, rank, begin + behind, low, high)
+        parts += own
         local += stop - start
     return parts
 
@@ -140,32 +146,71 @@ class OwnRun(NamedTuple):
     copies: int  # how many runs
 
 
-def own_runs(parts: Sequence[Part], length: int | None) -> Iterator[OwnRun]:
+class OwnRuns(tuple[OwnRun, ...]):
+    """All that a rank holds of the segments of a length, in local order."""
+
+    @cached_property
+    def sizes(self) -> tuple[int, int]:
+        """The fewest and the most positions of a run; 0 where there are none."""
+        sizes = [run[0] for run in self]
+        return min(sizes, default=0), max(sizes, default=0)
+
+    @cached_property
+    def most_copies(self) -> int:
+        """The most equal ones of an entry."""
+        return max([run[3] for run in self], default=0)
+
+    @cached_property
+    def rows(self) -> int:
+        """The positions of every run, added up."""
+        return sum([size * copies for size, _, _, copies in self])
+
+    def shorter_than(self, size: int) -> int:
+        """How many have fewer positions."""
+        return sum([run.copies for run in self if run.size < size])
+
+    @cached_property
+    def squares(self) -> int:
+        """The squares of the positions of every run, added up."""
+        return sum([size * size * copies for size, _, _, copies in self])
+
+
+def own_runs(parts: Sequence[Part], length: int | None) -> OwnRuns:
     """What parts hold of the segments of `length`: neighbours that are equal are one entry.
 
     Those of several documents too: documents of one length, held one behind the other, cost no more
     than one.
     """
-    last = OwnRun(0, 0, 0, 0)
+    found: list[OwnRun] = []
+    last = 0, 0, 0, 0
     for part in parts:
-        positions = part.stop - part.start
-        if part.is_whole and (length is None or positions <= length):
-            own = [OwnRun(positions, 0, part.local, 1)]
+        start, stop, _, local, document_start, document_stop = part
+        size = stop - start
+        if start != document_start or stop != document_stop:
+            own = [
+                (
+                    min(high, stop) - max(low, start),
+                    max(low, start) - low,
+                    local + max(low, start) - start,
+                    count,
+                )
+                for low, high, count in own_segments(part, length)
+            ]
+        elif length is None or size <= length:
+            own = [(size, 0, local, 1)]
         else:
-            own = []
-            for start, stop, count in own_segments(part, length):
-                low, high = max(start, part.start), min(stop, part.stop)
-                own.append(OwnRun(high - low, low - start, part.local_row(low), count))
+            full, rest = divmod(size, length)
+            own = [(length, 0, local, full)]
+            if rest:
+                own.append((rest, 0, local + size - rest, 1))
         for run in own:
-            size, phase, local, copies = last
-            if (size, phase, local + size * copies) == run[:3]:
-                last = OwnRun(size, phase, local, copies + run.copies)
+            size, phase, row, copies = last
+            if size == run[0] and phase == run[1] and row + size * copies == run[2]:
+                last = size, phase, row, copies + run[3]
                 continue
-            if copies:
-                yield last
+            found.append(OwnRun(*last))
             last = run
-    if last.copies:
-        yield last
+    return OwnRuns((*found[1:], OwnRun(*last)) if parts else ())
 
 
 def own_segments(part: Part, length: int | None) -> Iterator[tuple[int, int, int]]:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from .grouping import group_tiles
 from .own import OwnWork, own_work
-from .parts import Link, OwnRun, within_rows
+from .parts import Link, OwnRuns, within_rows
+from .passing import PassingStep, passing_steps
 from .rows import Message, Tile, TileGroup
 from .zero_keys import zero_key_groups
 
@@ -73,6 +74,7 @@ class RankPlan:
         self.index = rank
         self.world_size = plan.layout.world_size
         self._steps: dict[tuple[int, int], Step] = {}
+        self._passing: dict[tuple[int, ...], tuple[PassingStep, ...] | None] = {}
         self._parts = plan.parts_of(rank)
         # Rows that belong to no document are in no tile.
         held = sum(part.stop - part.start for part in self._parts)
@@ -85,21 +87,25 @@ class RankPlan:
 
         A rank may hold several ranges of positions, between which there are other positions.
         """
-        return self.world_size == 1 and not (self._seen or self._shown)
+        return not (self._seen or self._shown)
 
     @cached_property
     def local_groups(self) -> tuple[TileGroup, ...]:
-        """Tiles whose queries and keys this rank holds: a group a branch, then those of links."""
+        """Tiles whose queries and keys this rank holds: a group a branch, and `crossing_groups`."""
+        return (*self.own_work(None).groups, *self.crossing_groups)
+
+    @cached_property
+    def crossing_groups(self) -> tuple[TileGroup, ...]:
+        """Tiles whose queries and keys this rank holds in different ranges of positions."""
         links = self._links_from(self.index)
         tiling = self.plan.tiling
-        crossing = group_tiles((link, list(tiling.tiles(link))) for link in links)
-        return (*self.own_work(None).groups, *crossing)
+        return group_tiles((link, list(tiling.tiles(link))) for link in links)
 
-    def own_work(self, by_rows: Callable[[int, OwnRun], bool] | None) -> OwnWork:
+    def own_work(self, by_rows: Callable[[int, OwnRuns], Sequence[bool]] | None) -> OwnWork:
         """What this rank computes within parts, split by whether it is computed row by row.
 
         Args:
-            by_rows: whether runs of a branch are; None: none is.
+            by_rows: of each run of a branch, whether it is; None: none is.
         """
         longest = max((part.document_stop - part.document_start for part in self._parts), default=0)
         branches = [
@@ -240,6 +246,16 @@ class RankPlan:
         """
         order = product(range(self.plan.pieces), range(1, self.world_size))
         return (self.step(step, piece) for piece, step in order)
+
+    def passing_steps(self, hosts: tuple[int, ...]) -> tuple[PassingStep, ...] | None:
+        """Every step in order where ranks pass on rows within hosts; None: no rank does.
+
+        Args:
+            hosts: host of each rank, numbered from 0; empty: all are on one.
+        """
+        if hosts not in self._passing:
+            self._passing[hosts] = passing_steps(self, hosts)
+        return self._passing[hosts]
 
     @cached_property
     def pairs(self) -> int:

@@ -15,7 +15,7 @@ from .rows import Message, PackedTiles, Rows, Run, Tile, TileGroup
 _MANY = 8
 """Tiles that differ in start and length alone are kept together if there are at least this many."""
 
-_MOST_TWINS = 4096
+MOST_TWINS = 4096
 """Kinds of runs whose tiles a `Tiling` keeps, at about a kilobyte each: documents of ever new
 lengths would make it grow without end."""
 
@@ -61,6 +61,13 @@ class Tiling:
             tuple(x for x in self.pattern.heads(branch, self.num_kv_heads) if x.head in self.among)
             for branch in range(len(self.pattern.branches))
         )
+
+    @cached_property
+    def offsets(self) -> tuple[tuple[int, ...], ...]:
+        """Per branch, the offset of each KV head; -1: it does not run the branch."""
+        of_branches = [dict(own) for own in self.heads]
+        heads = range(self.num_kv_heads)
+        return tuple(tuple(own.get(head, -1) for head in heads) for own in of_branches)
 
     def _rows(self, link: Link, part: Part, offset: int) -> range:
         """The positions of `part` in the link's segment at `offset`."""
@@ -149,20 +156,21 @@ class Tiling:
     def _twins(self, branch: int, phase: int, count: int) -> tuple[_Twin, ...]:
         """The tiles of `count` positions, `phase` behind the start of their segment."""
         kind = branch, phase, count
-        twins = self._known_twins.get(kind)
+        twins = self.known_twins.get(kind)
         if twins is None:
             part = Part(phase, phase + count, 0, 0, 0, phase + count)
             twins = tuple(
                 _Twin(tile.heads, tile.queries.start, tile.queries.length, tile.queries.head_stride)
                 for tile in self.tiles(Link(branch, part, part, 0, phase + count))
             )
-            if len(self._known_twins) >= _MOST_TWINS:
-                self._known_twins.clear()
-            self._known_twins[kind] = twins
+            if len(self.known_twins) >= MOST_TWINS:
+                self.known_twins.clear()
+            self.known_twins[kind] = twins
         return twins
 
     @cached_property
-    def _known_twins(self) -> dict[tuple[int, int, int], tuple[_Twin, ...]]:
+    def known_twins(self) -> dict[tuple[int, int, int], tuple[_Twin, ...]]:
+        """Tiles of runs, by branch, phase and number of positions; at most `MOST_TWINS`."""
         return {}
 
     def _entries(self, links: Iterable[Link]) -> Iterator[tuple[Link, list[tuple[int, range]]]]:

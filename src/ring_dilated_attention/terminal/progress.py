@@ -89,7 +89,7 @@ class Progress:
         """Show the bar, if there is one."""
         if self.is_bar:  # a new one each time: an old one would erase what was printed since
             self._live = Live(
-                _Bar(self),
+                Bar(self),
                 console=self.console,
                 transient=True,
                 refresh_per_second=REFRESHES_PER_S,
@@ -167,7 +167,7 @@ def _rate(speed: float, unit: str) -> str:
     return f"{in_seconds(1 / speed)} each"
 
 
-class _Bar:
+class Bar:
     """Head, bar and tail on a line, and the note beside them, or below where there is no room."""
 
     def __init__(self, progress: Progress) -> None:

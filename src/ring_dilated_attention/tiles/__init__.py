@@ -1,6 +1,7 @@
 """Tiles: attention of one block of queries to one block of keys, on local tensors.
 
-A tile knows nothing of ranks, patterns or positions. `select_backend` picks who computes it.
+A tile knows nothing of ranks, patterns or positions. `select_backend` picks who computes it,
+`backend_named` finds one of them by its name.
 """
 
 from .backend import (
@@ -13,7 +14,7 @@ from .backend import (
     reads_separate_rows,
 )
 from .eager import accumulate_dtype
-from .select import BACKENDS, Backend, Selection, select_backend
+from .select import BACKENDS, Backend, Selection, backend_named, select_backend
 from .table import table_refusal
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "TileGradients",
     "TileInputs",
     "accumulate_dtype",
+    "backend_named",
     "empty_rows",
     "reads_aligned_rows",
     "reads_separate_rows",

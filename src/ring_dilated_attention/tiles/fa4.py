@@ -64,8 +64,8 @@ def _interface() -> Any:
     return interface
 
 
-_FORWARDS = Replay(lambda: [_interface()._flash_attn_fwd], allocates=False)
-_BACKWARDS = Replay(
+FORWARDS = Replay(lambda: [_interface()._flash_attn_fwd], allocates=False)
+BACKWARDS = Replay(
     lambda: [
         _interface()._bwd_preprocess,
         _interface()._flash_attn_bwd,
@@ -73,6 +73,7 @@ _BACKWARDS = Replay(
     ],
     allocates=True,
 )
+"""The calls of flash-attn-4's kernels that are kept, of forward and of backward."""
 
 
 def _by_row(*views: torch.Tensor) -> list[torch.Tensor]:
@@ -96,7 +97,7 @@ def _forward_into(t: TileInputs, out: torch.Tensor, lse: torch.Tensor) -> None:
                 q, k, v, softmax_scale=t.scale, causal=t.is_causal, out=out, lse=lse
             )
 
-    _FORWARDS((q, k, v, out, lse), (t.scale, t.is_causal), run)
+    FORWARDS((q, k, v, out, lse), (t.scale, t.is_causal), run)
 
 
 def _backward_into(
@@ -111,7 +112,7 @@ def _backward_into(
                 *given, softmax_scale=t.scale, causal=t.is_causal, dq=dq, dk=dk, dv=dv
             )
 
-    _BACKWARDS((*given, dq, dk, dv), (t.scale, t.is_causal), run)
+    BACKWARDS((*given, dq, dk, dv), (t.scale, t.is_causal), run)
 
 
 @contextmanager

@@ -47,11 +47,14 @@ class Replay:
             function finds every kernel that it calls; looked up when the function is first called.
         allocates: whether the function may allocate float32 temporaries, which its first kernel
             fills before others read them.
+
+    Attributes:
+        kept: the calls of each kind; None: those of this kind are not called again.
     """
 
     def __init__(self, caches: Callable[[], Sequence[Any]], *, allocates: bool) -> None:
         self._caches, self._allocates = caches, allocates
-        self._kept: dict[Hashable, _Kept | None] = {}
+        self.kept: dict[Hashable, _Kept | None] = {}
 
     def __call__(
         self,
@@ -69,15 +72,15 @@ class Replay:
         """
         first = inputs[0]
         key = options, first.device, first.dtype, *[(x.shape, x.stride()) for x in inputs]
-        kept = self._kept.get(key)
+        kept = self.kept.get(key)
         if kept is not None:
             self._again(kept, inputs)
-        elif key in self._kept:
+        elif key in self.kept:
             run(nullcontext())
         else:
             calls: list[_Call] = []
             run(self._noting(calls))
-            keep_few(self._kept, key, lambda: self._as_kept(calls, inputs), MOST_KEPT)
+            keep_few(self.kept, key, lambda: self._as_kept(calls, inputs), MOST_KEPT)
 
     def _again(self, kept: _Kept, inputs: Sequence[torch.Tensor]) -> None:
         device = inputs[0].device

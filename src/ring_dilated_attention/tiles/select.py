@@ -17,11 +17,11 @@ from .sdpa import CPU_FLASH, CUDNN, EFFICIENT, FLASH
 from .table import TABLE_NAME, table_refusal
 
 _SDPA = tuple(map(for_any_scale, (CPU_FLASH, CUDNN, FLASH, EFFICIENT)))
-_AUTO = (
+AUTO = (
     for_any_scale(FA4),
     *_SDPA,
 )  # by falling speed, forward and backward, on what each can compute
-_NAMED = {backend.name: backend for backend in (*_AUTO, EAGER)}
+_NAMED = {backend.name: backend for backend in (*AUTO, EAGER)}
 
 Backend: TypeAlias = Literal[
     "auto", "sdpa", "fa4", "cpu_flash", "cudnn", "flash", "efficient", "eager", "triton"
@@ -36,9 +36,9 @@ such tiles share one launch of the table-driven kernel. By bytes of an element: 
 for 2 (benchmarks/results/attention_speed.md), and a tenth of that, as the rate is, for 4."""
 OWN_FORWARD_FLOPS = {2: 3e10, 4: 3e9}
 OWN_BACKWARD_FLOPS = {2: 2e10, 4: 3e9}
-"""Where there is no other rank, kernel calls of fewer operations, counted as those of forward, join
-a launch that goes through several branches row by row. Measured on an H200: row by row the GPU is
-as fast in forward and up to a tenth slower in backward, and the CPU has half the work."""
+"""Kernel calls of fewer operations, counted as those of forward, on rows that one rank holds join a
+launch that goes through several branches row by row. Measured on an H200: row by row the GPU is as
+fast in forward and up to a tenth slower in backward, and the CPU has half the work."""
 CPU_FLOPS = {2: 8e10, 4: 8e9}
 """In calls of fewer operations of forward the CPU takes longer than the GPU: backward then goes by
 the limit of forward. On an H200: 0.8 ms of backward."""
@@ -60,8 +60,10 @@ class Selection:
         own_forward_flops: forward kernel calls of at most this number of operations join a launch
             that goes through several branches row by row.
         own_backward_flops: backward kernel calls of at most this number of operations, counted as
-            those of forward, do, in calls of more than `cpu_flops` operations of forward.
-        cpu_flops: in calls of fewer, those of at most `own_forward_flops` do.
+            those of forward, join such a launch, in calls of at least `cpu_flops` operations of
+            forward.
+        cpu_flops: in calls of fewer operations of forward, backward kernel calls join such a launch
+            by the limit of forward, `own_forward_flops`.
     """
 
     backend: TileBackend | None
@@ -82,6 +84,11 @@ class Selection:
         return self.backend is not None and self.backend.wants_one_layout
 
 
+def backend_named(name: str) -> TileBackend:
+    """The back end that is called `name`, whether or not it can run here."""
+    return _NAMED[name]
+
+
 def select_backend(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Selection:
     """The back ends that `name` stands for, for tiles of this device, dtype and head_dim.
 
@@ -94,8 +101,8 @@ def select_backend(name: str, device: torch.device, dtype: torch.dtype, head_dim
         if reason is not None:
             raise ValueError(f"backend={name!r} cannot compute this attention ({reason})")
         return Selection(None, *[math.inf] * 4)
-    groups = {"auto": _AUTO, "sdpa": _SDPA}
-    candidates = groups[name] if name in groups else (_NAMED[name],)
+    groups = {"auto": AUTO, "sdpa": _SDPA}
+    candidates = groups[name] if name in groups else (backend_named(name),)
     reasons = {}
     for backend in candidates:
         reason = backend.refusal(device, dtype, head_dim)

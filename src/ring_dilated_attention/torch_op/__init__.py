@@ -1,6 +1,8 @@
 """A call as torch sees it: autograd, torch.compile, fake tensors, FLOP formulas.
 
-`FORWARD` is the operator of every call of `dilated_attention`; importing this room registers it.
+`FORWARD` is the operator of every call of `dilated_attention`, `BACKWARD` that of its gradients;
+importing this room registers them.
+`validate_tensors` refuses what cannot be a query, key and value, `validate_tensor` one of them.
 `AGREED` and `agreed` have the ranks agree on what a module was given.
 `LENGTHS`, an operator too, `lengths_of_call` and `padding` tell what a padding mask stands for.
 `apply_function`, `once_differentiable` and `refuse_tangents` are what any autograd function here
@@ -10,10 +12,12 @@ needs.
 from .agreed import AGREED, agreed
 from .derivatives import apply_function, once_differentiable, refuse_tangents
 from .lengths import LENGTHS, lengths_of_call, padding
-from .operator import FORWARD
+from .operator import BACKWARD, FORWARD
+from .validation import validate_tensor, validate_tensors
 
 __all__ = [
     "AGREED",
+    "BACKWARD",
     "FORWARD",
     "LENGTHS",
     "agreed",
@@ -22,4 +26,6 @@ __all__ = [
     "once_differentiable",
     "padding",
     "refuse_tangents",
+    "validate_tensor",
+    "validate_tensors",
 ]

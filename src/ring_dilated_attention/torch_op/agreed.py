@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from ..exchange import Group, agree, exchange_named, group_name
-from ..untraced import untraced
+from ..exchange import Group, agree, exchange_named, group_name, untraced
 
 _Library: Any = torch.library.Library  # its methods have no annotations
 _library = _Library("ring_dilated_attention", "FRAGMENT")

@@ -19,10 +19,10 @@ from ..exchange import (
     lengths_of_mask,
     refuse_capture,
     settle,
+    untraced,
 )
 from ..layout import SequenceLayout
 from ..resolve import Options, shared_words
-from ..untraced import untraced
 
 _Library: Any = torch.library.Library  # its methods have no annotations
 _library = _Library("ring_dilated_attention", "FRAGMENT")
@@ -96,9 +96,9 @@ def padding(
 ) -> dict[str, Any]:
     """A mask as a layer hands it to `dilated_attention`, or the lengths that it stands for.
 
-    To ask the device what is in a mask makes the host wait for all that is queued before, and a
-    model gives all its layers the same. One that asks, asks for those that follow; when a layer
-    comes again, or after a backward, it is asked anew: not all writes to a tensor can be seen.
+    Reading a mask makes the host wait for everything queued on the device, and a model gives all
+    its layers the same mask. So the first layer reads it for those that follow. It is read again
+    when a layer comes again, or after a backward: not all writes to a tensor can be seen.
 
     Args:
         caller: the layer.

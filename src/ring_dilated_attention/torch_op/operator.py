@@ -21,10 +21,10 @@ from ..exchange import (
     refuse_capture,
     settle,
     settle_later,
+    untraced,
 )
 from ..resolve import Options, PlannedRows, Resolved, resolve
 from ..tiles import accumulate_dtype
-from ..untraced import untraced
 from .derivatives import apply_function, once_differentiable, refuse_tangents
 from .flops import count_flops_of
 from .lengths import refuse_tensor_in_graphs
@@ -81,7 +81,7 @@ class RingDilatedAttention(torch.autograd.Function):
         start   as in forward: K_ij, V_ij are exchanged again                     [P2P, input dtype]
         tile    P = exp(scale Q_t K_t^T - L_i);  dS = scale P * (dO_t V_t^T - delta_i)
                 dQ_i += dS K_t;  dK_t = dS^T Q_t;  dV_t = P^T dO_t
-        home    s = 0: dK_i += dK_t, dV_i += dV_t
+        return  s = 0: dK_i += dK_t, dV_i += dV_t
                 s > 0: send dK_ij, dV_ij to their owner j = i-s; receive dK_ki, dV_ki from
                 k = i+s and add them to dK_i, dV_i               [P2P, input dtype or float32]
 
@@ -90,9 +90,9 @@ class RingDilatedAttention(torch.autograd.Function):
 
     Since the merged softmax is one softmax, every tile uses the same L_i and delta_i, and gradients
     only add up. Transfers of step s+1 (ring), or of all steps (gather), run behind the tiles of
-    step s; the way home of step s runs behind the tiles of step s+1, and those of the last two
+    step s; gradients of step s are returned behind the tiles of step s+1, those of the last two
     behind local tiles held back for them. A ring does all this for a few heads at a time. Gradients
-    of remote rows go home in the dtype of the inputs, in which kernels return them; in float32
+    of remote rows are returned in the dtype of the inputs, in which kernels return them; in float32
     where many tiles add to a row. float32 is float64 for float64 inputs. The lse is returned for
     use outside of autograd: it is marked non-differentiable.
     """

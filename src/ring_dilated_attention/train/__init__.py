@@ -14,16 +14,19 @@ them. `newest_run` finds the newest run in a folder. `plain_weights` writes and 
 """
 
 from .checkpoint import newest_run
-from .command import train
-from .config import preset_options
+from .command import make_config, train
+from .config import PRESETS, TrainConfig, preset_options
 from .errors import TrainingError, one_line
 from .plain_weights import export_newest
 from .sampling import decoded, sample_bytes
 
 __all__ = [
+    "PRESETS",
+    "TrainConfig",
     "TrainingError",
     "decoded",
     "export_newest",
+    "make_config",
     "newest_run",
     "one_line",
     "preset_options",

@@ -323,9 +323,9 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 """Options by the names that they have in `TrainConfig` and `LongNetConfig`; those that a preset
 leaves out keep their defaults. ``small`` is the defaults: minutes on two CPU cores.
-``longnet-base`` is for GPUs: by count of what lives, 100 to 120 GiB each for 2,097,152 bytes of a
-sequence (the more with many ranks, where attention's gradients are summed in float32),
-and 18 GiB less with `activation_checkpoint_blocks` 3, which computes more."""
+``longnet-base`` is for GPUs: by counting live tensors, 100 to 120 GiB each for 2,097,152 bytes of a
+sequence (more with many ranks, where attention's gradients are summed in float32), and 18 GiB less
+with `activation_checkpoint_blocks` 3, which recomputes more."""
 
 
 def preset_options(name: str) -> Mapping[str, Any]:

@@ -160,7 +160,7 @@ class Watch:
         others = [rank for rank in range(self._size) if rank != self._rank]
         deadline = time.monotonic() + _GRACE
         while True:
-            # Whoever has gone may have said why before, so this is asked first.
+            # A rank may say why before it ends, so who has gone is asked first.
             gone = [rank for rank in others if self._has_gone(rank)]
             silent = [rank for rank in others if not self._store.check([f"end/{rank}"])]
             gone = [rank for rank in gone if rank in silent]

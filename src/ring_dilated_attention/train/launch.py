@@ -27,7 +27,7 @@ from .ranks import OnFirstSignal, StopRequest
 from .run_folder import RunLock
 
 # The launcher takes a terminal's Ctrl-C for all of its ranks.
-_WORKER = (
+WORKER = (
     "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
     "from ring_dilated_attention.train.launch import worker; worker()"
 )
@@ -72,7 +72,7 @@ def train(config: TrainConfig, *, ranks: int | None = None, resume: bool = False
     check_devices(config, ranks)
     with RunLock(config.out, resume=resume):
         check_run(config, ranks, ranks, resume=resume)
-    return _launch(config, ranks, resume)
+    return start_ranks(config, ranks, resume)
 
 
 def _run_here(config: TrainConfig, resume: bool) -> Outcome:
@@ -157,8 +157,8 @@ class _Rank:
         return _Report(**error) if error else None
 
 
-def _launch(config: TrainConfig, ranks: int, resume: bool) -> Outcome:
-    """Start the ranks, wait for them, and leave none behind.
+def start_ranks(config: TrainConfig, ranks: int, resume: bool) -> Outcome:
+    """Start the ranks of a checked config, wait for them, and leave none behind.
 
     Nothing of this is on disk: ranks report through pipes, and the end of the launcher, whatever
     ends it, closes the pipe at which each of them looks for a request to stop.
@@ -209,7 +209,7 @@ def _start(config: TrainConfig, number: int, ranks: int, resume: bool, port: int
     }
     try:
         process = subprocess.Popen(
-            [sys.executable, "-c", _WORKER, json.dumps(job)],
+            [sys.executable, "-c", WORKER, json.dumps(job)],
             stdin=subprocess.PIPE,
             pass_fds=(send,),
             env=environment,

@@ -222,7 +222,7 @@ def _world(config: TrainConfig, device: torch.device, watch: Watch | None) -> Wo
         size=size,
         data_rank=data_rank,
         data_size=size // group_size,
-        group=_sequence_group(config, size, group_size, data_rank),
+        group=sequence_group(config, size, group_size, data_rank),
         group_rank=group_rank,
         group_size=group_size,
         device=device,
@@ -230,7 +230,7 @@ def _world(config: TrainConfig, device: torch.device, watch: Watch | None) -> Wo
     )
 
 
-def _sequence_group(
+def sequence_group(
     config: TrainConfig, size: int, group_size: int, data_rank: int
 ) -> dist.ProcessGroup | None:
     """The group of this rank's row of the grid; every rank makes those of all rows."""

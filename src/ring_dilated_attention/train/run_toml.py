@@ -9,8 +9,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from .. import __version__
 from ..nn import LongNetConfig
-from ..version import VERSION
 from .config import TrainConfig
 
 FILE = "run.toml"
@@ -45,8 +45,8 @@ def to_toml(config: TrainConfig, *, ranks: int) -> str:
         ranks: number of ranks.
     """
     lines = [
-        f"# The options of a run of rda train {VERSION}. To run it again, in the directory where",
-        "# it was started (paths are relative to that one), with the path of this file:",
+        f"# The options of a run of rda train {__version__}. To run it again, in the directory",
+        "# where it was started (paths are relative to that one), with the path of this file:",
         f"#     rda train --config {FILE}",
         "",
         f"ranks = {ranks}",

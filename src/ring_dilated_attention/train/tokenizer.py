@@ -270,12 +270,13 @@ def _alphabet() -> dict[str, int]:
     }
 
 
-_ALPHABET = _alphabet()
+ALPHABET = _alphabet()
+"""The byte of each character of a byte-level tokenizer's vocabulary."""
 
 
 def _bytes_of(token: str) -> bytes | None:
     """What a token of the vocabulary spells; None if it is not in the alphabet of bytes."""
     try:
-        return bytes(_ALPHABET[character] for character in token)
+        return bytes(ALPHABET[character] for character in token)
     except KeyError:
         return None

@@ -8,18 +8,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .exchange import (
-    Group,
-    Shared,
-    agree,
-    agree_on_batch,
-    exchange_named,
-    group_name,
-    place_in,
-    settle,
-)
-from .layout import SequenceLayout
-from .pattern import in_brief
+from ..layout import SequenceLayout
+from ..pattern import in_brief
+from .agreement import Shared, agree, settle
+from .names import Group, exchange_named, group_name, place_in
+from .same_batch import agree_on_batch
 from .untraced import untraced
 
 

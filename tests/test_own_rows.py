@@ -34,8 +34,10 @@ from ring_dilated_attention.tiles import Selection, backend_named
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
-from ring_dilated_attention.kernels import rows_of_program  # noqa: E402
-from ring_dilated_attention.kernels.own_programs import step_of  # noqa: E402
+from ring_dilated_attention.kernels import (  # noqa: E402
+    rows_of_program,
+    step_of,
+)
 
 EAGER = backend_named("eager")
 

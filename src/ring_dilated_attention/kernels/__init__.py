@@ -28,6 +28,7 @@ from .own_programs import (
     Programs,
     build_programs,
     launches_of,
+    step_of,
 )
 from .tuning import MOST_NEW_ROWS, NO_END, BackwardConfig, Kernel, LaunchConfig, default_config
 
@@ -66,6 +67,7 @@ __all__ = [
     "ranges_forward",
     "row_sums",
     "rows_of_program",
+    "step_of",
     "strips_of_cache",
     "tiles_backward",
     "tiles_forward",

@@ -7,6 +7,7 @@ import gc
 import math
 import os
 import random
+import sys
 import threading
 import weakref
 from dataclasses import replace
@@ -27,7 +28,7 @@ from ring_dilated_attention.checks import reference_attention
 from ring_dilated_attention.engine import own, ring
 from ring_dilated_attention.engine.compute import TileCall
 from ring_dilated_attention.exchange import run_loopback
-from ring_dilated_attention.kernels import MOST_POSITIONS, build_programs, launches_of, tuning
+from ring_dilated_attention.kernels import MOST_POSITIONS, build_programs, launches_of
 from ring_dilated_attention.resolve import forget_plans
 from ring_dilated_attention.tiles import Selection, backend_named
 
@@ -411,10 +412,11 @@ def test_backward_of_short_calls_goes_by_the_limit_of_forward(factor, monkeypatc
 @pytest.mark.parametrize("head_dim", [40, 48, 80])
 def test_head_dims_of_two_parts(head_dim, monkeypatch):
     """A power of two and a tail, which may be padded: in all three kernels, whatever the table."""
-    with_tail = {key: replace(each, tail=True) for key, each in tuning.CONFIGS.items()}
-    monkeypatch.setattr(tuning, "CONFIGS", with_tail)
-    parts = tuning.head_dim_constants(head_dim, True)
-    assert (parts["BLOCK_D"], parts["TAIL"]) == (64, 16) if head_dim == 80 else (32, 16)
+    tuning = vars(sys.modules["ring_dilated_attention.kernels.tuning"])
+    with_tail = {key: replace(each, tail=True) for key, each in tuning["CONFIGS"].items()}
+    monkeypatch.setitem(tuning, "CONFIGS", with_tail)
+    parts = tuning["head_dim_constants"](head_dim, True)
+    assert (parts["BLOCK_D"], parts["TAIL"]) == ((64, 16) if head_dim == 80 else (32, 16))
     forget_plans()
     case: Any = Draw(0)
     vars(case).update(pattern=GIGAPATH, is_causal=False, detached=head_dim == 40, layout=None)
@@ -439,7 +441,7 @@ def test_members_of_a_branch_beside_rows_that_are_not(is_causal, detached, monke
     )
     for block in (32, 64):
         assert step_of([(64, 1), (76, 2), (76, 4)], 76, block) == 2
-    monkeypatch.setattr(own, "_BLOCK", 32)
+    monkeypatch.setattr(own, "BLOCK_ROWS", 32)
     forget_plans()
     case: Any = Draw(0)
     vars(case).update(pattern=pattern, is_causal=is_causal, detached=detached, layout=None)

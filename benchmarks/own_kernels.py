@@ -85,16 +85,16 @@ CHECKED = [
 def settings(head_dim: int) -> dict[str, list[LaunchConfig]]:
     """What is tried; the n-th of each kernel together, the last one of a shorter list again."""
     of_forward = [
-        (64, 64, 4, 3, 168), (64, 64, 4, 4, 168), (64, 64, 4, 3, None), (64, 128, 4, 2, None),
-        (64, 128, 4, 2, 168), (64, 32, 4, 4, 128), (128, 64, 8, 3, None), (128, 128, 8, 2, None),
+        (64, 64, 4, 3, 168), (64, 64, 4, 3, 128), (64, 64, 4, 2, 128), (128, 64, 8, 3, 128),
+        (128, 64, 8, 2, 128), (64, 64, 4, 2, 168), (128, 64, 8, 3, None), (128, 64, 8, 4, 128),
     ]  # fmt: skip
     of_dq = [
-        (64, 64, 4, 3, 168), (64, 64, 4, 2, 168), (64, 64, 4, 3, None), (64, 128, 4, 2, None),
-        (64, 32, 4, 4, 128), (64, 32, 4, 3, 168), (128, 64, 8, 3, None), (128, 64, 8, 2, None),
+        (64, 64, 4, 3, 168), (64, 64, 4, 4, 168), (64, 64, 4, 5, 168), (64, 64, 4, 3, 128),
+        (64, 64, 4, 4, 128), (128, 64, 8, 3, 128), (128, 64, 8, 4, 128), (128, 64, 8, 3, None),
     ]  # fmt: skip
     of_dkdv = [
-        (64, 64, 4, 3, None), (64, 64, 4, 2, None), (64, 64, 4, 2, 168), (32, 64, 4, 3, 168),
-        (32, 64, 4, 3, None), (128, 64, 4, 2, None), (64, 128, 8, 2, None), (32, 128, 8, 3, None),
+        (64, 64, 4, 3, None), (64, 64, 4, 4, None), (64, 64, 4, 5, None), (64, 128, 8, 3, None),
+        (64, 128, 8, 4, None), (32, 64, 4, 5, 168), (32, 128, 8, 4, None), (32, 64, 4, 5, None),
     ]  # fmt: skip
     lists = of_forward, of_dq, of_dkdv
     found = {}
@@ -102,7 +102,7 @@ def settings(head_dim: int) -> dict[str, list[LaunchConfig]]:
         padded = [LaunchConfig(*x) for x in tried]
         if head_dim.bit_count() > 1:
             # Of those without a tail, the first few.
-            padded = [*(LaunchConfig(*x, tail=True) for x in tried), *padded[:4]]
+            padded = [*(LaunchConfig(*x, tail=True) for x in tried), *padded[:5]]
         found[name] = padded
     return found
 

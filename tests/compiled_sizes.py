@@ -56,6 +56,7 @@ def shared_bytes(name, itemsize, head_dim, config, capability):
     constants = {
         "UNIT": 8,
         **tuning.head_dim_constants(head_dim, config.tail),
+        **tuning.copies_of(config),
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "PRECISION": "ieee",

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -251,6 +252,21 @@ def test_half_precision_is_as_good_as_plain_computation(dtype, is_causal):
     plain = expected(pattern, q, k, v, dout, is_causal, 0.2, dtype=dtype)
     for error, a, b in zip(errors(got, want), plain, want, strict=True):
         assert error <= 2 * relative_error(a, b.cpu())
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_head_dim_of_two_parts(is_causal):
+    pattern = DilatedPattern([16, None], [1, 2])
+    inputs = random_inputs(1, 40, 2, 2, 40, torch.float32)
+    plan = plan_attention(
+        pattern, SequenceLayout.contiguous(40, 1), is_causal=is_causal, num_heads=2
+    )
+    with_tail = replace(SMALL, tail=True)
+    backward = BackwardConfig(*(replace(each, tail=True) for each in SMALL_BACKWARD))
+    options: Any = {"config": with_tail, "backward": backward}
+    got = run(launches(plan), *inputs, 0.2, heads_per_kv=1, **options)
+    for error in errors(got, expected(pattern, *inputs, is_causal, 0.2)):
+        assert error < 1e-5
 
 
 def test_keys_in_slots_of_a_message():

@@ -7,8 +7,10 @@ import gc
 import math
 import os
 import random
+import sys
 import threading
 import weakref
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -33,7 +35,10 @@ from ring_dilated_attention.tiles import Selection, backend_named
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
-from ring_dilated_attention.kernels import rows_of_program  # noqa: E402
+from ring_dilated_attention.kernels import (  # noqa: E402
+    rows_of_program,
+    step_of,
+)
 
 EAGER = backend_named("eager")
 
@@ -129,9 +134,14 @@ def assert_close(got, want, bound, what):
             assert error < bound, (name, error, what)
 
 
+PROGRAMS = "ring_dilated_attention.kernels.own_programs"
+
+
 @pytest.mark.parametrize("seed", [*range(10), 12, 21] if INTERPRETED else range(80))
 def test_random_calls_are_the_reference(seed, monkeypatch):
     monkeypatch.setattr(own, "FEWEST_ROWS", 0)  # the kernels take any
+    if seed % 2:  # programs of as many rows as can be, some of which are members of a branch
+        monkeypatch.setattr(f"{PROGRAMS}.LOADED_ROWS", 1e9)
     forget_plans()
     case = Draw(seed)
     torch.manual_seed(seed)
@@ -454,6 +464,54 @@ def test_backward_of_short_calls_goes_by_the_limit_of_forward(factor, documents,
     query = torch.randn(1, 160, 4, 16, device=DEVICE, requires_grad=True)
     dilated_attention(query, query, query, GIGAPATH, documents=documents).sum().backward()
     assert asked == [5e5, 5e5] + [4e4] * (factor == 1 and documents is None)
+    forget_plans()
+
+
+@pytest.mark.parametrize("head_dim", [40, 48, 80])
+def test_head_dims_of_two_parts(head_dim, monkeypatch):
+    """A power of two and a tail, which may be padded: in all three kernels, whatever the table."""
+    tuning = vars(sys.modules["ring_dilated_attention.kernels.tuning"])
+    with_tail = {key: replace(each, tail=True) for key, each in tuning["CONFIGS"].items()}
+    monkeypatch.setitem(tuning, "CONFIGS", with_tail)
+    parts = tuning["head_dim_constants"](head_dim, True)
+    assert (parts["BLOCK_D"], parts["TAIL"]) == ((64, 16) if head_dim == 80 else (32, 16))
+    forget_plans()
+    case: Any = Draw(0)
+    vars(case).update(pattern=GIGAPATH, is_causal=False, detached=head_dim == 40, layout=None)
+    vars(case).update(documents=None, length=37, heads_per_kv=2, kv_heads=2, head_dim=head_dim)
+    vars(case).update(batch=1, scale=-0.2)
+    torch.manual_seed(0)
+    *inputs, dout = case.tensors()
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    wide = [x.detach().double().cpu().requires_grad_() for x in inputs]
+    want = case.run(wide, dout.double().cpu())
+    got = [x.cpu() for x in case.run(leaves, dout, backend="triton")]
+    assert_close(got, want, 2e-5, case)
+    forget_plans()
+
+
+@pytest.mark.parametrize("detached", [False, True])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_members_of_a_branch_beside_rows_that_are_not(is_causal, detached, monkeypatch):
+    """Rows of a program are 2 apart, a branch takes every fourth."""
+    pattern = DilatedPattern(
+        [64, None, None], [1, 2, 4], head_offsets="blocked", zero_keys=not is_causal
+    )
+    for block in (32, 64):
+        assert step_of([(64, 1), (76, 2), (76, 4)], 76, block) == 2
+    monkeypatch.setattr(own, "BLOCK_ROWS", 32)
+    forget_plans()
+    case: Any = Draw(0)
+    vars(case).update(pattern=pattern, is_causal=is_causal, detached=detached, layout=None)
+    vars(case).update(documents=[0, 9, 85], length=85, heads_per_kv=1, kv_heads=2, head_dim=16)
+    vars(case).update(batch=1, scale=None)
+    torch.manual_seed(0)
+    *inputs, dout = case.tensors()
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    wide = [x.detach().double().cpu().requires_grad_() for x in inputs]
+    want = case.run(wide, dout.double().cpu())
+    got = [x.cpu() for x in case.run(leaves, dout, backend="triton")]
+    assert_close(got, want, 2e-5, case)
     forget_plans()
 
 

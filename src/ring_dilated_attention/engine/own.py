@@ -35,7 +35,7 @@ from .compute import Gradients, Inputs, Merged, Result, TileCall
 from .device_tables import TABLES
 
 _OF_BACKWARD: tuple[Kernel, Kernel] = ("own_dq", "own_dkdv")
-_BLOCK = 64
+BLOCK_ROWS = 64
 """Rows of a block of the kernels at most."""
 FEWEST_ROWS = 4
 """Of a cell, for its branch to be computed row by row: with fewer, most of a block is empty."""
@@ -164,7 +164,7 @@ def _make(one: RankPlan, batch: int, heads_per_kv: int, head_dim: int, flops: fl
     launches: list[OwnLaunch] = []
     if work.ranges:
         stores = 1 << plan.covering if one.covers and plan.covering is not None else 0
-        parts = launches_of(work.ranges, _branches(plan.pattern.branches), _BLOCK)
+        parts = launches_of(work.ranges, _branches(plan.pattern.branches), BLOCK_ROWS)
         launches = [OwnLaunch(plan, ranges, stores) for ranges in parts]
     covers = one.covers and bool(work.groups) and work.groups[0].branch == plan.covering
     first = work.groups[: int(covers)]
@@ -209,7 +209,7 @@ class ByRows:
         fewest, (shortest, longest) = FEWEST_ROWS * rate if rate > 1 else 0, runs.sizes
         if (
             shortest < fewest
-            and runs.shorter_than(fewest) * rate <= MOST_SHARE * runs.rows / _BLOCK
+            and runs.shorter_than(fewest) * rate <= MOST_SHARE * runs.rows / BLOCK_ROWS
         ):
             fewest = 0
         if shortest >= fewest:  # as a rule, and so is the next

@@ -29,6 +29,7 @@ from .own_programs import (
     Programs,
     build_programs,
     launches_of,
+    step_of,
 )
 from .tuning import MOST_NEW_ROWS, NO_END, BackwardConfig, Kernel, LaunchConfig, default_config
 
@@ -69,6 +70,7 @@ __all__ = [
     "rates_on",
     "row_sums",
     "rows_of_program",
+    "step_of",
     "strips_of_cache",
     "tiles_backward",
     "tiles_forward",

@@ -18,6 +18,7 @@ from .blocks import (
     constants,
     default_launch,
     element_offsets,
+    halves_of_rows,
     is_wide,
     load_block,
     products_of_all_rows,
@@ -29,7 +30,7 @@ from .blocks import (
 )
 from .cells import Cells
 from .launch import Launcher
-from .tuning import BackwardConfig
+from .tuning import BackwardConfig, copies_of
 
 
 @triton.jit
@@ -182,6 +183,7 @@ def dkdv_of_queries(
     HIDES: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    COPIES: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr = None,
 ):
@@ -196,19 +198,20 @@ def dkdv_of_queries(
         dout_block = load_block(
             dout + block * dout_step, dout_offsets, rows < length, MASKED, HEAD_DIM
         )
-        # Together they are as many as there are threads: with fewer elements Triton would have each
-        # thread load all of those that it needs, one by one.
+        # As many elements as there are threads: with fewer Triton would have each thread load all
+        # of those that it needs, one by one.
+        pairs = tl.arange(0, 2 * COPIES)[None, :]
         of_rows = tl.where(
-            tl.arange(0, 2)[None, :] == 0,
+            pairs < COPIES,
             (lse + block * lse_step + lse_offsets)[:, None],
             (delta + block * delta_step + delta_offsets)[:, None],
         )
         if MASKED:
-            beyond = tl.where(tl.arange(0, 2)[None, :] == 0, float("inf"), 0.0)
+            beyond = tl.where(pairs < COPIES, float("inf"), 0.0)
             found = tl.load(of_rows, mask=(rows < length)[:, None], other=beyond)
         else:
             found = tl.load(of_rows)
-        row_lse, row_delta = tl.split(found)
+        row_lse, row_delta = halves_of_rows(found, COPIES)
         # Keys by queries: p and ds are the left sides of products as they are, in registers.
         scores = products_of_all_rows(k, q_block, PRECISION)
         p = tl.exp2(scores * scale - (row_lse * LOG2_E)[None, :])
@@ -243,6 +246,7 @@ def _dkdv_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
+    COPIES: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
     """One program: a block of keys of one cell, all queries of query heads of its KV head."""
@@ -295,14 +299,14 @@ def _dkdv_kernel(
             q_offsets, dout_offsets, lse_offsets, delta_offsets,
             q_step, dout_step, lse_step, delta_step,
             keys, q_len, first, full, tail, stop,
-            scale * LOG2_E, True, IS_CAUSAL, HEAD_DIM, BLOCK_M, PRECISION,
+            scale * LOG2_E, True, IS_CAUSAL, HEAD_DIM, BLOCK_M, COPIES, PRECISION,
         )  # fmt: skip
         dk_block, dv_block = dkdv_of_queries(
             dk_block, dv_block, k_block, v_block, q, dout, lse, delta,
             q_offsets, dout_offsets, lse_offsets, delta_offsets,
             q_step, dout_step, lse_step, delta_step,
             keys, q_len, full, tail, tail, tail,
-            scale * LOG2_E, False, IS_CAUSAL, HEAD_DIM, BLOCK_M, PRECISION,
+            scale * LOG2_E, False, IS_CAUSAL, HEAD_DIM, BLOCK_M, COPIES, PRECISION,
         )  # fmt: skip
         q += q_h.to(tl.int64) * UNIT
         dout += dout_h.to(tl.int64) * UNIT
@@ -382,5 +386,5 @@ def tiles_backward(
         (len(cells.key_programs), 1),
         (*inputs, dk, dv, cells.table, cells.key_programs),
         (*strides, *strides_in(unit, of_dk, of_dv), *rest),
-        constants(q, unit, wide, cells, store_keys, config.dkdv),
+        {**constants(q, unit, wide, cells, store_keys, config.dkdv), **copies_of(config.dkdv)},
     )

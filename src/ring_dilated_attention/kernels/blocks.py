@@ -42,7 +42,7 @@ def element_offsets(
     rows = row_offsets(stride, BLOCK, WIDE)[:, None]
     offsets = (rows + tl.arange(0, BLOCK_D)[None, :],)
     if TAIL:
-        offsets += (rows + (BLOCK_D + tl.arange(0, TAIL))[None, :],)
+        offsets += (rows + (BLOCK_D + tl.arange(0, TAIL))[None, :],)  # type: ignore[assignment]
     return offsets
 
 
@@ -51,7 +51,7 @@ def zero_block(BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, TAIL: tl.constexpr):
     """A block of zeros, float32."""
     block = (tl.zeros([BLOCK, BLOCK_D], tl.float32),)
     if TAIL:
-        block += (tl.zeros([BLOCK, TAIL], tl.float32),)
+        block += (tl.zeros([BLOCK, TAIL], tl.float32),)  # type: ignore[assignment]
     return block
 
 
@@ -84,7 +84,7 @@ def load_block(base, offsets, in_rows, MASKED: tl.constexpr, HEAD_DIM: tl.conste
     block = ()
     for part in tl.static_range(len(offsets)):
         columns = columns_of(offsets, part)
-        block += (
+        block += (  # type: ignore[assignment]
             load_part(
                 base, offsets[part], columns, in_rows, MASKED,
                 part * offsets[0].shape[1] + offsets[part].shape[1] > HEAD_DIM, HEAD_DIM,
@@ -114,7 +114,7 @@ def sum_of_blocks(block, other):
     """The sum of two blocks, in float32."""
     total = ()
     for part in tl.static_range(len(block)):
-        total += (block[part].to(tl.float32) + other[part].to(tl.float32),)
+        total += (block[part].to(tl.float32) + other[part].to(tl.float32),)  # type: ignore[assignment]
     return total
 
 
@@ -123,7 +123,7 @@ def scaled_block(block, factors):
     """A block times a factor, or times one for each row: (rows, 1)."""
     scaled = ()
     for part in tl.static_range(len(block)):
-        scaled += (block[part] * factors,)
+        scaled += (block[part] * factors,)  # type: ignore[assignment]
     return scaled
 
 
@@ -132,7 +132,7 @@ def negated_block(block, condition):
     """The block, or where `condition` holds, its negative."""
     negated = ()
     for part in tl.static_range(len(block)):
-        negated += (tl.where(condition, -block[part], block[part]),)
+        negated += (tl.where(condition, -block[part], block[part]),)  # type: ignore[assignment]
     return negated
 
 
@@ -159,8 +159,33 @@ def add_product(total, weights, block, PRECISION: tl.constexpr):
     """Add the rows of a block to `total`, each weighted as a column of `weights` says."""
     added = ()
     for part in tl.static_range(len(block)):
-        added += (tl.dot(weights, block[part], total[part], input_precision=PRECISION),)
+        added += (tl.dot(weights, block[part], total[part], input_precision=PRECISION),)  # type: ignore[assignment]
     return added
+
+
+@triton.jit
+def halves_of_rows(found, COPIES: tl.constexpr):
+    """The first number of each row, and the one that `COPIES` columns of the first are before."""
+    if COPIES > 1:
+        rows: tl.constexpr = found.shape[0]
+        halves = tl.permute(tl.reshape(found, [rows, 2, COPIES]), (0, 2, 1))
+        first, second = tl.split(halves)
+        first, second = first_of_rows(first, COPIES), first_of_rows(second, COPIES)
+    else:
+        first, second = tl.split(found)
+    return first, second
+
+
+@triton.jit
+def first_of_rows(found, COLUMNS: tl.constexpr):
+    """The number that all columns of a row hold."""
+    if COLUMNS > 2:
+        rows: tl.constexpr = found.shape[0]
+        found, _ = tl.split(tl.reshape(found, [rows, COLUMNS // 2, 2]))
+        found = first_of_rows(found, COLUMNS // 2)
+    else:
+        found, _ = tl.split(found)
+    return found
 
 
 def stride_unit(*strides: Sequence[int]) -> int:

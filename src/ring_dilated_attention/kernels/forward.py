@@ -97,7 +97,7 @@ def merge_block(out, lse, out_offsets, lse_offsets, in_rows, acc, new_lse, HEAD_
     for part in tl.static_range(len(acc)):
         was = old[part].to(tl.float32)
         both = was + weight * (acc[part] - was)
-        merged += (tl.where(unseen[:, None], acc[part], both),)
+        merged += (tl.where(unseen[:, None], acc[part], both),)  # type: ignore[assignment]
     # logaddexp, from the larger of the two
     new_lse = tl.maximum(old_lse, new_lse) + tl.log(1 + tl.exp(-tl.abs(old_lse - new_lse)))
     # Several warps may load the lse of one row, one stores it: all loads come first.

@@ -37,7 +37,7 @@ from .own_forward import (
     zeros_of_cell,
 )
 from .own_programs import Programs
-from .tuning import BackwardConfig
+from .tuning import BackwardConfig, copies_of
 
 
 @triton.jit
@@ -120,7 +120,7 @@ def _dq_kernel(
     part_start, part_stop, shift, document, chosen = range_of(own)
     last = first + (count - 1) * step
     if not takes_part(
-        branches, chosen, kv_head, kv_heads, document, first, last, count, num_branches
+        branches, chosen, kv_head, kv_heads, document, first, last, step, count, num_branches
     ):
         return
 
@@ -161,10 +161,10 @@ def _dq_kernel(
         v_step *= BLOCK_N
         for index in tl.range(segment, segment_stop, disable_licm=True):
             start = index * length
-            if (first - start - offset) % rate == 0:
+            if (first - start - offset) % tl.minimum(rate, step) == 0:
                 key, k_len = rows_of_cell(start, length, rate, offset, part_start, part_stop)
                 within, limits, full, stop = keys_of_rows(
-                    first, last, step, count, start, length, rate, key, k_len,
+                    first, last, step, count, start, length, rate, offset, key, k_len,
                     IS_CAUSAL, BLOCK_M, BLOCK_N,
                 )  # fmt: skip
                 k_row = (key + shift).to(tl.int64)
@@ -228,6 +228,7 @@ def _dkdv_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
+    COPIES: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
     """One program: a block of keys of one KV head, all queries of all branches that see them."""
@@ -239,7 +240,7 @@ def _dkdv_kernel(
     part_start, part_stop, shift, document, chosen = range_of(own)
     last = first + (count - 1) * step
     if not takes_part(
-        branches, chosen, kv_head, kv_heads, document, first, last, count, num_branches
+        branches, chosen, kv_head, kv_heads, document, first, last, step, count, num_branches
     ):
         return
 
@@ -271,11 +272,11 @@ def _dkdv_kernel(
         lse_step *= BLOCK_M
         for index in tl.range(segment, segment_stop, disable_licm=True):
             start = index * length
-            if (first - start - offset) % rate == 0:
+            if (first - start - offset) % tl.minimum(rate, step) == 0:
                 query, q_len = rows_of_cell(start, length, rate, offset, part_start, part_stop)
-                inside = (start <= first) & (last < start + length)
+                inside = (start <= first) & (last < start + length) & (rate <= step)
                 ahead = first - start + keys * step
-                within = (ahead >= 0) & (ahead < length)
+                within = (ahead >= 0) & (ahead < length) & ((ahead - offset) % rate == 0)
                 # Query blocks: masked `begin` to `full` - 1 and `tail` to `stop` - 1.
                 stop = tl.cdiv(q_len, BLOCK_M)
                 begin = 0
@@ -305,14 +306,14 @@ def _dkdv_kernel(
                         q_offsets, dout_offsets, lse_offsets, lse_offsets,
                         q_step, dout_step, lse_step, lse_step,
                         lows, q_len, begin, full, tail, stop,
-                        scale * LOG2_E, True, True, HEAD_DIM, BLOCK_M, PRECISION, 1,
+                        scale * LOG2_E, True, True, HEAD_DIM, BLOCK_M, COPIES, PRECISION, 1,
                     )  # fmt: skip
                     dk_block, dv_block = dkdv_of_queries(
                         dk_block, dv_block, k_block, v_block, q_at, dout_at, lse_at, delta_at,
                         q_offsets, dout_offsets, lse_offsets, lse_offsets,
                         q_step, dout_step, lse_step, lse_step,
                         lows, q_len, full, tail, tail, tail,
-                        scale * LOG2_E, False, False, HEAD_DIM, BLOCK_M, PRECISION,
+                        scale * LOG2_E, False, False, HEAD_DIM, BLOCK_M, COPIES, PRECISION,
                     )  # fmt: skip
                     q_at += q_h.to(tl.int64) * UNIT
                     dout_at += dout_h.to(tl.int64) * UNIT
@@ -393,6 +394,7 @@ def ranges_backward(
     )  # fmt: skip
     _launch_dkdv(
         *ranges_launch(
-            keys, config.dkdv, (*inputs, dk, dv), of_rows, numbers, rows_of=k, **options
+            keys, config.dkdv, (*inputs, dk, dv), of_rows, numbers,
+            rows_of=k, **options, **copies_of(config.dkdv),
         )
     )  # fmt: skip

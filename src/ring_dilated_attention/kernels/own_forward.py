@@ -82,19 +82,19 @@ def rows_of_cell(start, length, rate, offset, part_start, part_stop):
 
 @triton.jit
 def keys_of_rows(
-    first, last, step, count, start, length, rate, key, k_len,
+    first, last, step, count, start, length, rate, offset, key, k_len,
     IS_CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Which of the keys of a cell a block of rows sees: what `attend` and `dq_of_keys` ask for.
 
     Returns:
-        Which rows lie in the segment of the cell (as a rule, all); before which key each sees all
+        Which rows are in the cell (as a rule, all); before which key each sees all
         of them; the first block of keys that takes a mask, and the block behind the last.
     """
     rows = tl.arange(0, BLOCK_M)
-    inside = (start <= first) & (last < start + length)
+    inside = (start <= first) & (last < start + length) & (rate <= step)
     ahead = first - start + rows * step
-    within = (ahead >= 0) & (ahead < length)
+    within = (ahead >= 0) & (ahead < length) & ((ahead - offset) % rate == 0)
     full = k_len // BLOCK_N
     stop = tl.cdiv(k_len, BLOCK_N)
     limits = tl.where(within, k_len, 0)
@@ -125,15 +125,17 @@ def segments_of(branches, chosen, branch, kv_head, kv_heads, document, first, la
 
 
 @triton.jit
-def takes_part(branches, chosen, kv_head, kv_heads, document, first, last, count, num_branches):
-    """Whether `count` positions from `first` to `last` are in a cell of any branch."""
+def takes_part(
+    branches, chosen, kv_head, kv_heads, document, first, last, step, count, num_branches
+):
+    """Whether any of `count` positions from `first` to `last` may be in a cell of any branch."""
     found = first < 0
     for branch in range(num_branches):
         length, rate, offset, segment, segment_stop = segments_of(
             branches, chosen, branch, kv_head, kv_heads, document, first, last
         )
         for index in range(segment, segment_stop):
-            found = found | ((first - index * length - offset) % rate == 0)
+            found = found | ((first - index * length - offset) % tl.minimum(rate, step) == 0)
     return found & (count > 0)
 
 
@@ -174,7 +176,7 @@ def _forward_kernel(
     part_start, part_stop, shift, document, chosen = range_of(own)
     last = first + (count - 1) * step
     if not takes_part(
-        branches, chosen, kv_head, kv_heads, document, first, last, count, num_branches
+        branches, chosen, kv_head, kv_heads, document, first, last, step, count, num_branches
     ):
         return
 
@@ -206,10 +208,10 @@ def _forward_kernel(
         v_step *= BLOCK_N
         for index in tl.range(segment, segment_stop, disable_licm=True):
             start = index * length
-            if (first - start - offset) % rate == 0:
+            if (first - start - offset) % tl.minimum(rate, step) == 0:
                 key, k_len = rows_of_cell(start, length, rate, offset, part_start, part_stop)
                 within, limits, full, stop = keys_of_rows(
-                    first, last, step, count, start, length, rate, key, k_len,
+                    first, last, step, count, start, length, rate, offset, key, k_len,
                     IS_CAUSAL, BLOCK_M, BLOCK_N,
                 )  # fmt: skip
                 k_row = (key + shift).to(tl.int64)
@@ -306,7 +308,7 @@ def ranges_launch(
     numbers: Sequence[float],
     *,
     rows_of: torch.Tensor,
-    **options: bool,
+    **options: int,
 ) -> tuple[tuple[int, int], tuple[torch.Tensor, ...], tuple[float, ...], dict[str, Any]]:
     """What a `Launcher` of a kernel of ranges takes.
 

@@ -2,7 +2,9 @@
 
 Positions of a part that are congruent modulo the rates of all branches, and lie in one segment of
 each, see the same keys. So a program takes such a block of rows, goes through the keys of one
-branch after the other, and writes its rows once: nothing is merged or added up in memory.
+branch after the other, and writes its rows once: nothing is merged or added up in memory. Where
+such rows are few, rows are congruent modulo less: of branches of larger rates some rows of a
+program are members, and a mask hides the keys from the others.
 
 Ranges of rows come from the plan (`plan.OwnRange`). Positions count from the start of the document,
 as segments do. Heads and batch entries are axes of the grid: no table grows with them.
@@ -38,6 +40,10 @@ MOST_BRANCHES = 31
 """Of a pattern: which of them a range has is bits of an int32."""
 MOST_STEP = 1024
 """Between rows of a program: there is a program for each residue, whether or not rows have it."""
+LOADED_ROWS = 32
+"""Loading a key takes as long as computing its products with so many rows of a program."""
+MASKED_COST = 2.0
+"""Of a block of keys that a mask hides from rows, beside one that all see."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +126,32 @@ def _fills(branches: Sequence[tuple[int, int]], longest: int, block: int) -> boo
     return step <= MOST_STEP and shortest / step >= min(fullest, block) / 2
 
 
+def step_of(branches: Sequence[tuple[int, int]], longest: int, block: int) -> int:
+    """How far rows of a program are apart: each rate divides it, or is a multiple of it.
+
+    Args:
+        branches: (segment length, rate) of those that are run.
+        longest: positions of a document, at most.
+        block: rows of a program at most.
+    """
+    rates = sorted({rate for _, rate in branches})
+    steps = {math.lcm(*rates[: number + 1]) for number in range(len(rates))}
+    shortest = min(longest, *(length for length, _ in branches))
+
+    def cost(step: int) -> float:
+        """Of a row: of the blocks of keys that its program goes through."""
+        rows = max(1.0, shortest / step)
+        rows /= math.ceil(rows / block)
+        work = sum(
+            min(length, longest) / rate / min(rate, step) * (MASKED_COST if rate > step else 1)
+            for length, rate in branches
+        )
+        return work * (1 + LOADED_ROWS / rows)
+
+    fitting = [s for s in steps if all(s % rate == 0 or rate % s == 0 for rate in rates)]
+    return min(sorted(fitting, reverse=True), key=cost)
+
+
 def build_programs(
     ranges: Sequence[OwnRange],
     branches: Sequence[tuple[int, int]],
@@ -157,7 +189,7 @@ def build_programs(
     )
     kinds = np.array(sorted(set(own[:, 6].tolist())))
     kind = kinds.searchsorted(own[:, 6])
-    layout = _layout(kinds, spec)
+    layout = _layout(kinds, spec, block)
     steps = layout.steps[kind]
     made = _programs(own, kind.argsort(kind="stable"), layout.shortest[kind], steps, block)
     # What there is to do of each residue, and of which a program is.
@@ -203,17 +235,21 @@ class _Layout(NamedTuple):
     most: Table
 
 
-def _layout(kinds: Table, spec: Table) -> _Layout:
+def _layout(kinds: Table, spec: Table, block: int) -> _Layout:
     """The layout of all kinds: branches are bits of them, and rows of `spec`."""
     import numpy as np
 
     run = kinds[:, None] >> np.arange(len(spec)) & 1
     lengths, rates, offsets = spec[:, 0], spec[:, 1], spec[:, 2:]
-    steps = np.lcm.reduce(np.where(run, rates, 1), axis=1)
+    longest = int(lengths.max())
+    pairs = [[(int(lengths[b]), int(rates[b])) for b in each.nonzero()[0]] for each in run]
+    steps = np.array([step_of(each, longest, block) for each in pairs])
     residues = np.arange(np.lcm.reduce(steps))
     work = np.zeros((len(kinds), offsets.shape[1], len(residues)))
     for branch in run.any(0).nonzero()[0]:
-        shown = residues % rates[branch] == offsets[branch][:, None]
+        common = np.minimum(rates[branch], steps)[:, None, None]
+        offset = offsets[branch][:, None]
+        shown = (residues % common == offset % common) & (offset >= 0)
         work += run[:, branch, None, None] * (shown * (lengths[branch] / rates[branch]))
     is_one = residues < steps[:, None]
     negative = np.where(is_one[:, None], -work, 1)

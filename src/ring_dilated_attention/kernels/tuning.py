@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -42,7 +43,7 @@ class BackwardConfig(NamedTuple):
     dkdv: LaunchConfig
 
 
-# (kernel, bytes per element, padded head_dim up to). Those of 2 bytes are the fastest of a sweep
+# (kernel, bytes per element, head_dim up to). Those of 2 bytes are the fastest of a sweep
 # on an H200; those of 4 fit registers and shared memory.
 CONFIGS: dict[tuple[Kernel, int, int], LaunchConfig] = {
     ("forward", 2, 64): LaunchConfig(64, 64, 4, 3),
@@ -64,21 +65,23 @@ CONFIGS: dict[tuple[Kernel, int, int], LaunchConfig] = {
     ("dkdv", 4, 128): LaunchConfig(16, 32, 8, 1),
     ("dkdv", 4, 256): LaunchConfig(16, 16, 8, 1),
     # Where not said otherwise, those of tiles.
+    ("own_forward", 2, 48): LaunchConfig(64, 64, 4, 3, 168, tail=True),
     ("own_forward", 2, 64): LaunchConfig(64, 64, 4, 3, 168),
     ("own_forward", 2, 128): LaunchConfig(64, 64, 4, 3),
     ("own_forward", 2, 256): LaunchConfig(64, 64, 4, 2),
+    ("own_dq", 2, 48): LaunchConfig(64, 64, 4, 3, 168, tail=True),
     ("own_dq", 2, 64): LaunchConfig(64, 64, 4, 3, 168),
     ("own_dq", 2, 128): LaunchConfig(64, 64, 4, 2),
     ("own_dkdv", 2, 64): LaunchConfig(64, 64, 4, 3),
 }
 
 # Of those above that take more than 99 KiB of shared memory: how many bytes, as Triton compiles
-# them for compute capability 8.0, and what fits into 99 KiB (8.6, 8.9, 12.0) with 66 to 72 KiB.
+# them for compute capability 8.0, and what fits into 99 KiB (8.6, 8.9, 12.0) with 66 to 80 KiB.
 LARGE: dict[tuple[Kernel, int, int], tuple[int, LaunchConfig]] = {
     ("dq", 2, 128): (131_072, LaunchConfig(64, 64, 4, 2)),
     ("forward", 2, 256): (147_456, LaunchConfig(64, 32, 4, 2)),
     ("dq", 2, 256): (102_400, LaunchConfig(32, 32, 4, 2)),
-    ("dkdv", 2, 256): (139_264, LaunchConfig(32, 32, 4, 1)),
+    ("dkdv", 2, 256): (163_840, LaunchConfig(32, 32, 4, 1)),
     ("own_forward", 2, 256): (106_496, LaunchConfig(64, 32, 4, 2)),
 }
 
@@ -106,6 +109,22 @@ def head_dim_constants(head_dim: int, tail: bool) -> dict[str, int]:
     return {"HEAD_DIM": head_dim, "BLOCK_D": largest, "TAIL": rest}
 
 
+def copies_of(config: LaunchConfig) -> dict[str, int]:
+    """In how many copies the kernel of dk and dv loads lse and delta: as many as it has threads."""
+    return {"COPIES": max(1, 16 * config.num_warps // config.block_m)}
+
+
+def _key_of(kernel: Kernel, itemsize: int, head_dim: int) -> tuple[Kernel, int, int]:
+    """What stands for a kernel in the table: that of tiles if none of its own fits as closely."""
+    widths = [width for name, size, width in CONFIGS if (name, size) == (kernel, itemsize)]
+    own = min((width for width in widths if width >= head_dim), default=math.inf)
+    padded = max(64, padded_head_dim(head_dim))
+    if own <= padded:
+        return kernel, itemsize, int(own)
+    of_tiles: Any = kernel.removeprefix("own_")
+    return of_tiles, itemsize, padded
+
+
 def default_config(
     kernel: Kernel,
     head_dim: int,
@@ -129,10 +148,7 @@ def default_config(
         The configuration of the table, or what fits into the shared memory of the device, its
         blocks shrunk to the longest tile.
     """
-    size = dtype.itemsize, max(64, padded_head_dim(head_dim))
-    key: Any = (kernel, *size)
-    if key not in CONFIGS:
-        key = (kernel.removeprefix("own_"), *size)
+    key = _key_of(kernel, dtype.itemsize, head_dim)
     best = CONFIGS[key]
     needed, smaller = LARGE.get(key, (0, best))
     if device is not None and profile_of(device).shared_bytes < needed:
@@ -148,7 +164,7 @@ def default_config(
     # that a wgmma takes where there are 64 rows.
     rows, most = (block_n, best.block_n) if of_keys else (block_m, best.block_m)
     num_warps = max(2, min(4, rows // 16), best.num_warps * rows // most)
-    return LaunchConfig(block_m, block_n, num_warps, best.num_stages, best.max_registers)
+    return replace(best, block_m=block_m, block_n=block_n, num_warps=num_warps)
 
 
 NO_END = 2**62

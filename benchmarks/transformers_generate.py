@@ -21,11 +21,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ring_dilated_attention import DilatedPattern
-from ring_dilated_attention.integrations.transformers import (
-    DilatedCache,
-    remove_attention,
-    set_attention,
-)
+from ring_dilated_attention.integrations.transformers import DilatedCache, set_attention
 from ring_dilated_attention.named_patterns import named
 
 
@@ -126,8 +122,6 @@ def main() -> None:
         each = {"case": name, "prompt": length} | measure(
             model, ids, options.new_tokens, options.repeats
         )
-        if pattern is not None:
-            remove_attention(model)
         found.append(each)
         agree = [a == b for a, b in zip(found[0]["tokens"], each["tokens"], strict=True)]
         each["tokens_as_sdpa"] = [*agree, False].index(False)

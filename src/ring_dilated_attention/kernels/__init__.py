@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from .available import has_triton
 from .cells import build_cells
-from .device_profile import DeviceProfile, profile_of
+from .device_profile import DecodeTuning, DeviceProfile, profile_of
 from .own_programs import MOST_POSITIONS, MOST_STEP, Programs, build_programs, launches_of
 from .tuning import MOST_NEW_ROWS, NO_END, BackwardConfig, Kernel, LaunchConfig, default_config
 
@@ -38,6 +38,7 @@ __all__ = [
     "MOST_STEP",
     "NO_END",
     "BackwardConfig",
+    "DecodeTuning",
     "DeviceProfile",
     "Kernel",
     "LaunchConfig",

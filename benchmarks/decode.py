@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 benchmarks/decode.py --device cuda --out found.json
     python benchmarks/decode.py --device cpu --small
 
-Under torchrun ranks share the rows of one dense cache, 1,048,576 of each, and nothing else is timed;
-times are those of the slowest rank.
+Under torchrun the ranks share the rows of one dense cache, 1,048,576 of each, and nothing else is
+timed; times are those of the slowest rank.
 
 First every case is compared with a float64 softmax over the keys that the query sees. Then each is
 timed: GPU time of a call in a queue of calls, wall time per call of 20 in a row and of one by

@@ -4,8 +4,8 @@
     python benchmarks/decode_kernel.py --rounds 20
     python benchmarks/decode_kernel.py --small            # CPU, interpreted: TRITON_INTERPRET=1
 
-Each round times all of them one after the other, so that a slower clock slows them all; a row is the
-median, the least and the largest of the rounds, and the median of its ratio to SDPA in its round.
+Each round times all of them one after the other, so that a slower clock slows them all. A row is
+the median of the rounds, the least and the largest, and the median of its ratio to SDPA in a round.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     python benchmarks/transformers_generate.py --device cpu --small
 
 A Llama with random weights: 4 layers as wide as those of Llama 3 8B. `dense` computes what `sdpa`
-does: `tokens_as_sdpa` is how many of its first tokens are the same. The other patterns keep less. The
-time of a token is that of generating many, less that of generating one.
+does: `tokens_as_sdpa` is how many of its first tokens are the same. The other patterns keep less.
+The time of a token is that of generating many, less that of generating one.
 """
 
 from __future__ import annotations

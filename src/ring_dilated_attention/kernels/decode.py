@@ -25,6 +25,7 @@ from .forward import attend
 from .launch import Launcher
 from .tuning import MOST_NEW_ROWS
 
+
 class NewRows(NamedTuple):
     """Keys and values of the queries' own positions, which the cache does not have yet.
 

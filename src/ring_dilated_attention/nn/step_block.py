@@ -76,9 +76,7 @@ class StepBlock:
             attend_in_step, cache=cache, scale=self._scale, backend=self._backend, step=step
         )
         if not self._is_plain or (most is not None and hidden.shape[1] > most):
-            found: Tensor = self._block(
-                hidden, *rotation.narrow(), chunk_rows=most, attend=attend
-            )
+            found: Tensor = self._block(hidden, *rotation.narrow(), chunk_rows=most, attend=attend)
             return found
         attended = attend(*self._heads(hidden, rotation)).flatten(2)
         return behind_attention(hidden, attended, self._combine, self._mlp_norm, self._mlp)

@@ -90,9 +90,7 @@ def plan_step(plan: CachePlan, length: int, shard: int) -> CacheStep:
             targets += range(slot, slot + len(places) * stride, stride)
         for run in _runs(plan.own_members(new.members, shard), slots):
             tiles.append(
-                StepTile(
-                    new.kv_heads, len(places), first_row + run.start, stride, len(run), column
-                )
+                StepTile(new.kv_heads, len(places), first_row + run.start, stride, len(run), column)
             )
             column += len(run)
     return CacheStep(tuple(sources), tuple(targets), tuple(tiles), column)

@@ -19,7 +19,8 @@ from ring_dilated_attention import (
     plan_attention,
 )
 from ring_dilated_attention.checks import KINDS, reference_attention, relative_error
-from ring_dilated_attention.decode.by_kernel import Step, attend_by_kernel
+from ring_dilated_attention.decode import Step
+from ring_dilated_attention.decode.by_kernel import attend_by_kernel
 from ring_dilated_attention.decode.call import _strips
 from ring_dilated_attention.engine import merge_
 from ring_dilated_attention.exchange import run_loopback

@@ -210,8 +210,8 @@ def test_a_step_has_the_weights_that_the_model_has() -> None:
     with torch.no_grad():
         for parameter in model.norm.parameters():
             parameter.mul_(2)
-        for block in model.blocks:
-            block.attention.q_proj.weight.data = block.attention.q_proj.weight.data.clone().mul_(2)
+        weight: Any = model.get_parameter("blocks.0.attention.q_proj.weight")
+        weight.data = weight.data * 2
     model.prefill(text[:, :20], caches)
     got = model.step(text[:, 20:21], caches)
     with torch.no_grad():

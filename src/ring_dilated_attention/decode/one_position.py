@@ -134,7 +134,8 @@ def _of_equal_rows(
     if not takes_products(selection, q_bkgd):
         return _by_tiles(q_bkgd, kept, step, selection, scale, wants_lse)
     keys, values = kept
-    of = q_bkgd.shape, q_bkgd.storage_offset(), keys.stride(1), keys.storage_offset()
+    offset, row, first_row = q_bkgd.storage_offset(), keys.stride(1), keys.storage_offset()
+    of = q_bkgd.shape, int(offset), row, int(first_row)
     views = step.views.get(of)
     if views is None:
         views = step.views[of] = views_of(step.planned, *of)

@@ -1,7 +1,11 @@
 """Decoding one token: attention to a KV cache beside torch's SDPA, and a model's whole step.
 
     python benchmarks/decode.py --device cuda --out found.json
+    torchrun --nproc-per-node 2 benchmarks/decode.py --device cuda --out found.json
     python benchmarks/decode.py --device cpu --small
+
+Under torchrun the ranks share the rows of one dense cache, 1,048,576 of each, and nothing else is
+timed; times are those of the slowest rank.
 
 First every case is compared with a float64 softmax over the keys that the query sees. Then each is
 timed: GPU time of a call in a queue of calls, wall time per call of 20 in a row and of one by
@@ -13,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -21,9 +26,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
-from ring_dilated_attention import DilatedKVCache, DilatedPattern, cached_attention
+from ring_dilated_attention import (
+    DilatedKVCache,
+    DilatedPattern,
+    SequenceLayout,
+    cached_attention,
+)
 from ring_dilated_attention.decode import CapturedStep
 from ring_dilated_attention.named_patterns import named
 from ring_dilated_attention.nn import LongNet, LongNetConfig
@@ -47,6 +58,7 @@ class Case(NamedTuple):
         keys: positions before the token.
         batch: rows of the batch.
         is_dense: whether SDPA computes the same.
+        ranks: that share the rows of the cache.
     """
 
     name: str
@@ -54,6 +66,7 @@ class Case(NamedTuple):
     keys: int
     batch: int = 1
     is_dense: bool = False
+    ranks: int = 1
 
 
 def cases(*, small: bool) -> list[Case]:
@@ -70,6 +83,12 @@ def cases(*, small: bool) -> list[Case]:
         ),
         Case("longnet, batch 32", longnet, 3000 if small else 31_400, 32),
     ]
+
+
+def shared_case(ranks: int, *, small: bool) -> Case:
+    """A dense cache of a million keys on each rank."""
+    keys = 4096 if small else 1 << 20
+    return Case(f"dense, on {ranks} ranks", DilatedPattern.dense(), ranks * keys, ranks=ranks)
 
 
 class Timer:
@@ -128,15 +147,17 @@ def attention(case: Case, timer: Timer, dtype: torch.dtype, rate: float) -> dict
         torch.randn(case.batch, 1, n, head_dim, device=device, dtype=dtype)
         for n in (heads, kv_heads, kv_heads)
     )
+    is_shared = case.ranks > 1
     cache = DilatedKVCache(
         case.pattern, case.batch, kv_heads, head_dim, max_length=case.keys + 100_000, dtype=dtype,
-        device=device,
+        device=device, group=dist.group.WORLD if is_shared else None, sharded=is_shared,
     )  # fmt: skip
     keys, values = torch.randn(
         2, case.batch, case.keys, kv_heads, head_dim, device=device, dtype=dtype
     ).unbind(0)
-    cache.prefill(keys, values)
-    read = 2 * case.batch * head_dim * dtype.itemsize * mean_rows(cache, case.keys)
+    layout = SequenceLayout.contiguous(case.keys, case.ranks)
+    cache.prefill(*(layout.shard(x, cache.exchange.rank, 1) for x in (keys, values)), layout=layout)
+    read = 2 * case.batch * head_dim * dtype.itemsize * mean_rows(cache, case.keys) / case.ranks
     before = cache.known()
     found = {"case": case.name, "keys": case.keys, "batch": case.batch, "bytes": read}
     out = cached_attention(query, key, value, cache)
@@ -152,7 +173,7 @@ def attention(case: Case, timer: Timer, dtype: torch.dtype, rate: float) -> dict
     found["gpu_ms"] = timer.queued(call)
     found["wall_ms"] = timer.wall(call, 20, count=20)
     found["wall_alone_ms"] = timer.wall(call, 300)
-    if device.type == "cuda":
+    if device.type == "cuda" and not is_shared:
         captured = CapturedStep(lambda x: cached_attention(x, key, value, cache), query, [cache])
         found["graph_ms"] = timer.queued(lambda: captured(query))
     if case.is_dense:
@@ -251,6 +272,13 @@ def model_step(timer: Timer, prompt: int, *, small: bool) -> dict[str, Any]:
     return found
 
 
+def slowest(own: dict[str, Any]) -> dict[str, Any]:
+    """What all ranks have found: of each number the largest."""
+    by_rank: list[dict[str, Any]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(by_rank, own)
+    return {name: max(each[name] for each in by_rank) for name in own}
+
+
 def main() -> None:
     """Check and time everything; a table at the end."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -259,12 +287,24 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--out", type=Path, help="a JSON file for all numbers")
     options = parser.parse_args()
-    torch.manual_seed(0)
+    if "RANK" in os.environ:
+        if options.device == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    torch.manual_seed(0)  # the same keys on every rank
     timer = Timer(torch.device(options.device), options.repeats)
     dtype = torch.float32 if options.small else torch.bfloat16
     rate = copy_rate(timer)
-    found = [attention(case, timer, dtype, rate) for case in cases(small=options.small)]
-    found.append(model_step(timer, 5000 if options.small else 1 << 20, small=options.small))
+    if ranks > 1:
+        own = attention(shared_case(ranks, small=options.small), timer, dtype, rate)
+        found, is_first = [slowest(own)], dist.get_rank() == 0
+        dist.destroy_process_group()
+        if not is_first:
+            return
+    else:
+        found = [attention(case, timer, dtype, rate) for case in cases(small=options.small)]
+        found.append(model_step(timer, 5000 if options.small else 1 << 20, small=options.small))
     if options.out:
         options.out.write_text(json.dumps({"copy_bytes_per_s": rate, "found": found}, indent=1))
     print(f"copy: {rate / 1e12:.2f} TB/s")

@@ -1,6 +1,7 @@
 """The decoding kernels: interpreted where there is no GPU."""
 
 import os
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -23,6 +24,7 @@ from ring_dilated_attention.decode.by_kernel import attend_by_kernel
 from ring_dilated_attention.decode.call import strips_on
 from ring_dilated_attention.engine import merge_
 from ring_dilated_attention.exchange import run_loopback
+from ring_dilated_attention.kernels import DecodeTuning, profile_of
 from ring_dilated_attention.plan import plan_cache, replicated_strips
 
 pytest.importorskip("triton")
@@ -101,6 +103,17 @@ def decode(pattern, prompt, counts, *, heads=4, kv_heads=2, batch=1, kind=None, 
 )
 def test_any_generation_equals_the_full_forward(pattern, prompt, counts, heads, rewind):
     decode(pattern, prompt, counts, heads=heads[0], kv_heads=heads[1], max_rewind=rewind)
+
+
+@pytest.mark.parametrize("rounds", [4, 33])
+@pytest.mark.parametrize("whole_blocks", [False, True])
+def test_however_it_is_cut_into_programs(rounds, whole_blocks, monkeypatch):
+    tuning = DecodeTuning(rounds=rounds, even_shares=True, whole_blocks=whole_blocks)
+    profile = replace(profile_of(DEVICE), decode=tuning, multiprocessors=9)
+    monkeypatch.setattr("ring_dilated_attention.kernels.decode.profile_of", lambda _: profile)
+    monkeypatch.setattr("ring_dilated_attention.kernels.decode_shape.profile_of", lambda _: profile)
+    decode(DilatedPattern([None, 32], [1, 3]), 170, [1, 1, 5], heads=6, kv_heads=2)
+    decode(DilatedPattern.dense(), 71, [3, 1], heads=2, kv_heads=2, batch=2)
 
 
 @pytest.mark.parametrize("head_branches", ["all", "split"])

@@ -186,6 +186,40 @@ def test_generate_is_greedy_by_default_and_streams_the_same() -> None:
         assert torch.equal(model.generate(prompt, 40, lengths=lengths)[row], alone[0])
 
 
+@pytest.mark.parametrize("name", ["blocks.1", "blocks.0.attention.k_proj", "blocks.0.mlp_norm"])
+def test_hooks_run_in_every_step_and_may_change_it(name: str) -> None:
+    model, prompt = make_model(), torch.randint(VOCABULARY, (1, 29))
+    plain, called = model.generate(prompt, 12), []
+
+    def hook(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        called.append(name)
+        return output + output.roll(1, -1)
+
+    model.get_submodule(name).register_forward_hook(hook)
+    tokens = model.generate(prompt, 12)
+    assert len(called) == 12  # the prompt, and a step for each token but the last
+    assert not torch.equal(tokens, plain)
+    assert torch.equal(tokens, greedy(model, prompt, 12))
+
+
+def test_a_step_has_the_weights_that_the_model_has() -> None:
+    model, text = make_model(), torch.randint(VOCABULARY, (1, 30))
+    caches = model.make_caches(1, max_length=40)
+    model.prefill(text[:, :20], caches)
+    first = model.step(text[:, 20:21], caches)
+    with torch.no_grad():
+        for parameter in model.norm.parameters():
+            parameter.mul_(2)
+        weight: Any = model.get_parameter("blocks.0.attention.q_proj.weight")
+        weight.data = weight.data * 2
+    model.prefill(text[:, :20], caches)
+    got = model.step(text[:, 20:21], caches)
+    with torch.no_grad():
+        want = model(text[:, :21])[:, -1:]
+    assert relative_error(got, want) < 1e-10
+    assert relative_error(first, want) > 1e-3
+
+
 @pytest.mark.parametrize("sharded", [False, True])
 def test_tokens_are_the_same_on_any_number_of_ranks(sharded: bool) -> None:
     model = make_model()

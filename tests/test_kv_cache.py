@@ -306,7 +306,7 @@ def test_thousands_of_steps_take_the_same_memory():
     for step in range(steps):
         at = slice(step, step + 1)
         got[:, at] = cached_attention(query[:, at], key[:, at], value[:, at], cache)
-        if step in (500, steps - 1):
+        if step in (steps - 1 - 4 * 560, steps - 1):  # equal slots: members come round after 560
             gc.collect()
             objects.append(len(gc.get_objects()))
     want = dilated_attention(query, key, value, pattern, is_causal=True)

@@ -320,11 +320,10 @@ def flat_scale(scale: float | None) -> float | None:
 
 def autocast_inputs(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Cast as autocast casts the inputs of scaled_dot_product_attention: all but float64."""
-    if not all(isinstance(t, torch.Tensor) for t in tensors):
-        return tensors  # `validate_tensors` says so
-    dtype = autocast_dtype(tensors[0].device.type)
-    if dtype is None:
-        return tensors
+    first = tensors[0]
+    dtype = autocast_dtype(first.device.type) if isinstance(first, torch.Tensor) else None
+    if dtype is None or not all(isinstance(t, torch.Tensor) for t in tensors):
+        return tensors  # what is no tensor, `validate_tensors` says
     return tuple(
         t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors
     )

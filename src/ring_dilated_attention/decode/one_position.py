@@ -17,7 +17,7 @@ from ..caches import keep_few
 from ..plan import CachePlan, CacheStep, StepTile, plan_step
 from ..tiles import Selection, TileInputs, accumulate_dtype
 from .cache import DilatedKVCache
-from .products import attend_by_products, takes_products
+from .products import TileViews, attend_by_products, takes_products, views_of
 
 KEPT_STEPS = 256
 """Layers of a model ask for the same step one after another, for each length in a batch."""
@@ -30,10 +30,12 @@ class _Merge(NamedTuple):
         places: int64, for each KV head and each of the most tiles that one has, which of the heads
             of all tiles, flat; where a head has fewer tiles, any.
         penalty: float32, (kv_heads, tiles, 1): 0, and -inf where a head has fewer tiles.
+        hidden: the KV heads that are shown nothing.
     """
 
     places: torch.Tensor
     penalty: torch.Tensor
+    hidden: list[int]
 
 
 class _Step(NamedTuple):
@@ -44,18 +46,16 @@ class _Step(NamedTuple):
         planned: the integers.
         sources: int64, which KV heads' rows are kept.
         targets: int64, where.
-        merge: which tiles each head has.
         is_whole: whether there is one tile, of all heads.
-        hidden: the KV heads that are shown nothing.
+        views: for products, by the shapes of what they are views of.
     """
 
     plan: CachePlan
     planned: CacheStep
     sources: torch.Tensor
     targets: torch.Tensor
-    merge: _Merge
     is_whole: bool
-    hidden: list[int]
+    views: dict[Hashable, list[TileViews]]
 
 
 _STEPS: dict[Hashable, _Step] = {}
@@ -90,7 +90,7 @@ def attend_one_position(
     batch, _, kv_heads, head_dim = key.shape
     # Rows side by side: back ends allocate their results by the strides of the query.
     q_bkgd = query.reshape(batch, kv_heads, -1, head_dim).contiguous()
-    k_bkd, v_bkd = key[:, 0], value[:, 0]
+    k_bkd, v_bkd = key.squeeze(1), value.squeeze(1)
     groups = list(cache.equal_rows())
     inputs: tuple[torch.Tensor, ...]
     if len(groups) == 1:
@@ -107,7 +107,7 @@ def attend_one_position(
             if lse is not None and got_lse is not None:
                 lse[rows] = got_lse
     cache.advanced(1)
-    cache.lengths += 1
+    cache.lengths.add_(1)
     return out.reshape(query.shape), None if lse is None else lse.reshape(batch, 1, -1)
 
 
@@ -128,12 +128,31 @@ def _of_equal_rows(
     if step.planned.targets:
         for rows, new in zip(kept, (k_bkd, v_bkd), strict=True):
             rows.index_copy_(1, step.targets, new.index_select(1, step.sources))
-    dtype = accumulate_dtype(q_bkgd.dtype)
     if not step.planned.tiles:
-        out = torch.zeros(q_bkgd.shape, dtype=dtype, device=q_bkgd.device)
+        out = q_bkgd.new_zeros(q_bkgd.shape, dtype=accumulate_dtype(q_bkgd.dtype))
         return out, out.new_full(out.shape[:-1], -torch.inf)
-    if takes_products(selection, q_bkgd):
-        return attend_by_products(q_bkgd, kept, step.planned, scale, wants_lse=wants_lse)
+    if not takes_products(selection, q_bkgd):
+        return _by_tiles(q_bkgd, kept, step, selection, scale, wants_lse)
+    keys, values = kept
+    offset, row, first_row = q_bkgd.storage_offset(), keys.stride(1), keys.storage_offset()
+    of = q_bkgd.shape, int(offset), row, int(first_row)
+    views = step.views.get(of)
+    if views is None:
+        views = step.views[of] = views_of(step.planned, *of)
+    columns = step.planned.columns
+    return attend_by_products(q_bkgd, keys, values, views, columns, scale, wants_lse=wants_lse)
+
+
+def _by_tiles(
+    q_bkgd: torch.Tensor,
+    kept: list[torch.Tensor],
+    step: _Step,
+    selection: Selection,
+    scale: float,
+    wants_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """By the selected back end, tile by tile; see `_of_equal_rows`."""
+    dtype, kv_heads = accumulate_dtype(q_bkgd.dtype), q_bkgd.shape[1]
     outs, lses = [], []
     assert selection.backend is not None
     forward, is_cuda = selection.backend.forward, q_bkgd.is_cuda
@@ -148,12 +167,12 @@ def _of_equal_rows(
         lses.append(lse)
     if step.is_whole:
         return outs[0], lses[0]
-    places, penalty = step.merge
+    places, penalty, hidden = _merge_of(step.planned.places(kv_heads), q_bkgd.device)
     shape = (len(q_bkgd), *penalty.shape[:2], -1)
     lse = torch.cat(lses, 1).index_select(1, places).view(shape) + penalty
     weight = lse.softmax(2)
-    if step.hidden:
-        weight[:, step.hidden] = 0
+    if hidden:
+        weight[:, hidden] = 0
     out = torch.cat(outs, 1).index_select(1, places).view(*shape, q_bkgd.shape[3])
     return (out * weight.unsqueeze(-1)).sum(2), lse.logsumexp(2) if wants_lse else None
 
@@ -175,29 +194,23 @@ def _step_of(plan: CachePlan, length: int, shard: int, device: torch.device) -> 
 
 def _make_step(plan: CachePlan, length: int, shard: int, device: torch.device) -> _Step:
     planned = plan_step(plan, length, shard)
-    sources, targets = torch.tensor((planned.sources, planned.targets), device=device).long()
-    found = planned.places
-
-    def merge() -> _Merge:
-        return _make_merge(found, device)
-
-    return _Step(
-        plan,
-        planned,
-        sources,
-        targets,
-        keep_few(_MERGES, (found, device), merge, KEPT_STEPS),
-        [tile.heads for tile in planned.tiles] == [plan.num_kv_heads],
-        [head for head, tiles in enumerate(found) if not tiles],
-    )
+    both = planned.sources, planned.targets
+    sources, targets = torch.tensor(both, dtype=torch.int64, device=device).unbind()
+    is_whole = [tile.heads for tile in planned.tiles] == [plan.num_kv_heads]
+    return _Step(plan, planned, sources, targets, is_whole, {})
 
 
-def _make_merge(found: tuple[tuple[int, ...], ...], device: torch.device) -> _Merge:
+def _merge_of(found: tuple[tuple[int, ...], ...], device: torch.device) -> _Merge:
     """See `CacheStep.places`."""
-    most = max(map(len, found))
-    places = [[*tiles, *[0] * (most - len(tiles))] for tiles in found]
-    penalty = [[0.0] * len(tiles) + [-torch.inf] * (most - len(tiles)) for tiles in found]
-    return _Merge(
-        torch.tensor(places, dtype=torch.int64, device=device).flatten(),
-        torch.tensor(penalty, device=device).unsqueeze(-1),
-    )
+
+    def make() -> _Merge:
+        most = max(map(len, found))
+        places = [[*tiles, *[0] * (most - len(tiles))] for tiles in found]
+        penalty = [[0.0] * len(tiles) + [-torch.inf] * (most - len(tiles)) for tiles in found]
+        return _Merge(
+            torch.tensor(places, dtype=torch.int64, device=device).flatten(),
+            torch.tensor(penalty, device=device).unsqueeze(-1),
+            [head for head, tiles in enumerate(found) if not tiles],
+        )
+
+    return keep_few(_MERGES, (found, device), make, KEPT_STEPS)

@@ -8,13 +8,15 @@ brings branches together.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
 
 import torch
 
-from ..plan import CacheStep, StepTile
+from ..plan import CacheStep
 from ..tiles import Selection, accumulate_dtype, select_backend
 
 _NAME = "eager"
+_View: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 def select_for_one_position(
@@ -50,10 +52,65 @@ def takes_products(selection: Selection, query: torch.Tensor) -> bool:
     return is_plain and len(query) == 1 and accumulate_dtype(query.dtype) == query.dtype
 
 
+class TileViews(NamedTuple):
+    """A tile in each tensor, as (size, strides, offset) of `Tensor.as_strided`.
+
+    Attributes:
+        query: (heads, group, head_dim).
+        out: (heads, group, head_dim).
+        scores: (heads, group, rows).
+        keys: (heads, head_dim, rows).
+        values: (heads, rows, head_dim).
+    """
+
+    query: _View
+    out: _View
+    scores: _View
+    keys: _View
+    values: _View
+
+
+def views_of(
+    step: CacheStep, shape: tuple[int, ...], offset: int, row: int, first_row: int
+) -> list[TileViews]:
+    """The tiles of a step: the same in all layers.
+
+    Args:
+        step: which tiles there are.
+        shape: (1, kv_heads, group, head_dim), of the query, which is contiguous.
+        offset: of the query in its memory.
+        row: from a row of keys, or of values, to the next.
+        first_row: offset of the first one in its memory.
+    """
+    _, _, group, width = shape
+    columns, found = step.columns, []
+    for tile in step.tiles:
+        size, kv = (tile.heads, group), tile.kv_heads
+        head, first = tile.head_stride * row, first_row + tile.first_row * row
+        apart, before = kv.step * group, kv.start * group
+        strides = apart * width, width, 1
+        found.append(
+            TileViews(
+                ((*size, width), strides, offset + before * width),
+                ((*size, width), strides, before * width),
+                (
+                    (*size, tile.rows),
+                    (apart * columns, columns, 1),
+                    before * columns + tile.column,
+                ),
+                ((tile.heads, width, tile.rows), (head, 1, row), first),
+                ((tile.heads, tile.rows, width), (head, row, 1), first),
+            )
+        )
+    return found
+
+
 def attend_by_products(
     q_1kgd: torch.Tensor,
-    kept: Sequence[torch.Tensor],
-    step: CacheStep,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    views: Sequence[TileViews],
+    columns: int,
     scale: float,
     *,
     wants_lse: bool,
@@ -62,44 +119,24 @@ def attend_by_products(
 
     Args:
         q_1kgd: (1, kv_heads, group, head_dim), contiguous, float32 or float64.
-        kept: keys and values, each (1, rows, head_dim), of the same dtype.
-        step: with one tile at least.
+        keys: (1, rows, head_dim), of the same dtype.
+        values: like `keys`.
+        views: of the tiles.
+        columns: rows of all tiles.
         scale: factor on the scores.
         wants_lse: whether lse is needed; else it is None.
 
     Returns:
         out, like `q_1kgd`, and lse (1, kv_heads, group). A head without tiles gets 0 and -inf.
     """
-    head_dim = q_1kgd.shape[3]
-    scores = q_1kgd.new_full((*q_1kgd.shape[:3], step.columns), -torch.inf)
-    keys, values = kept
-    for tile in step.tiles:
-        q = _of_heads(q_1kgd, tile, 0, head_dim)
-        k = _rows(keys, tile).transpose(1, 2)
-        _of_heads(scores, tile, tile.column, tile.rows).baddbmm_(q, k, beta=0, alpha=scale)
-    weights = scores.softmax(-1)
-    out = torch.zeros_like(q_1kgd)
-    for tile in step.tiles:
-        p = _of_heads(weights, tile, tile.column, tile.rows)
-        _of_heads(out, tile, 0, head_dim).baddbmm_(p, _rows(values, tile))
+    scores = q_1kgd.new_full((*q_1kgd.shape[:3], columns), -torch.inf)
+    for view in views:
+        scores.as_strided(*view.scores).baddbmm_(
+            q_1kgd.as_strided(*view.query), keys.as_strided(*view.keys), beta=0, alpha=scale
+        )
+    weights, out = scores.softmax(-1), q_1kgd.new_zeros(q_1kgd.shape)
+    for view in views:
+        out.as_strided(*view.out).baddbmm_(
+            weights.as_strided(*view.scores), values.as_strided(*view.values)
+        )
     return out, scores.logsumexp(-1) if wants_lse else None
-
-
-def _of_heads(tensor: torch.Tensor, tile: StepTile, first: int, columns: int) -> torch.Tensor:
-    """Of (1, kv_heads, group, all columns), contiguous: (heads, group, columns) of a tile."""
-    _, head, row, _ = tensor.stride()
-    return tensor.as_strided(
-        (tile.heads, tensor.shape[2], columns),
-        (tile.kv_heads.step * head, row, 1),
-        tensor.storage_offset() + tile.kv_heads.start * head + first,
-    )
-
-
-def _rows(kept: torch.Tensor, tile: StepTile) -> torch.Tensor:
-    """Of (1, rows, head_dim): (heads, rows, head_dim) of a tile."""
-    row = kept.stride(1)
-    return kept.as_strided(
-        (tile.heads, tile.rows, kept.shape[2]),
-        (tile.head_stride * row, row, 1),
-        kept.storage_offset() + tile.first_row * row,
-    )

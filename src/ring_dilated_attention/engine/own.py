@@ -201,6 +201,7 @@ class ByRows:
         self.total, self.least, self.most = 0.0, 0.0, math.inf
 
     def __call__(self, branch: int, runs: OwnRuns) -> list[bool]:
+        """Of each run of a branch, whether it is computed row by row."""
         rate = self._rates[branch]
         factor = self._factor * len(self._heads[branch])
         self.total += factor * runs.squares / rate**2

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from .available import has_triton
 from .cells import build_cells
-from .device_profile import H200, DeviceProfile, profile_of, rates_on
+from .device_profile import H200, DecodeTuning, DeviceProfile, profile_of, rates_on
 from .own_programs import (
     MOST_BRANCHES,
     MOST_POSITIONS,
@@ -50,6 +50,7 @@ __all__ = [
     "MOST_STEP",
     "NO_END",
     "BackwardConfig",
+    "DecodeTuning",
     "DeviceProfile",
     "Kernel",
     "LaunchConfig",

@@ -11,31 +11,19 @@ Shape legend: B batch, m queries, H query heads, K KV heads, S splits, E branche
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from .blocks import LN_2, LOG2_E, row_offsets, stride_unit, strides_in
+from .decode_shape import decode_shape
 from .decode_strips import Strips
-from .device_profile import profile_of
+from .device_profile import DecodeTuning, profile_of
 from .forward import attend
 from .launch import Launcher
-from .tuning import MOST_NEW_ROWS, decode_config, padded_head_dim, power_of_two
-
-PROGRAMS = 2
-"""Of the first launch, for each multiprocessor: as many as its shared memory takes at a time."""
-_ROUNDS = 4
-"""Of programs, at most: each writes its sums, which have to be merged."""
-_UNEVEN_SPLITS = 8
-"""Programs, at least, that share the rows of a block where some KV heads see more than others: a
-head is a member of a branch at some positions only."""
-_MERGED = 128
-"""Splits that are merged at a time."""
+from .tuning import MOST_NEW_ROWS
 
 
 class NewRows(NamedTuple):
@@ -52,6 +40,12 @@ class NewRows(NamedTuple):
     value: torch.Tensor
     lengths: torch.Tensor
     are_seen_here: bool
+
+
+@triton.jit
+def _part(blocks, split, splits):
+    """The first of the blocks of a split, where shares differ by one block at most."""
+    return split * (blocks // splits) + tl.minimum(split, blocks % splits)
 
 
 @triton.jit(
@@ -83,6 +77,8 @@ def _split_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_NEW: tl.constexpr,
     PRECISION: tl.constexpr,
+    WHOLE_BLOCKS: tl.constexpr,
+    EVEN_SHARES: tl.constexpr,
 ):  # fmt: skip
     """One program: a block of the queries of a KV head, a share of the rows that they see."""
     number, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -139,6 +135,8 @@ def _split_kernel(
         blocks += tl.cdiv(tl.load(own + index * fields + 2).to(tl.int32), BLOCK_N)
     share = tl.cdiv(blocks, splits)
     low, high = split * share, tl.minimum((split + 1) * share, blocks)
+    if EVEN_SHARES:
+        low, high = _part(blocks, split, splits), _part(blocks, split + 1, splits)
     begin = 0
     for index in tl.range(0, num_strips, disable_licm=True):
         strip = own + index * fields
@@ -151,6 +149,18 @@ def _split_kernel(
             k_step, v_step = step * k_n * UNIT, step * v_n * UNIT
             k_offsets = row_offsets(k_step, BLOCK_N, WIDE)[:, None] + columns[None, :]
             v_offsets = row_offsets(v_step, BLOCK_N, WIDE)[:, None] + columns[None, :]
+            if WHOLE_BLOCKS:
+                # Blocks of which all queries see all rows need no mask.
+                seen = tl.min(tl.where(in_rows, limits, length), 0) // BLOCK_N
+                seen = tl.maximum(first, tl.minimum(stop, seen.to(tl.int32)))
+                found, row_max, row_sum = attend(
+                    (acc,), row_max, row_sum, (q_block,), k + row * k_n * UNIT,
+                    v + row * v_n * UNIT, (k_offsets,), (v_offsets,), k_step * BLOCK_N,
+                    v_step * BLOCK_N, limits, length,
+                    first, seen, scale_log2, False, HEAD_DIM, BLOCK_N, PRECISION,
+                )  # fmt: skip
+                acc = found[0]
+                first = seen
             found, row_max, row_sum = attend(
                 (acc,), row_max, row_sum, (q_block,), k + row * k_n * UNIT, v + row * v_n * UNIT,
                 (k_offsets,), (v_offsets,), k_step * BLOCK_N, v_step * BLOCK_N, limits, length,
@@ -247,78 +257,6 @@ _split = Launcher(_split_kernel)
 _merge = Launcher(_merge_kernel)
 
 
-@dataclass(frozen=True)
-class _Shape:
-    """How a call is cut into programs.
-
-    Attributes:
-        blocks: of queries, of all KV heads and rows of the batch.
-        splits: programs that share the rows of a block.
-        rows: queries of a KV head.
-        lse_at: where the lse lies in what the programs write: out (B * K, S, m * H / K, D), then
-            lse (B * K, S, m * H / K), in powers of two; both float32.
-        split_options: constants of the first launch that depend on the shape alone.
-        merge_options: of the second.
-    """
-
-    blocks: int
-    splits: int
-    rows: int
-    lse_at: int
-    split_options: dict[str, Any]
-    merge_options: dict[str, Any]
-
-
-def _splits(blocks: int, at_a_time: int, least: int, most: int) -> int:
-    """Programs that share the rows of a block: the fewest that keep the device busy to the end.
-
-    Args:
-        blocks: of queries.
-        at_a_time: programs that the device runs.
-        least: that there are to be.
-        most: a program has a block of rows at least; it comes before `least`.
-    """
-
-    def share_used(splits: int) -> float:
-        rounds = blocks * splits / at_a_time
-        return round(rounds / math.ceil(rounds), 2)
-
-    few = max(least, -(-_ROUNDS * at_a_time // blocks))
-    least, most = max(1, min(least, most)), max(1, min(few, most))
-    return max(range(least, most + 1), key=lambda splits: (share_used(splits), -splits))
-
-
-@lru_cache(maxsize=1024)
-def _shape(
-    shape: tuple[int, ...],
-    kv_heads: int,
-    most_rows: int,
-    is_uneven: bool,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> _Shape:
-    """Of a query of this shape, dtype and device: see `attend_strips`."""
-    batch, count, heads, head_dim = shape
-    rows, pairs = count * (heads // kv_heads), batch * kv_heads
-    config = decode_config(head_dim, dtype, queries=rows, keys=most_rows, device=device)
-    blocks = pairs * -(-rows // config.block_m)
-    at_a_time = PROGRAMS * profile_of(device).multiprocessors
-    least = _UNEVEN_SPLITS if is_uneven else 1
-    splits = _splits(blocks, at_a_time, least, -(-most_rows // config.block_n))
-    width = {"HEAD_DIM": head_dim, "BLOCK_D": padded_head_dim(head_dim)}
-    blocking = {
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "BLOCK_NEW": power_of_two(count),
-        "PRECISION": "ieee",
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
-    }
-    merging = {"BLOCK_S": _MERGED, "num_warps": 4}
-    lse_at = pairs * splits * rows * head_dim
-    return _Shape(blocks, splits, rows, lse_at, width | blocking, width | merging)
-
-
 def attend_strips(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -329,6 +267,7 @@ def attend_strips(
     *,
     dtype: torch.dtype,
     new: NewRows | None = None,
+    tuning: DecodeTuning | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of queries to strips of rows, and among each other; new rows are written then.
 
@@ -344,6 +283,7 @@ def attend_strips(
         scale: factor on the scores.
         dtype: of out.
         new: the queries' own rows, for a cache.
+        tuning: how it is cut into programs; None: as the device's profile says.
 
     Returns:
         out (B, m, H, D), and lse (B, m, H), float32, natural log. NaN at a position that the cache
@@ -352,7 +292,9 @@ def attend_strips(
     batch, count, heads, head_dim = q.shape
     assert count <= MOST_NEW_ROWS
     kv_heads, table = k.shape[2], strips.table
-    shape = _shape(q.shape, kv_heads, most_rows, strips.num_branches > 1, q.dtype, q.device)
+    tuning = profile_of(q.device).decode if tuning is None else tuning
+    uneven, like = strips.num_branches > 1, (q.dtype, q.device)
+    shape = decode_shape(q.shape, kv_heads, most_rows, uneven, *like, tuning)
     parts = torch.empty(
         shape.lse_at + shape.lse_at // head_dim, dtype=torch.float32, device=q.device
     )

@@ -182,7 +182,6 @@ def step_blocks(model: TokenGenerator, *, joins: bool = False) -> list[StepBlock
     return [StepBlock(x, chunk_rows=model.chunk_rows, joins=joins) for x in _blocks(model)]
 
 
-@torch.no_grad()
 def step(
     model: TokenGenerator,
     blocks: Sequence[StepBlock],
@@ -190,6 +189,9 @@ def step(
     caches: Sequence[DilatedKVCache],
 ) -> Tensor:
     """See `LongNet.step`; `blocks` are the model's."""
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return step(model, blocks, tokens, caches)
     _check_caches(model, caches)
     check_tokens(tokens, "(batch, m)")
     _check_batch(tokens, caches)
@@ -305,10 +307,13 @@ def _drawn(
     stop = wanted.stop_token
     finished: Tensor | None = None
     unchecked: list[Tensor] = []
+    device, tokens = logits.device, None
     for left in range(wanted.max_new_tokens, 0, -1):
-        with _without_autograd(logits.device):
-            tokens = sampler(logits)
-        tokens = tokens.clone()  # one that autograd may keep, as the tokens of a loss
+        with _without_autograd(device):
+            if tokens is not None:
+                logits = take(tokens.unsqueeze(1)).squeeze(1)
+            drawn = sampler(logits)
+        tokens = drawn.clone()  # one that autograd may keep, as the tokens of a loss
         all_finished = False
         if stop is not None:
             if finished is not None:
@@ -323,8 +328,6 @@ def _drawn(
         yield tokens
         if is_last:
             return
-        with _without_autograd(logits.device):
-            logits = take(tokens.unsqueeze(1))[:, -1]
 
 
 def _without_autograd(device: torch.device) -> AbstractContextManager[Any]:

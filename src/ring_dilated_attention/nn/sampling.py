@@ -76,7 +76,8 @@ class Sampler:
         device = torch.get_default_device() if device is None else torch.device(device)
         self.top_k, self.top_p, self.seed = top_k, top_p, seed
         self._vocab_size = vocab_size
-        self._banned = None if allowed is None else _banned(allowed, vocab_size).to(device)
+        banned = None if allowed is None else _banned(allowed, vocab_size)
+        self._banned = banned.to(device) if banned is not None and banned.any() else None
         self._generator = torch.Generator(device).manual_seed(seed)
 
     def __call__(self, logits: Tensor) -> Tensor:

@@ -86,8 +86,8 @@ class StepBlock:
         joint, columns = self._project(self._attention_norm(hidden))
         heads = joint.view(*joint.shape[:2], -1, self._head_dim)
         query_heads, kv_heads = columns[0] // self._head_dim, columns[1] // self._head_dim
-        turning, value = heads.split((query_heads + kv_heads, kv_heads), 2)
-        query, key = rotation.turned(turning).split((query_heads, kv_heads), 2)
+        turning, value = heads.split_with_sizes((query_heads + kv_heads, kv_heads), 2)
+        query, key = rotation.turned(turning).split_with_sizes((query_heads, kv_heads), 2)
         return query, key, value
 
     def _mlp(self, normed: Tensor) -> Tensor:

@@ -153,7 +153,8 @@ class TokenGenerator(nn.Module, ABC):
         """What `generate` returns, token by token: an iterator of (batch,) int64 tensors.
 
         Arguments are checked and the prompt is read before this returns; each token is computed
-        when it is asked for, under the autocast of that moment. Every rank takes equally many.
+        when it is asked for, under the autocast of that moment. Every rank takes equally many. The
+        model's weights must stay as they are until the last one: some have been copied.
         """
         group = one_group(group, mesh)
         options = SamplerOptions(temperature, top_k, top_p, allowed, seed)

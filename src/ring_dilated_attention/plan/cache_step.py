@@ -34,16 +34,30 @@ class CacheStep(NamedTuple):
         sources: KV heads whose new row is kept, one for each place.
         targets: where: rows of a batch row.
         tiles: what the heads are shown, once the new rows are there.
-        places: for each KV head, where its tiles are: which of the heads of all tiles, these
-            numbered through. Heads have different numbers of them.
         columns: rows of all tiles.
     """
 
     sources: tuple[int, ...]
     targets: tuple[int, ...]
     tiles: tuple[StepTile, ...]
-    places: tuple[tuple[int, ...], ...]
     columns: int
+
+    def places(self, num_kv_heads: int) -> tuple[tuple[int, ...], ...]:
+        """For each KV head, where its tiles are: heads have different numbers of them.
+
+        Args:
+            num_kv_heads: of the cache.
+
+        Returns:
+            Which of the heads of all tiles, these numbered through.
+        """
+        found: list[list[int]] = [[] for _ in range(num_kv_heads)]
+        numbered = 0
+        for tile in self.tiles:
+            for head in range(num_kv_heads)[tile.kv_heads]:
+                found[head].append(numbered)
+                numbered += 1
+        return tuple(map(tuple, found))
 
 
 def plan_step(plan: CachePlan, length: int, shard: int) -> CacheStep:
@@ -59,8 +73,7 @@ def plan_step(plan: CachePlan, length: int, shard: int) -> CacheStep:
     sources: list[int] = []
     targets: list[int] = []
     tiles: list[StepTile] = []
-    found: list[list[int]] = [[] for _ in range(plan.num_kv_heads)]
-    numbered = column = 0
+    column = 0
     for branch in plan.branches:
         new = branch.shown_at(length)
         if new is None:
@@ -80,10 +93,7 @@ def plan_step(plan: CachePlan, length: int, shard: int) -> CacheStep:
                 StepTile(new.kv_heads, len(places), first_row + run.start, stride, len(run), column)
             )
             column += len(run)
-            for head in kv_heads:
-                found[head].append(numbered)
-                numbered += 1
-    return CacheStep(tuple(sources), tuple(targets), tuple(tiles), tuple(map(tuple, found)), column)
+    return CacheStep(tuple(sources), tuple(targets), tuple(tiles), column)
 
 
 def _runs(members: range, slots: int) -> list[range]:

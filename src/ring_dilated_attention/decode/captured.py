@@ -42,6 +42,7 @@ class CapturedStep:
         caches: Sequence[DilatedKVCache],
     ) -> None:
         self._caches = tuple(caches)
+        self._step = step  # replays read the tensors that it holds
         _check(example, self._caches)
         self._input = example.clone()
         before = [cache.known() for cache in self._caches]

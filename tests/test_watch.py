@@ -1,5 +1,6 @@
 """The watch over transfers of streams, which are events here that somebody sets, or nobody."""
 
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -190,5 +191,36 @@ def test_the_next_call_says_that_ranks_differ_and_the_watch_does_not_say_it_agai
     with pytest.raises(ExchangeError, match=r"^ranks are in different calls"):
         world.calls.enter("a_call", "forward")
     use_time(0.05)
+    with world.calls.enter("a_call", "forward") as scope:
+        assert scope.call.number == 3
+
+
+def test_what_backward_says_in_a_thread_of_its_own_is_not_said_again(world):
+    """As on GPUs: autograd's thread raises, while the thread that calls waits for it."""
+    late, said, done = Late(), [], threading.Lock()
+    done.acquire()
+    with world.calls.enter("a_call", "forward"):
+        world.calls.agree_later(late)
+    caller = threading.get_ident()
+
+    def wait():
+        done.acquire()
+
+    def backward():
+        while sys._current_frames()[caller].f_code is not wait.__code__:
+            time.sleep(0.001)
+        late.known.set()
+        world.calls.look_aside()  # the thread that calls is told, and has yet to hear of it
+        try:
+            world.calls.agree_now()
+        except ExchangeError as error:
+            said.append(error)
+        finally:
+            done.release()
+
+    threading.Thread(target=backward).start()
+    wait()
+    use_time(0.05)
+    assert len(said) == 1
     with world.calls.enter("a_call", "forward") as scope:
         assert scope.call.number == 3

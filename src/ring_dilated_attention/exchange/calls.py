@@ -191,6 +191,7 @@ class Calls:
         self._scope: Scope | None = None  # of the last call
         self._late: Agreement | None = None
         self._told: Agreement | None = None  # of which the thread that calls has been told
+        self._telling = threading.Lock()
 
     def enter(self, name: str, part: str, of: int = 0) -> Scope:
         """Begin a call; use the result in a ``with`` statement.
@@ -207,7 +208,7 @@ class Calls:
         failure = self._failure or self._roll.failed()
         if failure is not None:
             self._failure = failure
-            _interrupt(threading.get_ident(), None)  # this says it
+            self._interrupt(None)  # this says it, be it in a thread of autograd's
             raise ExchangeError(
                 f"this group of {self._world_size} ranks cannot be used any more: {failure.text}; "
                 "start the ranks again, or make a new group without those that are missing"
@@ -246,13 +247,14 @@ class Calls:
 
     def agree_now(self) -> None:
         """Agree on the call under way, if that is still to be done."""
-        agreement, self._late = self._late, None
+        with self._telling:  # from now on the thread that watches streams leaves it to this one
+            agreement, self._late = self._late, None
         if agreement is not None:
             assert self._scope is not None
             try:
                 agreement(self._scope)
             except BaseException:
-                _interrupt(threading.get_ident(), None)  # this says it
+                self._interrupt(None)  # this says it
                 raise
 
     def before_rows(self) -> None:
@@ -276,9 +278,10 @@ class Calls:
         error = None if late is None or scope is None else late.failure(scope)
         if error is None:
             return False
-        if late is not self._told:
-            self._told = late
-            self.interrupt(str(error), late)
+        with self._telling:
+            if late is self._late and late is not self._told:
+                self._told = late
+                self.interrupt(str(error), late)
         return True
 
     def begin_anew(self) -> None:
@@ -322,7 +325,7 @@ class Calls:
         finally:
             self._lock.release()
         if lost:
-            _interrupt(threading.get_ident(), None)  # this says it
+            self._interrupt(None)  # this says it
             raise ExchangeError(
                 f"{finding.text}; this is rank {self._rank} in {scope.call}"
             ) from error
@@ -363,14 +366,13 @@ class Calls:
 
         told = ToldError
         told.__name__ = told.__qualname__ = ExchangeError.__name__
+        self._interrupt(told)
+
+    def _interrupt(self, error: type[BaseException] | None) -> None:
+        """Raise an error in the thread that calls; None: not the one that it has yet to see."""
+        what = None if error is None else ctypes.py_object(error)
         if self._users.ident is not None:
-            _interrupt(self._users.ident, told)
-
-
-def _interrupt(thread: int, error: type[BaseException] | None) -> None:
-    """Raise an error in a thread of this process; None: not the one that it has yet to see."""
-    what = None if error is None else ctypes.py_object(error)
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), what)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._users.ident), what)
 
 
 def _one_line(error: BaseException) -> str:

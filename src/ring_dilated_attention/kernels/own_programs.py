@@ -41,9 +41,10 @@ MOST_BRANCHES = 31
 MOST_STEP = 1024
 """Between rows of a program: there is a program for each residue, whether or not rows have it."""
 LOADED_ROWS = 32
-"""Loading a key takes as long as computing its products with so many rows of a program."""
+"""How many rows of a program cost as much, in products with a key, as loading that key: estimated."""
 MASKED_COST = 2.0
-"""Of a block of keys that a mask hides from rows, beside one that all see."""
+"""Cost of a block of keys that a mask hides from some rows, relative to one that all rows see:
+estimated, not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,7 +41,7 @@ MOST_BRANCHES = 31
 MOST_STEP = 1024
 """Between rows of a program: there is a program for each residue, whether or not rows have it."""
 LOADED_ROWS = 32
-"""How many rows of a program cost as much, in products with a key, as loading that key: estimated."""
+"""Rows of a program whose products with a key cost as much as loading it: estimated."""
 MASKED_COST = 2.0
 """Cost of a block of keys that a mask hides from some rows, relative to one that all rows see:
 estimated, not measured."""

@@ -8,8 +8,11 @@ import copy
 
 import pytest
 import torch
+from packaging.version import Version
 from transformers import AutoModelForCausalLM
+from transformers.integrations.peft import MIN_PEFT_VERSION
 from transformers_models import (
+    CACHE,
     FINITE,
     LENGTH,
     PATTERN,
@@ -149,6 +152,10 @@ def test_adapters_of_a_saved_model_come_back_with_its_pattern(tmp_path):
         )
 
 
+@pytest.mark.skipif(
+    Version(peft.__version__) < Version(MIN_PEFT_VERSION),
+    reason=f"this transformers needs peft {MIN_PEFT_VERSION}",
+)
 def test_adapters_of_transformers_itself(tmp_path):
     base = make()
     set_attention(base, PATTERN)
@@ -171,7 +178,7 @@ def test_generation_with_adapters_has_a_dilated_cache():
     slow = model.generate(input_ids=prompt(), use_cache=False, **options)
     assert torch.equal(out.sequences, slow)
     cache = DilatedCache(model)
-    assert torch.equal(model.generate(input_ids=prompt(), past_key_values=cache, **options), slow)
+    assert torch.equal(model.generate(input_ids=prompt(), **{CACHE: cache}, **options), slow)
 
     def run(ends):
         own = copy.deepcopy(model)
@@ -213,9 +220,10 @@ def test_virtual_tokens_are_right_alone_and_refused_on_ranks():
     run_loopback(2, run)
 
 
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")  # peft's name
 def test_prefix_tuning_has_a_cache_of_its_own_and_is_refused():
     config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     model = peft.get_peft_model(make(), config).double()
     set_attention(model, PATTERN)
-    with pytest.raises(ValueError, match="past_key_values must be a DilatedCache"):
+    with pytest.raises(ValueError, match="must be a DilatedCache"):
         model(input_ids=prompt())

@@ -2,7 +2,9 @@
 
 A message lists runs of rows, and each run is a strided view of the sender's tensors. So packing
 rows and adding returned gradients are one pass per run, without index tables. Only where branches
-share rows, each of which is sent once, the index of each row is needed.
+share rows, each of which is sent once, the index of each row is needed. On CUDA what goes by index
+is one launch of a Triton kernel; without Triton, and on other devices, torch operations do the
+same.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from ..plan import Message, Run
-from .accumulate import add
+from .accumulate import add, runs_triton
 from .device_tables import TABLES
 
 
@@ -24,11 +26,15 @@ class SharedRows(NamedTuple):
         positions: int64 (rows,): local row of the sender of each row sent.
         heads: int64 (rows,): its KV head.
         row_of_slot: int64 (slots,): the row that each slot reads.
+        slots: int64 (slots,): the slots of each row, in ascending order, row after row.
+        starts: int64 (rows + 1,): where in `slots` those of each row begin, and the end.
     """
 
     positions: torch.Tensor
     heads: torch.Tensor
     row_of_slot: torch.Tensor
+    slots: torch.Tensor
+    starts: torch.Tensor
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -68,10 +74,15 @@ def _numbers(message: Message, num_kv_heads: int) -> torch.Tensor:
 
 
 def _shared_rows(message: Message, num_kv_heads: int, device: torch.device) -> SharedRows:
-    numbers = _numbers(message, num_kv_heads)
-    distinct, row_of_slot = torch.unique(numbers, return_inverse=True)
-    assert len(distinct) == message.rows, f"{message} packs {len(distinct)} rows"
-    rows = distinct // num_kv_heads, distinct % num_kv_heads, row_of_slot
+    numbers, slots = torch.sort(_numbers(message, num_kv_heads), stable=True)
+    is_first = torch.ones(len(slots) + 1, dtype=torch.bool)
+    torch.ne(numbers[1:], numbers[:-1], out=is_first[1:-1])
+    starts = is_first.nonzero().flatten()  # the end, too
+    assert len(starts) == message.rows + 1, f"{message} packs {len(starts) - 1} rows"
+    distinct = numbers[starts[:-1]]
+    row_of_slot = torch.empty_like(slots)
+    row_of_slot[slots] = is_first[:-1].cumsum(0) - 1
+    rows = distinct // num_kv_heads, distinct % num_kv_heads, row_of_slot, slots, starts
     return SharedRows(*(x.to(device) for x in rows))
 
 
@@ -116,25 +127,67 @@ def _part_rows(
 
 def pack(key: torch.Tensor, value: torch.Tensor, rows: MessageRows) -> torch.Tensor:
     """Rows of K and V (batch, local_sequence, kv_heads, head_dim) as (2, batch, rows, head_dim)."""
-    if rows.shared is not None:
-        positions, heads, _ = rows.shared
-        return torch.stack([tensor[:, positions, heads] for tensor in (key, value)])
     packed = key.new_empty(2, key.shape[0], rows.message.rows, key.shape[3])
-    add(*_runs_of(rows.message, packed, (key, value)), store=True)
+    if rows.shared is None:
+        add(*_runs_of(rows.message, packed, (key, value)), store=True)
+    elif runs_triton(key):
+        from ..kernels import take_rows
+
+        take_rows((key, value), packed, rows.shared.positions, rows.shared.heads)
+    else:
+        for tensor, part in zip((key, value), packed, strict=True):
+            part.copy_(tensor[:, rows.shared.positions, rows.shared.heads])
     return packed
+
+
+def rows_at(packed: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """Rows of a message by number: of (2, batch, rows, head_dim) those that `numbers` lists.
+
+    `numbers` is int64 (any,), on the device of the rows.
+    """
+    if not runs_triton(packed):
+        return packed.index_select(2, numbers)
+    from ..kernels import take_rows
+
+    pair, batch, _, head_dim = packed.shape
+    found = packed.new_empty(pair, batch, len(numbers), head_dim)
+    take_rows((packed[0], packed[1]), found, numbers)
+    return found
+
+
+def add_to_rows(total: torch.Tensor, gradients: torch.Tensor, numbers: torch.Tensor) -> None:
+    """Add gradients (2, batch, any, head_dim) to rows of a message by number, each once, in place.
+
+    `total` is (2, batch, rows, head_dim), in the dtype in which gradients are summed.
+    """
+    if runs_triton(total):
+        from ..kernels import add_to_rows as kernel
+
+        kernel((total[0], total[1]), gradients, numbers)
+    else:
+        total.index_add_(2, numbers, gradients.to(total.dtype))
 
 
 def spread(packed: torch.Tensor, rows: MessageRows) -> torch.Tensor:
     """The slots (2, batch, slots, head_dim) of a message's rows (2, batch, rows, head_dim)."""
-    return packed if rows.shared is None else packed.index_select(2, rows.shared.row_of_slot)
+    return packed if rows.shared is None else rows_at(packed, rows.shared.row_of_slot)
 
 
 def sum_slots(slots: torch.Tensor, rows: MessageRows) -> torch.Tensor:
-    """Sum gradients of slots into gradients of rows: the adjoint of `spread`."""
+    """Sum gradients of slots into gradients of rows: the adjoint of `spread`.
+
+    On CUDA in float32, in the order of the slots.
+    """
     if rows.shared is None:
         return slots
     shape = (*slots.shape[:2], rows.message.rows, slots.shape[3])
-    return slots.new_zeros(shape).index_add_(2, rows.shared.row_of_slot, slots)
+    if not runs_triton(slots):
+        return slots.new_zeros(shape).index_add_(2, rows.shared.row_of_slot, slots)
+    from ..kernels import sum_slots as kernel
+
+    sums = slots.new_empty(shape)
+    kernel(slots, sums, rows.shared.slots, rows.shared.starts)
+    return sums
 
 
 def add_returned(
@@ -148,7 +201,13 @@ def add_returned(
         parts, totals = _runs_of(rows.message, returned, (dkey, dvalue))
         add(totals, parts, store=False)
         return
-    flat = rows.shared.positions * dkey.shape[2] + rows.shared.heads
+    positions, heads = rows.shared.positions, rows.shared.heads
+    if runs_triton(dkey):
+        from ..kernels import add_to_rows as kernel
+
+        kernel((dkey, dvalue), returned, positions, heads)
+        return
+    flat = positions * dkey.shape[2] + heads
     for gradient, part in zip((dkey, dvalue), returned, strict=True):
         total = gradient.flatten(1, 2)
         summed = total.index_select(1, flat) + part  # in the wider dtype; rows are distinct

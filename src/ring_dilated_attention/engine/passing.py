@@ -15,7 +15,7 @@ import torch
 from ..exchange import Exchange, Pending
 from ..plan import Message, PassingStep
 from ..tiles import accumulate_dtype
-from .messages import MessageRows, message_rows, part_rows, sum_slots
+from .messages import MessageRows, add_to_rows, message_rows, part_rows, rows_at, sum_slots
 from .transfer import Fetched, GradientReturn, Home, InFlight, Packer
 
 
@@ -81,7 +81,7 @@ class PassingPacker(Packer):
     def _part(self, message: Message, load: Message) -> torch.Tensor:
         rows = part_rows(message, load, self.key.shape[2], self.key.device)
         held = self._loads[id(load)]
-        return held if rows is None else held.index_select(2, rows.numbers)
+        return held if rows is None else rows_at(held, rows.numbers)
 
 
 class _Coming(NamedTuple):
@@ -168,7 +168,7 @@ class Relayed:
         if rows is None:
             total += gradients
         else:
-            total.index_add_(2, rows.numbers, gradients.to(total.dtype))
+            add_to_rows(total, gradients, rows.numbers)
 
     def _rows(self, message: Message) -> MessageRows:
         return message_rows(message, self._home.dkey.shape[2], self._home.dkey.device)

@@ -11,7 +11,8 @@ says in how many launches, `build_programs` lays them out, and kernels read that
 `attend_strips` computes a few queries against `Strips` of evenly spaced rows, which
 `strips_of_cache` finds in a KV cache, and writes `NewRows` into it; at most `MOST_NEW_ROWS`.
 `NO_END` stands for the length of a segment without end.
-`merge_rows`, `add_rows` and `row_sums` merge and add the results of tiles.
+`merge_rows`, `add_rows` and `row_sums` merge and add the results of tiles. `take_rows`,
+`add_to_rows` and `sum_slots` copy, add and sum rows of K and V that are found by index.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from .own_backward import ranges_backward
     from .own_forward import ranges_forward, rows_of_program
     from .rows import add_rows, merge_rows, row_sums
+    from .rows_by_index import add_to_rows, sum_slots, take_rows
 
 __all__ = [
     "H200",
@@ -58,6 +60,7 @@ __all__ = [
     "Programs",
     "Strips",
     "add_rows",
+    "add_to_rows",
     "attend_strips",
     "build_cells",
     "build_programs",
@@ -73,6 +76,8 @@ __all__ = [
     "rows_of_program",
     "step_of",
     "strips_of_cache",
+    "sum_slots",
+    "take_rows",
     "tiles_backward",
     "tiles_forward",
 ]
@@ -90,6 +95,9 @@ _NEEDS_TRITON = {
     "add_rows": "rows",
     "merge_rows": "rows",
     "row_sums": "rows",
+    "add_to_rows": "rows_by_index",
+    "sum_slots": "rows_by_index",
+    "take_rows": "rows_by_index",
 }
 
 

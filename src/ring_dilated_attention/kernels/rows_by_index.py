@@ -1,0 +1,199 @@
+"""Triton kernels for rows that are found by index: taken, added to, summed. One launch each.
+
+What branches share of a message is sent once, so its rows are no strided views. Tensors come in
+pairs, those of K and of V, of which a launch takes both. A program takes `BLOCK_ROWS` rows of one
+batch entry. Nothing is added by atomics: a row has one program, and sums go by the order of their
+table. Offsets are int64 and strides are in units, as in `rows.py`.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple, TypeAlias
+
+import torch
+import triton
+import triton.language as tl
+
+from .blocks import stride_unit, strides_in
+from .launch import Launcher
+
+
+@triton.jit
+def _place(
+    rows, row_blocks, BLOCK_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr
+):
+    """The batch entry of this program, its rows, which of them there are, and their elements."""
+    program = tl.program_id(0)
+    row = (program % row_blocks).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    valid = row < rows
+    where = valid[:, None] & (tl.arange(0, BLOCK_DIM) < HEAD_DIM)[None, :]
+    return (program // row_blocks).to(tl.int64), row, valid, where
+
+
+@triton.jit
+def _elements(base, offsets, UNIT: tl.constexpr, BLOCK_DIM: tl.constexpr):
+    """Pointers to the elements of rows, whose offsets are in units."""
+    return base + offsets[:, None] * UNIT + tl.arange(0, BLOCK_DIM)[None, :]
+
+
+@triton.jit
+def _found(
+    first, second, positions, heads, batch, row, valid,
+    first_batch, first_row, first_head, second_batch, second_row, second_head,
+    UNIT: tl.constexpr, BLOCK_DIM: tl.constexpr, BY_HEAD: tl.constexpr,
+):  # fmt: skip
+    """Pointers to rows that are found by index, in the tensor of a pair that this program takes."""
+    base, of_batch, of_row, of_head = first, first_batch, first_row, first_head
+    if tl.program_id(1) == 1:
+        base, of_batch, of_row, of_head = second, second_batch, second_row, second_head
+    offsets = batch * of_batch + tl.load(positions + row, mask=valid, other=0) * of_row
+    if BY_HEAD:
+        offsets += tl.load(heads + row, mask=valid, other=0) * of_head
+    return _elements(base, offsets, UNIT, BLOCK_DIM)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "rows", "row_blocks", "first_batch", "first_row", "first_head",
+        "second_batch", "second_row", "second_head", "packed_pair", "packed_batch", "packed_row",
+    ]
+)  # fmt: skip
+def _index_kernel(
+    first, second, packed, positions, heads, rows, row_blocks,
+    first_batch, first_row, first_head, second_batch, second_row, second_head,
+    packed_pair, packed_batch, packed_row,
+    UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    BY_HEAD: tl.constexpr, ADDS: tl.constexpr,
+):  # fmt: skip
+    batch, row, valid, where = _place(rows, row_blocks, BLOCK_ROWS, HEAD_DIM, BLOCK_DIM)
+    found = _found(
+        first, second, positions, heads, batch, row, valid,
+        first_batch, first_row, first_head, second_batch, second_row, second_head,
+        UNIT, BLOCK_DIM, BY_HEAD,
+    )  # fmt: skip
+    pair = tl.program_id(1).to(tl.int64) * packed_pair
+    at = _elements(packed, pair + batch * packed_batch + row * packed_row, UNIT, BLOCK_DIM)
+    if ADDS:
+        total = tl.load(found, mask=where, other=0.0).to(tl.float32)
+        total += tl.load(at, mask=where, other=0.0).to(tl.float32)
+        tl.store(found, total.to(first.dtype.element_ty), mask=where)
+    else:
+        tl.store(at, tl.load(found, mask=where), mask=where)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "rows", "row_blocks", "slots_pair", "slots_batch", "slots_row",
+        "sums_pair", "sums_batch", "sums_row",
+    ]
+)  # fmt: skip
+def _sum_kernel(
+    slots, sums, order, starts, rows, row_blocks,
+    slots_pair, slots_batch, slots_row, sums_pair, sums_batch, sums_row,
+    UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr,
+):  # fmt: skip
+    batch, row, valid, where = _place(rows, row_blocks, BLOCK_ROWS, HEAD_DIM, BLOCK_DIM)
+    pair = tl.program_id(1).to(tl.int64)
+    from_slots = pair * slots_pair + batch * slots_batch
+    start = tl.load(starts + row, mask=valid, other=0)
+    count = tl.load(starts + row + 1, mask=valid, other=0) - start
+    total = tl.zeros([BLOCK_ROWS, BLOCK_DIM], tl.float32)
+    for number in range(tl.max(count.to(tl.int32))):
+        more = number < count
+        slot = tl.load(order + start + number, mask=more, other=0)
+        part = _elements(slots, from_slots + slot * slots_row, UNIT, BLOCK_DIM)
+        total += tl.load(part, mask=where & more[:, None], other=0.0).to(tl.float32)
+    at = _elements(sums, pair * sums_pair + batch * sums_batch + row * sums_row, UNIT, BLOCK_DIM)
+    tl.store(at, total.to(sums.dtype.element_ty), mask=where)
+
+
+_launch_index, _launch_sum = map(Launcher, (_index_kernel, _sum_kernel))
+
+Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""Tensors of one shape and dtype, of K and of V."""
+
+
+def take_rows(
+    pair: Pair, packed: torch.Tensor, positions: torch.Tensor, heads: torch.Tensor | None = None
+) -> None:
+    """Copy rows: ``packed[i, b, j] = pair[i][b, positions[j], heads[j]]``.
+
+    Args:
+        pair: two views (batch, positions, heads, head_dim), or without `heads` (batch, positions,
+            head_dim); head_dim contiguous, of any other strides and any floating dtype.
+        packed: (2, batch, rows, head_dim) of the same dtype, head_dim contiguous.
+        positions: int64 (rows,), contiguous, as all tables are.
+        heads: int64 (rows,); None: the pair has no heads.
+    """
+    _by_index(pair, packed, positions, heads, adds=False)
+
+
+def add_to_rows(
+    pair: Pair, packed: torch.Tensor, positions: torch.Tensor, heads: torch.Tensor | None = None
+) -> None:
+    """Add to rows in float32, in place: ``pair[i][b, positions[j], heads[j]] += packed[i, b, j]``.
+
+    Args:
+        pair: as of `take_rows`, but no two rows of the index share memory; not float64.
+        packed: (2, batch, rows, head_dim) of any floating dtype but float64, head_dim contiguous.
+        positions: int64 (rows,); no two rows are the same.
+        heads: int64 (rows,); None: the pair has no heads.
+    """
+    _by_index(pair, packed, positions, heads, adds=True)
+
+
+def sum_slots(
+    slots: torch.Tensor, sums: torch.Tensor, order: torch.Tensor, starts: torch.Tensor
+) -> None:
+    """Sum the slots of each row in float32, one after the other; rounds once.
+
+    ``sums[i, b, j] = sum(slots[i, b, order[starts[j] : starts[j + 1]]])``.
+
+    Args:
+        slots: (2, batch, slots, head_dim), head_dim contiguous, any floating dtype but float64.
+        sums: (2, batch, rows, head_dim), head_dim contiguous, any floating dtype but float64.
+        order: int64 (slots,): the slots of row 0, of row 1, and so on.
+        starts: int64 (rows + 1,): where in `order` those of each row begin, and the end.
+    """
+    launch = _launch_of(sums.shape, slots.stride(), sums.stride())
+    _launch_sum(launch.grid, (slots, sums, order, starts), launch.numbers, launch.constants)
+
+
+def _by_index(
+    pair: Pair,
+    packed: torch.Tensor,
+    positions: torch.Tensor,
+    heads: torch.Tensor | None,
+    *,
+    adds: bool,
+) -> None:
+    by_head = heads is not None
+    # Without heads there is one, whose stride does not matter.
+    strides = [x.stride() if by_head else (*x.stride()[:2], 0, 1) for x in pair]
+    grid, numbers, constants = _launch_of(packed.shape, *strides, packed.stride())
+    tensors = *pair, packed, positions, positions if heads is None else heads
+    _launch_index(grid, tensors, numbers, {**constants, "BY_HEAD": by_head, "ADDS": adds})
+
+
+class _Launch(NamedTuple):
+    grid: tuple[int, int]
+    numbers: tuple[int, ...]  # sizes, and strides in units
+    constants: dict[str, int]
+
+
+@lru_cache(maxsize=1024)
+def _launch_of(packed: torch.Size, *strides: tuple[int, ...]) -> _Launch:
+    """Worked out once for a layout: launches are short, and the layers of a model are alike."""
+    pair, batch, rows, head_dim = packed
+    unit, block_dim = stride_unit(*strides), triton.next_power_of_2(head_dim)
+    block_rows = max(1, 4096 // block_dim)  # as in `rows.py`
+    row_blocks = triton.cdiv(rows, block_rows)
+    constants = {
+        "UNIT": unit,
+        "HEAD_DIM": head_dim,
+        "BLOCK_ROWS": block_rows,
+        "BLOCK_DIM": block_dim,
+    }
+    numbers = rows, row_blocks, *strides_in(unit, *strides)
+    return _Launch((batch * row_blocks, pair), numbers, constants)

@@ -196,6 +196,7 @@ BY_THE_WINDOW = {
     # To measure other values of a constant than the one that was chosen by these measurements.
     *(("host_time", "plan.attention"), ("power", "plan.attention"), ("rounds", "plan.attention")),
     ("power", "exchange.cuda_driver"),  # the power that streams take which wait for flags
+    ("shared_rows", "engine.messages"),  # to time what is done with the rows of a message, alone
     # To decode as on devices of other profiles.
     *(("test_decode_kernels", "kernels.decode"), ("test_decode_kernels", "kernels.decode_shape")),
     ("conftest", "terminal.progress"),  # no test but its own sees the first line of progress

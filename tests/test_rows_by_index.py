@@ -5,6 +5,7 @@ Copies are exact, sums are those of float32 in the order of the slots, to the la
 
 import os
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -128,7 +129,7 @@ def test_sums_are_of_float32_and_in_order(head_dim, dtype, most):
     sums = torch.full((2, BATCH, ROWS, head_dim), torch.nan, device=DEVICE, dtype=dtype)
     sum_slots(slots, sums, order, starts)
     want = torch.zeros(sums.shape, device=DEVICE)
-    for row, (start, stop) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
+    for row, (start, stop) in enumerate(pairwise(starts.tolist())):
         for slot in order[start:stop]:
             want[:, :, row] += slots[:, :, slot]
     if INTERPRETED and dtype == BRAIN:
@@ -162,7 +163,7 @@ def test_tables_of_shared_rows():
     assert list(zip(shared.positions.tolist(), shared.heads.tolist(), strict=True)) == rows
     assert [rows[x] for x in shared.row_of_slot.tolist()] == numbers
     starts = shared.starts.tolist()
-    for row, start, stop in zip(rows, starts[:-1], starts[1:], strict=True):
+    for row, (start, stop) in zip(rows, pairwise(starts), strict=True):
         slots = shared.slots[start:stop].tolist()
         assert slots == [slot for slot, number in enumerate(numbers) if number == row]
     assert starts[-1] == message.slots

@@ -21,7 +21,7 @@ import torch
 from decode_kernel import milliseconds
 
 from ring_dilated_attention import SequenceLayout
-from ring_dilated_attention.engine.messages import SharedRows, message_rows
+from ring_dilated_attention.engine.messages import received_rows, sent_rows
 from ring_dilated_attention.kernels import add_to_rows, sum_slots, take_rows
 from ring_dilated_attention.named_patterns import named
 from ring_dilated_attention.plan import Message, plan_attention
@@ -37,17 +37,11 @@ class Timed(NamedTuple):
     by_kernel: Callable[[], torch.Tensor]
 
 
-def shared_of(message: Message, heads: int, device: torch.device) -> SharedRows:
-    """The tables of a message."""
-    shared = message_rows(message, heads, device).shared
-    assert shared is not None, "branches share no row of this message"
-    return shared
-
-
 def sender(message: Message, key: torch.Tensor, value: torch.Tensor) -> list[Timed]:
     """What is done with rows that are sent: packed, twice; their gradients are added."""
-    shared = shared_of(message, key.shape[2], key.device)
-    positions, heads = shared.positions, shared.heads
+    index = sent_rows(message, key.shape[2], key.device).index
+    assert index is not None, "branches share no row of this message"
+    positions, heads = index
     dkey, dvalue = torch.randn_like(key), torch.randn_like(value)
     returned = torch.randn_like(torch.stack([key[:, positions, heads]] * 2))
 
@@ -81,28 +75,29 @@ def sender(message: Message, key: torch.Tensor, value: torch.Tensor) -> list[Tim
 
 def receiver(message: Message, key: torch.Tensor) -> list[Timed]:
     """What is done with rows that are received: spread, twice; gradients of slots are summed."""
-    shared, head_dim = shared_of(message, key.shape[2], key.device), key.shape[3]
+    index, head_dim = received_rows(message, key.shape[2], key.device).index, key.shape[3]
+    assert index is not None, "branches share no row of this message"
     packed = key.new_empty(2, 1, message.rows, head_dim).normal_()
     slots = key.new_empty(2, 1, message.slots, head_dim).normal_()
 
     def spread_by_torch() -> torch.Tensor:
-        return packed.index_select(2, shared.row_of_slot)
+        return packed.index_select(2, index.row_of_slot)
 
     def spread_by_kernel() -> torch.Tensor:
         found = torch.empty_like(slots)
-        take_rows((packed[0], packed[1]), found, shared.row_of_slot)
+        take_rows((packed[0], packed[1]), found, index.row_of_slot)
         return found
 
     def sum_by_torch() -> torch.Tensor:
-        return torch.zeros_like(packed).index_add_(2, shared.row_of_slot, slots)
+        return torch.zeros_like(packed).index_add_(2, index.row_of_slot, slots)
 
     def sum_by_kernel() -> torch.Tensor:
         sums = torch.empty_like(packed)
-        sum_slots(slots, sums, shared.slots, shared.starts)
+        sum_slots(slots, sums, index.slots, index.starts)
         return sums
 
     want = torch.zeros_like(packed, dtype=torch.float64)
-    want.index_add_(2, shared.row_of_slot, slots.double())
+    want.index_add_(2, index.row_of_slot, slots.double())
     for name, found in (("torch", sum_by_torch()), ("kernel", sum_by_kernel())):
         print(f"sum by {name}: differs by {float((found - want).norm() / want.norm()):.1e}")
     nbytes = packed.nbytes + slots.nbytes

@@ -152,7 +152,8 @@ def _message(heads=4):
 def test_tables_of_shared_rows():
     """Slots of each row in ascending order; rows in that of their positions and heads."""
     message = _message()
-    shared = messages.message_rows(message, 4, DEVICE).shared
+    sent = messages.sent_rows(message, 4, DEVICE).index
+    received = messages.received_rows(message, 4, DEVICE).index
     numbers = [
         ((run.rows.start + number * run.rows.head_stride + row * run.rows.stride), head)
         for run in message.runs
@@ -160,11 +161,11 @@ def test_tables_of_shared_rows():
         for row in range(run.rows.length)
     ]
     rows = sorted(set(numbers))
-    assert list(zip(shared.positions.tolist(), shared.heads.tolist(), strict=True)) == rows
-    assert [rows[x] for x in shared.row_of_slot.tolist()] == numbers
-    starts = shared.starts.tolist()
+    assert list(zip(sent.positions.tolist(), sent.heads.tolist(), strict=True)) == rows
+    assert [rows[x] for x in received.row_of_slot.tolist()] == numbers
+    starts = received.starts.tolist()
     for row, (start, stop) in zip(rows, pairwise(starts), strict=True):
-        slots = shared.slots[start:stop].tolist()
+        slots = received.slots[start:stop].tolist()
         assert slots == [slot for slot, number in enumerate(numbers) if number == row]
     assert starts[-1] == message.slots
 
@@ -172,25 +173,26 @@ def test_tables_of_shared_rows():
 @pytest.mark.parametrize("dtype", [HALF, FLOAT])
 def test_messages_are_what_torch_makes_of_them(dtype, monkeypatch):
     torch.manual_seed(0)
-    rows = messages.message_rows(_message(), 4, DEVICE)
+    message = _message()
+    sent, received = (f(message, 4, DEVICE) for f in (messages.sent_rows, messages.received_rows))
     key, value = _random(2, BATCH, 45, 4, 48, dtype=dtype)
-    slots = _random(2, BATCH, rows.message.slots, 48, dtype=dtype)
-    numbers = torch.randperm(rows.message.rows, device=DEVICE)[:20]
+    slots = _random(2, BATCH, message.slots, 48, dtype=dtype)
+    numbers = torch.randperm(message.rows, device=DEVICE)[:20]
     results = []
     for runs in (False, True):
         monkeypatch.setattr(messages, "runs_triton", lambda _, runs=runs: runs)
-        packed, totals = messages.pack(key, value, rows), (key.clone(), value.clone())
-        sums = messages.sum_slots(slots, rows)
-        messages.add_returned(*totals, packed, rows)
+        packed, totals = messages.pack(key, value, sent), (key.clone(), value.clone())
+        sums = messages.sum_slots(slots, received)
+        messages.add_returned(*totals, packed, sent)
         load = torch.ones(packed.shape, device=DEVICE)
         part = messages.rows_at(packed, numbers)
         messages.add_to_rows(load, part, numbers)
-        results.append([packed, messages.spread(packed, rows), part, *totals, load, sums])
+        results.append([packed, messages.spread(packed, received), part, *totals, load, sums])
     *torchs, torch_sums = results[0]
     *ours, our_sums = results[1]
     for got, want in zip(ours, torchs, strict=True):
         assert torch.equal(got, want)
-    want = messages.sum_slots(slots.double(), rows) if INTERPRETED else torch_sums
+    want = messages.sum_slots(slots.double(), received) if INTERPRETED else torch_sums
     assert relative_error(our_sums, want) < {HALF: 5e-4, FLOAT: 1e-7}[dtype]
 
 

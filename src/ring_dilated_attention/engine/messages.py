@@ -19,19 +19,32 @@ from .accumulate import add, runs_triton
 from .device_tables import TABLES
 
 
-class SharedRows(NamedTuple):
-    """Rows of a message that its runs share, as tensors.
+class RowIndex(NamedTuple):
+    """The rows of a message, as tensors of its sender.
 
     Attributes:
-        positions: int64 (rows,): local row of the sender of each row sent.
+        positions: int64 (rows,): local row of each.
         heads: int64 (rows,): its KV head.
+    """
+
+    positions: torch.Tensor
+    heads: torch.Tensor
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All of them."""
+        return tuple(self)
+
+
+class SlotIndex(NamedTuple):
+    """The slots of a message, as tensors of its receiver.
+
+    Attributes:
         row_of_slot: int64 (slots,): the row that each slot reads.
         slots: int64 (slots,): the slots of each row, in ascending order, row after row.
         starts: int64 (rows + 1,): where in `slots` those of each row begin, and the end.
     """
 
-    positions: torch.Tensor
-    heads: torch.Tensor
     row_of_slot: torch.Tensor
     slots: torch.Tensor
     starts: torch.Tensor
@@ -42,24 +55,45 @@ class SharedRows(NamedTuple):
         return tuple(self)
 
 
-class MessageRows(NamedTuple):
-    """A message, and what is needed to find its rows.
+class SentRows(NamedTuple):
+    """A message that is sent, and what is needed to find its rows.
 
     Attributes:
         message: the message.
-        shared: its distinct rows; None where slot i is row i.
+        index: of its distinct rows; None where slot i is row i.
     """
 
     message: Message
-    shared: SharedRows | None
+    index: RowIndex | None
 
 
-def message_rows(message: Message, num_kv_heads: int, device: torch.device) -> MessageRows:
-    """Work out a message's rows; sender and receiver come to the same answer."""
+class ReceivedRows(NamedTuple):
+    """A message that is received, and what is needed to find the rows of its slots.
+
+    Attributes:
+        message: the message.
+        index: of its slots; None where slot i is row i.
+    """
+
+    message: Message
+    index: SlotIndex | None
+
+
+def sent_rows(message: Message, num_kv_heads: int, device: torch.device) -> SentRows:
+    """Work out the rows of a message that is sent, in the order that its receiver counts on."""
     if message.rows == message.slots:
-        return MessageRows(message, None)
-    make = partial(_shared_rows, message, num_kv_heads, device)
-    return MessageRows(message, TABLES.get(message, (num_kv_heads, device), device, make))
+        return SentRows(message, None)
+    make = partial(_row_index, message, num_kv_heads, device)
+    return SentRows(message, TABLES.get(message, ("sent", num_kv_heads, device), device, make))
+
+
+def received_rows(message: Message, num_kv_heads: int, device: torch.device) -> ReceivedRows:
+    """Work out which rows the slots of a message that is received read."""
+    if message.rows == message.slots:
+        return ReceivedRows(message, None)
+    make = partial(_slot_index, message, num_kv_heads, device)
+    key = "received", num_kv_heads, device
+    return ReceivedRows(message, TABLES.get(message, key, device, make))
 
 
 def _numbers(message: Message, num_kv_heads: int) -> torch.Tensor:
@@ -73,17 +107,21 @@ def _numbers(message: Message, num_kv_heads: int) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def _shared_rows(message: Message, num_kv_heads: int, device: torch.device) -> SharedRows:
+def _row_index(message: Message, num_kv_heads: int, device: torch.device) -> RowIndex:
+    distinct = torch.unique(_numbers(message, num_kv_heads))
+    assert len(distinct) == message.rows, f"{message} packs {len(distinct)} rows"
+    return RowIndex(*(x.to(device) for x in (distinct // num_kv_heads, distinct % num_kv_heads)))
+
+
+def _slot_index(message: Message, num_kv_heads: int, device: torch.device) -> SlotIndex:
     numbers, slots = torch.sort(_numbers(message, num_kv_heads), stable=True)
-    is_first = torch.ones(len(slots) + 1, dtype=torch.bool)
+    is_first = torch.ones(len(slots) + 1, dtype=torch.bool)  # of its row; the end, too
     torch.ne(numbers[1:], numbers[:-1], out=is_first[1:-1])
-    starts = is_first.nonzero().flatten()  # the end, too
-    assert len(starts) == message.rows + 1, f"{message} packs {len(starts) - 1} rows"
-    distinct = numbers[starts[:-1]]
+    starts = is_first.nonzero().flatten()
+    assert len(starts) == message.rows + 1, f"{message} has {len(starts) - 1} rows"
     row_of_slot = torch.empty_like(slots)
     row_of_slot[slots] = is_first[:-1].cumsum(0) - 1
-    rows = distinct // num_kv_heads, distinct % num_kv_heads, row_of_slot, slots, starts
-    return SharedRows(*(x.to(device) for x in rows))
+    return SlotIndex(*(x.to(device) for x in (row_of_slot, slots, starts)))
 
 
 class PartRows(NamedTuple):
@@ -125,18 +163,18 @@ def _part_rows(
     return PartRows(order[at].to(device))
 
 
-def pack(key: torch.Tensor, value: torch.Tensor, rows: MessageRows) -> torch.Tensor:
+def pack(key: torch.Tensor, value: torch.Tensor, rows: SentRows) -> torch.Tensor:
     """Rows of K and V (batch, local_sequence, kv_heads, head_dim) as (2, batch, rows, head_dim)."""
     packed = key.new_empty(2, key.shape[0], rows.message.rows, key.shape[3])
-    if rows.shared is None:
+    if rows.index is None:
         add(*_runs_of(rows.message, packed, (key, value)), store=True)
     elif runs_triton(key):
         from ..kernels import take_rows
 
-        take_rows((key, value), packed, rows.shared.positions, rows.shared.heads)
+        take_rows((key, value), packed, *rows.index)
     else:
         for tensor, part in zip((key, value), packed, strict=True):
-            part.copy_(tensor[:, rows.shared.positions, rows.shared.heads])
+            part.copy_(tensor[:, rows.index.positions, rows.index.heads])
     return packed
 
 
@@ -168,40 +206,40 @@ def add_to_rows(total: torch.Tensor, gradients: torch.Tensor, numbers: torch.Ten
         total.index_add_(2, numbers, gradients.to(total.dtype))
 
 
-def spread(packed: torch.Tensor, rows: MessageRows) -> torch.Tensor:
+def spread(packed: torch.Tensor, rows: ReceivedRows) -> torch.Tensor:
     """The slots (2, batch, slots, head_dim) of a message's rows (2, batch, rows, head_dim)."""
-    return packed if rows.shared is None else rows_at(packed, rows.shared.row_of_slot)
+    return packed if rows.index is None else rows_at(packed, rows.index.row_of_slot)
 
 
-def sum_slots(slots: torch.Tensor, rows: MessageRows) -> torch.Tensor:
+def sum_slots(slots: torch.Tensor, rows: ReceivedRows) -> torch.Tensor:
     """Sum gradients of slots into gradients of rows: the adjoint of `spread`.
 
     On CUDA in float32, in the order of the slots.
     """
-    if rows.shared is None:
+    if rows.index is None:
         return slots
     shape = (*slots.shape[:2], rows.message.rows, slots.shape[3])
     if not runs_triton(slots):
-        return slots.new_zeros(shape).index_add_(2, rows.shared.row_of_slot, slots)
+        return slots.new_zeros(shape).index_add_(2, rows.index.row_of_slot, slots)
     from ..kernels import sum_slots as kernel
 
     sums = slots.new_empty(shape)
-    kernel(slots, sums, rows.shared.slots, rows.shared.starts)
+    kernel(slots, sums, rows.index.slots, rows.index.starts)
     return sums
 
 
 def add_returned(
-    dkey: torch.Tensor, dvalue: torch.Tensor, returned: torch.Tensor, rows: MessageRows
+    dkey: torch.Tensor, dvalue: torch.Tensor, returned: torch.Tensor, rows: SentRows
 ) -> None:
     """Add returned gradients (2, batch, rows, head_dim) to dK and dV: the adjoint of `pack`.
 
     `dkey` and `dvalue` are contiguous (batch, local_sequence, kv_heads, head_dim).
     """
-    if rows.shared is None:
+    if rows.index is None:
         parts, totals = _runs_of(rows.message, returned, (dkey, dvalue))
         add(totals, parts, store=False)
         return
-    positions, heads = rows.shared.positions, rows.shared.heads
+    positions, heads = rows.index
     if runs_triton(dkey):
         from ..kernels import add_to_rows as kernel
 

@@ -15,7 +15,7 @@ import torch
 from ..exchange import Exchange, Pending
 from ..plan import Message, PassingStep
 from ..tiles import accumulate_dtype
-from .messages import MessageRows, add_to_rows, message_rows, part_rows, rows_at, sum_slots
+from .messages import SentRows, add_to_rows, part_rows, rows_at, sent_rows, sum_slots
 from .transfer import Fetched, GradientReturn, Home, InFlight, Packer
 
 
@@ -44,7 +44,7 @@ class PassingPacker(Packer):
     def start(self, step: PassingStep) -> InFlight:  # type: ignore[override]
         """See `Carrier`."""
         self._started += 1
-        sent, received = self.rows(step.sends), self.rows(step.step.receive)
+        sent, received = self.sent(step.sends), self.received(step.step.receive)
         send = receive = packed = None
         if step.sends is not None and sent is not None:
             send = step.sends.receiver, self.pack(sent)
@@ -170,5 +170,5 @@ class Relayed:
         else:
             add_to_rows(total, gradients, rows.numbers)
 
-    def _rows(self, message: Message) -> MessageRows:
-        return message_rows(message, self._home.dkey.shape[2], self._home.dkey.device)
+    def _rows(self, message: Message) -> SentRows:
+        return sent_rows(message, self._home.dkey.shape[2], self._home.dkey.device)

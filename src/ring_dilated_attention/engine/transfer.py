@@ -17,7 +17,16 @@ import torch
 
 from ..exchange import Exchange, Pending
 from ..plan import Message, PassingStep, Step
-from .messages import MessageRows, add_returned, message_rows, pack, spread, sum_slots
+from .messages import (
+    ReceivedRows,
+    SentRows,
+    add_returned,
+    pack,
+    received_rows,
+    sent_rows,
+    spread,
+    sum_slots,
+)
 
 
 class Fetched(NamedTuple):
@@ -33,8 +42,8 @@ class Fetched(NamedTuple):
 
     step: Step
     slots: torch.Tensor | None
-    received: MessageRows | None
-    sent: MessageRows | None
+    received: ReceivedRows | None
+    sent: SentRows | None
     passing: PassingStep | None = None
 
 
@@ -130,13 +139,19 @@ class Packer:
         self._message: Message | None = None
         self._packed: torch.Tensor | None = None
 
-    def rows(self, message: Message | None) -> MessageRows | None:
-        """What is needed to find a message's rows."""
+    def sent(self, message: Message | None) -> SentRows | None:
+        """What is needed to find the rows of a message that is sent."""
         if message is None:
             return None
-        return message_rows(message, self.key.shape[2], self.key.device)
+        return sent_rows(message, self.key.shape[2], self.key.device)
 
-    def pack(self, rows: MessageRows) -> torch.Tensor:
+    def received(self, message: Message | None) -> ReceivedRows | None:
+        """What is needed to find the rows of a message that is received."""
+        if message is None:
+            return None
+        return received_rows(message, self.key.shape[2], self.key.device)
+
+    def pack(self, rows: SentRows) -> torch.Tensor:
         """The rows of a message, (2, batch, rows, head_dim)."""
         if self._packed is None or not rows.message.is_same_for(self._message):
             self._message, self._packed = rows.message, pack(self.key, self.value, rows)
@@ -152,7 +167,7 @@ class Packer:
 
     def start(self, step: Step) -> InFlight:
         """See `Carrier`."""
-        sent, received = self.rows(step.send), self.rows(step.receive)
+        sent, received = self.sent(step.send), self.received(step.receive)
         send = receive = packed = None
         if step.send is not None and sent is not None:
             send = step.send.receiver, self.pack(sent)
@@ -184,7 +199,7 @@ class GradientReturn:
     """
 
     def __init__(
-        self, home: Home, send: tuple[int, torch.Tensor] | None, sent: MessageRows | None
+        self, home: Home, send: tuple[int, torch.Tensor] | None, sent: SentRows | None
     ) -> None:
         self._home, self._sent = home, sent
         receive = None

@@ -7,17 +7,16 @@ that until it returns, from an idle device on. On two hosts, the JSON says how o
 for all others in the timed calls, which should be never; on one host they do in every call.
 """
 
-import json
 import statistics
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
 import typer
 from ranks import join
-from transports import CASES, Call, call_of, measure
+from transports import Call, Timed, compare, finish
 
 from ring_dilated_attention.exchange import ProcessGroupExchange
 
@@ -45,47 +44,25 @@ def main(
     out: Annotated[Path | None, typer.Option(help="JSON file to write")] = None,
 ) -> None:
     """Time all cases."""
-    rank, world_size, world, ranks, device = join()
-    hosts = [2 * each // world_size for each in range(world_size)]
+    joined = join()
+    hosts = [2 * each // joined.size for each in range(joined.size)]
     exchanges = {
-        "one host": ProcessGroupExchange(world),
+        "one host": ProcessGroupExchange(joined.world),
         "two hosts": ProcessGroupExchange(dist.new_group(), hosts=hosts),
     }
-    rows = []
-    for case in (case for case in CASES if only in case.name):
-        alone: list[float] = []
-        if rank == 0:
-            alone, peak = measure(call_of(case, None, 0, 1, device), samples, None)
-            rows.append({"case": case.name, "ranks": 1, "ms": alone, "peak_gib": peak})
-        torch.cuda.empty_cache()
-        dist.barrier(group=ranks)
-        for name, exchange in exchanges.items():
-            call = call_of(case, exchange, rank, world_size, device)
-            call()
-            before = exchange.waits
-            times, peak = measure(call, samples, ranks)
-            host = host_times(call, repeats, ranks)
-            waits = exchange.waits - before if name == "two hosts" else None
-            del call
-            torch.cuda.empty_cache()
-            if rank == 0:
-                row = {"case": case.name, "ranks": world_size, "on": name, "ms": times}
-                rows.append(row | {"host_ms": host, "waits": waits, "peak_gib": peak})
-                speed_up = statistics.median(alone) / statistics.median(times)
-                print(
-                    f"{case.name:28} {name:9} {statistics.median(times):8.2f} ms "
-                    f"[{min(times):.2f} .. {max(times):.2f}] on {world_size}, "
-                    f"{statistics.median(alone):8.2f} on 1: speed-up {speed_up:.3f}; "
-                    f"host {statistics.median(host):.2f} ms [{min(host):.2f} .. {max(host):.2f}]"
-                    + f", {waits} waits for all ranks"
-                    * (waits is not None),
-                    flush=True,
-                )
-    if rank == 0 and out is not None:
-        found_by = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-        out.write_text(json.dumps(found_by | {"hosts": hosts, "rows": rows}, indent=1) + "\n")
-    dist.barrier(group=ranks)
-    dist.destroy_process_group()
+
+    def details(timed: Timed) -> tuple[dict[str, Any], str]:
+        """Host times; and on two hosts, how often ranks waited for all others."""
+        host = host_times(timed.call, repeats, joined.host)
+        text = f"; host {statistics.median(host):.2f} ms [{min(host):.2f} .. {max(host):.2f}]"
+        waits = None
+        if timed.name == "two hosts":
+            waits = timed.exchange.waits - timed.waits
+            text += f", {waits} waits for all ranks"
+        return {"host_ms": host, "waits": waits}, text
+
+    rows = compare(exchanges, "on", details, joined, samples, only)
+    finish(joined, out, hosts=hosts, rows=rows)
 
 
 if __name__ == "__main__":

@@ -7,15 +7,16 @@ events, on the slowest rank. Whether both transports find the same is in the JSO
 """
 
 import json
+import math
 import statistics
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import typer
-from ranks import join
+from ranks import Ranks, join
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention
 from ring_dilated_attention.exchange import Group, ProcessGroupExchange
@@ -122,53 +123,113 @@ def measure(call: Call, samples: int, ranks: dist.ProcessGroup | None) -> tuple[
     return times, peak
 
 
+class Timed(NamedTuple):
+    """A case over one exchange, when it has been timed.
+
+    Attributes:
+        case: the case.
+        name: of the exchange.
+        exchange: the exchange.
+        call: the call.
+        waits: how often the exchange had waited for all ranks before.
+        speed_up: over one GPU; NaN but on the first rank.
+        peak: GiB over the inputs.
+    """
+
+    case: Case
+    name: str
+    exchange: ProcessGroupExchange
+    call: Call
+    waits: int
+    speed_up: float
+    peak: float
+
+
+def compare(
+    exchanges: dict[str, ProcessGroupExchange],
+    label: str,
+    details: Callable[[Timed], tuple[dict[str, Any], str]],
+    joined: Ranks,
+    samples: int,
+    only: str,
+) -> list[dict[str, Any]]:
+    """Time cases on one GPU, then over each exchange, printing a line each.
+
+    Args:
+        exchanges: by name.
+        label: what a name says, in rows.
+        details: what else to find out on every rank: for the row, and for the end of the line.
+        joined: the ranks.
+        samples: of each time.
+        only: a part of the names of the cases.
+
+    Returns:
+        The rows, on the first rank.
+    """
+    rows: list[dict[str, Any]] = []
+    width = max(map(len, exchanges))
+    for case in (case for case in CASES if only in case.name):
+        one, median = [math.nan], statistics.median
+        if joined.rank == 0:
+            one, peak = measure(call_of(case, None, 0, 1, joined.device), samples, None)
+            rows.append({"case": case.name, "ranks": 1, "ms": one, "peak_gib": peak})
+        torch.cuda.empty_cache()
+        dist.barrier(group=joined.host)
+        for name, exchange in exchanges.items():
+            call = call_of(case, exchange, joined.rank, joined.size, joined.device)
+            call()  # what is the first of its kind takes longer
+            waits = exchange.waits
+            times, peak = measure(call, samples, joined.host)
+            speed_up = median(one) / median(times)
+            more, text = details(Timed(case, name, exchange, call, waits, speed_up, peak))
+            del call
+            torch.cuda.empty_cache()
+            if joined.rank == 0:
+                row = {"case": case.name, "ranks": joined.size, label: name, "ms": times}
+                rows.append(row | {"peak_gib": peak} | more)
+                print(
+                    f"{case.name:28} {name:{width}} {median(times):8.2f} ms "
+                    f"[{min(times):.2f} .. {max(times):.2f}] on {joined.size}, "
+                    f"{median(one):8.2f} on 1: speed-up {speed_up:.3f}{text}",
+                    flush=True,
+                )
+    return rows
+
+
+def finish(joined: Ranks, out: Path | None, **found: Any) -> None:
+    """Write what was found, on the first rank, and leave."""
+    if joined.rank == 0 and out is not None:
+        found_by = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+        out.write_text(json.dumps(found_by | found, indent=1) + "\n")
+    dist.barrier(group=joined.host)
+    dist.destroy_process_group()
+
+
 def main(
     samples: int = 5,
     only: Annotated[str, typer.Option(help="cases whose name has this")] = "",
     out: Annotated[Path | None, typer.Option(help="JSON file to write")] = None,
 ) -> None:
     """Time all cases."""
-    rank, world_size, world, ranks, device = join()
+    joined = join()
     exchanges = {
-        "copies": ProcessGroupExchange(world, peer_memory=True),
-        "NCCL": ProcessGroupExchange(world, peer_memory=False),
+        "copies": ProcessGroupExchange(joined.world, peer_memory=True),
+        "NCCL": ProcessGroupExchange(joined.world, peer_memory=False),
     }
-    rows = []
-    for case in (case for case in CASES if only in case.name):
-        alone: list[float] = []
-        if rank == 0:
-            alone, peak = measure(call_of(case, None, 0, 1, device), samples, None)
-            rows.append({"case": case.name, "ranks": 1, "ms": alone, "peak_gib": peak})
-        torch.cuda.empty_cache()
-        dist.barrier(group=ranks)
-        first: tuple[torch.Tensor, ...] = ()
-        for name, exchange in exchanges.items():
-            call = call_of(case, exchange, rank, world_size, device)
-            times, peak = measure(call, samples, ranks)
-            found = call()
-            differ = [
-                ((a - b).norm() / b.norm()).item() for a, b in zip(found, first, strict=False)
-            ]
-            first = first or found
-            del call, found
-            torch.cuda.empty_cache()
-            if rank == 0:
-                row = {"case": case.name, "ranks": world_size, "transport": name, "ms": times}
-                rows.append(row | {"peak_gib": peak, "differs_by": differ})
-                speed_up = statistics.median(alone) / statistics.median(times)
-                print(
-                    f"{case.name:28} {name:6} {statistics.median(times):8.2f} ms "
-                    f"[{min(times):.2f} .. {max(times):.2f}] on {world_size}, "
-                    f"{statistics.median(alone):8.2f} on 1: speed-up {speed_up:.3f}, "
-                    f"{speed_up / world_size:.3f} per GPU, peak {peak:.2f} GiB",
-                    flush=True,
-                )
-        del first
-    if rank == 0 and out is not None:
-        found_by = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-        out.write_text(json.dumps(found_by | {"rows": rows}, indent=1) + "\n")
-    dist.barrier(group=ranks)
-    dist.destroy_process_group()
+    first: dict[Case, tuple[torch.Tensor, ...]] = {}
+
+    def details(timed: Timed) -> tuple[dict[str, Any], str]:
+        """How far both transports differ."""
+        found = timed.call()
+        before = first.pop(timed.case, ())  # of the other transport
+        if not before:
+            first[timed.case] = found
+        differ = [((a - b).norm() / b.norm()).item() for a, b in zip(found, before, strict=False)]
+        per_gpu = timed.speed_up / joined.size
+        return {"differs_by": differ}, f", {per_gpu:.3f} per GPU, peak {timed.peak:.2f} GiB"
+
+    rows = compare(exchanges, "transport", details, joined, samples, only)
+    finish(joined, out, rows=rows)
 
 
 if __name__ == "__main__":

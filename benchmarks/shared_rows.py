@@ -39,9 +39,9 @@ class Timed(NamedTuple):
 
 def sender(message: Message, key: torch.Tensor, value: torch.Tensor) -> list[Timed]:
     """What is done with rows that are sent: packed, twice; their gradients are added."""
-    index = sent_rows(message, key.shape[2], key.device).index
-    assert index is not None, "branches share no row of this message"
-    positions, heads = index
+    table = sent_rows(message, key.shape[2], key.device).table
+    assert table is not None, "branches share no row of this message"
+    positions, heads = table
     dkey, dvalue = torch.randn_like(key), torch.randn_like(value)
     returned = torch.randn_like(torch.stack([key[:, positions, heads]] * 2))
 
@@ -75,29 +75,29 @@ def sender(message: Message, key: torch.Tensor, value: torch.Tensor) -> list[Tim
 
 def receiver(message: Message, key: torch.Tensor) -> list[Timed]:
     """What is done with rows that are received: spread, twice; gradients of slots are summed."""
-    index, head_dim = received_rows(message, key.shape[2], key.device).index, key.shape[3]
-    assert index is not None, "branches share no row of this message"
+    table, head_dim = received_rows(message, key.shape[2], key.device).table, key.shape[3]
+    assert table is not None, "branches share no row of this message"
     packed = key.new_empty(2, 1, message.rows, head_dim).normal_()
     slots = key.new_empty(2, 1, message.slots, head_dim).normal_()
 
     def spread_by_torch() -> torch.Tensor:
-        return packed.index_select(2, index.row_of_slot)
+        return packed.index_select(2, table.row_of_slot)
 
     def spread_by_kernel() -> torch.Tensor:
         found = torch.empty_like(slots)
-        take_rows((packed[0], packed[1]), found, index.row_of_slot)
+        take_rows((packed[0], packed[1]), found, table.row_of_slot)
         return found
 
     def sum_by_torch() -> torch.Tensor:
-        return torch.zeros_like(packed).index_add_(2, index.row_of_slot, slots)
+        return torch.zeros_like(packed).index_add_(2, table.row_of_slot, slots)
 
     def sum_by_kernel() -> torch.Tensor:
         sums = torch.empty_like(packed)
-        sum_slots(slots, sums, index.slots, index.starts)
+        sum_slots(slots, sums, table.slots, table.starts)
         return sums
 
     want = torch.zeros_like(packed, dtype=torch.float64)
-    want.index_add_(2, index.row_of_slot, slots.double())
+    want.index_add_(2, table.row_of_slot, slots.double())
     for name, found in (("torch", sum_by_torch()), ("kernel", sum_by_kernel())):
         print(f"sum by {name}: differs by {float((found - want).norm() / want.norm()):.1e}")
     nbytes = packed.nbytes + slots.nbytes

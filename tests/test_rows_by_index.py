@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from worlds import world
 
 pytest.importorskip("triton")
 
@@ -145,6 +146,7 @@ def _message(heads=4):
         pattern, SequenceLayout.contiguous(45, 2), is_causal=False, num_heads=heads
     )
     (step,) = plan.rank(0).steps()
+    assert step.send is not None
     assert step.send.rows < step.send.slots
     return step.send
 
@@ -152,8 +154,10 @@ def _message(heads=4):
 def test_tables_of_shared_rows():
     """Slots of each row in ascending order; rows in that of their positions and heads."""
     message = _message()
-    sent = messages.sent_rows(message, 4, DEVICE).index
-    received = messages.received_rows(message, 4, DEVICE).index
+    sent = messages.sent_rows(message, 4, DEVICE).table
+    received = messages.received_rows(message, 4, DEVICE).table
+    assert sent is not None
+    assert received is not None
     numbers = [
         ((run.rows.start + number * run.rows.head_stride + row * run.rows.stride), head)
         for run in message.runs
@@ -174,7 +178,8 @@ def test_tables_of_shared_rows():
 def test_messages_are_what_torch_makes_of_them(dtype, monkeypatch):
     torch.manual_seed(0)
     message = _message()
-    sent, received = (f(message, 4, DEVICE) for f in (messages.sent_rows, messages.received_rows))
+    sent = messages.sent_rows(message, 4, DEVICE)
+    received = messages.received_rows(message, 4, DEVICE)
     key, value = _random(2, BATCH, 45, 4, 48, dtype=dtype)
     slots = _random(2, BATCH, message.slots, 48, dtype=dtype)
     numbers = torch.randperm(message.rows, device=DEVICE)[:20]
@@ -231,7 +236,7 @@ def run_with_kernels(rank, world_size, calls, hosts):
         taken.append(tensor.dtype)
         return True
 
-    exchange = ProcessGroupExchange(torch.distributed.group.WORLD, hosts=hosts)
+    exchange = ProcessGroupExchange(world(), hosts=hosts)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(messages, "runs_triton", runs_triton)
         return [run_case(case, exchange) for case in calls], len(taken)

@@ -19,7 +19,7 @@ from .accumulate import add, runs_triton
 from .device_tables import TABLES
 
 
-class RowIndex(NamedTuple):
+class RowTable(NamedTuple):
     """The rows of a message, as tensors of its sender.
 
     Attributes:
@@ -36,7 +36,7 @@ class RowIndex(NamedTuple):
         return tuple(self)
 
 
-class SlotIndex(NamedTuple):
+class SlotTable(NamedTuple):
     """The slots of a message, as tensors of its receiver.
 
     Attributes:
@@ -60,11 +60,11 @@ class SentRows(NamedTuple):
 
     Attributes:
         message: the message.
-        index: of its distinct rows; None where slot i is row i.
+        table: of its distinct rows; None where slot i is row i.
     """
 
     message: Message
-    index: RowIndex | None
+    table: RowTable | None
 
 
 class ReceivedRows(NamedTuple):
@@ -72,18 +72,18 @@ class ReceivedRows(NamedTuple):
 
     Attributes:
         message: the message.
-        index: of its slots; None where slot i is row i.
+        table: of its slots; None where slot i is row i.
     """
 
     message: Message
-    index: SlotIndex | None
+    table: SlotTable | None
 
 
 def sent_rows(message: Message, num_kv_heads: int, device: torch.device) -> SentRows:
     """Work out the rows of a message that is sent, in the order that its receiver counts on."""
     if message.rows == message.slots:
         return SentRows(message, None)
-    make = partial(_row_index, message, num_kv_heads, device)
+    make = partial(_row_table, message, num_kv_heads, device)
     return SentRows(message, TABLES.get(message, ("sent", num_kv_heads, device), device, make))
 
 
@@ -91,7 +91,7 @@ def received_rows(message: Message, num_kv_heads: int, device: torch.device) -> 
     """Work out which rows the slots of a message that is received read."""
     if message.rows == message.slots:
         return ReceivedRows(message, None)
-    make = partial(_slot_index, message, num_kv_heads, device)
+    make = partial(_slot_table, message, num_kv_heads, device)
     key = "received", num_kv_heads, device
     return ReceivedRows(message, TABLES.get(message, key, device, make))
 
@@ -107,13 +107,13 @@ def _numbers(message: Message, num_kv_heads: int) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def _row_index(message: Message, num_kv_heads: int, device: torch.device) -> RowIndex:
+def _row_table(message: Message, num_kv_heads: int, device: torch.device) -> RowTable:
     distinct = torch.unique(_numbers(message, num_kv_heads))
     assert len(distinct) == message.rows, f"{message} packs {len(distinct)} rows"
-    return RowIndex(*(x.to(device) for x in (distinct // num_kv_heads, distinct % num_kv_heads)))
+    return RowTable(*(x.to(device) for x in (distinct // num_kv_heads, distinct % num_kv_heads)))
 
 
-def _slot_index(message: Message, num_kv_heads: int, device: torch.device) -> SlotIndex:
+def _slot_table(message: Message, num_kv_heads: int, device: torch.device) -> SlotTable:
     numbers, slots = torch.sort(_numbers(message, num_kv_heads), stable=True)
     is_first = torch.ones(len(slots) + 1, dtype=torch.bool)  # of its row; the end, too
     torch.ne(numbers[1:], numbers[:-1], out=is_first[1:-1])
@@ -121,7 +121,7 @@ def _slot_index(message: Message, num_kv_heads: int, device: torch.device) -> Sl
     assert len(starts) == message.rows + 1, f"{message} has {len(starts) - 1} rows"
     row_of_slot = torch.empty_like(slots)
     row_of_slot[slots] = is_first[:-1].cumsum(0) - 1
-    return SlotIndex(*(x.to(device) for x in (row_of_slot, slots, starts)))
+    return SlotTable(*(x.to(device) for x in (row_of_slot, slots, starts)))
 
 
 class PartRows(NamedTuple):
@@ -166,15 +166,15 @@ def _part_rows(
 def pack(key: torch.Tensor, value: torch.Tensor, rows: SentRows) -> torch.Tensor:
     """Rows of K and V (batch, local_sequence, kv_heads, head_dim) as (2, batch, rows, head_dim)."""
     packed = key.new_empty(2, key.shape[0], rows.message.rows, key.shape[3])
-    if rows.index is None:
+    if rows.table is None:
         add(*_runs_of(rows.message, packed, (key, value)), store=True)
     elif runs_triton(key):
         from ..kernels import take_rows
 
-        take_rows((key, value), packed, *rows.index)
+        take_rows((key, value), packed, *rows.table)
     else:
         for tensor, part in zip((key, value), packed, strict=True):
-            part.copy_(tensor[:, rows.index.positions, rows.index.heads])
+            part.copy_(tensor[:, rows.table.positions, rows.table.heads])
     return packed
 
 
@@ -208,7 +208,7 @@ def add_to_rows(total: torch.Tensor, gradients: torch.Tensor, numbers: torch.Ten
 
 def spread(packed: torch.Tensor, rows: ReceivedRows) -> torch.Tensor:
     """The slots (2, batch, slots, head_dim) of a message's rows (2, batch, rows, head_dim)."""
-    return packed if rows.index is None else rows_at(packed, rows.index.row_of_slot)
+    return packed if rows.table is None else rows_at(packed, rows.table.row_of_slot)
 
 
 def sum_slots(slots: torch.Tensor, rows: ReceivedRows) -> torch.Tensor:
@@ -216,15 +216,15 @@ def sum_slots(slots: torch.Tensor, rows: ReceivedRows) -> torch.Tensor:
 
     On CUDA in float32, in the order of the slots.
     """
-    if rows.index is None:
+    if rows.table is None:
         return slots
     shape = (*slots.shape[:2], rows.message.rows, slots.shape[3])
     if not runs_triton(slots):
-        return slots.new_zeros(shape).index_add_(2, rows.index.row_of_slot, slots)
+        return slots.new_zeros(shape).index_add_(2, rows.table.row_of_slot, slots)
     from ..kernels import sum_slots as kernel
 
     sums = slots.new_empty(shape)
-    kernel(slots, sums, rows.index.slots, rows.index.starts)
+    kernel(slots, sums, rows.table.slots, rows.table.starts)
     return sums
 
 
@@ -235,11 +235,11 @@ def add_returned(
 
     `dkey` and `dvalue` are contiguous (batch, local_sequence, kv_heads, head_dim).
     """
-    if rows.index is None:
+    if rows.table is None:
         parts, totals = _runs_of(rows.message, returned, (dkey, dvalue))
         add(totals, parts, store=False)
         return
-    positions, heads = rows.index
+    positions, heads = rows.table
     if runs_triton(dkey):
         from ..kernels import add_to_rows as kernel
 

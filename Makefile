@@ -8,7 +8,8 @@ BIN := .venv/bin
 QUICK := architecture pattern layout documents progression plan tiles views merge reference \
 	attention simulate memory caches kernel_rows bad_calls derivatives detached nn chunked spatial
 
-ALL_GPUS := tests/test_gpu_ranks.py
+# These take all GPUs, and faults are to be noticed in time: a few at once.
+ALL_GPUS := tests/test_gpu_ranks.py tests/test_faults.py
 
 .PHONY: run test quick matrix gpu lint format build bench verify figures docs docs-serve clean
 
@@ -25,7 +26,7 @@ matrix:  ## the tests of `quick` on the oldest torch and Python, ours, and the n
 	$(PYTHON) benchmarks/versions.py --tests $(QUICK:%=tests/test_%.py)
 
 gpu: .venv/installed  ## the tests for CUDA devices, on all that there are
-	OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m gpu -n 8 --dist loadgroup --ignore=$(ALL_GPUS)
+	OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m gpu -n 8 --dist loadgroup $(ALL_GPUS:%=--ignore=%)
 	$(BIN)/python -m pytest -m gpu -n 2 $(ALL_GPUS)
 
 lint: .venv/installed  ## linter, formatter check, type checker

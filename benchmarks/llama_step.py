@@ -51,6 +51,18 @@ def make_model(*, small: bool, device: torch.device) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).to(device, torch.float32 if small else torch.bfloat16)
 
 
+def shard_weights(model: LlamaForCausalLM) -> None:
+    """FSDP2 with each layer, the embedding and the head by themselves, so that all overlap.
+
+    Layers stay whole from forward to backward, where they would be gathered a second time.
+    """
+    fully_shard(model.model.embed_tokens)
+    for layer in model.model.layers:
+        fully_shard(layer, reshard_after_forward=False)
+    fully_shard([model.model.norm, model.lm_head], reshard_after_forward=False)
+    fully_shard(model)
+
+
 class Kind:
     """A model with one kind of attention, ready for steps.
 
@@ -82,10 +94,8 @@ class Kind:
         for layer in model.model.layers:
             if compiles:
                 layer.compile()
-            if group is not None:
-                fully_shard(layer)
         if group is not None:
-            fully_shard(model)
+            shard_weights(model)
             labels = self.batch["shift_labels"]
             self.batch["num_items_in_batch"] = labels_per_rank(labels, model, group)
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)

@@ -134,14 +134,13 @@ def _of_equal_rows(
     if not takes_products(selection, len(q_bkgd), q_bkgd.dtype):
         return _by_tiles(q_bkgd, kept, step, selection, scale, wants_lse)
     keys, values = kept
-    views = _views(step, q_bkgd, keys)
-    products = Products(q_bkgd * scale, None, views, step.planned.columns)
+    query = q_bkgd * scale
+    products = Products(query)
+    products.begin(_views(step, query, keys), step.planned.columns)
     return products.attend(keys, values), products.lse() if wants_lse else None
 
 
-def views_at(
-    cache: DilatedKVCache, q_1kgd: torch.Tensor
-) -> tuple[DeviceStep, list[TileViews]]:
+def views_at(cache: DilatedKVCache, q_1kgd: torch.Tensor) -> tuple[DeviceStep, list[TileViews]]:
     """What one new position writes to a cache, which is not shared, and what it sees there.
 
     Args:

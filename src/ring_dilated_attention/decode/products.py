@@ -107,41 +107,53 @@ def views_of(
 
 
 class Products:
-    """Attention of one query after another to tiles that lie alike in different tensors.
+    """Attention of one query after another, and of one step after another, in the same memory.
 
     Args:
         q_1kgd: (1, kv_heads, group, head_dim), contiguous, float32 or float64: times the factor on
             the scores. It may be written to between calls of `attend`.
-        out: like `q_1kgd`, where `attend` writes its results; None: new memory.
-        views: of the tiles.
-        columns: rows of all tiles.
 
     Attributes:
-        out: what the last call of `attend` has found. A head without tiles gets 0.
+        out: like `q_1kgd`: what the last call of `attend` has found. A head without tiles gets 0.
     """
 
-    def __init__(
-        self,
-        q_1kgd: torch.Tensor,
-        out: torch.Tensor | None,
-        views: Sequence[TileViews],
-        columns: int,
-    ) -> None:
-        self.out = torch.empty_like(q_1kgd) if out is None else out
+    def __init__(self, q_1kgd: torch.Tensor) -> None:
+        self.out = torch.empty_like(q_1kgd)
+        self._query = q_1kgd
+        self._heads: dict[tuple[_View, _View], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def begin(self, views: Sequence[TileViews], columns: int) -> None:
+        """Begin a step.
+
+        Args:
+            views: of its tiles.
+            columns: rows of all tiles.
+        """
+        query = self._query
         # Where a tile is not shown to all heads, the others have no scores in its columns.
-        self._scores = q_1kgd.new_full((*q_1kgd.shape[:3], columns), -torch.inf)
+        self._scores = query.new_full((*query.shape[:3], columns), -torch.inf)
         self._weights = torch.empty_like(self._scores)
         self._tiles = [
             (
-                q_1kgd.as_strided(*view.query),
-                view.keys,
+                *self._heads_of(view),
                 self._scores.as_strided(*view.scores),
                 self._weights.as_strided(*view.scores),
+                view.keys,
                 view.values,
-                self.out.as_strided(*view.out),
             )
             for view in views
         ]
+        # A first tile that all heads have writes what the rest adds to.
+        has_whole = bool(views) and views[0].query[0][0] == query.shape[1]
+        self._rest = self._tiles[1:] if has_whole else self._tiles
+
+    def _heads_of(self, view: TileViews) -> tuple[torch.Tensor, torch.Tensor]:
+        """Query and out of the heads of a tile: of few kinds."""
+        found = self._heads.get(view[:2])
+        if found is None:
+            both = self._query.as_strided(*view.query), self.out.as_strided(*view.out)
+            found = self._heads[view[:2]] = both
+        return found
 
     def attend(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """One softmax over the scores of all tiles.
@@ -153,11 +165,15 @@ class Products:
         Returns:
             `out`.
         """
-        for query, view, scores, _, _, _ in self._tiles:
+        for query, _, scores, _, view, _ in self._tiles:
             torch.bmm(query, keys.as_strided(*view), out=scores)
         torch.softmax(self._scores, -1, out=self._weights)
-        self.out.zero_()
-        for _, _, _, weights, view, out in self._tiles:
+        if self._rest is self._tiles:
+            self.out.zero_()
+        else:
+            _, out, _, weights, _, view = self._tiles[0]
+            torch.bmm(weights, values.as_strided(*view), out=out)
+        for _, out, _, weights, _, view in self._rest:
             out.baddbmm_(weights, values.as_strided(*view))
         return self.out
 

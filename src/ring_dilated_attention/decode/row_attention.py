@@ -43,7 +43,8 @@ class RowAttention:
     ) -> None:
         self._caches = tuple(caches)
         self._query, self._key, self._value = query, key, value
-        self.out = torch.empty_like(query)
+        self._products = Products(query)
+        self.out = self._products.out
 
     @staticmethod
     def fits(cache: DilatedKVCache, backend: Backend) -> bool:
@@ -64,7 +65,7 @@ class RowAttention:
         for cache in self._caches:
             cache.check_room(1)
         step, views = views_at(self._caches[0], self._query)
-        self._products = Products(self._query, self.out, views, step.planned.columns)
+        self._products.begin(views, step.planned.columns)
         self._sources, self._targets = step.sources, step.targets
 
     def attend(self, layer: int) -> None:

@@ -260,7 +260,7 @@ def stream(
     logits = prefill(model, prompt.tokens, caches, *prompt[1:])
     take: TakeStep = partial(step, model, step_blocks(model, joins=True), caches=caches)
     if RowStep.fits(model, caches):
-        take = RowStep(model, caches)
+        take = RowStep(model, caches, take)
     if in_graph:
         take = captured_step(_NAME, take, len(logits), caches)
     return _drawn(take, caches[0].exchange, logits, sampler, wanted)

@@ -14,8 +14,10 @@ from strategies import patterns
 
 from ring_dilated_attention import SequenceLayout
 from ring_dilated_attention.checks import relative_error, run_ranks
+from ring_dilated_attention.decode import DilatedKVCache
 from ring_dilated_attention.exchange import Exchange, ExchangeError, run_loopback
 from ring_dilated_attention.nn import LongNet, LongNetConfig, RotaryEmbedding, Sampler
+from ring_dilated_attention.nn.row_step import RowStep
 from ring_dilated_attention.plan import plan_cache
 
 WORLD_SIZES = (1, 2, 3, 5)
@@ -148,6 +150,92 @@ def test_three_hundred_positions_behind_a_prompt_of_prime_length() -> None:
         for row, length in enumerate(case["lengths"]):
             text = torch.cat([tokens[row, :length], tokens[row, 211:]])
             assert relative_error(got[row], model(text[None])[0, length - 1 :]) < 1e-10
+
+
+def shift_vectors(model: LongNet) -> None:
+    """Biases are 0 in a new model, and weights of norms are 1."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) / 3)
+
+
+def row_step(model: LongNet, caches: list[DilatedKVCache]) -> RowStep:
+    assert RowStep.fits(model, caches)
+    return RowStep(model, caches, partial(model.step, caches=caches))
+
+
+@settings(max_examples=100, deadline=None)
+@given(generations())
+def test_logits_of_a_row_token_by_token_are_those_of_the_full_forward(case: dict[str, Any]) -> None:
+    model, prompt, count = model_of(case), case["prompt"], sum(case["new"])
+    shift_vectors(model)
+    tokens = torch.randint(VOCABULARY, (1, prompt + count))
+    caches = model.make_caches(1, max_length=prompt + count)
+    for cache in caches:
+        cache.keys.fill_(torch.nan)
+        cache.values.fill_(torch.nan)
+    got = [model.prefill(tokens[:, :prompt], caches)[:, None]]
+    take = row_step(model, caches)
+    with torch.inference_mode():
+        got += [take(tokens[:, at : at + 1]) for at in range(prompt, prompt + count)]
+        before = [cache.keys.clone() for cache in caches]
+        with pytest.raises(ValueError, match="max_length"):
+            take(tokens[:, :1])
+        want = model(tokens)[:, prompt - 1 :]
+    assert relative_error(torch.cat(got, 1), want) < 1e-10
+    for cache, keys in zip(caches, before, strict=True):
+        assert torch.equal(cache.keys.nan_to_num(), keys.nan_to_num())
+        assert cache.known_lengths == (prompt + count,)
+        assert cache.lengths.tolist() == [prompt + count]
+
+
+def test_a_row_goes_on_behind_other_steps_and_under_autocast() -> None:
+    """It holds no state of its own: caches may be written to in between."""
+    model, text = make_model(), torch.randint(VOCABULARY, (1, 90))
+    model.blocks[1].attention.scale = 0.3  # type: ignore[union-attr]
+    caches = model.make_caches(1, max_length=90)
+    model.prefill(text[:, :9], caches)
+    take, got = row_step(model, caches), []
+    with torch.inference_mode():
+        for at in range(9, 90, 9):
+            got += [take(text[:, at : at + 1]), model.step(text[:, at + 1 : at + 9], caches)]
+        assert relative_error(torch.cat(got, 1), model(text)[:, 9:]) < 1e-10
+    called = torch.zeros(1, 1, VOCABULARY)
+    under = RowStep(model, caches, lambda tokens: called)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert under(text[:, :1]) is called
+
+
+class _OwnLogits(LongNet):
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().logits(hidden).tanh()
+
+
+def test_which_models_are_taken_row_by_row() -> None:
+    def fits(model: LongNet, batch: int = 1, **options: Any) -> bool:
+        return RowStep.fits(model, model.make_caches(batch, max_length=10, **options))
+
+    assert fits(make_model())
+    assert fits(make_model().float())
+    assert not fits(make_model(), batch=2)
+    assert not fits(make_model().bfloat16())
+    assert not fits(make_model(embed_dim=1024))
+    assert not fits(_OwnLogits(make_model().config))
+    half = make_model()
+    half.blocks[1].float()
+    assert not fits(half)
+    tiles = make_model()
+    tiles.blocks[1].attention.backend = "sdpa"  # type: ignore[union-attr]
+    assert not fits(tiles)
+    for name in ("embedding", "norm", "blocks.0", "blocks.1.expand", "blocks.1.attention.v_proj"):
+        hooked = make_model()
+        hooked.get_submodule(name).register_forward_hook(lambda *_: None)
+        assert not fits(hooked)
+    without = make_model()
+    without.blocks[0].contract.bias = None  # type: ignore[union-attr]
+    assert not fits(without)
+    assert not any(run_loopback(2, lambda ends: fits(make_model(), group=ends, sharded=True)))
 
 
 # --- loops

@@ -2,7 +2,7 @@
 
 `DilatedKVCache` is the cache of one layer, `cached_attention` attends from new positions to it, and
 `CapturedStep` replays a model's step of them as a CUDA graph. `attend_in_step` is attention of one
-layer of a model, whose layers share a `Step`.
+layer of a model, whose layers share a `Step`, and `RowAttention` that of all layers for one row.
 `replicated_query_attention` is attention of a query that every rank holds whole to keys that are
 sharded as they are.
 """
@@ -11,12 +11,14 @@ from .attend import attend_in_step, cached_attention
 from .cache import SHARD_BYTES, DilatedKVCache
 from .captured import CapturedStep
 from .replicated import replicated_query_attention
+from .row_attention import RowAttention
 from .step import Step
 
 __all__ = [
     "SHARD_BYTES",
     "CapturedStep",
     "DilatedKVCache",
+    "RowAttention",
     "Step",
     "attend_in_step",
     "cached_attention",

@@ -17,7 +17,7 @@ from ..caches import keep_few
 from ..plan import CachePlan, CacheStep, StepTile, plan_step
 from ..tiles import Selection, TileInputs, accumulate_dtype
 from .cache import DilatedKVCache
-from .products import TileViews, attend_by_products, takes_products, views_of
+from .products import Products, TileViews, takes_products, views_of
 
 KEPT_STEPS = 256
 """Layers of a model ask for the same step one after another, for each length in a batch."""
@@ -38,7 +38,7 @@ class _Merge(NamedTuple):
     hidden: list[int]
 
 
-class _Step(NamedTuple):
+class DeviceStep(NamedTuple):
     """A step with its tables on a device.
 
     Attributes:
@@ -58,7 +58,7 @@ class _Step(NamedTuple):
     views: dict[Hashable, list[TileViews]]
 
 
-_STEPS: dict[Hashable, _Step] = {}
+_STEPS: dict[Hashable, DeviceStep] = {}
 _MERGES: dict[Hashable, _Merge] = {}
 
 
@@ -131,22 +131,40 @@ def _of_equal_rows(
     if not step.planned.tiles:
         out = q_bkgd.new_zeros(q_bkgd.shape, dtype=accumulate_dtype(q_bkgd.dtype))
         return out, out.new_full(out.shape[:-1], -torch.inf)
-    if not takes_products(selection, q_bkgd):
+    if not takes_products(selection, len(q_bkgd), q_bkgd.dtype):
         return _by_tiles(q_bkgd, kept, step, selection, scale, wants_lse)
     keys, values = kept
-    offset, row, first_row = q_bkgd.storage_offset(), keys.stride(1), keys.storage_offset()
-    of = q_bkgd.shape, int(offset), row, int(first_row)
+    query = q_bkgd * scale
+    products = Products(query)
+    products.begin(_views(step, query, keys), step.planned.columns)
+    return products.attend(keys, values), products.lse() if wants_lse else None
+
+
+def views_at(cache: DilatedKVCache, q_1kgd: torch.Tensor) -> tuple[DeviceStep, list[TileViews]]:
+    """What one new position writes to a cache, which is not shared, and what it sees there.
+
+    Args:
+        cache: of which the batch has one row.
+        q_1kgd: (1, kv_heads, group, head_dim), contiguous.
+    """
+    step = _step_of(cache.plan, cache.known_lengths[0], 0, q_1kgd.device)
+    return step, _views(step, q_1kgd, cache.keys)
+
+
+def _views(step: DeviceStep, q_1kgd: torch.Tensor, keys: torch.Tensor) -> list[TileViews]:
+    """The tiles of a step, worked out once for all tensors that are laid out alike."""
+    offset, row, first_row = q_1kgd.storage_offset(), keys.stride(1), keys.storage_offset()
+    of = q_1kgd.shape, int(offset), row, int(first_row)
     views = step.views.get(of)
     if views is None:
         views = step.views[of] = views_of(step.planned, *of)
-    columns = step.planned.columns
-    return attend_by_products(q_bkgd, keys, values, views, columns, scale, wants_lse=wants_lse)
+    return views
 
 
 def _by_tiles(
     q_bkgd: torch.Tensor,
     kept: list[torch.Tensor],
-    step: _Step,
+    step: DeviceStep,
     selection: Selection,
     scale: float,
     wants_lse: bool,
@@ -187,17 +205,17 @@ def _view(rows: torch.Tensor, tile: StepTile) -> torch.Tensor:
     )
 
 
-def _step_of(plan: CachePlan, length: int, shard: int, device: torch.device) -> _Step:
+def _step_of(plan: CachePlan, length: int, shard: int, device: torch.device) -> DeviceStep:
     key = (id(plan), length, shard, device)
     return keep_few(_STEPS, key, lambda: _make_step(plan, length, shard, device), KEPT_STEPS)
 
 
-def _make_step(plan: CachePlan, length: int, shard: int, device: torch.device) -> _Step:
+def _make_step(plan: CachePlan, length: int, shard: int, device: torch.device) -> DeviceStep:
     planned = plan_step(plan, length, shard)
     both = planned.sources, planned.targets
     sources, targets = torch.tensor(both, dtype=torch.int64, device=device).unbind()
     is_whole = [tile.heads for tile in planned.tiles] == [plan.num_kv_heads]
-    return _Step(plan, planned, sources, targets, is_whole, {})
+    return DeviceStep(plan, planned, sources, targets, is_whole, {})
 
 
 def _merge_of(found: tuple[tuple[int, ...], ...], device: torch.device) -> _Merge:

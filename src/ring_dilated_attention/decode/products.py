@@ -40,16 +40,17 @@ def select_for_one_position(
     return select_backend(backend, device, dtype, head_dim)
 
 
-def takes_products(selection: Selection, query: torch.Tensor) -> bool:
-    """Whether `attend_by_products` computes what was selected.
+def takes_products(selection: Selection, batch: int, dtype: torch.dtype) -> bool:
+    """Whether plain products compute what was selected.
 
     Args:
         selection: of `select_for_one_position`.
-        query: (batch, kv_heads, group, head_dim).
+        batch: rows of the batch.
+        dtype: of the query.
     """
     backend = selection.backend
     is_plain = backend is not None and backend.name == _NAME
-    return is_plain and len(query) == 1 and accumulate_dtype(query.dtype) == query.dtype
+    return is_plain and batch == 1 and accumulate_dtype(dtype) == dtype
 
 
 class TileViews(NamedTuple):
@@ -105,38 +106,77 @@ def views_of(
     return found
 
 
-def attend_by_products(
-    q_1kgd: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    views: Sequence[TileViews],
-    columns: int,
-    scale: float,
-    *,
-    wants_lse: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """One softmax over the scores of all tiles.
+class Products:
+    """Attention of one query after another, and of one step after another, in the same memory.
 
     Args:
-        q_1kgd: (1, kv_heads, group, head_dim), contiguous, float32 or float64.
-        keys: (1, rows, head_dim), of the same dtype.
-        values: like `keys`.
-        views: of the tiles.
-        columns: rows of all tiles.
-        scale: factor on the scores.
-        wants_lse: whether lse is needed; else it is None.
+        q_1kgd: (1, kv_heads, group, head_dim), contiguous, float32 or float64: times the factor on
+            the scores. It may be written to between calls of `attend`.
 
-    Returns:
-        out, like `q_1kgd`, and lse (1, kv_heads, group). A head without tiles gets 0 and -inf.
+    Attributes:
+        out: like `q_1kgd`: what the last call of `attend` has found. A head without tiles gets 0.
     """
-    scores = q_1kgd.new_full((*q_1kgd.shape[:3], columns), -torch.inf)
-    for view in views:
-        scores.as_strided(*view.scores).baddbmm_(
-            q_1kgd.as_strided(*view.query), keys.as_strided(*view.keys), beta=0, alpha=scale
-        )
-    weights, out = scores.softmax(-1), q_1kgd.new_zeros(q_1kgd.shape)
-    for view in views:
-        out.as_strided(*view.out).baddbmm_(
-            weights.as_strided(*view.scores), values.as_strided(*view.values)
-        )
-    return out, scores.logsumexp(-1) if wants_lse else None
+
+    def __init__(self, q_1kgd: torch.Tensor) -> None:
+        self.out = torch.empty_like(q_1kgd)
+        self._query = q_1kgd
+        self._heads: dict[tuple[_View, _View], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def begin(self, views: Sequence[TileViews], columns: int) -> None:
+        """Begin a step.
+
+        Args:
+            views: of its tiles.
+            columns: rows of all tiles.
+        """
+        query = self._query
+        # Where a tile is not shown to all heads, the others have no scores in its columns.
+        self._scores = query.new_full((*query.shape[:3], columns), -torch.inf)
+        self._weights = torch.empty_like(self._scores)
+        self._tiles = [
+            (
+                *self._heads_of(view),
+                self._scores.as_strided(*view.scores),
+                self._weights.as_strided(*view.scores),
+                view.keys,
+                view.values,
+            )
+            for view in views
+        ]
+        # A first tile that all heads have writes what the rest adds to.
+        has_whole = bool(views) and views[0].query[0][0] == query.shape[1]
+        self._rest = self._tiles[1:] if has_whole else self._tiles
+
+    def _heads_of(self, view: TileViews) -> tuple[torch.Tensor, torch.Tensor]:
+        """Query and out of the heads of a tile: of few kinds."""
+        found = self._heads.get(view[:2])
+        if found is None:
+            both = self._query.as_strided(*view.query), self.out.as_strided(*view.out)
+            found = self._heads[view[:2]] = both
+        return found
+
+    def attend(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """One softmax over the scores of all tiles.
+
+        Args:
+            keys: (1, rows, head_dim), of the dtype of the query.
+            values: like `keys`.
+
+        Returns:
+            `out`.
+        """
+        for query, _, scores, _, view, _ in self._tiles:
+            torch.bmm(query, keys.as_strided(*view), out=scores)
+        torch.softmax(self._scores, -1, out=self._weights)
+        if self._rest is self._tiles:
+            self.out.zero_()
+        else:
+            _, out, _, weights, _, view = self._tiles[0]
+            torch.bmm(weights, values.as_strided(*view), out=out)
+        for _, out, _, weights, _, view in self._rest:
+            out.baddbmm_(weights, values.as_strided(*view))
+        return self.out
+
+    def lse(self) -> torch.Tensor:
+        """(1, kv_heads, group), of the last call of `attend`; -inf for a head without tiles."""
+        return self._scores.logsumexp(-1)

@@ -26,6 +26,7 @@ from ..functional import autocast_inputs
 from ..layout import SequenceLayout
 from ..pattern import check_int, check_positive_int, in_brief
 from .longnet_inputs import agreed_positions, check_tokens, device_of, whole_length
+from .row_step import RowStep
 from .sampling import Sampler, SamplerOptions
 from .step_block import StepBlock
 from .step_capture import TakeStep, captured_step, captures, check_capture
@@ -258,6 +259,8 @@ def stream(
     in_graph = captures(wanted.capture, model, caches, wanted.max_new_tokens)
     logits = prefill(model, prompt.tokens, caches, *prompt[1:])
     take: TakeStep = partial(step, model, step_blocks(model, joins=True), caches=caches)
+    if RowStep.fits(model, caches):
+        take = RowStep(model, caches, take)
     if in_graph:
         take = captured_step(_NAME, take, len(logits), caches)
     return _drawn(take, caches[0].exchange, logits, sampler, wanted)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..documents import Integers
 from ..exchange import Group, fill, one_group, refuse_beside_wrapper
-from ..functional import Schedule, autocast_inputs
+from ..functional import Schedule
 from ..layout import SequenceLayout
 from ..pattern import check_positive_int
 from ..tiles import Backend
@@ -253,29 +253,6 @@ class LongNet(TokenGenerator):
                 layout=layout,
             )
         return hidden
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """The residual stream in front of the first block.
-
-        Args:
-            tokens: int64, shape (batch, rows).
-
-        Returns:
-            Shape (batch, rows, embed_dim).
-        """
-        embedded: Tensor = self.embedding(tokens) * math.sqrt(self.config.embed_dim)
-        return autocast_inputs(embedded)[0]
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Logits of the next token, from the residual stream behind the last block.
-
-        Args:
-            hidden: shape (batch, rows, embed_dim).
-
-        Returns:
-            Shape (batch, rows, vocab_size).
-        """
-        return F.linear(self.norm(hidden), self.embedding.weight)
 
     def _losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """Cross-entropy of every row: shape (batch, rows), float32 or float64."""

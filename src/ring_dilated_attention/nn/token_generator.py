@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -12,32 +11,22 @@ from ..decode import DilatedKVCache
 from ..documents import Integers
 from ..exchange import Group, one_group
 from ..layout import SequenceLayout
-from .config import LongNetConfig
 from .generation import GivenPrompt, Wanted, make_caches, prefill, step, step_blocks, stream
 from .rope import RotaryEmbedding
 from .sampling import SamplerOptions
+from .token_ends import TokenEnds
 
 
-class TokenGenerator(nn.Module, ABC):
+class TokenGenerator(TokenEnds):
     """The part of `LongNet` that generates.
 
     `generate` and `stream` are loops of `make_caches`, `prefill`, `step` and a `Sampler`, of which
     other loops can be written.
     """
 
-    config: LongNetConfig
-    embedding: nn.Embedding
     rope: RotaryEmbedding
     blocks: nn.ModuleList
     chunk_rows: int | None
-
-    @abstractmethod
-    def embed(self, tokens: Tensor) -> Tensor:
-        """The residual stream in front of the first block."""
-
-    @abstractmethod
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Logits of the next token, from the residual stream behind the last block."""
 
     def make_caches(
         self,

@@ -1,0 +1,83 @@
+"""Attention of one new position to the caches of all layers of a model, for one row of the batch.
+
+A step of decoding on a CPU takes the time of its operations, each a few microseconds, more than
+that of their arithmetic. So what the layers of a step have in common is worked out once for all of
+them, and their queries, scores and results lie in the same memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..tiles import Backend
+from .cache import DilatedKVCache
+from .one_position import views_at
+from .products import Products, select_for_one_position, takes_products
+
+
+class RowAttention:
+    """Attention of a model's layers, step by step: one new position of one row of the batch.
+
+    A step is `begin`, then for each layer writing `query`, `key` and `value` and calling `attend`,
+    and `finish`, which counts the position: of a step that ends before, the caches know nothing.
+
+    Args:
+        caches: of all layers: of one plan, holding the same positions, as `fits` allows them.
+        query: (1, kv_heads, group, head_dim), contiguous, which the caller writes to: times the
+            factor on the scores.
+        key: (1, kv_heads, head_dim), which the caller writes to.
+        value: like `key`.
+
+    Attributes:
+        out: (1, kv_heads, group, head_dim), contiguous: what `attend` has found.
+    """
+
+    def __init__(
+        self,
+        caches: Sequence[DilatedKVCache],
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+    ) -> None:
+        self._caches = tuple(caches)
+        self._query, self._key, self._value = query, key, value
+        self._products = Products(query)
+        self.out = self._products.out
+
+    @staticmethod
+    def fits(cache: DilatedKVCache, backend: Backend) -> bool:
+        """Whether this computes attention to such a cache, where `backend` is asked for."""
+        batch, _, head_dim = cache.keys.shape
+        device, dtype = cache.keys.device, cache.keys.dtype
+        if cache.is_sharded or device.type != "cpu":
+            return False
+        selection = select_for_one_position(backend, device, dtype, head_dim, batch)
+        return takes_products(selection, batch, dtype)
+
+    def begin(self) -> None:
+        """Work out what the layers have in common.
+
+        Raises:
+            ValueError: there is no room for one more position.
+        """
+        for cache in self._caches:
+            cache.check_room(1)
+        step, views = views_at(self._caches[0], self._query)
+        self._products.begin(views, step.planned.columns)
+        self._sources, self._targets = step.sources, step.targets
+
+    def attend(self, layer: int) -> None:
+        """Write a layer's key and value to its cache, and what its query sees there to `out`."""
+        cache = self._caches[layer]
+        both = (cache.keys, self._key), (cache.values, self._value)
+        for rows, new in both:
+            rows.index_copy_(1, self._targets, new.index_select(1, self._sources))
+        self._products.attend(cache.keys, cache.values)
+
+    def finish(self) -> None:
+        """Count the position, in all caches."""
+        for cache in self._caches:
+            cache.advanced(1)
+            cache.lengths.add_(1)

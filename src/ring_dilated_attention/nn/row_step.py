@@ -1,0 +1,208 @@
+"""A step of generation by a small model on a CPU: one token of one row of the batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..decode import DilatedKVCache, RowAttention
+from ..engine import autocast_dtype
+from .attention import MultiheadDilatedAttention
+from .hooks import is_plain, runs_hooks
+from .longnet_block import LongNetBlock
+from .norm import LayerNorm
+from .step_capture import TakeStep
+from .token_ends import TokenEnds
+
+if TYPE_CHECKING:
+    from .token_generator import TokenGenerator
+
+_TURNED = 64
+"""Positions whose rotations are made together."""
+
+_NARROW = 512
+"""Up to this width weights are copied, and operations take a CPU longer to begin than to do."""
+
+_SQRT_HALF = math.sqrt(0.5)
+
+_Linear: TypeAlias = tuple[Tensor, Tensor]
+"""Weight and bias."""
+
+_Norm: TypeAlias = tuple[Tensor, Tensor, float]
+"""Weight, bias and epsilon."""
+
+
+class _Layer(NamedTuple):
+    """What a step needs of a block.
+
+    Attributes:
+        project: of query, key and value, one below the other; the query times the factor on scores.
+        expand: times sqrt(1/2).
+    """
+
+    attention_norm: _Norm
+    project: _Linear
+    combine: _Linear
+    mlp_norm: _Norm
+    expand: _Linear
+    contract: _Linear
+
+
+class RowStep:
+    """`LongNet.step` of one token of one row, in few operations and in memory that stays.
+
+    A step of a small model takes a CPU about as long as its operations take to begin. So a product
+    writes where the next operation reads, one product rotates query and key of all heads, and what
+    the layers have in common is worked out once.
+
+    Some weights are copied; the model's weights must stay as they are.
+
+    Args:
+        model: as `fits` says.
+        caches: of its blocks, which hold the same positions.
+        under_autocast: what takes a step under autocast, whose casts this does not follow.
+    """
+
+    def __init__(
+        self, model: TokenGenerator, caches: Sequence[DilatedKVCache], under_autocast: TakeStep
+    ) -> None:
+        config, like = model.config, model.embedding.weight
+        heads, width = config.num_heads, config.embed_dim
+        kv_heads, head_dim = config.num_kv_heads or heads, width // heads
+        self._under_autocast = under_autocast
+        self._rope, self._caches, self._shape = model.rope, caches, (width,)
+        turning = heads + kv_heads
+        with torch.inference_mode(False), torch.no_grad():
+            self._layers = [_layer_of(cast(LongNetBlock, block)) for block in model.blocks]
+            joint = like.new_empty((turning + kv_heads) * head_dim)
+            turned = like.new_empty(turning, head_dim)
+            self._embedding, self._factor = like.detach(), like.new_tensor(math.sqrt(width))
+            self._norm = _norm_of(model.norm)
+            self._expanded, self._gate = like.new_empty(2, config.ffn_dim).unbind()
+        self._joint, self._turned = joint, turned
+        self._unturned, value = joint.view(-1, head_dim).split_with_sizes((turning, kv_heads))
+        query, key = turned.split_with_sizes((heads, kv_heads))
+        self._attention = RowAttention(
+            caches, query.view(1, kv_heads, -1, head_dim), key.unsqueeze(0), value.unsqueeze(0)
+        )
+        self._attended = self._attention.out.view(width)
+        self._rotations: dict[int, Tensor] = {}
+
+    @staticmethod
+    def fits(model: TokenGenerator, caches: Sequence[DilatedKVCache]) -> bool:
+        """Whether this computes the steps of a model, which are many.
+
+        Not of a wide model, whose arithmetic takes longer than that, nor of one whose modules have
+        hooks, are of subclasses (adapters, quantised weights) or do not have weights of one dtype.
+        """
+        blocks, dtype = list(model.blocks), caches[0].keys.dtype
+        return (
+            model.config.embed_dim <= _NARROW
+            and getattr(model.embed, "__func__", None) is TokenEnds.embed
+            and getattr(model.logits, "__func__", None) is TokenEnds.logits
+            and is_plain(model.embedding, nn.Embedding)
+            and model.embedding.max_norm is None
+            and _is_plain_layer(model.norm, nn.LayerNorm)
+            and all(parameter.dtype == dtype for parameter in model.parameters())
+            and all(_is_plain(block) for block in blocks)
+            and all(
+                RowAttention.fits(cache, cast(LongNetBlock, block).attention.backend)
+                for block, cache in zip(blocks, caches, strict=True)
+            )
+        )
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """Logits of what follows the next token; the caches then hold it.
+
+        Args:
+            tokens: int64, shape (1, 1).
+
+        Returns:
+            Shape (1, 1, vocab_size).
+        """
+        if autocast_dtype("cpu") is not None:
+            return self._under_autocast(tokens)
+        attention, shape = self._attention, self._shape
+        joint, attended, expanded, gate = self._joint, self._attended, self._expanded, self._gate
+        attention.begin()
+        rotation = self._rotation(self._caches[0].known_lengths[0])
+        row = F.embedding(tokens.view(()), self._embedding).mul_(self._factor)
+        for number, layer in enumerate(self._layers):
+            normed = F.layer_norm(row, shape, *layer.attention_norm)
+            weight, bias = layer.project
+            torch.addmv(bias, weight, normed, out=joint)
+            torch.mm(self._unturned, rotation, out=self._turned)
+            attention.attend(number)
+            weight, bias = layer.combine
+            row.addmv_(weight, attended).add_(bias)
+            normed = F.layer_norm(row, shape, *layer.mlp_norm)
+            weight, bias = layer.expand
+            torch.addmv(bias, weight, normed, out=expanded)
+            # The GELU of x is sqrt(1/2) (y + y erf(y)) where y = sqrt(1/2) x is what was expanded:
+            # it takes less than half as long as F.gelu.
+            torch.addcmul(expanded, expanded, torch.erf(expanded, out=gate), out=gate)
+            weight, bias = layer.contract
+            row.addmv_(weight, gate, alpha=_SQRT_HALF).add_(bias)
+        attention.finish()
+        normed = F.layer_norm(row, shape, *self._norm)
+        return torch.mv(self._embedding, normed).view(1, 1, -1)
+
+    def _rotation(self, position: int) -> Tensor:
+        """What a row of query or key is multiplied by, (head_dim, head_dim)."""
+        found = self._rotations.get(position)
+        if found is None:
+            positions = torch.arange(position, position + _TURNED)
+            cos, sin = (table.squeeze(1) for table in self._rope.wide(positions))
+            matrices = cos.diag_embed() + sin.diag_embed().roll(cos.shape[1] // 2, 1)
+            both = zip(positions.tolist(), matrices.to(self._joint.dtype).unbind(), strict=True)
+            self._rotations = dict(both)
+            found = self._rotations[position]
+        return found
+
+
+def _is_plain(block: nn.Module) -> bool:
+    """Whether a block is what its class says, all parameters given."""
+    if type(block) is not LongNetBlock or runs_hooks(block):
+        return False
+    attention = block.attention
+    norms = block.attention_norm, block.mlp_norm
+    projections = attention.q_proj, attention.k_proj, attention.v_proj, attention.out_proj
+    return (
+        type(attention) is MultiheadDilatedAttention
+        and attention.norm is None
+        and attention.head_slice is None
+        and all(_is_plain_layer(norm, LayerNorm) for norm in norms)
+        and all(
+            _is_plain_layer(layer, nn.Linear)
+            for layer in (*projections, block.expand, block.contract)
+        )
+    )
+
+
+def _is_plain_layer(layer: nn.Module, kind: type[nn.Module]) -> bool:
+    return is_plain(layer, kind) and type(layer.bias) is nn.Parameter
+
+
+def _layer_of(block: LongNetBlock) -> _Layer:
+    attention = block.attention
+    scale = attention.head_dim**-0.5 if attention.scale is None else attention.scale
+    query, key, value = attention.q_proj, attention.k_proj, attention.v_proj
+    weight = torch.cat([query.weight * scale, key.weight, value.weight])
+    bias = torch.cat([query.bias * scale, key.bias, value.bias])
+    return _Layer(
+        _norm_of(block.attention_norm),
+        (weight, bias),
+        (attention.out_proj.weight.detach(), attention.out_proj.bias.detach()),
+        _norm_of(block.mlp_norm),
+        (block.expand.weight * _SQRT_HALF, block.expand.bias * _SQRT_HALF),
+        (block.contract.weight.detach(), block.contract.bias.detach()),
+    )
+
+
+def _norm_of(norm: nn.LayerNorm) -> _Norm:
+    return norm.weight.detach(), norm.bias.detach(), norm.eps

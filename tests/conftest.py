@@ -1,11 +1,13 @@
 """Shared by all tests: memory of tensors, hypothesis, interpreted kernels, the gpu marker."""
 
+import importlib.util
 import math
 import os
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from interpreted import quicken_the_interpreter
 
 from ring_dilated_attention.checks import nan_in_uninitialized_memory
 from ring_dilated_attention.terminal import progress
@@ -14,6 +16,8 @@ os.environ.pop("COLUMNS", None)  # pytest-xdist sets it: commands would take 80 
 
 if not torch.cuda.is_available():  # before Triton is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    if importlib.util.find_spec("triton"):
+        quicken_the_interpreter()
 
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("default")

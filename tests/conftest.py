@@ -12,12 +12,16 @@ from interpreted import quicken_the_interpreter
 from ring_dilated_attention.checks import nan_in_uninitialized_memory
 from ring_dilated_attention.terminal import progress
 
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # others would import torch each
 os.environ.pop("COLUMNS", None)  # pytest-xdist sets it: commands would take 80 columns for asked
 
 if not torch.cuda.is_available():  # before Triton is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
     if importlib.util.find_spec("triton"):
         quicken_the_interpreter()
+
+# Tensors are small: threads would wait for each other, above all beside other workers of pytest.
+torch.set_num_threads(1)
 
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("default")

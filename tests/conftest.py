@@ -20,8 +20,9 @@ if not torch.cuda.is_available():  # before Triton is imported
     if importlib.util.find_spec("triton"):
         quicken_the_interpreter()
 
-# Tensors are small: threads would wait for each other, above all beside other workers of pytest.
-torch.set_num_threads(1)
+# Tensors are small: threads would spin until they get a core, which other workers of pytest have.
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of ranks and commands, too
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("default")

@@ -59,8 +59,16 @@ def number(cell):
     return int(cell.replace(",", ""))
 
 
+@pytest.mark.parametrize("name", ["decode", "simulate"])
+def test_standard_output_holds_the_document_alone(name):
+    done = rda(LINES[name], "--json=-")
+    assert done.exit_code == 0, done.output
+    assert done.stdout == json_text(json.loads(done.stdout))
+    assert "───" in done.stderr
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LINES)
+@pytest.mark.parametrize("name", ["plan", "verify", "bench"])
 def test_a_pipe_holds_the_document_and_nothing_else(name, tmp_path):
     """Of the ranks that `bench` starts neither, whose libraries write without Python."""
     words = [*LINES[name].split(), "--json=-", *(["--out=found"] if name == "bench" else [])]

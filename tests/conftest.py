@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from interpreted import quicken_the_interpreter
+from preloaded import preload_what_tests_have_imported
 
 from ring_dilated_attention.checks import nan_in_uninitialized_memory
 from ring_dilated_attention.terminal import progress
@@ -23,6 +24,8 @@ if not torch.cuda.is_available():  # before Triton is imported
 # Tensors are small: threads would spin until they get a core, which other workers of pytest have.
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of ranks and commands, too
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+preload_what_tests_have_imported()
 
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("default")

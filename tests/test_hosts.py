@@ -38,7 +38,9 @@ def swept(rank, world_size, share):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "share"), [((2, 2), 0), ((2, 3), 2), ((1, 1, 1), 1), ((3, 1), 1)])
+@pytest.mark.parametrize(
+    ("ranks", "share"), [((2, 2), 0), ((2, 3), 2), ((1, 1, 1), 1), ((3, 1), 1)]
+)
 def test_sweep(ranks, share):
     skip_without_hosts()
     found = run_on_hosts(swept, ranks, share)

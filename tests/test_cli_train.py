@@ -483,7 +483,6 @@ def ranks_of(process: subprocess.Popen[str]) -> dict[int, int]:
     ("ranks", "number", "victim", "more"),
     [
         (2, signal.SIGKILL, 0, "--sequence-ranks=2"),
-        (2, signal.SIGSTOP, 1, "--sequence-ranks=2"),
         (3, signal.SIGSTOP, 0, "--sequence-ranks=3"),
         (2, signal.SIGSTOP, 1, "--sequence-ranks=1"),  # training's own collectives alone
     ],

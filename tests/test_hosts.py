@@ -27,8 +27,8 @@ from ring_dilated_attention.exchange import ExchangeError, ProcessGroupExchange,
 
 
 def cases_of(world_size, share):
-    """Every third case of the sweep, from a number on: `test_processes` has all of them."""
-    return list(sweep(world_size))[share::3]
+    """Every other case of the sweep, or the others: `test_passing` has more, on told hosts."""
+    return list(sweep(world_size))[share::2]
 
 
 def swept(rank, world_size, share):
@@ -38,9 +38,7 @@ def swept(rank, world_size, share):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranks", "share"), [((2, 2), 0), ((2, 3), 2), ((1, 1, 1), 1), ((3, 1), 1)]
-)
+@pytest.mark.parametrize(("ranks", "share"), [((2, 2), 0), ((3, 1), 1), ((1, 1, 1), 0)])
 def test_sweep(ranks, share):
     skip_without_hosts()
     found = run_on_hosts(swept, ranks, share)

@@ -32,7 +32,7 @@ def run_here(case):
     return combine(run_loopback(case.layout.world_size, lambda ends: [run_case(case, ends)]))
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(cases())
 def test_any_case_equals_the_reference(case):
     (outcome,) = run_here(case)
@@ -40,7 +40,7 @@ def test_any_case_equals_the_reference(case):
 
 
 @pytest.mark.slow
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(cases(), st.integers(1, 3000))
 def test_any_case_cut_up_equals_the_reference(case, round_pairs):
     with rings_cut(round_pairs):

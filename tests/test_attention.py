@@ -18,6 +18,7 @@ from ring_dilated_attention.checks import (
     ViewKind,
     combine,
     reference_attention,
+    references,
     relative_error,
     run_case,
     visible_counts,
@@ -29,7 +30,8 @@ from ring_dilated_attention.plan import TensorSize, memory
 
 def run_here(case):
     """Its outcome over all ranks, each a thread."""
-    return combine(run_loopback(case.layout.world_size, lambda ends: [run_case(case, ends)]))
+    wanted, ranks = references(case), case.layout.world_size
+    return combine(run_loopback(ranks, lambda ends: [run_case(case, ends, wanted)]))
 
 
 @settings(max_examples=100)

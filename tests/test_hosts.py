@@ -27,8 +27,8 @@ from ring_dilated_attention.exchange import ExchangeError, ProcessGroupExchange,
 
 
 def cases_of(world_size, share):
-    """Every other case of the sweep, or the others: `test_passing` has more, on told hosts."""
-    return list(sweep(world_size))[share::2]
+    """A fifth of the sweep, with each of its options: `test_passing` has more, on told hosts."""
+    return list(sweep(world_size))[share::5]
 
 
 def swept(rank, world_size, share):

@@ -24,7 +24,7 @@ def quicken_the_interpreter() -> None:
 def _patch_the_language_once_a_launch(interpreter: Any) -> None:
     """It replaces the functions of triton.language for a launch, and for each call within it."""
     launch, patch = interpreter.GridExecutor.__call__, interpreter._patch_lang
-    patched = set()
+    patched: set[frozenset[int]] = set()
 
     def launch_anew(self: Any, *arguments: Any, **options: Any) -> None:
         patched.clear()  # a launch puts back what it has replaced

@@ -130,7 +130,7 @@ LENGTHS = {"whole": None, "lengths": torch.tensor([36, 11])}
 
 def _on_ranks(rank, world_size):
     """What each finds; in one process for all, whose compiler takes seconds to import."""
-    calls = {
+    calls: dict[str, Any] = {
         **{name: partial(_language_model, checkpoint=name) for name in CHECKPOINTS},
         **{name: partial(_slide_encoder, lengths=lengths) for name, lengths in LENGTHS.items()},
         "agreement": _agreement_alone,

@@ -19,9 +19,10 @@ from ring_dilated_attention.nn import (
 )
 from ring_dilated_attention.torch_op import agreed
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.torch.jit:DeprecationWarning"
-)  # the compiler's own
+pytestmark = [
+    pytest.mark.xdist_group("with_compile"),  # its fixture is made once
+    pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),  # the compiler's own
+]
 
 PATTERN = DilatedPattern([8, 24, None], [1, 2, 4])
 SHAPE: dict[str, Any] = {

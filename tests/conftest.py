@@ -1,19 +1,31 @@
 """Shared by all tests: memory of tensors, hypothesis, interpreted kernels, the gpu marker."""
 
+import importlib.util
 import math
 import os
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from interpreted import quicken_the_interpreter
+from preloaded import preload_what_tests_have_imported
 
 from ring_dilated_attention.checks import nan_in_uninitialized_memory
 from ring_dilated_attention.terminal import progress
 
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # others would import torch each
 os.environ.pop("COLUMNS", None)  # pytest-xdist sets it: commands would take 80 columns for asked
 
 if not torch.cuda.is_available():  # before Triton is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    if importlib.util.find_spec("triton"):
+        quicken_the_interpreter()
+
+# Tensors are small: threads would spin until they get a core, which other workers of pytest have.
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of ranks and commands, too
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+preload_what_tests_have_imported()
 
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("default")

@@ -39,6 +39,8 @@ from ring_dilated_attention.bench.waits import TimedExchange
 from ring_dilated_attention.checks import RankError, run_ranks
 from ring_dilated_attention.cli import app
 
+pytestmark = pytest.mark.xdist_group("bench_ranks")  # its fixtures are made once
+
 DENSE = Workload(
     pattern=DilatedPattern.dense(),
     seq_len=257,

@@ -9,13 +9,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from launched import Ended, run_program
 
 SCRIPT = Path(__file__).parent.parent / "examples" / "bring_your_own_model.py"
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 SMALL = ("--seq-len=203", "--steps=2")  # a prime, so that shards are uneven
 
 
-def done(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def done(*arguments: str | Path, ranks: int = 1) -> subprocess.CompletedProcess[str] | Ended:
+    script, *given = arguments
+    if ranks > 1:
+        return run_program(Path(script), list(map(str, given)), ranks)
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
@@ -30,8 +33,7 @@ def done(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 def test_it_agrees_with_one_process(ranks: int, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("any text at all, é\n" * 30)
-    launcher = TORCHRUN if ranks == 2 else ()
-    result = done(*launcher, SCRIPT, f"--text={text}", *SMALL)
+    result = done(SCRIPT, f"--text={text}", *SMALL, ranks=ranks)
     assert result.returncode == 0, result.stderr
     assert re.search(rf"loss 5\.\d+ to \d\.\d+ in 2 steps; ranks: {ranks}\n", result.stdout)
     assert re.search(r"from 1 process: loss \de[-+]\d\d, gradients \de[-+]\d\d\n", result.stdout)
@@ -58,7 +60,7 @@ def test_it_tells_a_mistake(mistake: str, tmp_path: Path) -> None:
     assert code.count(right) == 1
     script = tmp_path / "mistaken.py"
     script.write_text(code.replace(right, wrong))
-    result = done(*TORCHRUN, script, f"--text={SCRIPT}", *SMALL)
+    result = done(script, f"--text={SCRIPT}", *SMALL, ranks=2)
     assert "relative difference from 1 process" in result.stdout, result.stderr
     assert result.returncode == 1
 

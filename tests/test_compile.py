@@ -324,11 +324,11 @@ def _masks(rank, world_size):
     errors = []
     layout = SequenceLayout.zigzag(37, world_size)
     query, _, _ = leaves(37)
+    function, _ = compiled(masked)
     for lengths in ([37, 20], [3, 0]):
         mask = mask_of(lengths, 37)
         shard = layout.shard(query.detach(), rank, 1).requires_grad_()
         options = {"group": dist.group.WORLD, "layout": layout}
-        function, _ = compiled(masked)
         found = []
         for call in (masked, function):
             out = call(shard, layout.shard(mask, rank, 1), **options)
@@ -362,15 +362,16 @@ def _groups(rank, world_size):
     """Process groups and meshes are names in the graph; the ranks agree when it runs."""
     errors = []
     layout = SequenceLayout.zigzag(26 * world_size, world_size)
-    for group in (dist.group.WORLD, init_device_mesh("cpu", (world_size,))):
+    calls = [(20, {}), (21, {}), (40, {}), (26, {"layout": layout})]
+    for group, count in ((dist.group.WORLD, 4), (init_device_mesh("cpu", (world_size,)), 2)):
         torch._dynamo.reset()
         grouped = partial(attention, group=group)
         function, counter = compiled(grouped)
-        for length, options in ((20, {}), (21, {}), (40, {}), (26, {"layout": layout})):
+        for length, options in calls[:count]:
             got = results(function, leaves(length), **options)
             want = results(grouped, leaves(length), **options)
             errors += [relative_error(a, b) for a, b in zip(got, want, strict=True)]
-        assert counter.frame_count == 3
+        assert counter.frame_count == min(3, count)
         with pytest.raises(ValueError, match="on different ranks"):
             function(*leaves(20 + rank))
     return errors

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from launched import run_program
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SMALL = {
@@ -31,10 +32,10 @@ SEVERAL_RANKS = {
 FOUR_RANKS = {"tensor_parallel"}
 
 
-def run_on_ranks(program, options, ranks=2):
+def run_by_torchrun(program, options):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     return subprocess.run(
-        [*command, "--nproc-per-node", str(ranks), str(program), *options],
+        [*command, "--nproc-per-node=2", str(program), *options],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -79,8 +80,15 @@ def test_generation_on_one_process(monkeypatch, capsys):
 def test_on_two_ranks(name):
     skip_without_packages(name)
     for ranks in (2, *[4] * (name in FOUR_RANKS)):
-        done = run_on_ranks(EXAMPLES / f"{name}.py", SEVERAL_RANKS[name], ranks)
+        done = run_program(EXAMPLES / f"{name}.py", SEVERAL_RANKS[name], ranks)
         assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.slow
+def test_torchrun_runs_an_example():
+    """The other tests start ranks as torchrun does, which takes a third of the time."""
+    done = run_by_torchrun(EXAMPLES / "several_gpus.py", SEVERAL_RANKS["several_gpus"])
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.mark.slow
@@ -88,7 +96,7 @@ def test_a_wrong_result_is_an_exit_code(tmp_path):
     text = (EXAMPLES / "several_gpus.py").read_text()
     broken = tmp_path / "broken.py"
     broken.write_text(text.replace("pattern, is_causal=True, group", "pattern, group"))
-    done = run_on_ranks(broken, SEVERAL_RANKS["several_gpus"])
+    done = run_by_torchrun(broken, SEVERAL_RANKS["several_gpus"])
     assert done.returncode == 1
     assert "differs from one process" in done.stderr
 

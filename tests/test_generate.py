@@ -119,7 +119,7 @@ def run_generation(
     return logits
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(generations())
 def test_logits_of_any_generation_are_those_of_the_full_forward(case: dict[str, Any]) -> None:
     model = model_of(case)

@@ -59,14 +59,33 @@ def number(cell):
     return int(cell.replace(",", ""))
 
 
+@pytest.mark.parametrize("name", ["decode", "simulate"])
+def test_standard_output_holds_the_document_alone(name):
+    done = rda(LINES[name], "--json=-")
+    assert done.exit_code == 0, done.output
+    assert done.stdout == json_text(json.loads(done.stdout))
+    assert "───" in done.stderr
+
+
+MEASURING_LITTLE = """
+import pytest
+from small_ceilings import measure_little
+from ring_dilated_attention.cli import main
+measure_little(pytest.MonkeyPatch())
+main()
+"""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LINES)
+@pytest.mark.parametrize("name", ["plan", "verify", "bench"])
 def test_a_pipe_holds_the_document_and_nothing_else(name, tmp_path):
     """Of the ranks that `bench` starts neither, whose libraries write without Python."""
     words = [*LINES[name].split(), "--json=-", *(["--out=found"] if name == "bench" else [])]
+    paths = [str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     done = subprocess.run(
-        [sys.executable, "-m", "ring_dilated_attention.cli", *words],
+        [sys.executable, "-c", MEASURING_LITTLE, *words],
         capture_output=True, text=True, timeout=250, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)

@@ -198,7 +198,7 @@ def run_generation(case, tensors, ends, backend="auto"):
     return results
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(generations())
 def test_any_generation_equals_the_full_forward(case):
     tensors = inputs(case, torch.float64)

@@ -211,7 +211,7 @@ def check_steps(case):
         assert all(torch.equal(x, y) for x, y in zip(results, first, strict=True))
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(runs())
 @example(  # the second of three heads has an offset behind max_length, until there is more room
     {
@@ -232,7 +232,7 @@ def test_any_steps(case):
     check_steps(case)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     st.integers(1, 25),
     st.tuples(st.integers(2, 12), st.integers(2, 6)),

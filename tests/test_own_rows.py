@@ -461,6 +461,8 @@ def test_backward_of_short_calls_goes_by_the_limit_of_forward(factor, documents,
         return own.own_schedule(*given)
 
     monkeypatch.setattr(ring, "own_schedule", noted)
+    for name in ("forward_own", "backward_own"):  # what they compute does not matter here
+        monkeypatch.setattr(ring, name, lambda *_, **__: None)
     query = torch.randn(1, 160, 4, 16, device=DEVICE, requires_grad=True)
     dilated_attention(query, query, query, GIGAPATH, documents=documents).sum().backward()
     assert asked == [5e5, 5e5] + [4e4] * (factor == 1 and documents is None)

@@ -1,6 +1,7 @@
 """The fixed sweep over real processes and gloo: what `rda verify` runs."""
 
 import gc
+import os
 from threading import Event
 from typing import Any
 from weakref import ref
@@ -18,6 +19,7 @@ from ring_dilated_attention.checks import (
     run_cases,
     run_ranks,
     sweep,
+    threads_of_a_rank,
 )
 from ring_dilated_attention.exchange import ProcessGroupExchange, SoloExchange, groups, names
 from ring_dilated_attention.exchange.collectives import Collectives
@@ -134,3 +136,16 @@ def test_a_group_that_is_missing(monkeypatch):
     out = dilated_attention(x, x, x, DilatedPattern.dense(), group=alone)
     monkeypatch.undo()
     assert torch.equal(out, dilated_attention(x, x, x, DilatedPattern.dense()))
+
+
+def _threads(rank, world_size):
+    return torch.get_num_threads()
+
+
+def test_ranks_share_the_cores_of_their_host(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    cores = len(os.sched_getaffinity(0))
+    for ranks in (1, 2):
+        assert run_ranks(_threads, ranks) == [max(1, cores // ranks)] * ranks
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert threads_of_a_rank(1) is None  # it has said so

@@ -39,7 +39,7 @@ def positions_within(draw, length):
     return range(start, draw(st.just(start + 1) | st.integers(start + 1, length)))
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(patterns(), layouts(), st.booleans(), st.integers(1, 6), st.data())
 def test_random_plans_are_proven(pattern, layout, is_causal, heads, data):
     cuts = data.draw(st.lists(st.integers(1, layout.length), max_size=3))
@@ -157,7 +157,7 @@ def check_ranks(case, positions, by_rank):
         assert relative_error(a, b) <= TOLERANCE[case.dtype] or error <= max(4 * rough, rounding)
 
 
-@settings(max_examples=250)
+@settings(max_examples=120)
 @given(cases(), st.data())
 def test_any_case_equals_rows_of_the_reference(case, data):
     positions = data.draw(positions_within(case.layout.length))

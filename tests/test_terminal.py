@@ -51,6 +51,8 @@ from ring_dilated_attention.terminal import (
     show_text,
 )
 
+pytestmark = pytest.mark.xdist_group("terminal")  # its fixtures are made once
+
 WIDTHS = (80, 40, console.UNLIMITED)
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 

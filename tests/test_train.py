@@ -39,6 +39,8 @@ from ring_dilated_attention.train.curve import CURVE
 from ring_dilated_attention.train.loop import run
 from ring_dilated_attention.train.ranks import BUCKET_NUMEL, StopRequest, joined
 
+pytestmark = pytest.mark.xdist_group("train")  # its fixtures are made once
+
 MODEL = LongNetConfig(
     num_layers=2,
     embed_dim=32,

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from launched import run_program
 from safetensors.torch import load_file
 from test_cli_train import SMALL, environment, invoke
 from torch import Tensor
@@ -90,9 +91,10 @@ def test_a_rank_that_is_killed(text: Path, tmp_path: Path) -> None:
         assert agent.wait(SOON) == 0, log.read_text()
     told = log.read_text()
     assert told.count("resumed from step") == 1, told
-    with torchrun("--nproc-per-node=2", "--standalone", command=options(text, whole),
-                  log=tmp_path / "whole.txt") as agent:  # fmt: skip
-        assert agent.wait(SOON) == 0
+    program = tmp_path / "rda.py"
+    program.write_text("from ring_dilated_attention.cli import main\nmain()\n")
+    done = run_program(program, ["train", "--restartable", *options(text, whole)], ranks=2)
+    assert done.returncode == 0, done.stderr
     found, expected = (weights(run) for run in (out, whole))
     assert found.keys() == expected.keys()
     assert all(found[name].equal(expected[name]) for name in expected)

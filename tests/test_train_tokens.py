@@ -33,6 +33,8 @@ from ring_dilated_attention.train.prepare import with_vocabulary
 from ring_dilated_attention.train.tokenizer import SubwordTokenizer
 from ring_dilated_attention.train.tokens import TokenCorpus
 
+pytestmark = pytest.mark.xdist_group("train_tokens")  # its fixtures are made once
+
 SIZE, LENGTH, STEPS = 300, 37, 12
 MODEL = LongNetConfig(
     vocab_size=SIZE,

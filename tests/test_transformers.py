@@ -306,7 +306,7 @@ def test_training_on_one_process_and_on_two(kind):
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
 )
 def test_compiled_alone():
-    model = make()
+    model = make(num_hidden_layers=1)
     set_attention(model, PATTERN)
     for kind in ("plain", "packed and padded"):
         batch = batch_of(kind)

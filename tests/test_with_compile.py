@@ -1,12 +1,12 @@
 """torch.compile of models on ranks, of documents in tensors, and behind graph breaks."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch._dynamo.testing import CompileCounterWithBackend
-from worlds import world
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention
 from ring_dilated_attention.checks import relative_error, run_ranks
@@ -19,9 +19,10 @@ from ring_dilated_attention.nn import (
 )
 from ring_dilated_attention.torch_op import agreed
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.torch.jit:DeprecationWarning"
-)  # the compiler's own
+pytestmark = [
+    pytest.mark.xdist_group("with_compile"),  # its fixture is made once
+    pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),  # the compiler's own
+]
 
 PATTERN = DilatedPattern([8, 24, None], [1, 2, 4])
 SHAPE: dict[str, Any] = {
@@ -58,38 +59,23 @@ def language_model(checkpoint):
     return LongNet(LongNetConfig(**SHAPE), checkpoint=checkpoint).double()
 
 
-def _language_model(rank, world_size, checkpoint):
+def _language_model(rank, world_size, group, checkpoint):
     """Compiled in one graph on ranks whose group has made no call, against one process."""
     model, errors = language_model(checkpoint), []
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model.loss, backend=counter, fullgraph=True)
-    for length in (37, 40):
+    for length in (37, 40) if checkpoint == "keep_attention" else (37,):
         layout = SequenceLayout.zigzag(length, world_size)
         tokens = torch.arange(2 * length).view(2, length) % 256
         labels = tokens.roll(-1, 1)
         shards = [layout.shard(x, rank, 1) for x in (tokens, labels)]
         documents = torch.tensor([0, length // 3, length])
-        options = {"group": dist.group.WORLD, "layout": layout, "documents": documents}
+        options = {"group": group, "layout": layout, "documents": documents}
         got = outcome(model, compiled(*shards, **options))
         dist.all_reduce(got)
         want = outcome(model, model.loss(tokens, labels, documents=documents))
         errors.append(relative_error(got, want))
     return errors, counter.frame_count
-
-
-@pytest.mark.parametrize(
-    "checkpoint",
-    [
-        "keep_attention",
-        pytest.param("none", marks=pytest.mark.slow),
-        pytest.param("full", marks=pytest.mark.slow),
-    ],
-)
-def test_a_language_model_compiles_on_ranks(checkpoint):
-    """compile(LongNet) on a fresh group, ``fullgraph=True``, with documents in a tensor."""
-    for errors, graphs in run_ranks(_language_model, 2, checkpoint):
-        assert max(errors) < 1e-12
-        assert graphs == 2  # one for the first length, and one for any
 
 
 def slides():
@@ -101,13 +87,13 @@ def slides():
     return SlideEncoder(config).double(), features, where
 
 
-def _slide_encoder(rank, world_size, lengths):
+def _slide_encoder(rank, world_size, group, lengths):
     model, features, where = slides()
     layout = SequenceLayout.zigzag(37, world_size)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     own = layout.positions(rank)
     tiles = own[own > 0] - 1
-    given = {"group": dist.group.WORLD, "layout": layout, "lengths": lengths}
+    given = {"group": group, "layout": layout, "lengths": lengths}
     out = compiled(features[:, tiles], where[:, tiles], **given)
     got = outcome(model, out.cls.sin().sum() + out.tiles.sin().sum())
     dist.all_reduce(got)
@@ -117,32 +103,81 @@ def _slide_encoder(rank, world_size, lengths):
     return relative_error(got, want), apart
 
 
-@pytest.mark.parametrize(
-    "lengths", [pytest.param(None, marks=pytest.mark.slow), torch.tensor([36, 11])]
-)
-def test_a_slide_encoder_compiles_on_ranks(lengths):
-    """One rank has the class token, the others none; lengths of slides in a tensor."""
-    for errors in run_ranks(_slide_encoder, 2, lengths):
-        assert max(errors) < 1e-12
-
-
-def _refused(rank, world_size):
+def _refused(rank, world_size, group):
     model = language_model("none")
     compiled = torch.compile(model.loss, backend="aot_eager")
     tokens = torch.arange(2 * 20).view(2, 20)
     labels = tokens if rank == 0 else tokens[:, :3]
     try:
-        compiled(tokens, labels, group=dist.group.WORLD)
+        compiled(tokens, labels, group=group)
     except ValueError as error:
         return str(error)
     return ""
 
 
-def test_what_one_rank_refuses_is_an_error_on_every_rank():
+def _agreement_alone(rank, world_size, group):
+    alone = torch._dynamo.disable(agreed, recursive=False)
+
+    def function(x):
+        return alone(x.sin(), "Model", group, None, x.device) + 1
+
+    x = torch.ones(3)
+    return relative_error(torch.compile(function, backend="eager")(x), function(x))
+
+
+CHECKPOINTS = ["keep_attention", "none", "full"]
+LENGTHS = {"whole": None, "lengths": torch.tensor([36, 11])}
+
+
+def _on_ranks(rank, world_size):
+    """What each finds; in one process for all, whose compiler takes seconds to import."""
+    calls: dict[str, Any] = {
+        **{name: partial(_language_model, checkpoint=name) for name in CHECKPOINTS},
+        **{name: partial(_slide_encoder, lengths=lengths) for name, lengths in LENGTHS.items()},
+        "agreement": _agreement_alone,
+        "refused": _refused,
+    }
+    found = {}
+    for name, call in calls.items():
+        torch._dynamo.reset()
+        found[name] = call(rank, world_size, dist.new_group())
+    return found
+
+
+@pytest.fixture(scope="module")
+def on_ranks():
+    return run_ranks(_on_ranks, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_a_language_model_compiles_on_ranks(checkpoint, on_ranks):
+    """compile(LongNet) on a fresh group, ``fullgraph=True``, with documents in a tensor."""
+    for rank in on_ranks:
+        errors, graphs = rank[checkpoint]
+        assert max(errors) < 1e-12
+        assert graphs == len(errors)  # one for the first length, and one for any
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_a_slide_encoder_compiles_on_ranks(lengths, on_ranks):
+    """One rank has the class token, the others none; lengths of slides in a tensor."""
+    for rank in on_ranks:
+        assert max(rank[lengths]) < 1e-12
+
+
+@pytest.mark.slow
+def test_what_one_rank_refuses_is_an_error_on_every_rank(on_ranks):
     """A compiled rank waits in its graph for one that does not get that far."""
-    first, second = run_ranks(_refused, 2)
+    first, second = (rank["refused"] for rank in on_ranks)
     assert "was refused on other ranks: rank 1: ValueError: labels must have the shape" in first
     assert second.startswith("labels must have the shape of tokens")
+
+
+@pytest.mark.slow
+def test_the_agreement_of_ranks_is_not_traced(on_ranks):
+    assert [rank["agreement"] for rank in on_ranks] == [0.0, 0.0]
 
 
 # --- documents and lengths in tensors
@@ -269,17 +304,3 @@ def test_behind_a_graph_break_no_operator_is_traced(leaves_frame):
     assert relative_error(*outcomes) < 1e-5
     inside = ("logsumexp", "softmax", "scaled_dot_product", "baddbmm", "index_add", "empty")
     assert not [name for name in seen if any(word in name for word in inside)], seen
-
-
-def _agreement_alone(rank, world_size):
-    alone = torch._dynamo.disable(agreed, recursive=False)
-
-    def function(x):
-        return alone(x.sin(), "Model", world(), None, x.device) + 1
-
-    x = torch.ones(3)
-    return relative_error(torch.compile(function, backend="eager")(x), function(x))
-
-
-def test_the_agreement_of_ranks_is_not_traced():
-    assert run_ranks(_agreement_alone, 2) == [0.0, 0.0]

@@ -18,14 +18,13 @@ os.environ.pop("COLUMNS", None)  # pytest-xdist sets it: commands would take 80 
 
 if not torch.cuda.is_available():  # before Triton is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    preload_what_tests_have_imported()  # imports that may touch a GPU are not for forks
     if importlib.util.find_spec("triton"):
         quicken_the_interpreter()
 
 # Tensors are small: threads would spin until they get a core, which other workers of pytest have.
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of ranks and commands, too
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-
-preload_what_tests_have_imported()
 
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("default")

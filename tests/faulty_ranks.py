@@ -647,7 +647,8 @@ def problems(
             wanted = wanted.replace(_IN_DECODING + ".*this", r"call [78] \(cached_attention.*this")
         wanted = wanted.replace("{victim}", str(victim)).replace("rank ", r"ranks? (?:\d, )*")
         if not re.search(wanted, outcome.error, re.DOTALL):
-            found.append(f"rank {rank} said {outcome.error!r}, not {wanted!r}")
+            said = f"said {outcome.error!r} (exit status {outcome.status})"
+            found.append(f"rank {rank} {said}, not {wanted!r}")
         elif rank != victim and outcome.seconds > limit:
             found.append(f"rank {rank} ended after {outcome.seconds:.1f} s")
         if rank != victim and outcome.status != 1:

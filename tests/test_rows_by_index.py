@@ -28,7 +28,7 @@ from ring_dilated_attention.kernels import add_to_rows, sum_slots, take_rows
 from ring_dilated_attention.plan import plan_attention
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda:0")
 pytestmark = [
     *([] if INTERPRETED else [pytest.mark.gpu, pytest.mark.filterwarnings("default")]),
     # As in test_kernel_attention.

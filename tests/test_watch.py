@@ -224,3 +224,33 @@ def test_what_backward_says_in_a_thread_of_its_own_is_not_said_again(world):
     assert len(said) == 1
     with world.calls.enter("a_call", "forward") as scope:
         assert scope.call.number == 3
+
+
+def call_with_a_transfer_that_is_ended(world, meanwhile):
+    """On GPUs the watch ends transfers that another thread may be beginning."""
+    with world.calls.enter("a_call", "forward"):
+        meanwhile()
+        raise RuntimeError("NCCL communicator was aborted")
+
+
+def test_a_transfer_that_is_ended_since_ranks_differ_says_that(world):
+    late = Late()
+
+    def differ():
+        world.calls.agree_later(late)
+        late.known.set()
+
+    with pytest.raises(ExchangeError, match=r"^ranks are in different calls"):
+        call_with_a_transfer_that_is_ended(world, differ)
+    use_time(0.05)  # nothing else is raised
+    with world.calls.enter("a_call", "forward") as scope:
+        assert scope.call.number == 3
+
+
+def test_a_transfer_that_is_ended_for_a_lost_rank_says_that(world):
+    def lose():
+        world.calls.fail(Finding(1, "rank 1 has gone"))
+
+    with pytest.raises(ExchangeError, match=r"^rank 1 has gone; this is rank 0 in call 2"):
+        call_with_a_transfer_that_is_ended(world, lose)
+    use_time(0.05)

@@ -299,8 +299,12 @@ class Calls:
         raise ExchangeError(text)
 
     def leave(self, scope: Scope, error: BaseException | None) -> None:
-        """End a call: what `Scope` does as its ``with`` statement ends."""
-        if error is None:
+        """End a call: what `Scope` does as its ``with`` statement ends.
+
+        Where ranks differ, or one is lost, whoever finds it ends transfers that this thread may be
+        beginning. What they raise then is not what is wrong.
+        """
+        if error is None or isinstance(error, Exception):
             try:
                 self.look()
             except BaseException as found:
@@ -314,9 +318,11 @@ class Calls:
             if error is None or scope.in_step:
                 self._roll.end()
                 return
-            lost = isinstance(error, LostPeerError)
+            known = self._failure
             if isinstance(error, LostPeerError):
                 finding = self._roll.explain(error)
+            elif known and isinstance(error, Exception) and not isinstance(error, ExchangeError):
+                finding = known
             else:
                 finding = Finding(self._rank, f"rank {self._rank} failed in {scope.call}: "
                                   f"{type(error).__name__}: {_one_line(error)}")  # fmt: skip
@@ -324,7 +330,7 @@ class Calls:
             self._close()  # last: who loses a transfer with this rank asks why
         finally:
             self._lock.release()
-        if lost:
+        if finding is known or isinstance(error, LostPeerError):
             self._interrupt(None)  # this says it
             raise ExchangeError(
                 f"{finding.text}; this is rank {self._rank} in {scope.call}"
@@ -378,23 +384,3 @@ class Calls:
 def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return text if len(text) <= 160 else f"{text[:157]}..."
-
-
-class _OfOneRank(Calls):
-    """The calls of a rank that has nobody to agree with."""
-
-    def __init__(self) -> None:
-        self.number = 0
-
-    def enter(self, name: str, part: str, of: int = 0) -> Scope:
-        return Scope(self, Call(0, name, part, of))
-
-    def leave(self, scope: Scope, error: BaseException | None) -> None:
-        pass
-
-    def fail(self, finding: Finding) -> bool:
-        return False
-
-
-ALONE: Any = _OfOneRank()
-"""The calls of a world of one rank."""

@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 
 from .. import __version__
+from .alone import ALONE
 from .board import Shown, make_board
 from .by_pair import ByPair, Site, Transport, make_transport
-from .calls import ALONE, Calls, ExchangeError, LostPeerError
+from .calls import Calls, ExchangeError, LostPeerError
 from .collectives import Collectives
 from .communicator import timeout_of
 from .hosts import agreed_hosts, checked_hosts, own_host
@@ -258,6 +259,7 @@ class ProcessGroupExchange:
             raise LostPeerError([])
         key = self._key(device)
         if key not in met.transports:
+            self.calls.agree_now()  # it is not made in a call that has been given up meanwhile
             if device == torch.device("cuda"):  # which one, the thread that makes it cannot say
                 device = torch.device("cuda", torch.cuda.current_device())
             met.transports[key] = Waiter().run(

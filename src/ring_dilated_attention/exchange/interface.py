@@ -7,7 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
-from .calls import ALONE, Calls
+from .alone import ALONE
+from .calls import Calls
 from .untraced import untraced
 
 

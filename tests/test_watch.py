@@ -140,6 +140,26 @@ def test_who_fails_by_itself_says_it_once(world):
     assert "failed in call 2 (a_call, forward): MemoryError: no memory" in world.ranks.failure.text
 
 
+def test_who_ends_a_watch_says_why(world):
+    """It may be asking why a rank is lost when that is known to be in vain."""
+    asked, may_say = threading.Event(), threading.Event()
+
+    def explain(lost):
+        asked.set()
+        may_say.wait()
+        return Finding(1, "rank 1 has gone")
+
+    world.ranks.explain = explain
+    world.add(1)
+    world.ranks.gone = {1}
+    asked.wait()
+    threading.Timer(0.02, may_say.set).start()
+    world.watch.end()
+    use_time(0.05)
+    assert world.ranks.failure is None
+    assert not world.released
+
+
 def test_a_watch_ends_with_its_transport(world):
     threads = threading.active_count()
     world.watch = None

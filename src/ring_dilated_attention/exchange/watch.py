@@ -61,7 +61,7 @@ class Watch:
     ) -> None:
         self._under_way: deque[UnderWay] = deque()
         end = threading.Event()
-        round_ = _Round(calls, roll, release, timeout, self._under_way)
+        round_ = _Round(calls, roll, release, timeout, self._under_way, end.is_set)
         thread = threading.Thread(
             target=_run, args=(round_, prepare, end), daemon=True, name="ring-dilated-attention"
         )
@@ -106,9 +106,10 @@ class _Round:
         release: Callable[[Callable[[], bool]], None],
         timeout: float,
         under_way: deque[UnderWay],
+        has_ended: Callable[[], bool],
     ) -> None:
         self._calls, self._roll, self._release = calls, roll, release
-        self._timeout, self._under_way = timeout, under_way
+        self._timeout, self._under_way, self._has_ended = timeout, under_way, has_ended
         self._head: UnderWay | None = None
         self._since: float | None = None
 
@@ -125,6 +126,8 @@ class _Round:
         if lost is None:
             return True
         finding = self._roll.failed() or self._roll.explain(lost)
+        if self._has_ended():  # meanwhile: whoever has ended it says why
+            return False
         if self._calls.fail(finding):  # else a thread of this rank knows, and says it
             self._calls.interrupt(finding.text)
         # Streams that go on may send what is not theirs to send. Who still waits for them must

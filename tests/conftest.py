@@ -24,7 +24,7 @@ if not torch.cuda.is_available():  # before Triton is imported
 
 # Tensors are small: threads would spin until they get a core, which other workers of pytest have.
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of ranks and commands, too
-torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))
 
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("default")

@@ -222,6 +222,11 @@ def test_which_models_are_taken_row_by_row() -> None:
     assert not fits(make_model().bfloat16())
     assert not fits(make_model(embed_dim=1024))
     assert not fits(_OwnLogits(make_model().config))
+    pruned = make_model()
+    for block in pruned.blocks:
+        block.expand = torch.nn.Linear(pruned.config.embed_dim, 3).double()
+        block.contract = torch.nn.Linear(3, pruned.config.embed_dim).double()
+    assert not fits(pruned)
     half = make_model()
     half.blocks[1].float()
     assert not fits(half)

@@ -9,6 +9,7 @@ import pytest
 
 from ring_dilated_attention.exchange import ExchangeError, watch
 from ring_dilated_attention.exchange.calls import Calls, Finding, LostPeerError
+from ring_dilated_attention.exchange.gate import Gate
 from ring_dilated_attention.exchange.watch import UnderWay, Watch
 
 
@@ -274,3 +275,50 @@ def test_a_transfer_that_is_ended_for_a_lost_rank_says_that(world):
     with pytest.raises(ExchangeError, match=r"^rank 1 has gone; this is rank 0 in call 2"):
         call_with_a_transfer_that_is_ended(world, lose)
     use_time(0.05)
+
+
+def test_a_call_that_the_error_has_kept_from_ending_is_over(world):
+    """Python raises what a thread is told at the start of a function, `Scope.__exit__` included."""
+    late = Late()
+    scope = world.calls.enter("a_call", "forward")
+    world.calls.agree_later(late)
+    late.known.set()
+    with pytest.raises(ExchangeError, match=r"^ranks are in different calls"):
+        use_time(20)
+    assert scope.call.number == 2
+    with world.calls.enter("a_call", "forward") as scope:
+        assert scope.call.number == 3
+    with world.calls.enter("a_call", "forward"), pytest.raises(ExchangeError, match="both use a"):
+        world.calls.enter("a_call", "forward")
+
+
+def test_what_has_ended_the_group_is_not_told_to_who_has_said_it(world):
+    def lose():
+        world.calls.fail(Finding(1, "rank 1 has gone"))
+
+    with pytest.raises(ExchangeError, match=r"^rank 1 has gone; this is rank 0 in call 2"):
+        call_with_a_transfer_that_is_ended(world, lose)
+    world.calls.interrupt("rank 1 has gone")
+    use_time(0.05)
+
+
+def test_a_transfer_that_is_being_begun_is_ended_afterwards():
+    gate, begun, may_go_on, order = Gate(), threading.Event(), threading.Event(), []
+
+    def begin():
+        with gate:
+            begun.set()
+            may_go_on.wait()
+            order.append("begun")
+
+    thread = threading.Thread(target=begin)
+    thread.start()
+    begun.wait()
+    threading.Timer(0.02, may_go_on.set).start()
+    gate.shut()
+    order.append("ended")
+    thread.join()
+    assert order == ["begun", "ended"]
+    with pytest.raises(LostPeerError), gate:
+        order.append("begun too late")
+    assert len(order) == 2

@@ -352,7 +352,7 @@ def sweep(world_size: int, seed: int = 0) -> Iterator[Case]:
                 is_causal = bool(number % 2)
                 num_heads, num_kv_heads, batch = heads[number // 2 % len(heads)]
                 options: dict[str, Any] = {
-                    "exchange": ("ring", "gather")[number // 3 % 2],
+                    "exchange": ("ring", "gather")[(number // 3 + number // 12) % 2],
                     "backend": ("auto", "eager")[number // 5 % 2],
                     "dtype": (torch.float64, torch.float32)[number // 7 % 2],
                 }

@@ -191,7 +191,9 @@ class Calls:
         self._scope: Scope | None = None  # of the last call
         self._late: Agreement | None = None
         self._told: Agreement | None = None  # of which the thread that calls has been told
-        self._telling = threading.Lock()
+        self._telling = threading.RLock()
+        self._is_said = False  # what has ended the group, in the thread that calls
+        self._is_told = False  # that thread, by an error that may have kept it from leaving a call
 
     def enter(self, name: str, part: str, of: int = 0) -> Scope:
         """Begin a call; use the result in a ``with`` statement.
@@ -208,7 +210,7 @@ class Calls:
         failure = self._failure or self._roll.failed()
         if failure is not None:
             self._failure = failure
-            self._interrupt(None)  # this says it, be it in a thread of autograd's
+            self._say()  # be it in a thread of autograd's
             raise ExchangeError(
                 f"this group of {self._world_size} ranks cannot be used any more: {failure.text}; "
                 "start the ranks again, or make a new group without those that are missing"
@@ -232,9 +234,10 @@ class Calls:
     def _take(self, name: str) -> threading.Thread:
         """Keep other threads out, until the scope that is entered now ends."""
         thread = threading.current_thread()
-        if not self._lock.acquire(blocking=False):
+        was_left = self._is_told and self._in_call is thread
+        if not self._lock.acquire(blocking=False) and not was_left:
             self._refuse(thread, self._in_call, name)
-        self._in_call = thread
+        self._in_call, self._is_told = thread, False
         return thread
 
     def agree_later(self, agreement: Agreement) -> None:
@@ -318,20 +321,22 @@ class Calls:
             if error is None or scope.in_step:
                 self._roll.end()
                 return
-            known = self._failure
-            if isinstance(error, LostPeerError):
-                finding = self._roll.explain(error)
-            elif known and isinstance(error, Exception) and not isinstance(error, ExchangeError):
+            known, is_lost = self._failure, isinstance(error, LostPeerError)
+            is_own = isinstance(error, Exception) and not isinstance(error, ExchangeError)
+            if known and (is_lost or is_own):
                 finding = known
+            elif isinstance(error, LostPeerError):
+                finding = self._roll.explain(error)
             else:
                 finding = Finding(self._rank, f"rank {self._rank} failed in {scope.call}: "
                                   f"{type(error).__name__}: {_one_line(error)}")  # fmt: skip
             self.fail(finding)
             self._close()  # last: who loses a transfer with this rank asks why
         finally:
+            self._is_told = False
             self._lock.release()
-        if finding is known or isinstance(error, LostPeerError):
-            self._interrupt(None)  # this says it
+        if finding is known or is_lost:
+            self._say()
             raise ExchangeError(
                 f"{finding.text}; this is rank {self._rank} in {scope.call}"
             ) from error
@@ -367,12 +372,21 @@ class Calls:
         class ToldError(ExchangeError):
             def __init__(self, *args: Any) -> None:
                 super().__init__(*(args or (text,)))
+                calls._is_told = True
                 if late is not None and calls._late is late:
                     calls._late = None
 
         told = ToldError
         told.__name__ = told.__qualname__ = ExchangeError.__name__
-        self._interrupt(told)
+        with self._telling:
+            if not self._is_said:
+                self._interrupt(told)
+
+    def _say(self) -> None:
+        """The thread that calls raises now what has ended the group: it is not to be told."""
+        with self._telling:
+            self._is_said = True
+            self._interrupt(None)
 
     def _interrupt(self, error: type[BaseException] | None) -> None:
         """Raise an error in the thread that calls; None: not the one that it has yet to see."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection
 from datetime import timedelta
 from functools import partial
@@ -15,6 +14,7 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 
 from .calls import Calls, LostPeerError, Roll
 from .devices import takes_cpu
+from .gate import Gate
 from .waiter import Waiter, waiting
 from .watch import UnderWay, Watch, prepare_to_watch
 
@@ -22,8 +22,6 @@ MOST_CTAS = 16
 """Multiprocessors that NCCL may take from the compute behind which it runs."""
 
 _NCCL_LATER = timedelta(seconds=60)
-_BEGIN_S = 2.0
-"""A transfer of NCCL takes less to begin, but where the device's queue is full."""
 
 
 class Communicator:
@@ -64,7 +62,7 @@ class Communicator:
         self._watch: Watch | None = None
         self._waiter = Waiter() if device.type == "cpu" else None
         self._side: torch.cuda.Stream | None = None  # waits for transfers, and for nothing else
-        self._beginning = threading.Lock()  # a transfer; other threads may end all of them
+        self._gate = Gate()
         self._messages: Any = dist.ProcessGroup(store, rank, world_size)
         limit = timedelta(seconds=timeout)
         if device.type == "cuda":
@@ -79,9 +77,8 @@ class Communicator:
         if device.type == "cuda":
             self._connect(device, peers)
             self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            abort = partial(_abort, self._backend, self._beginning)
-            prepare = partial(prepare_to_watch, device)
-            self._watch = Watch(calls, roll, abort, timeout, prepare)
+            release = partial(_release, self._gate, self._backend)
+            self._watch = Watch(calls, roll, release, timeout, partial(prepare_to_watch, device))
 
     def _connect(self, device: torch.device, peers: Collection[int]) -> None:
         """Connect pairs of ranks: NCCL does it at their first transfer, and takes long."""
@@ -100,18 +97,15 @@ class Communicator:
         self, send: tuple[int, torch.Tensor] | None, receive: tuple[int, torch.Tensor] | None
     ) -> Works:
         """Begin to send, and to receive, together."""
-        with self._beginning:
+        with self._gate:
             return self._begin(send, receive)
 
     def _begin(
         self, send: tuple[int, torch.Tensor] | None, receive: tuple[int, torch.Tensor] | None
     ) -> Works:
-        messages = self._messages
-        if messages is None:  # a thread that watches streams has found that ranks differ
-            raise LostPeerError([peer for peer, _ in filter(None, (receive, send))])
         transfers = [
             (start, peer, tensor)
-            for start, one in ((messages.send, send), (messages.recv, receive))
+            for start, one in ((self._messages.send, send), (self._messages.recv, receive))
             if one is not None
             for peer, tensor in (one,)
         ]
@@ -123,11 +117,11 @@ class Communicator:
             device = tensors[0].device
             computed = torch.cuda.current_stream(device).record_event()
             # One launch: two would wait for each other.
-            messages._start_coalescing(device)
+            self._messages._start_coalescing(device)
             for start, peer, tensor in transfers:
                 start([tensor], peer, 0)
             peers = [peer for _, peer, _ in reversed(transfers)]
-            work = messages._end_coalescing(device)
+            work = self._messages._end_coalescing(device)
             works = [(peers[0], work)]
             if self._watch is not None:
                 assert self._side is not None
@@ -151,7 +145,8 @@ class Communicator:
         """End all transfers, which all ranks know to be in vain; nobody uses this object again."""
         if self._watch is not None:
             self._watch.end()
-            _abort(self._backend, self._beginning)
+            self._gate.shut()
+            self._backend.abort()
         self._watch = None
         self.close()
 
@@ -163,16 +158,10 @@ def _started(start: Callable[..., Any], peer: int, tensor: torch.Tensor, tag: in
         raise LostPeerError([peer]) from error
 
 
-def _abort(
-    backend: Any, beginning: threading.Lock, is_done: Callable[[], bool] | None = None
-) -> None:
-    """End all transfers of NCCL, but not in the middle of beginning one; see `watch.Watch`."""
-    held = beginning.acquire(timeout=_BEGIN_S)
-    try:
-        backend.abort()
-    finally:
-        if held:
-            beginning.release()
+def _release(gate: Gate, backend: Any, is_done: Callable[[], bool]) -> None:
+    """See `watch.Watch`."""
+    gate.shut()
+    backend.abort()
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:

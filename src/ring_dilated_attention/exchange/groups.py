@@ -258,14 +258,15 @@ class ProcessGroupExchange:
         if met.is_closed:
             raise LostPeerError([])
         key = self._key(device)
-        if key not in met.transports:
+        transport = met.transports.get(key)
+        if transport is None:
             self.calls.agree_now()  # it is not made in a call that has been given up meanwhile
             if device == torch.device("cuda"):  # which one, the thread that makes it cannot say
                 device = torch.device("cuda", torch.cuda.current_device())
-            met.transports[key] = Waiter().run(
+            transport = met.transports[key] = Waiter().run(
                 lambda: self._make(device), lambda: met.roll.look(self._others)
             )
-        return met.transports[key]
+        return transport
 
     def _make(self, device: torch.device) -> Transport:
         met, own = self._met, self._timeout

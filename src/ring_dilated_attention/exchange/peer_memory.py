@@ -29,6 +29,7 @@ import torch
 
 from .calls import Calls, Roll
 from .cuda_driver import copy, set_flag, wait_for_flag
+from .gate import Gate
 from .mapped_memory import MappedMemory
 from .watch import UnderWay, Watch, prepare_to_watch
 
@@ -235,6 +236,7 @@ class PeerMemory:
         )
 
         self._queued: deque[_Queued] = deque()
+        self._gate = Gate()
         release = partial(_release, device, self._queued)
         self._watch = Watch(calls, roll, release, timeout, partial(prepare_to_watch, device))
 
@@ -242,6 +244,12 @@ class PeerMemory:
         self, send: tuple[int, torch.Tensor] | None, receive: tuple[int, torch.Tensor] | None
     ) -> _Copies:
         """Begin to send, and to receive; see `Exchange.start`."""
+        with self._gate:
+            return self._begin(send, receive)
+
+    def _begin(
+        self, send: tuple[int, torch.Tensor] | None, receive: tuple[int, torch.Tensor] | None
+    ) -> _Copies:
         computed = torch.cuda.current_stream(self._device).record_event()
         used = [
             (stream, one[1])
@@ -281,6 +289,7 @@ class PeerMemory:
     def abandon(self) -> None:
         """Let streams go on, all ranks knowing that they get nothing; nobody uses this again."""
         self._watch.end()
+        self._gate.shut()
         _release(self._device, self._queued, lambda: all(x.is_done() for x in list(self._queued)))
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..decode import DilatedKVCache, RowAttention
 from ..engine import autocast_dtype
 from .attention import MultiheadDilatedAttention
+from .config import LongNetConfig
 from .hooks import is_plain, runs_hooks
 from .longnet_block import LongNetBlock
 from .norm import LayerNorm
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 _TURNED = 64
 """Positions whose rotations are made together."""
 
-_NARROW = 512
+_MOST_WIDTH = 512
 """Up to this width weights are copied, and operations take a CPU longer to begin than to do."""
 
 _SQRT_HALF = math.sqrt(0.5)
@@ -102,14 +103,14 @@ class RowStep:
         """
         blocks, dtype = list(model.blocks), caches[0].keys.dtype
         return (
-            model.config.embed_dim <= _NARROW
+            model.config.embed_dim <= _MOST_WIDTH
             and getattr(model.embed, "__func__", None) is TokenEnds.embed
             and getattr(model.logits, "__func__", None) is TokenEnds.logits
             and is_plain(model.embedding, nn.Embedding)
             and model.embedding.max_norm is None
             and _is_plain_layer(model.norm, nn.LayerNorm)
             and all(parameter.dtype == dtype for parameter in model.parameters())
-            and all(_is_plain(block) for block in blocks)
+            and all(_is_plain(block, model.config) for block in blocks)
             and all(
                 RowAttention.fits(cache, cast(LongNetBlock, block).attention.backend)
                 for block, cache in zip(blocks, caches, strict=True)
@@ -156,7 +157,7 @@ class RowStep:
         """What a row of query or key is multiplied by, (head_dim, head_dim)."""
         found = self._rotations.get(position)
         if found is None:
-            positions = torch.arange(position, position + _TURNED)
+            positions = torch.arange(position, position + _TURNED, device=self._joint.device)
             cos, sin = (table.squeeze(1) for table in self._rope.wide(positions))
             matrices = cos.diag_embed() + sin.diag_embed().roll(cos.shape[1] // 2, 1)
             both = zip(positions.tolist(), matrices.to(self._joint.dtype).unbind(), strict=True)
@@ -165,8 +166,8 @@ class RowStep:
         return found
 
 
-def _is_plain(block: nn.Module) -> bool:
-    """Whether a block is what its class says, all parameters given."""
+def _is_plain(block: nn.Module, config: LongNetConfig) -> bool:
+    """Whether a block is what its class and the configuration say, all parameters given."""
     if type(block) is not LongNetBlock or runs_hooks(block):
         return False
     attention = block.attention
@@ -175,6 +176,9 @@ def _is_plain(block: nn.Module) -> bool:
     return (
         type(attention) is MultiheadDilatedAttention
         and attention.norm is None
+        and attention.num_heads == config.num_heads
+        and attention.num_kv_heads == (config.num_kv_heads or config.num_heads)
+        and block.expand.out_features == block.contract.in_features == config.ffn_dim
         and attention.head_slice is None
         and all(_is_plain_layer(norm, LayerNorm) for norm in norms)
         and all(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -205,6 +205,44 @@ def is_wide(cells: Cells, *tensors: torch.Tensor) -> bool:
 def strides_in(unit: int, *strides: Sequence[int]) -> list[int]:
     """The first three strides of each tensor, in units."""
     return [stride // unit for each in strides for stride in each[:3]]
+
+
+class RowLaunch(NamedTuple):
+    """How to launch a kernel that goes over rows, so many a program."""
+
+    grid: tuple[int, int]
+    numbers: tuple[int, ...]  # sizes, and strides in units
+    constants: dict[str, int]
+
+
+def row_launch(
+    groups: tuple[int, int],
+    sizes: tuple[int, ...],
+    rows: int,
+    head_dim: int,
+    strides: Sequence[Sequence[int]],
+) -> RowLaunch:
+    """Put together such a launch.
+
+    Args:
+        groups: how many times `rows` rows there are, in both dimensions of the grid.
+        sizes: what the kernel is told in front of `rows`.
+        rows: of a group, which a program does not leave.
+        head_dim: elements of a row.
+        strides: those of each tensor.
+    """
+    unit, block_dim = stride_unit(*strides), triton.next_power_of_2(head_dim)
+    # 4,096 elements a program: 32 a thread at four warps.
+    block_rows = max(1, 4096 // block_dim)  # of few rows too: other sizes would be compiled anew
+    row_blocks = triton.cdiv(rows, block_rows)
+    constants = {
+        "UNIT": unit,
+        "HEAD_DIM": head_dim,
+        "BLOCK_ROWS": block_rows,
+        "BLOCK_DIM": block_dim,
+    }
+    numbers = *sizes, rows, row_blocks, *strides_in(unit, *strides)
+    return RowLaunch((groups[0] * row_blocks, groups[1]), numbers, constants)
 
 
 def default_launch(kernel: Kernel, q: torch.Tensor, cells: Cells) -> LaunchConfig:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from .blocks import stride_unit, strides_in
+from .blocks import RowLaunch, row_launch
 from .launch import Launcher
 
 
@@ -197,31 +197,13 @@ _launch_merge, _launch_add, _launch_delta = map(
 )
 
 
-class _Launch(NamedTuple):
-    grid: tuple[int, int]
-    numbers: tuple[int, ...]  # sizes, and strides in units
-    constants: dict[str, int]
-
-
-def _launch(*views: torch.Tensor) -> _Launch:
+def _launch(*views: torch.Tensor) -> RowLaunch:
     """How to launch a kernel that goes over all rows of the views."""
     return _launch_of(views[0].shape, *(view.stride() for view in views))
 
 
 @lru_cache(maxsize=4096)  # of about 1.5 KiB: 6 MiB in all
-def _launch_of(shape: torch.Size, *strides: tuple[int, ...]) -> _Launch:
+def _launch_of(shape: torch.Size, *strides: tuple[int, ...]) -> RowLaunch:
     """Worked out once for a layout: launches are short, and many in a call."""
     outer, inner, rows, head_dim = shape
-    unit = stride_unit(*strides)
-    block_dim = triton.next_power_of_2(head_dim)
-    # 4,096 elements a program: 32 a thread at four warps.
-    block_rows = max(1, 4096 // block_dim)  # of few rows too: other sizes would be compiled anew
-    row_blocks = triton.cdiv(rows, block_rows)
-    constants = {
-        "UNIT": unit,
-        "HEAD_DIM": head_dim,
-        "BLOCK_ROWS": block_rows,
-        "BLOCK_DIM": block_dim,
-    }
-    numbers = inner, rows, row_blocks, *strides_in(unit, *strides)
-    return _Launch((outer * inner * row_blocks, 1), numbers, constants)
+    return row_launch((outer * inner, 1), (inner,), rows, head_dim, strides)

@@ -9,13 +9,13 @@ table. Offsets are int64 and strides are in units, as in `rows.py`.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 import triton
 import triton.language as tl
 
-from .blocks import stride_unit, strides_in
+from .blocks import RowLaunch, row_launch
 from .launch import Launcher
 
 
@@ -176,24 +176,8 @@ def _by_index(
     _launch_index(grid, tensors, numbers, {**constants, "BY_HEAD": by_head, "ADDS": adds})
 
 
-class _Launch(NamedTuple):
-    grid: tuple[int, int]
-    numbers: tuple[int, ...]  # sizes, and strides in units
-    constants: dict[str, int]
-
-
 @lru_cache(maxsize=1024)
-def _launch_of(packed: torch.Size, *strides: tuple[int, ...]) -> _Launch:
+def _launch_of(packed: torch.Size, *strides: tuple[int, ...]) -> RowLaunch:
     """Worked out once for a layout: launches are short, and the layers of a model are alike."""
     pair, batch, rows, head_dim = packed
-    unit, block_dim = stride_unit(*strides), triton.next_power_of_2(head_dim)
-    block_rows = max(1, 4096 // block_dim)  # as in `rows.py`
-    row_blocks = triton.cdiv(rows, block_rows)
-    constants = {
-        "UNIT": unit,
-        "HEAD_DIM": head_dim,
-        "BLOCK_ROWS": block_rows,
-        "BLOCK_DIM": block_dim,
-    }
-    numbers = rows, row_blocks, *strides_in(unit, *strides)
-    return _Launch((batch * row_blocks, pair), numbers, constants)
+    return row_launch((batch, pair), (), rows, head_dim, strides)

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from ..decode import DilatedKVCache, RowAttention
 from ..engine import autocast_dtype
-from .attention import MultiheadDilatedAttention
 from .config import LongNetConfig
-from .hooks import is_plain, runs_hooks
+from .hooks import is_plain
 from .longnet_block import LongNetBlock
 from .norm import LayerNorm
+from .step_block import is_plain_block
 from .step_capture import TakeStep
 from .token_ends import TokenEnds
 
@@ -168,15 +168,14 @@ class RowStep:
 
 def _is_plain(block: nn.Module, config: LongNetConfig) -> bool:
     """Whether a block is what its class and the configuration say, all parameters given."""
-    if type(block) is not LongNetBlock or runs_hooks(block):
+    if not is_plain_block(block):
         return False
+    block = cast(LongNetBlock, block)
     attention = block.attention
     norms = block.attention_norm, block.mlp_norm
     projections = attention.q_proj, attention.k_proj, attention.v_proj, attention.out_proj
     return (
-        type(attention) is MultiheadDilatedAttention
-        and attention.norm is None
-        and attention.num_heads == config.num_heads
+        attention.num_heads == config.num_heads
         and attention.num_kv_heads == (config.num_kv_heads or config.num_heads)
         and block.expand.out_features == block.contract.in_features == config.ffn_dim
         and attention.head_slice is None

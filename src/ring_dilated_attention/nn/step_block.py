@@ -42,12 +42,7 @@ class StepBlock:
     def __init__(self, block: LongNetBlock, *, chunk_rows: int | None, joins: bool) -> None:
         attention = block.attention
         self._block, self._chunk_rows = block, chunk_rows
-        self._is_plain = (
-            type(block) is LongNetBlock
-            and type(attention) is MultiheadDilatedAttention
-            and attention.norm is None
-            and not runs_hooks(block)
-        )
+        self._is_plain = is_plain_block(block)
         self._scale, self._backend = attention.scale, attention.backend
         self._head_dim = attention.head_dim
         layers = (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -92,6 +87,16 @@ class StepBlock:
 
     def _mlp(self, normed: Tensor) -> Tensor:
         return self._contract(F.gelu(self._expand(normed)))
+
+
+def is_plain_block(block: nn.Module) -> bool:
+    """Whether a block and its attention, though not their layers, are what their classes say."""
+    return (
+        type(block) is LongNetBlock
+        and type(block.attention) is MultiheadDilatedAttention
+        and block.attention.norm is None
+        and not runs_hooks(block)
+    )
 
 
 def _linear(layer: nn.Linear) -> RowWise:

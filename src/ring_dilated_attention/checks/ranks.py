@@ -183,13 +183,16 @@ def _rank_main(
         # The default group is not bound to the device (`device_id`): where it is, `new_group` has
         # ranks that are not in a new gloo group take part in a split of NCCL's communicator, and
         # wait there.
+        store = dist.FileStore(start.store, start.world_size)
         dist.init_process_group(
             start.backend,
-            store=dist.FileStore(start.store, start.world_size),
+            store=store,
             rank=rank,
             world_size=start.world_size,
             timeout=timedelta(seconds=start.wait_timeout),
         )
+        if store.add("connected ranks", 1) == start.world_size:
+            store.set("all connected", "")
         # Pickled here, so that what cannot be pickled is this rank's error; tensors by value.
         with nan_in_uninitialized_memory() if start.fill_with_nan else nullcontext():
             answer = rank, True, pickle.dumps(function(rank, start.world_size, *arguments))
@@ -201,6 +204,8 @@ def _rank_main(
     faulthandler.cancel_dump_traceback_later()
     results.put(answer)
     if answer[1]:
+        # gloo fails in a rank that is still connecting to one that has closed its connections
+        store.wait(["all connected"], timedelta(seconds=start.wait_timeout))
         dist.destroy_process_group()
 
 

@@ -213,6 +213,18 @@ def test_chunks_hold_a_few_tensors_a_block():
     assert chunked < 6.5 < 11 < plain < 12
 
 
+@pytest.mark.parametrize("chunk_rows", [None, 8])
+def test_gradients_hold_no_more_than_themselves(chunk_rows):
+    """A view of a gradient of all rows keeps all of it, and DDP copies what has odd strides."""
+    model = encoder(chunk_rows=chunk_rows)
+    encoded = model(*slide())
+    (encoded.cls.square().sum() + encoded.tiles.sin().sum()).backward()
+    for parameter in model.parameters():
+        gradient = parameter.grad
+        assert gradient.untyped_storage().nbytes() == gradient.nbytes
+        assert gradient.stride() == parameter.stride()
+
+
 def test_layer_norm_keeps_half_precision():
     norm, theirs = LayerNorm(48), nn.LayerNorm(48)
     for module in (norm, theirs):

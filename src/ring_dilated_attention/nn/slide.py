@@ -154,7 +154,8 @@ class SlideEncoder(nn.Module):
         )
         count = 0 if at is None else 1
         # On no rows where this rank has no class token, so that its parameter gets a gradient.
-        cls = autocast_inputs(self.cls_token)[0].expand(len(hidden), count, -1)
+        # Selected: the gradient of a view of it would be a view of the gradient of all rows.
+        cls = autocast_inputs(self.cls_token[0])[0].expand(len(hidden), count, -1)
         hidden = torch.cat([hidden[:, : at or 0], cls.to(hidden.dtype), hidden[:, at or 0 :]], 1)
         for block in self.blocks:
             hidden = block(

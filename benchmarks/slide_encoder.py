@@ -1,11 +1,12 @@
 """Training steps of a GigaPath-shaped slide encoder: time, peak memory, and where the time goes.
 
     python benchmarks/slide_encoder.py --tiles 45680 --out slide.json
-    torchrun --nproc-per-node 4 benchmarks/slide_encoder.py --tiles 1048576 --checkpointed-only
+    torchrun --nproc-per-node 4 benchmarks/slide_encoder.py --tiles 1048576 --cases checkpointed
 
 12 layers of width 768, 16 heads of 48, GigaPath's pattern, float16 autocast with loss scaling,
-AdamW; one slide sharded over all ranks, whose gradients DDP brings together. Once without
-activation checkpointing, once with. A slide of so many tiles is a sequence of one position more.
+AdamW; one slide sharded over all ranks, whose gradients DDP brings together. Once as it is, once
+with activation checkpointing; compiled where `--cases` says so. A slide of so many tiles is a
+sequence of one position more.
 """
 
 import json
@@ -14,7 +15,7 @@ import statistics
 import time
 from collections import defaultdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,13 +37,18 @@ KINDS = {  # a kernel belongs to the first kind that one of these is a part of i
 
 def main(
     tiles: Annotated[list[int] | None, typer.Option(help="of a slide; may be repeated")] = None,
-    checkpointed_only: bool = False,
+    cases: Annotated[str, typer.Option(help="some of plain, checkpointed, compiled")] = (
+        "plain,checkpointed"
+    ),
     repeats: int = 10,
     layers: int = 12,
     chunk_rows: int = 16_384,
     out: Annotated[Path | None, typer.Option(help="JSON file to write")] = None,
 ) -> None:
     """Train a few steps of each case."""
+    names = cases.split(",")
+    if unknown := set(names) - {"plain", "checkpointed", "compiled"}:
+        raise typer.BadParameter(f"no case is called {', '.join(sorted(unknown))}")
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else "cpu"
     if cuda:
@@ -53,30 +59,40 @@ def main(
     first = not many or dist.get_rank() == 0
     found = []
     for count in tiles or [45_680]:
-        for checkpointed in (True,) if checkpointed_only else (False, True):
+        for name in names:
             options = {"checkpoint": "keep_attention", "chunk_rows": chunk_rows}
-            case = measure(count, repeats, layers, device, many, options if checkpointed else {})
-            found.append(case)
+            case = Case(name, count, layers, options if name == "checkpointed" else {})
+            measured = measure(case, repeats, device, many)
+            found.append(measured)
             if first:
-                print(json.dumps(case), flush=True)
+                print(json.dumps(measured), flush=True)
     if first and out is not None:
         out.write_text(json.dumps(found, indent=1) + "\n")
     if many:
         dist.destroy_process_group()
 
 
-def measure(
-    tiles: int, repeats: int, layers: int, device: Any, many: bool, options: dict[str, Any]
-) -> dict[str, Any]:
+class Case(NamedTuple):
+    """What is measured: see `main`; `options` are the encoder's."""
+
+    name: str
+    tiles: int
+    layers: int
+    options: dict[str, Any]
+
+
+def measure(case: Case, repeats: int, device: Any, many: bool) -> dict[str, Any]:
     """Train on one slide; the slowest rank's times, and the largest rank's memory."""
     cuda = torch.cuda.is_available()
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if many else (0, 1)
     group = dist.group.WORLD if many else None
-    layout = SequenceLayout.contiguous(tiles + 1, ranks)
+    layout = SequenceLayout.contiguous(case.tiles + 1, ranks)
     own = layout.local_length(rank) - (rank == 0)
-    config = SlideEncoderConfig(num_layers=layers)
+    config = SlideEncoderConfig(num_layers=case.layers)
     torch.manual_seed(0)
-    encoder: torch.nn.Module = SlideEncoder(config, **options).to(device)
+    encoder: torch.nn.Module = SlideEncoder(config, **case.options).to(device)
+    if case.name == "compiled":
+        encoder.compile()
     head: torch.nn.Module = torch.nn.Linear(config.embed_dim, 2).to(device)
     parameters = [*encoder.parameters(), *head.parameters()]
     if many:  # gradients of the first layers are ready last
@@ -120,9 +136,10 @@ def measure(
         dist.all_reduce(summary, op=dist.ReduceOp.MAX)
     *slowest, peak = summary.tolist()
     return {
-        "positions": tiles + 1,
+        "case": case.name,
+        "positions": case.tiles + 1,
         "ranks": ranks,
-        "options": options,
+        "options": case.options,
         "median_ms": round(statistics.median(slowest), 2),
         "min_ms": round(min(slowest), 2),
         "max_ms": round(max(slowest), 2),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
-from torch.func import grad, jacfwd, jacrev, jvp, vjp
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp
 
 from ring_dilated_attention import (
     DilatedPattern,
@@ -86,6 +86,23 @@ def test_forward_mode_is_refused(tensors, function, transform):
 
     with pytest.raises(NotImplementedError, match="forward"):
         jvp(loss, (query,), (query,)) if transform is jvp else transform(loss)(query)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop because")
+@pytest.mark.parametrize("function", [attend, replicated])
+def test_second_derivatives_are_refused(tensors, function):
+    query, key, value = tensors
+
+    def loss(query):
+        return function(query, key, value).sum()
+
+    leaf = query.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(loss(leaf), leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match="attention cannot be differentiated again"):
+        gradient.sum().backward()
+    why = "attention cannot be differentiated again" if function is attend else "vmap support"
+    with pytest.raises(RuntimeError, match=why):
+        hessian(loss)(query)
 
 
 @pytest.mark.parametrize("function", [attend, replicated])

@@ -88,3 +88,7 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         raise RuntimeError(f"the gradient of {ctx.name} cannot be differentiated again")
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:  # torch.func.hessian
+        raise RuntimeError(f"the gradient of {ctx.name} cannot be differentiated again")

@@ -272,6 +272,21 @@ def test_a_layout_for_each_length():
     assert max(run_loopback(3, run)) < 1e-6
 
 
+@pytest.mark.parametrize("family", ["GPT2", "Bert"])
+def test_any_ranks_of_a_head_by_an_older_name(family):
+    """Models with embeddings of positions, whose heads are called LMHeadModel."""
+    changes = {"scale_attn_by_inverse_layer_idx": True, "is_decoder": True}  # GPT-2's and BERT's
+    model, batch = make(family, head="LMHeadModel", **changes).eval(), batch_of("packed and padded")
+    set_attention(model, PATTERN)
+    logits, loss, want = step(model, batch)
+    outcomes = on_ranks(model, LAYOUTS["uneven"], batch, step)
+    whole = LAYOUTS["uneven"].unshard([shard for shard, _, _ in outcomes], 1)
+    valid = batch["attention_mask"].bool()
+    assert relative_error(whole[valid], logits[valid]) < 1e-12
+    assert relative_error(sum(loss for _, loss, _ in outcomes), loss) < 1e-6
+    check_gradients([sum(g) for g in zip(*(g for *_, g in outcomes), strict=True)], want, 1e-5)
+
+
 def train(rank, world_size, kind):
     """Losses of a few steps of AdamW, in float32; gradients are added up over ranks."""
     length = 96

@@ -154,7 +154,7 @@ REFUSED = {
     "a pooler": (lambda: encoder("Roberta", "Model"), "must not pool .* add_pooling_layer=False"),
     "a head of sentences": (
         lambda: encoder(head="ForNextSentencePrediction"),
-        "a head must treat every token alone: one of ForCausalLM, ForMaskedLM",
+        "a head must treat every token alone: one of ForCausalLM, LMHeadModel, ForMaskedLM",
     ),
     "positions of a shard": (
         lambda: encoder("Esm"),

@@ -18,7 +18,7 @@ from ..functional import Schedule
 from ..layout import SequenceLayout
 from ..pattern import DilatedPattern, HeadSlice
 from ..tiles import Backend
-from .transformers_models import ANY_POSITIONS, Positions, check_peft
+from .transformers_models import ANY_POSITIONS, Positions, check_peft, learns_next
 from .transformers_rows import (
     Rows,
     check_ids,
@@ -250,11 +250,6 @@ def check_loss_arguments(name: str, settings: Settings, given: dict[str, Any]) -
         count = count.item() if reads else "a tensor"
     shared = {"use_cache": cached, "num_items_in_batch": count}
     agree(name, ends, None if failure else shared, failure, device_of(given), _ADVICE)
-
-
-def learns_next(name: str) -> bool:
-    """Whether a model, by the name of its class, learns the next token from each one."""
-    return name.endswith("ForCausalLM")
 
 
 def device_of(given: dict[str, Any]) -> torch.device:

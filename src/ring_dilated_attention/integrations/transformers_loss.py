@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ..exchange import resolve_exchange
-from .transformers_call import ARGUMENT, Settings, learns_next
+from .transformers_call import ARGUMENT, Settings
+from .transformers_models import learns_next
 
 _IGNORED = -100  # transformers' label of what is not learnt
 

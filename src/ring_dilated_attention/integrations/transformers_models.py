@@ -8,7 +8,10 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-_HEADS_OF_TOKENS = ("ForCausalLM", "ForMaskedLM", "ForTokenClassification")
+_NEXT_TOKEN = ("ForCausalLM", "LMHeadModel")
+"""How the classes of models that learn the next token from each one are called; the latter: GPT-2,
+BERT as a decoder."""
+_HEADS_OF_TOKENS = (*_NEXT_TOKEN, "ForMaskedLM", "ForTokenClassification")
 _ENCODERS = tuple(
     f"{name}Model"
     for name in (
@@ -93,6 +96,11 @@ class Positions(NamedTuple):
 
 ANY_POSITIONS = Positions(0, None)
 """Those of a model with rotations."""
+
+
+def learns_next(name: str) -> bool:
+    """Whether a model, by the name of its class, learns the next token from each one."""
+    return name.endswith(_NEXT_TOKEN)
 
 
 def check_model(model: nn.Module, base: nn.Module, world_size: int) -> None:

@@ -97,8 +97,7 @@ class Communicator:
         self, send: tuple[int, torch.Tensor] | None, receive: tuple[int, torch.Tensor] | None
     ) -> Works:
         """Begin to send, and to receive, together."""
-        with self._gate:
-            return self._begin(send, receive)
+        return self._gate.begin(partial(self._begin, send, receive))
 
     def _begin(
         self, send: tuple[int, torch.Tensor] | None, receive: tuple[int, torch.Tensor] | None
@@ -134,6 +133,10 @@ class Communicator:
         self._under_way.add(begun)
         return begun
 
+    def stop(self) -> None:
+        """Begin no transfer any more; return when none is being begun."""
+        self._gate.shut()
+
     def close(self) -> None:
         """End all transfers on the CPU: other ranks' waits for them fail. The watch ends others."""
         if self._watch is None:
@@ -145,7 +148,7 @@ class Communicator:
         """End all transfers, which all ranks know to be in vain; nobody uses this object again."""
         if self._watch is not None:
             self._watch.end()
-            self._gate.shut()
+            self.stop()
             self._backend.abort()
         self._watch = None
         self.close()

@@ -194,6 +194,10 @@ class Late:
         self.find(scope)
         raise self.error
 
+    def is_found_by_the_watch(self):
+        self.known.set()
+        use_time(20)
+
     def find(self, scope):
         with self.finding:
             if not self.is_found:
@@ -207,9 +211,8 @@ def test_ranks_that_turn_out_to_differ_are_told_once(world):
     with world.calls.enter("a_call", "forward"):
         world.calls.agree_later(late)
     use_time(0.05)
-    late.known.set()
     with pytest.raises(ExchangeError, match="are in different calls; this is rank 0, whose calls"):
-        use_time(20)
+        late.is_found_by_the_watch()
     use_time(0.05)
     with world.calls.enter("a_call", "forward") as scope:
         assert scope.call.number == 3
@@ -220,9 +223,13 @@ def test_the_next_call_says_that_ranks_differ_and_the_watch_does_not_say_it_agai
     late = Late()
     with world.calls.enter("a_call", "forward"):
         world.calls.agree_later(late)
-    late.known.set()
-    with pytest.raises(ExchangeError, match=r"^ranks are in different calls"):
+
+    def call():
+        late.known.set()
         world.calls.enter("a_call", "forward")
+
+    with pytest.raises(ExchangeError, match=r"^ranks are in different calls"):
+        call()
     use_time(0.05)
     with world.calls.enter("a_call", "forward") as scope:
         assert scope.call.number == 3
@@ -294,9 +301,8 @@ def test_a_call_that_the_error_has_kept_from_ending_is_over(world):
     late = Late()
     scope = world.calls.enter("a_call", "forward")
     world.calls.agree_later(late)
-    late.known.set()
     with pytest.raises(ExchangeError, match=r"^ranks are in different calls"):
-        use_time(20)
+        late.is_found_by_the_watch()
     assert scope.call.number == 2
     with world.calls.enter("a_call", "forward") as scope:
         assert scope.call.number == 3
@@ -370,10 +376,10 @@ def test_who_waits_for_a_stream_is_told_before_it_goes_on(world):
     late = Late()
     with calls.enter("a_call", "forward"):
         calls.agree_later(late)
-    late.known.set()
-    threading.Timer(0.05, may_go_on.set).start()
 
     def synchronize():
+        late.known.set()
+        threading.Timer(0.05, may_go_on.set).start()
         goes_on.acquire()  # as torch does
         use_time(0.02)
 

@@ -163,6 +163,19 @@ def test_who_ends_a_watch_says_why(world):
     assert not world.released
 
 
+def test_a_watch_that_fails_says_so(world):
+    """Else nobody would find that a rank has gone."""
+
+    def look(peers):
+        raise OSError("too many open files")
+
+    world.ranks.look = look
+    done = world.add(1)
+    with pytest.raises(ExchangeError, match=r"^rank 0 cannot watch its transfers: OSError"):
+        use_time(20)
+    assert done.wait(10)
+
+
 def test_a_watch_ends_with_its_transport(world):
     threads = threading.active_count()
     world.watch = None

@@ -181,6 +181,7 @@ class Calls:
         stop: lets no transfer begin any more, and waits for one that is being begun.
 
     Attributes:
+        rank: this rank.
         number: how many have begun.
         tag: what tells messages of the last one from those of others, in 31 bits.
         kinds: of the calls that all ranks have agreed on before.
@@ -199,7 +200,7 @@ class Calls:
         self.number = self.tag = 0
         self.kinds = Kinds()
         self._begin_anew, self._stop = begin_anew, stop
-        self._rank, self._world_size = rank, world_size
+        self.rank, self._world_size = rank, world_size
         self._roll, self._close = roll, close
         self._failure: Finding | None = None
         self._main = main or threading.main_thread()
@@ -315,11 +316,11 @@ class Calls:
 
     def _refuse(self, thread: threading.Thread, other: threading.Thread, name: str) -> None:
         text = (
-            f"on rank {self._rank}, threads {other.name!r} and {thread.name!r} both use a group "
+            f"on rank {self.rank}, threads {other.name!r} and {thread.name!r} both use a group "
             f"of {self._world_size} ranks (the second one in {name}), so that their calls are in "
             "no order; give each thread a group of its own (torch.distributed.new_group)"
         )
-        self.fail(Finding(self._rank, text))
+        self.fail(Finding(self.rank, text))
         raise ExchangeError(text)
 
     def leave(self, scope: Scope, error: BaseException | None) -> None:
@@ -349,7 +350,7 @@ class Calls:
             elif isinstance(error, LostPeerError):
                 finding = self._roll.explain(error)
             else:
-                finding = Finding(self._rank, f"rank {self._rank} failed in {scope.call}: "
+                finding = Finding(self.rank, f"rank {self.rank} failed in {scope.call}: "
                                   f"{type(error).__name__}: {_one_line(error)}")  # fmt: skip
             self.fail(finding)
             self._close()  # last: who loses a transfer with this rank asks why
@@ -359,7 +360,7 @@ class Calls:
         if finding is known or is_lost:
             self._caller.has_said()
             raise ExchangeError(
-                f"{finding.text}; this is rank {self._rank} in {scope.call}"
+                f"{finding.text}; this is rank {self.rank} in {scope.call}"
             ) from error
 
     def fail(self, finding: Finding) -> bool:
@@ -389,7 +390,7 @@ class Calls:
             if late is not None and self._late is late:
                 self._late = None
 
-        whose = f"rank {self._rank}, whose calls up to call {self.number} of the group of"
+        whose = f"rank {self.rank}, whose calls up to call {self.number} of the group of"
         text = f"{why}; this is {whose} {self._world_size} ranks have no valid results"
         self._caller.tell(ExchangeError, text, heard)
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import streamed_messages
 import torch
 import torch.distributed as dist
 from several_hosts import Host, several_hosts
@@ -133,6 +134,7 @@ class Rank:
         """Wait for the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        streamed_messages.synchronize()
 
     def fault(self) -> None:
         """Say that the fault begins now."""
@@ -234,8 +236,10 @@ def skipped_call(me: Rank, how: str) -> None:
     if me.is_victim:
         me.fault()
     else:
+        if how == "backward, late":  # the victim has begun its backward, and left that, too
+            time.sleep(0.5)
         second = me.call()
-    if how == "backward":
+    if how.startswith("backward"):
         loss = first.sum() if second is None else (first * second).sum()
         loss.backward()
     elif how == "other arguments":
@@ -423,6 +427,7 @@ FAULTS = {
         says="cannot be used any more",
     ),
     "skipped call, backward": Fault(skipped_call, "backward", _DIFFER, says=_DIFFER),
+    "skipped call, late backward": Fault(skipped_call, "backward, late", _DIFFER, says=_DIFFER),
     "skipped call, other arguments": Fault(
         skipped_call, "other arguments", "pattern is .* on rank {victim}", says="pattern is"
     ),
@@ -496,12 +501,12 @@ class Transport(NamedTuple):
     """How ranks reach each other.
 
     Attributes:
-        backend: of torch.distributed.
+        backend: of torch.distributed; ``"streams"``: see `streamed_messages`.
         copies: whether rows travel by copies between GPUs.
         board: whether ranks of one host may agree in shared memory, which those of several cannot.
         cpu: whether the group itself may be used to agree on the CPU, which one of NCCL cannot.
-        hosts: host of each rank: of namespaces on CPUs, and as the group is told on GPUs; empty:
-            all are on one.
+        hosts: host of each rank: of namespaces with gloo, and as the group is told otherwise;
+            empty: all are on one.
     """
 
     backend: str = "gloo"
@@ -533,6 +538,9 @@ def _rank_main(
     torch.set_num_threads(1)
     keep_stderr(Path(folder, f"rank{rank}.stderr"))
     device = torch.device("cpu")
+    if backend == "streams":
+        streamed_messages.use_streams(pytest.MonkeyPatch(), exchange_module)
+        backend = "gloo"
     if backend != "gloo":
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
@@ -566,7 +574,7 @@ def _rank_main(
         mes.append(Rank(rank, world_size, victim, device, ends, note))
         FAULTS[name].program(mes[0], FAULTS[name].how)
 
-    said = what_is_said(run, LINGER_S if device.type == "cuda" else 0)
+    said = what_is_said(run, 0 if transport.backend == "gloo" else LINGER_S)
     _write(Path(folder, f"rank{rank}.json"), json.dumps(said))
     if mes and mes[0].stays:
         time.sleep(60)
@@ -606,6 +614,7 @@ def keep_stderr(path: Path) -> None:
 def ends_of(path: Path) -> str:
     """The first and last lines of a file, if there is one."""
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    lines = [line for line in lines if line.strip() and not line.startswith("frame #")]  # torch's
     if len(lines) > 2 * STDERR_LINES:  # what it said, and where it crashed
         lines[STDERR_LINES:-STDERR_LINES] = ["..."]
     return "\n".join(lines)
@@ -731,7 +740,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--ranks", default="2,3,5")
-    parser.add_argument("--backend", default="gloo", choices=["gloo", "nccl", "cpu:gloo,cuda:nccl"])
+    parser.add_argument(
+        "--backend", default="gloo", choices=["gloo", "streams", "nccl", "cpu:gloo,cuda:nccl"]
+    )
     parser.add_argument("--copies", action="store_true")
     parser.add_argument("--no-board", action="store_true", help="as where memory is not shared")
     parser.add_argument("--hosts", type=int, default=1, help="on how many; the first has the most")

@@ -51,11 +51,15 @@ class Caller:
 
         ToldError.__name__ = ToldError.__qualname__ = kind.__name__
         ToldError.__module__ = kind.__module__
+        _tell_again_what_finalizers_drop()
+        _told[ToldError] = self, thread
+        self.tell_again(ToldError, thread)
+
+    def tell_again(self, error: type[Exception], thread: threading.Thread) -> None:
+        """Raise the error of a `tell` in its thread, unless that has said all."""
         with self.telling:
             if not self._has_said:
-                _tell_again_what_finalizers_drop()
-                _told[ToldError] = thread
-                _raise_in(thread, ToldError)
+                _raise_in(thread, error)
 
     def has_said(self) -> None:
         """The thread that calls raises now what has ended the group: it is told nothing more."""
@@ -68,8 +72,8 @@ class Caller:
         _raise_in(self.thread, None)
 
 
-_told: WeakKeyDictionary[type[BaseException], threading.Thread] = WeakKeyDictionary()
-"""Errors of `Caller.tell`, and the thread of each."""
+_told: WeakKeyDictionary[type[Exception], tuple[Caller, threading.Thread]] = WeakKeyDictionary()
+"""Errors of `Caller.tell`, of which caller, and in which thread."""
 
 
 def _raise_in(thread: threading.Thread, error: type[BaseException] | None) -> None:
@@ -86,11 +90,12 @@ def _tell_again_what_finalizers_drop() -> None:
         return
 
     def hook(unraisable: Any) -> None:
-        thread = _told.get(unraisable.exc_type)
-        if thread is None:
+        error = unraisable.exc_type
+        if error not in _told:
             given(unraisable)
             return
-        again = threading.Timer(_AGAIN_S, _raise_in, (thread, unraisable.exc_type))
+        caller, thread = _told[error]
+        again = threading.Timer(_AGAIN_S, caller.tell_again, (error, thread))
         again.daemon = True
         with suppress(RuntimeError):  # Python is ending
             again.start()

@@ -23,7 +23,7 @@ _SETTINGS = {
     # a rank that has ended. The watch says which rank that is, in an error that may be caught.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     # That thread then waits for four times as long, and nobody may begin or end anything meanwhile.
-    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
     # Streams wait for transfers: a host that does could not be told that a rank has gone.
     "TORCH_NCCL_BLOCKING_WAIT": "0",
 }

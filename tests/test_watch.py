@@ -176,6 +176,17 @@ def test_a_watch_that_fails_says_so(world):
     assert done.wait(10)
 
 
+def test_streams_are_let_go_when_a_rank_that_has_failed_ends(world):
+    """Python may end before the watch finds that, and the process may wait for its streams."""
+    world.ranks.failed = lambda: None
+    done = world.add(1)
+    with pytest.raises(MemoryError), world.calls.enter("a_call", "forward"):
+        raise MemoryError("no memory")
+    assert not done.is_set()
+    world.watch.end()
+    assert done.is_set()
+
+
 def test_a_watch_ends_with_its_transport(world):
     threads = threading.active_count()
     world.watch = None

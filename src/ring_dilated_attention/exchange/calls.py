@@ -185,6 +185,7 @@ class Calls:
         number: how many have begun.
         tag: what tells messages of the last one from those of others, in 31 bits.
         kinds: of the calls that all ranks have agreed on before.
+        failure: what has ended the group; None: nothing, as far as this rank knows.
     """
 
     def __init__(
@@ -202,7 +203,7 @@ class Calls:
         self._begin_anew, self._stop = begin_anew, stop
         self.rank, self._world_size = rank, world_size
         self._roll, self._close = roll, close
-        self._failure: Finding | None = None
+        self.failure: Finding | None = None
         self._main = main or threading.main_thread()
         self._caller = Caller(self._main)
         self._in_call: dict[int, tuple[threading.Thread]] = {}  # 0: who is; others are kept out
@@ -222,9 +223,9 @@ class Calls:
                 before, or two threads of this rank use the group.
         """
         with self._caller.telling:  # not while another thread lets go of what was under way
-            failure = self._failure or self._roll.failed()
+            failure = self.failure or self._roll.failed()
         if failure is not None:
-            self._failure = failure
+            self.failure = failure
             self._caller.has_said()  # be it in a thread of autograd's
             raise ExchangeError(
                 f"this group of {self._world_size} ranks cannot be used any more: {failure.text}; "
@@ -259,11 +260,7 @@ class Calls:
         return thread
 
     def agree_later(self, agreement: Agreement) -> None:
-        """Have the call under way agreed on later: in the next call at the latest.
-
-        Args:
-            agreement: of it.
-        """
+        """Have the call under way agreed on later: in the next call at the latest."""
         self._late = agreement
 
     def agree_now(self) -> None:
@@ -343,7 +340,7 @@ class Calls:
             if error is None or scope.in_step:
                 self._roll.end()
                 return
-            known, is_lost = self._failure, isinstance(error, LostPeerError)
+            known, is_lost = self.failure, isinstance(error, LostPeerError)
             is_own = isinstance(error, Exception) and not isinstance(error, ExchangeError)
             if known and (is_lost or is_own):
                 finding = known
@@ -369,9 +366,9 @@ class Calls:
         Returns:
             Whether nothing of this rank has said so before.
         """
-        if self._failure is not None:
+        if self.failure is not None:
             return False
-        self._failure = finding
+        self.failure = finding
         self._roll.fail(finding)
         return True
 

@@ -93,6 +93,7 @@ def _run(round_: _Round, prepare: Callable[[], None], end: threading.Event) -> N
             round_.give_up(error)
         if not goes_on:
             return
+    round_.leave()
 
 
 def _end(end: threading.Event, thread: threading.Thread) -> None:
@@ -141,9 +142,17 @@ class _Round:
             rank, what = self._calls.rank, f"{type(error).__name__}: {error}"
             self._end_group(Finding(rank, f"rank {rank} cannot watch its transfers: {what}"))
 
+    def leave(self) -> None:
+        """Nobody looks any more: streams that wait in vain, such as when Python ends, go on."""
+        if self._calls.failure is not None and not self._all_done():
+            self._let_go()
+
     def _end_group(self, finding: Finding) -> None:
         if self._calls.fail(finding):  # else a thread of this rank knows, and says it
             self._calls.interrupt(finding.text)
+        self._let_go()
+
+    def _let_go(self) -> None:
         # Streams that go on may send what is not theirs to send. Who still waits for them must
         # have seen by then that this rank has failed.
         time.sleep(3 * LOOK_S)

@@ -8,6 +8,7 @@ Run by `test_faults`, and as a command for many rounds:
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import re
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import streamed_messages
 import torch
 import torch.distributed as dist
 from several_hosts import Host, several_hosts
@@ -45,6 +47,11 @@ TIMEOUT_S = 3.0
 """Of the groups, where a rank is stopped; it is minutes where one has ended."""
 LONG_S = 120.0
 GRACE_S = 5.0
+MOST_S = 60.0
+"""So long ranks may take to end."""
+LINGER_S = 0.3
+"""So long a rank goes on after it has raised an error, or should have: it is told nothing more."""
+STDERR_LINES = 30
 EXPECTED = 3  # calls that go well before the fault: forward, backward, forward
 
 
@@ -127,6 +134,7 @@ class Rank:
         """Wait for the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        streamed_messages.synchronize()
 
     def fault(self) -> None:
         """Say that the fault begins now."""
@@ -228,8 +236,10 @@ def skipped_call(me: Rank, how: str) -> None:
     if me.is_victim:
         me.fault()
     else:
+        if how == "backward, late":  # the victim has begun its backward, and left that, too
+            time.sleep(0.5)
         second = me.call()
-    if how == "backward":
+    if how.startswith("backward"):
         loss = first.sum() if second is None else (first * second).sum()
         loss.backward()
     elif how == "other arguments":
@@ -417,6 +427,7 @@ FAULTS = {
         says="cannot be used any more",
     ),
     "skipped call, backward": Fault(skipped_call, "backward", _DIFFER, says=_DIFFER),
+    "skipped call, late backward": Fault(skipped_call, "backward, late", _DIFFER, says=_DIFFER),
     "skipped call, other arguments": Fault(
         skipped_call, "other arguments", "pattern is .* on rank {victim}", says="pattern is"
     ),
@@ -463,23 +474,39 @@ FAULTS = {
 
 
 class Outcome(NamedTuple):
-    """How a rank ended: what it raised, how long after the fault, and its exit status."""
+    """How a rank ended.
+
+    Attributes:
+        error: what it raised.
+        seconds: how long after the fault.
+        status: its exit status.
+        again: what it was told after that, or after its program had ended without an error.
+        stderr: its first and last lines.
+    """
 
     error: str
     seconds: float
     status: int | None
+    again: str = ""
+    stderr: str = ""
+
+    def __str__(self) -> str:
+        text = f"said {self.error!r} (exit status {self.status})"
+        if self.again:
+            text += f", and then {self.again!r}"
+        return f"{text}; stderr: {self.stderr or 'nothing'}"
 
 
 class Transport(NamedTuple):
     """How ranks reach each other.
 
     Attributes:
-        backend: of torch.distributed.
+        backend: of torch.distributed; ``"streams"``: see `streamed_messages`.
         copies: whether rows travel by copies between GPUs.
         board: whether ranks of one host may agree in shared memory, which those of several cannot.
         cpu: whether the group itself may be used to agree on the CPU, which one of NCCL cannot.
-        hosts: host of each rank: of namespaces on CPUs, and as the group is told on GPUs; empty:
-            all are on one.
+        hosts: host of each rank: of namespaces with gloo, and as the group is told otherwise;
+            empty: all are on one.
     """
 
     backend: str = "gloo"
@@ -508,15 +535,18 @@ def _rank_main(
         pytest.MonkeyPatch().setattr(collectives, "takes_cpu", lambda group: False)
     if not board:
         pytest.MonkeyPatch().setattr(exchange_module, "make_board", lambda *args: None)
-    fault = FAULTS[name]
     torch.set_num_threads(1)
-    error, me = "", None
-    timeout = TIMEOUT_S if waits_for_timeout(name, transport) else LONG_S
+    keep_stderr(Path(folder, f"rank{rank}.stderr"))
     device = torch.device("cpu")
+    if backend == "streams":
+        streamed_messages.use_streams(pytest.MonkeyPatch(), exchange_module)
+        backend = "gloo"
     if backend != "gloo":
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
-    try:
+    mes: list[Rank] = []
+
+    def run() -> None:
         dist.init_process_group(
             backend,
             store=_store(
@@ -536,20 +566,58 @@ def _rank_main(
         assert group is not None
         ends = ProcessGroupExchange(
             group,
-            timeout=timeout,
+            timeout=TIMEOUT_S if waits_for_timeout(name, transport) else LONG_S,
             peer_memory=copies if device.type == "cuda" else None,
             hosts=places if places and not hosts else None,
         )
         note = Path(folder, "fault").touch
-        me = Rank(rank, world_size, victim, device, ends, note)
-        fault.program(me, fault.how)
-    except BaseException as raised:
-        error = f"{type(raised).__name__}: {raised}"
-    _write(Path(folder, f"rank{rank}.json"), json.dumps([error, time.time()]))
-    if me is not None and me.stays:
+        mes.append(Rank(rank, world_size, victim, device, ends, note))
+        FAULTS[name].program(mes[0], FAULTS[name].how)
+
+    said = what_is_said(run, 0 if transport.backend == "gloo" else LINGER_S)
+    _write(Path(folder, f"rank{rank}.json"), json.dumps(said))
+    if mes and mes[0].stays:
         time.sleep(60)
     sys.stdout.flush()
-    os._exit(1 if error else 0)  # as it is: nobody is to wait for anybody here
+    os._exit(1 if said[0] else 0)  # as it is: nobody is to wait for anybody here
+
+
+def what_is_said(run: Callable[[], None], lingers: float) -> tuple[str, float, str]:
+    """What a function raises, when it ended, and what it is told after that.
+
+    Args:
+        run: the function.
+        lingers: seconds to wait for the latter, which a thread that watches streams may have to say
+            too late, be it where the first error is handled.
+    """
+    error, when, again = "", 0.0, ""
+    try:
+        try:
+            run()
+        except BaseException as raised:
+            error, when = f"{type(raised).__name__}: {raised}", time.time()
+        deadline = time.monotonic() + lingers
+        while time.monotonic() < deadline:
+            time.sleep(0.01)
+    except BaseException as raised:
+        again = f"{type(raised).__name__}: {raised}"
+    return error, when or time.time(), again
+
+
+def keep_stderr(path: Path) -> None:
+    """Have a file of what this process writes to stderr: where it is if it crashes, or hangs."""
+    os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    faulthandler.enable(2)
+    faulthandler.dump_traceback_later(0.9 * MOST_S, file=2)
+
+
+def ends_of(path: Path) -> str:
+    """The first and last lines of a file, if there is one."""
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    lines = [line for line in lines if line.strip() and not line.startswith("frame #")]  # torch's
+    if len(lines) > 2 * STDERR_LINES:  # what it said, and where it crashed
+        lines[STDERR_LINES:-STDERR_LINES] = ["..."]
+    return "\n".join(lines)
 
 
 def _write(path: Path, text: str) -> None:
@@ -583,7 +651,7 @@ def run_fault(
         transport: how they reach each other.
 
     Returns:
-        How the ranks ended, by rank. Those that had not after a minute are killed.
+        How the ranks ended, by rank. Those that had not after `MOST_S` are killed.
     """
     context = forked_context()
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
@@ -598,7 +666,7 @@ def run_fault(
         ]
         for process in processes:
             process.start()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + MOST_S
         for process in (p for rank, p in enumerate(processes) if rank != victim):
             process.join(max(0.0, deadline - time.monotonic()))
         if FAULTS[name].says is not None:
@@ -614,8 +682,11 @@ def run_fault(
         outcomes = []
         for rank, process in enumerate(processes):
             found = Path(folder, f"rank{rank}.json")
-            error, when = json.loads(found.read_text()) if found.exists() else ("", begun)
-            outcomes.append(Outcome(error, when - begun, process.exitcode))
+            error, when, again = "", begun, ""
+            if found.exists():
+                error, when, again = json.loads(found.read_text())
+            stderr = ends_of(Path(folder, f"rank{rank}.stderr"))
+            outcomes.append(Outcome(error, when - begun, process.exitcode, again, stderr))
     return outcomes
 
 
@@ -647,12 +718,13 @@ def problems(
             wanted = wanted.replace(_IN_DECODING + ".*this", r"call [78] \(cached_attention.*this")
         wanted = wanted.replace("{victim}", str(victim)).replace("rank ", r"ranks? (?:\d, )*")
         if not re.search(wanted, outcome.error, re.DOTALL):
-            said = f"said {outcome.error!r} (exit status {outcome.status})"
-            found.append(f"rank {rank} {said}, not {wanted!r}")
+            found.append(f"rank {rank} was to say {wanted!r}, but {outcome}")
+        elif outcome.again:
+            found.append(f"rank {rank} had more to say: {outcome}")
         elif rank != victim and outcome.seconds > limit:
             found.append(f"rank {rank} ended after {outcome.seconds:.1f} s")
         if rank != victim and outcome.status != 1:
-            found.append(f"rank {rank} exited with {outcome.status}")
+            found.append(f"rank {rank} was to exit with 1, but {outcome}")
     return found
 
 
@@ -668,7 +740,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--ranks", default="2,3,5")
-    parser.add_argument("--backend", default="gloo", choices=["gloo", "nccl", "cpu:gloo,cuda:nccl"])
+    parser.add_argument(
+        "--backend", default="gloo", choices=["gloo", "streams", "nccl", "cpu:gloo,cuda:nccl"]
+    )
     parser.add_argument("--copies", action="store_true")
     parser.add_argument("--no-board", action="store_true", help="as where memory is not shared")
     parser.add_argument("--hosts", type=int, default=1, help="on how many; the first has the most")

@@ -169,9 +169,9 @@ INSIDE = {
         test_zero_keys
     """,
     "exchange": """
-        faulty_ranks outbox_host test_board test_documents test_gpu_ranks test_hosts
-        test_mapped_memory test_notices test_peer_memory test_processes test_relay test_waiter
-        test_watch
+        faulty_ranks outbox_host streamed_messages test_board test_documents test_gpu_ranks
+        test_hosts test_mapped_memory test_nccl test_notices test_peer_memory test_processes
+        test_relay test_waiter test_watch
     """,
     "kernels": """
         compiled_sizes test_device_profile test_gpu_generation test_kernel_rows test_launch

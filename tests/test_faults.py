@@ -42,6 +42,20 @@ BETWEEN_HOSTS = [
     "checkpoint on one rank",
 ]
 """Of namespaces. Ranks go on while others have yet to say which call they are in."""
+STREAMED = [
+    "killed in a message",
+    "killed in backward",
+    "stopped in backward",
+    "error in a tile",
+    "skipped call, backward",
+    "skipped call, late backward",
+    "skipped call, nothing travels",
+    "other order of backward",
+    "checkpoint on one rank",
+    "two threads on all ranks",
+    "killed in decoding",
+]
+"""Of streams, which a thread watches; a thread stands for each."""
 BETWEEN_GPUS = [
     "killed between calls",
     "killed in forward",
@@ -51,6 +65,7 @@ BETWEEN_GPUS = [
     "error in a tile",
     "error in a tile, caught",
     "skipped call, backward",
+    "skipped call, late backward",
     "skipped call, nothing travels",
     "skipped call, then the end",
     "other order of backward",
@@ -96,6 +111,16 @@ def test_without_a_board_and_a_group_for_the_cpu(name, victim):
 def test_between_hosts(name):
     skip_without_hosts()
     check(name, 3, 1, Transport(hosts=(0, 1, 1)))
+
+
+@pytest.mark.parametrize("name", STREAMED)
+def test_between_streams_that_are_told_to_be_on_two_hosts(name):
+    check(name, 2, 1, Transport("streams", hosts=(0, 1)))
+
+
+@pytest.mark.parametrize("name", ["killed in backward", "error in a tile", "killed in decoding"])
+def test_between_streams(name):
+    check(name, 2, 1, Transport("streams"))
 
 
 @pytest.mark.gpu

@@ -1,5 +1,6 @@
 """Agreements over TCP."""
 
+import errno
 import os
 import socket
 import time
@@ -152,3 +153,26 @@ def test_a_forked_process_does_not_keep_connections():
     assert os.read(reader, 1) == b"\x01"
     assert first.fileno() != -1
     ends.forget()
+
+
+class Unreachable:
+    """A connection to a host that has lost its power."""
+
+    def setblocking(self, blocking):
+        pass
+
+    def close(self):
+        pass
+
+    def send(self, data):
+        raise OSError(errno.EHOSTUNREACH, "No route to host")
+
+    recv = send
+
+
+def test_a_host_that_is_not_reached_any_more_is_a_lost_rank():
+    """Else a rank would say that it has failed itself."""
+    found = relay.Relay(0, 2, [Unreachable()], [Unreachable()], Roll())
+    with pytest.raises(LostPeerError) as lost:
+        found.maximum([0], 60)
+    assert lost.value.peers == (1,)

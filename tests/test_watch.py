@@ -3,6 +3,8 @@
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -161,6 +163,30 @@ def test_who_ends_a_watch_says_why(world):
     assert not world.released
 
 
+def test_a_watch_that_fails_says_so(world):
+    """Else nobody would find that a rank has gone."""
+
+    def look(peers):
+        raise OSError("too many open files")
+
+    world.ranks.look = look
+    done = world.add(1)
+    with pytest.raises(ExchangeError, match=r"^rank 0 cannot watch its transfers: OSError"):
+        use_time(20)
+    assert done.wait(10)
+
+
+def test_streams_are_let_go_when_a_rank_that_has_failed_ends(world):
+    """Python may end before the watch finds that, and the process may wait for its streams."""
+    world.ranks.failed = lambda: None
+    done = world.add(1)
+    with pytest.raises(MemoryError), world.calls.enter("a_call", "forward"):
+        raise MemoryError("no memory")
+    assert not done.is_set()
+    world.watch.end()
+    assert done.is_set()
+
+
 def test_a_watch_ends_with_its_transport(world):
     threads = threading.active_count()
     world.watch = None
@@ -177,16 +203,30 @@ class Late:
 
     def __init__(self):
         self.error, self.known = ExchangeError("ranks are in different calls"), threading.Event()
+        self.finding, self.is_found = threading.Lock(), False
 
     def is_done(self):
         return self.known.is_set()
 
     def failure(self, scope):
-        return self.error if self.known.is_set() else None
+        if not self.known.is_set():
+            return None
+        self.find(scope)
+        return self.error
 
     def __call__(self, scope):
-        scope.differ()
+        self.find(scope)
         raise self.error
+
+    def is_found_by_the_watch(self):
+        self.known.set()
+        use_time(20)
+
+    def find(self, scope):
+        with self.finding:
+            if not self.is_found:
+                self.is_found = True
+                scope.differ(str(self.error))
 
 
 def test_ranks_that_turn_out_to_differ_are_told_once(world):
@@ -195,9 +235,8 @@ def test_ranks_that_turn_out_to_differ_are_told_once(world):
     with world.calls.enter("a_call", "forward"):
         world.calls.agree_later(late)
     use_time(0.05)
-    late.known.set()
     with pytest.raises(ExchangeError, match="are in different calls; this is rank 0, whose calls"):
-        use_time(20)
+        late.is_found_by_the_watch()
     use_time(0.05)
     with world.calls.enter("a_call", "forward") as scope:
         assert scope.call.number == 3
@@ -208,9 +247,13 @@ def test_the_next_call_says_that_ranks_differ_and_the_watch_does_not_say_it_agai
     late = Late()
     with world.calls.enter("a_call", "forward"):
         world.calls.agree_later(late)
-    late.known.set()
-    with pytest.raises(ExchangeError, match=r"^ranks are in different calls"):
+
+    def call():
+        late.known.set()
         world.calls.enter("a_call", "forward")
+
+    with pytest.raises(ExchangeError, match=r"^ranks are in different calls"):
+        call()
     use_time(0.05)
     with world.calls.enter("a_call", "forward") as scope:
         assert scope.call.number == 3
@@ -282,9 +325,8 @@ def test_a_call_that_the_error_has_kept_from_ending_is_over(world):
     late = Late()
     scope = world.calls.enter("a_call", "forward")
     world.calls.agree_later(late)
-    late.known.set()
     with pytest.raises(ExchangeError, match=r"^ranks are in different calls"):
-        use_time(20)
+        late.is_found_by_the_watch()
     assert scope.call.number == 2
     with world.calls.enter("a_call", "forward") as scope:
         assert scope.call.number == 3
@@ -306,12 +348,11 @@ def test_a_transfer_that_is_being_begun_is_ended_afterwards():
     gate, begun, may_go_on, order = Gate(), threading.Event(), threading.Event(), []
 
     def begin():
-        with gate:
-            begun.set()
-            may_go_on.wait()
-            order.append("begun")
+        begun.set()
+        may_go_on.wait()
+        order.append("begun")
 
-    thread = threading.Thread(target=begin)
+    thread = threading.Thread(target=gate.begin, args=[begin])
     thread.start()
     begun.wait()
     threading.Timer(0.02, may_go_on.set).start()
@@ -319,6 +360,119 @@ def test_a_transfer_that_is_being_begun_is_ended_afterwards():
     order.append("ended")
     thread.join()
     assert order == ["begun", "ended"]
-    with pytest.raises(LostPeerError), gate:
-        order.append("begun too late")
+    with pytest.raises(LostPeerError):
+        gate.begin(begin)
     assert len(order) == 2
+
+
+def test_who_is_told_something_has_begun_its_transfer(world):
+    """Half of one would leave a group of NCCL's open, or a stream that waits for good."""
+    gate, order = Gate(), []
+    calls = Calls(0, 3, world.ranks, main=threading.current_thread(), stop=gate.shut)
+
+    def begin():
+        threading.Thread(target=calls.interrupt, args=["rank 1 has gone"]).start()
+        use_time(0.05)
+        order.append("begun")
+
+    def transfers():
+        gate.begin(begin)
+        use_time(20)
+
+    with pytest.raises(ExchangeError, match="rank 1 has gone"):
+        transfers()
+    assert order == ["begun"]
+
+
+def test_who_waits_for_a_stream_is_told_before_it_goes_on(world):
+    """Else it may read what the stream did not receive, or end, before it hears of that."""
+    may_go_on, goes_on = threading.Event(), threading.Lock()
+    goes_on.acquire()
+
+    def let_go():
+        """As NCCL does: streams go on at once, and ending the rest takes time."""
+        may_go_on.wait()
+        goes_on.release()
+        time.sleep(0.2)
+
+    calls = Calls(0, 3, world.ranks, main=threading.current_thread(), begin_anew=let_go)
+    watched = Watch(calls, world.ranks, lambda is_done: None, 0.3)
+    late = Late()
+    with calls.enter("a_call", "forward"):
+        calls.agree_later(late)
+
+    def synchronize():
+        late.known.set()
+        threading.Timer(0.05, may_go_on.set).start()
+        goes_on.acquire()  # as torch does
+        use_time(0.02)
+
+    with pytest.raises(ExchangeError, match="are in different calls; this is rank 0, whose calls"):
+        synchronize()
+    with calls.enter("a_call", "forward") as scope:  # waits until all has been let go
+        assert scope.call.number == 2
+    watched.end()
+
+
+class Dropped:
+    """Python drops what is raised in here, and goes on."""
+
+    def __del__(self):
+        use_time(0.05)
+
+
+def test_what_a_finalizer_drops_is_told_again(world):
+    def drop():
+        threading.Timer(0.02, partial(world.calls.interrupt, "rank 1 has gone")).start()
+        Dropped().__del__  # noqa: B018
+        use_time(1)
+
+    with pytest.raises(ExchangeError, match="rank 1 has gone; this is rank 0, whose calls"):
+        drop()
+    use_time(0.05)  # nothing else is raised
+
+
+def be_told(world):
+    world.calls.interrupt("ranks are in different calls")
+    use_time(20)
+
+
+def in_another_thread(function):
+    """What a function returns, called as autograd's thread calls backward."""
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(function).result()
+
+
+def test_a_call_that_the_error_has_kept_from_ending_is_over_for_backward_too(world):
+    scope = world.calls.enter("a_call", "forward")
+    with pytest.raises(ExchangeError, match="are in different calls"):
+        be_told(world)
+    assert scope.call.number == 2
+    with in_another_thread(lambda: world.calls.enter("a_call", "backward")) as scope:
+        assert scope.call.number == 3
+    with world.calls.enter("a_call", "forward"), pytest.raises(ExchangeError, match="both use a"):
+        in_another_thread(lambda: world.calls.enter("a_call", "forward"))
+
+
+def test_a_thread_that_is_told_while_it_begins_a_call_is_in_none(world, monkeypatch):
+    """It keeps others out by then, the last of which was another thread."""
+    with in_another_thread(lambda: world.calls.enter("a_call", "backward")):
+        pass
+    with monkeypatch.context() as patch:
+        patch.setattr(world.ranks, "begin", lambda call: be_told(world))
+        with pytest.raises(ExchangeError, match="are in different calls"):
+            world.calls.enter("a_call", "forward")
+    with in_another_thread(lambda: world.calls.enter("a_call", "backward")) as scope:
+        assert scope.call.part == "backward"
+
+
+def test_nobody_is_told_in_place_of_a_thread_that_has_ended(world):
+    def call():
+        with world.calls.enter("a_call", "forward"):
+            return threading.current_thread()
+
+    thread = in_another_thread(call)
+    assert not thread.is_alive()
+    thread._ident = threading.get_ident()  # the system gives its number to another one
+    world.calls.interrupt("rank 1 has gone")
+    use_time(0.05)

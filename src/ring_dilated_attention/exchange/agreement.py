@@ -253,13 +253,14 @@ def _compare(
         return
     refusal = failure and f"{type(failure).__name__}: {failure}"
     everyone = share((scope.call, shared and shared.words, refusal))
-    scope.differ()
     others = None if failed else _other_calls(everyone)
+    advice = f". {shared.advice}" if shared and shared.advice and not failed else ""
+    differences = f"{scope.call.name} {_disagreement(everyone)}{advice}"
+    scope.differ(others or differences)
     if others is not None:
         raise ExchangeError(others)
     if failure is None:
-        advice = f". {shared.advice}" if shared and shared.advice and not failed else ""
-        raise ValueError(f"{scope.call.name} {_disagreement(everyone)}{advice}")
+        raise ValueError(differences)
 
 
 def refuse_capture(name: str, ends: Exchange, device: torch.device) -> None:

@@ -31,6 +31,9 @@ class Transport(Protocol):
     ) -> Pending:
         """See `Exchange.start`."""
 
+    def stop(self) -> None:
+        """Begin no transfer any more; return when none is being begun."""
+
     def close(self) -> None:
         """End all transfers, so that no other rank waits for this one."""
 
@@ -95,6 +98,11 @@ class ByPair:
     def nbytes(self) -> int:
         """See `PeerMemory`."""
         return self.near.nbytes
+
+    def stop(self) -> None:
+        """See `Transport`."""
+        self.near.stop()
+        self.far.stop()
 
     def close(self) -> None:
         """See `Transport`."""

@@ -7,14 +7,14 @@ on every rank. What the ranks let each other know travels by a `Roll`.
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
+from .caller import Caller
 from .kinds import Kinds
 
 _MOST_TAG = 2**31 - 1
@@ -113,14 +113,17 @@ class Scope:
         """Have messages say which call they belong to, by a number that differs in others."""
         self._calls.tag = identity & _MOST_TAG
 
-    def differ(self) -> None:
+    def differ(self, why: str) -> None:
         """The ranks are in different calls, or differ in an argument, and all of them know.
 
         All raise now, and may go on with their next call, for which what is under way does not
         count.
+
+        Args:
+            why: what all ranks raise.
         """
         self.in_step = True
-        self._calls.begin_anew()
+        self._calls.begin_anew(why)
 
     def __enter__(self) -> Scope:
         return self
@@ -132,6 +135,18 @@ class Scope:
         trace: TracebackType | None,
     ) -> None:
         self._calls.leave(self, error)
+
+
+class _Aside(Scope):
+    """A call as a thread sees it that watches streams: the thread that calls is to be told."""
+
+    def __init__(self, calls: Calls, scope: Scope, late: Agreement) -> None:
+        super().__init__(calls, scope.call)
+        self._scope, self._late = scope, late
+
+    def differ(self, why: str) -> None:
+        self._scope.in_step = True
+        self._calls.begin_anew(why, self._late)
 
 
 class Agreement(Protocol):
@@ -163,11 +178,14 @@ class Calls:
         close: ends all transfers of this rank with the others, who wait for none of them any more.
         main: the thread that calls need not name; None: the main thread of the process.
         begin_anew: lets go of transfers under way, when all ranks know that they are in vain.
+        stop: lets no transfer begin any more, and waits for one that is being begun.
 
     Attributes:
+        rank: this rank.
         number: how many have begun.
         tag: what tells messages of the last one from those of others, in 31 bits.
         kinds: of the calls that all ranks have agreed on before.
+        failure: what has ended the group; None: nothing, as far as this rank knows.
     """
 
     def __init__(
@@ -178,22 +196,19 @@ class Calls:
         close: Callable[[], None] = lambda: None,
         main: threading.Thread | None = None,
         begin_anew: Callable[[], None] = lambda: None,
+        stop: Callable[[], None] = lambda: None,
     ) -> None:
         self.number = self.tag = 0
         self.kinds = Kinds()
-        self._begin_anew = begin_anew
-        self._rank, self._world_size = rank, world_size
+        self._begin_anew, self._stop = begin_anew, stop
+        self.rank, self._world_size = rank, world_size
         self._roll, self._close = roll, close
-        self._failure: Finding | None = None
-        self._lock = threading.Lock()
+        self.failure: Finding | None = None
         self._main = main or threading.main_thread()
-        self._in_call = self._users = self._main
+        self._caller = Caller(self._main)
+        self._in_call: dict[int, tuple[threading.Thread]] = {}  # 0: who is; others are kept out
         self._scope: Scope | None = None  # of the last call
         self._late: Agreement | None = None
-        self._told: Agreement | None = None  # of which the thread that calls has been told
-        self._telling = threading.RLock()
-        self._is_said = False  # what has ended the group, in the thread that calls
-        self._is_told = False  # that thread, by an error that may have kept it from leaving a call
 
     def enter(self, name: str, part: str, of: int = 0) -> Scope:
         """Begin a call; use the result in a ``with`` statement.
@@ -207,10 +222,11 @@ class Calls:
             ExchangeError: a rank has failed in an earlier call, the ranks were in different calls
                 before, or two threads of this rank use the group.
         """
-        failure = self._failure or self._roll.failed()
+        with self._caller.telling:  # not while another thread lets go of what was under way
+            failure = self.failure or self._roll.failed()
         if failure is not None:
-            self._failure = failure
-            self._say()  # be it in a thread of autograd's
+            self.failure = failure
+            self._caller.has_said()  # be it in a thread of autograd's
             raise ExchangeError(
                 f"this group of {self._world_size} ranks cannot be used any more: {failure.text}; "
                 "start the ranks again, or make a new group without those that are missing"
@@ -224,7 +240,7 @@ class Calls:
         # Backward, and forward again for a checkpoint, may run in a thread of autograd's.
         is_users = torch._C._current_graph_task_id() < 0
         if is_users:
-            self._users = thread
+            self._caller.thread = thread
         is_named = is_users and thread is not self._main
         call = Call(self.number, name, part, of, thread.name if is_named else "")
         self._roll.begin(call)
@@ -234,30 +250,31 @@ class Calls:
     def _take(self, name: str) -> threading.Thread:
         """Keep other threads out, until the scope that is entered now ends."""
         thread = threading.current_thread()
-        was_left = self._is_told and self._in_call is thread
-        if not self._lock.acquire(blocking=False) and not was_left:
-            self._refuse(thread, self._in_call, name)
-        self._in_call, self._is_told = thread, False
+        taken = (thread,)
+        found = self._in_call.setdefault(0, taken)  # at once: the thread may be told something
+        if found is not taken:
+            if found[0] is not self._caller.may_have_left:
+                self._refuse(thread, found[0], name)
+            self._in_call[0] = taken
+        self._caller.may_have_left = None
         return thread
 
     def agree_later(self, agreement: Agreement) -> None:
-        """Have the call under way agreed on later: in the next call at the latest.
-
-        Args:
-            agreement: of it.
-        """
+        """Have the call under way agreed on later: in the next call at the latest."""
         self._late = agreement
 
     def agree_now(self) -> None:
         """Agree on the call under way, if that is still to be done."""
-        with self._telling:  # from now on the thread that watches streams leaves it to this one
+        with (
+            self._caller.telling
+        ):  # from now on the thread that watches streams leaves it to this one
             agreement, self._late = self._late, None
         if agreement is not None:
             assert self._scope is not None
             try:
                 agreement(self._scope)
             except BaseException:
-                self._interrupt(None)  # this says it
+                self._caller.forget()  # this says it
                 raise
 
     def before_rows(self) -> None:
@@ -272,33 +289,35 @@ class Calls:
             self.agree_now()
 
     def look_aside(self) -> bool:
-        """As `look`, in a thread that watches streams: it is raised in the thread that calls.
+        """Whether the ranks are known to be in different calls; the thread that calls is told.
 
-        Returns:
-            Whether the ranks are in different calls.
+        For a thread that watches streams.
         """
         late, scope = self._late, self._scope
-        error = None if late is None or scope is None else late.failure(scope)
-        if error is None:
+        if late is None or scope is None:
             return False
-        with self._telling:
-            if late is self._late and late is not self._told:
-                self._told = late
-                self.interrupt(str(error), late)
-        return True
+        return late.failure(_Aside(self, scope, late)) is not None
 
-    def begin_anew(self) -> None:
-        """Forget which calls were agreed on, and what is under way: all ranks do so at once."""
-        self.kinds.clear()
-        self._begin_anew()
+    def begin_anew(self, why: str, late: Agreement | None = None) -> None:
+        """Forget what was agreed on, and what is under way: all ranks do so at once.
+
+        Args:
+            why: what all ranks raise.
+            late: what a watching thread has found it by; None: this thread calls, and raises it.
+        """
+        with self._caller.telling:
+            if late is not None and late is self._late:  # else the thread that calls finds it, too
+                self.interrupt(why, late)
+            self.kinds.clear()
+            self._begin_anew()  # last: a thread that waits for a stream goes on now
 
     def _refuse(self, thread: threading.Thread, other: threading.Thread, name: str) -> None:
         text = (
-            f"on rank {self._rank}, threads {other.name!r} and {thread.name!r} both use a group "
+            f"on rank {self.rank}, threads {other.name!r} and {thread.name!r} both use a group "
             f"of {self._world_size} ranks (the second one in {name}), so that their calls are in "
             "no order; give each thread a group of its own (torch.distributed.new_group)"
         )
-        self.fail(Finding(self._rank, text))
+        self.fail(Finding(self.rank, text))
         raise ExchangeError(text)
 
     def leave(self, scope: Scope, error: BaseException | None) -> None:
@@ -321,24 +340,24 @@ class Calls:
             if error is None or scope.in_step:
                 self._roll.end()
                 return
-            known, is_lost = self._failure, isinstance(error, LostPeerError)
+            known, is_lost = self.failure, isinstance(error, LostPeerError)
             is_own = isinstance(error, Exception) and not isinstance(error, ExchangeError)
             if known and (is_lost or is_own):
                 finding = known
             elif isinstance(error, LostPeerError):
                 finding = self._roll.explain(error)
             else:
-                finding = Finding(self._rank, f"rank {self._rank} failed in {scope.call}: "
+                finding = Finding(self.rank, f"rank {self.rank} failed in {scope.call}: "
                                   f"{type(error).__name__}: {_one_line(error)}")  # fmt: skip
             self.fail(finding)
             self._close()  # last: who loses a transfer with this rank asks why
         finally:
-            self._is_told = False
-            self._lock.release()
+            self._caller.may_have_left = None
+            self._in_call.clear()
         if finding is known or is_lost:
-            self._say()
+            self._caller.has_said()
             raise ExchangeError(
-                f"{finding.text}; this is rank {self._rank} in {scope.call}"
+                f"{finding.text}; this is rank {self.rank} in {scope.call}"
             ) from error
 
     def fail(self, finding: Finding) -> bool:
@@ -347,52 +366,30 @@ class Calls:
         Returns:
             Whether nothing of this rank has said so before.
         """
-        if self._failure is not None:
+        if self.failure is not None:
             return False
-        self._failure = finding
+        self.failure = finding
         self._roll.fail(finding)
         return True
 
     def interrupt(self, why: str, late: Agreement | None = None) -> None:
         """Raise an `ExchangeError` in the thread that calls, which has gone on to something else.
 
-        It comes as soon as that thread runs Python again: calls of this group have returned what
-        their streams have yet to receive, and never will.
+        Calls of this group have returned what their streams have yet to receive, and never will.
 
         Args:
             why: what has happened.
             late: what has failed, which the next call raises, unless this has come before.
         """
-        calls = self
-        text = (
-            f"{why}; this is rank {self._rank}, whose calls up to call {self.number} of "
-            f"the group of {self._world_size} ranks have no valid results"
-        )
+        self._stop()  # told in the midst of it, that thread would leave half a transfer behind
 
-        class ToldError(ExchangeError):
-            def __init__(self, *args: Any) -> None:
-                super().__init__(*(args or (text,)))
-                calls._is_told = True
-                if late is not None and calls._late is late:
-                    calls._late = None
+        def heard() -> None:
+            if late is not None and self._late is late:
+                self._late = None
 
-        told = ToldError
-        told.__name__ = told.__qualname__ = ExchangeError.__name__
-        with self._telling:
-            if not self._is_said:
-                self._interrupt(told)
-
-    def _say(self) -> None:
-        """The thread that calls raises now what has ended the group: it is not to be told."""
-        with self._telling:
-            self._is_said = True
-            self._interrupt(None)
-
-    def _interrupt(self, error: type[BaseException] | None) -> None:
-        """Raise an error in the thread that calls; None: not the one that it has yet to see."""
-        what = None if error is None else ctypes.py_object(error)
-        if self._users.ident is not None:
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._users.ident), what)
+        whose = f"rank {self.rank}, whose calls up to call {self.number} of the group of"
+        text = f"{why}; this is {whose} {self._world_size} ranks have no valid results"
+        self._caller.tell(ExchangeError, text, heard)
 
 
 def _one_line(error: BaseException) -> str:

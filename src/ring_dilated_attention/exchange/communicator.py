@@ -15,13 +15,9 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 from .calls import Calls, LostPeerError, Roll
 from .devices import takes_cpu
 from .gate import Gate
+from .nccl import make_nccl, start_together
 from .waiter import Waiter, waiting
 from .watch import UnderWay, Watch, prepare_to_watch
-
-MOST_CTAS = 16
-"""Multiprocessors that NCCL may take from the compute behind which it runs."""
-
-_NCCL_LATER = timedelta(seconds=60)
 
 
 class Communicator:
@@ -67,8 +63,7 @@ class Communicator:
         limit = timedelta(seconds=timeout)
         if device.type == "cuda":
             kind = dist.ProcessGroup.BackendType.NCCL
-            options = _nccl_options(group, limit)
-            self._backend: Any = dist.ProcessGroupNCCL(store, rank, world_size, options)
+            self._backend: Any = make_nccl(group, store, limit)
         else:
             kind = dist.ProcessGroup.BackendType.GLOO
             self._backend = dist.ProcessGroupGloo(store, rank, world_size, limit)
@@ -97,8 +92,7 @@ class Communicator:
         self, send: tuple[int, torch.Tensor] | None, receive: tuple[int, torch.Tensor] | None
     ) -> Works:
         """Begin to send, and to receive, together."""
-        with self._gate:
-            return self._begin(send, receive)
+        return self._gate.begin(partial(self._begin, send, receive))
 
     def _begin(
         self, send: tuple[int, torch.Tensor] | None, receive: tuple[int, torch.Tensor] | None
@@ -116,12 +110,8 @@ class Communicator:
         else:
             device = tensors[0].device
             computed = torch.cuda.current_stream(device).record_event()
-            # One launch: two would wait for each other.
-            self._messages._start_coalescing(device)
-            for start, peer, tensor in transfers:
-                start([tensor], peer, 0)
             peers = [peer for _, peer, _ in reversed(transfers)]
-            work = self._messages._end_coalescing(device)
+            work = start_together(self._messages, device, transfers)
             works = [(peers[0], work)]
             if self._watch is not None:
                 assert self._side is not None
@@ -134,6 +124,10 @@ class Communicator:
         self._under_way.add(begun)
         return begun
 
+    def stop(self) -> None:
+        """Begin no transfer any more; return when none is being begun."""
+        self._gate.shut()
+
     def close(self) -> None:
         """End all transfers on the CPU: other ranks' waits for them fail. The watch ends others."""
         if self._watch is None:
@@ -145,7 +139,7 @@ class Communicator:
         """End all transfers, which all ranks know to be in vain; nobody uses this object again."""
         if self._watch is not None:
             self._watch.end()
-            self._gate.shut()
+            self.stop()
             self._backend.abort()
         self._watch = None
         self.close()
@@ -169,16 +163,6 @@ def timeout_of(group: dist.ProcessGroup) -> float:
     device = torch.device("cpu" if takes_cpu(group) else "cuda")
     timeout: timedelta = group._get_backend(device).options._timeout
     return timeout.total_seconds()
-
-
-def _nccl_options(group: dist.ProcessGroup, timeout: timedelta) -> Any:
-    """Few multiprocessors, but those before the attention kernels."""
-    options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options.config.max_ctas = MOST_CTAS
-    options._timeout = timeout + _NCCL_LATER  # it ends the process; the watch raises an error
-    options.global_ranks_in_group = dist.get_process_group_ranks(group)
-    options.group_name = f"ring_dilated_attention {group.group_name}"
-    return options
 
 
 class Works:

@@ -3,38 +3,34 @@
 from __future__ import annotations
 
 import threading
-from types import TracebackType
+from collections.abc import Callable
+from typing import TypeVar
 
 from .calls import LostPeerError
+
+T = TypeVar("T")
 
 _WAIT_S = 2.0
 """A transfer takes less to begin, except where the device's queue is full."""
 
 
 class Gate:
-    """Use it in a ``with`` statement, in which a transfer is begun.
-
-    Raises:
-        LostPeerError: it has been shut; whoever did so knows why.
-    """
+    """Transfers are begun by its `begin`, until it has been shut."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._is_shut = False
 
-    def __enter__(self) -> None:
-        self._lock.acquire()
-        if self._is_shut:
-            self._lock.release()
-            raise LostPeerError([])
+    def begin(self, transfer: Callable[[], T]) -> T:
+        """What a function returns that begins a transfer.
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._lock.release()
+        Raises:
+            LostPeerError: the gate has been shut; whoever did so knows why.
+        """
+        with self._lock:  # by itself: an error that a thread is told may come in any function
+            if self._is_shut:
+                raise LostPeerError([])
+            return transfer()
 
     def shut(self) -> None:
         """Let no transfer begin any more, and wait for one that is being begun."""

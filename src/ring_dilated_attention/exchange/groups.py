@@ -80,13 +80,19 @@ class _Members:
             ) from lost
         self.roll = self.board or self.collectives
         self.agreements = self.board or self.relay or self.collectives
-        self.calls = Calls(rank, world_size, self.roll, close, begin_anew=_weakly(self.begin_anew))
+        begin_anew, stop = _weakly(self.begin_anew), _weakly(self.stop)
+        self.calls = Calls(rank, world_size, self.roll, close, begin_anew=begin_anew, stop=stop)
 
     def close(self) -> None:
         """End all transfers, and begin no other."""
         self.is_closed = True
         for transport in self.transports.values():  # which stay: streams may still be using them
             transport.close()
+
+    def stop(self) -> None:
+        """Begin no transfer any more; return when none is being begun."""
+        for transport in list(self.transports.values()):
+            transport.stop()
 
     def begin_anew(self) -> None:
         """Let go of transfers that all ranks know to be in vain; the next call makes others."""

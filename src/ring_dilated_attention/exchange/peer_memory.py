@@ -244,8 +244,7 @@ class PeerMemory:
         self, send: tuple[int, torch.Tensor] | None, receive: tuple[int, torch.Tensor] | None
     ) -> _Copies:
         """Begin to send, and to receive; see `Exchange.start`."""
-        with self._gate:
-            return self._begin(send, receive)
+        return self._gate.begin(partial(self._begin, send, receive))
 
     def _begin(
         self, send: tuple[int, torch.Tensor] | None, receive: tuple[int, torch.Tensor] | None
@@ -283,13 +282,17 @@ class PeerMemory:
         assert tensor.is_contiguous()
         return self._members.index(peer), tensor.data_ptr(), tensor.nbytes
 
+    def stop(self) -> None:
+        """Begin no transfer any more; return when none is being begun."""
+        self._gate.shut()
+
     def close(self) -> None:
         """Nothing to end: streams go on by themselves, and the watch sees to that."""
 
     def abandon(self) -> None:
         """Let streams go on, all ranks knowing that they get nothing; nobody uses this again."""
         self._watch.end()
-        self._gate.shut()
+        self.stop()
         _release(self._device, self._queued, lambda: all(x.is_done() for x in list(self._queued)))
 
 

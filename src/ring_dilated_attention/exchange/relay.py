@@ -185,16 +185,17 @@ class Relay:
         data = pickle.dumps(passed.value)
         rest = memoryview(_HEAD.pack(len(data)) + data)
         connection, deadline = self._after[passed.step], time.monotonic() + passed.timeout
-        with suppress(ConnectionError):  # it has gone: who waits for it says so
-            while rest:
-                try:
-                    rest = rest[connection.send(rest) :]
-                except BlockingIOError:  # it may be sending as much, and wait for others to read
-                    for step in range(len(self._before)):
-                        self._receive(step)
-                    if time.monotonic() > deadline:
-                        raise LostPeerError([], passed.timeout) from None
-                    time.sleep(_PAUSE_S)
+        while rest:
+            try:
+                rest = rest[connection.send(rest) :]
+            except BlockingIOError:  # it may be sending as much, and wait for others to read
+                for step in range(len(self._before)):
+                    self._receive(step)
+                if time.monotonic() > deadline:
+                    raise LostPeerError([], passed.timeout) from None
+                time.sleep(_PAUSE_S)
+            except OSError:  # it has gone, or its host has: who waits for it says so
+                return
 
 
 class Passed:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from .calls import Calls, LostPeerError, Roll
+from .calls import Calls, Finding, LostPeerError, Roll
 from .cuda_driver import query_while_capturing
 
 LOOK_S = 0.25
@@ -86,8 +86,14 @@ def prepare_to_watch(device: torch.device) -> None:
 def _run(round_: _Round, prepare: Callable[[], None], end: threading.Event) -> None:
     prepare()
     while not end.wait(LOOK_S):
-        if not round_.look():
+        try:
+            goes_on = round_.look()
+        except Exception as error:  # such as a system that has no more sockets
+            goes_on = False
+            round_.give_up(error)
+        if not goes_on:
             return
+    round_.leave()
 
 
 def _end(end: threading.Event, thread: threading.Thread) -> None:
@@ -126,15 +132,31 @@ class _Round:
         if lost is None:
             return True
         finding = self._roll.failed() or self._roll.explain(lost)
-        if self._has_ended():  # meanwhile: whoever has ended it says why
-            return False
+        if not self._has_ended():  # meanwhile: whoever has ended it says why
+            self._end_group(finding)
+        return False
+
+    def give_up(self, error: Exception) -> None:
+        """End the group: nobody would find a rank that is lost any more."""
+        if not self._has_ended():
+            rank, what = self._calls.rank, f"{type(error).__name__}: {error}"
+            self._end_group(Finding(rank, f"rank {rank} cannot watch its transfers: {what}"))
+
+    def leave(self) -> None:
+        """Nobody looks any more: streams that wait in vain, such as when Python ends, go on."""
+        if self._calls.failure is not None and not self._all_done():
+            self._let_go()
+
+    def _end_group(self, finding: Finding) -> None:
         if self._calls.fail(finding):  # else a thread of this rank knows, and says it
             self._calls.interrupt(finding.text)
+        self._let_go()
+
+    def _let_go(self) -> None:
         # Streams that go on may send what is not theirs to send. Who still waits for them must
         # have seen by then that this rank has failed.
         time.sleep(3 * LOOK_S)
         self._release(self._all_done)
-        return False
 
     def _lost(self, head: UnderWay) -> LostPeerError | None:
         if self._roll.failed() is not None:

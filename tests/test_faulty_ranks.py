@@ -46,7 +46,7 @@ def test_a_rank_that_crashes_leaves_its_stderr(tmp_path):
 
 def tell(error):
     what = ctypes.py_object(error)
-    ident = ctypes.c_ulong(threading.main_thread().ident)
+    ident = ctypes.c_ulong(threading.main_thread().ident or 0)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, what)
 
 

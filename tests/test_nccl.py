@@ -3,6 +3,7 @@
 import os
 from datetime import timedelta
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -22,17 +23,20 @@ def settings():
 def test_threads_of_torch_do_not_end_the_process_when_a_rank_has_gone(monkeypatch, given):
     """Which they do by default within 0.1 s, before anything can say which rank it is."""
 
-    def backend(store, rank, world_size, options):
-        return SimpleNamespace(options=options, reads=settings())
+    class Backend:
+        def __init__(self, store, rank, world_size, options):
+            self.options, self.reads = options, settings()
 
-    backend.Options = lambda is_high_priority_stream: SimpleNamespace(config=SimpleNamespace())
+    def options(is_high_priority_stream):
+        return SimpleNamespace(config=SimpleNamespace())
 
+    setattr(Backend, "Options", staticmethod(options))  # noqa: B010
     for name in SETTINGS:
         monkeypatch.delenv(name, raising=False)
         if given is not None:
             monkeypatch.setenv(name, given)
-    group = SimpleNamespace(group_name="7")
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", backend, raising=False)
+    group: Any = SimpleNamespace(group_name="7")
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Backend, raising=False)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [3, 4])
     monkeypatch.setattr(dist, "get_rank", lambda group: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)

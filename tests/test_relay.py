@@ -5,6 +5,7 @@ import os
 import socket
 import time
 from random import Random
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -172,7 +173,8 @@ class Unreachable:
 
 def test_a_host_that_is_not_reached_any_more_is_a_lost_rank():
     """Else a rank would say that it has failed itself."""
-    found = relay.Relay(0, 2, [Unreachable()], [Unreachable()], Roll())
+    gone: Any = Unreachable()
+    found = relay.Relay(0, 2, [gone], [gone], Roll())
     with pytest.raises(LostPeerError) as lost:
         found.maximum([0], 60)
     assert lost.value.peers == (1,)

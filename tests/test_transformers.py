@@ -272,6 +272,33 @@ def test_a_layout_for_each_length():
     assert max(run_loopback(3, run)) < 1e-6
 
 
+LATENT = {  # in which rows of values are half as wide as those of keys
+    "num_key_value_heads": 4,
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 12),
+    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 8),
+    **{"n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1},
+    "first_k_dense_replace": 2,
+}
+
+
+def test_values_may_be_narrower_than_keys():
+    model, batch = make("DeepseekV3", **LATENT), batch_of("padded")
+    set_attention(model, DENSE)
+    _, loss, gradients = step(model, batch)
+    remove_attention(model, "eager")
+    _, want, expected = step(model, batch, use_cache=False)
+    assert relative_error(loss, want) < 1e-6
+    check_gradients(gradients, expected, 1e-5)
+    set_attention(model, PATTERN)
+    _, loss, gradients = step(model, batch)
+    outcomes = on_ranks(model, LAYOUTS["zigzag 3"], batch, step)
+    assert relative_error(sum(loss for _, loss, _ in outcomes), loss) < 1e-6
+    found = [sum(g) for g in zip(*(g for *_, g in outcomes), strict=True)]
+    check_gradients(found, gradients, 1e-5)
+    with pytest.raises(ValueError, match="no DilatedCache"), torch.no_grad():
+        model.eval()(batch["input_ids"][:1], use_cache=True)
+
+
 @pytest.mark.parametrize("family", ["GPT2", "Bert"])
 def test_any_ranks_of_a_head_by_an_older_name(family):
     """Models with embeddings of positions, whose heads are called LMHeadModel."""

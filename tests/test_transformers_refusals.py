@@ -96,7 +96,7 @@ ATTENTION_REFUSALS: dict[str, Any] = {
     "dropout": ({"dropout": 0.1}, "attention dropout is refused .* got 0.1"),
     "key": ({"key": torch.ones(1, 4, 12, 8), "value": torch.ones(1, 4, 12, 8)}, "be a Dilat"),
     "is_causal": ({"is_causal": None}, "must have is_causal"),
-    "value": ({"value": torch.ones(1, 4, 9, 4)}, "same head_dim"),
+    "value": ({"value": torch.ones(1, 4, 9, 16)}, "same head_dim"),
 }
 
 
@@ -307,6 +307,12 @@ def test_models_with_other_arguments_are_refused():
     bloom = transformers.BloomConfig(vocab_size=61, hidden_size=32, n_layer=1, n_head=4)
     with pytest.raises(ValueError, match=r"BloomModel.forward must take attention_mask, position"):
         set_attention(transformers.BloomForCausalLM(bloom), DENSE)
+
+
+def test_models_without_attention_are_refused():
+    model = make("Jamba", attn_layer_offset=2, attn_layer_period=3, use_mamba_kernels=False)
+    with pytest.raises(ValueError, match=r"no attention to replace: config.layer_types are \['"):
+        set_attention(model, DENSE)
 
 
 def test_settings_belong_to_a_model():

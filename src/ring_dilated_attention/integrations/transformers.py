@@ -39,6 +39,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -263,7 +264,8 @@ def attention_forward(
         query: this rank's shard, (batch, heads, local_sequence, head_dim); tokens behind what a KV
             cache has are whole on every rank.
         key: (batch, kv_heads, local_sequence, head_dim).
-        value: like `key`.
+        value: like `key`; in calls without a KV cache rows may be narrower (DeepSeek's latent
+            attention): they are padded with zeros, which takes as long as if they were not.
         attention_mask: must be None: the model's hook has turned it into lengths.
         dropout: must be 0.
         scaling: factor on the scores; None: head_dim ** -0.5.
@@ -271,7 +273,7 @@ def attention_forward(
         kwargs: the `Call`; what means nothing to attention; or None.
 
     Returns:
-        (out, None): out is (batch, local_sequence, heads, head_dim).
+        (out, None): out is (batch, local_sequence, heads, head_dim of value).
 
     Raises:
         ValueError: `set_attention` was not called, or an argument is not supported.
@@ -314,11 +316,12 @@ def attention_forward(
         raise ValueError(f"{type(module).__name__} must have is_causal, or pass it; got None")
     if isinstance(call, CachedCall):
         return _attend_untraced(call, module, (query, key, value), causal, scaling), None
-    settings = call.settings
+    settings, width = call.settings, value.shape[3]
+    missing = max(0, query.shape[3] - width)
     out = dilated_attention(
         query.transpose(1, 2),
         key.transpose(1, 2),
-        value.transpose(1, 2),
+        (F.pad(value, (0, missing)) if missing else value).transpose(1, 2),
         pattern_of_heads(module, settings, query.shape[1], key.shape[1]),
         is_causal=causal,
         scale=scaling,
@@ -329,7 +332,7 @@ def attention_forward(
         exchange=settings.exchange,
         backend=settings.backend,
     )
-    return out, None
+    return out[..., :width] if missing else out, None
 
 
 def attention_mask(

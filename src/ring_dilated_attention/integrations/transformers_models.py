@@ -121,6 +121,11 @@ def check_model(model: nn.Module, base: nn.Module, world_size: int) -> None:
             f"{type(base).__name__}.forward must take attention_mask, position_ids and further "
             f"keyword arguments; it takes {', '.join(parameters)}"
         )
+    layers = set(getattr(config, "layer_types", None) or ())
+    if layers and not any("attention" in layer and layer != "linear_attention" for layer in layers):
+        raise ValueError(
+            f"{kind} has no attention to replace: config.layer_types are {sorted(layers)}"
+        )
     if world_size == 1:
         return
     where = f"on {world_size} ranks"
@@ -130,7 +135,7 @@ def check_model(model: nn.Module, base: nn.Module, world_size: int) -> None:
             f"or model.base_model with a head of your own; got {kind}"
         )
     _check_encoder(base, where)
-    others = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    others = layers - {"full_attention"}
     if others:
         raise ValueError(
             f"{where} config.layer_types must all be 'full_attention'; got {sorted(others)}"

@@ -1,0 +1,246 @@
+"""Every kind of language model in transformers, small, by `set_attention` and by its own attention.
+
+    python benchmarks/every_language_model.py --out models.json
+    python benchmarks/every_language_model.py llama gpt2 roberta
+
+A model with random weights takes a batch of two rows, one of them padded on the right. With
+`DilatedPattern.dense()` its logits, and the gradients of a weighted sum of them, must be those of
+its own eager attention, on one process and on three ranks (threads of this process); with segments
+of four positions its logits must change, else its attention was not replaced. What `set_attention`
+does not support must be refused. Exits with 1 if a model is wrong, silently.
+
+Models that a configuration of this size does not make are named, not counted. Needs transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import inspect
+import json
+import signal
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.models.auto import modeling_auto
+
+from ring_dilated_attention import DilatedPattern, SequenceLayout
+from ring_dilated_attention.exchange import Exchange, run_loopback
+from ring_dilated_attention.integrations.transformers import set_attention, shard_batch
+
+SIZES: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "embed_dim", "word_embed_proj_dim"), 32),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "decoder_layers"), 4),
+    **dict.fromkeys(("num_attention_heads", "n_head", "decoder_attention_heads"), 4),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "decoder_ffn_dim"), 48),
+    **dict.fromkeys(("max_position_embeddings", "n_positions"), 128),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+    **dict.fromkeys(("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 8),
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 8),
+    **dict.fromkeys(("dropout", "attention_dropout"), 0.0),
+    **{"vocab_size": 97, "num_experts_per_tok": 2, "rotary_dim": 4},
+    **{"attn_layer_period": 2, "attn_layer_offset": 1},  # of hybrids
+    **{"mamba_n_heads": 4, "mamba_d_head": 16, "n_group": 1, "topk_group": 1},
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "moe_intermediate_size": 16},
+}
+"""Options of configurations; each takes those that it has."""
+KV_HEADS = (2, 4)
+"""The first that a model can have: some have as many as query heads."""
+LENGTH, SHORT = 23, 17
+RANKS = 3
+MOST_PARAMETERS = 30_000_000
+MOST_SECONDS = 30
+TOLERANCE = 1e-4
+"""Of float32 logits and gradients, relative to the largest; rounding is below 1e-5."""
+CHANGED = 1e-3
+
+
+class Outcome(NamedTuple):
+    """What became of a model: ``"right"``, ``"refused"``, ``"wrong"`` or ``"not made"``, and why.
+
+    `alone` is of one process, `ranks` of three; `why` is of the first that is not right.
+    """
+
+    kind: str
+    alone: str
+    ranks: str
+    why: str
+
+
+class Found(NamedTuple):
+    """Logits of a model, and gradients by parameter; zero where there is none."""
+
+    logits: Tensor
+    gradients: list[Tensor]
+
+
+def kinds() -> Iterator[tuple[str, Any]]:
+    """The model types that have a causal or a masked language model, with the class that has it."""
+    heads = (
+        (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, transformers.AutoModelForCausalLM),
+        (modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, transformers.AutoModelForMaskedLM),
+    )
+    for names, head in heads:
+        for kind in sorted(names):
+            yield kind, head
+
+
+def make(kind: str, head: Any, kv_heads: int) -> Any:
+    """A small model with random weights, whose attention is transformers' own."""
+    sizes = {**SIZES, "num_key_value_heads": kv_heads}
+    made = transformers.CONFIG_MAPPING[kind]
+    fields = {name for each in made.__mro__ for name in inspect.get_annotations(each)}
+    fields |= {*inspect.signature(made).parameters, *getattr(made, "attribute_map", {})}
+    options = {name: value for name, value in sizes.items() if name in fields}
+    with torch.device("meta"):
+        count = sum(
+            parameter.numel() for parameter in head.from_config(made(**options)).parameters()
+        )
+    if count > MOST_PARAMETERS:
+        raise ValueError(f"{count} parameters")
+    torch.manual_seed(0)
+    model = head.from_config(made(**options)).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=0.1)
+    model.set_attn_implementation("eager")
+    return model
+
+
+def run(model: Any, batch: dict[str, Tensor], weights: Tensor) -> Found:
+    """Forward, and backward of the weighted sum of the logits."""
+    logits = model(**batch, use_cache=False).logits
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    gradients = torch.autograd.grad((logits * weights).sum(), parameters, allow_unused=True)
+    filled = (
+        torch.zeros_like(x) if g is None else g for x, g in zip(parameters, gradients, strict=True)
+    )
+    return Found(logits.detach(), list(filled))
+
+
+class Comparison:
+    """A model, a batch, and what its own attention makes of them.
+
+    Args:
+        model: by `make`.
+    """
+
+    def __init__(self, model: Any) -> None:
+        generator = torch.Generator().manual_seed(1)
+        tokens = torch.randint(3, SIZES["vocab_size"], (2, LENGTH), generator=generator)
+        self.mask = (torch.arange(LENGTH) < torch.tensor([[LENGTH], [SHORT]])).long()
+        self.batch = {"input_ids": tokens * self.mask, "attention_mask": self.mask}
+        shape = *tokens.shape, SIZES["vocab_size"]
+        self.weights = torch.randn(shape, generator=generator) * self.mask[:, :, None]
+        self._model = model
+        self._want = run(copy.deepcopy(model), self.batch, self.weights)
+
+    def alone(self) -> str:
+        """What is wrong on one process; empty: nothing."""
+        model = copy.deepcopy(self._model)
+        set_attention(model, DilatedPattern.dense())
+        wrong = self._against(run(model, self.batch, self.weights))
+        set_attention(model, DilatedPattern([4], [1]))
+        changed = self._error(run(model, self.batch, self.weights).logits)
+        return wrong or ("" if changed > CHANGED else "attention is not replaced")
+
+    def sharded(self) -> str:
+        """What is wrong on several ranks; empty: nothing."""
+        layout = SequenceLayout.zigzag(LENGTH, RANKS)
+
+        def rank(ends: Exchange) -> Found:
+            model = copy.deepcopy(self._model)
+            set_attention(model, DilatedPattern.dense(), group=ends, layout=layout)
+            weights = layout.shard(self.weights, ends.rank, 1)
+            return run(model, shard_batch(self.batch, layout, ends), weights)
+
+        found = run_loopback(RANKS, rank)
+        logits = layout.unshard([each.logits for each in found], 1)
+        gradients = [sum(x) for x in zip(*(each.gradients for each in found), strict=True)]
+        return self._against(Found(logits, gradients))
+
+    def _error(self, logits: Tensor) -> float:
+        difference = (logits - self._want.logits) * self.mask[:, :, None]
+        return float(difference.abs().max() / self._want.logits.abs().max())
+
+    def _against(self, found: Found) -> str:
+        largest = max(float(x.abs().max()) for x in self._want.gradients)
+        errors = [
+            float((a - b).abs().max()) / largest
+            for a, b in zip(found.gradients, self._want.gradients, strict=True)
+        ]
+        worst = max(self._error(found.logits), *errors)
+        return "" if worst < TOLERANCE else f"differs by {worst:.1e}"
+
+
+def outcome_of(kind: str, head: Any) -> Outcome:
+    """Make a model and compare it."""
+    comparison, why = None, ""
+    for kv_heads in KV_HEADS:
+        try:
+            comparison = comparison or Comparison(make(kind, head, kv_heads))
+        except Exception as error:
+            why = why or in_a_line(error)
+    if comparison is None:
+        return Outcome(kind, "not made", "not made", why)
+    found: list[str] = []
+    why = ""
+    for compare in (comparison.alone, comparison.sharded):
+        try:
+            wrong = compare()
+            found.append("wrong" if wrong else "right")
+        except Exception as error:  # a refusal, or a crash, which is not silent
+            refusal = isinstance(error, ValueError | TypeError | NotImplementedError)
+            found.append("refused" if refusal else "crashed")
+            wrong = in_a_line(error)
+        why = why or wrong
+    alone, ranks = found
+    return Outcome(kind, alone, ranks, why)
+
+
+def in_a_line(error: Exception) -> str:
+    """An error, short."""
+    return f"{type(error).__name__}: {error}".replace("\n", " ")[:200]
+
+
+def too_long(*_: Any) -> None:
+    """Tell who waits for a model."""
+    raise RuntimeError(f"takes more than {MOST_SECONDS} s")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Compare all models, or those that are named."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("kinds", nargs="*", help="model types; none: all")
+    parser.add_argument("--out", type=Path, help="a JSON file for all outcomes")
+    options = parser.parse_args(arguments)
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    signal.signal(signal.SIGALRM, too_long)
+    outcomes = []
+    for kind, head in kinds():
+        if options.kinds and kind not in options.kinds:
+            continue
+        signal.alarm(MOST_SECONDS)
+        outcome = outcome_of(kind, head)
+        signal.alarm(0)
+        name = head.__name__.removeprefix("AutoModelFor")
+        outcomes.append({"head": name, **outcome._asdict()})
+        print(f"{kind:24} {name:9} {outcome.alone:8} {outcome.ranks:8} {outcome.why}", flush=True)
+    for where in ("alone", "ranks"):
+        print(where, dict(Counter(each[where] for each in outcomes)))
+    if options.out:
+        found = {"transformers": transformers.__version__, "torch": torch.__version__}
+        options.out.write_text(json.dumps({**found, "models": outcomes}, indent=1) + "\n")
+    sys.exit(any("wrong" in (each["alone"], each["ranks"]) for each in outcomes))
+
+
+if __name__ == "__main__":
+    main()

@@ -21,6 +21,8 @@ _ENCODERS = tuple(
 )
 """Those that were looked at and tested on several ranks. Others count positions in a shard, as ESM
 does for its rotations, or scale by what a shard holds."""
+_WITHOUT_ATTENTION = {"linear_attention", "mamba", "recurrent", "conv", "mlp", "moe"}
+"""What the configs of transformers call layers without attention, with older names."""
 _POSITIONS = ("position_embeddings", "position_embedding", "embed_positions", "wpe")
 _PEFT = (0, 21)
 """Before this version of peft, adapters called the model's forward past its hooks."""
@@ -122,7 +124,7 @@ def check_model(model: nn.Module, base: nn.Module, world_size: int) -> None:
             f"keyword arguments; it takes {', '.join(parameters)}"
         )
     layers = set(getattr(config, "layer_types", None) or ())
-    if layers and not any("attention" in layer and layer != "linear_attention" for layer in layers):
+    if layers and layers <= _WITHOUT_ATTENTION:
         raise ValueError(
             f"{kind} has no attention to replace: config.layer_types are {sorted(layers)}"
         )

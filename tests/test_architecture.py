@@ -169,7 +169,7 @@ INSIDE = {
         test_zero_keys
     """,
     "exchange": """
-        faulty_ranks outbox_host streamed_messages test_board test_documents test_gpu_ranks
+        faults faulty_ranks outbox_host streamed_messages test_board test_documents test_gpu_ranks
         test_hosts test_mapped_memory test_nccl test_notices test_peer_memory test_processes
         test_relay test_waiter test_watch
     """,

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from faulty_ranks import FAULTS, GLOO, Transport, leftovers, problems, run_fault
+from faults import FAULTS
+from faulty_ranks import GLOO, Transport, leftovers, problems, run_fault
 from several_hosts import skip_without_hosts
 
 pytestmark = pytest.mark.faults

@@ -254,13 +254,15 @@ def _compare(
     refusal = failure and f"{type(failure).__name__}: {failure}"
     everyone = share((scope.call, shared and shared.words, refusal))
     others = None if failed else _other_calls(everyone)
-    advice = f". {shared.advice}" if shared and shared.advice and not failed else ""
-    differences = f"{scope.call.name} {_disagreement(everyone)}{advice}"
-    scope.differ(others or differences)
+    error: Exception
     if others is not None:
-        raise ExchangeError(others)
-    if failure is None:
-        raise ValueError(differences)
+        error = ExchangeError(others)
+    else:
+        advice = f". {shared.advice}" if shared and shared.advice and not failed else ""
+        error = ValueError(f"{scope.call.name} {_disagreement(everyone)}{advice}")
+    scope.differ(str(error))
+    if others is not None or failure is None:
+        raise error
 
 
 def refuse_capture(name: str, ends: Exchange, device: torch.device) -> None:

@@ -265,9 +265,7 @@ class Calls:
 
     def agree_now(self) -> None:
         """Agree on the call under way, if that is still to be done."""
-        with (
-            self._caller.telling
-        ):  # from now on the thread that watches streams leaves it to this one
+        with self._caller.telling:  # the thread that watches streams leaves it to this one now
             agreement, self._late = self._late, None
         if agreement is not None:
             assert self._scope is not None

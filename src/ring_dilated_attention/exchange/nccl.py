@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from .calls import LostPeerError
 
-MOST_CTAS = 16
+_MOST_CTAS = 16
 """Multiprocessors that NCCL may take from the compute behind which it runs."""
 
 _LATER = timedelta(seconds=60)
@@ -40,7 +40,7 @@ def make_nccl(group: dist.ProcessGroup, store: dist.Store, timeout: timedelta) -
     """
     # Few multiprocessors, but those before the attention kernels.
     options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options.config.max_ctas = MOST_CTAS
+    options.config.max_ctas = _MOST_CTAS
     options._timeout = timeout + _LATER  # the watch raises an error before
     options.global_ranks_in_group = dist.get_process_group_ranks(group)
     options.group_name = f"ring_dilated_attention {group.group_name}"

@@ -208,7 +208,7 @@ def strides_in(unit: int, *strides: Sequence[int]) -> list[int]:
 
 
 class RowLaunch(NamedTuple):
-    """How to launch a kernel that goes over rows, so many a program."""
+    """How to launch a kernel each of whose programs takes a block of rows."""
 
     grid: tuple[int, int]
     numbers: tuple[int, ...]  # sizes, and strides in units

@@ -1,13 +1,14 @@
 """Random calls against the brute-force reference in float64: how many are wrong, or crash.
 
     python benchmarks/fuzz.py --calls 20000 --ranks 1-5
-    python benchmarks/fuzz.py --calls 2000 --device cuda --backend all
+    python benchmarks/fuzz.py --calls 2000 --device cuda --backend all --seconds 500
     python benchmarks/fuzz.py --calls 1 --seed 4711 --verbose     # one call again
 
 Every call runs forward and backward on all ranks of a group, which are threads of this process. Its
 tensors are views of every kind (`view_kinds`) in storages of NaN, and its pattern, layout,
 documents, lengths, mask and options are drawn too. Call number i is drawn from seed S + i and from
 the other arguments alone. Exits with 1 unless all were right: nothing is drawn that is refused.
+The count so far is printed every half a minute; `--seconds` ends a run before all calls are made.
 
 On CUDA shapes come from a small set, because kernels are compiled, and cuDNN plans, for each.
 Needs torch and numpy; back ends that are not installed are left out and named.
@@ -19,6 +20,7 @@ import argparse
 import contextlib
 import faulthandler
 import itertools
+import math
 import sys
 import time
 import traceback
@@ -59,6 +61,8 @@ PATTERNS = (  # on CUDA
 )
 HUNG = 300
 """Seconds after which a call is taken to hang: the process prints where it is, and exits."""
+REPORT = 30
+"""Seconds between two counts."""
 
 
 class Choices(NamedTuple):
@@ -210,13 +214,17 @@ def judge(case: Case) -> Verdict:
     return Verdict("wrong", f"{errors}; {'finite' if outcome.valid else 'NOT VALID'}; {moved}")
 
 
-def fuzz(calls: int, seed: int, among: Choices, *, verbose: bool = False) -> Counter[str]:
-    """Run calls, print those that are not right, and count verdicts."""
+def fuzz(
+    calls: int, seed: int, among: Choices, *, seconds: float = math.inf, verbose: bool = False
+) -> Counter[str]:
+    """Run calls, for at most so long, print those that are not right, and count verdicts."""
     counts: Counter[str] = Counter()
-    begun = time.perf_counter()
+    begun = reported = time.perf_counter()
     fills = nan_in_uninitialized_memory() if among.device == "cpu" else contextlib.nullcontext()
     with fills:
         for number in range(calls):
+            if time.perf_counter() - begun > seconds:
+                break
             case = draw(seed + number, among)
             if verbose:
                 print(f"seed {seed + number}: {case}", flush=True)
@@ -225,7 +233,8 @@ def fuzz(calls: int, seed: int, among: Choices, *, verbose: bool = False) -> Cou
             counts[kind] += 1
             if kind != "right":
                 print(f"{kind}: seed {seed + number}: {why}", flush=True)
-            if (number + 1) % 1000 == 0:
+            if time.perf_counter() - reported > REPORT:
+                reported = time.perf_counter()
                 print(_summary(counts, begun), flush=True)
     faulthandler.cancel_dump_traceback_later()
     print(_summary(counts, begun))
@@ -250,6 +259,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, run, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--calls", type=int, default=1000, help="how many")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no call after them")
     parser.add_argument("--seed", type=int, default=0, help="of the first call; the next adds 1")
     parser.add_argument("--ranks", type=_ranks, default=(1, 5), help="for example 1-5")
     parser.add_argument("--device", choices=list(BACKENDS), default="cpu")
@@ -258,8 +268,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     names = BACKENDS[given.device] if given.backend == "all" else given.backend.split(",")
     among = choices(given.ranks, given.device, names)
-    counts = fuzz(given.calls, given.seed, among, verbose=given.verbose)
-    return int(counts["right"] < given.calls)
+    counts = fuzz(given.calls, given.seed, among, seconds=given.seconds, verbose=given.verbose)
+    return int(counts["right"] < counts.total())
 
 
 if __name__ == "__main__":

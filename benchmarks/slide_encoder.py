@@ -6,7 +6,8 @@
 12 layers of width 768, 16 heads of 48, GigaPath's pattern, float16 autocast with loss scaling,
 AdamW; one slide sharded over all ranks, whose gradients DDP brings together. Once as it is, once
 with activation checkpointing; compiled where `--cases` says so. A slide of so many tiles is a
-sequence of one position more.
+sequence of one position more. `--traces` keeps what host and GPU of each rank did in one step, for
+Perfetto or chrome://tracing.
 """
 
 import json
@@ -44,6 +45,7 @@ def main(
     layers: int = 12,
     chunk_rows: int = 16_384,
     out: Annotated[Path | None, typer.Option(help="JSON file to write")] = None,
+    traces: Annotated[Path | None, typer.Option(help="folder for a step of each rank")] = None,
 ) -> None:
     """Train a few steps of each case."""
     names = cases.split(",")
@@ -62,7 +64,7 @@ def main(
         for name in names:
             options = {"checkpoint": "keep_attention", "chunk_rows": chunk_rows}
             case = Case(name, count, layers, options if name == "checkpointed" else {})
-            measured = measure(case, repeats, device, many)
+            measured = measure(case, repeats, device, many, traces)
             found.append(measured)
             if first:
                 print(json.dumps(measured), flush=True)
@@ -81,7 +83,9 @@ class Case(NamedTuple):
     options: dict[str, Any]
 
 
-def measure(case: Case, repeats: int, device: Any, many: bool) -> dict[str, Any]:
+def measure(
+    case: Case, repeats: int, device: Any, many: bool, traces: Path | None
+) -> dict[str, Any]:
     """Train on one slide; the slowest rank's times, and the largest rank's memory."""
     cuda = torch.cuda.is_available()
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if many else (0, 1)
@@ -135,6 +139,8 @@ def measure(case: Case, repeats: int, device: Any, many: bool) -> dict[str, Any]
     if many:
         dist.all_reduce(summary, op=dist.ReduceOp.MAX)
     *slowest, peak = summary.tolist()
+    if traces is not None:
+        trace(step, traces / f"{case.name}_{case.tiles}_rank{rank}.json.gz")
     return {
         "case": case.name,
         "positions": case.tiles + 1,
@@ -150,6 +156,16 @@ def measure(case: Case, repeats: int, device: Any, many: bool) -> dict[str, Any]
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if cuda else "cpu",
     }
+
+
+def trace(step: Any, path: Path) -> None:
+    """Write what host and device did in a step."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with torch.profiler.profile() as profiler:
+        step()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    profiler.export_chrome_trace(str(path))
 
 
 def kernels(step: Any) -> dict[str, Any]:

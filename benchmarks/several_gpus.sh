@@ -25,7 +25,7 @@ tokens() { # as many as fit: 2^28 a GPU forward, half as many forward and backwa
 }
 slides() {
   "$python" "$here/slide_encoder.py" --tiles 45680 --tiles 100000 --out "$out/slides.json" &&
-    ranks "$here/slide_encoder.py" --tiles 1048576 --cases checkpointed --repeats 3 \
+    ranks "$here/slide_encoder.py" --tiles 1048576 --cases checkpointed --samples 3 \
       --out "$out/slides_sharded.json"
 }
 documents() { "$python" "$here/documents.py" --out "$out/documents.json"; }

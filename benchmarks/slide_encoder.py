@@ -3,10 +3,11 @@
     python benchmarks/slide_encoder.py --tiles 45680 --out slide.json
     torchrun --nproc-per-node 4 benchmarks/slide_encoder.py --tiles 1048576 --cases checkpointed
 
-12 layers of width 768, 16 heads of 48, GigaPath's pattern, float16 autocast with loss scaling,
-AdamW; one slide sharded over all ranks, whose gradients DDP brings together. Once as it is, once
-with activation checkpointing; compiled where `--cases` says so. A slide of so many tiles is a
-sequence of one position more. `--traces` keeps what host and GPU of each rank did in one step, for
+12 layers of width 768, 16 heads of 48, GigaPath's pattern, float16 autocast with loss scaling and
+fused AdamW; several steps one after the other, as a training makes them. One slide is sharded over
+all ranks, whose gradients DDP brings together. Once as it is, once with activation checkpointing;
+compiled where `--cases` says so. A slide of so many tiles is a sequence of one position more.
+`--traces` keeps what the GPU of each rank did in one step, and when the host launched it, for
 Perfetto or chrome://tracing.
 """
 
@@ -41,7 +42,8 @@ def main(
     cases: Annotated[str, typer.Option(help="some of plain, checkpointed, compiled")] = (
         "plain,checkpointed"
     ),
-    repeats: int = 10,
+    samples: int = 7,
+    in_a_row: Annotated[int, typer.Option(help="steps of a sample")] = 5,
     layers: int = 12,
     chunk_rows: int = 16_384,
     out: Annotated[Path | None, typer.Option(help="JSON file to write")] = None,
@@ -64,7 +66,7 @@ def main(
         for name in names:
             options = {"checkpoint": "keep_attention", "chunk_rows": chunk_rows}
             case = Case(name, count, layers, options if name == "checkpointed" else {})
-            measured = measure(case, repeats, device, many, traces)
+            measured = measure(case, Method(samples, in_a_row, traces), device, many)
             found.append(measured)
             if first:
                 print(json.dumps(measured), flush=True)
@@ -83,9 +85,15 @@ class Case(NamedTuple):
     options: dict[str, Any]
 
 
-def measure(
-    case: Case, repeats: int, device: Any, many: bool, traces: Path | None
-) -> dict[str, Any]:
+class Method(NamedTuple):
+    """How it is measured: see `main`."""
+
+    samples: int
+    in_a_row: int
+    traces: Path | None
+
+
+def measure(case: Case, method: Method, device: Any, many: bool) -> dict[str, Any]:
     """Train on one slide; the slowest rank's times, and the largest rank's memory."""
     cuda = torch.cuda.is_available()
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if many else (0, 1)
@@ -101,7 +109,8 @@ def measure(
     parameters = [*encoder.parameters(), *head.parameters()]
     if many:  # gradients of the first layers are ready last
         encoder, head = (DistributedDataParallel(x) for x in (encoder, head))
-    optimizer = torch.optim.AdamW(parameters, lr=1e-4)
+    # A fused optimizer skips a step of which gradients overflow without asking the device first.
+    optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=cuda)
     scaler = torch.amp.GradScaler(enabled=cuda)
     torch.manual_seed(1 + rank)
     features = torch.randn(1, own, config.in_dim, device=device)
@@ -125,54 +134,55 @@ def measure(
     if cuda:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-    losses, times = [], []
-    for _ in range(repeats + 3):  # the first compile
+    losses, times = [step() for _ in range(3)], []  # the first compile
+    for _ in range(method.samples):
+        if cuda:
+            torch.cuda.synchronize()
         if many:
             dist.barrier()
         before = time.perf_counter()
-        losses.append(step())
+        losses += [step() for _ in range(method.in_a_row)]
         if cuda:
             torch.cuda.synchronize()
-        times.append((time.perf_counter() - before) * 1e3)
-    summary = torch.tensor([*times[3:], torch.cuda.max_memory_allocated() if cuda else 0.0])
+        times.append((time.perf_counter() - before) * 1e3 / method.in_a_row)
+    summary = torch.tensor([*times, torch.cuda.max_memory_allocated() if cuda else 0.0])
     summary = summary.to(torch.float64)
     if many:
         dist.all_reduce(summary, op=dist.ReduceOp.MAX)
     *slowest, peak = summary.tolist()
-    if traces is not None:
-        trace(step, traces / f"{case.name}_{case.tiles}_rank{rank}.json.gz")
+    trace = method.traces and method.traces / f"{case.name}_{case.tiles}_rank{rank}.json.gz"
     return {
         "case": case.name,
         "positions": case.tiles + 1,
         "ranks": ranks,
         "options": case.options,
+        "in_a_row": method.in_a_row,
         "median_ms": round(statistics.median(slowest), 2),
         "min_ms": round(min(slowest), 2),
         "max_ms": round(max(slowest), 2),
         "peak_gb": round(peak / 1e9, 3),
         "parameters": sum(p.numel() for p in parameters),
         "losses": [round(loss.item(), 5) for loss in losses],
-        **(kernels(step) if cuda else {}),
+        **(kernels(step, trace) if cuda else {}),
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if cuda else "cpu",
     }
 
 
-def trace(step: Any, path: Path) -> None:
-    """Write what host and device did in a step."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with torch.profiler.profile() as profiler:
-        step()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-    profiler.export_chrome_trace(str(path))
+def kernels(step: Any, trace: Path | None) -> dict[str, Any]:
+    """Milliseconds of GPU time in a step, by kind of kernel; kinds may run at the same time.
 
-
-def kernels(step: Any) -> dict[str, Any]:
-    """Milliseconds of GPU time in a step, by kind of kernel; kinds may run at the same time."""
+    Args:
+        step: makes one.
+        trace: a file to write for what happened when; None: none.
+    """
+    # With what the host does, too, it takes half as long again.
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         step()
         torch.cuda.synchronize()
+    if trace is not None:
+        trace.parent.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(trace))
     kinds: dict[str, float] = defaultdict(float)
     longest = sorted(profiler.key_averages(), key=lambda e: -e.device_time_total)
     for event in longest:

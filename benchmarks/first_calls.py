@@ -153,8 +153,8 @@ def _kernels_that_do_nothing() -> Iterator[None]:
     with (
         patch(f"{package}.resolve.select_backend", select),
         patch(f"{package}.kernels.launch.Launcher.__call__", lambda *_: None),
-        patch(f"{package}.engine.accumulate._runs_triton", lambda _: True),
-        patch(f"{package}.engine.ring._sum_dtype", sum_dtype),
+        patch(f"{package}.engine.accumulate.runs_triton", lambda _: True),
+        patch(f"{package}.engine.ring.sum_dtype", sum_dtype),
     ):
         yield
 

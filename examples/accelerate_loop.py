@@ -70,7 +70,13 @@ def main() -> None:
     parser.add_argument("--sequence-ranks", type=int, default=2, help="that share a sequence")
     parser.add_argument("--seq-len", type=int, default=301)
     args = parser.parse_args()
-    ranks, data = int(os.environ["WORLD_SIZE"]), texts(12, args.seq_len)
+    ranks = int(os.environ.get("WORLD_SIZE", "0"))  # torchrun sets it
+    if not ranks or ranks % args.sequence_ranks:
+        sys.exit(
+            "start this with: torchrun --nproc-per-node 4 examples/accelerate_loop.py, on a "
+            f"multiple of --sequence-ranks, {args.sequence_ranks}; got {ranks or 'no'} ranks"
+        )
+    data = texts(12, args.seq_len)
     model = new_model()
     twin = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

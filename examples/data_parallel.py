@@ -107,8 +107,13 @@ def main() -> list[float]:
     parser.add_argument("--sequence-ranks", type=int, default=2, help="that share a sequence")
     parser.add_argument("--steps", type=int, default=3)
     args = parser.parse_args()
+    ranks = int(os.environ.get("WORLD_SIZE", "0"))  # torchrun sets it
+    if not ranks or ranks % args.sequence_ranks:
+        sys.exit(
+            "start this with: torchrun --nproc-per-node 4 examples/data_parallel.py, on a "
+            f"multiple of --sequence-ranks, {args.sequence_ranks}; got {ranks or 'no'} ranks"
+        )
     dist.init_process_group("gloo")
-    ranks = int(os.environ["WORLD_SIZE"])
     shape = (ranks // args.sequence_ranks, args.sequence_ranks)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "sp"))
 

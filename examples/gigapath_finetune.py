@@ -58,12 +58,15 @@ def read_slide(path: Path) -> tuple[torch.Tensor, torch.Tensor, int | None]:
 
 def slides_of(folder: Path, labels: Path) -> list[tuple[Path, int]]:
     """The files of the slides that have a label, in the order of the labels."""
+    if not folder.is_dir() or not labels.is_file():
+        sys.exit(f"SLIDES must be a folder and labels.csv a file; got {folder} and {labels}")
     files = {path.stem: path for path in sorted(folder.iterdir()) if path.suffix in READERS}
     with labels.open(newline="") as file:
         rows = [(row["slide_id"], int(row["label"])) for row in csv.DictReader(file)]
     missing = [name for name, _ in rows if name not in files]
     if missing or not rows:
-        sys.exit(f"{folder} has no file for {', '.join(missing) or 'any slide'}: {READERS}")
+        listed = ", ".join(missing[:10]) or "any slide"
+        sys.exit(f"{folder} has no {' or '.join(READERS)} file for {listed} of {labels}")
     return [(files[name], label) for name, label in rows]
 
 

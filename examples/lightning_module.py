@@ -119,7 +119,12 @@ def main() -> None:
     parser.add_argument("--sequence-ranks", type=int, default=2, help="that share a sequence")
     parser.add_argument("--seq-len", type=int, default=301)
     args = parser.parse_args()
-    ranks = int(os.environ["WORLD_SIZE"])
+    ranks = int(os.environ.get("WORLD_SIZE", "0"))  # torchrun sets it
+    if not ranks or ranks % args.sequence_ranks:
+        sys.exit(
+            "start this with: torchrun --nproc-per-node 4 examples/lightning_module.py, on a "
+            f"multiple of --sequence-ranks, {args.sequence_ranks}; got {ranks or 'no'} ranks"
+        )
     module = Recording(texts(12, args.seq_len), args.sequence_ranks)
     # --8<-- [start:trainer]
     trainer = lightning.Trainer(

@@ -3,7 +3,8 @@
 #
 #     sbatch --nodes 2 examples/slurm.sh --preset longnet-base --steps 1000
 #
-# Options behind the script's name are those of `rda train`. Set OUT to a folder that all hosts see.
+# Options behind the script's name are those of `rda train`. Set OUT to a folder that all hosts see,
+# and GPUS where a host has other than 8 GPUs, with --gpus-per-node before the script's name.
 # A job that is queued again, and ranks that torchrun starts again, go on from the last checkpoint.
 
 #SBATCH --job-name=rda-train

@@ -88,8 +88,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--tensor-parallel", type=int, default=2, help="ranks that share heads")
     args = parser.parse_args()
-    if "RANK" not in os.environ:
-        sys.exit("start this with: torchrun --nproc-per-node 2 examples/tensor_parallel.py")
+    started = int(os.environ.get("WORLD_SIZE", "0"))  # torchrun sets it
+    if not started or started % args.tensor_parallel:
+        sys.exit(
+            "start this with: torchrun --nproc-per-node 4 examples/tensor_parallel.py, on a "
+            f"multiple of --tensor-parallel, {args.tensor_parallel}; got {started or 'no'} ranks"
+        )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

@@ -163,7 +163,13 @@ def main() -> None:
     parser.add_argument("--sequence-ranks", type=int, default=2, help="that share a sequence")
     parser.add_argument("--steps", type=int, default=3)
     args = parser.parse_args()
-    ranks, micro_batches = int(os.environ["WORLD_SIZE"]), 2
+    ranks = int(os.environ.get("WORLD_SIZE", "0"))  # torchrun sets it
+    if not ranks or ranks % args.sequence_ranks:
+        sys.exit(
+            "start this with: torchrun --nproc-per-node 4 examples/transformers_trainer.py, on a "
+            f"multiple of --sequence-ranks, {args.sequence_ranks}; got {ranks or 'no'} ranks"
+        )
+    micro_batches = 2
     out = tempfile.TemporaryDirectory()
     arguments = TrainingArguments(
         output_dir=out.name,

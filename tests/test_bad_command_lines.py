@@ -175,7 +175,12 @@ BAD = {
         ("--out=TAKEN", "results.json is a FIFO"),
         ("--out=TAKEN --ranks=2", "results.json is a FIFO"),
     ],
-    "": [("fly", "No such command 'fly'"), ("--fast", "No such option")],
+    "draw": [("", "draw needs WHAT: one of pattern, exchange, work, timeline, cache")],
+    "sample": [("--prompt=x --checkpoint=/nowhere", "in /nowhere: no such folder")],
+    "": [
+        ("fly", "No such command 'fly'; there are train, sample, export,"),
+        ("--fast", "No such option"),
+    ],
 }
 LINES = [(start, line, reason) for start, lines in BAD.items() for line, reason in lines]
 
@@ -217,7 +222,7 @@ def test_one_line_says_why(start, line, reason, places):
 def test_as_a_program():
     """A usage error, without arguments, and help."""
     for words, code, text in (
-        (["sample"], 2, "error: sample needs --prompt"),
+        (["sample"], 2, "error: sample needs --prompt: text to continue"),
         ([], 0, "Usage: "),
         (["--help"], 0, "Usage: "),
     ):

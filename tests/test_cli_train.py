@@ -201,7 +201,7 @@ def test_ranks_must_be_those_of_torchrun(
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     code, output = invoke("train", "--out", tmp_path / "run", "--data", text, "--ranks=3", *SMALL)
-    assert (code, output) == (2, "error: torchrun started 2 ranks; got ranks 3\n")
+    assert (code, output) == (2, "error: torchrun started 2 ranks; leave out --ranks, got 3\n")
 
 
 def test_the_base_preset_cut_down_trains_on_two_local_ranks(text: Path, tmp_path: Path) -> None:

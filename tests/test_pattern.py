@@ -39,11 +39,12 @@ def test_dense_is_one_branch_over_the_document():
         (([], []), ValueError, "at least one branch"),
         (([0], [1]), ValueError, "segment length must be >= 1, got 0"),
         (([4], [-2]), ValueError, "dilation rate must be >= 1, got -2"),
-        (([4.0], [1]), TypeError, "segment length must be an int, got 4.0"),
+        (([4.0], [1]), TypeError, "segment length must be an int, got 4.0; None is the whole"),
         (([4], ["2"]), TypeError, "dilation rate must be an int, got '2'"),
         (([True], [1]), TypeError, "must be an int, got True"),
         (([4], [None]), TypeError, "must be an int, got None"),
         ((4, 1), TypeError, "segment_lengths must be a list"),
+        (("[4]", "[1]"), TypeError, r"segment_lengths must be a list of ints.*got '\[4\]'"),
     ],
 )
 def test_bad_branches_are_refused(arguments, error, message):

@@ -87,8 +87,8 @@ def test_rda_export_and_rda_sample(config: TrainConfig, tmp_path: Path) -> None:
         (("export", config.out, "--to", tmp_path / "mine/notes.txt"), "is not an empty folder"),
         (("export", tmp_path / "w", "--to", tmp_path / "z"), "w holds plain weights already"),
         (("export", tmp_path / "mine", "--to", tmp_path / "z"), "there is no checkpoint in"),
-        (("export", config.out), "export needs --to"),
-        (("export", "--to", tmp_path / "z"), "export needs RUN"),
+        (("export", config.out), "export needs --to: folder to write to"),
+        (("export", "--to", tmp_path / "z"), "export needs RUN: a run, whose newest"),
     ):
         code, out, err = invoke(*words)
         assert (code, err.count("\n")) == (2, 1)

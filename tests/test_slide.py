@@ -285,7 +285,11 @@ def test_config_is_a_value_and_gigapaths_by_default():
         ({"coordinates": torch.zeros(1, 39, 2)}, ValueError, "same batch and tiles"),
         ({"features": [1]}, TypeError, "features must be a tensor"),
         ({"layout": "zigzag"}, TypeError, "layout must be a SequenceLayout or None"),
-        ({"layout": SequenceLayout.contiguous(40, 1)}, ValueError, "39 tiles behind the class"),
+        (
+            {"layout": SequenceLayout.contiguous(40, 1)},
+            ValueError,
+            "39 tiles beside the class token; got 40. It must",
+        ),
         ({"layout": SequenceLayout.contiguous(41, 2)}, ValueError, "the layout is for 2 ranks"),
         ({"lengths": [50]}, ValueError, "length"),
     ],

@@ -238,11 +238,11 @@ def test_models_with_other_attention_are_refused(family):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"or_mask_function": lambda b, h, q, k: q >= 0}, "Got or_masks"),
-        ({"and_mask_function": lambda b, h, q, k: q >= 0}, "Got and_masks"),
-        ({"block_sequence_ids": IDS[:1]}, "Got or_masks"),
+        ({"or_mask_function": lambda b, h, q, k: q >= 0}, "Got the mask or_masks"),
+        ({"and_mask_function": lambda b, h, q, k: q >= 0}, "Got the mask and_masks"),
+        ({"block_sequence_ids": IDS[:1]}, "Got the mask or_masks"),
         ({"position_ids": restarts(20, 21)}, r"call set_attention\(model, pattern\) first"),
-        ({"allow_is_causal_skip": False}, "Got causal_mask_function"),
+        ({"allow_is_causal_skip": False}, "Got the mask causal_mask_function"),
     ],
 )
 def test_other_masks_are_refused(arguments, message):
@@ -277,7 +277,7 @@ def test_dropout_is_refused_in_training_alone():
 
 SETTING_REFUSALS: dict[str, Any] = {
     "model": ({"model": nn.Identity()}, TypeError, "must be a transformers.PreTrainedModel"),
-    "pattern": ({"pattern": 3}, TypeError, "pattern must be a DilatedPattern, got 3"),
+    "pattern": ({"pattern": 3}, TypeError, "pattern must be a DilatedPattern, as in"),
     "group": ({"group": 3}, TypeError, "group must be"),
     "mesh": (
         {"group": SoloExchange(), "mesh": SoloExchange()},

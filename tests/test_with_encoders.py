@@ -230,6 +230,8 @@ def test_options_of_shard_batch_are_the_same_on_every_rank():
     def run(ends):
         with pytest.raises(ValueError, match="shift_labels is True on rank 0, False on rank 1"):
             shard_batch(batch, layout, ends, shift_labels=not ends.rank)
+        with pytest.raises(TypeError, match="batch must be a dict of a model's"):
+            shard_batch([batch], layout, ends)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="shift_labels must be a bool, got 1"):
             shard_batch(batch, layout, ends, shift_labels=1)  # type: ignore[arg-type]
 

@@ -340,13 +340,19 @@ def validate_options(
 ) -> None:
     """Raise a `TypeError` or `ValueError` unless `dilated_attention` allows these options."""
     if not isinstance(pattern, DilatedPattern):
-        raise TypeError(f"pattern must be a DilatedPattern, got {in_brief(pattern)}")
+        raise TypeError(
+            "pattern must be a DilatedPattern, as in DilatedPattern([2048, None], [1, 4]), got "
+            f"{in_brief(pattern)}"
+        )
     if not isinstance(is_causal, bool):
         raise TypeError(f"is_causal must be a bool, got {in_brief(is_causal)}")
     if not isinstance(return_lse, bool):
         raise TypeError(f"return_lse must be a bool, got {in_brief(return_lse)}")
     if layout is not None and not isinstance(layout, SequenceLayout):
-        raise TypeError(f"layout must be a SequenceLayout or None, got {in_brief(layout)}")
+        raise TypeError(
+            "layout must be a SequenceLayout or None, got "
+            f"{in_brief(layout)}; SequenceLayout.zigzag(length, ranks) makes one"
+        )
     if scale is not None:
         # Tuples, not unions: torch.compile of torch 2.8 does not know those.
         if isinstance(scale, bool) or not isinstance(scale, (int, float)):

@@ -91,7 +91,7 @@ def given_pattern(
     """
     if (segment_lengths is None) != (dilation_rates is None):
         raise ValueError(
-            "segment_lengths and dilation_rates go together; got "
+            "segment_lengths and dilation_rates go together, one of each per branch; got "
             f"{segment_lengths} and {dilation_rates}"
         )
     given: dict[str, Any] = {key: value for key, value in options.items() if value is not None}

@@ -111,6 +111,13 @@ def check_int(name: str, value: Any) -> int:
     return number
 
 
+def _check_segment_length(value: Any) -> int:
+    try:
+        return check_positive_int("a segment length", value)
+    except TypeError as error:
+        raise TypeError(f"{error}; None is the whole document") from None
+
+
 def check_head_slice(value: Any) -> HeadSlice:
     """Return `value` as a `HeadSlice`; a `TypeError` or `ValueError` says what is wrong with it."""
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 3:
@@ -183,11 +190,12 @@ class DilatedPattern:
         zero_keys: bool = False,
         head_slice: Sequence[int] | None = None,
     ) -> None:
-        for name, values in (
-            ("segment_lengths", segment_lengths),
-            ("dilation_rates", dilation_rates),
-        ):
-            if not isinstance(values, Sequence):
+        given: dict[str, Any] = {
+            "segment_lengths": segment_lengths,
+            "dilation_rates": dilation_rates,
+        }
+        for name, values in given.items():
+            if not isinstance(values, Sequence) or isinstance(values, str):
                 raise TypeError(
                     f"{name} must be a list of ints, one per branch; got {in_brief(values)}"
                 )
@@ -209,10 +217,7 @@ class DilatedPattern:
             )
         if not isinstance(zero_keys, bool):
             raise TypeError(f"zero_keys must be a bool, got {in_brief(zero_keys)}")
-        lengths = tuple(
-            None if w is None else check_positive_int("a segment length", w)
-            for w in segment_lengths
-        )
+        lengths = tuple(None if w is None else _check_segment_length(w) for w in segment_lengths)
         rates = tuple(check_positive_int("a dilation rate", r) for r in dilation_rates)
         for field, value in (
             ("segment_lengths", lengths),

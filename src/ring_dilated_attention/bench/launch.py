@@ -61,7 +61,7 @@ def launch(
     if under_torchrun():
         size = int(os.environ["WORLD_SIZE"])
         if ranks > size:
-            raise ValueError(f"torchrun started {size} ranks; got ranks {ranks}")
+            raise ValueError(f"torchrun started {size} ranks; leave out --ranks, got {ranks}")
         if kind == "cuda":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", os.environ["RANK"])))
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout))

@@ -38,7 +38,9 @@ def device_type(name: str) -> str:
     check_choice("device", name, DEVICES)
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
-        raise ValueError("device='cuda' needs a CUDA device; there is none")
+        raise ValueError(
+            "device='cuda' needs a CUDA device, and torch finds none; 'cpu' and 'auto' need none"
+        )
     return "cuda" if available and name != "cpu" else "cpu"
 
 

@@ -34,7 +34,7 @@ BASELINE = Option(
     name="baseline",
     panel=options.MEASURING,
     metavar="LIST",
-    help="What else to measure, in turns: sdpa (dense), torchscale (gathers), kernel (attention on "
+    help="Baselines, measured in turns: sdpa (dense), torchscale (gathers), kernel (attention on "
     "contiguous segments), flash4 (dense); name:KERNEL forces a kernel (cudnn, flash, ...). On "
     "several ranks: cp:allgather, cp:alltoall (torch's context_parallel), ring-flash-attn:zigzag, "
     "ours:messages (rows travel by NCCL).",
@@ -136,11 +136,11 @@ def bench(
     out: Annotated[Path | None, options.OUT],
     json: Annotated[Path | None, options.JSON],
 ) -> None:
-    """Measure speed, memory and error, beside what else could compute the same.
+    """Measure speed, memory and error, against baselines.
 
     --pattern, --backend, --ranks and the options of the panel Sizes take several values, separated
-    by commas: every combination is measured. Under torchrun its ranks are used. Writes results.json
-    (which --json writes elsewhere too) and a plot. Exit code 1 if this library failed in a
+    by commas: every combination is measured. Under torchrun, leave out --ranks. Writes results.json
+    (--json writes a copy elsewhere) and a plot. Exit code 1 if this library failed in a
     workload, computed none, or sent other bytes than its plan; 2 if every workload is refused.
     """
     from ..bench import run_command

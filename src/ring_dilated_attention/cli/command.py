@@ -116,8 +116,15 @@ def values_of(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     found = merged(levels)
     for option in options.values():
         if option.is_required and option.name not in found:
-            raise ValueError(f"{name} needs {option.flag}")
+            raise ValueError(f"{name} needs {option.flag}: {_allowed(option)}")
     return {key: found.get(key, option.default) for key, option in options.items()}
+
+
+def _allowed(option: Option) -> str:
+    """What an option takes, for an error of one line."""
+    if option.choices:
+        return f"one of {', '.join(option.choices)}"
+    return option.help[:1].lower() + option.help[1:].rstrip(".")
 
 
 def _parameter(option: Option) -> str:

@@ -36,8 +36,8 @@ TFLOPS = Option(
     name="tflops",
     panel=PICTURE,
     metavar="X",
-    help="Of the timeline: TFLOP/s (10**12) of one rank; the default is about one H200's in dense "
-    "causal forward, bf16.",
+    help="For timeline: TFLOP/s (10**12) of one rank; the default is about that of one H200 in "
+    "dense causal forward, bf16.",
     read=number,
     default=600.0,
     toml=(int, float),
@@ -46,8 +46,8 @@ HEAD = Option(
     name="head",
     panel=PICTURE,
     metavar="LIST",
-    help="Of pattern, exchange and cache: query heads to draw, as in 0,1; exchange and cache draw "
-    "one.",
+    help="For pattern, exchange and cache: query heads to draw, as in 0,1; exchange and cache draw "
+    "one head.",
     read=list_of(integer(0)),
     default=(0,),
     shown="0",
@@ -58,7 +58,7 @@ POSITIONS = Option(
     name="positions",
     panel=PICTURE,
     metavar="RANGE",
-    help="Of pattern, exchange and cache: positions to draw, as in 0:4K; long sequences are drawn "
+    help="For pattern, exchange and cache: positions to draw, as in 0:4K; long sequences are drawn "
     "in blocks.",
     read=_window,
     shown="all",

@@ -185,8 +185,8 @@ LINK_GB_S = Option(
     name="link-gb-s",
     panel=RANKS_,
     metavar="X",
-    help="Of the cost model: GB/s (10**9) that a rank sends inside a host, and receives; the "
-    "default is about one H200's over NVLink.",
+    help="For the cost model: bandwidth of a rank inside a host, in each direction, in GB/s "
+    "(10**9); the default is about that of one H200 over NVLink.",
     read=number,
     default=350.0,
     toml=(int, float),

@@ -46,8 +46,8 @@ NETWORK_GB_S = Option(
     name="network-gb-s",
     panel=options.RANKS_,
     metavar="X",
-    help="With --hosts: GB/s (10**9) that a rank sends to other hosts, and receives; the default "
-    "is 0.9 of a 400 Gbit/s adapter per GPU.",
+    help="With --hosts: bandwidth of a rank to other hosts, in each direction, in GB/s (10**9); "
+    "the default is 0.9 of a 400 Gbit/s adapter per GPU.",
     read=number,
     default=45.0,
     toml=(int, float),
@@ -80,8 +80,8 @@ CHECK_LIMIT = Option(
 DECODE = Flag(
     name="decode",
     panel=options.OUTPUT,
-    help="Instead: what a KV cache keeps after --seq-len positions, its bytes per layer and rank, "
-    "and what a step of generation reads.",
+    help="Print instead what a KV cache keeps after --seq-len positions, its bytes per layer and "
+    "rank, and what a step of generation reads.",
 )
 BACKWARD = Flag(
     name="backward", panel=options.KERNELS, help="Run backward too.", default=True, has_no=True

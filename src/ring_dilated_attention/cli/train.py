@@ -151,8 +151,8 @@ def sample(
 ) -> None:
     """Continue a prompt from a checkpoint of `rda train`, or from plain weights of `rda export`.
 
-    Of a run, the newest checkpoint that is whole counts. Neither holds code. How many tokens
-    per second were generated is shown on standard error.
+    Of a run, the newest undamaged checkpoint is used. Neither format can hold code. The rate, in
+    tokens per second, goes to standard error.
     """
     with one_line_errors():
         from ..terminal import streamed

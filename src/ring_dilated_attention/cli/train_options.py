@@ -110,7 +110,7 @@ INIT_FROM = _option(
     metavar="FOLDER",
 )
 HELDOUT_FRACTION = _number(
-    "heldout-fraction", options.DATA, 0.05, "Part of the text that is held out of training."
+    "heldout-fraction", options.DATA, 0.05, "Fraction of the text that is held out of training."
 )
 EVAL_EVERY = _integer("eval-every", options.DATA, 50, "Steps between held-out evaluations.")
 EVAL_WINDOWS = _integer("eval-windows", options.DATA, 16, "Held-out sequences per evaluation.")
@@ -121,11 +121,13 @@ FINAL_LEARNING_RATE = _number(
     "final-learning-rate", options.OPTIMISATION, 0.1, "Final learning rate / peak (cosine)."
 )
 WARMUP_STEPS = _integer("warmup-steps", options.OPTIMISATION, 20, "Steps of linear warm-up.", low=0)
-WEIGHT_DECAY = _number("weight-decay", options.OPTIMISATION, 0.1, "AdamW's, for matrices.")
-BETA1 = _number("beta1", options.OPTIMISATION, 0.9, "AdamW's.")
-BETA2 = _number("beta2", options.OPTIMISATION, 0.95, "AdamW's.")
+WEIGHT_DECAY = _number(
+    "weight-decay", options.OPTIMISATION, 0.1, "AdamW's weight decay, of matrices only."
+)
+BETA1 = _number("beta1", options.OPTIMISATION, 0.9, "AdamW's beta1.")
+BETA2 = _number("beta2", options.OPTIMISATION, 0.95, "AdamW's beta2.")
 MAX_GRAD_NORM = _number(
-    "max-grad-norm", options.OPTIMISATION, 1.0, "Gradients are scaled down to this norm."
+    "max-grad-norm", options.OPTIMISATION, 1.0, "Gradients of a larger norm are scaled down to it."
 )
 
 SEQUENCE_RANKS = _integer(
@@ -150,7 +152,7 @@ CHUNK_ROWS = _integer(
     "chunk-rows",
     options.MEMORY,
     "all",
-    "Rows at a time of MLP, projections and loss: bounds their memory.",
+    "Compute MLP, projections and loss this many rows at a time, which bounds their memory.",
 )
 SAVE_EVERY = _integer("save-every", options.OUTPUT, 100, "Steps between checkpoints.")
 KEEP = _integer("keep", options.OUTPUT, 3, "Newest checkpoints to keep.")

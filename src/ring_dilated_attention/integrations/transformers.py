@@ -362,8 +362,9 @@ def attention_mask(
         name = getattr(mask_function, "__qualname__", repr(mask_function))
         raise ValueError(
             "only transformers' causal and bidirectional masks are supported: the pattern decides "
-            "what a head sees (no sliding windows, chunks or overlays); for packing and padding, "
-            f"call set_attention(model, pattern) first. Got {name.split('.')[0]}"
+            "what a head sees. Set config.sliding_window=None if the model has a sliding window; "
+            "for packing and padding, call set_attention(model, pattern) first. Got the mask "
+            f"{name.split('.')[0]}"
         )
     if kv_offset != 0 or kv_length != q_offset + q_length:
         raise ValueError(

@@ -81,7 +81,9 @@ def _checked(
         raise TypeError(f"layout must be a SequenceLayout; got {in_brief(layout)}")
     if layout.world_size != ranks:
         raise ValueError(f"the layout is for {layout.world_size} ranks; the group has {ranks}")
-    unknown = sorted(set(batch) - {*_SHARDED, *_WHOLE})
+    if not isinstance(batch, Mapping):
+        raise TypeError(f"batch must be a dict of a model's arguments; got {in_brief(batch)}")
+    unknown = sorted(map(str, set(batch) - {*_SHARDED, *_WHOLE}))
     if unknown:
         raise ValueError(
             f"a batch may hold {', '.join((*_SHARDED, *_WHOLE))}; got {', '.join(unknown)}"

@@ -243,7 +243,7 @@ def _row_of_cls(
     expected = layout.local_length(rank) - own
     if tiles != expected:
         raise ValueError(
-            f"the layout gives this rank {expected} tiles{' behind the class token' * own}; "
-            f"got {tiles}"
+            f"the layout gives this rank {expected} tiles{' beside the class token' * own}; got "
+            f"{tiles}. It must have one position more than the slide has tiles, for the class token"
         )
     return first.local if own else None

@@ -268,7 +268,9 @@ def newest(path: Path) -> Checkpoint:
         return _whole(path)
     found = usable(path)
     if not found:
-        raise ValueError(f"there is no checkpoint in {path}")
+        raise ValueError(
+            f"there is no checkpoint in {path}{'' if path.exists() else ': no such folder'}"
+        )
     damaged: list[str] = []
     for candidate in reversed(found):
         try:
@@ -292,7 +294,10 @@ def newest_run(folder: Path) -> Path:
         if (checkpoints := usable(run))
     ]
     if not runs:
-        raise ValueError(f"there is no run with a checkpoint in {folder}")
+        raise ValueError(
+            f"there is no run with a checkpoint in {folder}: make one with `rda train`, or say "
+            "where it is (train: --out, sample: --checkpoint)"
+        )
     return max(runs)[1]
 
 

@@ -70,7 +70,7 @@ def train(
     if under_torchrun():
         size = int(os.environ["WORLD_SIZE"])
         if ranks not in (None, size):
-            raise ValueError(f"torchrun started {size} ranks; got ranks {ranks}")
+            raise ValueError(f"torchrun started {size} ranks; leave out --ranks, got {ranks}")
         outcome = _run_here(config, resume, restartable)
         return outcome if int(os.environ["RANK"]) == 0 else None
     if ranks in (None, 1):

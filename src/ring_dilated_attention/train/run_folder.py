@@ -45,7 +45,7 @@ class RunLock:
         if run.exists() and not run.is_dir():
             raise ValueError(f"{run} is not an empty folder; resume it or choose another")
         if resume and not run.exists():
-            raise ValueError(f"there is no checkpoint in {run}")
+            raise ValueError(f"there is no checkpoint in {run}: no such folder")
         self._run = run
         self._path = run / LOCK
         self._made = not run.exists()

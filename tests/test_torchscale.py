@@ -2,6 +2,7 @@
 
 import copy
 import types
+from functools import partial
 from typing import Any
 
 import pytest
@@ -168,7 +169,13 @@ def test_replacing_takes_options_and_other_modules_stay():
     assert replace_dilated_attention(model, branch_gradients="exact", zero_keys=False) == 2
     assert model[0].self_attn.branch_gradients == "exact"
     assert not model[0].self_attn.pattern.zero_keys
-    assert replace_dilated_attention(nn.Sequential(nn.Linear(2, 2))) == 0
+
+
+@pytest.mark.parametrize("change", [replace_dilated_attention, partial(set_layout, layout=None)])
+def test_a_model_without_torchscales_attention_is_refused(change):
+    model = nn.Sequential(nn.Linear(2, 2), nn.MultiheadAttention(2, 1))
+    with pytest.raises(ValueError, match=r"found no .* in Sequential, .*are: MultiheadAttention;"):
+        change(model)
 
 
 def test_a_projection_of_any_kind_goes_over():

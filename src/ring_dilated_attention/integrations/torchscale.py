@@ -279,10 +279,11 @@ def replace_dilated_attention(
 
     Raises:
         TypeError: `model` is not a module, or an option is unknown.
-        ValueError: a module is not supported, by its class, its hooks or its `args`; options are
-            given, and modules of this package are there already; `model` itself
-            would have to be replaced; or there are several ranks, no layout, and a class token,
-            which every rank would put before its shard (see `gigapath.shard_slide_encoder`).
+        ValueError: the model holds no such module; one is not supported, by its class, its hooks or
+            its `args`; options are given, and modules of this package are there already; `model`
+            itself would have to be replaced; or there are several ranks, no layout, and a class
+            token, which every rank would put before its shard (see
+            `gigapath.shard_slide_encoder`).
     """
     group = one_group(group, mesh)
     if not isinstance(model, nn.Module):
@@ -301,6 +302,8 @@ def replace_dilated_attention(
                     f"another; got {type(module).__name__}"
                 )
             replacements[module] = _replacement(where, module, group, layout, options)
+    if not ours and not replacements:
+        raise ValueError(_holds_none("replace_dilated_attention", model))
     if ours and options:
         raise ValueError(
             f"{len(ours)} modules are this package's already and keep their options; got "
@@ -329,16 +332,31 @@ def set_layout(model: nn.Module, layout: SequenceLayout | None) -> int:
 
     Raises:
         TypeError: `layout` is neither a `SequenceLayout` nor None.
-        ValueError: it is None, and the model has a class token: see `replace_dilated_attention`.
+        ValueError: no module was replaced; or `layout` is None, and the model has a class token:
+            see `replace_dilated_attention`.
     """
     if layout is not None and not isinstance(layout, SequenceLayout):
         raise TypeError(f"layout must be a SequenceLayout or None, got {layout!r}")
     told = [module for module in model.modules() if isinstance(module, TorchscaleDilatedAttention)]
-    if told:
-        refuse_class_token(model, told[0].group, layout)
+    if not told:
+        raise ValueError(_holds_none("set_layout", model))
+    refuse_class_token(model, told[0].group, layout)
     for module in told:
         module.layout = layout
     return len(told)
+
+
+def _holds_none(function: str, model: nn.Module) -> str:
+    """What to say of a model that holds nothing to change."""
+    kinds = dict.fromkeys(type(module).__name__ for module in model.modules())
+    seen = [kind for kind in kinds if "attention" in kind.lower()][:5]
+    what = "DilatedAttention of torchscale"
+    if function == "set_layout":
+        what = "module that replace_dilated_attention has replaced"
+    return (
+        f"{function} found no {what} in {type(model).__name__}, whose attention modules are: "
+        f"{', '.join(seen) or 'none'}; pass the model that holds torchscale's LongNet encoder"
+    )
 
 
 def _is_torchscales(module: nn.Module) -> bool:

@@ -400,6 +400,11 @@ def test_many_ranks_refuse_layers_that_mix_positions():
     [
         ({"shift_labels": None}, "labels need shift_labels: .* Got shift_labels=None"),
         ({"num_items_in_batch": None}, "labels need num_items_in_batch"),
+        ({"labels": None}, "shift_labels need labels; .* label_smoothing_factor"),
+        (
+            {"num_items_in_batch": torch.tensor(80.5).bfloat16()},
+            r"got torch.bfloat16, .* pass num_items_in_batch.item\(\)",
+        ),
         ({"logits_to_keep": 1}, "logits_to_keep must be 0, .* got 1"),
         ({"output_router_logits": True}, "output_router_logits must be False"),
     ],
@@ -419,7 +424,7 @@ def test_many_ranks_refuse_the_loss_of_a_shard(changes, message):
     ("changes", "here", "there"),
     [
         ({"use_cache": True}, *["use_cache is False on rank 0, True on rank 1"] * 2),
-        ({"labels": None}, None, None),
+        ({"labels": None, "shift_labels": None}, None, None),
         ({"shift_labels": None}, "labels need shift_labels", "was refused on other ranks: rank 1"),
         ({"position_ids": restarts(41)[:, :20]}, *["position_ids is None on rank 0, given on"] * 2),
         ({"attention_mask": LEFT[:, 1:21]}, *["attention_mask is None on rank 0, given"] * 2),

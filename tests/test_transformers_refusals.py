@@ -420,6 +420,20 @@ def test_many_ranks_refuse_the_loss_of_a_shard(changes, message):
     on_ranks(model, LAYOUTS["zigzag 2"], batch_of("plain"), refused)
 
 
+def test_many_ranks_refuse_noise_whose_size_goes_by_the_shard():
+    """As transformers' Trainer tells the embeddings, whose hook adds NEFTune's noise."""
+    model = make()
+    set_attention(model, PATTERN)
+    model.train().get_input_embeddings().neftune_noise_alpha = 5.0
+    model(IDS)
+
+    def refused(own, shard):
+        with pytest.raises(ValueError, match="neftune_noise_alpha must be None: .* got 5.0"):
+            own(**shard)
+
+    on_ranks(model, LAYOUTS["zigzag 2"], batch_of("plain"), refused)
+
+
 @pytest.mark.parametrize(
     ("changes", "here", "there"),
     [

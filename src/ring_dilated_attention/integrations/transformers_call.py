@@ -302,6 +302,14 @@ def refuse(module: nn.Module, given: dict[str, Any], world_size: int) -> None:
             raise ValueError(f"{key} must be False: {why}; got {given[key]!r}")
     if given.get("output_attentions") is None and getattr(config, "output_attentions", False):
         raise ValueError(f"config.output_attentions must be False: {_FLAGS['output_attentions']}")
+    if world_size > 1 and module.training:
+        embeddings = module.get_input_embeddings()  # type: ignore[operator]
+        alpha = getattr(embeddings, "neftune_noise_alpha", None)
+        if alpha:
+            raise ValueError(
+                f"on {world_size} ranks neftune_noise_alpha must be None: the size of the noise "
+                f"goes by the length of a shard; got {alpha!r}"
+            )
     flag = given.get("output_router_logits")
     flag = getattr(config, "output_router_logits", False) if flag is None else flag
     if world_size > 1 and flag:

@@ -428,7 +428,7 @@ def test_many_ranks_refuse_noise_whose_size_goes_by_the_shard():
     model(IDS)
 
     def refused(own, shard):
-        with pytest.raises(ValueError, match="neftune_noise_alpha must be None: .* got 5.0"):
+        with pytest.raises(ValueError, match=r"neftune_noise_alpha must be None: .* got 5\.0"):
             own(**shard)
 
     on_ranks(model, LAYOUTS["zigzag 2"], batch_of("plain"), refused)

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..exchange import Group, one_group
+from ..exchange import Group, one_group, resolve_exchange
 from ..functional import BRANCH_GRADIENTS, EXCHANGES, BranchGradients, Schedule, dilated_attention
 from ..layout import SequenceLayout
 from ..nn import check_head_sizes, hooks_of, is_plain, normalize, project_heads, slice_of_heads
 from ..pattern import DilatedPattern, HeadOffsets, check_choice, check_positive_float
 from ..tiles import BACKENDS, Backend
 from ..torch_op import padding
-from .class_tokens import refuse_class_token
+from .class_tokens import refuse_class_token, refuse_local_positions
 from .torchscale_args import check_dropout, ints_of
 
 _SUBMODULES = ("q_proj", "k_proj", "v_proj", "out_proj", "inner_attn_ln")
@@ -282,11 +282,13 @@ def replace_dilated_attention(
         ValueError: a module is not supported, by its class, its hooks or its `args`; options are
             given, and modules of this package are there already; `model` itself
             would have to be replaced; or there are several ranks, no layout, and a class token,
-            which every rank would put before its shard (see `gigapath.shard_slide_encoder`).
+            which every rank would put before its shard (see `gigapath.shard_slide_encoder`). And,
+            from calls on several ranks, `embed_positions` of the model gets no ``positions=``.
     """
     group = one_group(group, mesh)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {model!r}")
+    ranks = resolve_exchange(group).world_size
     refuse_class_token(model, group, layout)
     ours: list[TorchscaleDilatedAttention] = []
     replacements: dict[nn.Module, TorchscaleDilatedAttention] = {}
@@ -312,6 +314,7 @@ def replace_dilated_attention(
                 setattr(parent, name, replacements[child])
     for module in ours:
         module.group, module.layout = group, layout
+    refuse_local_positions(model, ranks)
     return len(replacements) + len(ours)
 
 

@@ -236,6 +236,47 @@ def test_a_replaced_model_on_two_processes():
 # --- what is not supported
 
 
+class PositionalEmbedding(nn.Embedding):
+    """torchscale's, which counts from 2."""
+
+    def forward(self, x, positions=None):
+        if positions is None:
+            positions = torch.arange(2, x.shape[1] + 2)[None]
+        return super().forward(positions)
+
+
+class WithPositions(nn.Module):
+    """As torchscale's encoders embed positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = their_model()
+        self.embed_positions = PositionalEmbedding(99, 32).double()
+
+    def forward(self, x, positions=None):
+        return self.layers(x + self.embed_positions(x, positions=positions))
+
+
+def test_positions_of_a_shard_are_refused():
+    torch.manual_seed(0)
+    model, layout = WithPositions(), SequenceLayout.zigzag(61, 2)
+    x = torch.randn(1, 61, 32, dtype=torch.float64)
+    want = model(x)
+
+    def run(ends):
+        own = copy.deepcopy(model)
+        replace_dilated_attention(own, group=ends, layout=layout)
+        shard, positions = layout.shard(x, ends.rank, 1), layout.positions(ends.rank)
+        with pytest.raises(ValueError, match=r"on 2 ranks embed_positions .*; got positions=None"):
+            own(shard)
+        out = own(shard, positions=positions[None] + 2)
+        replace_dilated_attention(own)
+        assert relative_error(own(x), want) < 1e-10
+        return out
+
+    assert relative_error(layout.unshard(run_loopback(2, run), 1), want) < 1e-10
+
+
 FORWARD_REFUSALS: dict[str, Any] = {
     "incremental_state": ({"incremental_state": {}}, "incremental_state must be None"),
     "attn_mask": ({"attn_mask": torch.zeros(9, 9)}, "attn_mask must be None; use is_causal"),

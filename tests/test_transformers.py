@@ -406,5 +406,8 @@ def test_a_batch_that_does_not_fit_is_refused_on_every_rank(batch, message):
             shard_batch(given, layout)
         with pytest.raises(TypeError, match="group must be a"):
             shard_batch(given, layout, ends.rank)
+        for name in ("input_ids", "labels"):
+            with pytest.raises(TypeError, match=f"{name} must be a tensor, got "):
+                shard_batch({name: [[1, 2, 3, 4, 5]]}, layout, ends)
 
     run_loopback(2, run)

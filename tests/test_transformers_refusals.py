@@ -400,6 +400,11 @@ def test_many_ranks_refuse_layers_that_mix_positions():
     [
         ({"shift_labels": None}, "labels need shift_labels: .* Got shift_labels=None"),
         ({"num_items_in_batch": None}, "labels need num_items_in_batch"),
+        ({"labels": None}, "shift_labels need labels; .* label_smoothing_factor"),
+        (
+            {"num_items_in_batch": torch.tensor(80.5).bfloat16()},
+            r"got torch.bfloat16, .* pass num_items_in_batch.item\(\)",
+        ),
         ({"logits_to_keep": 1}, "logits_to_keep must be 0, .* got 1"),
         ({"output_router_logits": True}, "output_router_logits must be False"),
     ],
@@ -415,11 +420,25 @@ def test_many_ranks_refuse_the_loss_of_a_shard(changes, message):
     on_ranks(model, LAYOUTS["zigzag 2"], batch_of("plain"), refused)
 
 
+def test_many_ranks_refuse_noise_whose_size_goes_by_the_shard():
+    """As transformers' Trainer tells the embeddings, whose hook adds NEFTune's noise."""
+    model = make()
+    set_attention(model, PATTERN)
+    model.train().get_input_embeddings().neftune_noise_alpha = 5.0
+    model(IDS)
+
+    def refused(own, shard):
+        with pytest.raises(ValueError, match=r"neftune_noise_alpha must be None: .* got 5\.0"):
+            own(**shard)
+
+    on_ranks(model, LAYOUTS["zigzag 2"], batch_of("plain"), refused)
+
+
 @pytest.mark.parametrize(
     ("changes", "here", "there"),
     [
         ({"use_cache": True}, *["use_cache is False on rank 0, True on rank 1"] * 2),
-        ({"labels": None}, None, None),
+        ({"labels": None, "shift_labels": None}, None, None),
         ({"shift_labels": None}, "labels need shift_labels", "was refused on other ranks: rank 1"),
         ({"position_ids": restarts(41)[:, :20]}, *["position_ids is None on rank 0, given on"] * 2),
         ({"attention_mask": LEFT[:, 1:21]}, *["attention_mask is None on rank 0, given"] * 2),

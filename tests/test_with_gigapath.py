@@ -357,6 +357,31 @@ def test_a_layer_recomputed_for_another_slide_is_an_error():
     run_loopback(2, run)
 
 
+def compiled(rank, ranks):
+    """Slides of two lengths, the second of one that no graph is for."""
+    model = gigapath()
+    alone = copy.deepcopy(model)
+    shard_slide_encoder(model, group=world())
+    model.compile(backend="aot_eager")
+    found = []
+    for tiles in (40, 23):
+        for each in (model, alone):
+            each.zero_grad()
+        (want, expected), (outcomes, gradients) = (
+            on_one_process(each, *slide(tiles)) for each in (alone, model)
+        )
+        assert relative_error(outcomes[0], want[0]) < 1e-12
+        found.append((gradients, expected))
+    return found
+
+
+def test_a_sharded_model_compiles():
+    ran = run_ranks(compiled, 2)
+    for ours, others in zip(*ran, strict=True):
+        mean = {n: x if x is None else (x + others[0][n]) / 2 for n, x in ours[0].items()}
+        assert_gradients(mean, ours[1])
+
+
 def test_half_precision():
     model = gigapath(global_pool=True).float()
     features, coordinates = slide(40)

@@ -156,6 +156,25 @@ def test_on_ranks_what_mixes_tokens_is_refused(name):
     run_loopback(2, run)
 
 
+def test_images_of_several_sizes_are_refused():
+    """Siglip2 pads them; transformers takes the mask to the attention, which has none."""
+    options = {"attn_implementation": "sdpa", **SIZE, "num_patches": 36, "vision_use_head": False}
+    torch.manual_seed(0)
+    model = transformers.Siglip2VisionModel(transformers.Siglip2VisionConfig(**options)).double()
+    batch = {
+        "pixel_values": torch.randn(2, 30, 48).double(),
+        "pixel_attention_mask": torch.ones(2, 30, dtype=torch.int64),
+        "spatial_shapes": torch.tensor([[5, 6], [5, 6]]),
+    }
+    want = model(**batch).last_hidden_state
+    set_attention(model, DENSE)
+    assert relative_error(model(**batch).last_hidden_state, want) < 1e-12
+    batch["pixel_attention_mask"][1, 20:] = 0
+    batch["spatial_shapes"][1] = torch.tensor([4, 5])
+    with pytest.raises(ValueError, match="pixel_attention_mask must be 1, got 10 others; call the"):
+        model(**batch)
+
+
 def test_bad_calls_are_errors_on_every_rank():
     model = vision("ViT")
     set_attention(model, PATTERN)

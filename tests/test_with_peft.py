@@ -220,6 +220,41 @@ def test_virtual_tokens_are_right_alone_and_refused_on_ranks():
     run_loopback(2, run)
 
 
+def test_virtual_tokens_before_padded_rows():
+    """peft makes a mask of floats of that of the tokens."""
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    base, batch = make(), batch_of("padded")
+    model = peft.get_peft_model(base, config).double()
+    set_attention(model, PATTERN)
+    embeds = torch.cat([model.get_prompt(2), base.get_input_embeddings()(batch["input_ids"])], 1)
+    mask = torch.nn.functional.pad(batch["attention_mask"], (3, 0), value=1)
+    want = base(inputs_embeds=embeds, attention_mask=mask).logits
+    assert relative_error(model(**batch).logits[mask == 1], want[mask == 1]) < 1e-12
+
+
+@pytest.mark.skipif(
+    not hasattr(peft.LoraConfig, "alora_invocation_tokens"), reason="peft has no aLoRA yet"
+)
+@pytest.mark.parametrize("order", ORDERS)
+def test_an_adapter_that_is_active_from_a_token_on_is_refused_on_ranks(order):
+    """Where the token is, is known on the rank that holds it alone."""
+    base = make()
+    if order == ORDERS[0]:
+        set_attention(base, PATTERN)
+    model = peft.get_peft_model(base, lora(alora_invocation_tokens=[7, 8])).double()
+    set_attention(model, PATTERN)
+    batch, layout = batch_of("plain"), SequenceLayout.zigzag(LENGTH, 2)
+    model(**batch)
+
+    def run(ends):
+        own = copy.deepcopy(model)
+        set_attention(own, PATTERN, group=ends, layout=layout)
+        with pytest.raises(ValueError, match="adapter 'default' with alora_invocation_tokens"):
+            own(**shard_of(batch, layout, ends))
+
+    run_loopback(2, run)
+
+
 @pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")  # peft's name
 def test_prefix_tuning_has_a_cache_of_its_own_and_is_refused():
     config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..exchange import Exchange, Group, Shared, one_group, resolve_exchange, settle
+from ..exchange import Exchange, Group, Shared, one_group, resolve_exchange, settle, untraced
 from ..layout import SequenceLayout
 from .pooling import Pool, pooled
 from .shared_randomness import SharedDropPath, own_randomness
@@ -222,6 +222,7 @@ class _ShardedForward:
             "encoder_padding_mask": None,
         }
 
+    @untraced
     def _agree(
         self, ends: Exchange, tokens: Any, given: dict[str, Any], all_layers: bool
     ) -> SequenceLayout:

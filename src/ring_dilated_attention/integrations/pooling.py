@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..exchange import Exchange, all_gather, settle
+from ..exchange import Exchange, all_gather, settle, untraced
 from ..layout import SequenceLayout
 
 
@@ -25,6 +25,7 @@ class Pool(NamedTuple):
     skips_first: bool
 
 
+@untraced
 def pooled(name: str, ends: Exchange, layout: SequenceLayout, hidden: Tensor, pool: Pool) -> Tensor:
     """What a model reads of the rows that all ranks hold, as a sequence of one or two rows.
 

@@ -14,15 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..exchange import Group, one_group
+from ..exchange import Group, one_group, resolve_exchange
 from ..functional import BRANCH_GRADIENTS, EXCHANGES, BranchGradients, Schedule, dilated_attention
 from ..layout import SequenceLayout
 from ..nn import check_head_sizes, hooks_of, is_plain, normalize, project_heads, slice_of_heads
 from ..pattern import DilatedPattern, HeadOffsets, check_choice, check_positive_float
 from ..tiles import BACKENDS, Backend
 from ..torch_op import padding
-from .class_tokens import refuse_class_token
+from .class_tokens import refuse_class_token, refuse_local_positions
 from .torchscale_args import check_dropout, ints_of
+from .torchscale_refusals import holds_none
 
 _SUBMODULES = ("q_proj", "k_proj", "v_proj", "out_proj", "inner_attn_ln")
 
@@ -283,11 +284,13 @@ def replace_dilated_attention(
             its `args`; options are given, and modules of this package are there already; `model`
             itself would have to be replaced; or there are several ranks, no layout, and a class
             token, which every rank would put before its shard (see
-            `gigapath.shard_slide_encoder`).
+            `gigapath.shard_slide_encoder`). And, from calls on several ranks, `embed_positions` of
+            the model gets no ``positions=``.
     """
     group = one_group(group, mesh)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {model!r}")
+    ranks = resolve_exchange(group).world_size
     refuse_class_token(model, group, layout)
     ours: list[TorchscaleDilatedAttention] = []
     replacements: dict[nn.Module, TorchscaleDilatedAttention] = {}
@@ -303,7 +306,14 @@ def replace_dilated_attention(
                 )
             replacements[module] = _replacement(where, module, group, layout, options)
     if not ours and not replacements:
-        raise ValueError(_holds_none("replace_dilated_attention", model))
+        raise ValueError(
+            holds_none(
+                "replace_dilated_attention",
+                "DilatedAttention of torchscale",
+                model,
+                "pass the model that holds torchscale's LongNet encoder",
+            )
+        )
     if ours and options:
         raise ValueError(
             f"{len(ours)} modules are this package's already and keep their options; got "
@@ -315,6 +325,7 @@ def replace_dilated_attention(
                 setattr(parent, name, replacements[child])
     for module in ours:
         module.group, module.layout = group, layout
+    refuse_local_positions(model, ranks)
     return len(replacements) + len(ours)
 
 
@@ -339,24 +350,18 @@ def set_layout(model: nn.Module, layout: SequenceLayout | None) -> int:
         raise TypeError(f"layout must be a SequenceLayout or None, got {layout!r}")
     told = [module for module in model.modules() if isinstance(module, TorchscaleDilatedAttention)]
     if not told:
-        raise ValueError(_holds_none("set_layout", model))
+        raise ValueError(
+            holds_none(
+                "set_layout",
+                "TorchscaleDilatedAttention",
+                model,
+                "call replace_dilated_attention first",
+            )
+        )
     refuse_class_token(model, told[0].group, layout)
     for module in told:
         module.layout = layout
     return len(told)
-
-
-def _holds_none(function: str, model: nn.Module) -> str:
-    """What to say of a model that holds nothing to change."""
-    kinds = dict.fromkeys(type(module).__name__ for module in model.modules())
-    seen = [kind for kind in kinds if "attention" in kind.lower()][:5]
-    what = "DilatedAttention of torchscale"
-    if function == "set_layout":
-        what = "module that replace_dilated_attention has replaced"
-    return (
-        f"{function} found no {what} in {type(model).__name__}, whose attention modules are: "
-        f"{', '.join(seen) or 'none'}; pass the model that holds torchscale's LongNet encoder"
-    )
 
 
 def _is_torchscales(module: nn.Module) -> bool:

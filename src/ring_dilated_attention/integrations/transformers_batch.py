@@ -89,9 +89,11 @@ def _checked(
             f"a batch may hold {', '.join((*_SHARDED, *_WHOLE))}; got {', '.join(unknown)}"
         )
     whole = {name: batch[name] for name in _SHARDED if batch.get(name) is not None}
-    if "labels" in whole and shift_labels:
+    if isinstance(whole.get("labels"), Tensor) and shift_labels:
         whole["shift_labels"] = nn.functional.pad(whole["labels"], (0, 1), value=-100)[:, 1:]
     for name, tensor in whole.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {in_brief(tensor)}")
         if tensor.dim() < 2 or tensor.shape[1] != layout.length:
             raise ValueError(
                 f"{name} must have the layout's {layout.length} positions in dimension 1; got "

@@ -48,6 +48,7 @@ _ADVICE = (
     "num_items_in_batch must count the labels of all ranks, as labels_per_rank does, and "
     "transformers' Trainer with average_tokens_across_devices=True, its default"
 )
+_ROUNDED = (torch.float16, torch.bfloat16)
 _FLAGS = {"output_attentions": "attention weights are never made"}
 
 
@@ -208,8 +209,8 @@ def check_loss_arguments(name: str, settings: Settings, given: dict[str, Any]) -
 
     Raises:
         ValueError: there are several ranks, and labels without ``shift_labels`` or
-            ``num_items_in_batch``, or with one that differs between ranks, or ``logits_to_keep``.
-            With a KV cache every rank has all of them.
+            ``num_items_in_batch``, or with one that differs between ranks, or the reverse, or
+            ``logits_to_keep``. With a KV cache every rank has all of them.
     """
     ends = resolve_exchange(settings.group)
     if ends.world_size == 1:
@@ -237,12 +238,20 @@ def check_loss_arguments(name: str, settings: Settings, given: dict[str, Any]) -
             failure = ValueError(
                 f"on {ends.world_size} ranks the loss of {name} needs return_dict=True; got False"
             )
+    if given.get("labels") is None and given.get("shift_labels") is not None and not cached:
+        failure = ValueError(
+            f"on {ends.world_size} ranks shift_labels need labels; got labels=None. The Trainer "
+            "takes them out for label_smoothing_factor and compute_loss_func, which shift the "
+            "labels of a shard: compute such a loss from the logits and shift_labels, which are "
+            "shifted, without passing them to the model"
+        )
     kept = given.get("logits_to_keep")
     if not cached and (isinstance(kept, Tensor) or kept):
         failure = ValueError(
             f"on {ends.world_size} ranks logits_to_keep must be 0, since it counts the rows of a "
             f"shard unless there is a KV cache (use_cache=True); got {kept!r}"
         )
+    failure = failure or rounded_count(given)
     if isinstance(count, Tensor):
         # To read one on a GPU is to wait for it: the first one, which shows how it is counted.
         reads = count.numel() == 1 and (count.device.type == "cpu" or not settings.counted)
@@ -250,6 +259,18 @@ def check_loss_arguments(name: str, settings: Settings, given: dict[str, Any]) -
         count = count.item() if reads else "a tensor"
     shared = {"use_cache": cached, "num_items_in_batch": count}
     agree(name, ends, None if failure else shared, failure, device_of(given), _ADVICE)
+
+
+def rounded_count(given: dict[str, Any]) -> ValueError | None:
+    """An error if ``num_items_in_batch`` has come in half precision; else None."""
+    count = given.get("num_items_in_batch")
+    if not isinstance(count, Tensor) or count.dtype not in _ROUNDED:
+        return None
+    return ValueError(
+        f"num_items_in_batch must be an int, a float, or a tensor of ints, float32 or float64; "
+        f"got {count.dtype}, which rounds it. Under fully_shard with a MixedPrecisionPolicy, which "
+        "casts floating arguments, pass num_items_in_batch.item(), or set cast_forward_inputs=False"
+    )
 
 
 def device_of(given: dict[str, Any]) -> torch.device:
@@ -281,6 +302,14 @@ def refuse(module: nn.Module, given: dict[str, Any], world_size: int) -> None:
             raise ValueError(f"{key} must be False: {why}; got {given[key]!r}")
     if given.get("output_attentions") is None and getattr(config, "output_attentions", False):
         raise ValueError(f"config.output_attentions must be False: {_FLAGS['output_attentions']}")
+    if world_size > 1 and module.training:
+        embeddings = module.get_input_embeddings()  # type: ignore[operator]
+        alpha = getattr(embeddings, "neftune_noise_alpha", None)
+        if alpha:
+            raise ValueError(
+                f"on {world_size} ranks neftune_noise_alpha must be None: the size of the noise "
+                f"goes by the length of a shard; got {alpha!r}"
+            )
     flag = given.get("output_router_logits")
     flag = getattr(config, "output_router_logits", False) if flag is None else flag
     if world_size > 1 and flag:

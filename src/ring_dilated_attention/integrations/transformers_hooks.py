@@ -15,6 +15,7 @@ from .transformers_call import (
     check_loss_arguments,
     is_cached,
     prepared,
+    rounded_count,
 )
 from .transformers_generate import prepared_with_cache
 from .transformers_loss import own_loss, without_labels
@@ -43,6 +44,8 @@ def before_head(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     settings, given = getattr(module, SETTINGS), by_name(module, args, kwargs)
     if settings.group is not None:
         _check_loss_untraced(type(module).__name__, settings, given)
+    elif failure := rounded_count(given):
+        raise failure
     if not is_cached(given):
         return ((), without_labels(given)) if own_loss(module, settings, given) else None
     kept = given.get("logits_to_keep")

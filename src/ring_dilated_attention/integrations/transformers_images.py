@@ -27,6 +27,8 @@ _POOLERS = {
     "head": "set config.vision_use_head = False before it is made",
 }
 _REFUSED = ("attention_mask", "head_mask", *CACHE_NAMES)
+_MASKS = ("pixel_attention_mask", "patch_attention_mask", "pixel_mask")
+"""Which patches of an image are not padding, as models of images of several sizes take it."""
 
 
 def takes_images(base: Any) -> bool:
@@ -106,6 +108,8 @@ def _before_images(
         for name in _REFUSED:
             if given.get(name) is not None:
                 raise ValueError(f"a model of images must have no {name}; got it")
+        for name in _MASKS:
+            _refuse_padding(name, given.get(name))
     except Exception as error:  # whatever it is, the other ranks are to be told
         failure = error
     batch: dict[str, Any] = {k: x for k, x in given.items() if isinstance(x, (Tensor, bool))}
@@ -113,6 +117,14 @@ def _before_images(
     batch["layout"] = layout and f"{layout!r} ({layout.digest[:8]})"
     agree_on_batch(type(module).__name__, batch if failure is None else {}, ends, failure)
     return None
+
+
+def _refuse_padding(name: str, mask: Any) -> None:
+    if isinstance(mask, Tensor) and not bool((mask == 1).all()):
+        raise ValueError(
+            f"dilated attention does not support padded images: every value of {name} must be 1, "
+            f"got {int((mask != 1).sum())} others; call the model with images of one size at a time"
+        )
 
 
 def _sharded(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:

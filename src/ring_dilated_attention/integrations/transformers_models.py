@@ -53,13 +53,31 @@ def without_adapters(model: Any, world_size: int = 1) -> Any:
 
 
 def check_peft(base: nn.Module, world_size: int) -> None:
-    """Raise a RuntimeError where an old peft would call a model past the hook of its head."""
+    """Raise for adapters that several ranks cannot have.
+
+    Args:
+        base: the model without its head.
+        world_size: ranks that share each sequence.
+
+    Raises:
+        RuntimeError: an old peft would call the model past the hook of its head.
+        ValueError: an adapter is active from some token of the sequence on.
+    """
     peft = sys.modules.get("peft")
     if peft is None or world_size == 1:
         return
+    kind = peft.tuners.tuners_utils.BaseTunerLayer
+    layers: list[Any] = [module for module in base.modules() if isinstance(module, kind)]
+    for layer in layers:
+        for name, variant in getattr(layer, "lora_variant", {}).items():
+            if type(variant).__name__.startswith("ALora") and name in layer.active_adapters:
+                raise ValueError(
+                    f"on {world_size} ranks adapters must treat every token alone; got adapter "
+                    f"{name!r} with alora_invocation_tokens, which a shard does not have: use LoRA "
+                    "without them"
+                )
     version = tuple(int(x) for x in peft.__version__.split(".")[:2])
-    layers = peft.tuners.tuners_utils.BaseTunerLayer
-    if version < _PEFT and any(isinstance(x, layers) for x in base.modules()):
+    if version < _PEFT and layers:
         raise RuntimeError(
             f"on {world_size} ranks adapters need peft {'.'.join(map(str, _PEFT))} or later, which "
             f"calls a model with its hooks; got peft {peft.__version__}"

@@ -51,7 +51,9 @@ def check_padding(mask: Any, rows: Rows) -> Tensor | None:
     wanted = "(batch, local_sequence), 1 where a position is valid"
     if not isinstance(mask, Tensor):
         raise TypeError(f"attention_mask must be a tensor {wanted}; got {type(mask).__name__}")
-    if mask.dim() != 2 or mask.is_floating_point():
+    # peft's prompt tuning makes floats of a mask, and its virtual tokens come first.
+    additive = mask.is_floating_point() and not bool((mask[..., :1] == 1).all())
+    if mask.dim() != 2 or additive:
         raise ValueError(
             f"attention_mask must be bool or ints, {wanted}; other masks have no dilated "
             f"attention. Got {mask.dtype}, shape {tuple(mask.shape)}"

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import patterns
 
-from ring_dilated_attention import SequenceLayout
+from ring_dilated_attention import DilatedPattern, SequenceLayout
 from ring_dilated_attention.checks import relative_error, run_ranks
 from ring_dilated_attention.decode import DilatedKVCache
 from ring_dilated_attention.exchange import Exchange, ExchangeError, run_loopback
-from ring_dilated_attention.nn import LongNet, LongNetConfig, RotaryEmbedding, Sampler
+from ring_dilated_attention.nn import LongNet, LongNetConfig, RotaryEmbedding, Rotation, Sampler
 from ring_dilated_attention.nn.row_step import RowStep
 from ring_dilated_attention.plan import plan_cache
 
@@ -584,3 +584,75 @@ def test_logits_that_are_not_finite_are_refused() -> None:
         model.norm.bias[0] = torch.nan
     with pytest.raises(ValueError, match="logits are not finite"):
         model.generate(PROMPT, 3, temperature=1.0)
+
+
+@pytest.mark.parametrize("value", [-1, VOCABULARY, 10**9])
+def test_tokens_without_an_embedding_are_refused_on_every_rank(value: int) -> None:
+    model = make_model()
+    prompt = PROMPT.clone()
+    prompt[1, 3] = value
+    message = f"tokens must be from 0 to {VOCABULARY - 1}.*; got {value}"
+    with pytest.raises(ValueError, match=message):
+        model.generate(prompt, 3)
+    caches = model.make_caches(2, max_length=20)
+    model.prefill(PROMPT, caches)
+    with pytest.raises(ValueError, match=message):
+        model.step(prompt, caches)
+    assert caches[0].known_lengths == (5, 5)
+
+    def rank(ends: Exchange) -> str:
+        with pytest.raises(ValueError, match=message) as refused:
+            model.generate(prompt if ends.rank else PROMPT, 3, group=ends)
+        return str(refused.value)
+
+    assert all(run_loopback(2, rank))
+
+
+def test_lengths_are_refused_before_memory_is_asked_for() -> None:
+    for wrong in (10**13, -7):
+        with pytest.raises(ValueError, match=rf"lengths must lie in \[1, 5\].*; got {wrong}"):
+            make_model().generate(PROMPT, 3, lengths=[2, wrong])
+
+
+def test_caches_of_another_model_are_refused() -> None:
+    model, other = make_model(), make_model(head_offsets="blocked")
+    for call in (model.prefill, model.step):
+        with pytest.raises(ValueError, match=r"the pattern of its block.*got one of .*blocked"):
+            call(PROMPT, other.make_caches(2, max_length=8))
+        with pytest.raises(ValueError, match="every block needs a cache of its own"):
+            call(PROMPT, model.make_caches(2, max_length=8)[:1] * 2)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_blocks_may_have_different_patterns(batch: int) -> None:
+    model, prompt = make_model(), torch.randint(VOCABULARY, (batch, 20))
+    before = model.make_caches(batch, max_length=60)
+    model.prefill(prompt, before)
+    attention: Any = model.blocks[1].attention
+    attention.pattern = DilatedPattern([8, 30], [1, 3])
+    assert torch.equal(model.generate(prompt, 40), greedy(model, prompt, 40))
+    with pytest.raises(ValueError, match="anew when its patterns have changed"):
+        model.step(prompt[:, :1], before)
+
+
+class _Stretched(RotaryEmbedding):
+    def forward(self, positions: torch.Tensor) -> Rotation:
+        return super().forward(positions // 2)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_step_has_the_rotation_that_the_model_has(batch: int) -> None:
+    """Its base may change, and a subclass or a hook may return another one."""
+    model, prompt = make_model(), torch.randint(VOCABULARY, (batch, 20))
+    plain = model.generate(prompt, 40)
+    for change in ("theta", "subclass", "hook"):
+        if change == "theta":
+            model.rope.theta = 30.0
+        elif change == "subclass":
+            model.rope = _Stretched(model.rope.head_dim)
+        else:
+            model.rope = RotaryEmbedding(model.rope.head_dim)
+            model.rope.register_forward_hook(lambda *call: Rotation(call[-1].cos, -call[-1].sin))
+        tokens = model.generate(prompt, 40)
+        assert torch.equal(tokens, greedy(model, prompt, 40))
+        assert not torch.equal(tokens, plain)

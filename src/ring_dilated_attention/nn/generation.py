@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..decode import DilatedKVCache, Step
-from ..documents import Integers, as_ints
+from ..documents import Integers
 from ..exchange import (
     Exchange,
     Group,
@@ -25,11 +25,20 @@ from ..exchange import (
 from ..functional import autocast_inputs
 from ..layout import SequenceLayout
 from ..pattern import check_int, check_positive_int, in_brief
-from .longnet_inputs import agreed_positions, check_tokens, device_of, whole_length
+from .longnet_inputs import (
+    agreed_positions,
+    check_tokens,
+    check_vocabulary,
+    checked_lengths,
+    device_of,
+    whole_length,
+)
+from .rope import wide_rotation
 from .row_step import RowStep
 from .sampling import Sampler, SamplerOptions
 from .step_block import StepBlock
 from .step_capture import TakeStep, captured_step, captures, check_capture
+from .token_ends import TokenEnds
 
 if TYPE_CHECKING:
     from .block import Attend
@@ -77,13 +86,13 @@ def make_caches(
         )
     config, weight = model.config, model.embedding.weight
     (like,) = autocast_inputs(weight[:0])
-    slices = [block.attention.head_slice for block in _blocks(model)]
+    layers = [block.attention for block in _blocks(model)]
     heads = config.num_kv_heads or config.num_heads
     return [
         DilatedKVCache(
-            config.pattern,
+            layer.pattern,
             batch,
-            heads if own is None else own.stop - own.start,
+            heads if layer.head_slice is None else layer.head_slice.stop - layer.head_slice.start,
             config.embed_dim // config.num_heads,
             max_length=max_length,
             max_rewind=max_rewind,
@@ -91,9 +100,9 @@ def make_caches(
             device=weight.device,
             group=group,
             sharded=sharded,
-            head_slice=own,
+            head_slice=layer.head_slice,
         )
-        for own in slices
+        for layer in layers
     ]
 
 
@@ -109,7 +118,7 @@ def prefill(
     """See `LongNet.prefill`."""
     _check_caches(model, caches)
     ends = caches[0].exchange
-    check = partial(_check_batch, tokens, caches)
+    check = partial(_check_prompt, model, tokens, caches)
     found = agreed_positions(tokens, documents, ends, layout, lengths, check)
     rotation = model.rope(found.rotary[None])
     hidden = model.embed(tokens)
@@ -200,8 +209,12 @@ def step(
     positions = caches[0].lengths.unsqueeze(1)
     if count > 1:
         positions = positions + torch.arange(count, device=positions.device)
-    rotation, shared = model.rope.wide(positions), Step()
-    hidden = model.embed(tokens)
+    rotation, shared = wide_rotation(model.rope, positions), Step()
+    try:
+        hidden = model.embed(tokens)
+    except IndexError:  # of a CPU, where looking costs nothing
+        check_vocabulary(tokens, model.embedding)
+        raise
     for block, cache in zip(blocks, caches, strict=True):
         hidden = block(hidden, rotation, cache, shared)
     return model.logits(hidden)
@@ -220,7 +233,17 @@ def _check_caches(model: TokenGenerator, caches: Sequence[DilatedKVCache]) -> No
             f"there must be a cache for each of {len(model.blocks)} blocks; got {len(caches)}"
         )
     lengths = caches[0].known_lengths
-    for cache in caches:
+    if len({id(cache) for cache in caches}) < len(caches):
+        raise ValueError("every block needs a cache of its own; got one cache for several blocks")
+    for block, cache in zip(_blocks(model), caches, strict=True):
+        layer, plan = block.attention, cache.plan
+        pattern = layer.pattern.of_heads(layer.head_slice, plan.num_kv_heads)
+        if plan.pattern != pattern:
+            raise ValueError(
+                f"a cache must have the pattern of its block, {pattern}; got one of "
+                f"{plan.pattern}: make the caches with make_caches of this model, and anew when "
+                "its patterns have changed"
+            )
         if cache.known_lengths != lengths:
             raise ValueError(
                 "the caches of all blocks must hold the same positions; the first holds "
@@ -233,6 +256,12 @@ def _check_batch(tokens: Tensor, caches: Sequence[DilatedKVCache]) -> None:
     batch = len(caches[0].known_lengths)
     if len(tokens) != batch:
         raise ValueError(f"the caches are for {batch} rows; got tokens for {len(tokens)}")
+
+
+def _check_prompt(model: TokenGenerator, tokens: Tensor, caches: Sequence[DilatedKVCache]) -> None:
+    _check_batch(tokens, caches)
+    if getattr(model.embed, "__func__", None) is TokenEnds.embed:
+        check_vocabulary(tokens, model.embedding)
 
 
 def stream(
@@ -284,7 +313,9 @@ def _check_wanted(
         raise ValueError(
             f"the prompt must have a token; got tokens of shape {tuple(prompt.tokens.shape)}"
         )
-    return total if prompt.lengths is None else max(as_ints("lengths", prompt.lengths))
+    if prompt.lengths is None:
+        return total
+    return max(checked_lengths(prompt.lengths, len(prompt.tokens), total))
 
 
 def _described(options: SamplerOptions) -> dict[str, Any]:

@@ -656,3 +656,26 @@ def test_a_step_has_the_rotation_that_the_model_has(batch: int) -> None:
         tokens = model.generate(prompt, 40)
         assert torch.equal(tokens, greedy(model, prompt, 40))
         assert not torch.equal(tokens, plain)
+
+
+@pytest.mark.parametrize(("count", "max_rewind"), [(1, 0), (3, 2)])
+@pytest.mark.parametrize("name", ["norm", "blocks.1.contract", "blocks.0.attention.q_proj"])
+def test_a_step_that_fails_can_be_tried_again(name: str, count: int, max_rewind: int) -> None:
+    model, text = make_model(), torch.randint(VOCABULARY, (2, 60))
+    caches = model.make_caches(2, max_length=60, max_rewind=max_rewind)
+    model.prefill(text[:, :18], caches)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    logits = []
+    for first in range(18, 60, count):
+        handle = model.get_submodule(name).register_forward_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model.step(text[:, first : first + count], caches)
+        handle.remove()
+        assert {cache.known_lengths for cache in caches} == {(first, first)}
+        assert all(cache.lengths.tolist() == [first, first] for cache in caches)
+        logits.append(model.step(text[:, first : first + count], caches))
+    with torch.no_grad():
+        assert relative_error(torch.cat(logits, 1), model(text)[:, 18:]) < 1e-10

@@ -282,6 +282,8 @@ def test_what_a_cache_tells():
     assert cache.get_max_length() == -1
     assert not cache.is_compileable
     assert repr(cache).startswith("DilatedCache((8, 1) (19, 2), 44 columns, lengths [44, 40]")
+    with pytest.raises(TypeError, match="shallow copy of a DilatedCache"):
+        copy.copy(cache)
     layer = cache.layers[0]
     assert (layer.get_seq_length(), layer.get_max_length()) == (44, -1)
     assert layer.get_mask_sizes(1) == (45, 0)

@@ -37,8 +37,8 @@ from .rope import wide_rotation
 from .row_step import RowStep
 from .sampling import Sampler, SamplerOptions
 from .step_block import StepBlock
+from .step_caches import check_batch, check_caches, check_prompt, take_back
 from .step_capture import TakeStep, captured_step, captures, check_capture
-from .token_ends import TokenEnds
 
 if TYPE_CHECKING:
     from .block import Attend
@@ -116,9 +116,9 @@ def prefill(
     layout: SequenceLayout | None,
 ) -> Tensor:
     """See `LongNet.prefill`."""
-    _check_caches(model, caches)
+    check_caches(model, caches)
     ends = caches[0].exchange
-    check = partial(_check_prompt, model, tokens, caches)
+    check = partial(check_prompt, model, tokens, caches)
     found = agreed_positions(tokens, documents, ends, layout, lengths, check)
     rotation = model.rope(found.rotary[None])
     hidden = model.embed(tokens)
@@ -202,9 +202,9 @@ def step(
     if torch.is_grad_enabled():
         with torch.no_grad():
             return step(model, blocks, tokens, caches)
-    _check_caches(model, caches)
+    check_caches(model, caches)
     check_tokens(tokens, "(batch, m)")
-    _check_batch(tokens, caches)
+    check_batch(tokens, caches)
     count = tokens.shape[1]
     positions = caches[0].lengths.unsqueeze(1)
     if count > 1:
@@ -215,53 +215,18 @@ def step(
     except IndexError:  # of a CPU, where looking costs nothing
         check_vocabulary(tokens, model.embedding)
         raise
-    for block, cache in zip(blocks, caches, strict=True):
-        hidden = block(hidden, rotation, cache, shared)
-    return model.logits(hidden)
+    before = [cache.known() for cache in caches]
+    try:
+        for block, cache in zip(blocks, caches, strict=True):
+            hidden = block(hidden, rotation, cache, shared)
+        return model.logits(hidden)
+    except BaseException:
+        take_back(caches, before, count)
+        raise
 
 
 def _blocks(model: TokenGenerator) -> list[LongNetBlock]:
     return cast("list[LongNetBlock]", model.blocks)
-
-
-def _check_caches(model: TokenGenerator, caches: Sequence[DilatedKVCache]) -> None:
-    """Raise unless there is a cache for each block, and all hold equally many positions."""
-    if not isinstance(caches, Sequence) or not all(isinstance(x, DilatedKVCache) for x in caches):
-        raise TypeError(f"caches must be those of make_caches; got {in_brief(caches)}")
-    if len(caches) != len(model.blocks):
-        raise ValueError(
-            f"there must be a cache for each of {len(model.blocks)} blocks; got {len(caches)}"
-        )
-    lengths = caches[0].known_lengths
-    if len({id(cache) for cache in caches}) < len(caches):
-        raise ValueError("every block needs a cache of its own; got one cache for several blocks")
-    for block, cache in zip(_blocks(model), caches, strict=True):
-        layer, plan = block.attention, cache.plan
-        pattern = layer.pattern.of_heads(layer.head_slice, plan.num_kv_heads)
-        if plan.pattern != pattern:
-            raise ValueError(
-                f"a cache must have the pattern of its block, {pattern}; got one of "
-                f"{plan.pattern}: make the caches with make_caches of this model, and anew when "
-                "its patterns have changed"
-            )
-        if cache.known_lengths != lengths:
-            raise ValueError(
-                "the caches of all blocks must hold the same positions; the first holds "
-                f"{in_brief(lengths)}, another one {in_brief(cache.known_lengths)}: rewind, select "
-                "and reset them all"
-            )
-
-
-def _check_batch(tokens: Tensor, caches: Sequence[DilatedKVCache]) -> None:
-    batch = len(caches[0].known_lengths)
-    if len(tokens) != batch:
-        raise ValueError(f"the caches are for {batch} rows; got tokens for {len(tokens)}")
-
-
-def _check_prompt(model: TokenGenerator, tokens: Tensor, caches: Sequence[DilatedKVCache]) -> None:
-    _check_batch(tokens, caches)
-    if getattr(model.embed, "__func__", None) is TokenEnds.embed:
-        check_vocabulary(tokens, model.embedding)
 
 
 def stream(

@@ -16,7 +16,14 @@ from ring_dilated_attention import DilatedPattern, SequenceLayout
 from ring_dilated_attention.checks import relative_error, run_ranks
 from ring_dilated_attention.decode import DilatedKVCache
 from ring_dilated_attention.exchange import Exchange, ExchangeError, run_loopback
-from ring_dilated_attention.nn import LongNet, LongNetConfig, RotaryEmbedding, Rotation, Sampler
+from ring_dilated_attention.nn import (
+    LongNet,
+    LongNetConfig,
+    MultiheadDilatedAttention,
+    RotaryEmbedding,
+    Rotation,
+    Sampler,
+)
 from ring_dilated_attention.nn.row_step import RowStep
 from ring_dilated_attention.plan import plan_cache
 
@@ -614,6 +621,12 @@ def test_lengths_are_refused_before_memory_is_asked_for() -> None:
             make_model().generate(PROMPT, 3, lengths=[2, wrong])
 
 
+@pytest.mark.parametrize("count", [10**15, 10**18])
+def test_caches_without_memory_say_what_is_too_large(count: int) -> None:
+    with pytest.raises(MemoryError, match=f"no memory for KV caches of max_length={count + 5} "):
+        make_model().generate(PROMPT, count)
+
+
 def test_caches_of_another_model_are_refused() -> None:
     model, other = make_model(), make_model(head_offsets="blocked")
     for call in (model.prefill, model.step):
@@ -679,3 +692,28 @@ def test_a_step_that_fails_can_be_tried_again(name: str, count: int, max_rewind:
         logits.append(model.step(text[:, first : first + count], caches))
     with torch.no_grad():
         assert relative_error(torch.cat(logits, 1), model(text)[:, 18:]) < 1e-10
+
+
+@pytest.mark.parametrize("name", ["expand", "contract", "attention.out_proj"])
+def test_a_layer_may_be_any_module(name: str) -> None:
+    model, prompt = make_model(), torch.randint(VOCABULARY, (1, 20))
+    layer = model.blocks[0].get_submodule(name)
+    model.blocks[0].set_submodule(name, torch.nn.Sequential(layer, torch.nn.Tanh()))
+    assert torch.equal(model.generate(prompt, 20), greedy(model, prompt, 20))
+
+
+class _TwiceTheQuery(MultiheadDilatedAttention):
+    def attend(self, q_bnhd: torch.Tensor, *others: Any, **options: Any) -> torch.Tensor:
+        return super().attend(2 * q_bnhd, *others, **options)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_attention_of_its_own_is_called_or_refused(batch: int) -> None:
+    model, prompt = make_model(), torch.randint(VOCABULARY, (batch, 20))
+    attention: Any = model.blocks[0].attention
+    combine = attention.combine
+    attention.combine = lambda out: 2 * combine(out)
+    assert torch.equal(model.generate(prompt, 20), greedy(model, prompt, 20))
+    attention.__class__ = _TwiceTheQuery
+    with pytest.raises(ValueError, match="_TwiceTheQuery has an attend of its own"):
+        model.generate(prompt, 20)

@@ -37,10 +37,11 @@ from .rope import wide_rotation
 from .row_step import RowStep
 from .sampling import Sampler, SamplerOptions
 from .step_block import StepBlock
-from .step_caches import check_batch, check_caches, check_prompt, take_back
+from .step_caches import check_batch, check_caches, check_prompt, memory_for, take_back
 from .step_capture import TakeStep, captured_step, captures, check_capture
 
 if TYPE_CHECKING:
+    from .attention import MultiheadDilatedAttention
     from .block import Attend
     from .longnet_block import LongNetBlock
     from .token_generator import TokenGenerator
@@ -86,13 +87,13 @@ def make_caches(
         )
     config, weight = model.config, model.embedding.weight
     (like,) = autocast_inputs(weight[:0])
-    layers = [block.attention for block in _blocks(model)]
-    heads = config.num_kv_heads or config.num_heads
-    return [
-        DilatedKVCache(
+
+    def made(layer: MultiheadDilatedAttention) -> DilatedKVCache:
+        own, heads = layer.head_slice, config.num_kv_heads or config.num_heads
+        return DilatedKVCache(
             layer.pattern,
             batch,
-            heads if layer.head_slice is None else layer.head_slice.stop - layer.head_slice.start,
+            heads if own is None else own.stop - own.start,
             config.embed_dim // config.num_heads,
             max_length=max_length,
             max_rewind=max_rewind,
@@ -100,10 +101,11 @@ def make_caches(
             device=weight.device,
             group=group,
             sharded=sharded,
-            head_slice=layer.head_slice,
+            head_slice=own,
         )
-        for layer in layers
-    ]
+
+    with memory_for(max_length):
+        return [made(block.attention) for block in _blocks(model)]
 
 
 @torch.no_grad()

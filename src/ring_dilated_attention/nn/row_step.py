@@ -181,13 +181,13 @@ def _is_plain(block: nn.Module, config: LongNetConfig) -> bool:
     return (
         attention.num_heads == config.num_heads
         and attention.num_kv_heads == (config.num_kv_heads or config.num_heads)
-        and block.expand.out_features == block.contract.in_features == config.ffn_dim
         and attention.head_slice is None
         and all(_is_plain_layer(norm, LayerNorm) for norm in norms)
         and all(
             _is_plain_layer(layer, nn.Linear)
             for layer in (*projections, block.expand, block.contract)
         )
+        and block.expand.out_features == block.contract.in_features == config.ffn_dim
     )
 
 

@@ -2,20 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, cast
 
+import torch
 from torch import Tensor
 
 from ..decode import DilatedKVCache, Lengths
 from ..pattern import in_brief
+from .attention import MultiheadDilatedAttention
 from .longnet_inputs import check_vocabulary
 from .token_ends import TokenEnds
 
 if TYPE_CHECKING:
     from .longnet_block import LongNetBlock
     from .token_generator import TokenGenerator
+
+
+@contextmanager
+def memory_for(max_length: int | None) -> Iterator[None]:
+    """Say what was too large where a CPU has no memory for caches.
+
+    Args:
+        max_length: of the caches.
+
+    Raises:
+        MemoryError: in place of the RuntimeError of torch, which says how many bytes it asked for.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise  # of a GPU, by its own name
+    except RuntimeError as error:
+        if "allocate memory" not in str(error) and "overflow" not in str(error):
+            raise
+        raise MemoryError(
+            f"there is no memory for KV caches of max_length={max_length} positions, the prompt "
+            "and all new tokens, which a pattern with a segment length of None allocates at once: "
+            f"ask for fewer. {error}"
+        ) from error
 
 
 def check_caches(model: TokenGenerator, caches: Sequence[DilatedKVCache]) -> None:
@@ -26,7 +52,8 @@ def check_caches(model: TokenGenerator, caches: Sequence[DilatedKVCache]) -> Non
         caches: of `make_caches`.
 
     Raises:
-        TypeError, ValueError: they are not; or one has another pattern than its block.
+        TypeError, ValueError: they are not; one has another pattern than its block; or a block has
+            an attention of its own.
     """
     if not isinstance(caches, Sequence) or not all(isinstance(x, DilatedKVCache) for x in caches):
         raise TypeError(f"caches must be those of make_caches; got {in_brief(caches)}")
@@ -39,6 +66,12 @@ def check_caches(model: TokenGenerator, caches: Sequence[DilatedKVCache]) -> Non
         raise ValueError("every block needs a cache of its own; got one cache for several blocks")
     for block, cache in zip(cast("list[LongNetBlock]", model.blocks), caches, strict=True):
         layer, plan = block.attention, cache.plan
+        if getattr(layer.attend, "__func__", None) is not MultiheadDilatedAttention.attend:
+            raise ValueError(
+                f"a {type(layer).__name__} has an attend of its own, which a step with a KV cache "
+                "does not call: generate by forward of the whole text, or change project or "
+                "combine in its place"
+            )
         pattern = layer.pattern.of_heads(layer.head_slice, plan.num_kv_heads)
         if plan.pattern != pattern:
             raise ValueError(

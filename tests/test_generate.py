@@ -580,9 +580,26 @@ def test_caches_that_do_not_fit_are_refused() -> None:
         model.step(PROMPT, caches)
     with pytest.raises(TypeError, match="tokens must be int64"):
         model.step(PROMPT.float(), caches)
+    with pytest.raises(ValueError, match=r"one token at least; got tokens of shape \(2, 0\)"):
+        model.step(PROMPT[:, :0], caches)
     caches[0].reset()
     with pytest.raises(ValueError, match="must hold the same positions"):
         model.step(PROMPT, caches)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_logits_that_are_not_finite_in_one_step_are_refused(batch: int) -> None:
+    """Where a segment ends, what follows does not see it any more."""
+    model, steps = make_model(segment_lengths=[4], dilation_rates=[1]), []
+
+    def spoil(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
+        steps.append(output)
+        return output.log() if len(steps) == 3 else output  # NaN where it is negative
+
+    model.norm.register_forward_hook(spoil)
+    with pytest.raises(ValueError, match="logits are not finite"):
+        model.generate(PROMPT[:batch], 40)
+    assert len(steps) < 40
 
 
 def test_logits_that_are_not_finite_are_refused() -> None:

@@ -208,6 +208,10 @@ def step(
     check_tokens(tokens, "(batch, m)")
     check_batch(tokens, caches)
     count = tokens.shape[1]
+    if not count:
+        raise ValueError(
+            f"a step must have one token at least; got tokens of shape {tuple(tokens.shape)}"
+        )
     positions = caches[0].lengths.unsqueeze(1)
     if count > 1:
         positions = positions + torch.arange(count, device=positions.device)
@@ -308,12 +312,14 @@ def _drawn(
     stop = wanted.stop_token
     finished: Tensor | None = None
     unchecked: list[Tensor] = []
+    largest: list[Tensor] = []  # logits of those steps: a NaN is larger than all numbers
     device, tokens = logits.device, None
     for left in range(wanted.max_new_tokens, 0, -1):
         with _without_autograd(device):
             if tokens is not None:
                 logits = take(tokens.unsqueeze(1)).squeeze(1)
             drawn = sampler(logits)
+            largest.append(logits.amax(-1))
         tokens = drawn.clone()  # one that autograd may keep, as the tokens of a loss
         all_finished = False
         if stop is not None:
@@ -324,8 +330,8 @@ def _drawn(
         unchecked.append(tokens)
         is_last = left == 1 or all_finished
         if is_last or len(unchecked) == CHECKED_STEPS:
-            _look_at(unchecked, logits, ends)
-            unchecked = []
+            _look_at(unchecked, largest, ends)
+            unchecked, largest = [], []
         yield tokens
         if is_last:
             return
@@ -341,10 +347,10 @@ def _without_autograd(device: torch.device) -> AbstractContextManager[Any]:
     return torch.inference_mode()
 
 
-def _look_at(tokens: list[Tensor], logits: Tensor, ends: Exchange) -> None:
-    """Raise, on every rank, unless ranks drew the same tokens from finite logits."""
+def _look_at(tokens: list[Tensor], largest: list[Tensor], ends: Exchange) -> None:
+    """Raise, on every rank, unless ranks drew the same tokens from logits with finite maxima."""
     failure = None
-    if not torch.isfinite(logits).all():
+    if not torch.stack(largest).isfinite().all():
         failure = ValueError(
             "logits are not finite, so no token can be drawn by them: look at the weights, and at "
             "the dtype"
@@ -354,4 +360,4 @@ def _look_at(tokens: list[Tensor], logits: Tensor, ends: Exchange) -> None:
         shared = (
             {"the last tokens drawn": _digest(torch.stack(tokens))} if ends.world_size > 1 else {}
         )
-    agree(_NAME, ends, shared, failure, logits.device)
+    agree(_NAME, ends, shared, failure, tokens[0].device)

@@ -576,6 +576,8 @@ def test_copies():
     for twin in twins:
         assert twin.known_lengths == (11, 11)
         assert torch.equal(cached_attention(q, k, v, twin), want)
+    with pytest.raises(TypeError, match="shallow copy of a DilatedKVCache"):
+        copy.copy(cache)
 
     def rank(ends):
         of_ranks = make(ends)

@@ -100,6 +100,19 @@ def test_generate_refuses_other_caches_and_right_padding():
         model.generate(IDS, max_new_tokens=2, attention_mask=LEFT.flip(1))
 
 
+def test_chunks_of_padding_alone_are_refused():
+    given = {"input_ids": IDS, "attention_mask": LEFT, "max_new_tokens": 3}
+    with pytest.raises(ValueError, match=r"first 2 columns .* of row 1 are padding.*chunk_size"):
+        ready().generate(**given, prefill_chunk_size=2)
+
+
+def test_a_chat_that_goes_on_with_its_new_tokens_alone_is_refused():
+    model = ready()
+    cache = filled(model)
+    with pytest.raises(ValueError, match=f"cache has {LENGTH} columns: generate takes the whole"):
+        model.generate(IDS[:, :9], max_new_tokens=3, **{CACHE: cache})
+
+
 def test_making_a_cache_is_refused():
     plain = make(attn_implementation="sdpa")
     with pytest.raises(
@@ -282,6 +295,8 @@ def test_what_a_cache_tells():
     assert cache.get_max_length() == -1
     assert not cache.is_compileable
     assert repr(cache).startswith("DilatedCache((8, 1) (19, 2), 44 columns, lengths [44, 40]")
+    with pytest.raises(TypeError, match="shallow copy of a DilatedCache"):
+        copy.copy(cache)
     layer = cache.layers[0]
     assert (layer.get_seq_length(), layer.get_max_length()) == (44, -1)
     assert layer.get_mask_sizes(1) == (45, 0)

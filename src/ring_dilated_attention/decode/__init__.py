@@ -10,6 +10,8 @@ sharded as they are.
 from .attend import attend_in_step, cached_attention
 from .cache import SHARD_BYTES, DilatedKVCache
 from .captured import CapturedStep
+from .lengths import Lengths
+from .refusals import DeepOnly
 from .replicated import replicated_query_attention
 from .row_attention import RowAttention
 from .step import Step
@@ -17,7 +19,9 @@ from .step import Step
 __all__ = [
     "SHARD_BYTES",
     "CapturedStep",
+    "DeepOnly",
     "DilatedKVCache",
+    "Lengths",
     "RowAttention",
     "Step",
     "attend_in_step",

@@ -16,7 +16,7 @@ from ..plan import plan_cache
 from .hand_over import hand_over
 from .lengths import EqualRows, Lengths, check_room
 from .prompts import find_prompts, resolve_layout, words_of
-from .refusals import NAME, check_fit, check_kinds, check_options, for_each_row, rows_in
+from .refusals import NAME, DeepOnly, check_fit, check_kinds, check_options, for_each_row, rows_in
 from .slots import HeldRows, Slots
 
 SHARD_BYTES = 128 << 20
@@ -24,7 +24,7 @@ SHARD_BYTES = 128 << 20
 it takes to bring the results of ranks together."""
 
 
-class DilatedKVCache:
+class DilatedKVCache(DeepOnly):
     """The KV cache of one attention layer: what later queries can still be shown, and no more.
 
     In a branch (w, r) a causal query sees rows of its own segment, every r-th. So of a branch at

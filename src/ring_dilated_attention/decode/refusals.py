@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 
@@ -13,6 +14,19 @@ from ..torch_op import refuse_tangents, validate_tensor
 
 NAME = "DilatedKVCache"
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class DeepOnly:
+    """What `copy.deepcopy` copies, and `copy.copy` does not.
+
+    A shallow copy would share the tensors of a cache, but not the number of rows in them.
+    """
+
+    def __copy__(self) -> NoReturn:
+        raise TypeError(
+            f"a shallow copy of a {type(self).__name__} would share its rows, but not their number:"
+            " take copy.deepcopy, which gives the copy rows of its own"
+        )
 
 
 def check_options(

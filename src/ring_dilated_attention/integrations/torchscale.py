@@ -23,7 +23,7 @@ from ..tiles import BACKENDS, Backend
 from ..torch_op import padding
 from .class_tokens import refuse_class_token, refuse_local_positions
 from .torchscale_args import check_dropout, ints_of
-from .torchscale_refusals import holds_none
+from .torchscale_refusals import refuse_nothing_replaced, refuse_nothing_to_replace
 
 _SUBMODULES = ("q_proj", "k_proj", "v_proj", "out_proj", "inner_attn_ln")
 
@@ -306,14 +306,7 @@ def replace_dilated_attention(
                 )
             replacements[module] = _replacement(where, module, group, layout, options)
     if not ours and not replacements:
-        raise ValueError(
-            holds_none(
-                "replace_dilated_attention",
-                "DilatedAttention of torchscale",
-                model,
-                "pass the model that holds torchscale's LongNet encoder",
-            )
-        )
+        refuse_nothing_to_replace(model)
     if ours and options:
         raise ValueError(
             f"{len(ours)} modules are this package's already and keep their options; got "
@@ -350,14 +343,7 @@ def set_layout(model: nn.Module, layout: SequenceLayout | None) -> int:
         raise TypeError(f"layout must be a SequenceLayout or None, got {layout!r}")
     told = [module for module in model.modules() if isinstance(module, TorchscaleDilatedAttention)]
     if not told:
-        raise ValueError(
-            holds_none(
-                "set_layout",
-                "TorchscaleDilatedAttention",
-                model,
-                "call replace_dilated_attention first",
-            )
-        )
+        refuse_nothing_replaced(model)
     refuse_class_token(model, told[0].group, layout)
     for module in told:
         module.layout = layout

@@ -1,4 +1,4 @@
-"""What to say of a model that has nothing of torchscale."""
+"""Refuse models that have nothing of torchscale to replace, or nothing that was replaced."""
 
 from __future__ import annotations
 
@@ -7,18 +7,23 @@ from torch import nn
 _MOST_SHOWN = 5
 
 
-def holds_none(function: str, wanted: str, model: nn.Module, advice: str) -> str:
-    """The message for a model in which a function finds no module of the wanted class.
+def refuse_nothing_to_replace(model: nn.Module) -> None:
+    """Raise a `ValueError` for a model in which `replace_dilated_attention` finds nothing."""
+    raise ValueError(
+        f"replace_dilated_attention found no DilatedAttention of torchscale in {_shown(model)}; "
+        "pass the model that holds torchscale's LongNet encoder"
+    )
 
-    Args:
-        function: its name.
-        wanted: the class.
-        model: as it was given.
-        advice: what to do.
-    """
+
+def refuse_nothing_replaced(model: nn.Module) -> None:
+    """Raise a `ValueError` for a model in which `set_layout` finds nothing."""
+    raise ValueError(
+        f"set_layout found no TorchscaleDilatedAttention in {_shown(model)}; "
+        "call replace_dilated_attention first"
+    )
+
+
+def _shown(model: nn.Module) -> str:
     kinds = dict.fromkeys(type(module).__name__ for module in model.modules())
     seen = [kind for kind in kinds if "attention" in kind.lower()][:_MOST_SHOWN]
-    return (
-        f"{function} found no {wanted} in {type(model).__name__}, whose attention modules are: "
-        f"{', '.join(seen) or 'none'}; {advice}"
-    )
+    return f"{type(model).__name__}, whose attention modules are: {', '.join(seen) or 'none'}"

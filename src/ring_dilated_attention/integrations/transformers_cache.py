@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from ..decode import DilatedKVCache
+from ..decode import DeepOnly, DilatedKVCache
 from ..pattern import DilatedPattern, check_int, check_positive_int
 from .transformers_call import SETTINGS, Settings
 from .transformers_layer import DilatedCacheLayer
@@ -39,7 +39,7 @@ class _Pending(NamedTuple):
     value: Tensor
 
 
-class DilatedCache(Cache):  # type: ignore[misc]
+class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
     """A KV cache that keeps, of each layer, the rows that later positions can still be shown.
 
     A model with `set_attention` makes one by itself where it is called with ``use_cache=True``, as
@@ -375,7 +375,8 @@ class DilatedCache(Cache):  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DilatedCache:
         """A copy with rows of its own, of the same ranks: to go on from one prompt twice."""
-        copied = copy.copy(self)
+        copied = object.__new__(type(self))
+        copied.__dict__.update(self.__dict__)
         copied.layers = [copy.copy(layer) for layer in self.layers]
         for layer in copied.layers:
             layer.kv = copy.deepcopy(layer.kv, memo)

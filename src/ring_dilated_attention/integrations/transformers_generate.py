@@ -159,8 +159,11 @@ def _columns(
     inputs = inputs_of(given)
     batch, count = inputs.shape[:2]
     if not count:
+        has = 0 if cache is None else cache.get_seq_length()
         raise ValueError(
             f"there must be a token at least; got input of shape {tuple(inputs.shape)}"
+            + f". The KV cache has {has} columns: generate takes the whole text, of more columns "
+            "than these, or a cache after its reset()" * bool(has)
         )
     cache = DilatedCache(module) if cache is None else cache
     was, now = cache.settings, settings
@@ -198,6 +201,12 @@ def _later(
             expected[:, : cache.valid_columns.shape[1]] = ~cache.valid_columns
         if not torch.equal(padding, expected):
             row, column = (padding != expected).nonzero()[0].tolist()
+            if cache.lengths[row] == 0 and padding[row, column]:
+                raise ValueError(
+                    f"the first {before} columns of a text must have a valid token of every row, "
+                    f"but those of row {row} are padding, and so is column {column}: give a larger "
+                    "prefill_chunk_size, above the longest padding on the left"
+                )
             raise ValueError(
                 "attention_mask must be that of the prompt, and 1 for the tokens behind it: a KV "
                 f"cache has no padding between tokens; in row {row}, column {column} must be "

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..decode import DilatedKVCache, Step
-from ..documents import Integers, as_ints
+from ..documents import Integers
 from ..exchange import (
     Exchange,
     Group,
@@ -25,13 +25,23 @@ from ..exchange import (
 from ..functional import autocast_inputs
 from ..layout import SequenceLayout
 from ..pattern import check_int, check_positive_int, in_brief
-from .longnet_inputs import agreed_positions, check_tokens, device_of, whole_length
+from .longnet_inputs import (
+    agreed_positions,
+    check_tokens,
+    check_vocabulary,
+    checked_lengths,
+    device_of,
+    whole_length,
+)
+from .rope import wide_rotation
 from .row_step import RowStep
 from .sampling import Sampler, SamplerOptions
 from .step_block import StepBlock
+from .step_caches import check_batch, check_caches, check_prompt, memory_for, take_back
 from .step_capture import TakeStep, captured_step, captures, check_capture
 
 if TYPE_CHECKING:
+    from .attention import MultiheadDilatedAttention
     from .block import Attend
     from .longnet_block import LongNetBlock
     from .token_generator import TokenGenerator
@@ -77,11 +87,11 @@ def make_caches(
         )
     config, weight = model.config, model.embedding.weight
     (like,) = autocast_inputs(weight[:0])
-    slices = [block.attention.head_slice for block in _blocks(model)]
-    heads = config.num_kv_heads or config.num_heads
-    return [
-        DilatedKVCache(
-            config.pattern,
+
+    def made(layer: MultiheadDilatedAttention) -> DilatedKVCache:
+        own, heads = layer.head_slice, config.num_kv_heads or config.num_heads
+        return DilatedKVCache(
+            layer.pattern,
             batch,
             heads if own is None else own.stop - own.start,
             config.embed_dim // config.num_heads,
@@ -93,8 +103,9 @@ def make_caches(
             sharded=sharded,
             head_slice=own,
         )
-        for own in slices
-    ]
+
+    with memory_for(max_length):
+        return [made(block.attention) for block in _blocks(model)]
 
 
 @torch.no_grad()
@@ -107,9 +118,9 @@ def prefill(
     layout: SequenceLayout | None,
 ) -> Tensor:
     """See `LongNet.prefill`."""
-    _check_caches(model, caches)
+    check_caches(model, caches)
     ends = caches[0].exchange
-    check = partial(_check_batch, tokens, caches)
+    check = partial(check_prompt, model, tokens, caches)
     found = agreed_positions(tokens, documents, ends, layout, lengths, check)
     rotation = model.rope(found.rotary[None])
     hidden = model.embed(tokens)
@@ -193,46 +204,35 @@ def step(
     if torch.is_grad_enabled():
         with torch.no_grad():
             return step(model, blocks, tokens, caches)
-    _check_caches(model, caches)
+    check_caches(model, caches)
     check_tokens(tokens, "(batch, m)")
-    _check_batch(tokens, caches)
+    check_batch(tokens, caches)
     count = tokens.shape[1]
+    if not count:
+        raise ValueError(
+            f"a step must have one token at least; got tokens of shape {tuple(tokens.shape)}"
+        )
     positions = caches[0].lengths.unsqueeze(1)
     if count > 1:
         positions = positions + torch.arange(count, device=positions.device)
-    rotation, shared = model.rope.wide(positions), Step()
-    hidden = model.embed(tokens)
-    for block, cache in zip(blocks, caches, strict=True):
-        hidden = block(hidden, rotation, cache, shared)
-    return model.logits(hidden)
+    rotation, shared = wide_rotation(model.rope, positions), Step()
+    try:
+        hidden = model.embed(tokens)
+    except IndexError:  # of a CPU, where looking costs nothing
+        check_vocabulary(tokens, model.embedding)
+        raise
+    before = [cache.known() for cache in caches]
+    try:
+        for block, cache in zip(blocks, caches, strict=True):
+            hidden = block(hidden, rotation, cache, shared)
+        return model.logits(hidden)
+    except BaseException:
+        take_back(caches, before, count)
+        raise
 
 
 def _blocks(model: TokenGenerator) -> list[LongNetBlock]:
     return cast("list[LongNetBlock]", model.blocks)
-
-
-def _check_caches(model: TokenGenerator, caches: Sequence[DilatedKVCache]) -> None:
-    """Raise unless there is a cache for each block, and all hold equally many positions."""
-    if not isinstance(caches, Sequence) or not all(isinstance(x, DilatedKVCache) for x in caches):
-        raise TypeError(f"caches must be those of make_caches; got {in_brief(caches)}")
-    if len(caches) != len(model.blocks):
-        raise ValueError(
-            f"there must be a cache for each of {len(model.blocks)} blocks; got {len(caches)}"
-        )
-    lengths = caches[0].known_lengths
-    for cache in caches:
-        if cache.known_lengths != lengths:
-            raise ValueError(
-                "the caches of all blocks must hold the same positions; the first holds "
-                f"{in_brief(lengths)}, another one {in_brief(cache.known_lengths)}: rewind, select "
-                "and reset them all"
-            )
-
-
-def _check_batch(tokens: Tensor, caches: Sequence[DilatedKVCache]) -> None:
-    batch = len(caches[0].known_lengths)
-    if len(tokens) != batch:
-        raise ValueError(f"the caches are for {batch} rows; got tokens for {len(tokens)}")
 
 
 def stream(
@@ -284,7 +284,9 @@ def _check_wanted(
         raise ValueError(
             f"the prompt must have a token; got tokens of shape {tuple(prompt.tokens.shape)}"
         )
-    return total if prompt.lengths is None else max(as_ints("lengths", prompt.lengths))
+    if prompt.lengths is None:
+        return total
+    return max(checked_lengths(prompt.lengths, len(prompt.tokens), total))
 
 
 def _described(options: SamplerOptions) -> dict[str, Any]:
@@ -310,12 +312,14 @@ def _drawn(
     stop = wanted.stop_token
     finished: Tensor | None = None
     unchecked: list[Tensor] = []
+    largest: list[Tensor] = []  # logits of those steps: a NaN is larger than all numbers
     device, tokens = logits.device, None
     for left in range(wanted.max_new_tokens, 0, -1):
         with _without_autograd(device):
             if tokens is not None:
                 logits = take(tokens.unsqueeze(1)).squeeze(1)
             drawn = sampler(logits)
+            largest.append(logits.amax(-1))
         tokens = drawn.clone()  # one that autograd may keep, as the tokens of a loss
         all_finished = False
         if stop is not None:
@@ -326,8 +330,8 @@ def _drawn(
         unchecked.append(tokens)
         is_last = left == 1 or all_finished
         if is_last or len(unchecked) == CHECKED_STEPS:
-            _look_at(unchecked, logits, ends)
-            unchecked = []
+            _look_at(unchecked, largest, ends)
+            unchecked, largest = [], []
         yield tokens
         if is_last:
             return
@@ -343,10 +347,10 @@ def _without_autograd(device: torch.device) -> AbstractContextManager[Any]:
     return torch.inference_mode()
 
 
-def _look_at(tokens: list[Tensor], logits: Tensor, ends: Exchange) -> None:
-    """Raise, on every rank, unless ranks drew the same tokens from finite logits."""
+def _look_at(tokens: list[Tensor], largest: list[Tensor], ends: Exchange) -> None:
+    """Raise, on every rank, unless ranks drew the same tokens from logits with finite maxima."""
     failure = None
-    if not torch.isfinite(logits).all():
+    if not torch.stack(largest).isfinite().all():
         failure = ValueError(
             "logits are not finite, so no token can be drawn by them: look at the weights, and at "
             "the dtype"
@@ -356,4 +360,4 @@ def _look_at(tokens: list[Tensor], logits: Tensor, ends: Exchange) -> None:
         shared = (
             {"the last tokens drawn": _digest(torch.stack(tokens))} if ends.world_size > 1 else {}
         )
-    agree(_NAME, ends, shared, failure, logits.device)
+    agree(_NAME, ends, shared, failure, tokens[0].device)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..documents import Integers, as_ints, document_borders, in_words
 from ..exchange import Group, place_in
@@ -60,7 +60,7 @@ def agreed_positions(
             check()
         total = whole_length(tokens, world_size, layout)
         if lengths is not None:
-            valid = _checked_lengths(lengths, len(tokens), total)
+            valid = checked_lengths(lengths, len(tokens), total)
         if isinstance(documents, Tensor) and torch.compiler.is_compiling():
             # Attention checks the numbers, which are not known here.
             positions = document_positions(positions, documents)
@@ -76,7 +76,17 @@ def agreed_positions(
     return Positions(positions, borders, valid)
 
 
-def _checked_lengths(lengths: Integers, batch: int, total: int) -> list[int]:
+def checked_lengths(lengths: Integers, batch: int, total: int) -> list[int]:
+    """The lengths of a prompt as ints.
+
+    Args:
+        lengths: valid positions of each row of the batch.
+        batch: rows of the batch.
+        total: positions of the whole prompt.
+
+    Raises:
+        TypeError, ValueError: they are not ints from 1 to `total`, one for each row.
+    """
     valid = as_ints("lengths", lengths)
     if len(valid) != batch:
         raise ValueError(
@@ -122,6 +132,23 @@ def _positions(tokens: Tensor, rank: int, world_size: int, layout: SequenceLayou
     held = f"got tokens of shape {tuple(tokens.shape)}"
     layout.check_shard(rank, world_size, rows, held)
     return layout.positions(rank, device=tokens.device)
+
+
+def check_vocabulary(tokens: Tensor, embedding: nn.Module) -> None:
+    """Raise a `ValueError` unless every token has an embedding; waits for the device.
+
+    Args:
+        tokens: int64, shape (batch, rows).
+        embedding: of the model; only an `nn.Embedding` says how many tokens it has.
+    """
+    if not isinstance(embedding, nn.Embedding) or not tokens.numel():
+        return
+    least, most = (int(x) for x in tokens.aminmax())
+    if least < 0 or most >= embedding.num_embeddings:
+        raise ValueError(
+            f"tokens must be from 0 to {embedding.num_embeddings - 1}, those of the model's "
+            f"vocabulary; got {least if least < 0 else most}"
+        )
 
 
 def check_labels(labels: Tensor, tokens: Tensor) -> None:

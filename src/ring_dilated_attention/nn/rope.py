@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from ..documents import Integers, in_words, ints_or_tensor
 from ..pattern import check_positive_int, in_brief, shape_in_brief
+from .hooks import runs_hooks
 
 
 def document_positions(positions: Tensor, documents: Integers) -> Tensor:
@@ -72,6 +73,11 @@ class Rotation(NamedTuple):
         first, second = rows.chunk(2, dim=-1)
         rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
         return rotated.to(x.dtype)
+
+    def wide(self) -> WideRotation:
+        """The `WideRotation` of the same positions."""
+        cos, sin = torch.cat((self.cos, self.cos), -1), torch.cat((-self.sin, self.sin), -1)
+        return WideRotation(cos.unsqueeze(-2), sin.unsqueeze(-2))
 
 
 class WideRotation(NamedTuple):
@@ -147,7 +153,8 @@ class RotaryEmbedding(nn.Module):
         if not 1 < theta <= sys.float_info.max:
             raise ValueError(f"theta must be finite and above 1; got {in_brief(theta)}")
         self.theta = float(theta)
-        self._signed: Tensor | None = None  # no buffer: a model's dtype does not change it
+        # No buffer: a model's dtype does not change it.
+        self._signed: tuple[float, Tensor] | None = None
 
     def forward(self, positions: Tensor) -> Rotation:
         """The rotation for rows at these positions.
@@ -174,12 +181,12 @@ class RotaryEmbedding(nn.Module):
             A `WideRotation` on the device of `positions`.
         """
         _check_positions(positions)
-        device = positions.device
-        if self._signed is None or self._signed.device != device:
+        device, known = positions.device, self._signed
+        if known is None or known[0] != self.theta or known[1].device != device:
             frequencies = self._frequencies(device)
-            self._signed = torch.cat((-frequencies, frequencies))
+            known = self._signed = self.theta, torch.cat((-frequencies, frequencies))
         # Of a negative angle the cosine is the same, and the sine has the sign that it needs.
-        angles = positions[..., None, None] * self._signed
+        angles = positions[..., None, None] * known[1]
         return WideRotation(angles.cos().float(), angles.sin().float())
 
     def _frequencies(self, device: torch.device) -> Tensor:
@@ -190,6 +197,24 @@ class RotaryEmbedding(nn.Module):
     def extra_repr(self) -> str:
         """What `repr` shows of the arguments."""
         return f"{self.head_dim}, theta={self.theta:g}"
+
+
+def is_plain_rope(rope: nn.Module) -> bool:
+    """Whether a module computes what `RotaryEmbedding` does: no subclass, and no hooks."""
+    return type(rope) is RotaryEmbedding and not runs_hooks(rope)
+
+
+def wide_rotation(rope: nn.Module, positions: Tensor) -> WideRotation:
+    """A model's rotation as wide as a head, also where the model has a rotation of its own.
+
+    Args:
+        rope: a `RotaryEmbedding`, or a module that returns a `Rotation` for positions.
+        positions: int64, shape (batch, local_sequence).
+    """
+    if is_plain_rope(rope):
+        return cast(RotaryEmbedding, rope).wide(positions)
+    rotation: Rotation = rope(positions)
+    return rotation.wide()
 
 
 def _check_positions(positions: Tensor) -> None:

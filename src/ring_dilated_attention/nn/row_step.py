@@ -16,6 +16,7 @@ from .config import LongNetConfig
 from .hooks import is_plain
 from .longnet_block import LongNetBlock
 from .norm import LayerNorm
+from .rope import is_plain_rope
 from .step_block import is_plain_block
 from .step_capture import TakeStep
 from .token_ends import TokenEnds
@@ -99,18 +100,21 @@ class RowStep:
         """Whether this computes the steps of a model, which are many.
 
         Not of a wide model, whose arithmetic takes longer than that, nor of one whose modules have
-        hooks, are of subclasses (adapters, quantised weights) or do not have weights of one dtype.
+        hooks, are of subclasses (adapters, quantised weights) or do not have weights of one dtype,
+        or whose blocks have different patterns.
         """
         blocks, dtype = list(model.blocks), caches[0].keys.dtype
         return (
             model.config.embed_dim <= _MOST_WIDTH
             and getattr(model.embed, "__func__", None) is TokenEnds.embed
             and getattr(model.logits, "__func__", None) is TokenEnds.logits
+            and is_plain_rope(model.rope)
             and is_plain(model.embedding, nn.Embedding)
             and model.embedding.max_norm is None
             and _is_plain_layer(model.norm, nn.LayerNorm)
             and all(parameter.dtype == dtype for parameter in model.parameters())
             and all(_is_plain(block, model.config) for block in blocks)
+            and all(cache.plan == caches[0].plan for cache in caches)
             and all(
                 RowAttention.fits(cache, cast(LongNetBlock, block).attention.backend)
                 for block, cache in zip(blocks, caches, strict=True)
@@ -177,13 +181,13 @@ def _is_plain(block: nn.Module, config: LongNetConfig) -> bool:
     return (
         attention.num_heads == config.num_heads
         and attention.num_kv_heads == (config.num_kv_heads or config.num_heads)
-        and block.expand.out_features == block.contract.in_features == config.ffn_dim
         and attention.head_slice is None
         and all(_is_plain_layer(norm, LayerNorm) for norm in norms)
         and all(
             _is_plain_layer(layer, nn.Linear)
             for layer in (*projections, block.expand, block.contract)
         )
+        and block.expand.out_features == block.contract.in_features == config.ffn_dim
     )
 
 

@@ -94,6 +94,7 @@ def is_plain_block(block: nn.Module) -> bool:
     return (
         type(block) is LongNetBlock
         and type(block.attention) is MultiheadDilatedAttention
+        and not vars(block.attention).keys() & {"project", "combine"}  # set on it alone
         and block.attention.norm is None
         and not runs_hooks(block)
     )
@@ -120,9 +121,10 @@ def _projection(layers: Sequence[nn.Linear], *, joins: bool) -> _Projection:
         parts = [function(rows) for function in functions]
         return torch.cat(parts, -1), [part.shape[-1] for part in parts]
 
+    if not joins or not all(is_plain(layer, nn.Linear) for layer in layers):
+        return one_by_one
     like = layers[0]
-    fits = like.in_features <= NARROW and autocast_dtype(like.weight.device.type) is None
-    if not joins or not fits or not all(is_plain(layer, nn.Linear) for layer in layers):
+    if like.in_features > NARROW or autocast_dtype(like.weight.device.type) is not None:
         return one_by_one
     if len({(layer.bias is None, layer.weight.dtype) for layer in layers}) > 1:
         return one_by_one

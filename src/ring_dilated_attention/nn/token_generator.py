@@ -95,7 +95,9 @@ class TokenGenerator(TokenEnds):
 
         Without gradients. Positions come from the caches' `lengths`, on their device, and nothing
         waits for it. Several tokens per row, as in speculative decoding, cost little more than one;
-        `DilatedKVCache.rewind` takes back those that are rejected.
+        `DilatedKVCache.rewind` takes back those that are rejected. A step that fails leaves the
+        caches as they were, so that it can be tried again; one of m tokens, m > 1, only where the
+        `max_rewind` of the caches is at least m - 1.
 
         Args:
             tokens: int64, shape (batch, m), m from 1 on: of the next m positions of every row, the

@@ -26,8 +26,9 @@ FIRST="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
 # The network that hosts reach each other by, where it is not found by itself:
 # export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0
 
-# torchrun ends with its ranks; --kill-on-bad-exit=0 leaves the other hosts to torchrun's restarts.
-srun --kill-on-bad-exit=0 torchrun \
+# torchrun ends with its ranks; --kill-on-bad-exit=0 leaves the other hosts to torchrun's restarts,
+# and --cpu-bind=none gives all CPUs of the host to its ranks.
+srun --kill-on-bad-exit=0 --cpu-bind=none torchrun \
     --nnodes "$SLURM_JOB_NUM_NODES" \
     --nproc-per-node "$GPUS" \
     --max-restarts 3 \

@@ -291,6 +291,13 @@ SETTING_REFUSALS: dict[str, Any] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_a_wrapped_model_is_refused_with_what_to_do():
+    for wrap in (nn.Sequential, torch.compile):
+        with pytest.raises(TypeError, match=r"around a LlamaForCausalLM: call set_attention befor"):
+            set_attention(wrap(make()), DENSE)
+
+
 @pytest.mark.parametrize("name", SETTING_REFUSALS)
 def test_set_attention_refuses(name):
     changes, kind, message = SETTING_REFUSALS[name]

@@ -59,7 +59,7 @@ from .transformers_heads import pattern_of_heads
 from .transformers_hooks import after_base, before_base, before_head
 from .transformers_images import check_images, set_on_images, takes_images, tell_modules
 from .transformers_loss import after_head
-from .transformers_models import Positions, check_model, without_adapters
+from .transformers_models import Positions, check_model, kind_of, without_adapters
 from .transformers_saved import (
     erase,
     is_dense,
@@ -147,7 +147,7 @@ def set_attention(
     group = one_group(group, mesh)
     model = without_adapters(model, resolve_exchange(group).world_size)
     if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"model must be a transformers.PreTrainedModel, got {type(model).__name__}")
+        raise TypeError(f"model must be a transformers.PreTrainedModel, got {kind_of(model)}")
     restored = pattern is None
     if restored:
         pattern = saved_pattern(model.config)

@@ -28,6 +28,15 @@ _PEFT = (0, 21)
 """Before this version of peft, adapters called the model's forward past its hooks."""
 
 
+def kind_of(given: Any) -> str:
+    """What something is that should be a model of transformers; of a wrapper, what to do."""
+    kind = type(given).__name__
+    held = [x for x in given.modules() if x is not given] if isinstance(given, nn.Module) else []
+    if not held or all(base.__name__ != "PreTrainedModel" for base in type(held[0]).__mro__):
+        return kind
+    return f"{kind} around a {type(held[0]).__name__}: call set_attention before it is wrapped"
+
+
 def without_adapters(model: Any, world_size: int = 1) -> Any:
     """The model of transformers inside of a PeftModel, or what is given if it is none.
 

@@ -96,4 +96,4 @@ def test_a_slide_without_a_file_is_named(folder):
         file.write("slide 9,1\n")
     found = done(folder, SCRIPT)
     assert found.returncode == 1
-    assert "has no file for slide 9" in found.stderr
+    assert "has no .h5 or .npz or .pt file for slide 9 of" in found.stderr

@@ -3,14 +3,19 @@
     python benchmarks/many_hosts.py --out benchmarks/results/many_hosts.json
 
 Runs on any computer: it needs no GPU. The measured times are those of many_gpus_x2.json and
-many_gpus_x4.json, beside the results page.
+many_gpus_x4.json, beside the results page. It also times what a first call plans on one of 4,096
+ranks.
 """
 
 from __future__ import annotations
 
+import gc
 import json
-from collections.abc import Iterator
+import statistics
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,6 +42,13 @@ PREDICTED: dict[str, tuple[tuple[tuple[int | None, int], ...], int, bool]] = {
     "dense causal": (((None, 1),), 16, True),
 }
 """Branches, heads and whether it is causal."""
+PLANS: dict[str, tuple[tuple[tuple[int | None, int], ...], int]] = {
+    "LongNet + (all, 65536)": ((*LONGNET, (None, 65_536)), 12),
+    "dense": (((None, 1),), 16),
+}
+"""What a first call plans: branches and heads."""
+PLANNED = 7
+"""Times, each anew."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +162,30 @@ def predictions(case: str, across: float = ACROSS_GB_S) -> Iterator[dict[str, An
         }
 
 
+def planning(branches: Sequence[tuple[int | None, int]], heads: int) -> Iterator[dict[str, Any]]:
+    """Seconds in which all steps of a rank of the most GPUs are planned; zigzag."""
+    lengths, rates = zip(*branches, strict=True)
+    ranks = max(GPUS)
+    layout = SequenceLayout.zigzag(PER_GPU * ranks, ranks)
+    for is_causal, rank in product((True, False), (0, ranks // 2, ranks - 1)):
+        taken = []
+        for _ in range(PLANNED):
+            gc.collect()
+            begun = time.perf_counter()
+            plan = plan_attention(
+                DilatedPattern(lengths, rates), layout, is_causal=is_causal, num_heads=heads
+            )
+            one = plan.rank(rank)
+            steps = sum(1 for each in one.rounds(gathers=plan.gathers) for _ in each.steps())
+            tiles = len(one.local)
+            taken.append(time.perf_counter() - begun)
+            del plan, one
+        yield {
+            "is_causal": is_causal, "rank": rank, "steps": steps, "local_tiles": tiles,
+            "seconds": [statistics.median(taken), min(taken), max(taken)],
+        }  # fmt: skip
+
+
 def main(out: Annotated[Path, typer.Option(help="JSON to write.")]) -> None:
     """Compare, predict and print."""
     rows = list(compared())
@@ -172,6 +208,16 @@ def main(out: Annotated[Path, typer.Option(help="JSON to write.")]) -> None:
                 f"{case} | {x['gpus']:,} | {x['forward']['seconds']:.4g} s | "
                 f"{x['forward']['seconds'] + x['backward']['seconds']:.4g} s | "
                 f"{x['efficiency']:.1%} | {x['device_efficiency']:.1%}"
+            )
+    found["planning"] = {}
+    for name, (branches, heads) in PLANS.items():
+        found["planning"][name] = list(planning(branches, heads))
+        for x in found["planning"][name]:
+            middle, least, most = x["seconds"]
+            causal = "causal" if x["is_causal"] else "not causal"
+            print(
+                f"planning: {name}, {causal} | rank {x['rank']:,} | {x['steps']:,} steps | "
+                f"{middle:.3f} [{least:.3f} .. {most:.3f}] s"
             )
     out.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -93,43 +93,75 @@ class Method(NamedTuple):
     traces: Path | None
 
 
+class Training:
+    """An encoder with a head, and a step on one slide, of which this rank has some tiles.
+
+    Args:
+        layers: how many.
+        device: where.
+        compiles: whether the encoder is compiled.
+        group: all ranks, whose gradients DDP brings together; None: one process.
+        options: of the encoder.
+    """
+
+    def __init__(
+        self, layers: int, device: Any, *, compiles: bool, group: Any = None, **options: Any
+    ) -> None:
+        self.device, self.group = torch.device(device), group
+        self.on_cuda = self.device.type == "cuda"
+        self.config = SlideEncoderConfig(num_layers=layers)
+        torch.manual_seed(0)
+        encoder: torch.nn.Module = SlideEncoder(self.config, **options).to(device)
+        if compiles:
+            encoder.compile()
+        head: torch.nn.Module = torch.nn.Linear(self.config.embed_dim, 2).to(device)
+        self.parameters = [*encoder.parameters(), *head.parameters()]
+        if group is not None:  # gradients of the first layers are ready last
+            encoder, head = (DistributedDataParallel(x) for x in (encoder, head))
+        self.encoder, self.head = encoder, head
+        # A fused optimizer skips a step of which gradients overflow without asking the device.
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-4, fused=self.on_cuda)
+        self.scaler = torch.amp.GradScaler(enabled=self.on_cuda)
+        self.label = torch.ones(1, dtype=torch.long, device=device)
+
+    def slide(self, tiles: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Random features and coordinates."""
+        features = torch.randn(1, tiles, self.config.in_dim, device=self.device)
+        return features, torch.randint(0, 1000, (1, tiles, 2), device=self.device) * 256
+
+    def step(
+        self, slide: tuple[torch.Tensor, torch.Tensor], layout: SequenceLayout | None = None
+    ) -> torch.Tensor:
+        """Forward, backward and the optimizer; the loss, of which other ranks have none."""
+        self.optimizer.zero_grad()
+        dtype = torch.float16 if self.on_cuda else torch.bfloat16
+        with torch.autocast(self.device.type, dtype):
+            logits = self.head(self.encoder(*slide, group=self.group, layout=layout).cls)
+        if logits.shape[1]:
+            loss = F.cross_entropy(logits[:, 0].float(), self.label, label_smoothing=0.1)
+        else:
+            loss = logits.float().sum()  # of no rows
+        ranks = 1 if self.group is None else dist.get_world_size(self.group)
+        self.scaler.scale(loss * ranks).backward()  # of which DDP takes the mean
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return loss.detach()
+
+
 def measure(case: Case, method: Method, device: Any, many: bool) -> dict[str, Any]:
     """Train on one slide; the slowest rank's times, and the largest rank's memory."""
     cuda = torch.cuda.is_available()
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if many else (0, 1)
     group = dist.group.WORLD if many else None
     layout = SequenceLayout.contiguous(case.tiles + 1, ranks)
-    own = layout.local_length(rank) - (rank == 0)
-    config = SlideEncoderConfig(num_layers=case.layers)
-    torch.manual_seed(0)
-    encoder: torch.nn.Module = SlideEncoder(config, **case.options).to(device)
-    if case.name == "compiled":
-        encoder.compile()
-    head: torch.nn.Module = torch.nn.Linear(config.embed_dim, 2).to(device)
-    parameters = [*encoder.parameters(), *head.parameters()]
-    if many:  # gradients of the first layers are ready last
-        encoder, head = (DistributedDataParallel(x) for x in (encoder, head))
-    # A fused optimizer skips a step of which gradients overflow without asking the device first.
-    optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=cuda)
-    scaler = torch.amp.GradScaler(enabled=cuda)
+    training = Training(
+        case.layers, device, compiles=case.name == "compiled", group=group, **case.options
+    )
     torch.manual_seed(1 + rank)
-    features = torch.randn(1, own, config.in_dim, device=device)
-    coordinates = torch.randint(0, 1000, (1, own, 2), device=device) * 256
-    label = torch.ones(1, dtype=torch.long, device=device)
+    slide = training.slide(layout.local_length(rank) - (rank == 0))
 
     def step() -> torch.Tensor:
-        optimizer.zero_grad()
-        with torch.autocast("cuda" if cuda else "cpu", torch.float16 if cuda else torch.bfloat16):
-            encoded = encoder(features, coordinates, group=group, layout=layout)
-            logits = head(encoded.cls)
-        if logits.shape[1]:
-            loss = F.cross_entropy(logits[:, 0].float(), label, label_smoothing=0.1)
-        else:
-            loss = logits.float().sum()  # of no rows
-        scaler.scale(loss * ranks).backward()  # of which DDP takes the mean
-        scaler.step(optimizer)
-        scaler.update()
-        return loss.detach()
+        return training.step(slide, layout)
 
     if cuda:
         torch.cuda.synchronize()
@@ -161,7 +193,7 @@ def measure(case: Case, method: Method, device: Any, many: bool) -> dict[str, An
         "min_ms": round(min(slowest), 2),
         "max_ms": round(max(slowest), 2),
         "peak_gb": round(peak / 1e9, 3),
-        "parameters": sum(p.numel() for p in parameters),
+        "parameters": sum(p.numel() for p in training.parameters),
         "losses": [round(loss.item(), 5) for loss in losses],
         **(kernels(step, trace) if cuda else {}),
         "torch": torch.__version__,

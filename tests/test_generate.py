@@ -8,46 +8,24 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from generating import VOCABULARY, greedy, make_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import patterns
 
-from ring_dilated_attention import DilatedPattern, SequenceLayout
+from ring_dilated_attention import SequenceLayout
 from ring_dilated_attention.checks import relative_error, run_ranks
 from ring_dilated_attention.decode import DilatedKVCache
 from ring_dilated_attention.exchange import Exchange, ExchangeError, run_loopback
 from ring_dilated_attention.nn import (
     LongNet,
-    LongNetConfig,
-    MultiheadDilatedAttention,
     RotaryEmbedding,
-    Rotation,
     Sampler,
 )
 from ring_dilated_attention.nn.row_step import RowStep
 from ring_dilated_attention.plan import plan_cache
 
 WORLD_SIZES = (1, 2, 3, 5)
-VOCABULARY = 31
-
-
-def make_model(seed: int = 0, **changes: Any) -> LongNet:
-    config = {
-        "vocab_size": VOCABULARY,
-        "num_layers": 2,
-        "embed_dim": 32,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "ffn_dim": 48,
-        "segment_lengths": [16, 40, None],
-        "dilation_rates": [1, 2, 4],
-    }
-    torch.manual_seed(seed)
-    model = LongNet(LongNetConfig(**{**config, **changes})).double()
-    with torch.no_grad():  # else every token is followed by itself
-        for weight in model.blocks.parameters():
-            weight.mul_(3)
-    return model
 
 
 @st.composite
@@ -262,14 +240,6 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def greedy(model: LongNet, text: torch.Tensor, count: int) -> torch.Tensor:
-    """By the full forward, token by token."""
-    with torch.no_grad():
-        for _ in range(count):
-            text = torch.cat([text, model(text)[:, -1].argmax(-1, keepdim=True)], 1)
-    return text[:, -count:]
-
-
 def test_generate_is_greedy_by_default_and_streams_the_same() -> None:
     model = make_model()
     assert model.training
@@ -284,40 +254,6 @@ def test_generate_is_greedy_by_default_and_streams_the_same() -> None:
     for row, length in enumerate(lengths):
         alone = model.generate(prompt[row : row + 1, :length], 40)
         assert torch.equal(model.generate(prompt, 40, lengths=lengths)[row], alone[0])
-
-
-@pytest.mark.parametrize("name", ["blocks.1", "blocks.0.attention.k_proj", "blocks.0.mlp_norm"])
-def test_hooks_run_in_every_step_and_may_change_it(name: str) -> None:
-    model, prompt = make_model(), torch.randint(VOCABULARY, (1, 29))
-    plain, called = model.generate(prompt, 12), []
-
-    def hook(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-        called.append(name)
-        return output + output.roll(1, -1)
-
-    model.get_submodule(name).register_forward_hook(hook)
-    tokens = model.generate(prompt, 12)
-    assert len(called) == 12  # the prompt, and a step for each token but the last
-    assert not torch.equal(tokens, plain)
-    assert torch.equal(tokens, greedy(model, prompt, 12))
-
-
-def test_a_step_has_the_weights_that_the_model_has() -> None:
-    model, text = make_model(), torch.randint(VOCABULARY, (1, 30))
-    caches = model.make_caches(1, max_length=40)
-    model.prefill(text[:, :20], caches)
-    first = model.step(text[:, 20:21], caches)
-    with torch.no_grad():
-        for parameter in model.norm.parameters():
-            parameter.mul_(2)
-        weight: Any = model.get_parameter("blocks.0.attention.q_proj.weight")
-        weight.data = weight.data * 2
-    model.prefill(text[:, :20], caches)
-    got = model.step(text[:, 20:21], caches)
-    with torch.no_grad():
-        want = model(text[:, :21])[:, -1:]
-    assert relative_error(got, want) < 1e-10
-    assert relative_error(first, want) > 1e-3
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -525,212 +461,3 @@ def test_wide_rotations_are_the_same_rotations(batch: int) -> None:
         rope.wide(positions)(x[..., :8])
     with pytest.raises(ValueError, match="this rotation needs shape"):
         rope(torch.zeros(2, 7, dtype=torch.int64))(x)
-
-
-# --- what is refused
-
-PROMPT = torch.zeros(2, 5, dtype=torch.int64)
-REFUSED: dict[str, tuple[Any, type[Exception]]] = {
-    "max_new_tokens must be": ({"max_new_tokens": 0}, ValueError),
-    "max_new_tokens must be an int": ({"max_new_tokens": 1.5}, TypeError),
-    "temperature must be finite and >= 0; got -1": ({"temperature": -1}, ValueError),
-    "temperature must be a number": ({"temperature": "hot"}, TypeError),
-    "top_k must be at most 31; got 32": ({"top_k": 32}, ValueError),
-    "top_p must be above 0 and at most 1; got 1.5": ({"top_p": 1.5}, ValueError),
-    "seed must be from 0": ({"seed": -1}, ValueError),
-    "stop_token must be from 0 to 30; got 31": ({"stop_token": 31}, ValueError),
-    "allowed must be a tensor of bool": ({"allowed": [True] * 31}, TypeError),
-    r"allowed must have shape \(31,\)": ({"allowed": torch.ones(3).bool()}, ValueError),
-    "allowed must have a token": ({"allowed": torch.zeros(31).bool()}, ValueError),
-    "tokens must be int64": ({"tokens": PROMPT.int()}, TypeError),
-    "tokens must be a tensor": ({"tokens": [[1]]}, TypeError),
-    "tokens must have shape": ({"tokens": PROMPT[0]}, ValueError),
-    "the prompt must have a token": ({"tokens": PROMPT[:, :0]}, ValueError),
-    "every row needs a token": ({"lengths": [5, 0]}, ValueError),
-    "lengths must hold one number for each of 2 rows": ({"lengths": [5]}, ValueError),
-    "documents must rise from 0": ({"documents": [0, 3]}, ValueError),
-    "layout must be a SequenceLayout": ({"layout": "zigzag"}, TypeError),
-    "sharded must be a bool": ({"sharded": 1}, TypeError),
-    "capture must be a bool": ({"capture": 1}, TypeError),
-    "capture=True needs a CUDA device": ({"capture": True}, ValueError),
-}
-
-
-@pytest.mark.parametrize("message", REFUSED)
-def test_bad_arguments_are_refused(message: str) -> None:
-    options, kind = REFUSED[message]
-    with pytest.raises(kind, match=message):
-        make_model().generate(**{"tokens": PROMPT, "max_new_tokens": 3, **options})
-
-
-def test_caches_that_do_not_fit_are_refused() -> None:
-    model = make_model()
-    caches = model.make_caches(2, max_length=8)
-    wrongs: list[tuple[Any, type[Exception], str]] = [
-        (caches[:1], ValueError, "a cache for each of 2 blocks; got 1"),
-        (None, TypeError, "caches must be those of make_caches"),
-        (model.make_caches(3, max_length=8), ValueError, "are for 3 rows; got tokens for 2"),
-    ]
-    for wrong, kind, message in wrongs:
-        for call in (model.prefill, model.step):
-            with pytest.raises(kind, match=message):
-                call(PROMPT, wrong)
-    model.prefill(PROMPT, caches)
-    with pytest.raises(ValueError, match="has room for max_length=8"):
-        model.step(PROMPT, caches)
-    with pytest.raises(TypeError, match="tokens must be int64"):
-        model.step(PROMPT.float(), caches)
-    with pytest.raises(ValueError, match=r"one token at least; got tokens of shape \(2, 0\)"):
-        model.step(PROMPT[:, :0], caches)
-    caches[0].reset()
-    with pytest.raises(ValueError, match="must hold the same positions"):
-        model.step(PROMPT, caches)
-
-
-@pytest.mark.parametrize("batch", [1, 2])
-def test_logits_that_are_not_finite_in_one_step_are_refused(batch: int) -> None:
-    """Where a segment ends, what follows does not see it any more."""
-    model, steps = make_model(segment_lengths=[4], dilation_rates=[1]), []
-
-    def spoil(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
-        steps.append(output)
-        return output.log() if len(steps) == 3 else output  # NaN where it is negative
-
-    model.norm.register_forward_hook(spoil)
-    with pytest.raises(ValueError, match="logits are not finite"):
-        model.generate(PROMPT[:batch], 40)
-    assert len(steps) < 40
-
-
-def test_logits_that_are_not_finite_are_refused() -> None:
-    model = make_model()
-    with torch.no_grad():
-        model.norm.bias[0] = torch.nan
-    with pytest.raises(ValueError, match="logits are not finite"):
-        model.generate(PROMPT, 3, temperature=1.0)
-
-
-@pytest.mark.parametrize("value", [-1, VOCABULARY, 10**9])
-def test_tokens_without_an_embedding_are_refused_on_every_rank(value: int) -> None:
-    model = make_model()
-    prompt = PROMPT.clone()
-    prompt[1, 3] = value
-    message = f"tokens must be from 0 to {VOCABULARY - 1}.*; got {value}"
-    with pytest.raises(ValueError, match=message):
-        model.generate(prompt, 3)
-    caches = model.make_caches(2, max_length=20)
-    model.prefill(PROMPT, caches)
-    with pytest.raises(ValueError, match=message):
-        model.step(prompt, caches)
-    assert caches[0].known_lengths == (5, 5)
-
-    def rank(ends: Exchange) -> str:
-        with pytest.raises(ValueError, match=message) as refused:
-            model.generate(prompt if ends.rank else PROMPT, 3, group=ends)
-        return str(refused.value)
-
-    assert all(run_loopback(2, rank))
-
-
-def test_lengths_are_refused_before_memory_is_asked_for() -> None:
-    for wrong in (10**13, -7):
-        with pytest.raises(ValueError, match=rf"lengths must lie in \[1, 5\].*; got {wrong}"):
-            make_model().generate(PROMPT, 3, lengths=[2, wrong])
-
-
-@pytest.mark.parametrize("count", [10**15, 10**18])
-def test_caches_without_memory_say_what_is_too_large(count: int) -> None:
-    with pytest.raises(MemoryError, match=f"no memory for KV caches of max_length={count + 5} "):
-        make_model().generate(PROMPT, count)
-
-
-def test_caches_of_another_model_are_refused() -> None:
-    model, other = make_model(), make_model(head_offsets="blocked")
-    for call in (model.prefill, model.step):
-        with pytest.raises(ValueError, match=r"the pattern of its block.*got one of .*blocked"):
-            call(PROMPT, other.make_caches(2, max_length=8))
-        with pytest.raises(ValueError, match="every block needs a cache of its own"):
-            call(PROMPT, model.make_caches(2, max_length=8)[:1] * 2)
-
-
-@pytest.mark.parametrize("batch", [1, 2])
-def test_blocks_may_have_different_patterns(batch: int) -> None:
-    model, prompt = make_model(), torch.randint(VOCABULARY, (batch, 20))
-    before = model.make_caches(batch, max_length=60)
-    model.prefill(prompt, before)
-    attention: Any = model.blocks[1].attention
-    attention.pattern = DilatedPattern([8, 30], [1, 3])
-    assert torch.equal(model.generate(prompt, 40), greedy(model, prompt, 40))
-    with pytest.raises(ValueError, match="anew when its patterns have changed"):
-        model.step(prompt[:, :1], before)
-
-
-class _Stretched(RotaryEmbedding):
-    def forward(self, positions: torch.Tensor) -> Rotation:
-        return super().forward(positions // 2)
-
-
-@pytest.mark.parametrize("batch", [1, 2])
-def test_a_step_has_the_rotation_that_the_model_has(batch: int) -> None:
-    """Its base may change, and a subclass or a hook may return another one."""
-    model, prompt = make_model(), torch.randint(VOCABULARY, (batch, 20))
-    plain = model.generate(prompt, 40)
-    for change in ("theta", "subclass", "hook"):
-        if change == "theta":
-            model.rope.theta = 30.0
-        elif change == "subclass":
-            model.rope = _Stretched(model.rope.head_dim)
-        else:
-            model.rope = RotaryEmbedding(model.rope.head_dim)
-            model.rope.register_forward_hook(lambda *call: Rotation(call[-1].cos, -call[-1].sin))
-        tokens = model.generate(prompt, 40)
-        assert torch.equal(tokens, greedy(model, prompt, 40))
-        assert not torch.equal(tokens, plain)
-
-
-@pytest.mark.parametrize(("count", "max_rewind"), [(1, 0), (3, 2)])
-@pytest.mark.parametrize("name", ["norm", "blocks.1.contract", "blocks.0.attention.q_proj"])
-def test_a_step_that_fails_can_be_tried_again(name: str, count: int, max_rewind: int) -> None:
-    model, text = make_model(), torch.randint(VOCABULARY, (2, 60))
-    caches = model.make_caches(2, max_length=60, max_rewind=max_rewind)
-    model.prefill(text[:, :18], caches)
-
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    logits = []
-    for first in range(18, 60, count):
-        handle = model.get_submodule(name).register_forward_hook(interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            model.step(text[:, first : first + count], caches)
-        handle.remove()
-        assert {cache.known_lengths for cache in caches} == {(first, first)}
-        assert all(cache.lengths.tolist() == [first, first] for cache in caches)
-        logits.append(model.step(text[:, first : first + count], caches))
-    with torch.no_grad():
-        assert relative_error(torch.cat(logits, 1), model(text)[:, 18:]) < 1e-10
-
-
-@pytest.mark.parametrize("name", ["expand", "contract", "attention.out_proj"])
-def test_a_layer_may_be_any_module(name: str) -> None:
-    model, prompt = make_model(), torch.randint(VOCABULARY, (1, 20))
-    layer = model.blocks[0].get_submodule(name)
-    model.blocks[0].set_submodule(name, torch.nn.Sequential(layer, torch.nn.Tanh()))
-    assert torch.equal(model.generate(prompt, 20), greedy(model, prompt, 20))
-
-
-class _TwiceTheQuery(MultiheadDilatedAttention):
-    def attend(self, q_bnhd: torch.Tensor, *others: Any, **options: Any) -> torch.Tensor:
-        return super().attend(2 * q_bnhd, *others, **options)
-
-
-@pytest.mark.parametrize("batch", [1, 2])
-def test_attention_of_its_own_is_called_or_refused(batch: int) -> None:
-    model, prompt = make_model(), torch.randint(VOCABULARY, (batch, 20))
-    attention: Any = model.blocks[0].attention
-    combine = attention.combine
-    attention.combine = lambda out: 2 * combine(out)
-    assert torch.equal(model.generate(prompt, 20), greedy(model, prompt, 20))
-    attention.__class__ = _TwiceTheQuery
-    with pytest.raises(ValueError, match="_TwiceTheQuery has an attend of its own"):
-        model.generate(prompt, 20)

@@ -21,9 +21,13 @@ from ..nn import check_head_sizes, hooks_of, is_plain, normalize, project_heads,
 from ..pattern import DilatedPattern, HeadOffsets, check_choice, check_positive_float
 from ..tiles import BACKENDS, Backend
 from ..torch_op import padding
-from .class_tokens import refuse_class_token, refuse_local_positions
+from .class_tokens import refuse_class_token
 from .torchscale_args import check_dropout, ints_of
-from .torchscale_refusals import refuse_nothing_replaced, refuse_nothing_to_replace
+from .torchscale_refusals import (
+    refuse_local_positions,
+    refuse_nothing_replaced,
+    refuse_nothing_to_replace,
+)
 
 _SUBMODULES = ("q_proj", "k_proj", "v_proj", "out_proj", "inner_attn_ln")
 

@@ -1,10 +1,13 @@
-"""Refuse models that have nothing of torchscale to replace, or nothing that was replaced."""
+"""Refuse models of torchscale: nothing to replace, or positions that a shard would count alone."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from torch import nn
 
 _MOST_SHOWN = 5
+_RANKS = "_ring_dilated_attention_ranks"
 
 
 def refuse_nothing_to_replace(model: nn.Module) -> None:
@@ -27,3 +30,30 @@ def _shown(model: nn.Module) -> str:
     kinds = dict.fromkeys(type(module).__name__ for module in model.modules())
     seen = [kind for kind in kinds if "attention" in kind.lower()][:_MOST_SHOWN]
     return f"{type(model).__name__}, whose attention modules are: {', '.join(seen) or 'none'}"
+
+
+def refuse_local_positions(model: nn.Module, ranks: int) -> None:
+    """Have torchscale's embeddings of positions refuse, from now on, to count those of a shard.
+
+    Args:
+        model: the model whose attention is sharded.
+        ranks: how many share each sequence.
+    """
+    for parent in model.modules():
+        embedding = parent._modules.get("embed_positions")
+        if embedding is None or (ranks == 1 and not hasattr(embedding, _RANKS)):
+            continue
+        if not hasattr(embedding, _RANKS):
+            embedding.register_forward_pre_hook(_before_positions, with_kwargs=True)
+        setattr(embedding, _RANKS, ranks)
+
+
+def _before_positions(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    ranks = getattr(module, _RANKS)
+    if ranks > 1 and len(args) < 2 and kwargs.get("positions") is None:
+        raise ValueError(
+            f"on {ranks} ranks embed_positions would count the positions of each shard from 0: "
+            "pass positions= to torchscale's Encoder, those of this rank's rows, or set the "
+            "model's embed_positions to None and pass token_embeddings that have their positions; "
+            "got positions=None"
+        )

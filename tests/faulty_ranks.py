@@ -26,7 +26,7 @@ import pytest
 import streamed_messages
 import torch
 import torch.distributed as dist
-from faults import FAULTS, IN_DECODING, Rank, in_the_first_call
+from faults import FAULTS, IN_DECODING, Rank
 from several_hosts import Host, several_hosts
 
 from ring_dilated_attention.checks import forked_context
@@ -137,7 +137,7 @@ def _rank_main(
         assert group is not None
         ends = ProcessGroupExchange(
             group,
-            timeout=TIMEOUT_S if waits_for_timeout(name, transport) else LONG_S,
+            timeout=TIMEOUT_S if FAULTS[name].stops else LONG_S,
             peer_memory=copies if device.type == "cuda" else None,
             hosts=places if places and not hosts else None,
         )
@@ -261,16 +261,6 @@ def run_fault(
     return outcomes
 
 
-def waits_for_timeout(name: str, transport: Transport) -> bool:
-    """Whether the others can know of the fault by the timeout alone.
-
-    Before a group's first call its ranks know nothing of each other, unless gloo connects them.
-    """
-    is_connected = transport.cpu and transport.backend != "nccl"
-    is_first = FAULTS[name].program is in_the_first_call
-    return FAULTS[name].stops or (is_first and not is_connected)
-
-
 def problems(
     name: str,
     world_size: int,
@@ -280,7 +270,7 @@ def problems(
 ) -> list[str]:
     """What is not as it should be."""
     fault, found = FAULTS[name], []
-    limit = GRACE_S + TIMEOUT_S * waits_for_timeout(name, transport)
+    limit = GRACE_S + TIMEOUT_S * FAULTS[name].stops
     for rank, outcome in enumerate(outcomes):
         wanted = fault.says if rank == victim else fault.blames
         if wanted is None:

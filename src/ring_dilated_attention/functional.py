@@ -29,7 +29,7 @@ from .layout import SequenceLayout
 from .pattern import DilatedPattern, check_choice, in_brief
 from .resolve import Options
 from .tiles import BACKENDS, Backend
-from .torch_op import FORWARD, LENGTHS, lengths_of_call, validate_tensors
+from .torch_op import FORWARD, LENGTHS, call_forward, lengths_of_call, validate_tensors
 
 Schedule: TypeAlias = Literal["auto", "ring", "gather"]
 BranchGradients: TypeAlias = Literal["exact", "detached"]
@@ -241,7 +241,8 @@ def dilated_attention(
     elif key_padding_mask is not None:
         found = lengths_of_call(key_padding_mask, query, key, options, layout)
         options = options._replace(lengths=found)
-    out, lse, _ = FORWARD(query, key, value, measured, borders, *options)
+    forward = FORWARD if torch.compiler.is_compiling() else call_forward
+    out, lse, _ = forward(query, key, value, measured, borders, *options)
     return (out, lse) if return_lse else out
 
 

@@ -5,8 +5,8 @@ Of what computes attention, this is the only room that knows torch.distributed.
 `ProcessGroupExchange` is one rank's end of a group of processes, `LoopbackExchange` of one whose
 ranks are threads, `SoloExchange` of a world of one rank; `Exchange` is what they have in common,
 `Pending` a transfer under way, and `Group` what a `group` argument may be. `group_name`,
-`exchange_named` and `resolve_exchange` lead from one to the other, `place_in` tells the rank,
-`run_loopback` runs ranks as threads, and `all_gather` is a collective out of transfers.
+`exchange_named`, `own_exchange` and `resolve_exchange` lead from one to the other, `place_in` tells
+the rank, `run_loopback` runs ranks as threads, and `all_gather` is a collective out of transfers.
 `shard` and `unshard` lead from whole tensors to shards and back.
 
 `one_group` is what callers mean by `group` and `mesh`. `Placed` says how DTensors (`is_dtensor`)
@@ -33,7 +33,14 @@ from .fully_sharded import gather_weights_in, is_fully_sharded
 from .groups import ProcessGroupExchange
 from .interface import Exchange, Pending, SoloExchange, all_gather
 from .loopback import LoopbackExchange, run_loopback
-from .names import Group, exchange_named, group_name, place_in, resolve_exchange
+from .names import (
+    Group,
+    exchange_named,
+    group_name,
+    own_exchange,
+    place_in,
+    resolve_exchange,
+)
 from .padding import KNOWN_LENGTHS, check_padding_mask, lengths_of_mask
 from .presence import Presence, make_presence
 from .same_batch import agree_on_batch, check_same_batch
@@ -70,6 +77,7 @@ __all__ = [
     "lengths_of_mask",
     "make_presence",
     "one_group",
+    "own_exchange",
     "own_part",
     "place_in",
     "refuse_beside_wrapper",

@@ -21,12 +21,12 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions
-from torch.distributed.distributed_c10d import _get_process_group_store
 
 from .calls import Call, Finding, LostPeerError
 from .devices import takes_cpu
 from .notices import Notices
 from .presence import Presence, make_presence, own_address
+from .processes import Processes, store_of
 from .relay import Relay, make_relay
 from .waiter import LOOK_S, Waiter, waiting
 
@@ -48,8 +48,9 @@ class Collectives:
     def __init__(self, group: dist.ProcessGroup, close: Callable[[], None]) -> None:
         self._weak_group, self._close = ref(group), close
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
-        self._store = dist.PrefixStore("ring_dilated_attention", _get_process_group_store(group))
+        self._store = store_of(group)
         self._notices = Notices(self._store)
+        self._processes = Processes(self._notices)
         self._own_gloo: Any = None
         self._on_cpu = takes_cpu(group)
         self._rounds = 0
@@ -203,8 +204,14 @@ class Collectives:
             if has_gone or self._said(rank):
                 raise LostPeerError([rank])
 
+    def _gone_of(self, ranks: Sequence[int]) -> list[int]:
+        """Which of the first of these ranks are known to have ended, the first found first."""
+        since = {rank: self._gone_since(rank) for rank in ranks[:_MOST_ASKED]}
+        return [rank for _, rank in sorted((at, rank) for rank, at in since.items() if at)]
+
     def _gone_since(self, rank: int) -> float | None:
-        return None if self._presence is None else self._presence.gone_since(rank)
+        known = self._processes if self._presence is None else self._presence
+        return known.gone_since(rank)
 
     def _said(self, rank: int) -> dict[str, str]:
         return {} if self._presence is None else self._presence.said(rank)
@@ -227,16 +234,17 @@ class Collectives:
     def explain(self, lost: LostPeerError) -> Finding:
         """See `calls.Roll`: whose wait fails tells the others; who does not is at fault."""
         deadline = time.monotonic() + _CAUSE_S
+        others = [rank for rank in range(self._world_size) if rank != self._rank]
+        silent = others = sorted(others, key=lambda rank: rank not in lost.peers)
+        self._gone_of(silent)  # while there is a store that says which processes they are
         # What the wait was, and how long: one that times out breaks others' connections.
         own = "" if lost.waited is None else f"{lost.waited:g}"
         self._tell("waits", own)
         self._close()  # and those who wait for this rank
-        others = [rank for rank in range(self._world_size) if rank != self._rank]
-        silent = others = sorted(others, key=lambda rank: rank not in lost.peers)
         waits = [own]
         while True:
             # Whoever has gone may have said why before, so this is asked first.
-            gone = [r for r in silent[:_MOST_ASKED] if self._gone_since(r) is not None]
+            gone = self._gone_of(silent)
             if failure := next(filter(None, (self._told_by(r, "failed") for r in others)), None):
                 return Finding(*json.loads(failure))
             told = {r: self._told_by(r, "waits") for r in silent}
@@ -244,7 +252,9 @@ class Collectives:
             silent = [r for r in silent if told[r] is None]
             gone = [r for r in gone if r in silent]
             no_more_comes = self._notices.are_lost and self._presence is None
-            if gone or not silent or no_more_comes or time.monotonic() >= deadline:
+            # By the store alone, whoever holds it ends only when the others know, too.
+            is_found = gone and (self._presence is not None or len(gone) == len(silent))
+            if is_found or not silent or no_more_comes or time.monotonic() >= deadline:
                 break
             time.sleep(0.02)
         rank = (*gone, *silent, *others)[0]

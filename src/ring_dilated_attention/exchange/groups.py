@@ -26,6 +26,7 @@ from .communicator import timeout_of
 from .hosts import agreed_hosts, checked_hosts, own_host
 from .interface import Pending
 from .peer_memory import PeerMemory
+from .processes import announce
 from .relay import Passed
 from .untraced import untraced
 from .waiter import Waiter
@@ -148,8 +149,10 @@ class ProcessGroupExchange:
     Ranks of several hosts agree over TCP, without waiting for each other but for the first call of
     a kind: where they turn out to be in different calls, all raise in the next one at the latest.
 
-    A rank whose process has ended ends the others' waits for it within seconds. Where ranks share a
-    host, that holds from the group's first call on, and for streams of their devices too.
+    A rank whose process has ended ends the others' waits for it within seconds, for streams of
+    their devices too. Where ranks share a host, that holds from the time on when each has made an
+    object of this class, or a module of this package with the group; between hosts from the
+    group's first call on.
 
     Args:
         group: the group; this process must be a member.
@@ -183,16 +186,17 @@ class ProcessGroupExchange:
         timeout: float | timedelta | None = None,
         hosts: Sequence[int] | None = None,
     ) -> None:
-        self.rank = dist.get_rank(group)
-        if self.rank < 0:
+        if not isinstance(group, dist.ProcessGroup):  # as that of ranks outside of it is none
             raise ValueError(f"rank {dist.get_rank()} is not a member of the group {group!r}")
-        self.world_size = dist.get_world_size(group)
+        self.rank, self.world_size = group.rank(), group.size()  # dist.get_rank takes longer
         self.sent_bytes = 0
         self._group = group
         self._peer_memory = peer_memory
         self._given_timeout = None if timeout is None else _seconds(timeout)
         self._given_hosts = checked_hosts(hosts, self.world_size)
         self._found: _Members | None = None
+        if self.world_size > 1:
+            announce(group, self.rank)
 
     @property
     def hosts(self) -> tuple[int, ...]:

@@ -19,6 +19,8 @@ Group: TypeAlias = dist.ProcessGroup | DeviceMesh | Exchange | None
 """What a `group` argument may be: a ProcessGroup, a 1-D DeviceMesh, an Exchange, or None for one
 process on its own."""
 
+_OWN = "exchange "
+"""Begins the names of `Exchange` objects that callers have made."""
 
 _MEMBERS = ("rank", "world_size", "calls", "start", "maximum", "share")
 """What tells an `Exchange`."""
@@ -54,7 +56,7 @@ def group_name(group: Group) -> str:
             f"rank {dist.get_rank()} is not a member of the process group it was given"
         )
     if all(hasattr(group, name) for name in _MEMBERS):
-        name = f"exchange {id(group)}"  # no two objects that are alive share it
+        name = f"{_OWN}{id(group)}"  # no two objects that are alive share it
         _registered[name] = group
         return name
     raise TypeError(
@@ -74,9 +76,14 @@ def exchange_named(name: str) -> Exchange:
         if not torch.compiler.is_compiling():  # the operator asks again when it runs
             _refuse_a_missing_group()
         return SoloExchange()
-    if name.startswith("exchange "):
+    if name.startswith(_OWN):
         return _registered[name]
     return ProcessGroupExchange(_resolve_process_group(name))  # type: ignore[arg-type]
+
+
+def own_exchange(name: str) -> Exchange | None:
+    """The caller's `Exchange` that `group_name` named; None: it named a process group, or none."""
+    return _registered[name] if name.startswith(_OWN) else None
 
 
 def resolve_exchange(group: Group) -> Exchange:

@@ -1,7 +1,8 @@
 """A call as torch sees it: autograd, torch.compile, fake tensors, FLOP formulas.
 
 `FORWARD` is the operator of every call of `dilated_attention`, `BACKWARD` that of its gradients;
-importing this room registers them.
+importing this room registers them. `call_forward` is `FORWARD` by a
+shorter way, which torch.compile does not trace.
 `validate_tensors` refuses what cannot be a query, key and value, `validate_tensor` one of them.
 `AGREED` and `agreed` have the ranks agree on what a module was given.
 `LENGTHS`, an operator too, `lengths_of_call` and `padding` tell what a padding mask stands for.
@@ -12,7 +13,7 @@ needs.
 from .agreed import AGREED, agreed
 from .derivatives import apply_function, once_differentiable, refuse_tangents
 from .lengths import LENGTHS, lengths_of_call, padding
-from .operator import BACKWARD, FORWARD
+from .operator import BACKWARD, FORWARD, call_forward
 from .validation import validate_tensor, validate_tensors
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "LENGTHS",
     "agreed",
     "apply_function",
+    "call_forward",
     "lengths_of_call",
     "once_differentiable",
     "padding",

@@ -18,6 +18,7 @@ from ..exchange import (
     Call,
     Exchange,
     exchange_named,
+    own_exchange,
     refuse_capture,
     settle,
     settle_later,
@@ -26,6 +27,7 @@ from ..exchange import (
 from ..resolve import Options, PlannedRows, Resolved, resolve
 from ..tiles import accumulate_dtype
 from .derivatives import apply_function, once_differentiable, refuse_tangents
+from .direct import call_operator
 from .flops import count_flops_of
 from .lengths import refuse_tensor_in_graphs
 
@@ -59,6 +61,13 @@ documents. The other arguments are those that `dilated_attention` has validated.
 BACKWARD = torch.ops.ring_dilated_attention.backward.default
 """(dout, query, key, value, out, lse, identity, measured, borders, *options) -> (dquery, dkey,
 dvalue), contiguous, each as its input."""
+
+
+@untraced
+def call_forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What `FORWARD` returns, by a shorter way where nothing needs to see the operator."""
+    out, lse, identity = call_operator(FORWARD, _run_autograd, arguments[:3], *arguments[3:])
+    return out, lse, identity
 
 
 class RingDilatedAttention(torch.autograd.Function):
@@ -106,9 +115,7 @@ class RingDilatedAttention(torch.autograd.Function):
         borders: torch.Tensor | None,
         options: Options,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        with torch._C._AutoDispatchBelowAutograd():
-            out, lse, identity = FORWARD(query, key, value, measured, borders, *options)
-        return out, lse, identity
+        return _below_autograd(query, key, value, measured, borders, *options)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: D102
@@ -116,7 +123,7 @@ class RingDilatedAttention(torch.autograd.Function):
         out, lse, identity = output
         ctx.save_for_backward(query, key, value, out, lse, identity, measured, borders)
         ctx.options = options
-        ctx.ends = exchange_named(options.group)  # keeps it for backward, which goes by its name
+        ctx.ends = own_exchange(options.group)  # kept for backward, which goes by its name
         ctx.mark_non_differentiable(lse, identity)
 
     @staticmethod
@@ -124,9 +131,11 @@ class RingDilatedAttention(torch.autograd.Function):
         ctx: Any, dout: torch.Tensor, *rest: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
         options = ctx.options
-        gradients = once_differentiable(
-            "dilated_attention", lambda *x: BACKWARD(*x, *options), dout, *ctx.saved_tensors
-        )
+
+        def gradient(*x: Any) -> Any:
+            return call_operator(BACKWARD, _run_backward, x[:6], *x[6:], *options)
+
+        gradients = once_differentiable("dilated_attention", gradient, dout, *ctx.saved_tensors)
         return *gradients, None, None, None
 
 
@@ -143,8 +152,14 @@ def _autograd(
         inputs = query, key, value, *options[:2], Options(*options[2:])
         out, lse, identity = apply_function(RingDilatedAttention, *inputs, in_operator=True)
         return out, lse, identity
+    return _below_autograd(query, key, value, *options)
+
+
+def _below_autograd(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *options: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     with torch._C._AutoDispatchBelowAutograd():
-        out, lse, identity = FORWARD(query, key, value, *options)
+        out, lse, identity = call_operator(FORWARD, _run_forward, (query, key, value), *options)
     return out, lse, identity
 
 
@@ -246,10 +261,12 @@ def _fake_backward(
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
 
 
-_library.impl("forward", untraced(_forward), "CompositeExplicitAutograd")
-_library.impl("backward", untraced(_backward), "CompositeExplicitAutograd")
+_run_forward, _run_backward = untraced(_forward), untraced(_backward)
+_run_autograd = untraced(_autograd)
+_library.impl("forward", _run_forward, "CompositeExplicitAutograd")
+_library.impl("backward", _run_backward, "CompositeExplicitAutograd")
 # torch.library.register_autograd does the same and takes 30 us longer, on every call.
-_library.impl("forward", untraced(_autograd), "Autograd")
+_library.impl("forward", _run_autograd, "Autograd")
 torch.library.register_fake(FORWARD, _fake_forward, lib=_library)
 torch.library.register_fake(BACKWARD, _fake_backward, lib=_library)
 

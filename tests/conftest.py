@@ -3,6 +3,7 @@
 import importlib.util
 import math
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -61,3 +62,12 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Threads that may have to wait for a processor do not shorten operations this small."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

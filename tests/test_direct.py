@@ -56,7 +56,6 @@ def test_views_that_negate() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_views_that_negate_on_a_gpu() -> None:
     check_views_that_negate("cuda")
 

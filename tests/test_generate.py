@@ -1,6 +1,5 @@
 """Generation: logits of every step are those of the full forward, and how tokens are drawn."""
 
-from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -26,6 +25,8 @@ from ring_dilated_attention.nn.row_step import RowStep
 from ring_dilated_attention.plan import plan_cache
 
 WORLD_SIZES = (1, 2, 3, 5)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @st.composite
@@ -229,15 +230,6 @@ def test_which_models_are_taken_row_by_row() -> None:
 
 
 # --- loops
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Threads that may have to wait for a processor do not shorten operations this small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def test_generate_is_greedy_by_default_and_streams_the_same() -> None:

@@ -1,6 +1,5 @@
 """Generation steps compute what the model is now: hooks, weights, patterns, layers of its own."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,14 +10,7 @@ from ring_dilated_attention import DilatedPattern
 from ring_dilated_attention.checks import relative_error
 from ring_dilated_attention.nn import MultiheadDilatedAttention, RotaryEmbedding, Rotation
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Threads that may have to wait for a processor do not shorten operations this small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("name", ["blocks.1", "blocks.0.attention.k_proj", "blocks.0.mlp_norm"])

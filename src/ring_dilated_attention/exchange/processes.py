@@ -49,7 +49,8 @@ class Processes:
 
     def __init__(self, notices: Notices) -> None:
         self._notices = notices
-        self._known: dict[int, tuple[int, str]] = {}
+        self._own_host = own_host()
+        self._known: dict[int, tuple[str, int, str]] = {}
         self._gone_since: dict[int, float] = {}
 
     def gone_since(self, rank: int) -> float | None:
@@ -61,12 +62,11 @@ class Processes:
             return self._gone_since[rank]
         if rank not in self._known:
             text = self._notices.read(f"process/{rank}")
-            host, number, begun = json.loads(text) if text else ("", 0, "")
-            if host != own_host():
+            if text is None:
                 return None
-            self._known[rank] = number, begun
-        number, begun = self._known[rank]
-        if _begun(number) == begun:
+            self._known[rank] = tuple(json.loads(text))
+        host, number, begun = self._known[rank]
+        if host != self._own_host or _begun(number) == begun:
             return None
         return self._gone_since.setdefault(rank, time.monotonic())
 

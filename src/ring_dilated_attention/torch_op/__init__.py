@@ -1,8 +1,8 @@
 """A call as torch sees it: autograd, torch.compile, fake tensors, FLOP formulas.
 
 `FORWARD` is the operator of every call of `dilated_attention`, `BACKWARD` that of its gradients;
-importing this room registers them. `call_forward` is `FORWARD` by a
-shorter way, which torch.compile does not trace.
+importing this room registers them. `call_forward` is `FORWARD` by a shorter way, which
+torch.compile does not trace.
 `validate_tensors` refuses what cannot be a query, key and value, `validate_tensor` one of them.
 `AGREED` and `agreed` have the ranks agree on what a module was given.
 `LENGTHS`, an operator too, `lengths_of_call` and `padding` tell what a padding mask stands for.

@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from ring_dilated_attention.engine import compute
 from ring_dilated_attention.engine.blocks import Block
@@ -24,18 +23,16 @@ def fuzz():
     del sys.modules["fuzz"]
 
 
-@pytest.fixture
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.mark.usefixtures("_one_thread")
+@pytest.mark.usefixtures("one_thread")
 def test_a_few_calls_are_right(fuzz, capsys):
     assert fuzz.main(["--calls", "60", "--seed", "100000"]) == 0
     assert "60 calls: 0 wrong, 0 crashed" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_gradients_that_are_zero_but_for_rounding_are_right(fuzz):
+    """Keys are all the same, and so are values; scores are near 0, and lse is not."""
+    assert fuzz.main(["--calls", "1", "--seed", "3004355"]) == 0
 
 
 @pytest.mark.gpu
@@ -53,7 +50,7 @@ def test_calls_are_drawn_again_from_their_seed(fuzz):
     assert {case.backend for case in drawn} == {"auto", "eager"}
 
 
-@pytest.mark.usefixtures("_one_thread")
+@pytest.mark.usefixtures("one_thread")
 def test_what_is_wrong_or_crashes_is_found(fuzz, capsys, monkeypatch):
     view = Block.view_keys
 

@@ -51,7 +51,7 @@ DECODED = [(2, 64), (2, 128), (4, 128), (4, 256)]
 """Bytes of an element and head_dims for which decoding is compiled, as for a smaller GPU."""
 
 
-def shared_bytes(name, itemsize, head_dim, config, capability):
+def shared_bytes(name, itemsize, head_dim, config, capability, *, overlaps=False):
     kernel = KERNELS[name]
     constants = {
         "UNIT": 8,
@@ -64,6 +64,8 @@ def shared_bytes(name, itemsize, head_dim, config, capability):
         "BLOCK_NEW": 64,
         "WITH_NEW": True,
         **dict.fromkeys(("WIDE", "STORE", "ZERO_KEYS", "DETACHED"), False),
+        **dict.fromkeys(("WHOLE_BLOCKS", "EVEN_SHARES"), False),
+        "OVERLAPS": overlaps,
     }
     constants = {x: value for x, value in constants.items() if x in kernel.arg_names}
     element = {2: "*fp16", 4: "*fp32"}[itemsize]
@@ -78,6 +80,7 @@ def shared_bytes(name, itemsize, head_dim, config, capability):
         attrs={(i,): [["tt.divisibility", 16]] for i in pointers},
     )
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    options["launch_pdl"] = overlaps
     target = GPUTarget("cuda", capability, 32)
     return triton.compile(source, target=target, options=options).metadata.shared
 
@@ -102,4 +105,6 @@ if __name__ == "__main__":
         )
         size = shared_bytes("decode", itemsize, head_dim, config, int(sys.argv[1]))
         found.append(["decode", 0, 0, size])
+        size = shared_bytes("decode", itemsize, head_dim, config, 90, overlaps=True)
+        assert size <= H200.shared_bytes
     print(json.dumps(found))

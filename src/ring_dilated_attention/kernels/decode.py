@@ -79,8 +79,11 @@ def _split_kernel(
     PRECISION: tl.constexpr,
     WHOLE_BLOCKS: tl.constexpr,
     EVEN_SHARES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One program: a block of the queries of a KV head, a share of the rows that they see."""
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()  # for what the launches before this one have written
     number, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row_blocks = tl.cdiv(count * heads_per_kv, BLOCK_M)
     pair = number // row_blocks
@@ -169,6 +172,8 @@ def _split_kernel(
             acc = found[0]
         begin += blocks
 
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()  # the merge, which waits for all of this
     total = tl.where(row_sum > 0, row_sum, 1.0)
     acc = acc / total[:, None]
     part = (pair * splits + split) * (count * heads_per_kv) + rows
@@ -198,8 +203,11 @@ def _merge_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One program: one query of one head; the first head of a KV head writes its new row."""
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
     pair, row = tl.program_id(0).to(tl.int64), tl.program_id(1)
     batch, kv_head = pair // kv_heads, pair % kv_heads
     new, member = row // heads_per_kv, row % heads_per_kv

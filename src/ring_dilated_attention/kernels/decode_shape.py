@@ -92,5 +92,15 @@ def decode_shape(
         "num_stages": config.num_stages,
     }
     merging = {"BLOCK_S": _MERGED, "num_warps": 4}
+    launching: dict[str, Any] = {"OVERLAPS": False}
+    if tuning.overlaps and can_overlap(device):
+        launching = {"OVERLAPS": True, "launch_pdl": True}
+    split_options, merge_options = (width | each | launching for each in (blocking, merging))
     lse_at = pairs * splits * rows * head_dim
-    return DecodeShape(blocks, splits, rows, lse_at, width | blocking, width | merging)
+    return DecodeShape(blocks, splits, rows, lse_at, split_options, merge_options)
+
+
+def can_overlap(device: torch.device) -> bool:
+    """Whether a launch on a device may begin while the one before it ends."""
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    return is_nvidia and profile_of(device).capability >= (9, 0)

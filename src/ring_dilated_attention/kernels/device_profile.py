@@ -42,12 +42,15 @@ class DecodeTuning:
         whole_blocks: whether blocks of rows that all queries see go through a loop without masks.
         even_shares: whether programs that share rows differ by one block at most; else the last
             one has what is left.
+        overlaps: whether a launch may begin while the one before it ends, on NVIDIA GPUs of compute
+            capability 9.0 or more (programmatic dependent launch); no effect on others.
     """
 
     programs: int = 2
     rounds: int = 4
     whole_blocks: bool = False
     even_shares: bool = False
+    overlaps: bool = False
 
 
 @dataclass(frozen=True)

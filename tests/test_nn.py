@@ -342,6 +342,7 @@ def refusals(rank: int, world_size: int) -> list[str]:
         (torch.zeros((1, 12, 1)[: 3 - rank], dtype=torch.int64), layout),
         (torch.zeros(1, 12, dtype=torch.int64), SequenceLayout.zigzag(24, world_size + rank)),
         (torch.zeros(1, 12 + rank, dtype=torch.int64), None),
+        (torch.full((1, 12), 1000 * rank), layout),
     ):
         with pytest.raises((ValueError, TypeError)) as caught:
             model(tokens, group=dist.group.WORLD, layout=used)
@@ -361,15 +362,16 @@ def test_process_groups_and_meshes_and_refusals_on_every_rank() -> None:
         whole = torch.cat([logits[kind] for logits, _ in results], 1)
         assert relative_error(whole, expected) < 1e-7
     for rank in range(2):
-        length, dtype, dims, ranks, unequal = results[rank][1]
-        at_fault = (1, 1, 0, 1)
-        for text, who in zip((length, dtype, dims, ranks), at_fault, strict=True):
+        length, dtype, dims, ranks, unequal, unknown = results[rank][1]
+        at_fault = (1, 1, 0, 1, 1)
+        for text, who in zip((length, dtype, dims, ranks, unknown), at_fault, strict=True):
             assert (f"LongNet was refused on other ranks: rank {who}: " in text) == (rank != who)
         assert "the layout gives rank 1 12 positions, got tokens" in length
         assert "tokens must be int64; got torch.int32" in dtype
         assert "tokens must have shape (batch, local_sequence); got (1, 12, 1)" in dims
         assert "the layout is for 3 ranks; the group has 2" in ranks
         assert "layout is 12 positions on each rank on rank 0, 13 positions" in unequal
+        assert "those of the model's vocabulary; got 1000" in unknown
 
 
 @pytest.mark.parametrize(
@@ -377,6 +379,7 @@ def test_process_groups_and_meshes_and_refusals_on_every_rank() -> None:
     [
         (torch.zeros(1, 4), None, TypeError, "tokens must be int64; got torch.float32"),
         (torch.zeros(4, dtype=torch.int64), None, ValueError, r"got \(4,\)"),
+        (torch.tensor([[0, -1]]), None, ValueError, "tokens must be from 0 to .*; got -1"),
         (torch.zeros(1, 4, dtype=torch.int64), "zigzag", TypeError, "layout must be .*'zigzag'"),
         (
             torch.zeros(1, 4, dtype=torch.int64),

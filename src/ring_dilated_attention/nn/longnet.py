@@ -18,9 +18,10 @@ from ..tiles import Backend
 from .checkpoint import Checkpoint, check_checkpoint, run_checkpointed
 from .chunked import map_rows
 from .config import LongNetConfig
+from .hooks import is_plain
 from .initial import without_weights
 from .longnet_block import LongNetBlock
-from .longnet_inputs import agreed_positions, check_labels
+from .longnet_inputs import agreed_positions, check_labels, check_vocabulary
 from .rope import RotaryEmbedding, Rotation
 from .sharded_apart import refuse_sharded_apart
 from .token_generator import TokenGenerator
@@ -153,8 +154,8 @@ class LongNet(TokenGenerator):
         Raises:
             TypeError: this rank's `tokens` are not int64.
             ValueError: this rank's tokens do not fit, or its layout is for another number of ranks
-                or another local length; some other rank refused its arguments; and see
-                `dilated_attention`.
+                or another local length; a token is not in the vocabulary (looked for on CPUs);
+                some other rank refused its arguments; and see `dilated_attention`.
         """
         group = one_group(group, mesh)
         apart = {"embedding": "the logits have its weights, too"}
@@ -211,6 +212,18 @@ class LongNet(TokenGenerator):
         loss: Tensor = self(tokens, "None" if labels is None else labels, **options)
         return loss
 
+    def _check_tokens(self, tokens: Tensor, labels: Tensor | None) -> None:
+        """Raise unless labels fit the tokens, and on a CPU, where looking is free, they are known.
+
+        A GPU stops at a token that has no embedding, with an assertion of its own.
+        """
+        if labels is not None:
+            check_labels(labels, tokens)
+        if torch.compiler.is_compiling() or type(tokens) is not Tensor or not tokens.is_cpu:
+            return
+        if is_plain(self.embedding, nn.Embedding):  # a hook may replace tokens
+            check_vocabulary(tokens, self.embedding)
+
     def _hidden(
         self,
         tokens: Tensor,
@@ -220,7 +233,7 @@ class LongNet(TokenGenerator):
         layout: SequenceLayout | None,
     ) -> Tensor:
         """The residual stream after the last block: (batch, local_sequence, embed_dim)."""
-        check = None if labels is None else partial(check_labels, labels, tokens)
+        check = partial(self._check_tokens, tokens, labels)
         found = agreed_positions(tokens, documents, group, layout, check=check)
         rotation, borders = self.rope(found.rotary[None]), found.documents
         hidden = map_rows(self.embed, tokens, rows=self.chunk_rows, modules=(self.embedding,))

@@ -98,6 +98,7 @@ def test_second_derivatives_are_refused(tensors, function):
 
     leaf = query.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(loss(leaf), leaf, create_graph=True)
+    assert gradient.grad_fn.name() == "_OnceBackward"
     with pytest.raises(RuntimeError, match="attention cannot be differentiated again"):
         gradient.sum().backward()
     why = "attention cannot be differentiated again" if function is attend else "vmap support"

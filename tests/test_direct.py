@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 import torch
+from torch._C._profiler import _ExperimentalConfig
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ring_dilated_attention import DilatedPattern, dilated_attention
+from ring_dilated_attention.exchange import run_loopback
 
 PATTERN = DilatedPattern([8, None], [1, 2])
 
@@ -89,6 +92,61 @@ def test_modes_and_profilers_see_the_operators() -> None:
     assert {"ring_dilated_attention::forward", "ring_dilated_attention::backward"} <= names
 
 
+def test_a_profiler_of_all_threads() -> None:
+    query, key, value, _ = case()
+    config = _ExperimentalConfig(profile_all_threads=True)
+    with torch.profiler.profile(experimental_config=config) as profile:
+        thread = threading.Thread(target=dilated_attention, args=(query, key, value, PATTERN))
+        thread.start()
+        thread.join()
+    assert "ring_dilated_attention::forward" in {event.key for event in profile.key_averages()}
+
+
+def ours(graph: torch.fx.GraphModule) -> list[str]:
+    """The operators of this package in a graph."""
+    names = [str(node.target).partition(".") for node in graph.graph.nodes]
+    return [name for package, _, name in names if package == "ring_dilated_attention"]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_compiled_autograd() -> None:
+    """It traces backward, whatever has computed forward."""
+    from torch._dynamo import compiled_autograd  # here: it takes a second
+    from torch._dynamo.testing import EagerAndRecordGraphs
+
+    query, key, value, dout = case()
+    query.requires_grad_()
+    out = dilated_attention(query, key, value, PATTERN)
+    (expected,) = torch.autograd.grad(out, query, dout, retain_graph=True)
+    torch.compiler.reset()
+    backend = EagerAndRecordGraphs()
+    with compiled_autograd._enable(torch.compile(backend=backend, fullgraph=True)):
+        out.backward(dout)
+    torch.compiler.reset()
+    assert query.grad is not None
+    torch.testing.assert_close(query.grad, expected)
+    assert [ours(graph) for graph in backend.graphs] == [["backward.default"]]
+
+
+def test_meta_tensors() -> None:
+    """Nothing is computed: kernels of other devices will do, and no other rank is waited for."""
+
+    def rank(ends: Any) -> None:
+        if ends.rank == 0:
+            query, key, value, dout = case("meta")
+            query.requires_grad_()
+            out, lse = dilated_attention(
+                query, key, value, PATTERN, group=ends, backend="flash", return_lse=True
+            )
+            out.backward(dout)
+            assert out.is_meta
+            assert lse.shape == (1, 2, 20)
+            assert query.grad is not None
+            assert query.grad.is_meta
+
+    run_loopback(2, rank)
+
+
 class Named(torch.Tensor):
     """A tensor of a user's."""
 
@@ -114,3 +172,17 @@ def test_inference_tensors() -> None:
         out = dilated_attention(made[0], made[1], made[2], PATTERN)
         torch.testing.assert_close(out, expected)
         torch.testing.assert_close(dilated_attention(query, key, value, PATTERN), expected)
+
+
+def test_where_autograd_is_off_in_the_dispatcher() -> None:
+    """Inference mode, in which `enable_grad` makes no difference, and what implements operators."""
+    query, key, value, _ = case()
+    expected = dilated_attention(query, key, value, PATTERN)
+    query.requires_grad_()
+    with torch.inference_mode(), torch.enable_grad():
+        out = dilated_attention(query, key, value, PATTERN)
+        assert not out.requires_grad
+        torch.testing.assert_close(out, expected)
+    with torch._C._AutoDispatchBelowAutograd():
+        out = dilated_attention(query, key, value, PATTERN)
+    assert not out.requires_grad

@@ -83,12 +83,12 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.name = inputs[0]
+        ctx.of = inputs[0]  # name() is that of the node
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        raise RuntimeError(f"the gradient of {ctx.name} cannot be differentiated again")
+        raise RuntimeError(f"the gradient of {ctx.of} cannot be differentiated again")
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:  # torch.func.hessian
-        raise RuntimeError(f"the gradient of {ctx.name} cannot be differentiated again")
+        raise RuntimeError(f"the gradient of {ctx.of} cannot be differentiated again")

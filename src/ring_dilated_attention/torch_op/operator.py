@@ -38,6 +38,7 @@ _OPTIONS = (
     "float? workspace, bool needs_gradients, SymInt[] documents, SymInt[] lengths, "
     "bool detached, int[] head_slice"
 )
+_AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 _Library: Any = torch.library.Library  # its methods have no annotations
 _library = _Library("ring_dilated_attention", "DEF")
 _library.define(
@@ -66,7 +67,10 @@ dvalue), contiguous, each as its input."""
 @untraced
 def call_forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What `FORWARD` returns, by a shorter way where nothing needs to see the operator."""
-    out, lse, identity = call_operator(FORWARD, _run_autograd, arguments[:3], *arguments[3:])
+    # In inference mode and in what implements other operators autograd is off in the dispatcher.
+    below_autograd = torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD)
+    implementation = _run_forward if below_autograd else _run_autograd
+    out, lse, identity = call_operator(FORWARD, implementation, arguments[:3], *arguments[3:])
     return out, lse, identity
 
 

@@ -6,7 +6,9 @@
 12 layers of width 768, 16 heads of 48, GigaPath's pattern, float16 autocast with loss scaling and
 fused AdamW; several steps one after the other, as a training makes them. One slide is sharded over
 all ranks, whose gradients DDP brings together. Once as it is, once with activation checkpointing;
-compiled where `--cases` says so. A slide of so many tiles is a sequence of one position more.
+compiled where `--cases` says so: torch cuts a compiled model in DDP into a graph for each bucket of
+gradients, and `one_graph` is without these cuts. A slide of so many tiles is a sequence of one
+position more.
 `--traces` keeps what the GPU of each rank did in one step, and when the host launched it, for
 Perfetto or chrome://tracing.
 """
@@ -36,10 +38,12 @@ KINDS = {  # a kernel belongs to the first kind that one of these is a part of i
     "optimizer": ("multi_tensor", "adam"),
 }
 
+CASES = ("plain", "checkpointed", "compiled", "one_graph")
+
 
 def main(
     tiles: Annotated[list[int] | None, typer.Option(help="of a slide; may be repeated")] = None,
-    cases: Annotated[str, typer.Option(help="some of plain, checkpointed, compiled")] = (
+    cases: Annotated[str, typer.Option(help=f"some of {', '.join(CASES)}")] = (
         "plain,checkpointed"
     ),
     samples: int = 7,
@@ -51,7 +55,7 @@ def main(
 ) -> None:
     """Train a few steps of each case."""
     names = cases.split(",")
-    if unknown := set(names) - {"plain", "checkpointed", "compiled"}:
+    if unknown := set(names) - set(CASES):
         raise typer.BadParameter(f"no case is called {', '.join(sorted(unknown))}")
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else "cpu"
@@ -65,6 +69,7 @@ def main(
     for count in tiles or [45_680]:
         for name in names:
             options = {"checkpoint": "keep_attention", "chunk_rows": chunk_rows}
+            torch._dynamo.config.optimize_ddp = name != "one_graph"
             case = Case(name, count, layers, options if name == "checkpointed" else {})
             measured = measure(case, Method(samples, in_a_row, traces), device, many)
             found.append(measured)
@@ -155,7 +160,7 @@ def measure(case: Case, method: Method, device: Any, many: bool) -> dict[str, An
     group = dist.group.WORLD if many else None
     layout = SequenceLayout.contiguous(case.tiles + 1, ranks)
     training = Training(
-        case.layers, device, compiles=case.name == "compiled", group=group, **case.options
+        case.layers, device, compiles=case.name in CASES[2:], group=group, **case.options
     )
     torch.manual_seed(1 + rank)
     slide = training.slide(layout.local_length(rank) - (rank == 0))

@@ -74,14 +74,14 @@ class _SumOverRanks(torch.autograd.Function):
         with ends.calls.enter(name, "forward") as scope:
             settle(scope, ends, part.device)
             total = _total(ends, part)
-        ctx.ends, ctx.name, ctx.number = ends, name, scope.call.number
+        ctx.ends, ctx.of, ctx.number = ends, name, scope.call.number  # name() is that of the node
         return total
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         ends = ctx.ends
-        with ends.calls.enter(ctx.name, "backward", ctx.number) as scope:
+        with ends.calls.enter(ctx.of, "backward", ctx.number) as scope:
             settle(scope, ends, gradient.device)
             return _total(ends, gradient), None, None
 

@@ -75,7 +75,8 @@ def lengths_of_mask(
             scope.in_step = True  # every rank has found the same
             raise ValueError(
                 "key_padding_mask must be a right padding (dilated attention has no other masks): "
-                f"in row {row}, position {first} is padding and position {stop - 1} is not"
+                f"in row {row}, position {first} is padding and position {stop - 1} is not. True "
+                "means padding: if the mask is True at valid positions, pass ~mask"
             )
     return lengths
 

@@ -141,7 +141,7 @@ def prepared(module: nn.Module, settings: Settings, given: dict[str, Any]) -> di
         "batch": rows.batch,
         "layout": f"{layout!r} ({layout.digest[:8]})"
         if layout
-        else f"{len(rows.positions)} positions on each rank",
+        else f"None (a shard of {len(rows.positions)} positions)",
         "attention_mask": _kind(mask),
         "position_ids": _kind(position_ids),
         "cu_seq_lens_q": _kind(borders),

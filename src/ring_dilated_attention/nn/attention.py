@@ -222,6 +222,11 @@ class MultiheadDilatedAttention(nn.Module):
                 "attn_mask must be None; use is_causal, documents and lengths, and the pattern for "
                 f"what a head sees; got {type(attn_mask).__name__}"
             )
+        if rope is not None and not callable(rope):
+            raise TypeError(
+                "rope must be a function of projected heads, such as RotaryEmbedding(head_dim)"
+                f"(positions); got {in_brief(rope)}"
+            )
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             check_rows(name, tensor, self.embed_dim, "(batch, local_sequence, ")
         q_bnhd, k_bnhd, v_bnhd = self.project(query, key, value, rope=rope)

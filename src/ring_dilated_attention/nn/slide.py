@@ -236,8 +236,7 @@ def _row_of_cls(
         return None if rank else 0
     if not isinstance(layout, SequenceLayout):
         raise TypeError(f"layout must be a SequenceLayout or None; got {in_brief(layout)}")
-    if layout.world_size != world_size:
-        raise ValueError(f"the layout is for {layout.world_size} ranks; the group has {world_size}")
+    layout.check_ranks(world_size)
     first = layout.pieces[0]
     own = first.rank == rank
     expected = layout.local_length(rank) - own

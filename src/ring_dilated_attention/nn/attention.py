@@ -180,7 +180,8 @@ class MultiheadDilatedAttention(nn.Module):
         """Project, attend, project back.
 
         Args:
-            query: shape (batch, local_sequence, embed_dim).
+            query: shape (batch, local_sequence, embed_dim), in the dtype of the parameters; under
+                autocast float32, bfloat16 or float16.
             key: shape (batch, local_sequence, embed_dim).
             value: shape (batch, local_sequence, embed_dim).
             is_causal: whether a query sees only keys at positions <= its own.

@@ -124,7 +124,8 @@ class SlideEncoder(nn.Module):
         """Encode the tiles that this rank holds, among those that all ranks hold.
 
         Args:
-            features: shape (batch, local_tiles, in_dim), floating.
+            features: shape (batch, local_tiles, in_dim), in the dtype of the parameters; under
+                autocast float32, bfloat16 or float16.
             coordinates: where the tiles are, shape (batch, local_tiles, 2), integers, float32 or
                 float64. Under `fully_shard` with a MixedPrecisionPolicy pass integers: it casts
                 floating arguments.

@@ -48,12 +48,17 @@ def call(group=None, **changes):
         (
             {"key": torch.randn(1, 6, 4, 8).double()},
             ValueError,
-            "one dtype; got query torch.float32",
+            "one dtype; got query torch.float32, key torch.float64, value torch.float32. Cast them",
         ),
         ({"key": torch.empty(1, 6, 4, 8, device="meta")}, ValueError, "one device; got query cpu"),
         ({"value": torch.randn(1, 6, 2, 8)}, ValueError, "key and value must have the same shape"),
         ({"query": torch.randn(2, 6, 4, 8)}, ValueError, "the same batch size"),
         ({"query": torch.randn(1, 5, 4, 8)}, ValueError, "the same local sequence length"),
+        (
+            {"query": torch.randn(1, 4, 6, 8)},
+            ValueError,
+            "value (1, 6, 4, 8). Shapes are (batch, local_sequence, heads, head_dim)",
+        ),
         ({"query": torch.randn(1, 6, 4, 16)}, ValueError, "the same head_dim"),
         ({"query": torch.randn(1, 6, 6, 8)}, ValueError, "heads must be a multiple of kv_heads"),
         ({"shape": (1, 6, 0, 8)}, ValueError, "must be >= 1"),
@@ -70,12 +75,17 @@ def call(group=None, **changes):
         ({"workspace": "much"}, TypeError, "workspace must be a float or None, got 'much'"),
         ({"workspace": 0}, ValueError, "workspace must be > 0 and finite, got 0"),
         ({"layout": "zigzag"}, TypeError, "SequenceLayout.zigzag(length, ranks) makes one"),
-        ({"layout": SequenceLayout.contiguous(6, 2)}, ValueError, "for 2 ranks; the group has 1"),
-        ({"layout": SequenceLayout.contiguous(7, 1)}, ValueError, "gives rank 0 7 positions"),
+        ({"layout": SequenceLayout.contiguous(6, 2)}, ValueError, "the group has 1: pass group="),
+        (
+            {"layout": SequenceLayout.contiguous(7, 1)},
+            ValueError,
+            "layout.shard(tensor, rank, dim)",
+        ),
         ({"exchange": "mail"}, ValueError, "exchange must be one of 'auto', 'ring', 'gather'"),
         ({"backend": "magic"}, ValueError, "backend must be one of 'auto', 'sdpa', 'fa4'"),
         ({"backend": "flash"}, ValueError, "backend='flash' cannot compute this attention"),
         ({"group": "world"}, TypeError, "group must be a torch.distributed ProcessGroup"),
+        ({"group": [torch.zeros(9)]}, TypeError, "an Exchange or None; got type list"),
     ],
 )
 def test_one_process(changes, error, message):
@@ -274,6 +284,7 @@ BAD = {
     "module: sparse": multihead(query=torch.zeros(1, 6, 16).to_sparse()),
     "module: need_weights": multihead(need_weights=np.zeros(9999)),
     "module: attn_mask": multihead(attn_mask=torch.zeros(6, 6)),
+    "module: positions as rope": multihead(rope=torch.arange(6)),
     "rope: head_dim": lambda: nn.RotaryEmbedding(7),
     "rope: theta": lambda: nn.RotaryEmbedding(8, theta=HUGE),
     "rope: theta of text": lambda: nn.RotaryEmbedding(8, theta="1" * 999),
@@ -320,7 +331,7 @@ def test_large_numbers_that_are_allowed():
 
 DIFFERENCES = {
     "batch is 1 on ranks 0, 2, 2 on rank 1": {"shape": (2, 6, 4, 8)},
-    "layout is 6 positions on each rank on ranks 0, 2": {"shape": (1, 5, 4, 8)},
+    "layout is None (a shard of 6 positions) on ranks 0, 2": {"shape": (1, 5, 4, 8)},
     "heads is 4 on ranks 0, 2, 2 on rank 1": {"shape": (1, 6, 2, 8)},
     "head_dim is 8 on ranks 0, 2, 16 on rank 1": {"shape": (1, 6, 4, 16)},
     "pattern is (4, 2) on ranks 0, 2, (4, 3) on rank 1": {"pattern": DilatedPattern([4], [3])},

@@ -379,7 +379,7 @@ def test_processes():
 def test_a_mask_that_is_no_right_padding():
     mask = torch.tensor([[False, True, True], [True, False, False]])
     query, key, value = torch.randn(3, 2, 3, 1, 4)
-    with pytest.raises(ValueError, match=r"must be a right padding .* in row 1, position 0 is"):
+    with pytest.raises(ValueError, match=r"right padding .* in row 1, position 0 is .* pass ~mask"):
         dilated_attention(query, key, value, PATTERN, key_padding_mask=mask)
 
 

@@ -198,7 +198,7 @@ def test_slices_that_make_no_difference():
 
 REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "a number": (2, TypeError, "head_slice must be (start, stop, total), KV heads start to stop"),
-    "two numbers": ((0, 2), TypeError, "got type tuple"),
+    "two numbers": ((0, 2), TypeError, "got type tuple of length 2"),
     "a float": ((0, 2.0, 4), TypeError, "head_slice must be an int, got 2.0"),
     "none of them": ((2, 2, 4), ValueError, "0 <= start < stop <= total; got (2, 2, 4)"),
     "beyond": ((3, 5, 4), ValueError, "got (3, 5, 4)"),

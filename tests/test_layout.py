@@ -49,6 +49,8 @@ def test_layouts_compare_by_value():
         ([[(4, 2)]], ValueError, r"start <= stop; rank 0: \(4, 2\)"),
         ([[(0, 2.0)]], TypeError, "pair of ints"),
         ([[(0, 2, 3)]], TypeError, "pair of ints"),
+        ([(0, 2), (2, 4)], TypeError, r"as in SequenceLayout\(\[\[.*; got 0 as a range of rank 0"),
+        ([2, 2], TypeError, r"list of \(start, stop\) pairs, as in .*; got 2 for rank 0"),
     ],
 )
 def test_bad_ranges_are_refused(ranges, error, message):

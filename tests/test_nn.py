@@ -370,7 +370,7 @@ def test_process_groups_and_meshes_and_refusals_on_every_rank() -> None:
         assert "tokens must be int64; got torch.int32" in dtype
         assert "tokens must have shape (batch, local_sequence); got (1, 12, 1)" in dims
         assert "the layout is for 3 ranks; the group has 2" in ranks
-        assert "layout is 12 positions on each rank on rank 0, 13 positions" in unequal
+        assert "layout is None (a shard of 12 positions) on rank 0, None (a shard of 13" in unequal
         assert "those of the model's vocabulary; got 1000" in unknown
 
 

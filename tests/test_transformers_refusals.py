@@ -127,7 +127,11 @@ BORDERS = torch.tensor([0, 5, LENGTH])
 
 
 MODEL_REFUSALS: dict[str, Any] = {
-    "left padding": ({"attention_mask": LEFT}, ValueError, "attention_mask must be a right pad"),
+    "left padding": (
+        {"attention_mask": LEFT},
+        ValueError,
+        r"attention_mask must be a right padding, .*: in row \d, position 0 is padding .* is not$",
+    ),
     "a hole": ({"attention_mask": HOLE}, ValueError, "in row 0, position 7 is padding"),
     "a 4-D mask": (
         {"attention_mask": torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool)},

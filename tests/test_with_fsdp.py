@@ -1,9 +1,13 @@
 """FSDP2: `fully_shard` of models whose sequences are sharded over ranks, too."""
 
+import re
+import textwrap
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from grid_steps import (
     error,
     grid,
@@ -244,3 +248,39 @@ def test_every_way_to_compute_a_model_works_or_says_what_to_do():
     for errors, in_half in run_ranks(in_every_way, 2):
         assert max(errors.values()) < 1e-12, errors
         assert in_half < 0.03
+
+
+# --- the recipe of the docs
+
+RECIPES = Path(__file__).parents[1] / "docs" / "how-to" / "data-parallel.md"
+
+
+def recipe():
+    """The lines of the page that train a Llama under FSDP2."""
+    blocks = re.findall(r"^( *)```python\n(.*?)^\1```$", RECIPES.read_text(), re.M | re.S)
+    (code,) = (code for _, code in blocks if "in model.model.layers" in code)
+    return textwrap.dedent(code)
+
+
+def by_the_recipe(rank, world_size):
+    """The errors of its loss, which transformers computes in float32, and of its gradients."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 61, (2, 31), generator=generator)
+    batch = {"input_ids": tokens, "labels": tokens.masked_fill(tokens % 3 == 0, -100)}
+    names: dict[str, Any] = {"model": make(), "pattern": PATTERN, "batch": batch}
+    exec(compile(recipe(), str(RECIPES), "exec"), names)
+    loss = names["loss"].detach()
+    dist.all_reduce(loss)
+    alone = make()
+    set_attention(alone, PATTERN)
+    want = alone(**batch).loss
+    gradients = torch.autograd.grad(want, list(alone.parameters()))
+    return [relative_error(loss / world_size, want), error(names["model"], [want, *gradients])]
+
+
+@pytest.mark.slow
+def test_the_recipe_for_a_llama_gives_the_step_of_one_process():
+    """Loss and gradients of the code in docs/how-to/data-parallel.md, on two ranks over gloo."""
+    for loss_error, gradient_error in run_ranks(by_the_recipe, 2):
+        assert loss_error < 1e-6
+        assert gradient_error < 1e-12

@@ -197,7 +197,8 @@ def document_borders(
     if not (rises and stop <= borders[-1] <= total):
         end = f"{total}" if length is None else f"{stop} or more, up to {total}"
         raise ValueError(
-            f"documents must rise from 0 to the sequence length {end}; got {in_words(borders)}"
+            f"documents must rise from 0 to the sequence length {end}; got {in_words(borders)}. "
+            "They are cumulative lengths of documents in the whole sequence, as cu_seqlens"
         )
     if stop == borders[-1]:
         return borders

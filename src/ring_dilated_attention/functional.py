@@ -161,7 +161,7 @@ def dilated_attention(
             ``"efficient"``, ``"triton"`` and ``"eager"`` take that one or raise.
         workspace: bound on the temporary memory of kernels, in multiples of the size of query (a
             single head of a single segment may need more). None: about a quarter in forward and a
-            half in backward, or 64 MiB if that is more.
+            half in backward, or 64 MiB or what 131,072 rows take if that is more.
         branch_gradients: ``"exact"`` is the gradient of the whole function; ``"detached"`` takes
             the weights that mix the branches, ``exp(lse of the branch - lse)``, for constants, as
             torchscale does: weights trained with it have seen that gradient. Forward is the same;

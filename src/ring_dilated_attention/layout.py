@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 LAYOUTS = ("auto", "contiguous", "zigzag")
 """Names of layouts; auto: zigzag for causal work on several ranks, otherwise contiguous."""
 
+_EXAMPLE = ", as in SequenceLayout([[(0, 500)], [(500, 1000)]])"
+"""How ranges are given, for messages: one list for each rank."""
+
 
 def resolve_layout(name: str, world_size: int, *, is_causal: bool) -> str:
     """``"contiguous"`` or ``"zigzag"`` for one of `LAYOUTS`; see `SequenceLayout.named`."""
@@ -226,13 +229,28 @@ class SequenceLayout:
             length: positions that it holds.
             held: that, in words for the message.
         """
-        if self.world_size != world_size:
-            raise ValueError(
-                f"the layout is for {self.world_size} ranks; the group has {world_size}"
-            )
+        self.check_ranks(world_size)
         if self.local_length(rank) != length:
             raise ValueError(
-                f"the layout gives rank {rank} {self.local_length(rank)} positions, {held}"
+                f"the layout gives rank {rank} {self.local_length(rank)} positions, {held}. Pass "
+                "this rank's part of the sequence, layout.shard(tensor, rank, dim), with a layout "
+                f"of its length; this one is for {self.length} positions"
+            )
+
+    def check_ranks(self, world_size: int) -> None:
+        """Raise a `ValueError` unless the layout is for that many ranks.
+
+        Args:
+            world_size: number of ranks of the group that a call is given.
+        """
+        if self.world_size != world_size:
+            way_out = (
+                "pass group=, the ranks that share the sequence"
+                if world_size == 1
+                else "make the layout for dist.get_world_size(group) ranks"
+            )
+            raise ValueError(
+                f"the layout is for {self.world_size} ranks; the group has {world_size}: {way_out}"
             )
 
     @cached_property
@@ -342,19 +360,22 @@ def _flat(ranges: Sequence[tuple[int, int]]) -> tuple[int, ...]:
 def _joined(rank: int, ranges: Iterable[Sequence[int]]) -> tuple[tuple[int, int], ...]:
     if not isinstance(ranges, Iterable):
         raise TypeError(
-            f"the ranges of a rank must be (start, stop) pairs; rank {rank}: {in_brief(ranges)}"
+            f"the ranges of a rank must be a list of (start, stop) pairs{_EXAMPLE}; got "
+            f"{in_brief(ranges)} for rank {rank}"
         )
     joined: list[tuple[int, int]] = []
     for bounds in ranges:
         if not isinstance(bounds, Sequence) or len(bounds) != 2:
             raise TypeError(
-                f"a range must be a (start, stop) pair of ints; rank {rank}: {in_brief(bounds)}"
+                f"a range must be a (start, stop) pair of ints{_EXAMPLE}; got "
+                f"{in_brief(bounds)} as a range of rank {rank}"
             )
         start, stop = bounds
         for bound in bounds:
             if isinstance(bound, bool) or not isinstance(bound, int):
                 raise TypeError(
-                    f"a range must be a (start, stop) pair of ints; rank {rank}: {in_brief(bound)}"
+                    f"a range must be a (start, stop) pair of ints{_EXAMPLE}; got "
+                    f"{in_brief(bound)} in a range of rank {rank}"
                 )
         if not 0 <= start <= stop < INT_LIMIT:
             limit = " < 2**63" * (stop >= INT_LIMIT)

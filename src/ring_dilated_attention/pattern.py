@@ -118,12 +118,17 @@ def _check_segment_length(value: Any) -> int:
         raise TypeError(f"{error}; None is the whole document") from None
 
 
+def _length_of(value: Any) -> str:
+    """How long a list or tuple is, to follow `in_brief` in a message."""
+    return f" of length {len(value)}" if isinstance(value, (list, tuple)) else ""
+
+
 def check_head_slice(value: Any) -> HeadSlice:
     """Return `value` as a `HeadSlice`; a `TypeError` or `ValueError` says what is wrong with it."""
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 3:
         raise TypeError(
             "head_slice must be (start, stop, total), KV heads start to stop (excluded) of total; "
-            f"got {in_brief(value)}"
+            f"got {in_brief(value)}{_length_of(value)}"
         )
     start, stop, total = (check_int("head_slice", number) for number in value)
     if not 0 <= start < stop <= total:

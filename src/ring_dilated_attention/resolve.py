@@ -242,7 +242,7 @@ def _in_words(
         "pattern": str(_pattern(options)),
         "layout": f"{layout!r} ({layout.digest[:8]})"
         if layout
-        else f"{length} positions on each rank",
+        else f"None (a shard of {length} positions)",
         "documents": _digest(options.documents),
         "lengths": _digest(options.lengths),
         "is_causal": options.is_causal,

@@ -200,7 +200,7 @@ def replicated_query_attention(
             takes the fastest one that supports the tensors, and any other name is used or refused.
         workspace: the most that kernels allocate, in multiples of the size of query, as far as
             single heads of single segments allow; None: about a quarter in forward and a half in
-            backward, or 64 MiB if that is more.
+            backward, or 64 MiB or what 131,072 rows take if that is more.
         head_slice: (start, stop, total): the call's KV heads are heads start to stop (excluded) of
             a layer with total of them, and have their offsets and branches. None: it has all heads.
         return_lse: whether to return the lse too.

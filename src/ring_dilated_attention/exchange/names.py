@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from ..pattern import in_brief
 from .groups import ProcessGroupExchange
 from .interface import Exchange, SoloExchange
 
@@ -61,7 +62,7 @@ def group_name(group: Group) -> str:
         return name
     raise TypeError(
         "group must be a torch.distributed ProcessGroup, a 1-D DeviceMesh, an Exchange or None; "
-        f"got {group!r}"
+        f"got {in_brief(group)}"
     )
 
 

@@ -38,9 +38,19 @@ def check_padding_mask(mask: Any, batch: int, local_length: int, device: torch.d
         raise ValueError(f"key_padding_mask must be on {device}; got {mask.device}")
 
 
+_REFUSAL = (
+    "key_padding_mask must be a right padding (dilated attention has no other masks): {}. True "
+    "means padding: if the mask is True at valid positions, pass ~mask"
+)
+
+
 @untraced
 def lengths_of_mask(
-    mask: torch.Tensor, ends: Exchange, layout: SequenceLayout | None, scope: Scope
+    mask: torch.Tensor,
+    ends: Exchange,
+    layout: SequenceLayout | None,
+    scope: Scope,
+    refusal: str = _REFUSAL,
 ) -> list[int]:
     """The lengths that a right padding stands for: one small collective, and a wait for `mask`.
 
@@ -50,6 +60,7 @@ def lengths_of_mask(
         ends: this rank's end of the group.
         layout: which rank holds which positions; None: contiguous equal shards.
         scope: the call that this is part of.
+        refusal: the message for a mask that is no right padding, with ``{}`` for where.
 
     Returns:
         The number of valid positions of each row of the batch, the same on every rank.
@@ -73,10 +84,8 @@ def lengths_of_mask(
     for row, (stop, first) in enumerate(zip(lengths, paddings, strict=True)):
         if first < stop:
             scope.in_step = True  # every rank has found the same
-            raise ValueError(
-                "key_padding_mask must be a right padding (dilated attention has no other masks): "
-                f"in row {row}, position {first} is padding and position {stop - 1} is not"
-            )
+            where = f"in row {row}, position {first} is padding and position {stop - 1} is not"
+            raise ValueError(refusal.format(where))
     return lengths
 
 

@@ -167,8 +167,7 @@ def _check_layout(layout: Any, world_size: int) -> None:
             f"layout must be a SequenceLayout or None, got {in_brief(layout)}; "
             "SequenceLayout.from_load_balancer makes one of a load balancer"
         )
-    if layout.world_size != world_size:
-        raise ValueError(f"the layout is for {layout.world_size} ranks; the group has {world_size}")
+    layout.check_ranks(world_size)
 
 
 def _check_shard(

@@ -79,8 +79,7 @@ def _checked(
         raise TypeError(f"shift_labels must be a bool, got {in_brief(shift_labels)}")
     if not isinstance(layout, SequenceLayout):
         raise TypeError(f"layout must be a SequenceLayout; got {in_brief(layout)}")
-    if layout.world_size != ranks:
-        raise ValueError(f"the layout is for {layout.world_size} ranks; the group has {ranks}")
+    layout.check_ranks(ranks)
     if not isinstance(batch, Mapping):
         raise TypeError(f"batch must be a dict of a model's arguments; got {in_brief(batch)}")
     unknown = sorted(map(str, set(batch) - {*_SHARDED, *_WHOLE}))

@@ -141,7 +141,7 @@ def prepared(module: nn.Module, settings: Settings, given: dict[str, Any]) -> di
         "batch": rows.batch,
         "layout": f"{layout!r} ({layout.digest[:8]})"
         if layout
-        else f"{len(rows.positions)} positions on each rank",
+        else f"None (a shard of {len(rows.positions)} positions)",
         "attention_mask": _kind(mask),
         "position_ids": _kind(position_ids),
         "cu_seq_lens_q": _kind(borders),
@@ -178,6 +178,12 @@ def prepared(module: nn.Module, settings: Settings, given: dict[str, Any]) -> di
     }
 
 
+_NO_RIGHT_PADDING = (
+    "attention_mask must be a right padding, 1 at the first positions of each row and 0 behind "
+    "them (padding on the left is for calls with a KV cache, as generate makes): {}"
+)
+
+
 def _lengths(
     name: str,
     padding: Tensor | None,
@@ -188,14 +194,8 @@ def _lengths(
     """Valid positions of each row, the same on every rank; None: all."""
     if padding is None:
         return None
-    try:
-        with ends.calls.enter(name, "attention_mask") as scope:
-            found = lengths_of_mask(padding, ends, layout, scope)
-    except ValueError as error:  # the same on every rank
-        raise ValueError(
-            "attention_mask must be a right padding, 1 at the first positions (on the left it "
-            f"may be in calls with a KV cache): {error}"
-        ) from None
+    with ends.calls.enter(name, "attention_mask") as scope:
+        found = lengths_of_mask(padding, ends, layout, scope, _NO_RIGHT_PADDING)
     return None if set(found) == {rows.total} else found
 
 

@@ -180,7 +180,8 @@ class MultiheadDilatedAttention(nn.Module):
         """Project, attend, project back.
 
         Args:
-            query: shape (batch, local_sequence, embed_dim).
+            query: shape (batch, local_sequence, embed_dim), in the dtype of the parameters; under
+                autocast float32, bfloat16 or float16.
             key: shape (batch, local_sequence, embed_dim).
             value: shape (batch, local_sequence, embed_dim).
             is_causal: whether a query sees only keys at positions <= its own.
@@ -221,6 +222,11 @@ class MultiheadDilatedAttention(nn.Module):
             raise ValueError(
                 "attn_mask must be None; use is_causal, documents and lengths, and the pattern for "
                 f"what a head sees; got {type(attn_mask).__name__}"
+            )
+        if rope is not None and not callable(rope):
+            raise TypeError(
+                "rope must be a function of projected heads, such as RotaryEmbedding(head_dim)"
+                f"(positions); got {in_brief(rope)}"
             )
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             check_rows(name, tensor, self.embed_dim, "(batch, local_sequence, ")

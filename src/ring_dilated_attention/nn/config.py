@@ -21,11 +21,12 @@ class LongNetConfig:
     """The shape of a `LongNet`; two models with equal configs have the same parameters.
 
     Args:
-        vocab_size: number of tokens; 256 for bytes.
+        vocab_size: number of tokens; 256, the default, for bytes.
         num_layers: number of blocks.
         embed_dim: width of the residual stream.
         num_heads: query heads per block; divides `embed_dim`, and the head size must be even.
-        num_kv_heads: key and value heads, a divisor of `num_heads`; None means `num_heads`.
+        num_kv_heads: key and value heads, a divisor of `num_heads`; None, the default, means
+            `num_heads`.
         ffn_dim: width of the hidden layer of the MLP.
         segment_lengths: one per branch of the pattern, in positions; None means the whole document.
         dilation_rates: one per branch of the pattern, in positions.
@@ -34,8 +35,8 @@ class LongNetConfig:
             (torchscale).
         head_branches: ``"all"``, the default: every head runs every branch (the paper);
             ``"split"``: the heads are cut into one contiguous group per branch.
-        rope_theta: base of the rotary wavelengths.
-        norm_eps: epsilon of the layer norms.
+        rope_theta: base of the rotary wavelengths. Default 10,000.
+        norm_eps: epsilon of the layer norms. Default 1e-5.
 
     Raises:
         TypeError: a value has the wrong type.

@@ -124,7 +124,8 @@ class SlideEncoder(nn.Module):
         """Encode the tiles that this rank holds, among those that all ranks hold.
 
         Args:
-            features: shape (batch, local_tiles, in_dim), floating.
+            features: shape (batch, local_tiles, in_dim), in the dtype of the parameters; under
+                autocast float32, bfloat16 or float16.
             coordinates: where the tiles are, shape (batch, local_tiles, 2), integers, float32 or
                 float64. Under `fully_shard` with a MixedPrecisionPolicy pass integers: it casts
                 floating arguments.
@@ -236,8 +237,7 @@ def _row_of_cls(
         return None if rank else 0
     if not isinstance(layout, SequenceLayout):
         raise TypeError(f"layout must be a SequenceLayout or None; got {in_brief(layout)}")
-    if layout.world_size != world_size:
-        raise ValueError(f"the layout is for {layout.world_size} ranks; the group has {world_size}")
+    layout.check_ranks(world_size)
     first = layout.pieces[0]
     own = first.rank == rank
     expected = layout.local_length(rank) - own

@@ -25,14 +25,19 @@ def validate_tensors(
         validate_tensor(name, tensor)
     if not query.dtype == key.dtype == value.dtype:
         got = f"query {query.dtype}, key {key.dtype}, value {value.dtype}"
-        raise ValueError(f"query, key and value must have one dtype; got {got}")
+        raise ValueError(
+            f"query, key and value must have one dtype; got {got}. Cast them, or make the call "
+            "under torch.autocast"
+        )
     if not query.device == key.device == value.device:
         got = f"query {query.device}, key {key.device}, value {value.device}"
         raise ValueError(f"query, key and value must have one device; got {got}")
     problem = _shape_problem(query.shape, key.shape, value.shape, same_length)
     if problem is not None:
         shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
-        raise ValueError(f"{problem}; got {shapes}")
+        raise ValueError(
+            f"{problem}; got {shapes}. Shapes are (batch, local_sequence, heads, head_dim)"
+        )
 
 
 def validate_tensor(name: str, tensor: torch.Tensor) -> None:

@@ -98,20 +98,14 @@ class Case:
         is_constant = all(bool((x == x[..., :1]).all()) for x in tensors[2:])
         width = self.head_dim ** (1.0 if is_constant else 0.5)
         scale = self.head_dim**-0.5 if self.scale is None else abs(self.scale)
-        # The larger score and lse are, the less exact is p = exp(score - lse). Scores are taken as
-        # of 4 standard deviations; lse is above the largest by at most the log of how many.
-        keys = self.layout.length * len(self.pattern.branches)
-        scores = 1 + 4 * scale * self.head_dim**0.5 * query * key + math.log(keys)
+        # p = exp(score - lse) is less exact the larger these are: scores of 4 standard deviations,
+        # and lse, which exceeds the largest by the logarithm of the number of keys at most.
+        most = math.log(self.layout.length * len(self.pattern.branches))
+        scores = 1 + 4 * scale * self.head_dim**0.5 * query * key + most
         # One term: p (dout v^T - delta) is of this size, and as many queries share a key.
         ds = scores * scale * width * dout * value
         queries = (self.layout.length * self.num_heads / self.num_kv_heads) ** 0.5
-        sizes = (
-            value,
-            scores,
-            ds * key,
-            ds * query * queries,
-            scores * dout * queries,
-        )
+        sizes = value, scores, ds * key, ds * query * queries, scores * dout * queries
         own, wide = torch.finfo(self.dtype), torch.finfo(accumulate_dtype(self.dtype))
         units = dict.fromkeys(TENSORS, own.eps / 2)
         units["lse"] = wide.eps / 2

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from ring_dilated_attention import DilatedPattern
+from ring_dilated_attention import DilatedPattern, dilated_attention
 from ring_dilated_attention.checks import reference_attention, visible_counts
 
 
@@ -74,3 +74,32 @@ def test_gradients_are_finite_where_nothing_is_visible():
     assert (out[0, 1, 0] == 0).all()
     gradients = torch.autograd.grad(out.sum() + out.square().sum(), (query, key, value))
     assert all(torch.isfinite(g).all() for g in gradients)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"pattern": [4, 8]}, "pattern must be a DilatedPattern"),
+        ({"query": torch.zeros(1, 6, 8)}, "query must have 4 dimensions"),
+        ({"key": torch.zeros(1, 5, 2, 4)}, "the same local sequence length"),
+        ({"documents": [0, 4]}, "documents must rise from 0 to the sequence length 6"),
+        ({"documents": [1, 6]}, "documents must rise from 0"),
+        ({"lengths": [7]}, r"lengths must lie in \[0, 6\]"),
+        ({"lengths": [6, 6]}, "lengths must hold one number for each of 1 rows"),
+        ({"branch_gradients": "exakt"}, "branch_gradients must be"),
+        ({"is_causal": 1}, "is_causal must be a bool"),
+        ({"head_slice": (0, 2)}, "head_slice must be"),
+    ],
+)
+def test_reference_refuses_what_dilated_attention_refuses(given, message):
+    query, key, value = (torch.zeros(1, 6, 2, 4) for _ in range(3))
+    call = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "pattern": DilatedPattern([4], [2]),
+        **given,
+    }
+    for function in (reference_attention, dilated_attention):
+        with pytest.raises((TypeError, ValueError), match=message):
+            function(**call)

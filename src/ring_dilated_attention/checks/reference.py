@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 
-from ..pattern import DilatedPattern
-
-if TYPE_CHECKING:
-    from ..functional import BranchGradients
+from ..documents import Integers, as_ints, packed_rows
+from ..functional import BRANCH_GRADIENTS, BranchGradients, validate_options
+from ..pattern import DilatedPattern, check_choice
+from ..torch_op import validate_tensors
 
 
 def visible_counts(
@@ -106,8 +106,8 @@ def reference_attention(
     *,
     is_causal: bool = False,
     scale: float | None = None,
-    documents: Sequence[int] | None = None,
-    lengths: Sequence[int] | None = None,
+    documents: Integers | None = None,
+    lengths: Integers | None = None,
     branch_gradients: BranchGradients = "exact",
     head_slice: Sequence[int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -117,9 +117,9 @@ def reference_attention(
     that c branches show enters with weight c * exp(score), and zero keys with exp(0) each.
 
     Args:
-        query: (batch, n, heads, head_dim), floating.
-        key: (batch, n, kv_heads, head_dim).
-        value: (batch, n, kv_heads, head_dim).
+        query: (batch, n, heads, head_dim); float64, float32, bfloat16 or float16.
+        key: (batch, n, kv_heads, head_dim), of the same dtype and device; kv_heads divides heads.
+        value: like `key`.
         pattern: the branches.
         is_causal: whether a query sees only keys at positions <= its own.
         scale: factor on the scores; None: head_dim ** -0.5.
@@ -134,16 +134,39 @@ def reference_attention(
     Returns:
         out (batch, n, heads, head_dim) and lse (batch, heads, n), in the dtype of the inputs; 0
         and -inf where a query sees nothing.
+
+    Raises:
+        TypeError, ValueError: an argument is not allowed, as for `dilated_attention`.
     """
+    validate_options(pattern, is_causal, scale, None, "auto", "auto", True)
+    check_choice("branch_gradients", branch_gradients, BRANCH_GRADIENTS)
+    validate_tensors(query, key, value)
     pattern = pattern.of_heads(head_slice, key.shape[2])
-    options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "documents": documents}
+    borders = None if documents is None else tuple(as_ints("documents", documents))
+    valid = None if lengths is None else tuple(as_ints("lengths", lengths))
+    packed_rows(borders or (), valid or (), *query.shape[:2])  # raises unless they fit
+    options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "documents": borders}
+    tensors = (query, key, value)
     if branch_gradients == "detached" and pattern.mixes_branches:
-        options["lengths"] = lengths
-        branches = pattern.single_branches()
-        return _mixed([reference_attention(query, key, value, one, **options) for one in branches])
-    if lengths is not None:
-        rows = zip(query, key, value, lengths, strict=True)
-        return _stack([_row(row, pattern, options) for row in rows], query)
+        return _mixed([_rows(tensors, one, valid, options) for one in pattern.single_branches()])
+    return _rows(tensors, pattern, valid, options)
+
+
+_Tensors: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+_Result: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pattern: DilatedPattern,
+    *,
+    is_causal: bool,
+    scale: float | None,
+    documents: Sequence[int] | None,
+) -> _Result:
+    """`reference_attention` where all positions are valid."""
     _, length, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[2]
     group = num_heads // num_kv_heads
@@ -177,9 +200,7 @@ def reference_attention(
     return out, lse.masked_fill(~covered, -torch.inf)
 
 
-def _mixed(
-    branches: Sequence[tuple[torch.Tensor, torch.Tensor]],
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _mixed(branches: Sequence[_Result]) -> _Result:
     """The results of branches, each weighed by its share of the softmax, which is a constant."""
     outs, lses = (torch.stack(each) for each in zip(*branches, strict=True))
     lses = lses.detach()
@@ -188,11 +209,21 @@ def _mixed(
     return (weights.transpose(2, 3).unsqueeze(-1) * outs).sum(0), lse
 
 
+def _rows(
+    tensors: _Tensors, pattern: DilatedPattern, lengths: Sequence[int] | None, options: Any
+) -> _Result:
+    """Out and lse of a batch, each row of which has so many valid positions; None: all."""
+    if lengths is None:
+        return _attention(*tensors, pattern, **options)
+    rows = zip(*tensors, lengths, strict=True)
+    return _stack([_row(row, pattern, options) for row in rows], tensors[0])
+
+
 def _row(
     row: tuple[torch.Tensor, torch.Tensor, torch.Tensor, int],
     pattern: DilatedPattern,
     options: dict[str, Any],
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> _Result:
     """Out and lse of the valid positions of a row: of its query, key, value and their number."""
     *tensors, length = row
     if not length:
@@ -201,13 +232,11 @@ def _row(
         cut = [*(border for border in options["documents"] if border < length), length]
         options = {**options, "documents": cut}
     query, key, value = (x[None, :length] for x in tensors)
-    out, lse = reference_attention(query, key, value, pattern, **options)
+    out, lse = _attention(query, key, value, pattern, **options)
     return out[0], lse[0]
 
 
-def _stack(
-    rows: Sequence[tuple[torch.Tensor, torch.Tensor]], query: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _stack(rows: Sequence[_Result], query: torch.Tensor) -> _Result:
     """Pad the rows of a batch with what positions get that see nothing: out 0, lse -inf."""
     length = query.shape[1]
     outs = [F.pad(out, (0, 0, 0, 0, 0, length - len(out))) for out, _ in rows]

@@ -172,3 +172,5 @@ def test_a_rank_that_fails_ends_all(monkeypatch):
 def test_bad_cases_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         simulate(replace(CASE, **change))
+    with pytest.raises(TypeError, match="case must be a Case, got"):
+        simulate(change)

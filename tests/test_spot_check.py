@@ -3,7 +3,12 @@
 import pytest
 import torch
 
-from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention
+from ring_dilated_attention import (
+    DilatedPattern,
+    SequenceLayout,
+    SoloExchange,
+    dilated_attention,
+)
 from ring_dilated_attention.checks import Shard, positions_to_check, spot_check
 from ring_dilated_attention.exchange import run_loopback
 
@@ -61,3 +66,33 @@ def test_every_branch_and_border_is_looked_at():
     positions = positions_to_check(PATTERN, layout, seed=0, each=3)
     assert {249, 250, 499, 500, 749, 750, 0, 999} <= set(positions)
     assert len(positions) >= 8 + 4
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"shard": [1]}, "shard must be a Shard, got type list"),
+        ({"pattern": [4]}, "pattern must be a DilatedPattern"),
+        ({"pattern": DilatedPattern([4], [2], zero_keys=True)}, "no zero keys"),
+        ({"layout": SequenceLayout.contiguous(7, 1)}, "gives rank 0 7 positions, got a query"),
+        ({"positions": [3, 6]}, r"positions must lie in \[0, 6\); got 6"),
+        ({"positions": [-1]}, r"positions must lie in \[0, 6\); got -1"),
+        ({"head": 2}, r"head must lie in \[0, 2\); got 2"),
+        ({"kv_heads": 1}, "as many KV heads as query heads"),
+        ({"batch": 2}, "a batch of 1"),
+    ],
+)
+def test_what_it_cannot_check_is_refused(given, message):
+    given = dict(given)
+    batch, kv_heads = given.pop("batch", 1), given.pop("kv_heads", 2)
+    query, key = torch.zeros(batch, 6, 2, 4), torch.zeros(batch, 6, kv_heads, 4)
+    call = {
+        "shard": Shard(query, key, key, query, torch.zeros(batch, 2, 6)),
+        "pattern": DilatedPattern([4], [2]),
+        "layout": SequenceLayout.contiguous(6, 1),
+        "ends": SoloExchange(),
+        "positions": [0],
+        **given,
+    }
+    with pytest.raises((TypeError, ValueError), match=message):
+        spot_check(**call)

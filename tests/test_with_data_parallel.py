@@ -2,6 +2,7 @@
 
 import re
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -213,6 +214,17 @@ def test_ranks_of_a_group_with_other_batches_are_named(name):
         check_same_batch(batch(), ends)  # the ranks may go on
 
     run_loopback(3, run)
+
+
+def test_what_is_no_batch_is_refused_on_every_rank():
+    def run(ends):
+        who = "refused on other ranks: rank 1: TypeError: " if ends.rank == 0 else ""
+        message = f"{who}batch must be a dict of tensors by name; got type list"
+        given: Any = [1] if ends.rank else batch()
+        with pytest.raises((TypeError, ValueError), match=message):
+            check_same_batch(given, ends)
+
+    run_loopback(2, run)
 
 
 def digests(ends):

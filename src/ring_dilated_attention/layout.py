@@ -245,7 +245,7 @@ class SequenceLayout:
         """
         if self.world_size != world_size:
             way_out = (
-                "pass group=, the ranks that share the sequence"
+                "pass the group or the mesh of the ranks that share the sequence"
                 if world_size == 1
                 else "make the layout for dist.get_world_size(group) ranks"
             )

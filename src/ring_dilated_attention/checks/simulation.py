@@ -18,7 +18,7 @@ import torch
 from ..engine import kernel_calls
 from ..exchange import LoopbackExchange, run_loopback
 from ..functional import dilated_attention
-from ..pattern import check_positive_int
+from ..pattern import check_positive_int, in_brief
 from ..plan import (
     Balance,
     Memory,
@@ -138,6 +138,8 @@ def simulate(case: Case, *, backward: bool = True, told: Told = lambda *_: None)
     Raises:
         TypeError, ValueError: the case is not one that `dilated_attention` can compute.
     """
+    if not isinstance(case, Case):
+        raise TypeError(f"case must be a Case, got {in_brief(case)}")
     if case.lengths is not None:
         raise ValueError(f"a simulated case has no padding; got lengths {case.lengths}")
     size, plan = _size(case), case.plan()

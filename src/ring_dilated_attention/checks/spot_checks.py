@@ -13,7 +13,7 @@ import torch
 
 from ..exchange import Exchange, all_gather
 from ..layout import SequenceLayout
-from ..pattern import DilatedPattern
+from ..pattern import DilatedPattern, check_int, in_brief
 
 
 class Shard(NamedTuple):
@@ -80,8 +80,8 @@ def spot_check(
     call returned them.
 
     Args:
-        shard: this rank's tensors.
-        pattern: of the call.
+        shard: this rank's tensors, of a call without documents and lengths.
+        pattern: of the call; without zero keys.
         layout: of the call.
         ends: this rank's end of the group; every rank calls.
         positions: of the whole sequence, the same on every rank.
@@ -91,7 +91,11 @@ def spot_check(
     Returns:
         ``out``, and where `shard` has gradients ``dquery``, ``dkey`` and ``dvalue``: each
         ``|got - want| / |want|``, the same on every rank.
+
+    Raises:
+        TypeError, ValueError: an argument is not one of these.
     """
+    _check(shard, pattern, layout, ends, positions, head)
     rows = _Rows(shard, layout, ends, head)
     squares: dict[str, list[float]] = {}
     for position in positions:
@@ -105,6 +109,38 @@ def spot_check(
             errors[0] += float((got[name][0] - expected).square().sum())
             errors[1] += float(expected.square().sum())
     return {name: (error / size) ** 0.5 for name, (error, size) in squares.items()}
+
+
+def _check(
+    shard: Shard,
+    pattern: DilatedPattern,
+    layout: SequenceLayout,
+    ends: Exchange,
+    positions: Sequence[int],
+    head: int,
+) -> None:
+    """Raise unless `spot_check` can tell what the rows should be."""
+    for name, value, kind in (
+        ("shard", shard, Shard),
+        ("pattern", pattern, DilatedPattern),
+        ("layout", layout, SequenceLayout),
+    ):
+        if not isinstance(value, kind):
+            raise TypeError(f"{name} must be a {kind.__name__}, got {in_brief(value)}")
+    if pattern.zero_keys:
+        raise ValueError("pattern must have no zero keys, which a spot check leaves out")
+    shape = shard.query.shape
+    layout.check_shard(ends.rank, ends.world_size, shape[1], f"got a query of shape {tuple(shape)}")
+    if shape[0] != 1 or not shape == shard.key.shape == shard.value.shape:
+        raise ValueError(
+            "a spot check takes a batch of 1 and as many KV heads as query heads; got query "
+            f"{tuple(shape)}, key {tuple(shard.key.shape)}, value {tuple(shard.value.shape)}"
+        )
+    if not 0 <= check_int("head", head) < shape[2]:
+        raise ValueError(f"head must lie in [0, {shape[2]}); got {head}")
+    for position in positions:
+        if not 0 <= check_int("positions", position) < layout.length:
+            raise ValueError(f"positions must lie in [0, {layout.length}); got {position}")
 
 
 class _Rows:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..pattern import in_brief
 from .agreement import agree
 from .devices import device_for
 from .groups import ProcessGroupExchange
@@ -53,10 +54,16 @@ def check_same_batch(batch: Mapping[str, Any], group: Group) -> None:
             one process.
 
     Raises:
+        TypeError: `batch` is no mapping.
         ValueError: batches differ; the message names the entries and the ranks.
         RuntimeError: this is a worker process of a DataLoader, which cannot talk to other ranks.
     """
-    agree_on_batch("check_same_batch", batch, resolve_exchange(group), None)
+    given: Any = batch
+    failure = None
+    if not isinstance(given, Mapping):
+        failure = TypeError(f"batch must be a dict of tensors by name; got {in_brief(given)}")
+        given = {}
+    agree_on_batch("check_same_batch", given, resolve_exchange(group), failure)
 
 
 def agree_on_batch(

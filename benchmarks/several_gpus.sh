@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # The rows of benchmarks/results/many_gpus.md and long_sequences.md, on the CUDA devices of one host.
-# Needs the extra fa4; the tests also the group test and pytest-xdist.
+# Needs the extra fa4; tests and faults also the group test and pytest-xdist. On two H100 with 32 CPU
+# cores tests take 10 minutes, faults 14 (at most 7 for each way), fuzz 10.
 #
 #   benchmarks/several_gpus.sh OUT GPUS [STEP...]     makes OUT/<step>.log and what the step writes
 #
 # All steps are run, or those that are named. A step that fails does not stop the next.
 set -uo pipefail
-steps=(tables tokens slides documents calls tests train longest rounds host power without_exchange hosts)
+steps=(tables tokens slides documents tests faults fuzz train longest rounds host power without_exchange hosts)
 out=${1:?usage: several_gpus.sh OUT GPUS [STEP...]} gpus=${2:?how many GPUs}
 shift 2
 here=$(dirname "$0")
@@ -29,10 +30,37 @@ slides() {
       --out "$out/slides_sharded.json"
 }
 documents() { "$python" "$here/documents.py" --out "$out/documents.json"; }
-calls() { # compiling every kernel takes longer than a test may
-  "$python" -m pytest -m gpu "$here/../tests/test_gpu_ranks.py" -k two_hundred -s --timeout 600
+tests() { # those of faults first, by themselves: faults are to be noticed in time
+  local all=$here/../tests status=0
+  "$python" -m pytest -m gpu -n 12 "$all/test_faults.py" || status=1
+  export OMP_NUM_THREADS=2
+  "$python" -m pytest -m gpu -n 2 "$all/test_gpu_ranks.py" >"$out/tests_ranks.log" 2>&1 &
+  "$python" -m pytest -m gpu -n 16 --dist loadgroup "$all" \
+    --ignore "$all/test_faults.py" --ignore "$all/test_gpu_ranks.py" || status=1
+  wait $! || status=1
+  tail -n 3 "$out/tests_ranks.log"
+  return $status
 }
-tests() { "$python" -m pytest -m gpu -n 8 --dist loadgroup -k "not two_hundred" "$here/../tests"; }
+faults() { # each kind ten times on two GPUs, by NCCL and by copies
+  local status=0 way
+  for way in "" --copies; do
+    PYTHONPATH=$here/../tests "$python" "$here/../tests/faulty_ranks.py" --backend nccl $way \
+      --ranks 2 --rounds 10 --jobs 12 --json "$out/faults${way#-}.json" || status=1
+  done
+  return $status
+}
+fuzz() { # a process for each CPU core but one, on the GPUs in turn
+  local count=$(($(nproc) - 1)) i status=0 processes=()
+  for ((i = 0; i < count; i++)); do
+    CUDA_VISIBLE_DEVICES=$((i % gpus)) OMP_NUM_THREADS=1 "$python" "$here/fuzz.py" --device cuda \
+      --calls $((2400 / count + 1)) --seed $((700000 + 1000 * i)) --seconds 480 \
+      >"$out/fuzz_$i.log" 2>&1 &
+    processes+=($!)
+  done
+  for i in "${processes[@]}"; do wait "$i" || status=1; done
+  for ((i = 0; i < count; i++)); do tail -n 1 "$out/fuzz_$i.log"; done
+  return $status
+}
 sources() { # the Python sources of all packages that are installed
   local site
   site=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')

@@ -75,7 +75,7 @@ def call(group=None, **changes):
         ({"workspace": "much"}, TypeError, "workspace must be a float or None, got 'much'"),
         ({"workspace": 0}, ValueError, "workspace must be > 0 and finite, got 0"),
         ({"layout": "zigzag"}, TypeError, "SequenceLayout.zigzag(length, ranks) makes one"),
-        ({"layout": SequenceLayout.contiguous(6, 2)}, ValueError, "the group has 1: pass the group"),
+        ({"layout": SequenceLayout.contiguous(6, 2)}, ValueError, "the group has 1: pass"),
         (
             {"layout": SequenceLayout.contiguous(7, 1)},
             ValueError,

@@ -212,7 +212,7 @@ def _mixed(branches: Sequence[_Result]) -> _Result:
 def _rows(
     tensors: _Tensors, pattern: DilatedPattern, lengths: Sequence[int] | None, options: Any
 ) -> _Result:
-    """Out and lse of a batch, each row of which has so many valid positions; None: all."""
+    """Out and lse of a batch. `lengths`: valid positions of each row; None: all are valid."""
     if lengths is None:
         return _attention(*tensors, pattern, **options)
     rows = zip(*tensors, lengths, strict=True)

@@ -98,10 +98,10 @@ class Case:
         is_constant = all(bool((x == x[..., :1]).all()) for x in tensors[2:])
         width = self.head_dim ** (1.0 if is_constant else 0.5)
         scale = self.head_dim**-0.5 if self.scale is None else abs(self.scale)
-        # p = exp(score - lse) is less exact the larger these are: scores of 4 standard deviations,
-        # and lse, which exceeds the largest by the logarithm of the number of keys at most.
-        most = math.log(self.layout.length * len(self.pattern.branches))
-        scores = 1 + 4 * scale * self.head_dim**0.5 * query * key + most
+        # p = exp(score - lse) is as inexact as the larger of the two: scores of 4 standard
+        # deviations, or lse, which is the logarithm of the number of keys where scores are small.
+        of_many_keys = math.log(self.layout.length * len(self.pattern.branches))
+        scores = 1 + max(4 * scale * self.head_dim**0.5 * query * key, of_many_keys)
         # One term: p (dout v^T - delta) is of this size, and as many queries share a key.
         ds = scores * scale * width * dout * value
         queries = (self.layout.length * self.num_heads / self.num_kv_heads) ** 0.5

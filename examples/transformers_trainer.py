@@ -41,6 +41,9 @@ class SequenceParallelTrainer(Trainer):
     def __init__(self, *args, mesh, **kwargs):
         super().__init__(*args, **kwargs)
         self.mesh = mesh
+        if self.label_smoother is not None:  # it works the loss out of a shard's logits
+            factor = self.args.label_smoothing_factor
+            raise ValueError(f"label_smoothing_factor must be 0 where ranks share; got {factor}")
 
     def get_train_dataloader(self):
         """See Trainer."""

@@ -103,6 +103,15 @@ def labels_of_a_rank_alone():
         trainer.train()
 
 
+def smoothed_labels():
+    """The recipe's Trainer, told to work out the loss itself: it would be that of a shard."""
+    recipe = example("transformers_trainer")
+    with pytest.raises(ValueError, match=r"label_smoothing_factor must be 0 .* got 0\.1"):
+        recipe.SequenceParallelTrainer(
+            model_on(world()), arguments(label_smoothing_factor=0.1), mesh=None
+        )
+
+
 def flattened():
     """Packed rows by DataCollatorWithFlattening: the update of one step is that of one process."""
     import transformers
@@ -135,6 +144,7 @@ def as_written(rank, world_size):
     trainer_as_written(layout)
     accelerate_as_written(layout)
     labels_of_a_rank_alone()
+    smoothed_labels()
     return flattened()
 
 

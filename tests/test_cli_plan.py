@@ -1,6 +1,8 @@
 """`rda plan` and `rda verify`."""
 
+import io
 import re
+import sys
 import threading
 from collections import Counter
 from itertools import accumulate, pairwise
@@ -15,7 +17,7 @@ from typer.testing import CliRunner
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention, plan_attention
 from ring_dilated_attention.checks import TENSORS, Outcome
-from ring_dilated_attention.cli import app
+from ring_dilated_attention.cli import app, main
 from ring_dilated_attention.cli import run_verify as verify_command
 from ring_dilated_attention.cli.plan_tables import RowBytes, row_bytes
 from ring_dilated_attention.engine import compute, kernel_calls
@@ -68,6 +70,19 @@ def test_plan_lists_the_tiles_of_one_rank_which_has_no_messages():
     done = rda("plan", "--seq-len=64", "--ranks=1", "--tiles")
     assert done.exit_code == 0, done.output
     assert "Messages of rank 0" in done.output
+
+
+def test_output_that_cannot_be_encoded_is_replaced(monkeypatch):
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(sys, "argv", ["rda", "plan", "--seq-len", "64", "--ranks", "2"])
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", stdout)
+        with pytest.raises(SystemExit) as end:
+            main()
+    assert not end.value.code
+    stdout.seek(0)
+    assert "Memory per rank" in stdout.read()
 
 
 def test_plan_says_which_rows_are_copied():

@@ -20,7 +20,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import streamed_messages
@@ -32,6 +32,8 @@ from several_hosts import Host, several_hosts
 from ring_dilated_attention.checks import forked_context
 from ring_dilated_attention.exchange import ProcessGroupExchange, collectives
 from ring_dilated_attention.exchange import groups as exchange_module
+from ring_dilated_attention.exchange.board import Board
+from ring_dilated_attention.exchange.calls import Finding, LostPeerError
 
 TIMEOUT_S = 3.0
 """Of the groups, where a rank is stopped; it is minutes where one has ended."""
@@ -78,6 +80,8 @@ class Transport(NamedTuple):
         cpu: whether the group itself may be used to agree on the CPU, which one of NCCL cannot.
         hosts: host of each rank: of namespaces with gloo, and as the group is told otherwise;
             empty: all are on one.
+        late: which rank takes a second to ask why a wait has failed, when others have ended; None:
+            none.
     """
 
     backend: str = "gloo"
@@ -85,6 +89,7 @@ class Transport(NamedTuple):
     board: bool = True
     cpu: bool = True
     hosts: tuple[int, ...] = ()
+    late: int | None = None
 
 
 GLOO = Transport()
@@ -99,13 +104,16 @@ def _rank_main(
     transport: Transport,
     hosts: Sequence[Host],
 ) -> None:
-    backend, copies, board, cpu, places = transport
+    backend, copies, board, cpu, places, late = transport
     if hosts:
         hosts[places[rank]].enter()
     if not cpu:
         pytest.MonkeyPatch().setattr(collectives, "takes_cpu", lambda group: False)
     if not board:
         pytest.MonkeyPatch().setattr(exchange_module, "make_board", lambda *args: None)
+    if rank == late:
+        for roll in (Board, collectives.Collectives):
+            pytest.MonkeyPatch().setattr(roll, "explain", explain_late(roll.explain))
     torch.set_num_threads(1)
     keep_stderr(Path(folder, f"rank{rank}.stderr"))
     device = torch.device("cpu")
@@ -151,6 +159,16 @@ def _rank_main(
         time.sleep(60)
     sys.stdout.flush()
     os._exit(1 if said[0] else 0)  # as it is: nobody is to wait for anybody here
+
+
+def explain_late(explain: Callable[[Any, LostPeerError], Finding]) -> Any:
+    """A method `Roll.explain` that takes a second longer."""
+
+    def late(roll: Any, lost: LostPeerError) -> Finding:
+        time.sleep(1)
+        return explain(roll, lost)
+
+    return late
 
 
 def what_is_said(run: Callable[[], None], lingers: float) -> tuple[str, float, str]:

@@ -108,6 +108,19 @@ def test_without_a_board_and_a_group_for_the_cpu(name, victim):
     check(name, 3, victim, Transport(board=False, cpu=False))
 
 
+@pytest.mark.parametrize(
+    ("name", "victim"),
+    [
+        ("stopped before the first call", 0),
+        ("killed before the first call", 0),
+        ("killed before the first call", 2),
+    ],
+)
+def test_a_rank_that_has_given_up_is_not_blamed_for_it(name, victim):
+    """It ends before another one asks who has gone, which the store does not say."""
+    check(name, 3, victim, Transport(board=False, cpu=False, late=1))
+
+
 @pytest.mark.parametrize("name", BETWEEN_HOSTS)
 def test_between_hosts(name):
     skip_without_hosts()

@@ -9,7 +9,7 @@ Figures are made of panels (`draw_branches`, `draw_senders`, `draw_matrix`, `dra
 `draw_timeline`, `draw_kept`, `draw_growth`), which draw into axes of a `Sheet` in the colours of a
 `Style`. What they draw are `shown_to` (a `Shown` on the cells of a `Grid`), `rows_sent`, the
 `timeline` of a `CostModel`, and of a `HeadCache` its `kept_cells` and `growth`.
-Importing this room does not import matplotlib; drawing figures does.
+Importing this subpackage does not import matplotlib; drawing figures does.
 """
 
 from .cache import HeadCache, cache_figure, cache_text, draw_growth, draw_kept, kept_key

@@ -210,8 +210,12 @@ class Collectives:
         return [rank for _, rank in sorted((at, rank) for rank, at in since.items() if at)]
 
     def _gone_since(self, rank: int) -> float | None:
-        known = self._processes if self._presence is None else self._presence
-        return known.gone_since(rank)
+        if self._presence is not None:
+            return self._presence.gone_since(rank)
+        since, silent = self._processes.gone_since(rank), self._notices.silent_since
+        # Who goes while the store is silent has given up, as this rank will: rank 0 is at fault.
+        gave_up = rank and since is not None and silent is not None and since > silent
+        return None if gave_up else since
 
     def _said(self, rank: int) -> dict[str, str]:
         return {} if self._presence is None else self._presence.said(rank)

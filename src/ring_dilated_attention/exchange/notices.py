@@ -26,11 +26,14 @@ class Notices:
     Attributes:
         are_lost: whether the store has failed to answer; nothing is left or found any more.
         holder_has_ended: whether that was because its process has ended.
+        silent_since: when it was first asked in vain (`time.monotonic`) while its process may still
+            run; None: never.
     """
 
     def __init__(self, store: dist.Store) -> None:
         self._store = store
         self.are_lost = self.holder_has_ended = False
+        self.silent_since: float | None = None
 
     @cached_property
     def _waiter(self) -> Waiter:
@@ -50,10 +53,10 @@ class Notices:
         self._ask(lambda: self._store.delete_key(key), False)
 
     def _ask(self, function: Callable[[], T], otherwise: T) -> T:
-        deadline = time.monotonic() + _ANSWER_S
+        begun = time.monotonic()
 
         def look() -> None:
-            if time.monotonic() > deadline:
+            if time.monotonic() > begun + _ANSWER_S:
                 raise TimeoutError
 
         if not self.are_lost:
@@ -62,4 +65,5 @@ class Notices:
             except (RuntimeError, TimeoutError) as error:
                 self.are_lost = True
                 self.holder_has_ended = isinstance(error, RuntimeError)
+                self.silent_since = None if self.holder_has_ended else begun
         return otherwise

@@ -1,7 +1,7 @@
 """Modules built on `dilated_attention`: layers, a language model of bytes, an encoder of slides."""
 
 from .attention import MultiheadDilatedAttention
-from .block import Block as Block  # for other rooms
+from .block import Block as Block  # for other subpackages
 from .checkpoint import Checkpoint, attention_policy, check_checkpoint, keep_attention
 from .checks import check_head_sizes
 from .chunked import map_rows

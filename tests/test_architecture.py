@@ -377,3 +377,11 @@ print("imported")
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.stdout.strip() == "imported", done.stderr
+
+
+@pytest.mark.xdist_group("architecture")
+def test_a_group_of_tests_has_one_worker(request):
+    """Else fixtures that are made once are made by every worker, and nothing says so."""
+    if not getattr(request.config.option, "loadgroup", False):
+        pytest.skip("not run by several workers")
+    assert request.node.nodeid.endswith("@architecture")

@@ -213,9 +213,10 @@ class Collectives:
         if self._presence is not None:
             return self._presence.gone_since(rank)
         since, silent = self._processes.gone_since(rank), self._notices.silent_since
+        if rank == 0 or since is None or silent is None:
+            return since
         # Who goes while the store is silent has given up, as this rank will: rank 0 is at fault.
-        gave_up = rank and since is not None and silent is not None and since > silent
-        return None if gave_up else since
+        return since if since <= silent else None
 
     def _said(self, rank: int) -> dict[str, str]:
         return {} if self._presence is None else self._presence.said(rank)

@@ -163,12 +163,12 @@ def test_plan_counts_what_a_call_does(monkeypatch, pattern, layout, is_causal):
     heads, kv_heads, batch = 6, 3, 2
     mine = threading.local()  # of each rank, which is a thread
 
-    def inputs(q, k, v, is_causal, scale):
+    def inputs(q, k, v, is_causal, scale, memo):
         mine.counts["calls"] += 1
         for x in (q, k, v):
             if x.untyped_storage().data_ptr() in mine.storages:
                 mine.counts["in place"] += x.nbytes
-        return TileInputs(q, k, v, is_causal, scale)
+        return TileInputs(q, k, v, is_causal, scale, memo)
 
     def count(what, nbytes):
         mine.counts[what] += nbytes

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from ring_dilated_attention.engine import compute
+from ring_dilated_attention.engine import BACKWARD_WORKSPACE, TileCall
 from ring_dilated_attention.nn import LongNet, LongNetConfig
+from ring_dilated_attention.resolve import forget_plans
 
 WIDTH, HEADS, CHUNK = 256, 4, 256
 ROWS = (2048, 4096)
@@ -21,7 +22,7 @@ ANGLES = HEAD_DIM * 4 / UNIT  # cos and sin, once a model
 
 # Backward of attention: gradients of the block's two parts that wait, query, key, value and their
 # gradients, and what kernels allocate; the rest is chunks.
-BACKWARD = 2 + 3 + 3 + compute.BACKWARD_WORKSPACE
+BACKWARD = 2 + 3 + 3 + BACKWARD_WORKSPACE
 
 
 def measure(rows, layers, checkpoint, chunk_rows, blocks):
@@ -60,7 +61,8 @@ def small_workspace(monkeypatch):
     def share_of_query(call, query, default, row_bytes):
         return default * query.nbytes / row_bytes
 
-    monkeypatch.setattr(compute.TileCall, "most_rows", share_of_query)
+    monkeypatch.setattr(TileCall, "most_rows", share_of_query)
+    forget_plans()  # which keep their slices
 
 
 def test_a_layer_keeps_its_input_and_the_results_of_attention():

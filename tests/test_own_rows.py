@@ -25,8 +25,7 @@ from ring_dilated_attention import (
     plan_attention,
 )
 from ring_dilated_attention.checks import reference_attention
-from ring_dilated_attention.engine import own, ring
-from ring_dilated_attention.engine.compute import TileCall
+from ring_dilated_attention.engine import TileCall, own, ring
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.kernels import MOST_POSITIONS, build_programs, launches_of
 from ring_dilated_attention.resolve import forget_plans

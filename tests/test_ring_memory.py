@@ -15,7 +15,7 @@ from worlds import world
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, plan_attention
 from ring_dilated_attention.checks import run_ranks
-from ring_dilated_attention.engine import accumulate, compute, ring
+from ring_dilated_attention.engine import accumulate, compute, parts, ring
 from ring_dilated_attention.exchange import resolve_exchange
 from ring_dilated_attention.plan import FEW_ADDITIONS
 from ring_dilated_attention.tiles import Selection, TileBackend, backend_named
@@ -96,8 +96,8 @@ def patch_like_a_gpu():
     patch.setattr(ring, "sum_dtype", sum_dtype)
     patch.setattr(compute, "merge", lambda *_, **__: None)  # the kernel's temporaries: none
     for module, name, scale in (
-        (compute, "WORKSPACE_FLOOR", SCALE),
-        (compute, "SLICE_ROWS", SCALE),
+        (parts, "WORKSPACE_FLOOR", SCALE),
+        (parts, "SLICE_ROWS", SCALE),
         (compute, "LONG_FLOPS", SCALE**2),
         (ring, "RETURNING_BYTES", SCALE),
     ):

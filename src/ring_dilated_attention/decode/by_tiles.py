@@ -85,7 +85,8 @@ def _attend_kept(
         k, v = (x[:, :, slots] for x in (keys, values))
         if not (selection.reads(k) and selection.reads(v)):
             k, v = k.contiguous(), v.contiguous()
-        got = selection.backend.forward(TileInputs(queries, k, v, False, scale))
+        q_given, k, v = selection.backend.ordered(queries, k, v)
+        got = selection.backend.forward(TileInputs(q_given, k, v, False, scale))
         tile_out, tile_lse = (x.reshape(*x.shape[:2], -1, q.shape[3], *x.shape[3:]) for x in got)
         _merge(results, tile_out, tile_lse)
 
@@ -101,7 +102,8 @@ def _attend_new(
     heads, members = q.shape[2:4]
     queries = q.permute(0, 2, 3, 1, 4).flatten(1, 2)
     k, v = (x.transpose(1, 2).repeat_interleave(members, 1).contiguous() for x in (k, v))
-    got = backend.forward(TileInputs(queries.contiguous(), k, v, True, scale))
+    queries, k, v = backend.ordered(queries.contiguous(), k, v)
+    got = backend.forward(TileInputs(queries, k, v, True, scale))
     tile_out, tile_lse = (x.reshape(len(x), heads, members, *x.shape[2:]) for x in got)
     _merge(results, tile_out.transpose(2, 3), tile_lse.transpose(2, 3))
 

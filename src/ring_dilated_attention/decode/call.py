@@ -10,7 +10,7 @@ import torch
 
 from ..caches import cache_by_size
 from ..documents import as_ints
-from ..engine import compute
+from ..engine import TileCall
 from ..exchange import Exchange, Shared
 from ..functional import (
     flat_pattern,
@@ -50,7 +50,7 @@ class ReplicatedRows:
     plan: AttentionPlan
     positions: range
     rank: int
-    tiles: compute.TileCall
+    tiles: TileCall
     strips: torch.Tensor | None
 
     @property
@@ -157,9 +157,7 @@ def _plan(
                 f"got {positions!r}"
             )
         of_rows = len(range(*rows.indices(batch)))
-        tiles = compute.TileCall(
-            selection, scale, of_rows, num_heads // num_kv_heads, options.workspace
-        )
+        tiles = TileCall(selection, scale, of_rows, num_heads // num_kv_heads, options.workspace)
         strips = strips_on(plan, positions, ends.rank, query.device) if by_kernel else None
         found.append(ReplicatedRows(rows, plan, positions, ends.rank, tiles, strips))
     return tuple(found)

@@ -172,15 +172,16 @@ def _by_tiles(
     """By the selected back end, tile by tile; see `_of_equal_rows`."""
     dtype, kv_heads = accumulate_dtype(q_bkgd.dtype), q_bkgd.shape[1]
     outs, lses = [], []
-    assert selection.backend is not None
-    forward, is_cuda = selection.backend.forward, q_bkgd.is_cuda
+    backend, is_cuda = selection.backend, q_bkgd.is_cuda
+    assert backend is not None
     for tile in step.planned.tiles:
         q = q_bkgd if step.is_whole else q_bkgd[:, tile.kv_heads]
         k, v = (_view(rows, tile) for rows in kept)
         # Rows never overlap, which is all that back ends of a CPU ask for.
         if is_cuda and not (selection.reads(k) and selection.reads(v)):
             k, v = k.contiguous(), v.contiguous()
-        out, lse = forward(TileInputs(q, k, v, False, scale))
+        q, k, v = backend.ordered(q, k, v)
+        out, lse = backend.forward(TileInputs(q, k, v, False, scale))
         outs.append(out.to(dtype))
         lses.append(lse)
     if step.is_whole:

@@ -128,9 +128,12 @@ class _CudaStreams:
         """See `Streams.run`."""
         side = _side_stream(self._device)
         side.wait_stream(self._main)
-        with torch.cuda.stream(side):
+        torch.cuda.set_stream(side)  # `with torch.cuda.stream(side)` takes three times as long
+        try:
             add_all()
-            done: torch.cuda.Event = side.record_event()
+        finally:
+            torch.cuda.set_stream(self._main)
+        done: torch.cuda.Event = side.record_event()
         return done
 
     def wait(self, done: torch.cuda.Event) -> None:

@@ -53,6 +53,30 @@ class Axis(NamedTuple):
 _SINGLE = Axis(1, Place(), Place())
 
 
+class Placement(NamedTuple):
+    """Where a view lies in every tensor of the same strides: what `as_strided` takes.
+
+    Attributes:
+        size: the shape of the view.
+        stride: its strides.
+        offset: its first element, counted from the tensor's.
+    """
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The view of a tensor."""
+        return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
+
+    @property
+    def rows_first(self) -> Placement:
+        """The same view as (outer, rows, inner, ...)."""
+        (outer, inner, rows, *rest), (a, b, c, *d) = self.size, self.stride
+        return Placement((outer, rows, inner, *rest), (a, c, b, *d), self.offset)
+
+
 class Block(NamedTuple):
     """Part of a tile, or of several equal ones, that one kernel call can take.
 
@@ -90,17 +114,23 @@ class Block(NamedTuple):
 
     def view_queries(self, tensor: torch.Tensor) -> torch.Tensor:
         """Its query rows of a tensor (batch, local_sequence, heads, ...)."""
-        steps = self.outer.query, self.inner.query
-        return self._view(tensor, self.query, steps, self.queries)
+        return self.place_queries(tensor).of(tensor)
 
     def view_keys(self, tensor: torch.Tensor) -> torch.Tensor:
         """Its key rows of a tensor (batch, local_sequence, kv_heads, ...) or of `by_slot`."""
-        return self._view(tensor, self.key, (self.outer.key, self.inner.key), self.keys)
+        return self.place_keys(tensor).of(tensor)
 
-    def _view(
+    def place_queries(self, tensor: torch.Tensor) -> Placement:
+        """Where its query rows are in tensors like this (batch, local_sequence, heads, ...)."""
+        return self._place(tensor, self.query, (self.outer.query, self.inner.query), self.queries)
+
+    def place_keys(self, tensor: torch.Tensor) -> Placement:
+        """Where its key rows are in tensors like this, as `view_keys` takes them."""
+        return self._place(tensor, self.key, (self.outer.key, self.inner.key), self.keys)
+
+    def _place(
         self, tensor: torch.Tensor, start: Place, steps: tuple[Place, Place], rows: Rows
-    ) -> torch.Tensor:
-        # Dozens of views a call: no function for an offset, and no generator.
+    ) -> Placement:
         batch, row, head, *rest = tensor.stride()
         outer, inner = steps
         # The stride of a single element does not matter, but kernels may take 0 for a broadcast,
@@ -110,11 +140,10 @@ class Block(NamedTuple):
             outer_stride = outer.batch * batch + outer.row * row + outer.head * head
         if self.inner.size > 1:
             inner_stride = inner.batch * batch + inner.row * row + inner.head * head
-        offset = start.batch * batch + start.row * row + start.head * head
-        return tensor.as_strided(
+        return Placement(
             (self.outer.size, self.inner.size, rows.length, *tensor.shape[3:]),
             (outer_stride, inner_stride, rows.stride * row if rows.length > 1 else row, *rest),
-            tensor.storage_offset() + offset,
+            start.batch * batch + start.row * row + start.head * head,
         )
 
     def slices(self, most_rows: float) -> Iterator[Block]:

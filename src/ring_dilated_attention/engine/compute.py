@@ -7,7 +7,6 @@ of their own. What a kernel call allocates is bounded: blocks are taken in slice
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -17,51 +16,21 @@ import torch
 
 from ..kernels import profile_of
 from ..plan import TileGroup
-from ..tiles import Selection, TileGradients, TileInputs, empty_rows
+from ..tiles import TileGradients, TileInputs
 from .accumulate import Accumulator, add, merge, row_sums
-from .blocks import Block
+from .parts import (
+    Additions,
+    BackwardPart,
+    ForwardPart,
+    TileCall,
+    backward_parts,
+    forward_parts,
+)
 from .schedule import Schedule, launch_of, schedule_of
 
-FORWARD_WORKSPACE = 0.26
-"""The most that temporaries of a forward call take, as a share of the size of its query."""
-BACKWARD_WORKSPACE = 0.52
-"""The same for a backward call."""
-WORKSPACE_FLOOR = 64 << 20
-"""Bytes that temporaries may take in any case, as may those of a slice of SLICE_ROWS rows: slices
-must be large enough to fill a GPU."""
-SLICE_ROWS = 1 << 17
-"""Query rows that keep a GPU busy: an H200 takes 128 to each of its 132 multiprocessors, and these
-are eight rounds, so that the last one matters little."""
 LONG_FLOPS = 1e11
 """Operations of a kernel call from which results are added on the side stream, behind the next
 call: 0.25 ms on an H200. An addition takes the GPU about 0.02 ms, the side stream the CPU 0.1."""
-
-
-@dataclass(frozen=True)
-class TileCall:
-    """What all tiles of a call have in common.
-
-    Attributes:
-        selection: the back ends that may compute them.
-        scale: factor on the scores.
-        batch: batch size.
-        heads_per_kv: query heads of a KV head.
-        workspace: the most that slices allocate, in multiples of the size of query; None: the
-            constants of this module say.
-    """
-
-    selection: Selection
-    scale: float
-    batch: int
-    heads_per_kv: int
-    workspace: float | None = None
-
-    def most_rows(self, query: torch.Tensor, default: float, row_bytes: float) -> float:
-        """How many rows a slice may have that allocates `row_bytes` for each."""
-        if self.workspace is not None:
-            return self.workspace * query.nbytes / row_bytes
-        least = profile_of(query.device).rows(SLICE_ROWS)
-        return max(default * query.nbytes / row_bytes, WORKSPACE_FLOOR / row_bytes, least)
 
 
 class Inputs(NamedTuple):
@@ -137,24 +106,20 @@ def forward(
         group, call.batch, call.heads_per_kv, head_dim, selection.forward_table_flops
     )
     lse_rows, long_flops = lse.transpose(1, 2), profile_of(query.device).flops(LONG_FLOPS)
-    row_bytes = head_dim * query.element_size() + lse.element_size()
-    most_rows = call.most_rows(query, FORWARD_WORKSPACE, row_bytes * sums.most_held)
-    for block in work.blocks:
+    tensors = *inputs, out, lse_rows
+    for part in forward_parts(work, call, tensors, held=sums.most_held, store=store):
         backend = selection.backend
         assert backend is not None
-        same = store and out.dtype == query.dtype
-        if same and backend.forward_into and block.queries.stride == 1:
-            for part in block.slices(math.inf):
-                views = part.view_queries(out), part.view_queries(lse_rows)
-                backend.forward_into(_inputs(part, call, inputs), *views)
+        tile_inputs = _inputs(part, call, inputs)
+        views = part.totals[0].of(out), part.totals[1].of(lse_rows)
+        if part.places:
+            assert backend.forward_into is not None
+            backend.forward_into(tile_inputs, *views)
             continue
-        for part in block.slices(most_rows):
-            tile = backend.forward(_inputs(part, call, inputs))
-            views = part.view_queries(out), part.view_queries(lse_rows)
-            is_long = 4 * head_dim * part.pairs >= long_flops
-            add_all = partial(merge, *views, *tile, store=store)
-            sums.run(add_all, *tile, into=views, is_long=is_long)
-            del tile, add_all  # before the next slice makes its own
+        tile = backend.forward(tile_inputs)
+        add_all = partial(merge, *views, *tile, store=store)
+        sums.run(add_all, *tile, into=views, is_long=part.flops >= long_flops)
+        del tile, add_all  # before the next call makes its own
     if work.shares_launch:
         from ..kernels import tiles_forward
 
@@ -198,43 +163,29 @@ def backward(
         group, call.batch, call.heads_per_kv, head_dim, selection.backward_table_flops
     )
     lse_rows, long_flops = merged.lse.transpose(1, 2), profile_of(query.device).flops(LONG_FLOPS)
-    for block in work.blocks:
+    tensors = *inputs, merged.dout, merged.out, lse_rows, dquery, dkeys, dvalues
+    for part in backward_parts(
+        work, call, tensors, held=sums.most_held, store=store, store_keys=store_keys
+    ):
         backend = selection.backend
         assert backend is not None
-        own_keys = store_keys and block.member == 0  # members of a KV head share its gradients
-        # Where nothing is there to add to, a back end may write what it finds where it belongs.
-        places_keys = bool(backend.backward_into) and own_keys and dkeys.dtype == query.dtype
-        places_query = places_keys and store and dquery.dtype == query.dtype
-        held = (not places_query) + 2 * (not places_keys)
-        row_bytes = lse_rows.element_size() + backend.backward_workspace(head_dim)
-        row_bytes += held * head_dim * query.element_size() * sums.most_held
-        for part in block.slices(call.most_rows(query, BACKWARD_WORKSPACE, row_bytes)):
-            tile_inputs = _inputs(part, call, inputs)
-            tile_gradients = TileGradients(
-                part.view_queries(merged.dout),
-                part.view_queries(merged.out),
-                part.view_queries(lse_rows),
-            )
-            totals = part.view_queries(dquery), part.view_keys(dkeys), part.view_keys(dvalues)
-            if places_keys:
-                assert backend.backward_into is not None
-                dq = totals[0] if places_query else empty_rows(tile_inputs.q)
-                backend.backward_into(tile_inputs, tile_gradients, dq, *totals[1:])
-                additions = [] if places_query else [_Addition(totals[0], dq, store)]
-                del dq
-            else:
-                tile = backend.backward(tile_inputs, tile_gradients)
-                stores = store, own_keys, own_keys
-                additions = list(map(_Addition, totals, tile, stores))
-                del tile
-            if additions:
-                sums.run(
-                    partial(_add_all, additions),
-                    *(addition.part for addition in additions),
-                    into=[addition.total for addition in additions],
-                    is_long=10 * head_dim * part.pairs >= long_flops,
-                )
-            del additions  # before the next slice makes its own
+        tile_inputs = _inputs(part, call, inputs)
+        dout, out, lse = part.merged
+        tile_gradients = TileGradients(dout.of(merged.dout), out.of(merged.out), lse.of(lse_rows))
+        totals = [x.of(total) for x, total in zip(part.totals, tensors[6:], strict=True)]
+        found: Sequence[torch.Tensor]
+        if part.added == 3:
+            found = backend.backward(tile_inputs, tile_gradients)
+        else:
+            assert backend.backward_into is not None
+            found = [backend.empty_like(tile_inputs.q)] if part.added else []
+            backend.backward_into(tile_inputs, tile_gradients, *found, *totals[part.added :])
+            found = backend.ordered(*found)
+        if found:
+            add_all = partial(_add_all, part.additions, totals, found)
+            sums.run(add_all, *found, into=totals[: part.added], is_long=part.flops >= long_flops)
+            del add_all
+        del found  # before the next call makes its own
     if work.shares_launch:
         sums.join()
         _backward_launch(work, call, inputs, merged, gradients)
@@ -265,25 +216,13 @@ def _backward_launch(
     )
 
 
-class _Addition(NamedTuple):
-    total: torch.Tensor
-    part: torch.Tensor
-    store: bool
+def _add_all(
+    additions: Additions, totals: Sequence[torch.Tensor], found: Sequence[torch.Tensor]
+) -> None:
+    for store, chosen in additions:
+        add([totals[i] for i in chosen], [found[i] for i in chosen], store=store)
 
 
-def _add_all(additions: Sequence[_Addition]) -> None:
-    for store in (True, False):
-        chosen = [addition for addition in additions if addition.store is store]
-        if chosen:
-            add([x.total for x in chosen], [x.part for x in chosen], store=store)
-
-
-def _inputs(block: Block, call: TileCall, inputs: Inputs) -> TileInputs:
-    query, keys, values = inputs
-    return TileInputs(
-        block.view_queries(query),
-        block.view_keys(keys),
-        block.view_keys(values),
-        block.is_causal,
-        call.scale,
-    )
+def _inputs(part: ForwardPart | BackwardPart, call: TileCall, inputs: Inputs) -> TileInputs:
+    (q, k, v), (query, keys, values) = part.inputs, inputs
+    return TileInputs(q.of(query), k.of(keys), v.of(values), part.is_causal, call.scale, part.memo)

@@ -31,8 +31,9 @@ from ..kernels import (
 )
 from ..plan import AttentionPlan, OwnRange, OwnRuns, RankPlan, TileGroup
 from .accumulate import Accumulator
-from .compute import Gradients, Inputs, Merged, Result, TileCall
+from .compute import Gradients, Inputs, Merged, Result
 from .device_tables import TABLES
+from .parts import TileCall
 
 _OF_BACKWARD: tuple[Kernel, Kernel] = ("own_dq", "own_dkdv")
 BLOCK_ROWS = 64

@@ -21,6 +21,7 @@ from . import compute
 from .accumulate import Accumulator
 from .blocks import by_slot, readable, readable_in_backward
 from .own import OwnSchedule, backward_own, forward_own, own_schedule
+from .parts import TileCall
 from .passing import PassingPacker, Relayed
 from .transfer import Fetched, GradientReturn, Home, Packer, fetch
 from .zero_keys import merge_zero_keys
@@ -83,12 +84,10 @@ class RingCall:
         """Through which results are added up."""
         return Accumulator(query.device, getattr(self.exchange, "stopwatch", None))
 
-    def tiles(self, query: torch.Tensor) -> compute.TileCall:
+    def tiles(self, query: torch.Tensor) -> TileCall:
         """What tiles need to know of the call."""
         heads_per_kv = self.plan.plan.num_heads // self.plan.plan.num_kv_heads
-        return compute.TileCall(
-            self.backend, self.scale, query.shape[0], heads_per_kv, self.workspace
-        )
+        return TileCall(self.backend, self.scale, query.shape[0], heads_per_kv, self.workspace)
 
 
 def ring_forward(

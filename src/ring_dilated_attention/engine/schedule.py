@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -32,11 +32,19 @@ class Launch(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """How the tiles of a group are computed: block by block, or all in one launch."""
+    """How the tiles of a group are computed: block by block, or all in one launch.
+
+    Attributes:
+        blocks: a kernel call each.
+        table: tiles of the launch.
+        packed: more of them.
+        parts: the kernel calls of the blocks, for each of the last few layouts: see `parts`.
+    """
 
     blocks: tuple[Block, ...]
     table: tuple[Tile, ...]
     packed: tuple[PackedTiles, ...] = ()
+    parts: dict[Hashable, Any] = field(default_factory=dict)
 
     @property
     def shares_launch(self) -> bool:

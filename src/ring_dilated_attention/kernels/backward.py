@@ -15,17 +15,14 @@ from .blocks import (
     LOG2_E,
     add_block,
     add_product,
-    constants,
+    cells_launch,
     default_launch,
     element_offsets,
     halves_of_rows,
-    is_wide,
     load_block,
     products_of_all_rows,
     row_offsets,
     scaled_block,
-    stride_unit,
-    strides_in,
     zero_block,
 )
 from .cells import Cells
@@ -370,21 +367,22 @@ def tiles_backward(
     assert (config.dq.block_m, config.dkdv.block_n) == (cells.block_m, cells.block_n)
     if not len(cells.query_programs):
         return
-    *read, of_dq, of_dk, of_dv = [x.stride() for x in (q, k, v, dout, dq, dk, dv)]
-    unit = stride_unit(*read, of_dq, of_dk, of_dv)
-    wide = is_wide(cells, q, k, v, dout, dq, dk, dv, lse.mT, delta.mT)
-    inputs = q, k, v, dout, lse, delta
-    strides = *strides_in(unit, *read), *lse.stride(), *delta.stride()
-    rest = scale, cells.heads_per_kv
-    _launch_dq(
-        (len(cells.query_programs), 1),
-        (*inputs, dq, cells.table, cells.query_programs),
-        (*strides, *strides_in(unit, of_dq), *rest),
-        constants(q, unit, wide, cells, store, config.dq),
+    inputs, of_rows = (q, k, v, dout), (lse, delta)
+    launch = cells_launch(
+        cells, cells.query_programs, inputs, of_rows, (dq,), config.dq, scale=scale, STORE=store
     )
-    _launch_dkdv(
-        (len(cells.key_programs), 1),
-        (*inputs, dk, dv, cells.table, cells.key_programs),
-        (*strides, *strides_in(unit, of_dk, of_dv), *rest),
-        {**constants(q, unit, wide, cells, store_keys, config.dkdv), **copies_of(config.dkdv)},
+    tensors = *inputs, *of_rows, dq, cells.table, cells.query_programs
+    _launch_dq(launch.grid, tensors, *launch[1:])
+    launch = cells_launch(
+        cells,
+        cells.key_programs,
+        inputs,
+        of_rows,
+        (dk, dv),
+        config.dkdv,
+        scale=scale,
+        STORE=store_keys,
+        **copies_of(config.dkdv),
     )
+    tensors_of_keys = *inputs, *of_rows, dk, dv, cells.table, cells.key_programs
+    _launch_dkdv(launch.grid, tensors_of_keys, *launch[1:])

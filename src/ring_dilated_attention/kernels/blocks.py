@@ -13,15 +13,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from itertools import chain
 
 import torch
 import triton
 import triton.language as tl
 
+from ..caches import keep_few
 from .cells import Cells
+from .launch import KernelLaunch
 from .tuning import Kernel, LaunchConfig, default_config, head_dim_constants
 
+_LAUNCHES_KEPT = 8
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -197,22 +200,9 @@ def stride_unit(*strides: Sequence[int]) -> int:
     return math.gcd(8, *(stride for each in strides for stride in each[:3]))
 
 
-def is_wide(cells: Cells, *tensors: torch.Tensor) -> bool:
-    """Whether rows of one block can be 2^31 elements apart; blocks have at most 256."""
-    return 256 * cells.max_stride * max(tensor.stride(1) for tensor in tensors) >= 2**31
-
-
 def strides_in(unit: int, *strides: Sequence[int]) -> list[int]:
     """The first three strides of each tensor, in units."""
     return [stride // unit for each in strides for stride in each[:3]]
-
-
-class RowLaunch(NamedTuple):
-    """How to launch a kernel each of whose programs takes a block of rows."""
-
-    grid: tuple[int, int]
-    numbers: tuple[int, ...]  # sizes, and strides in units
-    constants: dict[str, int]
 
 
 def row_launch(
@@ -221,8 +211,9 @@ def row_launch(
     rows: int,
     head_dim: int,
     strides: Sequence[Sequence[int]],
-) -> RowLaunch:
-    """Put together such a launch.
+    **options: int,
+) -> KernelLaunch:
+    """How to launch a kernel each of whose programs takes a block of rows.
 
     Args:
         groups: how many times `rows` rows there are, in both dimensions of the grid.
@@ -230,6 +221,7 @@ def row_launch(
         rows: of a group, which a program does not leave.
         head_dim: elements of a row.
         strides: those of each tensor.
+        options: what else the kernel is compiled for.
     """
     unit, block_dim = stride_unit(*strides), triton.next_power_of_2(head_dim)
     # 4,096 elements a program: 32 a thread at four warps.
@@ -240,9 +232,10 @@ def row_launch(
         "HEAD_DIM": head_dim,
         "BLOCK_ROWS": block_rows,
         "BLOCK_DIM": block_dim,
+        **options,
     }
     numbers = *sizes, rows, row_blocks, *strides_in(unit, *strides)
-    return RowLaunch((groups[0] * row_blocks, groups[1]), numbers, constants)
+    return KernelLaunch((groups[0] * row_blocks, groups[1]), numbers, constants, {})
 
 
 def default_launch(kernel: Kernel, q: torch.Tensor, cells: Cells) -> LaunchConfig:
@@ -260,25 +253,60 @@ def default_launch(kernel: Kernel, q: torch.Tensor, cells: Cells) -> LaunchConfi
     return replace(config, block_m=cells.block_m)
 
 
-def constants(
-    q: torch.Tensor,
-    unit: int,
-    wide: bool,
+def cells_launch(
     cells: Cells,
-    store: bool,
+    programs: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+    of_rows: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
     config: LaunchConfig,
-) -> dict[str, Any]:
-    """What a kernel is compiled for."""
-    return {
-        "UNIT": unit,
-        "IS_CAUSAL": cells.is_causal,
-        "STORE": store,
-        **head_dim_constants(q.shape[-1], config.tail),
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        # No tf32 for float32; nothing to choose for the others.
-        "PRECISION": "ieee",
-        "WIDE": wide,
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
-    }
+    *,
+    scale: float,
+    **options: int,
+) -> KernelLaunch:
+    """How to launch a kernel on cells; kept for the next tensors of the same layout.
+
+    Args:
+        cells: what it computes.
+        programs: one for each of these.
+        tensors: (B, n, heads, D), its first arguments: q and others.
+        of_rows: (B, H, n), its next arguments.
+        gradients: (B, n, heads, D), what follows.
+        config: how to launch.
+        scale: factor on the scores.
+        options: what else it is compiled for.
+    """
+    strides = [x.stride() for x in (*tensors, *gradients)]
+    strides_of_rows = [x.stride() for x in of_rows]
+    head_dim = tensors[0].shape[3]
+
+    def make() -> KernelLaunch:
+        unit = stride_unit(*strides)
+        in_units = strides_in(unit, *strides)
+        between = 3 * len(tensors)
+        numbers = (
+            *in_units[:between],
+            *chain.from_iterable(strides_of_rows),
+            *in_units[between:],
+            scale,
+            cells.heads_per_kv,
+        )
+        # Rows of a block can be 2^31 elements apart; blocks have at most 256.
+        longest = max(*[x[1] for x in strides], *[x[2] for x in strides_of_rows])
+        constants = {
+            "UNIT": unit,
+            "IS_CAUSAL": cells.is_causal,
+            **head_dim_constants(head_dim, config.tail),
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            "PRECISION": "ieee",  # no tf32 for float32; nothing to choose for the others
+            "WIDE": 256 * cells.max_stride * longest >= 2**31,
+            "num_warps": config.num_warps,
+            "num_stages": config.num_stages,
+            **options,
+        }
+        return KernelLaunch((len(programs), 1), numbers, constants, {})
+
+    given = config, scale, head_dim, *options.values()
+    key = *given, *strides, *strides_of_rows
+    return keep_few(cells.launches, key, make, _LAUNCHES_KEPT)

@@ -9,14 +9,15 @@ fits tensors of any strides.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
 
 from ..plan import PackedTiles, Tile
+from .launch import KernelLaunch
 from .tables import spread
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class Cells:
         max_queries: most queries in a cell.
         max_keys: most keys in a cell.
         max_stride: largest step from row to row.
+        launches: how kernels are launched on them, for each of the last few layouts.
     """
 
     table: torch.Tensor
@@ -55,6 +57,7 @@ class Cells:
     max_queries: int
     max_keys: int
     max_stride: int
+    launches: dict[Hashable, KernelLaunch] = field(default_factory=dict, repr=False, compare=False)
 
 
 def build_cells(

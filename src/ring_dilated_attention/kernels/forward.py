@@ -17,17 +17,14 @@ from .blocks import (
     LN_2,
     LOG2_E,
     add_product,
-    constants,
+    cells_launch,
     default_launch,
     element_offsets,
-    is_wide,
     load_block,
     negated_block,
     products_of_all_rows,
     row_offsets,
     scaled_block,
-    stride_unit,
-    strides_in,
     write_block,
     zero_block,
 )
@@ -227,12 +224,8 @@ def tiles_forward(
     assert config.block_m == cells.block_m
     if not len(cells.query_programs):
         return
-    strides = [x.stride() for x in (q, k, v, out)]
-    unit = stride_unit(*strides)
-    wide = is_wide(cells, q, k, v, out, lse.mT)
-    _launch(
-        (len(cells.query_programs), 1),
-        (q, k, v, out, lse, cells.table, cells.query_programs),
-        (*strides_in(unit, *strides), *lse.stride(), scale, cells.heads_per_kv),
-        constants(q, unit, wide, cells, store, config),
+    launch = cells_launch(
+        cells, cells.query_programs, (q, k, v, out), (lse,), (), config, scale=scale, STORE=store
     )
+    tensors = q, k, v, out, lse, cells.table, cells.query_programs
+    _launch(launch.grid, tensors, *launch[1:])

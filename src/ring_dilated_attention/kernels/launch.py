@@ -8,7 +8,7 @@ kernels name the rest in `do_not_specialize`.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,6 +18,15 @@ MOST_FORMS = 256
 """Of a kernel that are kept ready: each was compiled before, and Triton keeps it."""
 _ALIGNMENT = 15  # the bits of an address that are 0 where it is a multiple of 16
 _LIMIT = 2**31
+
+
+class KernelLaunch(NamedTuple):
+    """What a `Launcher` takes besides tensors."""
+
+    grid: tuple[int, int]
+    numbers: tuple[float, ...]
+    constants: dict[str, Any]
+    memo: dict[Any, Any]
 
 
 class Launcher:
@@ -42,6 +51,7 @@ class Launcher:
         tensors: Sequence[torch.Tensor],
         numbers: Sequence[float],
         constants: dict[str, Any],
+        memo: dict[Any, Any] | None = None,
     ) -> None:
         """Launch on the current stream of the current device.
 
@@ -51,12 +61,34 @@ class Launcher:
             numbers: the next arguments, ints and floats.
             constants: the other arguments, and options of the launch such as `num_warps`, by
                 name; always in the same order.
+            memo: of the caller, who gives the same one for the same numbers and constants only:
+                they need not be looked at again. None: the caller has none.
         """
-        key = (
+        of_tensors = (
             tensors[0].device,
             *[(x.dtype, x.data_ptr() & _ALIGNMENT == 0) for x in tensors],
-            *constants.values(),
         )
+        form = None if memo is None else memo.get(of_tensors)
+        if form is None:
+            form = self._form(of_tensors, grid, tensors, numbers, constants)
+            if form is None:
+                return
+            if memo is not None:
+                memo[of_tensors] = form
+        compiled, rest = form
+        rows, columns = grid
+        compiled[rows, columns, 1](*tensors, *numbers, *rest)
+
+    def _form(
+        self,
+        of_tensors: tuple[Hashable, ...],
+        grid: tuple[int, int],
+        tensors: Sequence[torch.Tensor],
+        numbers: Sequence[float],
+        constants: dict[str, Any],
+    ) -> tuple[Any, list[Any]] | None:
+        """The form of a call; None where there is none yet, and this was its first launch."""
+        key = *of_tensors, *constants.values()
         if max(numbers) >= _LIMIT or min(numbers) < -_LIMIT:
             key = *key, *[type(x) is int and not -_LIMIT <= x < _LIMIT for x in numbers]
         form = self.forms.get(key)
@@ -68,7 +100,4 @@ class Launcher:
                 assert all(p.is_constexpr or p.do_not_specialize for p in params[len(tensors) :])
                 rest = [constants[p.name] for p in params[len(tensors) + len(numbers) :]]
                 keep_few(self.forms, key, lambda: (compiled, rest), MOST_FORMS)
-            return
-        compiled, rest = form
-        rows, columns = grid
-        compiled[rows, columns, 1](*tensors, *numbers, *rest)
+        return form

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from .blocks import RowLaunch, row_launch
-from .launch import Launcher
+from .blocks import row_launch
+from .launch import KernelLaunch, Launcher
 
 
 @triton.jit
@@ -153,10 +154,9 @@ def merge_rows(
         tile_lse: (outer, inner, rows), float32.
         store: whether to write the tile's result instead, without reading `out` and `lse`.
     """
-    grid, numbers, constants = _launch(out, tile_out)
-    lse_strides = *lse.stride(), *tile_lse.stride()
-    tensors = out, lse, tile_out, tile_lse
-    _launch_merge(grid, tensors, (*numbers, *lse_strides), {**constants, "STORE": store})
+    of_rows = out.stride(), tile_out.stride()
+    launch = _launch_of(out.shape, of_rows, (lse.stride(), tile_lse.stride()), STORE=store)
+    _launch_merge(launch.grid, (out, lse, tile_out, tile_lse), *launch[1:])
 
 
 def add_rows(totals: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], *, store: bool) -> None:
@@ -172,12 +172,12 @@ def add_rows(totals: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], *, s
         layout = total.shape, total.stride(), part.stride(), total.dtype, part.dtype
         alike.setdefault(layout, []).extend((total, part))
     for (shape, *strides, _, _), pairs in alike.items():
-        (programs, _), numbers, constants = _launch_of(shape, *strides)
+        launch = _launch_of(shape, tuple(strides), STORE=store)
         for start in range(0, len(pairs), 6):
             few = pairs[start : start + 6]
-            grid = programs, len(few) // 2
+            grid = launch.grid[0], len(few) // 2
             few += few[:2] * (3 - grid[1])  # not touched: there is no program for them
-            _launch_add(grid, few, numbers, {**constants, "STORE": store})
+            _launch_add(grid, few, *launch[1:])
 
 
 def row_sums(dout: torch.Tensor, out: torch.Tensor, delta: torch.Tensor) -> None:
@@ -188,8 +188,8 @@ def row_sums(dout: torch.Tensor, out: torch.Tensor, delta: torch.Tensor) -> None
         out: view of the same shape, any floating dtype but float64.
         delta: (outer, inner, rows) view, float32.
     """
-    grid, numbers, constants = _launch(dout, out)
-    _launch_delta(grid, (dout, out, delta), (*numbers, *delta.stride()), constants)
+    launch = _launch_of(out.shape, (dout.stride(), out.stride()), (delta.stride(),))
+    _launch_delta(launch.grid, (dout, out, delta), *launch[1:])
 
 
 _launch_merge, _launch_add, _launch_delta = map(
@@ -197,13 +197,23 @@ _launch_merge, _launch_add, _launch_delta = map(
 )
 
 
-def _launch(*views: torch.Tensor) -> RowLaunch:
-    """How to launch a kernel that goes over all rows of the views."""
-    return _launch_of(views[0].shape, *(view.stride() for view in views))
+@lru_cache(maxsize=4096)  # of about 2 KiB: 8 MiB in all
+def _launch_of(
+    shape: torch.Size,
+    of_rows: tuple[tuple[int, ...], ...],
+    of_sums: tuple[tuple[int, ...], ...] = (),
+    **options: bool,
+) -> KernelLaunch:
+    """How to launch a kernel that goes over all rows of views of this shape.
 
+    Worked out once for a layout: launches are short, and many in a call.
 
-@lru_cache(maxsize=4096)  # of about 1.5 KiB: 6 MiB in all
-def _launch_of(shape: torch.Size, *strides: tuple[int, ...]) -> RowLaunch:
-    """Worked out once for a layout: launches are short, and many in a call."""
+    Args:
+        shape: (outer, inner, rows, head_dim).
+        of_rows: strides of such views.
+        of_sums: strides of views without head_dim.
+        options: what else the kernel is compiled for.
+    """
     outer, inner, rows, head_dim = shape
-    return row_launch((outer * inner, 1), (inner,), rows, head_dim, strides)
+    launch = row_launch((outer * inner, 1), (inner,), rows, head_dim, of_rows, **options)
+    return launch._replace(numbers=(*launch.numbers, *chain.from_iterable(of_sums)))

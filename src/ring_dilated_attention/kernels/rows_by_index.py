@@ -15,8 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .blocks import RowLaunch, row_launch
-from .launch import Launcher
+from .blocks import row_launch
+from .launch import KernelLaunch, Launcher
 
 
 @triton.jit
@@ -157,7 +157,7 @@ def sum_slots(
         starts: int64 (rows + 1,): where in `order` those of each row begin, and the end.
     """
     launch = _launch_of(sums.shape, slots.stride(), sums.stride())
-    _launch_sum(launch.grid, (slots, sums, order, starts), launch.numbers, launch.constants)
+    _launch_sum(launch.grid, (slots, sums, order, starts), *launch[1:])
 
 
 def _by_index(
@@ -171,13 +171,13 @@ def _by_index(
     by_head = heads is not None
     # Without heads there is one, whose stride does not matter.
     strides = [x.stride() if by_head else (*x.stride()[:2], 0, 1) for x in pair]
-    grid, numbers, constants = _launch_of(packed.shape, *strides, packed.stride())
+    launch = _launch_of(packed.shape, *strides, packed.stride(), BY_HEAD=by_head, ADDS=adds)
     tensors = *pair, packed, positions, positions if heads is None else heads
-    _launch_index(grid, tensors, numbers, {**constants, "BY_HEAD": by_head, "ADDS": adds})
+    _launch_index(launch.grid, tensors, *launch[1:])
 
 
 @lru_cache(maxsize=1024)
-def _launch_of(packed: torch.Size, *strides: tuple[int, ...]) -> RowLaunch:
+def _launch_of(packed: torch.Size, *strides: tuple[int, ...], **options: bool) -> KernelLaunch:
     """Worked out once for a layout: launches are short, and the layers of a model are alike."""
     pair, batch, rows, head_dim = packed
-    return row_launch((batch, pair), (), rows, head_dim, strides)
+    return row_launch((batch, pair), (), rows, head_dim, strides, **options)

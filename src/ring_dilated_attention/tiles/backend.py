@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,7 +18,8 @@ class TileInputs(NamedTuple):
     q (batch, heads, queries, head_dim); k, v (batch, heads, keys, head_dim): strided views, the
     last dimension contiguous, of tensors that the back end `reads`. Rows of different heads may lie
     between each other. With `is_causal`, queries and keys are equally many and row i sees keys 0 to
-    i.
+    i. `memo` is where a back end keeps what it knows of tiles of these shapes, strides, dtypes,
+    device and options; None: nowhere.
     """
 
     q: torch.Tensor
@@ -26,6 +27,7 @@ class TileInputs(NamedTuple):
     v: torch.Tensor
     is_causal: bool
     scale: float
+    memo: dict[Any, Any] | None = None
 
 
 class TileGradients(NamedTuple):
@@ -44,7 +46,7 @@ class TileGradients(NamedTuple):
         return (self.dout.to(self.lse.dtype) * self.out).sum(-1)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class TileBackend:
     """What computes a tile.
 
@@ -64,6 +66,8 @@ class TileBackend:
         reads: whether it reads views of a tensor (batch, sequence, heads, head_dim) as it is: one
             of `reads_any_rows`, `reads_separate_rows`, `reads_aligned_rows`. Others are copied.
         wants_one_layout: whether `backward` copies q, out and dout where their strides differ.
+        rows_first: whether it takes views as (batch, rows, heads, head_dim): see `ordered`. lse
+            and what `forward` and `backward` return are as for any other.
     """
 
     name: str
@@ -77,6 +81,15 @@ class TileBackend:
     backward_workspace: Callable[[int], int] = lambda head_dim: 0
     reads: Callable[[torch.Tensor], bool] = lambda tensor: reads_aligned_rows(tensor)
     wants_one_layout: bool = False
+    rows_first: bool = False
+
+    def ordered(self, *views: torch.Tensor) -> list[torch.Tensor]:
+        """(batch, heads, rows, head_dim) views with their dimensions in the order it takes."""
+        return [view.transpose(1, 2) for view in views] if self.rows_first else [*views]
+
+    def empty_like(self, q: torch.Tensor) -> torch.Tensor:
+        """Uninitialised, for `backward_into`: of the shape of a view that it takes, contiguous."""
+        return q.new_empty(q.shape) if self.rows_first else empty_rows(q)
 
 
 def reads_any_rows(tensor: torch.Tensor) -> bool:

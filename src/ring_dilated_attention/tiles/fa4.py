@@ -19,7 +19,6 @@ from .backend import (
     TileBackend,
     TileGradients,
     TileInputs,
-    empty_rows,
     reads_aligned_rows,
     refuse_all_but,
 )
@@ -76,20 +75,15 @@ BACKWARDS = Replay(
 """The calls of flash-attn-4's kernels that are kept, of forward and of backward."""
 
 
-def _by_row(*views: torch.Tensor) -> list[torch.Tensor]:
-    """(batch, heads, rows, head_dim) views as (batch, rows, heads, head_dim)."""
-    return [view.transpose(1, 2) for view in views]
-
-
 def _forward(t: TileInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    out = empty_rows(t.q)
-    lse = torch.empty(t.q.shape[:3], dtype=torch.float32, device=t.q.device)
+    batch, rows, heads, _ = t.q.shape
+    out, lse = t.q.new_empty(t.q.shape), t.q.new_empty((batch, heads, rows), dtype=torch.float32)
     _forward_into(t, out, lse)
-    return out, lse
+    return out.transpose(1, 2), lse
 
 
 def _forward_into(t: TileInputs, out: torch.Tensor, lse: torch.Tensor) -> None:
-    q, k, v, out = _by_row(t.q, t.k, t.v, out)
+    q, k, v = t[:3]
 
     def run(noting: AbstractContextManager[Any]) -> None:
         with _LOCK, noting:
@@ -97,14 +91,13 @@ def _forward_into(t: TileInputs, out: torch.Tensor, lse: torch.Tensor) -> None:
                 q, k, v, softmax_scale=t.scale, causal=t.is_causal, out=out, lse=lse
             )
 
-    FORWARDS((q, k, v, out, lse), (t.scale, t.is_causal), run)
+    FORWARDS((q, k, v, out, lse), (t.scale, t.is_causal), run, t.memo)
 
 
 def _backward_into(
     t: TileInputs, g: TileGradients, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor
 ) -> None:
-    given = *_by_row(t.q, t.k, t.v, g.out, g.dout), g.lse.contiguous()
-    dq, dk, dv = _by_row(dq, dk, dv)
+    given = t.q, t.k, t.v, g.out, g.dout, g.lse.contiguous()
 
     def run(noting: AbstractContextManager[Any]) -> None:
         with _LOCK, _even_padding(t.q.shape[3]), noting:
@@ -112,7 +105,7 @@ def _backward_into(
                 *given, softmax_scale=t.scale, causal=t.is_causal, dq=dq, dk=dk, dv=dv
             )
 
-    BACKWARDS((*given, dq, dk, dv), (t.scale, t.is_causal), run)
+    BACKWARDS((*given, dq, dk, dv), (t.scale, t.is_causal), run, t.memo)
 
 
 @contextmanager
@@ -152,9 +145,9 @@ def _padded(head_dim: int, multiple: int) -> int:
 
 
 def _backward(t: TileInputs, g: TileGradients) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    dq, dk, dv = map(empty_rows, (t.q, t.k, t.v))
+    dq, dk, dv = (x.new_empty(x.shape) for x in (t.q, t.k, t.v))
     _backward_into(t, g, dq, dk, dv)
-    return dq, dk, dv
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
 FA4 = TileBackend(
@@ -167,4 +160,5 @@ FA4 = TileBackend(
     # dq in float32, and two statistics of rows.
     backward_workspace=lambda head_dim: 4 * _padded(head_dim, 64 if head_dim > 128 else 32) + 12,
     reads=reads_aligned_rows,  # CuTe compiles a stride of 0 into the kernel that it then keeps
+    rows_first=True,
 )

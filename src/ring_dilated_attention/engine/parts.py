@@ -1,0 +1,260 @@
+"""The kernel calls of a group, placed in the tensors of a call: worked out once for their layout.
+
+Into which slices a block is cut follows from the sizes of the tensors, and where its rows lie from
+their strides. Calls of a shape differ in neither, and what a back end keeps for a tile (`memo`)
+belongs to the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+import torch
+
+from ..caches import keep_few
+from ..kernels import profile_of
+from ..tiles import Selection, TileBackend
+from .blocks import Block, Placement
+from .schedule import Schedule
+
+MOST_BLOCKS = 256
+"""Of a schedule, for its kernel calls to be kept: each takes about 3 KB."""
+_LAYOUTS_KEPT = 8
+
+FORWARD_WORKSPACE = 0.26
+"""The most that temporaries of a forward call take, as a share of the size of its query."""
+BACKWARD_WORKSPACE = 0.52
+"""The same for a backward call."""
+WORKSPACE_FLOOR = 64 << 20
+"""Bytes that temporaries may take in any case, as may those of a slice of SLICE_ROWS rows: slices
+must be large enough to fill a GPU."""
+SLICE_ROWS = 1 << 17
+"""Query rows that keep a GPU busy: an H200 takes 128 to each of its 132 multiprocessors, and these
+are eight rounds, so that the last one matters little."""
+
+
+@dataclass(frozen=True)
+class TileCall:
+    """What all tiles of a call have in common.
+
+    Attributes:
+        selection: the back ends that may compute them.
+        scale: factor on the scores.
+        batch: batch size.
+        heads_per_kv: query heads of a KV head.
+        workspace: the most that slices allocate, in multiples of the size of query; None: the
+            constants of this module say.
+    """
+
+    selection: Selection
+    scale: float
+    batch: int
+    heads_per_kv: int
+    workspace: float | None = None
+
+    def most_rows(self, query: torch.Tensor, default: float, row_bytes: float) -> float:
+        """How many rows a slice may have that allocates `row_bytes` for each."""
+        if self.workspace is not None:
+            return self.workspace * query.nbytes / row_bytes
+        least = profile_of(query.device).rows(SLICE_ROWS)
+        return max(default * query.nbytes / row_bytes, WORKSPACE_FLOOR / row_bytes, least)
+
+
+Additions: TypeAlias = tuple[tuple[bool, tuple[int, ...]], ...]
+"""Whether it is written over what is there, and which of several tensors are."""
+
+
+class ForwardPart(NamedTuple):
+    """A kernel call of forward.
+
+    Attributes:
+        inputs: where its query, keys and values are.
+        totals: where its out and lse belong.
+        is_causal: as its block.
+        flops: operations that it takes.
+        places: whether the back end writes them there.
+        memo: see `TileInputs`.
+    """
+
+    inputs: tuple[Placement, ...]
+    totals: tuple[Placement, ...]
+    is_causal: bool
+    flops: int
+    places: bool
+    memo: dict[Any, Any]
+
+
+class BackwardPart(NamedTuple):
+    """A kernel call of backward.
+
+    Attributes:
+        inputs: where its query, keys and values are.
+        merged: where its dout, out and lse are.
+        totals: where its gradients of query, keys and values belong.
+        is_causal: as its block.
+        flops: operations that it takes.
+        added: how many of the gradients are added there, the first ones: 3, 1 or 0. The back end
+            writes the others where they belong.
+        additions: those of them that are added to what is there (False) and written over it (True).
+        memo: see `TileInputs`.
+    """
+
+    inputs: tuple[Placement, ...]
+    merged: tuple[Placement, ...]
+    totals: tuple[Placement, ...]
+    is_causal: bool
+    flops: int
+    added: int
+    additions: Additions
+    memo: dict[Any, Any]
+
+
+PartT = TypeVar("PartT", bound="ForwardPart | BackwardPart")
+
+
+def forward_parts(
+    work: Schedule, call: TileCall, tensors: Sequence[torch.Tensor], *, held: int, store: bool
+) -> Sequence[ForwardPart]:
+    """The blocks of a schedule as kernel calls of forward.
+
+    Args:
+        work: whose blocks.
+        call: what all tiles have in common.
+        tensors: query, keys, values, out and lse, all (batch, rows, heads, ...).
+        held: of how many kernel calls results are held at the same time.
+        store: whether they are written over what out and lse hold.
+    """
+    key = "forward", held, store
+    return _kept(work, call, key, tensors, partial(_cut_forward, held=held, store=store))
+
+
+def backward_parts(
+    work: Schedule,
+    call: TileCall,
+    tensors: Sequence[torch.Tensor],
+    *,
+    held: int,
+    store: bool,
+    store_keys: bool,
+) -> Sequence[BackwardPart]:
+    """The blocks of a schedule as kernel calls of backward.
+
+    Args:
+        work: whose blocks.
+        call: what all tiles have in common.
+        tensors: query, keys, values, dout, out, lse, and the gradients of the first three, all
+            (batch, rows, heads, ...).
+        held: of how many kernel calls results are held at the same time.
+        store: whether they are written over what the gradient of query holds.
+        store_keys: whether they are written over what those of keys and values hold.
+    """
+    key = "backward", held, store, store_keys
+    cut = partial(_cut_backward, held=held, store=store, store_keys=store_keys)
+    return _kept(work, call, key, tensors, cut)
+
+
+def _kept(
+    work: Schedule,
+    call: TileCall,
+    key: tuple[Hashable, ...],
+    tensors: Sequence[torch.Tensor],
+    cut: Callable[[Schedule, TileCall, Sequence[torch.Tensor]], Iterator[PartT]],
+) -> Sequence[PartT]:
+    """What `cut` yields, kept for the next call of the same layout."""
+    if not work.blocks:
+        return ()
+    if len(work.blocks) > MOST_BLOCKS:
+        return tuple(cut(work, call, tensors))
+    selected = call.selection.backend, call.scale, call.workspace, tensors[0].device
+    layouts = [(x.stride(), x.dtype) for x in tensors]
+
+    def make() -> Sequence[PartT]:
+        return tuple(cut(work, call, tensors))
+
+    return keep_few(work.parts, (*key, *selected, *layouts), make, _LAYOUTS_KEPT)
+
+
+def _cut_forward(
+    work: Schedule, call: TileCall, tensors: Sequence[torch.Tensor], *, held: int, store: bool
+) -> Iterator[ForwardPart]:
+    query, keys, values, out, lse = tensors
+    backend, head_dim = call.selection.backend, query.shape[3]
+    assert backend is not None
+    row_bytes = (head_dim * query.element_size() + lse.element_size()) * held
+    most_rows = call.most_rows(query, FORWARD_WORKSPACE, row_bytes)
+    may_place = store and out.dtype == query.dtype and backend.forward_into is not None
+    for block in work.blocks:
+        places = may_place and block.queries.stride == 1
+        for part in block.slices(math.inf if places else most_rows):
+            place_out = part.place_queries(out)
+            yield ForwardPart(
+                _inputs(part, backend, query, keys, values),
+                (
+                    *(_ordered(backend, place_out) if places else (place_out,)),
+                    part.place_queries(lse),
+                ),
+                part.is_causal,
+                4 * head_dim * part.pairs,
+                places,
+                {},
+            )
+
+
+def _cut_backward(
+    work: Schedule,
+    call: TileCall,
+    tensors: Sequence[torch.Tensor],
+    *,
+    held: int,
+    store: bool,
+    store_keys: bool,
+) -> Iterator[BackwardPart]:
+    query, keys, values, dout, out, lse, dquery, dkeys, dvalues = tensors
+    backend, head_dim = call.selection.backend, query.shape[3]
+    assert backend is not None
+    for block in work.blocks:
+        own_keys = store_keys and block.member == 0  # members of a KV head share its gradients
+        # Where nothing is there to add to, a back end may write what it finds where it belongs.
+        added = 3
+        if backend.backward_into is not None and own_keys and dkeys.dtype == query.dtype:
+            added = 0 if store and dquery.dtype == query.dtype else 1
+        row_bytes = lse.element_size() + backend.backward_workspace(head_dim)
+        row_bytes += added * head_dim * query.element_size() * held
+        additions = _by_flag((store, own_keys, own_keys)[:added])
+        for part in block.slices(call.most_rows(query, BACKWARD_WORKSPACE, row_bytes)):
+            totals = part.place_queries(dquery), part.place_keys(dkeys), part.place_keys(dvalues)
+            yield BackwardPart(
+                _inputs(part, backend, query, keys, values),
+                (
+                    *_ordered(backend, part.place_queries(dout), part.place_queries(out)),
+                    part.place_queries(lse),
+                ),
+                (*totals[:added], *_ordered(backend, *totals[added:])),
+                part.is_causal,
+                10 * head_dim * part.pairs,
+                added,
+                additions,
+                {},
+            )
+
+
+def _inputs(
+    part: Block, backend: TileBackend, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+) -> tuple[Placement, ...]:
+    return _ordered(
+        backend, part.place_queries(query), part.place_keys(keys), part.place_keys(values)
+    )
+
+
+def _ordered(backend: TileBackend, *views: Placement) -> tuple[Placement, ...]:
+    """Views with their dimensions in the order that the back end takes: see `rows_first`."""
+    return tuple(view.rows_first for view in views) if backend.rows_first else views
+
+
+def _by_flag(flags: Sequence[bool]) -> Additions:
+    """The indices of each flag that there is."""
+    return tuple((flag, tuple(i for i, x in enumerate(flags) if x is flag)) for flag in {*flags})

@@ -88,20 +88,6 @@ class Merged:
         return row_sums(self.dout, self.out)
 
 
-def launches_first(
-    groups: Sequence[TileGroup], call: TileCall, head_dim: int
-) -> Sequence[TileGroup]:
-    """The groups of which forward has no kernel calls, then the others, behind which they run."""
-    flops = call.selection.forward_table_flops
-    if not flops:
-        return groups
-
-    def has_calls(group: TileGroup) -> bool:
-        return bool(schedule_of(group, call.batch, call.heads_per_kv, head_dim, flops).blocks)
-
-    return sorted(groups, key=has_calls)
-
-
 def forward(
     group: TileGroup, call: TileCall, inputs: Inputs, result: Result, sums: Accumulator
 ) -> None:
@@ -119,10 +105,6 @@ def forward(
     work = schedule_of(
         group, call.batch, call.heads_per_kv, head_dim, selection.forward_table_flops
     )
-    if work.shares_launch:  # first, behind the kernel calls, whose rows are others
-        _, keys, values = inputs
-        add_all = partial(_forward_launch, work, call, inputs, result)
-        sums.run(add_all, keys, values, into=(out, lse, keys, values), is_long=False)
     lse_rows, long_flops = lse.transpose(1, 2), profile_of(query.device).flops(LONG_FLOPS)
     tensors = *inputs, out, lse_rows
     for part in forward_parts(work, call, tensors, held=sums.most_held, store=store):
@@ -138,6 +120,10 @@ def forward(
         add_all = partial(merge, *views, *tile, store=store)
         sums.run(add_all, *tile, into=views, is_long=part.flops >= long_flops)
         del tile, add_all  # before the next call makes its own
+    if work.shares_launch:
+        _, keys, values = inputs
+        add_all = partial(_forward_launch, work, call, inputs, result)
+        sums.run(add_all, keys, values, into=(out, lse, keys, values), is_long=False)
 
 
 def _forward_launch(work: Schedule, call: TileCall, inputs: Inputs, result: Result) -> None:
@@ -183,12 +169,6 @@ def backward(
     work = schedule_of(
         group, call.batch, call.heads_per_kv, head_dim, selection.backward_table_flops
     )
-    if work.shares_launch:  # first, as in forward
-        _, keys, values = inputs
-        of_merged = merged.dout, merged.lse, merged.delta
-        add_all = partial(_backward_launch, work, call, inputs, of_merged, gradients)
-        into = dquery, dkeys, dvalues, keys, values
-        sums.run(add_all, keys, values, *of_merged, into=into, is_long=False)
     lse_rows, long_flops = merged.lse.transpose(1, 2), profile_of(query.device).flops(LONG_FLOPS)
     tensors = *inputs, merged.dout, merged.out, lse_rows, dquery, dkeys, dvalues
     for part in backward_parts(
@@ -213,6 +193,12 @@ def backward(
             sums.run(add_all, *found, into=totals[: part.added], is_long=part.flops >= long_flops)
             del add_all
         del found  # before the next call makes its own
+    if work.shares_launch:
+        _, keys, values = inputs
+        of_merged = merged.dout, merged.lse, merged.delta
+        add_all = partial(_backward_launch, work, call, inputs, of_merged, gradients)
+        into = dquery, dkeys, dvalues, keys, values
+        sums.run(add_all, keys, values, *of_merged, into=into, is_long=False)
 
 
 def _backward_launch(

@@ -190,7 +190,7 @@ class Accumulator:
         Args:
             add_all: calls `merge` and `add`.
             tensors: the results, which are freed when they have been added.
-            into: what they are added to; what `join` is to wait for, too, before it is freed.
+            into: what they are added to.
             is_long: whether computing them took long enough for going behind to be worthwhile.
         """
         if self._streams is None or not (is_long or self._behind):

@@ -121,29 +121,22 @@ def forward(
         sums.run(add_all, *tile, into=views, is_long=part.flops >= long_flops)
         del tile, add_all  # before the next call makes its own
     if work.shares_launch:
-        _, keys, values = inputs
-        add_all = partial(_forward_launch, work, call, inputs, result)
-        sums.run(add_all, keys, values, into=(out, lse, keys, values), is_long=False)
+        from ..kernels import tiles_forward
 
-
-def _forward_launch(work: Schedule, call: TileCall, inputs: Inputs, result: Result) -> None:
-    """All tiles that share a launch, merged where they belong."""
-    from ..kernels import tiles_forward
-
-    query, (out, lse, store) = inputs.query, result
-    launch = launch_of(
-        work, "forward", call.batch, call.heads_per_kv, query.shape[3], query.dtype, query.device
-    )
-    tiles_forward(
-        *inputs,
-        out,
-        lse,
-        launch.cells,
-        is_causal=launch.cells.is_causal,
-        scale=call.scale,
-        store=store,
-        config=launch.config,
-    )
+        sums.join()
+        launch = launch_of(
+            work, "forward", call.batch, call.heads_per_kv, head_dim, query.dtype, query.device
+        )
+        tiles_forward(
+            *inputs,
+            out,
+            lse,
+            launch.cells,
+            is_causal=launch.cells.is_causal,
+            scale=call.scale,
+            store=store,
+            config=launch.config,
+        )
 
 
 def backward(
@@ -194,19 +187,12 @@ def backward(
             del add_all
         del found  # before the next call makes its own
     if work.shares_launch:
-        _, keys, values = inputs
-        of_merged = merged.dout, merged.lse, merged.delta
-        add_all = partial(_backward_launch, work, call, inputs, of_merged, gradients)
-        into = dquery, dkeys, dvalues, keys, values
-        sums.run(add_all, keys, values, *of_merged, into=into, is_long=False)
+        sums.join()
+        _backward_launch(work, call, inputs, merged, gradients)
 
 
 def _backward_launch(
-    work: Schedule,
-    call: TileCall,
-    inputs: Inputs,
-    merged: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    gradients: Gradients,
+    work: Schedule, call: TileCall, inputs: Inputs, merged: Merged, gradients: Gradients
 ) -> None:
     """The gradients of all tiles that share a launch, added where they belong."""
     from ..kernels import tiles_backward
@@ -215,12 +201,11 @@ def _backward_launch(
     launch = launch_of(
         work, "backward", call.batch, call.heads_per_kv, query.shape[3], query.dtype, query.device
     )
-    dout, lse, delta = merged
     tiles_backward(
-        dout,
+        merged.dout,
         *inputs,
-        lse,
-        delta,
+        merged.lse,
+        merged.delta,
         *gradients[:3],
         launch.cells,
         is_causal=launch.cells.is_causal,

@@ -134,7 +134,6 @@ def ring_forward(
                     remote = compute.Inputs(query, *map(by_slot, fetched.slots))
                     for group in fetched.step.groups:
                         compute.forward(group, tiles, remote, compute.Result(out, lse), sums)
-                    sums.join(fetched.slots)  # a ring frees its buffers before the next are made
                     del remote
                 del fetched
         sums.join()

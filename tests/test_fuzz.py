@@ -54,8 +54,8 @@ def test_calls_are_drawn_again_from_their_seed(fuzz):
 def test_what_is_wrong_or_crashes_is_found(fuzz, capsys, monkeypatch):
     place = Block.place_keys
 
-    def strides_of_zero_are_taken_for_none(self, tensor):
-        found = place(self, tensor)
+    def strides_of_zero_are_taken_for_none(self, tensor, **options):
+        found = place(self, tensor, **options)
         return found._replace(stride=tuple(x or tensor.stride(0) for x in found.stride))
 
     options = ["--calls", "20", "--backend", "eager"]

@@ -70,12 +70,6 @@ class Placement(NamedTuple):
         """The view of a tensor."""
         return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
 
-    @property
-    def rows_first(self) -> Placement:
-        """The same view as (outer, rows, inner, ...)."""
-        (outer, inner, rows, *rest), (a, b, c, *d) = self.size, self.stride
-        return Placement((outer, rows, inner, *rest), (a, c, b, *d), self.offset)
-
 
 class Block(NamedTuple):
     """Part of a tile, or of several equal ones, that one kernel call can take.
@@ -120,16 +114,26 @@ class Block(NamedTuple):
         """Its key rows of a tensor (batch, local_sequence, kv_heads, ...) or of `by_slot`."""
         return self.place_keys(tensor).of(tensor)
 
-    def place_queries(self, tensor: torch.Tensor) -> Placement:
-        """Where its query rows are in tensors like this (batch, local_sequence, heads, ...)."""
-        return self._place(tensor, self.query, (self.outer.query, self.inner.query), self.queries)
+    def place_queries(self, tensor: torch.Tensor, *, rows_first: bool = False) -> Placement:
+        """Where its query rows are in tensors like this (batch, local_sequence, heads, ...).
 
-    def place_keys(self, tensor: torch.Tensor) -> Placement:
+        As (outer, inner, rows, ...), or (outer, rows, inner, ...) with `rows_first`.
+        """
+        steps = self.outer.query, self.inner.query
+        return self._place(tensor, self.query, steps, self.queries, rows_first)
+
+    def place_keys(self, tensor: torch.Tensor, *, rows_first: bool = False) -> Placement:
         """Where its key rows are in tensors like this, as `view_keys` takes them."""
-        return self._place(tensor, self.key, (self.outer.key, self.inner.key), self.keys)
+        steps = self.outer.key, self.inner.key
+        return self._place(tensor, self.key, steps, self.keys, rows_first)
 
     def _place(
-        self, tensor: torch.Tensor, start: Place, steps: tuple[Place, Place], rows: Rows
+        self,
+        tensor: torch.Tensor,
+        start: Place,
+        steps: tuple[Place, Place],
+        rows: Rows,
+        rows_first: bool,
     ) -> Placement:
         batch, row, head, *rest = tensor.stride()
         outer, inner = steps
@@ -140,11 +144,14 @@ class Block(NamedTuple):
             outer_stride = outer.batch * batch + outer.row * row + outer.head * head
         if self.inner.size > 1:
             inner_stride = inner.batch * batch + inner.row * row + inner.head * head
-        return Placement(
-            (self.outer.size, self.inner.size, rows.length, *tensor.shape[3:]),
-            (outer_stride, inner_stride, rows.stride * row if rows.length > 1 else row, *rest),
-            start.batch * batch + start.row * row + start.head * head,
-        )
+        row_stride = rows.stride * row if rows.length > 1 else row
+        offset = start.batch * batch + start.row * row + start.head * head
+        outer_size, inner_size, last = self.outer.size, self.inner.size, tensor.shape[3:]
+        if rows_first:
+            size = outer_size, rows.length, inner_size, *last
+            return Placement(size, (outer_stride, row_stride, inner_stride, *rest), offset)
+        size = outer_size, inner_size, rows.length, *last
+        return Placement(size, (outer_stride, inner_stride, row_stride, *rest), offset)
 
     def slices(self, most_rows: float) -> Iterator[Block]:
         """Cut it along its longer axis, then the other, into blocks of at most `most_rows` rows.

@@ -17,8 +17,8 @@ import torch
 
 from ..caches import keep_few
 from ..kernels import profile_of
-from ..tiles import Selection, TileBackend
-from .blocks import Block, Placement
+from ..tiles import Selection
+from .blocks import Placement
 from .schedule import Schedule
 
 MOST_BLOCKS = 256
@@ -187,14 +187,18 @@ def _cut_forward(
     row_bytes = (head_dim * query.element_size() + lse.element_size()) * held
     most_rows = call.most_rows(query, FORWARD_WORKSPACE, row_bytes)
     may_place = store and out.dtype == query.dtype and backend.forward_into is not None
+    order = backend.rows_first
     for block in work.blocks:
         places = may_place and block.queries.stride == 1
         for part in block.slices(math.inf if places else most_rows):
-            place_out = part.place_queries(out)
             yield ForwardPart(
-                _inputs(part, backend, query, keys, values),
                 (
-                    *(_ordered(backend, place_out) if places else (place_out,)),
+                    part.place_queries(query, rows_first=order),
+                    part.place_keys(keys, rows_first=order),
+                    part.place_keys(values, rows_first=order),
+                ),
+                (
+                    part.place_queries(out, rows_first=order and places),
                     part.place_queries(lse),
                 ),
                 part.is_causal,
@@ -216,6 +220,7 @@ def _cut_backward(
     query, keys, values, dout, out, lse, dquery, dkeys, dvalues = tensors
     backend, head_dim = call.selection.backend, query.shape[3]
     assert backend is not None
+    order = backend.rows_first
     for block in work.blocks:
         own_keys = store_keys and block.member == 0  # members of a KV head share its gradients
         # Where nothing is there to add to, a back end may write what it finds where it belongs.
@@ -226,33 +231,28 @@ def _cut_backward(
         row_bytes += added * head_dim * query.element_size() * held
         additions = _by_flag((store, own_keys, own_keys)[:added])
         for part in block.slices(call.most_rows(query, BACKWARD_WORKSPACE, row_bytes)):
-            totals = part.place_queries(dquery), part.place_keys(dkeys), part.place_keys(dvalues)
             yield BackwardPart(
-                _inputs(part, backend, query, keys, values),
                 (
-                    *_ordered(backend, part.place_queries(dout), part.place_queries(out)),
+                    part.place_queries(query, rows_first=order),
+                    part.place_keys(keys, rows_first=order),
+                    part.place_keys(values, rows_first=order),
+                ),
+                (
+                    part.place_queries(dout, rows_first=order),
+                    part.place_queries(out, rows_first=order),
                     part.place_queries(lse),
                 ),
-                (*totals[:added], *_ordered(backend, *totals[added:])),
+                (
+                    part.place_queries(dquery, rows_first=order and added == 0),
+                    part.place_keys(dkeys, rows_first=order and added < 3),
+                    part.place_keys(dvalues, rows_first=order and added < 3),
+                ),
                 part.is_causal,
                 10 * head_dim * part.pairs,
                 added,
                 additions,
                 {},
             )
-
-
-def _inputs(
-    part: Block, backend: TileBackend, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-) -> tuple[Placement, ...]:
-    return _ordered(
-        backend, part.place_queries(query), part.place_keys(keys), part.place_keys(values)
-    )
-
-
-def _ordered(backend: TileBackend, *views: Placement) -> tuple[Placement, ...]:
-    """Views with their dimensions in the order that the back end takes: see `rows_first`."""
-    return tuple(view.rows_first for view in views) if backend.rows_first else views
 
 
 def _by_flag(flags: Sequence[bool]) -> Additions:

@@ -27,9 +27,7 @@ VARIANTS = {
     "even, 33 rounds": DecodeTuning(rounds=33, even_shares=True),
     "even, 33 rounds, whole blocks": DecodeTuning(rounds=33, even_shares=True, whole_blocks=True),
     "even, whole blocks": DecodeTuning(even_shares=True, whole_blocks=True),
-    "overlapping": DecodeTuning(overlaps=True),
-    "overlapping, whole blocks": DecodeTuning(overlaps=True, whole_blocks=True),
-    "overlapping, even shares": DecodeTuning(overlaps=True, even_shares=True),
+    "launches apart": DecodeTuning(overlaps=False),
     "3 programs, whole blocks": DecodeTuning(programs=3, even_shares=True, whole_blocks=True),
 }
 HEADS, KV_HEADS = 32, 8

@@ -50,7 +50,7 @@ class DecodeTuning:
     rounds: int = 4
     whole_blocks: bool = False
     even_shares: bool = False
-    overlaps: bool = False
+    overlaps: bool = True
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -152,11 +152,15 @@ def streams_of(device: torch.device) -> Streams | None:
     return _CudaStreams(device) if device.type == "cuda" else None
 
 
+_Kind: TypeAlias = Literal["result", "launch", "started"]
+"""Of work on the side stream: see `Accumulator.run`, `launch` and `start`."""
+
+
 class _Behind(NamedTuple):
     done: Any  # for `Streams.wait`
     tensors: tuple[torch.Tensor, ...]  # that must live until then
     targets: frozenset[int]  # storages that are added to
-    is_result: bool  # of a tile
+    kind: _Kind
 
 
 class Accumulator:
@@ -190,16 +194,36 @@ class Accumulator:
         Args:
             add_all: calls `merge` and `add`.
             tensors: the results, which are freed when they have been added.
-            into: what they are added to.
+            into: what they are added to; what `join` is to wait for, too, before it is freed.
             is_long: whether computing them took long enough for going behind to be worthwhile.
         """
         if self._streams is None or not (is_long or self._behind):
             add_all()
             return
-        self._run_behind(add_all, tensors, into, is_result=True)
-        if sum(behind.is_result for behind in self._behind) == self.most_held:
+        self._run_behind(add_all, tensors, into, kind="result")
+        if sum(behind.kind == "result" for behind in self._behind) == self.most_held:
             while not self._wait():
                 pass
+
+    def launch(
+        self,
+        add_all: Callable[[], None],
+        *tensors: torch.Tensor,
+        into: Sequence[torch.Tensor],
+        is_long: bool,
+    ) -> None:
+        """Compute tiles where they belong, in the order of the calls, holding no results.
+
+        Args:
+            add_all: launches what computes them.
+            tensors: of which, that must live until then.
+            into: what is changed; what `join` is to wait for, too, before it is freed.
+            is_long: whether it takes long enough for going behind to be worthwhile.
+        """
+        if self._streams is None or not (is_long or self._behind):
+            add_all()
+        else:
+            self._run_behind(add_all, tensors, into, kind="launch")
 
     def start(
         self, add_all: Callable[[], None], *tensors: torch.Tensor, into: Sequence[torch.Tensor]
@@ -214,16 +238,16 @@ class Accumulator:
         if self._streams is None:
             self._started.append(add_all)
         else:
-            self._run_behind(add_all, tensors, into, is_result=False)
+            self._run_behind(add_all, tensors, into, kind="started")
 
     def finish(self) -> None:
         """Make the current stream wait for what was started; without streams, do it now."""
         while self._started:
             self._started.popleft()()
-        if all(behind.is_result for behind in self._behind):
+        if not any(behind.kind == "started" for behind in self._behind):
             return
         stop = None if self._stopwatch is None else self._stopwatch()
-        while not all(behind.is_result for behind in self._behind):
+        while any(behind.kind == "started" for behind in self._behind):
             self._wait()
         if stop is not None:
             stop()
@@ -234,12 +258,12 @@ class Accumulator:
         tensors: tuple[torch.Tensor, ...],
         into: Sequence[torch.Tensor],
         *,
-        is_result: bool,
+        kind: _Kind,
     ) -> None:
         assert self._streams is not None
         done = self._streams.run(add_all, into)
         targets = frozenset(map(_storage, into))
-        self._behind.append(_Behind(done, tensors, targets, is_result))
+        self._behind.append(_Behind(done, tensors, targets, kind))
 
     def join(self, *totals: torch.Tensor) -> None:
         """Make the current stream wait for additions to `totals`; none: for all, started or run."""
@@ -255,7 +279,7 @@ class Accumulator:
         behind = self._behind.popleft()
         assert self._streams is not None
         self._streams.wait(behind.done)
-        return behind.is_result
+        return behind.kind == "result"
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -31,6 +31,9 @@ from .schedule import Schedule, launch_of, schedule_of
 LONG_FLOPS = 1e11
 """Operations of a kernel call from which results are added on the side stream, behind the next
 call: 0.25 ms on an H200. An addition takes the GPU about 0.02 ms, the side stream the CPU 0.1."""
+LAUNCH_FLOPS = 8e9
+"""Operations of a launch of small tiles from which it is made on the side stream, too, beside the
+kernel calls that follow, which leave multiprocessors idle at their end: 0.03 ms on an H200."""
 
 
 class Inputs(NamedTuple):
@@ -88,6 +91,20 @@ class Merged:
         return row_sums(self.dout, self.out)
 
 
+def launches_first(
+    groups: Sequence[TileGroup], call: TileCall, head_dim: int
+) -> Sequence[TileGroup]:
+    """The groups of which forward has no kernel calls, then the others, behind which they run."""
+    flops = call.selection.forward_table_flops
+    if not flops:
+        return groups
+
+    def has_calls(group: TileGroup) -> bool:
+        return bool(schedule_of(group, call.batch, call.heads_per_kv, head_dim, flops).blocks)
+
+    return sorted(groups, key=has_calls)
+
+
 def forward(
     group: TileGroup, call: TileCall, inputs: Inputs, result: Result, sums: Accumulator
 ) -> None:
@@ -105,6 +122,11 @@ def forward(
     work = schedule_of(
         group, call.batch, call.heads_per_kv, head_dim, selection.forward_table_flops
     )
+    if work.shares_launch:  # first, behind the kernel calls, whose rows are others
+        _, keys, values = inputs
+        add_all = partial(_forward_launch, work, call, inputs, result)
+        is_long = work.flops >= profile_of(query.device).flops(LAUNCH_FLOPS)
+        sums.launch(add_all, keys, values, into=(out, lse, keys, values), is_long=is_long)
     lse_rows, long_flops = lse.transpose(1, 2), profile_of(query.device).flops(LONG_FLOPS)
     tensors = *inputs, out, lse_rows
     for part in forward_parts(work, call, tensors, held=sums.most_held, store=store):
@@ -120,23 +142,26 @@ def forward(
         add_all = partial(merge, *views, *tile, store=store)
         sums.run(add_all, *tile, into=views, is_long=part.flops >= long_flops)
         del tile, add_all  # before the next call makes its own
-    if work.shares_launch:
-        from ..kernels import tiles_forward
 
-        sums.join()
-        launch = launch_of(
-            work, "forward", call.batch, call.heads_per_kv, head_dim, query.dtype, query.device
-        )
-        tiles_forward(
-            *inputs,
-            out,
-            lse,
-            launch.cells,
-            is_causal=launch.cells.is_causal,
-            scale=call.scale,
-            store=store,
-            config=launch.config,
-        )
+
+def _forward_launch(work: Schedule, call: TileCall, inputs: Inputs, result: Result) -> None:
+    """All tiles that share a launch, merged where they belong."""
+    from ..kernels import tiles_forward
+
+    query, (out, lse, store) = inputs.query, result
+    launch = launch_of(
+        work, "forward", call.batch, call.heads_per_kv, query.shape[3], query.dtype, query.device
+    )
+    tiles_forward(
+        *inputs,
+        out,
+        lse,
+        launch.cells,
+        is_causal=launch.cells.is_causal,
+        scale=call.scale,
+        store=store,
+        config=launch.config,
+    )
 
 
 def backward(
@@ -162,6 +187,13 @@ def backward(
     work = schedule_of(
         group, call.batch, call.heads_per_kv, head_dim, selection.backward_table_flops
     )
+    if work.shares_launch:  # first, as in forward
+        _, keys, values = inputs
+        of_merged = merged.dout, merged.lse, merged.delta
+        add_all = partial(_backward_launch, work, call, inputs, of_merged, gradients)
+        into = dquery, dkeys, dvalues, keys, values
+        is_long = 2.5 * work.flops >= profile_of(query.device).flops(LAUNCH_FLOPS)
+        sums.launch(add_all, keys, values, *of_merged, into=into, is_long=is_long)
     lse_rows, long_flops = merged.lse.transpose(1, 2), profile_of(query.device).flops(LONG_FLOPS)
     tensors = *inputs, merged.dout, merged.out, lse_rows, dquery, dkeys, dvalues
     for part in backward_parts(
@@ -186,13 +218,14 @@ def backward(
             sums.run(add_all, *found, into=totals[: part.added], is_long=part.flops >= long_flops)
             del add_all
         del found  # before the next call makes its own
-    if work.shares_launch:
-        sums.join()
-        _backward_launch(work, call, inputs, merged, gradients)
 
 
 def _backward_launch(
-    work: Schedule, call: TileCall, inputs: Inputs, merged: Merged, gradients: Gradients
+    work: Schedule,
+    call: TileCall,
+    inputs: Inputs,
+    merged: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    gradients: Gradients,
 ) -> None:
     """The gradients of all tiles that share a launch, added where they belong."""
     from ..kernels import tiles_backward
@@ -201,11 +234,12 @@ def _backward_launch(
     launch = launch_of(
         work, "backward", call.batch, call.heads_per_kv, query.shape[3], query.dtype, query.device
     )
+    dout, lse, delta = merged
     tiles_backward(
-        merged.dout,
+        dout,
         *inputs,
-        merged.lse,
-        merged.delta,
+        lse,
+        delta,
         *gradients[:3],
         launch.cells,
         is_causal=launch.cells.is_causal,

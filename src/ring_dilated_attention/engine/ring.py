@@ -132,8 +132,10 @@ def ring_forward(
             for fetched in islice(arrivals, call.num_steps(one)):
                 if fetched.slots is not None:
                     remote = compute.Inputs(query, *map(by_slot, fetched.slots))
-                    for group in fetched.step.groups:
-                        compute.forward(group, tiles, remote, compute.Result(out, lse), sums)
+                    result, groups = compute.Result(out, lse), fetched.step.groups
+                    for group in compute.launches_first(groups, tiles, query.shape[3]):
+                        compute.forward(group, tiles, remote, result, sums)
+                    sums.join(fetched.slots)  # a ring frees its buffers before the next are made
                     del remote
                 del fetched
         sums.join()

@@ -38,12 +38,14 @@ class Schedule:
         blocks: a kernel call each.
         table: tiles of the launch.
         packed: more of them.
+        flops: operations of forward of `table`.
         parts: the kernel calls of the blocks, for each of the last few layouts: see `parts`.
     """
 
     blocks: tuple[Block, ...]
     table: tuple[Tile, ...]
     packed: tuple[PackedTiles, ...] = ()
+    flops: int = 0
     parts: dict[Hashable, Any] = field(default_factory=dict)
 
     @property
@@ -92,7 +94,7 @@ def _make_schedule(
     blocks: list[Block] = []
     table: list[Tile] = []
     packed: list[PackedTiles] = []
-    single = list(group.single)
+    single, launch_flops = list(group.single), 0
     for many in group.packed:
         # A block would be a tile of all rows of the batch: (4, or causal 2) * its pairs operations.
         flops = (2 if many.is_causal else 4) * head_dim * batch * len(many.heads)
@@ -101,11 +103,13 @@ def _make_schedule(
         single.extend(long.tiles())
     for family in families(single):
         cut = list(family.blocks(batch, heads_per_kv))
-        if 4 * head_dim * sum(block.pairs for block in cut) <= table_flops * len(cut):
+        flops_of_cut = 4 * head_dim * sum(block.pairs for block in cut)
+        if flops_of_cut <= table_flops * len(cut):
             table.extend(family.tiles)
+            launch_flops += flops_of_cut
         else:
             blocks.extend(cut)
-    return Schedule(tuple(blocks), tuple(table), tuple(packed))
+    return Schedule(tuple(blocks), tuple(table), tuple(packed), launch_flops)
 
 
 def launch_of(work: Schedule, *key: Any) -> Launch:

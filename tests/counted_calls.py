@@ -1,8 +1,9 @@
 """How much work something is, whatever the machine does besides."""
 
-import multiprocessing
 import sys
 from concurrent.futures import ProcessPoolExecutor
+
+from ring_dilated_attention.checks import forked_context
 
 
 def count_calls(function, *arguments):
@@ -15,7 +16,7 @@ def count_calls(function, *arguments):
         function: defined at the top of a module.
         arguments: passed on; what can be pickled, as what it returns.
     """
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, forked_context()) as pool:
         return pool.submit(_counted, function, arguments).result()
 
 

@@ -63,7 +63,7 @@ def run_program(
     Args:
         program: a file of Python.
         arguments: of its command line.
-        ranks: how many.
+        ranks: how many; 0: one process that no launcher has started.
         path: folders to import from before all others.
     """
     context = forked_context()
@@ -76,7 +76,7 @@ def run_program(
             context.Process(
                 target=_program, args=(rank, ranks, environment, folder, command, list(path))
             )
-            for rank in range(ranks)
+            for rank in range(ranks or 1)
         ]
         for process in processes:
             process.start()
@@ -86,7 +86,7 @@ def run_program(
             process.join()
         codes = [process.exitcode for process in processes]
         said = [
-            "".join(Path(folder, f"{name}{rank}").read_text() for rank in range(ranks))
+            "".join(Path(folder, f"{name}{rank}").read_text() for rank in range(ranks or 1))
             for name in ("out", "err")
         ]
     return Ended(next((code for code in codes if code), 0), *said)
@@ -102,8 +102,9 @@ def _program(
 ) -> None:
     os.environ.clear()
     os.environ |= environment
-    as_by_torchrun(rank, world_size)
-    os.environ["MASTER_PORT"] = environment["MASTER_PORT"]
+    if world_size:
+        as_by_torchrun(rank, world_size)
+        os.environ["MASTER_PORT"] = environment["MASTER_PORT"]
     torch.set_num_threads(1)
     for number, name in ((1, "out"), (2, "err")):
         file = os.open(Path(folder, f"{name}{rank}"), os.O_WRONLY | os.O_CREAT)

@@ -18,6 +18,12 @@ NEEDED = (
     "transformers.models.llama.modeling_llama",
     "matplotlib.figure",
     "peft",
+    "typer",
+    "ring_dilated_attention.bench",
+    "ring_dilated_attention.cli",
+    "ring_dilated_attention.integrations.transformers",
+    "ring_dilated_attention.nn",
+    "ring_dilated_attention.train",
 )
 """By some ranks. Each would take its seconds to import them, in each test."""
 

@@ -1,11 +1,9 @@
 """Programs of `benchmarks/` that run on a CPU, too: that they still do."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from launched import run_program
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 PROGRAMS = {
@@ -20,8 +18,7 @@ PROGRAMS = {
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_runs_on_a_cpu(name, tmp_path):
     out = tmp_path / "found.json"
-    command = [sys.executable, FOLDER / f"{name}.py", *PROGRAMS[name].split(), "--out", out]
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    given = [*PROGRAMS[name].split(), "--out", str(out)]
+    done = run_program(FOLDER / f"{name}.py", given, ranks=0)
     assert done.returncode == 0, done.stderr[-2000:]
     assert out.stat().st_size

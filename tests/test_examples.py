@@ -32,17 +32,6 @@ SEVERAL_RANKS = {
 FOUR_RANKS = {"tensor_parallel"}
 
 
-def run_by_torchrun(program, options):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    return subprocess.run(
-        [*command, "--nproc-per-node=2", str(program), *options],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-
-
 NEEDS = {
     "transformers_llama": ["transformers"],
     "transformers_adapters": ["transformers", "peft"],
@@ -87,7 +76,17 @@ def test_on_two_ranks(name):
 @pytest.mark.slow
 def test_torchrun_runs_an_example():
     """The other tests start ranks as torchrun does, which takes a third of the time."""
-    done = run_by_torchrun(EXAMPLES / "several_gpus.py", SEVERAL_RANKS["several_gpus"])
+    program, options = EXAMPLES / "several_gpus.py", SEVERAL_RANKS["several_gpus"]
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node=2", str(program), *options),
+        ],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -96,7 +95,7 @@ def test_a_wrong_result_is_an_exit_code(tmp_path):
     text = (EXAMPLES / "several_gpus.py").read_text()
     broken = tmp_path / "broken.py"
     broken.write_text(text.replace("pattern, is_causal=True, group", "pattern, group"))
-    done = run_by_torchrun(broken, SEVERAL_RANKS["several_gpus"])
+    done = run_program(broken, SEVERAL_RANKS["several_gpus"], ranks=2)
     assert done.returncode == 1
     assert "differs from one process" in done.stderr
 

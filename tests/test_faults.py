@@ -6,7 +6,8 @@ from faults import FAULTS
 from faulty_ranks import GLOO, Transport, leftovers, problems, run_fault
 from several_hosts import skip_without_hosts
 
-pytestmark = pytest.mark.faults
+# One worker has them all: much of their time ranks wait, and the other computes meanwhile.
+pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("faults")]
 
 WITHOUT_A_BOARD = [
     "killed between calls",

@@ -151,7 +151,7 @@ def row_step(model: LongNet, caches: list[DilatedKVCache]) -> RowStep:
     return RowStep(model, caches, partial(model.step, caches=caches))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(generations())
 def test_logits_of_a_row_token_by_token_are_those_of_the_full_forward(case: dict[str, Any]) -> None:
     model, prompt, count = model_of(case), case["prompt"], sum(case["new"])
@@ -254,13 +254,13 @@ def test_tokens_are_the_same_on_any_number_of_ranks(sharded: bool) -> None:
     prompt = torch.randint(VOCABULARY, (2, 47))
     options: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "seed": 7, "lengths": [47, 30]}
     for chosen in ({"lengths": [47, 30]}, options):
-        want = model.generate(prompt, 70, **chosen)
+        want = model.generate(prompt, 40, **chosen)
         for world_size in WORLD_SIZES[1:]:
             layout = SequenceLayout.zigzag(47, world_size)
 
             def rank(ends: Exchange, layout: Any = layout, chosen: Any = chosen) -> torch.Tensor:
                 return model.generate(
-                    layout.shard(prompt, ends.rank, 1), 70, layout=layout, group=ends,
+                    layout.shard(prompt, ends.rank, 1), 40, layout=layout, group=ends,
                     sharded=sharded, **chosen,
                 )  # fmt: skip
 
@@ -320,7 +320,7 @@ def test_rejected_tokens_are_taken_back() -> None:
     assert relative_error(model.step(text[:, at:], caches), want) < 1e-10
 
 
-def test_ten_thousand_tokens_take_the_memory_of_the_closed_form(
+def test_two_thousand_tokens_take_the_memory_of_the_closed_form(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = make_model(
@@ -334,11 +334,11 @@ def test_ten_thousand_tokens_take_the_memory_of_the_closed_form(
         return made
 
     monkeypatch.setattr("ring_dilated_attention.nn.generation.make_caches", make)
-    for _ in model.stream(torch.zeros(1, 3, dtype=torch.int64), 10_000):
+    for _ in model.stream(torch.zeros(1, 3, dtype=torch.int64), 2000):
         (cache,) = made
         assert cache.nbytes == plan_cache(cache.plan.pattern, 1, None).nbytes(1, 4, 4)
         assert cache.nbytes == 2 * (16 + 64 // 4) * 4 * 4
-    assert made[0].known_lengths == (3 + 10_000 - 1,)
+    assert made[0].known_lengths == (3 + 2000 - 1,)
 
 
 # --- processes

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from several_hosts import hosts_of, run_on_hosts, skip_without_hosts
+from several_hosts import fork_on_hosts, hosts_of, run_on_hosts, skip_without_hosts
 from sweep_sample import sweep_sample
 from worlds import world
 
@@ -40,10 +40,17 @@ def swept(rank, world_size, seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "seed"), [((2, 2), 1), ((3, 1), 2), ((1, 1, 1), 1)])
-def test_sweep(ranks, seed):
+@pytest.mark.parametrize(
+    ("start", "ranks", "seed"),
+    [
+        (run_on_hosts, (2, 2), 1),  # by torchrun
+        (fork_on_hosts, (3, 1), 2),
+        (fork_on_hosts, (1, 1, 1), 1),
+    ],
+)
+def test_sweep(start, ranks, seed):
     skip_without_hosts()
-    found = run_on_hosts(swept, ranks, seed)
+    found = start(swept, ranks, seed)
     cases = cases_of(sum(ranks), seed)
     outcomes = combine([outcomes for outcomes, _ in found])
     assert not [case for case, x in zip(cases, outcomes, strict=True) if not x.passes(case.dtype)]

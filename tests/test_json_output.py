@@ -59,7 +59,7 @@ def number(cell):
     return int(cell.replace(",", ""))
 
 
-@pytest.mark.parametrize("name", ["decode", "simulate"])
+@pytest.mark.parametrize("name", ["plan", "decode", "simulate"])
 def test_standard_output_holds_the_document_alone(name):
     done = rda(LINES[name], "--json=-")
     assert done.exit_code == 0, done.output
@@ -77,7 +77,7 @@ main()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["plan", "verify", "bench"])
+@pytest.mark.parametrize("name", ["verify", "bench"])
 def test_a_pipe_holds_the_document_and_nothing_else(name, tmp_path):
     """Of the ranks that `bench` starts neither, whose libraries write without Python."""
     words = [*LINES[name].split(), "--json=-", *(["--out=found"] if name == "bench" else [])]

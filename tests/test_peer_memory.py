@@ -70,7 +70,10 @@ def test_messages_arrive_in_any_order_of_streams(world_size, streams, slots, mon
 @pytest.mark.parametrize(("streams", "slots"), [(1, 1), (2, peer_memory.SLOTS)])
 @pytest.mark.parametrize(("world_size", "round_pairs"), [(2, None), (4, 300), (7, None)])
 def test_calls_through_outboxes(world_size, round_pairs, streams, slots, monkeypatch):
-    """One after the other, of many shapes, patterns and layouts, forward and backward."""
+    """One after the other, of many shapes, patterns and layouts, forward and backward.
+
+    Of more ranks than two as many as have every option: other ones for each number of streams.
+    """
     monkeypatch.setattr(peer_memory, "SLOTS", slots)
     lock, expected = threading.Lock(), lru_cache(maxsize=8)(Case.expected)
 
@@ -80,8 +83,8 @@ def test_calls_through_outboxes(world_size, round_pairs, streams, slots, monkeyp
 
     monkeypatch.setattr(Case, "expected", once)
     cases = list(sweep(world_size))
-    if world_size == 7:
-        cases = [cases[number] for number in sweep_sample(world_size)]
+    if world_size > 2:
+        cases = [cases[number] for number in sweep_sample(world_size, seed=streams)]
     host = Host(world_size, streams, seed=0)
 
     def rank(ends):

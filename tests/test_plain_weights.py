@@ -8,7 +8,6 @@ import pickle
 import runpy
 import shutil
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from launched import run_program
 from safetensors.torch import load_file, save_file
 from test_train_checkpoint import DAMAGES, MODEL, make_config, sealed, state, tensors_of, write
 from typer.testing import CliRunner
@@ -342,14 +342,6 @@ def test_a_checkpoint_of_torch_is_refused_with_the_way(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_example_of_checkpoints_on_two_ranks(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*command, "--nproc-per-node", "2", str(EXAMPLE), "--out", str(tmp_path)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    done = run_program(EXAMPLE, ["--out", str(tmp_path)], ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]
     assert sampled(tmp_path / "weights")

@@ -13,19 +13,18 @@ import re
 import resource
 import shutil
 import subprocess
-import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from ring_dilated_attention.checks import run_ranks
+from ring_dilated_attention.checks import forked_context, run_ranks
 from ring_dilated_attention.cli import app
 from ring_dilated_attention.nn import LongNet, LongNetConfig
 from ring_dilated_attention.train import TrainConfig, TrainingError, checkpoint, run_folder
@@ -509,13 +508,12 @@ def test_a_link_in_place_of_a_checkpoint_goes_without_what_it_links(
 
 # --- the lock
 
-HOLDER = textwrap.dedent("""
-    import pathlib, sys, time
-    from ring_dilated_attention.train.run_folder import RunLock
-    with RunLock(pathlib.Path(sys.argv[1]), resume=False):
-        print("held", flush=True)
-        time.sleep(600)
-""")
+
+def hold(folder: Path, held: Any) -> None:
+    """Train there, as far as others can see."""
+    with run_folder.RunLock(folder, resume=False):
+        held.set()
+        Event().wait()  # until it is killed
 
 
 @pytest.mark.parametrize("resume", [False, True])
@@ -523,28 +521,28 @@ HOLDER = textwrap.dedent("""
 def test_a_second_training_is_told_by_whom(copied: TrainConfig, resume: bool, ranks: int) -> None:
     options = ["train", f"--out={copied.out}", f"--ranks={ranks}", "--steps=9"]
     options += ["--resume"] if resume else [f"--data={copied.data[0]}"]
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(copied.out)], stdout=subprocess.PIPE, text=True
-    ) as holder:
-        assert holder.stdout is not None
-        try:
-            assert holder.stdout.readline() == "held\n"
-            result = CliRunner().invoke(app, options)
-            assert result.exit_code == 2, result.output
-            assert re.fullmatch(
-                rf"error: {copied.out} is in use by a training, process {holder.pid} on \S+ since "
-                r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d; wait for it, or choose another folder\n",
-                result.output,
-            )
-            # The lock goes with its process, whatever ends that.
-            holder.kill()
-            holder.wait()
-            assert (copied.out / run_folder.LOCK).exists()
-            with run_folder.RunLock(copied.out, resume=True):
-                pass
-            assert not (copied.out / run_folder.LOCK).exists()
-        finally:
-            holder.kill()
+    context = forked_context()
+    held = context.Event()
+    holder = context.Process(target=hold, args=(copied.out, held))
+    holder.start()
+    try:
+        assert held.wait(100)
+        result = CliRunner().invoke(app, options)
+        assert result.exit_code == 2, result.output
+        assert re.fullmatch(
+            rf"error: {copied.out} is in use by a training, process {holder.pid} on \S+ since "
+            r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d; wait for it, or choose another folder\n",
+            result.output,
+        )
+        # The lock goes with its process, whatever ends that.
+        holder.kill()
+        holder.join()
+        assert (copied.out / run_folder.LOCK).exists()
+        with run_folder.RunLock(copied.out, resume=True):
+            pass
+        assert not (copied.out / run_folder.LOCK).exists()
+    finally:
+        holder.kill()
 
 
 def test_a_run_holds_its_folder_while_it_runs(copied: TrainConfig) -> None:

@@ -320,7 +320,7 @@ def test_rejected_tokens_are_taken_back() -> None:
     assert relative_error(model.step(text[:, at:], caches), want) < 1e-10
 
 
-def test_two_thousand_tokens_take_the_memory_of_the_closed_form(
+def test_ten_thousand_tokens_take_the_memory_of_the_closed_form(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = make_model(
@@ -334,11 +334,11 @@ def test_two_thousand_tokens_take_the_memory_of_the_closed_form(
         return made
 
     monkeypatch.setattr("ring_dilated_attention.nn.generation.make_caches", make)
-    for _ in model.stream(torch.zeros(1, 3, dtype=torch.int64), 2000):
+    for _ in model.stream(torch.zeros(1, 3, dtype=torch.int64), 10_000):
         (cache,) = made
         assert cache.nbytes == plan_cache(cache.plan.pattern, 1, None).nbytes(1, 4, 4)
         assert cache.nbytes == 2 * (16 + 64 // 4) * 4 * 4
-    assert made[0].known_lengths == (3 + 2000 - 1,)
+    assert made[0].known_lengths == (3 + 10_000 - 1,)
 
 
 # --- processes

@@ -386,15 +386,13 @@ def ranges_backward(
     inputs, of_rows, numbers = (q, k, v, dout), (lse, delta), (delta.stride(0), scale)
     options = {"IS_CAUSAL": is_causal, "DETACHED": detached}
     zeros = zero_keys and not is_causal
-    _launch_dq(
-        *ranges_launch(
-            queries, config.dq, (*inputs, out, dq), of_rows, numbers,
-            rows_of=q, ZERO_KEYS=zeros, **options,
-        )
+    launch, tensors = ranges_launch(
+        queries, config.dq, (*inputs, out, dq), of_rows, numbers,
+        rows_of=q, ZERO_KEYS=zeros, **options,
     )  # fmt: skip
-    _launch_dkdv(
-        *ranges_launch(
-            keys, config.dkdv, (*inputs, dk, dv), of_rows, numbers,
-            rows_of=k, **options, **copies_of(config.dkdv),
-        )
+    _launch_dq(launch.grid, tensors, *launch[1:])
+    launch, tensors = ranges_launch(
+        keys, config.dkdv, (*inputs, dk, dv), of_rows, numbers,
+        rows_of=k, **options, **copies_of(config.dkdv),
     )  # fmt: skip
+    _launch_dkdv(launch.grid, tensors, *launch[1:])

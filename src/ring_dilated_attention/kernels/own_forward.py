@@ -10,13 +10,13 @@ Shape legend: B batch, n rows, H query heads, K KV heads, D head_dim.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from ..caches import keep_few
 from .blocks import (
     LN_2,
     LOG2_E,
@@ -31,7 +31,7 @@ from .blocks import (
     zero_block,
 )
 from .forward import attend, merge_block
-from .launch import Launcher
+from .launch import KernelLaunch, Launcher
 from .own_programs import Programs
 from .tuning import LaunchConfig, head_dim_constants
 
@@ -253,6 +253,7 @@ def _forward_kernel(
     tl.store(lse + lse_offsets, new_lse, mask=seen_rows)
 
 
+_LAUNCHES_KEPT = 8
 _launch = Launcher(_forward_kernel)
 
 
@@ -286,18 +287,17 @@ def ranges_forward(
         config: how to launch.
     """
     assert config.block_m == programs.block
-    _launch(
-        *ranges_launch(
-            programs,
-            config,
-            (q, k, v, out),
-            (lse,),
-            (scale,),
-            rows_of=q,
-            IS_CAUSAL=is_causal,
-            ZERO_KEYS=zero_keys and not is_causal,
-        )
+    launch, tensors = ranges_launch(
+        programs,
+        config,
+        (q, k, v, out),
+        (lse,),
+        (scale,),
+        rows_of=q,
+        IS_CAUSAL=is_causal,
+        ZERO_KEYS=zero_keys and not is_causal,
     )
+    _launch(launch.grid, tensors, *launch[1:])
 
 
 def ranges_launch(
@@ -305,12 +305,12 @@ def ranges_launch(
     config: LaunchConfig,
     tensors: Sequence[torch.Tensor],
     of_rows: Sequence[torch.Tensor],
-    numbers: Sequence[float],
+    numbers: tuple[float, ...],
     *,
     rows_of: torch.Tensor,
     **options: int,
-) -> tuple[tuple[int, int], tuple[torch.Tensor, ...], tuple[float, ...], dict[str, Any]]:
-    """What a `Launcher` of a kernel of ranges takes.
+) -> tuple[KernelLaunch, tuple[torch.Tensor, ...]]:
+    """How to launch a kernel of ranges, kept for the next tensors of the same layout; on which.
 
     Args:
         programs: what to compute.
@@ -321,34 +321,25 @@ def ranges_launch(
         rows_of: the tensor whose heads have programs: q, or k where they are keys.
         options: what else the kernel is compiled for.
     """
-    query, key = tensors[:2]
-    unit, strides, longest = strides_of(of_rows[0].stride(), *[x.stride() for x in tensors])
-    batch, _, heads, head_dim = query.shape
-    return (
-        (batch * programs.count * rows_of.shape[2], 1),
-        (*tensors, *of_rows, *programs.tensors),
-        (*strides, *numbers, *programs.sizes(heads, key.shape[2])),
-        {**_constants(programs, unit, longest, config, head_dim), **options},
-    )
+    shape, kv_heads, programs_heads = tensors[0].shape, tensors[1].shape[2], rows_of.shape[2]
+    strides, of_lse = [x.stride() for x in tensors], of_rows[0].stride()
 
+    def make() -> KernelLaunch:
+        batch, _, heads, head_dim = shape
+        unit = stride_unit(*strides)
+        longest = max(of_lse[2], *(x[1] for x in strides))  # way from a row to the next
+        sizes = programs.sizes(heads, kv_heads)
+        return KernelLaunch(
+            (batch * programs.count * programs_heads, 1),
+            (*strides_in(unit, *strides), *of_lse, *numbers, *sizes),
+            {**_constants(programs, unit, longest, config, head_dim), **options},
+            {},
+        )
 
-@lru_cache(maxsize=1024)
-def strides_of(
-    of_lse: tuple[int, ...], *of_rows: tuple[int, ...]
-) -> tuple[int, tuple[int, ...], int]:
-    """What strides of tensors come to: worked out once, as calls of a length are many.
-
-    Args:
-        of_lse: strides of an lse (B, H, n).
-        of_rows: strides of tensors (B, n, heads, D).
-
-    Returns:
-        The unit in which strides of rows are counted; all strides, those of the lse behind the
-        others; the longest way from a row to the next.
-    """
-    unit = stride_unit(*of_rows)
-    longest = max(of_lse[2], *(strides[1] for strides in of_rows))
-    return unit, (*strides_in(unit, *of_rows), *of_lse), longest
+    layout = shape, kv_heads, programs_heads, of_lse, *strides
+    key = config, numbers, *options.values(), *layout
+    launch = keep_few(programs.launches, key, make, _LAUNCHES_KEPT)
+    return launch, (*tensors, *of_rows, *programs.tensors)
 
 
 def _constants(

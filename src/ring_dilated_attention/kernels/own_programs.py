@@ -13,8 +13,8 @@ as segments do. Heads and batch entries are axes of the grid: no table grows wit
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ..plan import OwnRange
+from .launch import KernelLaunch
 from .tables import spread
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class Programs:
         rows: int32 (programs, 5): `PROGRAM_FIELDS`.
         block: rows of a program at most.
         max_step: the largest step between rows of a program, which no rate exceeds.
+        launches: how kernels are launched on them, for each of the last few layouts.
     """
 
     ranges: torch.Tensor
@@ -66,6 +68,7 @@ class Programs:
     rows: torch.Tensor
     block: int
     max_step: int
+    launches: dict[Hashable, KernelLaunch] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def tensors(self) -> tuple[torch.Tensor, ...]:

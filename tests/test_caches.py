@@ -12,7 +12,7 @@ from ring_dilated_attention import (
 )
 from ring_dilated_attention.caches import cache_by_size, keep_few
 from ring_dilated_attention.documents import packed_rows
-from ring_dilated_attention.engine import schedule, zero_keys
+from ring_dilated_attention.engine import parts, schedule, zero_keys
 from ring_dilated_attention.resolve import forget_plans
 
 
@@ -50,6 +50,26 @@ def test_what_is_kept_for_a_plan_does_not_grow():
     assert len(blocks) == 4
     (schedules,) = schedule.SCHEDULES.values()
     assert len(schedules) == 8
+
+
+@pytest.mark.usefixtures("_no_plans")
+@pytest.mark.parametrize("most_blocks", [parts.MOST_BLOCKS, 0])
+def test_kernel_calls_are_kept_for_few_layouts(most_blocks, monkeypatch):
+    """And a call of a layout gets its own, whichever came before."""
+    monkeypatch.setattr(parts, "MOST_BLOCKS", most_blocks)
+    pattern = DilatedPattern([5, 16], [1, 3])
+    query, dout = torch.randn(2, 1, 40, 2, 8, dtype=torch.float64)
+    expected = None
+    for _ in range(2):
+        for wider in range(12):
+            wide = query.new_empty(1, 40, 2 + wider, 8)
+            given = wide[:, :, :2].copy_(query).requires_grad_()
+            out = dilated_attention(given, given, given, pattern)
+            found = out.detach(), *torch.autograd.grad(out, given, dout)
+            expected = expected or found
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    (kept,) = {len(one.parts) for few in schedule.SCHEDULES.values() for one in few.values()}
+    assert kept == (8 if most_blocks else 0)
 
 
 def test_lists_of_documents_are_kept_up_to_a_size():

@@ -1,6 +1,7 @@
 """Compiled kernels are launched again only where Triton would choose the same one."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -39,11 +40,11 @@ class _Compiled:
         return lambda *arguments: self.kernel.launched.append((grid, arguments))
 
 
-def call(launch, **changes):
+def call(launch, memo=None, **changes):
     tensor = torch.zeros(64)
     given = {"a": tensor, "b": tensor, "n": 7, "scale": 0.5, "CAUSAL": True, "BLOCK": 64} | changes
     constants = {name: x for name, x in given.items() if name.isupper()} | {"num_warps": 4}
-    launch((3, 2), (given["a"], given["b"]), (given["n"], given["scale"]), constants)
+    launch((3, 2), (given["a"], given["b"]), (given["n"], given["scale"]), constants, memo)
     return given
 
 
@@ -81,6 +82,19 @@ def test_what_triton_compiles_for_makes_another_form(change):
     for _ in range(2):
         call(launch, **change)
     assert (len(kernel.compiled), len(kernel.launched)) == (2, 1)
+
+
+def test_a_memo_saves_looking_at_numbers_and_constants():
+    kernel = Kernel()
+    launch, memo = Launcher(kernel), dict[Any, Any]()
+    for _ in range(3):
+        call(launch, memo)
+    launch.forms.clear()  # whoever has a memo needs nothing else
+    given = call(launch, memo)
+    assert (len(kernel.compiled), len(kernel.launched)) == (1, 3)
+    assert kernel.launched[-1][1][0] is given["a"]
+    call(launch, memo, b=torch.zeros(65)[1:])  # tensors are looked at all the same
+    assert (len(kernel.compiled), len(kernel.launched)) == (2, 3)
 
 
 def test_a_large_scale_is_no_large_integer():

@@ -11,7 +11,7 @@ import sys
 import threading
 import weakref
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -283,6 +283,37 @@ def takes_part(pattern, branch, offset, row, each):
     start = position // length * length
     rate = pattern.dilation_rates[branch]
     return 0 <= offset <= position - start and (position - start - offset) % rate == 0
+
+
+def test_one_plan_in_many_layouts():
+    """What is kept of launches belongs to a layout, a scale and a direction."""
+    length, heads, head_dim = 23, 2, 16
+    layouts: dict[str, Any] = {
+        "plain": lambda x: x,
+        "part of a joint tensor": lambda x: (
+            x.new_empty(1, length, 3, heads, head_dim).unbind(2)[1].copy_(x)
+        ),
+        "heads outside": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+        "two at once": lambda x: torch.cat([x, x.flip(1)]),
+    }
+    q, k, v, dout = torch.randn(4, 1, length, heads, head_dim, device=DEVICE)
+    for name, scale in [("plain", 0.5), *product(layouts, (0.25,)), ("plain", 0.25)]:
+        results: list[list[torch.Tensor]] = []
+        for is_own in (True, False):
+            dtype = torch.float32 if is_own else torch.float64
+            leaves = [layouts[name](x).to(dtype).detach().requires_grad_() for x in (q, k, v)]
+            out, lse = dilated_attention(
+                leaves[0],
+                leaves[1],
+                leaves[2],
+                GIGAPATH,
+                scale=scale,
+                backend="triton" if is_own else "eager",
+                return_lse=True,
+            )
+            gradients = torch.autograd.grad(out, leaves, layouts[name](dout).to(dtype))
+            results.append([x.cpu() for x in (out.detach(), lse, *gradients)])
+        assert_close(results[0], results[1], 2e-5, (name, scale))
 
 
 def test_launches_are_cut_where_rates_have_little_in_common():

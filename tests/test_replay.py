@@ -1,6 +1,7 @@
 """What a function's compiled kernels were called with is called again, or nothing is kept."""
 
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -49,20 +50,20 @@ def made(*, copies=False, allocates=True, hides=False, nests=False):
 
     replay = Replay(lambda: [first, second], allocates=allocates)
 
-    def run(x, y, out, scale=2.0):
+    def run(x, y, out, scale=2.0, memo=None):
         def call(noting):
             with noting:
                 function(x, y, out, scale)
 
-        replay((x, y, out), scale, call)
+        replay((x, y, out), scale, call, memo)
 
     return library, run, replay, (first, second)
 
 
-def check(run, shape=(3, 4), scale=2.0, step=1):
+def check(run, shape=(3, 4), scale=2.0, step=1, memo=None):
     x, y = torch.randn(2, *shape[:-1], shape[-1] * step)[..., ::step]
     out = torch.full(shape, torch.nan)
-    run(x, y, out, scale)
+    run(x, y, out, scale, memo)
     torch.testing.assert_close(out, scale * (x + y) * x.sum(-1, keepdim=True), rtol=1e-4, atol=1e-4)
 
 
@@ -79,6 +80,21 @@ def test_a_kind_of_call_goes_through_its_python_once():
     assert library.chosen == 4
 
 
+def test_a_memo_saves_looking_for_the_kind():
+    library, run, replay, _ = made()
+    memos: list[dict[Any, Any]] = [{}, {}]
+    for memo in memos:
+        for _ in range(3):
+            check(run, memo=memo)
+    assert library.chosen == 1
+    replay.kept.clear()  # whoever has a memo needs nothing else
+    for memo in memos:
+        check(run, memo=memo)
+    assert library.chosen == 1
+    check(run)
+    assert library.chosen == 2
+
+
 @pytest.mark.parametrize(
     "how",
     [{"copies": True}, {"allocates": False}, {"hides": True}, {"nests": True}],
@@ -86,9 +102,11 @@ def test_a_kind_of_call_goes_through_its_python_once():
 )
 def test_what_is_not_understood_is_not_kept(how):
     library, run, *_ = made(**how)
-    for _ in range(4):
-        check(run)
+    memo: dict[Any, Any] = {}
+    for given in (None, None, memo, memo):
+        check(run, memo=given)
     assert library.chosen == 4
+    assert not memo
 
 
 def test_tensors_at_one_address_are_not_told_apart():

@@ -166,6 +166,8 @@ class _Behind(NamedTuple):
 class Accumulator:
     """Adds results into the whole; where there are streams, on one of its own behind the compute.
 
+    Launches of small tiles add to the whole by themselves, and go there, too.
+
     Args:
         device: where the tensors are; the current stream there is the compute's.
         stopwatch: started where the compute waits for what others must send; see `Exchange`.

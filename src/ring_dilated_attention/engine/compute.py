@@ -94,7 +94,7 @@ class Merged:
 def launches_first(
     groups: Sequence[TileGroup], call: TileCall, head_dim: int
 ) -> Sequence[TileGroup]:
-    """The groups of which forward has no kernel calls, then the others, behind which they run."""
+    """The groups, but first those of launches alone, which run beside the others' kernel calls."""
     flops = call.selection.forward_table_flops
     if not flops:
         return groups
@@ -122,7 +122,7 @@ def forward(
     work = schedule_of(
         group, call.batch, call.heads_per_kv, head_dim, selection.forward_table_flops
     )
-    if work.shares_launch:  # first, behind the kernel calls, whose rows are others
+    if work.shares_launch:  # first, so that it runs beside the kernel calls, whose rows are others
         _, keys, values = inputs
         add_all = partial(_forward_launch, work, call, inputs, result)
         is_long = work.flops >= profile_of(query.device).flops(LAUNCH_FLOPS)
@@ -192,7 +192,8 @@ def backward(
         of_merged = merged.dout, merged.lse, merged.delta
         add_all = partial(_backward_launch, work, call, inputs, of_merged, gradients)
         into = dquery, dkeys, dvalues, keys, values
-        is_long = 2.5 * work.flops >= profile_of(query.device).flops(LAUNCH_FLOPS)
+        flops = 2.5 * work.flops  # 10 for an element of a pair, 4 in forward
+        is_long = flops >= profile_of(query.device).flops(LAUNCH_FLOPS)
         sums.launch(add_all, keys, values, *of_merged, into=into, is_long=is_long)
     lse_rows, long_flops = merged.lse.transpose(1, 2), profile_of(query.device).flops(LONG_FLOPS)
     tensors = *inputs, merged.dout, merged.out, lse_rows, dquery, dkeys, dvalues

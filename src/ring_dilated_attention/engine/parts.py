@@ -65,7 +65,7 @@ class TileCall:
 
 
 Additions: TypeAlias = tuple[tuple[bool, tuple[int, ...]], ...]
-"""Whether it is written over what is there, and which of several tensors are."""
+"""Numbers of gradients, with whether these are written over what is there (True) or added to it."""
 
 
 class ForwardPart(NamedTuple):
@@ -99,7 +99,7 @@ class BackwardPart(NamedTuple):
         flops: operations that it takes.
         added: how many of the gradients are added there, the first ones: 3, 1 or 0. The back end
             writes the others where they belong.
-        additions: those of them that are added to what is there (False) and written over it (True).
+        additions: how these are added.
         memo: see `TileInputs`.
     """
 

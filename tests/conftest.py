@@ -15,6 +15,7 @@ from ring_dilated_attention.checks import nan_in_uninitialized_memory
 from ring_dilated_attention.terminal import progress
 
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # others would import torch each
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each process would compile the package anew
 os.environ.pop("COLUMNS", None)  # pytest-xdist sets it: commands would take 80 columns for asked
 
 if not torch.cuda.is_available():  # before Triton is imported

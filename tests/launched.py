@@ -55,6 +55,17 @@ class Ended(NamedTuple):
     stderr: str
 
 
+def exit_codes(processes: Sequence[Any], seconds: float) -> list[int | None]:
+    """Start processes; kill one that takes longer than that after those before it have ended."""
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(seconds)
+        process.kill()  # no effect on one that has ended
+        process.join()
+    return [process.exitcode for process in processes]
+
+
 def run_program(
     program: Path, arguments: Sequence[str], ranks: int, path: Sequence[Path] = ()
 ) -> Ended:
@@ -78,13 +89,7 @@ def run_program(
             )
             for rank in range(ranks or 1)
         ]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(MOST_SECONDS)
-            process.kill()  # no effect on one that has ended
-            process.join()
-        codes = [process.exitcode for process in processes]
+        codes = exit_codes(processes, MOST_SECONDS)
         said = [
             "".join(Path(folder, f"{name}{rank}").read_text() for rank in range(ranks or 1))
             for name in ("out", "err")

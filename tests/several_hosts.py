@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from launched import as_by_torchrun
+from launched import as_by_torchrun, exit_codes
 
 from ring_dilated_attention.checks import forked_context
 
@@ -197,13 +197,7 @@ def fork_on_hosts(function: Callable[..., Any], ranks: Sequence[int], *arguments
             context.Process(target=_forked, args=(rank, len(places), hosts, place, folder))
             for rank, place in enumerate(places)
         ]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(MOST_SECONDS)
-            process.kill()  # no effect on one that has ended
-            process.join()
-        assert not any(process.exitcode for process in processes)
+        assert not any(exit_codes(processes, MOST_SECONDS))
         return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(len(places))]
 
 

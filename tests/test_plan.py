@@ -33,7 +33,7 @@ from ring_dilated_attention.plan.pieces import cut_into_pieces
 LONGNET = ([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12])
 
 
-@settings(max_examples=250)
+@settings(max_examples=400)
 @given(patterns(), layouts(), st.booleans(), st.integers(1, 6), st.data())
 def test_random_plans_are_proven(pattern, layout, is_causal, heads, data):
     cuts = data.draw(st.lists(st.integers(1, layout.length), max_size=4))
@@ -44,7 +44,7 @@ def test_random_plans_are_proven(pattern, layout, is_causal, heads, data):
     check_plan(replace(plan, pieces=data.draw(st.sampled_from([1, layout_ranges(layout)]))))
 
 
-@settings(max_examples=250)
+@settings(max_examples=400)
 @given(patterns(), st.integers(1, 3), st.lists(st.integers(0, 4), max_size=12), st.data())
 def test_ranks_that_are_nearly_alike(pattern, size, owners, data):
     """Five ranks hold chunks of one size: many of them exchange alike messages, and some do not."""

@@ -153,7 +153,7 @@ def streams_of(device: torch.device) -> Streams | None:
 
 
 _Kind: TypeAlias = Literal["result", "launch", "started"]
-"""Of work on the side stream: see `Accumulator.run`, `launch` and `start`."""
+"""Of work on the side stream: see `Accumulator.run`, which holds results or not, and `start`."""
 
 
 class _Behind(NamedTuple):
@@ -190,42 +190,24 @@ class Accumulator:
         *tensors: torch.Tensor,
         into: Sequence[torch.Tensor],
         is_long: bool,
+        holds: bool = True,
     ) -> None:
         """Add results of tiles, in the order of the calls.
 
         Args:
-            add_all: calls `merge` and `add`.
-            tensors: the results, which are freed when they have been added.
-            into: what they are added to; what `join` is to wait for, too, before it is freed.
-            is_long: whether computing them took long enough for going behind to be worthwhile.
+            add_all: calls `merge` and `add`, or launches what computes small tiles and adds them.
+            tensors: what it reads, which is freed when it has been added.
+            into: what is added to; what `join` is to wait for, too, before it is freed.
+            is_long: whether the compute takes long enough for going behind to be worthwhile.
+            holds: whether the tensors are results, which are held until then.
         """
         if self._streams is None or not (is_long or self._behind):
             add_all()
             return
-        self._run_behind(add_all, tensors, into, kind="result")
-        if sum(behind.kind == "result" for behind in self._behind) == self.most_held:
+        self._run_behind(add_all, tensors, into, kind="result" if holds else "launch")
+        if holds and sum(behind.kind == "result" for behind in self._behind) == self.most_held:
             while not self._wait():
                 pass
-
-    def launch(
-        self,
-        add_all: Callable[[], None],
-        *tensors: torch.Tensor,
-        into: Sequence[torch.Tensor],
-        is_long: bool,
-    ) -> None:
-        """Compute tiles where they belong, in the order of the calls, holding no results.
-
-        Args:
-            add_all: launches what computes them.
-            tensors: of which, that must live until then.
-            into: what is changed; what `join` is to wait for, too, before it is freed.
-            is_long: whether it takes long enough for going behind to be worthwhile.
-        """
-        if self._streams is None or not (is_long or self._behind):
-            add_all()
-        else:
-            self._run_behind(add_all, tensors, into, kind="launch")
 
     def start(
         self, add_all: Callable[[], None], *tensors: torch.Tensor, into: Sequence[torch.Tensor]

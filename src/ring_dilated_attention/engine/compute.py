@@ -23,8 +23,9 @@ from .parts import (
     BackwardPart,
     ForwardPart,
     TileCall,
-    backward_parts,
-    forward_parts,
+    cut_backward,
+    cut_forward,
+    kept_parts,
 )
 from .schedule import Schedule, launch_of, schedule_of
 
@@ -119,18 +120,18 @@ def forward(
     """
     query, (out, lse, store) = inputs.query, result
     selection, head_dim = call.selection, query.shape[3]
+    backend, profile = selection.backend, profile_of(query.device)
     work = schedule_of(
         group, call.batch, call.heads_per_kv, head_dim, selection.forward_table_flops
     )
     if work.shares_launch:  # first, so that it runs beside the kernel calls, whose rows are others
         _, keys, values = inputs
         add_all = partial(_forward_launch, work, call, inputs, result)
-        is_long = work.flops >= profile_of(query.device).flops(LAUNCH_FLOPS)
-        sums.launch(add_all, keys, values, into=(out, lse, keys, values), is_long=is_long)
-    lse_rows, long_flops = lse.transpose(1, 2), profile_of(query.device).flops(LONG_FLOPS)
+        into, is_long = (out, lse, keys, values), work.flops >= profile.flops(LAUNCH_FLOPS)
+        sums.run(add_all, keys, values, into=into, is_long=is_long, holds=False)
+    lse_rows, long_flops = lse.transpose(1, 2), profile.flops(LONG_FLOPS)
     tensors = *inputs, out, lse_rows
-    for part in forward_parts(work, call, tensors, held=sums.most_held, store=store):
-        backend = selection.backend
+    for part in kept_parts(cut_forward, work, call, tensors, held=sums.most_held, store=store):
         assert backend is not None
         tile_inputs = _inputs(part, call, inputs)
         views = part.totals[0].of(out), part.totals[1].of(lse_rows)
@@ -184,6 +185,7 @@ def backward(
     """
     query, (dquery, dkeys, dvalues, store, store_keys) = inputs.query, gradients
     selection, head_dim = call.selection, query.shape[3]
+    backend, profile = selection.backend, profile_of(query.device)
     work = schedule_of(
         group, call.batch, call.heads_per_kv, head_dim, selection.backward_table_flops
     )
@@ -192,15 +194,13 @@ def backward(
         of_merged = merged.dout, merged.lse, merged.delta
         add_all = partial(_backward_launch, work, call, inputs, of_merged, gradients)
         into = dquery, dkeys, dvalues, keys, values
-        flops = 2.5 * work.flops  # 10 for an element of a pair, 4 in forward
-        is_long = flops >= profile_of(query.device).flops(LAUNCH_FLOPS)
-        sums.launch(add_all, keys, values, *of_merged, into=into, is_long=is_long)
-    lse_rows, long_flops = merged.lse.transpose(1, 2), profile_of(query.device).flops(LONG_FLOPS)
+        # 10 operations for an element of a pair, 4 in forward.
+        is_long = 2.5 * work.flops >= profile.flops(LAUNCH_FLOPS)
+        sums.run(add_all, keys, values, *of_merged, into=into, is_long=is_long, holds=False)
+    lse_rows, long_flops = merged.lse.transpose(1, 2), profile.flops(LONG_FLOPS)
     tensors = *inputs, merged.dout, merged.out, lse_rows, dquery, dkeys, dvalues
-    for part in backward_parts(
-        work, call, tensors, held=sums.most_held, store=store, store_keys=store_keys
-    ):
-        backend = selection.backend
+    flags = {"held": sums.most_held, "store": store, "store_keys": store_keys}
+    for part in kept_parts(cut_backward, work, call, tensors, **flags):
         assert backend is not None
         tile_inputs = _inputs(part, call, inputs)
         dout, out, lse = part.merged

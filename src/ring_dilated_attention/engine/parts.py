@@ -8,9 +8,8 @@ belongs to the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -116,71 +115,47 @@ class BackwardPart(NamedTuple):
 PartT = TypeVar("PartT", bound="ForwardPart | BackwardPart")
 
 
-def forward_parts(
-    work: Schedule, call: TileCall, tensors: Sequence[torch.Tensor], *, held: int, store: bool
-) -> Sequence[ForwardPart]:
-    """The blocks of a schedule as kernel calls of forward.
+def kept_parts(
+    cut: Callable[..., Iterator[PartT]],
+    work: Schedule,
+    call: TileCall,
+    tensors: Sequence[torch.Tensor],
+    **options: int,
+) -> Sequence[PartT]:
+    """The blocks of a schedule as kernel calls, kept for the next call of the same layout.
 
     Args:
+        cut: `cut_forward` or `cut_backward`, which makes them.
         work: whose blocks.
         call: what all tiles have in common.
-        tensors: query, keys, values, out and lse, all (batch, rows, heads, ...).
+        tensors: what `cut` takes, all (batch, rows, heads, ...) and on one device.
+        options: what else it takes.
+    """
+    if not work.blocks:
+        return ()
+
+    def make() -> Sequence[PartT]:
+        return tuple(cut(work, call, tensors, **options))
+
+    if len(work.blocks) > MOST_BLOCKS:
+        return make()
+    selected = call.selection.backend, call.scale, call.workspace, tensors[0].device
+    layouts = [(x.stride(), x.dtype) for x in tensors]
+    return keep_few(work.parts, (cut, *options.values(), *selected, *layouts), make, _LAYOUTS_KEPT)
+
+
+def cut_forward(
+    work: Schedule, call: TileCall, tensors: Sequence[torch.Tensor], *, held: int, store: bool
+) -> Iterator[ForwardPart]:
+    """Kernel calls of forward.
+
+    Args:
+        work: whose blocks they compute.
+        call: what all tiles have in common.
+        tensors: query, keys, values, out and lse.
         held: of how many kernel calls results are held at the same time.
         store: whether they are written over what out and lse hold.
     """
-    key = "forward", held, store
-    return _kept(work, call, key, tensors, partial(_cut_forward, held=held, store=store))
-
-
-def backward_parts(
-    work: Schedule,
-    call: TileCall,
-    tensors: Sequence[torch.Tensor],
-    *,
-    held: int,
-    store: bool,
-    store_keys: bool,
-) -> Sequence[BackwardPart]:
-    """The blocks of a schedule as kernel calls of backward.
-
-    Args:
-        work: whose blocks.
-        call: what all tiles have in common.
-        tensors: query, keys, values, dout, out, lse, and the gradients of the first three, all
-            (batch, rows, heads, ...).
-        held: of how many kernel calls results are held at the same time.
-        store: whether they are written over what the gradient of query holds.
-        store_keys: whether they are written over what those of keys and values hold.
-    """
-    key = "backward", held, store, store_keys
-    cut = partial(_cut_backward, held=held, store=store, store_keys=store_keys)
-    return _kept(work, call, key, tensors, cut)
-
-
-def _kept(
-    work: Schedule,
-    call: TileCall,
-    key: tuple[Hashable, ...],
-    tensors: Sequence[torch.Tensor],
-    cut: Callable[[Schedule, TileCall, Sequence[torch.Tensor]], Iterator[PartT]],
-) -> Sequence[PartT]:
-    """What `cut` yields, kept for the next call of the same layout."""
-    if not work.blocks:
-        return ()
-    if len(work.blocks) > MOST_BLOCKS:
-        return tuple(cut(work, call, tensors))
-    selected = call.selection.backend, call.scale, call.workspace, tensors[0].device
-    layouts = [(x.stride(), x.dtype) for x in tensors]
-
-    def make() -> Sequence[PartT]:
-        return tuple(cut(work, call, tensors))
-
-    return keep_few(work.parts, (*key, *selected, *layouts), make, _LAYOUTS_KEPT)
-
-
-def _cut_forward(
-    work: Schedule, call: TileCall, tensors: Sequence[torch.Tensor], *, held: int, store: bool
-) -> Iterator[ForwardPart]:
     query, keys, values, out, lse = tensors
     backend, head_dim = call.selection.backend, query.shape[3]
     assert backend is not None
@@ -208,7 +183,7 @@ def _cut_forward(
             )
 
 
-def _cut_backward(
+def cut_backward(
     work: Schedule,
     call: TileCall,
     tensors: Sequence[torch.Tensor],
@@ -217,6 +192,16 @@ def _cut_backward(
     store: bool,
     store_keys: bool,
 ) -> Iterator[BackwardPart]:
+    """Kernel calls of backward.
+
+    Args:
+        work: whose blocks they compute.
+        call: what all tiles have in common.
+        tensors: query, keys, values, dout, out, lse, and the gradients of the first three.
+        held: of how many kernel calls results are held at the same time.
+        store: whether they are written over what the gradient of query holds.
+        store_keys: whether they are written over what those of keys and values hold.
+    """
     query, keys, values, dout, out, lse, dquery, dkeys, dvalues = tensors
     backend, head_dim = call.selection.backend, query.shape[3]
     assert backend is not None

@@ -21,10 +21,9 @@ import triton.language as tl
 
 from ..caches import keep_few
 from .cells import Cells
-from .launch import KernelLaunch
+from .launch import LAUNCHES_KEPT, KernelLaunch
 from .tuning import Kernel, LaunchConfig, default_config, head_dim_constants
 
-_LAUNCHES_KEPT = 8
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -309,4 +308,4 @@ def cells_launch(
 
     given = config, scale, head_dim, *options.values()
     key = *given, *strides, *strides_of_rows
-    return keep_few(cells.launches, key, make, _LAUNCHES_KEPT)
+    return keep_few(cells.launches, key, make, LAUNCHES_KEPT)

@@ -16,6 +16,8 @@ from ..caches import keep_few
 
 MOST_FORMS = 256
 """Of a kernel that are kept ready: each was compiled before, and Triton keeps it."""
+LAUNCHES_KEPT = 8
+"""Of the tables of cells or ranges: how kernels are launched on them, by layout."""
 _ALIGNMENT = 15  # the bits of an address that are 0 where it is a multiple of 16
 _LIMIT = 2**31
 

@@ -31,7 +31,7 @@ from .blocks import (
     zero_block,
 )
 from .forward import attend, merge_block
-from .launch import KernelLaunch, Launcher
+from .launch import LAUNCHES_KEPT, KernelLaunch, Launcher
 from .own_programs import Programs
 from .tuning import LaunchConfig, head_dim_constants
 
@@ -253,7 +253,6 @@ def _forward_kernel(
     tl.store(lse + lse_offsets, new_lse, mask=seen_rows)
 
 
-_LAUNCHES_KEPT = 8
 _launch = Launcher(_forward_kernel)
 
 
@@ -338,7 +337,7 @@ def ranges_launch(
 
     layout = shape, kv_heads, programs_heads, of_lse, *strides
     key = config, numbers, *options.values(), *layout
-    launch = keep_few(programs.launches, key, make, _LAUNCHES_KEPT)
+    launch = keep_few(programs.launches, key, make, LAUNCHES_KEPT)
     return launch, (*tensors, *of_rows, *programs.tensors)
 
 

@@ -126,7 +126,7 @@ def _clock(on_cuda: bool) -> float:
 @contextmanager
 def _kernels_that_do_nothing() -> Iterator[None]:
     """CPU tensors are computed with as those of an H200 are, by kernels that do nothing."""
-    limits = vars(sys.modules[select_backend.__module__])
+    of_size = vars(sys.modules[select_backend.__module__])
 
     def forward(tile: TileInputs) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.empty_like(tile.q), torch.empty(tile.q.shape[:3])
@@ -141,10 +141,9 @@ def _kernels_that_do_nothing() -> Iterator[None]:
     )
 
     def select(name: str, device: Any, dtype: Any, head_dim: int) -> Selection:
-        small = limits["SMALL_FLOPS"][2]
-        narrow = 2 if head_dim <= limits["NARROW_HEAD_DIM"] else 1
-        own = (limits[f"{name}_FLOPS"][2] for name in ("OWN_FORWARD", "OWN_BACKWARD", "CPU"))
-        return Selection(nothing, small * narrow, small, *own)
+        short, *longer = of_size["LIMITS"][2]
+        narrow = 2 if head_dim <= of_size["NARROW_HEAD_DIM"] else 1
+        return Selection(nothing, (short._replace(forward=narrow * short.forward), *longer))
 
     def sum_dtype(query: torch.Tensor, additions: float) -> torch.dtype:
         return query.dtype if additions <= FEW_ADDITIONS else torch.float32

@@ -19,7 +19,7 @@ from ring_dilated_attention.checks import TENSORS, Case, relative_error
 from ring_dilated_attention.engine import compute, ring
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.kernels import has_triton
-from ring_dilated_attention.tiles import Selection, backend_named
+from ring_dilated_attention.tiles import Limits, Selection, backend_named
 
 EAGER = backend_named("eager")
 INTO = replace(
@@ -132,7 +132,7 @@ def test_launches_of_tables_wait_for_additions(name, monkeypatch):
     pattern, layout, options = CASES[name]
     case = Case(pattern=pattern, layout=layout, dtype=torch.float32, **options)
     monkeypatch.setattr(compute, "LONG_FLOPS", 0)
-    shares = Selection(EAGER, FEW_FLOPS[name], FEW_FLOPS[name])
+    shares = Selection(EAGER, (Limits(0.0, FEW_FLOPS[name], FEW_FLOPS[name]),))
     error, queued = check(case, shares, seed=0)
     assert error < 1e-5
     assert queued > layout.world_size

@@ -29,7 +29,7 @@ from ring_dilated_attention.engine import TileCall, own, ring
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.kernels import MOST_POSITIONS, build_programs, launches_of
 from ring_dilated_attention.resolve import forget_plans
-from ring_dilated_attention.tiles import Selection, backend_named
+from ring_dilated_attention.tiles import Limits, Selection, backend_named
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
@@ -40,6 +40,7 @@ from ring_dilated_attention.kernels import (  # noqa: E402
 )
 
 EAGER = backend_named("eager")
+ALL_BY_ROWS = Selection(None, (Limits(math.inf),))
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -177,8 +178,8 @@ def test_high_rates_make_no_empty_programs(rate):
     for pattern in (DilatedPattern([None, 64], [1, rate]), DilatedPattern([None], [rate])):
         layout = SequenceLayout.contiguous(2000, 1)
         one = plan_attention(pattern, layout, is_causal=False, num_heads=4).rank(0)
-        call = TileCall(Selection(None), 1.0, 1, 1)
-        schedule = own.own_schedule(one, call, 16, math.inf)
+        call = TileCall(ALL_BY_ROWS, 1.0, 1, 1)
+        schedule = own.own_schedule(one, call, 16)
         programs = [len(each.programs(64, torch.device("cpu")).rows) for each in schedule.launches]
         assert sum(programs) <= 2000 / own.FEWEST_ROWS
         groups = (*schedule.covering, *schedule.others)
@@ -344,7 +345,7 @@ def test_large_branches_go_by_themselves(monkeypatch):
     monkeypatch.setattr(ring, "forward_own", count)
     monkeypatch.setattr(
         "ring_dilated_attention.resolve.select_backend",
-        lambda *_: Selection(EAGER, 0.0, 0.0, *[4 * 16 * 4 * 2 * 12**2] * 2),
+        lambda *_: Selection(EAGER, (Limits(4 * 16 * 4 * 2 * 12**2),)),
     )
     forget_plans()
     functions: list[Any] = [dilated_attention, detached_dilated_attention]
@@ -396,10 +397,10 @@ def test_random_calls_on_ranks_are_the_reference(seed, monkeypatch):
 
     for name in ("forward_own", "backward_own"):
         monkeypatch.setattr(ring, name, guarded(getattr(own, name)))
-    limits = [dice.choice([1e3, 1e4, 1e9]) for _ in range(2)]
+    limit = dice.choice([1e3, 1e4, 1e9])
     monkeypatch.setattr(
         "ring_dilated_attention.resolve.select_backend",
-        lambda *_: Selection(EAGER, 0.0, 0.0, *limits),
+        lambda *_: Selection(EAGER, (Limits(limit),)),
     )
     forget_plans()
     case.layout = layout
@@ -411,14 +412,14 @@ def test_random_calls_on_ranks_are_the_reference(seed, monkeypatch):
 
     ran = run_loopback(ranks, run)
     got = [layout.unshard([r[i] for r in ran], 2 if i == 1 else 1).cpu() for i in range(5)]
-    assert_close(got, want, 2e-5, (case, layout, limits))
-    assert launched[0] > 0 or limits[0] < 1e9
+    assert_close(got, want, 2e-5, (case, layout, limit))
+    assert launched[0] > 0 or limit < 1e9
     forget_plans()
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_which_runs_go_row_by_row(seed):
-    """Those of few operations, and not of too few rows; and from which limit to which they do."""
+    """Those of few operations, and not of too few rows."""
     dice = random.Random(seed)
     length, rates = dice.randint(1, 3000), [dice.choice([1, 2, 3, 6, 16]) for _ in range(3)]
     cuts = dice.sample(range(1, length), min(length - 1, dice.choice([0, 1, 5, 60])))
@@ -430,13 +431,10 @@ def test_which_runs_go_row_by_row(seed):
         documents=[0, *sorted(cuts), length],
     )
 
-    def chosen(flops):
-        found: dict[Any, list[bool]] = {}
-        choose = own.ByRows(plan, 3, flops)
-        plan.rank(0).own_work(lambda *given: found.setdefault(given, choose(*given)))
-        return choose, found
-
-    choose, found = chosen(10 ** dice.uniform(0, 8))
+    flops = 10 ** dice.uniform(0, 8)
+    found: dict[Any, list[bool]] = {}
+    choose = own.ByRows(plan, 3, flops)
+    plan.rank(0).own_work(lambda *given: found.setdefault(given, choose(*given)))
     every = 0.0
     for (branch, runs), flags in found.items():
         rate = rates[branch]
@@ -448,19 +446,15 @@ def test_which_runs_go_row_by_row(seed):
             for run in runs
         ]
         assert flags == [
-            (is_long or few) and needed <= choose.flops
+            (is_long or few) and needed <= flops
             for is_long, needed in zip(cells, operations, strict=True)
         ]
         every += sum(12 * run.copies * run.size**2 / rate**2 for run in runs)
-    assert choose.total == pytest.approx(every)
-    assert choose.least <= choose.flops < choose.most
-    most = min(choose.most, 1e12)
-    for flops in (choose.least, dice.uniform(choose.least, most), most * (1 - 1e-9)):
-        assert chosen(flops)[1] == found
+    assert plan.rank(0).own_pairs == pytest.approx(every / 3)
 
 
 def test_a_few_short_cells_get_no_launch_of_their_own():
-    call = TileCall(Selection(None), 1.0, 1, 1)
+    call = TileCall(ALL_BY_ROWS, 1.0, 1, 1)
     for documents, few in (([0, 5, 2000], True), (list(range(0, 2001, 5)), False)):
         one = plan_attention(
             GIGAPATH,
@@ -469,33 +463,39 @@ def test_a_few_short_cells_get_no_launch_of_their_own():
             num_heads=4,
             documents=documents,
         ).rank(0)
-        schedule = own.own_schedule(one, call, 16, math.inf)
+        schedule = own.own_schedule(one, call, 16)
         left = (*schedule.covering, *schedule.others, *schedule.zero_keys)
         assert (not left) == few
 
 
-@pytest.mark.parametrize(("factor", "documents"), [(0.999, None), (1.0, None), (1.0, [0, 70, 160])])
-def test_backward_of_short_calls_goes_by_the_limit_of_forward(factor, documents, monkeypatch):
+@pytest.mark.parametrize(
+    ("factor", "documents"), [(0.99, None), (1.01, None), (0.99, [0, 70, 160])]
+)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_short_calls_have_limits_of_their_own(is_causal, factor, documents, monkeypatch):
     """A call is short by its operations of forward, over all branches; or it is of documents."""
+    pattern = replace(GIGAPATH, zero_keys=not is_causal)
     layout = SequenceLayout.contiguous(160, 1)
-    one = plan_attention(GIGAPATH, layout, is_causal=False, num_heads=4).rank(0)
-    total = own.own_schedule(one, TileCall(Selection(None), 1.0, 1, 1), 16, 5e5).total
+    one = plan_attention(pattern, layout, is_causal=is_causal, num_heads=4).rank(0)
+    total = 4 * 16 * one.own_pairs
     assert total == pytest.approx(4 * 16 * one.pairs, rel=0.05)
-    selection = Selection(EAGER, 0.0, 0.0, 5e5, 4e4, total / factor)
+    short, long = Limits(5e5), Limits(4e4, least=total * factor)
+    selection = Selection(EAGER, (short, long))
     monkeypatch.setattr("ring_dilated_attention.resolve.select_backend", lambda *_: selection)
     forget_plans()
-    asked: list[float] = []
+    asked: list[Limits] = []
 
-    def noted(*given):
-        asked.append(given[-1])
-        return own.own_schedule(*given)
+    def noted(plan, call, head_dim):
+        asked.append(call.limits)
+        return own.own_schedule(plan, call, head_dim)
 
     monkeypatch.setattr(ring, "own_schedule", noted)
     for name in ("forward_own", "backward_own"):  # what they compute does not matter here
         monkeypatch.setattr(ring, name, lambda *_, **__: None)
     query = torch.randn(1, 160, 4, 16, device=DEVICE, requires_grad=True)
-    dilated_attention(query, query, query, GIGAPATH, documents=documents).sum().backward()
-    assert asked == [5e5, 5e5] + [4e4] * (factor == 1 and documents is None)
+    out = dilated_attention(query, query, query, pattern, is_causal=is_causal, documents=documents)
+    out.sum().backward()
+    assert asked == [long if factor < 1 and documents is None else short] * 2
     forget_plans()
 
 
@@ -550,7 +550,7 @@ def test_members_of_a_branch_beside_rows_that_are_not(is_causal, detached, monke
 def test_what_is_kept_of_a_plan_goes_with_it():
     layout = SequenceLayout.contiguous(53, 1)
     one = plan_attention(GIGAPATH, layout, is_causal=False, num_heads=4).rank(0)
-    kept = own.own_schedule(one, TileCall(Selection(None), 1.0, 1, 1), 16, 1e9)
+    kept = own.own_schedule(one, TileCall(ALL_BY_ROWS, 1.0, 1, 1), 16)
     launch = weakref.ref(kept.launches[0])
     kept.launches[0].programs(16, torch.device("cpu"))
     del one, kept

@@ -5,7 +5,7 @@ import torch
 from simulated_devices import DEVICES, simulated
 
 from ring_dilated_attention.kernels import profile_of
-from ring_dilated_attention.tiles import backend_named, select, select_backend, table
+from ring_dilated_attention.tiles import Limits, backend_named, select, select_backend, table
 
 
 @pytest.mark.parametrize("head_dim", [48, 64, 256])
@@ -44,12 +44,18 @@ def test_what_computes_small_tiles(name, monkeypatch):
     chosen = select_backend("auto", device, torch.float16, 64)
     assert chosen.backend is backend_named("efficient")
     if found.capability < (8, 0):
-        assert chosen.own_forward_flops == chosen.backward_table_flops == 0
+        assert chosen.limits == (Limits(),)
         with pytest.raises(ValueError, match=r"compute capability 8\.0 and above, the device has"):
             select_backend("triton", device, torch.float16, 64)
     else:
-        assert chosen.own_forward_flops == found.flops(select.OWN_FORWARD_FLOPS[2])
-        assert chosen.backward_table_flops == found.flops(select.SMALL_FLOPS[2])
+        for limits, on_h200 in zip(chosen.limits, select.LIMITS[2], strict=True):
+            assert limits.own == found.flops(on_h200.own)
+            assert limits.backward == found.flops(on_h200.backward)
+            assert limits.least == found.flops(on_h200.least)
+            assert chosen.limits_of(limits.least) is limits
+        wide = select_backend("auto", device, torch.float16, 128)
+        assert wide.limits[1:] == chosen.limits[1:]
+        assert 2 * wide.limits[0].forward == chosen.limits[0].forward
 
 
 def test_the_interpreter_takes_no_bfloat16(monkeypatch):

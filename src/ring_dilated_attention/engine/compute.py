@@ -96,7 +96,7 @@ def launches_first(
     groups: Sequence[TileGroup], call: TileCall, head_dim: int
 ) -> Sequence[TileGroup]:
     """The groups, but first those of launches alone, which run beside the others' kernel calls."""
-    flops = call.selection.forward_table_flops
+    flops = call.limits.forward
     if not flops:
         return groups
 
@@ -119,11 +119,8 @@ def forward(
         sums: through which results are merged; to be joined when all groups are computed.
     """
     query, (out, lse, store) = inputs.query, result
-    selection, head_dim = call.selection, query.shape[3]
-    backend, profile = selection.backend, profile_of(query.device)
-    work = schedule_of(
-        group, call.batch, call.heads_per_kv, head_dim, selection.forward_table_flops
-    )
+    head_dim, backend, profile = query.shape[3], call.selection.backend, profile_of(query.device)
+    work = schedule_of(group, call.batch, call.heads_per_kv, head_dim, call.limits.forward)
     if work.shares_launch:  # first, so that it runs beside the kernel calls, whose rows are others
         _, keys, values = inputs
         add_all = partial(_forward_launch, work, call, inputs, result)
@@ -184,11 +181,8 @@ def backward(
         sums: through which results are added; to be joined when all groups are computed.
     """
     query, (dquery, dkeys, dvalues, store, store_keys) = inputs.query, gradients
-    selection, head_dim = call.selection, query.shape[3]
-    backend, profile = selection.backend, profile_of(query.device)
-    work = schedule_of(
-        group, call.batch, call.heads_per_kv, head_dim, selection.backward_table_flops
-    )
+    head_dim, backend, profile = query.shape[3], call.selection.backend, profile_of(query.device)
+    work = schedule_of(group, call.batch, call.heads_per_kv, head_dim, call.limits.backward)
     if work.shares_launch:  # first, as in forward
         _, keys, values = inputs
         of_merged = merged.dout, merged.lse, merged.delta

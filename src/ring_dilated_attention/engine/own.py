@@ -6,12 +6,10 @@ write the result once a branch. Where all tiles of a branch are small, its rows 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import compress, pairwise
-from operator import and_, gt
+from itertools import pairwise
 from weakref import WeakKeyDictionary
 
 import torch
@@ -104,20 +102,12 @@ class OwnSchedule:
         launches: what is computed row by row.
         others: further groups.
         zero_keys: those that are left to be merged.
-        total: operations of forward, where anything may go row by row.
-        flops: the most operations of a kernel call that goes row by row.
-        least: any number of operations from this ...
-        most: ... to less than this gives the same schedule.
     """
 
     covering: tuple[TileGroup, ...]
     launches: tuple[OwnLaunch, ...]
     others: tuple[TileGroup, ...]
     zero_keys: tuple[TileGroup, ...]
-    total: float
-    flops: float
-    least: float
-    most: float
 
 
 _schedules: WeakKeyDictionary[RankPlan, dict[Hashable, OwnSchedule]] = WeakKeyDictionary()
@@ -125,30 +115,17 @@ _schedules: WeakKeyDictionary[RankPlan, dict[Hashable, OwnSchedule]] = WeakKeyDi
 _SCHEDULES_KEPT = 8
 
 
-def own_schedule(one: RankPlan, call: TileCall, head_dim: int, flops: float) -> OwnSchedule:
+def own_schedule(one: RankPlan, call: TileCall, head_dim: int) -> OwnSchedule:
     """How a rank computes what it holds all of; kept for the next call.
 
     Args:
         one: what the rank does.
         call: what all tiles have in common.
         head_dim: elements of a row of a head.
-        flops: the most operations of a kernel call that goes row by row.
     """
-    sizes = call.batch, call.heads_per_kv, head_dim
+    key = call.batch, call.heads_per_kv, head_dim, call.limits.own
     kept = _schedules.setdefault(one, {})
-    found = kept.get((*sizes, flops))
-    if found is None:
-        # Forward's and backward's are the same as a rule, with the same tables on the device.
-        for key, other in [*kept.items()]:
-            if key == (*sizes, other.flops) and other.least <= flops < other.most:
-                found = other
-        found = keep_few(
-            kept,
-            (*sizes, flops),
-            lambda: found or _make(one, *sizes, flops),
-            _SCHEDULES_KEPT,
-        )
-    return found
+    return kept.get(key) or keep_few(kept, key, partial(_make, one, *key), _SCHEDULES_KEPT)
 
 
 def _make(one: RankPlan, batch: int, heads_per_kv: int, head_dim: int, flops: float) -> OwnSchedule:
@@ -157,9 +134,7 @@ def _make(one: RankPlan, batch: int, heads_per_kv: int, head_dim: int, flops: fl
     fits = longest <= MOST_POSITIONS and len(plan.pattern.dilation_rates) <= MOST_BRANCHES
     if not flops or not fits:
         first = one.local_groups[:1] if one.covers else ()
-        return OwnSchedule(
-            first, (), one.local_groups[len(first) :], one.zero_keys, 0.0, flops, flops, flops
-        )
+        return OwnSchedule(first, (), one.local_groups[len(first) :], one.zero_keys)
     chosen = ByRows(plan, (2 if plan.is_causal else 4) * head_dim * batch * heads_per_kv, flops)
     work = one.own_work(chosen)
     launches: list[OwnLaunch] = []
@@ -174,10 +149,6 @@ def _make(one: RankPlan, batch: int, heads_per_kv: int, head_dim: int, flops: fl
         tuple(launches),
         (*work.groups[len(first) :], *one.crossing_groups),
         work.zero_keys,
-        chosen.total,
-        flops,
-        chosen.least,
-        chosen.most,
     )
 
 
@@ -188,24 +159,16 @@ class ByRows:
         plan: whose runs.
         factor: operations of forward for each pair of a KV head.
         flops: the most operations of a kernel call that goes row by row.
-
-    Attributes:
-        flops: as given.
-        total: operations of forward, of all runs so far.
-        least: any number of operations from this ...
-        most: ... to less than this chooses the same of them.
     """
 
     def __init__(self, plan: AttentionPlan, factor: int, flops: float) -> None:
         self._rates, self._heads = plan.pattern.dilation_rates, plan.tiling.heads
-        self._factor, self.flops = factor, flops
-        self.total, self.least, self.most = 0.0, 0.0, math.inf
+        self._factor, self._flops = factor, flops
 
     def __call__(self, branch: int, runs: OwnRuns) -> list[bool]:
         """Of each run of a branch, whether it is computed row by row."""
         rate = self._rates[branch]
         factor = self._factor * len(self._heads[branch])
-        self.total += factor * runs.squares / rate**2
         if rate > MOST_STEP:
             return [False] * len(runs)
         fewest, (shortest, longest) = FEWEST_ROWS * rate if rate > 1 else 0, runs.sizes
@@ -214,22 +177,18 @@ class ByRows:
             and runs.shorter_than(fewest) * rate <= MOST_SHARE * runs.rows / BLOCK_ROWS
         ):
             fewest = 0
-        if shortest >= fewest:  # as a rule, and so is the next
-            bound = factor * runs.most_copies * (-(-longest // rate)) ** 2
-            if bound <= self.flops:
-                self.least = max(self.least, bound)
-                return [True] * len(runs)
+        if (
+            shortest >= fewest  # as a rule, and so is the next
+            and factor * runs.most_copies * (-(-longest // rate)) ** 2 <= self._flops
+        ):
+            return [True] * len(runs)
         # Heads of different offsets share a kernel call where they have equally many rows.
-        needed = [
-            factor * copies * (-(-size // rate)) ** 2 / (1 if size % rate == 0 else 2)
+        return [
+            size >= fewest
+            and factor * copies * (-(-size // rate)) ** 2 / (1 if size % rate == 0 else 2)
+            <= self._flops
             for size, _, _, copies in runs
         ]
-        fits = [each <= self.flops for each in needed]
-        long = [size >= fewest for size, *_ in runs]
-        flags = list(map(and_, fits, long))
-        self.least = max([self.least, *compress(needed, flags)])
-        self.most = min([self.most, *compress(needed, map(gt, long, fits))])
-        return flags
 
 
 def _branches(branches: Sequence[tuple[int | None, int]]) -> list[tuple[int, int]]:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
 from ..caches import keep_few
 from ..kernels import profile_of
-from ..tiles import Selection
+from ..tiles import Limits, Selection
 from .blocks import Placement
 from .schedule import Schedule
 
@@ -47,6 +48,7 @@ class TileCall:
         heads_per_kv: query heads of a KV head.
         workspace: the most that slices allocate, in multiples of the size of query; None: the
             constants of this module say.
+        own_flops: operations of forward on the rows that the rank holds.
     """
 
     selection: Selection
@@ -54,6 +56,12 @@ class TileCall:
     batch: int
     heads_per_kv: int
     workspace: float | None = None
+    own_flops: float = 0.0
+
+    @cached_property
+    def limits(self) -> Limits:
+        """Up to which sizes tiles share launches."""
+        return self.selection.limits_of(self.own_flops)
 
     def most_rows(self, query: torch.Tensor, default: float, row_bytes: float) -> float:
         """How many rows a slice may have that allocates `row_bytes` for each."""

@@ -86,8 +86,13 @@ class RingCall:
 
     def tiles(self, query: torch.Tensor) -> TileCall:
         """What tiles need to know of the call."""
-        heads_per_kv = self.plan.plan.num_heads // self.plan.plan.num_kv_heads
-        return TileCall(self.backend, self.scale, query.shape[0], heads_per_kv, self.workspace)
+        plan, (batch, _, _, head_dim) = self.plan.plan, query.shape
+        heads_per_kv, flops = plan.num_heads // plan.num_kv_heads, 0.0
+        # Packed documents are rarely seen twice, and a kernel call of each takes the CPU longer
+        # than it saves the GPU.
+        if len(plan.documents) <= 2:
+            flops = 4.0 * head_dim * batch * heads_per_kv * self.plan.own_pairs
+        return TileCall(self.backend, self.scale, batch, heads_per_kv, self.workspace, flops)
 
 
 def ring_forward(
@@ -121,7 +126,7 @@ def ring_forward(
         arrivals = call.fetch(inputs.keys, inputs.values)
         zero_keys: list[TileGroup] = []
         for one in rounds:
-            own = own_schedule(one, tiles, query.shape[3], call.backend.own_forward_flops)
+            own = own_schedule(one, tiles, query.shape[3])
             zero_keys.extend(own.zero_keys)
             for group in own.covering:
                 compute.forward(group, tiles, inputs, compute.Result(out, lse, stores=True), sums)
@@ -232,7 +237,7 @@ class _Backward:
     def compute_round(self, one: RankPlan, arrivals: Iterator[Fetched]) -> None:
         """Compute the local tiles of a round, and those of the rows that arrive for it."""
         is_last = one is self.rounds[-1]
-        own = self._own(one)
+        own = own_schedule(one, self._tiles, self._inputs.query.shape[3])
         late: Sequence[TileGroup] = ()
         if one.is_alone or own.launches:
             late = self._compute_own(own, all_now=one.is_alone or not is_last)
@@ -262,16 +267,6 @@ class _Backward:
         self._returning.extend(self._home.due())
         for last in self._returning:
             last.finish()
-
-    def _own(self, one: RankPlan) -> OwnSchedule:
-        """How what this rank holds all of is computed."""
-        backend, head_dim = self._call.backend, self._inputs.query.shape[3]
-        own = own_schedule(one, self._tiles, head_dim, backend.own_forward_flops)
-        # Packed documents are rarely seen twice, and a second schedule, with tables and kernel
-        # calls of its own, takes the CPU longer than it saves the GPU.
-        if own.total >= backend.cpu_flops and len(one.plan.documents) <= 2:
-            own = own_schedule(one, self._tiles, head_dim, backend.own_backward_flops)
-        return own
 
     def _compute_own(self, own: OwnSchedule, *, all_now: bool) -> Sequence[TileGroup]:
         """Compute a schedule: all of it, or all but the groups that are returned for later."""

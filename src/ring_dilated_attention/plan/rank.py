@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from .grouping import group_tiles
 from .own import OwnWork, own_work
-from .parts import OwnRuns
+from .parts import OwnRuns, own_runs
 from .passing import PassingStep, passing_steps
 from .rows import Message, Tile, TileGroup
 from .zero_keys import zero_key_groups
@@ -118,12 +118,30 @@ class RankPlan:
         Args:
             by_rows: of each run of a branch, whether it is; None: none is.
         """
+        return own_work(self.plan.tiling, self._own_branches, self._parts, by_rows)
+
+    @property
+    def _own_branches(self) -> list[tuple[int, int | None]]:
+        """Number and segment length of each branch; None: no document is longer."""
         longest = max((part.document_stop - part.document_start for part in self._parts), default=0)
-        branches = [
+        return [
             (branch, None if length is None or length >= longest else length)
             for branch, length in self.plan.branches
         ]
-        return own_work(self.plan.tiling, branches, self._parts, by_rows)
+
+    @cached_property
+    def own_pairs(self) -> float:
+        """About how many (query, key) pairs `own_work` computes, over all KV heads."""
+        tiling, of_length = self.plan.tiling, {}
+        pairs = 0.0
+        for branch, length in self._own_branches:
+            if length not in of_length:
+                of_length[length] = own_runs(self._parts, length)
+            runs, rate = of_length[length], tiling.pattern.dilation_rates[branch]
+            squares = runs.squares / rate**2
+            seen = (squares + runs.rows / rate) / 2 if self.plan.is_causal else squares
+            pairs += len(tiling.heads[branch]) * seen
+        return pairs
 
     @property
     def local(self) -> tuple[Tile, ...]:

@@ -14,13 +14,14 @@ from .backend import (
     reads_separate_rows,
 )
 from .eager import accumulate_dtype
-from .select import BACKENDS, Backend, Selection, backend_named, select_backend
+from .select import BACKENDS, Backend, Limits, Selection, backend_named, select_backend
 from .table import table_refusal
 
 __all__ = [
     "ALIGNMENT",
     "BACKENDS",
     "Backend",
+    "Limits",
     "Selection",
     "TileBackend",
     "TileGradients",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
-from ..kernels import profile_of
+from ..kernels import DeviceProfile, profile_of
 from ..pattern import check_choice
 from .backend import TileBackend, for_any_scale, reads_any_rows
 from .eager import EAGER
@@ -30,21 +30,46 @@ BACKENDS = ("auto", "sdpa", *_NAMED, TABLE_NAME)
 """Valid values of `backend`: ``auto`` takes what is fastest and can compute the tiles; ``sdpa`` the
 same among the kernels inside torch; a kernel's name takes that kernel or raises."""
 
-SMALL_FLOPS = {2: 1.5e10, 4: 1.5e9}
-"""Kernel calls of fewer operations leave the GPU idle, at their ends and between their launches:
-such tiles share one launch of the table-driven kernel. By bytes of an element: measured on an H200
-for 2 (benchmarks/results/attention_speed.md), and a tenth of that, as the rate is, for 4."""
-OWN_FORWARD_FLOPS = {2: 3e10, 4: 3e9}
-OWN_BACKWARD_FLOPS = {2: 2e10, 4: 3e9}
-"""Kernel calls of fewer operations, counted as those of forward, on rows that one rank holds join a
-launch that goes through several branches row by row. Measured on an H200: row by row the GPU is as
-fast in forward and up to a tenth slower in backward, and the CPU has half the work."""
-CPU_FLOPS = {2: 8e10, 4: 8e9}
-"""In calls of fewer operations of forward the CPU takes longer than the GPU: backward then goes by
-the limit of forward. On an H200: 0.8 ms of backward."""
+
+class Limits(NamedTuple):
+    """Of how many operations a kernel call may be, for its tiles to do without one of their own.
+
+    Operations are counted as those of forward, in backward too.
+
+    Attributes:
+        own: tiles of rows that one rank holds: they join a launch that goes through several
+            branches row by row, forward and backward.
+        forward: other tiles, in forward: they share a launch of the table-driven kernel.
+        backward: the same in backward.
+        least: the operations of forward on the rows that a rank holds, from which this counts.
+    """
+
+    own: float = 0.0
+    forward: float = 0.0
+    backward: float = 0.0
+    least: float = 0.0
+
+    def on(self, profile: DeviceProfile) -> Limits:
+        """As many operations as take a device as long as an H200."""
+        return Limits._make(map(profile.flops, self))
+
+
+LIMITS = {
+    2: (
+        Limits(3e10, 1.5e10, 1.5e10),
+        Limits(1.5e10, 1.5e10, 1.5e10, least=5e10),
+        Limits(1.2e10, 1.2e10, 1.2e10, least=1.5e11),
+    ),
+    4: (Limits(3e9, 1.5e9, 1.5e9),),
+}
+"""For an H200, by bytes of an element. A kernel call of few operations leaves the GPU idle, at its
+ends and between it and the next, and takes the CPU as long as one of many. The CPU decides in short
+calls (the first limits), in longer ones the GPU. Measured for 2 on H200 and H100, with heads of 48
+and 64 and flash-attn-4 (benchmarks/results/attention_speed.md); a tenth of that, as the rate is,
+for 4."""
 NARROW_HEAD_DIM = 64
 """Up to this head_dim the table-driven kernel is about as fast in forward as the others are on
-tiles of twice as many operations, and costs the CPU less."""
+tiles of twice as many operations, and costs the CPU less: in short calls."""
 
 
 @dataclass(frozen=True)
@@ -53,25 +78,19 @@ class Selection:
 
     Attributes:
         backend: the back end; None: the table-driven kernel computes them all.
-        forward_table_flops: forward kernel calls of at most this number of operations go to the
-            table-driven kernel.
-        backward_table_flops: backward kernel calls of at most this number of operations, counted as
-            those of forward, go to the table-driven kernel.
-        own_forward_flops: forward kernel calls of at most this number of operations join a launch
-            that goes through several branches row by row.
-        own_backward_flops: backward kernel calls of at most this number of operations, counted as
-            those of forward, join such a launch, in calls of at least `cpu_flops` operations of
-            forward.
-        cpu_flops: in calls of fewer operations of forward, backward kernel calls join such a launch
-            by the limit of forward, `own_forward_flops`.
+        limits: up to which sizes tiles share launches, for calls of rising operations.
     """
 
     backend: TileBackend | None
-    forward_table_flops: float = 0.0
-    backward_table_flops: float = 0.0
-    own_forward_flops: float = 0.0
-    own_backward_flops: float = 0.0
-    cpu_flops: float = 0.0
+    limits: tuple[Limits, ...] = (Limits(),)
+
+    def limits_of(self, flops: float) -> Limits:
+        """The limits that count in a call.
+
+        Args:
+            flops: operations of forward on the rows that a rank holds.
+        """
+        return next((x for x in reversed(self.limits) if x.least <= flops), self.limits[0])
 
     def reads(self, tensor: torch.Tensor) -> bool:
         """Whether tiles are computed from views of a tensor as it is; else from those of a copy."""
@@ -100,7 +119,7 @@ def select_backend(name: str, device: torch.device, dtype: torch.dtype, head_dim
         reason = table_refusal(device, dtype, head_dim)
         if reason is not None:
             raise ValueError(f"backend={name!r} cannot compute this attention ({reason})")
-        return Selection(None, *[math.inf] * 4)
+        return Selection(None, (Limits(*[math.inf] * 3),))
     groups = {"auto": AUTO, "sdpa": _SDPA}
     candidates = groups[name] if name in groups else (backend_named(name),)
     reasons = {}
@@ -111,11 +130,10 @@ def select_backend(name: str, device: torch.device, dtype: torch.dtype, head_dim
             shares = shares and table_refusal(device, dtype, head_dim) is None
             if not shares:
                 return Selection(backend)
-            size, flops = dtype.itemsize, profile_of(device).flops
-            small = flops(SMALL_FLOPS[size])
-            forward = small * (2 if head_dim <= NARROW_HEAD_DIM else 1)
-            own = map(flops, (OWN_FORWARD_FLOPS[size], OWN_BACKWARD_FLOPS[size], CPU_FLOPS[size]))
-            return Selection(backend, forward, small, *own)
+            limits = [each.on(profile_of(device)) for each in LIMITS[dtype.itemsize]]
+            if head_dim <= NARROW_HEAD_DIM:
+                limits[0] = limits[0]._replace(forward=2 * limits[0].forward)
+            return Selection(backend, tuple(limits))
         reasons[backend.name] = reason
     if name == "auto" and (device.type != "cuda" or dtype == torch.float64):
         return Selection(EAGER)  # no fused kernel exists there

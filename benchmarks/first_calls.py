@@ -14,7 +14,6 @@ import gc
 import json
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -26,10 +25,11 @@ import torch
 import typer
 
 from ring_dilated_attention import DilatedPattern, dilated_attention
+from ring_dilated_attention.kernels import H200
 from ring_dilated_attention.named_patterns import named
 from ring_dilated_attention.plan import FEW_ADDITIONS
 from ring_dilated_attention.resolve import forget_plans
-from ring_dilated_attention.tiles import Selection, TileBackend, TileInputs, select_backend
+from ring_dilated_attention.tiles import Selection, TileBackend, TileInputs, limits_on
 
 Call = tuple[int, list[int] | None]
 """Length, and cumulative lengths of documents."""
@@ -126,7 +126,6 @@ def _clock(on_cuda: bool) -> float:
 @contextmanager
 def _kernels_that_do_nothing() -> Iterator[None]:
     """CPU tensors are computed with as those of an H200 are, by kernels that do nothing."""
-    of_size = vars(sys.modules[select_backend.__module__])
 
     def forward(tile: TileInputs) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.empty_like(tile.q), torch.empty(tile.q.shape[:3])
@@ -141,9 +140,7 @@ def _kernels_that_do_nothing() -> Iterator[None]:
     )
 
     def select(name: str, device: Any, dtype: Any, head_dim: int) -> Selection:
-        short, *longer = of_size["LIMITS"][2]
-        narrow = 2 if head_dim <= of_size["NARROW_HEAD_DIM"] else 1
-        return Selection(nothing, (short._replace(forward=narrow * short.forward), *longer))
+        return Selection(nothing, limits_on(H200, 2, head_dim, keeps_calls=True))
 
     def sum_dtype(query: torch.Tensor, additions: float) -> torch.dtype:
         return query.dtype if additions <= FEW_ADDITIONS else torch.float32

@@ -122,7 +122,9 @@ class Training:
         head: torch.nn.Module = torch.nn.Linear(self.config.embed_dim, 2).to(device)
         self.parameters = [*encoder.parameters(), *head.parameters()]
         if group is not None:  # gradients of the first layers are ready last
-            encoder, head = (DistributedDataParallel(x) for x in (encoder, head))
+            encoder, head = (
+                DistributedDataParallel(x, gradient_as_bucket_view=True) for x in (encoder, head)
+            )
         self.encoder, self.head = encoder, head
         # A fused optimizer skips a step of which gradients overflow without asking the device.
         self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-4, fused=self.on_cuda)

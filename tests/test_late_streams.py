@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from dataclasses import replace
@@ -16,7 +17,7 @@ from late_streams import LateExchange, late_streams
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout
 from ring_dilated_attention.checks import TENSORS, Case, relative_error
-from ring_dilated_attention.engine import compute, ring
+from ring_dilated_attention.engine import compute, parts, ring
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.kernels import has_triton
 from ring_dilated_attention.tiles import Limits, Selection, backend_named
@@ -44,6 +45,7 @@ CASES: dict[str, tuple[DilatedPattern, SequenceLayout, dict[str, Any]]] = {
     "dense zigzag": (DENSE, SequenceLayout.zigzag(48, 3), {"is_causal": True}),
     "dense, grouped": (DENSE, SequenceLayout.contiguous(36, 4), {"num_kv_heads": 2}),
     "mixed zigzag": (MIXED, SequenceLayout.zigzag(46, 2), {"is_causal": True}),
+    "mixed, grouped": (MIXED, SequenceLayout.contiguous(41, 2), {"num_kv_heads": 2}),
     "mixed": (MIXED, SequenceLayout.contiguous(50, 3), {"documents": (0, 3, 31, 50)}),
     "bare": (BARE, SequenceLayout.zigzag(50, 3), {}),
 }
@@ -106,6 +108,25 @@ def test_additions_that_are_late(name, round_pairs, gathers, backend, monkeypatc
         error, queued = check(case, Selection(backend), seed=number, **how)
         assert error < 1e-12
         assert queued > layout.world_size
+
+
+@pytest.mark.parametrize("backend", [EAGER, INTO], ids=["apart", "into"])
+@pytest.mark.parametrize("gathers", [False, True], ids=["ring", "gather"])
+@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("dense")])
+def test_small_calls_beside_larger_ones(name, gathers, backend, monkeypatch):
+    """They are computed on the side stream, where others are only added."""
+    pattern, layout, options = CASES[name]
+    case = Case(pattern=pattern, layout=layout, **options)
+    for number, (early, long_flops) in enumerate(product((0.0, 0.3), (0.0, math.inf))):
+        monkeypatch.setattr(compute, "LONG_FLOPS", long_flops)
+        how = {"early": early, "gathers": gathers, "workspace": (None, 0.3)[number % 2]}
+        counts = []
+        for beside in (math.inf, 0.0):
+            monkeypatch.setattr(parts, "BESIDE_FLOPS", beside)
+            error, queued = check(case, Selection(backend), seed=number, **how)
+            assert error < 1e-12
+            counts.append(queued)
+        assert counts[1] > counts[0] or long_flops == 0
 
 
 @pytest.mark.skipif(

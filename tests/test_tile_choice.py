@@ -1,11 +1,21 @@
 """Which back end computes tiles, by the device."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from simulated_devices import DEVICES, simulated
 
-from ring_dilated_attention.kernels import profile_of
-from ring_dilated_attention.tiles import Limits, backend_named, select, select_backend, table
+from ring_dilated_attention.kernels import H200, profile_of
+from ring_dilated_attention.tiles import (
+    Limits,
+    Selection,
+    backend_named,
+    limits_on,
+    select,
+    select_backend,
+    table,
+)
 
 
 @pytest.mark.parametrize("head_dim", [48, 64, 256])
@@ -48,14 +58,27 @@ def test_what_computes_small_tiles(name, monkeypatch):
         with pytest.raises(ValueError, match=r"compute capability 8\.0 and above, the device has"):
             select_backend("triton", device, torch.float16, 64)
     else:
-        for limits, on_h200 in zip(chosen.limits, select.LIMITS[2], strict=True):
-            assert limits.own == found.flops(on_h200.own)
-            assert limits.backward == found.flops(on_h200.backward)
-            assert limits.least == found.flops(on_h200.least)
+        on_h200 = limits_on(H200, 2, 64, keeps_calls=False)
+        for limits, there in zip(chosen.limits, on_h200, strict=True):
+            assert limits == tuple(map(found.flops, there))
             assert chosen.limits_of(limits.least) is limits
-        wide = select_backend("auto", device, torch.float16, 128)
-        assert wide.limits[1:] == chosen.limits[1:]
-        assert 2 * wide.limits[0].forward == chosen.limits[0].forward
+
+
+def test_limits_of_calls():
+    """Shorter calls share more; narrow heads share more in forward."""
+    for keeps in (False, True):
+        narrow, wide = (limits_on(H200, 2, size, keeps_calls=keeps) for size in (64, 65))
+        for limits, of_wide in zip(narrow, wide, strict=True):
+            assert limits._replace(forward=of_wide.forward) == of_wide
+            assert of_wide.forward <= limits.forward <= limits.own
+        for shorter, longer in pairwise(narrow):
+            assert shorter.least < longer.least
+            assert all(a >= b for a, b in zip(shorter[:3], longer[:3], strict=True))
+        selection = Selection(None, narrow)
+        assert selection.limits_of(0.0) is narrow[0]
+        assert selection.limits_of(narrow[1].least - 1) is narrow[0]
+        assert selection.limits_of(narrow[1].least) is narrow[1]
+        assert selection.limits_of(1e20) is narrow[-1]
 
 
 def test_the_interpreter_takes_no_bfloat16(monkeypatch):

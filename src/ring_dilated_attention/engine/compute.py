@@ -16,9 +16,10 @@ import torch
 
 from ..kernels import profile_of
 from ..plan import TileGroup
-from ..tiles import TileGradients, TileInputs
+from ..tiles import TileBackend, TileGradients, TileInputs
 from .accumulate import Accumulator, add, merge, row_sums
 from .parts import (
+    BESIDE_FLOPS,
     Additions,
     BackwardPart,
     ForwardPart,
@@ -32,9 +33,6 @@ from .schedule import Schedule, launch_of, schedule_of
 LONG_FLOPS = 1e11
 """Operations of a kernel call from which results are added on the side stream, behind the next
 call: 0.25 ms on an H200. An addition takes the GPU about 0.02 ms, the side stream the CPU 0.1."""
-LAUNCH_FLOPS = 8e9
-"""Operations of a launch of small tiles from which it is made on the side stream, too, beside the
-kernel calls that follow, which leave multiprocessors idle at their end: 0.03 ms on an H200."""
 
 
 class Inputs(NamedTuple):
@@ -124,7 +122,7 @@ def forward(
     if work.shares_launch:  # first, so that it runs beside the kernel calls, whose rows are others
         _, keys, values = inputs
         add_all = partial(_forward_launch, work, call, inputs, result)
-        into, is_long = (out, lse, keys, values), work.flops >= profile.flops(LAUNCH_FLOPS)
+        into, is_long = (out, lse, keys, values), work.flops >= profile.flops(BESIDE_FLOPS)
         sums.run(add_all, keys, values, into=into, is_long=is_long, holds=False)
     lse_rows, long_flops = lse.transpose(1, 2), profile.flops(LONG_FLOPS)
     tensors = *inputs, out, lse_rows
@@ -132,14 +130,31 @@ def forward(
         assert backend is not None
         tile_inputs = _inputs(part, call, inputs)
         views = part.totals[0].of(out), part.totals[1].of(lse_rows)
-        if part.places:
-            assert backend.forward_into is not None
-            backend.forward_into(tile_inputs, *views)
-            continue
-        tile = backend.forward(tile_inputs)
-        add_all = partial(merge, *views, *tile, store=store)
-        sums.run(add_all, *tile, into=views, is_long=part.flops >= long_flops)
-        del tile, add_all  # before the next call makes its own
+        if part.is_beside:
+            add_all = partial(_forward_part, backend, tile_inputs, views, part.places, store)
+            sums.run(add_all, into=(*views, *inputs[1:]), is_long=True, holds=False)
+        elif part.places:
+            _forward_part(backend, tile_inputs, views, part.places, store)
+        else:
+            tile = backend.forward(tile_inputs)
+            add_all = partial(merge, *views, *tile, store=store)
+            sums.run(add_all, *tile, into=views, is_long=part.flops >= long_flops)
+            del tile, add_all  # before the next call makes its own
+
+
+def _forward_part(
+    backend: TileBackend,
+    tile: TileInputs,
+    views: tuple[torch.Tensor, torch.Tensor],
+    places: bool,
+    store: bool,
+) -> None:
+    """Compute a kernel call, and write its result where it belongs, or merge it there."""
+    if places:
+        assert backend.forward_into is not None
+        backend.forward_into(tile, *views)
+    else:
+        merge(*views, *backend.forward(tile), store=store)
 
 
 def _forward_launch(work: Schedule, call: TileCall, inputs: Inputs, result: Result) -> None:
@@ -189,7 +204,7 @@ def backward(
         add_all = partial(_backward_launch, work, call, inputs, of_merged, gradients)
         into = dquery, dkeys, dvalues, keys, values
         # 10 operations for an element of a pair, 4 in forward.
-        is_long = 2.5 * work.flops >= profile.flops(LAUNCH_FLOPS)
+        is_long = 2.5 * work.flops >= profile.flops(BESIDE_FLOPS)
         sums.run(add_all, keys, values, *of_merged, into=into, is_long=is_long, holds=False)
     lse_rows, long_flops = merged.lse.transpose(1, 2), profile.flops(LONG_FLOPS)
     tensors = *inputs, merged.dout, merged.out, lse_rows, dquery, dkeys, dvalues
@@ -200,19 +215,45 @@ def backward(
         dout, out, lse = part.merged
         tile_gradients = TileGradients(dout.of(merged.dout), out.of(merged.out), lse.of(lse_rows))
         totals = [x.of(total) for x, total in zip(part.totals, tensors[6:], strict=True)]
-        found: Sequence[torch.Tensor]
-        if part.added == 3:
-            found = backend.backward(tile_inputs, tile_gradients)
-        else:
-            assert backend.backward_into is not None
-            found = [backend.empty_like(tile_inputs.q)] if part.added else []
-            backend.backward_into(tile_inputs, tile_gradients, *found, *totals[part.added :])
-            found = backend.ordered(*found)
+        if part.is_beside:
+            add_all = partial(_backward_part, backend, tile_inputs, tile_gradients, totals, part)
+            sums.run(add_all, into=totals, is_long=True, holds=False)
+            continue
+        found = _gradients(backend, tile_inputs, tile_gradients, totals, part.added)
         if found:
             add_all = partial(_add_all, part.additions, totals, found)
             sums.run(add_all, *found, into=totals[: part.added], is_long=part.flops >= long_flops)
             del add_all
         del found  # before the next call makes its own
+
+
+def _gradients(
+    backend: TileBackend,
+    tile: TileInputs,
+    gradients: TileGradients,
+    totals: Sequence[torch.Tensor],
+    added: int,
+) -> Sequence[torch.Tensor]:
+    """Compute a kernel call: the first `added` gradients; the others are written into `totals`."""
+    if added == 3:
+        return backend.backward(tile, gradients)
+    assert backend.backward_into is not None
+    found = [backend.empty_like(tile.q)] if added else []
+    backend.backward_into(tile, gradients, *found, *totals[added:])
+    return backend.ordered(*found)
+
+
+def _backward_part(
+    backend: TileBackend,
+    tile: TileInputs,
+    gradients: TileGradients,
+    totals: Sequence[torch.Tensor],
+    part: BackwardPart,
+) -> None:
+    """Compute a kernel call, and add its gradients where they belong."""
+    found = _gradients(backend, tile, gradients, totals, part.added)
+    if found:
+        _add_all(part.additions, totals, found)
 
 
 def _backward_launch(

@@ -18,7 +18,7 @@ import torch
 from ..caches import keep_few
 from ..kernels import profile_of
 from ..tiles import Limits, Selection
-from .blocks import Placement
+from .blocks import Block, Placement
 from .schedule import Schedule
 
 MOST_BLOCKS = 256
@@ -35,6 +35,9 @@ must be large enough to fill a GPU."""
 SLICE_ROWS = 1 << 17
 """Query rows that keep a GPU busy: an H200 takes 128 to each of its 132 multiprocessors, and these
 are eight rounds, so that the last one matters little."""
+BESIDE_FLOPS = 8e9
+"""Operations from which small work goes to the side stream, beside the kernel calls that follow,
+which leave multiprocessors idle at their end: 0.03 ms on an H200."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,7 @@ class ForwardPart(NamedTuple):
         is_causal: as its block.
         flops: operations that it takes.
         places: whether the back end writes them there.
+        is_beside: whether it runs beside a larger one of its group.
         memo: see `TileInputs`.
     """
 
@@ -92,6 +96,7 @@ class ForwardPart(NamedTuple):
     is_causal: bool
     flops: int
     places: bool
+    is_beside: bool
     memo: dict[Any, Any]
 
 
@@ -107,6 +112,7 @@ class BackwardPart(NamedTuple):
         added: how many of the gradients are added there, the first ones: 3, 1 or 0. The back end
             writes the others where they belong.
         additions: how these are added.
+        is_beside: whether it runs beside a larger one of its group.
         memo: see `TileInputs`.
     """
 
@@ -117,6 +123,7 @@ class BackwardPart(NamedTuple):
     flops: int
     added: int
     additions: Additions
+    is_beside: bool
     memo: dict[Any, Any]
 
 
@@ -167,11 +174,13 @@ def cut_forward(
     query, keys, values, out, lse = tensors
     backend, head_dim = call.selection.backend, query.shape[3]
     assert backend is not None
+    beside = _run_beside(work.blocks, 4 * head_dim, query.device, held)
+    held += any(beside)
     row_bytes = (head_dim * query.element_size() + lse.element_size()) * held
     most_rows = call.most_rows(query, FORWARD_WORKSPACE, row_bytes)
     may_place = store and out.dtype == query.dtype and backend.forward_into is not None
     order = backend.rows_first
-    for block in work.blocks:
+    for block, is_beside in zip(work.blocks, beside, strict=True):
         places = may_place and block.queries.stride == 1
         for part in block.slices(math.inf if places else most_rows):
             yield ForwardPart(
@@ -187,6 +196,7 @@ def cut_forward(
                 part.is_causal,
                 4 * head_dim * part.pairs,
                 places,
+                is_beside,
                 {},
             )
 
@@ -214,7 +224,9 @@ def cut_backward(
     backend, head_dim = call.selection.backend, query.shape[3]
     assert backend is not None
     order = backend.rows_first
-    for block in work.blocks:
+    beside = _run_beside(work.blocks, 10 * head_dim, query.device, held)
+    held += any(beside)
+    for block, is_beside in zip(work.blocks, beside, strict=True):
         own_keys = store_keys and block.member == 0  # members of a KV head share its gradients
         # Where nothing is there to add to, a back end may write what it finds where it belongs.
         added = 3
@@ -244,8 +256,21 @@ def cut_backward(
                 10 * head_dim * part.pairs,
                 added,
                 additions,
+                is_beside,
                 {},
             )
+
+
+def _run_beside(
+    blocks: Sequence[Block], pair_flops: int, device: torch.device, held: int
+) -> list[bool]:
+    """Of each block, whether it is computed on the side stream, beside a larger one.
+
+    Both leave multiprocessors idle at their end. Without a side stream one result is held at a
+    time, and no block is computed there.
+    """
+    least = profile_of(device).flops(BESIDE_FLOPS) / pair_flops
+    return [held > 1 and least <= each.pairs <= blocks[-1].pairs / 2 for each in blocks]
 
 
 def _by_flag(flags: Sequence[bool]) -> Additions:

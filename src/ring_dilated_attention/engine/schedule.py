@@ -6,6 +6,7 @@ import math
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -35,7 +36,7 @@ class Schedule:
     """How the tiles of a group are computed: block by block, or all in one launch.
 
     Attributes:
-        blocks: a kernel call each.
+        blocks: a kernel call each, of rising pairs.
         table: tiles of the launch.
         packed: more of them.
         flops: operations of forward of `table`.
@@ -109,6 +110,7 @@ def _make_schedule(
             launch_flops += flops_of_cut
         else:
             blocks.extend(cut)
+    blocks.sort(key=attrgetter("pairs"))  # the small ones first, to run beside the others
     return Schedule(tuple(blocks), tuple(table), tuple(packed), launch_flops)
 
 

@@ -14,7 +14,8 @@ from .backend import (
     reads_separate_rows,
 )
 from .eager import accumulate_dtype
-from .select import BACKENDS, Backend, Limits, Selection, backend_named, select_backend
+from .limits import Limits, limits_on
+from .select import BACKENDS, Backend, Selection, backend_named, select_backend
 from .table import table_refusal
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "accumulate_dtype",
     "backend_named",
     "empty_rows",
+    "limits_on",
     "reads_aligned_rows",
     "reads_separate_rows",
     "select_backend",

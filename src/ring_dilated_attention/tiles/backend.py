@@ -68,6 +68,8 @@ class TileBackend:
         wants_one_layout: whether `backward` copies q, out and dout where their strides differ.
         rows_first: whether it takes views as (batch, rows, heads, head_dim): see `ordered`. lse
             and what `forward` and `backward` return are as for any other.
+        keeps_calls: whether a call like an earlier one takes the CPU little time, by what the back
+            end keeps in `TileInputs.memo`.
     """
 
     name: str
@@ -82,6 +84,7 @@ class TileBackend:
     reads: Callable[[torch.Tensor], bool] = lambda tensor: reads_aligned_rows(tensor)
     wants_one_layout: bool = False
     rows_first: bool = False
+    keeps_calls: bool = False
 
     def ordered(self, *views: torch.Tensor) -> list[torch.Tensor]:
         """(batch, heads, rows, head_dim) views with their dimensions in the order it takes."""

@@ -161,4 +161,5 @@ FA4 = TileBackend(
     backward_workspace=lambda head_dim: 4 * _padded(head_dim, 64 if head_dim > 128 else 32) + 12,
     reads=reads_aligned_rows,  # CuTe compiles a stride of 0 into the kernel that it then keeps
     rows_first=True,
+    keeps_calls=True,
 )

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 
-from ..kernels import DeviceProfile, profile_of
+from ..kernels import profile_of
 from ..pattern import check_choice
 from .backend import TileBackend, for_any_scale, reads_any_rows
 from .eager import EAGER
 from .fa4 import FA4
+from .limits import Limits, limits_on
 from .sdpa import CPU_FLASH, CUDNN, EFFICIENT, FLASH
 from .table import TABLE_NAME, table_refusal
 
@@ -29,47 +30,6 @@ Backend: TypeAlias = Literal[
 BACKENDS = ("auto", "sdpa", *_NAMED, TABLE_NAME)
 """Valid values of `backend`: ``auto`` takes what is fastest and can compute the tiles; ``sdpa`` the
 same among the kernels inside torch; a kernel's name takes that kernel or raises."""
-
-
-class Limits(NamedTuple):
-    """Of how many operations a kernel call may be, for its tiles to do without one of their own.
-
-    Operations are counted as those of forward, in backward too.
-
-    Attributes:
-        own: tiles of rows that one rank holds: they join a launch that goes through several
-            branches row by row, forward and backward.
-        forward: other tiles, in forward: they share a launch of the table-driven kernel.
-        backward: the same in backward.
-        least: the operations of forward on the rows that a rank holds, from which this counts.
-    """
-
-    own: float = 0.0
-    forward: float = 0.0
-    backward: float = 0.0
-    least: float = 0.0
-
-    def on(self, profile: DeviceProfile) -> Limits:
-        """As many operations as take a device as long as an H200."""
-        return Limits._make(map(profile.flops, self))
-
-
-LIMITS = {
-    2: (
-        Limits(3e10, 1.5e10, 1.5e10),
-        Limits(1.5e10, 1.5e10, 1.5e10, least=5e10),
-        Limits(1.2e10, 1.2e10, 1.2e10, least=1.5e11),
-    ),
-    4: (Limits(3e9, 1.5e9, 1.5e9),),
-}
-"""For an H200, by bytes of an element. A kernel call of few operations leaves the GPU idle, at its
-ends and between it and the next, and takes the CPU as long as one of many. The CPU decides in short
-calls (the first limits), in longer ones the GPU. Measured for 2 on H200 and H100, with heads of 48
-and 64 and flash-attn-4 (benchmarks/results/attention_speed.md); a tenth of that, as the rate is,
-for 4."""
-NARROW_HEAD_DIM = 64
-"""Up to this head_dim the table-driven kernel is about as fast in forward as the others are on
-tiles of twice as many operations, and costs the CPU less: in short calls."""
 
 
 @dataclass(frozen=True)
@@ -130,10 +90,9 @@ def select_backend(name: str, device: torch.device, dtype: torch.dtype, head_dim
             shares = shares and table_refusal(device, dtype, head_dim) is None
             if not shares:
                 return Selection(backend)
-            limits = [each.on(profile_of(device)) for each in LIMITS[dtype.itemsize]]
-            if head_dim <= NARROW_HEAD_DIM:
-                limits[0] = limits[0]._replace(forward=2 * limits[0].forward)
-            return Selection(backend, tuple(limits))
+            keeps = backend.keeps_calls
+            limits = limits_on(profile_of(device), dtype.itemsize, head_dim, keeps_calls=keeps)
+            return Selection(backend, limits)
         reasons[backend.name] = reason
     if name == "auto" and (device.type != "cuda" or dtype == torch.float64):
         return Selection(EAGER)  # no fused kernel exists there

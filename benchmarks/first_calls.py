@@ -53,6 +53,7 @@ def main(
             asked.segment_lengths, asked.dilation_rates, head_offsets="blocked", zero_keys=True
         )
     on_cuda, found = device == "cuda", []
+    collecting = _Collecting()
 
     def run(call: Call) -> tuple[float, float]:
         """Milliseconds of forward, and of backward."""
@@ -76,13 +77,17 @@ def main(
             stack.enter_context(_kernels_that_do_nothing())
         for name, drawn in _kinds(calls + warm, packed):
             best: dict[int, list[float]] = {}
+            collected: dict[int, float] = {}
             for _ in range(1 if on_cuda else turns):
                 forget_plans()
                 gc.collect()
                 for call in drawn[:warm]:
                     run(call)
                 for number, call in enumerate(drawn[warm:]):
-                    first, again = run(call), [run(call) for _ in range(3)]
+                    before = collecting.ms
+                    first = run(call)
+                    collected[number] = collecting.ms - before
+                    again = [run(call) for _ in range(3)]
                     middle = map(statistics.median, zip(*again, strict=True))
                     times = [*first, *middle]
                     best[number] = list(map(min, best.get(number, times), times))
@@ -90,12 +95,19 @@ def main(
                 statistics.median, zip(*best.values(), strict=True)
             )
             extra = [a + b - c - d for a, b, c, d in best.values()]
+            worst = max(range(calls), key=extra.__getitem__)
             row = {
                 "calls": name,
                 "first_ms": [round(forward, 3), round(backward, 3)],
                 "again_ms": [round(x, 3) for x in again_both],
                 "extra_median_ms": round(statistics.median(extra), 2),
-                "extra_highest_ms": round(max(extra), 2),
+                "extra_highest_ms": round(extra[worst], 2),
+                "highest": {
+                    "tokens": drawn[warm + worst][0],
+                    "first_ms": [round(x, 3) for x in best[worst][:2]],
+                    "garbage_collection_ms": round(collected[worst], 3),
+                },
+                "garbage_collection_highest_ms": round(max(collected.values()), 3),
             }
             found.append(row)
             print(json.dumps(row), flush=True)
@@ -103,6 +115,20 @@ def main(
         kind = torch.cuda.get_device_name() if on_cuda else "host alone"
         about = {"device": kind, "torch": torch.__version__, "pattern": pattern, "rows": found}
         out.write_text(json.dumps(about, indent=1) + "\n")
+
+
+class _Collecting:
+    """Time that Python has collected garbage for, which it does within calls of anything."""
+
+    def __init__(self) -> None:
+        self.ms, self._begun = 0.0, 0.0
+        gc.callbacks.append(self._mark)
+
+    def _mark(self, phase: str, _: dict[str, int]) -> None:
+        if phase == "start":
+            self._begun = time.perf_counter()
+        else:
+            self.ms += 1e3 * (time.perf_counter() - self._begun)
 
 
 def _kinds(count: int, packed: int) -> Iterator[tuple[str, list[Call]]]:

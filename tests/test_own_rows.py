@@ -547,6 +547,19 @@ def test_members_of_a_branch_beside_rows_that_are_not(is_causal, detached, monke
     forget_plans()
 
 
+@pytest.mark.parametrize("heads", [1, 3])
+def test_tables_start_where_no_kernel_is_compiled_anew(heads):
+    """At multiples of 16 bytes, whatever their lengths."""
+    pattern = DilatedPattern([12, 29, None], [1, 2, 3])
+    for length in range(40, 60):
+        layout = SequenceLayout.contiguous(length, 1)
+        one = plan_attention(pattern, layout, is_causal=False, num_heads=heads).rank(0)
+        for launch in own.own_schedule(one, TileCall(ALL_BY_ROWS, 1.0, 1, 1), 16).launches:
+            tables = launch.programs(16, torch.device("cpu")).tensors
+            assert not any(x.data_ptr() % 16 for x in tables)
+            assert all(x.dtype == torch.int32 and x.is_contiguous() for x in tables)
+
+
 def test_what_is_kept_of_a_plan_goes_with_it():
     layout = SequenceLayout.contiguous(53, 1)
     one = plan_attention(GIGAPATH, layout, is_causal=False, num_heads=4).rank(0)

@@ -18,15 +18,12 @@ import torch
 
 from ..plan import PackedTiles, Tile
 from .launch import KernelLaunch
-from .tables import spread
+from .tables import moved_together, spread
 
 if TYPE_CHECKING:
     from .tables import Table
 
 CELL_FIELDS = ("batch", "kv_head", "q_row", "q_stride", "q_len", "k_row", "k_stride", "k_len")
-
-_ALIGNMENT = 16
-"""Bytes at which a table starts: Triton compiles a kernel anew for a pointer that is not so."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +102,7 @@ def build_cells(
     work = q_len[cell] - block * block_n if is_causal else q_len[cell]
     key_programs = np.stack(_longest_first(work, cell, block), 1).astype(np.int32)
 
-    on_device = _moved(device, table, query_programs.reshape(-1, 3), key_programs)
+    on_device = moved_together(device, table, query_programs.reshape(-1, 3), key_programs)
     return Cells(
         table=on_device[0],
         query_programs=on_device[1],
@@ -118,22 +115,6 @@ def build_cells(
         max_keys=int(k_len.max(initial=0)),
         max_stride=int(table[:, [3, 6]].max(initial=0)),
     )
-
-
-def _moved(device: torch.device | str, *tables: Table) -> list[torch.Tensor]:
-    """Tables of a few rows are many: they go to the device together, in one allocation."""
-    import numpy as np
-
-    sizes = [-(-x.nbytes // _ALIGNMENT) * _ALIGNMENT for x in tables]
-    together = torch.zeros(sum(sizes), dtype=torch.uint8)
-    for table, place in zip(tables, together.split(sizes), strict=True):
-        place.numpy()[: table.nbytes] = table.reshape(-1).view(np.uint8)
-    places = together.to(device).split(sizes)
-    dtypes = {4: torch.int32, 8: torch.int64}
-    return [
-        place[: x.nbytes].view(dtypes[x.itemsize]).view(x.shape)
-        for x, place in zip(tables, places, strict=True)
-    ]
 
 
 def _table(tiles: Sequence[Tile], batch: int) -> Table:

@@ -23,7 +23,7 @@ import torch
 
 from ..plan import OwnRange
 from .launch import KernelLaunch
-from .tables import spread
+from .tables import moved_together, spread
 
 if TYPE_CHECKING:
     from .tables import Table
@@ -207,9 +207,7 @@ def build_programs(
     table[:, :4], table[:, 4], table[:, 5] = own[:, :4], own[:, 6], steps
     table[:, 6], table[:, 7] = layout.starts[kind] * len(offsets[0]), (own[:, 6] & stores) > 0
     tables = table, spec, layout.order, made.take(first, axis=0)
-    flat = torch.from_numpy(np.concatenate(tables, dtype=np.int32, axis=None, casting="unsafe"))
-    moved = flat.to(device).split([x.size for x in tables])
-    on_device = [x.view(like.shape) for x, like in zip(moved, tables, strict=True)]
+    on_device = moved_together(device, *(np.ascontiguousarray(x, dtype=np.int32) for x in tables))
     return Programs(
         ranges=on_device[0],
         branches=on_device[1],

@@ -7,10 +7,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import torch
+
 if TYPE_CHECKING:
     import numpy as np
 
     Table: TypeAlias = np.ndarray[Any, Any]
+
+_ALIGNMENT = 16
+"""Bytes at which a table starts: Triton compiles a kernel anew for a pointer that is not so."""
 
 
 def spread(counts: Table) -> tuple[Table, Table]:
@@ -19,3 +24,20 @@ def spread(counts: Table) -> tuple[Table, Table]:
 
     indices = np.repeat(np.arange(len(counts)), counts)
     return indices, np.arange(len(indices)) - (counts.cumsum() - counts)[indices]
+
+
+def moved_together(device: torch.device | str, *tables: Table) -> list[torch.Tensor]:
+    """Tables of int32 or int64, on a device: in one allocation, for as a rule they are small."""
+    import numpy as np
+
+    sizes = [-(-x.nbytes // _ALIGNMENT) * _ALIGNMENT for x in tables]
+    flat, start = np.zeros(sum(sizes), dtype=np.uint8), 0
+    for table, size in zip(tables, sizes, strict=True):
+        flat[start : start + table.nbytes] = table.reshape(-1).view(np.uint8)
+        start += size
+    places = torch.from_numpy(flat).to(device).split(sizes)
+    dtypes = {4: torch.int32, 8: torch.int64}
+    return [
+        place[: x.nbytes].view(dtypes[x.itemsize]).view(x.shape)
+        for x, place in zip(tables, places, strict=True)
+    ]

@@ -48,6 +48,7 @@ CASES: dict[str, tuple[DilatedPattern, SequenceLayout, dict[str, Any]]] = {
     "mixed, grouped": (MIXED, SequenceLayout.contiguous(41, 2), {"num_kv_heads": 2}),
     "mixed": (MIXED, SequenceLayout.contiguous(50, 3), {"documents": (0, 3, 31, 50)}),
     "bare": (BARE, SequenceLayout.zigzag(50, 3), {}),
+    "one branch": (DilatedPattern([None], [3]), SequenceLayout.contiguous(50, 3), {}),
 }
 FEW_FLOPS = {"one rank": 6e3, "mixed zigzag": 1e3}
 """Of a tile: some groups of each case have larger ones and smaller ones."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -61,7 +60,7 @@ class TileCall:
     workspace: float | None = None
     own_flops: float = 0.0
 
-    @cached_property
+    @property
     def limits(self) -> Limits:
         """Up to which sizes tiles share launches."""
         return self.selection.limits_of(self.own_flops)

@@ -50,7 +50,7 @@ class Selection:
         Args:
             flops: operations of forward on the rows that a rank holds.
         """
-        return next((x for x in reversed(self.limits) if x.least <= flops), self.limits[0])
+        return [x for x in self.limits if x.least <= flops][-1]
 
     def reads(self, tensor: torch.Tensor) -> bool:
         """Whether tiles are computed from views of a tensor as it is; else from those of a copy."""

@@ -6,7 +6,7 @@ import math
 import os
 import threading
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from cut_rings import set_round_pairs
 from late_streams import LateExchange, late_streams
 
-from ring_dilated_attention import DilatedPattern, SequenceLayout
+from ring_dilated_attention import DilatedPattern, SequenceLayout, replicated_query_attention
 from ring_dilated_attention.checks import TENSORS, Case, relative_error
 from ring_dilated_attention.engine import compute, parts, ring
 from ring_dilated_attention.exchange import run_loopback
@@ -50,18 +50,22 @@ CASES: dict[str, tuple[DilatedPattern, SequenceLayout, dict[str, Any]]] = {
     "bare": (BARE, SequenceLayout.zigzag(50, 3), {}),
     "one branch": (DilatedPattern([None], [3]), SequenceLayout.contiguous(50, 3), {}),
 }
+WAYS = {"ring": (False, None), "few heads at a time": (False, 20), "gather": (True, None)}
+"""Whether messages are gathered, and for how many pairs heads are computed at a time."""
 FEW_FLOPS = {"one rank": 6e3, "mixed zigzag": 1e3}
 """Of a tile: some groups of each case have larger ones and smaller ones."""
 HAS_CUDA = torch.cuda.is_available()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def run(case, ends, selection, *, gathers, workspace):
+def run(case, ends, selection, *, gathers=False, workspace=None, detached=False):
     """What `ring` finds on this rank: every tensor of TENSORS."""
     plan = case.plan()
     exchange = LateExchange(ends)
     scale = case.head_dim**-0.5
-    call = ring.RingCall(plan.rank(ends.rank), exchange, selection, scale, gathers, workspace)
+    call = ring.RingCall(
+        plan.rank(ends.rank), exchange, selection, scale, gathers, workspace, detached
+    )
     query, key, value, dout = (
         case.layout.shard(x.to(case.dtype), ends.rank, 1) for x in case.inputs()
     )
@@ -92,11 +96,7 @@ def check(case, selection, *, seed, early=0.0, gathers=False, workspace=None):
 
 
 @pytest.mark.parametrize("backend", [EAGER, INTO], ids=["apart", "into"])
-@pytest.mark.parametrize(
-    ("gathers", "round_pairs"),
-    [(False, None), (False, 20), (True, None)],
-    ids=["ring", "few heads at a time", "gather"],
-)
+@pytest.mark.parametrize(("gathers", "round_pairs"), WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("name", CASES)
 def test_additions_that_are_late(name, round_pairs, gathers, backend, monkeypatch):
     if round_pairs is not None:
@@ -112,10 +112,12 @@ def test_additions_that_are_late(name, round_pairs, gathers, backend, monkeypatc
 
 
 @pytest.mark.parametrize("backend", [EAGER, INTO], ids=["apart", "into"])
-@pytest.mark.parametrize("gathers", [False, True], ids=["ring", "gather"])
+@pytest.mark.parametrize(("gathers", "round_pairs"), WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("dense")])
-def test_small_calls_beside_larger_ones(name, gathers, backend, monkeypatch):
+def test_small_calls_beside_larger_ones(name, round_pairs, gathers, backend, monkeypatch):
     """They are computed on the side stream, where others are only added."""
+    if round_pairs is not None:
+        set_round_pairs(monkeypatch, round_pairs)
     pattern, layout, options = CASES[name]
     case = Case(pattern=pattern, layout=layout, **options)
     counts = []
@@ -128,7 +130,49 @@ def test_small_calls_beside_larger_ones(name, gathers, backend, monkeypatch):
         error, queued = check(case, Selection(backend), seed=number, **how)
         assert error < 1e-12
         counts.append(queued)
-    assert counts[1] > counts[0]
+    assert counts[1] > counts[0] or round_pairs
+
+
+@pytest.mark.parametrize("backend", [EAGER, INTO], ids=["apart", "into"])
+def test_small_calls_of_branches_whose_weights_are_constants(backend, monkeypatch):
+    """Each branch has an out of its own, which is dropped when the branch has been queued."""
+    pattern = DilatedPattern([16, 25, None], [1, 2, 3])
+    case = Case(pattern=pattern, layout=SequenceLayout.contiguous(41, 1))
+    detached = partial(run, case, selection=Selection(backend), detached=True)
+    (expected,) = run_loopback(1, detached)
+    monkeypatch.setattr(compute, "LONG_FLOPS", math.inf)
+    monkeypatch.setattr(parts, "BESIDE_FLOPS", 0.0)
+    with late_streams(0, 0.0) as streams:
+        (found,) = run_loopback(1, detached)
+    for name in TENSORS:
+        assert relative_error(found[name], expected[name]) < 1e-12
+    assert sum(x.queued for x in streams) > 0
+
+
+def test_small_calls_of_rows_of_different_lengths(monkeypatch):
+    """Rows of a batch are computed one after the other, from copies of what they need."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = [
+        torch.randn(4, length, 2, 8, generator=generator, dtype=torch.float64)
+        for length in (27, 27, 41, 41)
+    ]
+
+    def attend(ends):
+        dout, *leaves = [x.clone().requires_grad_() for x in tensors]
+        query, key, value = leaves
+        options: Any = {"group": ends, "lengths": [41, 40, 41, 40], "backend": "eager"}
+        pattern, positions = DilatedPattern([16], [1]), range(13, 40)
+        out = replicated_query_attention(query, key, value, pattern, positions, **options)
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout.detach())]
+
+    (expected,) = run_loopback(1, attend)
+    monkeypatch.setattr(compute, "LONG_FLOPS", math.inf)
+    monkeypatch.setattr(parts, "BESIDE_FLOPS", 0.0)
+    with late_streams(0, 0.0) as streams:
+        (found,) = run_loopback(1, attend)
+    for got, want in zip(found, expected, strict=True):
+        assert relative_error(got, want) < 1e-12
+    assert sum(x.queued for x in streams) > 0
 
 
 @pytest.mark.skipif(
@@ -156,7 +200,9 @@ def test_launches_of_tables_wait_for_additions(name, monkeypatch):
     case = Case(pattern=pattern, layout=layout, dtype=torch.float32, **options)
     monkeypatch.setattr(compute, "LONG_FLOPS", 0)
     shares = Selection(EAGER, (Limits(0.0, FEW_FLOPS[name], FEW_FLOPS[name]),))
-    error, queued = check(case, shares, seed=0)
-    assert error < 1e-5
-    assert queued > layout.world_size
-    assert len(launches) >= 2 * layout.world_size
+    for beside in (math.inf, 0.0):
+        monkeypatch.setattr(parts, "BESIDE_FLOPS", beside)
+        error, queued = check(case, shares, seed=0)
+        assert error < 1e-5
+        assert queued > layout.world_size
+    assert len(launches) >= 4 * layout.world_size

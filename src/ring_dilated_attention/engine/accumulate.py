@@ -153,7 +153,8 @@ def streams_of(device: torch.device) -> Streams | None:
 
 
 _Kind: TypeAlias = Literal["result", "launch", "started"]
-"""Of work on the side stream: see `Accumulator.run`, which holds results or not, and `start`."""
+"""Of work on the side stream: additions of results, launches and kernel calls that add their own
+(see `Accumulator.run`), or what `start` began."""
 
 
 class _Behind(NamedTuple):
@@ -166,14 +167,15 @@ class _Behind(NamedTuple):
 class Accumulator:
     """Adds results into the whole; where there are streams, on one of its own behind the compute.
 
-    Launches of small tiles add to the whole by themselves, and go there, too.
+    Launches of small tiles, and small kernel calls with their additions, go there, too.
 
     Args:
         device: where the tensors are; the current stream there is the compute's.
         stopwatch: started where the compute waits for what others must send; see `Exchange`.
 
     Attributes:
-        most_held: the largest number of calls whose results are held at the same time.
+        most_held: the largest number of calls whose results are held at the same time, besides
+            what is computed on the side stream.
     """
 
     def __init__(
@@ -196,7 +198,7 @@ class Accumulator:
 
         Args:
             add_all: calls `merge` and `add`, or launches what computes small tiles and adds them.
-            tensors: what it reads, which is freed when it has been added.
+            tensors: what it reads, which lives until it has been added.
             into: what is added to; what `join` is to wait for, too, before it is freed.
             is_long: whether the compute takes long enough for going behind to be worthwhile.
             holds: whether the tensors are results, which are held until then.
@@ -208,6 +210,10 @@ class Accumulator:
         if holds and sum(behind.kind == "result" for behind in self._behind) == self.most_held:
             while not self._wait():
                 pass
+
+    def may_wait(self) -> bool:
+        """Whether the side stream may be waiting for other ranks, and with it what comes behind."""
+        return any(behind.kind == "started" for behind in self._behind)
 
     def start(
         self, add_all: Callable[[], None], *tensors: torch.Tensor, into: Sequence[torch.Tensor]
@@ -228,10 +234,10 @@ class Accumulator:
         """Make the current stream wait for what was started; without streams, do it now."""
         while self._started:
             self._started.popleft()()
-        if not any(behind.kind == "started" for behind in self._behind):
+        if not self.may_wait():
             return
         stop = None if self._stopwatch is None else self._stopwatch()
-        while any(behind.kind == "started" for behind in self._behind):
+        while self.may_wait():
             self._wait()
         if stop is not None:
             stop()

@@ -120,10 +120,9 @@ def forward(
     head_dim, backend, profile = query.shape[3], call.selection.backend, profile_of(query.device)
     work = schedule_of(group, call.batch, call.heads_per_kv, head_dim, call.limits.forward)
     if work.shares_launch:  # first, so that it runs beside the kernel calls, whose rows are others
-        _, keys, values = inputs
         add_all = partial(_forward_launch, work, call, inputs, result)
-        into, is_long = (out, lse, keys, values), work.flops >= profile.flops(BESIDE_FLOPS)
-        sums.run(add_all, keys, values, into=into, is_long=is_long, holds=False)
+        is_long = work.flops >= profile.flops(BESIDE_FLOPS)
+        sums.run(add_all, *inputs, into=(out, lse, *inputs[1:]), is_long=is_long, holds=False)
     lse_rows, long_flops = lse.transpose(1, 2), profile.flops(LONG_FLOPS)
     tensors = *inputs, out, lse_rows
     for part in kept_parts(cut_forward, work, call, tensors, held=sums.most_held, store=store):
@@ -132,7 +131,7 @@ def forward(
         views = part.totals[0].of(out), part.totals[1].of(lse_rows)
         if part.is_beside:
             add_all = partial(_forward_part, backend, tile_inputs, views, part.places, store)
-            sums.run(add_all, into=(*views, *inputs[1:]), is_long=True, holds=False)
+            sums.run(add_all, *inputs, into=(*views, *inputs[1:]), is_long=True, holds=False)
         elif part.places:
             _forward_part(backend, tile_inputs, views, part.places, store)
         else:
@@ -199,13 +198,12 @@ def backward(
     head_dim, backend, profile = query.shape[3], call.selection.backend, profile_of(query.device)
     work = schedule_of(group, call.batch, call.heads_per_kv, head_dim, call.limits.backward)
     if work.shares_launch:  # first, as in forward
-        _, keys, values = inputs
         of_merged = merged.dout, merged.lse, merged.delta
         add_all = partial(_backward_launch, work, call, inputs, of_merged, gradients)
-        into = dquery, dkeys, dvalues, keys, values
+        into = dquery, dkeys, dvalues, *inputs[1:]
         # 10 operations for an element of a pair, 4 in forward.
         is_long = 2.5 * work.flops >= profile.flops(BESIDE_FLOPS)
-        sums.run(add_all, keys, values, *of_merged, into=into, is_long=is_long, holds=False)
+        sums.run(add_all, *inputs, *of_merged, into=into, is_long=is_long, holds=False)
     lse_rows, long_flops = merged.lse.transpose(1, 2), profile.flops(LONG_FLOPS)
     tensors = *inputs, merged.dout, merged.out, lse_rows, dquery, dkeys, dvalues
     flags = {"held": sums.most_held, "store": store, "store_keys": store_keys}
@@ -215,9 +213,9 @@ def backward(
         dout, out, lse = part.merged
         tile_gradients = TileGradients(dout.of(merged.dout), out.of(merged.out), lse.of(lse_rows))
         totals = [x.of(total) for x, total in zip(part.totals, tensors[6:], strict=True)]
-        if part.is_beside:
+        if part.is_beside and not sums.may_wait():
             add_all = partial(_backward_part, backend, tile_inputs, tile_gradients, totals, part)
-            sums.run(add_all, into=totals, is_long=True, holds=False)
+            sums.run(add_all, *tensors[:6], into=totals, is_long=True, holds=False)
             continue
         found = _gradients(backend, tile_inputs, tile_gradients, totals, part.added)
         if found:

@@ -17,7 +17,7 @@ import torch
 from ..caches import keep_few
 from ..kernels import profile_of
 from ..tiles import Limits, Selection
-from .blocks import Block, Placement
+from .blocks import Placement
 from .schedule import Schedule
 
 MOST_BLOCKS = 256
@@ -50,7 +50,8 @@ class TileCall:
         heads_per_kv: query heads of a KV head.
         workspace: the most that slices allocate, in multiples of the size of query; None: the
             constants of this module say.
-        own_flops: operations of forward on the rows that the rank holds.
+        own_flops: operations of forward on the rows that the rank holds; 0 where the limits of
+            short calls are to hold.
     """
 
     selection: Selection
@@ -86,7 +87,7 @@ class ForwardPart(NamedTuple):
         is_causal: as its block.
         flops: operations that it takes.
         places: whether the back end writes them there.
-        is_beside: whether it runs beside a larger one of its group.
+        is_beside: whether it may run on the side stream, beside larger blocks of its group.
         memo: see `TileInputs`.
     """
 
@@ -111,7 +112,7 @@ class BackwardPart(NamedTuple):
         added: how many of the gradients are added there, the first ones: 3, 1 or 0. The back end
             writes the others where they belong.
         additions: how these are added.
-        is_beside: whether it runs beside a larger one of its group.
+        is_beside: whether it may run on the side stream, beside larger blocks of its group.
         memo: see `TileInputs`.
     """
 
@@ -167,19 +168,20 @@ def cut_forward(
         work: whose blocks they compute.
         call: what all tiles have in common.
         tensors: query, keys, values, out and lse.
-        held: of how many kernel calls results are held at the same time.
+        held: of how many kernel calls results are held at the same time; 1: there is no side
+            stream.
         store: whether they are written over what out and lse hold.
     """
     query, keys, values, out, lse = tensors
     backend, head_dim = call.selection.backend, query.shape[3]
     assert backend is not None
-    beside = _run_beside(work.blocks, 4 * head_dim, query.device, held)
-    held += any(beside)
+    beside = _beside(work, 4 * head_dim, query.device, held)
+    held += beside.streams - 1
     row_bytes = (head_dim * query.element_size() + lse.element_size()) * held
     most_rows = call.most_rows(query, FORWARD_WORKSPACE, row_bytes)
     may_place = store and out.dtype == query.dtype and backend.forward_into is not None
     order = backend.rows_first
-    for block, is_beside in zip(work.blocks, beside, strict=True):
+    for block in work.blocks:
         places = may_place and block.queries.stride == 1
         for part in block.slices(math.inf if places else most_rows):
             yield ForwardPart(
@@ -195,7 +197,7 @@ def cut_forward(
                 part.is_causal,
                 4 * head_dim * part.pairs,
                 places,
-                is_beside,
+                part.pairs >= beside.least and block.pairs <= beside.most,
                 {},
             )
 
@@ -215,7 +217,7 @@ def cut_backward(
         work: whose blocks they compute.
         call: what all tiles have in common.
         tensors: query, keys, values, dout, out, lse, and the gradients of the first three.
-        held: of how many kernel calls results are held at the same time.
+        held: as in `cut_forward`.
         store: whether they are written over what the gradient of query holds.
         store_keys: whether they are written over what those of keys and values hold.
     """
@@ -223,15 +225,15 @@ def cut_backward(
     backend, head_dim = call.selection.backend, query.shape[3]
     assert backend is not None
     order = backend.rows_first
-    beside = _run_beside(work.blocks, 10 * head_dim, query.device, held)
-    held += any(beside)
-    for block, is_beside in zip(work.blocks, beside, strict=True):
+    beside = _beside(work, 10 * head_dim, query.device, held)
+    held += beside.streams - 1
+    for block in work.blocks:
         own_keys = store_keys and block.member == 0  # members of a KV head share its gradients
         # Where nothing is there to add to, a back end may write what it finds where it belongs.
         added = 3
         if backend.backward_into is not None and own_keys and dkeys.dtype == query.dtype:
             added = 0 if store and dquery.dtype == query.dtype else 1
-        row_bytes = lse.element_size() + backend.backward_workspace(head_dim)
+        row_bytes = lse.element_size() + backend.backward_workspace(head_dim) * beside.streams
         row_bytes += added * head_dim * query.element_size() * held
         additions = _by_flag((store, own_keys, own_keys)[:added])
         for part in block.slices(call.most_rows(query, BACKWARD_WORKSPACE, row_bytes)):
@@ -255,21 +257,31 @@ def cut_backward(
                 10 * head_dim * part.pairs,
                 added,
                 additions,
-                is_beside,
+                part.pairs >= beside.least and block.pairs <= beside.most,
                 {},
             )
 
 
-def _run_beside(
-    blocks: Sequence[Block], pair_flops: int, device: torch.device, held: int
-) -> list[bool]:
-    """Of each block, whether it is computed on the side stream, beside a larger one.
+class _Beside(NamedTuple):
+    """What runs on the side stream, beside the larger blocks of a group.
 
-    Both leave multiprocessors idle at their end. Without a side stream one result is held at a
-    time, and no block is computed there.
+    Kernel calls leave multiprocessors idle at their end, which small ones fill.
+
+    Attributes:
+        least: pairs of a kernel call from which it may.
+        most: pairs of a block up to which it does.
+        streams: on how many streams blocks are computed, 1 or 2.
     """
+
+    least: float
+    most: float
+    streams: int
+
+
+def _beside(work: Schedule, pair_flops: int, device: torch.device, held: int) -> _Beside:
     least = profile_of(device).flops(BESIDE_FLOPS) / pair_flops
-    return [held > 1 and least <= each.pairs <= blocks[-1].pairs / 2 for each in blocks]
+    most = work.blocks[-1].pairs / 2 if held > 1 else 0.0
+    return _Beside(least, most, 1 + any(least <= block.pairs <= most for block in work.blocks))
 
 
 def _by_flag(flags: Sequence[bool]) -> Additions:

@@ -88,8 +88,8 @@ class RingCall:
         """What tiles need to know of the call."""
         plan, (batch, _, _, head_dim) = self.plan.plan, query.shape
         heads_per_kv, flops = plan.num_heads // plan.num_kv_heads, 0.0
-        # Packed documents are rarely seen twice, and a kernel call of each takes the CPU longer
-        # than it saves the GPU.
+        # Packed documents have the limits of short calls: they are rarely seen twice, and a kernel
+        # call of each takes the CPU longer than it saves the GPU.
         if len(plan.documents) <= 2:
             flops = 4.0 * head_dim * batch * heads_per_kv * self.plan.own_pairs
         return TileCall(self.backend, self.scale, batch, heads_per_kv, self.workspace, flops)

@@ -36,7 +36,7 @@ class Schedule:
     """How the tiles of a group are computed: block by block, or all in one launch.
 
     Attributes:
-        blocks: a kernel call each, of rising pairs.
+        blocks: a kernel call each, sorted by their number of pairs, fewest first.
         table: tiles of the launch.
         packed: more of them.
         flops: operations of forward of `table`.

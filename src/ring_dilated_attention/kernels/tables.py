@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     Table: TypeAlias = np.ndarray[Any, Any]
 
 _ALIGNMENT = 16
-"""Bytes at which a table starts: Triton compiles a kernel anew for a pointer that is not so."""
+"""Tables start at multiples of so many bytes: for other addresses Triton compiles a kernel anew."""
 
 
 def spread(counts: Table) -> tuple[Table, Table]:
@@ -27,7 +27,7 @@ def spread(counts: Table) -> tuple[Table, Table]:
 
 
 def moved_together(device: torch.device | str, *tables: Table) -> list[torch.Tensor]:
-    """Tables of int32 or int64, on a device: in one allocation, for as a rule they are small."""
+    """Tables of int32 or int64, on a device: in one allocation, because they are usually small."""
     import numpy as np
 
     sizes = [-(-x.nbytes // _ALIGNMENT) * _ALIGNMENT for x in tables]

@@ -18,6 +18,7 @@ from ..torch_op import agreed
 from .checkpoint import Checkpoint, check_checkpoint
 from .checks import check_rows
 from .chunked import map_rows
+from .compiler_faults import norm_one_row_more
 from .encoder_block import EncoderBlock
 from .initial import without_weights
 from .norm import LayerNorm
@@ -158,6 +159,7 @@ class SlideEncoder(nn.Module):
         # Selected: the gradient of a view of it would be a view of the gradient of all rows.
         cls = autocast_inputs(self.cls_token[0])[0].expand(len(hidden), count, -1)
         hidden = torch.cat([hidden[:, : at or 0], cls.to(hidden.dtype), hidden[:, at or 0 :]], 1)
+        norm_one_row_more()
         for block in self.blocks:
             hidden = block(
                 hidden,

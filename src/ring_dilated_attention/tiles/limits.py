@@ -18,10 +18,10 @@ class Limits(NamedTuple):
     Operations are counted as those of forward, in backward too.
 
     Attributes:
-        own: of tiles of rows that one rank holds: they join a launch that goes through several
-            branches row by row, forward and backward.
-        forward: of other tiles, in forward: they join a launch of the table-driven kernel.
-        backward: of other tiles, in backward.
+        own: tiles of rows that one rank holds join a launch that goes through several branches row
+            by row, forward and backward.
+        forward: those that do not join a launch of the table-driven kernel, in forward.
+        backward: the same in backward.
         least: the limits are those of calls with at least so many operations of forward on the rows
             that a rank holds.
     """
@@ -44,11 +44,12 @@ _LIMITS_OF_KEPT_CALLS = (
     Limits(1.5e10, 1.5e10, 1.5e10, least=5e10),
     Limits(1.2e10, 1.2e10, 1.2e10, least=1.5e11),
 )
-"""The same with kernel calls that take the CPU little time: measured with flash-attn-4, heads of 48
-and 64."""
+"""For elements of 2 bytes, with kernel calls that take the CPU little time: measured with
+flash-attn-4, heads of 48 and 64 (heads of 128: no slower), on an H100."""
 NARROW_HEAD_DIM = 64
 """Up to this head_dim the table-driven kernel is about as fast in forward as the others are on
-tiles of twice as many operations, and costs the CPU less."""
+tiles of twice as many operations, and costs the CPU less; but it takes none that are too large for
+being computed row by row."""
 
 
 def limits_on(
@@ -60,7 +61,7 @@ def limits_on(
         profile: of the device.
         element_size: bytes of an element of the inputs: 2 or 4.
         head_dim: elements of a row of a head.
-        keeps_calls: see `TileBackend`.
+        keeps_calls: see `TileBackend`; for elements of 2 bytes.
     """
     found = _LIMITS_OF_KEPT_CALLS if keeps_calls else _LIMITS[element_size]
     if head_dim <= NARROW_HEAD_DIM:

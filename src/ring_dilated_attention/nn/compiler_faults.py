@@ -1,0 +1,29 @@
+"""What goes around faults of torch's compiler."""
+
+from __future__ import annotations
+
+import torch
+
+_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+MISCOUNTS_ROWS = (2, 10) <= _VERSION < (2, 12)
+"""Whether Inductor fails in gradients of norms where the rows are a changing number and one more.
+Its code for GPUs that sums several orders of a tensor at once has ``2 * 1 + n // 16`` there where
+``2 * (1 + n // 16)`` is meant, and backward raises RuntimeError. torch 2.12 writes parentheses."""
+
+
+def norm_one_row_more() -> None:
+    """Call it where a model makes its sequence longer by one row, before the norms.
+
+    With a version of torch that fails there, and only where the model is being compiled, it turns
+    off `torch._inductor.config.triton.mix_order_reduction`, as its users would have to.
+    """
+    if MISCOUNTS_ROWS and torch.compiler.is_compiling():
+        _sum_one_order_at_a_time()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _sum_one_order_at_a_time() -> None:
+    # Called by the tracer, before anything is compiled.
+    from torch._inductor import config
+
+    config.triton.mix_order_reduction = False

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import torch
-import torch._inductor.config
 import typer
 from slide_encoder import Training
 
@@ -82,9 +81,6 @@ def main(
     for case in cases.split(","):
         if case not in ("plain", "compiled"):
             raise typer.BadParameter(f"no case is called {case}")
-        if hasattr(torch._inductor.config.triton, "mix_order_reduction"):
-            # With torch 2.11 it fails for rows that change: docs/how-to/torch-compile.md.
-            torch._inductor.config.triton.mix_order_reduction = False
         training = Training(layers, device, compiles=case == "compiled")
         row: dict[str, Any] = {"case": case, "slides": slides, "tiles": sum(new)}
         for name, lengths in (("warm", before), ("new", new), ("again", new), ("third", new)):

@@ -18,7 +18,6 @@ pytestmark = [
 def test_slides_of_changing_lengths(miscounts, monkeypatch):
     """The class token is a row more than there are tiles."""
     monkeypatch.setattr(compiler_faults, "MISCOUNTS_ROWS", miscounts)
-    monkeypatch.setattr(config.triton, "mix_order_reduction", True)
     torch.manual_seed(0)
     shape = SlideEncoderConfig(
         in_dim=8,
@@ -37,13 +36,14 @@ def test_slides_of_changing_lengths(miscounts, monkeypatch):
 
     torch._dynamo.reset()
     compiled = torch.compile(encoder, backend=backend, fullgraph=True)
-    for length in (40, 41, 57):
-        features, places = torch.randn(1, length, 8), torch.randint(0, 9, (1, length, 2))
-        want = encoder(features, places)
-        if not settings:
-            assert config.triton.mix_order_reduction  # nothing is compiled yet
-        got = compiled(features, places)
-        torch.testing.assert_close(got.tiles, want.tiles)
-        got.cls.sum().backward()
+    with config.patch({"triton.mix_order_reduction": True}):
+        for length in (40, 41, 57):
+            features, places = torch.randn(1, length, 8), torch.randint(0, 9, (1, length, 2))
+            want = encoder(features, places)
+            if not settings:
+                assert config.triton.mix_order_reduction  # nothing is compiled yet
+            got = compiled(features, places)
+            torch.testing.assert_close(got.tiles, want.tiles)
+            got.cls.sum().backward()
     assert settings == [not miscounts] * 2  # one graph for all lengths but the first
     torch._dynamo.reset()

@@ -40,6 +40,19 @@ torch.library.register_fake(
 torch.library.register_autograd(AGREED, _backward, setup_context=_setup_context, lib=_library)
 
 
+_TRACES_NO_RAISE = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
+"""torch 2.11's tracer fails where an exception that was caught is raised, and does not show it."""
+
+
+def _refuse(failure: Exception, name: str, group: Group, device: torch.device) -> None:
+    agree(name, exchange_named(group_name(group)), None, failure, device)
+
+
+if _TRACES_NO_RAISE:
+    reason = "it was given arguments that do not fit; call it without torch.compile to see which"
+    _refuse = torch._dynamo.disable(_refuse, reason=reason)  # type: ignore[no-untyped-call]
+
+
 def agreed(
     tensor: torch.Tensor | None,
     name: str,
@@ -65,6 +78,8 @@ def agreed(
         ends = exchange_named(group_name(group))
         agree(name, ends, None if failure else {}, failure, device)
     elif failure is not None:
+        if _TRACES_NO_RAISE:
+            _refuse(failure, name, group, device)
         raise failure
     elif tensor is not None and group is not None:
         tensor = AGREED(tensor, name, group_name(group))

@@ -44,13 +44,9 @@ _TRACES_NO_RAISE = tuple(int(part) for part in torch.__version__.split(".")[:2])
 """torch 2.11's tracer fails where an exception that was caught is raised, and does not show it."""
 
 
+@untraced
 def _refuse(failure: Exception, name: str, group: Group, device: torch.device) -> None:
     agree(name, exchange_named(group_name(group)), None, failure, device)
-
-
-if _TRACES_NO_RAISE:
-    reason = "it was given arguments that do not fit; call it without torch.compile to see which"
-    _refuse = torch._dynamo.disable(_refuse, reason=reason)  # type: ignore[no-untyped-call]
 
 
 def agreed(

@@ -31,11 +31,12 @@ def moved_together(device: torch.device | str, *tables: Table) -> list[torch.Ten
     import numpy as np
 
     sizes = [-(-x.nbytes // _ALIGNMENT) * _ALIGNMENT for x in tables]
-    flat, start = np.zeros(sum(sizes), dtype=np.uint8), 0
+    together = torch.zeros(sum(sizes), dtype=torch.uint8)
+    flat, start = together.numpy(), 0
     for table, size in zip(tables, sizes, strict=True):
         flat[start : start + table.nbytes] = table.reshape(-1).view(np.uint8)
         start += size
-    places = torch.from_numpy(flat).to(device).split(sizes)
+    places = together.to(device).split(sizes)
     dtypes = {4: torch.int32, 8: torch.int64}
     return [
         place[: x.nbytes].view(dtypes[x.itemsize]).view(x.shape)

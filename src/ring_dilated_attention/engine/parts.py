@@ -17,7 +17,7 @@ import torch
 from ..caches import keep_few
 from ..kernels import profile_of
 from ..tiles import Limits, Selection
-from .blocks import Placement
+from .blocks import Block, Placement
 from .schedule import Schedule
 
 MOST_BLOCKS = 256
@@ -197,7 +197,7 @@ def cut_forward(
                 part.is_causal,
                 4 * head_dim * part.pairs,
                 places,
-                part.pairs >= beside.least and block.pairs <= beside.most,
+                beside.has(block, part),
                 {},
             )
 
@@ -257,7 +257,7 @@ def cut_backward(
                 10 * head_dim * part.pairs,
                 added,
                 additions,
-                part.pairs >= beside.least and block.pairs <= beside.most,
+                beside.has(block, part),
                 {},
             )
 
@@ -276,6 +276,10 @@ class _Beside(NamedTuple):
     least: float
     most: float
     streams: int
+
+    def has(self, block: Block, part: Block) -> bool:
+        """Whether a kernel call, which computes part of a block, is among it."""
+        return part.pairs >= self.least and block.pairs <= self.most
 
 
 def _beside(work: Schedule, pair_flops: int, device: torch.device, held: int) -> _Beside:

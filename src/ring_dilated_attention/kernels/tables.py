@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     Table: TypeAlias = np.ndarray[Any, Any]
 
 _ALIGNMENT = 16
-"""Tables start at multiples of so many bytes: for other addresses Triton compiles a kernel anew."""
+"""The address of each table is a multiple of it: Triton compiles a kernel again for others."""
 
 
 def spread(counts: Table) -> tuple[Table, Table]:

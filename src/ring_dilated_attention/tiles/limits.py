@@ -13,17 +13,18 @@ from ..kernels import DeviceProfile
 
 
 class Limits(NamedTuple):
-    """Tiles whose kernel call would have at most so many operations share a launch.
+    """The most floating-point operations of a kernel call whose tiles share a launch instead.
 
     Operations are counted as those of forward, in backward too.
 
     Attributes:
-        own: tiles of rows that one rank holds join a launch that goes through several branches row
-            by row, forward and backward.
-        forward: those that do not join a launch of the table-driven kernel, in forward.
+        own: of tiles whose queries and keys one rank holds. They are computed in the launch that
+            goes through several branches row by row, forward and backward.
+        forward: of all other tiles, in forward. They are computed in a launch of the table-driven
+            kernel.
         backward: the same in backward.
-        least: the limits are those of calls with at least so many operations of forward on the rows
-            that a rank holds.
+        least: operations of a whole call, in forward and on the rows that a rank holds, from which
+            these limits count.
     """
 
     own: float = 0.0

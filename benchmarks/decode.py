@@ -97,24 +97,27 @@ class Timer:
     def __init__(self, device: torch.device, repeats: int) -> None:
         self.device, self.repeats = device, repeats
 
-    def queued(self, call: Callable[[], Any], count: int = 20) -> float:
-        """Milliseconds of a call among `count` that are queued, the median of several rounds."""
-        taken = []
-        for _ in range(self.repeats):
-            if self.device.type == "cuda":
-                first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                torch.cuda._sleep(20_000_000)  # the queue fills up meanwhile
-                first.record()
-                for _ in range(count):
-                    call()
-                last.record()
-                last.synchronize()
-                taken.append(first.elapsed_time(last) / count)
-            else:
-                begun = time.perf_counter()
-                call()
-                taken.append((time.perf_counter() - begun) * 1e3)
-        return statistics.median(taken)
+    def queued(self, *calls: Callable[[], Any], count: int = 20) -> list[float]:
+        """Milliseconds of a call among `count` that are queued, the median of several rounds.
+
+        Several calls are timed in turns, so that a slower clock slows them all.
+        """
+        rounds = [[self._queued(call, count) for call in calls] for _ in range(self.repeats)]
+        return [statistics.median(taken) for taken in zip(*rounds, strict=True)]
+
+    def _queued(self, call: Callable[[], Any], count: int) -> float:
+        if self.device.type != "cuda":
+            begun = time.perf_counter()
+            call()
+            return (time.perf_counter() - begun) * 1e3
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(20_000_000)  # the queue fills up meanwhile
+        first.record()
+        for _ in range(count):
+            call()
+        last.record()
+        last.synchronize()
+        return first.elapsed_time(last) / count
 
     def wall(self, call: Callable[[], Any], rounds: int = 50, count: int = 1) -> float:
         """Milliseconds of a call, until the device is idle after `count` calls in a row.
@@ -137,7 +140,8 @@ def copy_rate(timer: Timer, nbytes: int = 4 << 30) -> float:
     nbytes = nbytes if timer.device.type == "cuda" else 64 << 20
     source = torch.empty(nbytes, dtype=torch.uint8, device=timer.device)
     target = torch.empty_like(source)
-    return 2 * nbytes / timer.queued(lambda: target.copy_(source)) * 1e3
+    (taken,) = timer.queued(lambda: target.copy_(source))
+    return 2 * nbytes / taken * 1e3
 
 
 def attention(case: Case, timer: Timer, dtype: torch.dtype, rate: float) -> dict[str, Any]:
@@ -170,19 +174,19 @@ def attention(case: Case, timer: Timer, dtype: torch.dtype, rate: float) -> dict
     for _ in range(5):
         call()
     found["limit_ms"] = read / rate * 1e3
-    found["gpu_ms"] = timer.queued(call)
-    found["wall_ms"] = timer.wall(call, 20, count=20)
-    found["wall_alone_ms"] = timer.wall(call, 300)
-    if device.type == "cuda" and not is_shared:
-        captured = CapturedStep(lambda x: cached_attention(x, key, value, cache), query, [cache])
-        found["graph_ms"] = timer.queued(lambda: captured(query))
+    beside = {}
     if case.is_dense:
         k, v = (torch.cat([x, new], 1).transpose(1, 2) for x, new in ((keys, key), (values, value)))
         k, v = k.contiguous(), v.contiguous()
         q = query.transpose(1, 2)
-        found["sdpa_ms"] = timer.queued(
-            lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-        )
+        beside["sdpa_ms"] = lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    found["gpu_ms"], *taken = timer.queued(call, *beside.values())
+    found |= zip(beside, taken, strict=True)
+    found["wall_ms"] = timer.wall(call, 20, count=20)
+    found["wall_alone_ms"] = timer.wall(call, 300)
+    if device.type == "cuda" and not is_shared:
+        captured = CapturedStep(lambda x: cached_attention(x, key, value, cache), query, [cache])
+        (found["graph_ms"],) = timer.queued(lambda: captured(query))
     return found
 
 
@@ -263,7 +267,7 @@ def model_step(timer: Timer, prompt: int, *, small: bool) -> dict[str, Any]:
         if device.type == "cuda":
             captured = CapturedStep(lambda x: model.step(x, caches), token, caches)
             found["graph_ms"] = timer.wall(lambda: captured(token))
-            found["graph_gpu_ms"] = timer.queued(lambda: captured(token))
+            (found["graph_gpu_ms"],) = timer.queued(lambda: captured(token))
     found["cache_bytes"] = sum(cache.nbytes for cache in caches)
     drawn = model.stream(tokens, GENERATED)
     begun = time.perf_counter()

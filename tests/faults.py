@@ -225,6 +225,8 @@ def skipped_where_nothing_travels(me: Rank, how: str) -> None:
     me.warm_up()
     alone = DilatedPattern([1], [1])
     me.call(pattern=alone).sum().backward()  # compiles its kernels before the fault
+    me.call()  # its rows travel, so that no rank goes on before all have compiled
+    me.synchronize()
     first = me.call(pattern=alone)
     try:
         if me.is_victim:

@@ -206,14 +206,15 @@ def _merge_kernel(
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One program: one query of one head; the first head of a KV head writes its new row."""
-    if OVERLAPS:
-        tl.extra.cuda.gdc_wait()
     pair, row = tl.program_id(0).to(tl.int64), tl.program_id(1)
     batch, kv_head = pair // kv_heads, pair % kv_heads
     new, member = row // heads_per_kv, row % heads_per_kv
     columns = tl.arange(0, BLOCK_D)
     in_columns = columns < HEAD_DIM
     rows = count * heads_per_kv
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()  # for the parts
+        tl.extra.cuda.gdc_launch_dependents()  # the next call's first launch, which waits for this
 
     acc = tl.zeros([BLOCK_D], tl.float32)
     largest = tl.full([], float("-inf"), tl.float32)

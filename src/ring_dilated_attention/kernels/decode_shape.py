@@ -16,7 +16,7 @@ _UNEVEN_SPLITS = 8
 """Programs, at least, that share the rows of a block where some KV heads see more than others: a
 head is a member of a branch at some positions only."""
 _MERGED = 128
-"""Splits that are merged at a time."""
+"""Splits that are merged at a time, at most."""
 
 
 @dataclass(frozen=True)
@@ -91,16 +91,17 @@ def decode_shape(
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
     }
-    merging = {"BLOCK_S": _MERGED, "num_warps": 4}
-    launching: dict[str, Any] = {"OVERLAPS": False}
-    if tuning.overlaps and can_overlap(device):
-        launching = {"OVERLAPS": True, "launch_pdl": True}
-    split_options, merge_options = (width | each | launching for each in (blocking, merging))
+    merging = {"BLOCK_S": min(_MERGED, power_of_two(splits)), "num_warps": 4}
+    launches = launching(device, tuning)
+    split_options, merge_options = (width | each | launches for each in (blocking, merging))
     lse_at = pairs * splits * rows * head_dim
     return DecodeShape(blocks, splits, rows, lse_at, split_options, merge_options)
 
 
-def can_overlap(device: torch.device) -> bool:
-    """Whether a launch on a device may begin while the one before it ends."""
+@lru_cache(maxsize=64)
+def launching(device: torch.device, tuning: DecodeTuning) -> dict[str, Any]:
+    """Constants and options of every launch: whether it may begin while the one before it ends."""
     is_nvidia = device.type == "cuda" and torch.version.hip is None
-    return is_nvidia and profile_of(device).capability >= (9, 0)
+    if tuning.overlaps and is_nvidia and profile_of(device).capability >= (9, 0):
+        return {"OVERLAPS": True, "launch_pdl": True}
+    return {"OVERLAPS": False}

@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .decode_shape import launching
+from .device_profile import profile_of
 from .launch import Launcher
 from .tuning import NO_END, power_of_two
 
@@ -60,6 +62,7 @@ def _strips_kernel(
     shards,
     max_length,
     BLOCK_NEW: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One program: one branch of one KV head of one row of the batch."""
     pair, branch = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -69,6 +72,9 @@ def _strips_kernel(
     offset, base = tl.load(own + 3 + kv_head), tl.load(own + 3 + kv_heads + kv_head)
     runs = offset >= 0
     offset = tl.maximum(offset, 0)
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()  # for what the launch before this one writes: the lengths
+        tl.extra.cuda.gdc_launch_dependents()  # attention, which waits for all of this
     position = tl.load(lengths + batch)
 
     per_segment = (length - offset + rate - 1) // rate
@@ -155,6 +161,10 @@ def strips_of_cache(
         (batch * kv_heads, num_branches),
         (lengths, branches, table),
         (count, kv_heads, num_branches, shard, shards, room),
-        {"BLOCK_NEW": power_of_two(count), "num_warps": 1},
+        {
+            "BLOCK_NEW": power_of_two(count),
+            "num_warps": 1,
+            **launching(lengths.device, profile_of(lengths.device).decode),
+        },
     )
     return Strips(table, 2 * num_branches, num_branches)

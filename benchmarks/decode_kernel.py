@@ -22,13 +22,9 @@ from ring_dilated_attention.kernels import DecodeTuning, Strips, attend_strips
 
 VARIANTS = {
     "as it is": DecodeTuning(),
-    "whole blocks": DecodeTuning(whole_blocks=True),
-    "even shares": DecodeTuning(even_shares=True),
-    "even, 33 rounds": DecodeTuning(rounds=33, even_shares=True),
-    "even, 33 rounds, whole blocks": DecodeTuning(rounds=33, even_shares=True, whole_blocks=True),
-    "even, whole blocks": DecodeTuning(even_shares=True, whole_blocks=True),
     "launches apart": DecodeTuning(overlaps=False),
-    "3 programs, whole blocks": DecodeTuning(programs=3, even_shares=True, whole_blocks=True),
+    "3 programs": DecodeTuning(programs=3),
+    "33 rounds": DecodeTuning(rounds=33),
 }
 HEADS, KV_HEADS = 32, 8
 

@@ -64,7 +64,6 @@ def shared_bytes(name, itemsize, head_dim, config, capability, *, overlaps=False
         "BLOCK_NEW": 64,
         "WITH_NEW": True,
         **dict.fromkeys(("WIDE", "STORE", "ZERO_KEYS", "DETACHED"), False),
-        **dict.fromkeys(("WHOLE_BLOCKS", "EVEN_SHARES"), False),
         "OVERLAPS": overlaps,
     }
     constants = {x: value for x, value in constants.items() if x in kernel.arg_names}

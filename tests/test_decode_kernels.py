@@ -106,9 +106,8 @@ def test_any_generation_equals_the_full_forward(pattern, prompt, counts, heads, 
 
 
 @pytest.mark.parametrize("rounds", [4, 33])
-@pytest.mark.parametrize("whole_blocks", [False, True])
-def test_however_it_is_cut_into_programs(rounds, whole_blocks, monkeypatch):
-    tuning = DecodeTuning(rounds=rounds, even_shares=True, whole_blocks=whole_blocks)
+def test_however_it_is_cut_into_programs(rounds, monkeypatch):
+    tuning = DecodeTuning(rounds=rounds)
     profile = replace(profile_of(DEVICE), decode=tuning, multiprocessors=9)
     monkeypatch.setattr("ring_dilated_attention.kernels.decode.profile_of", lambda _: profile)
     monkeypatch.setattr("ring_dilated_attention.kernels.decode_shape.profile_of", lambda _: profile)

@@ -42,12 +42,6 @@ class NewRows(NamedTuple):
     are_seen_here: bool
 
 
-@triton.jit
-def _part(blocks, split, splits):
-    """The first of the blocks of a split, where shares differ by one block at most."""
-    return split * (blocks // splits) + tl.minimum(split, blocks % splits)
-
-
 @triton.jit(
     do_not_specialize=[
         "q_b", "q_n", "q_h", "k_b", "k_n", "k_h", "v_b", "v_n", "v_h", "new_k_b", "new_k_n",
@@ -77,8 +71,6 @@ def _split_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_NEW: tl.constexpr,
     PRECISION: tl.constexpr,
-    WHOLE_BLOCKS: tl.constexpr,
-    EVEN_SHARES: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One program: a block of the queries of a KV head, a share of the rows that they see."""
@@ -108,7 +100,7 @@ def _split_kernel(
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     if WITH_NEW:  # noqa: SIM102 - it is known when the kernel is compiled
-        if split == 0:
+        if split == splits - 1:  # its share is the smallest
             near = tl.arange(0, BLOCK_NEW)
             near_mask = (near < count)[:, None] & (columns < HEAD_DIM)[None, :]
             at_k = new_k + (batch * new_k_b + kv_head * new_k_h) * UNIT
@@ -138,8 +130,6 @@ def _split_kernel(
         blocks += tl.cdiv(tl.load(own + index * fields + 2).to(tl.int32), BLOCK_N)
     share = tl.cdiv(blocks, splits)
     low, high = split * share, tl.minimum((split + 1) * share, blocks)
-    if EVEN_SHARES:
-        low, high = _part(blocks, split, splits), _part(blocks, split + 1, splits)
     begin = 0
     for index in tl.range(0, num_strips, disable_licm=True):
         strip = own + index * fields
@@ -152,18 +142,6 @@ def _split_kernel(
             k_step, v_step = step * k_n * UNIT, step * v_n * UNIT
             k_offsets = row_offsets(k_step, BLOCK_N, WIDE)[:, None] + columns[None, :]
             v_offsets = row_offsets(v_step, BLOCK_N, WIDE)[:, None] + columns[None, :]
-            if WHOLE_BLOCKS:
-                # Blocks of which all queries see all rows need no mask.
-                seen = tl.min(tl.where(in_rows, limits, length), 0) // BLOCK_N
-                seen = tl.maximum(first, tl.minimum(stop, seen.to(tl.int32)))
-                found, row_max, row_sum = attend(
-                    (acc,), row_max, row_sum, (q_block,), k + row * k_n * UNIT,
-                    v + row * v_n * UNIT, (k_offsets,), (v_offsets,), k_step * BLOCK_N,
-                    v_step * BLOCK_N, limits, length,
-                    first, seen, scale_log2, False, HEAD_DIM, BLOCK_N, PRECISION,
-                )  # fmt: skip
-                acc = found[0]
-                first = seen
             found, row_max, row_sum = attend(
                 (acc,), row_max, row_sum, (q_block,), k + row * k_n * UNIT, v + row * v_n * UNIT,
                 (k_offsets,), (v_offsets,), k_step * BLOCK_N, v_step * BLOCK_N, limits, length,
@@ -203,6 +181,7 @@ def _merge_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    BLOCK_E: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One program: one query of one head; the first head of a KV head writes its new row."""
@@ -212,6 +191,17 @@ def _merge_kernel(
     columns = tl.arange(0, BLOCK_D)
     in_columns = columns < HEAD_DIM
     rows = count * heads_per_kv
+    if WITH_NEW:  # all of it was written before the launch of the parts
+        branch = tl.arange(0, BLOCK_E)
+        # Behind the strips: labels, targets, and whether there is room.
+        targets = table + batch * table_b + kv_head * table_h + num_strips * (3 + count)
+        targets += num_branches * count + new
+        room = tl.load(targets + num_branches * count)
+        target = tl.load(targets + branch * count, mask=branch < num_branches, other=-1)
+        from_k = new_k + batch * new_k_b + new * new_k_n + kv_head * new_k_h
+        from_v = new_v + batch * new_v_b + new * new_v_n + kv_head * new_v_h
+        k_row = tl.load(from_k + columns, mask=in_columns, other=0.0)
+        v_row = tl.load(from_v + columns, mask=in_columns, other=0.0)
     if OVERLAPS:
         tl.extra.cuda.gdc_wait()  # for the parts
         tl.extra.cuda.gdc_launch_dependents()  # the next call's first launch, which waits for this
@@ -235,11 +225,7 @@ def _merge_kernel(
     seen = tl.where(total > 0, total, 1.0)
     result = acc / seen
     result_lse = (largest + tl.log2(seen)) * LN_2
-    # Behind the strips: labels, targets, and whether there is room.
-    targets = table + batch * table_b + kv_head * table_h + num_strips * (3 + count)
-    targets += num_branches * count + new
     if WITH_NEW:
-        room = tl.load(targets + num_branches * count)
         result = tl.where(room > 0, result, float("nan"))
         result_lse = tl.where(room > 0, result_lse, float("nan"))
     place = (batch * count + new) * (kv_heads * heads_per_kv) + kv_head * heads_per_kv + member
@@ -248,16 +234,10 @@ def _merge_kernel(
 
     if WITH_NEW:
         if member == 0:
-            from_k = new_k + batch * new_k_b + new * new_k_n + kv_head * new_k_h
-            from_v = new_v + batch * new_v_b + new * new_v_n + kv_head * new_v_h
-            k_row = tl.load(from_k + columns, mask=in_columns, other=0.0)
-            v_row = tl.load(from_v + columns, mask=in_columns, other=0.0)
-            for branch in range(num_branches):
-                target = tl.load(targets + branch * count)
-                if target >= 0:
-                    to = batch * k_b + target * k_n + columns
-                    tl.store(keys + to, k_row, mask=in_columns)
-                    tl.store(values + to, v_row, mask=in_columns)
+            to = (batch * k_b + target * k_n)[:, None] + columns[None, :]
+            mask = (target >= 0)[:, None] & in_columns[None, :]
+            tl.store(keys + to, tl.broadcast_to(k_row[None, :], [BLOCK_E, BLOCK_D]), mask=mask)
+            tl.store(values + to, tl.broadcast_to(v_row[None, :], [BLOCK_E, BLOCK_D]), mask=mask)
         if (kv_head == 0) & (row == 0):
             tl.store(lengths + batch, tl.load(lengths + batch) + count)
 
@@ -302,8 +282,8 @@ def attend_strips(
     assert count <= MOST_NEW_ROWS
     kv_heads, table = k.shape[2], strips.table
     tuning = profile_of(q.device).decode if tuning is None else tuning
-    uneven, like = strips.num_branches > 1, (q.dtype, q.device)
-    shape = decode_shape(q.shape, kv_heads, most_rows, uneven, *like, tuning)
+    branches, like = strips.num_branches, (q.dtype, q.device)
+    shape = decode_shape(q.shape, kv_heads, most_rows, branches, *like, tuning)
     parts = torch.empty(
         shape.lse_at + shape.lse_at // head_dim, dtype=torch.float32, device=q.device
     )
@@ -315,7 +295,7 @@ def attend_strips(
     unit = stride_unit(*strides)
     table_strides = table.stride(0) if table.shape[0] > 1 else 0, table.stride(1)
     heads_per_kv = heads // kv_heads
-    of_strips = strips.num_strips, strips.num_branches, shape.splits, shape.lse_at
+    of_strips = strips.num_strips, branches, shape.splits, shape.lse_at
     _split(
         (shape.blocks, shape.splits),
         (q, k, v, new_k, new_v, table, parts),

@@ -66,7 +66,7 @@ def decode_shape(
     shape: tuple[int, ...],
     kv_heads: int,
     most_rows: int,
-    is_uneven: bool,
+    num_branches: int,
     dtype: torch.dtype,
     device: torch.device,
     tuning: DecodeTuning,
@@ -77,7 +77,7 @@ def decode_shape(
     config = decode_config(head_dim, dtype, queries=rows, keys=most_rows, device=device)
     blocks = pairs * -(-rows // config.block_m)
     at_a_time = tuning.programs * profile_of(device).multiprocessors
-    least = _UNEVEN_SPLITS if is_uneven else 1
+    least = _UNEVEN_SPLITS if num_branches > 1 else 1
     most = -(-most_rows // config.block_n)
     splits = _splits(blocks, at_a_time, least, most, tuning.rounds)
     width = {"HEAD_DIM": head_dim, "BLOCK_D": padded_head_dim(head_dim)}
@@ -86,12 +86,14 @@ def decode_shape(
         "BLOCK_N": config.block_n,
         "BLOCK_NEW": power_of_two(count),
         "PRECISION": "ieee",
-        "WHOLE_BLOCKS": tuning.whole_blocks,
-        "EVEN_SHARES": tuning.even_shares,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
     }
-    merging = {"BLOCK_S": min(_MERGED, power_of_two(splits)), "num_warps": 4}
+    merging = {
+        "BLOCK_S": min(_MERGED, power_of_two(splits)),
+        "BLOCK_E": power_of_two(num_branches),
+        "num_warps": 4,
+    }
     launches = launching(device, tuning)
     split_options, merge_options = (width | each | launches for each in (blocking, merging))
     lse_at = pairs * splits * rows * head_dim

@@ -19,6 +19,9 @@ from .device_profile import profile_of
 from .launch import Launcher
 from .tuning import NO_END, power_of_two
 
+_NARROW = tl.constexpr(1 << 30)
+"""If no cache has more positions, 32 bits are enough for all that is computed of them."""
+
 
 class Strips(NamedTuple):
     """Which rows queries see, by batch row and KV head, and what becomes of new rows.
@@ -38,6 +41,12 @@ class Strips(NamedTuple):
     table: torch.Tensor
     num_strips: int
     num_branches: int
+
+
+@triton.jit
+def _narrow(number):
+    """In 32 bits; what is larger than any position stays so."""
+    return tl.minimum(number, _NARROW).to(tl.int32)
 
 
 @triton.jit
@@ -62,6 +71,7 @@ def _strips_kernel(
     shards,
     max_length,
     BLOCK_NEW: tl.constexpr,
+    NARROW: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One program: one branch of one KV head of one row of the batch."""
@@ -76,6 +86,9 @@ def _strips_kernel(
         tl.extra.cuda.gdc_wait()  # for what the launch before this one writes: the lengths
         tl.extra.cuda.gdc_launch_dependents()  # attention, which waits for all of this
     position = tl.load(lengths + batch)
+    if NARROW:  # a division of 64 bits takes several times as long
+        length, rate = _narrow(length), _narrow(rate)
+        slots, offset, position = _narrow(slots), _narrow(offset), position.to(tl.int32)
 
     per_segment = (length - offset + rate - 1) // rate
     next_member = members_before(position, length, rate, offset)
@@ -157,12 +170,14 @@ def strips_of_cache(
     width = 2 * num_branches * (3 + 2 * count) + count
     table = torch.empty(batch, kv_heads, width, dtype=torch.int64, device=lengths.device)
     room = NO_END if max_length is None else max_length
+    is_narrow = room + count <= _NARROW.value
     _launch(
         (batch * kv_heads, num_branches),
         (lengths, branches, table),
         (count, kv_heads, num_branches, shard, shards, room),
         {
             "BLOCK_NEW": power_of_two(count),
+            "NARROW": is_narrow,
             "num_warps": 1,
             **launching(lengths.device, profile_of(lengths.device).decode),
         },

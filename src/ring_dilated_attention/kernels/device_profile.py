@@ -39,17 +39,12 @@ class DecodeTuning:
         programs: of a multiprocessor at a time: as many as its shared memory takes.
         rounds: of that many programs, at most about. Each program writes its sums, which have to be
             merged; more of them fill the last round better.
-        whole_blocks: whether blocks of rows that all queries see go through a loop without masks.
-        even_shares: whether programs that share rows differ by one block at most; else the last
-            one has what is left.
         overlaps: whether a launch may begin while the one before it ends, on NVIDIA GPUs of compute
             capability 9.0 or more (programmatic dependent launch); no effect on others.
     """
 
     programs: int = 2
     rounds: int = 4
-    whole_blocks: bool = False
-    even_shares: bool = False
     overlaps: bool = True
 
 

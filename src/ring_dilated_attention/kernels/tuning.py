@@ -174,8 +174,8 @@ MOST_NEW_ROWS = 64
 """Positions that the decoding kernels take at a time: each sees those before it by a mask."""
 _MOST_DECODE_QUERIES = 64
 _DECODE_BYTES = 16 << 10
-"""Of keys that a program of decoding loads at a time, and as many of values: with three stages, of
-which two are in shared memory, two or three programs fit on a multiprocessor."""
+"""Of keys that a program of decoding loads at a time, and as many of values. All stages but one are
+in shared memory: with four, two programs fit on a multiprocessor of an H100 or H200."""
 
 
 def decode_config(
@@ -192,12 +192,15 @@ def decode_config(
     """
     of_row = padded_head_dim(head_dim) * dtype.itemsize
     block_m = min(_MOST_DECODE_QUERIES, power_of_two(queries))
+    shared_bytes = profile_of(device).shared_bytes
     # As Triton compiles it for compute capabilities 8.0 and 9.0, or somewhat less.
-    most = (profile_of(device).shared_bytes - 4 * _DECODE_BYTES) // (2 * of_row)
+    most = (shared_bytes - 4 * _DECODE_BYTES) // (2 * of_row)
     while block_m > max(16, most):
         block_m //= 2
+    # If a third program fitted, some multiprocessors would get three and others one.
+    is_deep = 2 * (6 * _DECODE_BYTES + 2 * block_m * of_row) <= shared_bytes
     block_n = max(16, min(128, _DECODE_BYTES // of_row))
-    return LaunchConfig(block_m, min(block_n, power_of_two(keys)), 4, 3)
+    return LaunchConfig(block_m, min(block_n, power_of_two(keys)), 4, 4 if is_deep else 3)
 
 
 def power_of_two(size: int) -> int:

@@ -153,7 +153,8 @@ def _rank_main(
         mes.append(Rank(rank, world_size, victim, device, ends, note))
         FAULTS[name].program(mes[0], FAULTS[name].how)
 
-    said = what_is_said(run, 0 if transport.backend == "gloo" else LINGER_S)
+    after = (lambda: mes[0].go_on()) if FAULTS[name].goes_on else None
+    said = what_is_said(run, 0 if transport.backend == "gloo" else LINGER_S, after)
     _write(Path(folder, f"rank{rank}.json"), json.dumps(said))
     if mes and mes[0].stays:
         time.sleep(60)
@@ -171,13 +172,16 @@ def explain_late(explain: Callable[[Any, LostPeerError], Finding]) -> Any:
     return late
 
 
-def what_is_said(run: Callable[[], None], lingers: float) -> tuple[str, float, str]:
+def what_is_said(
+    run: Callable[[], None], lingers: float, after: Callable[[], None] | None = None
+) -> tuple[str, float, str]:
     """What a function raises, when it ended, and what it is told after that.
 
     Args:
         run: the function.
         lingers: seconds to wait for the latter, which a thread that watches streams may have to say
             too late, be it where the first error is handled.
+        after: called before that; what it raises is told after the first error.
     """
     error, when, again = "", 0.0, ""
     try:
@@ -185,6 +189,8 @@ def what_is_said(run: Callable[[], None], lingers: float) -> tuple[str, float, s
             run()
         except BaseException as raised:
             error, when = f"{type(raised).__name__}: {raised}", time.time()
+        if after is not None:
+            after()
         deadline = time.monotonic() + lingers
         while time.monotonic() < deadline:
             time.sleep(0.01)

@@ -64,3 +64,17 @@ def test_what_a_rank_is_told_again_is_kept():
     error, when, again = what_is_said(fail, 5)
     assert (error, again) == ("ValueError: first", "KeyError: ")
     assert when < begun + 1
+
+
+def test_what_fails_after_an_error_is_kept_and_its_time_does_not_count():
+    def fail():
+        raise ValueError("first")
+
+    def fail_again():
+        time.sleep(0.3)
+        raise KeyError
+
+    begun = time.time()
+    error, when, again = what_is_said(fail, 0, fail_again)
+    assert (error, again) == ("ValueError: first", "KeyError: ")
+    assert when < begun + 0.3

@@ -24,7 +24,7 @@ from ring_dilated_attention.decode.by_kernel import attend_by_kernel
 from ring_dilated_attention.decode.call import strips_on
 from ring_dilated_attention.engine import merge_
 from ring_dilated_attention.exchange import run_loopback
-from ring_dilated_attention.kernels import DecodeTuning, profile_of
+from ring_dilated_attention.kernels import NO_END, DecodeTuning, profile_of, strips_of_cache
 from ring_dilated_attention.plan import plan_cache, replicated_strips
 
 pytest.importorskip("triton")
@@ -193,6 +193,30 @@ def test_a_position_without_room_is_nan(monkeypatch):
     out = attend(*new, cache, backend="triton")
     assert torch.isfinite(out[:, 0]).all()
     assert torch.isnan(out[:, 1]).all()
+
+
+MOST = 2**30 - 16
+LARGE = st.integers(1, 2**40) | st.integers(1, 9) | st.integers(MOST - 3, 2**30 + 3)
+
+
+@settings(max_examples=40 if INTERPRETED else 400)
+@given(st.integers(0, MOST - 1) | st.integers(0, 30), st.integers(1, 16), st.data())
+def test_rows_are_found_in_32_bits_as_in_64(position, count, data):
+    """Of segments and rates that may be longer than any text, or than 32 bits hold."""
+    count, branches = min(count, MOST - position), []
+    for base in (0, 2**35):
+        length = data.draw(LARGE | st.just(NO_END))
+        rate = data.draw(LARGE)
+        offset = data.draw(st.integers(0, min(rate, length) - 1) | st.just(-1))
+        branches.append([length, rate, data.draw(st.integers(1, 2**29)), offset, base])
+    lengths, table = (torch.tensor(x, device=DEVICE) for x in ([position], branches))
+    shards = data.draw(st.integers(1, 3))
+    shard = data.draw(st.integers(0, shards - 1))
+    narrow, wide = (
+        strips_of_cache(lengths, table, 1, count, shard=shard, shards=shards, max_length=most).table
+        for most in (MOST, 2**40)
+    )
+    assert torch.equal(narrow, wide)
 
 
 @settings(max_examples=15 if INTERPRETED else 200)

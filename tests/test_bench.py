@@ -3,7 +3,8 @@
 import json
 import math
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -30,7 +31,9 @@ from ring_dilated_attention.bench.result import (
     compare,
     to_dict,
 )
+from ring_dilated_attention.bench.team import Team
 from ring_dilated_attention.bench.torchscale import KERNELS, torchscale_attention
+from ring_dilated_attention.bench.turns import Turn, take_turns
 from ring_dilated_attention.named_patterns import NAMES
 
 CPU = Site(device=torch.device("cpu"))
@@ -280,6 +283,44 @@ def test_contenders_take_turns_within_their_time(monkeypatch):
     hurried = Options(errors=False, device="cpu", repeats=50, seconds=1e-9)
     (result,) = bench([SMALL], hurried)
     assert len(timings(result)[0].times_ms) == 3
+
+
+@pytest.mark.parametrize("ranks", [(1,), (1, 2)])
+def test_one_rank_beside_several_is_timed_like_them(ranks, monkeypatch):
+    """From an idle device on; alone it may queue its samples, whose time is then the GPU's."""
+    done: list[str] = []
+
+    def start_timing(device, call):
+        call()
+
+        def elapsed():
+            done.append("waited")
+            return 1.0
+
+        return elapsed
+
+    def call(number):
+        done.append("called")
+        return (torch.ones(1),)
+
+    monkeypatch.setattr("ring_dilated_attention.bench.measure.start_timing", start_timing)
+    monkeypatch.setattr(
+        "ring_dilated_attention.bench.measure.synchronize", lambda device: done.append("idle")
+    )
+    alone = SimpleNamespace(
+        size=1,
+        device=torch.device("cpu"),
+        attempt=lambda call: call(),
+        share=lambda value: [value],
+        barrier=lambda: None,
+    )
+    failed: Any = pytest.fail
+    turn: Any = Turn(name="ours", call=call)
+    options = Options(ranks=ranks, repeats=3, seconds=1e-9, device="cpu")
+    take_turns([turn], cast(Team, alone), options, failed, lambda share: None)
+    warm_up = ["called", "idle", "idle", "called", "waited", "waited"]
+    sample = ["called"] if ranks == (1,) else ["idle", "called", "waited"]
+    assert done == [*warm_up, *sample * 3, *["waited"] * 3]
 
 
 def test_wrong_results_show(monkeypatch):

@@ -103,6 +103,7 @@ def take_turns(
             affordable = int(options.seconds * 1e3 / (calls * slowest))
             count = min(options.repeats, max(FEWEST_SAMPLES, affordable))
             numbers[turn.name], taken[turn.name] = (calls, count), []
+    queued = max(options.ranks) == 1  # else one rank is compared with several, which are idle first
     left = [numbers[turn.name][1] for turn in turns if turn.name in numbers]
     others = any(turn.name in numbers and not turn.is_reference for turn in turns)
     rounds = max(left) if others else 0
@@ -112,7 +113,7 @@ def take_turns(
         for turn in (*turns[first:], *turns[:first]):
             calls, count = numbers.get(turn.name, (0, 0))
             if index < count:
-                elapsed = attempt(turn, partial(sample, turn, team, calls))
+                elapsed = attempt(turn, partial(sample, turn, team, calls, queued=queued))
                 if elapsed is not None:
                     taken[turn.name].append(elapsed)
     found = {}
@@ -124,15 +125,21 @@ def take_turns(
     return found
 
 
-def sample(turn: Turn, team: Team, calls: int) -> Callable[[], float]:
+def sample(turn: Turn, team: Team, calls: int, *, queued: bool = False) -> Callable[[], float]:
     """Make `calls` calls back to back; the result tells milliseconds of a call on this rank.
 
-    On CUDA it is the time between two events around the calls, on the CPU the clock's. Several
-    ranks begin at once, and have ended when this returns; a GPU alone may have samples queued, so
-    that it need not wait for the launch of the next one.
+    On CUDA it is the time between two events around the calls, on the CPU the clock's. Ranks begin
+    at once, on devices that are idle, and have ended when this returns.
+
+    Args:
+        turn: what to call.
+        team: the ranks; every one makes this call.
+        calls: how many.
+        queued: of one rank: whether a GPU may still be busy, and this returns before it has ended.
+            The time is then that of the GPU alone, unless the CPU falls behind.
     """
     with turn.inside():
-        if team.size > 1:
+        if not queued:
             measure.synchronize(team.device)
             team.barrier()
 
@@ -141,7 +148,7 @@ def sample(turn: Turn, team: Team, calls: int) -> Callable[[], float]:
                 turn.call(number)
 
         elapsed = measure.start_timing(team.device, call)
-        if team.size > 1:
+        if not queued:
             elapsed()
     return lambda: elapsed() / calls
 

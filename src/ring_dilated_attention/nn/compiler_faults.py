@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
-MISCOUNTS_ROWS = (2, 10) <= _VERSION < (2, 12)
+MISCOUNTS_ROWS = "2.10" <= torch.__version__ < "2.12"  # as versions compare, not as text
 """Whether Inductor fails in gradients of norms where the rows are a changing number and one more.
 Its code for GPUs that sums several orders of a tensor at once has ``2 * 1 + n // 16`` there where
 ``2 * (1 + n // 16)`` is meant, and backward raises RuntimeError. torch 2.12 writes parentheses."""

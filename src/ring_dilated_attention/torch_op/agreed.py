@@ -40,7 +40,7 @@ torch.library.register_fake(
 torch.library.register_autograd(AGREED, _backward, setup_context=_setup_context, lib=_library)
 
 
-_TRACES_NO_RAISE = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
+_TRACES_NO_RAISE = torch.__version__ < "2.13"  # as versions compare, not as text
 """torch 2.11's tracer fails where an exception that was caught is raised, and does not show it."""
 
 

@@ -59,8 +59,9 @@ def check(out, lse, want, positions):
     assert torch.equal(torch.isneginf(lse), hidden)
     assert (out.transpose(1, 2)[hidden] == 0).all()
     assert relative_error(out, expected) < TOLERANCE
-    both = (x.masked_fill(hidden, 0) for x in (lse, expected_lse))
-    assert relative_error(*both) < TOLERANCE
+    lse, expected_lse = (x.double().masked_fill(hidden, 0) for x in (lse, expected_lse))
+    # It may be all but 0 in a call of one row: then no error is small beside it.
+    torch.testing.assert_close(lse, expected_lse, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def reference(*tensors, pattern, **options):
@@ -213,10 +214,13 @@ def test_rows_are_found_in_32_bits_as_in_64(position, count, data):
     shards = data.draw(st.integers(1, 3))
     shard = data.draw(st.integers(0, shards - 1))
     narrow, wide = (
-        strips_of_cache(lengths, table, 1, count, shard=shard, shards=shards, max_length=most).table
+        strips_of_cache(lengths, table, 1, count, shard=shard, shards=shards, max_length=most)
         for most in (MOST, 2**40)
     )
-    assert torch.equal(narrow, wide)
+    for found in (narrow, wide):
+        strips = found.table[0, 0, : found.num_strips * (3 + count)].view(-1, 3 + count)
+        strips[strips[:, 2] == 0, 0] = 0  # where a strip without rows begins means nothing
+    assert torch.equal(narrow.table, wide.table)
 
 
 @settings(max_examples=15 if INTERPRETED else 200)

@@ -91,6 +91,18 @@ def shared_case(ranks: int, *, small: bool) -> Case:
     return Case(f"dense, on {ranks} ranks", DilatedPattern.dense(), ranks * keys, ranks=ranks)
 
 
+def gpu_milliseconds(call: Callable[[], Any], count: int) -> float:
+    """GPU time of a call among `count` that are queued."""
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(20_000_000)  # the queue fills up meanwhile
+    first.record()
+    for _ in range(count):
+        call()
+    last.record()
+    last.synchronize()
+    return first.elapsed_time(last) / count
+
+
 class Timer:
     """Times calls on one device."""
 
@@ -106,18 +118,11 @@ class Timer:
         return [statistics.median(taken) for taken in zip(*rounds, strict=True)]
 
     def _queued(self, call: Callable[[], Any], count: int) -> float:
-        if self.device.type != "cuda":
-            begun = time.perf_counter()
-            call()
-            return (time.perf_counter() - begun) * 1e3
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(20_000_000)  # the queue fills up meanwhile
-        first.record()
-        for _ in range(count):
-            call()
-        last.record()
-        last.synchronize()
-        return first.elapsed_time(last) / count
+        if self.device.type == "cuda":
+            return gpu_milliseconds(call, count)
+        begun = time.perf_counter()
+        call()
+        return (time.perf_counter() - begun) * 1e3
 
     def wall(self, call: Callable[[], Any], rounds: int = 50, count: int = 1) -> float:
         """Milliseconds of a call, until the device is idle after `count` calls in a row.

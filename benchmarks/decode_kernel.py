@@ -17,31 +17,25 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from decode import gpu_milliseconds
 
 from ring_dilated_attention.kernels import DecodeTuning, Strips, attend_strips
 
 VARIANTS = {
     "as it is": DecodeTuning(),
     "launches apart": DecodeTuning(overlaps=False),
-    "3 programs": DecodeTuning(programs=3),
+    "1 program": DecodeTuning(programs=1),
     "33 rounds": DecodeTuning(rounds=33),
 }
 HEADS, KV_HEADS = 32, 8
 
 
-def milliseconds(call: Callable[[], Any], device: torch.device, count: int = 10) -> float:
-    """GPU time of a call among some that are queued."""
-    if device.type != "cuda":
-        call()
-        return float("nan")
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(5_000_000)  # the queue fills up meanwhile
-    first.record()
-    for _ in range(count):
-        call()
-    last.record()
-    last.synchronize()
-    return first.elapsed_time(last) / count
+def milliseconds(call: Callable[[], Any], device: torch.device) -> float:
+    """GPU time of a call; on a CPU, where kernels are interpreted, there is none."""
+    if device.type == "cuda":
+        return gpu_milliseconds(call, count=10)
+    call()
+    return float("nan")
 
 
 def calls(batch: int, keys: int, device: torch.device) -> dict[str, Callable[[], Any]]:

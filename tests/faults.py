@@ -358,8 +358,7 @@ class Fault(NamedTuple):
         blames: a pattern that the errors of the other ranks match; {victim} is the rank.
         stops: whether the victim stays alive, so that the others wait for the timeout.
         says: a pattern that the victim's error matches; None: it has none, or none that it can say.
-        goes_on: whether all ranks make another call after the error. How long that takes does not
-            count: between GPUs they connect anew.
+        goes_on: whether all ranks make another call after the error, within the same time.
     """
 
     program: Callable[[Rank, str], None]

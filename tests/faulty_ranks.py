@@ -55,6 +55,7 @@ class Outcome(NamedTuple):
         status: its exit status.
         again: what it was told after that, or after its program had ended without an error.
         stderr: its first and last lines.
+        ended: how long after the fault it had gone on too, where it was to.
     """
 
     error: str
@@ -62,6 +63,7 @@ class Outcome(NamedTuple):
     status: int | None
     again: str = ""
     stderr: str = ""
+    ended: float = 0.0
 
     def __str__(self) -> str:
         text = f"said {self.error!r} (exit status {self.status})"
@@ -174,8 +176,8 @@ def explain_late(explain: Callable[[Any, LostPeerError], Finding]) -> Any:
 
 def what_is_said(
     run: Callable[[], None], lingers: float, after: Callable[[], None] | None = None
-) -> tuple[str, float, str]:
-    """What a function raises, when it ended, and what it is told after that.
+) -> tuple[str, float, str, float]:
+    """What a function raises, when, what it is told after that, and when `after` had ended.
 
     Args:
         run: the function.
@@ -183,7 +185,7 @@ def what_is_said(
             too late, be it where the first error is handled.
         after: called before that; what it raises is told after the first error.
     """
-    error, when, again = "", 0.0, ""
+    error, when, again, ended = "", 0.0, "", 0.0
     try:
         try:
             run()
@@ -191,12 +193,14 @@ def what_is_said(
             error, when = f"{type(raised).__name__}: {raised}", time.time()
         if after is not None:
             after()
+            ended = time.time()
         deadline = time.monotonic() + lingers
         while time.monotonic() < deadline:
             time.sleep(0.01)
     except BaseException as raised:
         again = f"{type(raised).__name__}: {raised}"
-    return error, when or time.time(), again
+    when = when or time.time()
+    return error, when, again, ended or when
 
 
 def keep_stderr(path: Path) -> None:
@@ -277,11 +281,12 @@ def run_fault(
         outcomes = []
         for rank, process in enumerate(processes):
             found = Path(folder, f"rank{rank}.json")
-            error, when, again = "", begun, ""
+            error, when, again, ended = "", begun, "", begun
             if found.exists():
-                error, when, again = json.loads(found.read_text())
+                error, when, again, ended = json.loads(found.read_text())
             stderr = ends_of(Path(folder, f"rank{rank}.stderr"))
-            outcomes.append(Outcome(error, when - begun, process.exitcode, again, stderr))
+            times = when - begun, ended - begun
+            outcomes.append(Outcome(error, times[0], process.exitcode, again, stderr, times[1]))
     return outcomes
 
 
@@ -306,8 +311,9 @@ def problems(
             found.append(f"rank {rank} was to say {wanted!r}, but {outcome}")
         elif outcome.again:
             found.append(f"rank {rank} had more to say: {outcome}")
-        elif rank != victim and outcome.seconds > limit:
-            found.append(f"rank {rank} ended after {outcome.seconds:.1f} s")
+        elif rank != victim and (ended := max(outcome.seconds, outcome.ended)) > limit:
+            told = f"its error came after {outcome.seconds:.1f} s"
+            found.append(f"rank {rank} ended after {ended:.1f} s; {told}")
         if rank != victim and outcome.status != 1:
             found.append(f"rank {rank} was to exit with 1, but {outcome}")
     return found

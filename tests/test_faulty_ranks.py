@@ -23,6 +23,7 @@ def test_an_error_that_is_as_it_should_be():
         (Outcome("", 1.0, 0), r"was to say .*, but said '' \(exit status 0\); stderr: nothing"),
         (Outcome("", 1.0, -6, stderr="terminate called"), r"exit status -6\); stderr: terminate"),
         (Outcome(GOOD, 9.0, 1), r"ended after 9\.0 s"),
+        (Outcome(GOOD, 1.0, 1, ended=9.0), r"ended after 9\.0 s; its error came after 1\.0 s"),
         (Outcome(GOOD, 1.0, 1, again="ExchangeError: rank 1"), "had more to say.*and then 'Exch"),
         (Outcome(GOOD, 1.0, 0), "was to exit with 1, but"),
     ],
@@ -52,7 +53,8 @@ def tell(error):
 
 def test_what_a_rank_is_told_too_late_is_kept():
     threading.Timer(0.05, tell, [KeyError]).start()
-    assert what_is_said(lambda: None, 5)[::2] == ("", "KeyError: ")
+    error, _, again, _ = what_is_said(lambda: None, 5)
+    assert (error, again) == ("", "KeyError: ")
 
 
 def test_what_a_rank_is_told_again_is_kept():
@@ -61,12 +63,12 @@ def test_what_a_rank_is_told_again_is_kept():
 
     threading.Timer(0.05, tell, [KeyError]).start()
     begun = time.time()
-    error, when, again = what_is_said(fail, 5)
+    error, when, again, _ = what_is_said(fail, 5)
     assert (error, again) == ("ValueError: first", "KeyError: ")
     assert when < begun + 1
 
 
-def test_what_fails_after_an_error_is_kept_and_its_time_does_not_count():
+def test_what_a_rank_does_after_an_error_is_told_apart():
     def fail():
         raise ValueError("first")
 
@@ -75,6 +77,9 @@ def test_what_fails_after_an_error_is_kept_and_its_time_does_not_count():
         raise KeyError
 
     begun = time.time()
-    error, when, again = what_is_said(fail, 0, fail_again)
+    error, when, again, _ = what_is_said(fail, 0, fail_again)
     assert (error, again) == ("ValueError: first", "KeyError: ")
     assert when < begun + 0.3
+    error, when, again, ended = what_is_said(fail, 0, lambda: time.sleep(0.3))
+    assert (error, again) == ("ValueError: first", "")
+    assert ended >= when + 0.3

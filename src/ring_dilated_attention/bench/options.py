@@ -80,13 +80,18 @@ class Options:
             raise ValueError(
                 f"sample_ms must be from 0 to {MOST_SAMPLE_MS:,.0f}, got {self.sample_ms}"
             )
-        if self.cuda_graph and max(self.ranks) > 1:
+        if self.cuda_graph and self.has_several_ranks:
             raise ValueError(
                 f"cuda_graph needs one rank: calls on several cannot be captured; got {self.ranks}"
             )
+
+    @property
+    def has_several_ranks(self) -> bool:
+        """Whether something is measured on more than one rank."""
+        return max(self.ranks) > 1
 
     def sample_ms_on(self, device_type: str) -> float:
         """Milliseconds of a sample on such a device."""
         if self.sample_ms is not None:
             return self.sample_ms
-        return SAMPLE_MS[device_type] if max(self.ranks) > 1 else 0.0
+        return SAMPLE_MS[device_type] if self.has_several_ranks else 0.0

@@ -103,7 +103,7 @@ def take_turns(
             affordable = int(options.seconds * 1e3 / (calls * slowest))
             count = min(options.repeats, max(FEWEST_SAMPLES, affordable))
             numbers[turn.name], taken[turn.name] = (calls, count), []
-    queued = max(options.ranks) == 1  # else one rank is compared with several, which are idle first
+    queued = not options.has_several_ranks  # which begin idle, as one does that is compared
     left = [numbers[turn.name][1] for turn in turns if turn.name in numbers]
     others = any(turn.name in numbers and not turn.is_reference for turn in turns)
     rounds = max(left) if others else 0

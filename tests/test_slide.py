@@ -344,6 +344,23 @@ def test_half_precision_on_a_gpu(options):
     assert relative_error(other, whole) < 0.05
 
 
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("default")  # the compiler's
+def test_compiled_slides_of_changing_lengths_on_a_gpu():
+    model = encoder(embed_dim=64, ffn_dim=96)
+    slides = [slide(tiles=tiles) for tiles in (300, 511, 700, 1537)]
+    wanted = [step(model, *each) for each in slides]
+    model = model.float().cuda()
+    compiled = torch.compile(model, fullgraph=True)
+    for (features, coordinates), (want, expected) in zip(slides, wanted, strict=True):
+        with torch.autocast("cuda", torch.float16):
+            loss, gradients = step(compiled, features.float().cuda(), coordinates.cuda())
+        assert relative_error(loss.cpu(), want) < 0.02
+        whole, other = (torch.cat([g.flatten().cpu() for g in gs]) for gs in (expected, gradients))
+        assert relative_error(other, whole) < 0.05
+    torch._dynamo.reset()
+
+
 def test_an_adapter_in_a_hook_of_the_mlp_is_trained():
     """Only plain modules are recomputed without calling them as a checkpoint would."""
     model = encoder()

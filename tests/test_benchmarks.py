@@ -9,7 +9,6 @@ FOLDER = Path(__file__).parents[1] / "benchmarks"
 PROGRAMS = {
     "first_calls": "--device cpu --calls 2 --warm 1 --packed 8192 --turns 1",
     "many_slides": "--device cpu --slides 2 --warm 1 --layers 1 --longest 90 --cases plain",
-    "norms": "--device cpu --rows 40 --width 24 --repeats 1",
     "short_calls": "--device cpu --longest 40 --samples 1",
     "slide_encoder": "--tiles 90 --layers 1 --samples 1 --in-a-row 1 --cases plain",
 }

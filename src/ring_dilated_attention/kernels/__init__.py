@@ -13,8 +13,6 @@ says in how many launches, `build_programs` lays them out, and kernels read that
 `NO_END` stands for the length of a segment without end.
 `merge_rows`, `add_rows` and `row_sums` merge and add the results of tiles. `take_rows`,
 `add_to_rows` and `sum_slots` copy, add and sum rows of K and V that are found by index.
-`norm_rows` and `norm_gradients` are a LayerNorm of rows of `MOST_NORM_COLUMNS`
-at most.
 """
 
 from __future__ import annotations
@@ -34,22 +32,13 @@ from .own_programs import (
     launches_of,
     step_of,
 )
-from .tuning import (
-    MOST_NEW_ROWS,
-    MOST_NORM_COLUMNS,
-    NO_END,
-    BackwardConfig,
-    Kernel,
-    LaunchConfig,
-    default_config,
-)
+from .tuning import MOST_NEW_ROWS, NO_END, BackwardConfig, Kernel, LaunchConfig, default_config
 
 if TYPE_CHECKING:
     from .backward import tiles_backward
     from .decode import NewRows, attend_strips
     from .decode_strips import Strips, strips_of_cache
     from .forward import tiles_forward
-    from .norm import norm_gradients, norm_rows
     from .own_backward import ranges_backward
     from .own_forward import ranges_forward, rows_of_program
     from .rows import add_rows, merge_rows, row_sums
@@ -59,7 +48,6 @@ __all__ = [
     "H200",
     "MOST_BRANCHES",
     "MOST_NEW_ROWS",
-    "MOST_NORM_COLUMNS",
     "MOST_POSITIONS",
     "MOST_STEP",
     "NO_END",
@@ -80,8 +68,6 @@ __all__ = [
     "has_triton",
     "launches_of",
     "merge_rows",
-    "norm_gradients",
-    "norm_rows",
     "profile_of",
     "ranges_backward",
     "ranges_forward",
@@ -103,8 +89,6 @@ _NEEDS_TRITON = {
     "strips_of_cache": "decode_strips",
     "tiles_backward": "backward",
     "tiles_forward": "forward",
-    "norm_gradients": "norm",
-    "norm_rows": "norm",
     "ranges_backward": "own_backward",
     "ranges_forward": "own_forward",
     "rows_of_program": "own_forward",

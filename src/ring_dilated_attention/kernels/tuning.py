@@ -172,8 +172,6 @@ NO_END = 2**62
 no end."""
 MOST_NEW_ROWS = 64
 """Positions that the decoding kernels take at a time: each sees those before it by a mask."""
-MOST_NORM_COLUMNS = 4096
-"""Of a row that is normed: a program holds whole rows in registers."""
 _MOST_DECODE_QUERIES = 64
 _DECODE_BYTES = 16 << 10
 """Of keys that a program of decoding loads at a time, and as many of values. All stages but one are

@@ -87,9 +87,8 @@ def main(
             raise typer.BadParameter(f"no case is called {case}")
         training = Training(layers, device, compiles=case == "compiled")
         row: dict[str, Any] = {"case": case, "slides": slides, "tiles": sum(new)}
-        passes = dict.fromkeys(("new", *AGAIN), new)
-        for name, lengths in {"warm": before, **passes}.items():
-            taken = seconds(training, lengths)
+        for name in ("warm", "new", *AGAIN):
+            taken = seconds(training, before if name == "warm" else new)
             row[name] = {"seconds": round(taken, 3), **memory(on_cuda=training.on_cuda)}
         again = statistics.median(row[name]["seconds"] for name in AGAIN)
         row["more_for_new"] = round(row["new"]["seconds"] / again - 1, 4)

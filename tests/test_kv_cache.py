@@ -307,7 +307,8 @@ def test_thousands_of_steps_take_the_same_memory():
         at = slice(step, step + 1)
         got[:, at] = cached_attention(query[:, at], key[:, at], value[:, at], cache)
         if step in (steps - 1 - 4 * 560, steps - 1):  # equal slots: members come round after 560
-            gc.collect()
+            for _ in range(3):  # tuples of tuples are no longer counted after the second
+                gc.collect()
             objects.append(len(gc.get_objects()))
     want = dilated_attention(query, key, value, pattern, is_causal=True)
     assert relative_error(got, want) < 1e-12

@@ -282,9 +282,11 @@ BAD_TOKENS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"query": rows(3, heads=4).requires_grad_()}, RuntimeError, "has no gradient, and an input"),
     ({"scale": float("inf")}, ValueError, "scale must be finite"),
     ({"scale": "1"}, TypeError, "scale must be a float or None"),
+    ({"scale": True}, TypeError, "scale must be a float or None"),
     ({"backend": "magic"}, ValueError, "backend must be one of 'auto'"),
     ({"backend": "flash"}, ValueError, "backend='flash' cannot compute this attention"),
     ({"return_lse": None}, TypeError, "return_lse must be a bool, got None"),
+    ({"return_lse": 1}, TypeError, "return_lse must be a bool, got 1"),
 ]
 
 
@@ -294,14 +296,26 @@ def attend(cache, **changes):
     return cached_attention(*[arguments.pop(name) for name in names], cache, **arguments)
 
 
+@pytest.mark.parametrize("before", [{}, {"scale": 1.0, "return_lse": True}])
 @pytest.mark.parametrize(("changes", "error", "message"), BAD_TOKENS)
-def test_a_bad_token_of_one_process(changes, error, message):
+def test_a_bad_token_of_one_process(changes, error, message, before):
     cache = make()
+    attend(cache, **before)  # which was allowed
     prefill(cache)
-    before = state(cache)
+    held = state(cache)
     with pytest.raises(error, match=re.escape(message)):
-        attend(cache, **changes)
-    assert_state(cache, before)
+        attend(cache, **before | changes)
+    assert_state(cache, held)
+
+
+def test_room_for_the_last_token_and_no_other():
+    cache = make()
+    for _ in range(40):
+        attend(cache, query=rows(1, heads=4), key=rows(1), value=rows(1))
+    held = state(cache)
+    with pytest.raises(ValueError, match="a document would have 41 positions"):
+        attend(cache, query=rows(1, heads=4), key=rows(1), value=rows(1))
+    assert_state(cache, held)
 
 
 def test_something_else_than_a_cache():
@@ -576,6 +590,9 @@ def test_copies():
     for twin in twins:
         assert twin.known_lengths == (11, 11)
         assert torch.equal(cached_attention(q, k, v, twin), want)
+    late = [cache, copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))]
+    got, *others = (cached_attention(q, k, v, one) for one in late)
+    assert all(torch.equal(got, other) for other in others)
     with pytest.raises(TypeError, match="shallow copy of a DilatedKVCache"):
         copy.copy(cache)
 

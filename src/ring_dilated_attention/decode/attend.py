@@ -20,6 +20,8 @@ from .products import select_for_one_position
 from .step import Step
 
 _NAME = "cached_attention"
+_PLAIN_OPTIONS = [(scale, str, bool) for scale in (float, int, type(None))]
+"""Types of scale, backend and return_lse by whose values calls are compared: not True as 1.0."""
 
 
 @overload
@@ -186,7 +188,7 @@ def _call(tensors: _Tensors, cache: DilatedKVCache, options: _Options) -> _Resul
             out, lse = _attend(query, key, value, cache, with_lse, selection)
             assert lse is not None
             out, lse = merged_over_ranks(ends, out, lse)
-    return out.to(query.dtype), lse
+    return out if out.dtype == query.dtype else out.to(query.dtype), lse
 
 
 def _check_cache(cache: DilatedKVCache) -> None:
@@ -201,15 +203,18 @@ def _checked(
     cache: DilatedKVCache,
     options: _Options,
 ) -> Selection | None:
-    """`_check`, once for all layers of a step that it would treat alike."""
-    scale, backend, return_lse, step = options
-    tensors = (query, key, value)
-    if torch.is_grad_enabled() or not all(type(x) is torch.Tensor for x in tensors):
+    """`_check`, once for calls that it would treat alike."""
+    scale, backend, return_lse, _ = options
+    tensors, given = (query, key, value), (type(scale), type(backend), type(return_lse))
+    is_plain = all(type(x) is torch.Tensor and not x.is_nested | x.requires_grad for x in tensors)
+    if not is_plain or given not in _PLAIN_OPTIONS:
         return _check(query, key, value, cache, options)
     refuse_tangents(_NAME, query, key, value)
     kinds = tuple((x.shape, x.dtype, x.device, x.layout) for x in (*tensors, cache.keys))
-    of = (kinds, cache.plan, cache.known_lengths, scale, backend, return_lse)
-    return step.selection(of, lambda: _check(query, key, value, cache, options))
+    call = (kinds, cache.plan, scale, backend, return_lse)
+    selection = cache.memo.selection(call, lambda: _check(query, key, value, cache, options))
+    cache.check_room(key.shape[1])
+    return selection
 
 
 def _check(

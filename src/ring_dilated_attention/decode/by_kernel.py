@@ -9,7 +9,7 @@ from ..engine import compute, kernels_on
 from ..plan import CachePlan
 from ..tiles import select_backend, table_refusal
 from .cache import DilatedKVCache
-from .slots import HeldRows
+from .memo import HeldRows
 from .step import Step
 
 _NAME = "triton"
@@ -112,7 +112,7 @@ def attend_to_strips(
 
 def _held(cache: DilatedKVCache) -> HeldRows:
     """What the kernels need of a cache, made once for its plan and its tensors."""
-    held = cache.held
+    held = cache.memo.held
     if held is None or held.plan is not cache.plan or held.source is not cache.keys:
         plan = cache.plan
         keys, values = (
@@ -120,7 +120,7 @@ def _held(cache: DilatedKVCache) -> HeldRows:
         )
         most_rows = sum(branch.slots for branch in plan.branches)
         branches = _table(plan).to(cache.keys.device)
-        cache.held = held = HeldRows(plan, cache.keys, keys, values, branches, most_rows)
+        cache.memo.held = held = HeldRows(plan, cache.keys, keys, values, branches, most_rows)
     return held
 
 

@@ -15,9 +15,10 @@ from ..pattern import DilatedPattern, check_positive_int
 from ..plan import plan_cache
 from .hand_over import hand_over
 from .lengths import EqualRows, Lengths, check_room
+from .memo import Memo
 from .prompts import find_prompts, resolve_layout, words_of
 from .refusals import NAME, DeepOnly, check_fit, check_kinds, check_options, for_each_row, rows_in
-from .slots import HeldRows, Slots
+from .slots import Slots
 
 SHARD_BYTES = 128 << 20
 """Ranks of a group share caches from this size on. An H200 reads 128 MiB in 30 us, about as long as
@@ -119,7 +120,7 @@ class DilatedKVCache(DeepOnly):
             self.values = torch.empty_like(self.keys)
             self.lengths = torch.zeros(batch, dtype=torch.int64, device=self.keys.device)
         self._known = Lengths(batch)
-        self.held: HeldRows | None = None  # as `by_kernel` has made it
+        self.memo = Memo()
 
     @property
     def nbytes(self) -> int:
@@ -359,7 +360,7 @@ class DilatedKVCache(DeepOnly):
         twin.__dict__.update(self.__dict__)
         with torch.inference_mode(False):
             twin.keys, twin.values, twin.lengths = (x.clone() for x in self._tensors)
-        twin._known = self._known.copy()
+        twin._known, twin.memo = self._known.copy(), Memo()
         return twin
 
     def _begin(self, lengths: Iterable[tuple[Iterable[int], int]]) -> None:
@@ -393,8 +394,7 @@ class DilatedKVCache(DeepOnly):
     @property
     def described(self) -> str:
         """What must be equal on all ranks of a group."""
-        batch, _, head_dim = self.keys.shape
-        return f"{self.plan}, {batch} rows, head_dim {head_dim}, {self.keys.dtype}"
+        return f"{self.plan}, {self._batch} rows, head_dim {self.keys.shape[2]}, {self.keys.dtype}"
 
     def __repr__(self) -> str:
         return f"{NAME}({self.described}; lengths {in_words(self._known.known)})"

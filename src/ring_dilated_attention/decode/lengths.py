@@ -77,7 +77,7 @@ class Lengths:
     def advance(self, count: int) -> None:
         """Add `count` positions to every row."""
         self.known = [length + count for length in self.known]
-        self.longest = [max(pair) for pair in zip(self.known, self.longest, strict=True)]
+        self.longest = list(map(max, self.known, self.longest))
 
     def take_back(self, counts: Sequence[int], plan: CachePlan) -> None:
         """Rows have fewer positions again; raises a `ValueError`, and changes none, if they cannot.

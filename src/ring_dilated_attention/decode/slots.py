@@ -10,26 +10,6 @@ import torch
 from ..plan import CachedBranch, CachePlan, KeptRows
 
 
-class HeldRows(NamedTuple):
-    """A cache as the decoding kernels take it.
-
-    Attributes:
-        plan: of the cache when this was made.
-        source: its keys then.
-        keys: (batch, rows, kv_heads, head_dim): a view of them, with a head stride of 0.
-        values: like `keys`.
-        branches: the plan as a table on the device; see `kernels.strips_of_cache`.
-        most_rows: that a KV head may have in a row of the batch.
-    """
-
-    plan: CachePlan
-    source: torch.Tensor
-    keys: torch.Tensor
-    values: torch.Tensor
-    branches: torch.Tensor
-    most_rows: int
-
-
 class Slots(NamedTuple):
     """Where a rank keeps rows.
 

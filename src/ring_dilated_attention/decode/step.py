@@ -2,41 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from .. import kernels
-from ..tiles import Selection
 from .cache import DilatedKVCache
 
 
 class Step:
-    """What the layers of one step share.
-
-    That is what was checked, and which rows of their caches the new positions see.
-    """
+    """What the layers of one step share: which rows of their caches the new positions see."""
 
     def __init__(self) -> None:
-        self._checked: tuple[object, ...] | None = None
-        self._selection: Selection | None = None
         self._of: tuple[object, ...] | None = None
         self._strips: kernels.Strips | None = None
-
-    def selection(
-        self, call: tuple[object, ...], check: Callable[[], Selection | None]
-    ) -> Selection | None:
-        """What computes a call, as the layer before has found for an equal one.
-
-        Args:
-            call: all that `check` depends on.
-            check: raises unless the call is allowed; returns what computes it, and None for the
-                decoding kernels.
-        """
-        if self._checked != call:
-            self._selection = check()
-            self._checked = call
-        return self._selection
 
     def strips(self, cache: DilatedKVCache, branches: torch.Tensor, count: int) -> kernels.Strips:
         """Of `count` new positions of a cache: found on the device once for equal caches.

@@ -11,6 +11,7 @@ Shape legend: B batch, m queries, H query heads, K KV heads, S splits, E branche
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -18,11 +19,11 @@ import triton
 import triton.language as tl
 
 from .blocks import LN_2, LOG2_E, row_offsets, stride_unit, strides_in
-from .decode_shape import decode_shape
+from .decode_shape import SHAPES_KEPT, decode_shape
 from .decode_strips import Strips
 from .device_profile import DecodeTuning, profile_of
 from .forward import attend
-from .launch import Launcher
+from .launch import KernelLaunch, Launcher
 from .tuning import MOST_NEW_ROWS
 
 
@@ -278,53 +279,102 @@ def attend_strips(
         out (B, m, H, D), and lse (B, m, H), float32, natural log. NaN at a position that the cache
         has no room for.
     """
-    batch, count, heads, head_dim = q.shape
-    assert count <= MOST_NEW_ROWS
-    kv_heads, table = k.shape[2], strips.table
     tuning = profile_of(q.device).decode if tuning is None else tuning
-    branches, like = strips.num_branches, (q.dtype, q.device)
-    shape = decode_shape(q.shape, kv_heads, most_rows, branches, *like, tuning)
-    parts = torch.empty(
-        shape.lse_at + shape.lse_at // head_dim, dtype=torch.float32, device=q.device
-    )
-    out = torch.empty(q.shape, dtype=dtype, device=q.device)
-    lse = torch.empty(batch, count, heads, dtype=torch.float32, device=q.device)
     # Where nothing is new, nothing is read there.
-    new_k, new_v, lengths = (q, q, table) if new is None else new[:3]
-    strides = [x.stride() for x in (q, k, v, new_k, new_v)]
-    unit = stride_unit(*strides)
-    table_strides = table.stride(0) if table.shape[0] > 1 else 0, table.stride(1)
-    heads_per_kv = heads // kv_heads
-    of_strips = strips.num_strips, branches, shape.splits, shape.lse_at
-    _split(
-        (shape.blocks, shape.splits),
-        (q, k, v, new_k, new_v, table, parts),
-        (
-            *strides_in(unit, *strides),
-            *table_strides,
-            scale,
-            *(count, heads_per_kv, kv_heads),
-            *of_strips,
-        ),
-        {
-            "UNIT": unit,
-            "WITH_NEW": new is not None and new.are_seen_here,
-            # Of a cache rows of a block are neighbours; else they lie within the tensor.
-            "WIDE": new is None and k.shape[1] * max(k.stride(1), v.stride(1)) >= 2**31,
-            **shape.split_options,
-        },
+    new_k, new_v, lengths = (q, q, strips.table) if new is None else new[:3]
+    launches = _launches(
+        (q.shape, k.shape),
+        (q.stride(), k.stride(), v.stride(), new_k.stride(), new_v.stride()),
+        *_described(strips),
+        most_rows,
+        float(scale),
+        (q.dtype, q.device),
+        (new is not None, new is not None and new.are_seen_here),
+        tuning,
     )
-    _merge(
-        (batch * kv_heads, shape.rows),
-        (parts, out, lse, new_k, new_v, k, v, table, lengths),
-        (
-            *strides[1][:2],
-            *strides[3][:3],
-            *strides[4][:3],
-            *table_strides,
-            *(count, heads_per_kv, kv_heads),
-            *of_strips,
-        ),
-        {"WITH_NEW": new is not None, **shape.merge_options},
-    )
+    device, float32 = q.device, torch.float32
+    parts = torch.empty(launches.parts, dtype=float32, device=device)
+    out = torch.empty(q.shape, dtype=dtype, device=device)
+    lse = torch.empty(q.shape[:3], dtype=float32, device=device)
+    split, merge = launches.split, launches.merge
+    _split(split.grid, (q, k, v, new_k, new_v, strips.table, parts), *split[1:])
+    _merge(merge.grid, (parts, out, lse, new_k, new_v, k, v, strips.table, lengths), *merge[1:])
     return out, lse
+
+
+class _Launches(NamedTuple):
+    """How a call is launched, whatever its tensors hold.
+
+    Attributes:
+        parts: float32 numbers that the first launch writes, and the second one reads.
+        split: the first launch.
+        merge: the second.
+    """
+
+    parts: int
+    split: KernelLaunch
+    merge: KernelLaunch
+
+
+def _described(strips: Strips) -> tuple[tuple[int, int], int, int]:
+    """What of strips tells how a call is launched: strides of the table, and their numbers."""
+    table = strips.table
+    of_batch = table.stride(0) if table.shape[0] > 1 else 0
+    return (of_batch, table.stride(1)), strips.num_strips, strips.num_branches
+
+
+@lru_cache(maxsize=SHAPES_KEPT)
+def _launches(
+    shapes: tuple[torch.Size, torch.Size],
+    strides: tuple[tuple[int, ...], ...],
+    table_strides: tuple[int, int],
+    num_strips: int,
+    num_branches: int,
+    most_rows: int,
+    scale: float,
+    like: tuple[torch.dtype, torch.device],
+    new: tuple[bool, bool],
+    tuning: DecodeTuning,
+) -> _Launches:
+    """Of calls of one shape: see `attend_strips`.
+
+    Args:
+        shapes: of q and k.
+        strides: of q, k, v, and of new keys and values.
+        table_strides: of batch rows and KV heads in the table of strips.
+        num_strips: of a KV head.
+        num_branches: of a cache.
+        most_rows: as there.
+        scale: as there.
+        like: dtype and device of q.
+        new: whether there are new rows, and whether this rank computes what is seen of them.
+        tuning: as there.
+    """
+    (batch, count, heads, head_dim), (_, length, kv_heads, _) = shapes
+    assert count <= MOST_NEW_ROWS
+    shape = decode_shape(shapes[0], kv_heads, most_rows, num_branches, *like, tuning)
+    unit, has_new = stride_unit(*strides), new[0]
+    _, k_strides, v_strides, new_k_strides, new_v_strides = strides
+    counts = count, heads // kv_heads, kv_heads
+    of_strips = num_strips, num_branches, shape.splits, shape.lse_at
+    split_constants = {
+        "UNIT": unit,
+        "WITH_NEW": new[1],
+        # Of a cache rows of a block are neighbours; else they lie within the tensor.
+        "WIDE": not has_new and length * max(k_strides[1], v_strides[1]) >= 2**31,
+        **shape.split_options,
+    }
+    split = KernelLaunch(
+        (shape.blocks, shape.splits),
+        (*strides_in(unit, *strides), *table_strides, scale, *counts, *of_strips),
+        split_constants,
+        {},
+    )
+    of_rows = *k_strides[:2], *new_k_strides[:3], *new_v_strides[:3]
+    merge = KernelLaunch(
+        (batch * kv_heads, shape.rows),
+        (*of_rows, *table_strides, *counts, *of_strips),
+        {"WITH_NEW": has_new, **shape.merge_options},
+        {},
+    )
+    return _Launches(shape.lse_at + shape.lse_at // head_dim, split, merge)

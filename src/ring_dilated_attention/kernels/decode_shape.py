@@ -15,6 +15,8 @@ from .tuning import decode_config, padded_head_dim, power_of_two
 _UNEVEN_SPLITS = 8
 """Programs, at least, that share the rows of a block where some KV heads see more than others: a
 head is a member of a branch at some positions only."""
+SHAPES_KEPT = 1024
+"""Of shapes of calls: how they are launched."""
 _MERGED = 128
 """Splits that are merged at a time, at most."""
 
@@ -61,7 +63,7 @@ def _splits(blocks: int, at_a_time: int, least: int, most: int, most_rounds: int
     return max(range(least, most + 1), key=lambda splits: (share_used(splits), -splits))
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=SHAPES_KEPT)
 def decode_shape(
     shape: tuple[int, ...],
     kv_heads: int,

@@ -8,15 +8,16 @@ Shape legend: B batch, K KV heads, E branches, m new positions.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from .decode_shape import launching
+from .decode_shape import SHAPES_KEPT, launching
 from .device_profile import profile_of
-from .launch import Launcher
+from .launch import KernelLaunch, Launcher
 from .tuning import NO_END, power_of_two
 
 _NARROW = tl.constexpr(1 << 30)
@@ -166,20 +167,22 @@ def strips_of_cache(
     Returns:
         Two strips of each branch, and the places of the new rows.
     """
-    batch, num_branches = lengths.shape[0], branches.shape[0]
+    batch, num_branches, device = len(lengths), len(branches), lengths.device
     width = 2 * num_branches * (3 + 2 * count) + count
-    table = torch.empty(batch, kv_heads, width, dtype=torch.int64, device=lengths.device)
+    table = torch.empty(batch, kv_heads, width, dtype=torch.int64, device=device)
     room = NO_END if max_length is None else max_length
-    is_narrow = room + count <= _NARROW.value
-    _launch(
-        (batch * kv_heads, num_branches),
-        (lengths, branches, table),
-        (count, kv_heads, num_branches, shard, shards, room),
-        {
-            "BLOCK_NEW": power_of_two(count),
-            "NARROW": is_narrow,
-            "num_warps": 1,
-            **launching(lengths.device, profile_of(lengths.device).decode),
-        },
-    )
+    launch = _launch_of(batch, (count, kv_heads, num_branches, shard, shards, room), device)
+    _launch(launch.grid, (lengths, branches, table), *launch[1:])
     return Strips(table, 2 * num_branches, num_branches)
+
+
+@lru_cache(maxsize=SHAPES_KEPT)
+def _launch_of(batch: int, numbers: tuple[int, ...], device: torch.device) -> KernelLaunch:
+    count, kv_heads, num_branches, *_, room = numbers
+    constants = {
+        "BLOCK_NEW": power_of_two(count),
+        "NARROW": room + count <= _NARROW.value,
+        "num_warps": 1,
+        **launching(device, profile_of(device).decode),
+    }
+    return KernelLaunch((batch * kv_heads, num_branches), numbers, constants, {})

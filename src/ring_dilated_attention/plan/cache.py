@@ -194,6 +194,10 @@ class CachePlan:
     rows: int
 
     def __str__(self) -> str:
+        return self._words
+
+    @cached_property
+    def _words(self) -> str:
         return (
             f"{self.pattern}, {self.num_kv_heads} KV heads, max_length={self.max_length}, "
             f"max_rewind={self.max_rewind}, on {self.shards} ranks"

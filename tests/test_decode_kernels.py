@@ -20,7 +20,7 @@ from ring_dilated_attention import (
 )
 from ring_dilated_attention.checks import KINDS, reference_attention, relative_error
 from ring_dilated_attention.decode import Step
-from ring_dilated_attention.decode.by_kernel import attend_by_kernel
+from ring_dilated_attention.decode.by_kernel import begin_by_kernel
 from ring_dilated_attention.decode.call import strips_on
 from ring_dilated_attention.engine import merge_
 from ring_dilated_attention.exchange import run_loopback
@@ -39,7 +39,7 @@ DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 TOLERANCE = 1e-5
 attend: Any = ring_dilated_attention.cached_attention
 attend_whole: Any = ring_dilated_attention.replicated_query_attention
-attend_of_rank: Any = attend_by_kernel
+begin_of_rank: Any = begin_by_kernel
 LONGNET = DilatedPattern([8, 16, 32], [1, 2, 5])
 
 
@@ -176,12 +176,60 @@ def test_each_rank_computes_its_share(shards):
     first = 0
     for count in counts:
         new = [x[:, first : first + count] for x in (query, key, value)]
-        parts = [attend_of_rank(*new, cache, 8**-0.5, Step()) for cache in caches]
+        parts = [begin_of_rank(*new, cache, 8**-0.5, Step())() for cache in caches]
         out, lse = parts[0]
         for other, other_lse in parts[1:]:
             merge_(out, lse, other, other_lse)
         check(out, lse.transpose(1, 2), want, range(first, first + count))
         first += count
+
+
+def state(cache):
+    tensors = cache.keys, cache.values, cache.lengths
+    return [x.clone() for x in tensors], cache.known_lengths
+
+
+def assert_state(cache, before):
+    tensors, known = before
+    for now, then in zip(state(cache)[0], tensors, strict=True):
+        torch.testing.assert_close(now, then, rtol=0, atol=0, equal_nan=True)
+    assert cache.known_lengths == known
+
+
+def test_what_has_begun_writes_nothing():
+    pattern = DilatedPattern([8, None], [1, 2])
+    query, key, value = rows_of(4, 2, 12)
+    cache = DilatedKVCache(pattern, 1, 2, 8, max_length=12, device=DEVICE)
+    cache.prefill(key[:, :9], value[:, :9])
+    before = state(cache)
+    end = begin_of_rank(*(x[:, 9:] for x in (query, key, value)), cache, 8**-0.5, Step())
+    assert_state(cache, before)
+    out, lse = end()
+    want = reference(query, key, value, pattern=pattern, is_causal=True)
+    check(out, lse.transpose(1, 2), want, range(9, 12))
+    assert cache.lengths.tolist() == [12] == list(cache.known_lengths)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter takes one thread")
+def test_ranks_that_differ_leave_their_caches_as_they_were():
+    pattern = DilatedPattern([8, None], [1, 2])
+    query, key, value = rows_of(4, 2, 10)
+    want = reference(query, key, value, pattern=pattern, is_causal=True)
+
+    def rank(ends):
+        cache = DilatedKVCache(
+            pattern, 1, 2, 8, max_length=20, group=ends, sharded=True, device=DEVICE
+        )
+        prompt = SequenceLayout.contiguous(8, 2)
+        cache.prefill(*(prompt.shard(x[:, :8], ends.rank, 1) for x in (key, value)), layout=prompt)
+        new, before = [x[:, 8:] for x in (query, key, value)], state(cache)
+        with pytest.raises(ValueError, match=r"scale is None on rank 0, 2\.0 on rank 1"):
+            attend(*new, cache, scale=2.0 if ends.rank else None)
+        assert_state(cache, before)
+        return attend(*new, cache, return_lse=True)
+
+    for out, lse in run_loopback(2, rank):
+        check(out, lse, want, range(8, 10))
 
 
 def test_a_position_without_room_is_nan(monkeypatch):

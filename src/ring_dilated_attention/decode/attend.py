@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Literal, NamedTuple, TypeAlias, overload
 
@@ -12,7 +13,7 @@ from ..functional import autocast_inputs, validate_options
 from ..pattern import in_brief
 from ..tiles import Backend, Selection, select_backend
 from ..torch_op import refuse_tangents, validate_tensors
-from .by_kernel import attend_by_kernel, kernel_computes
+from .by_kernel import begin_by_kernel, kernel_computes
 from .by_tiles import attend_by_tiles
 from .cache import DilatedKVCache
 from .over_ranks import merged_over_ranks
@@ -164,13 +165,16 @@ def _call(tensors: _Tensors, cache: DilatedKVCache, options: _Options) -> _Resul
     ends = cache.exchange
     if not cache.is_sharded:
         selection = _checked(query, key, value, cache, options)
-        out, lse = _attend(query, key, value, cache, options, selection)
+        out, lse = _begin(query, key, value, cache, options, selection)()
     else:
         device = cache.keys.device
         refuse_capture(_NAME, ends, device)
-        shared, failure, selection = None, None, None
+        shared, failure, end = None, None, None
         try:
             selection = _checked(query, key, value, cache, options)
+            # While the ranks agree, a GPU reads; the cache is written to when they have.
+            with_lse = options._replace(return_lse=True)
+            end = _begin(query, key, value, cache, with_lse, selection)
             shared = Shared.of(
                 {
                     "cache": cache.described,
@@ -184,8 +188,8 @@ def _call(tensors: _Tensors, cache: DilatedKVCache, options: _Options) -> _Resul
             failure = error
         with ends.calls.enter(_NAME, "forward") as scope:
             settle(scope, ends, device, shared, failure)
-            with_lse = options._replace(return_lse=True)
-            out, lse = _attend(query, key, value, cache, with_lse, selection)
+            assert end is not None
+            out, lse = end()
             assert lse is not None
             out, lse = merged_over_ranks(ends, out, lse)
     return out if out.dtype == query.dtype else out.to(query.dtype), lse
@@ -243,18 +247,22 @@ def _check(
     return select_backend(*kind, query.shape[3])
 
 
-def _attend(
+def _begin(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     cache: DilatedKVCache,
     options: _Options,
     selection: Selection | None,
-) -> _Result:
-    """This rank's part."""
+) -> Callable[[], _Result]:
+    """This rank's part: what ends it, and adds the positions to the cache."""
     scale, _, wants_lse, step = options
     factor = query.shape[3] ** -0.5 if scale is None else float(scale)
     if selection is None:
-        return attend_by_kernel(query, key, value, cache, factor, step)
-    with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
-        return attend_by_tiles(query, key, value, cache, selection, factor, wants_lse=wants_lse)
+        return begin_by_kernel(query, key, value, cache, factor, step)
+
+    def whole() -> _Result:
+        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
+            return attend_by_tiles(query, key, value, cache, selection, factor, wants_lse=wants_lse)
+
+    return whole

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from .. import kernels
@@ -42,46 +44,46 @@ def kernel_computes(
     return backend == "auto" and not refused and count <= kernels.MOST_NEW_ROWS
 
 
-def attend_by_kernel(
+def begin_by_kernel(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     cache: DilatedKVCache,
     scale: float,
     step: Step,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What this rank's rows of the cache, and the new rows, add up to; then the cache has them.
+) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+    """Begin what this rank's rows of the cache, and the new rows, add up to: it reads, and no more.
 
     Args:
         query: (batch, m, heads, head_dim).
         key: (batch, m, kv_heads, head_dim), of the same positions.
         value: like `key`.
-        cache: without these positions; with them afterwards.
+        cache: without these positions.
         scale: factor on the scores.
         step: that of the model which this call is a part of.
 
     Returns:
-        out (batch, m, heads, head_dim), in the dtype of the query, or float32 where ranks share
-        the rows; lse (batch, m, heads), float32.
+        What ends it, and adds the positions to the cache: out (batch, m, heads, head_dim), in the
+        dtype of the query, or float32 where ranks share the rows; lse (batch, m, heads), float32.
     """
     count = key.shape[1]
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-    held = _held(cache)
-    with kernels_on(query.device):
+    held, device = _held(cache), query.device
+    dtype = torch.float32 if cache.is_sharded else query.dtype
+    with kernels_on(device):
         strips = step.strips(cache, held.branches, count)
         new = kernels.NewRows(key, value, cache.lengths, cache.shard == 0)
-        out, lse = kernels.attend_strips(
-            query,
-            held.keys,
-            held.values,
-            strips,
-            held.most_rows,
-            scale,
-            dtype=torch.float32 if cache.is_sharded else query.dtype,
-            new=new,
+        begun = kernels.begin_strips(
+            query, held.keys, held.values, strips, held.most_rows, scale, new=new
         )
-    cache.advanced(count)
-    return out, lse
+
+    def end() -> tuple[torch.Tensor, torch.Tensor]:
+        with kernels_on(device):
+            found = begun.merged(dtype)
+        cache.advanced(count)
+        return found
+
+    return end
 
 
 def attend_to_strips(

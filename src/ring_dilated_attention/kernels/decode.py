@@ -11,20 +11,18 @@ Shape legend: B batch, m queries, H query heads, K KV heads, S splits, E branche
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from .blocks import LN_2, LOG2_E, row_offsets, stride_unit, strides_in
-from .decode_shape import SHAPES_KEPT, decode_shape
+from .blocks import LN_2, LOG2_E, row_offsets
+from .decode_launches import decode_launches
 from .decode_strips import Strips
 from .device_profile import DecodeTuning, profile_of
 from .forward import attend
 from .launch import KernelLaunch, Launcher
-from .tuning import MOST_NEW_ROWS
 
 
 class NewRows(NamedTuple):
@@ -247,7 +245,48 @@ _split = Launcher(_split_kernel)
 _merge = Launcher(_merge_kernel)
 
 
-def attend_strips(
+class Begun(NamedTuple):
+    """Attention to strips that a GPU computes, before programs' results are merged.
+
+    Attributes:
+        tensors: q, k and v.
+        new: the queries' own rows; None: there are none.
+        table: of the strips.
+        parts: what the programs write.
+        merge: how the second launch is made.
+    """
+
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    new: NewRows | None
+    table: torch.Tensor
+    parts: torch.Tensor
+    merge: KernelLaunch
+
+    def merged(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Launch the rest, which writes new rows; once.
+
+        Args:
+            dtype: of out.
+
+        Returns:
+            out (B, m, H, D), and lse (B, m, H), float32, natural log. NaN at a position that the
+            cache has no room for.
+        """
+        q, k, v = self.tensors
+        out = torch.empty(q.shape, dtype=dtype, device=q.device)
+        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+        new_k, new_v, lengths = _read(self.new, q, self.table)
+        tensors = (self.parts, out, lse, new_k, new_v, k, v, self.table, lengths)
+        _merge(self.merge.grid, tensors, *self.merge[1:])
+        return out, lse
+
+
+def _read(new: NewRows | None, q: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """New keys, values and lengths; where there are none, tensors that are not read."""
+    return (q, q, table) if new is None else new[:3]
+
+
+def begin_strips(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -255,11 +294,10 @@ def attend_strips(
     most_rows: int,
     scale: float,
     *,
-    dtype: torch.dtype,
     new: NewRows | None = None,
     tuning: DecodeTuning | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of queries to strips of rows, and among each other; new rows are written then.
+) -> Begun:
+    """Begin attention of queries to strips of rows, and among each other: it reads, and no more.
 
     Any strides, but a last stride of 1.
 
@@ -271,110 +309,42 @@ def attend_strips(
         strips: which rows the queries see; with `new`, those of `strips_of_cache`.
         most_rows: of a KV head in a row of the batch: about how many there may be.
         scale: factor on the scores.
-        dtype: of out.
         new: the queries' own rows, for a cache.
         tuning: how it is cut into programs; None: as the device's profile says.
 
     Returns:
-        out (B, m, H, D), and lse (B, m, H), float32, natural log. NaN at a position that the cache
-        has no room for.
+        What merges the results, and writes new rows.
     """
     tuning = profile_of(q.device).decode if tuning is None else tuning
-    # Where nothing is new, nothing is read there.
-    new_k, new_v, lengths = (q, q, strips.table) if new is None else new[:3]
-    launches = _launches(
+    table = strips.table
+    new_k, new_v, _ = _read(new, q, table)
+    launches = decode_launches(
         (q.shape, k.shape),
         (q.stride(), k.stride(), v.stride(), new_k.stride(), new_v.stride()),
-        *_described(strips),
+        (table.stride(0) if table.shape[0] > 1 else 0, table.stride(1)),
+        (strips.num_strips, strips.num_branches),
         most_rows,
         float(scale),
         (q.dtype, q.device),
         (new is not None, new is not None and new.are_seen_here),
         tuning,
     )
-    device, float32 = q.device, torch.float32
-    parts = torch.empty(launches.parts, dtype=float32, device=device)
-    out = torch.empty(q.shape, dtype=dtype, device=device)
-    lse = torch.empty(q.shape[:3], dtype=float32, device=device)
-    split, merge = launches.split, launches.merge
-    _split(split.grid, (q, k, v, new_k, new_v, strips.table, parts), *split[1:])
-    _merge(merge.grid, (parts, out, lse, new_k, new_v, k, v, strips.table, lengths), *merge[1:])
-    return out, lse
+    parts = torch.empty(launches.parts, dtype=torch.float32, device=q.device)
+    split = launches.split
+    _split(split.grid, (q, k, v, new_k, new_v, table, parts), *split[1:])
+    return Begun((q, k, v), new, table, parts, launches.merge)
 
 
-class _Launches(NamedTuple):
-    """How a call is launched, whatever its tensors hold.
-
-    Attributes:
-        parts: float32 numbers that the first launch writes, and the second one reads.
-        split: the first launch.
-        merge: the second.
-    """
-
-    parts: int
-    split: KernelLaunch
-    merge: KernelLaunch
-
-
-def _described(strips: Strips) -> tuple[tuple[int, int], int, int]:
-    """What of strips tells how a call is launched: strides of the table, and their numbers."""
-    table = strips.table
-    of_batch = table.stride(0) if table.shape[0] > 1 else 0
-    return (of_batch, table.stride(1)), strips.num_strips, strips.num_branches
-
-
-@lru_cache(maxsize=SHAPES_KEPT)
-def _launches(
-    shapes: tuple[torch.Size, torch.Size],
-    strides: tuple[tuple[int, ...], ...],
-    table_strides: tuple[int, int],
-    num_strips: int,
-    num_branches: int,
+def attend_strips(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    strips: Strips,
     most_rows: int,
     scale: float,
-    like: tuple[torch.dtype, torch.device],
-    new: tuple[bool, bool],
-    tuning: DecodeTuning,
-) -> _Launches:
-    """Of calls of one shape: see `attend_strips`.
-
-    Args:
-        shapes: of q and k.
-        strides: of q, k, v, and of new keys and values.
-        table_strides: of batch rows and KV heads in the table of strips.
-        num_strips: of a KV head.
-        num_branches: of a cache.
-        most_rows: as there.
-        scale: as there.
-        like: dtype and device of q.
-        new: whether there are new rows, and whether this rank computes what is seen of them.
-        tuning: as there.
-    """
-    (batch, count, heads, head_dim), (_, length, kv_heads, _) = shapes
-    assert count <= MOST_NEW_ROWS
-    shape = decode_shape(shapes[0], kv_heads, most_rows, num_branches, *like, tuning)
-    unit, has_new = stride_unit(*strides), new[0]
-    _, k_strides, v_strides, new_k_strides, new_v_strides = strides
-    counts = count, heads // kv_heads, kv_heads
-    of_strips = num_strips, num_branches, shape.splits, shape.lse_at
-    split_constants = {
-        "UNIT": unit,
-        "WITH_NEW": new[1],
-        # Of a cache rows of a block are neighbours; else they lie within the tensor.
-        "WIDE": not has_new and length * max(k_strides[1], v_strides[1]) >= 2**31,
-        **shape.split_options,
-    }
-    split = KernelLaunch(
-        (shape.blocks, shape.splits),
-        (*strides_in(unit, *strides), *table_strides, scale, *counts, *of_strips),
-        split_constants,
-        {},
-    )
-    of_rows = *k_strides[:2], *new_k_strides[:3], *new_v_strides[:3]
-    merge = KernelLaunch(
-        (batch * kv_heads, shape.rows),
-        (*of_rows, *table_strides, *counts, *of_strips),
-        {"WITH_NEW": has_new, **shape.merge_options},
-        {},
-    )
-    return _Launches(shape.lse_at + shape.lse_at // head_dim, split, merge)
+    *,
+    dtype: torch.dtype,
+    tuning: DecodeTuning | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of queries to strips of rows alone: see `begin_strips`, and `Begun.merged`."""
+    return begin_strips(q, k, v, strips, most_rows, scale, tuning=tuning).merged(dtype)

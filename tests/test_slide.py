@@ -238,6 +238,23 @@ def test_layer_norm_keeps_half_precision():
     assert relative_error(half, wide) < 1e-2
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("casts", [True, False])
+def test_gradients_of_layer_norm_are_summed_in_float32(dtype, casts):
+    """torch adds them up in half precision on CPUs, where 3,000 ones are 256."""
+    norm = LayerNorm(48, dtype=torch.float32 if casts else dtype)
+    x = torch.randn(3000, 48).to(dtype)
+    x[:, 0] = 8  # the largest of each row
+    with torch.autocast("cpu", dtype, enabled=casts):
+        norm(x).sum().backward()
+    rows = x.double()
+    normal = (rows - rows.mean(1, keepdim=True)) / rows.var(1, keepdim=True, unbiased=False).sqrt()
+    assert norm.weight.grad is not None
+    assert norm.bias.grad is not None
+    assert relative_error(norm.bias.grad, torch.full((48,), 3000.0)) < 4e-3
+    assert relative_error(norm.weight.grad, normal.sum(0)) < 4e-3
+
+
 def test_autocast():
     model = encoder().float()
     features, coordinates = slide()

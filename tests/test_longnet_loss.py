@@ -112,6 +112,22 @@ def test_bfloat16_chunks_are_as_accurate_as_none():
         assert a < 1.5 * b + 1e-3
 
 
+def test_gradients_of_norms_in_bfloat16_add_up_over_many_rows():
+    """On a CPU torch adds up those of its own norms in bfloat16, where 3,000 ones are 256."""
+    text = torch.randint(256, (1, 3000), generator=torch.Generator().manual_seed(0))
+    model = make_model(dtype=torch.float32)
+
+    def gradients():
+        parameters = [p for name, p in model.named_parameters() if "norm" in name]
+        return torch.autograd.grad(model(text).sum(), parameters)
+
+    exact = gradients()
+    with torch.autocast("cpu", torch.bfloat16):
+        half = gradients()
+    assert len(half) == 10
+    assert max(map(relative_error, half, exact)) < 0.02
+
+
 def test_the_residual_stream_has_the_dtype_of_autocast():
     tokens, _ = make_text()
     model = make_model(dtype=torch.float32)

@@ -238,6 +238,18 @@ def test_layer_norm_keeps_half_precision():
     assert relative_error(half, wide) < 1e-2
 
 
+@pytest.mark.parametrize("options", [{}, {"bias": False}, {"elementwise_affine": False}])
+def test_layer_norm_with_fewer_parameters(options):
+    norm, theirs = LayerNorm(48, **options), nn.LayerNorm(48, **options)
+    for parameter in (*norm.parameters(), *theirs.parameters()):
+        nn.init.normal_(parameter, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(5, 48)
+    assert torch.equal(norm(x), theirs(x))
+    half = norm.bfloat16()(x.bfloat16())
+    assert half.dtype == torch.bfloat16
+    assert relative_error(half, theirs(x)) < 1e-2
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("casts", [True, False])
 def test_gradients_of_layer_norm_are_summed_in_float32(dtype, casts):

@@ -22,7 +22,8 @@ from .step import Step
 
 _NAME = "cached_attention"
 _PLAIN_OPTIONS = [(scale, str, bool) for scale in (float, int, type(None))]
-"""Types of scale, backend and return_lse by whose values calls are compared: not True as 1.0."""
+"""Of scale, backend and return_lse: the types whose values tell whether calls are alike. Arguments
+of other types, such as a scale of True, which equals 1.0, are checked in every call."""
 
 
 @overload
@@ -169,12 +170,9 @@ def _call(tensors: _Tensors, cache: DilatedKVCache, options: _Options) -> _Resul
     else:
         device = cache.keys.device
         refuse_capture(_NAME, ends, device)
-        shared, failure, end = None, None, None
+        shared, failure, selection, end = None, None, None, None
         try:
             selection = _checked(query, key, value, cache, options)
-            # While the ranks agree, a GPU reads; the cache is written to when they have.
-            with_lse = options._replace(return_lse=True)
-            end = _begin(query, key, value, cache, with_lse, selection)
             shared = Shared.of(
                 {
                     "cache": cache.described,
@@ -187,6 +185,9 @@ def _call(tensors: _Tensors, cache: DilatedKVCache, options: _Options) -> _Resul
         except Exception as error:  # whatever it is, the other ranks are to be told
             failure = error
         with ends.calls.enter(_NAME, "forward") as scope:
+            if failure is None:  # a GPU reads while ranks agree, and writes to the cache afterwards
+                with_lse = options._replace(return_lse=True)
+                end = _begin(query, key, value, cache, with_lse, selection)
             settle(scope, ends, device, shared, failure)
             assert end is not None
             out, lse = end()

@@ -263,7 +263,7 @@ class Begun(NamedTuple):
     merge: KernelLaunch
 
     def merged(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Launch the rest, which writes new rows; once.
+        """Merge the results, write new rows and add to the lengths: to be called once.
 
         Args:
             dtype: of out.
@@ -275,13 +275,15 @@ class Begun(NamedTuple):
         q, k, v = self.tensors
         out = torch.empty(q.shape, dtype=dtype, device=q.device)
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-        new_k, new_v, lengths = _read(self.new, q, self.table)
+        new_k, new_v, lengths = _new_or_unread(self.new, q, self.table)
         tensors = (self.parts, out, lse, new_k, new_v, k, v, self.table, lengths)
         _merge(self.merge.grid, tensors, *self.merge[1:])
         return out, lse
 
 
-def _read(new: NewRows | None, q: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _new_or_unread(
+    new: NewRows | None, q: torch.Tensor, table: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
     """New keys, values and lengths; where there are none, tensors that are not read."""
     return (q, q, table) if new is None else new[:3]
 
@@ -317,7 +319,7 @@ def begin_strips(
     """
     tuning = profile_of(q.device).decode if tuning is None else tuning
     table = strips.table
-    new_k, new_v, _ = _read(new, q, table)
+    new_k, new_v, _ = _new_or_unread(new, q, table)
     launches = decode_launches(
         (q.shape, k.shape),
         (q.stride(), k.stride(), v.stride(), new_k.stride(), new_v.stride()),

@@ -47,11 +47,11 @@ def decode_launches(
         strides: of q, k, v, and of new keys and values.
         table_strides: of batch rows and KV heads in the table of strips.
         counts: of a KV head's strips, and of the branches of a cache.
-        most_rows: as there.
-        scale: as there.
+        most_rows: of a KV head in a row of the batch: about how many there may be.
+        scale: factor on the scores.
         like: dtype and device of q.
         new: whether there are new rows, and whether this rank computes what is seen of them.
-        tuning: as there.
+        tuning: how a call is cut into programs.
     """
     (batch, count, heads, head_dim), (_, length, kv_heads, _) = shapes
     assert count <= MOST_NEW_ROWS

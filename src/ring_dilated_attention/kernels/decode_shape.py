@@ -16,7 +16,7 @@ _UNEVEN_SPLITS = 8
 """Programs, at least, that share the rows of a block where some KV heads see more than others: a
 head is a member of a branch at some positions only."""
 SHAPES_KEPT = 1024
-"""Of shapes of calls: how they are launched."""
+"""Shapes of calls of which each cache keeps how they are launched."""
 _MERGED = 128
 """Splits that are merged at a time, at most."""
 

@@ -178,6 +178,7 @@ def strips_of_cache(
 
 @lru_cache(maxsize=SHAPES_KEPT)
 def _launch_of(batch: int, numbers: tuple[int, ...], device: torch.device) -> KernelLaunch:
+    """Of calls of one shape; `numbers` are those that the kernel takes."""
     count, kv_heads, num_branches, *_, room = numbers
     constants = {
         "BLOCK_NEW": power_of_two(count),

@@ -22,6 +22,7 @@ from .hooks import is_plain
 from .initial import without_weights
 from .longnet_block import LongNetBlock
 from .longnet_inputs import agreed_positions, check_labels, check_vocabulary
+from .norm import LayerNorm
 from .rope import RotaryEmbedding, Rotation
 from .sharded_apart import refuse_sharded_apart
 from .token_generator import TokenGenerator
@@ -93,7 +94,7 @@ class LongNet(TokenGenerator):
                 LongNetBlock(config, exchange=exchange, backend=backend)
                 for _ in range(config.num_layers)
             )
-            self.norm = nn.LayerNorm(width, eps=config.norm_eps)
+            self.norm = LayerNorm(width, eps=config.norm_eps)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

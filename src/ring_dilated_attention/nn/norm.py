@@ -15,8 +15,9 @@ class LayerNorm(nn.LayerNorm):
     """`nn.LayerNorm`, whose result under autocast has the dtype of a half-precision input.
 
     autocast makes `nn.LayerNorm` return float32, twice the memory of what comes in and of what the
-    projection behind it reads. Means, variances and the sums that are gradients of the weight and
-    the bias are float32 here too; these two are rounded to the dtype of the input.
+    projection behind it reads. Means and variances are float32 here too; the weight and the bias
+    are rounded to the dtype of the input. Their gradients are added up in float32, also on CPUs,
+    where those of `nn.LayerNorm` are not.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -54,8 +55,8 @@ def normalized(
     weight, bias = (None if x is None else x.to(rows.dtype) for x in (weight, bias))
     casts = autocast_dtype(rows.device.type) is not None
     with torch.autocast(rows.device.type, enabled=False) if casts else nullcontext():
-        if rows.device.type != "cpu":
+        if rows.device.type != "cpu" or weight is None:
             return F.layer_norm(rows, shape, weight, bias, eps)
-        # On CPUs torch adds up the gradients of weight and bias in the dtype that it is given.
-        weight, bias = (None if x is None else x.float() for x in (weight, bias))
-        return F.layer_norm(rows.float(), shape, weight, bias, eps).to(rows.dtype)
+        # On CPUs that adds up the gradients of weight and bias in half precision; this does not.
+        normal = F.layer_norm(rows, shape, None, None, eps)
+        return normal * weight if bias is None else torch.addcmul(bias, normal, weight)

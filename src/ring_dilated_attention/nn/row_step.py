@@ -111,7 +111,7 @@ class RowStep:
             and is_plain_rope(model.rope)
             and is_plain(model.embedding, nn.Embedding)
             and model.embedding.max_norm is None
-            and _is_plain_layer(model.norm, nn.LayerNorm)
+            and _is_plain_layer(model.norm, LayerNorm)
             and all(parameter.dtype == dtype for parameter in model.parameters())
             and all(_is_plain(block, model.config) for block in blocks)
             and all(cache.plan == caches[0].plan for cache in caches)

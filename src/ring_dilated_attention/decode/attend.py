@@ -163,37 +163,38 @@ def _untraced(tensors: _Tensors, cache: DilatedKVCache, options: _Options) -> _R
 def _call(tensors: _Tensors, cache: DilatedKVCache, options: _Options) -> _Result:
     """Check, agree, run."""
     query, key, value = autocast_inputs(*tensors)
-    ends = cache.exchange
-    if not cache.is_sharded:
+    if cache.is_sharded:
+        out, lse = _of_shared_rows((query, key, value), cache, options)
+    else:
         selection = _checked(query, key, value, cache, options)
         out, lse = _begin(query, key, value, cache, options, selection)()
-    else:
-        device = cache.keys.device
-        refuse_capture(_NAME, ends, device)
-        shared, failure, selection, end = None, None, None, None
-        try:
-            selection = _checked(query, key, value, cache, options)
-            shared = Shared.of(
-                {
-                    "cache": cache.described,
-                    "query": str(tuple(query.shape)),
-                    "scale": options.scale,
-                    "backend": options.backend,
-                },
-                counted={"lengths": str(cache.known_lengths)},
-            )
-        except Exception as error:  # whatever it is, the other ranks are to be told
-            failure = error
-        with ends.calls.enter(_NAME, "forward") as scope:
-            if failure is None:  # a GPU reads while ranks agree, and writes to the cache afterwards
-                with_lse = options._replace(return_lse=True)
-                end = _begin(query, key, value, cache, with_lse, selection)
-            settle(scope, ends, device, shared, failure)
-            assert end is not None
-            out, lse = end()
-            assert lse is not None
-            out, lse = merged_over_ranks(ends, out, lse)
     return out if out.dtype == query.dtype else out.to(query.dtype), lse
+
+
+def _of_shared_rows(tensors: _Tensors, cache: DilatedKVCache, options: _Options) -> _Result:
+    """Over the rows of all ranks; a GPU reads while they agree, and writes to the cache then."""
+    ends, device = cache.exchange, cache.keys.device
+    refuse_capture(_NAME, ends, device)
+    selection, failure = None, None
+    try:
+        selection = _checked(*tensors, cache, options)
+    except Exception as error:  # whatever it is, the other ranks are to be told
+        failure = error
+    with ends.calls.enter(_NAME, "forward") as scope:
+        if failure is not None:
+            settle(scope, ends, device, None, failure)  # raises
+        end = _begin(*tensors, cache, options._replace(return_lse=True), selection)
+        words = {
+            "cache": cache.described,
+            "query": str(tuple(tensors[0].shape)),
+            "scale": options.scale,
+            "backend": options.backend,
+        }
+        counted = {"lengths": str(cache.known_lengths)}
+        settle(scope, ends, device, Shared.of(words, counted=counted))
+        out, lse = end()
+        assert lse is not None
+        return merged_over_ranks(ends, out, lse)
 
 
 def _check_cache(cache: DilatedKVCache) -> None:

@@ -7,6 +7,9 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+from triton import knobs
+from triton.knobs import HookChain
+
 from ring_dilated_attention.kernels.launch import MOST_FORMS, Launcher
 
 NAMES = ("a", "b", "n", "scale", "BLOCK", "CAUSAL")
@@ -16,7 +19,7 @@ class Kernel:
     """What a Launcher uses of `triton.JITFunction`, noting who is asked for what."""
 
     def __init__(self, *, interpreted=False, specialized=()):
-        self.interpreted, self.compiled, self.launched = interpreted, [], []
+        self.interpreted, self.compiled, self.launched, self.told = interpreted, [], [], []
         self.params = [
             SimpleNamespace(
                 name=name, is_constexpr=name.isupper(), do_not_specialize=name not in specialized
@@ -33,11 +36,23 @@ class Kernel:
 
 
 class _Compiled:
+    function, packed_metadata = "function", "metadata"
+
     def __init__(self, kernel):
         self.kernel = kernel
 
     def __getitem__(self, grid):
-        return lambda *arguments: self.kernel.launched.append((grid, arguments))
+        return lambda *arguments: self.kernel.told.append((grid, arguments))
+
+    def run(self, rows, columns, layers, *given):
+        *known, enter, leave = given[:6]
+        assert known == [17, "function", "metadata", None]
+        assert enter is None is leave
+        self.kernel.launched.append(((rows, columns, layers), given[6:]))
+
+
+def launcher(kernel):
+    return Launcher(kernel, stream_of=lambda _: 17)
 
 
 def call(launch, memo=None, **changes):
@@ -50,7 +65,7 @@ def call(launch, memo=None, **changes):
 
 def test_a_launch_like_another_goes_to_its_compiled_kernel():
     kernel = Kernel()
-    launch = Launcher(kernel)
+    launch = launcher(kernel)
     call(launch)
     (((grid, arguments, constants),), launched) = kernel.compiled, kernel.launched
     assert (grid, len(arguments), launched) == ((3, 2), 4, [])
@@ -77,7 +92,7 @@ def test_a_launch_like_another_goes_to_its_compiled_kernel():
 )
 def test_what_triton_compiles_for_makes_another_form(change):
     kernel = Kernel()
-    launch = Launcher(kernel)
+    launch = launcher(kernel)
     call(launch)
     for _ in range(2):
         call(launch, **change)
@@ -86,7 +101,7 @@ def test_what_triton_compiles_for_makes_another_form(change):
 
 def test_a_memo_saves_looking_at_numbers_and_constants():
     kernel = Kernel()
-    launch, memo = Launcher(kernel), dict[Any, Any]()
+    launch, memo = launcher(kernel), dict[Any, Any]()
     for _ in range(3):
         call(launch, memo)
     launch.forms.clear()  # whoever has a memo needs nothing else
@@ -97,9 +112,30 @@ def test_a_memo_saves_looking_at_numbers_and_constants():
     assert (len(kernel.compiled), len(kernel.launched)) == (2, 3)
 
 
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+def test_hooks_are_told_of_launches(name, monkeypatch):
+    kernel = Kernel()
+    launch = launcher(kernel)
+    call(launch)
+    one, chain = (lambda *_: None), HookChain()
+    for hook in (None, chain):
+        monkeypatch.setattr(knobs.runtime, name, hook)
+        call(launch)
+    assert (len(kernel.launched), kernel.told) == (2, [])
+    monkeypatch.setattr(knobs.runtime, name, one)  # as before Triton 3.5
+    call(launch)
+    monkeypatch.setattr(knobs.runtime, name, chain)
+    chain.add(one)
+    given = call(launch)
+    assert (len(kernel.launched), len(kernel.told)) == (2, 2)
+    grid, arguments = kernel.told[-1]
+    assert grid == (3, 2, 1)
+    assert arguments[0] is given["a"]
+
+
 def test_a_large_scale_is_no_large_integer():
     kernel = Kernel()
-    launch = Launcher(kernel)
+    launch = launcher(kernel)
     for scale in (2.0**64, 2.0**63):
         call(launch, scale=scale)
     assert (len(kernel.compiled), len(kernel.launched)) == (1, 1)
@@ -107,7 +143,7 @@ def test_a_large_scale_is_no_large_integer():
 
 def test_where_nothing_is_compiled_nothing_is_kept():
     kernel = Kernel(interpreted=True)
-    launch = Launcher(kernel)
+    launch = launcher(kernel)
     for _ in range(3):
         call(launch)
     assert (len(kernel.compiled), kernel.launched) == (3, [])
@@ -115,11 +151,11 @@ def test_where_nothing_is_compiled_nothing_is_kept():
 
 def test_an_integer_that_is_specialised_on_is_refused():
     with pytest.raises(AssertionError):
-        call(Launcher(Kernel(specialized=("n",))))
+        call(launcher(Kernel(specialized=("n",))))
 
 
 def test_few_forms_are_kept():
-    launch = Launcher(Kernel())
+    launch = launcher(Kernel())
     for block in range(MOST_FORMS + 9):
         call(launch, BLOCK=block)
     assert len(launch.forms) == MOST_FORMS

@@ -13,13 +13,14 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from decode import gpu_milliseconds
 
-from ring_dilated_attention.kernels import DecodeTuning, Strips, attend_strips
+from ring_dilated_attention.kernels import DecodeTuning, Strips, begin_strips
 
 VARIANTS = {
     "as it is": DecodeTuning(),
@@ -52,9 +53,8 @@ def calls(batch: int, keys: int, device: torch.device) -> dict[str, Callable[[],
         return F.scaled_dot_product_attention(q_bhnd, k, v, enable_gqa=True)
 
     def of(tuning: DecodeTuning) -> Callable[[], torch.Tensor]:
-        return lambda: attend_strips(
-            q, *by_rows, strips, keys, head_dim**-0.5, dtype=dtype, tuning=tuning
-        )[0]
+        begun = partial(begin_strips, q, *by_rows, strips, keys, head_dim**-0.5, tuning=tuning)
+        return lambda: begun().merged(dtype)[0]
 
     want, found = sdpa().transpose(1, 2).float(), {name: of(x) for name, x in VARIANTS.items()}
     for name, call in found.items():

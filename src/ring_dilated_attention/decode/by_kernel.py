@@ -104,12 +104,12 @@ def attend_to_strips(
     """
     query, keys, values = inputs
     count = strips.shape[2]
-    found = kernels.attend_strips(
-        query, keys, values, kernels.Strips(strips, count, 0), keys.shape[1] * count, scale,
-        dtype=out.dtype,
-    )  # fmt: skip
-    out.copy_(found[0])
-    lse.copy_(found[1].transpose(1, 2))
+    begun = kernels.begin_strips(
+        query, keys, values, kernels.Strips(strips, count, 0), keys.shape[1] * count, scale
+    )
+    found, found_lse = begun.merged(out.dtype)
+    out.copy_(found)
+    lse.copy_(found_lse.transpose(1, 2))
 
 
 def _held(cache: DilatedKVCache) -> HeldRows:

@@ -8,9 +8,9 @@ says in how many launches, `build_programs` lays them out, and kernels read that
 `rows_of_program`.
 `profile_of` says what constants that were tuned on an H200 are on a device (`DeviceProfile`), and
 `rates_on` how fast the cost model takes it to be.
-`attend_strips` computes a few queries against `Strips` of evenly spaced rows. `begin_strips`
-does it with those that `strips_of_cache` finds in a KV cache, and `Begun` writes `NewRows` into it
-when the result is asked for; at most `MOST_NEW_ROWS`.
+`begin_strips` computes a few queries against `Strips` of evenly spaced rows, which
+`strips_of_cache` finds in a KV cache, and `Begun` writes `NewRows` into it when the result is asked
+for; at most `MOST_NEW_ROWS`.
 `NO_END` stands for the length of a segment without end.
 `merge_rows`, `add_rows` and `row_sums` merge and add the results of tiles. `take_rows`,
 `add_to_rows` and `sum_slots` copy, add and sum rows of K and V that are found by index.
@@ -37,7 +37,7 @@ from .tuning import MOST_NEW_ROWS, NO_END, BackwardConfig, Kernel, LaunchConfig,
 
 if TYPE_CHECKING:
     from .backward import tiles_backward
-    from .decode import Begun, NewRows, attend_strips, begin_strips
+    from .decode import Begun, NewRows, begin_strips
     from .decode_strips import Strips, strips_of_cache
     from .forward import tiles_forward
     from .own_backward import ranges_backward
@@ -63,7 +63,6 @@ __all__ = [
     "Strips",
     "add_rows",
     "add_to_rows",
-    "attend_strips",
     "begin_strips",
     "build_cells",
     "build_programs",
@@ -88,7 +87,6 @@ __all__ = [
 _NEEDS_TRITON = {
     "NewRows": "decode",
     "Begun": "decode",
-    "attend_strips": "decode",
     "begin_strips": "decode",
     "Strips": "decode_strips",
     "strips_of_cache": "decode_strips",

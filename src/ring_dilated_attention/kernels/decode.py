@@ -335,18 +335,3 @@ def begin_strips(
     split = launches.split
     _split(split.grid, (q, k, v, new_k, new_v, table, parts), *split[1:])
     return Begun((q, k, v), new, table, parts, launches.merge)
-
-
-def attend_strips(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    strips: Strips,
-    most_rows: int,
-    scale: float,
-    *,
-    dtype: torch.dtype,
-    tuning: DecodeTuning | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of queries to strips of rows alone: see `begin_strips`, and `Begun.merged`."""
-    return begin_strips(q, k, v, strips, most_rows, scale, tuning=tuning).merged(dtype)

@@ -63,7 +63,6 @@ def _splits(blocks: int, at_a_time: int, least: int, most: int, most_rounds: int
     return max(range(least, most + 1), key=lambda splits: (share_used(splits), -splits))
 
 
-@lru_cache(maxsize=SHAPES_KEPT)
 def decode_shape(
     shape: tuple[int, ...],
     kv_heads: int,
@@ -73,7 +72,7 @@ def decode_shape(
     device: torch.device,
     tuning: DecodeTuning,
 ) -> DecodeShape:
-    """Of a query of this shape, dtype and device: see `decode.attend_strips`."""
+    """Of a query of this shape, dtype and device: see `decode.begin_strips`."""
     batch, count, heads, head_dim = shape
     rows, pairs = count * (heads // kv_heads), batch * kv_heads
     config = decode_config(head_dim, dtype, queries=rows, keys=most_rows, device=device)

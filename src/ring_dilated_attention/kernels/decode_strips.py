@@ -167,7 +167,7 @@ def strips_of_cache(
     Returns:
         Two strips of each branch, and the places of the new rows.
     """
-    batch, num_branches, device = len(lengths), len(branches), lengths.device
+    batch, num_branches, device = lengths.shape[0], branches.shape[0], lengths.device
     width = 2 * num_branches * (3 + 2 * count) + count
     table = torch.empty(batch, kv_heads, width, dtype=torch.int64, device=device)
     room = NO_END if max_length is None else max_length

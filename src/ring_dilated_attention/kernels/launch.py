@@ -134,6 +134,9 @@ def _has_hooks(runtime: Any) -> bool:
     Args:
         runtime: Triton's `knobs.runtime`.
     """
-    hooks = runtime.launch_enter_hook, runtime.launch_exit_hook
-    # From Triton 3.5 on these are chains of hooks; before, each was one, or None.
-    return any(hook is not None and getattr(hook, "calls", True) for hook in hooks)
+    return _is_hook(runtime.launch_enter_hook) or _is_hook(runtime.launch_exit_hook)
+
+
+def _is_hook(hook: Any) -> bool:
+    # From Triton 3.5 on it is a chain of hooks; before, one, or None.
+    return hook is not None and bool(getattr(hook, "calls", True))

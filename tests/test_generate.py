@@ -193,6 +193,24 @@ def test_a_row_goes_on_behind_other_steps_and_under_autocast() -> None:
         assert under(text[:, :1]) is called
 
 
+def test_a_row_goes_on_in_caches_that_were_taken_back_and_reserved() -> None:
+    """The steps of positions to come are worked out ahead, and no longer hold."""
+    model, text = make_model(), torch.randint(VOCABULARY, (1, 90))
+    caches = model.make_caches(1, max_length=40, max_rewind=5)
+    model.prefill(text[:, :9], caches)
+    take = row_step(model, caches)
+    with torch.inference_mode():
+        got = [take(text[:, at : at + 1]) for at in range(9, 30)]
+        for cache in caches:
+            cache.rewind(5)
+        for at in range(25, 30):
+            assert relative_error(take(text[:, at : at + 1]), got[at - 9]) < 1e-10
+        for cache in caches:
+            cache.reserve(90)
+        got += [take(text[:, at : at + 1]) for at in range(30, 90)]
+        assert relative_error(torch.cat(got, 1), model(text)[:, 9:]) < 1e-10
+
+
 class _OwnLogits(LongNet):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return super().logits(hidden).tanh()

@@ -112,13 +112,12 @@ class Products:
     Args:
         q_1kgd: (1, kv_heads, group, head_dim), contiguous, float32 or float64: times the factor on
             the scores. It may be written to between calls of `attend`.
-
-    Attributes:
-        out: like `q_1kgd`: what the last call of `attend` has found. A head without tiles gets 0.
+        out: like `q_1kgd`, where its memory begins: `attend` writes to it. A head without tiles
+            gets 0.
     """
 
-    def __init__(self, q_1kgd: torch.Tensor) -> None:
-        self.out = torch.empty_like(q_1kgd)
+    def __init__(self, q_1kgd: torch.Tensor, out: torch.Tensor) -> None:
+        self._out = out
         self._query = q_1kgd
         self._heads: dict[tuple[_View, _View], tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -151,31 +150,27 @@ class Products:
         """Query and out of the heads of a tile: of few kinds."""
         found = self._heads.get(view[:2])
         if found is None:
-            both = self._query.as_strided(*view.query), self.out.as_strided(*view.out)
+            both = self._query.as_strided(*view.query), self._out.as_strided(*view.out)
             found = self._heads[view[:2]] = both
         return found
 
-    def attend(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """One softmax over the scores of all tiles.
+    def attend(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """One softmax over the scores of all tiles; the result is in `out`.
 
         Args:
             keys: (1, rows, head_dim), of the dtype of the query.
             values: like `keys`.
-
-        Returns:
-            `out`.
         """
         for query, _, scores, _, view, _ in self._tiles:
             torch.bmm(query, keys.as_strided(*view), out=scores)
         torch.softmax(self._scores, -1, out=self._weights)
         if self._rest is self._tiles:
-            self.out.zero_()
+            self._out.zero_()
         else:
             _, out, _, weights, _, view = self._tiles[0]
             torch.bmm(weights, values.as_strided(*view), out=out)
         for _, out, _, weights, _, view in self._rest:
             out.baddbmm_(weights, values.as_strided(*view))
-        return self.out
 
     def lse(self) -> torch.Tensor:
         """(1, kv_heads, group), of the last call of `attend`; -inf for a head without tiles."""

@@ -13,8 +13,11 @@ import torch
 
 from ..tiles import Backend
 from .cache import DilatedKVCache
-from .one_position import views_at
-from .products import Products, select_for_one_position, takes_products
+from .one_position import DeviceStep, steps_ahead
+from .products import Products, TileViews, select_for_one_position, takes_products
+
+_AHEAD = 32
+"""Positions whose steps are worked out together."""
 
 
 class RowAttention:
@@ -29,9 +32,7 @@ class RowAttention:
             factor on the scores.
         key: (1, kv_heads, head_dim), which the caller writes to.
         value: like `key`.
-
-    Attributes:
-        out: (1, kv_heads, group, head_dim), contiguous: what `attend` has found.
+        out: like `query`, where its memory begins: `attend` writes to it what it has found.
     """
 
     def __init__(
@@ -40,11 +41,12 @@ class RowAttention:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
+        out: torch.Tensor,
     ) -> None:
         self._caches = tuple(caches)
         self._query, self._key, self._value = query, key, value
-        self._products = Products(query)
-        self.out = self._products.out
+        self._products = Products(query, out)
+        self._steps: dict[int, tuple[DeviceStep, list[TileViews]]] = {}
 
     @staticmethod
     def fits(cache: DilatedKVCache, backend: Backend) -> bool:
@@ -64,9 +66,19 @@ class RowAttention:
         """
         for cache in self._caches:
             cache.check_room(1)
-        step, views = views_at(self._caches[0], self._query)
+        step, views = self._step()
         self._products.begin(views, step.planned.columns)
         self._sources, self._targets = step.sources, step.targets
+
+    def _step(self) -> tuple[DeviceStep, list[TileViews]]:
+        """Of the next position: also where caches were reserved, or taken back, since the last."""
+        cache = self._caches[0]
+        position = cache.known_lengths[0]
+        found = self._steps.get(position)
+        if found is None or found[0].plan is not cache.plan:
+            self._steps = steps_ahead(cache, self._query, _AHEAD)
+            found = self._steps[position]
+        return found
 
     def attend(self, layer: int) -> None:
         """Write a layer's key and value to its cache, and what its query sees there to `out`."""

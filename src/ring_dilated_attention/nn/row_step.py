@@ -44,15 +44,17 @@ class _Layer(NamedTuple):
 
     Attributes:
         project: of query, key and value, one below the other; the query times the factor on scores.
+        combine: weight and, as a last column, bias.
         expand: times sqrt(1/2).
+        contract: weight times sqrt(1/2) and, as a last column, bias.
     """
 
     attention_norm: _Norm
     project: _Linear
-    combine: _Linear
+    combine: Tensor
     mlp_norm: _Norm
     expand: _Linear
-    contract: _Linear
+    contract: Tensor
 
 
 class RowStep:
@@ -85,14 +87,14 @@ class RowStep:
             turned = like.new_empty(turning, head_dim)
             self._embedding, self._factor = like.detach(), like.new_tensor(math.sqrt(width))
             self._norm = _norm_of(model.norm)
-            self._expanded, self._gate = like.new_empty(2, config.ffn_dim).unbind()
+            # A bias is the last column of its weight, and these have a 1 behind them.
+            self._attended, self._gated = (like.new_ones(n + 1) for n in (width, config.ffn_dim))
+            self._expanded, self._gate = like.new_empty(config.ffn_dim), self._gated[:-1]
         self._joint, self._turned = joint, turned
         self._unturned, value = joint.view(-1, head_dim).split_with_sizes((turning, kv_heads))
         query, key = turned.split_with_sizes((heads, kv_heads))
-        self._attention = RowAttention(
-            caches, query.view(1, kv_heads, -1, head_dim), key.unsqueeze(0), value.unsqueeze(0)
-        )
-        self._attended = self._attention.out.view(width)
+        query, out = (x.view(1, kv_heads, -1, head_dim) for x in (query, self._attended[:-1]))
+        self._attention = RowAttention(caches, query, key.unsqueeze(0), value.unsqueeze(0), out)
         self._rotations: dict[int, Tensor] = {}
 
     @staticmethod
@@ -133,28 +135,27 @@ class RowStep:
         if autocast_dtype("cpu") is not None:
             return self._under_autocast(tokens)
         attention, shape = self._attention, self._shape
-        joint, attended, expanded, gate = self._joint, self._attended, self._expanded, self._gate
+        joint, attended, expanded = self._joint, self._attended, self._expanded
+        gate, gated = self._gate, self._gated
         attention.begin()
         rotation = self._rotation(self._caches[0].known_lengths[0])
         row = F.embedding(tokens.view(()), self._embedding).mul_(self._factor)
         for number, layer in enumerate(self._layers):
-            normed = F.layer_norm(row, shape, *layer.attention_norm)
+            normed = torch.layer_norm(row, shape, *layer.attention_norm)
             weight, bias = layer.project
             torch.addmv(bias, weight, normed, out=joint)
             torch.mm(self._unturned, rotation, out=self._turned)
             attention.attend(number)
-            weight, bias = layer.combine
-            row.addmv_(weight, attended).add_(bias)
-            normed = F.layer_norm(row, shape, *layer.mlp_norm)
+            row.addmv_(layer.combine, attended)
+            normed = torch.layer_norm(row, shape, *layer.mlp_norm)
             weight, bias = layer.expand
             torch.addmv(bias, weight, normed, out=expanded)
             # The GELU of x is sqrt(1/2) (y + y erf(y)) where y = sqrt(1/2) x is what was expanded:
             # it takes less than half as long as F.gelu.
             torch.addcmul(expanded, expanded, torch.erf(expanded, out=gate), out=gate)
-            weight, bias = layer.contract
-            row.addmv_(weight, gate, alpha=_SQRT_HALF).add_(bias)
+            row.addmv_(layer.contract, gated)
         attention.finish()
-        normed = F.layer_norm(row, shape, *self._norm)
+        normed = torch.layer_norm(row, shape, *self._norm)
         return torch.mv(self._embedding, normed).view(1, 1, -1)
 
     def _rotation(self, position: int) -> Tensor:
@@ -204,11 +205,16 @@ def _layer_of(block: LongNetBlock) -> _Layer:
     return _Layer(
         _norm_of(block.attention_norm),
         (weight, bias),
-        (attention.out_proj.weight.detach(), attention.out_proj.bias.detach()),
+        _with_bias(attention.out_proj, 1.0),
         _norm_of(block.mlp_norm),
         (block.expand.weight * _SQRT_HALF, block.expand.bias * _SQRT_HALF),
-        (block.contract.weight.detach(), block.contract.bias.detach()),
+        _with_bias(block.contract, _SQRT_HALF),
     )
+
+
+def _with_bias(linear: nn.Linear, factor: float) -> Tensor:
+    """The weight times a factor and, as a last column, the bias: the product adds it."""
+    return torch.cat([linear.weight * factor, linear.bias[:, None]], 1)
 
 
 def _norm_of(norm: nn.LayerNorm) -> _Norm:

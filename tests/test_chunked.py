@@ -161,6 +161,111 @@ def test_parameters_that_take_no_part_are_an_error():
         loss.backward()
 
 
+@pytest.mark.parametrize("rows", [4, 50])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_random_numbers_of_forward_come_back(device, rows):
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout()).double().to(device)
+    x = inputs(13)[0].detach().to(device).requires_grad_()
+    of = [x, *module.parameters()]
+
+    def gradients(function):
+        torch.manual_seed(5)
+        results = function(x)
+        after = torch.rand(3, device=device)  # backward takes none of the numbers that come next
+        found = torch.autograd.grad(results.square().sum(), of)
+        return [results, after, *found, torch.rand(3), torch.rand(3, device=device)]
+
+    def chunked(x):
+        return map_rows(module, x, rows=rows, modules=(module,))
+
+    def one_by_one(x):
+        return torch.cat([module(chunk) for chunk in x.split(rows, 1)], 1)
+
+    for a, b in zip(gradients(chunked), gradients(one_by_one), strict=True):
+        assert relative_error(a, b) < 1e-12
+
+
+def test_random_numbers_of_a_function_without_modules():
+    x = inputs(13)[0]
+    dropped = map_rows(F.dropout, x, rows=4)
+    (dx,) = torch.autograd.grad(dropped.sum(), x)
+    assert torch.equal(dx * x, dropped)
+
+
+class Holder(nn.Module):
+    """A module that calls another one in chunks."""
+
+    def __init__(self, inner, rows):
+        super().__init__()
+        self.inner, self.rows = inner, rows
+
+    def forward(self, *arguments):
+        return map_rows(self.inner, *arguments, rows=self.rows, modules=(self.inner,))
+
+
+@pytest.mark.parametrize("kind", ["parameters", "frozen parameters", "computed"])
+@pytest.mark.parametrize("rows", [4, 50])
+def test_backward_has_the_weights_of_a_functional_call(rows, kind):
+    module, other, arguments = TwoInputs(), TwoInputs(), inputs(13)
+    own = list(module.parameters())
+    weights: dict[str, torch.Tensor] = {
+        f"inner.{name}": weight for name, weight in other.named_parameters()
+    }
+    of = [arguments[0], other.expand.weight, other.norm.bias]
+    if kind == "frozen parameters":
+        other.requires_grad_(False)
+        of = of[:1]
+    if kind == "computed":  # one from another
+        twice = weights["inner.expand.weight"] * 2
+        weights |= {"inner.expand.weight": twice, "inner.contract.weight": twice.t() + 1}
+
+    def gradients(rows):
+        results = torch.func.functional_call(Holder(module, rows), weights, arguments)
+        loss = sum(y.square().sum() for y in results)
+        return torch.autograd.grad(loss, of, retain_graph=True)
+
+    for a, b in zip(gradients(rows), gradients(None), strict=True):
+        assert relative_error(a, b) < 1e-12
+    assert all(a is b for a, b in zip(module.parameters(), own, strict=True))
+
+
+class TwoProjections(nn.Module):
+    """Of adapters on one of two projections the other gets no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = (nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(2))
+
+    def forward(self, x):
+        return self.one(x), self.other(x)
+
+
+@pytest.mark.parametrize("rows", [4, 50])
+def test_results_of_frozen_parts(rows):
+    module, x = TwoProjections(), inputs(13)[0].detach()
+    module.other.requires_grad_(False)
+    of = list(module.one.parameters())
+
+    def gradients(rows):
+        one, other = map_rows(module, x, rows=rows, modules=(module,))
+        return torch.autograd.grad((one * other).sum(), of)
+
+    for a, b in zip(gradients(rows), gradients(None), strict=True):
+        assert relative_error(a, b) < 1e-12
+    _, other = map_rows(module, x, rows=rows, modules=(module,))
+    assert all(g is None for g in torch.autograd.grad(other.sum(), of, allow_unused=True))
+
+
+def test_many_chunks_in_half_precision_add_up_in_float32():
+    torch.manual_seed(0)
+    module, x = nn.Linear(WIDTH, WIDTH), torch.randn(1, 3_000, WIDTH, dtype=torch.bfloat16)
+    module.bfloat16()
+    results = map_rows(module, x, rows=2, modules=(module,))
+    weight, bias = torch.autograd.grad(results.sum(), list(module.parameters()))
+    assert relative_error(weight, x.double().sum(1).expand(WIDTH, -1)) < 0.01
+    assert bias.tolist() == [3_008] * WIDTH  # 3,000 in bfloat16
+
+
 def test_no_second_derivatives():
     module, arguments = TwoInputs(), inputs(9)
     loss = map_rows(module, *arguments, rows=4, modules=(module,))[0].square().sum()

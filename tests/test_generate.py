@@ -211,6 +211,53 @@ def test_a_row_goes_on_in_caches_that_were_taken_back_and_reserved() -> None:
         assert relative_error(torch.cat(got, 1), model(text)[:, 9:]) < 1e-10
 
 
+def interrupted(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_what_a_failed_step_overwrote_cannot_be_taken_back() -> None:
+    model, text = make_model(segment_lengths=[8], dilation_rates=[1]), torch.randint(31, (1, 40))
+    caches = model.make_caches(1, max_rewind=3)
+    model.prefill(text[:, :16], caches)
+    hook = model.norm.register_forward_hook(interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        model.step(text[:, 30:33], caches)
+    hook.remove()
+    with pytest.raises(ValueError, match="at most 1 positions of row 0 can be taken back"):
+        caches[0].rewind(2)
+    for cache in caches:
+        cache.rewind(1)
+    got = model.step(text[:, 15:40], caches)
+    with torch.no_grad():
+        assert relative_error(got, model(text)[:, 15:]) < 1e-10
+
+
+def test_caches_are_empty_behind_a_prompt_that_failed() -> None:
+    model, text = make_model(), torch.randint(VOCABULARY, (2, 10))
+    caches = model.make_caches(1, max_length=20)
+    model.prefill(text[:1], caches)
+    hook = model.blocks[1].register_forward_pre_hook(interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        model.prefill(text[1:], caches)
+    hook.remove()
+    assert {cache.known_lengths for cache in caches} == {(0,)}
+    assert [cache.lengths.item() for cache in caches] == [0] * len(caches)
+    with torch.no_grad():
+        assert relative_error(model.step(text[1:], caches), model(text[1:])) < 1e-10
+
+
+class _ForbidsAll(LongNet):
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().logits(hidden).masked_fill(torch.arange(VOCABULARY) > 1, -torch.inf)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_no_token_is_drawn_where_all_are_forbidden(temperature: float) -> None:
+    model, allowed = _ForbidsAll(make_model().config), torch.arange(VOCABULARY) > 1
+    with pytest.raises(ValueError, match="logits are not finite, or -inf for all"):
+        model.generate(torch.tensor([[1]]), 2, temperature=temperature, allowed=allowed)
+
+
 class _OwnLogits(LongNet):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return super().logits(hidden).tanh()

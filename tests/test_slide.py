@@ -320,7 +320,8 @@ def test_config_is_a_value_and_gigapaths_by_default():
             "39 tiles beside the class token; got 40. It must",
         ),
         ({"layout": SequenceLayout.contiguous(41, 2)}, ValueError, "the layout is for 2 ranks"),
-        ({"lengths": [50]}, ValueError, "length"),
+        ({"lengths": [41]}, ValueError, "numbers of tiles, from 0 to the 40 of a row; got 41"),
+        ({"lengths": torch.tensor([-1])}, ValueError, "numbers of tiles.* got -1"),
     ],
 )
 def test_forward_refuses(arguments, kind, message):
@@ -404,3 +405,73 @@ def test_an_adapter_in_a_hook_of_the_mlp_is_trained():
     for parameter in (adapter.weight, block.contract.weight, block.inner_norm.weight):
         assert parameter.grad is not None
         assert parameter.grad.abs().max() > 0
+
+
+class Dropping(nn.Module):
+    """A projection with an adapter that drops some of what it reads, as those of peft do."""
+
+    def __init__(self, projection):
+        super().__init__()
+        self.projection, self.dropout = projection, nn.Dropout(0.5)
+        shape = projection.in_features, projection.out_features
+        self.adapter = nn.Linear(*shape, dtype=torch.float64)
+
+    def forward(self, rows):
+        return self.projection(rows) + self.adapter(self.dropout(rows))
+
+
+@pytest.mark.parametrize("chunk_rows", [None, 7])
+@pytest.mark.parametrize("checkpoint", ["none", "full", "keep_attention"])
+def test_gradients_are_those_of_the_masks_that_dropout_drew(checkpoint, chunk_rows):
+    model = encoder(checkpoint=checkpoint, chunk_rows=chunk_rows)
+    for block in model.blocks:
+        block.contract, block.expand = Dropping(block.contract), Dropping(block.expand)
+    weight = model.blocks[0].expand.adapter.weight
+    towards = torch.randn_like(weight)
+
+    def loss():
+        torch.manual_seed(3)
+        return model(*slide()).tiles.sin().sum()
+
+    (gradient,) = torch.autograd.grad(loss(), weight)
+    ends = []
+    for sign in (1, -1):
+        with torch.no_grad():
+            weight += sign * 1e-6 * towards
+            ends.append(loss())
+            weight -= sign * 1e-6 * towards
+    assert relative_error((gradient * towards).sum(), (ends[0] - ends[1]) / 2e-6) < 1e-5
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk_rows": 7}], ids=str)
+def test_weights_of_another_encoder_by_functional_call(options):
+    model, other, given = encoder(0, **options), encoder(1), slide()
+    want = step(other, *given)
+    weights = dict(other.named_parameters())
+    computed = {name: weight * 1.0 for name, weight in weights.items()}
+    for some in (weights, computed):
+        encoded = torch.func.functional_call(model, some, given)
+        loss = encoded.cls.square().sum() + encoded.tiles.sin().sum()
+        gradients = torch.autograd.grad(loss, list(weights.values()))
+        for got, gradient in zip(gradients, want[1], strict=True):
+            assert relative_error(got, gradient) < 1e-9 or (got - gradient).abs().max() < 1e-10
+
+
+def test_derivatives_by_functions():
+    model, given = encoder(), slide()
+
+    def loss(weights):
+        return torch.func.functional_call(model, weights, given).tiles.sin().sum()
+
+    weights = dict(model.named_parameters())
+    want = torch.autograd.grad(loss(weights), list(weights.values()))
+    for got, gradient in zip(torch.func.grad(loss)(weights).values(), want, strict=True):
+        assert relative_error(got, gradient) < 1e-9 or (got - gradient).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("checkpoint", ["full", "keep_attention"])
+def test_a_checkpoint_refuses_weights_that_are_gone(checkpoint):
+    model, weights = encoder(0, checkpoint=checkpoint), dict(encoder(1).named_parameters())
+    loss = torch.func.functional_call(model, weights, slide()).tiles.sum()
+    with pytest.raises(RuntimeError, match="other weights than in forward"):
+        loss.backward()

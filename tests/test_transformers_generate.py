@@ -174,6 +174,41 @@ def test_assisted_generation(pattern, kind):
     assert max(cropped) > 0
 
 
+def test_an_assistant_may_propose_many_tokens_and_all_of_them_in_vain():
+    """How many is written in its own configuration: more than transformers proposes by itself."""
+    model, count = ready(pattern=FINITE), transformers_cache.ASSISTED_REWIND + 6
+    helper, calls = copy.deepcopy(model), []
+    helper.generation_config.num_assistant_tokens = count
+    helper.generation_config.assistant_confidence_threshold = 0.0
+
+    def wrong_at_first(module, arguments, out):
+        calls.append(1)
+        out.logits = -out.logits if len(calls) <= count else out.logits
+
+    helper.register_forward_hook(wrong_at_first)
+    ids = prompt(1, 13)
+    got = model.generate(ids, assistant_model=helper, max_new_tokens=count + 2, do_sample=False)
+    assert torch.equal(got, without_cache(model, ids, count + 2)[0])
+    cache = DilatedCache(model, max_rewind=3)
+    with torch.no_grad():
+        model(ids, **{CACHE: cache})
+    with pytest.raises(ValueError, match="num_assistant_tokens_schedule = 'constant'"):
+        cache.crop(-4)
+
+
+@pytest.mark.parametrize("columns", [30, LENGTH + 3])
+def test_a_text_that_is_not_longer_than_the_cache_is_refused(columns):
+    model = ready()
+    cache = DilatedCache(model)
+    text = model.generate(prompt(2, LENGTH), max_new_tokens=4, **{CACHE: cache}, do_sample=False)
+    message = rf"cache has {LENGTH + 3} columns: .* got {columns}. crop\(\) the cache"
+    for mask in (None, torch.ones(2, columns)):
+        with pytest.raises(ValueError, match=message):
+            model.generate(
+                text[:, :columns], max_new_tokens=3, attention_mask=mask, **{CACHE: cache}
+            )
+
+
 @pytest.mark.parametrize("padding", [(0, 0), (0, 11)])
 def test_a_chat_goes_on(padding):
     model, ids = ready(), prompt(2, LENGTH)

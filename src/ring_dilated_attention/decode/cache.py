@@ -372,7 +372,7 @@ class DilatedKVCache(DeepOnly):
 
     def _set_known(self, known: Lengths) -> None:
         # The copy waits for the device, and raises if a rank is lost: its rows are not counted.
-        self.lengths.copy_(torch.tensor(known.known))
+        self.lengths.copy_(torch.tensor(known.known, device="cpu"))
         self._known = known
 
     def check_new(self, key: torch.Tensor, value: torch.Tensor) -> None:

@@ -79,6 +79,14 @@ class Lengths:
         self.known = [length + count for length in self.known]
         self.longest = list(map(max, self.known, self.longest))
 
+    def overwritten(self, count: int) -> None:
+        """Rows of the next `count` positions were written, and are to be written again.
+
+        The last one of them has dropped no more than a row's next position does.
+        """
+        for row, known in enumerate(self.known):
+            self.longest[row] = max(self.longest[row], known + count - 1)
+
     def take_back(self, counts: Sequence[int], plan: CachePlan) -> None:
         """Rows have fewer positions again; raises a `ValueError`, and changes none, if they cannot.
 

@@ -60,7 +60,7 @@ class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
             None, the default: half as many again as the prompt. Longer documents make it grow, up
             to what the pattern keeps; ``generate`` reserves what it may need.
         max_rewind: the most positions that `crop` takes back at a time; 0 by default. Assisted
-            generation makes it 64 at least.
+            generation makes it 64 at least, and with an assistant model all new tokens.
         sharded: whether the ranks share the rows; else each keeps them all. None, the default:
             from 128 MiB a layer on.
 
@@ -178,14 +178,14 @@ class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
                 "has other attention: pass it another cache, or call set_attention(model, pattern)"
             )
         if layer_idx in self._updated or self._pending is not None:
+            why = (
+                f"the keys of layer {self._pending.layer} have not reached its attention"
+                if self._pending
+                else "it has done so before in this call"
+            )
             raise ValueError(
-                f"layer {layer_idx} updates the KV cache, but "
-                + (
-                    f"the keys of layer {self._pending.layer} have not reached its attention"
-                    if self._pending
-                    else "it has done so before in this call"
-                )
-                + ": a DilatedCache is for models whose layers update and attend once each"
+                f"layer {layer_idx} updates the KV cache, but {why}: a DilatedCache is for models "
+                "whose layers update and attend once each"
             )
         self._updated.add(layer_idx)
         self._pending = _Pending(layer_idx, key_states, value_states)
@@ -220,18 +220,21 @@ class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
         count = max(0, self._columns - given) if given > 0 else -given
         if count == 0:
             return
-        stay = self._columns - count
-        if stay < 0:
-            raise ValueError(f"the cache has {self._columns} columns; {count} cannot be taken back")
-        if self._valid is not None:
-            if not bool(self._valid[:, stay:].all()):
-                raise ValueError(
-                    f"of the newest {count} columns some are padding, which was not kept and "
-                    "cannot be taken back: reset() the cache and begin anew"
-                )
-            self._valid = self._valid[:, :stay]
+        stay, most = self._columns - count, min(self._columns, self._max_rewind)
+        if count > most:
+            raise ValueError(
+                f"at most {most} of {self._columns} columns can be taken back (max_rewind is "
+                f"{self._max_rewind}); got {count}. For an assistant model set "
+                "num_assistant_tokens_schedule = 'constant' in its generation_config"
+            )
+        if self._valid is not None and not bool(self._valid[:, stay:].all()):
+            raise ValueError(
+                f"of the newest {count} columns some are padding, which was not kept and cannot be "
+                "taken back: reset() the cache and begin anew"
+            )
         for kv in self._caches():
             kv.rewind(count)
+        self._valid = None if self._valid is None else self._valid[:, :stay]
         self._columns, self._lengths = stay, [n - count for n in self._lengths]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -240,8 +243,9 @@ class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Make the batch of these rows of it: 1-D ints, or a mask of bools."""
-        rows = indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices
-        self._select(int(row) for row in rows.tolist())
+        if indices.dtype == torch.bool:
+            indices = torch.arange(len(self._lengths), device=indices.device)[indices]
+        self._select(int(row) for row in indices.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row of the batch `repeats` times, the copies next to each other."""
@@ -315,11 +319,8 @@ class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
         if not self._columns and kv is not None:
             held = (*kv.keys.shape[::2], kv.plan.num_kv_heads, kv.keys.dtype, kv.keys.device)
             wanted = (batch, head_dim, kv_heads, rows.dtype, rows.device)
-            if (
-                kv.plan.pattern != pattern
-                or held != wanted
-                or kv.plan.max_rewind < self._max_rewind
-            ):
+            is_other = held != wanted or kv.plan.pattern != pattern
+            if is_other or kv.plan.max_rewind < self._max_rewind:
                 kv = None
         if kv is None:
             kv = layer.kv = DilatedKVCache(

@@ -135,16 +135,34 @@ def prepare_cache_for_generation(
     if cache is None:
         rewind = 0
         if generation_mode == GenerationMode.ASSISTED_GENERATION:
-            named = ("prompt_lookup_num_tokens", "num_assistant_tokens")
-            rewind = max(getattr(generation_config, key, None) or 0 for key in named)
+            # How many tokens an assistant proposes is written in its own configuration, and grows.
+            proposed = generation_config.prompt_lookup_num_tokens
+            rewind = proposed or generation_config.max_new_tokens or max_cache_length
+        elif generation_config.is_assistant:
+            rewind = getattr(model.generation_config, "num_assistant_tokens", None) or 0
         cache = DilatedCache(model, max_length=max_cache_length, max_rewind=rewind)
         if generation_config.is_assistant or kind == "dynamic_full":
             cache.activate_past_recording()
         model_kwargs[cache_name(model)] = cache
     else:
         _check_cache(cache)
+        _check_whole_text(model_kwargs, cache.get_seq_length())
         cache.reserve(max_cache_length)
         cache._is_user_defined = True  # transformers asks for that
+
+
+def _check_whole_text(model_kwargs: dict[str, Any], has: int) -> None:
+    """Raise unless ``generate`` got the text that a cache has, and more: `has` columns are cached.
+
+    transformers makes a mask or position ids of the whole text where the caller does not.
+    """
+    for key in ("attention_mask", "position_ids"):
+        given = model_kwargs.get(key)
+        if isinstance(given, Tensor) and given.shape[-1] <= has:
+            raise ValueError(
+                f"the KV cache has {has} columns: generate takes the whole text, of more columns "
+                f"than these; got {given.shape[-1]}. crop() the cache to fewer, or reset() it"
+            )
 
 
 def _columns(
@@ -159,11 +177,8 @@ def _columns(
     inputs = inputs_of(given)
     batch, count = inputs.shape[:2]
     if not count:
-        has = 0 if cache is None else cache.get_seq_length()
         raise ValueError(
             f"there must be a token at least; got input of shape {tuple(inputs.shape)}"
-            + f". The KV cache has {has} columns: generate takes the whole text, of more columns "
-            "than these, or a cache after its reset()" * bool(has)
         )
     cache = DilatedCache(module) if cache is None else cache
     was, now = cache.settings, settings

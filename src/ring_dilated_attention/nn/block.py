@@ -77,7 +77,7 @@ class Block(nn.Module, ABC):
             # Its chunks recompute the last part by themselves, from attention's out, which is kept.
             return self._through(hidden, tables, checkpoint, chunk_rows, attend)
         return run_checkpointed(
-            checkpoint, self._through, hidden, tables, "none", chunk_rows, attend
+            checkpoint, [self], self._through, hidden, tables, "none", chunk_rows, attend
         )
 
     def _through(
@@ -88,7 +88,10 @@ class Block(nn.Module, ABC):
         chunk_rows: int | None,
         attend: Attend,
     ) -> Tensor:
-        attended = run_checkpointed(checkpoint, self._attend, hidden, tables, chunk_rows, attend)
+        attention = (self.attention_norm, self.attention)
+        attended = run_checkpointed(
+            checkpoint, attention, self._attend, hidden, tables, chunk_rows, attend
+        )
         rest = partial(self._rest, in_chunks=chunk_rows is not None)
         return map_rows(rest, hidden, attended, rows=chunk_rows, modules=self._behind_attention())
 

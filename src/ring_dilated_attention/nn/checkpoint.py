@@ -7,11 +7,12 @@ between ranks a second time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import (
 
 from ..pattern import check_choice, check_positive_int
 from ..torch_op import AGREED, FORWARD, LENGTHS
+from .recompute import Weights, may_draw
 
 T = TypeVar("T")
 
@@ -76,14 +78,50 @@ def keep_attention() -> tuple[AbstractContextManager[Any], AbstractContextManage
     return contexts
 
 
-def run_checkpointed(checkpoint: Checkpoint, function: Callable[..., T], *arguments: Any) -> T:
-    """Call a deterministic function as `checkpoint`, one of `CHECKPOINTS`, says."""
+def run_checkpointed(
+    checkpoint: Checkpoint,
+    modules: Iterable[nn.Module],
+    function: Callable[..., T],
+    *arguments: Any,
+) -> T:
+    """Call a function as `checkpoint`, one of `CHECKPOINTS`, says.
+
+    Args:
+        checkpoint: what is kept for backward.
+        modules: that the function uses. Random numbers are brought back unless all of them are
+            known to draw none.
+        function: deterministic but for these.
+        arguments: of the function.
+
+    Raises:
+        RuntimeError: in backward, the modules have other weights.
+    """
     if checkpoint == "none" or not torch.is_grad_enabled():
         return function(*arguments)
     options: dict[str, Any] = {}  # dynamo takes no conditional expression as a context_fn
     if checkpoint == "keep_attention":
         options["context_fn"] = keep_attention
+    draws = False
+    if not torch.compiler.is_compiling():  # which brings random numbers back by itself
+        modules = tuple(modules)
+        draws = may_draw(modules)
+        function = _with_weights(Weights(modules), function)
     result: T = torch.utils.checkpoint.checkpoint(
-        function, *arguments, use_reentrant=False, preserve_rng_state=False, **options
+        function, *arguments, use_reentrant=False, preserve_rng_state=draws, **options
     )
     return result
+
+
+def _with_weights(weights: Weights, function: Callable[..., T]) -> Callable[..., T]:
+    """A function that refuses to compute with other weights than now."""
+
+    def run(*arguments: Any) -> T:
+        if not weights.are_there():
+            raise RuntimeError(
+                "checkpointing computes a block again in backward, and by now it has other weights "
+                "than in forward: those of torch.func.functional_call are gone when it returns. "
+                "Call the model with checkpoint='none', or load the weights into it"
+            )
+        return function(*arguments)
+
+    return run

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from .recompute import Weights, drawing_again, may_draw, random_state
+
 T = TypeVar("T", Tensor, tuple[Tensor, ...])
 
 
@@ -29,10 +31,11 @@ def map_rows(
     """Call a row-wise function on chunks of rows, and again in backward.
 
     With `rows`, autograd keeps the inputs alone; backward calls the function once more on each
-    chunk, under the autocast of the forward call, so the function must be deterministic. Beyond
-    inputs, results and their gradients, one chunk's intermediates live at a time. Gradients of
-    parameters are summed over chunks in the dtype of the parameter. Not for ``fullgraph=True`` of
-    torch.compile.
+    chunk, under the autocast of the forward call, with the weights and the random numbers that it
+    had. Otherwise the function must be deterministic: what a module remembers from call to call is
+    not brought back. Beyond inputs, results and their gradients, one chunk's intermediates live at
+    a time. Gradients of parameters are summed over chunks in float32, or in float64 for those of
+    float64. Not for ``fullgraph=True`` of torch.compile.
 
     Args:
         function: takes a chunk of each input and returns a tensor, or a tuple of tensors; row i of
@@ -42,7 +45,7 @@ def map_rows(
         rows: number of rows per chunk; the last may be shorter. None calls the function once, on
             all rows.
         modules: the modules that `function` uses; all their parameters must take part in its
-            results.
+            results. Random numbers are brought back unless all of them are known to draw none.
 
     Returns:
         What `function` would return for all rows.
@@ -58,9 +61,10 @@ def map_rows(
     if len({x.shape[1] for x in inputs}) != 1:
         shapes = ", ".join(str(tuple(x.shape)) for x in inputs)
         raise ValueError(f"the inputs must have the same number of rows; got shapes {shapes}")
-    parameters = [p for module in modules for p in module.parameters()]
+    modules = tuple(modules)
+    weights, draws = Weights(modules), not modules or may_draw(modules)
     result: T = _MapRows.apply(  # type: ignore[no-untyped-call]
-        function, rows, len(inputs), *inputs, *parameters
+        function, rows, weights, draws, *inputs, *weights.tensors
     )
     return result
 
@@ -70,17 +74,25 @@ class _MapRows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, function: Callable[..., Any], rows: int, count: int, *tensors: Tensor
+        ctx: Any,
+        function: Callable[..., Any],
+        rows: int,
+        weights: Weights,
+        draws: bool,
+        *tensors: Tensor,
     ) -> Any:
-        inputs, parameters = tensors[:count], tensors[count:]
+        inputs = tensors[: len(tensors) - len(weights.tensors)]
         ctx.save_for_backward(*tensors)  # parameters too: autograd checks that they are unchanged
-        ctx.function, ctx.rows, ctx.parameters = function, rows, parameters
+        ctx.function, ctx.rows, ctx.weights = function, rows, weights
+        ctx.states = [] if draws else None  # of random numbers, by chunk
         ctx.autocast = _autocast(inputs[0].device.type)
         ctx.set_materialize_grads(False)
         length = inputs[0].shape[1]
         whole: list[Tensor] | None = None
         is_tuple = False
         for start, stop in _chunks(length, rows):
+            if draws:
+                ctx.states.append(random_state(inputs[0].device))
             results = function(*(x[:, start:stop] for x in inputs))
             is_tuple = isinstance(results, tuple)
             parts = results if is_tuple else (results,)
@@ -98,49 +110,64 @@ class _MapRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         saved = ctx.saved_tensors  # once: inside of a checkpoint a second look is an error
-        inputs = saved[: len(saved) - len(ctx.parameters)]
-        needs = ctx.needs_input_grad[3:]
-        given = [index for index, gradient in enumerate(gradients) if gradient is not None]
+        inputs = saved[: len(saved) - len(ctx.weights.tensors)]
+        given = {i: gradient for i, gradient in enumerate(gradients) if gradient is not None}
         if not given:
             return (None,) * len(ctx.needs_input_grad)
-        parameters = [
-            p for p, need in zip(ctx.parameters, needs[len(inputs) :], strict=True) if need
-        ]
+        needs = ctx.needs_input_grad[4:]
         wanted = [index for index in range(len(inputs)) if needs[index]]
         is_whole = inputs[0].shape[1] <= ctx.rows
         dinputs = {} if is_whole else {i: torch.empty_like(inputs[i]) for i in wanted}
         dparameters: list[Tensor] = []
-        for start, stop in _chunks(inputs[0].shape[1], ctx.rows):
-            chunks = [x[:, start:stop].detach() for x in inputs]
-            for index in wanted:
-                chunks[index].requires_grad_()
-            with torch.enable_grad(), ctx.autocast():
-                results = ctx.function(*chunks)
-            parts = results if isinstance(results, tuple) else (results,)
-            dchunks = torch.autograd.grad(
-                [parts[index] for index in given],
-                [*(chunks[index] for index in wanted), *parameters],
-                [gradients[index][:, start:stop] for index in given],  # type: ignore[index]
-            )
-            del results, parts, chunks
-            for index, dchunk in zip(wanted, dchunks, strict=False):
-                if is_whole:
-                    dinputs[index] = dchunk
-                else:
-                    dinputs[index][:, start:stop] = dchunk
-            shares = dchunks[len(wanted) :]
-            dparameters = (
-                [total + share for total, share in zip(dparameters, shares, strict=True)]
-                if dparameters
-                else list(shares)
-            )
-            del dchunks, shares
-        summed = iter(dparameters)
+        with ctx.weights.back() as weights:
+            parameters = [p for p, need in zip(weights, needs[len(inputs) :], strict=True) if need]
+            for number, (start, stop) in enumerate(_chunks(inputs[0].shape[1], ctx.rows)):
+                chunks = [x[:, start:stop].detach() for x in inputs]
+                for index in wanted:
+                    chunks[index].requires_grad_()
+                results, dresults = _again(
+                    ctx, number, chunks, {i: g[:, start:stop] for i, g in given.items()}
+                )
+                if not results:
+                    return (None,) * len(ctx.needs_input_grad)
+                of = [*(chunks[index] for index in wanted), *parameters]
+                dchunks = torch.autograd.grad(results, of, dresults)
+                del results, dresults, of, chunks
+                for index, dchunk in zip(wanted, dchunks, strict=False):
+                    if is_whole:
+                        dinputs[index] = dchunk
+                    else:
+                        dinputs[index][:, start:stop] = dchunk
+                shares = dchunks[len(wanted) :]
+                dparameters = list(shares) if is_whole else _summed(dparameters, shares)
+                del dchunks, shares
+        summed = (total.to(p.dtype) for total, p in zip(dparameters, parameters, strict=True))
         return (
-            *(None, None, None),
+            *(None, None, None, None),
             *(dinputs.get(index) for index in range(len(inputs))),
             *(next(summed) if need else None for need in needs[len(inputs) :]),
         )
+
+
+def _again(
+    ctx: Any, number: int, chunks: list[Tensor], gradients: dict[int, Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Results of a chunk, computed again, and their gradients: of those that have any."""
+    device = chunks[0].device
+    draws = drawing_again(ctx.states[number], device) if ctx.states else nullcontext()
+    with torch.enable_grad(), ctx.autocast(), draws:
+        results = ctx.function(*chunks)
+    parts = results if isinstance(results, tuple) else (results,)
+    # autograd may have gradients of results too that nothing trained is a part of.
+    have = [index for index in gradients if parts[index].requires_grad]
+    return [parts[index] for index in have], [gradients[index] for index in have]
+
+
+def _summed(totals: list[Tensor], shares: tuple[Tensor, ...]) -> list[Tensor]:
+    """Totals of gradients, in float32 at least, with those of another chunk."""
+    if not totals:
+        return [x.to(torch.promote_types(x.dtype, torch.float32), copy=True) for x in shares]
+    return [total.add_(share) for total, share in zip(totals, shares, strict=True)]
 
 
 def _chunks(length: int, rows: int) -> Iterator[tuple[int, int]]:

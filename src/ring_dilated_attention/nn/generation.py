@@ -37,7 +37,7 @@ from .rope import wide_rotation
 from .row_step import RowStep
 from .sampling import Sampler, SamplerOptions
 from .step_block import StepBlock
-from .step_caches import check_batch, check_caches, check_prompt, memory_for, take_back
+from .step_caches import check_batch, check_caches, check_prompt, drop_all, memory_for, take_back
 from .step_capture import TakeStep, captured_step, captures, check_capture
 
 if TYPE_CHECKING:
@@ -129,14 +129,18 @@ def prefill(
         "lengths": found.lengths,
         "layout": layout,
     }
-    for block, cache in zip(_blocks(model), caches, strict=True):
-        hidden = block(
-            hidden,
-            rotation.cos,
-            rotation.sin,
-            chunk_rows=model.chunk_rows,
-            attend=_attend_and_keep(block, cache, options),
-        )
+    try:
+        for block, cache in zip(_blocks(model), caches, strict=True):
+            hidden = block(
+                hidden,
+                rotation.cos,
+                rotation.sin,
+                chunk_rows=model.chunk_rows,
+                attend=_attend_and_keep(block, cache, options),
+            )
+    except BaseException:
+        drop_all(caches)
+        raise
     total = whole_length(tokens, ends.world_size, layout)
     lasts = [n - 1 for n in found.lengths or [total] * len(tokens)]
     layout = layout or SequenceLayout.contiguous(total, ends.world_size)
@@ -318,7 +322,8 @@ def _drawn(
         with _without_autograd(device):
             if tokens is not None:
                 logits = take(tokens.unsqueeze(1)).squeeze(1)
-            drawn = sampler(logits)
+            logits = sampler.allowed(logits)
+            drawn = sampler.draw(logits)
             largest.append(logits.amax(-1))
         tokens = drawn.clone()  # one that autograd may keep, as the tokens of a loss
         all_finished = False
@@ -352,8 +357,8 @@ def _look_at(tokens: list[Tensor], largest: list[Tensor], ends: Exchange) -> Non
     failure = None
     if not torch.stack(largest).isfinite().all():
         failure = ValueError(
-            "logits are not finite, so no token can be drawn by them: look at the weights, and at "
-            "the dtype"
+            "logits are not finite, or -inf for all tokens that are allowed, so that none can be "
+            "drawn: look at the weights, and at the dtype"
         )
     shared = None
     if failure is None:

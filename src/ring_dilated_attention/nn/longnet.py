@@ -240,22 +240,23 @@ class LongNet(TokenGenerator):
         hidden = map_rows(self.embed, tokens, rows=self.chunk_rows, modules=(self.embedding,))
         around: Checkpoint = "keep_attention" if self.checkpoint_blocks > 1 else "none"
         for first in range(0, len(self.blocks), self.checkpoint_blocks):
+            blocks = self.blocks[first : first + self.checkpoint_blocks]
             hidden = run_checkpointed(
-                around, self._blocks, first, hidden, rotation, borders, group, layout
+                around, blocks, self._blocks, blocks, hidden, rotation, borders, group, layout
             )
         return hidden
 
     def _blocks(
         self,
-        first: int,
+        blocks: nn.ModuleList,
         hidden: Tensor,
         rotation: Rotation,
         documents: Integers | None,
         group: Group,
         layout: SequenceLayout | None,
     ) -> Tensor:
-        """Go through `checkpoint_blocks` blocks, or those that are left."""
-        for block in self.blocks[first : first + self.checkpoint_blocks]:
+        """Go through some blocks."""
+        for block in blocks:
             hidden = block(
                 hidden,
                 rotation.cos,

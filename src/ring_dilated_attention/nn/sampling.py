@@ -81,16 +81,22 @@ class Sampler:
         self._generator = torch.Generator(device).manual_seed(seed)
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """Draw.
+        """Draw among the tokens that are allowed.
 
         Args:
-            logits: shape (batch, vocab_size), floating.
+            logits: shape (batch, vocab_size), floating, finite for one of these tokens at least.
 
         Returns:
             Tokens, int64, shape (batch,).
         """
-        if self._banned is not None:
-            logits = logits.masked_fill(self._banned, -torch.inf)
+        return self.draw(self.allowed(logits))
+
+    def allowed(self, logits: Tensor) -> Tensor:
+        """Logits, (batch, vocab_size), in which tokens that are not allowed have -inf."""
+        return logits if self._banned is None else logits.masked_fill(self._banned, -torch.inf)
+
+    def draw(self, logits: Tensor) -> Tensor:
+        """Draw by logits of `allowed`: int64, shape (batch,)."""
         if self.temperature == 0:
             return logits.argmax(-1)
         # A random race: a token of probability p ends after a time that is exponential with rate p,

@@ -131,7 +131,8 @@ class SlideEncoder(nn.Module):
                 float64. Under `fully_shard` with a MixedPrecisionPolicy pass integers: it casts
                 floating arguments.
             lengths: (batch,) ints, how many tiles each slide of the batch has, where slides are
-                padded at their ends. None: all of them.
+                padded at their ends: with finite numbers, which attention never sees. None: all of
+                them.
             group: the ranks that share each slide: a ProcessGroup, a 1-D DeviceMesh, or None for
                 one process.
             mesh: another name for `group`, as DTensor APIs call it; pass only one of the two.
@@ -200,11 +201,9 @@ class SlideEncoder(nn.Module):
         try:
             self._check_shapes(features, coordinates)
             at = _row_of_cls(features.shape[1], rank, world_size, layout)
-            known, tiles = ints_or_tensor("lengths", lengths)
-            if tiles is not None:
-                positions = tiles + 1
-            elif known is not None:
-                positions = [count + 1 for count in known]
+            local = features.shape[1] + (at is not None)
+            total = local * world_size if layout is None else layout.length
+            positions = _positions(lengths, total - 1)
         except Exception as error:  # whatever it is, the other ranks are to be told
             failure = error
         # What else must be equal on all ranks, the first attention compares.
@@ -229,6 +228,20 @@ class SlideEncoder(nn.Module):
                 "features and coordinates must have the same batch and tiles; got shapes "
                 f"{tuple(features.shape)} and {tuple(coordinates.shape)}"
             )
+
+
+def _positions(lengths: Integers | None, most: int) -> Integers | None:
+    """Positions of each slide, the class token's included: slides have `most` tiles at most."""
+    known, tiles = ints_or_tensor("lengths", lengths)
+    if tiles is not None:  # not known while torch.compile traces: attention refuses a negative one
+        return torch.where(tiles < 0, tiles, tiles + 1)
+    if known is None:
+        return None
+    if wrong := [count for count in known if not 0 <= count <= most]:
+        raise ValueError(
+            f"lengths must be numbers of tiles, from 0 to the {most} of a row; got {wrong[0]}"
+        )
+    return [count + 1 for count in known]
 
 
 def _row_of_cls(

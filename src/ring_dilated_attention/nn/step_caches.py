@@ -113,5 +113,13 @@ def take_back(caches: Sequence[DilatedKVCache], before: Sequence[Lengths], count
     for cache, known in zip(caches, before, strict=True):
         added = tuple(length + count for length in known.known)
         if cache.known_lengths == added and count <= cache.plan.max_rewind + 1:
+            known.overwritten(count)
             with suppress(RuntimeError):  # of a device that has failed: the first error says more
                 cache.set_known(known)
+
+
+def drop_all(caches: Sequence[DilatedKVCache]) -> None:
+    """Drop what caches hold, some of which have a prompt that others do not have."""
+    for cache in caches:
+        with suppress(RuntimeError):  # of a device that has failed: the first error says more
+            cache.reset()

@@ -69,7 +69,8 @@ class TokenGenerator(TokenEnds):
         """Read a prompt: logits of the token that follows it; the caches then hold the prompt.
 
         `forward`, whose keys and values each block hands to its cache and drops. Without gradients.
-        Every rank of the caches' group makes the call, with its shard.
+        Every rank of the caches' group makes the call, with its shard. If a block fails, all of the
+        caches are empty.
 
         Args:
             tokens: the local shard of the prompt, int64, shape (batch, local_sequence).
@@ -144,8 +145,9 @@ class TokenGenerator(TokenEnds):
         """What `generate` returns, token by token: an iterator of (batch,) int64 tensors.
 
         Arguments are checked and the prompt is read before this returns; each token is computed
-        when it is asked for, under the autocast of that moment. Every rank takes equally many. The
-        model's weights must stay as they are until the last one: some have been copied.
+        when it is asked for, under the autocast of that moment, which must be that of the first one
+        where weights are float32: caches have its dtype. Every rank takes equally many. The model,
+        its weights and hooks too, must stay as it is until the last one: some of it was copied.
         """
         group = one_group(group, mesh)
         options = SamplerOptions(temperature, top_k, top_p, allowed, seed)
@@ -175,8 +177,10 @@ class TokenGenerator(TokenEnds):
         """Continue prompts.
 
         The prompt is read once, and one step with a KV cache follows for each token: the tokens are
-        those that `forward` of the whole text would give. The text may become longer than those
-        that the model was trained on. Without gradients.
+        those that `forward` of the whole text would give. `embed`, the blocks, the norm and
+        `logits` compute them: hooks of the model as a whole, and a `forward` of a subclass, are not
+        called. The text may become longer than those that the model was trained on. Without
+        gradients.
 
         Args:
             tokens: the local shard of the prompt, int64, shape (batch, local_sequence).
@@ -215,7 +219,7 @@ class TokenGenerator(TokenEnds):
         Raises:
             TypeError, ValueError: an argument is not allowed, or the ranks disagree about one, or
                 about the tokens that they draw; raised on every rank.
-            ValueError: logits are not finite.
+            ValueError: logits are not finite, or are -inf for all tokens that may be drawn.
             RuntimeError: a step cannot be captured: a module waits for the device, say.
 
         Examples:

@@ -82,6 +82,7 @@ def test_folders_skip_binary_hidden_and_installed_files(tmp_path: Path) -> None:
     for skipped in (".hidden", ".git/x", "site-packages/x", "__pycache__/x"):
         (tmp_path / skipped).parent.mkdir(exist_ok=True)
         (tmp_path / skipped).write_bytes(b"no")
+    (tmp_path / "there").symlink_to(tmp_path / "sub")
     corpus = ByteCorpus.load([tmp_path])
     assert all_bytes(corpus) == b"yes" * 20
     assert set(corpus.skipped) == {  # by names that tell two of them apart
@@ -89,6 +90,7 @@ def test_folders_skip_binary_hidden_and_installed_files(tmp_path: Path) -> None:
         (".git", "hidden folder"),
         ("site-packages", "cache or package folder"),
         ("__pycache__", "cache or package folder"),
+        ("there", "link to a folder"),
         ("binary", "binary file"),
         ("late", "binary file"),
         ("sub/empty", "empty file"),

@@ -36,7 +36,8 @@ def errors(layout, is_causal, head, change=None):
         tensors = [*leaves, out, lse, dout, *torch.autograd.grad(out, leaves, dout)]
         shard = Shard(*(x.detach() for x in tensors))
         if change is not None:
-            getattr(shard, change)[:, -1] += 1.0
+            changed = getattr(shard, change)
+            (changed.transpose(1, 2) if change == "lse" else changed)[:, -1] += 1.0
         return spot_check(shard, PATTERN, layout, ends, positions, head=head, is_causal=is_causal)
 
     found = run_loopback(layout.world_size, rank)
@@ -52,13 +53,23 @@ def test_rows_are_right(world_size, is_causal):
         (3, SequenceLayout.zigzag(131, world_size)),
     ):
         found = errors(layout, is_causal, head)
-        assert set(found) == {"out", "dquery", "dkey", "dvalue"}
+        assert set(found) == {"out", "lse", "dquery", "dkey", "dvalue"}
         assert max(found.values()) < 2e-6
 
 
-@pytest.mark.parametrize("name", ["out", "dquery", "dkey", "dvalue"])
+@pytest.mark.parametrize("name", ["out", "lse", "dquery", "dkey", "dvalue"])
 def test_a_wrong_row_at_a_border_shows(name):
     assert errors(SequenceLayout.contiguous(131, 3), False, 0, change=name)[name] > 0.01
+
+
+def test_a_position_that_no_branch_shows_anything():
+    query = torch.randn(1, 8, 1, 4, dtype=torch.float64)
+    pattern, layout = DilatedPattern([8], [4]), SequenceLayout.contiguous(8, 1)
+    out, lse = dilated_attention(query, query, query, pattern, return_lse=True)
+    shard = Shard(query, query, query, out, lse)
+    assert spot_check(shard, pattern, layout, SoloExchange(), [1]) == {"out": 0.0, "lse": 0.0}
+    shard = shard._replace(out=out + 1)
+    assert spot_check(shard, pattern, layout, SoloExchange(), [1]) == {"out": 2.0, "lse": 0.0}
 
 
 def test_every_branch_and_border_is_looked_at():
@@ -80,14 +91,19 @@ def test_every_branch_and_border_is_looked_at():
         ({"head": 2}, r"head must lie in \[0, 2\); got 2"),
         ({"kv_heads": 1}, "as many KV heads as query heads"),
         ({"batch": 2}, "a batch of 1"),
+        ({"out": torch.zeros(1, 5, 2, 4)}, r"out must have the shape .* got \(1, 5, 2, 4\)"),
+        ({"lse": torch.zeros(1, 6, 2)}, r"lse must have the shape .* got \(1, 6, 2\)"),
+        ({"dout": torch.zeros(1, 6, 2, 4)}, "must all be given, or none"),
     ],
 )
 def test_what_it_cannot_check_is_refused(given, message):
     given = dict(given)
     batch, kv_heads = given.pop("batch", 1), given.pop("kv_heads", 2)
     query, key = torch.zeros(batch, 6, 2, 4), torch.zeros(batch, 6, kv_heads, 4)
+    shard = Shard(query, key, key, query, torch.zeros(batch, 2, 6))
+    others = {name: given.pop(name) for name in ("out", "lse", "dout") if name in given}
     call = {
-        "shard": Shard(query, key, key, query, torch.zeros(batch, 2, 6)),
+        "shard": shard._replace(**others),
         "pattern": DilatedPattern([4], [2]),
         "layout": SequenceLayout.contiguous(6, 1),
         "ends": SoloExchange(),

@@ -28,6 +28,7 @@ from ring_dilated_attention.nn import (
     LongNet,
     LongNetConfig,
     MultiheadDilatedAttention,
+    RotaryEmbedding,
 )
 
 PATTERN = DilatedPattern([8, 24, None], [1, 2, 4])
@@ -104,6 +105,10 @@ def _refused(case, ends):
         batch["tokens"] = batch["tokens"] + 1
     elif case == "one rank" and ends.rank:
         batch["tokens"] = 3
+    elif case == "other dims":
+        batch, dims = {"square": torch.zeros(9, 9)}, ends.rank
+    elif case == "other order" and ends.rank:
+        batch = dict(reversed(batch.items()))
     elif case == "other layouts" and ends.rank:
         layout = SequenceLayout.contiguous(9, 2)
     try:
@@ -125,6 +130,8 @@ REFUSED = {
     "other batches": "tokens.*different arguments|different arguments.*tokens",
     "one rank": r"buffers\['tokens'\] must be a tensor or None; got 3",
     "other layouts": "layout is",
+    "other dims": r"seq_dims is .*square'\] 0\W* on rank 0, .*square'\] 1\W* on rank 1",
+    "other order": "seq_dims is .*tokens.*labels.* on rank 0, .*labels.*tokens.* on rank 1",
 }
 
 
@@ -148,6 +155,11 @@ def test_what_unshard_refuses():
                 unshard(ends, own, dim, layout)
         with pytest.raises(ValueError, match="has no positions"):
             unshard(ends, torch.zeros(0), 0)
+        pair = {name: torch.zeros(1, 5 - ends.rank) for name in ("ab" if ends.rank else "ba")}
+        with pytest.raises(
+            ValueError, match=r"another order, .*b.*a.* on rank 0; .*a.*b.* on rank 1"
+        ):
+            unshard(ends, pair, 1, layout)
 
     run_loopback(2, rank)
 
@@ -197,6 +209,9 @@ def test_load_balancers_that_are_refused():
         SequenceLayout.from_load_balancer("head-tail")
     with pytest.raises(TypeError, match="positions must be a tensor of ints"):
         SequenceLayout.from_positions([0, 1], 2)  # type: ignore[arg-type]
+    for dtype in (torch.uint8, torch.int8, torch.int16):
+        found = SequenceLayout.from_positions(torch.arange(128).to(dtype), 2)
+        assert found == SequenceLayout.contiguous(128, 2)
     with pytest.raises(ValueError, match="a multiple of 2 ranks"):
         SequenceLayout.from_positions(torch.arange(3), 2)
     with pytest.raises(ValueError, match=r"held twice|missing"):
@@ -227,9 +242,11 @@ class Ours(nn.Module):
         self.inner = MultiheadDilatedAttention(
             32, 4, segment_lengths=[8, None], dilation_rates=[1, 2], layer_norm=True
         )
+        self.rope = RotaryEmbedding(8)
 
-    def forward(self, x):
-        return self.inner(x, x, value=x, is_causal=True)[0]
+    def forward(self, x, positions=None):
+        rope = None if positions is None else self.rope(positions)
+        return self.inner(x, x, value=x, is_causal=True, rope=rope)[0]
 
 
 def _style(rank, world_size, length, kind):
@@ -249,7 +266,10 @@ def _style(rank, world_size, length, kind):
         ("own", Own, ""),
         ("ours", Ours, "inner"),
         ("ours, the whole module", Ours, ""),
+        ("ours, rotated", Ours, "inner"),
     ):
+        turns = name == "ours, rotated"
+        local_positions = (whole_layout.positions(rank),) * turns
         torch.manual_seed(1)
         alone = make().double()
         torch.manual_seed(1)
@@ -257,14 +277,14 @@ def _style(rank, world_size, length, kind):
         style = ContextParallel(layout=layout)
         parallelize_module(model, mesh, {plan: style} if plan else style)
         local = whole_layout.shard(x, rank, 1).clone().requires_grad_()
-        out = model(local)
+        out = model(local, *local_positions)
         assert isinstance(out, DTensor)
         assert out.placements == (Shard(1),)
         weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).double()
         own = whole_layout.shard(weights, rank, 1)
         (out.to_local() * own).sum().backward()
         reference = x.clone().requires_grad_()
-        want = alone(reference)
+        want = alone(reference, *(torch.arange(length),) * turns)
         (want * weights).sum().backward()
         pairs: list[Any] = [(out.full_tensor(), want[:, order])]
         assert reference.grad is not None

@@ -118,8 +118,15 @@ def refuse_wrong_averages(mesh, rank):
     fully_shard(mixed.blocks[0], mesh=mesh["sp"])
     fully_shard(mixed, mesh=mesh)
     refused(lambda: labels_per_rank(labels, mixed, sequence), "over the same ranks; got ")
-    with pytest.raises(TypeError, match=r"labels must be tensors of ints, .*; got torch.float32"):
-        labels_per_rank(labels.float(), mesh, sequence)
+    for wrong, got in (
+        (labels.float(), "Got torch.float32"),
+        (labels != -100, "Got torch.bool"),
+        (torch.tensor(3), r"Got torch.int64 of shape \(\)"),
+        (None, "Got None"),
+        ([3], "Got 3"),
+    ):
+        with pytest.raises(TypeError, match=f"labels must be tensors of ints .*{got}"):
+            labels_per_rank(wrong, mesh, sequence)  # type: ignore[arg-type]
     assert labels_per_rank([], mesh, sequence) == labels_per_rank(0, mesh, sequence)
     refused(lambda: labels_per_rank(-1, mesh, sequence), "a number >= 0; got -1")
     with pytest.raises(TypeError, match="group must be"):

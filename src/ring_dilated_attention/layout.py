@@ -158,7 +158,7 @@ class SequenceLayout:
                 f"shape {shape_in_brief(positions)}"
             )
         ranges = []
-        for own in positions.detach().cpu().chunk(world_size):
+        for own in positions.detach().to("cpu", torch.int64).chunk(world_size):
             breaks = (own.diff() != 1).nonzero().flatten() + 1
             starts = own[torch.cat([breaks.new_zeros(1), breaks])]
             stops = own[torch.cat([breaks, breaks.new_full((1,), len(own))]) - 1] + 1

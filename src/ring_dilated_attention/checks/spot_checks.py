@@ -89,8 +89,9 @@ def spot_check(
         is_causal: of the call.
 
     Returns:
-        ``out``, and where `shard` has gradients ``dquery``, ``dkey`` and ``dvalue``: each
-        ``|got - want| / |want|``, the same on every rank.
+        ``out`` and ``lse``, and where `shard` has gradients ``dquery``, ``dkey`` and ``dvalue``:
+        each ``|got - want| / |want|``, or ``|got|`` where all that is wanted is 0, the same on
+        every rank.
 
     Raises:
         TypeError, ValueError: an argument is not one of these.
@@ -106,9 +107,11 @@ def spot_check(
         want = _expected(got, rows.at(before), rows.at(behind))
         for name, expected in want.items():
             errors = squares.setdefault(name, [0.0, 0.0])
-            errors[0] += float((got[name][0] - expected).square().sum())
-            errors[1] += float(expected.square().sum())
-    return {name: (error / size) ** 0.5 for name, (error, size) in squares.items()}
+            own = got[name][0]  # both lse are -inf at a position that no branch shows anything
+            errors[0] += float(torch.where(own == expected, 0.0, own - expected).square().sum())
+            errors[1] += float(expected.nan_to_num(neginf=0.0).square().sum())
+    # Where nothing is expected, what there is is the error.
+    return {name: (error / (size or 1.0)) ** 0.5 for name, (error, size) in squares.items()}
 
 
 def _check(
@@ -136,6 +139,20 @@ def _check(
             "a spot check takes a batch of 1 and as many KV heads as query heads; got query "
             f"{tuple(shape)}, key {tuple(shard.key.shape)}, value {tuple(shard.value.shape)}"
         )
+    of_rows = shard._asdict()
+    lse = of_rows.pop("lse").transpose(1, 2)
+    for name, tensor, expected in (
+        *((name, x, shape) for name, x in of_rows.items() if x is not None),
+        ("lse", lse, shape[:3]),
+    ):
+        if tensor.shape != expected:
+            raise ValueError(
+                f"{name} must have the shape of a call with query {tuple(shape)}; got "
+                f"{tuple(getattr(shard, name).shape)}"
+            )
+    gradients = [x is None for x in (shard.dout, shard.dquery, shard.dkey, shard.dvalue)]
+    if any(gradients) and not all(gradients):
+        raise ValueError("dout, dquery, dkey and dvalue must all be given, or none of them")
     if not 0 <= check_int("head", head) < shape[2]:
         raise ValueError(f"head must lie in [0, {shape[2]}); got {head}")
     for position in positions:
@@ -198,7 +215,7 @@ def _expected(
     q, k, v = own["query"][0], own["key"][0], own["value"][0]
     p = (scale * keys["key"] @ q).softmax(0)
     out = p @ keys["value"]
-    expected = {"out": out}
+    expected = {"out": out, "lse": torch.logsumexp(scale * keys["key"] @ q, 0)}
     if "dout" in own:
         dout = own["dout"][0]
         ds = p * (keys["value"] @ dout - dout @ out)

@@ -10,7 +10,8 @@ the rank, `run_loopback` runs ranks as threads, and `all_gather` is a collective
 `shard` and `unshard` lead from whole tensors to shards and back.
 
 `one_group` is what callers mean by `group` and `mesh`. `Placed` says how DTensors (`is_dtensor`)
-are placed on a mesh, and makes DTensors of results; `fill` sets a parameter that may be one.
+are placed on a mesh, and makes DTensors of results; `fill` sets a parameter that may be one, and
+`of_own_part` computes row by row.
 
 A `Call` has an identity, and a `Scope` is one under way. `settle`, `settle_later` and `agree` make
 sure that all ranks are in it, with arguments (`Shared`) that are equal; if not, an `ExchangeError`
@@ -28,7 +29,7 @@ has of a dimension of a DTensor. `untraced` keeps torch.compile out of a functio
 from .agreement import Shared, agree, refuse_capture, settle, settle_later
 from .calls import Call, ExchangeError, Scope
 from .data_parallel import labels_per_rank, refuse_beside_wrapper
-from .dtensors import Placed, fill, group_of_dtensors, is_dtensor, one_group, own_part
+from .dtensors import Placed, fill, group_of_dtensors, is_dtensor, of_own_part, one_group, own_part
 from .fully_sharded import gather_weights_in, is_fully_sharded
 from .groups import ProcessGroupExchange
 from .interface import Exchange, Pending, SoloExchange, all_gather
@@ -76,6 +77,7 @@ __all__ = [
     "labels_per_rank",
     "lengths_of_mask",
     "make_presence",
+    "of_own_part",
     "one_group",
     "own_exchange",
     "own_part",

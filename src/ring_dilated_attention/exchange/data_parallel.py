@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from numbers import Integral
 from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary, ref
 
@@ -131,15 +132,27 @@ class _Average(NamedTuple):
 
 
 def _count(labels: Tensor | Iterable[Tensor] | int, ignore_index: int) -> Tensor:
-    if isinstance(labels, bool) or (isinstance(labels, int) and labels < 0):
+    if isinstance(labels, bool):
         raise ValueError(f"labels must be tensors, or a number >= 0; got {labels}")
-    if isinstance(labels, int):
-        return torch.tensor(labels)
-    shards = [labels] if isinstance(labels, Tensor) else list(labels)
+    if isinstance(labels, Integral):
+        if not 0 <= int(labels) < 2**62:
+            raise ValueError(f"labels must be tensors, or a number >= 0; got {labels}")
+        return torch.tensor(int(labels))
+    several = isinstance(labels, Iterable) and not isinstance(labels, Tensor)
+    shards: list[Any] = list(labels) if several else [labels]  # type: ignore[arg-type]
     for shard in shards:
-        if not isinstance(shard, Tensor) or shard.is_floating_point():
-            got = shard.dtype if isinstance(shard, Tensor) else in_brief(shard)
-            raise TypeError(f"labels must be tensors of ints, or a number; got {got}")
+        is_tensor = isinstance(shard, Tensor)
+        if (
+            not is_tensor
+            or not shard.ndim
+            or shard.is_floating_point()
+            or shard.dtype == torch.bool
+        ):
+            got = f"{shard.dtype} of shape {tuple(shard.shape)}" if is_tensor else in_brief(shard)
+            raise TypeError(
+                "labels must be tensors of ints with a dimension at least, or their number: of a "
+                f"mask int(mask.sum()), of a count int(count). Got {got}"
+            )
     if not shards:
         return torch.tensor(0)
     return torch.stack([(shard != ignore_index).sum() for shard in shards]).sum()

@@ -77,6 +77,24 @@ def fill(parameter: torch.Tensor, draw: Callable[[torch.Tensor], Any]) -> None:
     parameter.copy_(distribute_tensor(whole, mesh, placements))
 
 
+def of_own_part(
+    function: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor
+) -> torch.Tensor:
+    """A DTensor of which this rank's part is computed from its part of another one, of one shape.
+
+    Args:
+        function: of a local tensor; returns one of its shape.
+        tensor: a DTensor, whose placement the result has.
+    """
+    from torch.distributed.tensor import DTensor
+
+    mesh, placements = _placement(tensor)
+    local = function(tensor.to_local())  # type: ignore[attr-defined]
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
 def own_part(mesh: Any, cuts: Sequence[bool], size: int) -> range:
     """What this rank has of a dimension that is cut as `torch.chunk` cuts it.
 

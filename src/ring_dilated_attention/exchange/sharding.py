@@ -54,7 +54,9 @@ def shard(mesh: Group, buffers: Any, seq_dims: Any, layout: SequenceLayout | Non
     except Exception as error:  # whatever it is, the other ranks are to be told
         failure = error
     batch = {name: tensor for name, tensor, _ in leaves}
-    agree_on_batch("shard", {"layout": _in_words(layout), **batch}, ends, failure)
+    dims = ", ".join(f"{name} {dim % tensor.ndim}" for name, tensor, dim in leaves)
+    words = {"layout": _in_words(layout), "seq_dims": dims}
+    agree_on_batch("shard", {**words, **batch}, ends, failure)
     assert found is not None
     shards = iter([found.shard(tensor, rank, dim) for _, tensor, dim in leaves])
     return _mapped(buffers, lambda _: next(shards))

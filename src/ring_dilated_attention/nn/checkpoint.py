@@ -88,13 +88,10 @@ def run_checkpointed(
 
     Args:
         checkpoint: what is kept for backward.
-        modules: that the function uses. Random numbers are brought back unless all of them are
-            known to draw none.
+        modules: that the function uses: backward calls it with the weights that they have now.
+            Random numbers are brought back unless all of them are known to draw none.
         function: deterministic but for these.
         arguments: of the function.
-
-    Raises:
-        RuntimeError: in backward, the modules have other weights.
     """
     if checkpoint == "none" or not torch.is_grad_enabled():
         return function(*arguments)
@@ -113,15 +110,10 @@ def run_checkpointed(
 
 
 def _with_weights(weights: Weights, function: Callable[..., T]) -> Callable[..., T]:
-    """A function that refuses to compute with other weights than now."""
+    """A function that computes with the weights of now, when it is called again too."""
 
     def run(*arguments: Any) -> T:
-        if not weights.are_there():
-            raise RuntimeError(
-                "checkpointing computes a block again in backward, and by now it has other weights "
-                "than in forward: those of torch.func.functional_call are gone when it returns. "
-                "Call the model with checkpoint='none', or load the weights into it"
-            )
-        return function(*arguments)
+        with weights.back(as_leaves=False):
+            return function(*arguments)
 
     return run

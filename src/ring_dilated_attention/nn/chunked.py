@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from .recompute import Weights, drawing_again, may_draw, random_state
+from .recompute import Weights, drawing_again, random_state, refuse_flat_weights
 
 T = TypeVar("T", Tensor, tuple[Tensor, ...])
 
@@ -27,13 +27,15 @@ def map_rows(
     *inputs: Tensor,
     rows: int | None,
     modules: Iterable[nn.Module] = (),
+    draws: bool = True,
 ) -> T:
     """Call a row-wise function on chunks of rows, and again in backward.
 
     With `rows`, autograd keeps the inputs alone; backward calls the function once more on each
     chunk, under the autocast of the forward call, with the weights and the random numbers that it
-    had. Otherwise the function must be deterministic: what a module remembers from call to call is
-    not brought back. Beyond inputs, results and their gradients, one chunk's intermediates live at
+    had. Otherwise the function must be deterministic, and modules must stay as they are until then,
+    their adapters and `training` too; what a module remembers from call to call is not brought
+    back. Beyond inputs, results and their gradients, one chunk's intermediates live at
     a time. Gradients of parameters are summed over chunks in float32, or in float64 for those of
     float64. Not for ``fullgraph=True`` of torch.compile.
 
@@ -45,13 +47,16 @@ def map_rows(
         rows: number of rows per chunk; the last may be shorter. None calls the function once, on
             all rows.
         modules: the modules that `function` uses; all their parameters must take part in its
-            results. Random numbers are brought back unless all of them are known to draw none.
+            results.
+        draws: whether the function may draw random numbers, as dropout does, which are then brought
+            back; False saves a little time.
 
     Returns:
         What `function` would return for all rows.
 
     Raises:
-        ValueError: `rows` is below 1, or the inputs have different numbers of rows.
+        ValueError: `rows` is below 1, or the inputs have different numbers of rows; or the weights
+            of `modules` are views of a flat one of FullyShardedDataParallel.
         RuntimeError: in backward, a parameter takes no part in the results.
     """
     if rows is None:
@@ -62,7 +67,9 @@ def map_rows(
         shapes = ", ".join(str(tuple(x.shape)) for x in inputs)
         raise ValueError(f"the inputs must have the same number of rows; got shapes {shapes}")
     modules = tuple(modules)
-    weights, draws = Weights(modules), not modules or may_draw(modules)
+    if draws:
+        refuse_flat_weights(modules)
+    weights, draws = Weights(modules), draws and torch.is_grad_enabled()
     result: T = _MapRows.apply(  # type: ignore[no-untyped-call]
         function, rows, weights, draws, *inputs, *weights.tensors
     )
@@ -119,7 +126,7 @@ class _MapRows(torch.autograd.Function):
         is_whole = inputs[0].shape[1] <= ctx.rows
         dinputs = {} if is_whole else {i: torch.empty_like(inputs[i]) for i in wanted}
         dparameters: list[Tensor] = []
-        with ctx.weights.back() as weights:
+        with ctx.weights.back(as_leaves=True) as weights:
             parameters = [p for p, need in zip(weights, needs[len(inputs) :], strict=True) if need]
             for number, (start, stop) in enumerate(_chunks(inputs[0].shape[1], ctx.rows)):
                 chunks = [x[:, start:stop].detach() for x in inputs]

@@ -16,7 +16,7 @@ from .attention import MultiheadDilatedAttention
 from .block import Block
 from .checkpoint import run_checkpointed
 from .chunked import map_rows
-from .hooks import have_parameters, is_plain
+from .hooks import is_plain
 from .initial import without_weights
 from .norm import LayerNorm
 from .slide_config import SlideEncoderConfig
@@ -100,9 +100,9 @@ class EncoderBlock(Block):
         if is_plain(self.inner_norm, LayerNorm) and is_plain(self.contract, nn.Linear):
             # Like a checkpoint, without its hooks, which take the CPU a millisecond.
             rows = None if is_transformed else max(1, expanded.shape[1])
-            return map_rows(self._normed, expanded, rows=rows, modules=modules)
-        if is_transformed or not have_parameters(modules):
-            return self._normed(expanded)  # by functional_call, whose weights backward cannot find
+            return map_rows(self._normed, expanded, rows=rows, modules=modules, draws=False)
+        if is_transformed:
+            return self._normed(expanded)
         return run_checkpointed("full", modules, self._normed, expanded)
 
     def _normed(self, expanded: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -37,15 +36,6 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
         and type(module._parameters.get("weight")) is nn.Parameter
         and not runs_hooks(module)
     )
-
-
-def have_parameters(modules: Iterable[nn.Module]) -> bool:
-    """Whether all weights of modules, and of what is in them, are parameters.
-
-    `torch.func.functional_call` puts plain tensors in their place while it runs.
-    """
-    weights = (w for module in modules for x in module.modules() for w in x._parameters.values())
-    return all(w is None or isinstance(w, nn.Parameter) for w in weights)
 
 
 def runs_hooks(module: nn.Module) -> bool:

@@ -22,7 +22,7 @@ RandomState: TypeAlias = tuple[Tensor, Tensor | None]
 
 
 class Weights:
-    """The weights that modules have now, by where they are.
+    """The weights and buffers that modules have now, by where they are.
 
     `torch.func.functional_call` gives a module others, and takes them away when it returns, before
     backward.
@@ -31,52 +31,83 @@ class Weights:
         modules: and all that is in them.
 
     Attributes:
-        tensors: the weights, each one once.
+        tensors: those that gradients may be wanted of, each one once.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._places = [
-            (x._parameters, name, tensor)
+            (x, tensors, name, tensor)
             for module in modules
             for x in module.modules()
-            for name, tensor in x._parameters.items()
+            for tensors in (x._parameters, x._buffers)
+            for name, tensor in tensors.items()
             if tensor is not None
         ]
-        by_id: dict[int, Tensor] = {id(tensor): tensor for *_, tensor in self._places}
+        by_id: dict[int, Tensor] = {
+            id(tensor): tensor
+            for module, tensors, _, tensor in self._places
+            if tensors is module._parameters or tensor.requires_grad
+        }
         self.tensors = list(by_id.values())
 
-    def are_there(self) -> bool:
-        """Whether the modules have them still, or again.
-
-        Those that `fully_shard` shards are there: it gathers them before backward, in others.
-        """
-        return all(
-            now is tensor or is_dtensor(now) or is_dtensor(tensor)
-            for now, tensor in ((owner.get(name), x) for owner, name, x in self._places)
-        )
+    def _are_there(self) -> bool:
+        for module, tensors, name, tensor in self._places:
+            now = tensors.get(name)
+            if now is not tensor and not _is_kept_elsewhere(module, name, now, tensor):
+                return False
+        return True
 
     @contextmanager
-    def back(self) -> Iterator[list[Tensor]]:
-        """In the body, the modules have these weights; yields them, each one once.
+    def back(self, *, as_leaves: bool) -> Iterator[list[Tensor]]:
+        """In the body, the modules have these tensors; yields those of `tensors`.
 
-        Where the modules have others by now, those that autograd computed stand there without
-        their history, which is not that of the body.
+        Args:
+            as_leaves: whether those that autograd computed, where the modules have others by now,
+                stand there without their history, for gradients with respect to them.
         """
-        if self.are_there():
+        if self._are_there():
             yield self.tensors
             return
-        leaves = {
-            id(x): x if x.is_leaf else x.detach().requires_grad_(x.requires_grad)
+        there = {
+            id(x): x.detach().requires_grad_() if as_leaves and not x.is_leaf else x
             for x in self.tensors
         }
-        others: list[Any] = [owner.get(name) for owner, name, _ in self._places]
+        others: list[Any] = [tensors.get(name) for _, tensors, name, _ in self._places]
         try:
-            for owner, name, tensor in self._places:
-                owner[name] = leaves[id(tensor)]  # type: ignore[assignment]
-            yield list(leaves.values())
+            for _, tensors, name, tensor in self._places:
+                tensors[name] = there.get(id(tensor), tensor)  # type: ignore[assignment]
+            yield list(there.values())
         finally:
-            for (owner, name, _), other in zip(self._places, others, strict=True):
-                owner[name] = other
+            for (_, tensors, name, _), other in zip(self._places, others, strict=True):
+                tensors[name] = other
+
+
+def _is_kept_elsewhere(module: nn.Module, name: str, now: Tensor | None, then: Tensor) -> bool:
+    """Whether whoever shards or offloads weights, and brings them back by itself, has this one.
+
+    `fully_shard` has DTensors, accelerate's offloading meta tensors in its place, and
+    FullyShardedDataParallel makes attributes of weights.
+    """
+    if now is None:
+        return name in module.__dict__
+    return is_dtensor(now) or is_dtensor(then) or now.is_meta or then.is_meta
+
+
+def refuse_flat_weights(modules: Sequence[nn.Module]) -> None:
+    """Raise a `ValueError` where FullyShardedDataParallel has put weights into a flat one.
+
+    They are views of it, which are no parameters of their modules.
+    """
+    for module in modules:
+        for x in module.modules():
+            for name, value in x.__dict__.items():
+                is_view = isinstance(value, Tensor) and value.requires_grad and value._is_view()
+                if is_view and name not in x._parameters:
+                    raise ValueError(
+                        "chunk_rows computes gradients of the weights of modules, and "
+                        f"FullyShardedDataParallel has put {name} of a {type(x).__name__} into a "
+                        "flat one: wrap the model with use_orig_params=True, or use fully_shard"
+                    )
 
 
 def may_draw(modules: Sequence[nn.Module]) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..documents import Integers, in_words, ints_or_tensor
+from ..exchange import is_dtensor, of_own_part
 from ..pattern import check_positive_int, in_brief, shape_in_brief
 from .hooks import runs_hooks
 
@@ -58,7 +59,8 @@ class Rotation(NamedTuple):
         """Rotate the pairs (x[i], x[i + head_dim // 2]) of every row by its position's angles.
 
         Args:
-            x: floating point, shape (batch, local_sequence, heads, head_dim).
+            x: floating point, shape (batch, local_sequence, heads, head_dim); or a DTensor of which
+                that is this rank's part.
 
         Returns:
             The rotated tensor, with the shape and dtype of `x`; the rotation is done in float32
@@ -67,6 +69,8 @@ class Rotation(NamedTuple):
         Raises:
             ValueError: the batch, the rows or the head_dim of `x` are not those of this rotation.
         """
+        if is_dtensor(x):
+            return of_own_part(self.__call__, x)
         _check_rows(self.cos, x, 2 * self.cos.shape[-1])
         rows = x.to(torch.promote_types(x.dtype, torch.float32))
         cos, sin = self.cos.unsqueeze(-2), self.sin.unsqueeze(-2)
@@ -101,6 +105,8 @@ class WideRotation(NamedTuple):
         Raises:
             ValueError: the batch, the rows or the head_dim of `x` are not those of this rotation.
         """
+        if is_dtensor(x):
+            return of_own_part(self.__call__, x)
         _check_rows(self.cos.squeeze(-2), x, self.cos.shape[-1])
         return self.turned(x)
 

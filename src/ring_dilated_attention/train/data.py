@@ -134,7 +134,8 @@ class ByteCorpus(Corpus):
     ) -> ByteCorpus:
         """Read files and folders into memory, in an order that depends only on their names.
 
-        A file is taken as it is. A folder gives every regular file below it, sorted by path,
+        A file is taken as it is. A folder gives every regular file below it (behind links to
+        files, too, but not behind links to folders), sorted by path,
         except hidden ones, those in `SKIPPED_FOLDERS`, and binary ones (with a zero byte). A file
         reached twice counts once.
 
@@ -232,8 +233,13 @@ def _files(path: Path, skipped: list[SkippedFile] | None = None) -> Iterator[Sou
             return
         found = []
         for folder, folders, names in os.walk(path, onerror=_raise):
-            for name in sorted(n for n in folders if n in SKIPPED_FOLDERS or n[0] == "."):
-                reason = "hidden folder" if name[0] == "." else "cache or package folder"
+            for name in sorted(folders):
+                if name in SKIPPED_FOLDERS or name[0] == ".":
+                    reason = "hidden folder" if name[0] == "." else "cache or package folder"
+                elif Path(folder, name).is_symlink():
+                    reason = "link to a folder"
+                else:
+                    continue
                 left_out.append(SkippedFile(_below(path, Path(folder, name)), reason))
             folders[:] = [n for n in folders if n not in SKIPPED_FOLDERS and n[0] != "."]
             for name in sorted(names):

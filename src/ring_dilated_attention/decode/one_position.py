@@ -136,15 +136,16 @@ def _of_equal_rows(
     keys, values = kept
     query = q_bkgd * scale
     out = torch.empty_like(query)
-    products = Products(query, out)
-    products.begin(_views(step, query, keys), step.planned.columns)
+    columns = step.planned.columns
+    products = Products(query, out, columns)
+    products.begin(products.ready(_views(step, query, keys), columns))
     products.attend(keys, values)
     return out, products.lse() if wants_lse else None
 
 
 def steps_ahead(
     cache: DilatedKVCache, q_1kgd: torch.Tensor, count: int
-) -> dict[int, tuple[DeviceStep, list[TileViews]]]:
+) -> list[tuple[DeviceStep, list[TileViews]]]:
     """What the next positions write to a cache, which is not shared, and what each sees there.
 
     Worked out one after the other, they take a third of the time that they take one by one between
@@ -154,14 +155,11 @@ def steps_ahead(
         cache: of which the batch has one row, with room for another position.
         q_1kgd: (1, kv_heads, group, head_dim), contiguous.
         count: of positions, at most: as many as there is room for.
-
-    Returns:
-        By the position.
     """
     plan, first = cache.plan, cache.known_lengths[0]
     stop = first + count if plan.max_length is None else min(first + count, plan.max_length)
-    steps = {at: _make_step(plan, at, 0, q_1kgd.device) for at in range(first, stop)}
-    return {at: (step, _views(step, q_1kgd, cache.keys)) for at, step in steps.items()}
+    steps = [_make_step(plan, at, 0, q_1kgd.device) for at in range(first, stop)]
+    return [(step, _views(step, q_1kgd, cache.keys)) for step in steps]
 
 
 def _views(step: DeviceStep, q_1kgd: torch.Tensor, keys: torch.Tensor) -> list[TileViews]:

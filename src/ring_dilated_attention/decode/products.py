@@ -106,6 +106,24 @@ def views_of(
     return found
 
 
+class Ready(NamedTuple):
+    """A step that products are ready to compute.
+
+    Attributes:
+        scores: (1, kv_heads, group, columns), of all tiles.
+        weights: like `scores`.
+        tiles: of each tile its query, out, scores and weights, and its views of keys and values.
+        rest: the tiles that add to what the first one has written; all of them where none has.
+        is_sparse: whether some head is not shown some tile, so that it has no scores there.
+    """
+
+    scores: torch.Tensor
+    weights: torch.Tensor
+    tiles: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, _View, _View]]
+    rest: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, _View, _View]]
+    is_sparse: bool
+
+
 class Products:
     """Attention of one query after another, and of one step after another, in the same memory.
 
@@ -114,37 +132,47 @@ class Products:
             the scores. It may be written to between calls of `attend`.
         out: like `q_1kgd`, where its memory begins: `attend` writes to it. A head without tiles
             gets 0.
+        most_columns: rows of all tiles of a step, at most.
     """
 
-    def __init__(self, q_1kgd: torch.Tensor, out: torch.Tensor) -> None:
-        self._out = out
-        self._query = q_1kgd
+    def __init__(self, q_1kgd: torch.Tensor, out: torch.Tensor, most_columns: int) -> None:
+        self._query, self._out = q_1kgd, out
+        rows = q_1kgd.shape[:3].numel()
+        self._memory = q_1kgd.new_empty(2, rows * most_columns).unbind()
         self._heads: dict[tuple[_View, _View], tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def begin(self, views: Sequence[TileViews], columns: int) -> None:
-        """Begin a step.
+    def ready(self, views: Sequence[TileViews], columns: int) -> Ready:
+        """A step in the memory of all steps.
 
         Args:
             views: of its tiles.
             columns: rows of all tiles.
         """
-        query = self._query
-        # Where a tile is not shown to all heads, the others have no scores in its columns.
-        self._scores = query.new_full((*query.shape[:3], columns), -torch.inf)
-        self._weights = torch.empty_like(self._scores)
-        self._tiles = [
+        shape = *self._query.shape[:3], columns
+        scores, weights = (
+            x.as_strided(shape, (shape[1] * shape[2] * columns, shape[2] * columns, columns, 1))
+            for x in self._memory
+        )
+        tiles = [
             (
                 *self._heads_of(view),
-                self._scores.as_strided(*view.scores),
-                self._weights.as_strided(*view.scores),
+                scores.as_strided(*_within(view.scores, scores)),
+                weights.as_strided(*_within(view.scores, weights)),
                 view.keys,
                 view.values,
             )
             for view in views
         ]
         # A first tile that all heads have writes what the rest adds to.
-        has_whole = bool(views) and views[0].query[0][0] == query.shape[1]
-        self._rest = self._tiles[1:] if has_whole else self._tiles
+        has_whole = [view.query[0][0] == shape[1] for view in views]
+        rest = tiles[1:] if has_whole[:1] == [True] else tiles
+        return Ready(scores, weights, tiles, rest, not all(has_whole))
+
+    def begin(self, step: Ready) -> None:
+        """Begin a step."""
+        self._step = step
+        if step.is_sparse:
+            step.scores.fill_(-torch.inf)
 
     def _heads_of(self, view: TileViews) -> tuple[torch.Tensor, torch.Tensor]:
         """Query and out of the heads of a tile: of few kinds."""
@@ -161,17 +189,24 @@ class Products:
             keys: (1, rows, head_dim), of the dtype of the query.
             values: like `keys`.
         """
-        for query, _, scores, _, view, _ in self._tiles:
+        whole_scores, whole_weights, tiles, rest, _ = self._step
+        for query, _, scores, _, view, _ in tiles:
             torch.bmm(query, keys.as_strided(*view), out=scores)
-        torch.softmax(self._scores, -1, out=self._weights)
-        if self._rest is self._tiles:
+        torch.softmax(whole_scores, -1, out=whole_weights)
+        if rest is tiles:
             self._out.zero_()
         else:
-            _, out, _, weights, _, view = self._tiles[0]
+            _, out, _, weights, _, view = tiles[0]
             torch.bmm(weights, values.as_strided(*view), out=out)
-        for _, out, _, weights, _, view in self._rest:
+        for _, out, _, weights, _, view in rest:
             out.baddbmm_(weights, values.as_strided(*view))
 
     def lse(self) -> torch.Tensor:
         """(1, kv_heads, group), of the last call of `attend`; -inf for a head without tiles."""
-        return self._scores.logsumexp(-1)
+        return self._step.scores.logsumexp(-1)
+
+
+def _within(view: _View, tensor: torch.Tensor) -> _View:
+    """A view of a tensor, whose memory begins somewhere in its storage."""
+    size, strides, offset = view
+    return size, strides, offset + int(tensor.storage_offset())

@@ -14,7 +14,7 @@ import torch
 from ..tiles import Backend
 from .cache import DilatedKVCache
 from .one_position import DeviceStep, steps_ahead
-from .products import Products, TileViews, select_for_one_position, takes_products
+from .products import Products, Ready, select_for_one_position, takes_products
 
 _AHEAD = 32
 """Positions whose steps are worked out together."""
@@ -45,8 +45,8 @@ class RowAttention:
     ) -> None:
         self._caches = tuple(caches)
         self._query, self._key, self._value = query, key, value
-        self._products = Products(query, out)
-        self._steps: dict[int, tuple[DeviceStep, list[TileViews]]] = {}
+        self._out = out
+        self._steps: dict[int, tuple[DeviceStep, Ready]] = {}
 
     @staticmethod
     def fits(cache: DilatedKVCache, backend: Backend) -> bool:
@@ -66,19 +66,29 @@ class RowAttention:
         """
         for cache in self._caches:
             cache.check_room(1)
-        step, views = self._step()
-        self._products.begin(views, step.planned.columns)
+        step, ready = self._step()
+        self._products.begin(ready)
         self._sources, self._targets = step.sources, step.targets
 
-    def _step(self) -> tuple[DeviceStep, list[TileViews]]:
+    def _step(self) -> tuple[DeviceStep, Ready]:
         """Of the next position: also where caches were reserved, or taken back, since the last."""
         cache = self._caches[0]
         position = cache.known_lengths[0]
         found = self._steps.get(position)
         if found is None or found[0].plan is not cache.plan:
-            self._steps = steps_ahead(cache, self._query, _AHEAD)
+            with torch.inference_mode(False), torch.no_grad():  # for steps in any mode
+                self._plan_ahead(position)
             found = self._steps[position]
         return found
+
+    def _plan_ahead(self, position: int) -> None:
+        steps = steps_ahead(self._caches[0], self._query, _AHEAD)
+        most = max(step.planned.columns for step, _ in steps)
+        self._products = Products(self._query, self._out, most)
+        self._steps = {
+            at: (step, self._products.ready(views, step.planned.columns))
+            for at, (step, views) in enumerate(steps, position)
+        }
 
     def attend(self, layer: int) -> None:
         """Write a layer's key and value to its cache, and what its query sees there to `out`."""

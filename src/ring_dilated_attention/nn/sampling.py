@@ -14,6 +14,10 @@ MOST_SEED = 2**62 - 1
 """Of what `torch.Generator` takes, a part that is the same for signed and unsigned numbers."""
 
 
+_COLD = 1e-200
+"""Below this temperature quotients of logits may be infinite, unless the largest is 0."""
+
+
 class SamplerOptions(NamedTuple):
     """The arguments of a `Sampler`."""
 
@@ -115,9 +119,10 @@ class Sampler:
             float64, shape (batch, vocab_size).
         """
         logits = logits.double()
+        if self.temperature < _COLD:
+            logits = logits - logits.amax(-1, keepdim=True)
         if self.temperature != 1:
-            # The largest first: a temperature close to 0 must not make infinities of all of them.
-            logits = (logits - logits.amax(-1, keepdim=True)) / self.temperature
+            logits = logits / self.temperature
         if self.top_k is not None and self.top_k < self._vocab_size:
             lowest = logits.topk(self.top_k).values[..., -1:]
             logits = logits.masked_fill(logits < lowest, -torch.inf)

@@ -75,24 +75,20 @@ def plan_step(plan: CachePlan, length: int, shard: int) -> CacheStep:
     tiles: list[StepTile] = []
     column = 0
     for branch in plan.branches:
-        new = branch.shown_at(length)
-        if new is None:
+        found = branch.shown_at(length)
+        if found is None:
             continue
-        slots, member = branch.slots, new.members[-1]
-        places = range(len(branch.heads))[new.heads]
-        kv_heads = range(plan.num_kv_heads)[new.kv_heads]
-        first_row = branch.first_row + places.start * slots
-        stride = places.step * slots
-        number, owner = divmod(member, plan.shards)
+        (kv_heads, numbers, first_row, stride), members = found
+        slots, heads = branch.slots, len(numbers)
+        number, owner = divmod(members[-1], plan.shards)
         if owner == shard:
-            sources += kv_heads
+            sources += numbers
             slot = first_row + number % slots
-            targets += range(slot, slot + len(places) * stride, stride)
-        for run in _runs(plan.own_members(new.members, shard), slots):
-            tiles.append(
-                StepTile(new.kv_heads, len(places), first_row + run.start, stride, len(run), column)
-            )
-            column += len(run)
+            targets += range(slot, slot + heads * stride, stride)
+        for run in _runs(plan.own_members(members, shard), slots):
+            rows = len(run)
+            tiles.append(StepTile(kv_heads, heads, first_row + run.start, stride, rows, column))
+            column += rows
     return CacheStep(tuple(sources), tuple(targets), tuple(tiles), column)
 
 

@@ -369,6 +369,7 @@ class Fault(NamedTuple):
     goes_on: bool = False
 
 
+_THREADS = r"threads? ('user \d'|one of autograd)"
 _ENDED = r"rank {victim} has gone.*call \d+ \(dilated_attention"
 _GONE = _ENDED + r".*this is rank \d"
 _SILENT = r"rank {victim} did not answer within 3 s.*this is rank \d"
@@ -415,11 +416,9 @@ FAULTS = {
     "a call left out of the loss": Fault(other_order, "left out", _DIFFER, says=_DIFFER),
     "checkpoint on one rank": Fault(recomputed, "", _DIFFER, says=_DIFFER),
     "two threads on one rank": Fault(
-        two_threads, "", r"rank {victim}\b.* threads? 'user \d'", says=r"threads? 'user \d'"
+        two_threads, "", rf"rank {{victim}}\b.* {_THREADS}", says=_THREADS
     ),
-    "two threads on all ranks": Fault(
-        two_threads, "everywhere", r"threads? 'user \d'", says=r"threads? 'user \d'"
-    ),
+    "two threads on all ranks": Fault(two_threads, "everywhere", _THREADS, says=_THREADS),
     "one call more than a rank that ends": Fault(one_call_more, "ends", _GONE),
     "one call more than a rank that stays": Fault(one_call_more, "stays", _SILENT, stops=True),
     "killed in prefill": Fault(

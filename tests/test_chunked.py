@@ -266,6 +266,16 @@ def test_many_chunks_in_half_precision_add_up_in_float32():
     assert bias.tolist() == [3_008] * WIDTH  # 3,000 in bfloat16
 
 
+def test_views_of_a_flat_parameter_are_refused():
+    """As FullyShardedDataParallel makes them: their gradients would be lost."""
+    module, x = nn.Linear(WIDTH, WIDTH, bias=False), torch.randn(1, 13, WIDTH)
+    flat = nn.Parameter(module.weight.detach().flatten())
+    del module.weight
+    module.weight = flat.view(WIDTH, WIDTH)  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="put weight of a Linear into a flat one: use fully_shard"):
+        map_rows(module, x, rows=4, modules=(module,))
+
+
 def test_no_second_derivatives():
     module, arguments = TwoInputs(), inputs(9)
     loss = map_rows(module, *arguments, rows=4, modules=(module,))[0].square().sum()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -104,6 +105,7 @@ def peak_bytes(device: torch.device, call: Call) -> int | None:
     """Most bytes that a call allocates at a time on a CUDA device; None on the CPU."""
     if device.type != "cuda":
         return None
+    gc.collect()  # else what is collected during the call is not counted as held before
     synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)

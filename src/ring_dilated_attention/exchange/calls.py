@@ -311,7 +311,7 @@ class Calls:
 
     def _refuse(self, thread: threading.Thread, other: threading.Thread, name: str) -> None:
         text = (
-            f"on rank {self.rank}, threads {other.name!r} and {thread.name!r} both use a group "
+            f"on rank {self.rank}, threads {_name(other)} and {_name(thread)} both use a group "
             f"of {self._world_size} ranks (the second one in {name}), so that their calls are in "
             "no order; give each thread a group of its own (torch.distributed.new_group)"
         )
@@ -388,6 +388,11 @@ class Calls:
         whose = f"rank {self.rank}, whose calls up to call {self.number} of the group of"
         text = f"{why}; this is {whose} {self._world_size} ranks have no valid results"
         self._caller.tell(ExchangeError, text, heard)
+
+
+def _name(thread: threading.Thread) -> str:
+    """Of a thread, for messages: those that Python did not start are autograd's."""
+    return "one of autograd" if thread.name.startswith("Dummy-") else repr(thread.name)
 
 
 def _one_line(error: BaseException) -> str:

@@ -35,9 +35,9 @@ def map_rows(
     chunk, under the autocast of the forward call, with the weights and the random numbers that it
     had. Otherwise the function must be deterministic, and modules must stay as they are until then,
     their adapters and `training` too; what a module remembers from call to call is not brought
-    back. Beyond inputs, results and their gradients, one chunk's intermediates live at
-    a time. Gradients of parameters are summed over chunks in float32, or in float64 for those of
-    float64. Not for ``fullgraph=True`` of torch.compile.
+    back. Beyond inputs, results and their gradients, one chunk's intermediates live at a time.
+    Gradients of parameters are summed over chunks in float32, or in float64 for those of float64.
+    Not for ``fullgraph=True`` of torch.compile.
 
     Args:
         function: takes a chunk of each input and returns a tensor, or a tuple of tensors; row i of

@@ -106,7 +106,7 @@ def refuse_flat_weights(modules: Sequence[nn.Module]) -> None:
                     raise ValueError(
                         "chunk_rows computes gradients of the weights of modules, and "
                         f"FullyShardedDataParallel has put {name} of a {type(x).__name__} into a "
-                        "flat one: wrap the model with use_orig_params=True, or use fully_shard"
+                        "flat one: use fully_shard, or use_orig_params=True and no checkpointing"
                     )
 
 

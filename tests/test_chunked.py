@@ -271,7 +271,7 @@ def test_views_of_a_flat_parameter_are_refused():
     module, x = nn.Linear(WIDTH, WIDTH, bias=False), torch.randn(1, 13, WIDTH)
     flat = nn.Parameter(module.weight.detach().flatten())
     del module.weight
-    module.weight = flat.view(WIDTH, WIDTH)  # type: ignore[assignment]
+    module.weight = flat.view(WIDTH, WIDTH)
     with pytest.raises(ValueError, match="put weight of a Linear into a flat one: use fully_shard"):
         map_rows(module, x, rows=4, modules=(module,))
 

@@ -229,6 +229,31 @@ def test_backward_has_the_weights_of_a_functional_call(rows, kind):
     assert all(a is b for a, b in zip(module.parameters(), own, strict=True))
 
 
+class OwnGradient(Holder):
+    """A module that takes its gradient itself, while a functional call is under way."""
+
+    def __init__(self, inner, rows, of):
+        super().__init__(inner, rows)
+        self.of = of
+
+    def forward(self, *arguments):
+        results = super().forward(*arguments)
+        return torch.autograd.grad(sum(y.square().sum() for y in results), self.of)
+
+
+def test_backward_inside_of_a_functional_call():
+    module, other, arguments = TwoInputs(), TwoInputs(), inputs(13)
+
+    def gradients(rows):
+        twice = other.expand.weight * 2
+        weights = {"inner.expand.weight": twice, "inner.contract.weight": twice.t() + 1}
+        whole = OwnGradient(module, rows, [arguments[0], other.expand.weight])
+        return torch.func.functional_call(whole, weights, arguments)
+
+    for a, b in zip(gradients(4), gradients(None), strict=True):
+        assert relative_error(a, b) < 1e-12
+
+
 class TwoProjections(nn.Module):
     """Of adapters on one of two projections the other gets no gradient."""
 
@@ -272,7 +297,7 @@ def test_views_of_a_flat_parameter_are_refused():
     flat = nn.Parameter(module.weight.detach().flatten())
     del module.weight
     module.weight = flat.view(WIDTH, WIDTH)
-    with pytest.raises(ValueError, match="put weight of a Linear into a flat one: use fully_shard"):
+    with pytest.raises(ValueError, match="weight of a Linear into a flat one: use fully_shard"):
         map_rows(module, x, rows=4, modules=(module,))
 
 

@@ -133,22 +133,18 @@ def _check(
     if pattern.zero_keys:
         raise ValueError("pattern must have no zero keys, which a spot check leaves out")
     shape = shard.query.shape
-    layout.check_shard(ends.rank, ends.world_size, shape[1], f"got a query of shape {tuple(shape)}")
-    if shape[0] != 1 or not shape == shard.key.shape == shard.value.shape:
+    if len(shape) != 4 or shape[0] != 1 or not shape == shard.key.shape == shard.value.shape:
         raise ValueError(
             "a spot check takes a batch of 1 and as many KV heads as query heads; got query "
             f"{tuple(shape)}, key {tuple(shard.key.shape)}, value {tuple(shard.value.shape)}"
         )
-    of_rows = shard._asdict()
-    lse = of_rows.pop("lse").transpose(1, 2)
-    for name, tensor, expected in (
-        *((name, x, shape) for name, x in of_rows.items() if x is not None),
-        ("lse", lse, shape[:3]),
-    ):
-        if tensor.shape != expected:
+    layout.check_shard(ends.rank, ends.world_size, shape[1], f"got a query of shape {tuple(shape)}")
+    for name, tensor in shard._asdict().items():
+        expected = (1, shape[2], shape[1]) if name == "lse" else tuple(shape)
+        if tensor is not None and tuple(tensor.shape) != expected:
             raise ValueError(
-                f"{name} must have the shape of a call with query {tuple(shape)}; got "
-                f"{tuple(getattr(shard, name).shape)}"
+                f"{name} must have shape {expected}, as query has {tuple(shape)}; got "
+                f"{tuple(tensor.shape)}"
             )
     gradients = [x is None for x in (shard.dout, shard.dquery, shard.dkey, shard.dvalue)]
     if any(gradients) and not all(gradients):

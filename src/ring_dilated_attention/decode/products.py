@@ -136,6 +136,7 @@ class Products:
     """
 
     def __init__(self, q_1kgd: torch.Tensor, out: torch.Tensor, most_columns: int) -> None:
+        assert out.storage_offset() == 0
         self._query, self._out = q_1kgd, out
         rows = q_1kgd.shape[:3].numel()
         self._memory = q_1kgd.new_empty(2, rows * most_columns).unbind()

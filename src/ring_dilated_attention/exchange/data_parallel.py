@@ -52,8 +52,9 @@ def labels_per_rank(
     ranks' divided losses.
 
     Args:
-        labels: this rank's labels of the whole step: its shard, int64, any shape; or the shards of
-            all micro-batches; or how many there are, for other losses (0 on a rank without any).
+        labels: this rank's labels of the whole step: its shard, int64, of one dimension at least;
+            or the shards of all micro-batches; or how many there are, an int, for other losses (0
+            on a rank without any).
         model: what averages gradients: a model in DistributedDataParallel or under `fully_shard`
             (FSDP2, HSDP); or, where gradients are averaged otherwise, those ranks: a ProcessGroup
             or a DeviceMesh of any number of dimensions.

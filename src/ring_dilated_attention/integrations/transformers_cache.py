@@ -60,7 +60,7 @@ class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
             None, the default: half as many again as the prompt. Longer documents make it grow, up
             to what the pattern keeps; ``generate`` reserves what it may need.
         max_rewind: the most positions that `crop` takes back at a time; 0 by default. Assisted
-            generation makes it 64 at least, and with an assistant model all new tokens.
+            generation makes it 64 at least, and 256 with an assistant model.
         sharded: whether the ranks share the rows; else each keeps them all. None, the default:
             from 128 MiB a layer on.
 

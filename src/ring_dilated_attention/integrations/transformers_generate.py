@@ -33,6 +33,9 @@ from .transformers_call import (
 from .transformers_rows import Rows, check_ids, check_padding
 
 _DYNAMIC = (None, "dynamic", "dynamic_full")  # "full": older versions take positions back from it
+_MOST_PROPOSED = 256
+"""Tokens that may be taken back where an assistant model proposes them: its own configuration says
+how many, which is not known here, 20 by default. Each branch keeps as many more positions."""
 _PLAIN = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache_position")
 
 
@@ -137,7 +140,8 @@ def prepare_cache_for_generation(
         if generation_mode == GenerationMode.ASSISTED_GENERATION:
             # How many tokens an assistant proposes is written in its own configuration, and grows.
             proposed = generation_config.prompt_lookup_num_tokens
-            rewind = proposed or generation_config.max_new_tokens or max_cache_length
+            most = generation_config.max_new_tokens or max_cache_length
+            rewind = proposed or min(most, _MOST_PROPOSED)
         elif generation_config.is_assistant:
             rewind = getattr(model.generation_config, "num_assistant_tokens", None) or 0
         cache = DilatedCache(model, max_length=max_cache_length, max_rewind=rewind)

@@ -101,7 +101,7 @@ def run_checkpointed(
     draws = False
     if not torch.compiler.is_compiling():  # which brings random numbers back by itself
         modules = tuple(modules)
-        draws = may_draw(modules)
+        draws = may_draw(function, modules)
         function = _with_weights(Weights(modules), function)
     result: T = torch.utils.checkpoint.checkpoint(
         function, *arguments, use_reentrant=False, preserve_rng_state=draws, **options

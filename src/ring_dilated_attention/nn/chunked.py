@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from .recompute import Weights, drawing_again, random_state, refuse_flat_weights
+from .recompute import Weights, drawing_again, may_draw, random_state, refuse_flat_weights
 
 T = TypeVar("T", Tensor, tuple[Tensor, ...])
 
@@ -27,7 +27,6 @@ def map_rows(
     *inputs: Tensor,
     rows: int | None,
     modules: Iterable[nn.Module] = (),
-    draws: bool = True,
 ) -> T:
     """Call a row-wise function on chunks of rows, and again in backward.
 
@@ -48,8 +47,6 @@ def map_rows(
             all rows.
         modules: the modules that `function` uses; all their parameters must take part in its
             results.
-        draws: whether the function may draw random numbers, as dropout does, which are then brought
-            back; False saves a little time.
 
     Returns:
         What `function` would return for all rows.
@@ -67,9 +64,8 @@ def map_rows(
         shapes = ", ".join(str(tuple(x.shape)) for x in inputs)
         raise ValueError(f"the inputs must have the same number of rows; got shapes {shapes}")
     modules = tuple(modules)
-    if draws:
-        refuse_flat_weights(modules)
-    weights, draws = Weights(modules), draws and torch.is_grad_enabled()
+    refuse_flat_weights(modules)
+    weights, draws = Weights(modules), torch.is_grad_enabled() and may_draw(function, modules)
     result: T = _MapRows.apply(  # type: ignore[no-untyped-call]
         function, rows, weights, draws, *inputs, *weights.tensors
     )

@@ -96,13 +96,12 @@ class EncoderBlock(Block):
         modules = self.inner_norm, self.contract
         if torch.compiler.is_compiling():
             return run_checkpointed("full", modules, self._normed, expanded)
-        is_transformed = torch._C._are_functorch_transforms_active()
+        if torch._C._are_functorch_transforms_active():
+            return self._normed(expanded)
         if is_plain(self.inner_norm, LayerNorm) and is_plain(self.contract, nn.Linear):
             # Like a checkpoint, without its hooks, which take the CPU a millisecond.
-            rows = None if is_transformed else max(1, expanded.shape[1])
-            return map_rows(self._normed, expanded, rows=rows, modules=modules, draws=False)
-        if is_transformed:
-            return self._normed(expanded)
+            rows = max(1, expanded.shape[1])
+            return map_rows(self._normed, expanded, rows=rows, modules=modules)
         return run_checkpointed("full", modules, self._normed, expanded)
 
     def _normed(self, expanded: Tensor) -> Tensor:

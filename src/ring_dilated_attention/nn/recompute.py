@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -16,6 +16,9 @@ from .norm import LayerNorm
 _PACKAGE = __name__.partition(".")[0]
 _FIXED = (nn.Linear, nn.Embedding, nn.LayerNorm, LayerNorm)
 """Modules that draw no random numbers, beside the blocks of this library."""
+
+_NONE = object()
+"""In place of a tensor where there is none."""
 
 RandomState: TypeAlias = tuple[Tensor, Tensor | None]
 """Of the CPU's generator, and of that of a device where it has one."""
@@ -57,66 +60,83 @@ class Weights:
                 return False
         return True
 
+    def _have_history(self) -> bool:
+        return any(not x.is_leaf and now.get(name) is x for _, now, name, x in self._places)
+
     @contextmanager
     def back(self, *, as_leaves: bool) -> Iterator[list[Tensor]]:
         """In the body, the modules have these tensors; yields those of `tensors`.
 
         Args:
-            as_leaves: whether those that autograd computed, where the modules have others by now,
-                stand there without their history, for gradients with respect to them.
+            as_leaves: whether those that autograd computed stand there without their history, for
+                gradients with respect to them.
         """
-        if self._are_there():
+        if self._are_there() and not (as_leaves and self._have_history()):
             yield self.tensors
             return
         there = {
             id(x): x.detach().requires_grad_() if as_leaves and not x.is_leaf else x
             for x in self.tensors
         }
-        others: list[Any] = [tensors.get(name) for _, tensors, name, _ in self._places]
+        others: list[Any] = [tensors.get(name, _NONE) for _, tensors, name, _ in self._places]
         try:
             for _, tensors, name, tensor in self._places:
                 tensors[name] = there.get(id(tensor), tensor)  # type: ignore[assignment]
             yield list(there.values())
         finally:
             for (_, tensors, name, _), other in zip(self._places, others, strict=True):
-                tensors[name] = other
+                if other is _NONE:
+                    del tensors[name]
+                else:
+                    tensors[name] = other
 
 
 def _is_kept_elsewhere(module: nn.Module, name: str, now: Tensor | None, then: Tensor) -> bool:
     """Whether whoever shards or offloads weights, and brings them back by itself, has this one.
 
-    `fully_shard` has DTensors, accelerate's offloading meta tensors in its place, and
-    FullyShardedDataParallel makes attributes of weights.
+    `fully_shard` has DTensors in its place, FullyShardedDataParallel makes attributes of weights,
+    and accelerate, which replaces forward, has meta tensors.
     """
     if now is None:
         return name in module.__dict__
-    return is_dtensor(now) or is_dtensor(then) or now.is_meta or then.is_meta
+    is_away = "forward" in module.__dict__ and (now.is_meta or then.is_meta)
+    return is_away or is_dtensor(now) or is_dtensor(then)
 
 
 def refuse_flat_weights(modules: Sequence[nn.Module]) -> None:
     """Raise a `ValueError` where FullyShardedDataParallel has put weights into a flat one.
 
-    They are views of it, which are no parameters of their modules.
+    Its views are no parameters of their modules.
     """
     for module in modules:
         for x in module.modules():
-            for name, value in x.__dict__.items():
-                is_view = isinstance(value, Tensor) and value.requires_grad and value._is_view()
-                if is_view and name not in x._parameters:
-                    raise ValueError(
-                        "chunk_rows computes gradients of the weights of modules, and "
-                        f"FullyShardedDataParallel has put {name} of a {type(x).__name__} into a "
-                        "flat one: use fully_shard, or use_orig_params=True and no checkpointing"
-                    )
+            weight = x.__dict__.get("weight")
+            is_view = isinstance(weight, Tensor) and weight.requires_grad and weight._is_view()
+            if is_view and "weight" not in x._parameters:
+                raise ValueError(
+                    "chunk_rows computes gradients of the weights of modules, and "
+                    f"FullyShardedDataParallel has put the weight of a {type(x).__name__} into a "
+                    "flat one: use fully_shard, or use_orig_params=True and no checkpointing"
+                )
 
 
-def may_draw(modules: Sequence[nn.Module]) -> bool:
-    """Whether calling modules may draw random numbers, as the dropout of an adapter does."""
-    return any(
-        not (type(x) in _FIXED or type(x).__module__.partition(".")[0] == _PACKAGE) or runs_hooks(x)
+def may_draw(function: Callable[..., Any], modules: Sequence[nn.Module]) -> bool:
+    """Whether a function may draw random numbers, as the dropout of an adapter does.
+
+    Args:
+        function: methods of this library do not, beside their modules.
+        modules: that it uses; there are some.
+    """
+    whose = getattr(getattr(function, "func", function), "__self__", function)
+    return not (modules and _is_ours(whose)) or any(
+        not (type(x) in _FIXED or _is_ours(x)) or runs_hooks(x)
         for module in modules
         for x in module.modules()
     )
+
+
+def _is_ours(value: Any) -> bool:
+    return type(value).__module__.partition(".")[0] == _PACKAGE
 
 
 def random_state(device: torch.device) -> RandomState:

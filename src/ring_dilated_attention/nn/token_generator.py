@@ -145,7 +145,7 @@ class TokenGenerator(TokenEnds):
         """What `generate` returns, token by token: an iterator of (batch,) int64 tensors.
 
         Arguments are checked and the prompt is read before this returns; each token is computed
-        when it is asked for, under the autocast of that moment, which must be that of the first one
+        when it is asked for, under the autocast of that moment, which must be that of this call
         where weights are float32: caches have its dtype. Every rank takes equally many. The model,
         its weights and hooks too, must stay as it is until the last one: some of it was copied.
         """

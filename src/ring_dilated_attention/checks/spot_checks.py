@@ -146,8 +146,8 @@ def _check(
                 f"{name} must have shape {expected}, as query has {tuple(shape)}; got "
                 f"{tuple(tensor.shape)}"
             )
-    gradients = [x is None for x in (shard.dout, shard.dquery, shard.dkey, shard.dvalue)]
-    if any(gradients) and not all(gradients):
+    missing = [x is None for x in (shard.dout, shard.dquery, shard.dkey, shard.dvalue)]
+    if any(missing) and not all(missing):
         raise ValueError("dout, dquery, dkey and dvalue must all be given, or none of them")
     if not 0 <= check_int("head", head) < shape[2]:
         raise ValueError(f"head must lie in [0, {shape[2]}); got {head}")

@@ -7,6 +7,7 @@ brings branches together.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -17,6 +18,7 @@ from ..tiles import Selection, accumulate_dtype, select_backend
 
 _NAME = "eager"
 _View: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]
+_Tile: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, _View, _View]
 
 
 def select_for_one_position(
@@ -119,8 +121,8 @@ class Ready(NamedTuple):
 
     scores: torch.Tensor
     weights: torch.Tensor
-    tiles: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, _View, _View]]
-    rest: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, _View, _View]]
+    tiles: list[_Tile]
+    rest: list[_Tile]
     is_sparse: bool
 
 
@@ -139,7 +141,7 @@ class Products:
         assert out.storage_offset() == 0
         self._query, self._out = q_1kgd, out
         rows = q_1kgd.shape[:3].numel()
-        self._memory = q_1kgd.new_empty(2, rows * most_columns).unbind()
+        self._memory = [q_1kgd.new_empty(rows * most_columns) for _ in range(2)]
         self._heads: dict[tuple[_View, _View], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def ready(self, views: Sequence[TileViews], columns: int) -> Ready:
@@ -150,15 +152,12 @@ class Products:
             columns: rows of all tiles.
         """
         shape = *self._query.shape[:3], columns
-        scores, weights = (
-            x.as_strided(shape, (shape[1] * shape[2] * columns, shape[2] * columns, columns, 1))
-            for x in self._memory
-        )
+        scores, weights = (x[: math.prod(shape)].view(shape) for x in self._memory)
         tiles = [
             (
                 *self._heads_of(view),
-                scores.as_strided(*_within(view.scores, scores)),
-                weights.as_strided(*_within(view.scores, weights)),
+                scores.as_strided(*view.scores),
+                weights.as_strided(*view.scores),
                 view.keys,
                 view.values,
             )
@@ -166,7 +165,7 @@ class Products:
         ]
         # A first tile that all heads have writes what the rest adds to.
         has_whole = [view.query[0][0] == shape[1] for view in views]
-        rest = tiles[1:] if has_whole[:1] == [True] else tiles
+        rest = tiles[1:] if any(has_whole[:1]) else tiles
         return Ready(scores, weights, tiles, rest, not all(has_whole))
 
     def begin(self, step: Ready) -> None:
@@ -205,9 +204,3 @@ class Products:
     def lse(self) -> torch.Tensor:
         """(1, kv_heads, group), of the last call of `attend`; -inf for a head without tiles."""
         return self._step.scores.logsumexp(-1)
-
-
-def _within(view: _View, tensor: torch.Tensor) -> _View:
-    """A view of a tensor, whose memory begins somewhere in its storage."""
-    size, strides, offset = view
-    return size, strides, offset + int(tensor.storage_offset())

@@ -139,9 +139,10 @@ def prepare_cache_for_generation(
         rewind = 0
         if generation_mode == GenerationMode.ASSISTED_GENERATION:
             # How many tokens an assistant proposes is written in its own configuration, and grows.
-            proposed = generation_config.prompt_lookup_num_tokens
             most = generation_config.max_new_tokens or max_cache_length
-            rewind = proposed or min(most, _MOST_PROPOSED)
+            expected = generation_config.num_assistant_tokens or 0  # where the model assists itself
+            by_another = max(expected, min(most, _MOST_PROPOSED))
+            rewind = generation_config.prompt_lookup_num_tokens or by_another
         elif generation_config.is_assistant:
             rewind = getattr(model.generation_config, "num_assistant_tokens", None) or 0
         cache = DilatedCache(model, max_length=max_cache_length, max_rewind=rewind)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The rows of benchmarks/results/many_gpus.md and long_sequences.md, on the CUDA devices of one host.
 # Needs the extra fa4; tests and faults also the group test and pytest-xdist. On two H100 with 32 CPU
-# cores tests take 10 minutes, faults 14 (at most 7 for each way), fuzz 10.
+# cores tests take 6 minutes, faults 14 (at most 7 for each way), fuzz 10.
 #
 #   benchmarks/several_gpus.sh OUT GPUS [STEP...]     makes OUT/<step>.log and what the step writes
 #
@@ -30,15 +30,17 @@ slides() {
       --out "$out/slides_sharded.json"
 }
 documents() { "$python" "$here/documents.py" --out "$out/documents.json"; }
-tests() { # those of faults first, by themselves: faults are to be noticed in time
-  local all=$here/../tests status=0
-  "$python" -m pytest -m gpu -n 12 "$all/test_faults.py" || status=1
+tests() { # faults and ranks a few at a time, as in the Makefile: faults are to be noticed in time
+  local all=$here/../tests status=0 beside=() name process
   export OMP_NUM_THREADS=2
-  "$python" -m pytest -m gpu -n 2 "$all/test_gpu_ranks.py" >"$out/tests_ranks.log" 2>&1 &
+  for name in faults gpu_ranks; do
+    "$python" -m pytest -m gpu -n 2 "$all/test_$name.py" >"$out/tests_$name.log" 2>&1 &
+    beside+=($!)
+  done
   "$python" -m pytest -m gpu -n 16 --dist loadgroup "$all" \
     --ignore "$all/test_faults.py" --ignore "$all/test_gpu_ranks.py" || status=1
-  wait $! || status=1
-  tail -n 3 "$out/tests_ranks.log"
+  for process in "${beside[@]}"; do wait "$process" || status=1; done
+  tail -n 3 "$out"/tests_{faults,gpu_ranks}.log
   return $status
 }
 faults() { # each kind ten times on two GPUs, by NCCL and by copies

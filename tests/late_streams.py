@@ -113,6 +113,7 @@ class LateStreams:
     def __init__(self, seed, early):
         self.random, self.early = Random(seed), early
         self.queue: deque[Late] = deque()
+        self.kept: list[torch.Tensor] = []
         self.queued = 0
 
     def run(self, add_all, into):
@@ -126,6 +127,9 @@ class LateStreams:
         while any(late is x for x in self.queue):
             self.queue.popleft().end()
         self.go_on()
+
+    def outlast(self, tensors):
+        self.kept.extend(tensors)
 
     def go_on(self):
         while self.queue and self.random.random() < self.early:

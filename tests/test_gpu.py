@@ -12,6 +12,7 @@ from cut_rings import rings_cut
 from ring_dilated_attention import DilatedPattern, dilated_attention
 from ring_dilated_attention.checks import (
     KINDS,
+    TOLERANCE,
     Case,
     combine,
     make_layout,
@@ -129,6 +130,30 @@ def test_views_of_every_kind(backend, dtype, world_size):
         for is_causal in (False, True)
     ]
     assert not failures(cases, run_here(world_size, cases))
+
+
+@pytest.mark.parametrize("head_dim", [48, 128])
+@pytest.mark.parametrize("backend", ["auto", "fa4", "flash", "efficient", "triton"])
+def test_the_same_bits_each_time_where_deterministic_algorithms_are_on(backend, head_dim):
+    skip_if_refused(backend, torch.bfloat16, head_dim)
+    torch.manual_seed(0)
+    inputs = torch.randn(3, 1, 6000, 4, head_dim, device="cuda", dtype=torch.bfloat16)
+    query, key, value = (x.requires_grad_() for x in inputs.unbind(0))
+    dout = torch.randn_like(query)
+    pattern, found = DilatedPattern([1000, None], [1, 3]), []
+    torch.use_deterministic_algorithms(True)  # the fixture of all tests takes it back
+    for _ in range(4):
+        out = dilated_attention(query, key, value, pattern, is_causal=True, backend=backend)
+        found.append((out, *torch.autograd.grad(out, (query, key, value), dout)))
+    for again in found[1:]:
+        assert all(map(torch.equal, found[0], again))
+    with pytest.raises(ValueError, match="cudnn: its gradients may differ from run to run"):
+        dilated_attention(query, key, value, pattern, backend="cudnn")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    plain = dilated_attention(query, key, value, pattern, is_causal=True, backend=backend)
+    gradients = torch.autograd.grad(plain, (query, key, value), dout)
+    for got, want in zip((plain, *gradients), found[0], strict=True):
+        assert relative_error(got.double(), want.double()) < TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.parametrize(("backend", "dtype"), KERNELS)

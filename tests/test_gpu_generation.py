@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ring_dilated_attention
-from ring_dilated_attention import DilatedKVCache, DilatedPattern
+from ring_dilated_attention import DilatedKVCache, DilatedPattern, replicated_query_attention
 from ring_dilated_attention.checks import TOLERANCE, reference_attention, relative_error
 from ring_dilated_attention.decode import CapturedStep
 from ring_dilated_attention.nn import LongNet, LongNetConfig
@@ -126,6 +126,95 @@ def test_a_captured_step_is_refused_where_it_could_be_wrong():
     cache.reserve(1000)
     with pytest.raises(ValueError, match="capture the step again"):
         captured(new[0])
+
+
+def test_more_room_without_new_tensors_is_refused():
+    """All segments are full: rows stay, but a captured step has the old number of positions."""
+    tensors = inputs(900)
+    cache = filled(LONGNET, tensors, 600, max_length=800)
+    new = [x[:, 600:601] for x in tensors]
+    captured = CapturedStep(lambda query: attend(query, *new[1:], cache), new[0], [cache])
+    keys = cache.keys
+    cache.reserve(900)
+    assert cache.keys is keys
+    with pytest.raises(ValueError, match="more room than when the step was captured"):
+        captured(new[0])
+
+
+@pytest.mark.parametrize(("dtype", "backend"), [(torch.float64, "auto"), (torch.bfloat16, "sdpa")])
+def test_a_step_by_tiles_is_not_captured(dtype, backend):
+    """They read positions on the host: a replay would repeat one."""
+    tensors = inputs(100, dtype=dtype)
+    cache = filled(LONGNET, tensors, 50)
+    new = [x[:, 50:51] for x in tensors]
+
+    def step(query):
+        return attend(query, *new[1:], cache, backend=backend)
+
+    with pytest.raises(ValueError, match="only ones that read positions on the device"):
+        CapturedStep(step, new[0], [cache])
+    assert cache.known_lengths == (50, 50)
+    graph = torch.cuda.CUDAGraph()
+    with (
+        pytest.raises(RuntimeError, match="a CUDA graph would repeat these"),
+        torch.cuda.graph(graph, capture_error_mode="thread_local"),
+    ):
+        step(new[0])
+
+
+def test_a_model_in_float64_generates_without_a_graph():
+    model = model_of(torch.float64)
+    tokens = torch.randint(256, (1, 90), device="cuda")
+    new = model.generate(tokens, 40)
+    assert torch.equal(new, model.generate(tokens, 40, capture=False))
+    with pytest.raises(ValueError, match="only ones that read positions on the device"):
+        model.generate(tokens, 40, capture=True)
+
+
+def test_a_step_captured_under_autocast_outlives_it():
+    model = model_of(torch.float32)
+    tokens = torch.randint(256, (1, 300), device="cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        caches = model.make_caches(1, max_length=400)
+        model.prefill(tokens, caches)
+        twins = deepcopy(caches)
+        captured = CapturedStep(lambda new: model.step(new, caches), tokens[:, :1], caches)
+    other = [torch.full((128, 512), torch.nan, device="cuda") for _ in range(50)]
+    for position in range(50):
+        token = tokens[:, position : position + 1]
+        with torch.autocast("cuda", torch.bfloat16):
+            want = model.step(token, twins)
+        assert torch.equal(captured(token), want)
+    del other
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_step_is_captured_on_a_device_that_is_not_the_current_one():
+    tokens = torch.randint(256, (1, 90), device="cuda:0")
+    model_of().generate(tokens, 40)  # captured on another device
+    model = model_of().to("cuda:1")
+    found = [model.generate(tokens.to("cuda:1"), 40, capture=capture) for capture in (True, False)]
+    assert torch.equal(*found)
+
+
+def test_a_graph_of_a_replicated_query_keeps_its_tables():
+    """However many calls at other positions come after it."""
+    query, key, value = inputs(3000, batch=1)
+    pattern = DilatedPattern([64, 256, 1024, None], [1, 2, 4, 8])
+
+    def call(position):
+        rows = slice(position, position + 1)
+        return replicated_query_attention(query[:, rows], key, value, pattern, position)
+
+    want = call(1500)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        out = call(1500)
+    for position in range(3000):
+        call(position)
+    out.zero_()
+    graph.replay()
+    assert torch.equal(out, want)
 
 
 def model_of(dtype=torch.bfloat16):

@@ -133,6 +133,35 @@ def test_small_calls_beside_larger_ones(name, round_pairs, gathers, backend, mon
     assert counts[1] > counts[0] or round_pairs
 
 
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("name", ["one rank", "one rank, bare"])
+def test_an_error_frees_nothing_that_is_still_to_be_written(name, direction, monkeypatch):
+    """Not even where nobody waits for it: out of memory, say, and the program goes on."""
+    monkeypatch.setattr(compute, "LONG_FLOPS", 0.0)
+    monkeypatch.setattr(parts, "WORKSPACE_FLOOR", 0)
+    pattern, layout, options = CASES[name]
+    case, called = Case(pattern=pattern, layout=layout, **options), threading.local()
+
+    def fails(*tile):
+        called.times = getattr(called, "times", 0) + 1
+        if called.times == 3:
+            raise torch.OutOfMemoryError("of the third kernel call")
+        return getattr(EAGER, direction)(*tile)
+
+    def until_it_fails(ends):
+        with pytest.raises(torch.OutOfMemoryError):
+            run(case, ends, selection)
+
+    failing: dict[str, Any] = {direction: fails}
+    selection = Selection(replace(EAGER, **failing))
+    with late_streams(0, 0.0) as streams:
+        run_loopback(layout.world_size, until_it_fails)
+        queued = [late for each in streams for late in each.queue]
+        assert queued
+        for late in queued:
+            late.end()  # which raises where its memory is freed
+
+
 @pytest.mark.parametrize("backend", [EAGER, INTO], ids=["apart", "into"])
 def test_small_calls_of_branches_whose_weights_are_constants(backend, monkeypatch):
     """Each branch has an out of its own, which is dropped when the branch has been queued."""

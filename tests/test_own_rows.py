@@ -28,6 +28,7 @@ from ring_dilated_attention.checks import reference_attention
 from ring_dilated_attention.engine import TileCall, own, ring
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.kernels import MOST_POSITIONS, build_programs, launches_of
+from ring_dilated_attention.plan import OwnRange
 from ring_dilated_attention.resolve import forget_plans
 from ring_dilated_attention.tiles import Limits, Selection, backend_named
 
@@ -247,6 +248,18 @@ def test_every_row_is_in_one_program_of_each_head(seed):
                 }
     every = {c for g in plan.rank(0).local_groups for c in cells_of(g.tiles, case.pattern)}
     assert tiles == every
+
+
+def test_integers_are_wide_where_keys_are_further_apart_than_rows():
+    """A rate may be a multiple of the step between rows of a program."""
+    own = OwnRange(0, 4096, 0, 4096, 0, 4096, 0b11)
+    branches = [(2048, 4), (4096, 64)]
+    given: dict[str, Any] = {"block": 16, "is_causal": False, "stores": 1, "device": "cpu"}
+    both = build_programs([own], branches, [[0], [0]], **given)
+    assert int(both.ranges[:, 5].max()) < 64
+    assert both.reach == 4096  # a block of keys of the rate of 64 reaches the end of its segment
+    first = own._replace(branches=0b01)
+    assert build_programs([first], branches, [[0], [0]], **given).reach == 2048
 
 
 def cells_of(tiles, pattern):

@@ -1,16 +1,22 @@
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import get_args
 
 import pytest
 import torch
 from simulated_devices import simulated
 
+from ring_dilated_attention import DilatedPattern, dilated_attention
 from ring_dilated_attention.checks import relative_error
 from ring_dilated_attention.engine import readable_in_backward
+from ring_dilated_attention.resolve import forget_plans
 from ring_dilated_attention.tiles import (
     BACKENDS,
     Backend,
     TileGradients,
     TileInputs,
+    sdpa,
+    select,
     select_backend,
 )
 from ring_dilated_attention.tiles.eager import EAGER
@@ -53,6 +59,54 @@ def test_fused_tiles_on_overlapping_views_equal_eager(rows, head_dim, is_causal)
 def _name(*arguments):
     backend = select_backend(*arguments).backend
     return backend and backend.name
+
+
+@pytest.mark.parametrize("warn_only", [False, True])
+def test_kernels_whose_gradients_vary_are_no_deterministic_ones(warn_only, monkeypatch):
+    kernels = [replace(x, refusal=lambda *_: None) for x in (sdpa.CUDNN, sdpa.FLASH)]
+    groups = {"_SDPA": tuple(kernels), "AUTO": tuple(kernels), "_NAMED": {"cudnn": kernels[0]}}
+    for group, backends in groups.items():
+        monkeypatch.setattr(select, group, backends)
+    with deterministic(warn_only=warn_only):
+        for name in ("auto", "sdpa"):
+            assert _name(name, CPU, torch.float16, 64) == ("cudnn" if warn_only else "flash")
+        if not warn_only:
+            with pytest.raises(ValueError, match=r"cudnn: its gradients may differ from run to"):
+                select_backend("cudnn", CPU, torch.float16, 64)
+
+
+def test_a_call_heeds_determinism_that_is_asked_for_later(monkeypatch):
+    """The same call before chose another kernel."""
+    chosen = []
+
+    def note(name):
+        def forward(tile):
+            chosen.append(name)
+            return EAGER.forward(tile)
+
+        return replace(EAGER, name=name, forward=forward)
+
+    kernels = replace(note("cudnn"), repeats=False), note("flash")
+    monkeypatch.setattr(select, "AUTO", kernels)
+    forget_plans()
+    x = torch.randn(1, 40, 2, 8)
+    for asked in (False, True, False):
+        with deterministic(enabled=asked):
+            dilated_attention(x, x, x, DilatedPattern([16], [1]))
+        assert set(chosen) == {"flash" if asked else "cudnn"}
+        chosen.clear()
+    forget_plans()
+
+
+@contextmanager
+def deterministic(*, enabled=True, warn_only=False):
+    before = torch.are_deterministic_algorithms_enabled()
+    warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warned)
 
 
 def test_auto_prefers_a_fused_kernel():

@@ -19,7 +19,7 @@ from .exchange import Exchange, Shared
 from .layout import SequenceLayout
 from .pattern import DilatedPattern, HeadBranches, HeadOffsets
 from .plan import AttentionPlan, RankPlan, plan_attention
-from .tiles import Selection, select_backend
+from .tiles import Selection, select_backend, wants_same_bits
 
 
 class Options(NamedTuple):
@@ -113,6 +113,7 @@ def resolve(options: Options, query: torch.Tensor, key: torch.Tensor, ends: Exch
         key.shape[2],
         query.dtype,
         query.device,
+        wants_same_bits(),
         *[tuple(x) if type(x) is list else x for x in options],
     )
 
@@ -173,7 +174,7 @@ def shared_words(
 
 
 def _nbytes_of_call(arguments: tuple[Any, ...], resolved: Resolved) -> int:
-    options = Options(*arguments[6:])
+    options = Options(*arguments[7:])
     numbers = len(options.layout) + len(options.documents) + len(options.lengths)
     plans = sum(_nbytes_of_plan(rows.plan.plan) for rows in resolved.planned)
     return INT_BYTES * numbers + plans
@@ -187,6 +188,7 @@ def _resolve(
     num_kv_heads: int,
     dtype: torch.dtype,
     device: torch.device,
+    _: bool,  # of `wants_same_bits`, on which the back end depends
     *values: Any,
 ) -> Resolved:
     options = Options(*values)

@@ -94,7 +94,7 @@ def cached_attention(
         ExchangeError: a rank is missing, has failed, or makes another call than the rest.
         NotImplementedError: an input has a tangent: there is no forward-mode derivative.
         RuntimeError: a gradient is asked for: there is none. Or a CUDA graph is being captured,
-            and ranks share the rows.
+            and ranks share the rows, or the decoding kernel does not compute the call.
 
     Examples:
         >>> cache = DilatedKVCache(DilatedPattern([256, None], [1, 4]), 1, 2, 16, max_length=2000)
@@ -260,8 +260,16 @@ def _begin(
     """This rank's part: what ends it, and adds the positions to the cache."""
     scale, _, wants_lse, step = options
     factor = query.shape[3] ** -0.5 if scale is None else float(scale)
+    cache.memo.by_tiles = selection is not None
     if selection is None:
         return begin_by_kernel(query, key, value, cache, factor, step)
+
+    if query.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{_NAME} of {query.shape[1]} new positions in {query.dtype} with "
+            f"backend={options.backend!r} reads positions on the host, and a CUDA graph would "
+            "repeat these: only the decoding kernels read them on the device"
+        )
 
     def whole() -> _Result:
         with torch.no_grad() if torch.is_grad_enabled() else nullcontext():

@@ -44,6 +44,20 @@ def kernel_computes(
     return backend == "auto" and not refused and count <= kernels.MOST_NEW_ROWS
 
 
+def steps_by_kernel(cache: DilatedKVCache, backend: str) -> bool:
+    """Whether the decoding kernels compute a step of one position to a cache.
+
+    Args:
+        cache: of the dtype and head_dim of the query.
+        backend: what the user asks for.
+
+    Raises:
+        ValueError: see `kernel_computes`.
+    """
+    keys = cache.keys
+    return kernel_computes(backend, keys.device, keys.dtype, 1, keys.shape[2])
+
+
 def begin_by_kernel(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..caches import cache_by_size
 from ..documents import as_ints
-from ..engine import TileCall
+from ..engine import TABLES, TileCall
 from ..exchange import Exchange, Shared
 from ..functional import (
     flat_pattern,
@@ -190,19 +190,27 @@ def _nbytes_of_groups(arguments: tuple[Any, ...], _: Any) -> int:
     return 4096 * len(plan.pattern.branches) * (8 + plan.layout.world_size)
 
 
-def _nbytes_of_strips(arguments: tuple[Any, ...], strips: torch.Tensor) -> int:
-    return strips.nbytes
+class _Strips(NamedTuple):
+    table: torch.Tensor
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return (self.table,)
 
 
-@cache_by_size(4 << 20, _nbytes_of_strips)
 def strips_on(
     plan: AttentionPlan, positions: range, rank: int, device: torch.device
 ) -> torch.Tensor:
     """The keys of a rank that the queries see, (1, kv_heads, strips, 3 + m) on the device."""
-    strips = replicated_strips(plan, positions, rank)
-    table = torch.tensor(strips, dtype=torch.int64)
-    # There may be none: of a rank whose keys all lie behind the query, or a row without positions.
-    return table.view(1, plan.num_kv_heads, len(strips[0]), 3 + len(positions)).to(device)
+
+    def make() -> _Strips:
+        strips = replicated_strips(plan, positions, rank)
+        table = torch.tensor(strips, dtype=torch.int64)
+        # There may be none: of a rank whose keys all lie behind the query, or a row without any.
+        shape = 1, plan.num_kv_heads, len(strips[0]), 3 + len(positions)
+        return _Strips(table.view(shape).to(device))
+
+    return TABLES.get(plan, (positions, rank, device), device, make).table
 
 
 @cache_by_size(16 << 20, _nbytes_of_groups)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
+from ..kernels import MOST_NEW_ROWS
 from .cache import DilatedKVCache
 from .lengths import Lengths
 
@@ -26,13 +29,14 @@ class CapturedStep:
         example: a CUDA tensor like those that the step will be called with; its values go through
             the model, but stay nowhere.
         caches: all that the step adds to, on the device of `example`. Where `reserve` or `select`
-            gives one of them new tensors, the step has to be captured again.
+            changes one of them, the step has to be captured again.
 
     Raises:
         TypeError: `example` is not a tensor, or a cache not a `DilatedKVCache`.
         ValueError: `example` or a cache is not on a CUDA device, ranks share a cache's rows, there
             is no cache or no room for a step, the step adds several positions and `max_rewind` of a
-            cache is not at least one less, or it does not add to each cache once.
+            cache is not at least one less, it does not add to each cache once, or the decoding
+            kernels do not compute its attention: others read positions on the host.
     """
 
     def __init__(
@@ -46,20 +50,22 @@ class CapturedStep:
         _check(example, self._caches)
         self._input = example.clone()
         before = [cache.known() for cache in self._caches]
+        # torch's own choice for captures is a stream of the device that was current at the first.
         side = torch.cuda.Stream(example.device)  # type: ignore[no-untyped-call]
-        with torch.no_grad():
-            side.wait_stream(torch.cuda.current_stream(example.device))
+        with torch.no_grad(), torch.cuda.device(example.device), _own_casts():
+            side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 for _ in range(_WARM_UPS):
                     step(self._input)
                     self._count = self._added(before)
                     self._take_back(before)
-            torch.cuda.current_stream(example.device).wait_stream(side)
+                _check_kernels(self._caches)
+            torch.cuda.current_stream().wait_stream(side)
             self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            with torch.cuda.graph(self._graph, stream=side, capture_error_mode="thread_local"):
                 self._output = step(self._input)
         self._take_back(before)
-        self._tensors = [(cache.keys, cache.values, cache.lengths) for cache in self._caches]
+        self._captured = [_read_by_graphs(cache) for cache in self._caches]
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
         """Replay the step.
@@ -72,19 +78,18 @@ class CapturedStep:
 
         Raises:
             ValueError: `tokens` has another shape or dtype, a cache has no room for more positions,
-                or has other tensors than when the step was captured.
+                or has been given others, or more room, since the step was captured.
         """
         if tokens.shape != self._input.shape or tokens.dtype != self._input.dtype:
             raise ValueError(
                 f"the step was captured for {self._input.dtype} of shape "
                 f"{tuple(self._input.shape)}; got {tokens.dtype} of shape {tuple(tokens.shape)}"
             )
-        for cache, tensors in zip(self._caches, self._tensors, strict=True):
-            now = (cache.keys, cache.values, cache.lengths)
-            if any(x is not y for x, y in zip(now, tensors, strict=True)):
+        for cache, then in zip(self._caches, self._captured, strict=True):
+            if any(x is not y for x, y in zip(_read_by_graphs(cache), then, strict=True)):
                 raise ValueError(
-                    "a cache has other tensors than when the step was captured, as reserve() and "
-                    "select() make them: capture the step again"
+                    "a cache has other tensors or more room than when the step was captured, as "
+                    "reserve() and select() give it: capture the step again"
                 )
             cache.check_room(self._count)
         for cache in self._caches:
@@ -119,6 +124,33 @@ class CapturedStep:
     def _take_back(self, before: list[Lengths]) -> None:
         for cache, lengths in zip(self._caches, before, strict=True):
             cache.set_known(lengths)
+
+
+def _read_by_graphs(cache: DilatedKVCache) -> tuple[Any, ...]:
+    """What of a cache a captured graph goes on with, whatever the cache is given later."""
+    return cache.plan, cache.keys, cache.values, cache.lengths
+
+
+@contextmanager
+def _own_casts() -> Iterator[None]:
+    """Have autocast cast weights in each step: its copies go when its context is left."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+def _check_kernels(caches: Sequence[DilatedKVCache]) -> None:
+    """Raise unless the decoding kernels have computed the step just now."""
+    if any(cache.memo.by_tiles for cache in caches):
+        raise ValueError(
+            "attention of this step is not computed by the decoding kernels, the only ones that "
+            f"read positions on the device: they take at most {MOST_NEW_ROWS} new positions, "
+            "float16, bfloat16 or float32, and backend='auto' or 'triton', on a GPU that they "
+            "know; or call the step as it is"
+        )
 
 
 def _check(example: torch.Tensor, caches: Sequence[DilatedKVCache]) -> None:

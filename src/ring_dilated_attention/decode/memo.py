@@ -36,10 +36,12 @@ class Memo:
 
     Attributes:
         held: the cache as `by_kernel` takes it; None before it has.
+        by_tiles: whether back ends of tiles have computed the newest call.
     """
 
     def __init__(self) -> None:
         self.held: HeldRows | None = None
+        self.by_tiles = False
         self._last: tuple[tuple[object, ...] | None, Selection | None] = None, None
 
     def __reduce__(self) -> tuple[type[Memo], tuple[()]]:

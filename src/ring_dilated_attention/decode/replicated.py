@@ -290,7 +290,7 @@ def _forward(
     dtype, sums = accumulate_dtype(query.dtype), Accumulator(query.device)
     out = torch.zeros(query.shape, dtype=dtype, device=query.device)
     lse = out.new_full((batch, num_heads, length), -torch.inf)
-    with kernels_on(query.device):
+    with kernels_on(query.device), sums:
         for some in call.planned:
             rows, tiles = some.rows, some.tiles
             inputs = compute.Inputs(
@@ -324,7 +324,7 @@ def _backward(
     dquery, dkey, dvalue = (
         torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (query, key, value)
     )
-    with kernels_on(query.device):
+    with kernels_on(query.device), sums:
         for some in call.planned:
             rows, tiles = some.rows, some.tiles
             do, q, k, v, o = readable_in_backward(

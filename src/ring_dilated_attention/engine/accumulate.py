@@ -113,6 +113,10 @@ class Streams(Protocol):
         """Make what the computing stream queues from now on wait for what `run` has queued."""
         ...
 
+    def outlast(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Have nobody get the memory of tensors before all that `run` has queued is done."""
+        ...
+
 
 class _CudaStreams:
     """The current stream of a CUDA device, and one of our own."""
@@ -140,6 +144,11 @@ class _CudaStreams:
         """See `Streams.wait`."""
         self._main.wait_event(done)
 
+    def outlast(self, tensors: Sequence[torch.Tensor]) -> None:
+        """See `Streams.outlast`."""
+        for tensor in tensors:
+            tensor.record_stream(_side_stream(self._device))
+
 
 @lru_cache(maxsize=8)
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
@@ -160,14 +169,16 @@ _Kind: TypeAlias = Literal["result", "launch", "started"]
 class _Behind(NamedTuple):
     done: Any  # for `Streams.wait`
     tensors: tuple[torch.Tensor, ...]  # that must live until then
-    targets: frozenset[int]  # storages that are added to
+    into: Sequence[torch.Tensor]  # what is added to
+    targets: frozenset[int]  # its storages
     kind: _Kind
 
 
 class Accumulator:
     """Adds results into the whole; where there are streams, on one of its own behind the compute.
 
-    Launches of small tiles, and small kernel calls with their additions, go there, too.
+    Launches of small tiles, and small kernel calls with their additions, go there, too. Calls use
+    one as a context: after an error, nobody gets the memory of what is queued before it is done.
 
     Args:
         device: where the tensors are; the current stream there is the compute's.
@@ -185,6 +196,15 @@ class Accumulator:
         self.most_held = 1 if self._streams is None else 2
         self._behind: deque[_Behind] = deque()
         self._started: deque[Callable[[], None]] = deque()
+
+    def __enter__(self) -> Accumulator:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and self._streams is not None:
+            # To wait for it could be to wait for ranks that will never send.
+            for behind in self._behind:
+                self._streams.outlast((*behind.tensors, *behind.into))
 
     def run(
         self,
@@ -253,7 +273,7 @@ class Accumulator:
         assert self._streams is not None
         done = self._streams.run(add_all, into)
         targets = frozenset(map(_storage, into))
-        self._behind.append(_Behind(done, tensors, targets, kind))
+        self._behind.append(_Behind(done, tensors, into, targets, kind))
 
     def join(self, *totals: torch.Tensor) -> None:
         """Make the current stream wait for additions to `totals`; none: for all, started or run."""

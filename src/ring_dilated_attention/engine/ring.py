@@ -122,7 +122,7 @@ def ring_forward(
     )
     if not covers:
         lse.fill_(-torch.inf)
-    with kernels_on(query.device):
+    with kernels_on(query.device), sums:
         arrivals = call.fetch(inputs.keys, inputs.values)
         zero_keys: list[TileGroup] = []
         for one in rounds:
@@ -177,7 +177,7 @@ def ring_backward(
     run = _Backward(
         call, compute.Inputs(query, key, value), compute.Merged(dout, out, lse.contiguous())
     )
-    with kernels_on(query.device):
+    with kernels_on(query.device), run.sums:
         arrivals = call.fetch(key, value)
         for one in run.rounds:
             run.compute_round(one, arrivals)
@@ -219,7 +219,7 @@ class _Backward:
     def __init__(self, call: RingCall, inputs: compute.Inputs, merged: compute.Merged) -> None:
         self._call, self._inputs, self._merged = call, inputs, merged
         query = inputs.query
-        self._tiles, self._sums = call.tiles(query), call.sums(query)
+        self._tiles, self.sums = call.tiles(query), call.sums(query)
         self.rounds = call.rounds
         self._covers = all(one.covers for one in self.rounds)
         create = torch.empty if self._covers else torch.zeros
@@ -254,7 +254,7 @@ class _Backward:
                 self._add_returned()
             if fetched.slots is not None:
                 dslots = self._compute_step(fetched)
-            self._sums.finish()  # a ring frees its buffers before the next are made
+            self.sums.finish()  # a ring frees its buffers before the next are made
             self._returning.extend(self._home.due())
             self._returning.append(self._home.start(fetched, dslots))
             del fetched, dslots
@@ -262,8 +262,8 @@ class _Backward:
 
     def finish(self) -> None:
         """Add returned gradients that are still in flight: there is nothing left to compute."""
-        self._sums.finish()
-        self._sums.join()
+        self.sums.finish()
+        self.sums.join()
         self._returning.extend(self._home.due())
         for last in self._returning:
             last.finish()
@@ -273,7 +273,7 @@ class _Backward:
         gradients = compute.Gradients(self.dquery, self.dkey, self.dvalue)
         first = gradients._replace(stores_query=True, stores_keys=True)
         self._compute_groups(own.covering, own, first)
-        given = self._tiles, self._inputs, self._merged, gradients, self._sums
+        given = self._tiles, self._inputs, self._merged, gradients, self.sums
         for launch in own.launches:
             backward_own(launch, *given, detached=self._call.detached)
         if not all_now:
@@ -296,7 +296,7 @@ class _Backward:
     ) -> None:
         for group in groups:
             merged = self._merged_of(group, own) if self._call.detached else self._merged
-            compute.backward(group, self._tiles, self._inputs, merged, gradients, self._sums)
+            compute.backward(group, self._tiles, self._inputs, merged, gradients, self.sums)
 
     def _merged_of(self, group: TileGroup, own: OwnSchedule) -> compute.Merged:
         """What backward of a group starts from where branch weights are constants.
@@ -306,8 +306,8 @@ class _Backward:
         out = torch.empty_like(self._merged.out)
         lse = torch.empty_like(self._merged.lse)
         result = compute.Result(out, lse, stores=True)
-        compute.forward(group, self._tiles, self._inputs, result, self._sums)
-        self._sums.join()
+        compute.forward(group, self._tiles, self._inputs, result, self.sums)
+        self.sums.join()
         zero_keys = [each for each in own.zero_keys if each.branch == group.branch]
         merge_zero_keys(zero_keys, out, lse.transpose(1, 2), self._tiles.heads_per_kv)
         return replace(self._merged, out=out)
@@ -316,14 +316,14 @@ class _Backward:
         for number, group in enumerate(groups):
             stores = stores_first and number == 0
             gradients = compute.Gradients(self.dquery, self.dkey, self.dvalue, stores, stores)
-            compute.backward(group, self._tiles, self._inputs, self._merged, gradients, self._sums)
+            compute.backward(group, self._tiles, self._inputs, self._merged, gradients, self.sums)
 
     def _add_returned(self) -> None:
         """Have returned gradients added behind the next compute, but for the most recent."""
         most_bytes = RETURNING_BYTES if self._call.gathers else -1
         while self._returning and sum(x.nbytes for x in self._returning) > most_bytes:
             one = self._returning.popleft()
-            self._sums.start(one.finish, *one.tensors, into=(self.dkey, self.dvalue))
+            self.sums.start(one.finish, *one.tensors, into=(self.dkey, self.dvalue))
 
     def _compute_step(self, fetched: Fetched) -> torch.Tensor:
         """Add a step's gradients to those of the query; return those of its slots."""
@@ -337,8 +337,8 @@ class _Backward:
             gradients = compute.Gradients(
                 self.dquery, dkeys, dvalues, stores_keys=covers and number == 0
             )
-            compute.backward(group, self._tiles, inputs, self._merged, gradients, self._sums)
-        self._sums.join(dslots)
+            compute.backward(group, self._tiles, inputs, self._merged, gradients, self.sums)
+        self.sums.join(dslots)
         return dslots
 
 

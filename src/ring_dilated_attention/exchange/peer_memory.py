@@ -272,7 +272,7 @@ class PeerMemory:
                 self._queued.popleft()
             self._queued.append(queued)
             self._watch.add(UnderWay(computed.query, queued.is_done, tuple(peers)))
-        return _Copies(list(done), [x for _, x in used])
+        return _Copies(list(done), used)
 
     def _extent(self, one: tuple[int, torch.Tensor] | None) -> tuple[int, int, int] | None:
         """(number of the peer, address, bytes) of what is sent or received."""
@@ -320,14 +320,20 @@ def _release(device: torch.device, queued: deque[_Queued], is_done: Callable[[],
 class _Copies:
     """Copies under way, and the tensors that must outlive them."""
 
-    def __init__(self, done: list[torch.cuda.Event], tensors: list[torch.Tensor]) -> None:
-        self._done, self._tensors = done, tensors
+    def __init__(
+        self, done: list[torch.cuda.Event], used: list[tuple[torch.cuda.Stream, torch.Tensor]]
+    ) -> None:
+        self._done, self._used = done, used
 
     def wait(self) -> None:
-        for event, tensor in zip(self._done, self._tensors, strict=True):
+        for event, (_, tensor) in zip(self._done, self._used, strict=True):
             torch.cuda.current_stream(tensor.device).wait_event(event)
         self._done.clear()
-        self._tensors.clear()
+        self._used.clear()
+
+    def __del__(self) -> None:
+        for stream, tensor in self._used:  # nobody has waited: an error has ended the call
+            tensor.record_stream(stream)
 
 
 def _run(operation: Operation, stream: int) -> None:

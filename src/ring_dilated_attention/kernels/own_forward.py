@@ -345,15 +345,13 @@ def _constants(
     programs: Programs, unit: int, longest: int, config: LaunchConfig, head_dim: int
 ) -> dict[str, Any]:
     """What a kernel of ranges is compiled for, but for its options."""
-    # Blocks have at most 256 rows.
-    widest = 256 * programs.max_step * longest
     return {
         "UNIT": unit,
         **head_dim_constants(head_dim, config.tail),
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "PRECISION": "ieee",  # no tf32 for float32; nothing to choose for the others
-        "WIDE": widest >= 2**31,
+        "WIDE": programs.reach * longest >= 2**31,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
         "maxnreg": config.max_registers,

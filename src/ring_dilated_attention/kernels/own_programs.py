@@ -41,6 +41,8 @@ MOST_BRANCHES = 31
 """Of a pattern: which of them a range has is bits of an int32."""
 MOST_STEP = 1024
 """Between rows of a program: there is a program for each residue, whether or not rows have it."""
+BLOCK_ROWS = 256
+"""Rows or keys of a block, at most."""
 LOADED_ROWS = 32
 """Rows of a program whose products with a key cost as much as loading it: estimated."""
 MASKED_COST = 2.0
@@ -58,7 +60,7 @@ class Programs:
         order: int32: residues modulo a range's step, by KV head, those that see most first.
         rows: int32 (programs, 5): `PROGRAM_FIELDS`.
         block: rows of a program at most.
-        max_step: the largest step between rows of a program, which no rate exceeds.
+        reach: positions from the first to the last row or key of a block, at most.
         launches: how kernels are launched on them, for each of the last few layouts.
     """
 
@@ -67,7 +69,7 @@ class Programs:
     order: torch.Tensor
     rows: torch.Tensor
     block: int
-    max_step: int
+    reach: int
     launches: dict[Hashable, KernelLaunch] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
@@ -214,7 +216,7 @@ def build_programs(
         order=on_device[2],
         rows=on_device[3],
         block=block,
-        max_step=int(layout.steps.max()),
+        reach=layout.reach,
     )
 
 
@@ -228,6 +230,8 @@ class _Layout(NamedTuple):
         order: of each kind, KV head by KV head: residues modulo the step, those that see most keys
             first.
         most: of each kind: about how many keys the rows of these see, of any head.
+        reach: positions that a block spans at most. Rows are a step apart, and keys a rate, which
+            may be more.
     """
 
     shortest: Table
@@ -235,6 +239,7 @@ class _Layout(NamedTuple):
     starts: Table
     order: Table
     most: Table
+    reach: int
 
 
 def _layout(kinds: Table, spec: Table, block: int) -> _Layout:
@@ -248,7 +253,8 @@ def _layout(kinds: Table, spec: Table, block: int) -> _Layout:
     steps = np.array([step_of(each, longest, block) for each in pairs])
     residues = np.arange(np.lcm.reduce(steps))
     work = np.zeros((len(kinds), offsets.shape[1], len(residues)))
-    for branch in run.any(0).nonzero()[0]:
+    are_run = run.any(0)
+    for branch in are_run.nonzero()[0]:
         common = np.minimum(rates[branch], steps)[:, None, None]
         offset = offsets[branch][:, None]
         shown = (residues % common == offset % common) & (offset >= 0)
@@ -258,7 +264,9 @@ def _layout(kinds: Table, spec: Table, block: int) -> _Layout:
     order = negative.argsort(axis=2, kind="stable")[np.broadcast_to(is_one[:, None], work.shape)]
     most = -np.sort(negative, axis=2).min(1)[is_one]
     shortest = np.where(run, lengths, lengths.max()).min(1)
-    return _Layout(shortest, steps, steps.cumsum() - steps, order, most)
+    of_keys = np.minimum(BLOCK_ROWS * rates, lengths)[are_run]
+    reach = max(BLOCK_ROWS * int(steps.max()), int(of_keys.max()))
+    return _Layout(shortest, steps, steps.cumsum() - steps, order, most, reach)
 
 
 def _programs(own: Table, order: Table, shortest: Table, steps: Table, block: int) -> Table:

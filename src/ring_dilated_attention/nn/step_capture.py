@@ -8,9 +8,10 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ..decode import CapturedStep, DilatedKVCache
+from ..decode import CapturedStep, DilatedKVCache, steps_by_kernel
 from ..exchange import is_dtensor
 from ..pattern import in_brief
+from .attention import MultiheadDilatedAttention
 from .hooks import runs_hooks
 
 TakeStep: TypeAlias = Callable[[Tensor], Tensor]
@@ -74,7 +75,14 @@ def captures(
         and not any(cache.is_sharded for cache in caches)
         and not torch.is_autocast_enabled(device.type)
         and not any(is_dtensor(parameter) for parameter in model.parameters())
+        and all(steps_by_kernel(caches[0], backend) for backend in _backends(model))
     )
+
+
+def _backends(model: nn.Module) -> set[str]:
+    """What its attention is to be computed by."""
+    modules = (x for x in model.modules() if isinstance(x, MultiheadDilatedAttention))
+    return {module.backend for module in modules}
 
 
 def _has_hooks(model: nn.Module) -> bool:

@@ -210,7 +210,8 @@ class TokenGenerator(TokenEnds):
             capture: whether a step is captured in a CUDA graph, which is replayed for each token,
                 several times as fast: needs caches that each rank holds whole. None, the default:
                 on a CUDA device, outside of autocast, from 32 tokens on, where caches are whole,
-                weights are no DTensors and no module has hooks.
+                weights are no DTensors, no module has hooks and the decoding kernels compute
+                attention (float32 or half precision, `backend` "auto" or "triton").
 
         Returns:
             The new tokens, int64, shape (batch, new), the same on every rank; new is

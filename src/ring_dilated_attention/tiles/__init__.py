@@ -12,6 +12,7 @@ from .backend import (
     empty_rows,
     reads_aligned_rows,
     reads_separate_rows,
+    wants_same_bits,
 )
 from .eager import accumulate_dtype
 from .limits import Limits, limits_on
@@ -35,4 +36,5 @@ __all__ = [
     "reads_separate_rows",
     "select_backend",
     "table_refusal",
+    "wants_same_bits",
 ]

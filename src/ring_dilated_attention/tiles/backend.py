@@ -70,6 +70,7 @@ class TileBackend:
             and what `forward` and `backward` return are as for any other.
         keeps_calls: whether a call like an earlier one takes the CPU little time, by what the back
             end keeps in `TileInputs.memo`.
+        repeats: whether `backward` gives the same bits each time where `wants_same_bits`.
     """
 
     name: str
@@ -85,6 +86,7 @@ class TileBackend:
     wants_one_layout: bool = False
     rows_first: bool = False
     keeps_calls: bool = False
+    repeats: bool = True
 
     def ordered(self, *views: torch.Tensor) -> list[torch.Tensor]:
         """(batch, heads, rows, head_dim) views with their dimensions in the order it takes."""
@@ -93,6 +95,17 @@ class TileBackend:
     def empty_like(self, q: torch.Tensor) -> torch.Tensor:
         """Uninitialised, for `backward_into`: of the shape of a view that it takes, contiguous."""
         return q.new_empty(q.shape) if self.rows_first else empty_rows(q)
+
+
+def wants_same_bits() -> bool:
+    """Whether ``torch.use_deterministic_algorithms(True)`` holds: equal calls, equal bits.
+
+    With ``warn_only=True`` it does not: torch then takes its fast kernels for attention, too.
+    """
+    return (
+        torch.are_deterministic_algorithms_enabled()
+        and not torch.is_deterministic_algorithms_warn_only_enabled()
+    )
 
 
 def reads_any_rows(tensor: torch.Tensor) -> bool:

@@ -21,6 +21,7 @@ from .backend import (
     TileInputs,
     reads_aligned_rows,
     refuse_all_but,
+    wants_same_bits,
 )
 from .replay import Replay
 
@@ -97,15 +98,16 @@ def _forward_into(t: TileInputs, out: torch.Tensor, lse: torch.Tensor) -> None:
 def _backward_into(
     t: TileInputs, g: TileGradients, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor
 ) -> None:
-    given = t.q, t.k, t.v, g.out, g.dout, g.lse.contiguous()
+    given, repeats = (t.q, t.k, t.v, g.out, g.dout, g.lse.contiguous()), wants_same_bits()
+    options = {"softmax_scale": t.scale, "causal": t.is_causal, "deterministic": repeats}
 
     def run(noting: AbstractContextManager[Any]) -> None:
         with _LOCK, _even_padding(t.q.shape[3]), noting:
-            _interface()._flash_attn_bwd(
-                *given, softmax_scale=t.scale, causal=t.is_causal, dq=dq, dk=dk, dv=dv
-            )
+            _interface()._flash_attn_bwd(*given, **options, dq=dq, dk=dk, dv=dv)
 
-    BACKWARDS((*given, dq, dk, dv), (t.scale, t.is_causal), run, t.memo)
+    # Programs that take turns do so by a tensor of zeros, which no replay would clear.
+    memo = None if repeats else t.memo
+    BACKWARDS((*given, dq, dk, dv), tuple(options.values()), run, memo)
 
 
 @contextmanager

@@ -168,6 +168,7 @@ CPU_FLASH, CUDNN, FLASH, EFFICIENT = (
         backward_workspace=_float32_dq,
         reads=reads_aligned_rows,
         wants_one_layout=True,
+        repeats=False,  # torch has no way to ask cuDNN for it
     ),
     TileBackend(
         name="flash",

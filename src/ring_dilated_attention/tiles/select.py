@@ -10,7 +10,7 @@ import torch
 
 from ..kernels import profile_of
 from ..pattern import check_choice
-from .backend import TileBackend, for_any_scale, reads_any_rows
+from .backend import TileBackend, for_any_scale, reads_any_rows, wants_same_bits
 from .eager import EAGER
 from .fa4 import FA4
 from .limits import Limits, limits_on
@@ -85,6 +85,8 @@ def select_backend(name: str, device: torch.device, dtype: torch.dtype, head_dim
     reasons = {}
     for backend in candidates:
         reason = backend.refusal(device, dtype, head_dim)
+        if reason is None and not backend.repeats and wants_same_bits():
+            reason = "its gradients may differ from run to run, and deterministic algorithms are on"
         if reason is None:
             shares = name == "auto" and device.type == "cuda"
             shares = shares and table_refusal(device, dtype, head_dim) is None

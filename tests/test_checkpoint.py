@@ -107,6 +107,19 @@ def gradients_of(model, function, *arguments, **options):
     return [p.grad for p in model.parameters()]
 
 
+@pytest.mark.parametrize("chunk_rows", [None, 4])
+@pytest.mark.parametrize("how", get_args(Checkpoint))
+def test_weights_that_change_in_place_before_backward_are_an_error(how, chunk_rows):
+    """Backward would compute with others than forward."""
+    model = make_model(how)
+    model.chunk_rows = chunk_rows
+    loss = model(torch.arange(24).view(1, 24)).sum()
+    with torch.no_grad():
+        model.blocks[1].attention.q_proj.weight.mul_(1.2)
+    with pytest.raises(RuntimeError, match=r"in place between forward and|by an inplace operation"):
+        loss.backward()
+
+
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("how", get_args(Checkpoint))
 def test_models_checkpoint_on_any_number_of_ranks(how, world_size):

@@ -403,3 +403,28 @@ def test_model_takes_exchange_and_backend() -> None:
     assert (attention.exchange, attention.backend) == ("gather", "eager")
     with pytest.raises(ValueError, match="backend must be one of"):
         LongNet(config, backend="quick")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", ["width", "dtype", "rope"])
+def test_a_layer_that_refuses_on_one_rank_does_on_all(wrong: str) -> None:
+    """Else the others would wait, and take its next sequence for this one."""
+    torch.manual_seed(0)
+    layer = MultiheadDilatedAttention(16, 4, segment_lengths=[4, None], dilation_rates=[1, 3])
+    layout, sequences = SequenceLayout.contiguous(8, 2), torch.randn(2, 1, 8, 16)
+    want = layer(*[sequences[1]] * 3)[0]
+
+    def rank_main(ends: Any) -> tuple[str, torch.Tensor]:
+        first, second = (layout.shard(x, ends.rank, 1) for x in sequences)
+        options: dict[str, Any] = {"group": ends, "layout": layout}
+        if ends.rank:
+            bad = {"width": first[..., :5], "dtype": first.half(), "rope": first}[wrong]
+            rope = (lambda _: 1 / 0) if wrong == "rope" else None
+            with pytest.raises((ValueError, RuntimeError, ZeroDivisionError)) as caught:
+                layer(bad, bad, bad, rope=rope, **options)
+        else:
+            with pytest.raises(ValueError, match="refused on other ranks: rank 1: ") as caught:
+                layer(first, first, first, **options)
+        return str(caught.value), layer(second, second, second, **options)[0]
+
+    (_, one), (_, two) = run_loopback(2, rank_main)
+    assert relative_error(torch.cat([one, two], 1), want) < 1e-6

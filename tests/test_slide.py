@@ -313,6 +313,18 @@ def test_config_is_a_value_and_gigapaths_by_default():
         ({"coordinates": torch.zeros(1, 40, 3)}, ValueError, "coordinates must have shape"),
         ({"coordinates": torch.zeros(1, 39, 2)}, ValueError, "same batch and tiles"),
         ({"features": [1]}, TypeError, "features must be a tensor"),
+        (
+            {"features": torch.zeros(1, 40, 12, dtype=torch.float16)},
+            TypeError,
+            r"parameters, torch.float64, .* torch.float16: pass features.to\(torch.float64",
+        ),
+        (
+            {"features": torch.zeros(1, 40, 12, dtype=torch.float64, device="meta")},
+            ValueError,
+            "must be on one device; got meta, cpu and cpu",
+        ),
+        ({"coordinates": torch.zeros(1, 40, 2) > 0}, TypeError, "float64; got torch.bool"),
+        ({"coordinates": torch.zeros(1, 40, 2) * 1j}, TypeError, "got torch.complex64"),
         ({"layout": "zigzag"}, TypeError, "layout must be a SequenceLayout or None"),
         (
             {"layout": SequenceLayout.contiguous(40, 1)},
@@ -328,6 +340,42 @@ def test_forward_refuses(arguments, kind, message):
     features, coordinates = slide()
     with pytest.raises(kind, match=message):
         encoder()(**{"features": features, "coordinates": coordinates, **arguments})
+
+
+@pytest.mark.parametrize("where", ["embedding", "cls_token"])
+def test_what_fails_on_one_rank_before_attention_is_an_error_on_every_rank(where):
+    """Here in a hook; there, as elsewhere, for want of memory. The next slide is encoded."""
+    layout, model = SequenceLayout.contiguous(41, 2), encoder()
+    features, coordinates = slide()
+    want = model(features, coordinates).tiles
+
+    def run(ends):
+        shard, own = own_tiles(layout, ends.rank, features, coordinates), copy.deepcopy(model)
+        if ends.rank and where == "embedding":
+            handle = own.embedding.register_forward_pre_hook(lambda *_: 1 / 0)
+        elif ends.rank:
+            own.cls_token, kept = nn.Parameter(torch.zeros(1, 1, 5)), own.cls_token
+        with pytest.raises((ValueError, ZeroDivisionError, RuntimeError)) as caught:
+            own(*shard, group=ends, layout=layout)
+        if ends.rank and where == "embedding":
+            handle.remove()
+        elif ends.rank:
+            own.cls_token = kept
+        return str(caught.value), own(*shard, group=ends, layout=layout).tiles
+
+    (first, one), (_, two) = run_loopback(2, run)
+    assert "dilated_attention was refused on other ranks: rank 1" in first
+    assert relative_error(torch.cat([one, two], 1), want) < 1e-12
+
+
+@pytest.mark.slow
+def test_an_exported_encoder_is_saved_and_loaded(tmp_path):
+    model, given = encoder(), slide()
+    torch.export.save(torch.export.export(model, given), tmp_path / "encoder.pt2")
+    loaded = torch.export.load(tmp_path / "encoder.pt2").module()(*given)
+    assert type(loaded).__name__ == "Encoded"
+    for got, want in zip(loaded, model(*given), strict=True):
+        assert torch.equal(got, want)
 
 
 def test_a_bad_call_is_an_error_on_every_rank():

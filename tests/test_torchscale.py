@@ -433,3 +433,23 @@ def test_initial_weights():
     assert module.q_proj.weight.abs().max().item() == pytest.approx(bound * 0.5**0.5, rel=0.01)
     assert not module.out_proj.bias.any()
     assert module.inner_attn_ln is None
+
+
+def test_a_module_that_refuses_on_one_rank_does_on_all():
+    """Else the others would wait, and take its next sequence for this one."""
+    torch.manual_seed(0)
+    layout, sequences = SequenceLayout.contiguous(24, 2), torch.randn(2, 1, 24, 16)
+    one_rank = TorchscaleDilatedAttention(config(), 16, 4, self_attention=True)
+    want = one_rank(*[sequences[1]] * 3)[0]
+
+    def run(ends):
+        module = copy.deepcopy(one_rank)
+        module.group, module.layout = ends, layout
+        first, second = (layout.shard(x, ends.rank, 1) for x in sequences)
+        rows = first[..., :5] if ends.rank else first
+        with pytest.raises(ValueError, match="must have shape") as caught:
+            module(rows, rows, rows)
+        assert ("refused on other ranks: rank 1" in str(caught.value)) == (not ends.rank)
+        return module(second, second, second)[0]
+
+    assert relative_error(torch.cat(run_loopback(2, run), 1), want) < 1e-6

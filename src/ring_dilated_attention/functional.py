@@ -17,9 +17,7 @@ from .engine import autocast_dtype
 from .exchange import (
     Group,
     Placed,
-    agree,
     check_padding_mask,
-    exchange_named,
     group_name,
     group_of_dtensors,
     is_dtensor,
@@ -29,7 +27,14 @@ from .layout import SequenceLayout
 from .pattern import DilatedPattern, check_choice, in_brief
 from .resolve import Options
 from .tiles import BACKENDS, Backend
-from .torch_op import FORWARD, LENGTHS, call_forward, lengths_of_call, validate_tensors
+from .torch_op import (
+    FORWARD,
+    LENGTHS,
+    call_forward,
+    lengths_of_call,
+    tell_ranks,
+    validate_tensors,
+)
 
 Schedule: TypeAlias = Literal["auto", "ring", "gather"]
 BranchGradients: TypeAlias = Literal["exact", "detached"]
@@ -231,10 +236,7 @@ def dilated_attention(
         if key_padding_mask is not None:
             _validate_mask(key_padding_mask, query, lengths)
     except Exception as failure:
-        if not torch.compiler.is_compiling():  # which then calls this without tracing it
-            # The other ranks are about to agree on their calls: inside of the operator.
-            device = query.device if isinstance(query, torch.Tensor) else torch.device("cpu")
-            agree("dilated_attention", exchange_named(name), None, failure, device)
+        tell_ranks(failure, group, query)
         raise
     if key_padding_mask is not None and torch.compiler.is_compiling():
         measured = LENGTHS(key_padding_mask, options.layout, name)
@@ -266,10 +268,8 @@ def _of_dtensors(
         known = group if placed is None else placed.group
         if placed is None and known is None:
             known = group_of_dtensors(query, key, value)
-        if known is not None and not torch.compiler.is_compiling():
-            # Other ranks may have made the call, and wait for this one.
-            device = query.device if isinstance(query, torch.Tensor) else torch.device("cpu")
-            agree("dilated_attention", exchange_named(group_name(known)), None, failure, device)
+        if known is not None:
+            tell_ranks(failure, known, query)
         raise
     shards = query.to_local(), key.to_local(), value.to_local()
     out, lse = dilated_attention(*shards, pattern, **local)

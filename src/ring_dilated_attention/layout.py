@@ -151,7 +151,9 @@ class SequenceLayout:
 
         world_size = check_positive_int("world_size", world_size)
         if not isinstance(positions, torch.Tensor) or positions.is_floating_point():
-            raise TypeError(f"positions must be a tensor of ints, got {in_brief(positions)}")
+            is_tensor = isinstance(positions, torch.Tensor)
+            got = f"one of {positions.dtype}" if is_tensor else in_brief(positions)
+            raise TypeError(f"positions must be a tensor of ints, got {got}")
         if positions.ndim != 1 or not len(positions) or len(positions) % world_size:
             raise ValueError(
                 f"positions must be 1-D, and their number a multiple of {world_size} ranks; got "

@@ -17,12 +17,20 @@ from torch import Tensor, nn
 from ..exchange import Group, one_group, resolve_exchange
 from ..functional import BRANCH_GRADIENTS, EXCHANGES, BranchGradients, Schedule, dilated_attention
 from ..layout import SequenceLayout
-from ..nn import check_head_sizes, hooks_of, is_plain, normalize, project_heads, slice_of_heads
+from ..nn import (
+    check_head_sizes,
+    check_rows,
+    hooks_of,
+    is_plain,
+    normalize,
+    project_heads,
+    slice_of_heads,
+)
 from ..pattern import DilatedPattern, HeadOffsets, check_choice, check_positive_float
 from ..tiles import BACKENDS, Backend
-from ..torch_op import padding
+from ..torch_op import padding, tell_ranks
 from .class_tokens import refuse_class_token
-from .torchscale_args import check_dropout, ints_of
+from .torchscale_args import check_dropout, ints_of, refuse_arguments
 from .torchscale_refusals import (
     refuse_local_positions,
     refuse_nothing_replaced,
@@ -195,28 +203,20 @@ class TorchscaleDilatedAttention(nn.Module):
             ValueError: an argument is not supported, a shape does not fit, dropout is above 0 in
                 training mode, and see `dilated_attention`.
         """
-        for name, given, instead in (
-            ("incremental_state", incremental_state, "use replicated_query_attention to decode"),
-            ("attn_mask", attn_mask, "use is_causal, and the pattern for what a head sees"),
-            ("rel_pos", rel_pos, "dilated attention takes no bias"),
-        ):
-            if given is not None:
-                raise ValueError(f"{name} must be None; {instead}; got {type(given).__name__}")
-        if is_first_step:
-            raise ValueError(f"is_first_step must be False; got {is_first_step!r}")
+        refuse_arguments(incremental_state, attn_mask, rel_pos, is_first_step)
         if self.dropout and self.training:
             raise ValueError(
                 "attention dropout is refused until it is exact and reproducible across ranks; set "
                 f"dropout to 0.0, or call eval(); got dropout {self.dropout} in training mode"
             )
-        for name, tensor in (("query", query), ("key", key), ("value", value)):
-            if tensor.dim() != 3 or tensor.shape[2] != self.embed_dim:
-                raise ValueError(
-                    f"{name} must have shape (batch, local_sequence, {self.embed_dim}); "
-                    f"got {tuple(tensor.shape)}"
-                )
         layers = self.q_proj, self.k_proj, self.v_proj
-        q_bnhd, k_bnhd, v_bnhd = project_heads(layers, (query, key, value), self.head_dim)
+        try:
+            for name, tensor in (("query", query), ("key", key), ("value", value)):
+                check_rows(name, tensor, self.embed_dim, "(batch, local_sequence, ")
+            q_bnhd, k_bnhd, v_bnhd = project_heads(layers, (query, key, value), self.head_dim)
+        except Exception as failure:
+            tell_ranks(failure, self.group, query)
+            raise
         mask = None if self.ignores_padding_mask else key_padding_mask
         attended: Tensor = dilated_attention(
             q_bnhd,

@@ -1,4 +1,4 @@
-"""What torchscale's configuration and constructor say, checked."""
+"""What torchscale's configuration, constructor and forward say, checked."""
 
 from __future__ import annotations
 
@@ -29,3 +29,18 @@ def check_dropout(dropout: float) -> float:
     if not 0 <= dropout <= 1:
         raise ValueError(f"dropout must lie in [0, 1]; got {dropout!r}")
     return float(dropout)
+
+
+def refuse_arguments(
+    incremental_state: object, attn_mask: object, rel_pos: object, is_first_step: object
+) -> None:
+    """Raise a `ValueError` unless the arguments of torchscale's forward have their defaults."""
+    for name, given, instead in (
+        ("incremental_state", incremental_state, "use replicated_query_attention to decode"),
+        ("attn_mask", attn_mask, "use is_causal, and the pattern for what a head sees"),
+        ("rel_pos", rel_pos, "dilated attention takes no bias"),
+    ):
+        if given is not None:
+            raise ValueError(f"{name} must be None; {instead}; got {type(given).__name__}")
+    if is_first_step:
+        raise ValueError(f"is_first_step must be False; got {is_first_step!r}")

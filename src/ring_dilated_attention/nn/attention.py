@@ -21,6 +21,7 @@ from ..pattern import (
     in_brief,
 )
 from ..tiles import BACKENDS, Backend
+from ..torch_op import tell_ranks
 from .checks import check_head_sizes, check_rows
 from .head_slices import slice_of_heads
 from .initial import without_weights
@@ -228,9 +229,13 @@ class MultiheadDilatedAttention(nn.Module):
                 "rope must be a function of projected heads, such as RotaryEmbedding(head_dim)"
                 f"(positions); got {in_brief(rope)}"
             )
-        for name, tensor in (("query", query), ("key", key), ("value", value)):
-            check_rows(name, tensor, self.embed_dim, "(batch, local_sequence, ")
-        q_bnhd, k_bnhd, v_bnhd = self.project(query, key, value, rope=rope)
+        try:
+            for name, tensor in (("query", query), ("key", key), ("value", value)):
+                check_rows(name, tensor, self.embed_dim, "(batch, local_sequence, ")
+            q_bnhd, k_bnhd, v_bnhd = self.project(query, key, value, rope=rope)
+        except Exception as failure:
+            tell_ranks(failure, group, query)
+            raise
         out_bnhd = self.attend(
             q_bnhd,
             k_bnhd,

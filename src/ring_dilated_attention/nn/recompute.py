@@ -52,6 +52,23 @@ class Weights:
             if tensors is module._parameters or tensor.requires_grad
         }
         self.tensors = list(by_id.values())
+        self._versions = [_version(tensor) for *_, tensor in self._places]
+
+    def _refuse_changes(self) -> None:
+        """Raise a `RuntimeError` if a parameter has been changed in place since.
+
+        Backward would compute with weights that forward did not have. Buffers may change: forward
+        itself changes some.
+        """
+        for (module, tensors, name, tensor), version in zip(
+            self._places, self._versions, strict=True
+        ):
+            if tensors is module._parameters and _version(tensor) != version:
+                raise RuntimeError(
+                    f"{name} of a {type(module).__name__} was changed in place between forward and "
+                    "backward, which computes with it again: call backward before the optimizer's "
+                    'step, or give checkpoint="none" and no chunk_rows'
+                )
 
     def _are_there(self) -> bool:
         for module, tensors, name, tensor in self._places:
@@ -71,6 +88,7 @@ class Weights:
             as_leaves: whether those that autograd computed stand there without their history, for
                 gradients with respect to them.
         """
+        self._refuse_changes()
         if self._are_there() and not (as_leaves and self._have_history()):
             yield self.tensors
             return
@@ -89,6 +107,11 @@ class Weights:
                     del tensors[name]
                 else:
                     tensors[name] = other
+
+
+def _version(tensor: Tensor) -> int | None:
+    """How often a tensor was changed in place; None where that is not known."""
+    return None if is_dtensor(tensor) or tensor.is_inference() else tensor._version
 
 
 def _is_kept_elsewhere(module: nn.Module, name: str, now: Tensor | None, then: Tensor) -> bool:

@@ -7,19 +7,22 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import _register_namedtuple
 
 from ..documents import Integers, ints_or_tensor
+from ..engine import autocast_dtype
 from ..exchange import Group, fill, one_group, place_in
 from ..functional import Schedule, autocast_inputs
 from ..layout import SequenceLayout
 from ..pattern import check_positive_int, in_brief
 from ..tiles import Backend
-from ..torch_op import agreed
+from ..torch_op import agreed, tell_ranks
 from .checkpoint import Checkpoint, check_checkpoint
 from .checks import check_rows
 from .chunked import map_rows
 from .compiler_faults import norm_one_row_more
 from .encoder_block import EncoderBlock
+from .hooks import is_plain
 from .initial import without_weights
 from .norm import LayerNorm
 from .sharded_apart import refuse_sharded_apart
@@ -40,6 +43,9 @@ class Encoded(NamedTuple):
     tiles: Tensor
 
 
+_register_namedtuple(Encoded, serialized_type_name=f"{__name__}.Encoded")  # for torch.export.save
+
+
 class SlideEncoder(nn.Module):
     """A pre-norm encoder on dilated attention for slides of any number of tiles, on any ranks.
 
@@ -52,6 +58,7 @@ class SlideEncoder(nn.Module):
     i is position i + 1. Each rank passes the tiles of its positions. The rank that holds position 0
     (the first, in most layouts) therefore passes one tile less than it holds positions.
 
+    Where a tile is, the embedding says in float32, in a float64 model too.
     Under autocast the residual stream and the norms have autocast's dtype. With ``keep_attention``
     and `chunk_rows`, a rank holds for every block two tensors of the size of its residual stream
     and an lse.
@@ -131,8 +138,8 @@ class SlideEncoder(nn.Module):
                 float64. Under `fully_shard` with a MixedPrecisionPolicy pass integers: it casts
                 floating arguments.
             lengths: (batch,) ints, how many tiles each slide of the batch has, where slides are
-                padded at their ends: with finite numbers, which attention never sees. None: all of
-                them.
+                padded at their ends: with zeros, say, which attention never sees; gradients are
+                finite only where the MLPs of padding are. None: all of them.
             group: the ranks that share each slide: a ProcessGroup, a 1-D DeviceMesh, or None for
                 one process.
             mesh: another name for `group`, as DTensor APIs call it; pass only one of the two.
@@ -152,14 +159,11 @@ class SlideEncoder(nn.Module):
             chunks = "chunk_rows computes gradients of weights from chunk to chunk"
             refuse_sharded_apart(self, {"embedding": chunks, "norm": chunks})
         coordinates, at, positions = self._agreed(features, coordinates, lengths, group, layout)
-        hidden = map_rows(
-            self._embed, features, coordinates, rows=self.chunk_rows, modules=(self.embedding,)
-        )
-        count = 0 if at is None else 1
-        # On no rows where this rank has no class token, so that its parameter gets a gradient.
-        # Selected: the gradient of a view of it would be a view of the gradient of all rows.
-        cls = autocast_inputs(self.cls_token[0])[0].expand(len(hidden), count, -1)
-        hidden = torch.cat([hidden[:, : at or 0], cls.to(hidden.dtype), hidden[:, at or 0 :]], 1)
+        try:
+            hidden = self._embed_all(features, coordinates, at)
+        except Exception as failure:
+            tell_ranks(failure, group, features)
+            raise
         norm_one_row_more()
         for block in self.blocks:
             hidden = block(
@@ -175,6 +179,17 @@ class SlideEncoder(nn.Module):
             return Encoded(hidden[:, :0], hidden)
         cls, after = hidden[:, at : at + 1], hidden[:, at + 1 :]
         return Encoded(cls, torch.cat([hidden[:, :at], after], 1) if at else after)
+
+    def _embed_all(self, features: Tensor, coordinates: Tensor, at: int | None) -> Tensor:
+        """The rows of the tiles, and of the class token where this rank has it."""
+        hidden = map_rows(
+            self._embed, features, coordinates, rows=self.chunk_rows, modules=(self.embedding,)
+        )
+        count = 0 if at is None else 1
+        # On no rows where this rank has no class token, so that its parameter gets a gradient.
+        # Selected: the gradient of a view of it would be a view of the gradient of all rows.
+        cls = autocast_inputs(self.cls_token[0])[0].expand(len(hidden), count, -1)
+        return torch.cat([hidden[:, : at or 0], cls.to(hidden.dtype), hidden[:, at or 0 :]], 1)
 
     def _embed(self, features: Tensor, coordinates: Tensor) -> Tensor:
         embedded = self.embedding(features)
@@ -223,11 +238,38 @@ class SlideEncoder(nn.Module):
                 "them. Under fully_shard with a MixedPrecisionPolicy, which casts floating "
                 "arguments, pass coordinates.round().long(), or set cast_forward_inputs=False"
             )
+        if coordinates.is_complex() or coordinates.dtype == torch.bool:
+            raise TypeError(
+                f"coordinates must be integers, float32 or float64; got {coordinates.dtype}"
+            )
+        _check_kind(features, coordinates, self.embedding)
         if features.shape[:2] != coordinates.shape[:2]:
             raise ValueError(
                 "features and coordinates must have the same batch and tiles; got shapes "
                 f"{tuple(features.shape)} and {tuple(coordinates.shape)}"
             )
+
+
+def _check_kind(features: Tensor, coordinates: Tensor, embedding: nn.Module) -> None:
+    """Raise unless features are of a dtype and where a plain projection can take them."""
+    if not is_plain(embedding, nn.Linear):
+        return
+    weight = embedding.weight
+    assert isinstance(weight, Tensor)
+    if not (features.device == coordinates.device == weight.device):
+        raise ValueError(
+            "features, coordinates and the parameters must be on one device; got "
+            f"{features.device}, {coordinates.device} and {weight.device}"
+        )
+    allowed, casts = {weight.dtype}, autocast_dtype(features.device.type) is not None
+    if casts and weight.dtype != torch.float64:
+        allowed |= {torch.float32, torch.bfloat16, torch.float16}
+    if features.dtype not in allowed:
+        raise TypeError(
+            f"features must be in the dtype of the parameters, {weight.dtype}, or under autocast "
+            f"float32, bfloat16 or float16; got {features.dtype}: pass features.to(torch."
+            f"{str(weight.dtype).removeprefix('torch.')})"
+        )
 
 
 def _positions(lengths: Integers | None, most: int) -> Integers | None:

@@ -48,6 +48,10 @@ def hilbert_order(coordinates: Tensor) -> Tensor:
     _check_dense("coordinates", coordinates)
     if coordinates.dtype == torch.bool or coordinates.is_complex():
         raise TypeError(f"coordinates must be integer or floating; got {coordinates.dtype}")
+    if coordinates.dtype in (torch.uint16, torch.uint32, torch.uint64):
+        raise TypeError(
+            f"torch computes little with {coordinates.dtype}: pass coordinates.to(torch.int64)"
+        )
     if coordinates.dim() != 2 or coordinates.shape[1] not in (2, 3):
         raise ValueError(
             f"coordinates must have shape (n, 2) or (n, 3); got {shape_in_brief(coordinates)}"

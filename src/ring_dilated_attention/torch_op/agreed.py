@@ -49,6 +49,23 @@ def _refuse(failure: Exception, name: str, group: Group, device: torch.device) -
     agree(name, exchange_named(group_name(group)), None, failure, device)
 
 
+def tell_ranks(failure: Exception, group: Group, rows: object) -> None:
+    """Raise a failure on all ranks, whose next call is that of `dilated_attention`.
+
+    For what computes the heads of that call: a rank that raised alone would leave the others
+    waiting for it, and its next call would be taken for this one. While torch.compile traces,
+    nothing is told: what is not compiled then runs again.
+
+    Args:
+        failure: of this rank; on the others it is a `ValueError` that names this one.
+        group: the ranks that share each sequence.
+        rows: what this rank was given, a tensor or anything else.
+    """
+    if not torch.compiler.is_compiling():
+        device = rows.device if isinstance(rows, torch.Tensor) else torch.device("cpu")
+        agree("dilated_attention", exchange_named(group_name(group)), None, failure, device)
+
+
 def agreed(
     tensor: torch.Tensor | None,
     name: str,

@@ -254,7 +254,7 @@ def test_integers_are_wide_where_keys_are_further_apart_than_rows():
     """A rate may be a multiple of the step between rows of a program."""
     own = OwnRange(0, 4096, 0, 4096, 0, 4096, 0b11)
     branches = [(2048, 4), (4096, 64)]
-    given: dict[str, Any] = {"block": 16, "is_causal": False, "stores": 1, "device": "cpu"}
+    given: dict[str, Any] = {"block": 64, "is_causal": False, "stores": 1, "device": "cpu"}
     both = build_programs([own], branches, [[0], [0]], **given)
     assert int(both.ranges[:, 5].max()) < 64
     assert both.reach == 4096  # a block of keys of the rate of 64 reaches the end of its segment

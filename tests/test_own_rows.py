@@ -259,7 +259,7 @@ def test_integers_are_wide_where_keys_are_further_apart_than_rows():
     assert int(both.ranges[:, 5].max()) < 64
     assert both.reach == 4096  # a block of keys of the rate of 64 reaches the end of its segment
     first = own._replace(branches=0b01)
-    assert build_programs([first], branches, [[0], [0]], **given).reach == 2048
+    assert build_programs([first], branches, [[0], [0]], **given).reach == 1024
 
 
 def cells_of(tiles, pattern):

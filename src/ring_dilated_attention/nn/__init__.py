@@ -3,7 +3,8 @@
 from .attention import MultiheadDilatedAttention
 from .block import Block as Block  # for other subpackages
 from .checkpoint import Checkpoint, attention_policy, check_checkpoint, keep_attention
-from .checks import check_head_sizes, check_rows
+from .checks import check_head_sizes
+from .checks import check_rows as check_rows  # for other subpackages
 from .chunked import map_rows
 from .config import LongNetConfig
 from .dilated import DilatedAttention
@@ -36,7 +37,6 @@ __all__ = [
     "attention_policy",
     "check_checkpoint",
     "check_head_sizes",
-    "check_rows",
     "document_positions",
     "hilbert_order",
     "hooks_of",

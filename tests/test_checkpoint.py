@@ -120,6 +120,24 @@ def test_weights_that_change_in_place_before_backward_are_an_error(how, chunk_ro
         loss.backward()
 
 
+@pytest.mark.parametrize("chunk_rows", [None, 4])
+@pytest.mark.parametrize("how", get_args(Checkpoint))
+def test_optimizers_may_step_in_backward(how, chunk_rows):
+    """Each parameter as soon as its gradient is there, before what is in front of it."""
+    plain, model = make_model(), make_model(how)
+    model.chunk_rows = chunk_rows
+
+    def step(parameter):
+        parameter.detach().add_(parameter.grad, alpha=-0.1)
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    tokens = torch.arange(24).view(1, 24)
+    gradients = gradients_of(plain, plain, tokens)
+    for got, want in zip(gradients_of(model, model, tokens), gradients, strict=True):
+        torch.testing.assert_close(got, want)
+
+
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("how", get_args(Checkpoint))
 def test_models_checkpoint_on_any_number_of_ranks(how, world_size):

@@ -88,9 +88,14 @@ class Block(nn.Module, ABC):
         chunk_rows: int | None,
         attend: Attend,
     ) -> Tensor:
-        attention = (self.attention_norm, self.attention)
         attended = run_checkpointed(
-            checkpoint, attention, self._attend, hidden, tables, chunk_rows, attend
+            checkpoint,
+            self._before_attention(),
+            self._attend,
+            hidden,
+            tables,
+            chunk_rows,
+            attend,
         )
         rest = partial(self._rest, in_chunks=chunk_rows is not None)
         return map_rows(rest, hidden, attended, rows=chunk_rows, modules=self._behind_attention())
@@ -102,10 +107,14 @@ class Block(nn.Module, ABC):
         chunk_rows: int | None,
         attend: Attend,
     ) -> Tensor:
-        attention = self.attention
-        modules = (self.attention_norm, attention.q_proj, attention.k_proj, attention.v_proj)
+        modules = self._before_attention()
         heads = map_rows(self._heads, hidden, *tables, rows=chunk_rows, modules=modules)
         return attend(*heads)
+
+    def _before_attention(self) -> list[nn.Module]:
+        """The modules that `_heads` uses: optimizers may have changed the others by then."""
+        attention = self.attention
+        return [self.attention_norm, attention.q_proj, attention.k_proj, attention.v_proj]
 
     def _behind_attention(self) -> list[nn.Module]:
         """The modules that `_rest` uses."""

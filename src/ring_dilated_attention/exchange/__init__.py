@@ -28,7 +28,8 @@ has of a dimension of a DTensor. `untraced` keeps torch.compile out of a functio
 
 from .agreement import Shared, agree, refuse_capture, settle, settle_later
 from .calls import Call, ExchangeError, Scope
-from .data_parallel import labels_per_rank, refuse_beside_wrapper
+from .data_parallel import labels_per_rank
+from .ddp import refuse_beside_wrapper
 from .dtensors import Placed, fill, group_of_dtensors, is_dtensor, of_own_part, one_group, own_part
 from .fully_sharded import gather_weights_in, is_fully_sharded
 from .groups import ProcessGroupExchange

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from numbers import Integral
 from typing import Any, NamedTuple, TypeAlias
-from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..pattern import in_brief
+from .ddp import averaged_by_ddp
 from .devices import device_for
 from .groups import ProcessGroupExchange
 from .interface import Exchange, SoloExchange
@@ -57,7 +57,9 @@ def labels_per_rank(
             on a rank without any).
         model: what averages gradients: a model in DistributedDataParallel or under `fully_shard`
             (FSDP2, HSDP); or, where gradients are averaged otherwise, those ranks: a ProcessGroup
-            or a DeviceMesh of any number of dimensions.
+            or a DeviceMesh of any number of dimensions. That is also for DDP with a communication
+            hook that this package does not know: of torch's hooks it knows those that average over
+            all ranks, among them compression and PowerSGD, with torch's wrappers.
         group: the ranks that share each sequence, which must be among the former: a ProcessGroup,
             a 1-D DeviceMesh, or None for one process.
         ignore_index: labels with this value do not count. Default -100, as in transformers and
@@ -70,38 +72,14 @@ def labels_per_rank(
     Raises:
         TypeError: an argument has the wrong type.
         ValueError: gradients are not averaged over all ranks of `group`, not of all parameters, or
-            not of all over the same ranks; the message says how to fix it.
+            not of all over the same ranks, or DDP has a communication hook that may not average
+            them; the message says how to fix it.
     """
     found = _averaging(model)
     _check_contains(found.ranks, group)
     count = _count(labels, ignore_index)
     total = found.total(count).clamp(min=1).to(torch.float64)
     return total / found.divisor
-
-
-_wrappers: WeakKeyDictionary[nn.Module, ref[nn.Module]] = WeakKeyDictionary()
-"""The DistributedDataParallel wrapper of each module; those that `labels_per_rank` was given."""
-
-
-def refuse_beside_wrapper(module: nn.Module, instead: str) -> None:
-    """Raise if a method of a DDP-wrapped module is called directly while autograd is on.
-
-    DDP does not average the gradients of such a call. Only wrappers are known that
-    `labels_per_rank` was given before.
-
-    Args:
-        module: whose method is called.
-        instead: how to call the wrapper.
-
-    Raises:
-        ValueError: it is in one.
-    """
-    wrapper = _wrappers.get(module)
-    if torch.is_grad_enabled() and wrapper is not None and wrapper() is not None:
-        raise ValueError(
-            f"{type(module).__name__} is in DistributedDataParallel, which averages gradients of "
-            f"calls through it alone: call {instead}"
-        )
 
 
 class _Average(NamedTuple):
@@ -173,8 +151,7 @@ def _averaging(model: Averaging) -> _Average:
         return _Average(ends, _ranks(ends), ends.world_size)
     module = getattr(model, "_orig_mod", model)  # of torch.compile
     if isinstance(module, DistributedDataParallel):
-        _wrappers[module.module] = ref(module)
-        return _averaging(module.process_group)
+        return _averaging(averaged_by_ddp(module))
     if isinstance(module, FullyShardedDataParallel):
         raise ValueError(
             "a model in FullyShardedDataParallel does not say over which ranks gradients are "

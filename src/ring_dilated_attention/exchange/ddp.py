@@ -58,7 +58,7 @@ def refuse_beside_wrapper(module: nn.Module, instead: str) -> None:
 
     DDP does not average the gradients of such a call. Only wrappers are known that
     `labels_per_rank` was given before. Calls without gradients may be made, and those that
-    backward makes again for activation checkpoints.
+    backward makes again for activation checkpoints. Code of torch.compile cannot ask.
 
     Args:
         module: what is called.

@@ -156,9 +156,12 @@ class LongNet(TokenGenerator):
             TypeError: this rank's `tokens` are not int64.
             ValueError: this rank's tokens do not fit, or its layout is for another number of ranks
                 or another local length; a token is not in the vocabulary (looked for on CPUs);
-                some other rank refused its arguments; and see `dilated_attention`.
+                some other rank refused its arguments; with labels, the model is in
+                DistributedDataParallel, which must be called instead; and see `dilated_attention`.
         """
         group = one_group(group, mesh)
+        if labels is not None:
+            self._refuse_beside_wrapper()
         apart = {"embedding": "the logits have its weights, too"}
         if self.chunk_rows is not None:
             apart["norm"] = "chunk_rows computes gradients of weights from chunk to chunk"
@@ -206,12 +209,16 @@ class LongNet(TokenGenerator):
                 model is in DistributedDataParallel, which must be called instead.
         """
         group = one_group(group, mesh)
-        if not torch.compiler.is_compiling():
-            refuse_beside_wrapper(self, "the wrapped model with its labels, ddp(tokens, labels)")
+        self._refuse_beside_wrapper()
         options = {"documents": documents, "group": group, "layout": layout}
         # None would be a call for logits: as anything else that is no tensor, it is refused.
         loss: Tensor = self(tokens, "None" if labels is None else labels, **options)
         return loss
+
+    def _refuse_beside_wrapper(self) -> None:
+        """Raise if DDP would not average the gradients of this loss."""
+        if not torch.compiler.is_compiling():
+            refuse_beside_wrapper(self, "the wrapped model with its labels, ddp(tokens, labels)")
 
     def _check_tokens(self, tokens: Tensor, labels: Tensor | None) -> None:
         """Raise unless labels fit the tokens, and on a CPU, where looking is free, they are known.

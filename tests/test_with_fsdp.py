@@ -131,6 +131,15 @@ APART: dict[str, dict[str, Any]] = {
     "attention": {"apart": ["attention"]},
     "attention, keep_attention": {"apart": ["attention"], "checkpoint": "keep_attention"},
     "layers of the MLP and norms": {"apart": ["expand", "contract", "mlp_norm", "norm"]},
+    "norms, keep_attention": {
+        "apart": ["attention_norm", "mlp_norm"],
+        "checkpoint": "keep_attention",
+    },
+    "layers, every second block": {
+        "apart": ["q_proj", "mlp_norm", "expand"],
+        "checkpoint": "keep_attention",
+        "blocks": 2,
+    },
 }
 REFUSED: dict[str, dict[str, Any]] = {
     "LongNetBlock.attention .*: chunk_rows": {"apart": ["attention"], "chunk_rows": 5},

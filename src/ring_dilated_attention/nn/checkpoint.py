@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, get_args
 import torch
 from torch import nn
 from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
     CheckpointPolicy,
     SelectiveCheckpointContext,
     create_selective_checkpoint_contexts,
@@ -73,9 +74,20 @@ def keep_attention() -> tuple[AbstractContextManager[Any], AbstractContextManage
         >>> checkpoint(block, x, use_reentrant=False, context_fn=keep_attention).shape
         torch.Size([2, 8])
     """
+    # FSDP2 marks what it does for a submodule, which backward need not do as often as forward.
+    SAC_IGNORED_OPS.update(_marks())
     contexts: tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
     contexts = create_selective_checkpoint_contexts(attention_policy)  # type: ignore[no-untyped-call]
     return contexts
+
+
+def _marks() -> tuple[Any, ...]:
+    """The operators of `torch.profiler.record_function`, which compute nothing."""
+    profiler = torch.ops.profiler
+    return (
+        profiler._record_function_enter_new.default,
+        profiler._record_function_exit._RecordFunction,
+    )
 
 
 def run_checkpointed(

@@ -17,7 +17,9 @@ from grid_steps import (
     longnet_shards,
 )
 from test_longnet_loss import make_model
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers_models import PATTERN, make
 from worlds import world
@@ -131,6 +133,53 @@ def refuse_wrong_averages(mesh, rank):
     refused(lambda: labels_per_rank(-1, mesh, sequence), "a number >= 0; got -1")
     with pytest.raises(TypeError, match="group must be"):
         labels_per_rank(labels, mesh, "sp")  # type: ignore[arg-type]
+
+
+def refuse_on_one_rank(rank, world_size):
+    """The others say so instead of waiting, and all may go on."""
+    labels = torch.ones(1, 3, dtype=torch.int64)
+    cases: list[tuple[Any, Any, type[Exception], str]] = [
+        (labels.float(), world(), TypeError, "Got torch.float32"),
+        (labels, "sp", TypeError, "group must be"),
+        (iter([labels, labels[0, 0]]), world(), TypeError, r"Got torch.int64 of shape \(\)"),
+        (-1, world(), ValueError, "a number >= 0; got -1"),
+    ]
+    for wrong, group, kind, message in cases:
+        if rank == 1:
+            with pytest.raises(kind, match=message):
+                labels_per_rank(wrong, world(), group)
+        else:
+            refused(
+                lambda: labels_per_rank(labels, world(), world()),
+                "^1 of the ranks that average gradients refused their arguments",
+            )
+        assert labels_per_rank(labels, world(), world()) == 3
+
+
+def refuse_dtensors(rank, world_size):
+    mesh = init_device_mesh("cpu", (world_size,))
+    whole = torch.arange(12).reshape(1, 12)
+    labels = distribute_tensor(whole, mesh, [Shard(1)])
+    for given in (labels, [labels], distribute_tensor(whole, mesh, [Replicate()])):
+        with pytest.raises(TypeError, match=r"this rank's shard; got a DTensor: .*to_local\(\)"):
+            labels_per_rank(given, mesh, mesh)
+    assert labels_per_rank(labels.to_local(), mesh, mesh) == 6
+
+
+def refuse_labels(rank, world_size):
+    refuse_on_one_rank(rank, world_size)
+    refuse_dtensors(rank, world_size)
+
+
+def test_labels_that_one_rank_refuses_raise_on_all():
+    run_ranks(refuse_labels, 2, wait_timeout=20)
+
+    def run(ends):
+        given, message = (-1, "got -1") if ends.rank == 2 else (4, "^1 of the ranks")
+        refused(lambda: labels_per_rank(given, ends, ends), message)
+        assert labels_per_rank(4, ends, ends) == 4
+
+    run_loopback(3, run)
 
 
 def in_ddp(rank, world_size):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from numbers import Integral
 from typing import Any, NamedTuple, TypeAlias
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..pattern import in_brief
 from .ddp import averaged_by_ddp
 from .devices import device_for
+from .dtensors import is_dtensor
 from .groups import ProcessGroupExchange
 from .interface import Exchange, SoloExchange
 from .names import Group, group_name, resolve_exchange
@@ -73,13 +75,26 @@ def labels_per_rank(
         TypeError: an argument has the wrong type.
         ValueError: gradients are not averaged over all ranks of `group`, not of all parameters, or
             not of all over the same ranks, or DDP has a communication hook that may not average
-            them; the message says how to fix it.
+            them; the message says how to fix it. Some other rank refused its arguments: labels on
+            CPUs; the divisor of labels on GPUs is NaN instead, as looking at it would take time.
     """
     found = _averaging(model)
-    _check_contains(found.ranks, group)
-    count = _count(labels, ignore_index)
-    total = found.total(count).clamp(min=1).to(torch.float64)
-    return total / found.divisor
+    try:
+        _check_contains(found.ranks, group)
+        count = _count(labels, ignore_index)
+    except Exception:
+        found.total(_refusal(labels))  # the other ranks are told instead of waiting
+        raise
+    total, refusals = found.total(torch.stack([count, torch.zeros_like(count)]))
+    per_rank: Tensor = total.clamp(min=1).to(torch.float64) / found.divisor
+    if refusals.device.type != "cpu":  # reading it would wait for the device
+        return torch.where(refusals == 0, per_rank, math.nan)
+    if refusals:
+        raise ValueError(
+            f"{int(refusals)} of the ranks that average gradients refused their arguments, each "
+            "with an error that says why: labels_per_rank counts the labels of all ranks"
+        )
+    return per_rank
 
 
 class _Average(NamedTuple):
@@ -96,18 +111,24 @@ class _Average(NamedTuple):
     ranks: frozenset[int] | None
     divisor: float
 
-    def total(self, count: Tensor) -> Tensor:
-        """The sum of all ranks' counts."""
+    def total(self, counts: Tensor) -> Tensor:
+        """The sums of all ranks' counts, which are as many on each."""
         if not isinstance(self.groups, list):
             ends = self.groups
             if ends.world_size == 1:
-                return count
+                return counts
             with ends.calls.enter("labels_per_rank", "labels"):
-                return count.new_tensor(sum(ends.share(int(count))))
+                return counts.new_tensor(ends.share(counts.tolist())).sum(0)
         for group in self.groups:
-            count = count.to(device_for(group, count.device))
-            dist.all_reduce(count, group=group)
-        return count
+            counts = counts.to(device_for(group, counts.device))
+            dist.all_reduce(counts, group=group)
+        return counts
+
+
+def _refusal(labels: Any) -> Tensor:
+    """No label and one rank that refuses, on the device of its labels if they have one."""
+    given = labels if isinstance(labels, list | tuple) and labels else [labels]
+    return torch.tensor([0, 1], device=getattr(given[0], "device", None))
 
 
 def _count(labels: Tensor | Iterable[Tensor] | int, ignore_index: int) -> Tensor:
@@ -121,6 +142,11 @@ def _count(labels: Tensor | Iterable[Tensor] | int, ignore_index: int) -> Tensor
     shards: list[Any] = list(labels) if several else [labels]  # type: ignore[arg-type]
     for shard in shards:
         is_tensor = isinstance(shard, Tensor)
+        if is_dtensor(shard):
+            raise TypeError(
+                "labels must be this rank's shard; got a DTensor: pass labels.to_local(), which is "
+                "the shard where the DTensor is sharded over the sequence"
+            )
         if (
             not is_tensor
             or not shard.ndim

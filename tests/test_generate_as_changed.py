@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from generating import VOCABULARY, greedy, make_model
+from torch import nn
 
 from ring_dilated_attention import DilatedPattern
 from ring_dilated_attention.checks import relative_error
@@ -128,3 +129,47 @@ def test_attention_of_its_own_is_called_or_refused(batch: int) -> None:
     attention.__class__ = _TwiceTheQuery
     with pytest.raises(ValueError, match="_TwiceTheQuery has an attend of its own"):
         model.generate(prompt, 20)
+
+
+class WithoutWeight(nn.Module):
+    """A layer in place of a linear one."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.layer(rows)
+        return result.roll(1, -1)
+
+
+@pytest.mark.parametrize("name", ["q_proj", "k_proj", "v_proj", "out_proj"])
+def test_projections_may_be_modules_without_a_weight(name: str) -> None:
+    model, prompt = make_model(), torch.randint(VOCABULARY, (1, 29))
+    plain = model(prompt)
+    attention: Any = model.get_submodule("blocks.0.attention")
+    setattr(attention, name, WithoutWeight(getattr(attention, name)))
+    assert relative_error(model(prompt), plain) > 1e-2
+    assert torch.equal(model.generate(prompt, 12), greedy(model, prompt, 12))
+
+
+def test_modules_without_a_weight_make_all_heads() -> None:
+    model = make_model()
+    attention: Any = model.get_submodule("blocks.0.attention")
+    for name, columns in (("q_proj", 16), ("k_proj", 8), ("v_proj", 8)):
+        setattr(attention, name, WithoutWeight(nn.Linear(32, columns).double()))
+    with pytest.raises(
+        ValueError, match=r"2 query and 1 KV heads on this rank, .* do not say which"
+    ):
+        model(torch.randint(VOCABULARY, (1, 29)))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_streamed_tokens_may_be_changed(batch: int) -> None:
+    """They are the caller's own: later tokens follow what was drawn."""
+    model, prompt = make_model(), torch.randint(VOCABULARY, (batch, 29))
+    want, got = model.generate(prompt, 12), []
+    for tokens in model.stream(prompt, 12):
+        got.append(tokens.clone())
+        tokens.fill_(0)
+    assert torch.equal(torch.stack(got, 1), want)

@@ -130,3 +130,13 @@ def test_caches_of_another_model_are_refused() -> None:
             call(PROMPT, other.make_caches(2, max_length=8))
         with pytest.raises(ValueError, match="every block needs a cache of its own"):
             call(PROMPT, model.make_caches(2, max_length=8)[:1] * 2)
+
+
+def test_caches_at_other_positions_are_shown() -> None:
+    model, prompt = make_model(), torch.zeros(10, 5, dtype=torch.int64)
+    caches = model.make_caches(10, max_length=8, max_rewind=2)
+    model.prefill(prompt, caches)
+    caches[0].rewind(2)
+    message = r"first holds (3, ){7}3 and 2 more, another one (5, ){7}5 and 2 more: rewind, select"
+    with pytest.raises(ValueError, match=message):
+        model.step(prompt[:, :1], caches)

@@ -337,7 +337,7 @@ def _drawn(
         if is_last or len(unchecked) == CHECKED_STEPS:
             _look_at(unchecked, largest, ends)
             unchecked, largest = [], []
-        yield tokens
+        yield tokens.clone()  # whoever changes it in place does not change the text
         if is_last:
             return
 

@@ -44,7 +44,9 @@ def slice_of_heads(module: Any, query: Tensor, key: Tensor) -> HeadSlice | None:
     if given is not None:
         return given
     layer = Heads(module.num_heads, getattr(module, "num_kv_heads", module.num_heads))
-    own, weights = Heads(query.shape[2], key.shape[2]), (module.q_proj.weight, module.k_proj.weight)
+    own = Heads(query.shape[2], key.shape[2])
+    # A module in place of a linear layer need not have a weight.
+    weights = (getattr(module.q_proj, "weight", None), getattr(module.k_proj, "weight", None))
     return slice_of_projections(layer, own, weights, type(module).__name__)
 
 

@@ -83,9 +83,15 @@ def check_caches(model: TokenGenerator, caches: Sequence[DilatedKVCache]) -> Non
         if cache.known_lengths != lengths:
             raise ValueError(
                 "the caches of all blocks must hold the same positions; the first holds "
-                f"{in_brief(lengths)}, another one {in_brief(cache.known_lengths)}: rewind, select "
-                "and reset them all"
+                f"{_shown(lengths)}, another one {_shown(cache.known_lengths)}: rewind, select and "
+                "reset them all"
             )
+
+
+def _shown(lengths: Sequence[int]) -> str:
+    """The lengths of a few rows, for a message."""
+    rest = f" and {len(lengths) - 8} more" if len(lengths) > 8 else ""
+    return ", ".join(map(str, lengths[:8])) + rest
 
 
 def check_batch(tokens: Tensor, caches: Sequence[DilatedKVCache]) -> None:

@@ -384,9 +384,13 @@ def test_any_ranks_return_all_logits_of_a_prompt():
         with torch.no_grad():
             whole = own(**given, use_cache=True).logits
             part = own(**given, use_cache=True, logits_to_keep=5).logits
+            last = own(**given, use_cache=True, logits_to_keep=-30).logits
+            some = own(**given, use_cache=True, logits_to_keep=torch.tensor([9, 12])).logits
+        assert relative_error(last, whole[:, 30:]) < 1e-12
+        assert relative_error(some, whole[:, [9, 12]]) < 1e-12
         return whole, part
 
-    for whole, part in run_loopback(3, run):
+    for whole, part in (*run_loopback(3, run), *run_loopback(1, run)):
         for row, skip in enumerate((0, 8)):
             assert relative_error(whole[row, skip:], want[row, skip:]) < 1e-10
         assert relative_error(part, want[:, -5:]) < 1e-10

@@ -416,7 +416,7 @@ def test_many_ranks_refuse_layers_that_mix_positions():
             {"num_items_in_batch": torch.tensor(80.5).bfloat16()},
             r"got torch.bfloat16, .* pass num_items_in_batch.item\(\)",
         ),
-        ({"logits_to_keep": 1}, "logits_to_keep must be 0, .* got 1"),
+        ({"logits_to_keep": 1}, r"logits_to_keep must be 0, .* needs use_cache=True .* got 1"),
         ({"output_router_logits": True}, "output_router_logits must be False"),
     ],
 )

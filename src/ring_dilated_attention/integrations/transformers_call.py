@@ -249,7 +249,8 @@ def check_loss_arguments(name: str, settings: Settings, given: dict[str, Any]) -
     if not cached and (isinstance(kept, Tensor) or kept):
         failure = ValueError(
             f"on {ends.world_size} ranks logits_to_keep must be 0, since it counts the rows of a "
-            f"shard unless there is a KV cache (use_cache=True); got {kept!r}"
+            f"shard unless there is a KV cache: generate, which passes it, needs use_cache=True on "
+            f"several ranks; got {kept!r}"
         )
     failure = failure or rounded_count(given)
     if isinstance(count, Tensor):

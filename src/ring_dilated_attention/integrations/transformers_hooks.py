@@ -49,7 +49,8 @@ def before_head(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     if not is_cached(given):
         return ((), without_labels(given)) if own_loss(module, settings, given) else None
     kept = given.get("logits_to_keep")
-    return args, {**kwargs, ARGUMENT: kept if isinstance(kept, int) else 0}
+    # A negative number, or a tensor, may name any column: the head chooses among all of them.
+    return args, {**kwargs, ARGUMENT: kept if isinstance(kept, int) and kept > 0 else 0}
 
 
 # torch.compile cannot trace what ranks tell each other, nor what a cache becomes.

@@ -19,6 +19,7 @@ from transformers_models import (
     LAYOUTS,
     LENGTH,
     PATTERN,
+    SMALL,
     batch_of,
     call,
     make,
@@ -236,6 +237,14 @@ def test_models_with_other_attention_are_refused(family):
     model = make(family, **OTHER_ATTENTION[family])
     set_attention(model, PATTERN)
     with pytest.raises(ValueError, match="only transformers' causal and bidirectional masks"):
+        model(input_ids=IDS)
+
+
+def test_a_window_that_cannot_be_switched_off_is_not_advised():
+    options = {**SMALL, "head_dim": 8, "layer_types": ["full_attention"] * 2}
+    model = transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**options))
+    set_attention(model, PATTERN)
+    with pytest.raises(ValueError, match="as Gemma3 does, are not supported"):
         model(input_ids=IDS)
 
 

@@ -33,7 +33,7 @@ whole prompt, which is sharded inside, and gets the same tokens; to sample, seed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -43,7 +43,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from ..exchange import Group, one_group, resolve_exchange
 from ..functional import Schedule, dilated_attention, validate_options
@@ -59,6 +58,8 @@ from .transformers_heads import pattern_of_heads
 from .transformers_hooks import after_base, before_base, before_head
 from .transformers_images import check_images, set_on_images, takes_images, tell_modules
 from .transformers_loss import after_head
+from .transformers_masks import attention_mask as attention_mask  # offered here
+from .transformers_masks import check_asked
 from .transformers_models import Positions, check_model, kind_of, without_adapters
 from .transformers_saved import (
     erase,
@@ -69,6 +70,7 @@ from .transformers_saved import (
     saved_pattern,
     write,
 )
+from .transformers_towers import check_one_tower
 
 NAME = ARGUMENT
 """What ``attn_implementation`` has to be."""
@@ -120,8 +122,9 @@ def set_attention(
 
     Args:
         model: the model that will be called, with or without a head, or a PeftModel of one; changed
-            in place, its ``attn_implementation`` and config too. On several ranks a model whose
-            layers are all full attention and MLPs, or experts.
+            in place, its ``attn_implementation`` and config too. Of a vision-language model, its
+            language model. On several ranks a model whose layers are all full attention and MLPs,
+            or experts.
         pattern: which keys each head sees; `DilatedPattern.dense` is what transformers computes.
             None, the default: the pattern that the model's config holds.
         group: the ranks that share each sequence: a ProcessGroup, a 1-D DeviceMesh, or None for
@@ -158,6 +161,8 @@ def set_attention(
     validate_options(pattern, False, None, layout, exchange, backend, False)
     base: Any = model.base_model
     of_images, ranks = takes_images(base), resolve_exchange(group).world_size
+    if not of_images:
+        check_one_tower(model)
     (check_images if of_images else check_model)(model, base, ranks)
     if model.config._attn_implementation != NAME:
         model.set_attn_implementation(NAME)
@@ -286,8 +291,9 @@ def attention_forward(
         raise ValueError(
             f"no settings reached {type(module).__name__}: call "
             "ring_dilated_attention.integrations.transformers.set_attention(model, pattern) with "
-            "the model that you call (it must hand keyword arguments down to its attention); got "
-            f"{call!r}"
+            "the model that you call (it must hand keyword arguments down to its attention); where "
+            "only a part of a model has a pattern, load the model with attn_implementation="
+            f"{{'text_config': {NAME!r}}}, the name of that part's config; got {call!r}"
         )
     given = {name: x for name, x in kwargs.items() if x is not None and name not in _HARMLESS}
     if given.get("output_attentions") is False:
@@ -314,6 +320,7 @@ def attention_forward(
     causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
     if causal is None:
         raise ValueError(f"{type(module).__name__} must have is_causal, or pass it; got None")
+    check_asked(module, causal)
     if isinstance(call, CachedCall):
         return _attend_untraced(call, module, (query, key, value), causal, scaling), None
     settings, width = call.settings, value.shape[3]
@@ -333,44 +340,6 @@ def attention_forward(
         backend=settings.backend,
     )
     return out[..., :width] if missing else out, None
-
-
-def attention_mask(
-    *,
-    q_length: int,
-    kv_length: int,
-    mask_function: Callable[..., Any] = causal_mask_function,
-    q_offset: int | Tensor = 0,
-    kv_offset: int | Tensor = 0,
-    allow_is_causal_skip: bool = True,
-    allow_is_bidirectional_skip: bool = True,
-    **others: Any,
-) -> None:
-    """What transformers calls to make a mask; without it, it would drop masks in silence.
-
-    Causal masks and none at all are `is_causal` of the layer, and padding and documents the model's
-    hook has seen. Any other mask is refused here.
-
-    Raises:
-        ValueError: the mask is another, or of other keys than those so far.
-    """
-    if mask_function is causal_mask_function:
-        plain = allow_is_causal_skip
-    else:
-        plain = mask_function is bidirectional_mask_function and allow_is_bidirectional_skip
-    if not plain:
-        name = getattr(mask_function, "__qualname__", repr(mask_function))
-        raise ValueError(
-            "only transformers' causal and bidirectional masks are supported: the pattern decides "
-            "what a head sees. Set config.sliding_window=None if the model has a sliding window; "
-            "for packing and padding, call set_attention(model, pattern) first. Got the mask "
-            f"{name.split('.')[0]}"
-        )
-    if kv_offset != 0 or kv_length != q_offset + q_length:
-        raise ValueError(
-            "only self-attention is dilated, and a KV cache must be a DilatedCache; got queries "
-            f"{q_offset} to {q_offset + q_length}, keys {kv_offset} to {kv_offset + kv_length}"
-        )
 
 
 def _check_is_set(model: nn.Module) -> None:

@@ -26,6 +26,8 @@ from .transformers_rows import (
     check_positions,
     documents_of,
     given_borders,
+    has_all_in_order,
+    ids_of_text,
 )
 from .transformers_saved import check_same_pattern
 
@@ -115,9 +117,9 @@ def prepared(module: nn.Module, settings: Settings, given: dict[str, Any]) -> di
         given: arguments of its forward, by name.
 
     Returns:
-        `given` with global ``position_ids``, a 2-D ``attention_mask`` (with one, transformers looks
-        for no documents in a shard), ``use_cache=False`` and a `Call`, without ``cu_seq_lens_q``
-        and its companions.
+        `given` with global ``position_ids`` (None where the model makes them itself), a 2-D
+        ``attention_mask`` (with one, transformers looks for no documents in a shard),
+        ``use_cache=False`` and a `Call`, without ``cu_seq_lens_q`` and its companions.
 
     Raises:
         TypeError, ValueError: an argument is not supported, or the ranks differ; on every rank.
@@ -129,7 +131,8 @@ def prepared(module: nn.Module, settings: Settings, given: dict[str, Any]) -> di
         refuse(module, given, ends.world_size)
         check_peft(module, ends.world_size)
         rows = _rows(given, ends, settings.layout)
-        check_ids(position_ids, rows)
+        text_ids = ids_of_text(module, position_ids, ends)
+        check_ids(text_ids, rows)
         padding = check_padding(mask, rows)
         borders = given_borders(given, rows)
         check_positions(name, settings.positions, given, rows, padding)
@@ -150,12 +153,13 @@ def prepared(module: nn.Module, settings: Settings, given: dict[str, Any]) -> di
     assert rows is not None
     lengths = _lengths(name, padding, rows, layout, ends)
     first = settings.positions.first
-    if position_ids is None:
-        # A model that does not count from 0 may skip padding wherever it is, and knows best.
-        own = first and ends.world_size == 1
-        position_ids, documents = None if own else rows.positions[None] + first, borders
+    if text_ids is None:
+        documents = borders
+        # A model that has all tokens in order knows best: it may skip padding, wherever that is.
+        if position_ids is None and not has_all_in_order(ends, layout):
+            position_ids = rows.positions[None] + first
     else:
-        documents = documents_of(name, position_ids, rows, lengths, ends, first)
+        documents = documents_of(name, text_ids, rows, lengths, ends, first)
         if borders is not None and documents not in (None, borders):
             raise ValueError(  # alike on every rank
                 "cu_seq_lens_q and the restarts of position_ids must be the same borders; got "

@@ -30,6 +30,7 @@ from .transformers_call import (
     inputs_of,
     refuse,
 )
+from .transformers_models import rotates_in_dimensions
 from .transformers_rows import Rows, check_ids, check_padding
 
 _DYNAMIC = (None, "dynamic", "dynamic_full")  # "full": older versions take positions back from it
@@ -150,7 +151,7 @@ def prepare_cache_for_generation(
             cache.activate_past_recording()
         model_kwargs[cache_name(model)] = cache
     else:
-        _check_cache(cache)
+        _check_cache(model, cache)
         _check_whole_text(model_kwargs, cache.get_seq_length())
         cache.reserve(max_cache_length)
         cache._is_user_defined = True  # transformers asks for that
@@ -177,7 +178,7 @@ def _columns(
     refuse(module, given, ends.world_size)
     cache = cache_of(given)
     if cache is not None:
-        _check_cache(cache)
+        _check_cache(module, cache)
     _refuse_with_cache(module, given, ends)
     inputs = inputs_of(given)
     batch, count = inputs.shape[:2]
@@ -313,13 +314,16 @@ def _local(x: Tensor, columns: _Columns, rank: int) -> Tensor:
     return call.layout.shard(torch.cat([x, x.new_zeros(shape)], 1), rank, 1).contiguous()
 
 
-def _check_cache(cache: Any) -> None:
+def _check_cache(module: Any, cache: Any) -> None:
     if not isinstance(cache, DilatedCache):
+        several = rotates_in_dimensions(module)
+        needs = "use_cache=False" if several else f"{cache_name(module)}=DilatedCache(that part)"
         raise ValueError(
             "the KV cache must be a DilatedCache, which generate makes by itself for a model "
             "with set_attention, or None; make one by "
-            "ring_dilated_attention.integrations.transformers.DilatedCache(model). Got "
-            f"{type(cache).__name__}"
+            "ring_dilated_attention.integrations.transformers.DilatedCache(model). Where only a "
+            "part of the model has set_attention, such as model.model.language_model, give "
+            f"generate {needs}. Got {type(cache).__name__}"
         )
 
 

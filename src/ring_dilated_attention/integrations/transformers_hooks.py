@@ -19,11 +19,13 @@ from .transformers_call import (
 )
 from .transformers_generate import prepared_with_cache
 from .transformers_loss import own_loss, without_labels
+from .transformers_masks import forget_asked
 
 
 def before_base(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Before a decoder or encoder: its arguments, by name."""
     settings, given = getattr(module, SETTINGS), by_name(module, args, kwargs)
+    forget_asked()
     if is_cached(given):
         return (), _prepared_with_cache_untraced(module, settings, given)
     prepare = prepared if settings.group is None else _prepared_untraced

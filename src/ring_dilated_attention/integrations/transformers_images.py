@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from ..exchange import agree_on_batch, resolve_exchange
 from ..layout import SequenceLayout
 from .transformers_call import CACHE_NAMES, SETTINGS, Settings, by_name, refuse
+from .transformers_masks import forget_asked
 
 ON_RANKS = ("ViTModel", "SiglipVisionModel")
 """Models of images that several ranks can share: behind their embeddings nothing but attention
@@ -101,6 +102,7 @@ def _before_images(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Before the model: refuses what would be ignored; ranks compare their images."""
     given, settings = by_name(module, args, kwargs), getattr(module, SETTINGS)
+    forget_asked()
     ends = resolve_exchange(settings.group)
     failure: Exception | None = None
     try:

@@ -127,6 +127,18 @@ ANY_POSITIONS = Positions(0, None)
 """Those of a model with rotations."""
 
 
+def has_cross_attention(model: Any) -> bool:
+    """Whether the config of a model says that it attends to another sequence."""
+    flags = ("is_encoder_decoder", "add_cross_attention")
+    return any(getattr(model.config, flag, False) for flag in flags)
+
+
+def rotates_in_dimensions(model: Any) -> bool:
+    """Whether a model without its head has position ids of several dimensions (M-RoPE)."""
+    rope = getattr(model.config, "rope_parameters", None)
+    return isinstance(rope, dict) and "mrope_section" in rope
+
+
 def learns_next(name: str) -> bool:
     """Whether a model, by the name of its class, learns the next token from each one."""
     return name.endswith(_NEXT_TOKEN)
@@ -141,7 +153,7 @@ def check_model(model: nn.Module, base: nn.Module, world_size: int) -> None:
         world_size: ranks that share each sequence.
     """
     kind, config = type(model).__name__, model.config
-    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", 0):
+    if has_cross_attention(model):
         raise ValueError(f"models with cross-attention are not supported; got {kind}")
     parameters = inspect.signature(base.forward).parameters
     takes_more = any(p.kind is p.VAR_KEYWORD for p in parameters.values())

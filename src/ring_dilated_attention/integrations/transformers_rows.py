@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ..documents import as_ints, document_borders
 from ..exchange import Exchange, agree
+from ..layout import SequenceLayout
 from ..nn import document_positions
-from .transformers_models import Positions
+from .transformers_models import Positions, rotates_in_dimensions
 
 
 class Rows(NamedTuple):
@@ -29,6 +30,33 @@ class Rows(NamedTuple):
     total: int
 
 
+def has_all_in_order(ends: Exchange, layout: SequenceLayout | None) -> bool:
+    """Whether this process has the whole sequence in its order: a model can number it by itself."""
+    if ends.world_size > 1:
+        return False
+    return layout is None or layout == SequenceLayout.contiguous(layout.length, 1)
+
+
+def ids_of_text(module: Any, position_ids: Any, ends: Exchange) -> Any:
+    """Position ids that tell documents: those given, or of several dimensions those of the text.
+
+    Args:
+        module: the model without its head.
+        position_ids: as the model takes them: (batch, local_sequence); on one process, for a model
+            of rotations in several dimensions (M-RoPE), also (3, batch, local_sequence), or
+            (4, batch, local_sequence), whose first are those of the text.
+        ends: this rank's end of the group.
+
+    Returns:
+        Position ids (batch, local_sequence) where they are 2-D; None: there are none.
+    """
+    if not isinstance(position_ids, Tensor) or position_ids.dim() != 3 or ends.world_size > 1:
+        return position_ids
+    if not rotates_in_dimensions(module) or len(position_ids) not in (3, 4):
+        return position_ids
+    return position_ids[0] if len(position_ids) == 4 else None
+
+
 def check_ids(position_ids: Any, rows: Rows) -> None:
     """Raise a TypeError or ValueError unless position ids have the rows' shape, or are None."""
     if position_ids is None:
@@ -37,10 +65,16 @@ def check_ids(position_ids: Any, rows: Rows) -> None:
         got = position_ids.dtype if isinstance(position_ids, Tensor) else repr(position_ids)
         raise TypeError(f"position_ids must be a tensor of int32 or int64; got {got}")
     length = len(rows.positions)
+    in_dimensions = (
+        " (positions in several dimensions are supported for models with M-RoPE, on one process "
+        "without a KV cache: use_cache=False)"
+        if position_ids.dim() == 3
+        else ""
+    )
     if tuple(position_ids.shape) not in ((1, length), (rows.batch, length)):
         raise ValueError(
             f"position_ids must have shape (batch, local_sequence), {(rows.batch, length)}, or "
-            f"{(1, length)}; got {tuple(position_ids.shape)}"
+            f"{(1, length)}; got {tuple(position_ids.shape)}{in_dimensions}"
         )
 
 

@@ -134,8 +134,10 @@ def restore_when_made(set_attention: Callable[[PreTrainedModel], None]) -> None:
             raise ValueError(
                 f"the config says that this {type(model).__name__} has the dilated pattern "
                 f"{pattern}, but attn_implementation is {implementation!r}, which computes another "
-                f"function: pass attn_implementation={SAVED!r}; or, if you want the other one, "
-                f"a config without the pattern: del config.{SAVED}"
+                f"function: pass attn_implementation={SAVED!r}, or, where this model is part of "
+                f"another, {{'text_config': {SAVED!r}}} with the name of its config in that of the "
+                f"whole; if you want the other attention, a config without the pattern: del "
+                f"config.{SAVED}"
             )
         set_attention(model)
 

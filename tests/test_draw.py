@@ -40,6 +40,7 @@ from ring_dilated_attention.draw import (
     work_text,
 )
 from ring_dilated_attention.plan import TensorSize, flops, flops_by_rank, traffic
+from ring_dilated_attention.terminal import in_bytes
 
 ROOT = Path(__file__).parent.parent
 SIZE = TensorSize(batch=2, head_dim=8, element_size=2)
@@ -191,6 +192,22 @@ def test_bars_and_matrix_are_the_plan_s():
     sent = rows_sent(plan)
     image = np.asarray(exchange_figure(plan, SIZE).axes[1].images[0].get_array())
     assert np.allclose(image, sent / sent.max())
+
+
+@pytest.mark.parametrize(("ranks", "summed"), [(100, 100), (200, 36)])
+def test_the_bytes_of_many_ranks_are_those_of_all_or_say_of_which(ranks, summed):
+    """The matrix has the first 36 ranks; the last ones of a causal sequence receive the most."""
+    plan = plan_of(DilatedPattern.dense(), 4 * ranks, ranks, "contiguous", True, None)
+    rows = [plan.rank(rank) for rank in range(summed)]
+    sent = sum(x.received_rows(y) for x in rows for y in range(summed) if x.index != y)
+    lines = exchange_text(plan, SIZE)
+    text, total = " ".join(lines), in_bytes(SIZE.key_value_bytes(sent))
+    scope = "in all" if summed == ranks else f"among the first {summed} of {ranks} ranks"
+    assert f"all heads: {total} {scope};" in text
+    assert f"Drawn: the first 36 of {ranks} ranks." in lines
+    figure = exchange_figure(plan, SIZE)
+    said = " ".join(text.get_text() for axes in figure.axes for text in axes.texts)
+    assert f"{total} in all" in said if summed == ranks else "among the first 64 of" in said
 
 
 @pytest.mark.parametrize("case", CASES)

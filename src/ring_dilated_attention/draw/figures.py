@@ -14,7 +14,7 @@ from .mask import Grid, Shown, rows_sent, shown_to
 from .panels import draw_branches, draw_matrix, draw_senders, draw_timeline, draw_work, nests
 from .schedule import CostModel, timeline
 from .style import LIGHT, Sheet, Style, headline
-from .words import branch_in_words, kv_head_of, plan_in_words
+from .words import branch_in_words, kv_head_of, plan_in_words, sent_in_words
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -167,7 +167,7 @@ def exchange_figure(
     draw_matrix(right, style, sent, ranks, [in_bytes(x) if x else "·" for x in nbytes])
     headline(
         right, style, "Bytes of K and V sent in forward, all heads",
-        f"{in_bytes(sum(nbytes))} in all; at most {in_bytes(max(nbytes))} from one rank to another",
+        sent_in_words(plan, size, ranks),
     )  # fmt: skip
     sheet.title(str(plan.pattern), plan_in_words(plan, layout_name))
     sheet.note("; ".join(notes) + ".")

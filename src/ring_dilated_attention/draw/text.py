@@ -21,7 +21,7 @@ from .figures import (
 )
 from .mask import NOBODY, Grid, Ints, holders, rows_sent, shown_to
 from .schedule import Activity, CostModel, timeline
-from .words import branch_in_words, kv_head_of, plan_in_words
+from .words import branch_in_words, kv_head_of, plan_in_words, sent_in_words
 
 WIDTH = 80
 """Characters of a line."""
@@ -217,12 +217,11 @@ def _matrix(plan: AttentionPlan, size: TensorSize, width: int) -> Iterator[str]:
     ranks = range(min(world_size, _MOST_CELLS))
     sent = rows_sent(plan, ranks)
     nbytes = [[size.key_value_bytes(int(rows)) for rows in row] for row in sent]
-    total, most = sum(map(sum, nbytes)), max(map(max, nbytes))
-    shown = "" if len(ranks) == world_size else f"; the first {len(ranks)} of {world_size:,} ranks"
-    yield from textwrap.wrap(
-        f"Bytes of K and V sent in forward, all heads: {in_bytes(total)} in all, at most "
-        f"{in_bytes(most)} from one rank to another{shown}", width,
-    )  # fmt: skip
+    most = max(map(max, nbytes))
+    found = sent_in_words(plan, size, ranks)
+    yield from textwrap.wrap(f"Bytes of K and V sent in forward, all heads: {found}", width)
+    if len(ranks) < world_size:
+        yield f"Drawn: the first {len(ranks)} of {world_size:,} ranks."
     if len(ranks) > _MOST_NUMBERS:
         yield f"From the rank on the left to the column's; {_SHADES[1:]}: quarters of the most."
         for rank, row in zip(ranks, nbytes, strict=True):

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from ..pattern import Branch
-from ..plan import AttentionPlan
+from ..plan import AttentionPlan, TensorSize
+from ..terminal import in_bytes
+from .mask import rows_sent
+
+MOST_SUMMED_RANKS = 128
+"""Whose bytes are added up, pair by pair of ranks, in less than a second or so."""
 
 
 def in_units(position: int) -> str:
@@ -44,6 +49,24 @@ def plan_in_words(plan: AttentionPlan, layout_name: str | None = None) -> str:
     if count > 1:
         words.append(f"{count:,} documents")
     return ", ".join(words)
+
+
+def sent_in_words(plan: AttentionPlan, size: TensorSize, drawn: range) -> str:
+    """How many bytes of K and V the ranks send each other in forward, in all and at most.
+
+    Args:
+        plan: of all ranks.
+        size: what turns rows into bytes.
+        drawn: the first ranks; the numbers are theirs where there are more than
+            `MOST_SUMMED_RANKS`, and those of all ranks elsewhere.
+    """
+    count = plan.layout.world_size
+    is_whole = count <= max(MOST_SUMMED_RANKS, len(drawn))
+    sent = rows_sent(plan, range(count) if is_whole else drawn)
+    nbytes = [size.key_value_bytes(int(rows)) for rows in sent.ravel()]
+    scope = "in all" if is_whole else f"among the first {len(drawn):,} of {count:,} ranks"
+    one = "one rank to another" if is_whole else "one of them to another"
+    return f"{in_bytes(sum(nbytes))} {scope}; at most {in_bytes(max(nbytes))} from {one}"
 
 
 def kv_head_of(plan: AttentionPlan, head: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -11,7 +10,17 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..checks import MOST_PROCESSES, RANK_TIMEOUT, RankError, check_size, run_ranks, under_torchrun
+from ..checks import (
+    MOST_PROCESSES,
+    RANK_TIMEOUT,
+    RankError,
+    check_meeting_point,
+    check_size,
+    launched,
+    local_rank,
+    not_met,
+    run_ranks,
+)
 from .measure import device_type
 
 ERROR_NAME = "error.txt"
@@ -52,23 +61,28 @@ def launch(
         timeout: seconds that a rank waits for another.
 
     Raises:
-        ValueError: there are too few devices, or torchrun's ranks are too few; or a rank raised a
-            `ValueError` or `TypeError`.
-        RankError: a rank failed otherwise; the others have been stopped.
+        ValueError: there are too few devices, torchrun's ranks are too few, a variable of the
+            launcher is malformed, or a rank raised a `ValueError` or `TypeError`.
+        RankError: a rank failed otherwise, and the others have been stopped; or the ranks of a
+            launcher did not meet.
     """
     kind = device_type(device)
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
-    if under_torchrun():
-        size = int(os.environ["WORLD_SIZE"])
+    place = launched()
+    if place is not None:
+        rank, size = place
         if ranks > size:
             raise ValueError(f"torchrun started {size} ranks; leave out --ranks, got {ranks}")
         if kind == "cuda":
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", os.environ["RANK"])))
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+            torch.cuda.set_device(local_rank(rank))
+        check_meeting_point()
+        try:
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+        except RuntimeError as error:
+            raise RankError(not_met(rank, size, error)) from error
         value = function(*arguments)
         dist.destroy_process_group()  # not after an error: NCCL would wait for the other ranks
-        first = os.environ["RANK"] == "0"
-        return Answer(value if first else None, first)
+        return Answer(value if rank == 0 else None, rank == 0)
     check_size("ranks", ranks, MOST_PROCESSES)
     if ranks == 1:
         return Answer(function(*arguments), True)

@@ -12,13 +12,16 @@ layout of `make_layout`. `run_case` compares one rank with `references`, within 
 (`positions_to_check`) of a result that is too long for a reference, given the `Shard` of this rank.
 
 `run_ranks` runs a function in several processes, one of which may end it by a `RankError`; each
-takes `threads_of_a_rank`. `under_torchrun` tells whether this process is such a rank already,
-`world_exchange` is a rank's end there, and `forked_context` starts such processes.
+takes `threads_of_a_rank`; `forked_context` starts such processes, and `world_exchange` is a rank's
+end there. `launched` is this process's place where it is a rank already, `Launched`, `local_rank`
+its number on its host; `check_meeting_point` and `check_one_process` refuse what does not fit that,
+and `not_met` says that others did not come.
 
 `nan_in_uninitialized_memory` shows what is read before it is written, `relative_error` compares two
 tensors, and the `check_...` functions refuse work beyond any machine, by the limits beside them.
 """
 
+from .launcher import Launched, check_meeting_point, check_one_process, launched, local_rank
 from .limits import (
     MOST_PLANNED_RANKS,
     MOST_PROCESSES,
@@ -36,9 +39,9 @@ from .limits import (
 from .ranks import (
     RankError,
     forked_context,
+    not_met,
     run_ranks,
     threads_of_a_rank,
-    under_torchrun,
     world_exchange,
 )
 from .reference import reference_attention, visible_counts, zero_key_counts
@@ -72,6 +75,7 @@ __all__ = [
     "TENSORS",
     "TOLERANCE",
     "Case",
+    "Launched",
     "Outcome",
     "RankError",
     "RankReport",
@@ -80,7 +84,9 @@ __all__ = [
     "Transfers",
     "ViewKind",
     "any_kind",
+    "check_meeting_point",
     "check_memory",
+    "check_one_process",
     "check_output",
     "check_pattern",
     "check_seconds",
@@ -89,8 +95,11 @@ __all__ = [
     "combine",
     "forked_context",
     "host_memory",
+    "launched",
+    "local_rank",
     "make_layout",
     "nan_in_uninitialized_memory",
+    "not_met",
     "positions_to_check",
     "reference_attention",
     "references",
@@ -103,7 +112,6 @@ __all__ = [
     "spot_check",
     "sweep",
     "threads_of_a_rank",
-    "under_torchrun",
     "visible_counts",
     "world_exchange",
     "zero_key_counts",

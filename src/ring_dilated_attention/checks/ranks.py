@@ -41,9 +41,12 @@ class RankError(RuntimeError):
         self.trace, self.bad_input = trace, bad_input
 
 
-def under_torchrun() -> bool:
-    """Whether the environment says that this process is a rank already."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+def not_met(rank: int, size: int, error: object) -> str:
+    """A line that says that ranks of a launcher did not meet, and what torch says of it."""
+    return (
+        f"the {size} ranks did not meet: rank {rank}: {error} (start all of them, with the same "
+        "MASTER_ADDR and MASTER_PORT, within --timeout)"
+    )
 
 
 def threads_of_a_rank(ranks: int) -> int | None:

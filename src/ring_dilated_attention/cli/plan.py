@@ -247,11 +247,12 @@ def simulate(
     those of one device, or memory or bytes not those of the plan.
     """
     from ..bench import default_dtype, given_workload, resolve_device
-    from ..checks import MOST_SIMULATED_RANKS
+    from ..checks import MOST_SIMULATED_RANKS, check_one_process
     from .json_output import json_output
     from .run_simulate import run
     from .sharded import Sharded
 
+    check_one_process("rda simulate")
     workload = given_workload(
         pattern,
         segment_lengths,

@@ -155,9 +155,11 @@ def sample(
     tokens per second, goes to standard error.
     """
     with one_line_errors():
+        from ..checks import check_one_process
         from ..terminal import streamed
         from ..train import decoded, newest_run, sample_bytes
 
+        check_one_process("rda sample")
         stream = sample_bytes(
             newest_run(RUNS) if checkpoint is None else checkpoint,
             prompt.encode(errors="surrogateescape"),

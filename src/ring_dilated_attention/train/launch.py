@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..checks import threads_of_a_rank, under_torchrun
+from ..checks import launched, threads_of_a_rank
 from ..pattern import check_positive_int
 from .config import TrainConfig
 from .errors import LostRankError, TrainingError, one_line, os_error_text
@@ -67,12 +67,12 @@ def train(
     """
     if ranks is not None:
         check_positive_int("ranks", ranks)
-    if under_torchrun():
-        size = int(os.environ["WORLD_SIZE"])
-        if ranks not in (None, size):
-            raise ValueError(f"torchrun started {size} ranks; leave out --ranks, got {ranks}")
+    place = launched()
+    if place is not None:
+        if ranks not in (None, place.size):
+            raise ValueError(f"torchrun started {place.size} ranks; leave out --ranks, got {ranks}")
         outcome = _run_here(config, resume, restartable)
-        return outcome if int(os.environ["RANK"]) == 0 else None
+        return outcome if place.rank == 0 else None
     if ranks in (None, 1):
         check_devices(config, 1)
         return _run_here(config, resume, restartable)

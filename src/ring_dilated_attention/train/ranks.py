@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..checks import check_meeting_point, launched, local_rank, not_met
 from .attempt import store_of_attempt
 from .config import TrainConfig
 from .errors import START, TrainingError, Watch, one_line
@@ -156,27 +157,27 @@ def joined(config: TrainConfig) -> Iterator[World]:
     rank.
 
     Raises:
-        ValueError: the sequence groups do not fit the number of ranks, or there is no CUDA device
-            for this rank.
+        ValueError: the sequence groups do not fit the number of ranks, there is no CUDA device for
+            this rank, or a variable of the launcher is malformed.
         TrainingError: the ranks do not all join within the timeout, or one is lost while the
             context is entered; the message names it.
     """
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    number = local_rank()
     if dist.is_initialized():
-        yield _world(config, local_device(config.device, local_rank), None)
+        yield _world(config, local_device(config.device, number), None)
         return
-    size = int(os.environ.get("WORLD_SIZE", "1"))
+    rank, size = launched() or (0, 1)
     config.group_size(size)
-    device = local_device(config.device, local_rank)
+    device = local_device(config.device, number)
     if size == 1:
         yield _alone(device)
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=config.timeout)
-    rank = int(os.environ["RANK"])
+    check_meeting_point()
     try:
-        store, _, _ = next(dist.rendezvous("env://", rank, size))
+        store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
         if "TORCHELASTIC_RUN_ID" in os.environ:
             store = store_of_attempt(store, rank, size, START)
         watch = Watch(store, rank, size, config.timeout)
@@ -187,9 +188,7 @@ def joined(config: TrainConfig) -> Iterator[World]:
     except (RuntimeError, ValueError) as error:
         if isinstance(error, TrainingError):
             raise
-        raise TrainingError(
-            f"the {size} ranks did not meet: rank {rank}: {one_line(error)}"
-        ) from error
+        raise TrainingError(one_line(not_met(rank, size, error))) from error
     try:
         yield _world(config, device, watch)
     except BaseException as error:

@@ -1,0 +1,96 @@
+"""Commands among the ranks of a launcher: malformed variables, ranks that do not come, commands of
+one process."""
+
+import socket
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+from ring_dilated_attention.cli import app
+
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+WITHOUT = "start the command with torchrun, or unset WORLD_SIZE and RANK to run without ranks"
+TRAIN = (
+    *("train", "--device=cpu", "--num-layers=1", "--embed-dim=16", "--ffn-dim=16"),
+    *("--num-heads=2", "--segment-lengths=8,all", "--dilation-rates=1,2", "--seq-len=64"),
+    *("--eval-windows=1", "--steps=1", f"--data={__file__}"),
+)
+BENCH = ("bench", "--device=cpu", "--seq-len=64")
+
+
+@pytest.fixture
+def said(monkeypatch, tmp_path):
+    """Runs a command with these variables: what it says as it ends by an error of one line."""
+
+    def run(arguments, variables, code=2):
+        for name in VARIABLES:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        out = [f"--out={tmp_path / 'out'}"] if arguments[0] in ("train", "bench") else []
+        result = CliRunner().invoke(app, [*arguments, *out])
+        assert result.exit_code == code, result.output
+        (line,) = result.stderr.splitlines()
+        return line
+
+    return run
+
+
+@pytest.mark.parametrize("arguments", [TRAIN, BENCH], ids=["train", "bench"])
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        (
+            {"WORLD_SIZE": "abc", "RANK": "0"},
+            "WORLD_SIZE, which a launcher sets, must be a whole number >= 1; got 'abc'",
+        ),
+        (
+            {"WORLD_SIZE": "2", "RANK": "2"},
+            "RANK, which a launcher sets, must be a whole number from 0 to 1; got '2'",
+        ),
+        (
+            {"WORLD_SIZE": "2"},
+            "WORLD_SIZE=2 says that there are 2 ranks, but RANK, from 0 to 1, is not set",
+        ),
+        (
+            {"WORLD_SIZE": "2", "RANK": "1"},
+            "MASTER_ADDR is not set; it must be the host of rank 0, where ranks meet",
+        ),
+        (
+            {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "x"},
+            "MASTER_PORT, which a launcher sets, must be a whole number from 0 to 65535; got 'x'",
+        ),
+    ],
+    ids=["size", "rank", "no rank", "no address", "port"],
+)
+def test_a_malformed_variable_of_a_launcher_is_named(arguments, variables, message, said):
+    assert said(arguments, variables) == f"error: {message}: {WITHOUT}"
+
+
+def test_a_local_rank_is_checked(said):
+    assert "LOCAL_RANK, which a launcher sets, must be a whole number >= 0; got '-1'" in said(
+        TRAIN, {"LOCAL_RANK": "-1"}
+    )
+
+
+@pytest.mark.parametrize("arguments", [TRAIN, BENCH], ids=["train", "bench"])
+def test_a_rank_waits_for_the_others_as_long_as_it_is_told(arguments, said):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    place = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    began = time.monotonic()
+    line = said([*arguments, "--timeout=1"], place, code=1)
+    assert time.monotonic() - began < 60  # torch's default is half an hour
+    assert line.startswith("error: the 2 ranks did not meet: rank 0: Timed out after ")
+    assert "1/2 clients joined" in line
+
+
+@pytest.mark.parametrize(
+    "arguments", [("sample", "--prompt=x"), ("simulate", "--seq-len=64")], ids=lambda x: x[0]
+)
+def test_a_command_of_one_process_says_so(arguments, said):
+    message = f"rda {arguments[0]} runs in one process, and this is rank 0 of 2: start it without"
+    assert message in said(arguments, {"WORLD_SIZE": "2", "RANK": "0"})
+    assert "RANK, from 0 to 1, is not set" in said(arguments, {"WORLD_SIZE": "2"})

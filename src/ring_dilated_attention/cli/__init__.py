@@ -7,12 +7,12 @@ function decorated with ``@command(...)`` in a module of this package, whose par
 
 from __future__ import annotations
 
-import io
 import os
 import sys
 
 from . import train, export, verify, plan, draw, bench  # isort: skip  # in the order of the help
 from .common import app
+from .streams import flush, mend_standard_streams
 
 __all__ = ["app", "bench", "draw", "export", "main", "plan", "train", "verify"]
 
@@ -23,18 +23,12 @@ def main() -> None:
     A rank that torchrun has started leaves without the end of Python: threads of torch.distributed
     that are not quite done would need Python then, and end the process by SIGABRT.
     """
-    _replace_what_cannot_be_encoded()
+    mend_standard_streams()
     try:
         app(prog_name="rda")
     except SystemExit as end:
         if "RANK" not in os.environ:
             raise
-        sys.stdout.flush()
+        flush()
         sys.stderr.flush()
         os._exit(end.code if isinstance(end.code, int) else int(end.code is not None))
-
-
-def _replace_what_cannot_be_encoded() -> None:
-    """Print a question mark in place of a character that standard output has no code for."""
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="replace")

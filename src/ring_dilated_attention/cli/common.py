@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import select
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +12,7 @@ import typer
 import typer.core
 
 from .. import __version__
+from .streams import flush, is_unread, to_nowhere
 
 MOST_CHARACTERS = 300
 """Of a line that says what is wrong."""
@@ -64,12 +63,29 @@ class _OneLineErrors(typer.core.TyperGroup):
             return super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
         try:
             code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
+        except OSError as error:  # of the help or the version; commands report theirs
+            code = _unwritten(error)
         except _UsageError as error:
             typer.echo(_one_line(f"error: {error.format_message()}"), err=True)
             sys.exit(2)
         except typer.Abort:
             sys.exit(1)
+        try:
+            flush()
+        except OSError as error:
+            code = _unwritten(error, code or 0)
         sys.exit(code)
+
+
+def _unwritten(error: OSError, code: int = 0) -> int:
+    """The exit code where standard output cannot be written; says so where nothing else failed."""
+    if isinstance(error, BrokenPipeError) and is_unread():
+        return code or 1
+    to_nowhere(sys.stdout)
+    if not code:
+        text = f"error: cannot write standard output: {error.strerror or error}"
+        typer.echo(_one_line(text), err=True)
+    return code or 2
 
 
 app = typer.Typer(
@@ -108,7 +124,7 @@ def reported_errors() -> Iterator[None]:
     try:
         yield
     except BrokenPipeError as error:
-        if not _is_unread():
+        if not is_unread():
             fail(error, 2)
         raise typer.Exit(1) from None
     except ListError as error:
@@ -120,18 +136,6 @@ def reported_errors() -> Iterator[None]:
         if training is None or not isinstance(error, training.TrainingError):
             raise
         fail(error, 2 if error.bad_input else 1)
-
-
-def _is_unread() -> bool:
-    """Whether nobody reads standard output any more; what is left of it is then dropped."""
-    poll = select.poll()
-    poll.register(sys.stdout.fileno(), 0)  # errors and hang-ups are reported in any case
-    if not poll.poll(0):
-        return False
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
-    os.close(nowhere)
-    return True
 
 
 def fail(error: Exception | str, code: int, *, most: int | None = MOST_CHARACTERS) -> NoReturn:

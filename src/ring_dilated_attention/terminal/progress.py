@@ -67,7 +67,7 @@ class Progress:
         speed_s: float = SPEED_S,
     ) -> None:
         self.console = make_console(stderr=True)
-        self.is_bar = show and self.console.is_terminal and sys.stdout.isatty()
+        self.is_bar = show and self.console.is_terminal and _is_terminal(sys.stdout)
         self.above = ""
         """A line of text to show above the bar."""
         self._has_lines = show and not self.is_bar and not bar_only
@@ -213,7 +213,12 @@ def streamed(
         total: how much there is to come.
         unit: of `total`, in the plural.
         what: is done, as a short title.
+
+    Raises:
+        OSError: standard output is closed, or cannot be written.
     """
+    if sys.stdout is None:  # Python's own, where the file descriptor is closed
+        raise OSError("standard output is closed, and the text would be lost")
     if _in_one_file(sys.stdout, sys.stderr):  # the text itself says how far it is
         for _, text in itertools.chain([(0, shown)], texts):
             _write(text)
@@ -258,6 +263,10 @@ class _Pace:
         if self._ended > self._began:
             speed = _rate((self._done - self._first) / (self._ended - self._began), self._unit)
             make_console(stderr=True).print(f"{self._done:,} {self._unit}, {speed}", markup=False)
+
+
+def _is_terminal(stream: IO[str] | None) -> bool:
+    return stream is not None and stream.isatty()
 
 
 def _in_one_file(out: IO[str], err: IO[str]) -> bool:

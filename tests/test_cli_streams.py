@@ -8,8 +8,13 @@ import pytest
 from typer.testing import CliRunner
 
 from ring_dilated_attention.cli import app
+from ring_dilated_attention.train import checkpoint
 
 RDA = f"{sys.executable} -m ring_dilated_attention.cli"
+SMALL = (
+    *("--device=cpu", "--seq-len=64", "--num-layers=1", "--embed-dim=16", "--ffn-dim=16"),
+    *("--num-heads=2", "--segment-lengths=8,all", "--dilation-rates=1,2", "--eval-windows=1"),
+)
 pytestmark = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 
 
@@ -43,11 +48,7 @@ def test_a_sample_needs_standard_output_alone(tmp_path):
     text.write_text("some text of a few words\n" * 99)
     trained = CliRunner().invoke(
         app,
-        [
-            *("train", f"--data={text}", f"--out={run}", "--device=cpu", "--steps=1"),
-            *("--seq-len=64", "--num-layers=1", "--embed-dim=16", "--ffn-dim=16"),
-            *("--num-heads=2", "--segment-lengths=8,all", "--dilation-rates=1,2"),
-        ],
+        ["train", f"--data={text}", f"--out={run}", "--steps=1", *SMALL],
     )
     assert trained.exit_code == 0, trained.output
     sample = f"sample --checkpoint {run} --prompt some --max-new-tokens 5"
@@ -62,3 +63,22 @@ def test_a_sample_needs_standard_output_alone(tmp_path):
     _, error = no_output.communicate()
     assert error == "error: standard output is closed, and the text would be lost\n"
     assert no_output.returncode == 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_training_whose_reader_goes_away_leaves_a_checkpoint(tmp_path, ranks):
+    text, run = tmp_path / "text.txt", tmp_path / "run"
+    text.write_text("some text of a few words\n" * 99)
+    options = [*SMALL, "--steps=100000", "--eval-every=10", "--save-every=100000"]
+    with subprocess.Popen(
+        [*RDA.split(), "train", f"--data={text}", f"--out={run}", f"--ranks={ranks}", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        for line in process.stdout:
+            if line.startswith("step 10:"):
+                break
+        process.stdout.close()
+        process.wait(timeout=120)
+    assert checkpoint.newest(run).step > 10

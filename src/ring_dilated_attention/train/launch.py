@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -317,8 +318,10 @@ def worker() -> None:
             json.dump(message, pipe)
     except BrokenPipeError:  # the launcher is gone
         pass
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # nobody reads it any more, or there is none
+            if stream is not None:
+                stream.flush()
     # Tearing down NCCL may wait for a rank that is gone; and as Python ends, threads of
     # torch.distributed that are not quite done would end the process by SIGABRT.
     os._exit(code)

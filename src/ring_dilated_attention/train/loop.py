@@ -80,7 +80,8 @@ def run(
         config: the options; equal on all ranks, except `out`, where rank 0's counts.
         resume: whether to go on from the newest checkpoint of ``config.out``.
         restartable: as of `check_run`.
-        stop: asks the run to stop, as SIGINT, SIGTERM and SIGHUP do; None for signals alone.
+        stop: asks the run to stop, as SIGINT, SIGTERM and SIGHUP do, and a closed pipe of standard
+            output; None for these alone.
 
     Returns:
         The outcome, the same on every rank.
@@ -186,7 +187,7 @@ def _train(
             stack.enter_context(log)
             log.write("config", step=start, ranks=world.size, **json.loads(config.to_json()))
         report = stack.enter_context(
-            Report(steps=config.steps, start=start, every=max(config.steps // 20, 1), show=leader)
+            Report(steps=config.steps, start=start, show=leader, unread=stop.ask)
         )
         for line in _introduction(job, resumed, parameters):
             report.line(line)

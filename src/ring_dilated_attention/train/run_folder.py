@@ -8,7 +8,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -185,13 +185,21 @@ class Report:
     Args:
         steps: number of steps of the whole run.
         start: number of steps done.
-        every: steps between lines where there is no terminal.
         show: whether this is the rank that shows anything.
+        unread: called once, when nobody reads standard output any more, as behind ``| head``; what
+            is shown later is dropped.
     """
 
-    def __init__(self, *, steps: int, start: int, every: int, show: bool) -> None:
+    def __init__(
+        self,
+        *,
+        steps: int,
+        start: int,
+        show: bool,
+        unread: Callable[[], None] = lambda: None,
+    ) -> None:
         self._console = make_console()
-        self._show, self._every = show, every
+        self._show, self._every, self._unread = show, max(steps // 20, 1), unread
         self._steps, self._start = steps, start
         self._began = time.monotonic()
         self._progress = Progress(
@@ -222,7 +230,11 @@ class Report:
         """Show a line of text, above the bar if there is one."""
         if self._show:
             with self._progress.paused():
-                show_text(self._console, text)
+                try:
+                    show_text(self._console, text)
+                except (BrokenPipeError, SystemExit):  # the latter is what rich makes of it
+                    self._show = False
+                    self._unread()
 
     def __enter__(self) -> Report:
         self._progress.start()

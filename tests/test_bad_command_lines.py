@@ -127,6 +127,8 @@ BAD = {
         ("--seed=-1", "--seed must be >= 0, got -1"),
         (f"--seed={BEYOND}", "--seed must be from 0 to"),
         ("--json=/no/such/folder/file", "No such file or directory"),
+        ("--json=", "--json must not be empty; for the current folder, write ."),
+        ("--config=", "--config must not be empty"),
         ("--json=FOLDER", "is a directory"),
         ("--json=FIFO", "is a FIFO"),
         ("--json=FILE/below", "Not a directory"),

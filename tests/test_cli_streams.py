@@ -76,6 +76,7 @@ def test_a_training_whose_reader_goes_away_leaves_a_checkpoint(tmp_path, ranks):
         stderr=subprocess.STDOUT,
         text=True,
     ) as process:
+        assert process.stdout is not None
         for line in process.stdout:
             if line.startswith("step 10:"):
                 break

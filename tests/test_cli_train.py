@@ -254,6 +254,10 @@ def make_run(folder: Path) -> list[str]:
     ("make_arguments", "message"),
     [
         (lambda _: ["--data=/nowhere"], "cannot read /nowhere: No such file or directory"),
+        (lambda _: ["--data="], "--data must not be empty; for the current folder, write ."),
+        (lambda _: ["--out="], "--out must not be empty"),
+        (lambda _: ["--tokenizer="], "--tokenizer must not be empty"),
+        (lambda _: ["--init-from="], "--init-from must not be empty"),
         (make_empty, "there is no text to train on in {folder}/empty"),
         (lambda _: ["--seq-len=10000"], "need 10001 bytes of training text"),
         (lambda _: ["--seq-len=2000"], "need 2001 bytes of held-out text"),

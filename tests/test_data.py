@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -145,6 +146,22 @@ def test_empty_data_names_the_path(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "empty"):
         with pytest.raises(ValueError, match=rf"no text to train on in {path}"):
             ByteCorpus.load([path])
+
+
+def test_folders_without_text_say_what_was_skipped_and_why(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no text to train on in .*: it has no files$"):
+        ByteCorpus.load([tmp_path])
+    write(tmp_path, a="text".encode("utf-16"), b=b"")
+    found = re.escape(
+        f"in {tmp_path}: skipped a (binary file), b (empty file); a file with null bytes, as UTF-16 "
+        "has, is binary: convert it to UTF-8"
+    )
+    with pytest.raises(ValueError, match=found):
+        ByteCorpus.load([tmp_path])
+    (tmp_path / "a").unlink()
+    write(tmp_path, **dict.fromkeys("cdef", b""))
+    with pytest.raises(ValueError, match=r"skipped b \(empty file\), c .*, d .* and 2 more$"):
+        ByteCorpus.load([tmp_path])
 
 
 def test_too_short_data_says_which_split_and_how_long(tmp_path: Path) -> None:

@@ -183,8 +183,15 @@ def text(given: str, where: str) -> str:
 
 
 def path(given: str, where: str) -> Path:
-    """A path."""
-    return Path(given)
+    """A path, which may not be empty: that would be the current folder, which ``.`` says."""
+    return Path(path_text(given, where))
+
+
+def path_text(given: str, where: str) -> str:
+    """A path as text, for what takes other texts, too."""
+    if not given:
+        raise ValueError(f"{where} must not be empty; for the current folder, write .")
+    return given
 
 
 def one_of(choices: Sequence[str]) -> Reader:

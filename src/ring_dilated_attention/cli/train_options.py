@@ -19,6 +19,7 @@ from .option import (
     number_from_0,
     one_of,
     path,
+    path_text,
     text,
 )
 
@@ -82,7 +83,7 @@ DATA = _option(
     options.DATA,
     "the standard library's sources",
     "Text file or folder; may be repeated.",
-    read=text,
+    read=path_text,
     metavar="PATH",
     is_repeated=True,
 )
@@ -91,7 +92,7 @@ TOKENIZER = _option(
     options.DATA,
     "bytes",
     "bytes, or a tokenizer.json of a byte-level tokenizer (Hugging Face).",
-    read=text,
+    read=path_text,
     metavar="FILE",
 )
 TRAIN_TOKENIZER = _integer(
@@ -106,7 +107,7 @@ INIT_FROM = _option(
     "random weights",
     "Begin a new run with the weights of a run, of a checkpoint, or of rda export; the model and "
     "the tokenizer are theirs. The pattern, --seq-len and --rope-theta may differ.",
-    read=text,
+    read=path_text,
     metavar="FOLDER",
 )
 HELDOUT_FRACTION = _number(

@@ -20,6 +20,9 @@ from ..layout import SequenceLayout
 
 HELDOUT_FRACTION = 0.05
 HEAD_BYTES = 8192  # the start of a file, which tells most binary ones apart
+SHOWN_SKIPPED = 3
+"""Files skipped for one reason that are named; of more, only the number is given."""
+BINARY = "binary file"
 # Installed packages are not the standard library, and caches are not text.
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
@@ -173,12 +176,10 @@ class ByteCorpus(Corpus):
                 text = _read(path) if resolved in named else _read_text(path)
                 texts[resolved] = (name, text)
                 if not text:
-                    skipped.append(
-                        SkippedFile(name, "binary file" if _size(path) else "empty file")
-                    )
+                    skipped.append(SkippedFile(name, BINARY if _size(path) else "empty file"))
         parts = [(name, text) for name, text in texts.values() if text]
         if not parts:
-            raise ValueError(f"there is no text to train on in {description}")
+            raise ValueError(f"there is no text to train on in {description}{_why(skipped)}")
         train, heldout = _split(parts, heldout_fraction)
         digest = hashlib.blake2b(digest_size=16)
         for text in (train, heldout):
@@ -295,6 +296,17 @@ def _read_text(path: Path) -> bytes:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
     text = _read(path)
     return b"" if b"\0" in text else text
+
+
+def _why(skipped: Sequence[SkippedFile]) -> str:
+    """What was left out where nothing is left, for an error."""
+    if not skipped:
+        return ": it has no files"
+    few = ", ".join(f"{file.name[:60]} ({file.reason})" for file in skipped[:SHOWN_SKIPPED])
+    more = len(skipped) - SHOWN_SKIPPED
+    binary = any(file.reason == BINARY for file in skipped)
+    hint = "; a file with null bytes, as UTF-16 has, is binary: convert it to UTF-8" * binary
+    return f": skipped {few}{f' and {more:,} more' * (more > 0)}{hint}"
 
 
 def _split(parts: Sequence[tuple[str, bytes]], heldout_fraction: float) -> tuple[bytes, bytes]:

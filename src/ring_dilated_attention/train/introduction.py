@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from ..terminal import count_of
 from .config import TrainConfig
-from .data import ByteCorpus, Corpus
+from .data import SHOWN_SKIPPED, ByteCorpus, Corpus
 from .ranks import World
 from .tokens import TokenCorpus
-
-SHOWN_SKIPPED = 3
-"""Files skipped for one reason that are named; of more, only the number is given."""
 
 
 def what_is_read(text: ByteCorpus, config: TrainConfig) -> list[str]:

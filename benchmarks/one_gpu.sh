@@ -8,6 +8,7 @@ mkdir -p "$out"
 row() {
   local name=$1
   shift
+  rm -f "$out/$name.d/results.json" "$out/$name.d/tflops.png" # of a row that was cut short
   "${PYTHON:-python3}" -m ring_dilated_attention.cli bench --device cuda --out "$out/$name.d" "$@"
   mv "$out/$name.d/results.json" "$out/$name.json"
   mv "$out/$name.d/tflops.png" "$out/$name.png"

@@ -75,6 +75,19 @@ def test_bad_options_are_one_line(tmp_path, arguments, message):
     assert len(done.stderr.strip().splitlines()) == 1
 
 
+def test_results_of_another_run_are_kept(tmp_path):
+    """And a picture that would stand beside numbers that are not its own is refused, too."""
+    for names in (("results.json",), ("scaling.png",), ("results.json", "tflops.png")):
+        out = tmp_path / "".join(names)
+        out.mkdir()
+        for name in names:
+            (out / name).write_text("found before")
+        done = rda_bench("--seq-len=9", f"--out={out}")
+        assert done.exit_code == 2
+        assert f"results of another run ({', '.join(names)}): choose another folder" in done.stderr
+        assert all((out / name).read_text() == "found before" for name in names)
+
+
 def test_a_refused_workload_of_a_sweep_is_a_row(tmp_path):
     done = rda_bench("--seq-len=9", "--backend=eager,cudnn", "--no-errors", f"--out={tmp_path}")
     assert done.exit_code == 0, done.output

@@ -153,8 +153,8 @@ def test_folders_without_text_say_what_was_skipped_and_why(tmp_path: Path) -> No
         ByteCorpus.load([tmp_path])
     write(tmp_path, a="text".encode("utf-16"), b=b"")
     found = re.escape(
-        f"in {tmp_path}: skipped a (binary file), b (empty file); a file with null bytes, as UTF-16 "
-        "has, is binary: convert it to UTF-8"
+        f"in {tmp_path}: skipped a (binary file), b (empty file); a file with null bytes, as "
+        "UTF-16 has, is binary: convert it to UTF-8"
     )
     with pytest.raises(ValueError, match=found):
         ByteCorpus.load([tmp_path])

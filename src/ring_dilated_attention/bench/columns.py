@@ -162,7 +162,8 @@ def _scaling(rows: Sequence[Row]) -> list[Group]:
                 numbers("least exposed %", least, ".1f"),
             ],
             "exposed: time that compute waits for rows of other ranks, on the rank that waits "
-            "longest, and its fraction of the call; least: on the rank that waits least",
+            "longest, and its fraction of the call; least: on the rank that waits least. Both are "
+            "of samples of their own, in which waits are timed, not of those of the median",
         ),
         Group(
             [*amounts([("sent", sent)], BYTES), texts("plan", marks)],

@@ -11,6 +11,7 @@ from ..checks import check_output
 from ..pattern import HeadBranches, HeadOffsets
 from . import report
 from .patterns import default_dtype, given_workload
+from .plots import RATES_NAME, SCALING_NAME
 from .workload import Workload
 
 SEQ_LEN = 8192
@@ -85,7 +86,15 @@ def check_folder(out: Path) -> None:
 
     Raises:
         OSError: the folder or the file cannot be written.
-        ValueError: there is something else that has the file's name.
+        ValueError: the folder has results of another run, or there is something else that has the
+            file's name.
     """
     out.mkdir(parents=True, exist_ok=True)
     check_output(out / report.JSON_NAME)
+    names = (report.JSON_NAME, RATES_NAME, SCALING_NAME)
+    found = [name for name in names if (out / name).is_file()]
+    if found:
+        raise ValueError(
+            f"{out} has results of another run ({', '.join(found)}): choose another folder for "
+            f"--out, or remove {'it' if len(found) == 1 else 'them'}"
+        )

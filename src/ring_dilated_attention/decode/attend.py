@@ -11,7 +11,7 @@ import torch
 from ..exchange import Shared, refuse_capture, settle
 from ..functional import autocast_inputs, validate_options
 from ..pattern import in_brief
-from ..tiles import Backend, Selection, select_backend
+from ..tiles import Backend, Selection, select_backend, wants_same_bits
 from ..torch_op import refuse_tangents, validate_tensors
 from .by_kernel import begin_by_kernel, kernel_computes
 from .by_tiles import attend_by_tiles
@@ -217,7 +217,7 @@ def _checked(
         return _check(query, key, value, cache, options)
     refuse_tangents(_NAME, query, key, value)
     kinds = tuple((x.shape, x.dtype, x.device, x.layout) for x in (*tensors, cache.keys))
-    call = (kinds, cache.plan, scale, backend, return_lse)
+    call = (kinds, cache.plan, scale, backend, return_lse, wants_same_bits())
     selection = cache.memo.selection(call, lambda: _check(query, key, value, cache, options))
     cache.check_room(key.shape[1])
     return selection

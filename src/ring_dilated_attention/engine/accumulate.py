@@ -271,7 +271,11 @@ class Accumulator:
         kind: _Kind,
     ) -> None:
         assert self._streams is not None
-        done = self._streams.run(add_all, into)
+        try:
+            done = self._streams.run(add_all, into)
+        except BaseException:  # after a part of it was queued, perhaps
+            self._streams.outlast((*tensors, *into))
+            raise
         targets = frozenset(map(_storage, into))
         self._behind.append(_Behind(done, tensors, into, targets, kind))
 

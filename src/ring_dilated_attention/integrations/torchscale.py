@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..exchange import Group, one_group, resolve_exchange
+from ..exchange import Group, is_fully_sharded, one_group, resolve_exchange
 from ..functional import BRANCH_GRADIENTS, EXCHANGES, BranchGradients, Schedule, dilated_attention
 from ..layout import SequenceLayout
 from ..nn import (
@@ -28,7 +28,7 @@ from ..nn import (
 )
 from ..pattern import DilatedPattern, HeadOffsets, check_choice, check_positive_float
 from ..tiles import BACKENDS, Backend
-from ..torch_op import padding, tell_ranks
+from ..torch_op import padding, telling_ranks
 from .class_tokens import refuse_class_token
 from .torchscale_args import check_dropout, ints_of, refuse_arguments
 from .torchscale_refusals import (
@@ -210,13 +210,14 @@ class TorchscaleDilatedAttention(nn.Module):
                 f"dropout to 0.0, or call eval(); got dropout {self.dropout} in training mode"
             )
         layers = self.q_proj, self.k_proj, self.v_proj
-        try:
-            for name, tensor in (("query", query), ("key", key), ("value", value)):
+
+        def heads(*inputs: Tensor) -> list[Tensor]:
+            for name, tensor in zip(("query", "key", "value"), inputs, strict=True):
                 check_rows(name, tensor, self.embed_dim, "(batch, local_sequence, ")
-            q_bnhd, k_bnhd, v_bnhd = project_heads(layers, (query, key, value), self.head_dim)
-        except Exception as failure:
-            tell_ranks(failure, self.group, query)
-            raise
+            return project_heads(layers, inputs, self.head_dim)
+
+        told = None if any(map(is_fully_sharded, layers)) else self.group
+        q_bnhd, k_bnhd, v_bnhd = telling_ranks(told, heads, query, key, value)
         mask = None if self.ignores_padding_mask else key_padding_mask
         attended: Tensor = dilated_attention(
             q_bnhd,

@@ -27,7 +27,8 @@ def check_one_tower(model: Any) -> None:
         return
     paths = {f"model.{path}" if path else "model": tower for path, tower in found.items()}
     listed = ", ".join(f"{path} ({type(tower).__name__})" for path, tower in paths.items())
-    inner = {path: x for path, x in paths.items() if path != "model" and _is_model(x)}
+    whole = [p for p in paths if any(other.startswith(f"{p}.") for other in paths)]  # hold others
+    inner = {path: x for path, x in paths.items() if path not in whole and _is_model(x)}
     texts = [path for path, tower in inner.items() if _takes_text(tower)]
     advice = "it is not supported"
     for best in (*texts, *inner)[:1]:

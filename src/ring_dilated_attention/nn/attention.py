@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ..exchange import fill, one_group
+from ..exchange import fill, is_fully_sharded, one_group
 from ..functional import BRANCH_GRADIENTS, EXCHANGES, BranchGradients, Schedule, dilated_attention
 from ..pattern import (
     DilatedPattern,
@@ -21,7 +21,7 @@ from ..pattern import (
     in_brief,
 )
 from ..tiles import BACKENDS, Backend
-from ..torch_op import tell_ranks
+from ..torch_op import telling_ranks
 from .checks import check_head_sizes, check_rows
 from .head_slices import slice_of_heads
 from .initial import without_weights
@@ -229,13 +229,14 @@ class MultiheadDilatedAttention(nn.Module):
                 "rope must be a function of projected heads, such as RotaryEmbedding(head_dim)"
                 f"(positions); got {in_brief(rope)}"
             )
-        try:
-            for name, tensor in (("query", query), ("key", key), ("value", value)):
+
+        def heads(*inputs: Tensor) -> tuple[Tensor, ...]:
+            for name, tensor in zip(("query", "key", "value"), inputs, strict=True):
                 check_rows(name, tensor, self.embed_dim, "(batch, local_sequence, ")
-            q_bnhd, k_bnhd, v_bnhd = self.project(query, key, value, rope=rope)
-        except Exception as failure:
-            tell_ranks(failure, group, query)
-            raise
+            return self.project(*inputs, rope=rope)
+
+        told = None if self.gathers_apart else group
+        q_bnhd, k_bnhd, v_bnhd = telling_ranks(told, heads, query, key, value)
         out_bnhd = self.attend(
             q_bnhd,
             k_bnhd,
@@ -248,6 +249,11 @@ class MultiheadDilatedAttention(nn.Module):
             layout=layout,
         )
         return self.combine(out_bnhd), None
+
+    @property
+    def gathers_apart(self) -> bool:
+        """Whether `fully_shard` gathers a projection by itself: ranks wait for each other there."""
+        return any(map(is_fully_sharded, (self.q_proj, self.k_proj, self.v_proj)))
 
     # The three parts of forward: the first and the last treat every row alone.
     # One legend: b batch, n local_sequence, h heads or kv_heads, d head_dim, e embed_dim.

@@ -5,12 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ..exchange import gather_weights_in
+from ..torch_op import telling_ranks
 from .attention import MultiheadDilatedAttention
 from .checkpoint import Checkpoint, run_checkpointed
 from .chunked import map_rows
@@ -18,6 +19,7 @@ from .sharded_apart import refuse_sharded_apart
 
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 RowWise: TypeAlias = Callable[[Tensor], Tensor]
+T = TypeVar("T")
 
 
 class Block(nn.Module, ABC):
@@ -69,7 +71,8 @@ class Block(nn.Module, ABC):
             attend = partial(self.attention.attend, is_causal=self.is_causal, **options)
         is_one_chunk = chunk_rows is None or hidden.shape[1] <= chunk_rows
         if is_one_chunk and not torch.is_grad_enabled():  # nothing is kept for backward
-            return self._rest(hidden, attend(*self._heads(hidden, *tables)), in_chunks=True)
+            heads = self._told(attend, self._heads, hidden, *tables)
+            return self._rest(hidden, attend(*heads), in_chunks=True)
         if chunk_rows is not None:
             chunks = "chunk_rows computes gradients of weights from chunk to chunk"
             refuse_sharded_apart(self, dict.fromkeys(self._modules, chunks))
@@ -108,8 +111,13 @@ class Block(nn.Module, ABC):
         attend: Attend,
     ) -> Tensor:
         modules = self._before_attention()
-        heads = map_rows(self._heads, hidden, *tables, rows=chunk_rows, modules=modules)
-        return attend(*heads)
+        heads = partial(map_rows, self._heads, rows=chunk_rows, modules=modules)
+        return attend(*self._told(attend, heads, hidden, *tables))
+
+    def _told(self, attend: Attend, heads: Callable[..., T], *inputs: Tensor) -> T:
+        """The heads; the ranks that are about to attend are told where this fails."""
+        group = attend.keywords.get("group") if isinstance(attend, partial) else None
+        return telling_ranks(None if self.attention.gathers_apart else group, heads, *inputs)
 
     def _before_attention(self) -> list[nn.Module]:
         """The modules that `_heads` uses: optimizers may have changed the others by then."""

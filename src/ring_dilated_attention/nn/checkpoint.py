@@ -125,7 +125,11 @@ def _with_weights(weights: Weights, function: Callable[..., T]) -> Callable[...,
     """A function that computes with the weights of now, when it is called again too."""
 
     def run(*arguments: Any) -> T:
+        weights.refuse_changes()  # as autograd does where nothing is computed again
         with weights.back(as_leaves=False):
-            return function(*arguments)
+            try:
+                return function(*arguments)
+            finally:
+                weights.note_versions()
 
     return run

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ..exchange import is_dtensor
 from .hooks import runs_hooks
@@ -52,17 +53,19 @@ class Weights:
             if tensors is module._parameters or tensor.requires_grad
         }
         self.tensors = list(by_id.values())
+        self._versions: list[int | None] = []
+
+    def note_versions(self) -> None:
+        """Note that a call has ended, which may itself have changed weights in place."""
         self._versions = [_version(tensor) for *_, tensor in self._places]
 
-    def _refuse_changes(self) -> None:
-        """Raise a `RuntimeError` if a parameter has been changed in place since.
+    def refuse_changes(self) -> None:
+        """Raise a `RuntimeError` if a parameter was changed in place since the call before.
 
-        Backward would compute with weights that forward did not have. Buffers may change: forward
-        itself changes some.
+        Backward would compute with weights that forward did not have. Buffers may change.
         """
-        for (module, tensors, name, tensor), version in zip(
-            self._places, self._versions, strict=True
-        ):
+        for place, version in zip(self._places, self._versions, strict=False):  # none at first
+            module, tensors, name, tensor = place
             if tensors is module._parameters and _version(tensor) != version:
                 raise RuntimeError(
                     f"{name} of a {type(module).__name__} was changed in place between forward and "
@@ -88,7 +91,6 @@ class Weights:
             as_leaves: whether those that autograd computed stand there without their history, for
                 gradients with respect to them.
         """
-        self._refuse_changes()
         if self._are_there() and not (as_leaves and self._have_history()):
             yield self.tensors
             return
@@ -111,7 +113,8 @@ class Weights:
 
 def _version(tensor: Tensor) -> int | None:
     """How often a tensor was changed in place; None where that is not known."""
-    return None if is_dtensor(tensor) or tensor.is_inference() else tensor._version
+    unknown = is_dtensor(tensor) or is_lazy(tensor) or tensor.is_inference()
+    return None if unknown else tensor._version
 
 
 def _is_kept_elsewhere(module: nn.Module, name: str, now: Tensor | None, then: Tensor) -> bool:

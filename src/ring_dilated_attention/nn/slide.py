@@ -16,7 +16,7 @@ from ..functional import Schedule, autocast_inputs
 from ..layout import SequenceLayout
 from ..pattern import check_positive_int, in_brief
 from ..tiles import Backend
-from ..torch_op import agreed, tell_ranks
+from ..torch_op import agreed, telling_ranks
 from .checkpoint import Checkpoint, check_checkpoint
 from .checks import check_rows
 from .chunked import map_rows
@@ -159,11 +159,7 @@ class SlideEncoder(nn.Module):
             chunks = "chunk_rows computes gradients of weights from chunk to chunk"
             refuse_sharded_apart(self, {"embedding": chunks, "norm": chunks})
         coordinates, at, positions = self._agreed(features, coordinates, lengths, group, layout)
-        try:
-            hidden = self._embed_all(features, coordinates, at)
-        except Exception as failure:
-            tell_ranks(failure, group, features)
-            raise
+        hidden = telling_ranks(group, self._embed_all, features, coordinates, at)
         norm_one_row_more()
         for block in self.blocks:
             hidden = block(

@@ -5,13 +5,13 @@ importing this room registers them. `call_forward` is `FORWARD` by a shorter way
 torch.compile does not trace.
 `validate_tensors` refuses what cannot be a query, key and value, `validate_tensor` one of them.
 `AGREED` and `agreed` have the ranks agree on what a module was given, `tell_ranks` tells them of a
-failure on the way to attention.
+failure on the way to attention, and `telling_ranks` calls what may fail.
 `LENGTHS`, an operator too, `lengths_of_call` and `padding` tell what a padding mask stands for.
 `apply_function`, `once_differentiable` and `refuse_tangents` are what any autograd function here
 needs.
 """
 
-from .agreed import AGREED, agreed, tell_ranks
+from .agreed import AGREED, agreed, tell_ranks, telling_ranks
 from .derivatives import apply_function, once_differentiable, refuse_tangents
 from .lengths import LENGTHS, lengths_of_call, padding
 from .operator import BACKWARD, FORWARD, call_forward
@@ -30,6 +30,7 @@ __all__ = [
     "padding",
     "refuse_tangents",
     "tell_ranks",
+    "telling_ranks",
     "validate_tensor",
     "validate_tensors",
 ]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
@@ -49,12 +50,35 @@ def _refuse(failure: Exception, name: str, group: Group, device: torch.device) -
     agree(name, exchange_named(group_name(group)), None, failure, device)
 
 
+T = TypeVar("T")
+
+
+def telling_ranks(group: Group, function: Callable[..., T], rows: object, *more: Any) -> T:
+    """What a function on the way to `dilated_attention` returns; the ranks are told if it fails.
+
+    A rank that raised alone would leave the others waiting for it, and its next call would be
+    taken for this one. Not for functions in which ranks of the group wait for each other. Where
+    torch.compile traces, the function is called as it is.
+
+    Args:
+        group: the ranks that share each sequence.
+        function: of this rank.
+        rows: its first argument.
+        more: the others.
+    """
+    if torch.compiler.is_compiling():
+        return function(rows, *more)
+    try:
+        return function(rows, *more)
+    except Exception as failure:
+        tell_ranks(failure, group, rows)
+        raise
+
+
 def tell_ranks(failure: Exception, group: Group, rows: object) -> None:
     """Raise a failure on all ranks, whose next call is that of `dilated_attention`.
 
-    For what computes the heads of that call: a rank that raised alone would leave the others
-    waiting for it, and its next call would be taken for this one. While torch.compile traces,
-    nothing is told: what is not compiled then runs again.
+    While torch.compile traces, nothing is told: what is not compiled then runs again.
 
     Args:
         failure: of this rank; on the others it is a `ValueError` that names this one.

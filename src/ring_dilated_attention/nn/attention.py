@@ -235,7 +235,9 @@ class MultiheadDilatedAttention(nn.Module):
                 check_rows(name, tensor, self.embed_dim, "(batch, local_sequence, ")
             return self.project(*inputs, rope=rope)
 
-        told = None if self.gathers_apart else group
+        # Ranks wait for the weights of what is under fully_shard by itself.
+        apart = any(map(is_fully_sharded, (self.q_proj, self.k_proj, self.v_proj)))
+        told = None if apart else group
         q_bnhd, k_bnhd, v_bnhd = telling_ranks(told, heads, query, key, value)
         out_bnhd = self.attend(
             q_bnhd,
@@ -249,11 +251,6 @@ class MultiheadDilatedAttention(nn.Module):
             layout=layout,
         )
         return self.combine(out_bnhd), None
-
-    @property
-    def gathers_apart(self) -> bool:
-        """Whether `fully_shard` gathers a projection by itself: ranks wait for each other there."""
-        return any(map(is_fully_sharded, (self.q_proj, self.k_proj, self.v_proj)))
 
     # The three parts of forward: the first and the last treat every row alone.
     # One legend: b batch, n local_sequence, h heads or kv_heads, d head_dim, e embed_dim.

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..exchange import gather_weights_in
+from ..exchange import gather_weights_in, is_fully_sharded
 from ..torch_op import telling_ranks
 from .attention import MultiheadDilatedAttention
 from .checkpoint import Checkpoint, run_checkpointed
@@ -117,7 +117,9 @@ class Block(nn.Module, ABC):
     def _told(self, attend: Attend, heads: Callable[..., T], *inputs: Tensor) -> T:
         """The heads; the ranks that are about to attend are told where this fails."""
         group = attend.keywords.get("group") if isinstance(attend, partial) else None
-        return telling_ranks(None if self.attention.gathers_apart else group, heads, *inputs)
+        # Ranks wait for the weights of what is under fully_shard by itself.
+        apart = any(map(is_fully_sharded, (self.attention, *self._before_attention())))
+        return telling_ranks(None if apart else group, heads, *inputs)
 
     def _before_attention(self) -> list[nn.Module]:
         """The modules that `_heads` uses: optimizers may have changed the others by then."""

@@ -11,7 +11,7 @@ from torch.utils._pytree import _register_namedtuple
 
 from ..documents import Integers, ints_or_tensor
 from ..engine import autocast_dtype
-from ..exchange import Group, fill, one_group, place_in
+from ..exchange import Group, fill, is_fully_sharded, one_group, place_in
 from ..functional import Schedule, autocast_inputs
 from ..layout import SequenceLayout
 from ..pattern import check_positive_int, in_brief
@@ -159,7 +159,8 @@ class SlideEncoder(nn.Module):
             chunks = "chunk_rows computes gradients of weights from chunk to chunk"
             refuse_sharded_apart(self, {"embedding": chunks, "norm": chunks})
         coordinates, at, positions = self._agreed(features, coordinates, lengths, group, layout)
-        hidden = telling_ranks(group, self._embed_all, features, coordinates, at)
+        told = None if is_fully_sharded(self.embedding) else group  # ranks wait for its weights
+        hidden = telling_ranks(told, self._embed_all, features, coordinates, at)
         norm_one_row_more()
         for block in self.blocks:
             hidden = block(
@@ -263,8 +264,7 @@ def _check_kind(features: Tensor, coordinates: Tensor, embedding: nn.Module) -> 
     if features.dtype not in allowed:
         raise TypeError(
             f"features must be in the dtype of the parameters, {weight.dtype}, or under autocast "
-            f"float32, bfloat16 or float16; got {features.dtype}: pass features.to(torch."
-            f"{str(weight.dtype).removeprefix('torch.')})"
+            f"float32, bfloat16 or float16; got {features.dtype}: pass features.to({weight.dtype})"
         )
 
 

@@ -17,7 +17,7 @@ from late_streams import LateExchange, late_streams
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, replicated_query_attention
 from ring_dilated_attention.checks import TENSORS, Case, relative_error
-from ring_dilated_attention.engine import compute, parts, ring
+from ring_dilated_attention.engine import accumulate, compute, parts, ring
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.kernels import has_triton
 from ring_dilated_attention.tiles import Limits, Selection, backend_named
@@ -235,3 +235,22 @@ def test_launches_of_tables_wait_for_additions(name, monkeypatch):
         assert error < 1e-5
         assert queued > layout.world_size
     assert len(launches) >= 4 * layout.world_size
+
+
+def test_an_addition_that_fails_half_way_keeps_its_memory(monkeypatch):
+    """A part of it may be queued."""
+    kept: list[torch.Tensor] = []
+
+    class Fails:
+        def run(self, add_all, into):
+            raise torch.OutOfMemoryError
+
+        def outlast(self, tensors):
+            kept.extend(tensors)
+
+    monkeypatch.setattr(accumulate, "streams_of", lambda device: Fails())
+    total, part = torch.zeros(2), torch.ones(2)
+    sums = accumulate.Accumulator(torch.device("cpu"))
+    with pytest.raises(torch.OutOfMemoryError):
+        sums.run(lambda: None, part, into=(total,), is_long=True)
+    assert [x.data_ptr() for x in kept] == [part.data_ptr(), total.data_ptr()]

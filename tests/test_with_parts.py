@@ -288,3 +288,15 @@ def test_a_saved_part_comes_back_by_the_name_of_its_config(tmp_path, monkeypatch
         logits(whole, given)
     part = load(tmp_path, dtype=torch.float64, attn_implementation={"text_config": NAME})
     assert torch.allclose(logits(part.eval(), given), want, atol=1e-10)
+
+
+def test_a_part_that_holds_others_is_not_advised():
+    """It would be refused, too."""
+    size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = {**size, "intermediate_size": 16, "image_size": 8, "patch_size": 4}
+    config = transformers.GitConfig(
+        vision_config=vision, **size, intermediate_size=16, vocab_size=50
+    )
+    with pytest.raises(ValueError, match="made of several models") as caught:
+        set_attention(transformers.GitForCausalLM(config), DENSE)
+    assert "set_attention(model.git, " not in str(caught.value)

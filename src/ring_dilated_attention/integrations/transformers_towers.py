@@ -30,8 +30,10 @@ def check_one_tower(model: Any) -> None:
     whole = [p for p in paths if any(other.startswith(f"{p}.") for other in paths)]  # hold others
     inner = {path: x for path, x in paths.items() if path not in whole and _is_model(x)}
     texts = [path for path, tower in inner.items() if _takes_text(tower)]
-    advice = "it is not supported"
-    for best in (*texts, *inner)[:1]:
+    best = next(iter((*texts, *inner)), None)
+    if best is None:
+        advice = "it is not supported"
+    else:
         advice = f"call it with the one that shall have it, as set_attention({best}, pattern)"
         if texts and model.can_generate():
             cache = f"{cache_name(inner[best])}=DilatedCache({best})"

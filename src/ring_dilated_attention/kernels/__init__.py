@@ -14,6 +14,8 @@ for; at most `MOST_NEW_ROWS`.
 `NO_END` stands for the length of a segment without end.
 `merge_rows`, `add_rows` and `row_sums` merge and add the results of tiles. `take_rows`,
 `add_to_rows` and `sum_slots` copy, add and sum rows of K and V that are found by index.
+`norm_of_sum`, of rows of at most `MOST_WIDTH` elements, and `turn_heads_` are what a step of
+generation computes between products and attention.
 """
 
 from __future__ import annotations
@@ -33,7 +35,15 @@ from .own_programs import (
     launches_of,
     step_of,
 )
-from .tuning import MOST_NEW_ROWS, NO_END, BackwardConfig, Kernel, LaunchConfig, default_config
+from .tuning import (
+    MOST_NEW_ROWS,
+    MOST_WIDTH,
+    NO_END,
+    BackwardConfig,
+    Kernel,
+    LaunchConfig,
+    default_config,
+)
 
 if TYPE_CHECKING:
     from .backward import tiles_backward
@@ -44,6 +54,7 @@ if TYPE_CHECKING:
     from .own_forward import ranges_forward, rows_of_program
     from .rows import add_rows, merge_rows, row_sums
     from .rows_by_index import add_to_rows, sum_slots, take_rows
+    from .step_rows import norm_of_sum, turn_heads_
 
 __all__ = [
     "H200",
@@ -51,6 +62,7 @@ __all__ = [
     "MOST_NEW_ROWS",
     "MOST_POSITIONS",
     "MOST_STEP",
+    "MOST_WIDTH",
     "NO_END",
     "BackwardConfig",
     "Begun",
@@ -70,6 +82,7 @@ __all__ = [
     "has_triton",
     "launches_of",
     "merge_rows",
+    "norm_of_sum",
     "profile_of",
     "ranges_backward",
     "ranges_forward",
@@ -82,6 +95,7 @@ __all__ = [
     "take_rows",
     "tiles_backward",
     "tiles_forward",
+    "turn_heads_",
 ]
 
 _NEEDS_TRITON = {
@@ -101,6 +115,8 @@ _NEEDS_TRITON = {
     "add_to_rows": "rows_by_index",
     "sum_slots": "rows_by_index",
     "take_rows": "rows_by_index",
+    "norm_of_sum": "step_rows",
+    "turn_heads_": "step_rows",
 }
 
 

@@ -36,7 +36,7 @@ from .longnet_inputs import (
 from .rope import wide_rotation
 from .row_step import RowStep
 from .sampling import Sampler, SamplerOptions
-from .step_block import StepBlock
+from .step_block import Residual, StepBlock
 from .step_caches import check_batch, check_caches, check_prompt, drop_all, memory_for, take_back
 from .step_capture import TakeStep, captured_step, captures, check_capture
 
@@ -227,9 +227,10 @@ def step(
         raise
     before = [cache.known() for cache in caches]
     try:
+        residual = Residual(hidden)
         for block, cache in zip(blocks, caches, strict=True):
-            hidden = block(hidden, rotation, cache, shared)
-        return model.logits(hidden)
+            residual = block(residual, rotation, cache, shared)
+        return model.logits(residual.total())
     except BaseException:
         take_back(caches, before, count)
         raise

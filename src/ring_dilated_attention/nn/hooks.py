@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
 _KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def _by_kind(module: nn.Module) -> tuple[Any, ...]:
-    """A module's own hooks, in the order of `_KINDS`."""
-    return (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    )
-
-
 def hooks_of(module: nn.Module) -> list[str]:
     """Which kinds of hooks a module has, as `nn.Module` calls them."""
-    return [kind for kind, hooks in zip(_KINDS, _by_kind(module), strict=True) if hooks]
+    return [kind for kind in _KINDS if getattr(module, kind)]
 
 
 def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
@@ -40,7 +28,12 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
 
 def runs_hooks(module: nn.Module) -> bool:
     """Whether calling a module runs hooks: its own, those of all modules, or another forward."""
-    # As accelerate replaces it:
-    replaced = "forward" in module.__dict__
-    everywhere = _has_any_global_hook()  # type: ignore[no-untyped-call]
-    return bool(replaced or any(_by_kind(module)) or everywhere)
+    # Called for each module of each step of generation.
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__  # as accelerate replaces it
+        or _has_any_global_hook()  # type: ignore[no-untyped-call]
+    )

@@ -1,0 +1,203 @@
+"""Kernels between the products of a step, and models by them; interpreted without a GPU."""
+
+import os
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from generating import VOCABULARY, make_model
+from torch import nn
+
+pytest.importorskip("triton")
+
+from ring_dilated_attention import kernels
+from ring_dilated_attention.checks import relative_error
+from ring_dilated_attention.nn import LongNet, MultiheadDilatedAttention, RotaryEmbedding
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if not (torch.cuda.is_available() or INTERPRETED):
+    pytest.skip("needs CUDA or TRITON_INTERPRET=1", allow_module_level=True)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    *([] if INTERPRETED else [pytest.mark.gpu]),
+]
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+DTYPES = [torch.float32, torch.float16, *([] if INTERPRETED else [torch.bfloat16])]
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
+PROMPT = 21
+
+
+def rows_of(*shape, dtype):
+    return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 24, 768, 5000])
+def test_a_sum_and_its_norm(width, dtype):
+    torch.manual_seed(0)
+    rows, addition = (3 + rows_of(2, 3, width, dtype=dtype) for _ in range(2))
+    weight, bias = rows_of(2, width, dtype=dtype).unbind(0)
+    kept = rows.clone()
+    total, normed = kernels.norm_of_sum(rows, addition.view(6, width), weight, bias, 1e-5)
+    assert torch.equal(rows, kept)
+    assert torch.equal(total, rows + addition)
+    want = F.layer_norm(total.double(), (width,), weight.double(), bias.double(), 1e-5)
+    assert normed.shape == (6, width)
+    assert normed.dtype == dtype
+    assert relative_error(normed, want.view(6, width)) < TOLERANCE[dtype]
+    same, alone = kernels.norm_of_sum(total, None, weight, bias, 1e-5)
+    assert same is total
+    assert torch.equal(alone, normed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [2, 8, 48, 128])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_heads_are_turned_in_place(head_dim, batch, dtype):
+    torch.manual_seed(0)
+    count, heads, kv_heads = 3, 4, 2
+    positions = torch.randint(1 << 20, (batch, count), device=DEVICE)
+    joint = rows_of(2 * count, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
+    columns = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
+    before = [x.double().view(2, count, -1, head_dim) for x in joint.clone().split(columns, 1)]
+    query, key, value = joint.split(columns, 1)
+    rope = RotaryEmbedding(head_dim)
+    kernels.turn_heads_(query, key, *rope.wide(positions))
+    turn = rope(positions)
+    for found, was in zip((query, key), before, strict=False):
+        want = turn(was).view(found.shape)
+        assert relative_error(found, want) < TOLERANCE[dtype]
+    assert torch.equal(value.double().view(before[2].shape), before[2])
+
+
+def by_kernel(**changes: Any) -> LongNet:
+    """A model whose attention the decoding kernels compute, in float32."""
+    model = make_model(**changes)
+    for block in model.blocks:
+        assert isinstance(block.attention, MultiheadDilatedAttention)
+        block.attention.backend = "triton"
+    return model.to(DEVICE, torch.float32)
+
+
+def launches(monkeypatch) -> list[str]:
+    """Which kernels were launched, in order, from now on."""
+    found: list[str] = []
+
+    def noted(name, function):
+        def call(*tensors):
+            found.append(name)
+            return function(*tensors)
+
+        return call
+
+    for name in ("norm_of_sum", "turn_heads_"):
+        monkeypatch.setattr(kernels, name, noted(name, getattr(kernels, name)))
+    return found
+
+
+def steps(model, tokens, counts=(1, 3, 1, 2), lengths=None):
+    """Logits of the tokens behind the prompt, taken in steps of so many."""
+    caches = model.make_caches(len(tokens), max_length=60)
+    model.prefill(tokens[:, :PROMPT], caches, lengths=lengths)
+    found, first = [], PROMPT
+    for count in counts:
+        found.append(model.step(tokens[:, first : first + count], caches))
+        first += count
+    return torch.cat(found, 1)
+
+
+@pytest.mark.parametrize("lengths", [None, [PROMPT, 9]], ids=["equal", "of their own"])
+def test_steps_of_a_model_are_rows_of_its_forward(lengths, monkeypatch):
+    model, plain = by_kernel(), make_model().to(DEVICE)
+    tokens = torch.randint(VOCABULARY, (2, 40), device=DEVICE)
+    launched = launches(monkeypatch)
+    found = steps(model, tokens, lengths=lengths)
+    assert launched == 4 * 2 * ["norm_of_sum", "turn_heads_", "norm_of_sum"]
+    for row, length in enumerate(lengths or [PROMPT, PROMPT]):
+        text = torch.cat([tokens[row : row + 1, :length], tokens[row : row + 1, PROMPT:28]], 1)
+        want = plain(text)[:, length:]
+        assert relative_error(found[row : row + 1], want) < 1e-5
+
+
+def test_generation_joins_products(monkeypatch):
+    model, plain = by_kernel(), make_model().to(DEVICE)
+    tokens = torch.randint(VOCABULARY, (2, PROMPT), device=DEVICE)
+    launched = launches(monkeypatch)
+    new = model.generate(tokens, 8, capture=False)
+    assert launched == 7 * 2 * ["norm_of_sum", "turn_heads_", "norm_of_sum"]
+    assert torch.equal(new, plain.generate(tokens, 8, capture=False))
+
+
+class Scaled(nn.Linear):
+    """As an adapter: not what its class says."""
+
+    def forward(self, input):
+        return 2 * super().forward(input)
+
+
+def with_a_hook(model):
+    model.blocks[0].expand.register_forward_hook(lambda *_: 2 * _[2])
+
+
+def with_another_class(model):
+    old = model.blocks[0].attention.q_proj
+    model.blocks[0].attention.q_proj = new = Scaled(32, 32)
+    new.load_state_dict(old.state_dict())
+
+
+def with_a_norm_without_bias(model):
+    model.blocks[0].mlp_norm.bias = None
+
+
+def with_a_view_as_weight(model):
+    norm = model.blocks[0].mlp_norm
+    norm.weight = nn.Parameter(torch.stack([norm.weight.detach() + 1, norm.weight + 2], 1)[:, 0])
+
+
+def with_tables_of_half_precision(model):
+    class Coarse(RotaryEmbedding):
+        def forward(self, positions):
+            turn = super().forward(positions)
+            return turn._replace(cos=turn.cos.half().float(), sin=turn.sin.half().double())
+
+    model.rope = Coarse(8)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        with_a_hook,
+        with_another_class,
+        with_a_norm_without_bias,
+        with_a_view_as_weight,
+        with_tables_of_half_precision,
+    ],
+    ids=lambda x: x.__name__,
+)
+def test_what_kernels_do_not_compute_is_called(change, monkeypatch):
+    model, plain = by_kernel(), make_model()
+    for each in (model, plain):
+        change(each)
+    model, plain = model.to(DEVICE, torch.float32), plain.to(DEVICE, torch.float64)
+    tokens = torch.randint(VOCABULARY, (1, 40), device=DEVICE)
+    launched = launches(monkeypatch)
+    found = steps(model, tokens)
+    assert len(launched) == (0 if change is with_tables_of_half_precision else 12)  # of one block
+    assert relative_error(found, plain(tokens[:, :28])[:, PROMPT:]) < 1e-5
+
+
+def test_layers_of_another_width_are_refused_as_ever():
+    model = by_kernel()
+    tokens = torch.randint(VOCABULARY, (1, 40), device=DEVICE)
+    for name, layer in (("mlp_norm", "LayerNorm"), ("contract", "Linear")):
+        changed: Any = deepcopy(model)
+        sizes = (16,) if layer == "LayerNorm" else (48, 16)
+        kind = type(changed.blocks[0].mlp_norm) if layer == "LayerNorm" else nn.Linear
+        caches = changed.make_caches(1, max_length=60)
+        changed.prefill(tokens[:, :PROMPT], caches)
+        setattr(changed.blocks[0], name, kind(*sizes).to(DEVICE))
+        with pytest.raises(RuntimeError, match="16"):
+            changed.step(tokens[:, :1], caches)
+        assert caches[0].known_lengths == (PROMPT,)

@@ -12,10 +12,9 @@ timed: GPU time of a call in a queue of calls, wall time per call of 20 in a row
 itself, GPU time in a CUDA graph, and its baseline. The limit is the time in which a copy inside the
 device's memory moves as many bytes as the call has to read.
 
-A model's step without a graph takes as long as the CPU takes to launch it: it is timed wherever the
-process runs, and on the CPU that goes through a loop of Python fastest. Beside both stands how long
-that loop took: on a virtual machine, a CPU whose core other machines use takes nearly twice as
-long.
+A model's step without a graph takes as long as a CPU takes to launch it. So the time of a loop of
+Python stands beside it, before and after: on a virtual machine, a CPU whose core others use takes
+nearly twice as long for both.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -266,24 +264,6 @@ def python_loop() -> float:
     return min(taken)
 
 
-@contextmanager
-def on_the_quickest_cpu() -> Iterator[None]:
-    """Run this thread on the CPU that goes through the loop fastest, where the system lets it."""
-    if not hasattr(os, "sched_setaffinity"):
-        yield
-        return
-    allowed = os.sched_getaffinity(0)
-    try:
-        taken = {}
-        for cpu in allowed:
-            os.sched_setaffinity(0, {cpu})
-            taken[cpu] = python_loop()
-        os.sched_setaffinity(0, {min(taken, key=taken.__getitem__)})
-        yield
-    finally:
-        os.sched_setaffinity(0, allowed)
-
-
 def model_step(timer: Timer, prompt: int, *, small: bool) -> dict[str, Any]:
     """`longnet-base` after a long prompt: prefill, then token by token, also in a graph."""
     preset = dict(preset_options("longnet-base"))
@@ -305,10 +285,9 @@ def model_step(timer: Timer, prompt: int, *, small: bool) -> dict[str, Any]:
         model.prefill(tokens, caches)
         for _ in range(20):
             model.step(token, caches)
-        for where, cpu in (("", nullcontext()), ("quickest_cpu_", on_the_quickest_cpu())):
-            with cpu:
-                found[f"{where}loop_ms"] = python_loop()
-                found[f"{where}step_ms"] = timer.wall(lambda: model.step(token, caches))
+        found["loop_before_ms"] = python_loop()
+        found["step_ms"] = timer.wall(lambda: model.step(token, caches))
+        found["loop_after_ms"] = python_loop()
         if device.type == "cuda":
             captured = CapturedStep(lambda x: model.step(x, caches), token, caches)
             found["graph_ms"] = timer.wall(lambda: captured(token))

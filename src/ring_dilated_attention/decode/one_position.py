@@ -8,7 +8,8 @@ brings the results together; `products` does without that.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -158,7 +159,7 @@ def steps_ahead(
     """
     plan, first = cache.plan, cache.known_lengths[0]
     stop = first + count if plan.max_length is None else min(first + count, plan.max_length)
-    steps = [_make_step(plan, at, 0, q_1kgd.device) for at in range(first, stop)]
+    steps = _make_steps(plan, range(first, stop), 0, q_1kgd.device)
     return [(step, _views(step, q_1kgd, cache.keys)) for step in steps]
 
 
@@ -219,15 +220,24 @@ def _view(rows: torch.Tensor, tile: StepTile) -> torch.Tensor:
 
 def _step_of(plan: CachePlan, length: int, shard: int, device: torch.device) -> DeviceStep:
     key = (id(plan), length, shard, device)
-    return keep_few(_STEPS, key, lambda: _make_step(plan, length, shard, device), KEPT_STEPS)
+    return keep_few(_STEPS, key, lambda: _make_steps(plan, [length], shard, device)[0], KEPT_STEPS)
 
 
-def _make_step(plan: CachePlan, length: int, shard: int, device: torch.device) -> DeviceStep:
-    planned = plan_step(plan, length, shard)
-    both = planned.sources, planned.targets
-    sources, targets = torch.tensor(both, dtype=torch.int64, device=device).unbind()
-    is_whole = [tile.heads for tile in planned.tiles] == [plan.num_kv_heads]
-    return DeviceStep(plan, planned, sources, targets, is_whole, {})
+def _make_steps(
+    plan: CachePlan, lengths: Iterable[int], shard: int, device: torch.device
+) -> list[DeviceStep]:
+    """Of one new position behind each of these lengths: their tables are views of one tensor."""
+    steps = [plan_step(plan, length, shard) for length in lengths]
+    sizes = [len(step.targets) for step in steps]
+    both = [step.sources for step in steps], [step.targets for step in steps]
+    rows = torch.tensor(
+        [[*chain.from_iterable(numbers)] for numbers in both], dtype=torch.int64, device=device
+    )
+    sources, targets = (row.split_with_sizes(sizes) for row in rows.unbind())
+    wholes = [[tile.heads for tile in step.tiles] == [plan.num_kv_heads] for step in steps]
+    return [
+        DeviceStep(plan, *step, {}) for step in zip(steps, sources, targets, wholes, strict=True)
+    ]
 
 
 def _merge_of(found: tuple[tuple[int, ...], ...], device: torch.device) -> _Merge:

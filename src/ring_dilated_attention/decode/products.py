@@ -7,7 +7,6 @@ brings branches together.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -151,8 +150,9 @@ class Products:
             views: of its tiles.
             columns: rows of all tiles.
         """
-        shape = *self._query.shape[:3], columns
-        scores, weights = (x[: math.prod(shape)].view(shape) for x in self._memory)
+        _, kv_heads, group, _ = shape = (*self._query.shape[:3], columns)
+        strides = kv_heads * group * columns, group * columns, columns, 1
+        scores, weights = (x.as_strided(shape, strides) for x in self._memory)
         tiles = [
             (
                 *self._heads_of(view),

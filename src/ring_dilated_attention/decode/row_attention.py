@@ -102,4 +102,4 @@ class RowAttention:
         """Count the position, in all caches."""
         for cache in self._caches:
             cache.advanced(1)
-            cache.lengths.add_(1)
+        torch._foreach_add_([cache.lengths for cache in self._caches], 1)

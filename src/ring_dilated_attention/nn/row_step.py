@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..decode import DilatedKVCache, RowAttention
@@ -139,7 +138,7 @@ class RowStep:
         gate, gated = self._gate, self._gated
         attention.begin()
         rotation = self._rotation(self._caches[0].known_lengths[0])
-        row = F.embedding(tokens.view(()), self._embedding).mul_(self._factor)
+        row = torch.embedding(self._embedding, tokens.view(())).mul_(self._factor)
         for number, layer in enumerate(self._layers):
             normed = torch.layer_norm(row, shape, *layer.attention_norm)
             weight, bias = layer.project

@@ -229,6 +229,8 @@ class CachePlan:
 
     def own_members(self, members: range, shard: int) -> range:
         """Of consecutive members those that a rank holds, in its own numbers."""
+        if self.shards == 1:
+            return members
         first, stop = (-(-(end - shard) // self.shards) for end in (members.start, members.stop))
         return range(first, stop)
 

@@ -94,9 +94,7 @@ def plan_step(plan: CachePlan, length: int, shard: int) -> CacheStep:
 
 def _runs(members: range, slots: int) -> list[range]:
     """The slots of consecutive members, at most as many as slots: at most two runs."""
-    if not members:
-        return []
-    first = members.start % slots
-    before_end = min(len(members), slots - first)
-    runs = [range(first, first + before_end), range(len(members) - before_end)]
-    return [run for run in runs if run]
+    first, count = members.start % slots, len(members)
+    if first + count <= slots:
+        return [range(first, first + count)] if count else []
+    return [range(first, slots), range(first + count - slots)]

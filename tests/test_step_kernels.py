@@ -130,6 +130,19 @@ def test_generation_joins_products(monkeypatch):
     assert torch.equal(new, plain.generate(tokens, 8, capture=False))
 
 
+def test_a_compiled_step_has_kernels_of_its_own(monkeypatch):
+    """The compiler's: ours are not traced."""
+    model, plain = by_kernel(num_layers=1), make_model(num_layers=1).to(DEVICE)
+    tokens = torch.randint(VOCABULARY, (1, 40), device=DEVICE)
+    caches = model.make_caches(1, max_length=60)
+    model.prefill(tokens[:, :PROMPT], caches)
+    launched = launches(monkeypatch)
+    take = torch.compile(lambda new: model.step(new, caches), backend="eager")
+    found = [take(tokens[:, at : at + 1]) for at in range(PROMPT, 28)]
+    assert relative_error(torch.cat(found, 1), plain(tokens[:, :28])[:, PROMPT:]) < 1e-5
+    assert not launched
+
+
 class Scaled(nn.Linear):
     """As an adapter: not what its class says."""
 

@@ -103,9 +103,11 @@ class StepBlock:
     def _is_by_kernel(self, rows: Tensor, rotation: WideRotation, cache: DilatedKVCache) -> bool:
         """Whether kernels compute what stands between the products."""
         return (
-            self._by_kernels == (rows.dtype, rows.shape[-1])
+            self._by_kernels == (rows.dtype, rows.device, rows.shape[-1])
             and rows.dtype == cache.keys.dtype
+            and type(rows) is Tensor
             and rows.is_contiguous()
+            and not torch.compiler.is_compiling()  # which makes kernels of its own
             and steps_by_kernel(cache, self._backend)
             and autocast_dtype(rows.device.type) is None
             and rotation.is_of(rows.shape[:2], self._head_dim)
@@ -220,8 +222,8 @@ def _joint(layers: Sequence[RowWise]) -> _Joint | None:
 
 def _kind_by_kernel(
     norms: Sequence[RowWise], layers: Sequence[RowWise]
-) -> tuple[torch.dtype, int] | None:
-    """The dtype and width of rows between whose products kernels compute; None where they do not.
+) -> tuple[torch.dtype, torch.device, int] | None:
+    """Of rows, between whose products kernels compute, dtype, device and width; None: they do not.
 
     Args:
         norms: of attention and of the MLP.
@@ -239,5 +241,5 @@ def _kind_by_kernel(
         if not (norm.weight.is_contiguous() and norm.bias.is_contiguous()):
             return None
         weights += norm.weight, norm.bias
-    dtype = weights[0].dtype
-    return (dtype, width) if all(weight.dtype == dtype for weight in weights) else None
+    kind = weights[0].dtype, weights[0].device
+    return (*kind, width) if all((x.dtype, x.device) == kind for x in weights) else None

@@ -12,9 +12,8 @@ timed: GPU time of a call in a queue of calls, wall time per call of 20 in a row
 itself, GPU time in a CUDA graph, and its baseline. The limit is the time in which a copy inside the
 device's memory moves as many bytes as the call has to read.
 
-A model's step without a graph takes as long as a CPU takes to launch it. So the time of a loop of
-Python stands beside it, before and after: on a virtual machine, a CPU whose core others use takes
-nearly twice as long for both.
+Without a graph a model's step takes as long as a CPU takes to launch it, and on virtual machines a
+CPU whose core others use takes up to twice as long. So a loop of Python is timed before and after.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ segment, so that its caches are nearly full in all of them."""
 GENERATED = 256
 """Tokens of `LongNet.stream`."""
 LOOP = 300_000
-"""Additions of a loop that tells how fast a CPU is."""
+"""Additions in the loop that tells how fast a CPU is."""
 MEAN_OVER = 768
 """Positions: a multiple of all rates, so that each head is a member as often as on average."""
 

@@ -1,4 +1,4 @@
-"""Kernels between the products of a step, and models by them; interpreted without a GPU."""
+"""The Triton kernels of a step of generation, and models by them; interpreted without a GPU."""
 
 import os
 from copy import deepcopy
@@ -9,11 +9,13 @@ import torch
 import torch.nn.functional as F
 from generating import VOCABULARY, make_model
 from torch import nn
+from torch.autograd import forward_ad
 
 pytest.importorskip("triton")
 
 from ring_dilated_attention import kernels
 from ring_dilated_attention.checks import relative_error
+from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.nn import LongNet, MultiheadDilatedAttention, RotaryEmbedding
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -144,7 +146,7 @@ def test_a_compiled_step_has_kernels_of_its_own(monkeypatch):
 
 
 class Scaled(nn.Linear):
-    """As an adapter: not what its class says."""
+    """A subclass, as adapters are."""
 
     def forward(self, input):
         return 2 * super().forward(input)
@@ -169,7 +171,7 @@ def with_a_view_as_weight(model):
     norm.weight = nn.Parameter(torch.stack([norm.weight.detach() + 1, norm.weight + 2], 1)[:, 0])
 
 
-def with_tables_of_half_precision(model):
+def with_tables_of_other_dtypes(model):
     class Coarse(RotaryEmbedding):
         def forward(self, positions):
             turn = super().forward(positions)
@@ -185,7 +187,7 @@ def with_tables_of_half_precision(model):
         with_another_class,
         with_a_norm_without_bias,
         with_a_view_as_weight,
-        with_tables_of_half_precision,
+        with_tables_of_other_dtypes,
     ],
     ids=lambda x: x.__name__,
 )
@@ -197,20 +199,111 @@ def test_what_kernels_do_not_compute_is_called(change, monkeypatch):
     tokens = torch.randint(VOCABULARY, (1, 40), device=DEVICE)
     launched = launches(monkeypatch)
     found = steps(model, tokens)
-    assert len(launched) == (0 if change is with_tables_of_half_precision else 12)  # of one block
+    assert len(launched) == (0 if change is with_tables_of_other_dtypes else 12)  # of one block
     assert relative_error(found, plain(tokens[:, :28])[:, PROMPT:]) < 1e-5
 
 
-def test_layers_of_another_width_are_refused_as_ever():
+def set_up(change, **options):
+    """A model that changes after its prompt, the next token, and caches with the prompt."""
     model = by_kernel()
     tokens = torch.randint(VOCABULARY, (1, 40), device=DEVICE)
-    for name, layer in (("mlp_norm", "LayerNorm"), ("contract", "Linear")):
-        changed: Any = deepcopy(model)
-        sizes = (16,) if layer == "LayerNorm" else (48, 16)
-        kind = type(changed.blocks[0].mlp_norm) if layer == "LayerNorm" else nn.Linear
-        caches = changed.make_caches(1, max_length=60)
-        changed.prefill(tokens[:, :PROMPT], caches)
-        setattr(changed.blocks[0], name, kind(*sizes).to(DEVICE))
-        with pytest.raises(RuntimeError, match="16"):
-            changed.step(tokens[:, :1], caches)
-        assert caches[0].known_lengths == (PROMPT,)
+    caches = model.make_caches(1, max_length=60, **options)
+    model.prefill(tokens[:, :PROMPT], caches)
+    change(model.blocks[0])
+    return model, tokens[:, PROMPT : PROMPT + 1], caches
+
+
+def parameter(*shape):
+    return nn.Parameter(torch.ones(*shape, device=DEVICE))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda block: setattr(block, "mlp_norm", type(block.mlp_norm)(16).to(DEVICE)),
+        lambda block: setattr(block, "contract", nn.Linear(48, 16, device=DEVICE)),
+        lambda block: setattr(block.mlp_norm, "weight", parameter(16)),
+        lambda block: setattr(block.mlp_norm, "weight", parameter(64)),
+        lambda block: setattr(block.attention_norm, "bias", parameter(1)),
+        lambda block: setattr(block.attention.q_proj, "weight", parameter(1024)),
+        lambda block: setattr(block.attention.out_proj, "weight", parameter(16, 32)),
+        lambda block: block.attention_norm.to("meta"),
+        lambda block: block.mlp_norm.half(),
+    ],
+    ids=[
+        *("norm", "layer", "short weight", "long weight", "short bias", "flat weight", "out"),
+        *("another device", "another dtype"),
+    ],
+)
+def test_what_does_not_fit_raises(change):
+    model, token, caches = set_up(change)
+    with pytest.raises(RuntimeError):
+        model.step(token, caches)
+    assert caches[0].known_lengths == (PROMPT,)
+
+
+def test_caches_of_another_device_are_refused():
+    model, token, caches = set_up(lambda block: None)
+    with pytest.raises((RuntimeError, ValueError), match=r"device|on cpu|cuda"):
+        model.to("meta").step(token.to("meta"), caches)
+
+
+def both_ways(changed_by):
+    """What a step gives after a change, by kernels and by the modules."""
+    model, token, caches = set_up(changed_by)
+    plain = make_model().to(DEVICE, torch.float32)
+    changed_by(plain.blocks[0])
+    twins = deepcopy(caches)
+    return model.step(token, caches), plain.step(token, twins)
+
+
+@pytest.mark.parametrize("eps", [0, 1, torch.tensor(1e-2)], ids=["0", "1", "a tensor"])
+def test_an_epsilon_of_another_type(eps):
+    found, want = both_ways(lambda block: setattr(block.mlp_norm, "eps", eps))
+    assert relative_error(found, want) < 1e-5
+
+
+def test_a_bias_that_is_to_be_negated():
+    def change(block):
+        bias = torch._neg_view(block.mlp_norm.bias.detach() + 3)
+        block.mlp_norm.bias = nn.Parameter(bias)
+
+    found, want = both_ways(change)
+    assert relative_error(found, want) < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # of torch itself
+def test_tangents_are_not_lost():
+    model, token, caches = set_up(lambda block: None)
+    norm = model.blocks[-1].mlp_norm
+    with forward_ad.dual_level():
+        norm._parameters["bias"] = forward_ad.make_dual(
+            norm.bias.detach(), torch.ones(32).to(DEVICE)
+        )
+        logits = model.step(token, caches)
+        assert forward_ad.unpack_dual(logits).tangent.abs().sum() > 0
+
+    def dual(module, arguments, out):
+        return forward_ad.make_dual(out, torch.ones_like(out))
+
+    model, token, caches = set_up(lambda block: None)
+    model.embedding.register_forward_hook(dual)
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
+        model.step(token, caches)
+
+
+def test_ranks_are_told_of_a_backend_that_one_of_them_refuses(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    models = [make_model().float() for _ in range(2)]
+    text = torch.randint(VOCABULARY, (1, 42))
+
+    def work(ends):
+        model = models[ends.rank]
+        caches = model.make_caches(1, max_length=60, group=ends, sharded=True)
+        model.prefill(text[:, 21 * ends.rank :][:, :21], caches)
+        if ends.rank == 1:
+            model.blocks[0].attention.backend = "triton"
+        with pytest.raises(ValueError, match=r"was refused on other ranks|triton"):
+            model.step(text[:, :1], caches)
+
+    run_loopback(2, work)

@@ -226,7 +226,7 @@ def _step_of(plan: CachePlan, length: int, shard: int, device: torch.device) -> 
 def _make_steps(
     plan: CachePlan, lengths: Iterable[int], shard: int, device: torch.device
 ) -> list[DeviceStep]:
-    """Of one new position behind each of these lengths: their tables are views of one tensor."""
+    """Steps of one new position behind each of these lengths: one copy to the device for all."""
     steps = [plan_step(plan, length, shard) for length in lengths]
     sizes = [len(step.targets) for step in steps]
     both = [step.sources for step in steps], [step.targets for step in steps]

@@ -14,8 +14,8 @@ for; at most `MOST_NEW_ROWS`.
 `NO_END` stands for the length of a segment without end.
 `merge_rows`, `add_rows` and `row_sums` merge and add the results of tiles. `take_rows`,
 `add_to_rows` and `sum_slots` copy, add and sum rows of K and V that are found by index.
-`norm_of_sum`, of rows of at most `MOST_WIDTH` elements, and `turn_heads_` are what a step of
-generation computes between products and attention.
+`norm_of_sum` (a sum and its layer norm, of rows of at most `MOST_WIDTH` elements) and `turn_heads_`
+(a rotation in place) are for steps of generation.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Triton kernels of a step of generation: what stands between the products of a block.
+"""Triton kernels of a step of generation: sums with their layer norms, and rotations in place.
 
-A step has a few rows, and each of its operations takes a host longer to launch than a GPU to do.
+A step has a few rows: to launch one of its operations takes a CPU longer than it takes the GPU.
+Each of these kernels stands for several operations.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def _turn_kernel(
     s = tl.load(sin + HEAD_DIM // 2 + angle, mask=valid, other=0.0)
     first = tl.load(at + column, mask=valid, other=0.0).to(tl.float32)
     second = tl.load(at + HEAD_DIM // 2 + column, mask=valid, other=0.0).to(tl.float32)
-    # Several warps may load one head, and one store it: all loads come first.
+    # In place: all threads that share an element load it before one stores it.
     tl.debug_barrier()
     dtype = q.dtype.element_ty
     tl.store(at + column, (first * c - second * s).to(dtype), mask=valid)
@@ -71,24 +72,24 @@ def norm_of_sum(
     bias: torch.Tensor,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add to the residual stream, and normalise the sum: layer norm, in float32.
+    """Add to the residual stream, and apply layer norm to the sum, computed in float32.
 
     Args:
         rows: (..., width), contiguous, any floating dtype but float64; width at most `MOST_WIDTH`.
         addition: as many elements, contiguous, in the dtype of `rows`; None: nothing is added.
-        weight: (width,), contiguous.
-        bias: (width,), contiguous.
+        weight: (width,), contiguous, any floating dtype but float64, on the device of `rows`.
+        bias: like `weight`.
         eps: added to variances.
 
     Returns:
-        The sum, the shape of `rows`, which it is where nothing is added; and what its rows are
-        normalised, shape (number of rows, width). Both have the dtype of `rows`.
+        (total, normed), in the dtype of `rows`: the sum, rounded to it, of the shape of `rows`, and
+        `rows` itself where nothing is added; and its layer norm, shape (number of rows, width).
     """
     width = rows.shape[-1]
     count = rows.numel() // width
     total = rows if addition is None else torch.empty_like(rows)
     normed = rows.new_empty(count, width)
-    launch = _norm_launch(count, width, eps, addition is not None)
+    launch = _norm_launch(count, width, float(eps), addition is not None)
     tensors = rows, rows if addition is None else addition, weight, bias, total, normed
     _launch_norm(launch.grid, tensors, *launch[1:])
     return total, normed
@@ -102,8 +103,8 @@ def turn_heads_(
     Args:
         query: (rows, heads * head_dim), its last stride 1, any floating dtype but float64.
         key: (rows, kv_heads * head_dim), its last stride 1, in the dtype of `query`.
-        cos: (..., 1, head_dim), float32, contiguous: of so many rows, or of each group of so many
-            in turn; every cosine twice, ``[c, c]``.
+        cos: (n, 1, head_dim) or (batch, n, 1, head_dim), float32, contiguous, every cosine twice:
+            ``[c, c]``. Row i of `query` has that of row i modulo the rows of this table.
         sin: the shape of `cos`: ``[-s, s]``.
     """
     head_dim = cos.shape[-1]

@@ -28,7 +28,7 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
 
 def runs_hooks(module: nn.Module) -> bool:
     """Whether calling a module runs hooks: its own, those of all modules, or another forward."""
-    # Called for each module of each step of generation.
+    # `LongNet.step` calls this for every module in every step.
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks

@@ -116,11 +116,15 @@ class WideRotation(NamedTuple):
         both = torch.addcmul(x * self.cos, x.roll(x.shape[-1] // 2, -1), self.sin)
         return both if both.dtype == x.dtype else both.to(x.dtype)
 
-    def is_of(self, rows: tuple[int, ...], head_dim: int) -> bool:
-        """Whether kernels can take the tables, for heads of (batch, rows) positions."""
-        shapes = [(batch, rows[1], 1, head_dim) for batch in {1, rows[0]}]
+    def fits_kernels(self, rows: Tensor, head_dim: int) -> bool:
+        """Whether `kernels.turn_heads_` can take the tables, for heads of (batch, rows, ...)."""
+        batch, count, _ = rows.shape
+        shapes = [(1, count, 1, head_dim), (batch, count, 1, head_dim)]
         return all(
-            x.dtype == torch.float32 and x.shape in shapes and x.is_contiguous() for x in self
+            x.shape in shapes
+            and (x.dtype, x.device) == (torch.float32, rows.device)
+            and x.is_contiguous()
+            for x in self
         )
 
     def narrow(self) -> Rotation:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from .. import kernels
 from ..decode import DilatedKVCache, Step, attend_in_step, steps_by_kernel
 from ..engine import autocast_dtype, kernels_on
+from ..torch_op import in_forward_mode
 from .attention import MultiheadDilatedAttention
 from .block import Attend, RowWise, behind_attention
 from .hooks import is_plain, runs_hooks
@@ -24,11 +25,11 @@ from .rope import WideRotation
 
 
 class Residual(NamedTuple):
-    """The residual stream of a few rows, and what is still to be added to it.
+    """The residual stream of a few rows, and an addition that the kernel of the next norm makes.
 
     Attributes:
         rows: (batch, rows, embed_dim).
-        addition: as many elements, row after row, in the same dtype; None: nothing is to be added.
+        addition: contiguous, as many elements, in the same dtype; None: nothing is to be added.
     """
 
     rows: Tensor
@@ -43,8 +44,9 @@ class StepBlock:
     """A `LongNetBlock` for a few rows: the same functions, with its parameters looked up once.
 
     Calling a module takes a CPU about as long as multiplying a row by its weights, if these are
-    few. Where the decoding kernels compute attention, kernels also compute sums, norms and the
-    rotation, of rows in the dtype of all weights. Modules with hooks, of subclasses (adapters,
+    few. Where the decoding kernels compute attention to the cache, Triton kernels also compute the
+    sums, the norms and the rotation, if all modules are plain, all parameters have the dtype of the
+    cache, norms have a bias and autocast is off. Modules with hooks, of subclasses (adapters,
     quantised weights) or with sharded weights are called as they are; so is the block, where that
     holds for it or its attention.
 
@@ -76,13 +78,13 @@ class StepBlock:
         """Go through the block, without gradients.
 
         Args:
-            residual: in front of the block, of the next positions.
+            residual: the residual stream in front of the block, of the next positions.
             rotation: of these positions.
             cache: of the block; it has the positions afterwards.
             step: what the blocks share.
 
         Returns:
-            Behind the block.
+            The residual stream behind the block.
         """
         rows, most = residual.rows, self._chunk_rows
         attend = partial(
@@ -101,27 +103,32 @@ class StepBlock:
         )
 
     def _is_by_kernel(self, rows: Tensor, rotation: WideRotation, cache: DilatedKVCache) -> bool:
-        """Whether kernels compute what stands between the products."""
-        return (
-            self._by_kernels == (rows.dtype, rows.device, rows.shape[-1])
-            and rows.dtype == cache.keys.dtype
-            and type(rows) is Tensor
-            and rows.is_contiguous()
-            and not torch.compiler.is_compiling()  # which makes kernels of its own
-            and steps_by_kernel(cache, self._backend)
-            and autocast_dtype(rows.device.type) is None
-            and rotation.is_of(rows.shape[:2], self._head_dim)
-        )
+        """Whether Triton kernels compute the sums, the norms and the rotation."""
+        kind = rows.dtype, rows.device
+        if self._by_kernels != (*kind, rows.shape[-1]) or type(rows) is not Tensor:
+            return False
+        if (cache.keys.dtype, cache.keys.device) != kind or not _is_readable(rows):
+            return False
+        # The compiler merges these operations itself, and neither it nor tangents pass a kernel.
+        if torch.compiler.is_compiling() or in_forward_mode():
+            return False
+        if autocast_dtype(rows.device.type) is not None:
+            return False
+        try:
+            by_kernel = steps_by_kernel(cache, self._backend)
+        except ValueError:  # attention raises it, and tells the other ranks
+            return False
+        return by_kernel and rotation.fits_kernels(rows, self._head_dim)
 
     def _by_kernel(self, residual: Residual, rotation: WideRotation, attend: Attend) -> Residual:
-        """`__call__` by kernels: everything but attention has the shape (rows, columns)."""
+        """`__call__` by Triton kernels: what is not attention's has the shape (rows, columns)."""
         batch, count, _ = residual.rows.shape
         hidden, normed = self._sum_and_norm(residual, self._attention_norm)
         if self._joint is None:
             parts: Sequence[Tensor] = [layer(normed) for layer in self._layers]
         else:
             parts = self._joint.product(normed).split_with_sizes(self._joint.columns, -1)
-        # In place: a plain linear layer has made them for nobody else.
+        # In place: the products have just been allocated, and nothing else refers to them.
         kernels.turn_heads_(parts[0], parts[1], *rotation)
         attended = attend(*[x.view(batch, count, -1, self._head_dim) for x in parts])
         combined = self._combine(attended.reshape(batch * count, -1))
@@ -177,7 +184,7 @@ class _Linear:
 
 
 class _Joint(NamedTuple):
-    """Linear layers of the same rows, one below the other: how many columns each has."""
+    """Linear layers of the same rows in one product; `columns` of each."""
 
     product: _Linear
     columns: Sequence[int]
@@ -207,10 +214,16 @@ def _norm(norm: LayerNorm) -> RowWise:
 
 
 def _joint(layers: Sequence[RowWise]) -> _Joint | None:
-    """One product of copies of their weights; None where they are not plain, narrow and alike."""
+    """Copies of their weights in one product.
+
+    None where a layer is not a plain `nn.Linear`, autocast is on, the rows are wider than `NARROW`,
+    or the layers differ in dtype or in whether they have a bias.
+    """
     plain = [layer for layer in layers if isinstance(layer, _Linear)]
-    like = plain[0].weight if len(plain) == len(layers) else None
-    if like is None or like.shape[1] > NARROW or autocast_dtype(like.device.type) is not None:
+    if len(plain) < len(layers) or any(layer.weight.dim() != 2 for layer in plain):
+        return None
+    like = plain[0].weight
+    if like.shape[1] > NARROW or autocast_dtype(like.device.type) is not None:
         return None
     if len({(layer.bias is None, layer.weight.dtype) for layer in plain}) > 1:
         return None
@@ -223,23 +236,35 @@ def _joint(layers: Sequence[RowWise]) -> _Joint | None:
 def _kind_by_kernel(
     norms: Sequence[RowWise], layers: Sequence[RowWise]
 ) -> tuple[torch.dtype, torch.device, int] | None:
-    """Of rows, between whose products kernels compute, dtype, device and width; None: they do not.
+    """The dtype, device and width of the rows that kernels take between these layers, if any.
 
     Args:
         norms: of attention and of the MLP.
         layers: of query, key, value, out, and the two of the MLP.
     """
-    if not all(isinstance(layer, _Linear) for layer in layers):
-        return None
+    parameters: list[Tensor | None] = []
+    for layer in layers:
+        if not isinstance(layer, _Linear) or layer.weight.dim() != 2:
+            return None
+        parameters += layer.weight, *([] if layer.bias is None else [layer.bias])
     weights = [cast(_Linear, layer).weight for layer in layers]
     width = weights[0].shape[1]
     if width > kernels.MOST_WIDTH or not weights[3].shape[0] == weights[5].shape[0] == width:
         return None
     for norm in norms:
-        if not isinstance(norm, _Norm) or norm.bias is None or norm.shape != (width,):
+        if not isinstance(norm, _Norm) or norm.shape != (width,):
             return None
-        if not (norm.weight.is_contiguous() and norm.bias.is_contiguous()):
-            return None
-        weights += norm.weight, norm.bias
+        for x in (norm.weight, norm.bias):
+            if x is None or x.shape != (width,) or not _is_readable(x):
+                return None
+            parameters.append(x)
     kind = weights[0].dtype, weights[0].device
-    return (*kind, width) if all((x.dtype, x.device) == kind for x in weights) else None
+    # Else one may be sharded, or have a tangent.
+    if not all(type(x) is nn.Parameter and (x.dtype, x.device) == kind for x in parameters):
+        return None
+    return *kind, width
+
+
+def _is_readable(tensor: Tensor) -> bool:
+    """Whether its elements lie in memory one after the other, as they are."""
+    return tensor.is_contiguous() and not tensor.is_neg()

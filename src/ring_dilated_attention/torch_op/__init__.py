@@ -8,11 +8,16 @@ torch.compile does not trace.
 failure on the way to attention, and `telling_ranks` calls what may fail.
 `LENGTHS`, an operator too, `lengths_of_call` and `padding` tell what a padding mask stands for.
 `apply_function`, `once_differentiable` and `refuse_tangents` are what any autograd function here
-needs.
+needs; `in_forward_mode` says whether tensors may have tangents.
 """
 
 from .agreed import AGREED, agreed, tell_ranks, telling_ranks
-from .derivatives import apply_function, once_differentiable, refuse_tangents
+from .derivatives import (
+    apply_function,
+    in_forward_mode,
+    once_differentiable,
+    refuse_tangents,
+)
 from .lengths import LENGTHS, lengths_of_call, padding
 from .operator import BACKWARD, FORWARD, call_forward
 from .validation import validate_tensor, validate_tensors
@@ -25,6 +30,7 @@ __all__ = [
     "agreed",
     "apply_function",
     "call_forward",
+    "in_forward_mode",
     "lengths_of_call",
     "once_differentiable",
     "padding",

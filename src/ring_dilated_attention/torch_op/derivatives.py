@@ -38,6 +38,11 @@ def _single_level(function: type[torch.autograd.Function]) -> Any:
     return type(function.__name__, (_SingleLevelFunction,), statics)
 
 
+def in_forward_mode() -> bool:
+    """Whether tensors may have tangents now."""
+    return forward_ad._current_level >= 0
+
+
 def refuse_tangents(name: str, *tensors: torch.Tensor) -> None:
     """Raise a `NotImplementedError` where forward-mode autograd would lose a tensor's tangent.
 
@@ -45,7 +50,7 @@ def refuse_tangents(name: str, *tensors: torch.Tensor) -> None:
         name: of the function, for the message.
         tensors: its inputs.
     """
-    if forward_ad._current_level < 0:
+    if not in_forward_mode():
         return
     parts = [forward_ad.unpack_dual(tensor) for tensor in tensors]  # type: ignore[no-untyped-call]
     if any(part.tangent is not None for part in parts):

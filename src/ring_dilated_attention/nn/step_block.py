@@ -242,7 +242,7 @@ def _kind_by_kernel(
         norms: of attention and of the MLP.
         layers: of query, key, value, out, and the two of the MLP.
     """
-    parameters: list[Tensor | None] = []
+    parameters: list[Tensor] = []
     for layer in layers:
         if not isinstance(layer, _Linear) or layer.weight.dim() != 2:
             return None

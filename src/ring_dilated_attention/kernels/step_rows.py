@@ -1,7 +1,7 @@
 """Triton kernels of a step of generation: sums with their layer norms, and rotations in place.
 
-A step has a few rows: launching one of its operations takes a CPU longer than computing it takes the
-GPU. Each of these kernels stands for several operations.
+A step has a few rows: launching one of its operations takes a CPU longer than computing it takes
+the GPU. Each of these kernels stands for several operations.
 """
 
 from __future__ import annotations

@@ -203,11 +203,11 @@ def test_what_kernels_do_not_compute_is_called(change, monkeypatch):
     assert relative_error(found, plain(tokens[:, :28])[:, PROMPT:]) < 1e-5
 
 
-def set_up(change, **options):
+def set_up(change):
     """A model that changes after its prompt, the next token, and caches with the prompt."""
     model = by_kernel()
     tokens = torch.randint(VOCABULARY, (1, 40), device=DEVICE)
-    caches = model.make_caches(1, max_length=60, **options)
+    caches = model.make_caches(1, max_length=60)
     model.prefill(tokens[:, :PROMPT], caches)
     change(model.blocks[0])
     return model, tokens[:, PROMPT : PROMPT + 1], caches

@@ -180,6 +180,18 @@ def with_tables_of_other_dtypes(model):
     model.rope = Coarse(8)
 
 
+class Marked(torch.Tensor):
+    """A subclass that is handed on by what is computed from it."""
+
+
+def with_rows_of_a_subclass(model):
+    embed = model.embed
+    model.embed = lambda tokens: embed(tokens).as_subclass(Marked)
+
+
+OF_NO_BLOCK = [with_tables_of_other_dtypes, with_rows_of_a_subclass]
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -187,7 +199,7 @@ def with_tables_of_other_dtypes(model):
         with_another_class,
         with_a_norm_without_bias,
         with_a_view_as_weight,
-        with_tables_of_other_dtypes,
+        *OF_NO_BLOCK,
     ],
     ids=lambda x: x.__name__,
 )
@@ -199,7 +211,7 @@ def test_what_kernels_do_not_compute_is_called(change, monkeypatch):
     tokens = torch.randint(VOCABULARY, (1, 40), device=DEVICE)
     launched = launches(monkeypatch)
     found = steps(model, tokens)
-    assert len(launched) == (0 if change is with_tables_of_other_dtypes else 12)  # of one block
+    assert len(launched) == (0 if change in OF_NO_BLOCK else 12)  # of one block
     assert relative_error(found, plain(tokens[:, :28])[:, PROMPT:]) < 1e-5
 
 
@@ -270,6 +282,34 @@ def test_a_bias_that_is_to_be_negated():
 
     found, want = both_ways(change)
     assert relative_error(found, want) < 1e-5
+
+
+class Halved(torch.Tensor):
+    """A bias of which a layer norm sees half of what lies in memory, as with quantised weights."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is F.layer_norm:
+                kwargs["bias"] = kwargs["bias"] / 2
+            out = func(*args, **(kwargs or {}))
+        return out.as_subclass(cls) if func is torch.Tensor.detach else out
+
+
+def test_a_bias_of_a_subclass_is_what_its_class_says():
+    def halve(block):
+        bias = torch.ones(32, device=DEVICE).as_subclass(Halved)
+        block.mlp_norm.bias = nn.Parameter(bias)
+
+    found, want = both_ways(halve)
+    assert relative_error(found, want) < 1e-5
+
+
+def test_autocast_is_not_ignored():
+    model, token, caches = set_up(lambda block: None)
+    model.embed = lambda tokens: model.embedding(tokens)  # which autocast leaves in float32
+    with torch.autocast(DEVICE.type, torch.bfloat16), pytest.raises(ValueError, match="bfloat16"):
+        model.step(token, caches)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # of torch itself

@@ -119,6 +119,16 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
 
 
 @pytest.fixture(scope="module")
+def brief(tmp_path_factory: pytest.TempPathFactory, alone: TrainConfig) -> TrainConfig:
+    """A run of fewer steps on one rank, beside which those on four ranks are held."""
+    config = replace(
+        alone, out=tmp_path_factory.mktemp("brief") / "run", steps=7, eval_every=4, save_every=7
+    )
+    run(config)
+    return config
+
+
+@pytest.fixture(scope="module")
 def short(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
     """One of sequences shorter than four ranks, on one rank."""
     config = make_config(tmp_path_factory.mktemp("short"), seq_len=3, steps=6)
@@ -159,17 +169,17 @@ def on_two(
 
 @pytest.fixture(scope="module")
 def on_four(
-    tmp_path_factory: pytest.TempPathFactory, alone: TrainConfig, short: TrainConfig
+    tmp_path_factory: pytest.TempPathFactory, brief: TrainConfig, short: TrainConfig
 ) -> dict[str, Path]:
     """Runs on four ranks."""
     folder = tmp_path_factory.mktemp("four")
     runs = {
-        "zigzag": replace(alone, out=folder / "zigzag"),
-        "contiguous": replace(alone, out=folder / "contiguous", layout="contiguous"),
-        "grid": replace(alone, out=folder / "grid", sequence_ranks=2),
+        "zigzag": replace(brief, out=folder / "zigzag"),
+        "contiguous": replace(brief, out=folder / "contiguous", layout="contiguous"),
+        "grid": replace(brief, out=folder / "grid", sequence_ranks=2),
         "short": replace(short, out=folder / "short"),
         "chunked": replace(
-            alone,
+            brief,
             out=folder / "chunked",
             activation_checkpoint="keep_attention",
             activation_checkpoint_blocks=2,
@@ -214,9 +224,9 @@ def test_curve_on_two_ranks_is_that_of_one(
 
 @pytest.mark.parametrize("name", ["zigzag", "contiguous", "grid", "chunked"])
 def test_curve_on_four_ranks_is_that_of_one(
-    alone: TrainConfig, on_four: dict[str, Path], name: str
+    brief: TrainConfig, on_four: dict[str, Path], name: str
 ) -> None:
-    assert_same_curve(curve(on_four[name]), curve(alone.out))
+    assert_same_curve(curve(on_four[name]), curve(brief.out))
 
 
 def test_ranks_without_tokens_take_part(short: TrainConfig, on_four: dict[str, Path]) -> None:

@@ -209,6 +209,12 @@ def test_what_is_not_replaced_is_refused():
     model[0].self_attn.register_forward_hook(lambda *arguments: None)
     with pytest.raises(ValueError, match=r"0\.self_attn has hooks.*_forward_hooks"):
         replace_dilated_attention(model)
+    model = their_model()
+    attention = model[0].self_attn
+    attention.forward = partial(type(attention).forward, attention)  # as fairscale checkpoints
+    with pytest.raises(ValueError, match=r"0\.self_attn\.forward has been replaced.*\.partial"):
+        replace_dilated_attention(model)
+    assert model[0].self_attn is attention
     with pytest.raises(TypeError, match="quick"):
         replace_dilated_attention(their_model(), quick=True)
 

@@ -5,7 +5,9 @@ the place of the stand-in.
 """
 
 import copy
+import functools
 import threading
+import types
 from typing import Any
 
 import pytest
@@ -226,6 +228,11 @@ def test_other_calls_are_refused_on_every_rank():
     def layers(ends):
         sharded(ends)(*slide(40), all_layer_embed=ends.rank == 0)
 
+    def pools(ends):
+        model = gigapath(global_pool=ends.rank == 1)
+        shard_slide_encoder(model, group=ends)
+        model(*slide(40))
+
     def mask(ends):
         tokens = torch.zeros(1, 5, 32, dtype=torch.float64)
         given = torch.zeros(1, 5, dtype=torch.bool) if ends.rank else None
@@ -235,6 +242,7 @@ def test_other_calls_are_refused_on_every_rank():
         (lengths, "shape is (1, 41, 32) on rank 0, (1, 42, 32) on rank 1"),
         (modes, "training is True on rank 0, False on rank 1"),
         (layers, "all_layer_embed is True on rank 0"),
+        (pools, "global_pool is False on rank 0, True on rank 1"),
     ):
         for message in raised_on_every_rank(2, call):
             assert words in message.replace("256", "32")
@@ -429,6 +437,22 @@ def test_options_reach_the_attention():
         shard_slide_encoder(initialized(LongNetViT()), quick=True)
 
 
+def test_a_forward_put_into_the_class_is_refused(monkeypatch):
+    monkeypatch.setattr(LongNetViT, "forward", reads_all)
+    with pytest.raises(ValueError, match=r"the model itself is a LongNetViT .* got reads_all as"):
+        shard_slide_encoder(initialized(LongNetViT()))
+
+
+@pytest.mark.parametrize("wrap", [functools.partial, torch.autocast("cpu", torch.bfloat16)])
+def test_a_forward_in_a_wrapper_is_the_published_one(wrap):
+    """As accelerate, fairscale's checkpoint_wrapper and torch.compile put it into a model."""
+    model = gigapath()
+    want = model(*slide(9))[0]
+    model.forward = wrap(model.forward)
+    assert shard_slide_encoder(model) == 2
+    assert relative_error(model(*slide(9))[0], want) < (1e-12 if wrap is functools.partial else 0.1)
+
+
 def test_a_projection_can_be_trained_alone():
     """A frozen encoder, as in linear probing."""
     model = gigapath()
@@ -448,6 +472,18 @@ class Reads(LongNetViT):
         return super().forward(x, coords, all_layer_embed)
 
 
+def reads_all(self, x, coords):
+    """Pools by a maximum over the tiles, of which a sharded encoder returns one or none."""
+    x = self.patch_embed(x)
+    return self.encoder(src_tokens=None, token_embeddings=x)["encoder_out"].amax(1)
+
+
+def with_method(forward):
+    model = initialized(LongNetViT())
+    model.forward = types.MethodType(forward, model)
+    return model
+
+
 class LongViTForTCGAClassificationSeqParallel(LongViTForTCGAClassification):
     pass
 
@@ -462,7 +498,8 @@ def model_with(**attributes):
 
 REFUSED: dict[str, Any] = {
     "nothing": (lambda: nn.Linear(2, 2), "holds no LongNetViT .*; got Linear"),
-    "a subclass": (Reads, r"is a Reads that may do something else .* a forward of Reads"),
+    "a subclass": (Reads, r"is a Reads that may do something else .* got Reads\.forward as its"),
+    "a method": (lambda: with_method(reads_all), "may do something else .* got reads_all as its"),
     "sequence parallel": (LongViTForTCGAClassificationSeqParallel, "seq_parallel=False"),
     "positions": (lambda: model_with(encoder__embed_positions=nn.Linear(2, 2)), "embed_positions"),
     "experts": (lambda: model_with(encoder__layers__0__is_moe_layer=True), "layers of experts"),

@@ -7,6 +7,7 @@ between, each rank computes the encoder's layers for its shard of the tiles.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -65,8 +66,9 @@ def shard_slide_encoder(
     Raises:
         TypeError: `model` is not a module, or an option is unknown.
         ValueError: options are given in a second call; the model has no such encoder, or one that
-            cannot be sharded; and from forward, on every rank: ranks were given different slides
-            or have different parameters, or the encoder got other arguments than these models pass.
+            cannot be sharded, because its forward is another one, say; and from forward, on every
+            rank: ranks were given different slides or have different parameters or `global_pool`,
+            or the encoder got other arguments than these models pass.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {model!r}")
@@ -131,15 +133,28 @@ def _holders(model: nn.Module) -> Iterator[_Holder]:
         else:
             continue
         missing = [attribute for attribute in needed if not hasattr(each, attribute)]
-        owner = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
-        if missing or owner.__name__ != name:
+        forward = _forward_of(module)
+        if missing or forward.split(".")[-2:] != [name, "forward"]:
             raise ValueError(
                 f"{where} is a {type(module).__name__} that may do something else than {name} with "
-                f"the rows of its encoder; got a forward of {owner.__name__}"
+                "the rows of its encoder, of which a sharded one returns those that "
+                f"{name}.forward reads; got {forward} as its forward"
                 + f" and no {', '.join(missing)}"
                 * bool(missing)
+                + ". Shard one with the forward that it was published with, or replace the "
+                "attention alone, integrations.torchscale.replace_dilated_attention"
             )
         yield _Holder(path, each, each.encoder)
+
+
+def _forward_of(module: nn.Module) -> str:
+    """The name of a module's forward, with its class, also where another was put in its place."""
+    for forward in (module.forward, type(module).forward):
+        written: Any = inspect.unwrap(forward)  # inside of accelerate's, or torch.compile's
+        name = getattr(written, "__qualname__", None)  # of a partial: none
+        if name is not None:
+            return str(name)
+    return "an object without a name"
 
 
 def _check_encoder(holder: _Holder) -> None:
@@ -236,6 +251,7 @@ class _ShardedForward:
                     "shape": tuple(tokens.shape),
                     "dtype": str(tokens.dtype),
                     "all_layer_embed": all_layers,
+                    "global_pool": self.holder.pool.mean,
                     "training": self.holder.encoder.training,
                     "compare_inputs": self.compare_inputs,
                 }

@@ -20,7 +20,6 @@ from ..layout import SequenceLayout
 from ..nn import (
     check_head_sizes,
     check_rows,
-    hooks_of,
     is_plain,
     normalize,
     project_heads,
@@ -33,6 +32,7 @@ from .class_tokens import refuse_class_token
 from .torchscale_args import check_dropout, ints_of, refuse_arguments
 from .torchscale_refusals import (
     refuse_local_positions,
+    refuse_lost_wrappers,
     refuse_nothing_replaced,
     refuse_nothing_to_replace,
 )
@@ -372,12 +372,7 @@ def _replacement(
             f"{where} is a {type(old).__name__}, a subclass of DilatedAttention that may compute "
             "something else: replace it by hand"
         )
-    hooks = hooks_of(old)
-    if hooks:
-        raise ValueError(
-            f"{where} has hooks, which would be lost: register them after replacing; "
-            f"got {', '.join(hooks)}"
-        )
+    refuse_lost_wrappers(where, old)
     with torch.device("meta"):
         new = TorchscaleDilatedAttention(
             old.args,

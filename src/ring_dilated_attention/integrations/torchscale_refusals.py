@@ -6,6 +6,9 @@ from typing import Any
 
 from torch import nn
 
+from ..nn import hooks_of
+from ..pattern import in_brief
+
 _MOST_SHOWN = 5
 _RANKS = "_ring_dilated_attention_ranks"
 
@@ -30,6 +33,26 @@ def _shown(model: nn.Module) -> str:
     kinds = dict.fromkeys(type(module).__name__ for module in model.modules())
     seen = [kind for kind in kinds if "attention" in kind.lower()][:_MOST_SHOWN]
     return f"{type(model).__name__}, whose attention modules are: {', '.join(seen) or 'none'}"
+
+
+def refuse_lost_wrappers(where: str, module: nn.Module) -> None:
+    """Raise a `ValueError` for a module with hooks, or a forward of its own, that would be lost.
+
+    Args:
+        where: its path, for the message.
+        module: what is to be replaced.
+    """
+    if hooks := hooks_of(module):
+        raise ValueError(
+            f"{where} has hooks, which would be lost: register them after replacing; "
+            f"got {', '.join(hooks)}"
+        )
+    own = vars(module).get("forward")
+    if own is not None:
+        raise ValueError(
+            f"{where}.forward has been replaced, as checkpoint_wrapper of fairscale replaces it, "
+            f"and would be lost: wrap the module after replacing it; got {in_brief(own)}"
+        )
 
 
 def refuse_local_positions(model: nn.Module, ranks: int) -> None:

@@ -299,7 +299,7 @@ BAD: dict[str, dict[str, Any]] = {
     "sequence length 9 or more, up to 18; got (0, 8)": {"documents": [0, 8], "lengths": [1, 9]},
     "pass lengths or key_padding_mask, not both": {"lengths": [1, 2], "key_padding_mask": MASK},
     "key_padding_mask must be a tensor": {"key_padding_mask": [[False]]},
-    "must be boolean, True where a position is padding; got torch.int64": {
+    "must be boolean, True where a position is padding; got torch.int64: pass mask != 0": {
         "key_padding_mask": MASK.long()
     },
     "(batch, local_sequence), (2, 6); got (2, 18)": {

@@ -285,7 +285,7 @@ def test_positions_of_a_shard_are_refused():
 
 FORWARD_REFUSALS: dict[str, Any] = {
     "incremental_state": ({"incremental_state": {}}, "incremental_state must be None"),
-    "attn_mask": ({"attn_mask": torch.zeros(9, 9)}, "attn_mask must be None; use is_causal"),
+    "attn_mask": ({"attn_mask": torch.zeros(9, 9)}, "attn_mask must be None; .*is False: set"),
     "rel_pos": ({"rel_pos": torch.zeros(8, 9, 9)}, "rel_pos must be None"),
     "is_first_step": ({"is_first_step": True}, "is_first_step must be False; got True"),
     "key_padding_mask": (

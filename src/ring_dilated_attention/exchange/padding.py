@@ -27,7 +27,9 @@ def check_padding_mask(mask: Any, batch: int, local_length: int, device: torch.d
         raise TypeError("key_padding_mask must be a dense tensor, not a sparse or nested one")
     if mask.dtype != torch.bool:
         raise TypeError(
-            f"key_padding_mask must be boolean, True where a position is padding; got {mask.dtype}"
+            "key_padding_mask must be boolean, True where a position is padding; got "
+            f"{mask.dtype}: pass mask != 0 if padding is what is not 0, as in torchscale, and "
+            "mask == 0 if it is what is 0, as in transformers"
         )
     if mask.shape != (batch, local_length):
         raise ValueError(

@@ -49,8 +49,9 @@ class TorchscaleDilatedAttention(nn.Module):
 
     It differs from torchscale in this: it honours `key_padding_mask`, which torchscale drops where
     `args.flash_attention` is set; a position whose lse happens to be exactly 0 is not taken for one
-    that no branch covers; and sequences are sharded over `group`, in any layout, with exact
-    gradients. What it does not support it refuses.
+    that no branch covers; results of a segment whose length is no multiple of the rate are where
+    they belong, which torchscale shifts in all but the first; and sequences are sharded over
+    `group`, in any layout, with exact gradients. What it does not support it refuses.
 
     Args:
         args: torchscale's configuration. Read are `segment_length` and `dilated_ratio` (lists of

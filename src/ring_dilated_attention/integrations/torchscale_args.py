@@ -37,7 +37,12 @@ def refuse_arguments(
     """Raise a `ValueError` unless the arguments of torchscale's forward have their defaults."""
     for name, given, instead in (
         ("incremental_state", incremental_state, "use replicated_query_attention to decode"),
-        ("attn_mask", attn_mask, "use is_causal, and the pattern for what a head sees"),
+        (
+            "attn_mask",
+            attn_mask,
+            "use is_causal, and the pattern for what a head sees (torchscale's decoder passes a "
+            "mask where args.flash_attention is False: set it to True)",
+        ),
         ("rel_pos", rel_pos, "dilated attention takes no bias"),
     ):
         if given is not None:

@@ -334,6 +334,7 @@ def test_config_is_a_value_and_gigapaths_by_default():
         ({"layout": SequenceLayout.contiguous(41, 2)}, ValueError, "the layout is for 2 ranks"),
         ({"lengths": [41]}, ValueError, "numbers of tiles, from 0 to the 40 of a row; got 41"),
         ({"lengths": torch.tensor([-1])}, ValueError, "numbers of tiles.* got -1"),
+        ({"lengths": [40, 3]}, ValueError, r"for each of 1 slides; got \(40, 3\)"),
     ],
 )
 def test_forward_refuses(arguments, kind, message):

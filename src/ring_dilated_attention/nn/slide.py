@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import _register_namedtuple
 
-from ..documents import Integers, ints_or_tensor
+from ..documents import Integers, in_words, ints_or_tensor
 from ..engine import autocast_dtype
 from ..exchange import Group, fill, is_fully_sharded, one_group, place_in
 from ..functional import Schedule, autocast_inputs
@@ -215,7 +215,7 @@ class SlideEncoder(nn.Module):
             at = _row_of_cls(features.shape[1], rank, world_size, layout)
             local = features.shape[1] + (at is not None)
             total = local * world_size if layout is None else layout.length
-            positions = _positions(lengths, total - 1)
+            positions = _positions(lengths, len(features), total - 1)
         except Exception as error:  # whatever it is, the other ranks are to be told
             failure = error
         # What else must be equal on all ranks, the first attention compares.
@@ -268,13 +268,18 @@ def _check_kind(features: Tensor, coordinates: Tensor, embedding: nn.Module) -> 
         )
 
 
-def _positions(lengths: Integers | None, most: int) -> Integers | None:
+def _positions(lengths: Integers | None, batch: int, most: int) -> Integers | None:
     """Positions of each slide, the class token's included: slides have `most` tiles at most."""
     known, tiles = ints_or_tensor("lengths", lengths)
     if tiles is not None:  # not known while torch.compile traces: attention refuses a negative one
         return torch.where(tiles < 0, tiles, tiles + 1)
     if known is None:
         return None
+    if len(known) != batch:
+        raise ValueError(
+            f"lengths must hold one number of tiles for each of {batch} slides; got "
+            f"{in_words(tuple(known))}"
+        )
     if wrong := [count for count in known if not 0 <= count <= most]:
         raise ValueError(
             f"lengths must be numbers of tiles, from 0 to the {most} of a row; got {wrong[0]}"

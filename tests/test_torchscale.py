@@ -430,6 +430,19 @@ def test_the_norm_stays_in_half_precision_under_autocast():
     assert relative_error(got, want) < 1e-2
 
 
+def test_a_whole_model_that_was_saved_by_an_older_version():
+    """`torch.save(model)` keeps attributes alone: those of version 0.2.0 were fewer."""
+    model = their_model()
+    replace_dilated_attention(model)
+    x = torch.randn(1, 61, 32, dtype=torch.float64)
+    want = model(x)
+    for module in model.modules():
+        if isinstance(module, TorchscaleDilatedAttention):
+            vars(module).pop("ignores_padding_mask", None)
+            vars(module.pattern).pop("head_slice")
+    assert torch.equal(copy.deepcopy(model)(x), want)
+
+
 def test_initial_weights():
     torch.manual_seed(0)
     module = TorchscaleDilatedAttention(config(), 256, 8, self_attention=True)

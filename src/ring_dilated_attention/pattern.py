@@ -183,7 +183,7 @@ class DilatedPattern:
     head_offsets: HeadOffsets
     head_branches: HeadBranches
     zero_keys: bool
-    head_slice: HeadSlice | None
+    head_slice: HeadSlice | None = None  # also of patterns that version 0.2.0 has pickled
 
     def __init__(
         self,

@@ -87,6 +87,8 @@ class TorchscaleDilatedAttention(nn.Module):
         ValueError: a value is not supported; the message says which.
     """
 
+    ignores_padding_mask = False  # set where the mask is known to be empty; not in 0.2.0's pickles
+
     def __init__(
         self,
         args: Any,
@@ -150,7 +152,6 @@ class TorchscaleDilatedAttention(nn.Module):
         self.layout = layout
         self.exchange = exchange
         self.backend = backend
-        self.ignores_padding_mask = False  # set where the mask is known to be empty
         self.k_proj = nn.Linear(embed_dim, embed_dim)
         self.v_proj = nn.Linear(embed_dim, embed_dim)
         self.q_proj = nn.Linear(embed_dim, embed_dim)

@@ -222,7 +222,7 @@ def test_plan_counts_what_a_call_does(monkeypatch, pattern, layout, is_causal):
             ["--seq-len=8", "--dilation-rates=1,x"],
             "--dilation-rates must be a whole number; got 'x'",
         ),
-        (["--seq-len=8", "--show-ranks=4"], "rank must lie in [0, 4), got 4"),
+        (["--seq-len=8", "--show-ranks=4"], "must name ranks from 0 to 3, of 4; got 4"),
         (
             ["--seq-len=8", "--num-heads=6", "--num-kv-heads=4"],
             "multiple of num_kv_heads; got 6 and 4",

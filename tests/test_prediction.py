@@ -199,7 +199,7 @@ def test_plan_predicts(tmp_path):
         ("--hosts=2 --ranks=3", "--hosts 2 with --gpus-per-host 8 is 16 ranks, but --ranks is 3"),
         ("--hosts=0", "hosts must be >= 1, got 0"),
         ("--hosts=2 --dtype=fp64", "no rate of float64"),
-        ("--hosts=2 --network-gb-s=0", "network_gb_s must be finite and above 0"),
+        ("--hosts=2 --network-gb-s=0", "--network-gb-s must be finite and above 0"),
         ("--hosts=2 --decode", "--hosts is about what ranks compute"),
         ("--hosts=1000000", "ranks must be <= "),
     ],

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from . import options
 from .command import Example, command
-from .option import Argument, Flag, Option, integer, list_of, number, one_of, positions_from
+from .option import Argument, Flag, Option, integer, list_of, number_above_0, one_of, positions_from
 
 PICTURE = "Picture"
 
@@ -38,7 +38,7 @@ TFLOPS = Option(
     metavar="X",
     help="For timeline: TFLOP/s (10**12) of one rank; the default is about that of one H200 in "
     "dense causal forward, bf16.",
-    read=number,
+    read=number_above_0,
     default=600.0,
     toml=(int, float),
 )

@@ -227,6 +227,14 @@ def number(given: str, where: str) -> float:
         raise ValueError(f"{where} must be a number; got {_brief(given)}") from None
 
 
+def number_above_0(given: str, where: str) -> float:
+    """A finite number above 0."""
+    found = number(given, where)
+    if not 0 < found < math.inf:
+        raise ValueError(f"{where} must be finite and above 0; got {found}")
+    return found
+
+
 def number_from_0(given: str, where: str) -> float:
     """A finite number that is not negative."""
     found = number(given, where)

@@ -20,6 +20,7 @@ from .option import (
     integer,
     list_of,
     number,
+    number_above_0,
     one_of,
     path,
     positions,
@@ -187,7 +188,7 @@ LINK_GB_S = Option(
     metavar="X",
     help="For the cost model: bandwidth of a rank inside a host, in each direction, in GB/s "
     "(10**9); the default is about that of one H200 over NVLink.",
-    read=number,
+    read=number_above_0,
     default=350.0,
     toml=(int, float),
 )

@@ -10,12 +10,15 @@ import typer
 
 from . import options
 from .command import Example, command
-from .option import Flag, Option, integer, number
+from .option import Flag, Option, integer, number_above_0
 
 if TYPE_CHECKING:
     from ..functional import Schedule
+    from .run_plan_hosts import Hosts
 
 RANKS = options.RANKS.but(options.MODELLED_RANKS)
+GPUS, NETWORK = 8, 45.0
+"""Defaults of --gpus-per-host and --network-gb-s, which are None unless given."""
 
 
 def _ranks_shown(given: str, where: str) -> int | None:
@@ -39,7 +42,7 @@ GPUS_PER_HOST = Option(
     metavar="N",
     help="With --hosts: ranks of each.",
     read=integer(1),
-    default=8,
+    shown=str(GPUS),
     toml=(int,),
 )
 NETWORK_GB_S = Option(
@@ -48,10 +51,11 @@ NETWORK_GB_S = Option(
     metavar="X",
     help="With --hosts: bandwidth of a rank to other hosts, in each direction, in GB/s (10**9); "
     "the default is 0.9 of a 400 Gbit/s adapter per GPU.",
-    read=number,
-    default=45.0,
+    read=number_above_0,
+    shown=str(NETWORK),
     toml=(int, float),
 )
+LINK_GB_S = options.LINK_GB_S.but(shown=str(options.LINK_GB_S.default))
 SHOW_RANKS = Option(
     name="show-ranks",
     panel=options.OUTPUT,
@@ -115,9 +119,9 @@ def plan(
     dtype: Annotated[str | None, options.DTYPE],
     ranks: Annotated[int | None, HOSTED_RANKS],
     hosts: Annotated[int | None, HOSTS],
-    gpus_per_host: Annotated[int, GPUS_PER_HOST],
-    link_gb_s: Annotated[float, options.LINK_GB_S],
-    network_gb_s: Annotated[float, NETWORK_GB_S],
+    gpus_per_host: Annotated[int | None, GPUS_PER_HOST],
+    link_gb_s: Annotated[float | None, LINK_GB_S],
+    network_gb_s: Annotated[float | None, NETWORK_GB_S],
     layout: Annotated[str, options.LAYOUT],
     show_ranks: Annotated[Sequence[int | None] | None, SHOW_RANKS],
     tiles: Annotated[bool, TILES],
@@ -132,14 +136,13 @@ def plan(
     from .json_output import json_output
     from .run_plan import show
     from .run_plan_decode import show_cache
-    from .run_plan_hosts import Hosts
     from .sharded import Sharded
 
     if decode:
         given = {"--show-ranks": show_ranks, "--tiles": tiles, "--check": check, "--hosts": hosts}
         _refuse_with_decode({flag: bool(value) for flag, value in given.items()})
-    ranks = _all_ranks(ranks, hosts, gpus_per_host)
-    where = None if hosts is None else Hosts(hosts, gpus_per_host, link_gb_s, network_gb_s)
+    where = _hosts(hosts, gpus_per_host, link_gb_s, network_gb_s)
+    ranks = _all_ranks(ranks, where)
     workload = given_workload(
         pattern,
         segment_lengths,
@@ -178,16 +181,40 @@ def plan(
             )
 
 
-def _all_ranks(ranks: int | None, hosts: int | None, gpus_per_host: int) -> int:
+def _hosts(
+    number: int | None, gpus: int | None, link_gb_s: float | None, network_gb_s: float | None
+) -> Hosts | None:
+    """The hosts; None where no times are to be predicted."""
+    from .run_plan_hosts import Hosts
+
+    given = {"--gpus-per-host": gpus, "--link-gb-s": link_gb_s, "--network-gb-s": network_gb_s}
+    if number is None:
+        for flag, value in given.items():
+            if value is not None:
+                raise ValueError(
+                    f"{flag} {value} has a meaning with --hosts only, which predicts times: give "
+                    f"--hosts too, or leave out {flag}"
+                )
+        return None
+    return Hosts(
+        number,
+        GPUS if gpus is None else gpus,
+        options.LINK_GB_S.default if link_gb_s is None else link_gb_s,
+        NETWORK if network_gb_s is None else network_gb_s,
+    )
+
+
+def _all_ranks(ranks: int | None, hosts: Hosts | None) -> int:
     """The ranks of all hosts."""
     if hosts is None:
         return options.MODELLED_RANKS if ranks is None else ranks
-    if ranks not in (None, hosts * gpus_per_host):
+    count = hosts.number * hosts.gpus
+    if ranks not in (None, count):
         raise ValueError(
-            f"--hosts {hosts} with --gpus-per-host {gpus_per_host} is {hosts * gpus_per_host} "
-            f"ranks, but --ranks is {ranks}: leave out --ranks, or give numbers that agree"
+            f"--hosts {hosts.number} with --gpus-per-host {hosts.gpus} is {count} ranks, but "
+            f"--ranks is {ranks}: leave out --ranks, or give numbers that agree"
         )
-    return hosts * gpus_per_host
+    return count
 
 
 def _refuse_with_decode(given: Mapping[str, bool]) -> None:
@@ -203,6 +230,11 @@ def _shown(asked: Sequence[int | None] | None, ranks: int) -> Sequence[int] | No
     """Ranks to show; None: a few."""
     if asked is None:
         return None
+    for rank in asked:
+        if rank is not None and rank >= ranks:
+            raise ValueError(
+                f"--show-ranks must name ranks from 0 to {ranks - 1}, of {ranks}; got {rank}"
+            )
     return range(ranks) if None in asked else [rank for rank in asked if rank is not None]
 
 
@@ -275,6 +307,7 @@ def simulate(
         layout_name=layout,
         documents=documents,
     )
+    shown = _shown(show_ranks, ranks)
     with json_output(json) as write:
         found = run(
             sharded,
@@ -282,7 +315,7 @@ def simulate(
             device=device,
             seed=seed,
             backward=backward,
-            shown=_shown(show_ranks, ranks),
+            shown=shown,
         )
         write(found)
     if not found["ok"]:

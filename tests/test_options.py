@@ -475,3 +475,9 @@ def test_the_help_shows_the_defaults_of_the_config() -> None:
         value = option.read(shown, name)
         assert value == defaults[name], name
     assert in_words < set(options)
+
+
+def test_the_help_says_what_presets_change() -> None:
+    options = {name.replace("-", "_"): x for name, x in COMMANDS["train"].options.items()}
+    for name in PRESETS["longnet-base"]:
+        assert options[name].shown.startswith("the preset's (small: "), name

@@ -348,7 +348,7 @@ def test_memory_counts_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     config = TrainConfig(out=Path("run"), seq_len=65536, device="cpu")
     memory.check_memory(config, 1, 1)
     large = with_vocabulary(replace(config, train_tokenizer=50_000))
-    with pytest.raises(ValueError, match=r"26\.2 GB for logits; .* or give --chunk-rows") as error:
+    with pytest.raises(ValueError, match=r"26\.2 GB for logits, .* or give --chunk-rows") as error:
         memory.check_memory(large, 1, 1)
     assert len(str(error.value)) < 290
     memory.check_memory(replace(large, chunk_rows=4096), 1, 1)

@@ -111,7 +111,11 @@ def draw(
     out: Annotated[Path | None, OUT],
     terminal: Annotated[bool, TERMINAL],
 ) -> None:
-    """Draw a pattern, on ranks or in a KV cache: in the terminal, or as a picture."""
+    """Draw a pattern, on ranks or in a KV cache: in the terminal, or as a picture.
+
+    Not every picture has a use for every option: --ranks is for exchange, work and timeline,
+    --layout for exchange and timeline, --exchange and --link-gb-s for timeline.
+    """
     from ..bench import given_workload
     from ..checks import MOST_PLANNED_RANKS
     from .run_draw import Drawing, run

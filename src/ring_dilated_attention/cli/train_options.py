@@ -37,18 +37,30 @@ def run_s(option: Option) -> Option:
     return option.but(shown=option.shown or str(option.default))
 
 
-def _integer(name: str, panel: str, default: object, help_text: str, low: int = 1) -> Option:
-    return _option(name, panel, default, help_text, read=integer(low), metavar="N", toml=(int,))
+def _integer(name: str, panel: str, default: object, help_text: str, **about: Any) -> Option:
+    read = integer(about.pop("low", 1))
+    return _option(name, panel, default, help_text, read=read, metavar="N", toml=(int,), **about)
 
 
-def _number(name: str, panel: str, default: object, help_text: str) -> Option:
-    return _option(name, panel, default, help_text, read=number, metavar="X", toml=(int, float))
+def _number(name: str, panel: str, default: object, help_text: str, **about: Any) -> Option:
+    return _option(
+        name, panel, default, help_text, read=number, metavar="X", toml=(int, float), **about
+    )
 
 
 def _option(
-    name: str, panel: str, default: object, help_text: str, *, read: Reader, **about: Any
+    name: str,
+    panel: str,
+    default: object,
+    help_text: str,
+    *,
+    read: Reader,
+    preset: bool = False,
+    **about: Any,
 ) -> Option:
-    return Option(name=name, panel=panel, help=help_text, shown=str(default), read=read, **about)
+    """An option with its default; `preset`: whether presets other than ``small`` change it."""
+    option = Option(name=name, panel=panel, help=help_text, shown=str(default), read=read, **about)
+    return by_preset(option, default) if preset else option
 
 
 RESUME = Flag(
@@ -73,9 +85,9 @@ PRESET = Option(
     shown=PRESETS[0],
     choices=PRESETS,
 )
-NUM_LAYERS = _integer("num-layers", options.MODEL, 3, "Blocks of the model.")
-EMBED_DIM = _integer("embed-dim", options.MODEL, 128, "Width of the model.")
-FFN_DIM = _integer("ffn-dim", options.MODEL, 512, "Width of the MLP.")
+NUM_LAYERS = _integer("num-layers", options.MODEL, 3, "Blocks of the model.", preset=True)
+EMBED_DIM = _integer("embed-dim", options.MODEL, 128, "Width of the model.", preset=True)
+FFN_DIM = _integer("ffn-dim", options.MODEL, 512, "Width of the MLP.", preset=True)
 ROPE_THETA = _number("rope-theta", options.MODEL, 10_000, "Base of the rotary wavelengths.")
 
 DATA = _option(
@@ -113,15 +125,25 @@ INIT_FROM = _option(
 HELDOUT_FRACTION = _number(
     "heldout-fraction", options.DATA, 0.05, "Fraction of the text that is held out of training."
 )
-EVAL_EVERY = _integer("eval-every", options.DATA, 50, "Steps between held-out evaluations.")
-EVAL_WINDOWS = _integer("eval-windows", options.DATA, 16, "Held-out sequences per evaluation.")
+EVAL_EVERY = _integer(
+    "eval-every", options.DATA, 50, "Steps between held-out evaluations.", preset=True
+)
+EVAL_WINDOWS = _integer(
+    "eval-windows", options.DATA, 16, "Held-out sequences per evaluation.", preset=True
+)
 
-STEPS = _integer("steps", options.OPTIMISATION, 350, "Step at which the run is complete.")
-LEARNING_RATE = _number("learning-rate", options.OPTIMISATION, 0.006, "Peak learning rate.")
+STEPS = _integer(
+    "steps", options.OPTIMISATION, 350, "Step at which the run is complete.", preset=True
+)
+LEARNING_RATE = _number(
+    "learning-rate", options.OPTIMISATION, 0.006, "Peak learning rate.", preset=True
+)
 FINAL_LEARNING_RATE = _number(
     "final-learning-rate", options.OPTIMISATION, 0.1, "Final learning rate / peak (cosine)."
 )
-WARMUP_STEPS = _integer("warmup-steps", options.OPTIMISATION, 20, "Steps of linear warm-up.", low=0)
+WARMUP_STEPS = _integer(
+    "warmup-steps", options.OPTIMISATION, 20, "Steps of linear warm-up.", low=0, preset=True
+)
 WEIGHT_DECAY = _number(
     "weight-decay", options.OPTIMISATION, 0.1, "AdamW's weight decay, of matrices only."
 )
@@ -140,6 +162,7 @@ ACTIVATION_CHECKPOINT = _option(
     "none",
     "What backward recomputes: none, full or keep_attention (all but attention).",
     read=one_of(CHECKPOINTS),
+    preset=True,
     metavar="NAME",
     choices=CHECKPOINTS,
 )
@@ -154,9 +177,10 @@ CHUNK_ROWS = _integer(
     options.MEMORY,
     "all",
     "Compute MLP, projections and loss this many rows at a time, which bounds their memory.",
+    preset=True,
 )
-SAVE_EVERY = _integer("save-every", options.OUTPUT, 100, "Steps between checkpoints.")
-KEEP = _integer("keep", options.OUTPUT, 3, "Newest checkpoints to keep.")
+SAVE_EVERY = _integer("save-every", options.OUTPUT, 100, "Steps between checkpoints.", preset=True)
+KEEP = _integer("keep", options.OUTPUT, 3, "Newest checkpoints to keep.", preset=True)
 
 TENSORBOARD = Flag(
     name="tensorboard",

@@ -17,7 +17,8 @@ def check_memory(config: TrainConfig, world_size: int, local_ranks: int) -> None
     """Refuse a run that needs more memory than there is, by a count that is too low if anything.
 
     Counted are the parameters with all that training keeps of them, the tokens, the inputs of
-    blocks that are kept for backward, and the logits of a chunk of rows.
+    blocks that are kept for backward, the logits of a chunk of rows and, on CPUs, what a process
+    takes before it has a tensor.
 
     Args:
         config: the options.
@@ -59,9 +60,10 @@ def check_memory(config: TrainConfig, world_size: int, local_ranks: int) -> None
     else:
         change = "--ranks"
     of = "" if ranks == 1 else f" for {ranks} ranks"
+    alone = f", {_size(ranks * process)} for Python and torch" if process else ""
     raise ValueError(
-        f"this run needs at least {_size(need)}{of}, {_size(ranks * state)} for parameters and "
-        f"AdamW, {_size(ranks * batch)} for its batch and {_size(ranks * logits)} for logits; "
+        f"this run needs at least {_size(need)}{of}: {_size(ranks * state)} for parameters and "
+        f"AdamW, {_size(ranks * batch)} for its batch, {_size(ranks * logits)} for logits{alone}; "
         f"{where} has {_size(have)}: lower {change}"
     )
 

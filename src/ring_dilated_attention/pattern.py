@@ -159,11 +159,12 @@ class DilatedPattern:
             are cut into one contiguous group per branch, the first H mod G of the G groups one
             head larger, and all heads of group g take offset g mod r (dilated-attention-pytorch);
             `head_offsets` must then keep its default, since the group decides the offset.
-        zero_keys: whether short cells are filled up with keys of score 0 and value 0, which count
-            in the softmax (torchscale pads with zeros and does not mask them). In each segment a
-            head then has ceil(min(w, document length) / r) keys; those that do not exist, in a
-            short last segment or where r does not divide it, are zero keys. They come last, so
-            causal queries do not see them. False, the default: there are none (the paper).
+        zero_keys: whether segments with too few keys for a head are filled up with keys of score 0
+            and value 0, which count in the softmax (torchscale pads with zeros and does not mask
+            them). In each segment a head then has ceil(min(w, document length) / r) keys; those
+            that do not exist, in a short last segment or where r does not divide it, are zero keys.
+            They come last, so causal queries do not see them. False, the default: there are none
+            (the paper).
         head_slice: the KV heads that the pattern is for, of how many; see `of_heads`. None, the
             default: all of those that a call has.
 

@@ -127,8 +127,9 @@ def simulate(case: Case, *, backward: bool = True, told: Told = lambda *_: None)
     Args:
         case: the call; its inputs are drawn from its seed, on its device.
         backward: whether to run backward too.
-        told: called as operations are done, in threads that take turns, with how many of
-            `simulated_flops` are done, and what is computed next or beside others.
+        told: for a progress display: called with the number of operations done so far, of
+            ``checks.simulated_flops(case, backward=backward)``, and a text that says what is
+            computed. Calls come from several threads, one at a time. Default: nothing is called.
 
     Returns:
         A report per rank, and the errors relative to the same call on one device. They may be as

@@ -94,7 +94,7 @@ def spot_check(
         every rank.
 
     Raises:
-        TypeError, ValueError: an argument is not one of these.
+        TypeError, ValueError: an argument has the wrong type, or is not as described above.
     """
     _check(shard, pattern, layout, ends, positions, head)
     rows = _Rows(shard, layout, ends, head)

@@ -77,9 +77,10 @@ def cached_attention(
         value: like `key`.
         cache: of this layer.
         scale: factor on the scores; None: head_dim ** -0.5.
-        backend: kernels that compute it, one of `tiles.BACKENDS`; ``"auto"``, the default, takes
-            the decoding kernel on GPUs where it can, else what computes tiles fastest;
-            ``"triton"`` that kernel, and any other name those tiles, or they raise.
+        backend: ``"auto"``, the default, takes the decoding kernel on GPUs where that can compute
+            the call, otherwise the fastest kernels that support the tensors. ``"triton"`` takes the
+            decoding kernel or raises; ``"sdpa"``, ``"fa4"``, ``"cpu_flash"``, ``"cudnn"``,
+            ``"flash"``, ``"efficient"`` and ``"eager"`` take the kernels of that name or raise.
         return_lse: whether to return the lse too.
 
     Returns:

@@ -196,11 +196,12 @@ def replicated_query_attention(
             None for one process that holds them all.
         mesh: another name for `group`, as DTensor APIs call it; pass only one of the two.
         layout: which rank holds which keys; None: contiguous equal shards.
-        backend: kernels that compute the tiles, one of `tiles.BACKENDS`; ``"auto"``, the default,
-            takes the fastest one that supports the tensors, and any other name is used or refused.
-        workspace: the most that kernels allocate, in multiples of the size of query, as far as
-            single heads of single segments allow; None: about a quarter in forward and a half in
-            backward, or 64 MiB or what 131,072 rows take if that is more.
+        backend: kernels that compute the tiles: ``"auto"``, the default, takes the fastest that
+            supports the tensors; ``"sdpa"``, ``"fa4"``, ``"cpu_flash"``, ``"cudnn"``, ``"flash"``,
+            ``"efficient"``, ``"triton"`` and ``"eager"`` take that one or raise.
+        workspace: bound on the temporary memory of kernels, in multiples of the size of query (a
+            single head of a single segment may need more). None: about a quarter in forward and a
+            half in backward, or 64 MiB or what 131,072 rows take if that is more.
         head_slice: (start, stop, total): the call's KV heads are heads start to stop (excluded) of
             a layer with total of them, and have their offsets and branches. None: it has all heads.
         return_lse: whether to return the lse too.

@@ -43,9 +43,9 @@ _SUBMODULES = ("q_proj", "k_proj", "v_proj", "out_proj", "inner_attn_ln")
 class TorchscaleDilatedAttention(nn.Module):
     """torchscale's `DilatedAttention`, on one device or on a sequence sharded over many.
 
-    By default it computes what weights trained with torchscale expect: blocked head offsets, cells
-    filled up with zero keys, and no gradient through the weights that mix the branches. The options
-    behind `subln` choose LongNet's definition instead, one by one.
+    By default it computes what weights trained with torchscale expect: blocked head offsets, short
+    segments filled up with zero keys, and no gradient through the weights that mix the branches.
+    The options behind `subln` choose LongNet's definition instead, one by one.
 
     It differs from torchscale in this: it honours `key_padding_mask`, which torchscale drops where
     `args.flash_attention` is set; a position whose lse happens to be exactly 0 is not taken for one
@@ -71,8 +71,8 @@ class TorchscaleDilatedAttention(nn.Module):
             changes it.
         head_offsets: offset of KV head h of H in a branch of rate r: ``"blocked"``, the default, is
             h // ceil(H / r) (torchscale), ``"interleaved"`` is h mod r (the LongNet paper).
-        zero_keys: whether short cells are filled up with keys of score 0 and value 0. Default True,
-            as torchscale pads them; False is the paper.
+        zero_keys: whether segments with too few keys for a head are filled up with keys of score 0
+            and value 0; see `DilatedPattern`. Default True, as in torchscale; False is the paper.
         branch_gradients: ``"detached"`` has no gradient through the weights that mix the branches,
             as in torchscale; ``"exact"`` differentiates the whole function, in a tenth less time.
         exchange: ``"ring"`` keeps one message in flight during compute and holds the rows of at

@@ -118,7 +118,7 @@ class DilatedInnerAttention(Module):  # type: ignore[misc]
             k_TNH: shape (local_tokens, local_kv_heads, head_dim).
             v_TNH: the shape of `k_TNH`.
             attention_masks: the `PackedTokens` of this forward pass.
-            scale: factor on the logits; None means ``head_dim ** -0.5``.
+            scale: factor on the scores; None means ``head_dim ** -0.5``.
             enable_gqa: not needed; the shapes tell.
 
         Returns:

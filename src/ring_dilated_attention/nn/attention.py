@@ -57,8 +57,8 @@ class MultiheadDilatedAttention(nn.Module):
             (torchscale).
         head_branches: ``"all"``, the default: every head runs every branch (the paper);
             ``"split"``: the heads are cut into one contiguous group per branch.
-        zero_keys: whether short cells are filled up with keys of score 0 and value 0, as
-            torchscale pads them. Default False (the paper).
+        zero_keys: whether segments with too few keys for a head are filled up with keys of score 0
+            and value 0, as torchscale does; see `DilatedPattern`. Default False (the paper).
         branch_gradients: ``"exact"``, the default, differentiates the whole function;
             ``"detached"`` all but the weights that mix the branches, as torchscale does.
         num_kv_heads: key and value heads, a divisor of `num_heads`; None means `num_heads`.
@@ -66,7 +66,7 @@ class MultiheadDilatedAttention(nn.Module):
         layer_norm: whether to normalise the concatenated heads (MAGNETO's sub-LN).
         layer_norm_eps: its epsilon.
         gamma_init: MAGNETO's gain at initialisation.
-        scale: factor on the logits; None means ``head_dim ** -0.5``.
+        scale: factor on the scores; None means ``head_dim ** -0.5``.
         exchange: ``"ring"`` keeps one message in flight during compute and holds the rows of at
             most two remote shards; ``"gather"`` starts all transfers at once and holds them all;
             ``"auto"``, the default, gathers where all of them are at most the size of a shard.

@@ -24,7 +24,7 @@ class DilatedAttention(nn.Module):
     Args:
         pattern: which keys each head sees.
         is_causal: whether a query sees only keys at its own position and before.
-        scale: factor on the logits; None means ``head_dim ** -0.5``.
+        scale: factor on the scores; None means ``head_dim ** -0.5``.
         group: the ranks that share each sequence: a ProcessGroup, a 1-D DeviceMesh, or None for
             one process.
         mesh: another name for `group`, as DTensor APIs call it; pass only one of the two.

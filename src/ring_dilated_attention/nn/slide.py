@@ -58,7 +58,7 @@ class SlideEncoder(nn.Module):
     i is position i + 1. Each rank passes the tiles of its positions. The rank that holds position 0
     (the first, in most layouts) therefore passes one tile less than it holds positions.
 
-    Where a tile is, the embedding says in float32, in a float64 model too.
+    The embedding of a tile's coordinates is computed in float32, also in a float64 model.
     Under autocast the residual stream and the norms have autocast's dtype. With ``keep_attention``
     and `chunk_rows`, a rank holds for every block two tensors of the size of its residual stream
     and an lse.
@@ -138,8 +138,9 @@ class SlideEncoder(nn.Module):
                 float64. Under `fully_shard` with a MixedPrecisionPolicy pass integers: it casts
                 floating arguments.
             lengths: (batch,) ints, how many tiles each slide of the batch has, where slides are
-                padded at their ends: with zeros, say, which attention never sees; gradients are
-                finite only where the MLPs of padding are. None: all of them.
+                padded at their ends. Attention never sees padding, but projections and MLPs are
+                computed for it: pad with zeros, since values there that are NaN or overflow
+                make gradients of the weights NaN. None: all of them.
             group: the ranks that share each slide: a ProcessGroup, a 1-D DeviceMesh, or None for
                 one process.
             mesh: another name for `group`, as DTensor APIs call it; pass only one of the two.

@@ -18,7 +18,11 @@ from .checks import check_head_sizes
 
 @dataclass(frozen=True, kw_only=True)
 class SlideEncoderConfig:
-    """The shape of a `SlideEncoder`; the defaults are those of Prov-GigaPath's.
+    """The shape of a `SlideEncoder`.
+
+    Default sizes, segment lengths and dilation rates are those of Prov-GigaPath's encoder. Head
+    offsets, zero keys and gradients are LongNet's by default; Prov-GigaPath's are ``"blocked"``,
+    True and ``"detached"``.
 
     Args:
         in_dim: width of the features of a tile.
@@ -31,8 +35,8 @@ class SlideEncoderConfig:
         head_offsets: offset of KV head h of H in a branch of rate r: ``"interleaved"``, the
             default, is h mod r (the LongNet paper), ``"blocked"`` is h // ceil(H / r)
             (torchscale).
-        zero_keys: whether short cells are filled up with keys of score 0 and value 0, as
-            torchscale pads them. Default False (the paper).
+        zero_keys: whether segments with too few keys for a head are filled up with keys of score 0
+            and value 0, as torchscale does; see `DilatedPattern`. Default False (the paper).
         branch_gradients: ``"exact"``, the default, differentiates the whole function;
             ``"detached"`` has no gradient through the weights that mix the branches, as in
             torchscale.

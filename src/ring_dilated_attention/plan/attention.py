@@ -44,16 +44,17 @@ class AttentionPlan:
     """Everything that `plan_attention` was told; `rank` derives what one rank does.
 
     Attributes:
-        pattern: see `plan_attention`, like the next four.
+        pattern: the branches.
         layout: which rank holds which positions.
         is_causal: whether a query sees only keys at positions <= its own.
         num_heads: number of query heads.
         num_kv_heads: number of KV heads.
-        documents: cumulative lengths.
+        documents: cumulative lengths ``[0, ..., n]`` of the documents; ``(0, n)`` is one document.
         narrowed_to: the KV heads that the plan is for; None: all of them.
-        pieces: in how many pieces the rows that a rank needs of another are fetched: one, or as
+        pieces: in how many pieces a rank fetches the rows that it needs of another: one, or as
             many as a rank has ranges.
-        whole: the same plan for all KV heads; None: this one.
+        whole: the plan of all KV heads that `narrowed` made this one from; None: this plan is for
+            all of them.
     """
 
     pattern: DilatedPattern

@@ -95,7 +95,8 @@ def main() -> float:
             2 * args.seq_len * cache.plan.num_kv_heads * cache.keys.shape[2] * dtype.itemsize
             for cache in caches
         )
-        print(f"prompt: {args.seq_len:,} tokens in {read_in:.2f} s on {ranks} ranks")
+        on = f"{ranks} rank{'s' * (ranks > 1)}"
+        print(f"prompt: {args.seq_len:,} tokens in {read_in:.2f} s on {on}")
         print(f"then {args.new_tokens} tokens, {1e3 * each:.2f} ms each")
         print(f"caches: {held / 1e6:,.1f} MB; all keys and values: {every / 1e6:,.1f} MB")
         if args.check:

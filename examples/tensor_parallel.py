@@ -124,8 +124,9 @@ def main() -> None:
         alone = train_step(twin, twin_optimizer, text)
         errors.append(abs(loss - alone) / alone)
         if dist.get_rank() == 0:
-            held = tuple(model.blocks[0].attention.head_slice)
-            print(f"step {step}: loss {loss:.4f}; rank 0 has heads {held}")
+            start, stop, total = model.blocks[0].attention.head_slice
+            held = f"KV heads {start} to {stop - 1} of {total}"
+            print(f"step {step}: loss {loss:.4f}; rank 0 has {held}")
     dist.destroy_process_group()
     if not all(error <= TOLERANCE for error in errors):  # NaN, too
         sys.exit(f"training differs from one process: {errors}")

@@ -349,7 +349,7 @@ DIFFERENCES = {
     # What one rank refuses by itself is an error on all.
     "head_dim": {"key": torch.randn(1, 6, 4, 16)},
     "scale must be finite": {"scale": float("inf")},
-    "rank 1 6 positions, its query has a local sequence length of 5": {
+    "rank 1 a shard of 6 positions, its query has a local sequence length of 5": {
         "layout": SequenceLayout.contiguous(18, 3),
         "shape": (1, 5, 4, 8),
     },

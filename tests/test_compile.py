@@ -216,7 +216,7 @@ def test_autocast_casts_in_graphs_too():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"layout": SequenceLayout.contiguous(7, 1)}, "gives rank 0 7 positions"),
+        ({"layout": SequenceLayout.contiguous(7, 1)}, "gives rank 0 a shard of 7 positions"),
         ({"backend": "flash"}, "backend='flash' cannot compute this attention"),
     ],
 )

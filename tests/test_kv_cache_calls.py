@@ -205,7 +205,7 @@ BAD_ROWS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"key": [1.0]}, TypeError, "key must be a tensor, got type list"),
     ({"value": None}, TypeError, "value must be a tensor, got None"),
     ({"key": rows(3)[0]}, ValueError, "key must have 4 dimensions"),
-    ({"key": rows(3).to(torch.int64)}, TypeError, "key must be one of torch.float64"),
+    ({"key": rows(3).to(torch.int64)}, TypeError, "the dtype of key must be one of torch.float64"),
     ({"value": rows(3).to_sparse()}, TypeError, "value must be a dense (torch.strided) tensor"),
     (
         {"key": rows(3, heads=4)},

@@ -366,7 +366,7 @@ def test_process_groups_and_meshes_and_refusals_on_every_rank() -> None:
         at_fault = (1, 1, 0, 1, 1)
         for text, who in zip((length, dtype, dims, ranks, unknown), at_fault, strict=True):
             assert (f"LongNet was refused on other ranks: rank {who}: " in text) == (rank != who)
-        assert "the layout gives rank 1 12 positions, got tokens" in length
+        assert "the layout gives rank 1 a shard of 12 positions, got tokens" in length
         assert "tokens must be int64; got torch.int32" in dtype
         assert "tokens must have shape (batch, local_sequence); got (1, 12, 1)" in dims
         assert "the layout is for 3 ranks; the group has 2" in ranks
@@ -385,7 +385,7 @@ def test_process_groups_and_meshes_and_refusals_on_every_rank() -> None:
             torch.zeros(1, 4, dtype=torch.int64),
             SequenceLayout.zigzag(5, 1),
             ValueError,
-            "gives rank 0 5 positions",
+            "gives rank 0 a shard of 5 positions",
         ),
     ],
 )

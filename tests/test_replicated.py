@@ -462,7 +462,7 @@ DIFFERENCES = [
     ),
     (
         {"layout": SequenceLayout([[(0, 6)], [(6, 17)], [(17, 18)]])},
-        "gives rank 1 11 positions, its key has a local sequence length of 6",
+        "gives rank 1 a shard of 11 positions, its key has a local sequence length of 6",
     ),
 ]
 

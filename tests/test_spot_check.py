@@ -85,7 +85,10 @@ def test_every_branch_and_border_is_looked_at():
         ({"shard": [1]}, "shard must be a Shard, got type list"),
         ({"pattern": [4]}, "pattern must be a DilatedPattern"),
         ({"pattern": DilatedPattern([4], [2], zero_keys=True)}, "no zero keys"),
-        ({"layout": SequenceLayout.contiguous(7, 1)}, "gives rank 0 7 positions, got a query"),
+        (
+            {"layout": SequenceLayout.contiguous(7, 1)},
+            "gives rank 0 a shard of 7 positions, got a query",
+        ),
         ({"positions": [3, 6]}, r"positions must lie in \[0, 6\); got 6"),
         ({"positions": [-1]}, r"positions must lie in \[0, 6\); got -1"),
         ({"head": 2}, r"head must lie in \[0, 2\); got 2"),

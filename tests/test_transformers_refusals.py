@@ -355,7 +355,9 @@ def test_settings_belong_to_a_model():
     with pytest.raises(TypeError, match="layout must be a SequenceLayout or None, got 3"):
         set_layout(first, 3)  # type: ignore[arg-type]
     set_layout(first, SequenceLayout.contiguous(9, 1))
-    with pytest.raises(ValueError, match=r"gives rank 0 9 positions, got input of shape \(2, 41\)"):
+    with pytest.raises(
+        ValueError, match=r"gives rank 0 a shard of 9 positions, got input of shape \(2, 41\)"
+    ):
         first(IDS)
 
 

@@ -232,11 +232,12 @@ class SequenceLayout:
             held: that, in words for the message.
         """
         self.check_ranks(world_size)
-        if self.local_length(rank) != length:
+        own = self.local_length(rank)
+        if own != length:
             raise ValueError(
-                f"the layout gives rank {rank} {self.local_length(rank)} positions, {held}. Pass "
-                "this rank's part of the sequence, layout.shard(tensor, rank, dim), with a layout "
-                f"of its length; this one is for {self.length} positions"
+                f"the layout gives rank {rank} a shard of {own} positions, {held}. "
+                "Pass this rank's part of the sequence, layout.shard(tensor, rank, dim), with a "
+                f"layout of its length; this one is for {self.length} positions"
             )
 
     def check_ranks(self, world_size: int) -> None:

@@ -61,7 +61,7 @@ def validate_tensor(name: str, tensor: torch.Tensor) -> None:
         )
     if tensor.dtype not in _DTYPES:
         allowed = ", ".join(str(d) for d in _DTYPES)
-        raise TypeError(f"{name} must be one of {allowed}; got {tensor.dtype}")
+        raise TypeError(f"the dtype of {name} must be one of {allowed}; got {tensor.dtype}")
 
 
 def _shape_problem(

@@ -58,7 +58,7 @@ def test_head_offsets_of_named_patterns(tmp_path):
     ("arguments", "message"),
     [
         (["--pattern=shortnet"], "--pattern must be one of 'longnet', 'gigapath'"),
-        (["--segment-lengths=8"], "segment_lengths and dilation_rates go together"),
+        (["--segment-lengths=8"], "--segment-lengths and --dilation-rates go together"),
         (["--segment-lengths=8,x"], "--segment-lengths must be a whole number such as 8192, 256K"),
         (["--seq-len=0"], "--seq-len must be >= 1, got 0"),
         (["--dtype=int8"], "--dtype must be one of bf16, fp16"),

@@ -133,8 +133,14 @@ def test_wrong_results_are_exit_code_1(monkeypatch):
         ),
         (["--seq-len=8", "--dtype=int8"], "--dtype must be one of bf16, fp16"),
         (["--seq-len=8", "--pattern=plaid"], "--pattern must be one of 'longnet'"),
-        (["--seq-len=8", "--segment-lengths=4"], "segment_lengths and dilation_rates go together"),
-        (["--seq-len=8", *OPTIONS, "--pattern=dense"], "a pattern's name or its segment_lengths"),
+        (
+            ["--seq-len=8", "--segment-lengths=4"],
+            "--segment-lengths and --dilation-rates go together",
+        ),
+        (
+            ["--seq-len=8", *OPTIONS, "--pattern=dense"],
+            "give --pattern or --segment-lengths, not both",
+        ),
         (
             ["--seq-len=8", "--num-heads=6", "--num-kv-heads=4"],
             "multiple of num_kv_heads; got 6 and 4",

@@ -90,14 +90,15 @@ def given_pattern(
         TypeError, ValueError: a value is not allowed, or both a name and branches are given.
     """
     if (segment_lengths is None) != (dilation_rates is None):
+        alone = "--segment-lengths" if dilation_rates is None else "--dilation-rates"
         raise ValueError(
-            "segment_lengths and dilation_rates go together, one of each per branch; got "
-            f"{segment_lengths} and {dilation_rates}"
+            "--segment-lengths and --dilation-rates go together, with one value each per branch: "
+            f"give both or neither; got {alone} alone"
         )
     given: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
     if segment_lengths is not None and dilation_rates is not None:
         if name is not None:
-            raise ValueError(f"give a pattern's name or its segment_lengths, not both; got {name}")
+            raise ValueError(f"give --pattern or --segment-lengths, not both; --pattern is {name}")
         return DilatedPattern(segment_lengths, dilation_rates, **given)
     own = named(DEFAULT_NAME if name is None else name).pattern
     names = ("head_offsets", "head_branches", "zero_keys")

@@ -170,6 +170,21 @@ def one_way(rank, mesh, apart=(), blocks=1, **options):
     return error(model, [want, *torch.autograd.grad(want, list(alone.parameters()))])
 
 
+def kept_gathered(rank, mesh, **options):
+    """Two micro-batches; weights stay gathered between them, and are not in the second backward."""
+    (tokens, own_tokens), (labels, own_labels) = text(rank)
+    model = shard_all(make_model(**options, layers=3), mesh)
+    divisor = 2 * labels_per_rank(own_labels, model, mesh)
+    for last in (False, True):
+        model.set_requires_gradient_sync(last)
+        model.set_reshard_after_backward(last)
+        loss = model.loss(own_tokens, own_labels, group=mesh, layout=LAYOUT)
+        (loss / divisor).backward()
+    alone = make_model(layers=3)
+    want = alone.loss(tokens, labels) / labels.numel()
+    return error(model, [want, *torch.autograd.grad(want, list(alone.parameters()))])
+
+
 def wrapped_checkpoints(rank, mesh):
     """Blocks in torch's own wrapper for activation checkpointing."""
     (tokens, own_tokens), (labels, own_labels) = text(rank)
@@ -243,6 +258,10 @@ def in_every_way(rank, world_size):
             name = f"slides, {checkpoint}, {rows}"
             errors[name] = slides(rank, mesh, checkpoint=checkpoint, chunk_rows=rows)
     errors["checkpoint_wrapper"] = wrapped_checkpoints(rank, mesh)
+    errors["kept gathered"] = kept_gathered(rank, mesh)
+    errors["kept gathered, every second block"] = kept_gathered(
+        rank, mesh, checkpoint="keep_attention", blocks=2
+    )
     rounded_coordinates(rank, mesh)
     for message, way in REFUSED.items():
         refused(rank, mesh, message, **way)

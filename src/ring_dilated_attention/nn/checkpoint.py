@@ -14,9 +14,9 @@ from typing import Any, Literal, TypeAlias, TypeVar, get_args
 import torch
 from torch import nn
 from torch.utils.checkpoint import (
-    SAC_IGNORED_OPS,
     CheckpointPolicy,
     SelectiveCheckpointContext,
+    _CachedTorchDispatchMode,
     create_selective_checkpoint_contexts,
 )
 
@@ -30,6 +30,8 @@ Checkpoint: TypeAlias = Literal["none", "full", "keep_attention"]
 """What a module keeps for backward: ``none`` all that backward needs, ``full`` the inputs of each
 block, ``keep_attention`` those and the out and lse of its attention."""
 CHECKPOINTS: tuple[str, ...] = get_args(Checkpoint)
+_KEPT = (FORWARD, LENGTHS, AGREED)
+"""The operators of attention."""
 
 
 def check_checkpoint(checkpoint: Checkpoint, blocks: int) -> None:
@@ -60,8 +62,21 @@ def attention_policy(
     For `torch.utils.checkpoint.create_selective_checkpoint_contexts`; call it from a policy of your
     own to keep more.
     """
-    keeps = op in (FORWARD, LENGTHS, AGREED)
-    return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if op in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class _Recomputation(_CachedTorchDispatchMode):  # type: ignore[no-untyped-call]
+    """In backward, gives back what attention computed; every other operator runs.
+
+    torch's own mode refuses an operator that runs more often than in forward. `fully_shard` may
+    gather weights in backward that forward found gathered, and marks where it begins and ends.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _KEPT:
+            return func(*args, **(kwargs or {}))
+        kept: Any = super()
+        return kept.__torch_dispatch__(func, types, args, kwargs)
 
 
 def keep_attention() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -74,20 +89,9 @@ def keep_attention() -> tuple[AbstractContextManager[Any], AbstractContextManage
         >>> checkpoint(block, x, use_reentrant=False, context_fn=keep_attention).shape
         torch.Size([2, 8])
     """
-    # FSDP2 marks what it does for a submodule, which backward need not do as often as forward.
-    SAC_IGNORED_OPS.update(_marks())
-    contexts: tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-    contexts = create_selective_checkpoint_contexts(attention_policy)  # type: ignore[no-untyped-call]
-    return contexts
-
-
-def _marks() -> tuple[Any, ...]:
-    """The operators of `torch.profiler.record_function`, which compute nothing."""
-    profiler = torch.ops.profiler
-    return (
-        profiler._record_function_enter_new.default,
-        profiler._record_function_exit._RecordFunction,
-    )
+    forward: Any
+    forward, backward = create_selective_checkpoint_contexts(attention_policy)  # type: ignore[no-untyped-call]
+    return forward, _Recomputation(attention_policy, backward.storage)
 
 
 def run_checkpointed(

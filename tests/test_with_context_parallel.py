@@ -276,7 +276,7 @@ def _style(rank, world_size, length, kind):
         model = make().double()
         style = ContextParallel(layout=layout)
         parallelize_module(model, mesh, {plan: style} if plan else style)
-        local = whole_layout.shard(x, rank, 1).clone().requires_grad_()
+        local = whole_layout.shard(x, rank, 1).detach().requires_grad_()  # a view, or a copy
         out = model(local, *local_positions)
         assert isinstance(out, DTensor)
         assert out.placements == (Shard(1),)

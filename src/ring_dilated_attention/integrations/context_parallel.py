@@ -130,8 +130,13 @@ class ContextParallel(ParallelStyle):
             self.layout.check_shard(rank, mesh.size(), shape[1], f"and got {tuple(tensor.shape)}")
             shape[1] = self.layout.length
         stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(
-            tensor, mesh, [Shard(1)], run_check=False, shape=torch.Size(shape), stride=stride
+        return DTensor.from_local(  # whose parts lie in memory as its strides say
+            tensor.contiguous(),
+            mesh,
+            [Shard(1)],
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=stride,
         )
 
     def _output(self, output: Any) -> Any:

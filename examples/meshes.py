@@ -77,9 +77,8 @@ def layer_in_a_plan(mesh: DeviceMesh, length: int) -> float:
     x = torch.randn(1, length, 64)
     want = layer(x, x, x)[0]
     # --8<-- [start:style]
-    layout = SequenceLayout.contiguous(length, mesh.size())
-    parallelize_module(model, mesh, {"attention": ContextParallel(layout=layout)})
-    own = shard(mesh, x, 1, layout)
+    parallelize_module(model, mesh, {"attention": ContextParallel()})
+    own = distribute_tensor(x, mesh, [Shard(1)])  # of any length; or this rank's shard
     out, _ = model["attention"](own, own, own)  # a DTensor, Shard(1)
     # --8<-- [end:style]
     return relative_error(out.full_tensor(), want)

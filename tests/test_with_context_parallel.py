@@ -1,7 +1,7 @@
 """`shard`, `unshard` and layouts as users of torch's context parallelism know them; its style."""
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import _attention as torch_context_parallel
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from worlds import world
 
 from ring_dilated_attention import (
@@ -305,10 +305,37 @@ def test_a_style_for_parallelize_module(world_size, length, kind):
         assert max(errors.values()) < 1e-12, errors
 
 
+def _style_compiled(rank, world_size):
+    """In one graph, with a shard that is a view; out and gradients against those of no compiler."""
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("sp",))
+    layout = SequenceLayout([[(0, 4), (10, 13)], [(4, 10)]])
+    x = torch.randn(2, 13, 32, generator=torch.Generator().manual_seed(0))
+    style = ContextParallel(layout=layout, use_local_output=True)
+    model = parallelize_module(Ours(), mesh, {"inner": style})
+    found = []
+    for function in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+        out = function(layout.shard(x, rank, 1))
+        gradients = torch.autograd.grad(out.square().sum(), list(model.parameters()))
+        whole = [cast("DTensor", gradient).full_tensor() for gradient in gradients]
+        found.append(torch.cat([out.detach().flatten(), *(x.flatten() for x in whole)]))
+    return relative_error(found[1], found[0])
+
+
+def test_the_style_compiles():
+    for difference in run_ranks(_style_compiled, 2):
+        assert difference < 1e-6
+
+
 def _style_refused(rank, world_size):
     mesh = init_device_mesh("cpu", (world_size,))
+    other = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
+    split = parallelize_module(Own(), other, {"qkv": ColwiseParallel()})
+    with pytest.raises(ValueError, match=r"qkv.weight is one on .*tp=2.* give the layer's calls"):
+        parallelize_module(split, mesh, ContextParallel())
     with pytest.raises(ValueError, match="modules with one of them inside; got Linear"):
         parallelize_module(nn.Linear(3, 3), mesh, ContextParallel())
+    with pytest.raises(ValueError, match=r"gives rank 0 of 2 8 in a .* the layout gives it 7: use"):
+        parallelize_module(Own(), mesh, ContextParallel(layout=SequenceLayout.zigzag(15, 2)))
     with pytest.raises(ValueError, match="the layout is for 3 ranks; the mesh has 2"):
         parallelize_module(Own(), mesh, ContextParallel(layout=SequenceLayout.zigzag(9, 3)))
     config = LongNetConfig(

@@ -39,15 +39,17 @@ class ContextParallel(ParallelStyle):
     Read them by ``full_tensor()``; nothing else may average them over the mesh.
 
     Args:
-        layout: which positions each rank holds; None: contiguous, as torch cuts DTensors.
+        layout: which positions each rank holds, as many as torch gives it of a DTensor: of n
+            positions on p ranks every rank has ceil(n / p), or what is left. None: contiguous.
         use_local_output: whether outputs are this rank's shards. Default False: DTensors.
 
     Raises:
         TypeError: `layout` is neither a `SequenceLayout` nor None.
         ValueError: from `parallelize_module`: the module has no attention of this library inside,
             or is a `LongNet`, a `SlideEncoder` or a part of one, which take a group and a layout
-            themselves; or the layout is for another number of ranks; from calls: a tensor does not
-            have the shape that the layout says, or a DTensor is placed otherwise.
+            themselves; or the layout is for another number of ranks, or its shards are not as long
+            as those of a DTensor; or parameters are DTensors on another mesh; from calls: a tensor
+            does not have the shape that the layout says, or a DTensor is placed otherwise.
     """
 
     def __init__(
@@ -66,6 +68,8 @@ class ContextParallel(ParallelStyle):
                 f"the layout is for {self.layout.world_size} ranks; the mesh has "
                 f"{device_mesh.size()}"
             )
+        _refuse_other_cuts(self.layout)
+        _refuse_other_meshes(module, device_mesh)
         self._tell_layout(module)
         applied: nn.Module = distribute_module(module, device_mesh, _replicate)
         applied.register_forward_pre_hook(
@@ -108,6 +112,8 @@ class ContextParallel(ParallelStyle):
             }
         except Exception as error:  # whatever it is, the other ranks are to be told
             failure = error
+        if failure is None and torch.compiler.is_compiling():
+            return positional, named  # attention, an operator, compares the calls of the ranks
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         device = tensors[0].device if tensors else torch.device("cpu")
         agree("ContextParallel", resolve_exchange(mesh), None if failure else {}, failure, device)
@@ -145,6 +151,36 @@ class ContextParallel(ParallelStyle):
         if isinstance(output, tuple):
             return tuple(map(self._output, output))
         return output.to_local() if isinstance(output, DTensor) else output
+
+
+def _refuse_other_cuts(layout: SequenceLayout | None) -> None:
+    """Raise unless ranks hold as many positions as of a DTensor: torch works with no others."""
+    if layout is None:
+        return
+    length, ranks = layout.length, range(layout.world_size)
+    each = -(-length // layout.world_size)
+    wanted = [max(0, min(each, length - rank * each)) for rank in ranks]
+    given = [layout.local_length(rank) for rank in ranks]
+    if given != wanted:
+        first = next(rank for rank in ranks if given[rank] != wanted[rank])
+        raise ValueError(
+            f"of {length} positions torch gives rank {first} of {len(ranks)} {wanted[first]} in a "
+            f"DTensor, every rank but the last ones {each}; the layout gives it {given[first]}: "
+            "use layout=None, a layout of such shards or another length, or leave ContextParallel "
+            "out and give the layer's calls group= and layout="
+        )
+
+
+def _refuse_other_meshes(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Raise where parameters are sharded already: torch computes with those of one mesh only."""
+    for name, parameter in module.named_parameters():
+        if is_dtensor(parameter) and parameter.device_mesh != mesh:  # type: ignore[attr-defined]
+            raise ValueError(
+                f"ContextParallel makes DTensors of parameters on {mesh}; {name} is one on "
+                f"{parameter.device_mesh}: call fully_shard "  # type: ignore[attr-defined]
+                "after it, and under tensor parallelism leave it out and give the layer's calls "
+                "group= and layout="
+            )
 
 
 def _replicate(_: str, module: nn.Module, mesh: DeviceMesh) -> None:

@@ -142,6 +142,14 @@ def _refused(rank, world_size, case):
         query, key, value = (
             distribute_tensor(torch.randn(1, 9, heads, 8), mesh, [Shard(2)]) for heads in (6, 3, 3)
         )
+    elif case in ("a batch of one row", "fewer heads than ranks"):  # some rank has a part
+        shape, dim = ((1, 9, 4, 8), 0) if case.startswith("a batch") else ((2, 9, 1, 8), 2)
+        query = key = value = distribute_tensor(torch.randn(shape), mesh, [Shard(dim)])
+    elif case == "a number for all rows":
+        query, key, value = placed(mesh, Shard(0))
+        options = {"lengths": 4}
+    elif case == "documents in a DTensor":
+        options = {"documents": distribute_tensor(torch.tensor([0, 12]), mesh, [Replicate()])}
     elif case == "a slice of a slice":
         query, key, value = placed(mesh, Shard(2))
         options = {"head_slice": (0, 1, 2)}
@@ -175,12 +183,16 @@ def _refused(rank, world_size, case):
 REFUSED = {
     "head_dim": "must be placed by Shard.1. .sequence., .* got S.*3.*: redistribute them first",
     "heads apart": "query heads are with their KV heads; of 6 and 3, this rank has query heads",
+    "a batch of one row": "every rank must have a row of the batch; got 1 on .*over fewer ranks",
+    "fewer heads than ranks": "every rank must have a head; got 1 on .*over fewer ranks",
+    "a number for all rows": "lengths must be a list of ints or a 1-D tensor of them; got 4",
+    "documents in a DTensor": "documents must be a list of ints or a local tensor; got a DTensor",
     "a slice of a slice": "head_slice is for local tensors",
     "partial": "must be placed by Shard.1.*redistribute them first",
     "mixed": "must all be DTensors or all be local tensors; key is no DTensor",
     "apart": "must have one mesh and the same placements",
-    "replicated with a group": "shard no sequence: leave group out",
-    "another group": "group must be the ranks over which the DTensors' sequence is sharded",
+    "replicated with a group": "shard no sequence: leave group out .* or, .* pass x.to_local",
+    "another group": "the DTensors' sequence is sharded, .* are ranks .0, 1., and group is ranks .",
     "both": "pass the ranks as group or as mesh, not as both",
     "mask": "key_padding_mask must be a DTensor, as query is",
     "uneven shards that nobody told": "(gives rank|positions on (each )?rank|different arguments)",
@@ -194,6 +206,21 @@ def test_what_is_refused(case):
     for message in run_ranks(_refused, 2, case):
         with pytest.raises(ValueError, match=REFUSED[case]):
             raise ValueError(message)
+
+
+def _destroyed(rank, world_size):
+    group = dist.new_group()
+    query = torch.randn(1, 6, 2, 8, requires_grad=True)
+    out = attention(query, query, query, group=group)[0]
+    dist.barrier()
+    dist.destroy_process_group(group)
+    for late in (out.sum().backward, lambda: attention(query, query, query, group=group)):
+        with pytest.raises(ValueError, match=r"no process group .* call destroy_process_group aft"):
+            late()
+
+
+def test_a_group_that_was_destroyed():
+    run_ranks(_destroyed, 2)
 
 
 # --- meshes in place of groups

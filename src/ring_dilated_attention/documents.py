@@ -98,6 +98,11 @@ def as_ints(name: str, values: Any) -> list[int]:
 
 
 def _check_tensor(name: str, values: torch.Tensor) -> None:
+    if hasattr(values, "device_mesh"):
+        raise TypeError(
+            f"{name} must be a list of ints or a local tensor; got a DTensor: pass "
+            f"{name}.full_tensor()"
+        )
     if values.is_nested or values.layout != torch.strided or values.is_meta:
         raise TypeError(f"{name} must be a dense tensor that holds numbers")
     if values.dtype not in (torch.int32, torch.int64):

@@ -149,7 +149,8 @@ class Placed(NamedTuple):
 
         Raises:
             TypeError: some of them are no DTensors.
-            ValueError: they are placed differently, or as no call can be made.
+            ValueError: they are placed differently, or as no call can be made, or some rank has no
+                row of the batch or no head.
         """
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             if not is_dtensor(tensor):
@@ -165,6 +166,8 @@ class Placed(NamedTuple):
                     f"query has {placements} on {mesh}, {name} "
                     f"{_placement(tensor)[1]} on {_placement(tensor)[0]}"
                 )
+        for dim, what in ((_BATCH, "row of the batch"), (_HEADS, "head")):
+            _refuse_empty_parts(mesh, placements, dim, query.shape[dim], what)
         axes = [axis for axis, one in enumerate(placements) if _cuts(one) == _SEQUENCE]
         if len(axes) > 1:
             raise ValueError(
@@ -195,8 +198,11 @@ class Placed(NamedTuple):
         """
         if is_dtensor(values):
             raise TypeError(f"{name} must be a list of ints or a local tensor; got a DTensor")
-        if values is None or not self._cuts_any(_BATCH):
-            return values
+        is_list = isinstance(values, (list, tuple, range, torch.Tensor)) and (
+            not isinstance(values, torch.Tensor) or values.ndim == 1
+        )
+        if not is_list or not self._cuts_any(_BATCH):
+            return values  # what it must be, `dilated_attention` says
         if len(values) != self.shape[0]:
             raise ValueError(
                 f"{name} must hold one number for each of the {self.shape[0]} rows of the whole "
@@ -321,12 +327,39 @@ def _cuts(placement: Any) -> int | None:
     )
 
 
+def _refuse_empty_parts(
+    mesh: DeviceMesh, placements: tuple[Any, ...], dim: int, size: int, what: str
+) -> None:
+    """Raise, on every rank, where a rank has nothing of a dimension that is sharded.
+
+    Others would compute, and wait for it later.
+    """
+    sizes = {size}
+    for ranks, one in zip(mesh.shape, placements, strict=True):
+        if _cuts(one) == dim:
+            sizes = {part for each in sizes for part in _parts(each, ranks)}
+    if 0 in sizes:
+        raise ValueError(
+            f"every rank must have a {what}; got {size} on {mesh} with {placements}, which leave "
+            "some with none: shard them over fewer ranks"
+        )
+
+
+def _parts(size: int, ranks: int) -> set[int]:
+    """The sizes that ranks have of a dimension, as `own_part` cuts it."""
+    each = max(1, -(-size // ranks))
+    parts = [each] * (size // each) + [size % each] * (size % each > 0)
+    return {*parts, 0} if len(parts) < ranks else {*parts}
+
+
 def _refuse_replicated(group: Group, placements: tuple[Any, ...]) -> None:
     if group is not None:
         raise ValueError(
             "a group shares sequences that are sharded over it; got DTensors whose placements "
-            f"{placements} shard no sequence: leave group out, or redistribute them first, "
-            "x.redistribute(placements=[Shard(1)])"
+            f"{placements} shard no sequence: leave group out where they are whole sequences, "
+            "redistribute them first, x.redistribute(placements=[Shard(1)]), or, where each rank "
+            "of the group holds a part of which they do not know, pass x.to_local(), and "
+            "head_slice if heads are sharded"
         )
 
 
@@ -338,9 +371,12 @@ def _same_ranks(group: Group, found: dist.ProcessGroup) -> Group:
     ranks = dist.get_process_group_ranks(found)
     if isinstance(own, dist.ProcessGroup) and dist.get_process_group_ranks(own) == ranks:
         return own
+    got = in_brief(group)
+    if isinstance(own, dist.ProcessGroup):
+        got = f"ranks {dist.get_process_group_ranks(own)}"
     raise ValueError(
         "group must be the ranks over which the DTensors' sequence is sharded, or be left out; "
-        f"they are ranks {ranks}, and group is {in_brief(group)}"
+        f"they are ranks {ranks}, and group is {got}"
     )
 
 

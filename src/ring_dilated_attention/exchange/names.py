@@ -71,7 +71,8 @@ def exchange_named(name: str) -> Exchange:
 
     Raises:
         KeyError: it was an `Exchange` that nobody has kept.
-        ValueError: there is no group, and this process is one of several ranks that have none yet.
+        ValueError: there is no group, and this process is one of several ranks that have none yet;
+            or the process group was destroyed.
     """
     if not name:
         if not torch.compiler.is_compiling():  # the operator asks again when it runs
@@ -79,7 +80,14 @@ def exchange_named(name: str) -> Exchange:
         return SoloExchange()
     if name.startswith(_OWN):
         return _registered[name]
-    return ProcessGroupExchange(_resolve_process_group(name))  # type: ignore[arg-type]
+    try:
+        group = _resolve_process_group(name)  # type: ignore[arg-type]
+    except RuntimeError as error:
+        raise ValueError(
+            f"there is no process group {name!r} any more: it was destroyed before its last call, "
+            "or before the backward of one; call destroy_process_group after them"
+        ) from error
+    return ProcessGroupExchange(group)
 
 
 def own_exchange(name: str) -> Exchange | None:

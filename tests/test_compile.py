@@ -338,6 +338,10 @@ def _masks(rank, world_size):
         found.append([layout.shard(x, rank, 1) for x in (whole, gradient)])
         *tried, want = found
         errors += [relative_error(a, b) for x in tried for a, b in zip(x, want, strict=True)]
+    # A layout that does not fit; the group can be used afterwards.
+    for call in (masked, function):
+        with pytest.raises(ValueError, match=r"the layout gives rank .* has a local sequence"):
+            call(torch.randn(2, 9, 2, 8), mask_of([9, 4], 9), **options)
     # One rank makes another call than the others.
     mask = layout.shard(mask_of([37, 20], 37), rank, 1)
     try:

@@ -44,7 +44,15 @@ def _lengths(mask: torch.Tensor, layout: Sequence[int], group: str) -> torch.Ten
     given = SequenceLayout.from_flat(tuple(layout)) if layout else None
     words = {"batch": mask.shape[0], "layout": str(given or f"{mask.shape[1]} positions")}
     with ends.calls.enter("dilated_attention", "key_padding_mask") as scope:
-        settle(scope, ends, mask.device, Shared.of(words) if ends.world_size > 1 else None)
+        failure = None
+        try:
+            if given is not None:
+                held = f"its key_padding_mask has a local sequence length of {mask.shape[1]}"
+                given.check_shard(ends.rank, ends.world_size, mask.shape[1], held)
+        except ValueError as error:  # the other ranks are to be told
+            failure = error
+        shared = Shared.of(words) if ends.world_size > 1 else None
+        settle(scope, ends, mask.device, None if failure else shared, failure)
         found = lengths_of_mask(mask, ends, given, scope)
     return torch.tensor(found, dtype=torch.int64)
 

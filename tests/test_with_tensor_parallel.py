@@ -218,6 +218,15 @@ def refusals(tp):
         model(tokens_and_labels()[0])
     except ValueError as error:
         said.append(str(error))
+    split = longnet({}, {})
+    parallelize_module(split, tp, {"blocks.*": HeadParallel()})
+    nothing = torch.zeros(2, 0, 32, dtype=torch.float64)
+    attention = split.get_submodule("blocks.0.attention")
+    assert isinstance(attention, MultiheadDilatedAttention)
+    try:
+        attention.project(nothing, nothing, nothing)
+    except ValueError as error:
+        said.append(str(error))
     return said
 
 
@@ -239,10 +248,11 @@ def test_our_modules():
         for kind, found in errors.items():
             assert max(found) < TOLERANCE, (kind, found)
         assert len(errors) == len(LONGNETS) + len(ENCODERS) + 4
-        size, kind, replicated = said
+        size, kind, replicated, empty = said
         assert size.startswith("the ranks of the mesh must divide num_kv_heads 1; got 2 ranks")
         assert kind.endswith("a block of LongNet or SlideEncoder; got LayerNorm")
         assert "has 4 query and 4 KV heads on this rank, of 8 query and 4 KV heads" in replicated
+        assert "has no rows, shape (2, 0, 32), and torch" in empty
 
 
 # --- transformers

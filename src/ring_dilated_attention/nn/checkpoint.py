@@ -70,7 +70,13 @@ class _Recomputation(_CachedTorchDispatchMode):  # type: ignore[no-untyped-call]
 
     torch's own mode refuses an operator that runs more often than in forward. `fully_shard` may
     gather weights in backward that forward found gathered, and marks where it begins and ends.
+
+    Args:
+        made: torch's own mode, in whose place this one is used.
     """
+
+    def __init__(self, made: Any) -> None:
+        vars(self).update(vars(made))  # torch's arguments differ from version to version
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in _KEPT:
@@ -91,7 +97,7 @@ def keep_attention() -> tuple[AbstractContextManager[Any], AbstractContextManage
     """
     forward: Any
     forward, backward = create_selective_checkpoint_contexts(attention_policy)  # type: ignore[no-untyped-call]
-    return forward, _Recomputation(attention_policy, backward.storage)
+    return forward, _Recomputation(backward)
 
 
 def run_checkpointed(

@@ -272,11 +272,13 @@ def test_flash_attn_4_is_called_again_with_other_tensors(head_dim, is_causal):
         for views in ((), (KINDS["part of qkv"],) * 4)
         for seed in range(3)
     ]
+    replays = fa4.FORWARDS, fa4.BACKWARDS
+    for replay in replays:
+        replay.kept.clear()  # of other tests: not all of their calls can be called again
     assert not failures(cases, run_here(1, cases))
-    for replay in (fa4.FORWARDS, fa4.BACKWARDS):
-        kept = [again for key, again in replay.kept.items() if str(head_dim) in str(key)]
-        assert kept
-        assert all(again is not None for again in kept)
+    for replay in replays:
+        assert replay.kept
+        assert all(again is not None for again in replay.kept.values())
 
 
 @pytest.mark.parametrize("backend", ["auto", "fa4", "cudnn", "triton", "eager"])

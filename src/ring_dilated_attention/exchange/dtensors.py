@@ -335,9 +335,9 @@ def _refuse_empty_parts(
     Others would compute, and wait for it later.
     """
     sizes = {size}
-    for ranks, one in zip(mesh.shape, placements, strict=True):
-        if _cuts(one) == dim:
-            sizes = {part for each in sizes for part in _parts(each, ranks)}
+    for axis, one in enumerate(placements):
+        if _cuts(one) == dim:  # torch.compile cannot go through `mesh.shape` before torch 2.13
+            sizes = {part for each in sizes for part in _parts(each, mesh.size(axis))}
     if 0 in sizes:
         raise ValueError(
             f"every rank must have a {what}; got {size} on {mesh} with {placements}, which leave "

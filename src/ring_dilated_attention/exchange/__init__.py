@@ -23,14 +23,24 @@ is raised on every rank. `refuse_capture` keeps calls on several ranks out of CU
 call. `labels_per_rank` is what a loss is divided by where gradients are averaged, and
 `refuse_beside_wrapper` refuses calls whose gradients are not.
 `is_fully_sharded` and `gather_weights_in` are for modules under FSDP2. `own_part` is what a rank
-has of a dimension of a DTensor. `untraced` keeps torch.compile out of a function.
+has of a dimension of a DTensor, `torch_cuts` what each has. `untraced` keeps torch.compile out of a
+function.
 """
 
 from .agreement import Shared, agree, refuse_capture, settle, settle_later
 from .calls import Call, ExchangeError, Scope
 from .data_parallel import labels_per_rank
 from .ddp import refuse_beside_wrapper
-from .dtensors import Placed, fill, group_of_dtensors, is_dtensor, of_own_part, one_group, own_part
+from .dtensors import (
+    Placed,
+    fill,
+    group_of_dtensors,
+    is_dtensor,
+    of_own_part,
+    one_group,
+    own_part,
+    torch_cuts,
+)
 from .fully_sharded import gather_weights_in, is_fully_sharded
 from .groups import ProcessGroupExchange
 from .interface import Exchange, Pending, SoloExchange, all_gather
@@ -90,6 +100,7 @@ __all__ = [
     "settle",
     "settle_later",
     "shard",
+    "torch_cuts",
     "unshard",
     "untraced",
 ]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -95,8 +94,17 @@ def of_own_part(
     )
 
 
+def torch_cuts(size: int, ranks: int) -> list[tuple[int, int]]:
+    """First element and end of what each rank has of a sharded dimension of a DTensor.
+
+    As `torch.chunk` cuts it: ceil(size / ranks) elements, or what is left.
+    """
+    each = -(-size // ranks)
+    return [(min(rank * each, size), min((rank + 1) * each, size)) for rank in range(ranks)]
+
+
 def own_part(mesh: Any, cuts: Sequence[bool], size: int) -> range:
-    """What this rank has of a dimension that is cut as `torch.chunk` cuts it.
+    """What this rank has of a dimension that is cut by `torch_cuts`.
 
     Args:
         mesh: a DeviceMesh that this rank is in.
@@ -106,8 +114,8 @@ def own_part(mesh: Any, cuts: Sequence[bool], size: int) -> range:
     own = range(size)
     for place, ranks, is_cut in zip(mesh.get_coordinate(), mesh.shape, cuts, strict=True):
         if is_cut:
-            each = -(-len(own) // ranks)
-            own = own[place * each : (place + 1) * each]
+            start, stop = torch_cuts(len(own), ranks)[place]
+            own = own[start:stop]
     return own
 
 
@@ -198,11 +206,10 @@ class Placed(NamedTuple):
         """
         if is_dtensor(values):
             raise TypeError(f"{name} must be a list of ints or a local tensor; got a DTensor")
-        is_list = isinstance(values, (list, tuple, range, torch.Tensor)) and (
-            not isinstance(values, torch.Tensor) or values.ndim == 1
-        )
+        is_list = isinstance(values, (list, tuple, range))
+        is_list = is_list or (isinstance(values, torch.Tensor) and values.ndim == 1)
         if not is_list or not self._cuts_any(_BATCH):
-            return values  # what it must be, `dilated_attention` says
+            return values  # other types are refused by `dilated_attention`, with what is allowed
         if len(values) != self.shape[0]:
             raise ValueError(
                 f"{name} must hold one number for each of the {self.shape[0]} rows of the whole "
@@ -337,19 +344,13 @@ def _refuse_empty_parts(
     sizes = {size}
     for axis, one in enumerate(placements):
         if _cuts(one) == dim:  # torch.compile cannot go through `mesh.shape` before torch 2.13
-            sizes = {part for each in sizes for part in _parts(each, mesh.size(axis))}
+            cuts = [cut for each in sizes for cut in torch_cuts(each, mesh.size(axis))]
+            sizes = {stop - start for start, stop in cuts}
     if 0 in sizes:
         raise ValueError(
             f"every rank must have a {what}; got {size} on {mesh} with {placements}, which leave "
             "some with none: shard them over fewer ranks"
         )
-
-
-def _parts(size: int, ranks: int) -> set[int]:
-    """The sizes that ranks have of a dimension, as `own_part` cuts it."""
-    each = max(1, -(-size // ranks))
-    parts = [each] * (size // each) + [size % each] * (size % each > 0)
-    return {*parts, 0} if len(parts) < ranks else {*parts}
 
 
 def _refuse_replicated(group: Group, placements: tuple[Any, ...]) -> None:
@@ -382,7 +383,5 @@ def _same_ranks(group: Group, found: dist.ProcessGroup) -> Group:
 
 @lru_cache(maxsize=64)
 def _torch_layout(length: int, world_size: int) -> SequenceLayout:
-    """Which positions ranks hold of a DTensor's sequence: cut as `torch.chunk` does."""
-    each = -(-length // world_size)
-    bounds = [min(rank * each, length) for rank in range(world_size + 1)]
-    return SequenceLayout([(a, b)] for a, b in pairwise(bounds))
+    """Which positions ranks hold of a DTensor's sequence."""
+    return SequenceLayout([cut] for cut in torch_cuts(length, world_size))

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from ..exchange import agree, is_dtensor, resolve_exchange
+from ..exchange import agree, is_dtensor, resolve_exchange, torch_cuts
 from ..layout import SequenceLayout
 from ..nn import Block, DilatedAttention, MultiheadDilatedAttention
 from ..pattern import in_brief
@@ -158,16 +158,15 @@ def _refuse_other_cuts(layout: SequenceLayout | None) -> None:
     if layout is None:
         return
     length, ranks = layout.length, range(layout.world_size)
-    each = -(-length // layout.world_size)
-    wanted = [max(0, min(each, length - rank * each)) for rank in ranks]
+    wanted = [stop - start for start, stop in torch_cuts(length, len(ranks))]
     given = [layout.local_length(rank) for rank in ranks]
     if given != wanted:
         first = next(rank for rank in ranks if given[rank] != wanted[rank])
         raise ValueError(
             f"of {length} positions torch gives rank {first} of {len(ranks)} {wanted[first]} in a "
-            f"DTensor, every rank but the last ones {each}; the layout gives it {given[first]}: "
-            "use layout=None, a layout of such shards or another length, or leave ContextParallel "
-            "out and give the layer's calls group= and layout="
+            f"DTensor, every rank but the last ones {wanted[0]}; the layout gives it "
+            f"{given[first]}: use layout=None, a layout of such shards or another length, or leave "
+            "ContextParallel out and give the layer's calls group= and layout="
         )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ..pattern import check_choice, in_brief
+from ..pattern import check_choice, check_positive_float, in_brief
 
 Reader: TypeAlias = Callable[[str, str], Any]
 """(text, what errors call the option) to a value; raises a `ValueError`."""
@@ -229,10 +229,7 @@ def number(given: str, where: str) -> float:
 
 def number_above_0(given: str, where: str) -> float:
     """A finite number above 0."""
-    found = number(given, where)
-    if not 0 < found < math.inf:
-        raise ValueError(f"{where} must be finite and above 0; got {found}")
-    return found
+    return check_positive_float(where, number(given, where))
 
 
 def number_from_0(given: str, where: str) -> float:

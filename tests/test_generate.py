@@ -211,6 +211,20 @@ def test_a_row_goes_on_in_caches_that_were_taken_back_and_reserved() -> None:
         assert relative_error(torch.cat(got, 1), model(text)[:, 9:]) < 1e-10
 
 
+def test_a_row_keeps_what_can_be_taken_back_when_it_begins() -> None:
+    """Rows of the segment before are shown again to positions that are taken back."""
+    model, text = make_model(segment_lengths=[8], dilation_rates=[1]), torch.randint(31, (1, 30))
+    caches = model.make_caches(1, max_length=30, max_rewind=5)
+    model.prefill(text[:, :16], caches)
+    take = row_step(model, caches)
+    with torch.inference_mode():
+        take(text[:, 16:17])
+        for cache in caches:
+            cache.rewind(5)
+        got = [take(text[:, at : at + 1]) for at in range(12, 30)]
+        assert relative_error(torch.cat(got, 1), model(text)[:, 12:]) < 1e-10
+
+
 def interrupted(*_: Any) -> None:
     raise KeyboardInterrupt
 
@@ -503,6 +517,28 @@ def test_draws_have_those_probabilities_and_a_seed() -> None:
     # Tokens as likely as the last of the k stay.
     equal = Sampler(4, temperature=1.0, top_k=1).probabilities(torch.tensor([[1.0, 2.0, 2.0, 0]]))
     assert equal.tolist() == [[0, 0.5, 0.5, 0]]
+
+
+def test_draws_one_after_the_other_have_those_probabilities() -> None:
+    """Random numbers are made for many draws at once."""
+    logits, sampler = torch.tensor([[1.0, 0.0, 3.0, 2.0, -1.0]]), Sampler(5, temperature=1.3)
+    drawn = torch.cat([sampler(logits) for _ in range(20_000)])
+    shares = plain_shares(logits[0], 1.3, None, None)
+    assert (drawn.bincount(minlength=5) / len(drawn) - shares).abs().max() < 0.015
+    pairs = drawn[:-1] * 5 + drawn[1:]  # a draw says nothing of the next one
+    expected = torch.outer(shares, shares).flatten()
+    assert (pairs.bincount(minlength=25) / len(pairs) - expected).abs().max() < 0.015
+    rows = sampler(torch.zeros(50, 5))  # with numbers of its own for each row
+    assert not (rows == rows[0]).all()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 1e-300])
+@pytest.mark.parametrize("logit", [0.0, 3e38, -3e38])
+def test_equal_logits_are_equally_likely(temperature: float, logit: float) -> None:
+    logits = torch.tensor([logit, logit, -torch.inf]).expand(4000, 3)
+    drawn = Sampler(3, temperature=temperature)(logits)
+    assert (drawn == 0).double().mean().sub(0.5).abs() < 0.05
+    assert (drawn < 2).all()
 
 
 @pytest.mark.parametrize("batch", [1, 3])

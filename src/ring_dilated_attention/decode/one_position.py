@@ -18,7 +18,7 @@ from ..caches import keep_few
 from ..plan import CachePlan, CacheStep, StepTile, plan_step
 from ..tiles import Selection, TileInputs, accumulate_dtype
 from .cache import DilatedKVCache
-from .products import Products, TileViews, takes_products, views_of
+from .products import Products, StepViews, takes_products, views_of
 
 KEPT_STEPS = 256
 """Layers of a model ask for the same step one after another, for each length in a batch."""
@@ -48,7 +48,7 @@ class DeviceStep(NamedTuple):
         sources: int64, which KV heads' rows are kept.
         targets: int64, where.
         is_whole: whether there is one tile, of all heads.
-        views: for products, by the shapes of what they are views of.
+        views: for products, by what `views_of` depends on.
     """
 
     plan: CachePlan
@@ -56,7 +56,7 @@ class DeviceStep(NamedTuple):
     sources: torch.Tensor
     targets: torch.Tensor
     is_whole: bool
-    views: dict[Hashable, list[TileViews]]
+    views: dict[Hashable, StepViews]
 
 
 _STEPS: dict[Hashable, DeviceStep] = {}
@@ -134,19 +134,19 @@ def _of_equal_rows(
         return out, out.new_full(out.shape[:-1], -torch.inf)
     if not takes_products(selection, len(q_bkgd), q_bkgd.dtype):
         return _by_tiles(q_bkgd, kept, step, selection, scale, wants_lse)
-    keys, values = kept
     query = q_bkgd * scale
     out = torch.empty_like(query)
-    columns = step.planned.columns
-    products = Products(query, out, columns)
-    products.begin(products.ready(_views(step, query, keys), columns))
-    products.attend(keys, values)
+    of = query.shape, 0, kept[0].stride(1), int(kept[0].storage_offset())
+    views = step.views.get(of)
+    if views is None:
+        views = step.views[of] = views_of([step.planned], *of)
+    products = Products(query, out, views, [(kept[0], kept[1])])
+    products.begin(0)
+    products.attend(0)
     return out, products.lse() if wants_lse else None
 
 
-def steps_ahead(
-    cache: DilatedKVCache, q_1kgd: torch.Tensor, count: int
-) -> list[tuple[DeviceStep, list[TileViews]]]:
+def steps_ahead(cache: DilatedKVCache, count: int) -> list[DeviceStep]:
     """What the next positions write to a cache, which is not shared, and what each sees there.
 
     Worked out one after the other, they take less than half of the time that they take one by one
@@ -154,23 +154,11 @@ def steps_ahead(
 
     Args:
         cache: of which the batch has one row, with room for another position.
-        q_1kgd: (1, kv_heads, group, head_dim), contiguous.
         count: of positions, at most: as many as there is room for.
     """
     plan, first = cache.plan, cache.known_lengths[0]
     stop = first + count if plan.max_length is None else min(first + count, plan.max_length)
-    steps = _make_steps(plan, range(first, stop), 0, q_1kgd.device)
-    return [(step, _views(step, q_1kgd, cache.keys)) for step in steps]
-
-
-def _views(step: DeviceStep, q_1kgd: torch.Tensor, keys: torch.Tensor) -> list[TileViews]:
-    """The tiles of a step, worked out once for all tensors that are laid out alike."""
-    offset, row, first_row = q_1kgd.storage_offset(), keys.stride(1), keys.storage_offset()
-    of = q_1kgd.shape, int(offset), row, int(first_row)
-    views = step.views.get(of)
-    if views is None:
-        views = step.views[of] = views_of(step.planned, *of)
-    return views
+    return _make_steps(plan, range(first, stop), 0, cache.keys.device)
 
 
 def _by_tiles(

@@ -7,6 +7,7 @@ them, and their queries, scores and results lie in the same memory.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -14,9 +15,9 @@ import torch
 from ..tiles import Backend
 from .cache import DilatedKVCache
 from .one_position import DeviceStep, steps_ahead
-from .products import Products, Ready, select_for_one_position, takes_products
+from .products import Products, select_for_one_position, takes_products, views_of
 
-_AHEAD = 32
+_AHEAD = 64
 """Positions whose steps are worked out together."""
 
 
@@ -46,7 +47,8 @@ class RowAttention:
         self._caches = tuple(caches)
         self._query, self._key, self._value = query, key, value
         self._out = out
-        self._steps: dict[int, tuple[DeviceStep, Ready]] = {}
+        self._held: tuple[torch.Tensor, ...] = ()
+        self._first, self._steps = 0, list[DeviceStep]()
 
     @staticmethod
     def fits(cache: DilatedKVCache, backend: Backend) -> bool:
@@ -66,29 +68,33 @@ class RowAttention:
         """
         for cache in self._caches:
             cache.check_room(1)
-        step, ready = self._step()
-        self._products.begin(ready)
-        self._sources, self._targets = step.sources, step.targets
-
-    def _step(self) -> tuple[DeviceStep, Ready]:
-        """Of the next position: also where caches were reserved, or taken back, since the last."""
-        cache = self._caches[0]
-        position = cache.known_lengths[0]
-        found = self._steps.get(position)
-        if found is None or found[0].plan is not cache.plan:
+        number = self._caches[0].known_lengths[0] - self._first
+        held = tuple(cache.keys for cache in self._caches)
+        # Caches may have been reserved, or taken back, since the last step.
+        is_new = len(held) != len(self._held) or any(map(operator.is_not, held, self._held))
+        if is_new or not 0 <= number < len(self._steps):
             with torch.inference_mode(False), torch.no_grad():  # for steps in any mode
-                self._plan_ahead(position)
-            found = self._steps[position]
-        return found
+                if is_new:
+                    self._clear(held)
+                self._plan_ahead()
+            number = 0
+        self._products.begin(number)
+        self._sources, self._targets = self._steps[number].sources, self._steps[number].targets
 
-    def _plan_ahead(self, position: int) -> None:
-        steps = steps_ahead(self._caches[0], self._query, _AHEAD)
-        most = max(step.planned.columns for step, _ in steps)
-        self._products = Products(self._query, self._out, most)
-        self._steps = {
-            at: (step, self._products.ready(views, step.planned.columns))
-            for at, (step, views) in enumerate(steps, position)
-        }
+    def _clear(self, held: tuple[torch.Tensor, ...]) -> None:
+        """Products read rows that hold nothing, and do not show them: these must be finite."""
+        for cache in self._caches:
+            cache.slots.clear_rest(cache.known_lengths[0])
+        self._held = held
+
+    def _plan_ahead(self) -> None:
+        cache = self._caches[0]
+        self._first, self._steps = cache.known_lengths[0], steps_ahead(cache, _AHEAD)
+        layers = [(cache.keys, cache.values) for cache in self._caches]
+        query, keys = self._query, cache.keys
+        of = query.shape, int(query.storage_offset()), keys.stride(1), int(keys.storage_offset())
+        views = views_of([step.planned for step in self._steps], *of)
+        self._products = Products(query, self._out, views, layers)
 
     def attend(self, layer: int) -> None:
         """Write a layer's key and value to its cache, and what its query sees there to `out`."""
@@ -96,10 +102,10 @@ class RowAttention:
         both = (cache.keys, self._key), (cache.values, self._value)
         for rows, new in both:
             rows.index_copy_(1, self._targets, new.index_select(1, self._sources))
-        self._products.attend(cache.keys, cache.values)
+        self._products.attend(layer)
 
     def finish(self) -> None:
         """Count the position, in all caches."""
         for cache in self._caches:
             cache.advanced(1)
-        torch._foreach_add_([cache.lengths for cache in self._caches], 1)
+            cache.lengths.add_(1)

@@ -62,6 +62,20 @@ class Slots(NamedTuple):
         for kept in self.plan.appended(length, tensors[0].shape[1], shard):
             self.keep(rows, kept, [rows_of(x, rows, kept) for x in tensors])
 
+    def clear_rest(self, length: int) -> None:
+        """Fill the rows with 0 that no later position can be shown, nor one taken back.
+
+        Args:
+            length: positions so far, of all rows of the batch; nobody shares them.
+        """
+        for branch in self.plan.branches:
+            for offset, heads, _ in branch.by_offset():
+                kept = branch.kept(offset, length, self.plan.max_rewind)
+                rest = range(kept.stop, kept.start + branch.slots)
+                for rows in self.of_branch(branch):
+                    for _, slots in runs_of_slots(rest, branch.slots):
+                        rows[:, heads, slots] = 0
+
     def grown(self, plan: CachePlan) -> Slots:
         """The same rows where there is room for longer documents: a copy.
 

@@ -324,9 +324,8 @@ def _drawn(
             if tokens is not None:
                 logits = take(tokens.unsqueeze(1)).squeeze(1)
             logits = sampler.allowed(logits)
-            drawn = sampler.draw(logits)
-            largest.append(logits.amax(-1))
-        tokens = drawn.clone()  # one that autograd may keep, as the tokens of a loss
+            largest.append(logits.amax(-1, keepdim=True))
+            tokens = sampler.draw(logits, largest[-1])
         all_finished = False
         if stop is not None:
             if finished is not None:
@@ -338,7 +337,8 @@ def _drawn(
         if is_last or len(unchecked) == CHECKED_STEPS:
             _look_at(unchecked, largest, ends)
             unchecked, largest = [], []
-        yield tokens.clone()  # whoever changes it in place does not change the text
+        # Whoever changes it in place does not change the text; and autograd may keep it.
+        yield tokens.clone()
         if is_last:
             return
 

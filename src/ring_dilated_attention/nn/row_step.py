@@ -32,14 +32,14 @@ _MOST_WIDTH = 512
 _SQRT_HALF = math.sqrt(0.5)
 
 _Linear: TypeAlias = tuple[Tensor, Tensor]
-"""Weight and bias."""
+"""Weight, laid out by `_by_columns`, and bias."""
 
 _Norm: TypeAlias = tuple[Tensor, Tensor, float]
 """Weight, bias and epsilon."""
 
 
 class _Layer(NamedTuple):
-    """What a step needs of a block.
+    """What a step needs of a block; weights are laid out by `_by_columns`.
 
     Attributes:
         project: of query, key and value, one below the other; the query times the factor on scores.
@@ -84,7 +84,7 @@ class RowStep:
             self._layers = [_layer_of(cast(LongNetBlock, block)) for block in model.blocks]
             joint = like.new_empty((turning + kv_heads) * head_dim)
             turned = like.new_empty(turning, head_dim)
-            self._embedding, self._factor = like.detach(), like.new_tensor(math.sqrt(width))
+            self._embedded, self._unembed = like * math.sqrt(width), _by_columns(like)
             self._norm = _norm_of(model.norm)
             # A bias is the last column of its weight, and these have a 1 behind them.
             self._attended, self._gated = (like.new_ones(n + 1) for n in (width, config.ffn_dim))
@@ -138,7 +138,7 @@ class RowStep:
         gate, gated = self._gate, self._gated
         attention.begin()
         rotation = self._rotation(self._caches[0].known_lengths[0])
-        row = torch.embedding(self._embedding, tokens.view(())).mul_(self._factor)
+        row = torch.embedding(self._embedded, tokens.view(()))
         for number, layer in enumerate(self._layers):
             normed = torch.layer_norm(row, shape, *layer.attention_norm)
             weight, bias = layer.project
@@ -155,7 +155,7 @@ class RowStep:
             row.addmv_(layer.contract, gated)
         attention.finish()
         normed = torch.layer_norm(row, shape, *self._norm)
-        return torch.mv(self._embedding, normed).view(1, 1, -1)
+        return torch.mv(self._unembed, normed).view(1, 1, -1)
 
     def _rotation(self, position: int) -> Tensor:
         """What a row of query or key is multiplied by, (head_dim, head_dim)."""
@@ -163,9 +163,11 @@ class RowStep:
         if found is None:
             positions = torch.arange(position, position + _TURNED, device=self._joint.device)
             cos, sin = (table.squeeze(1) for table in self._rope.wide(positions))
-            matrices = cos.diag_embed() + sin.diag_embed().roll(cos.shape[1] // 2, 1)
-            both = zip(positions.tolist(), matrices.to(self._joint.dtype).unbind(), strict=True)
-            self._rotations = dict(both)
+            half = cos.shape[1] // 2
+            matrices = self._joint.new_zeros(_TURNED, 2 * half, 2 * half)
+            for apart, table in ((0, cos), (half, sin[:, half:]), (-half, sin[:, :half])):
+                matrices.diagonal(apart, 1, 2).copy_(table)
+            self._rotations = dict(enumerate(matrices.unbind(), position))
             found = self._rotations[position]
         return found
 
@@ -203,17 +205,22 @@ def _layer_of(block: LongNetBlock) -> _Layer:
     bias = torch.cat([query.bias * scale, key.bias, value.bias])
     return _Layer(
         _norm_of(block.attention_norm),
-        (weight, bias),
+        (_by_columns(weight), bias),
         _with_bias(attention.out_proj, 1.0),
         _norm_of(block.mlp_norm),
-        (block.expand.weight * _SQRT_HALF, block.expand.bias * _SQRT_HALF),
+        (_by_columns(block.expand.weight * _SQRT_HALF), block.expand.bias * _SQRT_HALF),
         _with_bias(block.contract, _SQRT_HALF),
     )
 
 
 def _with_bias(linear: nn.Linear, factor: float) -> Tensor:
     """The weight times a factor and, as a last column, the bias: the product adds it."""
-    return torch.cat([linear.weight * factor, linear.bias[:, None]], 1)
+    return _by_columns(torch.cat([linear.weight * factor, linear.bias[:, None]], 1))
+
+
+def _by_columns(weight: Tensor) -> Tensor:
+    """A copy whose columns are contiguous: a CPU multiplies it by a row in half of the time."""
+    return weight.t().contiguous().t()
 
 
 def _norm_of(norm: nn.LayerNorm) -> _Norm:

@@ -13,9 +13,8 @@ from ..pattern import check_int, check_positive_int, in_brief, shape_in_brief
 MOST_SEED = 2**62 - 1
 """Of what `torch.Generator` takes, a part that is the same for signed and unsigned numbers."""
 
-
-_COLD = 1e-200
-"""Below this temperature quotients of logits may be infinite, unless the largest is 0."""
+_TIMES = 8192
+"""Random numbers that are made together, unless one draw needs more."""
 
 
 class SamplerOptions(NamedTuple):
@@ -83,6 +82,7 @@ class Sampler:
         banned = None if allowed is None else _banned(allowed, vocab_size)
         self._banned = banned.to(device) if banned is not None and banned.any() else None
         self._generator = torch.Generator(device).manual_seed(seed)
+        self._times: list[Tensor] = []
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Draw among the tokens that are allowed.
@@ -93,21 +93,32 @@ class Sampler:
         Returns:
             Tokens, int64, shape (batch,).
         """
-        return self.draw(self.allowed(logits))
+        logits = self.allowed(logits)
+        return self.draw(logits, logits.amax(-1, keepdim=True))
 
     def allowed(self, logits: Tensor) -> Tensor:
         """Logits, (batch, vocab_size), in which tokens that are not allowed have -inf."""
         return logits if self._banned is None else logits.masked_fill(self._banned, -torch.inf)
 
-    def draw(self, logits: Tensor) -> Tensor:
-        """Draw by logits of `allowed`: int64, shape (batch,)."""
+    def draw(self, logits: Tensor, largest: Tensor) -> Tensor:
+        """Draw by logits of `allowed`.
+
+        Args:
+            logits: shape (batch, vocab_size).
+            largest: of each row, shape (batch, 1).
+
+        Returns:
+            Tokens, int64, shape (batch,).
+        """
         if self.temperature == 0:
             return logits.argmax(-1)
         # A random race: a token of probability p ends after a time that is exponential with rate p,
-        # and wins with probability p. One of probability 0 never ends.
-        shares = self.probabilities(logits)
-        times = torch.empty_like(shares).exponential_(generator=self._generator)
-        return shares.div_(times).argmax(-1)
+        # and wins with probability p. One of probability 0 never ends. Only the order of p / time
+        # matters, so that of their logarithms, with any constant added, times the temperature.
+        cut = self._most_likely(logits, largest)
+        if self._cuts_shares:
+            cut = cut.masked_fill(self._shares(cut) == 0, -torch.inf)
+        return (cut - self._log_times(cut.shape)).argmax(-1)
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """With which probability each token is drawn, at a temperature above 0.
@@ -118,22 +129,46 @@ class Sampler:
         Returns:
             float64, shape (batch, vocab_size).
         """
-        logits = logits.double()
-        if self.temperature < _COLD:
-            logits = logits - logits.amax(-1, keepdim=True)
-        if self.temperature != 1:
-            logits = logits / self.temperature
+        return self._shares(self._most_likely(logits, logits.amax(-1, keepdim=True)))
+
+    @property
+    def _cuts_shares(self) -> bool:
+        return self.top_p is not None and self.top_p < 1
+
+    def _most_likely(self, logits: Tensor, largest: Tensor) -> Tensor:
+        """Logits less the largest, float64, those beyond `top_k` -inf.
+
+        At most 0: no quotient by a cold temperature is infinite, and those of large logits keep the
+        digits that decide between equal ones.
+        """
+        logits = logits.double() - largest
         if self.top_k is not None and self.top_k < self._vocab_size:
             lowest = logits.topk(self.top_k).values[..., -1:]
             logits = logits.masked_fill(logits < lowest, -torch.inf)
-        shares = logits.softmax(-1)
-        if self.top_p is None or self.top_p == 1:
+        return logits
+
+    def _shares(self, cut: Tensor) -> Tensor:
+        """Probabilities, by logits of `_most_likely`."""
+        shares = (cut / self.temperature).softmax(-1)
+        if not self._cuts_shares:
             return shares
         falling, order = shares.sort(descending=True, stable=True)
         # Those that the more likely ones alone reach top_p without.
+        assert self.top_p is not None
         falling.masked_fill_(falling.cumsum(-1) - falling >= self.top_p, 0)
         shares.scatter_(-1, order, falling)
         return shares.div_(shares.sum(-1, keepdim=True))
+
+    def _log_times(self, shape: torch.Size) -> Tensor:
+        """Logarithms of exponential times, times the temperature: float64, of this shape."""
+        if not self._times or self._times[-1].shape != shape:
+            count = max(1, _TIMES // max(1, shape.numel()))
+            with torch.inference_mode(False):  # for draws in any mode
+                device = self._generator.device
+                times = torch.empty((count, *shape), dtype=torch.float64, device=device)
+                times.uniform_(generator=self._generator).log_().neg_().log_()
+                self._times = list(times.mul_(self.temperature).unbind())
+        return self._times.pop()
 
 
 def _check_number(name: str, value: float) -> float:

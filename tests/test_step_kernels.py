@@ -74,6 +74,76 @@ def test_heads_are_turned_in_place(head_dim, batch, dtype):
     assert torch.equal(value.double().view(before[2].shape), before[2])
 
 
+def layer_of(columns, width, dtype, *, bias=True):
+    weight = rows_of(columns, width, dtype=dtype) / width**0.5
+    return weight, rows_of(columns, dtype=dtype) if bias else None
+
+
+def norm_of(width, dtype):
+    return rows_of(width, dtype=dtype), rows_of(width, dtype=dtype), 1e-5
+
+
+def plain_norm(rows, norm):
+    weight, bias, eps = norm
+    return F.layer_norm(rows.double(), weight.shape, weight.double(), bias.double(), eps)
+
+
+def plain_linear(rows, layer):
+    weight, bias = layer
+    return F.linear(rows.double(), weight.double(), None if bias is None else bias.double())
+
+
+SIZES = [(1, 1, 1), (24, 40, 3), (300, 17, 16), (1100, 70, 19)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("width", "columns", "count"), SIZES)
+def test_a_product_and_what_comes_before_and_after_it(width, columns, count, dtype):
+    torch.manual_seed(0)
+    rows, addition = 3 + rows_of(1, count, width, dtype=dtype), rows_of(count, columns, dtype=dtype)
+    layer, norm = layer_of(columns, width, dtype), norm_of(width, dtype)
+    tolerance = TOLERANCE[dtype]
+    found = kernels.product(rows, layer, norm=norm, gelu=True)
+    assert (found.shape, found.dtype) == ((1, count, columns), dtype)
+    want = F.gelu(plain_linear(plain_norm(rows, norm), layer))
+    assert relative_error(found, want) < tolerance
+    without = layer_of(columns, width, dtype, bias=False)
+    found = kernels.product(rows, without, addition=addition[None])
+    assert relative_error(found, plain_linear(rows, without) + addition.double()) < tolerance
+    assert relative_error(kernels.product(rows, layer), plain_linear(rows, layer)) < tolerance
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [2, 8, 48, 128])
+@pytest.mark.parametrize(("batch", "bias"), [(1, True), (3, False)])
+def test_products_of_heads_are_turned(head_dim, batch, bias, dtype):
+    torch.manual_seed(0)
+    heads, kv_heads, width, count = 4, 2, 40, 7
+    rows, norm = 3 + rows_of(batch, count, width, dtype=dtype), norm_of(width, dtype)
+    sizes = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
+    layers = [layer_of(columns, width, dtype, bias=bias) for columns in sizes]
+    positions = torch.randint(1 << 20, (batch, count), device=DEVICE)
+    rope = RotaryEmbedding(head_dim)
+    found = kernels.product_of_heads(rows, norm, layers, *rope.wide(positions))
+    plain = [plain_linear(plain_norm(rows, norm), layer) for layer in layers]
+    query, key, value = (x.view(batch, count, -1, head_dim) for x in plain)
+    turn = rope(positions)
+    for got, want in zip(found, (turn(query), turn(key), value), strict=True):
+        assert got.shape == want.shape
+        assert got.dtype == dtype
+        assert relative_error(got, want) < TOLERANCE[dtype]
+
+
+def test_which_products_are_computed():
+    def computes(count, width):
+        return kernels.computes_products(torch.empty(count, width, device=DEVICE))
+
+    assert computes(1, 768)
+    assert computes(16, 2048)
+    assert not computes(17, 768)
+    assert not computes(1, 2056)
+
+
 def by_kernel(**changes: Any) -> LongNet:
     """A model whose attention the decoding kernels compute, in float32."""
     model = make_model(**changes)
@@ -83,18 +153,22 @@ def by_kernel(**changes: Any) -> LongNet:
     return model.to(DEVICE, torch.float32)
 
 
+NORMS = ["norm_of_sum", "turn_heads_", "norm_of_sum"]
+PRODUCTS = ["product_of_heads", "product", "product", "product"]
+
+
 def launches(monkeypatch) -> list[str]:
     """Which kernels were launched, in order, from now on."""
     found: list[str] = []
 
     def noted(name, function):
-        def call(*tensors):
+        def call(*tensors, **options):
             found.append(name)
-            return function(*tensors)
+            return function(*tensors, **options)
 
         return call
 
-    for name in ("norm_of_sum", "turn_heads_"):
+    for name in {*NORMS, *PRODUCTS}:
         monkeypatch.setattr(kernels, name, noted(name, getattr(kernels, name)))
     return found
 
@@ -110,26 +184,59 @@ def steps(model, tokens, counts=(1, 3, 1, 2), lengths=None):
     return torch.cat(found, 1)
 
 
+def with_weights_that_are_views(model):
+    """Of them cuBLAS computes the products."""
+    for block in model.blocks:
+        layer = block.attention.k_proj
+        layer.weight = nn.Parameter(layer.weight.detach().t().contiguous().t())
+
+
+def with_no_change(model):
+    pass
+
+
+KINDS = pytest.mark.parametrize(
+    ("change", "of_a_block"),
+    [(with_no_change, PRODUCTS), (with_weights_that_are_views, NORMS)],
+    ids=["products", "norms"],
+)
+
+
 @pytest.mark.parametrize("lengths", [None, [PROMPT, 9]], ids=["equal", "of their own"])
-def test_steps_of_a_model_are_rows_of_its_forward(lengths, monkeypatch):
+@KINDS
+def test_steps_of_a_model_are_rows_of_its_forward(change, of_a_block, lengths, monkeypatch):
     model, plain = by_kernel(), make_model().to(DEVICE)
+    change(model)
     tokens = torch.randint(VOCABULARY, (2, 40), device=DEVICE)
     launched = launches(monkeypatch)
     found = steps(model, tokens, lengths=lengths)
-    assert launched == 4 * 2 * ["norm_of_sum", "turn_heads_", "norm_of_sum"]
+    assert launched == 4 * 2 * of_a_block
     for row, length in enumerate(lengths or [PROMPT, PROMPT]):
         text = torch.cat([tokens[row : row + 1, :length], tokens[row : row + 1, PROMPT:28]], 1)
         want = plain(text)[:, length:]
         assert relative_error(found[row : row + 1], want) < 1e-5
 
 
-def test_generation_joins_products(monkeypatch):
+@KINDS
+def test_generation_by_kernels(change, of_a_block, monkeypatch):
+    """What cuBLAS computes is joined: products of query, key and value."""
     model, plain = by_kernel(), make_model().to(DEVICE)
+    change(model)
     tokens = torch.randint(VOCABULARY, (2, PROMPT), device=DEVICE)
     launched = launches(monkeypatch)
     new = model.generate(tokens, 8, capture=False)
-    assert launched == 7 * 2 * ["norm_of_sum", "turn_heads_", "norm_of_sum"]
+    assert launched == 7 * 2 * of_a_block
     assert torch.equal(new, plain.generate(tokens, 8, capture=False))
+
+
+@pytest.mark.parametrize(("batch", "of_a_block"), [(16, PRODUCTS), (17, NORMS)], ids=["16", "17"])
+def test_many_rows_are_multiplied_by_cublas(batch, of_a_block, monkeypatch):
+    model, plain = (each.to(DEVICE) for each in (by_kernel(num_layers=1), make_model(num_layers=1)))
+    tokens = torch.randint(VOCABULARY, (batch, 1), device=DEVICE)
+    launched = launches(monkeypatch)
+    found = model.step(tokens, model.make_caches(batch, max_length=9))
+    assert launched == of_a_block
+    assert relative_error(found, plain(tokens)) < 1e-5
 
 
 def test_a_compiled_step_has_kernels_of_its_own(monkeypatch):
@@ -211,7 +318,32 @@ def test_what_kernels_do_not_compute_is_called(change, monkeypatch):
     tokens = torch.randint(VOCABULARY, (1, 40), device=DEVICE)
     launched = launches(monkeypatch)
     found = steps(model, tokens)
-    assert len(launched) == (0 if change in OF_NO_BLOCK else 12)  # of one block
+    assert launched == ([] if change in OF_NO_BLOCK else 4 * PRODUCTS)  # of one block
+    assert relative_error(found, plain(tokens[:, :28])[:, PROMPT:]) < 1e-5
+
+
+def with_a_bias_that_is_a_view(model):
+    layer = model.blocks[0].expand
+    layer.bias = nn.Parameter(torch.stack([layer.bias.detach(), layer.bias], 1)[:, 0])
+
+
+def with_a_query_without_bias(model):
+    model.blocks[0].attention.q_proj.bias = None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [with_a_bias_that_is_a_view, with_a_query_without_bias],
+    ids=lambda x: x.__name__,
+)
+def test_layers_whose_products_torch_computes(change, monkeypatch):
+    model, plain = by_kernel(), make_model().to(DEVICE)
+    for each in (model, plain):
+        change(each)
+    tokens = torch.randint(VOCABULARY, (1, 40), device=DEVICE)
+    launched = launches(monkeypatch)
+    found = steps(model, tokens)
+    assert launched == 4 * [*NORMS, *PRODUCTS]
     assert relative_error(found, plain(tokens[:, :28])[:, PROMPT:]) < 1e-5
 
 
@@ -239,11 +371,16 @@ def parameter(*shape):
         lambda block: setattr(block.attention_norm, "bias", parameter(1)),
         lambda block: setattr(block.attention.q_proj, "weight", parameter(1024)),
         lambda block: setattr(block.attention.out_proj, "weight", parameter(16, 32)),
+        lambda block: setattr(block.attention.out_proj, "weight", parameter(32, 16)),
+        lambda block: setattr(block.expand, "weight", parameter(128, 16)),
+        lambda block: setattr(block.expand, "weight", parameter(64, 32)),
+        lambda block: setattr(block.expand, "bias", parameter(8)),
         lambda block: block.attention_norm.to("meta"),
         lambda block: block.mlp_norm.half(),
     ],
     ids=[
         *("norm", "layer", "short weight", "long weight", "short bias", "flat weight", "out"),
+        *("narrow out", "narrow expand", "short expand", "expand's bias"),
         *("another device", "another dtype"),
     ],
 )

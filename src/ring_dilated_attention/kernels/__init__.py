@@ -15,7 +15,9 @@ for; at most `MOST_NEW_ROWS`.
 `merge_rows`, `add_rows` and `row_sums` merge and add the results of tiles. `take_rows`,
 `add_to_rows` and `sum_slots` copy, add and sum rows of K and V that are found by index.
 `norm_of_sum` (a sum and its layer norm, of rows of at most `MOST_WIDTH` elements) and `turn_heads_`
-(a rotation in place) are for steps of generation.
+(a rotation in place) are for steps of generation; so are `product` (a linear layer, with the layer
+norm before and the GELU or the addition after it) and `product_of_heads` (query, key and value),
+where `computes_products` says that they help.
 """
 
 from __future__ import annotations
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
     from .own_forward import ranges_forward, rows_of_program
     from .rows import add_rows, merge_rows, row_sums
     from .rows_by_index import add_to_rows, sum_slots, take_rows
+    from .step_products import computes_products, product, product_of_heads
     from .step_rows import norm_of_sum, turn_heads_
 
 __all__ = [
@@ -78,11 +81,14 @@ __all__ = [
     "begin_strips",
     "build_cells",
     "build_programs",
+    "computes_products",
     "default_config",
     "has_triton",
     "launches_of",
     "merge_rows",
     "norm_of_sum",
+    "product",
+    "product_of_heads",
     "profile_of",
     "ranges_backward",
     "ranges_forward",
@@ -115,6 +121,9 @@ _NEEDS_TRITON = {
     "add_to_rows": "rows_by_index",
     "sum_slots": "rows_by_index",
     "take_rows": "rows_by_index",
+    "computes_products": "step_products",
+    "product": "step_products",
+    "product_of_heads": "step_products",
     "norm_of_sum": "step_rows",
     "turn_heads_": "step_rows",
 }

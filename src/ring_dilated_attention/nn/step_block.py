@@ -45,8 +45,9 @@ class StepBlock:
 
     Calling a module takes a CPU about as long as multiplying a row by its weights, if these are
     few. Where the decoding kernels compute attention to the cache, Triton kernels also compute the
-    sums, the norms and the rotation, if all modules are plain, all parameters have the dtype of the
-    cache, norms have a bias and autocast is off. Modules with hooks, of subclasses (adapters,
+    sums, the norms and the rotation, and the products of few rows by weights that are not wide, if
+    all modules are plain, all parameters have the dtype of the cache, norms have a bias and
+    autocast is off. Modules with hooks, of subclasses (adapters,
     quantised weights) or with sharded weights are called as they are; so is the block, where that
     holds for it or its attention.
 
@@ -71,6 +72,9 @@ class StepBlock:
         self._layers, self._joint = layers, _joint(layers) if joins else None
         norms = self._attention_norm, self._mlp_norm
         self._by_kernels = _kind_by_kernel(norms, (*layers, *others))
+        self._products = None
+        if self._by_kernels is not None:
+            self._products = _products(norms, (*layers, *others), self._head_dim)
 
     def __call__(
         self, residual: Residual, rotation: WideRotation, cache: DilatedKVCache, step: Step
@@ -95,6 +99,10 @@ class StepBlock:
             return Residual(self._block(hidden, *tables, chunk_rows=most, attend=attend))
         if self._is_by_kernel(rows, rotation, cache):
             with kernels_on(rows.device):
+                if self._products is not None and kernels.computes_products(rows):
+                    return Residual(
+                        _by_products(residual.total(), self._products, rotation, attend)
+                    )
                 return self._by_kernel(residual, rotation, attend)
         hidden = residual.total()
         attended = attend(*self._heads(hidden, rotation)).flatten(2)
@@ -263,6 +271,56 @@ def _kind_by_kernel(
     if not all(type(x) is nn.Parameter and (x.dtype, x.device) == kind for x in parameters):
         return None
     return *kind, width
+
+
+class _Products(NamedTuple):
+    """The layers of a block as `kernels.product` takes them."""
+
+    attention_norm: tuple[Tensor, Tensor, float]
+    heads: list[tuple[Tensor, Tensor | None]]
+    combine: tuple[Tensor, Tensor | None]
+    mlp_norm: tuple[Tensor, Tensor, float]
+    expand: tuple[Tensor, Tensor | None]
+    contract: tuple[Tensor, Tensor | None]
+
+
+def _products(
+    norms: Sequence[RowWise], layers: Sequence[RowWise], head_dim: int
+) -> _Products | None:
+    """The layers of a block of which `_kind_by_kernel` is not None; None: they do not fit.
+
+    Args:
+        norms: of attention and of the MLP.
+        layers: of query, key, value, out, and the two of the MLP.
+        head_dim: of query and key.
+    """
+    linears = [(cast(_Linear, x).weight, cast(_Linear, x).bias) for x in layers]
+    query, key, _, _, expand, _ = (len(weight) for weight, _ in linears)
+    width = linears[0][0].shape[1]
+    # A kernel reads as much as it is told, where torch raises what does not fit.
+    sizes = (query, width), (key, width), (key, width), (width, query), (expand, width)
+    for (weight, bias), size in zip(linears, (*sizes, (width, expand)), strict=True):
+        if weight.shape != size or not _is_readable(weight):
+            return None
+        if bias is not None and not (bias.shape == size[:1] and _is_readable(bias)):
+            return None
+    if query % head_dim or key % head_dim or len({bias is None for _, bias in linears[:3]}) > 1:
+        return None
+    attention_norm, mlp_norm = (
+        (x.weight, cast(Tensor, x.bias), x.eps) for x in cast("Sequence[_Norm]", norms)
+    )
+    return _Products(attention_norm, linears[:3], linears[3], mlp_norm, *linears[4:])
+
+
+def _by_products(
+    hidden: Tensor, products: _Products, rotation: WideRotation, attend: Attend
+) -> Tensor:
+    """The residual stream behind a block: products, with all that comes before and after them."""
+    heads = kernels.product_of_heads(hidden, products.attention_norm, products.heads, *rotation)
+    attended = attend(*heads).flatten(2).contiguous()
+    hidden = kernels.product(attended, products.combine, addition=hidden)
+    inner = kernels.product(hidden, products.expand, norm=products.mlp_norm, gelu=True)
+    return kernels.product(inner, products.contract, addition=hidden)
 
 
 def _is_readable(tensor: Tensor) -> bool:

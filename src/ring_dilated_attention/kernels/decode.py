@@ -273,8 +273,8 @@ class Begun(NamedTuple):
             cache has no room for.
         """
         q, k, v = self.tensors
-        out = torch.empty(q.shape, dtype=dtype, device=q.device)
-        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+        out = q.new_empty(q.shape, dtype=dtype)
+        lse = q.new_empty(q.shape[:3], dtype=torch.float32)
         new_k, new_v, lengths = _new_or_unread(self.new, q, self.table)
         tensors = (self.parts, out, lse, new_k, new_v, k, v, self.table, lengths)
         _merge(self.merge.grid, tensors, *self.merge[1:])
@@ -331,7 +331,7 @@ def begin_strips(
         (new is not None, new is not None and new.are_seen_here),
         tuning,
     )
-    parts = torch.empty(launches.parts, dtype=torch.float32, device=q.device)
+    parts = q.new_empty(launches.parts, dtype=torch.float32)
     split = launches.split
     _split(split.grid, (q, k, v, new_k, new_v, table, parts), *split[1:])
     return Begun((q, k, v), new, table, parts, launches.merge)

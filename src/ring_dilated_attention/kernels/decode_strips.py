@@ -169,7 +169,7 @@ def strips_of_cache(
     """
     batch, num_branches, device = lengths.shape[0], branches.shape[0], lengths.device
     width = 2 * num_branches * (3 + 2 * count) + count
-    table = torch.empty(batch, kv_heads, width, dtype=torch.int64, device=device)
+    table = lengths.new_empty(batch, kv_heads, width)
     room = NO_END if max_length is None else max_length
     launch = _launch_of(batch, (count, kv_heads, num_branches, shard, shards, room), device)
     _launch(launch.grid, (lengths, branches, table), *launch[1:])

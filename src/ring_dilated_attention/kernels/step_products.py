@@ -26,19 +26,21 @@ Norm: TypeAlias = tuple[torch.Tensor, torch.Tensor, float]
 
 _MOST_ROWS = 16
 """Rows of a program, the fewest that tensor cores multiply. With 32, products of weights that are
-2048 wide took an H100 a quarter longer than cuBLAS, with 16 as long."""
+2048 wide took an H100 a quarter longer than cuBLAS."""
 
-_MOST_WIDTH = 2048
-"""Of rows. Those of 4096 took an H100 a third longer than cuBLAS."""
+_MOST_WIDTH = 1024
+"""Of rows. At 1536 and 2048 products took an H100 3 and 6% longer than cuBLAS with the operations
+around them, at 768 and 1024 24 and 10% less."""
 
-_NARROW = 1024
-"""Up to this width a program computes 16 columns, so that all multiprocessors read; else 32."""
+_COLUMNS = 16
+"""Columns, or pairs of them, of a program: so few that all multiprocessors read weights."""
 
 _BLOCK_BYTES = 512
 """Of a row, or of a row of a weight, that a program reads at a time."""
 
 _STAGES = 3
-_SHARED_BYTES = _STAGES * _BLOCK_BYTES * (_MOST_ROWS + 32)
+_SHARED_BYTES = _STAGES * _BLOCK_BYTES * (_MOST_ROWS + 2 * _COLUMNS)
+_OPTIONS = {"num_warps": 4, "num_stages": _STAGES}
 
 
 @triton.jit
@@ -259,16 +261,15 @@ def _product_launch(
     sizes: tuple[int, int, int], itemsize: int, eps: float, flags: tuple[bool, bool, bool, bool]
 ) -> KernelLaunch:
     count, width, columns = sizes
-    block = 16 if width <= _NARROW else 32
     names = "NORM", "BIAS", "GELU", "ADDITION"
     constants = {
         "WIDTH": width,
         "COLUMNS": columns,
-        **_blocks(width, itemsize, block),
+        **_blocks(width, itemsize),
         **dict(zip(names, flags, strict=True)),
         **_OPTIONS,
     }
-    grid = triton.cdiv(columns, block), triton.cdiv(count, _MOST_ROWS)
+    grid = triton.cdiv(columns, _COLUMNS), triton.cdiv(count, _MOST_ROWS)
     return KernelLaunch(grid, (count, eps), constants, {})
 
 
@@ -282,22 +283,18 @@ def _heads_launch(
     has_bias: bool,
 ) -> KernelLaunch:
     (count, width), (own, kv_heads, head_dim) = of_rows, heads
-    block = 16  # of pairs of columns
     constants = {
         "WIDTH": width,
         "HEAD_DIM": head_dim,
-        **_blocks(width, itemsize, block),
+        **_blocks(width, itemsize),
         "BIAS": has_bias,
         **_OPTIONS,
     }
-    programs = (own + 2 * kv_heads) * triton.cdiv(head_dim // 2, block)
+    programs = (own + 2 * kv_heads) * triton.cdiv(head_dim // 2, _COLUMNS)
     grid = programs, triton.cdiv(count, _MOST_ROWS)
     return KernelLaunch(grid, (count, own, kv_heads, table_rows, eps), constants, {})
 
 
-_OPTIONS = {"num_warps": 4, "num_stages": _STAGES}
-
-
-def _blocks(width: int, itemsize: int, columns: int) -> dict[str, Any]:
+def _blocks(width: int, itemsize: int) -> dict[str, Any]:
     block = min(_BLOCK_BYTES // itemsize, max(16, triton.next_power_of_2(width)))
-    return {"BLOCK_R": _MOST_ROWS, "BLOCK_C": columns, "BLOCK_K": block}
+    return {"BLOCK_R": _MOST_ROWS, "BLOCK_C": _COLUMNS, "BLOCK_K": block}

@@ -212,13 +212,23 @@ class _Norm:
 
 
 def _linear(layer: nn.Linear) -> RowWise:
-    return _Linear(layer.weight, layer.bias) if is_plain(layer, nn.Linear) else layer
+    if not is_plain(layer, nn.Linear):
+        return layer
+    return _Linear(*_weight_and_bias(layer))
 
 
 def _norm(norm: LayerNorm) -> RowWise:
     if not is_plain(norm, LayerNorm):
         return norm
-    return _Norm(norm.normalized_shape, norm.weight, norm.bias, norm.eps)
+    return _Norm(norm.normalized_shape, *_weight_and_bias(norm), norm.eps)
+
+
+def _weight_and_bias(layer: nn.Linear | LayerNorm) -> tuple[Tensor, Tensor | None]:
+    """Of a module that `is_plain`, without asking `nn.Module` for each, as there."""
+    own = layer._parameters
+    if "bias" in own:
+        return cast(Tensor, own["weight"]), own["bias"]
+    return cast(Tensor, own["weight"]), layer.bias
 
 
 def _joint(layers: Sequence[RowWise]) -> _Joint | None:
@@ -295,8 +305,8 @@ def _products(
         head_dim: of query and key.
     """
     linears = [(cast(_Linear, x).weight, cast(_Linear, x).bias) for x in layers]
-    query, key, _, _, expand, _ = (len(weight) for weight, _ in linears)
-    width = linears[0][0].shape[1]
+    query, width = linears[0][0].shape
+    key, expand = linears[1][0].shape[0], linears[4][0].shape[0]
     # A kernel reads as much as it is told, where torch raises what does not fit.
     sizes = (query, width), (key, width), (key, width), (width, query), (expand, width)
     for (weight, bias), size in zip(linears, (*sizes, (width, expand)), strict=True):

@@ -73,10 +73,13 @@ class Launcher:
             memo: of the caller, who gives the same one for the same numbers and constants only:
                 they need not be looked at again. None: the caller has none.
         """
-        of_tensors = (
-            tensors[0].device,
-            *[(x.dtype, x.data_ptr() & _ALIGNMENT == 0) for x in tensors],
-        )
+        bits = 0
+        for x in tensors:
+            bits |= x.data_ptr()
+        aligned: Hashable = True  # all of them, as nearly always
+        if bits & _ALIGNMENT:
+            aligned = tuple([x.data_ptr() & _ALIGNMENT == 0 for x in tensors])
+        of_tensors = tensors[0].device, aligned, *[x.dtype for x in tensors]
         form = None if memo is None else memo.get(of_tensors)
         if form is None:
             form = self._form(of_tensors, grid, tensors, numbers, constants)

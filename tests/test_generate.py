@@ -225,6 +225,23 @@ def test_a_row_keeps_what_can_be_taken_back_when_it_begins() -> None:
         assert relative_error(torch.cat(got, 1), model(text)[:, 12:]) < 1e-10
 
 
+def test_a_row_begins_behind_positions_that_were_taken_back() -> None:
+    """A prompt does not write rows that only positions before those were shown."""
+    model = make_model(segment_lengths=[5], dilation_rates=[2])
+    text = torch.randint(VOCABULARY, (1, 30))
+    caches = model.make_caches(1, max_length=30, max_rewind=1)
+    for cache in caches:
+        cache.keys.fill_(torch.nan)
+        cache.values.fill_(torch.nan)
+    model.prefill(text[:, :16], caches)
+    for cache in caches:
+        cache.rewind(1)
+    take = row_step(model, caches)
+    with torch.inference_mode():
+        got = [take(text[:, at : at + 1]) for at in range(15, 30)]
+        assert relative_error(torch.cat(got, 1), model(text)[:, 15:]) < 1e-10
+
+
 def interrupted(*_: Any) -> None:
     raise KeyboardInterrupt
 

@@ -84,7 +84,8 @@ class RowAttention:
     def _clear(self, held: tuple[torch.Tensor, ...]) -> None:
         """Products read rows that hold nothing, and do not show them: these must be finite."""
         for cache in self._caches:
-            cache.slots.clear_rest(cache.known_lengths[0])
+            lengths = cache.known()
+            cache.slots.clear_rest(lengths.known[0], lengths.longest[0])
         self._held = held
 
     def _plan_ahead(self) -> None:

@@ -62,15 +62,18 @@ class Slots(NamedTuple):
         for kept in self.plan.appended(length, tensors[0].shape[1], shard):
             self.keep(rows, kept, [rows_of(x, rows, kept) for x in tensors])
 
-    def clear_rest(self, length: int) -> None:
-        """Fill the rows with 0 that no later position can be shown, nor one taken back.
+    def clear_rest(self, length: int, longest: int) -> None:
+        """Fill with 0 all rows that no later position can be shown, whatever is taken back.
 
         Args:
             length: positions so far, of all rows of the batch; nobody shares them.
+            longest: the most positions since the document began: with more than `length`, fewer
+                can still be taken back, and rows before those were perhaps never written.
         """
+        rewind = self.plan.max_rewind - (longest - length)
         for branch in self.plan.branches:
             for offset, heads, _ in branch.by_offset():
-                kept = branch.kept(offset, length, self.plan.max_rewind)
+                kept = branch.kept(offset, length, rewind)
                 rest = range(kept.stop, kept.start + branch.slots)
                 for rows in self.of_branch(branch):
                     for _, slots in runs_of_slots(rest, branch.slots):

@@ -549,13 +549,21 @@ def test_draws_one_after_the_other_have_those_probabilities() -> None:
     assert not (rows == rows[0]).all()
 
 
-@pytest.mark.parametrize("temperature", [1.0, 1e-300])
+@pytest.mark.parametrize("temperature", [1.0, 5e-324, 1e-300, 1e300, 1e308])
 @pytest.mark.parametrize("logit", [0.0, 3e38, -3e38])
 def test_equal_logits_are_equally_likely(temperature: float, logit: float) -> None:
     logits = torch.tensor([logit, logit, -torch.inf]).expand(4000, 3)
     drawn = Sampler(3, temperature=temperature)(logits)
     assert (drawn == 0).double().mean().sub(0.5).abs() < 0.05
     assert (drawn < 2).all()
+
+
+def test_any_random_number_draws_a_token_that_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also 0, the least that a generator gives: once in 2**53 numbers."""
+    lowest = torch.Tensor.fill_
+    monkeypatch.setattr(torch.Tensor, "uniform_", lambda x, low=0, *_, **__: lowest(x, low))
+    allowed = torch.tensor([False, False, True])
+    assert Sampler(3, temperature=1.0, allowed=allowed)(torch.zeros(2, 3)).tolist() == [2, 2]
 
 
 @pytest.mark.parametrize("batch", [1, 3])

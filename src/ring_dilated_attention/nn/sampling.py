@@ -16,6 +16,12 @@ MOST_SEED = 2**62 - 1
 _TIMES = 8192
 """Random numbers that are made together, unless one draw needs more."""
 
+_COLDEST, _HOTTEST = 1e-300, 1e300
+"""Temperatures beyond these draw as these do: products with them neither vanish nor overflow."""
+
+_SMALLEST = 1e-300
+"""In place of a random number 0, which would leave the only token of a row with a time of inf."""
+
 
 class SamplerOptions(NamedTuple):
     """The arguments of a `Sampler`."""
@@ -166,8 +172,9 @@ class Sampler:
             with torch.inference_mode(False):  # for draws in any mode
                 device = self._generator.device
                 times = torch.empty((count, *shape), dtype=torch.float64, device=device)
-                times.uniform_(generator=self._generator).log_().neg_().log_()
-                self._times = list(times.mul_(self.temperature).unbind())
+                times.uniform_(_SMALLEST, 1, generator=self._generator).log_().neg_().log_()
+                factor = min(max(self.temperature, _COLDEST), _HOTTEST)
+                self._times = list(times.mul_(factor).unbind())
         return self._times.pop()
 
 

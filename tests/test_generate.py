@@ -11,6 +11,7 @@ from generating import VOCABULARY, greedy, make_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import patterns
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ring_dilated_attention import SequenceLayout
 from ring_dilated_attention.checks import relative_error, run_ranks
@@ -287,6 +288,41 @@ def test_no_token_is_drawn_where_all_are_forbidden(temperature: float) -> None:
     model, allowed = _ForbidsAll(make_model().config), torch.arange(VOCABULARY) > 1
     with pytest.raises(ValueError, match="logits are not finite, or -inf for all"):
         model.generate(torch.tensor([[1]]), 2, temperature=temperature, allowed=allowed)
+
+
+class _Allocated(TorchDispatchMode):
+    """The most elements of a tensor that an operation returns, but for views."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor) and not func.is_view:
+            self.most = max(self.most, found.numel())
+        return found
+
+
+def test_a_large_embedding_is_not_copied() -> None:
+    model = make_model(vocab_size=20_000)
+    text = torch.randint(20_000, (1, 12))
+    caches = model.make_caches(1, max_length=12)
+    model.prefill(text[:, :1], caches)
+    with torch.inference_mode(), _Allocated() as seen:
+        take = row_step(model, caches)
+        got = [take(text[:, at : at + 1]) for at in range(1, 12)]
+    assert seen.most <= 20_000
+    with torch.no_grad():
+        assert relative_error(torch.cat(got, 1), model(text)[:, 1:]) < 1e-10
+
+
+def test_one_token_needs_no_copy_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prompt = make_model(), torch.tensor([[1, 2, 3]])
+    want = model.generate(prompt, 2)[:, :1]
+    for name in ("row_step._layer_of", "step_block._joint"):
+        monkeypatch.setattr(f"ring_dilated_attention.nn.{name}", interrupted)
+    assert torch.equal(model.generate(prompt, 1), want)
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(prompt, 2)
 
 
 class _OwnLogits(LongNet):

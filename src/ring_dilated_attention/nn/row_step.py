@@ -29,6 +29,10 @@ _TURNED = 64
 _MOST_WIDTH = 512
 """Up to this width weights are copied, and operations take a CPU longer to begin than to do."""
 
+_MOST_EMBEDDING = 1 << 19
+"""Up to this many elements the embedding is copied, too: of more, a copy takes a CPU longer than it
+saves in a hundred steps."""
+
 _SQRT_HALF = math.sqrt(0.5)
 
 _Linear: TypeAlias = tuple[Tensor, Tensor]
@@ -84,7 +88,7 @@ class RowStep:
             self._layers = [_layer_of(cast(LongNetBlock, block)) for block in model.blocks]
             joint = like.new_empty((turning + kv_heads) * head_dim)
             turned = like.new_empty(turning, head_dim)
-            self._embedded, self._unembed = like * math.sqrt(width), _by_columns(like)
+            self._embedded, self._unembed, self._factor = _embedding_of(like)
             self._norm = _norm_of(model.norm)
             # A bias is the last column of its weight, and these have a 1 behind them.
             self._attended, self._gated = (like.new_ones(n + 1) for n in (width, config.ffn_dim))
@@ -139,6 +143,8 @@ class RowStep:
         attention.begin()
         rotation = self._rotation(self._caches[0].known_lengths[0])
         row = torch.embedding(self._embedded, tokens.view(()))
+        if self._factor != 1:
+            row.mul_(self._factor)
         for number, layer in enumerate(self._layers):
             normed = torch.layer_norm(row, shape, *layer.attention_norm)
             weight, bias = layer.project
@@ -195,6 +201,14 @@ def _is_plain(block: nn.Module, config: LongNetConfig) -> bool:
 
 def _is_plain_layer(layer: nn.Module, kind: type[nn.Module]) -> bool:
     return is_plain(layer, kind) and type(layer.bias) is nn.Parameter
+
+
+def _embedding_of(weight: Tensor) -> tuple[Tensor, Tensor, float]:
+    """What rows are taken of, what multiplies the last one, and the factor on rows that is left."""
+    factor = math.sqrt(weight.shape[1])
+    if weight.numel() > _MOST_EMBEDDING:
+        return weight.detach(), weight.detach(), factor
+    return weight * factor, _by_columns(weight), 1.0
 
 
 def _layer_of(block: LongNetBlock) -> _Layer:

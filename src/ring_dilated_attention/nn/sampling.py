@@ -124,7 +124,8 @@ class Sampler:
         cut = self._most_likely(logits, largest)
         if self._cuts_shares:
             cut = cut.masked_fill(self._shares(cut) == 0, -torch.inf)
-        return (cut - self._log_times(cut.shape)).argmax(-1)
+        factor = min(max(self.temperature, _COLDEST), _HOTTEST)
+        return torch.sub(cut, self._log_times(cut.shape), alpha=factor).argmax(-1)
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """With which probability each token is drawn, at a temperature above 0.
@@ -166,15 +167,14 @@ class Sampler:
         return shares.div_(shares.sum(-1, keepdim=True))
 
     def _log_times(self, shape: torch.Size) -> Tensor:
-        """Logarithms of exponential times, times the temperature: float64, of this shape."""
+        """Logarithms of exponential times: float64, of this shape."""
         if not self._times or self._times[-1].shape != shape:
             count = max(1, _TIMES // max(1, shape.numel()))
             with torch.inference_mode(False):  # for draws in any mode
                 device = self._generator.device
                 times = torch.empty((count, *shape), dtype=torch.float64, device=device)
                 times.uniform_(_SMALLEST, 1, generator=self._generator).log_().neg_().log_()
-                factor = min(max(self.temperature, _COLDEST), _HOTTEST)
-                self._times = list(times.mul_(factor).unbind())
+                self._times = list(times.unbind())
         return self._times.pop()
 
 

@@ -145,8 +145,8 @@ class Sampler:
     def _most_likely(self, logits: Tensor, largest: Tensor) -> Tensor:
         """Logits less the largest, float64, those beyond `top_k` -inf.
 
-        At most 0: no quotient by a cold temperature is infinite, and those of large logits keep the
-        digits that decide between equal ones.
+        They are at most 0: a quotient by a cold temperature may be -inf, but never inf, and large
+        logits that are nearly equal keep the digits in which they differ.
         """
         logits = logits.double() - largest
         if self.top_k is not None and self.top_k < self._vocab_size:

@@ -16,7 +16,6 @@ class StepTile(NamedTuple):
         first_row: of the first head, among the rows of a batch row.
         head_stride: from the rows of one head to those of the next.
         rows: of each head.
-        column: of the first row, where the rows of all tiles are numbered through.
     """
 
     kv_heads: slice
@@ -24,7 +23,6 @@ class StepTile(NamedTuple):
     first_row: int
     head_stride: int
     rows: int
-    column: int
 
 
 class CacheStep(NamedTuple):
@@ -34,13 +32,11 @@ class CacheStep(NamedTuple):
         sources: KV heads whose new row is kept, one for each place.
         targets: where: rows of a batch row.
         tiles: what the heads are shown, once the new rows are there.
-        columns: rows of all tiles.
     """
 
     sources: tuple[int, ...]
     targets: tuple[int, ...]
     tiles: tuple[StepTile, ...]
-    columns: int
 
     def places(self, num_kv_heads: int) -> tuple[tuple[int, ...], ...]:
         """For each KV head, where its tiles are: heads have different numbers of them.
@@ -73,7 +69,6 @@ def plan_step(plan: CachePlan, length: int, shard: int) -> CacheStep:
     sources: list[int] = []
     targets: list[int] = []
     tiles: list[StepTile] = []
-    column = 0
     for branch in plan.branches:
         found = branch.shown_at(length)
         if found is None:
@@ -86,10 +81,8 @@ def plan_step(plan: CachePlan, length: int, shard: int) -> CacheStep:
             slot = first_row + number % slots
             targets += range(slot, slot + heads * stride, stride)
         for run in _runs(plan.own_members(members, shard), slots):
-            rows = len(run)
-            tiles.append(StepTile(kv_heads, heads, first_row + run.start, stride, rows, column))
-            column += rows
-    return CacheStep(tuple(sources), tuple(targets), tuple(tiles), column)
+            tiles.append(StepTile(kv_heads, heads, first_row + run.start, stride, len(run)))
+    return CacheStep(tuple(sources), tuple(targets), tuple(tiles))
 
 
 def _runs(members: range, slots: int) -> list[range]:

@@ -325,6 +325,32 @@ def test_one_token_needs_no_copy_of_weights(monkeypatch: pytest.MonkeyPatch) -> 
         model.generate(prompt, 2)
 
 
+class _Multiplied(TorchDispatchMode):
+    """The most elements of an input of a batched product."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.bmm, torch.ops.aten.baddbmm_):
+            self.most = max(self.most, *[x.numel() for x in args])
+        return func(*args, **(kwargs or {}))
+
+
+def test_behind_a_long_segment_a_row_does_not_read_its_rows() -> None:
+    """Also where one plan of steps ahead reaches over its end."""
+    model = make_model(segment_lengths=[256], dilation_rates=[1])
+    caches = model.make_caches(1)
+    model.prefill(torch.randint(VOCABULARY, (1, 250)), caches)
+    take, most = row_step(model, caches), []
+    for at in range(250, 270):
+        with torch.inference_mode(), _Multiplied() as seen:
+            take(torch.tensor([[at % VOCABULARY]]))
+        most.append(seen.most)
+    width = caches[0].plan.num_kv_heads * caches[0].keys.shape[2]
+    assert max(most[:6]) == 256 * width
+    assert max(most[6:]) <= 64 * width
+
+
 class _OwnLogits(LongNet):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return super().logits(hidden).tanh()

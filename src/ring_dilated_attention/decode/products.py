@@ -16,6 +16,11 @@ from ..plan import CacheStep, StepTile
 from ..tiles import Selection, accumulate_dtype, select_backend
 
 _NAME = "eager"
+
+_FEW = 64
+"""The most rows of a short tile. Short and long tiles share no reads: otherwise steps behind the
+end of a long segment would read all of its rows, since steps before the end do."""
+
 _View: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]
 _Layer: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """Keys and values, each (1, rows, head_dim)."""
@@ -56,7 +61,7 @@ def takes_products(selection: Selection, batch: int, dtype: torch.dtype) -> bool
 
 
 class _ReadViews(NamedTuple):
-    """What tiles of different steps have in common that begin at the same row of a cache.
+    """What tiles of different steps share that begin at the same row, all short or all long.
 
     Attributes:
         rows: of the longest of the tiles.
@@ -74,7 +79,7 @@ class _ReadViews(NamedTuple):
 
 
 class _TilesViews(NamedTuple):
-    """What steps have in common whose tiles begin at the same rows of a cache.
+    """What steps have in common whose tiles share the same reads.
 
     Attributes:
         whole: (1, kv_heads, group, columns): scores, or weights, of all tiles.
@@ -117,12 +122,12 @@ def views_of(
         row: from a row of keys, or of values, to the next.
         first_row: offset of the first one in its memory.
     """
-    longest: dict[int, StepTile] = {}
+    longest: dict[tuple[int, bool], StepTile] = {}
     for step in steps:
         for tile in step.tiles:
-            known = longest.get(tile.first_row)
+            known = longest.get(_shared_by(tile))
             if known is None or known.rows < tile.rows:
-                longest[tile.first_row] = tile
+                longest[_shared_by(tile)] = tile
     _, _, group, width = shape
     reads = []
     for tile in longest.values():
@@ -133,18 +138,23 @@ def views_of(
         values = (tile.heads, tile.rows, width), (head, row, 1), first
         both = (size, strides, offset + before), (size, strides, before)
         reads.append(_ReadViews(tile.rows, *both, keys, values))
-    numbers = {first: number for number, first in enumerate(longest)}
+    numbers = {shared_by: number for number, shared_by in enumerate(longest)}
     kinds: dict[tuple[int, ...], int] = {}
     tiles: list[_TilesViews] = []
     found = []
     for step in steps:
-        read = tuple([numbers[tile.first_row] for tile in step.tiles])
+        read = tuple([numbers[_shared_by(tile)] for tile in step.tiles])
         if read not in kinds:
             kinds[read] = len(tiles)
             tiles.append(_tiles_views(step, read, [reads[at].rows for at in read], shape))
         hidden = [reads[at].rows - tile.rows for at, tile in zip(read, step.tiles, strict=True)]
         found.append((kinds[read], hidden))
     return StepViews(reads, tiles, found, max([each.whole[0][3] for each in tiles]))
+
+
+def _shared_by(tile: StepTile) -> tuple[int, bool]:
+    """What is equal of tiles that share their reads."""
+    return tile.first_row, tile.rows > _FEW
 
 
 def _tiles_views(
@@ -216,8 +226,8 @@ class Products:
     """Attention of one query after another, in several steps and layers, in the same memory.
 
     What is read of a cache hardly changes from a step to the next. So a product reads what the
-    longest of the tiles reads that begin at the same row; in a shorter one, the scores of rows that
-    are not shown are masked. With several steps, all rows must therefore be finite.
+    longest of the tiles reads that share it; in a shorter one, the scores of rows that are not
+    shown are masked. With several steps, all rows must therefore be finite.
 
     Args:
         q_1kgd: (1, kv_heads, group, head_dim), contiguous, float32 or float64: times the factor on

@@ -27,6 +27,8 @@ def main() -> None:
     parser.add_argument("--against", nargs=2, metavar=("SRC", "RUN"), help="another version")
     parser.add_argument("--answer", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.turns < 2:
+        parser.error(f"--turns must be at least 2; got {options.turns}")
     if options.answer:
         _answer(options.run, options.tokens)
         return

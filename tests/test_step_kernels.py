@@ -115,14 +115,14 @@ def test_a_product_and_what_comes_before_and_after_it(width, columns, count, dty
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [2, 8, 48, 128])
-@pytest.mark.parametrize(("batch", "bias"), [(1, True), (3, False)])
-def test_products_of_heads_are_turned(head_dim, batch, bias, dtype):
+@pytest.mark.parametrize(("batch", "tables", "bias"), [(1, 1, True), (3, 1, False), (2, 2, True)])
+def test_products_of_heads_are_turned(head_dim, batch, tables, bias, dtype):
     torch.manual_seed(0)
     heads, kv_heads, width, count = 4, 2, 40, 7
     rows, norm = 3 + rows_of(batch, count, width, dtype=dtype), norm_of(width, dtype)
     sizes = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
     layers = [layer_of(columns, width, dtype, bias=bias) for columns in sizes]
-    positions = torch.randint(1 << 20, (batch, count), device=DEVICE)
+    positions = torch.randint(1 << 20, (tables, count), device=DEVICE)
     rope = RotaryEmbedding(head_dim)
     found = kernels.product_of_heads(rows, norm, layers, *rope.wide(positions))
     plain = [plain_linear(plain_norm(rows, norm), layer) for layer in layers]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from slide_models import DropPath
 from torch import nn
 from torchscale_definition import PATTERN, RATES, SEGMENTS, config, theirs
 
@@ -281,6 +282,78 @@ def test_positions_of_a_shard_are_refused():
         return out
 
     assert relative_error(layout.unshard(run_loopback(2, run), 1), want) < 1e-10
+
+
+class MultiheadAttention(nn.Module):
+    """torchscale's, which is not dilated."""
+
+    def __init__(self, *, crossing):
+        super().__init__()
+        self.encoder_decoder_attention = crossing
+
+
+def cross_attention():
+    return MultiheadAttention(crossing=True)
+
+
+def experts():
+    layer: Any = nn.Linear(2, 2)
+    layer.is_moe_layer = True
+    return layer
+
+
+MIXING: dict[str, Any] = {
+    "cross": (cross_attention, "decoder.0 is cross-attention, .* of 2 ranks .*MultiheadAttention"),
+    "torch's": (lambda: nn.MultiheadAttention(2, 1), "decoder.0 is attention that is not dilated"),
+    "experts": (experts, r"decoder.0 is a layer of experts \(moe_freq\)"),
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_what_else_mixes_rows_is_refused_on_ranks(name):
+    """It would see the rows of one rank; the encoder alone may be sharded."""
+    make, message = MIXING[name]
+    model = nn.ModuleDict({"encoder": their_model(), "decoder": nn.Sequential(make())})
+
+    def run(ends):
+        own = copy.deepcopy(model)
+        with pytest.raises(ValueError, match=message):
+            replace_dilated_attention(own, group=ends)
+        assert not any(isinstance(m, TorchscaleDilatedAttention) for m in own.modules())
+        return replace_dilated_attention(own["encoder"], group=ends)
+
+    assert run_loopback(2, run) == [2, 2]
+    assert replace_dilated_attention(model) == 2
+
+
+def depth_step(rank, world_size):
+    """Which sequences of a batch are dropped, on ranks of different seeds."""
+    model = nn.Sequential(their_model(), DropPath(0.5))
+    replace_dilated_attention(model, group=torch.distributed.group.WORLD)
+    torch.manual_seed(rank)
+    x = torch.randn(16, 6, 32, dtype=torch.float64)
+    return model(x).flatten(1).any(1).tolist(), model.eval()(x).flatten(1).any(1).all().item()
+
+
+def test_stochastic_depth_drops_the_same_sequences_on_every_rank():
+    first, second = run_ranks(depth_step, 2)
+    assert first == second
+    assert 0 < sum(first[0]) < 16
+    assert first[1]
+
+
+def test_stochastic_depth_follows_the_group():
+    model = nn.Sequential(their_model(), DropPath(0.5))
+
+    def run(ends):
+        own = copy.deepcopy(model)
+        replace_dilated_attention(own, group=ends)
+        replace_dilated_attention(own)
+        return own[1].group, own[1].drop_prob
+
+    assert run_loopback(2, run) == [(None, 0.5)] * 2
+    replace_dilated_attention(model)
+    assert isinstance(model[1], DropPath)  # on one process it stays
 
 
 FORWARD_REFUSALS: dict[str, Any] = {

@@ -502,7 +502,6 @@ REFUSED: dict[str, Any] = {
     "a method": (lambda: with_method(reads_all), "may do something else .* got reads_all as its"),
     "sequence parallel": (LongViTForTCGAClassificationSeqParallel, "seq_parallel=False"),
     "positions": (lambda: model_with(encoder__embed_positions=nn.Linear(2, 2)), "embed_positions"),
-    "experts": (lambda: model_with(encoder__layers__0__is_moe_layer=True), "layers of experts"),
     "forward": (lambda: model_with(encoder__forward=print), "forward has been replaced"),
 }
 
@@ -515,6 +514,14 @@ def test_models_that_are_refused(name):
     with pytest.raises(ValueError, match=message):
         shard_slide_encoder(model)
     assert kinds == [type(module) for module in model.modules()]
+
+
+def test_layers_that_mix_rows_are_refused_on_ranks():
+    """On one process experts see all rows; the message names the layer by its path."""
+    model = model_with(encoder__layers__0__is_moe_layer=True)
+    assert shard_slide_encoder(model) == 2
+    for message in raised_on_every_rank(2, lambda ends: shard_slide_encoder(model, group=ends)):
+        assert "encoder.layers.0 is a layer of experts" in message
 
 
 def test_what_is_no_model_is_refused():

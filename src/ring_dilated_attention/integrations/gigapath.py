@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from ..exchange import Exchange, Group, Shared, one_group, resolve_exchange, settle, untraced
 from ..layout import SequenceLayout
 from .pooling import Pool, pooled
-from .shared_randomness import SharedDropPath, own_randomness
+from .shared_randomness import own_randomness
 from .torchscale import TorchscaleDilatedAttention, replace_dilated_attention, set_layout
+from .torchscale_refusals import refuse_mixed_rows
 
 _SIMILAR = 1e-2
 """Relative difference of what ranks were given, up to which it is the same slide. GPUs of different
@@ -46,7 +47,7 @@ def shard_slide_encoder(
     times the number of ranks; each rank's gradients of what follows are complete.)
 
     In training mode, dropout draws other numbers on each rank, and stochastic depth (`DropPath`)
-    drops the same layers on all. On one process only the attention is replaced.
+    drops the same layers on all. On one process only the encoder's attention is replaced.
 
     Args:
         model: a `LongNetViT` of prov-gigapath, a `LongViTForTCGAClassification` of torchscale's
@@ -82,20 +83,19 @@ def shard_slide_encoder(
     group = one_group(group, mesh)
     ranks = resolve_exchange(group).world_size
     for holder in holders:
-        _check_encoder(holder)
+        _check_encoder(holder, ranks)
     # A layout of one position a rank: every forward pass sets its own.
     layout = SequenceLayout.contiguous(ranks, ranks) if ranks > 1 else None
-    count = replace_dilated_attention(model, group=group, layout=layout, **options)
+    encoders = list(dict.fromkeys(holder.encoder for holder in holders))
+    sharded = encoders[0] if len(encoders) == 1 else nn.ModuleList(encoders)
+    count = replace_dilated_attention(sharded, group=group, layout=layout, **options)
     for holder in holders:
         encoder = holder.encoder
         vars(encoder).pop("forward", None)
         for module in encoder.modules():
             if isinstance(module, TorchscaleDilatedAttention):
                 module.ignores_padding_mask = ranks > 1  # it is always the empty one
-            elif isinstance(module, SharedDropPath):
-                module.group = group
         if ranks > 1:
-            _share_drop_paths(encoder, group)
             encoder.forward = _ShardedForward(holder, group, compare_inputs)
     return count
 
@@ -157,8 +157,8 @@ def _forward_of(module: nn.Module) -> str:
     return "an object without a name"
 
 
-def _check_encoder(holder: _Holder) -> None:
-    """Raise a `ValueError` unless the encoder treats rows alone, but for its attention."""
+def _check_encoder(holder: _Holder, ranks: int) -> None:
+    """Raise a `ValueError` unless the encoder can be sharded: its attention alone mixes rows."""
     encoder = holder.encoder
     where = f"{holder.path}.encoder".lstrip(".")
     other = vars(encoder).get("forward")
@@ -166,21 +166,7 @@ def _check_encoder(holder: _Holder) -> None:
         raise ValueError(f"{where}.forward has been replaced: shard the encoder before that")
     if getattr(encoder, "embed_positions", None) is not None:
         raise ValueError(f"{where} has embed_positions, which count rows that other ranks hold")
-    for module in encoder.modules():
-        if getattr(module, "is_moe_layer", False):
-            raise ValueError(
-                f"{where} has layers of experts (moe_freq), whose capacity counts rows that other "
-                "ranks hold"
-            )
-
-
-def _share_drop_paths(encoder: nn.Module, group: Group) -> None:
-    for parent in list(encoder.modules()):
-        for name, child in parent._modules.items():
-            if child is not None and type(child).__name__ == "DropPath":
-                shared = SharedDropPath(float(getattr(child, "drop_prob", None) or 0), group)
-                shared.training = child.training
-                setattr(parent, name, shared)
+    refuse_mixed_rows(encoder, where, ranks)
 
 
 class _ShardedForward:

@@ -49,6 +49,25 @@ class SharedDropPath(nn.Module):
         return f"drop_prob={self.drop_prob}"
 
 
+def share_drop_paths(model: nn.Module, group: Group) -> None:
+    """Have every `DropPath` in a model drop the same sequences on all ranks of a group.
+
+    Args:
+        model: changed in place: on several ranks, its modules `DropPath` are replaced; those that
+            were replaced already get the group.
+        group: the ranks that share each sequence.
+    """
+    several = resolve_exchange(group).world_size > 1
+    for parent in list(model.modules()):
+        if isinstance(parent, SharedDropPath):
+            parent.group = group
+        for name, child in parent._modules.items():
+            if several and child is not None and type(child).__name__ == "DropPath":
+                shared = SharedDropPath(float(getattr(child, "drop_prob", None) or 0), group)
+                shared.training = child.training
+                setattr(parent, name, shared)
+
+
 @contextmanager
 def own_randomness(module: nn.Module, rank: int, device: torch.device) -> Iterator[None]:
     """Have dropout draw other numbers on each rank, also where all were given the same seed.

@@ -29,15 +29,15 @@ from ..pattern import DilatedPattern, HeadOffsets, check_choice, check_positive_
 from ..tiles import BACKENDS, Backend
 from ..torch_op import padding, telling_ranks
 from .class_tokens import refuse_class_token
-from .torchscale_args import check_dropout, ints_of, refuse_arguments
+from .shared_randomness import share_drop_paths
+from .torchscale_args import SUBMODULES, check_dropout, ints_of, is_torchscales, refuse_arguments
 from .torchscale_refusals import (
     refuse_local_positions,
     refuse_lost_wrappers,
+    refuse_mixed_rows,
     refuse_nothing_replaced,
     refuse_nothing_to_replace,
 )
-
-_SUBMODULES = ("q_proj", "k_proj", "v_proj", "out_proj", "inner_attn_ln")
 
 
 class TorchscaleDilatedAttention(nn.Module):
@@ -271,7 +271,8 @@ def replace_dilated_attention(
     so does the training mode: optimizers, state dicts and references to parameters stay valid. A
     module that stands in several places is replaced by one. Modules are told by the name of their
     class and what they are made of. Modules of this package get the group and the layout, and keep
-    their other options.
+    their other options. On several ranks, stochastic depth (`DropPath`) drops the same sequences on
+    all: each rank must run every `DropPath` of the model.
 
     Args:
         model: changed in place, or not at all where this raises.
@@ -289,22 +290,24 @@ def replace_dilated_attention(
         TypeError: `model` is not a module, or an option is unknown.
         ValueError: the model holds no such module; one is not supported, by its class, its hooks or
             its `args`; options are given, and modules of this package are there already; `model`
-            itself would have to be replaced; or there are several ranks, no layout, and a class
-            token, which every rank would put before its shard (see
-            `gigapath.shard_slide_encoder`). And, from calls on several ranks, `embed_positions` of
-            the model gets no ``positions=``.
+            itself would have to be replaced; there are several ranks, and attention that is not
+            dilated (`MultiheadAttention`, cross-attention too) or layers of experts, which would
+            see the rows of one rank; or there are several ranks, no layout, and a class token,
+            which every rank would put before its shard (see `gigapath.shard_slide_encoder`). And,
+            from calls on several ranks, `embed_positions` of the model gets no ``positions=``.
     """
     group = one_group(group, mesh)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {model!r}")
     ranks = resolve_exchange(group).world_size
     refuse_class_token(model, group, layout)
+    refuse_mixed_rows(model, "", ranks)
     ours: list[TorchscaleDilatedAttention] = []
     replacements: dict[nn.Module, TorchscaleDilatedAttention] = {}
     for path, module in model.named_modules():
         if isinstance(module, TorchscaleDilatedAttention):
             ours.append(module)
-        elif _is_torchscales(module):
+        elif is_torchscales(module):
             where = path or "the model itself"
             if module is model:
                 raise ValueError(
@@ -325,6 +328,7 @@ def replace_dilated_attention(
                 setattr(parent, name, replacements[child])
     for module in ours:
         module.group, module.layout = group, layout
+    share_drop_paths(model, group)
     refuse_local_positions(model, ranks)
     return len(replacements) + len(ours)
 
@@ -357,15 +361,6 @@ def set_layout(model: nn.Module, layout: SequenceLayout | None) -> int:
     return len(told)
 
 
-def _is_torchscales(module: nn.Module) -> bool:
-    named = any(kind.__name__ == "DilatedAttention" for kind in type(module).__mro__)
-    return (
-        named
-        and hasattr(getattr(module, "args", None), "segment_length")
-        and all(hasattr(module, name) for name in _SUBMODULES)
-    )
-
-
 def _replacement(
     where: str, old: Any, group: Group, layout: SequenceLayout | None, options: dict[str, Any]
 ) -> TorchscaleDilatedAttention:
@@ -388,7 +383,7 @@ def _replacement(
             layout=layout,
             **options,
         )
-    for name in _SUBMODULES:
+    for name in SUBMODULES:
         setattr(new, name, getattr(old, name))
     new.training = old.training
     return new

@@ -1,10 +1,23 @@
-"""What torchscale's configuration, constructor and forward say, checked."""
+"""torchscale's attention: how it is told, and what its configuration and arguments say."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Sequence
 from typing import Any
+
+SUBMODULES = ("q_proj", "k_proj", "v_proj", "out_proj", "inner_attn_ln")
+"""What torchscale's `DilatedAttention` is made of."""
+
+
+def is_torchscales(module: object) -> bool:
+    """Whether a module is torchscale's `DilatedAttention`, or a subclass, by its names."""
+    named = any(kind.__name__ == "DilatedAttention" for kind in type(module).__mro__)
+    return (
+        named
+        and hasattr(getattr(module, "args", None), "segment_length")
+        and all(hasattr(module, name) for name in SUBMODULES)
+    )
 
 
 def ints_of(args: Any, name: str) -> Sequence[int]:

@@ -1,4 +1,4 @@
-"""Refuse models of torchscale: nothing to replace, or positions that a shard would count alone."""
+"""Refuse models of torchscale: nothing to replace, or modules that would see one shard alone."""
 
 from __future__ import annotations
 
@@ -52,6 +52,33 @@ def refuse_lost_wrappers(where: str, module: nn.Module) -> None:
         raise ValueError(
             f"{where}.forward has been replaced, as checkpoint_wrapper of fairscale replaces it, "
             f"and would be lost: wrap the module after replacing it; got {in_brief(own)}"
+        )
+
+
+def refuse_mixed_rows(model: nn.Module, path: str, ranks: int) -> None:
+    """Raise a `ValueError` for a model that mixes rows in other modules than dilated attention.
+
+    Args:
+        model: what each rank calls with the rows of its shard.
+        path: the model's path in what the user passed, for the message; empty if it is that.
+        ranks: how many share each sequence; 1 refuses nothing.
+    """
+    for name, module in model.named_modules() if ranks > 1 else ():
+        kinds = [kind.__name__ for kind in type(module).__mro__]
+        where = ".".join(part for part in (path, name) if part)
+        if "MultiheadAttention" in kinds and "DilatedAttention" not in kinds:
+            crossing = getattr(module, "encoder_decoder_attention", False)
+            found = "cross-attention" if crossing else "attention that is not dilated"
+            wrong = f"which on each of {ranks} ranks would see the keys of that rank alone"
+        elif getattr(module, "is_moe_layer", False):
+            found = "a layer of experts (moe_freq)"
+            wrong = f"whose capacity on each of {ranks} ranks would count the rows of that rank"
+        else:
+            continue
+        raise ValueError(
+            f"{where or 'the model itself'} is {found}, {wrong}: shard only a part of the model "
+            "whose other modules treat every row alone (pass that part, an encoder, say, and put "
+            f"its rows together before what follows), or use one rank; got {type(module).__name__}"
         )
 
 

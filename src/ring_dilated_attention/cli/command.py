@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple, TypeVar, get_type_hints
+from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar, get_type_hints
 
 import typer
 import typer.core
@@ -21,6 +21,10 @@ from .option import Argument, Flag, Option
 from .options import CONFIG
 
 F = TypeVar("F", bound=Callable[..., None])
+
+
+Check: TypeAlias = Callable[[Mapping[str, Any], Mapping[str, Any]], None]
+"""Takes the values on the command line, and those with a file's, by names of options."""
 
 
 class Example(NamedTuple):
@@ -40,10 +44,12 @@ class Command:
     Attributes:
         options: by their names, in the order of the help.
         examples: of its help.
+        check: raises a `ValueError` for options that would be ignored; see `command`.
     """
 
     options: Mapping[str, Option]
     examples: tuple[Example, ...]
+    check: Check | None = None
 
 
 COMMANDS: dict[str, Command] = {}
@@ -64,7 +70,7 @@ class _WithExamples(typer.core.TyperCommand):
             formatter.write(f"\n  # {example.text}\n  {line}\n")
 
 
-def command(*examples: Example) -> Callable[[F], F]:
+def command(*examples: Example, check: Check | None = None) -> Callable[[F], F]:
     """Make a command of `rda` of a function.
 
     Each parameter of the function is annotated ``Annotated[type, option]`` with an `Option`, whose
@@ -73,6 +79,7 @@ def command(*examples: Example) -> Callable[[F], F]:
 
     Args:
         examples: shown in the help; `rda` takes them as they are.
+        check: raises a `ValueError` for options on the command line that would be ignored.
     """
 
     def register(function: F) -> F:
@@ -82,7 +89,7 @@ def command(*examples: Example) -> Callable[[F], F]:
         }
         options = {option.name: option for option in by_parameter.values()}
         name = function.__name__
-        COMMANDS[name] = Command(options=options, examples=examples)
+        COMMANDS[name] = Command(options=options, examples=examples, check=check)
 
         def run(**given: Any) -> None:
             with reported_errors():
@@ -117,6 +124,9 @@ def values_of(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     for option in options.values():
         if option.is_required and option.name not in found:
             raise ValueError(f"{name} needs {option.flag}: {_allowed(option)}")
+    check = COMMANDS[name].check
+    if check is not None:
+        check(on_line, found)
     return {key: found.get(key, option.default) for key, option in options.items()}
 
 

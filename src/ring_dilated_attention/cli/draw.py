@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from . import options
 from .command import Example, command
@@ -69,6 +69,35 @@ STYLE = options.choice(
 TERMINAL = Flag(name="terminal", panel=PICTURE, help="Draw in the terminal too, with --out.")
 OUT = options.OUT.but(shown="draw in the terminal").meaning("Picture to write: *.png or *.svg.")
 
+_MODEL = ("exchange", "tflops", "link-gb-s")
+_UNUSED = {
+    "pattern": ("head-dim", "batch-size", "dtype", "ranks", "layout", *_MODEL),
+    "exchange": _MODEL,
+    "work": ("dtype", "layout", *_MODEL, "head", "positions"),
+    "timeline": ("head", "positions"),
+    "cache": ("ranks", "layout", *_MODEL),
+}
+"""For each picture, the options that change nothing in it."""
+
+
+def _refuse_unused(on_line: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    """Raise a `ValueError` for an option on the command line that the picture has no use for.
+
+    A file may have such options: it is for several pictures, and for other commands.
+    """
+    what = found[WHAT.name]
+    for name in _UNUSED[what]:
+        if name in on_line:
+            others = [picture for picture in options.PICTURES if name not in _UNUSED[picture]]
+            raise ValueError(
+                f"--{name} changes nothing in rda draw {what}: leave it out; it is for "
+                f"{', '.join(others)}"
+            )
+    if STYLE.name in on_line and OUT.name not in found:
+        raise ValueError(
+            "--style is for a picture that is written: give --out too, or leave out --style"
+        )
+
 
 @command(
     Example(
@@ -84,6 +113,7 @@ OUT = options.OUT.but(shown="draw in the terminal").meaning("Picture to write: *
         "Which rows a KV cache keeps after 100,000 tokens",
         "rda draw cache --pattern longnet --seq-len 100000",
     ),
+    check=_refuse_unused,
 )
 def draw(
     what: Annotated[str, WHAT],
@@ -113,8 +143,9 @@ def draw(
 ) -> None:
     """Draw a pattern, on ranks or in a KV cache: in the terminal, or as a picture.
 
-    Not every picture has a use for every option: --ranks is for exchange, work and timeline,
-    --layout for exchange and timeline, --exchange and --link-gb-s for timeline.
+    Options that change nothing in a picture are refused on the command line: --ranks is for
+    exchange, work and timeline, --layout for exchange and timeline, --exchange, --tflops and
+    --link-gb-s for timeline.
     """
     from ..bench import given_workload
     from ..checks import MOST_PLANNED_RANKS

@@ -62,6 +62,14 @@ def test_json_on_standard_output_is_alone_there(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(("flags", "zero_keys"), [([], False), (["--zero-keys"], True)])
+def test_zero_keys_of_a_named_pattern(flags, zero_keys):
+    """What the weights of Prov-GigaPath expect."""
+    done = rda("--seq-len=53", "--ranks=2", "--pattern=gigapath", "--json=-", *flags)
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["options"]["zero_keys"] is zero_keys
+
+
 def test_json_holds_everything(tmp_path):
     file = tmp_path / "found.json"
     done = rda(

@@ -75,7 +75,7 @@ def given_pattern(
     name: str | None,
     segment_lengths: Sequence[int | None] | None,
     dilation_rates: Sequence[int] | None,
-    **options: str | None,
+    **options: str | bool | None,
 ) -> DilatedPattern:
     """The pattern that a command was given: by its name, or by its branches.
 
@@ -84,7 +84,8 @@ def given_pattern(
         segment_lengths: of a pattern without a name, one per branch, with `dilation_rates`; an
             entry None: the whole sequence.
         dilation_rates: one for each of `segment_lengths`.
-        options: `head_offsets` and `head_branches` of `DilatedPattern`; None: the pattern's.
+        options: `head_offsets`, `head_branches` and `zero_keys` of `DilatedPattern`; None: the
+            pattern's.
 
     Raises:
         TypeError, ValueError: a value is not allowed, or both a name and branches are given.

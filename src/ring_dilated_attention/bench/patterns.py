@@ -43,6 +43,7 @@ def given_workload(
     *,
     head_offsets: str | None = None,
     head_branches: str | None = None,
+    zero_keys: bool | None = None,
     **options: Any,
 ) -> Workload:
     """The workload that a command was given, of a named pattern or of branches.
@@ -55,6 +56,7 @@ def given_workload(
         dilation_rates: one for each of `segment_lengths`.
         head_offsets: of `DilatedPattern`; None: the pattern's.
         head_branches: of `DilatedPattern`; None: the pattern's.
+        zero_keys: of `DilatedPattern`; None: the pattern's.
         options: fields of `Workload`; None: the default of the field, which is the pattern's where
             the pattern has a name.
 
@@ -67,6 +69,7 @@ def given_workload(
         dilation_rates,
         head_offsets=head_offsets,
         head_branches=head_branches,
+        zero_keys=zero_keys,
     )
     given = {key: value for key, value in options.items() if value is not None}
     if segment_lengths is not None:

@@ -26,6 +26,7 @@ def sweep(
     dilation_rates: Sequence[int] | None = None,
     head_offsets: HeadOffsets | None = None,
     head_branches: HeadBranches | None = None,
+    zero_keys: bool | None = None,
     seq_lens: Sequence[int] = (),
     num_heads: Sequence[int] = (),
     num_kv_heads: Sequence[int] = (),
@@ -44,6 +45,7 @@ def sweep(
         dilation_rates: see `segment_lengths`.
         head_offsets: of all patterns; None: each pattern's.
         head_branches: of all patterns; None: each pattern's.
+        zero_keys: of all patterns; None: each pattern's.
         seq_lens: of the sequence, in positions; none: `SEQ_LEN`.
         num_heads: query heads.
         num_kv_heads: KV heads.
@@ -74,6 +76,7 @@ def sweep(
             dilation_rates,
             head_offsets=head_offsets,
             head_branches=head_branches,
+            zero_keys=zero_keys,
             **dict(zip(given, combination, strict=True)),
         )
         for name in dict.fromkeys(patterns or (None,))

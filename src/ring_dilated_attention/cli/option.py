@@ -136,7 +136,7 @@ class Flag(Option):
     @property
     def text(self) -> str:
         """The help, and the default where it may be switched off."""
-        shown = self.flag if self.default else f"--no-{self.name}"
+        shown = self.shown or (self.flag if self.default else f"--no-{self.name}")
         return _with_default(self.help, shown if self.has_no else "")
 
 

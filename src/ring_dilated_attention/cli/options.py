@@ -127,6 +127,13 @@ HEAD_BRANCHES_ = choice(
     help="all (every head runs every branch) or split (one branch per group of heads).",
     shown=THE_PATTERN_S,
 )
+ZERO_KEYS = Flag(
+    name="zero-keys",
+    panel=PATTERN,
+    help="Fill up segments with too few keys for a head with keys of score 0 and value 0, as "
+    "torchscale does, and the weights of Prov-GigaPath and LongViT expect.",
+    has_no=True,
+)
 CAUSAL = Flag(name="causal", panel=PATTERN, help="Causal mask.", has_no=True)
 DOCUMENTS = Option(
     name="documents",

@@ -63,6 +63,7 @@ class Sharded:
             "dilation_rates": list(w.pattern.dilation_rates),
             "head_offsets": w.pattern.head_offsets,
             "head_branches": w.pattern.head_branches,
+            "zero_keys": w.pattern.zero_keys,
             "causal": w.is_causal,
             "documents": None if self.documents is None else list(self.documents),
             "seq_len": w.seq_len,

@@ -168,3 +168,27 @@ def test_a_packed_query_is_copied_once_for_a_kernel_that_wants_one_layout(monkey
 
 def test_the_type_of_backend_names_every_one():
     assert set(get_args(Backend)) == set(BACKENDS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("length", [1, 2, 7, 15, 16, 40])
+def test_nan_in_a_query_comes_out_of_tiles_of_any_size(length, dtype):
+    """torch's kernel gives 0 for it where a tile has few keys; rows beside it stay as they are."""
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 1, length, 2, 8).to(dtype)
+    query = query.index_fill(1, torch.tensor(0), torch.nan).requires_grad_()
+    pattern = DilatedPattern([8, None], [1, 2])
+    out, lse = dilated_attention(query, key, value, pattern, return_lse=True)
+    assert out[:, 0].isnan().all()
+    assert lse[..., 0].isnan().all()
+    assert out[:, 1:].isfinite().all()
+    (dquery,) = torch.autograd.grad(out[:, 0].sum(), query)
+    assert dquery[:, 0].isnan().all()
+
+
+def test_rows_of_score_0_are_no_nan():
+    """A single key of score 0 has lse 0, too, and an out of its own."""
+    zero, value = torch.zeros(1, 5, 2, 8), torch.randn(1, 5, 2, 8)
+    out, lse = dilated_attention(zero, zero, value, DilatedPattern([1], [1]), return_lse=True)
+    assert torch.equal(out, value)
+    assert not lse.any()

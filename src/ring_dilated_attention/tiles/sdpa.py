@@ -25,6 +25,8 @@ from .eager import EAGER
 aten = torch.ops.aten
 
 _HALF = (torch.float16, torch.bfloat16)
+_LONGEST_VECTOR = 16
+"""Most scores that a CPU's vector has: of AVX-512, in float32, as scores of half precision are."""
 _NO_DROPOUT = -0.0
 """No dropout, and a key of its own in torch's cache of plans of cuDNN's backward: who calls it with
 tensors that lie in other ways, by `scaled_dot_product_attention`, gets other plans."""
@@ -34,6 +36,13 @@ def _cpu_forward(t: TileInputs) -> tuple[torch.Tensor, torch.Tensor]:
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
         t.q, t.k, t.v, 0.0, t.is_causal, scale=t.scale
     )
+    if t.k.shape[2] < _LONGEST_VECTOR and not lse.all():
+        # Of fewer keys than a vector has scores, the kernel's maximum leaves out NaN: rows of NaN
+        # scores alone get out 0 and lse 0. Other rows hardly ever have lse 0.
+        doubtful = lse == 0
+        other_out, other_lse = EAGER.forward(t)
+        out = torch.where(doubtful.unsqueeze(-1), other_out.to(out.dtype), out)
+        lse = torch.where(doubtful, other_lse, lse)
     return out, lse
 
 

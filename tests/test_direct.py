@@ -10,7 +10,7 @@ import torch
 from torch._C._profiler import _ExperimentalConfig
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ring_dilated_attention import DilatedPattern, dilated_attention
+from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention
 from ring_dilated_attention.exchange import run_loopback
 
 PATTERN = DilatedPattern([8, None], [1, 2])
@@ -145,6 +145,28 @@ def test_meta_tensors() -> None:
             assert query.grad.is_meta
 
     run_loopback(2, rank)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"documents": [0, 5]},
+        {"documents": torch.tensor([0, 9, 7, 20])},
+        {"lengths": [21]},
+        {"lengths": [3, 4]},
+        {"layout": SequenceLayout.contiguous(21, 1)},
+        {"layout": SequenceLayout.contiguous(20, 2)},
+    ],
+)
+def test_meta_tensors_with_integers_that_do_not_fit(options: Any) -> None:
+    """Refused as where something is computed."""
+    said = []
+    for device in ("cpu", "meta"):
+        query, key, value, _ = case(device)
+        with pytest.raises(ValueError, match=next(iter(options))) as caught:
+            dilated_attention(query, key, value, PATTERN, **options)
+        said.append(str(caught.value))
+    assert said[0] == said[1]
 
 
 class Named(torch.Tensor):

@@ -139,6 +139,19 @@ def plan_rows(
         yield rows, plan
 
 
+def check_integers(options: Options, shape: Sequence[int], ends: Exchange) -> None:
+    """Raise a `ValueError` unless layout, documents and lengths fit a call that is not computed.
+
+    Args:
+        options: of a call.
+        shape: of its query.
+        ends: this rank's end of the group.
+    """
+    _check_layout(options, shape, ends.rank, ends.world_size, "query")
+    total = _layout(options, shape[1], ends.world_size).length
+    packed_rows(tuple(options.documents), tuple(options.lengths), shape[0], total)
+
+
 def forget_plans() -> None:
     """Drop what is kept of the calls so far: plans, schedules, lists of documents."""
     for kept in (_resolve, _plan, packed_rows):
@@ -219,10 +232,16 @@ def _check(
     holder: str = "query",
 ) -> Selection:
     """What computes the tiles; raise a `ValueError` unless layout and back end fit the call."""
+    _check_layout(options, shape, rank, world_size, holder)
+    return select_backend(options.backend, device, dtype, shape[3])
+
+
+def _check_layout(
+    options: Options, shape: Sequence[int], rank: int, world_size: int, holder: str
+) -> None:
     if options.layout:
         held = f"its {holder} has a local sequence length of {shape[1]}"
         _layout_of(tuple(options.layout)).check_shard(rank, world_size, shape[1], held)
-    return select_backend(options.backend, device, dtype, shape[3])
 
 
 def _in_words(

@@ -24,7 +24,7 @@ from ..exchange import (
     settle_later,
     untraced,
 )
-from ..resolve import Options, PlannedRows, Resolved, resolve
+from ..resolve import Options, PlannedRows, Resolved, check_integers, resolve
 from ..tiles import accumulate_dtype
 from .derivatives import apply_function, once_differentiable, refuse_tangents
 from .direct import call_operator
@@ -255,8 +255,11 @@ def _fake_forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *options: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     batch, length, num_heads, _ = query.shape
+    named = Options(*options[2:])
+    if query.is_meta and type(query) is torch.Tensor:  # of fake tensors, integers may be symbols
+        check_integers(named, query.shape, exchange_named(named.group))
     lse = query.new_empty((batch, num_heads, length), dtype=accumulate_dtype(query.dtype))
-    return query.new_empty(query.shape), lse, _identity(Options(*options[2:]).group, query)
+    return query.new_empty(query.shape), lse, _identity(named.group, query)
 
 
 def _fake_backward(

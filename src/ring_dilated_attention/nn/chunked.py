@@ -32,9 +32,10 @@ def map_rows(
 
     With `rows`, autograd keeps the inputs alone; backward calls the function once more on each
     chunk, under the autocast of the forward call, with the weights and the random numbers that it
-    had. Otherwise the function must be deterministic, and modules must stay as they are until then,
-    their adapters and `training` too; what a module remembers from call to call is not brought
-    back. Beyond inputs, results and their gradients, one chunk's intermediates live at a time.
+    had. Otherwise the function must be deterministic, and modules must stay as they are until then:
+    modules that were replaced, and `training` or adapters of peft that were changed, raise; what a
+    module remembers from call to call is not brought back. Beyond inputs, results and their
+    gradients, one chunk's intermediates live at a time.
     Gradients of parameters are summed over chunks in float32, or in float64 for those of float64.
     Not for ``fullgraph=True`` of torch.compile.
 
@@ -54,7 +55,8 @@ def map_rows(
     Raises:
         ValueError: `rows` is below 1, or the inputs have different numbers of rows; or the weights
             of `modules` are views of a flat one of FullyShardedDataParallel.
-        RuntimeError: in backward, a parameter takes no part in the results.
+        RuntimeError: in backward, a parameter takes no part in the results, or modules, `training`
+            or adapters have changed.
     """
     if rows is None:
         return function(*inputs)
@@ -100,12 +102,14 @@ class _MapRows(torch.autograd.Function):
             is_tuple = isinstance(results, tuple)
             parts = results if is_tuple else (results,)
             if length <= rows:
+                weights.note_versions()
                 return results
             if whole is None:
                 whole = [y.new_empty(y.shape[0], length, *y.shape[2:]) for y in parts]
             for total, part in zip(whole, parts, strict=True):
                 total[:, start:stop] = part
             del results, parts  # before the next chunk makes its own
+        weights.note_versions()
         assert whole is not None
         return tuple(whole) if is_tuple else whole[0]
 
@@ -114,6 +118,7 @@ class _MapRows(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         saved = ctx.saved_tensors  # once: inside of a checkpoint a second look is an error
         inputs = saved[: len(saved) - len(ctx.weights.tensors)]
+        ctx.weights.refuse_settings()
         given = {i: gradient for i, gradient in enumerate(gradients) if gradient is not None}
         if not given:
             return (None,) * len(ctx.needs_input_grad)

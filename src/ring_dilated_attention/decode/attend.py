@@ -212,16 +212,25 @@ def _checked(
 ) -> Selection | None:
     """`_check`, once for calls that it would treat alike."""
     scale, backend, return_lse, _ = options
-    tensors, given = (query, key, value), (type(scale), type(backend), type(return_lse))
-    is_plain = all(type(x) is torch.Tensor and not x.is_nested | x.requires_grad for x in tensors)
-    if not is_plain or given not in _PLAIN_OPTIONS:
+    # Without generators, which take a CPU as long as all else here.
+    if not (_is_plain(query) and _is_plain(key) and _is_plain(value)):
+        return _check(query, key, value, cache, options)
+    if (type(scale), type(backend), type(return_lse)) not in _PLAIN_OPTIONS:
         return _check(query, key, value, cache, options)
     refuse_tangents(_NAME, query, key, value)
-    kinds = tuple((x.shape, x.dtype, x.device, x.layout) for x in (*tensors, cache.keys))
+    kinds = _kind(query), _kind(key), _kind(value), _kind(cache.keys)
     call = (kinds, cache.plan, scale, backend, return_lse, wants_same_bits())
     selection = cache.memo.selection(call, lambda: _check(query, key, value, cache, options))
     cache.check_room(key.shape[1])
     return selection
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) is torch.Tensor and not (tensor.is_nested or tensor.requires_grad)
+
+
+def _kind(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.dtype, tensor.device, tensor.layout
 
 
 def _check(

@@ -81,7 +81,7 @@ def begin_by_kernel(
         dtype of the query, or float32 where ranks share the rows; lse (batch, m, heads), float32.
     """
     count = key.shape[1]
-    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    query, key, value = _rows_of(query), _rows_of(key), _rows_of(value)
     held, device = _held(cache), query.device
     dtype = torch.float32 if cache.is_sharded else query.dtype
     with kernels_on(device):
@@ -124,6 +124,11 @@ def attend_to_strips(
     found, found_lse = begun.merged(out.dtype)
     out.copy_(found)
     lse.copy_(found_lse.transpose(1, 2))
+
+
+def _rows_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor whose last stride is 1."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _held(cache: DilatedKVCache) -> HeldRows:

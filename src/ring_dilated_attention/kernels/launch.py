@@ -137,9 +137,8 @@ def _has_hooks(runtime: Any) -> bool:
     Args:
         runtime: Triton's `knobs.runtime`.
     """
-    return _is_hook(runtime.launch_enter_hook) or _is_hook(runtime.launch_exit_hook)
-
-
-def _is_hook(hook: Any) -> bool:
-    # From Triton 3.5 on it is a chain of hooks; before, one, or None.
-    return hook is not None and bool(getattr(hook, "calls", True))
+    # From Triton 3.5 on each is a chain of hooks; before, one, or None.
+    first, last = runtime.launch_enter_hook, runtime.launch_exit_hook
+    if first is None and last is None:
+        return False
+    return bool(getattr(first, "calls", first) or getattr(last, "calls", last))

@@ -16,7 +16,11 @@ pytest.importorskip("triton")
 from ring_dilated_attention import kernels
 from ring_dilated_attention.checks import relative_error
 from ring_dilated_attention.exchange import run_loopback
-from ring_dilated_attention.nn import LongNet, MultiheadDilatedAttention, RotaryEmbedding
+from ring_dilated_attention.nn import (
+    LongNet,
+    MultiheadDilatedAttention,
+    RotaryEmbedding,
+)
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not (torch.cuda.is_available() or INTERPRETED):
@@ -219,13 +223,23 @@ def test_steps_of_a_model_are_rows_of_its_forward(change, of_a_block, lengths, m
 
 @KINDS
 def test_generation_by_kernels(change, of_a_block, monkeypatch):
-    """What cuBLAS computes is joined: products of query, key and value."""
+    """What cuBLAS computes is joined: products of query, key and value, from copies of weights."""
     model, plain = by_kernel(), make_model().to(DEVICE)
     change(model)
+    cat, shapes = torch.cat, []
+
+    def noted(*given, **named):
+        found = cat(*given, **named)
+        shapes.append(tuple(found.shape))
+        return found
+
+    monkeypatch.setattr(torch, "cat", noted)
     tokens = torch.randint(VOCABULARY, (2, PROMPT), device=DEVICE)
     launched = launches(monkeypatch)
     new = model.generate(tokens, 8, capture=False)
     assert launched == 7 * 2 * of_a_block
+    joined = sum(len(model.get_parameter(f"blocks.0.attention.{x}_proj.weight")) for x in "qkv")
+    assert shapes.count((joined, 32)) == (2 if of_a_block is NORMS else 0)
     assert torch.equal(new, plain.generate(tokens, 8, capture=False))
 
 

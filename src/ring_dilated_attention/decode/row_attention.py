@@ -90,12 +90,13 @@ class RowAttention:
 
     def _plan_ahead(self) -> None:
         cache = self._caches[0]
-        self._first, self._steps = cache.known_lengths[0], steps_ahead(cache, _AHEAD)
+        first, steps = cache.known_lengths[0], steps_ahead(cache, _AHEAD)
         layers = [(cache.keys, cache.values) for cache in self._caches]
         query, keys = self._query, cache.keys
         of = query.shape, int(query.storage_offset()), keys.stride(1), int(keys.storage_offset())
-        views = views_of([step.planned for step in self._steps], *of)
+        views = views_of([step.planned for step in steps], *of)
         self._products = Products(query, self._out, views, layers)
+        self._first, self._steps = first, steps
 
     def attend(self, layer: int) -> None:
         """Write a layer's key and value to its cache, and what its query sees there to `out`."""

@@ -263,12 +263,9 @@ def stream(
     caches = make_caches(model, len(prompt.tokens), most, 0, ends, wanted.sharded)
     in_graph = captures(wanted.capture, model, caches, wanted.max_new_tokens)
     logits = prefill(model, prompt.tokens, caches, *prompt[1:])
-    # One token needs no step, and so no copies of weights; a `RowStep` makes its own.
-    has_steps = wanted.max_new_tokens > 1
-    is_row = has_steps and RowStep.fits(model, caches)
-    blocks = step_blocks(model, joins=has_steps and not is_row)
-    take: TakeStep = partial(step, model, blocks, caches=caches)
-    if is_row:
+    take: TakeStep = partial(step, model, step_blocks(model, joins=True), caches=caches)
+    # One token needs no step, and so no copies of weights.
+    if wanted.max_new_tokens > 1 and RowStep.fits(model, caches):
         take = RowStep(model, caches, take)
     if in_graph:
         take = captured_step(_NAME, take, len(logits), caches)

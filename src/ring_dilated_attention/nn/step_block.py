@@ -56,7 +56,7 @@ class StepBlock:
         chunk_rows: with more rows, the block is called with it; None: never.
         joins: whether copies of the weights of query, key and value are made side by side, for one
             product of them all, where these are plain and at most `projections.NARROW` wide. Those
-            weights are then read now, and not again.
+            weights are then read in the first call that needs them so, and not again.
     """
 
     def __init__(self, block: LongNetBlock, *, chunk_rows: int | None, joins: bool) -> None:
@@ -69,7 +69,8 @@ class StepBlock:
         others = [_linear(x) for x in (attention.out_proj, block.expand, block.contract)]
         self._attention_norm, self._mlp_norm = map(_norm, (block.attention_norm, block.mlp_norm))
         self._combine, self._expand, self._contract = others
-        self._layers, self._joint = layers, _joint(layers) if joins else None
+        self._layers, self._joins = layers, joins
+        self._joint: _Joint | None = None
         norms = self._attention_norm, self._mlp_norm
         self._by_kernels = _kind_by_kernel(norms, (*layers, *others))
         self._products = None
@@ -132,16 +133,23 @@ class StepBlock:
         """`__call__` by Triton kernels: what is not attention's has the shape (rows, columns)."""
         batch, count, _ = residual.rows.shape
         hidden, normed = self._sum_and_norm(residual, self._attention_norm)
-        if self._joint is None:
+        joint = self._joined()
+        if joint is None:
             parts: Sequence[Tensor] = [layer(normed) for layer in self._layers]
         else:
-            parts = self._joint.product(normed).split_with_sizes(self._joint.columns, -1)
+            parts = joint.product(normed).split_with_sizes(joint.columns, -1)
         # In place: the products have just been allocated, and nothing else refers to them.
         kernels.turn_heads_(parts[0], parts[1], *rotation)
         attended = attend(*[x.view(batch, count, -1, self._head_dim) for x in parts])
         combined = self._combine(attended.reshape(batch * count, -1))
         hidden, normed = self._sum_and_norm(Residual(hidden, combined), self._mlp_norm)
         return Residual(hidden, self._mlp(normed))
+
+    def _joined(self) -> _Joint | None:
+        """Copies of the weights of query, key and value, made when they are first needed."""
+        if self._joins:
+            self._joint, self._joins = _joint(self._layers), False
+        return self._joint
 
     @staticmethod
     def _sum_and_norm(residual: Residual, norm: RowWise) -> tuple[Tensor, Tensor]:
@@ -153,13 +161,14 @@ class StepBlock:
     def _heads(self, hidden: Tensor, rotation: WideRotation) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value, by heads."""
         normed = self._attention_norm(hidden)
-        if self._joint is None:
+        joint = self._joined()
+        if joint is None:
             parts = [layer(normed) for layer in self._layers]
-            joint = torch.cat(parts, -1)
             columns: Sequence[int] = [part.shape[-1] for part in parts]
+            rows = torch.cat(parts, -1)
         else:
-            joint, columns = self._joint.product(normed), self._joint.columns
-        heads = joint.view(*joint.shape[:2], -1, self._head_dim)
+            rows, columns = joint.product(normed), joint.columns
+        heads = rows.view(*rows.shape[:2], -1, self._head_dim)
         query_heads, kv_heads = columns[0] // self._head_dim, columns[1] // self._head_dim
         turning, value = heads.split_with_sizes((query_heads + kv_heads, kv_heads), 2)
         query, key = rotation.turned(turning).split_with_sizes((query_heads, kv_heads), 2)

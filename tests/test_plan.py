@@ -495,6 +495,28 @@ def test_a_step_of_dense_zigzag_is_one_tile(world_size):
             assert step.covers
 
 
+@pytest.mark.parametrize(
+    ("ranges", "rate", "is_causal", "tiles"),
+    [
+        ([(0, 8), (24, 32)], 1, True, 1),
+        ([(0, 8), (24, 32)], 4, True, 1),
+        ([(0, 8), (24, 32)], 4, False, 1),
+        ([(0, 8), (24, 32)], 3, True, 3),  # 16 positions between them: rows do not go on
+        ([(0, 8), (12, 16), (24, 32)], 4, True, 1),
+        ([(0, 8), (12, 16), (26, 32)], 4, True, 3),  # the first two alone are joined
+        ([(24, 32), (0, 8)], 1, True, 3),  # later positions come first
+        ([(24, 32), (0, 8)], 1, False, 4),
+    ],
+)
+def test_ranges_of_a_segment_that_go_on_are_one_tile(ranges, rate, is_causal, tiles):
+    others = [x for x in pairwise(sorted({0, 32, *chain.from_iterable(ranges)})) if x not in ranges]
+    plan = plan_attention(
+        DilatedPattern([None], [rate]), SequenceLayout([ranges, others]), is_causal=is_causal
+    )
+    check_plan(plan)
+    assert len(plan.rank(0).local) == tiles
+
+
 def test_a_step_that_does_not_read_every_slot_first():
     """Two branches that cross: what each of them reads is half of the slots."""
     layout = SequenceLayout.contiguous(64, 2)

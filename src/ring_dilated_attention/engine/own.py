@@ -147,7 +147,7 @@ def _make(one: RankPlan, batch: int, heads_per_kv: int, head_dim: int, flops: fl
     return OwnSchedule(
         first,
         tuple(launches),
-        (*work.groups[len(first) :], *one.crossing_groups),
+        (*work.groups[len(first) :], *work.crossing),
         work.zero_keys,
     )
 

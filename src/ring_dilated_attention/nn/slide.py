@@ -214,7 +214,7 @@ class SlideEncoder(nn.Module):
         try:
             self._check_shapes(features, coordinates)
             at = _row_of_cls(features.shape[1], rank, world_size, layout)
-            local = features.shape[1] + (at is not None)
+            local = features.shape[1] + (0 if at is None else 1)
             total = local * world_size if layout is None else layout.length
             positions = _positions(lengths, len(features), total - 1)
         except Exception as error:  # whatever it is, the other ranks are to be told
@@ -299,7 +299,8 @@ def _row_of_cls(
     layout.check_ranks(world_size)
     first = layout.pieces[0]
     own = first.rank == rank
-    expected = layout.local_length(rank) - own
+    # Not `- own`: torch 2.11 cannot compile a changing length minus a bool.
+    expected = layout.local_length(rank) - (1 if own else 0)
     if tiles != expected:
         raise ValueError(
             f"the layout gives this rank {expected} tiles{' beside the class token' * own}; got "

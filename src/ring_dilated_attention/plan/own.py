@@ -13,7 +13,8 @@ from itertools import accumulate
 from operator import xor
 from typing import NamedTuple
 
-from .parts import OwnRun, OwnRuns, Part, own_runs
+from .grouping import group_tiles
+from .parts import Link, OwnRun, OwnRuns, Part, join_runs, own_runs
 from .rows import TileGroup
 from .tiling import Tiling
 from .zero_keys import zero_key_tiles
@@ -49,12 +50,14 @@ class OwnWork(NamedTuple):
     Attributes:
         ranges: what is computed row by row.
         groups: what is left, one group of tiles for each branch that has any.
+        crossing: further tiles, whose queries and keys are in different parts.
         zero_keys: where anything is computed row by row, which queries of `groups` see how many
             zero keys; see `zero_key_groups`.
     """
 
     ranges: tuple[OwnRange, ...]
     groups: tuple[TileGroup, ...]
+    crossing: tuple[TileGroup, ...]
     zero_keys: tuple[TileGroup, ...]
 
 
@@ -62,17 +65,23 @@ def own_work(
     tiling: Tiling,
     branches: Sequence[tuple[int, int | None]],
     parts: Sequence[Part],
+    links: Sequence[Link],
     by_rows: Callable[[int, OwnRuns], Sequence[bool]] | None,
+    *,
+    joins: bool = True,
 ) -> OwnWork:
-    """Split the work of a rank on its own positions, part by part.
+    """Split the work of a rank on its own positions.
 
     Args:
         tiling: of the pattern.
         branches: number and segment length of each, in the order in which groups are to come.
         parts: what the rank holds.
+        links: between two different ones of these parts.
         by_rows: of each run of a branch, whether it is computed row by row; None: none is.
+        joins: whether parts that lie in one segment make one tile where they can.
     """
     groups: list[TileGroup] = []
+    apart: list[Link] = []
     runs: dict[int | None, OwnRuns] = {}
     chosen: dict[int, _Intervals] = {}
     for branch, length in branches:
@@ -83,10 +92,15 @@ def own_work(
             flags = by_rows(branch, runs[length])
             chosen[branch] = _Intervals(left, flags)
             left = [run for run, flag in zip(left, flags, strict=True) if not flag]
+        between = [link for link in links if link.branch == branch]
+        if between and joins:
+            left, between = join_runs(left, between, tiling.pattern.dilation_rates[branch])
+        apart += between
         own = tiling.own_group(branch, left) if left else None
         groups.extend([own] if own else [])
+    crossing = group_tiles((link, list(tiling.tiles(link))) for link in apart)
     ranges = tuple(_ranges(parts, chosen)) if any(x.any for x in chosen.values()) else ()
-    return OwnWork(ranges, tuple(groups), _zero_keys_left(tiling, parts, chosen))
+    return OwnWork(ranges, tuple(groups), crossing, _zero_keys_left(tiling, parts, chosen))
 
 
 def _ranges(parts: Sequence[Part], chosen: Mapping[int, _Intervals]) -> Iterator[OwnRange]:

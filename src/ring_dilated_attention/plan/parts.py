@@ -213,6 +213,50 @@ def own_runs(parts: Sequence[Part], length: int | None) -> OwnRuns:
     return OwnRuns((*found[1:], OwnRun(*last)) if parts else ())
 
 
+def join_runs(
+    runs: Sequence[OwnRun], links: Sequence[Link], rate: int
+) -> tuple[list[OwnRun], list[Link]]:
+    """Make one run of neighbours that lie in one segment, though other positions lie between them.
+
+    With zigzag a rank holds one range near the start of the sequence and one near its end. Where a
+    segment holds both, the local rows of both are one tile, also a causal one: rows are in the
+    order of their positions. The rows of every head must go on at the dilation rate, so the number
+    of positions between must be a multiple of it.
+
+    Args:
+        runs: of a branch, in local order.
+        links: of the branch, between two parts that this rank holds.
+        rate: dilation rate of the branch.
+
+    Returns:
+        The runs, and the links that they do not contain.
+    """
+    borders = {
+        link.queries.local
+        for link in links
+        if link.keys.stop <= link.queries.start
+        and link.keys.local_row(link.keys.stop) == link.queries.local
+        and (link.queries.start - link.keys.stop) % rate == 0
+    }
+    found: list[OwnRun] = []
+    joined: list[range] = []  # local rows
+    for run in runs:
+        last = found[-1] if found else OwnRun(0, 0, 0, 0)
+        goes_on = run.local in borders and last.local + last.size == run.local
+        if not goes_on or not last.copies == run.copies == 1:
+            found.append(run)
+            continue
+        found[-1] = last._replace(size=last.size + run.size)
+        rows = range(last.local, run.local + run.size)
+        joined = [*(x for x in joined if x.start != rows.start), rows]
+
+    def is_joined(link: Link) -> bool:
+        first = [part.local_row(max(part.start, link.start)) for part in (link.queries, link.keys)]
+        return any(all(row in rows for row in first) for rows in joined)
+
+    return found, [link for link in links if not is_joined(link)]
+
+
 def own_segments(part: Part, length: int | None) -> Iterator[tuple[int, int, int]]:
     """The segments of a part as (start, stop, count): a run of `count` equal ones is one entry.
 

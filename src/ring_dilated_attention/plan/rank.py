@@ -102,23 +102,22 @@ class RankPlan:
 
     @cached_property
     def local_groups(self) -> tuple[TileGroup, ...]:
-        """Tiles whose queries and keys this rank holds: a group a branch, and `crossing_groups`."""
-        return (*self.own_work(None).groups, *self.crossing_groups)
+        """Tiles whose queries and keys this rank holds: a group a branch, then those that cross."""
+        work = self.own_work(None)
+        return (*work.groups, *work.crossing)
 
-    @cached_property
-    def crossing_groups(self) -> tuple[TileGroup, ...]:
-        """Tiles whose queries and keys this rank holds in different ranges of positions."""
-        links = self._crossings.links_from(self.index)
-        tiling = self.plan.tiling
-        return group_tiles((link, list(tiling.tiles(link))) for link in links)
-
-    def own_work(self, by_rows: Callable[[int, OwnRuns], Sequence[bool]] | None) -> OwnWork:
-        """What this rank computes within parts, split by whether it is computed row by row.
+    def own_work(
+        self, by_rows: Callable[[int, OwnRuns], Sequence[bool]] | None, *, joins: bool = True
+    ) -> OwnWork:
+        """What this rank computes of its own rows, split by whether it is computed row by row.
 
         Args:
             by_rows: of each run of a branch, whether it is; None: none is.
+            joins: whether parts that lie in one segment make one tile where they can.
         """
-        return own_work(self.plan.tiling, self._own_branches, self._parts, by_rows)
+        given = self.plan.tiling, self._own_branches, self._parts
+        links = self._crossings.links_from(self.index)
+        return own_work(*given, links, by_rows, joins=joins)
 
     @property
     def _own_branches(self) -> list[tuple[int, int | None]]:
@@ -169,8 +168,11 @@ class RankPlan:
         if len(self.local_groups) > 1:
             return LocalHalves(self.local_groups[:1], self.local_groups[1:], None)
         heads = self.plan.kv_heads
-        if len(heads) < 2 or not (self._seen or self._shown):
+        if self.is_alone:
             return LocalHalves(self.local_groups, (), None)
+        if len(heads) < 2:
+            work = self.own_work(None, joins=False)
+            return LocalHalves(work.groups, work.crossing, None)
         middle = len(heads) // 2
         early, late = (
             self.plan.narrowed(half).rank(self.index).local_groups

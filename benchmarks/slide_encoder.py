@@ -14,6 +14,7 @@ Perfetto or chrome://tracing.
 """
 
 import json
+import math
 import os
 import statistics
 import time
@@ -160,7 +161,8 @@ def measure(case: Case, method: Method, device: Any, many: bool) -> dict[str, An
     cuda = torch.cuda.is_available()
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if many else (0, 1)
     group = dist.group.WORLD if many else None
-    layout = SequenceLayout.contiguous(case.tiles + 1, ranks)
+    multiple = math.lcm(*SlideEncoderConfig().pattern.dilation_rates)
+    layout = SequenceLayout.contiguous(case.tiles + 1, ranks, multiple=multiple)
     training = Training(
         case.layers, device, compiles=case.name in CASES[2:], group=group, **case.options
     )

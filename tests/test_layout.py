@@ -1,6 +1,7 @@
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 from strategies import layouts
 
 from ring_dilated_attention import SequenceLayout
@@ -12,6 +13,22 @@ def test_contiguous_gives_the_first_ranks_one_more():
 
 def test_zigzag_pairs_early_and_late_chunks():
     assert SequenceLayout.zigzag(8, 2).ranges == (((0, 2), (6, 8)), ((2, 6),))
+
+
+def test_shards_begin_at_multiples():
+    assert SequenceLayout.contiguous(37, 2, multiple=8).ranges == (((0, 24),), ((24, 37),))
+    assert SequenceLayout.contiguous(9, 3, multiple=8).ranges == (((0, 8),), ((8, 9),), ())
+    zigzag = SequenceLayout.zigzag(37, 2, multiple=4)
+    assert zigzag.ranges == (((0, 12), (32, 37)), ((12, 32),))
+
+
+@given(st.integers(1, 300), st.integers(1, 7), st.integers(1, 20))
+def test_shards_differ_by_a_multiple_at_most(length, ranks, multiple):
+    layout = SequenceLayout.contiguous(length, ranks, multiple=multiple)
+    sizes = [layout.local_length(rank) for rank in range(ranks)]
+    assert all(piece.start % multiple == 0 for piece in layout.pieces)
+    assert max(sizes) - min(sizes) < 2 * multiple
+    assert max(sizes) < length / ranks + multiple
 
 
 def test_more_ranks_than_positions_leaves_some_empty():
@@ -66,6 +83,8 @@ def test_bad_sizes_are_refused():
             make(4, 0)
         with pytest.raises(TypeError, match="length must be an int"):
             make(4.0, 2)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="multiple must be >= 1, got 0"):
+            make(4, 2, multiple=0)
 
 
 def test_shard_checks_the_length():

@@ -90,6 +90,24 @@ def test_every_rank_has_the_embedding_and_its_share_of_the_gradients(ranks, tile
     assert_gradients(mean, gradients)
 
 
+@pytest.mark.parametrize(("tiles", "sizes"), [(1001, [504, 498]), (700, [351, 350])])
+def test_shards_of_long_slides_begin_at_multiples_of_the_rates(tiles, sizes):
+    """Those of the model are 1, 2 and 4; shards of 351 rows would differ by more than 1%."""
+    model, inputs = gigapath(), slide(tiles)
+    expected = model(*inputs)[0]
+
+    def run(ends):
+        own = copy.deepcopy(model)
+        shard_slide_encoder(own, group=ends)
+        found = own(*inputs)[0]
+        layout = own.encoder.layers[0].self_attn.layout
+        return found, [layout.local_length(rank) for rank in range(2)]
+
+    for found, own_sizes in run_loopback(2, run):
+        assert own_sizes == sizes
+        assert relative_error(found, expected) < 1e-12
+
+
 @pytest.mark.parametrize("global_pool", [False, True])
 def test_embeddings_of_all_layers(global_pool):
     """Layers that the loss does not use get no gradients, as on one process."""

@@ -86,35 +86,39 @@ class SequenceLayout:
         self.length = expected
 
     @classmethod
-    def contiguous(cls, length: int, world_size: int) -> SequenceLayout:
+    def contiguous(cls, length: int, world_size: int, *, multiple: int = 1) -> SequenceLayout:
         """Shards in the order of the ranks, as equal as possible.
 
         Args:
             length: number of positions of the whole sequence.
-            world_size: number of ranks. The first ``length % world_size`` of them hold one position
-                more; some hold nothing where there are more ranks than positions.
+            world_size: number of ranks. The first ones hold one position more where it does not
+                divide the length; some hold nothing where there are more ranks than positions.
+            multiple: every shard begins at a multiple of it, so the first ones may hold `multiple`
+                positions more. With ``math.lcm(*pattern.dilation_rates)`` heads of all offsets have
+                equally many rows of a shard: fewer kernel calls. Default 1.
 
         Raises:
             TypeError: a number is not an int.
             ValueError: a number is below 1.
         """
-        chunks = _chunks(length, check_positive_int("world_size", world_size))
+        chunks = _chunks(length, check_positive_int("world_size", world_size), multiple)
         return cls([chunk] for chunk in chunks)
 
     @classmethod
-    def zigzag(cls, length: int, world_size: int) -> SequenceLayout:
+    def zigzag(cls, length: int, world_size: int, *, multiple: int = 1) -> SequenceLayout:
         """Rank i of p holds chunks i and 2p-1-i of 2p nearly equal ones: balances causal work.
 
         Args:
             length: number of positions of the whole sequence.
             world_size: number of ranks p.
+            multiple: of which every chunk begins at one: see `contiguous`. Default 1.
 
         Raises:
             TypeError: a number is not an int.
             ValueError: a number is below 1.
         """
         world_size = check_positive_int("world_size", world_size)
-        chunks = _chunks(length, 2 * world_size)
+        chunks = _chunks(length, 2 * world_size, multiple)
         return cls([chunks[i], chunks[2 * world_size - 1 - i]] for i in range(world_size))
 
     @classmethod
@@ -337,9 +341,10 @@ def _pieces(ranges: Sequence[Sequence[tuple[int, int]]]) -> tuple[Piece, ...]:
     return tuple(sorted(pieces))
 
 
-def _chunks(length: int, count: int) -> list[tuple[int, int]]:
-    small, larger = divmod(check_positive_int("length", length), count)
-    bounds = [i * small + min(i, larger) for i in range(count + 1)]
+def _chunks(length: int, count: int, unit: int) -> list[tuple[int, int]]:
+    unit = check_positive_int("multiple", unit)
+    small, larger = divmod(-(-check_positive_int("length", length) // unit), count)
+    bounds = (min((i * small + min(i, larger)) * unit, length) for i in range(count + 1))
     return list(itertools.pairwise(bounds))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -26,6 +27,10 @@ _SIMILAR = 1e-2
 kinds differ by less than 1e-3 in half precision; another slide, or order of tiles, by about 1."""
 
 
+_UNEVEN = 0.01
+"""By how much of the mean shards may differ for the sake of fewer kernel calls."""
+
+
 def shard_slide_encoder(
     model: nn.Module,
     *,
@@ -39,8 +44,8 @@ def shard_slide_encoder(
     The model is called as before, on every rank with the same whole slide of any number of tiles.
     Every rank gets the same result to the last bit: the embedding of the slide by class token or
     mean (``global_pool``), and those of all layers (``all_layer_embed=True``). Between the ranks
-    the rows of the encoder are shared evenly, the class token on the first one. flash-attn is not
-    needed. Parameters, their names and the state dict stay what they are.
+    the rows of the encoder are shared evenly, to 1% at most, the class token on the first one.
+    flash-attn is not needed. Parameters, their names and the state dict stay what they are.
 
     Write the loss as for one GPU, on every rank, and **average the gradients over the ranks**:
     `DistributedDataParallel` does so. (Each rank's gradients of the encoder are those of its rows,
@@ -113,6 +118,13 @@ class _Holder(NamedTuple):
         if not hasattr(self.model, "cls_token"):
             return Pool(first=False, mean=True, skips_first=False)
         return Pool(first=True, mean=bool(self.model.global_pool), skips_first=True)
+
+    @property
+    def row_multiple(self) -> int:
+        """Of which shards should begin at one: see `SequenceLayout.contiguous`."""
+        modules = self.encoder.modules()
+        found = (x for x in modules if isinstance(x, TorchscaleDilatedAttention))
+        return math.lcm(*(rate for x in found for rate in x.pattern.dilation_rates))
 
 
 def _holders(model: nn.Module) -> Iterator[_Holder]:
@@ -231,7 +243,7 @@ class _ShardedForward:
         layout, shared, failure, numbers = None, None, None, (0.0, 0.0)
         device = tokens.device if isinstance(tokens, Tensor) else torch.device("cpu")
         try:
-            layout = _layout(tokens, given, ends.world_size, self.holder.pool)
+            layout = _layout(tokens, given, ends.world_size, self.holder)
             shared = Shared.of(
                 {
                     "shape": tuple(tokens.shape),
@@ -267,8 +279,9 @@ class _ShardedForward:
         return _ShardedForward(holder, self.group, self.compare_inputs)  # no copy of a group
 
 
-def _layout(tokens: Any, given: dict[str, Any], ranks: int, pool: Pool) -> SequenceLayout:
+def _layout(tokens: Any, given: dict[str, Any], ranks: int, holder: _Holder) -> SequenceLayout:
     """The layout of a slide; raises if the encoder was called as the models do not call it."""
+    pool = holder.pool
     refused = [name for name, value in given.items() if value is not None and value is not False]
     if refused:
         raise ValueError(f"a sharded slide encoder takes token_embeddings; got {refused[0]}")
@@ -280,7 +293,10 @@ def _layout(tokens: Any, given: dict[str, Any], ranks: int, pool: Pool) -> Seque
             "a slide needs at least one tile: token_embeddings must have shape (batch, sequence, "
             f"embed_dim); got {tuple(tokens.shape)}"
         )
-    return SequenceLayout.contiguous(tokens.shape[1], ranks)
+    length, multiple = tokens.shape[1], holder.row_multiple
+    if multiple * ranks > _UNEVEN * length:
+        multiple = 1
+    return SequenceLayout.contiguous(length, ranks, multiple=multiple)
 
 
 @torch.no_grad()

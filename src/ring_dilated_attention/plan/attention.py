@@ -6,7 +6,8 @@ The work of a rank is
 - per part that it holds, its own segments: the run of full segments as ONE batched tile, and the
   clipped ones at its two ends (`RankPlan.local`);
 - per pair of parts that share a segment, one tile: local where the rank holds both, else part of
-  the step at which the keys' owner is the peer (`RankPlan.step`).
+  the step at which the keys' owner is the peer (`RankPlan.step`). Where the rank holds both one
+  behind the other, the tiles of both and of the pair are one if they can be (`join_runs`).
 
 Any rank can compute every rank's plan. What crosses between two ranks is a `Message`: the sender's
 dilated rows that the receiver's queries need, each (row, head) once however many branches need it.

@@ -74,6 +74,23 @@ def test_frozen_parameters_get_no_gradient():
     assert module.contract.weight.grad is not None
 
 
+@pytest.mark.parametrize("rows", [4, 20])
+def test_parameters_that_were_frozen_since_forward_get_no_gradient(rows):
+    module, arguments = TwoInputs(), inputs(9)
+    found = sum(x.sum() for x in map_rows(module, *arguments, rows=rows, modules=(module,)))
+    wanted = sum(x.sum() for x in module(*arguments))
+    module.expand.requires_grad_(False)
+    gradients = []
+    for total in (found, wanted):
+        total.backward()
+        assert module.expand.weight.grad is None
+        gradients.append([arguments[0].grad, module.contract.weight.grad, module.norm.weight.grad])
+        for x in (*module.parameters(), arguments[0]):
+            x.grad = None
+    for a, b in zip(*gradients, strict=True):
+        assert relative_error(a, b) < 1e-12
+
+
 @pytest.mark.parametrize("inside", [False, True])  # backward, of autocast: it caches cast weights
 def test_backward_runs_under_the_autocast_of_forward(inside):
     torch.manual_seed(0)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import compress
 from typing import Any, TypeVar
 
 import torch
@@ -128,7 +129,10 @@ class _MapRows(torch.autograd.Function):
         dinputs = {} if is_whole else {i: torch.empty_like(inputs[i]) for i in wanted}
         dparameters: list[Tensor] = []
         with ctx.weights.back(as_leaves=True) as weights:
-            parameters = [p for p, need in zip(weights, needs[len(inputs) :], strict=True) if need]
+            # Those that were frozen since forward get none, as autograd has it.
+            have = zip(weights, needs[len(inputs) :], strict=True)
+            wants = [need and weight.requires_grad for weight, need in have]
+            parameters = [*compress(weights, wants)]
             for number, (start, stop) in enumerate(_chunks(inputs[0].shape[1], ctx.rows)):
                 chunks = [x[:, start:stop].detach() for x in inputs]
                 for index in wanted:
@@ -153,7 +157,7 @@ class _MapRows(torch.autograd.Function):
         return (
             *(None, None, None, None),
             *(dinputs.get(index) for index in range(len(inputs))),
-            *(next(summed) if need else None for need in needs[len(inputs) :]),
+            *(next(summed) if want else None for want in wants),
         )
 
 

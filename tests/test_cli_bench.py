@@ -42,15 +42,16 @@ def test_a_sweep(tmp_path):
     assert "seed" in document["environment"]
 
 
-def test_head_offsets_of_named_patterns(tmp_path):
+def test_head_offsets_and_zero_keys_of_named_patterns(tmp_path):
     done = rda_bench(
-        "--seq-len=9", "--num-heads=2", "--head-dim=8", "--head-offsets=blocked", "--no-errors",
-        f"--out={tmp_path}",
+        "--seq-len=9", "--num-heads=2", "--head-dim=8", "--head-offsets=blocked", "--zero-keys",
+        "--no-errors", f"--out={tmp_path}",
     )  # fmt: skip
     assert done.exit_code == 0, done.output
     (result,) = json.loads((tmp_path / report.JSON_NAME).read_text())["results"]
     assert result["workload"]["name"] == "longnet"
     assert result["workload"]["pattern"]["head_offsets"] == "blocked"
+    assert result["workload"]["pattern"]["zero_keys"] is True
     assert result["errors"] is None
 
 

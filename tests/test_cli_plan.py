@@ -1,6 +1,7 @@
 """`rda plan` and `rda verify`."""
 
 import io
+import json
 import re
 import sys
 import threading
@@ -28,6 +29,13 @@ from ring_dilated_attention.tiles import TileInputs
 
 def rda(*arguments):
     return CliRunner().invoke(app, list(arguments))
+
+
+def test_zero_keys_of_a_named_pattern():
+    for flags in ([], ["--zero-keys"]):
+        done = rda("plan", "--seq-len=53", "--ranks=2", "--pattern=gigapath", "--json=-", *flags)
+        assert done.exit_code == 0, done.output
+        assert json.loads(done.stdout)["options"]["zero_keys"] is bool(flags)
 
 
 def test_plan_of_a_billion_tokens_on_4096_ranks():

@@ -1,5 +1,8 @@
 """Steps of one row on a CPU, in memory that stays: logits are those of the full forward."""
 
+import copy
+import pickle
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -88,6 +91,31 @@ def test_a_row_goes_on_in_caches_that_were_taken_back_and_reserved() -> None:
         for cache in caches:
             cache.reserve(90)
         got += [take(text[:, at : at + 1]) for at in range(30, 90)]
+        assert relative_error(torch.cat(got, 1), model(text)[:, 9:]) < 1e-10
+
+
+def selected(caches: list[DilatedKVCache]) -> list[DilatedKVCache]:
+    for cache in caches:
+        cache.select([0, 0])
+        cache.select([1])
+    return caches
+
+
+@pytest.mark.parametrize(
+    "change", [copy.deepcopy, lambda caches: pickle.loads(pickle.dumps(caches)), selected]
+)
+def test_a_row_goes_on_in_caches_that_were_copied(
+    change: Callable[[list[DilatedKVCache]], list[DilatedKVCache]],
+) -> None:
+    """Keys and values of some of them are no longer one behind the other in memory."""
+    model, text = make_model(), torch.randint(VOCABULARY, (1, 60))
+    caches = model.make_caches(1, max_length=60)
+    model.prefill(text[:, :9], caches)
+    take = row_step(model, caches)
+    with torch.inference_mode():
+        got = [take(text[:, at : at + 1]) for at in range(9, 30)]
+        take = row_step(model, change(caches))
+        got += [take(text[:, at : at + 1]) for at in range(30, 60)]
         assert relative_error(torch.cat(got, 1), model(text)[:, 9:]) < 1e-10
 
 

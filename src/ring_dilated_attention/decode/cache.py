@@ -18,7 +18,7 @@ from .lengths import EqualRows, Lengths, check_room
 from .memo import Memo
 from .prompts import find_prompts, resolve_layout, words_of
 from .refusals import NAME, DeepOnly, check_fit, check_kinds, check_options, for_each_row, rows_in
-from .slots import Slots
+from .slots import Slots, keys_and_values
 
 SHARD_BYTES = 128 << 20
 """Ranks of a group share caches from this size on. An H200 reads 128 MiB in 30 us, about as long as
@@ -116,8 +116,7 @@ class DilatedKVCache(DeepOnly):
         self.plan = plan_cache(pattern, num_kv_heads, max_length, max_rewind, shards)
         shape = (batch, self.plan.rows, head_dim)
         with torch.inference_mode(False):  # tensors that may be written to in any mode
-            self.keys = torch.empty(shape, dtype=dtype, device=device)
-            self.values = torch.empty_like(self.keys)
+            self.keys, self.values = keys_and_values(*shape, dtype, device)
             self.lengths = torch.zeros(batch, dtype=torch.int64, device=self.keys.device)
         self._known = Lengths(batch)
         self.memo = Memo()
@@ -359,7 +358,8 @@ class DilatedKVCache(DeepOnly):
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
         with torch.inference_mode(False):
-            twin.keys, twin.values, twin.lengths = (x.clone() for x in self._tensors)
+            _, twin.keys, twin.values = self.slots.copy()
+            twin.lengths = self.lengths.clone()
         twin._known, twin.memo = self._known.copy(), Memo()
         return twin
 

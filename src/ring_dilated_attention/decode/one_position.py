@@ -19,6 +19,7 @@ from ..plan import CachePlan, CacheStep, StepTile, plan_step
 from ..tiles import Selection, TileInputs, accumulate_dtype
 from .cache import DilatedKVCache
 from .products import Products, StepViews, takes_products, views_of
+from .slots import values_behind
 
 KEPT_STEPS = 256
 """Layers of a model ask for the same step one after another, for each length in a batch."""
@@ -46,7 +47,7 @@ class DeviceStep(NamedTuple):
         plan: of the cache: as long as it is held, its id belongs to no other.
         planned: the integers.
         sources: int64, which KV heads' rows are kept.
-        targets: int64, where.
+        targets: int64, where. Of `steps_ahead`, both go on with those of values.
         is_whole: whether there is one tile, of all heads.
         views: for products, by what `views_of` depends on.
     """
@@ -136,7 +137,7 @@ def _of_equal_rows(
         return _by_tiles(q_bkgd, kept, step, selection, scale, wants_lse)
     query = q_bkgd * scale
     out = torch.empty_like(query)
-    of = query.shape, 0, kept[0].stride(1), int(kept[0].storage_offset())
+    of = query.shape, 0, kept[0].stride(1)
     views = step.views.get(of)
     if views is None:
         views = step.views[of] = views_of([step.planned], *of)
@@ -149,6 +150,8 @@ def _of_equal_rows(
 def steps_ahead(cache: DilatedKVCache, count: int) -> list[DeviceStep]:
     """What the next positions write to a cache, which is not shared, and what each sees there.
 
+    Keys and values are written at once: see `both_of`.
+
     Worked out one after the other, they take less than half of the time that they take one by one
     between the layers of a model, which leave a CPU's caches full of weights.
 
@@ -158,7 +161,8 @@ def steps_ahead(cache: DilatedKVCache, count: int) -> list[DeviceStep]:
     """
     plan, first = cache.plan, cache.known_lengths[0]
     stop = first + count if plan.max_length is None else min(first + count, plan.max_length)
-    return _make_steps(plan, range(first, stop), 0, cache.keys.device)
+    behind = plan.num_kv_heads, values_behind(plan.rows)
+    return _make_steps(plan, range(first, stop), 0, cache.keys.device, behind)
 
 
 def _by_tiles(
@@ -212,12 +216,30 @@ def _step_of(plan: CachePlan, length: int, shard: int, device: torch.device) -> 
 
 
 def _make_steps(
-    plan: CachePlan, lengths: Iterable[int], shard: int, device: torch.device
+    plan: CachePlan,
+    lengths: Iterable[int],
+    shard: int,
+    device: torch.device,
+    behind: tuple[int, int] = (0, 0),
 ) -> list[DeviceStep]:
-    """Steps of one new position behind each of these lengths: one copy to the device for all."""
+    """Steps of one new position behind each of these lengths: one copy to the device for all.
+
+    Args:
+        plan: of the cache.
+        lengths: positions so far.
+        shard: which share of it.
+        device: of the tables.
+        behind: how far behind keys values are, among the sources and among the targets; 0: they
+            have no places of their own.
+    """
     steps = [plan_step(plan, length, shard) for length in lengths]
-    sizes = [len(step.targets) for step in steps]
-    both = [step.sources for step in steps], [step.targets for step in steps]
+    both = [[step.sources for step in steps], [step.targets for step in steps]]
+    if behind[0]:
+        both = [
+            [(*of, *(x + more for x in of)) for of in numbers]
+            for numbers, more in zip(both, behind, strict=True)
+        ]
+    sizes = [*map(len, both[0])]
     rows = torch.tensor(
         [[*chain.from_iterable(numbers)] for numbers in both], dtype=torch.int64, device=device
     )

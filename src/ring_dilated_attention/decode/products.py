@@ -67,8 +67,8 @@ class _ReadViews(NamedTuple):
         rows: of the longest of the tiles.
         query: (heads, group, head_dim).
         out: (heads, group, head_dim).
-        keys: (heads, head_dim, rows).
-        values: (heads, rows, head_dim).
+        keys: (heads, head_dim, rows), behind the first row of a cache.
+        values: (heads, rows, head_dim), likewise.
     """
 
     rows: int
@@ -111,7 +111,7 @@ class StepViews(NamedTuple):
 
 
 def views_of(
-    steps: Sequence[CacheStep], shape: tuple[int, ...], offset: int, row: int, first_row: int
+    steps: Sequence[CacheStep], shape: tuple[int, ...], offset: int, row: int
 ) -> StepViews:
     """Where products read and write: the same in all layers.
 
@@ -120,7 +120,6 @@ def views_of(
         shape: (1, kv_heads, group, head_dim), of the query, which is contiguous.
         offset: of the query in its memory.
         row: from a row of keys, or of values, to the next.
-        first_row: offset of the first one in its memory.
     """
     longest: dict[tuple[int, bool], StepTile] = {}
     for step in steps:
@@ -133,7 +132,7 @@ def views_of(
     for tile in longest.values():
         of, size, head = tile.kv_heads, (tile.heads, group, width), tile.head_stride * row
         strides, before = (of.step * group * width, width, 1), of.start * group * width
-        first = first_row + tile.first_row * row
+        first = tile.first_row * row  # behind the first row of the cache
         keys = (tile.heads, width, tile.rows), (head, 1, row), first
         values = (tile.heads, tile.rows, width), (head, row, 1), first
         both = (size, strides, offset + before), (size, strides, before)
@@ -252,8 +251,8 @@ class Products:
             _Reads(
                 q_1kgd.as_strided(*x.query),
                 out.as_strided(*x.out),
-                [keys.as_strided(*x.keys) for keys, _ in layers],
-                [values.as_strided(*x.values) for _, values in layers],
+                [_behind(keys, x.keys) for keys, _ in layers],
+                [_behind(values, x.values) for _, values in layers],
             )
             for x in views.reads
         ]
@@ -307,6 +306,11 @@ class Products:
     def lse(self) -> torch.Tensor:
         """(1, kv_heads, group), of the last call of `attend`; -inf for a head without tiles."""
         return self._step.scores.logsumexp(-1)
+
+
+def _behind(rows: torch.Tensor, view: _View) -> torch.Tensor:
+    size, strides, offset = view
+    return rows.as_strided(size, strides, rows.storage_offset() + offset)
 
 
 def _masks(like: torch.Tensor, views: StepViews) -> list[list[_Mask | None]]:

@@ -16,6 +16,7 @@ from ..tiles import Backend
 from .cache import DilatedKVCache
 from .one_position import DeviceStep, steps_ahead
 from .products import Products, select_for_one_position, takes_products, views_of
+from .slots import are_together, both_of
 
 _AHEAD = 64
 """Positions whose steps are worked out together."""
@@ -24,15 +25,15 @@ _AHEAD = 64
 class RowAttention:
     """Attention of a model's layers, step by step: one new position of one row of the batch.
 
-    A step is `begin`, then for each layer writing `query`, `key` and `value` and calling `attend`,
-    and `finish`, which counts the position: of a step that ends before, the caches know nothing.
+    A step is `begin`, then for each layer writing `query` and `key_value` and calling `attend`, and
+    `finish`, which counts the position: of a step that ends before, the caches know nothing.
 
     Args:
         caches: of all layers: of one plan, holding the same positions, as `fits` allows them.
         query: (1, kv_heads, group, head_dim), contiguous, which the caller writes to: times the
             factor on the scores.
-        key: (1, kv_heads, head_dim), which the caller writes to.
-        value: like `key`.
+        key_value: keys of all KV heads and values behind them, (1, 2 * kv_heads, head_dim), which
+            the caller writes to.
         out: like `query`, where its memory begins: `attend` writes to it what it has found.
     """
 
@@ -40,12 +41,11 @@ class RowAttention:
         self,
         caches: Sequence[DilatedKVCache],
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key_value: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
         self._caches = tuple(caches)
-        self._query, self._key, self._value = query, key, value
+        self._query, self._key_value = query, key_value
         self._out = out
         self._held: tuple[torch.Tensor, ...] = ()
         self._first, self._steps = 0, list[DeviceStep]()
@@ -66,8 +66,7 @@ class RowAttention:
         Raises:
             ValueError: there is no room for one more position.
         """
-        for cache in self._caches:
-            cache.check_room(1)
+        self._caches[0].check_room(1)
         number = self._caches[0].known_lengths[0] - self._first
         held = tuple(cache.keys for cache in self._caches)
         # Caches may have been reserved, or taken back, since the last step.
@@ -75,35 +74,36 @@ class RowAttention:
         if is_new or not 0 <= number < len(self._steps):
             with torch.inference_mode(False), torch.no_grad():  # for steps in any mode
                 if is_new:
-                    self._clear(held)
+                    self._clear()
                 self._plan_ahead()
             number = 0
         self._products.begin(number)
         self._sources, self._targets = self._steps[number].sources, self._steps[number].targets
 
-    def _clear(self, held: tuple[torch.Tensor, ...]) -> None:
+    def _clear(self) -> None:
         """Products read rows that hold nothing, and do not show them: these must be finite."""
         for cache in self._caches:
+            if not are_together(cache.keys, cache.values):
+                _, cache.keys, cache.values = cache.slots.copy()
             lengths = cache.known()
             cache.slots.clear_rest(lengths.known[0], lengths.longest[0])
-        self._held = held
+        self._held = tuple(cache.keys for cache in self._caches)
+        self._both = [*map(both_of, self._held)]
 
     def _plan_ahead(self) -> None:
         cache = self._caches[0]
         first, steps = cache.known_lengths[0], steps_ahead(cache, _AHEAD)
         layers = [(cache.keys, cache.values) for cache in self._caches]
         query, keys = self._query, cache.keys
-        of = query.shape, int(query.storage_offset()), keys.stride(1), int(keys.storage_offset())
+        of = query.shape, int(query.storage_offset()), keys.stride(1)
         views = views_of([step.planned for step in steps], *of)
         self._products = Products(query, self._out, views, layers)
         self._first, self._steps = first, steps
 
     def attend(self, layer: int) -> None:
         """Write a layer's key and value to its cache, and what its query sees there to `out`."""
-        cache = self._caches[layer]
-        both = (cache.keys, self._key), (cache.values, self._value)
-        for rows, new in both:
-            rows.index_copy_(1, self._targets, new.index_select(1, self._sources))
+        new = self._key_value.index_select(1, self._sources)
+        self._both[layer].index_copy_(1, self._targets, new)
         self._products.attend(layer)
 
     def finish(self) -> None:

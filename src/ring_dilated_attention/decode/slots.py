@@ -9,6 +9,38 @@ import torch
 
 from ..plan import CachedBranch, CachePlan, KeptRows
 
+_ALIGNED = 16
+"""Values begin at a multiple of so many rows, where memory is aligned as that of keys is."""
+
+
+def values_behind(rows: int) -> int:
+    """How many rows behind the first of `rows` keys the first value is: see `keys_and_values`."""
+    return -(-rows // _ALIGNED) * _ALIGNED
+
+
+def keys_and_values(
+    batch: int, rows: int, head_dim: int, dtype: torch.dtype, device: torch.device | str | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values, each (batch, rows, head_dim) and not set, one behind the other in memory.
+
+    So both can be written at once: see `both_of`.
+    """
+    count, behind = batch * rows, values_behind(batch * rows)
+    memory = torch.empty(behind + count, head_dim, dtype=dtype, device=device)
+    shape = batch, rows, head_dim
+    return memory[:count].view(shape), memory[behind:].view(shape)
+
+
+def are_together(keys: torch.Tensor, values: torch.Tensor) -> bool:
+    """Whether these are in one memory, as `keys_and_values` makes them: pickled ones are not."""
+    return keys.untyped_storage().data_ptr() == values.untyped_storage().data_ptr()
+
+
+def both_of(keys: torch.Tensor) -> torch.Tensor:
+    """(1, all rows, head_dim): of `keys_and_values` of a batch of one, what both are views of."""
+    _, rows, head_dim = keys.shape
+    return keys.as_strided((1, values_behind(rows) + rows, head_dim), keys.stride())
+
 
 class Slots(NamedTuple):
     """Where a rank keeps rows.
@@ -79,16 +111,23 @@ class Slots(NamedTuple):
                     for _, slots in runs_of_slots(rest, branch.slots):
                         rows[:, heads, slots] = 0
 
+    def copy(self) -> Slots:
+        """The same rows in memory of their own."""
+        (batch, rows, head_dim), like = self.keys.shape, (self.keys.dtype, self.keys.device)
+        found = Slots(self.plan, *keys_and_values(batch, rows, head_dim, *like))
+        found.keys.copy_(self.keys)
+        found.values.copy_(self.values)
+        return found
+
     def grown(self, plan: CachePlan) -> Slots:
         """The same rows where there is room for longer documents: a copy.
 
         Args:
             plan: as this one, of a larger `max_length`.
         """
-        keys, values = (
-            x.new_empty(x.shape[0], plan.rows, x.shape[2]) for x in (self.keys, self.values)
-        )
-        found = Slots(plan, keys, values)
+        batch, _, head_dim = self.keys.shape
+        like = self.keys.dtype, self.keys.device
+        found = Slots(plan, *keys_and_values(batch, plan.rows, head_dim, *like))
         before = {branch.index: branch for branch in self.plan.branches}
         for branch in plan.branches:
             known = before.get(branch.index)

@@ -46,7 +46,7 @@ class _Layer(NamedTuple):
     """What a step needs of a block; weights are laid out by `_by_columns`.
 
     Attributes:
-        project: of query, key and value, one below the other; the query times the factor on scores.
+        project: of value, query and key, one below the other; the query times the factor on scores.
         combine: weight and, as a last column, bias.
         expand: times sqrt(1/2).
         contract: weight times sqrt(1/2) and, as a last column, bias.
@@ -86,18 +86,20 @@ class RowStep:
         turning = heads + kv_heads
         with torch.inference_mode(False), torch.no_grad():
             self._layers = [_layer_of(cast(LongNetBlock, block)) for block in model.blocks]
-            joint = like.new_empty((turning + kv_heads) * head_dim)
-            turned = like.new_empty(turning, head_dim)
+            # Query and key, rotated, then value, and query and key as they were.
+            rows = like.new_empty(2 * turning + kv_heads, head_dim)
             self._embedded, self._unembed, self._factor = _embedding_of(like)
             self._norm = _norm_of(model.norm)
             # A bias is the last column of its weight, and these have a 1 behind them.
             self._attended, self._gated = (like.new_ones(n + 1) for n in (width, config.ffn_dim))
             self._expanded, self._gate = like.new_empty(config.ffn_dim), self._gated[:-1]
-        self._joint, self._turned = joint, turned
-        self._unturned, value = joint.view(-1, head_dim).split_with_sizes((turning, kv_heads))
-        query, key = turned.split_with_sizes((heads, kv_heads))
-        query, out = (x.view(1, kv_heads, -1, head_dim) for x in (query, self._attended[:-1]))
-        self._attention = RowAttention(caches, query, key.unsqueeze(0), value.unsqueeze(0), out)
+        self._turned, self._joint = rows[:turning], rows[turning:].view(-1)
+        self._unturned = rows[turning + kv_heads :]
+        query, out = (
+            x.view(1, kv_heads, -1, head_dim) for x in (rows[:heads], self._attended[:-1])
+        )
+        key_value = rows[heads : turning + kv_heads].unsqueeze(0)
+        self._attention = RowAttention(caches, query, key_value, out)
         self._rotations: dict[int, Tensor] = {}
 
     @staticmethod
@@ -215,8 +217,8 @@ def _layer_of(block: LongNetBlock) -> _Layer:
     attention = block.attention
     scale = attention.head_dim**-0.5 if attention.scale is None else attention.scale
     query, key, value = attention.q_proj, attention.k_proj, attention.v_proj
-    weight = torch.cat([query.weight * scale, key.weight, value.weight])
-    bias = torch.cat([query.bias * scale, key.bias, value.bias])
+    weight = torch.cat([value.weight, query.weight * scale, key.weight])
+    bias = torch.cat([value.bias, query.bias * scale, key.bias])
     return _Layer(
         _norm_of(block.attention_norm),
         (_by_columns(weight), bias),

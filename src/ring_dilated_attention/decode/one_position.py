@@ -19,7 +19,6 @@ from ..plan import CachePlan, CacheStep, StepTile, plan_step
 from ..tiles import Selection, TileInputs, accumulate_dtype
 from .cache import DilatedKVCache
 from .products import Products, StepViews, takes_products, views_of
-from .slots import values_behind
 
 KEPT_STEPS = 256
 """Layers of a model ask for the same step one after another, for each length in a batch."""
@@ -161,7 +160,7 @@ def steps_ahead(cache: DilatedKVCache, count: int) -> list[DeviceStep]:
     """
     plan, first = cache.plan, cache.known_lengths[0]
     stop = first + count if plan.max_length is None else min(first + count, plan.max_length)
-    behind = plan.num_kv_heads, values_behind(plan.rows)
+    behind = plan.num_kv_heads, plan.rows
     return _make_steps(plan, range(first, stop), 0, cache.keys.device, behind)
 
 

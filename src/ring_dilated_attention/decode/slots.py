@@ -9,37 +9,37 @@ import torch
 
 from ..plan import CachedBranch, CachePlan, KeptRows
 
-_ALIGNED = 16
-"""Values begin at a multiple of so many rows, where memory is aligned as that of keys is."""
-
-
-def values_behind(rows: int) -> int:
-    """How many rows behind the first of `rows` keys the first value is: see `keys_and_values`."""
-    return -(-rows // _ALIGNED) * _ALIGNED
-
 
 def keys_and_values(
     batch: int, rows: int, head_dim: int, dtype: torch.dtype, device: torch.device | str | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values, each (batch, rows, head_dim) and not set, one behind the other in memory.
+    """Keys and values, each (batch, rows, head_dim), contiguous and not set.
 
-    So both can be written at once: see `both_of`.
+    On a CPU one behind the other in memory, so that a step can write both at once: see `both_of`.
     """
-    count, behind = batch * rows, values_behind(batch * rows)
-    memory = torch.empty(behind + count, head_dim, dtype=dtype, device=device)
+    device = torch.get_default_device() if device is None else torch.device(device)
     shape = batch, rows, head_dim
-    return memory[:count].view(shape), memory[behind:].view(shape)
+    if device.type == "cpu":
+        keys, values = torch.empty(2, *shape, dtype=dtype, device=device).unbind()
+        return keys, values
+    return (
+        torch.empty(shape, dtype=dtype, device=device),
+        torch.empty(shape, dtype=dtype, device=device),
+    )
 
 
 def are_together(keys: torch.Tensor, values: torch.Tensor) -> bool:
-    """Whether these are in one memory, as `keys_and_values` makes them: pickled ones are not."""
+    """Whether these are one behind the other, as `keys_and_values` makes them on a CPU.
+
+    Others are not, those that were pickled, say.
+    """
     return keys.untyped_storage().data_ptr() == values.untyped_storage().data_ptr()
 
 
 def both_of(keys: torch.Tensor) -> torch.Tensor:
-    """(1, all rows, head_dim): of `keys_and_values` of a batch of one, what both are views of."""
+    """(1, 2 * rows, head_dim): keys of a batch of one, and the values that lie behind them."""
     _, rows, head_dim = keys.shape
-    return keys.as_strided((1, values_behind(rows) + rows, head_dim), keys.stride())
+    return keys.as_strided((1, 2 * rows, head_dim), keys.stride())
 
 
 class Slots(NamedTuple):

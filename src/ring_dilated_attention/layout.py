@@ -91,11 +91,11 @@ class SequenceLayout:
 
         Args:
             length: number of positions of the whole sequence.
-            world_size: number of ranks. The first ones hold one position more where it does not
-                divide the length; some hold nothing where there are more ranks than positions.
-            multiple: every shard begins at a multiple of it, so the first ones may hold `multiple`
-                positions more. With ``math.lcm(*pattern.dilation_rates)`` heads of all offsets have
-                equally many rows of a shard: fewer kernel calls. Default 1.
+            world_size: number of ranks. Some hold nothing where there are few positions.
+            multiple: every shard begins at a multiple of this number, and the first shards hold as
+                many positions more than the others. With ``math.lcm(*pattern.dilation_rates)``
+                heads of all offsets have equally many rows of a shard: fewer kernel calls.
+                Default 1.
 
         Raises:
             TypeError: a number is not an int.
@@ -111,7 +111,7 @@ class SequenceLayout:
         Args:
             length: number of positions of the whole sequence.
             world_size: number of ranks p.
-            multiple: of which every chunk begins at one: see `contiguous`. Default 1.
+            multiple: every chunk begins at a multiple of this number. Default 1.
 
         Raises:
             TypeError: a number is not an int.

@@ -68,7 +68,7 @@ class _ReadViews(NamedTuple):
         query: (heads, group, head_dim).
         out: (heads, group, head_dim).
         keys: (heads, head_dim, rows), behind the first row of a cache.
-        values: (heads, rows, head_dim), likewise.
+        values: (heads, rows, head_dim), behind the first row of a cache.
     """
 
     rows: int

@@ -121,7 +121,7 @@ class _Holder(NamedTuple):
 
     @property
     def row_multiple(self) -> int:
-        """Of which shards should begin at one: see `SequenceLayout.contiguous`."""
+        """Shards should begin at multiples of this: see `SequenceLayout.contiguous`."""
         modules = self.encoder.modules()
         found = (x for x in modules if isinstance(x, TorchscaleDilatedAttention))
         return math.lcm(*(rate for x in found for rate in x.pattern.dilation_rates))

@@ -517,6 +517,23 @@ def test_ranges_of_a_segment_that_go_on_are_one_tile(ranges, rate, is_causal, ti
     assert len(plan.rank(0).local) == tiles
 
 
+@pytest.mark.parametrize(
+    ("ranges", "tiles"),
+    [
+        ([(0, 12), (14, 16)], 2),  # a whole segment, and half of one that both ranges are in
+        ([(0, 4), (6, 8), (14, 16)], 3),  # the last two lie alike in their segments: one run of two
+        ([(0, 4), (6, 12), (14, 20)], 3),  # each border lies in another segment
+    ],
+)
+def test_ranges_that_reach_into_several_segments(ranges, tiles):
+    others = [x for x in pairwise(sorted({0, 24, *chain.from_iterable(ranges)})) if x not in ranges]
+    plan = plan_attention(
+        DilatedPattern([8], [1]), SequenceLayout([ranges, others]), is_causal=True
+    )
+    check_plan(plan)
+    assert len(plan.rank(0).local) == tiles
+
+
 def test_a_step_that_does_not_read_every_slot_first():
     """Two branches that cross: what each of them reads is half of the slots."""
     layout = SequenceLayout.contiguous(64, 2)

@@ -243,7 +243,7 @@ def join_runs(
     for run in runs:
         last = found[-1] if found else OwnRun(0, 0, 0, 0)
         goes_on = run.local in borders and last.local + last.size == run.local
-        if not goes_on or not last.copies == run.copies == 1:
+        if not goes_on or run.copies > 1:
             found.append(run)
             continue
         found[-1] = last._replace(size=last.size + run.size)

@@ -517,6 +517,14 @@ def test_ranges_of_a_segment_that_go_on_are_one_tile(ranges, rate, is_causal, ti
     assert len(plan.rank(0).local) == tiles
 
 
+def test_tiles_between_ranges_are_worked_out_once():
+    """Forward asks which runs go row by row, and backward may not."""
+    dilated = DilatedPattern([None], [3])  # which does not divide what lies between the ranges
+    rank = plan_attention(dilated, SequenceLayout.zigzag(100, 2), is_causal=True).rank(0)
+    (group,) = rank.own_work(lambda branch, runs: [False] * len(runs)).crossing
+    assert rank.local_groups[-1] is group
+
+
 @pytest.mark.parametrize(
     ("ranges", "tiles"),
     [

@@ -13,7 +13,6 @@ from itertools import accumulate
 from operator import xor
 from typing import NamedTuple
 
-from .grouping import group_tiles
 from .parts import Link, OwnRun, OwnRuns, Part, join_runs, own_runs
 from .rows import TileGroup
 from .tiling import Tiling
@@ -66,6 +65,7 @@ def own_work(
     branches: Sequence[tuple[int, int | None]],
     parts: Sequence[Part],
     links: Sequence[Link],
+    group_links: Callable[[tuple[Link, ...]], tuple[TileGroup, ...]],
     by_rows: Callable[[int, OwnRuns], Sequence[bool]] | None,
     *,
     joins: bool = True,
@@ -77,6 +77,7 @@ def own_work(
         branches: number and segment length of each, in the order in which groups are to come.
         parts: what the rank holds.
         links: between two different ones of these parts.
+        group_links: makes the tiles of links.
         by_rows: of each run of a branch, whether it is computed row by row; None: none is.
         joins: whether parts that lie in one segment make one tile where they can.
     """
@@ -98,7 +99,7 @@ def own_work(
         apart += between
         own = tiling.own_group(branch, left) if left else None
         groups.extend([own] if own else [])
-    crossing = group_tiles((link, list(tiling.tiles(link))) for link in apart)
+    crossing = group_links(tuple(apart))
     ranges = tuple(_ranges(parts, chosen)) if any(x.any for x in chosen.values()) else ()
     return OwnWork(ranges, tuple(groups), crossing, _zero_keys_left(tiling, parts, chosen))
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from .grouping import group_tiles
 from .own import OwnWork, own_work
-from .parts import OwnRuns, own_runs
+from .parts import Link, OwnRuns, own_runs
 from .passing import PassingStep, passing_steps
 from .rows import Message, Tile, TileGroup
 from .zero_keys import zero_key_groups
@@ -86,6 +86,7 @@ class RankPlan:
         self._arrivals: dict[tuple[int, int], _Arrival] = {}
         self._departures: dict[tuple[int, int], Message | None] = {}
         self._rows: dict[tuple[int, int | None], int] = {}
+        self._crossing: dict[tuple[Link, ...], tuple[TileGroup, ...]] = {}
         self._parts = self._crossings.parts
         # Rows that belong to no document are in no tile.
         held = sum(part.stop - part.start for part in self._parts)
@@ -117,7 +118,14 @@ class RankPlan:
         """
         given = self.plan.tiling, self._own_branches, self._parts
         links = self._crossings.links_from(self.index)
-        return own_work(*given, links, by_rows, joins=joins)
+        return own_work(*given, links, self._grouped, by_rows, joins=joins)
+
+    def _grouped(self, links: tuple[Link, ...]) -> tuple[TileGroup, ...]:
+        """The tiles of links between parts of this rank: worked out once, for both directions."""
+        if links not in self._crossing:
+            tiling = self.plan.tiling
+            self._crossing[links] = group_tiles((x, list(tiling.tiles(x))) for x in links)
+        return self._crossing[links]
 
     @property
     def _own_branches(self) -> list[tuple[int, int | None]]:

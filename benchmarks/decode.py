@@ -163,8 +163,9 @@ def attention(case: Case, timer: Timer, dtype: torch.dtype, rate: float) -> dict
     )
     is_shared = case.ranks > 1
     cache = DilatedKVCache(
-        case.pattern, case.batch, kv_heads, head_dim, max_length=case.keys + 100_000, dtype=dtype,
-        device=device, group=dist.group.WORLD if is_shared else None, sharded=is_shared,
+        case.pattern, case.batch, kv_heads, head_dim, max_length=case.keys + 4 * TIMED_CALLS,
+        dtype=dtype, device=device, group=dist.group.WORLD if is_shared else None,
+        sharded=is_shared,
     )  # fmt: skip
     keys, values = torch.randn(
         2, case.batch, case.keys, kv_heads, head_dim, device=device, dtype=dtype
@@ -263,6 +264,14 @@ def python_loop() -> float:
     return min(taken)
 
 
+def memory(call: Callable[[], Any]) -> tuple[int, int]:
+    """Bytes that a call takes on the GPU: the most at a time, and what stays beside its result."""
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    return torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before
+
+
 def model_step(timer: Timer, prompt: int, *, small: bool) -> dict[str, Any]:
     """`longnet-base` after a long prompt: prefill, then token by token, also in a graph."""
     preset = dict(preset_options("longnet-base"))
@@ -272,10 +281,16 @@ def model_step(timer: Timer, prompt: int, *, small: bool) -> dict[str, Any]:
     device, dtype = timer.device, torch.float32 if small else torch.bfloat16
     model = LongNet(LongNetConfig(**shape), chunk_rows=preset["chunk_rows"]).to(device, dtype)
     tokens = torch.randint(model.config.vocab_size, (1, prompt), device=device)
-    caches = model.make_caches(1, max_length=prompt + 100_000)
     token, few = tokens[:, :1], Timer(device, 1)
     found: dict[str, Any] = {"case": "longnet-base", "prompt": prompt}
     with torch.no_grad():
+        if device.type == "cuda":
+            found["loss_peak_bytes"], _ = memory(lambda: model.loss(tokens, tokens))
+        caches = model.make_caches(1, max_length=prompt + 100_000)
+        if device.type == "cuda":
+            found["prefill_peak_bytes"], found["prefill_left_bytes"] = memory(
+                lambda: model.prefill(tokens, caches)
+            )
         for _ in range(2):
             model.prefill(tokens, caches)
             model.loss(tokens, tokens)

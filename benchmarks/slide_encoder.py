@@ -7,8 +7,9 @@
 fused AdamW; several steps one after the other, as a training makes them. One slide is sharded over
 all ranks, whose gradients DDP brings together. Once as it is, once with activation checkpointing;
 compiled where `--cases` says so: torch cuts a compiled model in DDP into a graph for each bucket of
-gradients, and `one_graph` is without these cuts. A slide of so many tiles is a sequence of one
-position more.
+gradients, `one_graph` is without these cuts, and `blocks` compiles each block by itself, so that
+gradients of one are summed while those of the next are computed. A slide of so many tiles is a
+sequence of one position more.
 `--traces` keeps what the GPU of each rank did in one step, and when the host launched it, for
 Perfetto or chrome://tracing.
 """
@@ -39,7 +40,7 @@ KINDS = {  # a kernel belongs to the first kind that one of these is a part of i
     "optimizer": ("multi_tensor", "adam"),
 }
 
-CASES = ("plain", "checkpointed", "compiled", "one_graph")
+CASES = ("plain", "checkpointed", "compiled", "one_graph", "blocks")
 
 
 def main(
@@ -105,21 +106,22 @@ class Training:
     Args:
         layers: how many.
         device: where.
-        compiles: whether the encoder is compiled.
+        compiles: what is compiled: "encoder", "blocks" (each by itself) or "" (nothing).
         group: all ranks, whose gradients DDP brings together; None: one process.
         options: of the encoder.
     """
 
     def __init__(
-        self, layers: int, device: Any, *, compiles: bool, group: Any = None, **options: Any
+        self, layers: int, device: Any, *, compiles: str, group: Any = None, **options: Any
     ) -> None:
         self.device, self.group = torch.device(device), group
         self.on_cuda = self.device.type == "cuda"
         self.config = SlideEncoderConfig(num_layers=layers)
         torch.manual_seed(0)
-        encoder: torch.nn.Module = SlideEncoder(self.config, **options).to(device)
-        if compiles:
-            encoder.compile()
+        made = SlideEncoder(self.config, **options).to(device)
+        for module in {"encoder": [made], "blocks": made.blocks, "": []}[compiles]:
+            module.compile()
+        encoder: torch.nn.Module = made
         head: torch.nn.Module = torch.nn.Linear(self.config.embed_dim, 2).to(device)
         self.parameters = [*encoder.parameters(), *head.parameters()]
         if group is not None:  # gradients of the first layers are ready last
@@ -163,8 +165,9 @@ def measure(case: Case, method: Method, device: Any, many: bool) -> dict[str, An
     group = dist.group.WORLD if many else None
     multiple = math.lcm(*SlideEncoderConfig().pattern.dilation_rates)
     layout = SequenceLayout.contiguous(case.tiles + 1, ranks, multiple=multiple)
+    compiles = {"compiled": "encoder", "one_graph": "encoder", "blocks": "blocks"}
     training = Training(
-        case.layers, device, compiles=case.name in CASES[2:], group=group, **case.options
+        case.layers, device, compiles=compiles.get(case.name, ""), group=group, **case.options
     )
     torch.manual_seed(1 + rank)
     slide = training.slide(layout.local_length(rank) - (rank == 0))

@@ -21,7 +21,7 @@ import statistics
 import time
 from collections import defaultdict
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,16 @@ KINDS = {  # a kernel belongs to the first kind that one of these is a part of i
     "optimizer": ("multi_tensor", "adam"),
 }
 
-CASES = ("plain", "checkpointed", "compiled", "one_graph", "blocks")
+Compiled = Literal["encoder", "blocks", ""]
+
+CASES: dict[str, Compiled] = {
+    "plain": "",
+    "checkpointed": "",
+    "compiled": "encoder",
+    "one_graph": "encoder",
+    "blocks": "blocks",
+}
+"""What is compiled; see `Training`."""
 
 
 def main(
@@ -112,16 +121,18 @@ class Training:
     """
 
     def __init__(
-        self, layers: int, device: Any, *, compiles: str, group: Any = None, **options: Any
+        self, layers: int, device: Any, *, compiles: Compiled, group: Any = None, **options: Any
     ) -> None:
         self.device, self.group = torch.device(device), group
         self.on_cuda = self.device.type == "cuda"
         self.config = SlideEncoderConfig(num_layers=layers)
         torch.manual_seed(0)
-        made = SlideEncoder(self.config, **options).to(device)
-        for module in {"encoder": [made], "blocks": made.blocks, "": []}[compiles]:
-            module.compile()
-        encoder: torch.nn.Module = made
+        encoder: torch.nn.Module = SlideEncoder(self.config, **options).to(device)
+        if compiles == "encoder":
+            encoder.compile()
+        elif compiles == "blocks":
+            for block in encoder.blocks:
+                block.compile()
         head: torch.nn.Module = torch.nn.Linear(self.config.embed_dim, 2).to(device)
         self.parameters = [*encoder.parameters(), *head.parameters()]
         if group is not None:  # gradients of the first layers are ready last
@@ -165,10 +176,7 @@ def measure(case: Case, method: Method, device: Any, many: bool) -> dict[str, An
     group = dist.group.WORLD if many else None
     multiple = math.lcm(*SlideEncoderConfig().pattern.dilation_rates)
     layout = SequenceLayout.contiguous(case.tiles + 1, ranks, multiple=multiple)
-    compiles = {"compiled": "encoder", "one_graph": "encoder", "blocks": "blocks"}
-    training = Training(
-        case.layers, device, compiles=compiles.get(case.name, ""), group=group, **case.options
-    )
+    training = Training(case.layers, device, compiles=CASES[case.name], group=group, **case.options)
     torch.manual_seed(1 + rank)
     slide = training.slide(layout.local_length(rank) - (rank == 0))
 

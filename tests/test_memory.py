@@ -244,7 +244,7 @@ def test_packed_rows_are_freed_with_the_last_message():
     (sent,) = transport.sent
     assert sent() is not None
     fetched = next(arrivals)
-    assert fetched.slots is not None
+    assert fetched.rows is not None
     assert sent() is None  # although the call goes on
 
 

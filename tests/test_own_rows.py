@@ -498,9 +498,9 @@ def test_short_calls_have_limits_of_their_own(is_causal, factor, documents, monk
     forget_plans()
     asked: list[Limits] = []
 
-    def noted(plan, call, head_dim):
+    def noted(plan, call, head_dim, joined):
         asked.append(call.limits)
-        return own.own_schedule(plan, call, head_dim)
+        return own.own_schedule(plan, call, head_dim, joined)
 
     monkeypatch.setattr(ring, "own_schedule", noted)
     for name in ("forward_own", "backward_own"):  # what they compute does not matter here

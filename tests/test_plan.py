@@ -492,7 +492,7 @@ def test_a_step_of_dense_zigzag_is_one_tile(world_size):
         for step in rank.steps():
             assert len(step.tiles) == 1
             assert step.tiles[0].queries.length * step.tiles[0].keys.length == 2 * 16**2
-            assert step.covers
+            assert step.storing == 1
 
 
 @pytest.mark.parametrize(
@@ -542,13 +542,12 @@ def test_ranges_that_reach_into_several_segments(ranges, tiles):
     assert len(plan.rank(0).local) == tiles
 
 
-def test_a_step_that_does_not_read_every_slot_first():
-    """Two branches that cross: what each of them reads is half of the slots."""
+def test_which_groups_of_a_step_may_write_over_its_slots():
+    """Two branches that cross: what each of them reads is half of the slots, and no slot twice."""
     layout = SequenceLayout.contiguous(64, 2)
     plan = plan_attention(DilatedPattern([64, 64], [2, 4]), layout, is_causal=False, num_heads=4)
     step = plan.rank(0).step(1)
-    assert len(step.groups) == 2
-    assert not step.covers
+    assert len(step.groups) == step.storing == 2
 
 
 @pytest.mark.slow

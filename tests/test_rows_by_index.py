@@ -111,6 +111,28 @@ def test_adding_rounds_once(kind, dtype, part_dtype):
             assert torch.equal(tensor, expected.to(dtype))
 
 
+@pytest.mark.parametrize("dtype", [HALF, FLOAT])
+@pytest.mark.parametrize("kind", KINDS[:3])
+def test_rows_have_slots_of_their_own(kind, dtype):
+    """Between slots that are of other rows, which stay as they are, and count for nothing."""
+    torch.manual_seed(0)
+    pair, (positions, heads) = _views(kind, 48, dtype), _index()
+    slots = torch.randperm(3 * ROWS, device=DEVICE)[:ROWS]
+    others = torch.ones(3 * ROWS, dtype=torch.bool, device=DEVICE)
+    others[slots] = False
+    held = torch.full((2, BATCH, 3 * ROWS, 48), torch.nan, device=DEVICE, dtype=dtype)
+    take_rows(pair, held, positions, heads, slots)
+    for tensor, found in zip(pair, held, strict=True):
+        assert torch.equal(found[:, slots], tensor[:, positions, heads])
+        assert found[:, others].isnan().all()
+    want = [x.float() for x in pair]
+    for tensor, part in zip(want, held, strict=True):
+        tensor[:, positions, heads] += part[:, slots]
+    add_to_rows(pair, held, positions, heads, slots)
+    for tensor, expected in zip(pair, want, strict=True):
+        assert torch.equal(tensor, expected.to(dtype))
+
+
 def _slots_of_rows(most):
     """Slots in the order of their rows, and where those of each begin: 1 to `most` of each."""
     counts = torch.randint(1, most + 1, (ROWS,))

@@ -219,8 +219,9 @@ def backward(
             continue
         found = _gradients(backend, tile_inputs, tile_gradients, totals, part.added)
         if found:
-            add_all = partial(_add_all, part.additions, totals, found)
-            sums.run(add_all, *found, into=totals[: part.added], is_long=part.flops >= long_flops)
+            added = totals[: part.added]
+            add_all = partial(_add_all, part.additions, added, found)
+            sums.run(add_all, *found, into=added, is_long=part.flops >= long_flops)
             del add_all
         del found  # before the next call makes its own
 

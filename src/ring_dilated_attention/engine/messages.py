@@ -96,8 +96,8 @@ def received_rows(message: Message, num_kv_heads: int, device: torch.device) -> 
     return ReceivedRows(message, TABLES.get(message, key, device, make))
 
 
-def _numbers(message: Message, num_kv_heads: int) -> torch.Tensor:
-    """A number for the row and head of each slot: int64 (slots,)."""
+def numbers_of(message: Message, num_kv_heads: int) -> torch.Tensor:
+    """For each slot its local row * `num_kv_heads` + its KV head: int64 (slots,)."""
     parts = []
     for run in message.runs:
         number = torch.arange(len(run.heads))[:, None]
@@ -107,14 +107,20 @@ def _numbers(message: Message, num_kv_heads: int) -> torch.Tensor:
     return torch.cat(parts)
 
 
+def received_numbers(message: Message, num_kv_heads: int) -> torch.Tensor:
+    """The same for each distinct row, in the order in which they travel: int64 (rows,)."""
+    numbers = numbers_of(message, num_kv_heads)
+    return numbers if message.rows == message.slots else torch.unique(numbers)
+
+
 def _row_table(message: Message, num_kv_heads: int, device: torch.device) -> RowTable:
-    distinct = torch.unique(_numbers(message, num_kv_heads))
+    distinct = torch.unique(numbers_of(message, num_kv_heads))
     assert len(distinct) == message.rows, f"{message} packs {len(distinct)} rows"
     return RowTable(*(x.to(device) for x in (distinct // num_kv_heads, distinct % num_kv_heads)))
 
 
 def _slot_table(message: Message, num_kv_heads: int, device: torch.device) -> SlotTable:
-    numbers, slots = torch.sort(_numbers(message, num_kv_heads), stable=True)
+    numbers, slots = torch.sort(numbers_of(message, num_kv_heads), stable=True)
     is_first = torch.ones(len(slots) + 1, dtype=torch.bool)  # of its row; the end, too
     torch.ne(numbers[1:], numbers[:-1], out=is_first[1:-1])
     starts = is_first.nonzero().flatten()
@@ -152,11 +158,7 @@ def part_rows(
 def _part_rows(
     message: Message, load: Message, num_kv_heads: int, device: torch.device
 ) -> PartRows:
-    wanted, held = (
-        numbers if each.rows == each.slots else torch.unique(numbers)
-        for each in (message, load)
-        for numbers in (_numbers(each, num_kv_heads),)
-    )
+    wanted, held = (received_numbers(each, num_kv_heads) for each in (message, load))
     ordered, order = torch.sort(held)
     at = torch.searchsorted(ordered, wanted)
     assert torch.equal(ordered[at], wanted), f"{load} has not all rows of {message}"
@@ -168,13 +170,8 @@ def pack(key: torch.Tensor, value: torch.Tensor, rows: SentRows) -> torch.Tensor
     packed = key.new_empty(2, key.shape[0], rows.message.rows, key.shape[3])
     if rows.table is None:
         add(*_runs_of(rows.message, packed, (key, value)), store=True)
-    elif runs_triton(key):
-        from ..kernels import take_rows
-
-        take_rows((key, value), packed, *rows.table)
     else:
-        for tensor, part in zip((key, value), packed, strict=True):
-            part.copy_(tensor[:, rows.table.positions, rows.table.heads])
+        take_slots((key, value), packed, None, *rows.table)
     return packed
 
 
@@ -211,20 +208,83 @@ def spread(packed: torch.Tensor, rows: ReceivedRows) -> torch.Tensor:
     return packed if rows.table is None else rows_at(packed, rows.table.row_of_slot)
 
 
+def take_slots(
+    pair: tuple[torch.Tensor, torch.Tensor],
+    slots: torch.Tensor,
+    numbers: torch.Tensor | None,
+    positions: torch.Tensor,
+    heads: torch.Tensor | None = None,
+) -> None:
+    """Put rows into slots: ``slots[i, b, numbers[j]] = pair[i][b, positions[j], heads[j]]``.
+
+    Args:
+        pair: K and V, (batch, positions, heads, head_dim); without `heads` (batch, positions,
+            head_dim).
+        slots: (2, batch, slots, head_dim), changed in place.
+        numbers: int64 (any,), no two of them the same; None: row j goes to slot j.
+        positions: int64 (any,).
+        heads: int64 (any,); None: the pair has no heads.
+    """
+    if runs_triton(slots):
+        from ..kernels import take_rows
+
+        take_rows(pair, slots, positions, heads, numbers)
+        return
+    for tensor, into in zip(pair, slots, strict=True):
+        taken = tensor[:, positions] if heads is None else tensor[:, positions, heads]
+        if numbers is None:
+            into.copy_(taken)
+        else:
+            into.index_copy_(1, numbers, taken)
+
+
+def add_slots(
+    pair: tuple[torch.Tensor, torch.Tensor],
+    slots: torch.Tensor,
+    numbers: torch.Tensor | None,
+    positions: torch.Tensor,
+    heads: torch.Tensor,
+) -> None:
+    """Add slots to rows: ``pair[i][b, positions[j], heads[j]] += slots[i, b, numbers[j]]``.
+
+    Args:
+        pair: dK and dV, (batch, positions, heads, head_dim), contiguous; changed in place.
+        slots: (2, batch, slots, head_dim).
+        numbers: int64 (any,); None: row j is slot j.
+        positions: int64 (any,).
+        heads: int64 (any,): no two rows are the same.
+    """
+    if runs_triton(pair[0]):
+        from ..kernels import add_to_rows as kernel
+
+        kernel(pair, slots, positions, heads, numbers)
+        return
+    for total, part in zip(pair, slots, strict=True):
+        rows = total.flatten(1, 2)
+        flat = positions * total.shape[2] + heads
+        added = part if numbers is None else part.index_select(1, numbers)
+        summed = rows.index_select(1, flat) + added  # in the wider dtype
+        rows.index_copy_(1, flat, summed.to(total.dtype))
+
+
 def sum_slots(slots: torch.Tensor, rows: ReceivedRows) -> torch.Tensor:
     """Sum gradients of slots into gradients of rows: the adjoint of `spread`.
 
     On CUDA in float32, in the order of the slots.
     """
-    if rows.table is None:
-        return slots
-    shape = (*slots.shape[:2], rows.message.rows, slots.shape[3])
+    return slots if rows.table is None else sum_some(slots, rows.table, None)
+
+
+def sum_some(slots: torch.Tensor, table: SlotTable, numbers: torch.Tensor | None) -> torch.Tensor:
+    """The same for some of the slots: `numbers` are those that `table` has; None: all of them."""
+    shape = (*slots.shape[:2], len(table.starts) - 1, slots.shape[3])
     if not runs_triton(slots):
-        return slots.new_zeros(shape).index_add_(2, rows.table.row_of_slot, slots)
+        some = slots if numbers is None else slots.index_select(2, numbers)
+        return slots.new_zeros(shape).index_add_(2, table.row_of_slot, some)
     from ..kernels import sum_slots as kernel
 
     sums = slots.new_empty(shape)
-    kernel(slots, sums, rows.table.slots, rows.table.starts)
+    kernel(slots, sums, table.slots, table.starts)
     return sums
 
 
@@ -239,17 +299,7 @@ def add_returned(
         parts, totals = _runs_of(rows.message, returned, (dkey, dvalue))
         add(totals, parts, store=False)
         return
-    positions, heads = rows.table
-    if runs_triton(dkey):
-        from ..kernels import add_to_rows as kernel
-
-        kernel((dkey, dvalue), returned, positions, heads)
-        return
-    flat = positions * dkey.shape[2] + heads
-    for gradient, part in zip((dkey, dvalue), returned, strict=True):
-        total = gradient.flatten(1, 2)
-        summed = total.index_select(1, flat) + part  # in the wider dtype; rows are distinct
-        total.index_copy_(1, flat, summed.to(total.dtype))
+    add_slots((dkey, dvalue), returned, None, *rows.table)
 
 
 def _runs_of(

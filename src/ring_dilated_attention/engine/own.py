@@ -27,7 +27,7 @@ from ..kernels import (
     default_config,
     launches_of,
 )
-from ..plan import AttentionPlan, OwnRange, OwnRuns, RankPlan, TileGroup
+from ..plan import AttentionPlan, Joined, OwnRange, OwnRuns, RankPlan, TileGroup
 from .accumulate import Accumulator
 from .compute import Gradients, Inputs, Merged, Result
 from .device_tables import TABLES
@@ -115,28 +115,41 @@ _schedules: WeakKeyDictionary[RankPlan, dict[Hashable, OwnSchedule]] = WeakKeyDi
 _SCHEDULES_KEPT = 8
 
 
-def own_schedule(one: RankPlan, call: TileCall, head_dim: int) -> OwnSchedule:
+def own_schedule(
+    one: RankPlan, call: TileCall, head_dim: int, joined: Joined | None = None
+) -> OwnSchedule:
     """How a rank computes what it holds all of; kept for the next call.
 
     Args:
         one: what the rank does.
         call: what all tiles have in common.
         head_dim: elements of a row of a head.
+        joined: what is computed with keys of others, but for which this is all; None: nothing.
     """
-    key = call.batch, call.heads_per_kv, head_dim, call.limits.own
+    key = joined, call.batch, call.heads_per_kv, head_dim, call.limits.own
     kept = _schedules.setdefault(one, {})
     return kept.get(key) or keep_few(kept, key, partial(_make, one, *key), _SCHEDULES_KEPT)
 
 
-def _make(one: RankPlan, batch: int, heads_per_kv: int, head_dim: int, flops: float) -> OwnSchedule:
+def _make(
+    one: RankPlan,
+    joined: Joined | None,
+    batch: int,
+    heads_per_kv: int,
+    head_dim: int,
+    flops: float,
+) -> OwnSchedule:
     plan = one.plan
     longest = max((stop - start for start, stop in pairwise(plan.documents)), default=0)
     fits = longest <= MOST_POSITIONS and len(plan.pattern.dilation_rates) <= MOST_BRANCHES
     if not flops or not fits:
-        first = one.local_groups[:1] if one.covers else ()
-        return OwnSchedule(first, (), one.local_groups[len(first) :], one.zero_keys)
+        groups = one.local_groups
+        if joined is not None:
+            groups = one.own_work(None, joined=joined).groups
+        first = groups[:1] if one.covers else ()
+        return OwnSchedule(first, (), groups[len(first) :], one.zero_keys)
     chosen = ByRows(plan, (2 if plan.is_causal else 4) * head_dim * batch * heads_per_kv, flops)
-    work = one.own_work(chosen)
+    work = one.own_work(chosen, joined=joined)
     launches: list[OwnLaunch] = []
     if work.ranges:
         stores = 1 << plan.covering if one.covers and plan.covering is not None else 0

@@ -7,18 +7,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, islice
-from typing import Any
 
 import torch
 
 from ..exchange import Exchange
-from ..plan import FEW_ADDITIONS, RankPlan, TileGroup
+from ..plan import FEW_ADDITIONS, Joined, RankPlan, TileGroup
 from ..tiles import Selection, accumulate_dtype
 from . import compute
 from .accumulate import Accumulator
+from .arrived import Arrived, of_all, of_step
+from .autocast import kernels_on
 from .blocks import by_slot, readable, readable_in_backward
 from .own import OwnSchedule, backward_own, forward_own, own_schedule
 from .parts import TileCall
@@ -26,7 +27,6 @@ from .passing import PassingPacker, Relayed
 from .transfer import Fetched, GradientReturn, Home, Packer, fetch
 from .zero_keys import merge_zero_keys
 
-_NOTHING = nullcontext()
 RETURNING_BYTES = 64 << 20
 """Bytes of returned gradients that may be in flight behind a gather before they are waited for."""
 
@@ -59,6 +59,16 @@ class RingCall:
         """Host of each rank; empty: all are on one."""
         return getattr(self.exchange, "hosts", ())
 
+    def joined(self, one: RankPlan) -> Joined | None:
+        """What a round computes at once, when the rows of all its steps have arrived, if anything.
+
+        That is where all messages are in flight anyway, or there is only one. Where ranks of a host
+        pass on rows, gradients must be returned step by step.
+        """
+        alone = one.is_alone or self.plan.passing_steps(self.hosts) is not None
+        at_once = self.gathers or len(self.rounds) == self.num_steps(one) == 1
+        return one.joined if at_once and not alone else None
+
     def num_steps(self, one: RankPlan) -> int:
         """How many steps a round has."""
         passing = one.passing_steps(self.hosts)
@@ -74,6 +84,15 @@ class RingCall:
             return fetch(steps, Packer(self.exchange, key, value), depth=depth)
         passing = chain.from_iterable(one.passing_steps(self.hosts) or () for one in self.rounds)
         return fetch(passing, PassingPacker(self.exchange, key, value), depth=depth)
+
+    def arrived(
+        self, one: RankPlan, key: torch.Tensor, value: torch.Tensor, arrivals: Iterator[Fetched]
+    ) -> Iterator[Arrived]:
+        """What a round computes with rows of others, as soon as it has them."""
+        joined, arriving = self.joined(one), islice(arrivals, self.num_steps(one))
+        if joined is None:
+            return map(of_step, arriving)  # which does not hold what the caller drops
+        return iter((of_all(joined, one, key, value, arriving),))
 
     def home(self, dkey: torch.Tensor, dvalue: torch.Tensor, dtype: torch.dtype) -> Home | Relayed:
         """Where gradients of remote rows are returned from, and to: see `Home`."""
@@ -126,7 +145,7 @@ def ring_forward(
         arrivals = call.fetch(inputs.keys, inputs.values)
         zero_keys: list[TileGroup] = []
         for one in rounds:
-            own = own_schedule(one, tiles, query.shape[3])
+            own = own_schedule(one, tiles, query.shape[3], call.joined(one))
             zero_keys.extend(own.zero_keys)
             for group in own.covering:
                 compute.forward(group, tiles, inputs, compute.Result(out, lse, stores=True), sums)
@@ -134,15 +153,14 @@ def ring_forward(
                 forward_own(launch, tiles, inputs, compute.Result(out, lse), sums)
             for group in own.others:
                 compute.forward(group, tiles, inputs, compute.Result(out, lse), sums)
-            for fetched in islice(arrivals, call.num_steps(one)):
-                if fetched.slots is not None:
-                    remote = compute.Inputs(query, *map(by_slot, fetched.slots))
-                    result, groups = compute.Result(out, lse), fetched.step.groups
-                    for group in compute.launches_first(groups, tiles, query.shape[3]):
-                        compute.forward(group, tiles, remote, result, sums)
-                    sums.join(fetched.slots)  # a ring frees its buffers before the next are made
+            for work in call.arrived(one, inputs.keys, inputs.values, arrivals):
+                if work.slots is not None:
+                    remote = compute.Inputs(query, *map(by_slot, work.slots))
+                    for group in compute.launches_first(work.groups, tiles, query.shape[3]):
+                        compute.forward(group, tiles, remote, compute.Result(out, lse), sums)
+                    sums.join(work.slots)  # a ring frees its buffers before the next are made
                     del remote
-                del fetched
+                del work
         sums.join()
         merge_zero_keys(zero_keys, out, lse.transpose(1, 2), tiles.heads_per_kv)
     return out.to(query.dtype), lse
@@ -236,29 +254,41 @@ class _Backward:
 
     def compute_round(self, one: RankPlan, arrivals: Iterator[Fetched]) -> None:
         """Compute the local tiles of a round, and those of the rows that arrive for it."""
-        is_last = one is self.rounds[-1]
-        own = own_schedule(one, self._tiles, self._inputs.query.shape[3])
+        is_last, joined = one is self.rounds[-1], self._call.joined(one)
+        own = own_schedule(one, self._tiles, self._inputs.query.shape[3], joined)
         late: Sequence[TileGroup] = ()
-        if one.is_alone or own.launches:
+        if one.is_alone or own.launches or joined is not None:
             late = self._compute_own(own, all_now=one.is_alone or not is_last)
         elif is_last:  # something must be left to do while its gradients are returned
             late = self._compute_early_half(one)
         else:
             self._compute_local(one.local_groups, stores_first=self._covers)
         steps_left = self._call.num_steps(one)
-        for fetched in islice(arrivals, steps_left):
+        for work in self._call.arrived(one, self._inputs.keys, self._inputs.values, arrivals):
             dslots = None
-            steps_left -= 1
+            steps_left -= len(work.steps)
             # The last step waits for none: nothing is fetched after it, so there is room.
             if steps_left or not is_last:
                 self._add_returned()
-            if fetched.slots is not None:
-                dslots = self._compute_step(fetched)
+            if work.slots is not None:
+                dslots = self._compute_arrived(work)
             self.sums.finish()  # a ring frees its buffers before the next are made
-            self._returning.extend(self._home.due())
-            self._returning.append(self._home.start(fetched, dslots))
-            del fetched, dslots
+            self._return(work, dslots)
+            del work, dslots
         self._compute_local(late, stores_first=False)
+
+    def _return(self, work: Arrived, dslots: torch.Tensor | None) -> None:
+        """Return gradients of others' rows, and add those of this rank's own, if there are any."""
+        for number, (fetched, found) in enumerate(work.returned(dslots)):
+            if number:
+                self._add_returned()
+            self._returning.extend(self._home.due())
+            self._returning.append(self._home.start(fetched, found))
+            del fetched, found
+        if work.joined is not None and dslots is not None:
+            into = self.dkey, self.dvalue
+            add_all = partial(work.joined.add_own, dslots, *into)
+            self.sums.run(add_all, dslots, into=into, is_long=True, holds=False)
 
     def finish(self) -> None:
         """Add returned gradients that are still in flight: there is nothing left to compute."""
@@ -276,10 +306,11 @@ class _Backward:
         given = self._tiles, self._inputs, self._merged, gradients, self.sums
         for launch in own.launches:
             backward_own(launch, *given, detached=self._call.detached)
-        if not all_now:
-            return own.others
-        self._compute_groups(own.others, own, gradients)
-        return ()
+        # Some are left to do while gradients are returned, but not all while rows are fetched.
+        early = 0 if own.covering or own.launches else 1
+        now = own.others if all_now else own.others[:early]
+        self._compute_groups(now, own, gradients)
+        return own.others[len(now) :]
 
     def _compute_early_half(self, one: RankPlan) -> Sequence[TileGroup]:
         """Compute half of a rank's own tiles; return the other half."""
@@ -325,17 +356,17 @@ class _Backward:
             one = self._returning.popleft()
             self.sums.start(one.finish, *one.tensors, into=(self.dkey, self.dvalue))
 
-    def _compute_step(self, fetched: Fetched) -> torch.Tensor:
-        """Add a step's gradients to those of the query; return those of its slots."""
-        assert fetched.slots is not None
-        query, covers = self._inputs.query, fetched.step.covers
-        create = torch.empty if covers else torch.zeros
-        dslots = create(fetched.slots.shape, dtype=self._returned, device=query.device)
-        keys, values, dkeys, dvalues = map(by_slot, (*fetched.slots, *dslots))
+    def _compute_arrived(self, work: Arrived) -> torch.Tensor:
+        """Add gradients of what has arrived to those of the query; return those of its slots."""
+        assert work.slots is not None
+        query = self._inputs.query
+        create = torch.empty if work.storing else torch.zeros
+        dslots = create(work.slots.shape, dtype=self._returned, device=query.device)
+        keys, values, dkeys, dvalues = map(by_slot, (*work.slots, *dslots))
         inputs = compute.Inputs(query, keys, values)
-        for number, group in enumerate(fetched.step.groups):
+        for number, group in enumerate(work.groups):
             gradients = compute.Gradients(
-                self.dquery, dkeys, dvalues, stores_keys=covers and number == 0
+                self.dquery, dkeys, dvalues, stores_keys=number < work.storing
             )
             compute.backward(group, self._tiles, inputs, self._merged, gradients, self.sums)
         self.sums.join(dslots)
@@ -352,29 +383,3 @@ def sum_dtype(query: torch.Tensor, additions: float) -> torch.dtype:
     if query.is_cuda and additions <= FEW_ADDITIONS:
         return query.dtype
     return accumulate_dtype(query.dtype)
-
-
-def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """To which dtype autocast casts now; None where it is off, or does not know such devices."""
-    try:  # before torch 2.13, torch.compile cannot trace is_autocast_available
-        enabled = torch.is_autocast_enabled(device_type)
-    except RuntimeError:
-        return None
-    return torch.get_autocast_dtype(device_type) if enabled else None
-
-
-def kernels_on(device: torch.device) -> AbstractContextManager[Any]:
-    """Kernels compute in the dtypes that they are given, on the device of what they are given.
-
-    Those that Triton launches run on the current device, which may be another one.
-    """
-    casts = autocast_dtype(device.type) is not None
-    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
-    if not casts and not elsewhere:
-        return _NOTHING
-    both = ExitStack()
-    if casts:
-        both.enter_context(torch.autocast(device.type, enabled=False))
-    if elsewhere:
-        both.enter_context(torch.cuda.device(device))
-    return both

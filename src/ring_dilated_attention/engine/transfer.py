@@ -34,17 +34,23 @@ class Fetched(NamedTuple):
 
     Attributes:
         step: what to compute.
-        slots: K and V of the received message, (2, batch, slots, head_dim); None if none came.
-        received: the rows of that message; None if none came.
+        rows: K and V of the received message, (2, batch, rows, head_dim); None if none came.
+        received: what is needed to find the rows of its slots; None if none came.
         sent: the rows of the message sent at this step; None if none was.
         passing: how the rows have come, where ranks of a host pass on rows to each other.
     """
 
     step: Step
-    slots: torch.Tensor | None
+    rows: torch.Tensor | None
     received: ReceivedRows | None
     sent: SentRows | None
     passing: PassingStep | None = None
+
+    def spread(self) -> tuple[torch.Tensor | None, Fetched]:
+        """K and V of its slots, (2, batch, slots, head_dim), if any; the step without its rows."""
+        if self.rows is None or self.received is None:
+            return None, self
+        return spread(self.rows, self.received), self._replace(rows=None)
 
 
 @dataclass
@@ -111,11 +117,7 @@ def fetch(steps: Iterator[_T], carrier: Carrier[_T], *, depth: int) -> Iterator[
             pending.wait()
         carrier.landed(one)
         start()
-        fetched, packed = one.fetched, one.packed
-        slots = None
-        if packed is not None and fetched.received is not None:
-            slots = spread(packed, fetched.received)
-        return fetched._replace(slots=slots)
+        return one.fetched._replace(rows=one.packed)
 
     def arrivals() -> Iterator[Fetched]:
         while flight:
@@ -243,7 +245,7 @@ class Home(NamedTuple):
 
         Args:
             fetched: the step.
-            dslots: gradients of ``fetched.slots``, in the dtype in which gradients are summed.
+            dslots: gradients of its slots, in the dtype in which gradients are summed.
         """
         send = None
         if fetched.received is not None:

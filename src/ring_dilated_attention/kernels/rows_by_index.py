@@ -60,11 +60,11 @@ def _found(
     ]
 )  # fmt: skip
 def _index_kernel(
-    first, second, packed, positions, heads, rows, row_blocks,
+    first, second, packed, positions, heads, slots, rows, row_blocks,
     first_batch, first_row, first_head, second_batch, second_row, second_head,
     packed_pair, packed_batch, packed_row,
     UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr,
-    BY_HEAD: tl.constexpr, ADDS: tl.constexpr,
+    BY_HEAD: tl.constexpr, BY_SLOT: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
     batch, row, valid, where = _place(rows, row_blocks, BLOCK_ROWS, HEAD_DIM, BLOCK_DIM)
     found = _found(
@@ -73,7 +73,8 @@ def _index_kernel(
         UNIT, BLOCK_DIM, BY_HEAD,
     )  # fmt: skip
     pair = tl.program_id(1).to(tl.int64) * packed_pair
-    at = _elements(packed, pair + batch * packed_batch + row * packed_row, UNIT, BLOCK_DIM)
+    slot = tl.load(slots + row, mask=valid, other=0) if BY_SLOT else row
+    at = _elements(packed, pair + batch * packed_batch + slot * packed_row, UNIT, BLOCK_DIM)
     if ADDS:
         total = tl.load(found, mask=where, other=0.0).to(tl.float32)
         total += tl.load(at, mask=where, other=0.0).to(tl.float32)
@@ -115,32 +116,43 @@ Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
 def take_rows(
-    pair: Pair, packed: torch.Tensor, positions: torch.Tensor, heads: torch.Tensor | None = None
+    pair: Pair,
+    packed: torch.Tensor,
+    positions: torch.Tensor,
+    heads: torch.Tensor | None = None,
+    slots: torch.Tensor | None = None,
 ) -> None:
-    """Copy rows: ``packed[i, b, j] = pair[i][b, positions[j], heads[j]]``.
+    """Copy rows: ``packed[i, b, slots[j]] = pair[i][b, positions[j], heads[j]]``.
 
     Args:
         pair: two views (batch, positions, heads, head_dim), or without `heads` (batch, positions,
             head_dim); head_dim contiguous, of any other strides and any floating dtype.
-        packed: (2, batch, rows, head_dim) of the same dtype, head_dim contiguous.
+        packed: (2, batch, any, head_dim) of the same dtype, head_dim contiguous.
         positions: int64 (rows,), contiguous, as all tables are.
         heads: int64 (rows,); None: the pair has no heads.
+        slots: int64 (rows,), no two of them the same; None: row j of `packed` is slot j.
     """
-    _by_index(pair, packed, positions, heads, adds=False)
+    _by_index(pair, packed, positions, heads, slots, adds=False)
 
 
 def add_to_rows(
-    pair: Pair, packed: torch.Tensor, positions: torch.Tensor, heads: torch.Tensor | None = None
+    pair: Pair,
+    packed: torch.Tensor,
+    positions: torch.Tensor,
+    heads: torch.Tensor | None = None,
+    slots: torch.Tensor | None = None,
 ) -> None:
-    """Add to rows in float32, in place: ``pair[i][b, positions[j], heads[j]] += packed[i, b, j]``.
+    """Add to rows in float32: ``pair[i][b, positions[j], heads[j]] += packed[i, b, slots[j]]``.
 
     Args:
-        pair: as of `take_rows`, but no two rows of the index share memory; not float64.
-        packed: (2, batch, rows, head_dim) of any floating dtype but float64, head_dim contiguous.
+        pair: as of `take_rows`, but no two rows of the index share memory; not float64. Changed in
+            place.
+        packed: (2, batch, any, head_dim) of any floating dtype but float64, head_dim contiguous.
         positions: int64 (rows,); no two rows are the same.
         heads: int64 (rows,); None: the pair has no heads.
+        slots: int64 (rows,); None: row j of `packed` is slot j.
     """
-    _by_index(pair, packed, positions, heads, adds=True)
+    _by_index(pair, packed, positions, heads, slots, adds=True)
 
 
 def sum_slots(
@@ -165,15 +177,18 @@ def _by_index(
     packed: torch.Tensor,
     positions: torch.Tensor,
     heads: torch.Tensor | None,
+    slots: torch.Tensor | None,
     *,
     adds: bool,
 ) -> None:
-    by_head = heads is not None
+    by_head, by_slot = heads is not None, slots is not None
     # Without heads there is one, whose stride does not matter.
     strides = [x.stride() if by_head else (*x.stride()[:2], 0, 1) for x in pair]
-    launch = _launch_of(packed.shape, *strides, packed.stride(), BY_HEAD=by_head, ADDS=adds)
-    tensors = *pair, packed, positions, positions if heads is None else heads
-    _launch_index(launch.grid, tensors, *launch[1:])
+    shape = torch.Size((*packed.shape[:2], len(positions), packed.shape[3]))
+    options = {"BY_HEAD": by_head, "BY_SLOT": by_slot, "ADDS": adds}
+    launch = _launch_of(shape, *strides, packed.stride(), **options)
+    tables = [positions if x is None else x for x in (positions, heads, slots)]
+    _launch_index(launch.grid, (*pair, packed, *tables), *launch[1:])
 
 
 @lru_cache(maxsize=1024)

@@ -2,11 +2,12 @@
 
 `parts` says what ranks hold and who shares a segment with whom, and `crossings` which ranks do so
 alike. `rows` is what tiles and messages are made of, and `tiling` makes them. `attention` is the
-plan of a world, `rank` that of one rank, `passing` how ranks of a host pass on what has crossed to
-it once, `replicated` that of queries which every rank holds, `cache` what a KV cache keeps,
-`cache_step` what one new position reads of it, and `cache_usage` how many rows are in use.
-`zero_keys` counts keys that no rank holds, `check` proves a plan, `costs` counts its bytes and
-operations, and `prediction` turns it into seconds by rates that it is given.
+plan of a world, `rank` that of one rank, `joined` what a rank computes at once when it has keys of
+all others, `passing` how ranks of a host pass on what has crossed to it once, `replicated` that of
+queries which every rank holds, `cache` what a KV cache keeps, `cache_step` what one new position
+reads of it, and `cache_usage` how many rows are in use. `zero_keys` counts keys that no rank holds,
+`check` proves a plan, `costs` counts its bytes and operations, and `prediction` turns it into
+seconds by rates that it is given.
 """
 
 from .attention import FEW_ADDITIONS, AttentionPlan, plan_attention
@@ -29,6 +30,7 @@ from .costs import (
     step_imbalance,
     traffic,
 )
+from .joined import Joined
 from .own import OwnRange, OwnWork
 from .parts import OwnRun, OwnRuns
 from .passing import PassingStep
@@ -46,6 +48,7 @@ __all__ = [
     "CacheStep",
     "CachedBranch",
     "ComputeRates",
+    "Joined",
     "KeptRows",
     "Link",
     "LocalHalves",

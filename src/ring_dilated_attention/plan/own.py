@@ -18,6 +18,8 @@ from .rows import TileGroup
 from .tiling import Tiling
 from .zero_keys import zero_key_tiles
 
+NOTHING: Mapping[int, frozenset[int]] = {}
+
 
 class OwnRange(NamedTuple):
     """Consecutive rows of a part, and the branches that are computed there row by row.
@@ -69,6 +71,7 @@ def own_work(
     by_rows: Callable[[int, OwnRuns], Sequence[bool]] | None,
     *,
     joins: bool = True,
+    without: Mapping[int, frozenset[int]] = NOTHING,
 ) -> OwnWork:
     """Split the work of a rank on its own positions.
 
@@ -80,6 +83,7 @@ def own_work(
         group_links: makes the tiles of links.
         by_rows: of each run of a branch, whether it is computed row by row; None: none is.
         joins: whether parts that lie in one segment make one tile where they can.
+        without: by branch, the local rows at which runs begin that are left out.
     """
     groups: list[TileGroup] = []
     apart: list[Link] = []
@@ -88,11 +92,17 @@ def own_work(
     for branch, length in branches:
         if length not in runs:
             runs[length] = own_runs(parts, length)
-        left: Sequence[OwnRun] = runs[length]
+        elsewhere = without.get(branch, frozenset())
+        held = runs[length]
+        if elsewhere:
+            held = OwnRuns([run for run in held if run.local not in elsewhere])
+        left: Sequence[OwnRun] = held
         if by_rows is not None:
-            flags = by_rows(branch, runs[length])
-            chosen[branch] = _Intervals(left, flags)
-            left = [run for run, flag in zip(left, flags, strict=True) if not flag]
+            flags = by_rows(branch, held)
+            each = iter(flags)
+            of_all = [run.local not in elsewhere and next(each) for run in runs[length]]
+            chosen[branch] = _Intervals(runs[length], of_all)
+            left = [run for run, flag in zip(held, flags, strict=True) if not flag]
         between = [link for link in links if link.branch == branch]
         if between and joins:
             left, between = join_runs(left, between, tiling.pattern.dilation_rates[branch])

@@ -8,10 +8,11 @@ from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
 from .grouping import group_tiles
-from .own import OwnWork, own_work
+from .joined import Joined, join_segments
+from .own import NOTHING, OwnWork, own_work
 from .parts import Link, OwnRuns, own_runs
 from .passing import PassingStep, passing_steps
-from .rows import Message, Tile, TileGroup
+from .rows import Message, Tile, TileGroup, keys_read
 from .zero_keys import zero_key_groups
 
 if TYPE_CHECKING:
@@ -36,12 +37,18 @@ class Step(NamedTuple):
         return _tiles(self.groups)
 
     @property
-    def covers(self) -> bool:
-        """Whether the first group reads every slot; being a group, it reads none twice."""
+    def storing(self) -> int:
+        """Of how many groups, the first ones, each slot that they read is read for the first time.
+
+        All, where no slot is read twice; 1, where the first reads all, being a group none twice; 0,
+        where some slot may not be read by the first.
+        """
         if self.receive is None:
-            return False
-        read = sum(len(t.heads) * t.segments * t.keys.length for t in self.groups[0].tiles)
-        return read == self.receive.slots
+            return 0
+        read = [keys_read(group) for group in self.groups]
+        if sum(read) == self.receive.slots:
+            return len(read)
+        return int(read[0] == self.receive.slots)
 
 
 class _Arrival(NamedTuple):
@@ -108,17 +115,23 @@ class RankPlan:
         return (*work.groups, *work.crossing)
 
     def own_work(
-        self, by_rows: Callable[[int, OwnRuns], Sequence[bool]] | None, *, joins: bool = True
+        self,
+        by_rows: Callable[[int, OwnRuns], Sequence[bool]] | None,
+        *,
+        joins: bool = True,
+        joined: Joined | None = None,
     ) -> OwnWork:
         """What this rank computes of its own rows, split by whether it is computed row by row.
 
         Args:
             by_rows: of each run of a branch, whether it is; None: none is.
             joins: whether parts that lie in one segment make one tile where they can.
+            joined: whose own tiles are left out; None: none are.
         """
+        without = NOTHING if joined is None else joined.own
         given = self.plan.tiling, self._own_branches, self._parts
         links = self._crossings.links_from(self.index)
-        return own_work(*given, links, self._grouped, by_rows, joins=joins)
+        return own_work(*given, links, self._grouped, by_rows, joins=joins, without=without)
 
     def _grouped(self, links: tuple[Link, ...]) -> tuple[TileGroup, ...]:
         """The tiles of links between parts of this rank: worked out once, for both directions."""
@@ -149,6 +162,11 @@ class RankPlan:
             seen = (squares + runs.rows / rate) / 2 if self.plan.is_causal else squares
             pairs += len(tiling.heads[branch]) * seen
         return pairs
+
+    @cached_property
+    def joined(self) -> Joined | None:
+        """What may be computed at once where all messages are in flight; see `join_segments`."""
+        return join_segments(self.plan, self._crossings, self.index)
 
     @property
     def local(self) -> tuple[Tile, ...]:

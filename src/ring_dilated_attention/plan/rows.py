@@ -115,6 +115,11 @@ class TileGroup:
         return (*self.single, *chain.from_iterable(many.tiles() for many in self.packed))
 
 
+def keys_read(group: TileGroup) -> int:
+    """How many (row, head) pairs the tiles of a group have as keys."""
+    return sum(len(t.heads) * t.segments * t.keys.length for t in group.tiles)
+
+
 class Run(NamedTuple):
     """Rows of a message: row i of head number j goes to slot ``slot + j * rows.length + i``."""
 

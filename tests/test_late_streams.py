@@ -17,7 +17,7 @@ from late_streams import LateExchange, late_streams
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, replicated_query_attention
 from ring_dilated_attention.checks import TENSORS, Case, relative_error
-from ring_dilated_attention.engine import accumulate, compute, parts, ring
+from ring_dilated_attention.engine import accumulate, compute, joined, parts, ring
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.kernels import has_triton
 from ring_dilated_attention.tiles import Limits, Selection, backend_named
@@ -48,6 +48,7 @@ CASES: dict[str, tuple[DilatedPattern, SequenceLayout, dict[str, Any]]] = {
     "mixed, grouped": (MIXED, SequenceLayout.contiguous(41, 2), {"num_kv_heads": 2}),
     "mixed": (MIXED, SequenceLayout.contiguous(50, 3), {"documents": (0, 3, 31, 50)}),
     "bare": (BARE, SequenceLayout.zigzag(50, 3), {}),
+    "slide": (DilatedPattern([5, 12, None], [1, 2, 6]), SequenceLayout.contiguous(49, 2), {}),
     "one branch": (DilatedPattern([None], [3]), SequenceLayout.contiguous(50, 3), {}),
 }
 WAYS = {"ring": (False, None), "few heads at a time": (False, 20), "gather": (True, None)}
@@ -105,6 +106,7 @@ def test_additions_that_are_late(name, round_pairs, gathers, backend, monkeypatc
     case = Case(pattern=pattern, layout=layout, **options)
     for number, (early, long_flops) in enumerate(product((0.0, 0.3), (0.0, 2e3))):
         monkeypatch.setattr(compute, "LONG_FLOPS", long_flops)
+        monkeypatch.setattr(joined, "BESIDE_BYTES", long_flops)
         how = {"early": early, "gathers": gathers, "workspace": (None, 0.3)[number % 2]}
         error, queued = check(case, Selection(backend), seed=number, **how)
         assert error < 1e-12

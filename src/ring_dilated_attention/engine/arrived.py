@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..plan import Joined, RankPlan, TileGroup
+from ..plan import TileGroup
 from .joined import JoinedRows
 from .messages import ReceivedRows
 from .transfer import Fetched
@@ -51,25 +51,17 @@ def of_step(fetched: Fetched) -> Arrived:
     return Arrived((rest,), slots, rest.step.groups, rest.step.storing)
 
 
-def of_all(
-    joined: Joined,
-    one: RankPlan,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    arriving: Iterator[Fetched],
-) -> Arrived:
+def of_all(rows: JoinedRows, arriving: Iterator[Fetched]) -> Arrived:
     """What is computed when the rows of all steps have arrived.
 
     Args:
-        joined: the tiles.
-        one: what the rank does.
-        key: this rank's K, (batch, local_sequence, kv_heads, head_dim).
-        value: its V, of the same shape.
+        rows: with those of this rank.
         arriving: the steps.
     """
-    rows, steps = JoinedRows(joined, one, key, value), []
+    steps = []
     for fetched in arriving:
         rows.take(fetched)
         steps.append(fetched._replace(rows=None))
         del fetched  # before the next is waited for
-    return Arrived(steps, rows.slots, joined.groups, len(joined.groups) * joined.reads_once, rows)
+    groups = rows.joined.groups
+    return Arrived(steps, rows.slots, groups, len(groups) * rows.joined.reads_once, rows)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain, islice
 
 import torch
@@ -21,6 +20,7 @@ from .accumulate import Accumulator
 from .arrived import Arrived, of_all, of_step
 from .autocast import kernels_on
 from .blocks import by_slot, readable, readable_in_backward
+from .joined import JoinedRows
 from .own import OwnSchedule, backward_own, forward_own, own_schedule
 from .parts import TileCall
 from .passing import PassingPacker, Relayed
@@ -85,14 +85,21 @@ class RingCall:
         passing = chain.from_iterable(one.passing_steps(self.hosts) or () for one in self.rounds)
         return fetch(passing, PassingPacker(self.exchange, key, value), depth=depth)
 
+    def joined_rows(
+        self, one: RankPlan, key: torch.Tensor, value: torch.Tensor, sums: Accumulator
+    ) -> JoinedRows | None:
+        """Where a round has the rows of `joined`, if there is any: this rank's to begin with."""
+        joined = self.joined(one)
+        return None if joined is None else JoinedRows(joined, one, key, value, sums)
+
     def arrived(
-        self, one: RankPlan, key: torch.Tensor, value: torch.Tensor, arrivals: Iterator[Fetched]
+        self, one: RankPlan, rows: JoinedRows | None, arrivals: Iterator[Fetched]
     ) -> Iterator[Arrived]:
         """What a round computes with rows of others, as soon as it has them."""
-        joined, arriving = self.joined(one), islice(arrivals, self.num_steps(one))
-        if joined is None:
+        arriving = islice(arrivals, self.num_steps(one))
+        if rows is None:
             return map(of_step, arriving)  # which does not hold what the caller drops
-        return iter((of_all(joined, one, key, value, arriving),))
+        return iter((of_all(rows, arriving),))
 
     def home(self, dkey: torch.Tensor, dvalue: torch.Tensor, dtype: torch.dtype) -> Home | Relayed:
         """Where gradients of remote rows are returned from, and to: see `Home`."""
@@ -145,7 +152,8 @@ def ring_forward(
         arrivals = call.fetch(inputs.keys, inputs.values)
         zero_keys: list[TileGroup] = []
         for one in rounds:
-            own = own_schedule(one, tiles, query.shape[3], call.joined(one))
+            rows = call.joined_rows(one, inputs.keys, inputs.values, sums)
+            own = own_schedule(one, tiles, query.shape[3], None if rows is None else rows.joined)
             zero_keys.extend(own.zero_keys)
             for group in own.covering:
                 compute.forward(group, tiles, inputs, compute.Result(out, lse, stores=True), sums)
@@ -153,7 +161,7 @@ def ring_forward(
                 forward_own(launch, tiles, inputs, compute.Result(out, lse), sums)
             for group in own.others:
                 compute.forward(group, tiles, inputs, compute.Result(out, lse), sums)
-            for work in call.arrived(one, inputs.keys, inputs.values, arrivals):
+            for work in call.arrived(one, rows, arrivals):
                 if work.slots is not None:
                     remote = compute.Inputs(query, *map(by_slot, work.slots))
                     for group in compute.launches_first(work.groups, tiles, query.shape[3]):
@@ -254,17 +262,19 @@ class _Backward:
 
     def compute_round(self, one: RankPlan, arrivals: Iterator[Fetched]) -> None:
         """Compute the local tiles of a round, and those of the rows that arrive for it."""
-        is_last, joined = one is self.rounds[-1], self._call.joined(one)
-        own = own_schedule(one, self._tiles, self._inputs.query.shape[3], joined)
+        is_last = one is self.rounds[-1]
+        rows = self._call.joined_rows(one, self._inputs.keys, self._inputs.values, self.sums)
+        joined, head_dim = None if rows is None else rows.joined, self._inputs.query.shape[3]
+        own = own_schedule(one, self._tiles, head_dim, joined)
         late: Sequence[TileGroup] = ()
-        if one.is_alone or own.launches or joined is not None:
+        if one.is_alone or own.launches or rows is not None:
             late = self._compute_own(own, all_now=one.is_alone or not is_last)
         elif is_last:  # something must be left to do while its gradients are returned
             late = self._compute_early_half(one)
         else:
             self._compute_local(one.local_groups, stores_first=self._covers)
         steps_left = self._call.num_steps(one)
-        for work in self._call.arrived(one, self._inputs.keys, self._inputs.values, arrivals):
+        for work in self._call.arrived(one, rows, arrivals):
             dslots = None
             steps_left -= len(work.steps)
             # The last step waits for none: nothing is fetched after it, so there is room.
@@ -286,9 +296,7 @@ class _Backward:
             self._returning.append(self._home.start(fetched, found))
             del fetched, found
         if work.joined is not None and dslots is not None:
-            into = self.dkey, self.dvalue
-            add_all = partial(work.joined.add_own, dslots, *into)
-            self.sums.run(add_all, dslots, into=into, is_long=True, holds=False)
+            work.joined.add_own(dslots, self.dkey, self.dvalue)
 
     def finish(self) -> None:
         """Add returned gradients that are still in flight: there is nothing left to compute."""

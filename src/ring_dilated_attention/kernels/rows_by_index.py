@@ -83,6 +83,18 @@ def _index_kernel(
         tl.store(at, tl.load(found, mask=where), mask=where)
 
 
+@triton.jit
+def _slot(
+    slots, order, from_slots, start, number, count, slots_row, where,
+    UNIT: tl.constexpr, BLOCK_DIM: tl.constexpr,
+):  # fmt: skip
+    """One slot of each row, float32; 0 for rows that have fewer."""
+    more = number < count
+    slot = tl.load(order + start + number, mask=more, other=0)
+    part = _elements(slots, from_slots + slot * slots_row, UNIT, BLOCK_DIM)
+    return tl.load(part, mask=where & more[:, None], other=0.0).to(tl.float32)
+
+
 @triton.jit(
     do_not_specialize=[
         "rows", "row_blocks", "slots_pair", "slots_batch", "slots_row",
@@ -100,11 +112,14 @@ def _sum_kernel(
     start = tl.load(starts + row, mask=valid, other=0)
     count = tl.load(starts + row + 1, mask=valid, other=0) - start
     total = tl.zeros([BLOCK_ROWS, BLOCK_DIM], tl.float32)
-    for number in range(tl.max(count.to(tl.int32))):
-        more = number < count
-        slot = tl.load(order + start + number, mask=more, other=0)
-        part = _elements(slots, from_slots + slot * slots_row, UNIT, BLOCK_DIM)
-        total += tl.load(part, mask=where & more[:, None], other=0.0).to(tl.float32)
+    for number in tl.static_range(2):  # loaded together: few rows have more slots
+        total += _slot(
+            slots, order, from_slots, start, number, count, slots_row, where, UNIT, BLOCK_DIM
+        )
+    for number in range(2, tl.max(count.to(tl.int32))):
+        total += _slot(
+            slots, order, from_slots, start, number, count, slots_row, where, UNIT, BLOCK_DIM
+        )
     at = _elements(sums, pair * sums_pair + batch * sums_batch + row * sums_row, UNIT, BLOCK_DIM)
     tl.store(at, total.to(sums.dtype.element_ty), mask=where)
 

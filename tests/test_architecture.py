@@ -164,9 +164,9 @@ INSIDE = {
     """,
     "decode": "test_decode_kernels test_kv_cache_calls",
     "engine": """
-        changed_messages late_streams test_attention test_caches test_device_tables test_fuzz
-        test_late_streams test_memory test_own_rows test_ring_memory test_rows_by_index test_views
-        test_zero_keys
+        changed_messages late_streams test_attention test_caches test_device_tables
+        test_fuzz test_joined test_late_streams test_memory test_own_rows test_ring_memory
+        test_rows_by_index test_views test_zero_keys
     """,
     "exchange": """
         faults faulty_ranks outbox_host streamed_messages test_board test_documents test_gpu_ranks

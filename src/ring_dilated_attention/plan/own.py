@@ -18,7 +18,19 @@ from .rows import TileGroup
 from .tiling import Tiling
 from .zero_keys import zero_key_tiles
 
-NOTHING: Mapping[int, frozenset[int]] = {}
+
+class OwnBranch(NamedTuple):
+    """A branch of what a rank computes of its own positions.
+
+    Attributes:
+        number: which branch.
+        length: of its segments; None: no document is longer.
+        without: local rows at which runs begin that are left out.
+    """
+
+    number: int
+    length: int | None
+    without: frozenset[int] = frozenset()
 
 
 class OwnRange(NamedTuple):
@@ -64,43 +76,40 @@ class OwnWork(NamedTuple):
 
 def own_work(
     tiling: Tiling,
-    branches: Sequence[tuple[int, int | None]],
+    branches: Sequence[OwnBranch],
     parts: Sequence[Part],
     links: Sequence[Link],
     group_links: Callable[[tuple[Link, ...]], tuple[TileGroup, ...]],
     by_rows: Callable[[int, OwnRuns], Sequence[bool]] | None,
     *,
     joins: bool = True,
-    without: Mapping[int, frozenset[int]] = NOTHING,
 ) -> OwnWork:
     """Split the work of a rank on its own positions.
 
     Args:
         tiling: of the pattern.
-        branches: number and segment length of each, in the order in which groups are to come.
+        branches: in the order in which groups are to come.
         parts: what the rank holds.
         links: between two different ones of these parts.
         group_links: makes the tiles of links.
         by_rows: of each run of a branch, whether it is computed row by row; None: none is.
         joins: whether parts that lie in one segment make one tile where they can.
-        without: by branch, the local rows at which runs begin that are left out.
     """
     groups: list[TileGroup] = []
     apart: list[Link] = []
     runs: dict[int | None, OwnRuns] = {}
     chosen: dict[int, _Intervals] = {}
-    for branch, length in branches:
+    for branch, length, without in branches:
         if length not in runs:
             runs[length] = own_runs(parts, length)
-        elsewhere = without.get(branch, frozenset())
         held = runs[length]
-        if elsewhere:
-            held = OwnRuns([run for run in held if run.local not in elsewhere])
+        if without:
+            held = OwnRuns([run for run in held if run.local not in without])
         left: Sequence[OwnRun] = held
         if by_rows is not None:
             flags = by_rows(branch, held)
             each = iter(flags)
-            of_all = [run.local not in elsewhere and next(each) for run in runs[length]]
+            of_all = [run.local not in without and next(each) for run in runs[length]]
             chosen[branch] = _Intervals(runs[length], of_all)
             left = [run for run, flag in zip(held, flags, strict=True) if not flag]
         between = [link for link in links if link.branch == branch]

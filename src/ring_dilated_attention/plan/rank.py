@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from .grouping import group_tiles
 from .joined import Joined, join_segments
-from .own import NOTHING, OwnWork, own_work
+from .own import OwnBranch, OwnWork, own_work
 from .parts import Link, OwnRuns, own_runs
 from .passing import PassingStep, passing_steps
 from .rows import Message, Tile, TileGroup, keys_read
@@ -128,10 +128,13 @@ class RankPlan:
             joins: whether parts that lie in one segment make one tile where they can.
             joined: whose own tiles are left out; None: none are.
         """
-        without = NOTHING if joined is None else joined.own
-        given = self.plan.tiling, self._own_branches, self._parts
+        branches = self._own_branches
+        if joined is not None:
+            none: frozenset[int] = frozenset()
+            branches = [x._replace(without=joined.own.get(x.number, none)) for x in branches]
+        given = self.plan.tiling, branches, self._parts
         links = self._crossings.links_from(self.index)
-        return own_work(*given, links, self._grouped, by_rows, joins=joins, without=without)
+        return own_work(*given, links, self._grouped, by_rows, joins=joins)
 
     def _grouped(self, links: tuple[Link, ...]) -> tuple[TileGroup, ...]:
         """The tiles of links between parts of this rank: worked out once, for both directions."""
@@ -141,11 +144,11 @@ class RankPlan:
         return self._crossing[links]
 
     @property
-    def _own_branches(self) -> list[tuple[int, int | None]]:
-        """Number and segment length of each branch; None: no document is longer."""
+    def _own_branches(self) -> list[OwnBranch]:
+        """All of them, in the order of the plan."""
         longest = max((part.document_stop - part.document_start for part in self._parts), default=0)
         return [
-            (branch, None if length is None or length >= longest else length)
+            OwnBranch(branch, None if length is None or length >= longest else length)
             for branch, length in self.plan.branches
         ]
 
@@ -154,7 +157,7 @@ class RankPlan:
         """About how many (query, key) pairs `own_work` computes, over all KV heads."""
         tiling, of_length = self.plan.tiling, {}
         pairs = 0.0
-        for branch, length in self._own_branches:
+        for branch, length, _ in self._own_branches:
             if length not in of_length:
                 of_length[length] = own_runs(self._parts, length)
             runs, rate = of_length[length], tiling.pattern.dilation_rates[branch]

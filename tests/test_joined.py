@@ -108,10 +108,20 @@ def test_the_same_pairs_are_computed(pattern, layout, num_heads, by_rows):
             assert len({slots[x] for x in branch}) == len(branch)
 
 
+LAYOUTS = {
+    "two ranks": (SequenceLayout.contiguous(401, 2), 2, "ring"),
+    "two ranks, other rows": (SequenceLayout.contiguous(403, 2, multiple=16), 2, "auto"),
+    "three ranks": (SequenceLayout.contiguous(403, 3), 3, "gather"),
+    # The other rank holds what lies before and behind, out of order, and joins nothing.
+    "in between": (SequenceLayout([[(120, 300)], [(300, 401), (0, 120)]]), 1, "auto"),
+}
+"""With how many ranks join, and how rows are exchanged."""
+
+
 @pytest.mark.parametrize("zero_keys", [False, True])
 @pytest.mark.parametrize("num_kv_heads", [4, 2])
-@pytest.mark.parametrize(("ranks", "exchange"), [(2, "ring"), (2, "auto"), (3, "gather")])
-def test_a_sharded_slide_is_exact(ranks, exchange, num_kv_heads, zero_keys, monkeypatch):
+@pytest.mark.parametrize(("layout", "joining", "exchange"), LAYOUTS.values(), ids=LAYOUTS)
+def test_a_sharded_slide_is_exact(layout, joining, exchange, num_kv_heads, zero_keys, monkeypatch):
     joins = []
 
     def noted(*given):
@@ -120,27 +130,27 @@ def test_a_sharded_slide_is_exact(ranks, exchange, num_kv_heads, zero_keys, monk
 
     of_all = arrived.of_all
     monkeypatch.setattr(ring, "of_all", noted)
-    pattern = DilatedPattern(
-        SLIDE.segment_lengths, SLIDE.dilation_rates, head_offsets="blocked", zero_keys=zero_keys
+    lengths, rates = SLIDE.segment_lengths, SLIDE.dilation_rates
+    case = Case(
+        pattern=DilatedPattern(lengths, rates, head_offsets="blocked", zero_keys=zero_keys),
+        layout=layout,
+        num_heads=4,
+        num_kv_heads=num_kv_heads,
+        head_dim=8,
+        batch=2,
+        is_causal=False,
+        exchange=exchange,
+        views=VIEWS,
     )
-    for length in (401, 403):
-        case = Case(
-            pattern=pattern,
-            layout=SequenceLayout.contiguous(length, ranks),
-            num_heads=4,
-            num_kv_heads=num_kv_heads,
-            head_dim=8,
-            batch=2,
-            is_causal=False,
-            exchange=exchange,
-            views=VIEWS,
-        )
-        wanted = references(case)
-        outcomes = run_loopback(ranks, lambda ends: [run_case(case, ends, wanted)])  # noqa: B023
-        (outcome,) = combine(outcomes)
-        assert outcome.passes(torch.float64), outcome
-        assert len(joins) == 2 * ranks  # forward and backward of each
-        joins.clear()
+    wanted = references(case)
+    run = partial(_outcomes, case, wanted)
+    (outcome,) = combine(run_loopback(layout.world_size, run))
+    assert outcome.passes(torch.float64), outcome
+    assert len(joins) == 2 * joining  # forward and backward
+
+
+def _outcomes(case, wanted, ends):
+    return [run_case(case, ends, wanted)]
 
 
 def _joined(pattern, layout, **options):

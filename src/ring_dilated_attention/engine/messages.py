@@ -110,11 +110,18 @@ def numbers_of(message: Message, num_kv_heads: int) -> torch.Tensor:
 def received_numbers(message: Message, num_kv_heads: int) -> torch.Tensor:
     """The same for each distinct row, in the order in which they travel: int64 (rows,)."""
     numbers = numbers_of(message, num_kv_heads)
-    return numbers if message.rows == message.slots else torch.unique(numbers)
+    return numbers if message.rows == message.slots else _distinct(numbers)
+
+
+def _distinct(numbers: torch.Tensor) -> torch.Tensor:
+    """The same numbers, each once, in ascending order: without sorting them."""
+    occurs = torch.zeros(int(numbers.max()) + 1, dtype=torch.bool)
+    occurs[numbers] = True
+    return occurs.nonzero().flatten()
 
 
 def _row_table(message: Message, num_kv_heads: int, device: torch.device) -> RowTable:
-    distinct = torch.unique(numbers_of(message, num_kv_heads))
+    distinct = _distinct(numbers_of(message, num_kv_heads))
     assert len(distinct) == message.rows, f"{message} packs {len(distinct)} rows"
     return RowTable(*(x.to(device) for x in (distinct // num_kv_heads, distinct % num_kv_heads)))
 

@@ -19,6 +19,7 @@ from .messages import (
     ReceivedRows,
     SlotTable,
     add_slots,
+    places_of,
     received_numbers,
     sum_some,
     take_slots,
@@ -187,11 +188,7 @@ def _make_received(
 ) -> _Received:
     held = _held_by(joined, layout, message.sender)
     numbers = held.positions * num_kv_heads + held.heads
-    of_row = received_numbers(message, num_kv_heads)
-    row_of = torch.full((layout.local_length(message.sender) * num_kv_heads,), -1)
-    row_of[of_row] = torch.arange(message.rows)
-    rows = row_of[numbers]
-    assert bool((rows >= 0).all()), f"{message} has not all rows of {joined.message}"
+    rows = places_of(numbers, received_numbers(message, num_kv_heads))
     starts = torch.zeros(message.rows + 1, dtype=torch.int64)
     torch.cumsum(rows.bincount(minlength=message.rows), 0, out=starts[1:])
     order, place = torch.empty_like(rows), starts[:-1].clone()

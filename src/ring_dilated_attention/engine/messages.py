@@ -18,6 +18,9 @@ from ..plan import Message, Run
 from .accumulate import add, runs_triton
 from .device_tables import TABLES
 
+_DENSE = 16
+"""Numbers up to so many times their count are looked up in a table, which takes no sorting."""
+
 
 class RowTable(NamedTuple):
     """The rows of a message, as tensors of its sender.
@@ -114,10 +117,28 @@ def received_numbers(message: Message, num_kv_heads: int) -> torch.Tensor:
 
 
 def _distinct(numbers: torch.Tensor) -> torch.Tensor:
-    """The same numbers, each once, in ascending order: without sorting them."""
-    occurs = torch.zeros(int(numbers.max()) + 1, dtype=torch.bool)
+    """The same numbers, each once, in ascending order."""
+    most = int(numbers.max())
+    if most > _DENSE * len(numbers):
+        sorted_numbers: torch.Tensor = torch.unique(numbers)
+        return sorted_numbers
+    occurs = torch.zeros(most + 1, dtype=torch.bool)
     occurs[numbers] = True
     return occurs.nonzero().flatten()
+
+
+def places_of(numbers: torch.Tensor, among: torch.Tensor) -> torch.Tensor:
+    """The index of each number among others, which are different ones and include them all."""
+    most = int(among.max())
+    if most > _DENSE * len(among):
+        ordered, order = torch.sort(among)
+        found = order[torch.searchsorted(ordered, numbers).clamp(max=len(order) - 1)]
+    else:
+        index = torch.zeros(most + 1, dtype=torch.int64)
+        index[among] = torch.arange(len(among))
+        found = index[numbers.clamp(max=most)]
+    assert torch.equal(among[found], numbers), "a row is asked for that has not been received"
+    return found
 
 
 def _row_table(message: Message, num_kv_heads: int, device: torch.device) -> RowTable:
@@ -166,10 +187,7 @@ def _part_rows(
     message: Message, load: Message, num_kv_heads: int, device: torch.device
 ) -> PartRows:
     wanted, held = (received_numbers(each, num_kv_heads) for each in (message, load))
-    ordered, order = torch.sort(held)
-    at = torch.searchsorted(ordered, wanted)
-    assert torch.equal(ordered[at], wanted), f"{load} has not all rows of {message}"
-    return PartRows(order[at].to(device))
+    return PartRows(places_of(wanted, held).to(device))
 
 
 def pack(key: torch.Tensor, value: torch.Tensor, rows: SentRows) -> torch.Tensor:

@@ -9,7 +9,6 @@ import torch
 
 from ..plan import TileGroup
 from .joined import JoinedRows
-from .messages import ReceivedRows
 from .transfer import Fetched
 
 
@@ -40,9 +39,7 @@ class Arrived:
             if self.joined is None or dslots is None or fetched.received is None:
                 yield fetched, dslots
                 continue
-            rows = self.joined.returned(dslots, fetched.received)
-            summed = ReceivedRows(fetched.received.message, None)
-            yield fetched._replace(received=summed), rows
+            yield fetched, self.joined.returned(dslots, fetched.received)
 
 
 def of_step(fetched: Fetched) -> Arrived:

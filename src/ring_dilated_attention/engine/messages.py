@@ -75,7 +75,7 @@ class ReceivedRows(NamedTuple):
 
     Attributes:
         message: the message.
-        table: of its slots; None where slot i is row i.
+        table: of its slots; None where slot i is row i, or rows are not spread to slots.
     """
 
     message: Message

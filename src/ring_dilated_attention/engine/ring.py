@@ -81,7 +81,9 @@ class RingCall:
             if self.plan.is_alone:  # and passes on nothing to others
                 return iter(())
             steps = chain.from_iterable(one.steps() for one in self.rounds)
-            return fetch(steps, Packer(self.exchange, key, value), depth=depth)
+            spreads = all(self.joined(one) is None for one in self.rounds)
+            packer = Packer(self.exchange, key, value, spreads=spreads)
+            return fetch(steps, packer, depth=depth)
         passing = chain.from_iterable(one.passing_steps(self.hosts) or () for one in self.rounds)
         return fetch(passing, PassingPacker(self.exchange, key, value), depth=depth)
 

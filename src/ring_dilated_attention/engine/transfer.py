@@ -134,10 +134,18 @@ class Packer:
         exchange: this rank's end of the group.
         key: (batch, local_sequence, kv_heads, head_dim).
         value: the shape of `key`.
+        spreads: whether rows that are received are spread to the slots of their message.
     """
 
-    def __init__(self, exchange: Exchange, key: torch.Tensor, value: torch.Tensor) -> None:
-        self._exchange, self.key, self.value = exchange, key, value
+    def __init__(
+        self,
+        exchange: Exchange,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        spreads: bool = True,
+    ) -> None:
+        self._exchange, self.key, self.value, self._spreads = exchange, key, value, spreads
         self._message: Message | None = None
         self._packed: torch.Tensor | None = None
 
@@ -151,6 +159,8 @@ class Packer:
         """What is needed to find the rows of a message that is received."""
         if message is None:
             return None
+        if not self._spreads:
+            return ReceivedRows(message, None)
         return received_rows(message, self.key.shape[2], self.key.device)
 
     def pack(self, rows: SentRows) -> torch.Tensor:

@@ -23,6 +23,16 @@ class Step(NamedTuple):
     """Step s of a rank: it works with the rows of rank ``(rank - s) mod p``, or a piece of them.
 
     The keys of its tiles are slots of the received message.
+
+    Attributes:
+        step: s.
+        piece: which piece.
+        receive: these rows; None: none are needed.
+        send: rows that rank ``(rank + s) mod p`` needs; None: none.
+        groups: the tiles.
+        storing: of how many groups, the first ones, each slot that they read is read for the first
+            time: all, where no slot is read twice; 1, where the first reads all, being a group none
+            twice; 0, where it may not.
     """
 
     step: int
@@ -30,32 +40,20 @@ class Step(NamedTuple):
     receive: Message | None
     send: Message | None
     groups: tuple[TileGroup, ...]
+    storing: int
 
     @property
     def tiles(self) -> tuple[Tile, ...]:
         """The tiles of all groups."""
         return _tiles(self.groups)
 
-    @property
-    def storing(self) -> int:
-        """Of how many groups, the first ones, each slot that they read is read for the first time.
-
-        All, where no slot is read twice; 1, where the first reads all, being a group none twice; 0,
-        where some slot may not be read by the first.
-        """
-        if self.receive is None:
-            return 0
-        read = [keys_read(group) for group in self.groups]
-        if sum(read) == self.receive.slots:
-            return len(read)
-        return int(read[0] == self.receive.slots)
-
 
 class _Arrival(NamedTuple):
-    """A message that a rank receives, and the tiles that read it."""
+    """A message that a rank receives, the tiles that read it, and `Step.storing`."""
 
     message: Message | None
     groups: tuple[TileGroup, ...]
+    storing: int
 
 
 class LocalHalves(NamedTuple):
@@ -264,7 +262,7 @@ class RankPlan:
     def _make_step(self, step: int, piece: int) -> Step:
         own, world_size = self.index, self.world_size
         sender, receiver = (own - step) % world_size, (own + step) % world_size
-        received, groups = self._arrival(sender, piece)
+        received, groups, storing = self._arrival(sender, piece)
         sent = self._departure(receiver, piece)
         return Step(
             step,
@@ -272,6 +270,7 @@ class RankPlan:
             None if received is None else received.between(sender, own),
             None if sent is None else sent.between(own, receiver),
             groups,
+            storing,
         )
 
     def _arrival(self, sender: int, piece: int) -> _Arrival:
@@ -284,7 +283,7 @@ class RankPlan:
                 (link, list(tiling.tiles(link, slots=slots.get(link.message_entry, {}))))
                 for link in links
             )
-            self._arrivals[key] = _Arrival(message, groups)
+            self._arrivals[key] = _Arrival(message, groups, _storing(message, groups))
         return self._arrivals[key]
 
     def _departure(self, receiver: int, piece: int) -> Message | None:
@@ -323,6 +322,14 @@ class RankPlan:
         """(query, key) pairs this rank computes, over all query heads, per batch entry."""
         tiles = [*self.local, *(tile for step in self.steps() for tile in step.tiles)]
         return sum(t.pairs for t in tiles) * (self.plan.num_heads // self.plan.num_kv_heads)
+
+
+def _storing(message: Message | None, groups: Sequence[TileGroup]) -> int:
+    """See `Step.storing`."""
+    if message is None:
+        return 0
+    read = [keys_read(group) for group in groups]
+    return len(read) if sum(read) == message.slots else int(read[0] == message.slots)
 
 
 def _tiles(groups: Sequence[TileGroup]) -> tuple[Tile, ...]:

@@ -1,6 +1,6 @@
 """Messages of the engine, counted or changed on purpose."""
 
-from ring_dilated_attention.engine import messages, transfer
+from ring_dilated_attention.engine import arrived, messages, ring, transfer
 
 
 def lose_returned_gradients(patch):
@@ -17,7 +17,7 @@ def count_bytes(patch, count):
     """From now on ``count(what, nbytes)`` is called for each tensor that messages take.
 
     ``"packed"`` is what is sent, ``"spread"`` what is received where it is a tensor of its own, and
-    ``"returned"`` gradients that have been returned.
+    the own rows between, if there are any, and ``"returned"`` gradients that have been returned.
     """
 
     def pack(*given):
@@ -34,5 +34,10 @@ def count_bytes(patch, count):
         count("returned", rows.nbytes)
         messages.add_returned(dkey, dvalue, rows, index)
 
+    def of_all(rows, arriving):
+        count("spread", rows.slots.nbytes)
+        return arrived.of_all(rows, arriving)
+
     for function in (pack, spread, add_returned):
         patch.setattr(transfer, function.__name__, function)
+    patch.setattr(ring, "of_all", of_all)

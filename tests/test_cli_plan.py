@@ -23,7 +23,7 @@ from ring_dilated_attention.cli import run_verify as verify_command
 from ring_dilated_attention.cli.plan_tables import RowBytes, row_bytes
 from ring_dilated_attention.engine import compute, kernel_calls
 from ring_dilated_attention.exchange import run_loopback
-from ring_dilated_attention.plan import TensorSize, balance, flops, flops_by_rank
+from ring_dilated_attention.plan import TensorSize, balance, flops, flops_by_rank, keys_read
 from ring_dilated_attention.tiles import TileInputs
 
 
@@ -109,8 +109,8 @@ def test_plan_says_which_rows_are_copied():
     assert _row_under("FLOP", done.output)[2:6] == ["2", "4", "0", "0"]
     done = rda("plan", *options, "--ranks=2", "--show-ranks=1", "--head-dim=8", "--dtype=float32")
     # No segment of the first branch crosses ranks. Of the second, 250 rows of each of 4 heads do: K
-    # and V of 32 bytes each, and their gradients.
-    assert _row_under("packed to send KiB", done.output)[2:] == ["62.5", "0", "62.5"]
+    # and V of 32 bytes each, and their gradients; with as many own rows they are put side by side.
+    assert _row_under("packed to send KiB", done.output)[2:] == ["62.5", "125.0", "62.5"]
 
 
 def test_plan_says_how_even_the_work_is():
@@ -204,10 +204,10 @@ def test_plan_counts_what_a_call_does(monkeypatch, pattern, layout, is_causal):
     size = TensorSize(batch=batch, head_dim=8, element_size=4)
     for index, (forward, returned) in enumerate(found):
         planned = plan.rank(index)
-        groups = [*planned.local_groups, *(g for step in planned.steps() for g in step.groups)]
-        assert forward["calls"] == kernel_calls(groups, planned, batch)
+        local, remote = planned.groups(gathers=plan.gathers)
+        assert forward["calls"] == kernel_calls((*local, *remote), planned, batch)
         # A kernel call computes one of the query heads of a KV head; the next reads its keys again.
-        keys = sum(t.segments * len(t.heads) * t.keys.length for t in planned.local)
+        keys = sum(map(keys_read, local))
         again = size.key_value_bytes(keys) * (heads // kv_heads - 1)
         read = RowBytes(forward["in place"] - again, forward["packed"], forward["spread"], returned)
         assert read == row_bytes(planned, size)

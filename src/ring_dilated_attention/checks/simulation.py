@@ -276,8 +276,7 @@ def _report(
 ) -> RankReport:
     rounds = rank.rounds(gathers=gathers)
     steps = [step for one in rounds for step in one.steps()]
-    groups = [group for one in rounds for group in one.local_groups]
-    groups += [group for step in steps for group in step.groups]
+    local, remote = rank.groups(gathers=gathers)
     receivers = [step.send.receiver for step in steps if step.send is not None]
     senders = [step.receive.sender for step in steps if step.receive is not None]
     peers = tuple(sorted({*receivers, *senders}))
@@ -307,7 +306,7 @@ def _report(
         held_memory=ran.held,
         flops=work[rank.index],
         of_mean=work[rank.index] * len(work) / sum(work) if any(work) else 1.0,
-        kernel_calls=kernel_calls(groups, rank, size.batch),
+        kernel_calls=kernel_calls((*local, *remote), rank, size.batch),
         forward=passes[0],
         backward=passes[1] if len(passes) > 1 else None,
     )

@@ -34,7 +34,8 @@ class RowBytes(NamedTuple):
             often as a tile reads it.
         packed: rows of key and value copied into messages, in forward and in backward again; what
             one rank after another is sent is copied once.
-        spread: rows of received messages copied because branches share them; also twice.
+        spread: rows copied because branches share those of a message, or because own and received
+            rows of a segment are put side by side; also twice.
         returned: rows of gradients that are returned in backward, and are added to dkey and dvalue.
     """
 
@@ -48,9 +49,16 @@ def row_bytes(rank: RankPlan, size: TensorSize) -> RowBytes:
     """Count the rows that a rank reads in place, and those that it copies."""
     heads_per_kv = rank.plan.num_heads // rank.plan.num_kv_heads
     received = [step.receive for step in rank.steps() if step.receive is not None]
-    remote = [tile for step in rank.steps() for tile in step.tiles]  # their keys: see `spread`
-    rows = heads_per_kv * sum(_row_count(tile, tile.queries) for tile in (*rank.local, *remote))
-    rows += 2 * sum(_row_count(tile, tile.keys) for tile in rank.local)
+    joined = rank.at_once(gathers=rank.plan.gathers)
+    slots = sum(m.slots for m in received if m.rows < m.slots)
+    if joined is not None:
+        slots = joined.message.slots
+    local, remote = (
+        [tile for group in groups for tile in group.tiles]
+        for groups in rank.groups(gathers=rank.plan.gathers)
+    )  # keys of the latter: see `spread`
+    rows = heads_per_kv * sum(_row_count(tile, tile.queries) for tile in (*local, *remote))
+    rows += 2 * sum(_row_count(tile, tile.keys) for tile in local)
     sent, packed, last = rank.total_sent_rows, 0, None
     for message in [step.send for step in rank.steps() if step.send is not None]:
         packed += 0 if message.is_same_for(last) else message.rows
@@ -58,7 +66,7 @@ def row_bytes(rank: RankPlan, size: TensorSize) -> RowBytes:
     return RowBytes(
         in_place=rows * size.batch * size.head_dim * size.element_size,
         packed=size.key_value_bytes(packed),
-        spread=size.key_value_bytes(sum(m.slots for m in received if m.rows < m.slots)),
+        spread=size.key_value_bytes(slots),
         returned=returned_bytes(rank, size, sent),
     )
 
@@ -104,10 +112,8 @@ class RankFigures:
     @classmethod
     def of(cls, rank: RankPlan, size: TensorSize) -> RankFigures:
         """Count; it takes seconds where there are thousands of ranks."""
-        rounds = rounds_of(rank)
-        steps = [step for one in rounds for step in one.steps()]
-        local = [group for one in rounds for group in one.local_groups]
-        remote = [group for step in steps for group in step.groups]
+        steps = [step for one in rounds_of(rank) for step in one.steps()]
+        local, remote = rank.groups(gathers=rank.plan.gathers)
         return cls(
             rank=rank.index,
             positions=rank.plan.layout.local_length(rank.index),

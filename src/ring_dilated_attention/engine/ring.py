@@ -59,15 +59,10 @@ class RingCall:
         """Host of each rank; empty: all are on one."""
         return getattr(self.exchange, "hosts", ())
 
-    def joined(self, one: RankPlan) -> Joined | None:
-        """What a round computes at once, when the rows of all its steps have arrived, if anything.
-
-        That is where all messages are in flight anyway, or there is only one. Where ranks of a host
-        pass on rows, gradients must be returned step by step.
-        """
-        alone = one.is_alone or self.plan.passing_steps(self.hosts) is not None
-        at_once = self.gathers or len(self.rounds) == self.num_steps(one) == 1
-        return one.joined if at_once and not alone else None
+    @property
+    def joined(self) -> Joined | None:
+        """What its only round computes when the rows of all steps have arrived, if anything."""
+        return self.plan.at_once(gathers=self.gathers, hosts=self.hosts)
 
     def num_steps(self, one: RankPlan) -> int:
         """How many steps a round has."""
@@ -81,8 +76,7 @@ class RingCall:
             if self.plan.is_alone:  # and passes on nothing to others
                 return iter(())
             steps = chain.from_iterable(one.steps() for one in self.rounds)
-            spreads = all(self.joined(one) is None for one in self.rounds)
-            packer = Packer(self.exchange, key, value, spreads=spreads)
+            packer = Packer(self.exchange, key, value, spreads=self.joined is None)
             return fetch(steps, packer, depth=depth)
         passing = chain.from_iterable(one.passing_steps(self.hosts) or () for one in self.rounds)
         return fetch(passing, PassingPacker(self.exchange, key, value), depth=depth)
@@ -91,7 +85,7 @@ class RingCall:
         self, one: RankPlan, key: torch.Tensor, value: torch.Tensor, sums: Accumulator
     ) -> JoinedRows | None:
         """Where a round has the rows of `joined`, if there is any: this rank's to begin with."""
-        joined = self.joined(one)
+        joined = self.joined
         return None if joined is None else JoinedRows(joined, one, key, value, sums)
 
     def arrived(

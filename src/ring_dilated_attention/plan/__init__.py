@@ -37,7 +37,7 @@ from .passing import PassingStep
 from .prediction import ComputeRates, Link, Prediction, Rates, efficiency, host_of_ranks, predict
 from .rank import LocalHalves, RankPlan, Step
 from .replicated import replicated_groups, replicated_strips, replicated_zero_keys
-from .rows import Message, PackedTiles, Rows, Run, Tile, TileGroup
+from .rows import Message, PackedTiles, Rows, Run, Tile, TileGroup, keys_read
 
 __all__ = [
     "FEW_ADDITIONS",
@@ -82,6 +82,7 @@ __all__ = [
     "flops_by_rank",
     "flops_of_rank",
     "host_of_ranks",
+    "keys_read",
     "memory",
     "plan_any_length",
     "plan_attention",

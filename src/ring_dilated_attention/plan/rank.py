@@ -169,6 +169,35 @@ class RankPlan:
         """What may be computed at once where all messages are in flight; see `join_segments`."""
         return join_segments(self.plan, self._crossings, self.index)
 
+    def at_once(self, *, gathers: bool, hosts: tuple[int, ...] = ()) -> Joined | None:
+        """What a call computes at once, when the rows of all steps have arrived, if anything.
+
+        That is where all messages are in flight anyway, or there is only one. Where ranks of a host
+        pass on rows, gradients must be returned step by step.
+
+        Args:
+            gathers: as of `rounds`.
+            hosts: as of `passing_steps`.
+        """
+        if self.is_alone or self.passing_steps(hosts) is not None:
+            return None
+        one, *more = self.rounds(gathers=gathers)
+        return one.joined if gathers or (not more and one.num_steps == 1) else None
+
+    def groups(
+        self, *, gathers: bool, hosts: tuple[int, ...] = ()
+    ) -> tuple[tuple[TileGroup, ...], tuple[TileGroup, ...]]:
+        """The tiles that a call computes: those of own keys alone, and those of received keys.
+
+        The latter may have own keys, too; see `at_once`, whose arguments these are.
+        """
+        joined = self.at_once(gathers=gathers, hosts=hosts)
+        if joined is not None:
+            return self.own_work(None, joined=joined).groups, joined.groups
+        rounds = self.rounds(gathers=gathers)
+        own = (group for one in rounds for group in one.local_groups)
+        return tuple(own), tuple(g for one in rounds for step in one.steps() for g in step.groups)
+
     @property
     def local(self) -> tuple[Tile, ...]:
         """The tiles whose queries and keys this rank holds."""

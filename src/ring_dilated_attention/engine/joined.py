@@ -75,8 +75,7 @@ class JoinedRows:
         self._heads, self._device, self._sums = key.shape[2], key.device, sums
         batch, _, _, head_dim = key.shape
         self.slots = key.new_empty(2, batch, joined.message.slots, head_dim)
-        own = self._own()
-        take = partial(take_slots, (key, value), self.slots, own.slots, own.positions, own.heads)
+        take = partial(take_slots, (key, value), self.slots, *self._own().rows)
         self._beside(take, key, value, into=(self.slots,))
 
     def _beside(
@@ -105,18 +104,15 @@ class JoinedRows:
         self._beside(add_all, dslots, into=(dkey, dvalue))
 
     def _add_own(self, dslots: torch.Tensor, dkey: torch.Tensor, dvalue: torch.Tensor) -> None:
-        own = self._own()
-        for some in own.borders:  # a row may have a slot of each branch
-            if len(some):
-                at = slice(some.start, some.stop)
-                add_slots((dkey, dvalue), dslots, own.slots[at], own.positions[at], own.heads[at])
+        for rows in self._own().branches:  # a row may have a slot of each branch
+            add_slots((dkey, dvalue), dslots, *rows)
 
     def returned(self, dslots: torch.Tensor, received: ReceivedRows) -> torch.Tensor:
         """The gradients (2, B, rows, D) of the rows of a message, of those of the slots."""
         found = self._received(received.message)
         return sum_some(dslots, found.table, found.slots)
 
-    def _own(self) -> _Held:
+    def _own(self) -> _Own:
         make = partial(_make_own, self.joined, self._layout, self._rank, self._device)
         key = "own", self._device
         return TABLES.get(self.joined, key, self._device, make)
@@ -127,29 +123,39 @@ class JoinedRows:
         return TABLES.get(self.joined, key, self._device, partial(_make_received, *given))
 
 
-class _Held(NamedTuple):
-    """Which slots hold rows of one rank.
+class _Rows(NamedTuple):
+    """Rows of one rank that slots hold.
 
     Attributes:
         slots: int64 (any,): these slots, in ascending order.
         positions: int64 (any,): local row of each.
         heads: int64 (any,): its KV head.
-        borders: of each branch, one behind the other, which of these it reads.
     """
 
     slots: torch.Tensor
     positions: torch.Tensor
     heads: torch.Tensor
-    borders: tuple[range, ...]
+
+
+class _Own(NamedTuple):
+    """Rows of this rank.
+
+    Attributes:
+        rows: all of them.
+        branches: those of each branch that has any, which are views of these.
+    """
+
+    rows: _Rows
+    branches: tuple[_Rows, ...]
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All of them."""
-        return self.slots, self.positions, self.heads
+        """Those that are no views."""
+        return tuple(self.rows)
 
 
-def _held_by(joined: Joined, layout: SequenceLayout, rank: int) -> _Held:
-    """Which slots hold rows of a rank."""
+def _held_by(joined: Joined, layout: SequenceLayout, rank: int) -> tuple[_Rows, list[slice]]:
+    """The rows of a rank, and which of them each branch reads."""
     pieces: list[tuple[int, int, int, int, int]] = []  # slot, rows, local row, its stride, head
     behind = 0  # local rows before those of a range
     for start, stop in layout.ranges[rank]:
@@ -170,13 +176,13 @@ def _held_by(joined: Joined, layout: SequenceLayout, rank: int) -> _Held:
     local = [torch.arange(at, at + rows * step, step) for _, rows, at, step, _ in pieces]
     heads = [torch.full((rows,), head) for _, rows, _, _, head in pieces]
     columns = [torch.cat(x) if x else none for x in (slots, local, heads)]
-    return _Held(columns[0], columns[1], columns[2], tuple(map(range, [0, *ends[:-1]], ends)))
+    return _Rows(*columns), list(map(slice, [0, *ends[:-1]], ends))
 
 
-def _make_own(joined: Joined, layout: SequenceLayout, rank: int, device: torch.device) -> _Held:
-    held = _held_by(joined, layout, rank)
-    slots, positions, heads = (x.to(device) for x in held.tensors)
-    return _Held(slots, positions, heads, held.borders)
+def _make_own(joined: Joined, layout: SequenceLayout, rank: int, device: torch.device) -> _Own:
+    held, branches = _held_by(joined, layout, rank)
+    rows = _Rows(*(x.to(device) for x in held))
+    return _Own(rows, tuple(_Rows(*(x[at] for x in rows)) for at in branches if at.start < at.stop))
 
 
 def _make_received(
@@ -186,14 +192,13 @@ def _make_received(
     num_kv_heads: int,
     device: torch.device,
 ) -> _Received:
-    held = _held_by(joined, layout, message.sender)
+    held, branches = _held_by(joined, layout, message.sender)
     numbers = held.positions * num_kv_heads + held.heads
     rows = places_of(numbers, received_numbers(message, num_kv_heads))
     starts = torch.zeros(message.rows + 1, dtype=torch.int64)
     torch.cumsum(rows.bincount(minlength=message.rows), 0, out=starts[1:])
     order, place = torch.empty_like(rows), starts[:-1].clone()
-    for some in held.borders:  # no two slots of a branch hold the same row
-        at = slice(some.start, some.stop)
+    for at in branches:  # no two slots of one hold the same row
         of_slots = place[rows[at]]
         order[of_slots] = held.slots[at]
         place[rows[at]] = of_slots + 1

@@ -19,7 +19,8 @@ from .accumulate import add, runs_triton
 from .device_tables import TABLES
 
 _DENSE = 16
-"""Numbers up to so many times their count are looked up in a table, which takes no sorting."""
+"""If the largest of n numbers is at most 16 n, they index an array of that length; else they are
+sorted, which takes longer."""
 
 
 class RowTable(NamedTuple):

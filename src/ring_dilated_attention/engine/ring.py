@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain, islice
 
 import torch
@@ -59,7 +60,7 @@ class RingCall:
         """Host of each rank; empty: all are on one."""
         return getattr(self.exchange, "hosts", ())
 
-    @property
+    @cached_property
     def joined(self) -> Joined | None:
         """What its only round computes when the rows of all steps have arrived, if anything."""
         return self.plan.at_once(gathers=self.gathers, hosts=self.hosts)
@@ -85,8 +86,7 @@ class RingCall:
         self, one: RankPlan, key: torch.Tensor, value: torch.Tensor, sums: Accumulator
     ) -> JoinedRows | None:
         """Where a round has the rows of `joined`, if there is any: this rank's to begin with."""
-        joined = self.joined
-        return None if joined is None else JoinedRows(joined, one, key, value, sums)
+        return None if self.joined is None else JoinedRows(self.joined, one, key, value, sums)
 
     def arrived(
         self, one: RankPlan, rows: JoinedRows | None, arrivals: Iterator[Fetched]

@@ -8,8 +8,9 @@ fused AdamW; several steps one after the other, as a training makes them. One sl
 all ranks, whose gradients DDP brings together. Once as it is, once with activation checkpointing;
 compiled where `--cases` says so: torch cuts a compiled model in DDP into a graph for each bucket of
 gradients, `one_graph` is without these cuts, and `blocks` compiles each block by itself, so that
-gradients of one are summed while those of the next are computed. A slide of so many tiles is a
-sequence of one position more.
+gradients of one are summed while those of the next are computed. `one_reduction` is `one_graph`
+without DDP: behind backward, one all-reduce sums all gradients side by side. A slide of so many
+tiles is a sequence of one position more.
 `--traces` keeps what the GPU of each rank did in one step, and when the host launched it, for
 Perfetto or chrome://tracing.
 """
@@ -47,6 +48,7 @@ CASES: dict[str, Compiled] = {
     "checkpointed": "",
     "compiled": "encoder",
     "one_graph": "encoder",
+    "one_reduction": "encoder",
     "blocks": "blocks",
 }
 """What is compiled; see `Training`."""
@@ -80,7 +82,7 @@ def main(
     for count in tiles or [45_680]:
         for name in names:
             options = {"checkpoint": "keep_attention", "chunk_rows": chunk_rows}
-            torch._dynamo.config.optimize_ddp = name != "one_graph"
+            torch._dynamo.config.optimize_ddp = name == "compiled"
             case = Case(name, count, layers, options if name == "checkpointed" else {})
             measured = measure(case, Method(samples, in_a_row, traces), device, many)
             found.append(measured)
@@ -116,14 +118,23 @@ class Training:
         layers: how many.
         device: where.
         compiles: what is compiled: "encoder", "blocks" (each by itself) or "" (nothing).
-        group: all ranks, whose gradients DDP brings together; None: one process.
+        group: all ranks; None: one process.
+        ddp: whether DDP brings their gradients together, or else one all-reduce behind backward.
         options: of the encoder.
     """
 
     def __init__(
-        self, layers: int, device: Any, *, compiles: Compiled, group: Any = None, **options: Any
+        self,
+        layers: int,
+        device: Any,
+        *,
+        compiles: Compiled,
+        group: Any = None,
+        ddp: bool = True,
+        **options: Any,
     ) -> None:
         self.device, self.group = torch.device(device), group
+        self.ddp = ddp and group is not None
         self.on_cuda = self.device.type == "cuda"
         self.config = SlideEncoderConfig(num_layers=layers)
         torch.manual_seed(0)
@@ -135,7 +146,7 @@ class Training:
                 block.compile()
         head: torch.nn.Module = torch.nn.Linear(self.config.embed_dim, 2).to(device)
         self.parameters = [*encoder.parameters(), *head.parameters()]
-        if group is not None:  # gradients of the first layers are ready last
+        if self.ddp:  # gradients of the first layers are ready last
             encoder, head = (
                 DistributedDataParallel(x, gradient_as_bucket_view=True) for x in (encoder, head)
             )
@@ -162,11 +173,22 @@ class Training:
             loss = F.cross_entropy(logits[:, 0].float(), self.label, label_smoothing=0.1)
         else:
             loss = logits.float().sum()  # of no rows
-        ranks = 1 if self.group is None else dist.get_world_size(self.group)
+        ranks = dist.get_world_size(self.group) if self.ddp else 1
         self.scaler.scale(loss * ranks).backward()  # of which DDP takes the mean
+        if self.group is not None and not self.ddp:
+            self._sum_gradients()
         self.scaler.step(self.optimizer)
         self.scaler.update()
         return loss.detach()
+
+    def _sum_gradients(self) -> None:
+        """In one all-reduce; afterwards gradients are views of what it sums."""
+        gradients: list[Any] = [p.grad for p in self.parameters]
+        whole = torch.cat([x.flatten() for x in gradients])
+        dist.all_reduce(whole, group=self.group)
+        parts = whole.split([p.numel() for p in self.parameters])
+        for parameter, part in zip(self.parameters, parts, strict=True):
+            parameter.grad = part.view_as(parameter)
 
 
 def measure(case: Case, method: Method, device: Any, many: bool) -> dict[str, Any]:
@@ -176,7 +198,8 @@ def measure(case: Case, method: Method, device: Any, many: bool) -> dict[str, An
     group = dist.group.WORLD if many else None
     multiple = math.lcm(*SlideEncoderConfig().pattern.dilation_rates)
     layout = SequenceLayout.contiguous(case.tiles + 1, ranks, multiple=multiple)
-    training = Training(case.layers, device, compiles=CASES[case.name], group=group, **case.options)
+    how = {"compiles": CASES[case.name], "ddp": case.name != "one_reduction"}
+    training = Training(case.layers, device, group=group, **how, **case.options)
     torch.manual_seed(1 + rank)
     slide = training.slide(layout.local_length(rank) - (rank == 0))
 

@@ -176,7 +176,9 @@ INSIDE = {
     "kernels": """
         compiled_sizes test_device_profile test_gpu_generation test_kernel_rows test_launch
     """,
-    "nn": "test_compiler_faults test_generate test_projections test_row_step test_slide",
+    "nn": """
+        test_compiler_faults test_gelu_norm test_generate test_projections test_row_step test_slide
+    """,
     "plan": "cut_rings test_plan test_progression test_replicated",
     "terminal": "test_terminal",
     "tiles": "test_gpu test_replay test_tile_choice test_tiles",

@@ -14,18 +14,8 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 
-from ..kernels import has_triton, profile_of
+from ..kernels import runs_triton
 from .merge import merge_
-
-_LEAST_CAPABILITY = (7, 0)
-"""Of devices that Triton compiles for."""
-
-
-def runs_triton(tensor: torch.Tensor) -> bool:
-    """Whether results in the dtype and on the device of a tensor are added by Triton's kernels."""
-    if not tensor.is_cuda or tensor.dtype == torch.float64 or not has_triton():
-        return False
-    return profile_of(tensor.device).capability >= _LEAST_CAPABILITY
 
 
 def merge(

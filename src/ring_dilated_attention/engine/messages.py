@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 import torch
 
+from ..kernels import runs_triton
 from ..plan import Message, Run
-from .accumulate import add, runs_triton
+from .accumulate import add
 from .device_tables import TABLES
 
 _DENSE = 16

@@ -1,6 +1,7 @@
 """Triton kernels: attention of many tiles in one launch, and what is added to rows in place.
 
-`has_triton` says whether there is a Triton; the rest needs one. `tiles_forward` and
+`has_triton` says whether there is a Triton, `compiles_for` whether it runs on a device and
+`runs_triton` whether it computes with a tensor; the rest needs one. `tiles_forward` and
 `tiles_backward` compute tiles whose rows `build_cells` lays out, in blocks of which a
 `LaunchConfig`, a `BackwardConfig` or `default_config` of a `Kernel` says how large they are.
 `ranges_forward` and `ranges_backward` compute several branches at once, row by row; `launches_of`
@@ -17,7 +18,8 @@ for; at most `MOST_NEW_ROWS`.
 `norm_of_sum` (a sum and its layer norm, of rows of at most `MOST_WIDTH` elements) and `turn_heads_`
 (a rotation in place) are for steps of generation; so are `product` (a linear layer, with the layer
 norm before and the GELU or the addition after it) and `product_of_heads` (query, key and value),
-where `computes_products` says that they help.
+where `computes_products` says that they help. `gelu_norm_forward` and `gelu_norm_backward` are the
+layer norm of a GELU of many rows, of at most `MOST_GELU_WIDTH` elements.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .available import has_triton
+from .available import compiles_for, has_triton, runs_triton
 from .cells import build_cells
 from .device_profile import H200, DecodeTuning, DeviceProfile, profile_of, rates_on
 from .own_programs import (
@@ -38,6 +40,7 @@ from .own_programs import (
     step_of,
 )
 from .tuning import (
+    MOST_GELU_WIDTH,
     MOST_NEW_ROWS,
     MOST_WIDTH,
     NO_END,
@@ -52,6 +55,7 @@ if TYPE_CHECKING:
     from .decode import Begun, NewRows, begin_strips
     from .decode_strips import Strips, strips_of_cache
     from .forward import tiles_forward
+    from .gelu_norm import gelu_norm_backward, gelu_norm_forward
     from .own_backward import ranges_backward
     from .own_forward import ranges_forward, rows_of_program
     from .rows import add_rows, merge_rows, row_sums
@@ -62,6 +66,7 @@ if TYPE_CHECKING:
 __all__ = [
     "H200",
     "MOST_BRANCHES",
+    "MOST_GELU_WIDTH",
     "MOST_NEW_ROWS",
     "MOST_POSITIONS",
     "MOST_STEP",
@@ -81,8 +86,11 @@ __all__ = [
     "begin_strips",
     "build_cells",
     "build_programs",
+    "compiles_for",
     "computes_products",
     "default_config",
+    "gelu_norm_backward",
+    "gelu_norm_forward",
     "has_triton",
     "launches_of",
     "merge_rows",
@@ -95,6 +103,7 @@ __all__ = [
     "rates_on",
     "row_sums",
     "rows_of_program",
+    "runs_triton",
     "step_of",
     "strips_of_cache",
     "sum_slots",
@@ -112,6 +121,8 @@ _NEEDS_TRITON = {
     "strips_of_cache": "decode_strips",
     "tiles_backward": "backward",
     "tiles_forward": "forward",
+    "gelu_norm_backward": "gelu_norm",
+    "gelu_norm_forward": "gelu_norm",
     "ranges_backward": "own_backward",
     "ranges_forward": "own_forward",
     "rows_of_program": "own_forward",

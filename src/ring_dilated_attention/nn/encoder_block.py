@@ -6,7 +6,6 @@ import math
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..exchange import fill
@@ -18,7 +17,7 @@ from .checkpoint import run_checkpointed
 from .chunked import map_rows
 from .hooks import is_plain
 from .initial import without_weights
-from .norm import LayerNorm
+from .norm import LayerNorm, normalize_gelu
 from .slide_config import SlideEncoderConfig
 
 
@@ -105,5 +104,5 @@ class EncoderBlock(Block):
         return run_checkpointed("full", modules, self._normed, expanded)
 
     def _normed(self, expanded: Tensor) -> Tensor:
-        contracted: Tensor = self.contract(self.inner_norm(F.gelu(expanded)))
+        contracted: Tensor = self.contract(normalize_gelu(self.inner_norm, expanded))
         return contracted

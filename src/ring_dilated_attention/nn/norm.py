@@ -9,6 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..engine import autocast_dtype
+from ..exchange import is_dtensor
+from ..kernels import MOST_GELU_WIDTH, compiles_for
+from ..torch_op import gelu_norm
+from .hooks import is_plain
 
 
 class LayerNorm(nn.LayerNorm):
@@ -60,3 +64,45 @@ def normalized(
         # On CPUs that adds up the gradients of weight and bias in half precision; this does not.
         normal = F.layer_norm(rows, shape, None, None, eps)
         return normal * weight if bias is None else torch.addcmul(bias, normal, weight)
+
+
+def normalize_gelu(norm: nn.Module, rows: Tensor) -> Tensor:
+    """`norm` of the GELU of rows, on GPUs by a kernel that reads and writes each row once.
+
+    Args:
+        norm: a module of rows. That of a `LayerNorm` without hooks is computed by the kernel.
+        rows: shape (..., width), floating.
+
+    Returns:
+        What ``norm(F.gelu(rows))`` does; from the kernel, rounded once.
+    """
+    if not fits_one_kernel(norm, rows):
+        found: Tensor = norm(F.gelu(rows))
+        return found
+    weight, bias = norm.weight, norm.bias
+    assert isinstance(weight, Tensor)
+    assert isinstance(bias, Tensor)
+    assert isinstance(norm.eps, float)
+    return gelu_norm(rows, weight, bias, norm.eps)
+
+
+def fits_one_kernel(norm: nn.Module, rows: Tensor) -> bool:
+    """Whether `normalize_gelu` takes one kernel for this module and these rows."""
+    return (
+        rows.is_cuda
+        and rows.dtype in (torch.bfloat16, torch.float16)
+        and is_plain(norm, LayerNorm)
+        and type(norm.bias) is nn.Parameter
+        and norm.normalized_shape == rows.shape[-1:]
+        and rows.shape[-1] <= MOST_GELU_WIDTH
+        and not is_dtensor(rows)
+        and (torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active())
+        and _compiles_for(rows.device)
+    )
+
+
+def _compiles_for(device: torch.device) -> bool:
+    return compiles_for(device)
+
+
+vars(_compiles_for)["_dynamo_marked_constant"] = True  # as in compiler_faults.py

@@ -7,6 +7,7 @@ torch.compile does not trace.
 `AGREED` and `agreed` have the ranks agree on what a module was given, `tell_ranks` tells them of a
 failure on the way to attention, and `telling_ranks` calls what may fail.
 `LENGTHS`, an operator too, `lengths_of_call` and `padding` tell what a padding mask stands for.
+`gelu_norm` is the layer norm of a GELU by one kernel, as an operator (`GELU_NORM`).
 `apply_function`, `once_differentiable` and `refuse_tangents` are what any autograd function here
 needs; `in_forward_mode` says whether tensors may have tangents.
 """
@@ -18,6 +19,7 @@ from .derivatives import (
     once_differentiable,
     refuse_tangents,
 )
+from .gelu_norm import GELU_NORM, gelu_norm
 from .lengths import LENGTHS, lengths_of_call, padding
 from .operator import BACKWARD, FORWARD, call_forward
 from .validation import validate_tensor, validate_tensors
@@ -26,10 +28,12 @@ __all__ = [
     "AGREED",
     "BACKWARD",
     "FORWARD",
+    "GELU_NORM",
     "LENGTHS",
     "agreed",
     "apply_function",
     "call_forward",
+    "gelu_norm",
     "in_forward_mode",
     "lengths_of_call",
     "once_differentiable",

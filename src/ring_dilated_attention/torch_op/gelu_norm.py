@@ -1,0 +1,154 @@
+"""The layer norm of a GELU by one kernel, as autograd and torch.compile see it: operators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .. import kernels
+from ..engine import kernels_on
+from ..exchange import untraced
+from .derivatives import apply_function, once_differentiable, refuse_tangents
+from .direct import call_operator
+
+_AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
+_Library: Any = torch.library.Library  # its methods have no annotations
+_library = _Library("ring_dilated_attention", "FRAGMENT")
+_library.define(
+    "gelu_norm(Tensor rows, Tensor weight, Tensor bias, float eps) "
+    "-> (Tensor normed, Tensor statistics)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    "gelu_norm_backward(Tensor dnormed, Tensor rows, Tensor weight, Tensor bias, "
+    "Tensor statistics) -> (Tensor drows, Tensor dweight, Tensor dbias)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+GELU_NORM = torch.ops.ring_dilated_attention.gelu_norm.default
+"""(rows, weight, bias, eps) -> (normed, statistics); see `kernels.gelu_norm_forward`, but for any
+strides."""
+GELU_NORM_BACKWARD = torch.ops.ring_dilated_attention.gelu_norm_backward.default
+"""(dnormed, rows, weight, bias, statistics) -> (drows, dweight, dbias), each as its input."""
+
+
+def gelu_norm(
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """The layer norm of the GELU (by the error function) of rows, computed in float32.
+
+    Args:
+        rows: (..., width), where `kernels.runs_triton`; width at most `kernels.MOST_GELU_WIDTH`.
+        weight: (width,), floating.
+        bias: like `weight`.
+        eps: added to variances.
+
+    Returns:
+        The shape and dtype of `rows`, contiguous.
+    """
+    call = GELU_NORM if torch.compiler.is_compiling() else _call_forward
+    normed: torch.Tensor = call(rows, weight, bias, eps)[0]
+    return normed
+
+
+@untraced
+def _call_forward(*arguments: Any) -> Any:
+    below_autograd = torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD)
+    implementation = _run_forward if below_autograd else _run_autograd
+    return call_operator(GELU_NORM, implementation, arguments[:3], *arguments[3:])
+
+
+class _GeluNorm(torch.autograd.Function):
+    """Saved: rows, weight, and the mean and the deviation of each row's GELU."""
+
+    @staticmethod
+    def forward(
+        rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return _below_autograd(rows, weight, bias, eps)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        rows, weight, bias, _ = inputs
+        ctx.save_for_backward(rows, weight, bias, output[1])
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, dnormed: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+        def gradient(*x: torch.Tensor) -> Any:
+            return call_operator(GELU_NORM_BACKWARD, _run_backward, x)
+
+        found = once_differentiable("a GELU and its norm", gradient, dnormed, *ctx.saved_tensors)
+        return *found, None
+
+
+def _autograd(
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    refuse_tangents("a GELU and its norm", rows, weight, bias)
+    if torch.is_grad_enabled() and (
+        rows.requires_grad or weight.requires_grad or bias.requires_grad
+    ):
+        inputs = rows, weight, bias, eps
+        normed, statistics = apply_function(_GeluNorm, *inputs, in_operator=True)
+        return normed, statistics
+    return _below_autograd(rows, weight, bias, eps)
+
+
+def _below_autograd(
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    with torch._C._AutoDispatchBelowAutograd():
+        found = call_operator(GELU_NORM, _run_forward, (rows, weight, bias), eps)
+    normed, statistics = found
+    return normed, statistics
+
+
+def _forward(
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    with kernels_on(rows.device):
+        return kernels.gelu_norm_forward(
+            rows.contiguous(), weight.contiguous(), bias.contiguous(), eps
+        )
+
+
+def _backward(
+    dnormed: torch.Tensor,
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    statistics: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    with kernels_on(rows.device):
+        drows, dweight, dbias = kernels.gelu_norm_backward(
+            dnormed.contiguous(), rows.contiguous(), weight.contiguous(), statistics
+        )
+    return drows, dweight.to(weight.dtype), dbias.to(bias.dtype)
+
+
+def _fake_forward(
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    count = rows.numel() // rows.shape[-1]
+    return rows.new_empty(rows.shape), rows.new_empty((count, 2), dtype=torch.float32)
+
+
+def _fake_backward(
+    dnormed: torch.Tensor,
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    statistics: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return rows.new_empty(rows.shape), weight.new_empty(weight.shape), bias.new_empty(bias.shape)
+
+
+_run_forward, _run_backward = untraced(_forward), untraced(_backward)
+_run_autograd = untraced(_autograd)
+_library.impl("gelu_norm", _run_forward, "CompositeExplicitAutograd")
+_library.impl("gelu_norm_backward", _run_backward, "CompositeExplicitAutograd")
+_library.impl("gelu_norm", _run_autograd, "Autograd")
+torch.library.register_fake(GELU_NORM, _fake_forward, lib=_library)
+torch.library.register_fake(GELU_NORM_BACKWARD, _fake_backward, lib=_library)

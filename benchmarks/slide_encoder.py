@@ -37,7 +37,7 @@ KINDS = {  # a kernel belongs to the first kind that one of these is a part of i
     "communication": ("nccl",),
     "attention": ("flash", "fmha", "sdpa", "attn", "attention", "_kernel_cutlass", "rows", "merge"),
     "projections": ("gemm", "nvjet", "cutlass", "splitk", "sm90_"),
-    "norms": ("layer_norm", "layernorm", "gammabeta"),
+    "norms": ("layer_norm", "layernorm", "gelu_norm", "gammabeta"),
     "optimizer": ("multi_tensor", "adam"),
 }
 

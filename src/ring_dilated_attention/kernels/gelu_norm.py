@@ -30,7 +30,7 @@ def _normal_cdf(x):
 
 
 @triton.jit(do_not_specialize=["eps"])
-def _forward_kernel(
+def _gelu_norm_kernel(
     rows, weight, bias, normed, statistics, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -50,7 +50,7 @@ def _forward_kernel(
 
 
 @triton.jit(do_not_specialize=["count"])
-def _backward_kernel(
+def _gelu_norm_backward_kernel(
     dnormed, rows, weight, statistics, drows, sums, count,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -84,7 +84,7 @@ def _backward_kernel(
     tl.store(at + programs * WIDTH, dshift, mask=valid)
 
 
-_launch_forward, _launch_backward = map(Launcher, (_forward_kernel, _backward_kernel))
+_launch_forward, _launch_backward = map(Launcher, (_gelu_norm_kernel, _gelu_norm_backward_kernel))
 
 
 def gelu_norm_forward(

@@ -34,9 +34,9 @@ def count_bytes(patch, count):
         count("returned", rows.nbytes)
         messages.add_returned(dkey, dvalue, rows, index)
 
-    def of_all(rows, arriving):
+    def of_all(rows):
         count("spread", rows.slots.nbytes)
-        return arrived.of_all(rows, arriving)
+        return arrived.of_all(rows)
 
     for function in (pack, spread, add_returned):
         patch.setattr(transfer, function.__name__, function)

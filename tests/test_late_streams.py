@@ -17,7 +17,7 @@ from late_streams import LateExchange, late_streams
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, replicated_query_attention
 from ring_dilated_attention.checks import TENSORS, Case, relative_error
-from ring_dilated_attention.engine import accumulate, compute, joined, parts, ring
+from ring_dilated_attention.engine import accumulate, compute, joined, own, parts, ring
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.kernels import has_triton
 from ring_dilated_attention.tiles import Limits, Selection, backend_named
@@ -48,7 +48,7 @@ CASES: dict[str, tuple[DilatedPattern, SequenceLayout, dict[str, Any]]] = {
     "mixed, grouped": (MIXED, SequenceLayout.contiguous(41, 2), {"num_kv_heads": 2}),
     "mixed": (MIXED, SequenceLayout.contiguous(50, 3), {"documents": (0, 3, 31, 50)}),
     "bare": (BARE, SequenceLayout.zigzag(50, 3), {}),
-    "slide": (DilatedPattern([5, 12, None], [1, 2, 6]), SequenceLayout.contiguous(49, 2), {}),
+    "slide": (DilatedPattern([5, 12, 9, None], [1, 2, 3, 6]), SequenceLayout.contiguous(49, 2), {}),
     "one branch": (DilatedPattern([None], [3]), SequenceLayout.contiguous(50, 3), {}),
 }
 WAYS = {"ring": (False, None), "few heads at a time": (False, 20), "gather": (True, None)}
@@ -206,27 +206,36 @@ def test_small_calls_of_rows_of_different_lengths(monkeypatch):
     assert sum(x.queued for x in streams) > 0
 
 
-@pytest.mark.skipif(
+needs_interpreter = pytest.mark.skipif(
     not has_triton() or (HAS_CUDA and not INTERPRETED), reason="needs Triton's interpreter"
 )
-@pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")
-@pytest.mark.parametrize("name", FEW_FLOPS)
-def test_launches_of_tables_wait_for_additions(name, monkeypatch):
-    """Small tiles share a launch, which adds to what additions of large ones are under way to."""
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Those of table-driven kernels and of kernels that go row by row, in order."""
     from ring_dilated_attention import kernels
 
-    lock, launches = threading.Lock(), []
+    lock, found = threading.Lock(), []
 
-    def locked(launch):
+    def locked(name, launch):
         def one_at_a_time(*args, **options):
             with lock:  # the interpreter is no thread's own
-                launches.append(launch)
+                found.append(name)
                 launch(*args, **options)
 
         return one_at_a_time
 
-    for kernel in ("tiles_forward", "tiles_backward"):
-        monkeypatch.setattr(kernels, kernel, locked(getattr(kernels, kernel)))
+    for name in ("tiles_forward", "tiles_backward", "ranges_forward", "ranges_backward"):
+        monkeypatch.setattr(kernels, name, locked(name, getattr(kernels, name)))
+    return found
+
+
+@needs_interpreter
+@pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", FEW_FLOPS)
+def test_launches_of_tables_wait_for_additions(name, launches, monkeypatch):
+    """Small tiles share a launch, which adds to what additions of large ones are under way to."""
     pattern, layout, options = CASES[name]
     case = Case(pattern=pattern, layout=layout, dtype=torch.float32, **options)
     monkeypatch.setattr(compute, "LONG_FLOPS", 0)
@@ -237,6 +246,27 @@ def test_launches_of_tables_wait_for_additions(name, monkeypatch):
         assert error < 1e-5
         assert queued > layout.world_size
     assert len(launches) >= 4 * layout.world_size
+
+
+@needs_interpreter
+@pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("long_flops", [math.inf, 0.0])
+@pytest.mark.parametrize("name", ["one rank", "slide", "mixed zigzag"])
+def test_launches_row_by_row_beside_larger_calls(name, long_flops, launches, monkeypatch):
+    """In long calls they run on the side stream, where others' results are added, too."""
+    pattern, layout, options = CASES[name]
+    case = Case(pattern=pattern, layout=layout, dtype=torch.float32, **options)
+    monkeypatch.setattr(compute, "LONG_FLOPS", long_flops)
+    few = Selection(EAGER, (Limits(own=FEW_FLOPS["one rank"]),))
+    counts = []
+    for beside in (math.inf, 0.0):
+        monkeypatch.setattr(own, "BESIDE_CALL_FLOPS", beside)
+        launches.clear()
+        error, queued = check(case, few, seed=0)
+        assert error < 1e-5
+        assert {"ranges_forward", "ranges_backward"} == set(launches)
+        counts.append(queued)
+    assert counts[1] > counts[0] or not long_flops
 
 
 def test_an_addition_that_fails_half_way_keeps_its_memory(monkeypatch):

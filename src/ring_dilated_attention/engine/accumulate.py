@@ -112,7 +112,7 @@ class _CudaStreams:
     """The current stream of a CUDA device, and one of our own."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self._events = device, _events_of(device)
 
     @cached_property
     def _main(self) -> torch.cuda.Stream:  # not asked for in calls that have nothing to add behind
@@ -121,18 +121,33 @@ class _CudaStreams:
     def run(self, add_all: Callable[[], None], into: Sequence[torch.Tensor]) -> torch.cuda.Event:
         """See `Streams.run`."""
         side = _side_stream(self._device)
-        side.wait_stream(self._main)
+        queued = self._event()
+        queued.record(self._main)
+        self._order(side, queued)
         torch.cuda.set_stream(side)  # `with torch.cuda.stream(side)` takes three times as long
         try:
             add_all()
         finally:
             torch.cuda.set_stream(self._main)
-        done: torch.cuda.Event = side.record_event()
+        done = self._event()
+        done.record(side)
         return done
 
     def wait(self, done: torch.cuda.Event) -> None:
         """See `Streams.wait`."""
-        self._main.wait_event(done)
+        self._order(self._main, done)
+
+    def _event(self) -> torch.cuda.Event:
+        """One that nobody is yet to wait for."""
+        try:
+            return self._events.pop()
+        except IndexError:
+            return torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def _order(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+        """Make a stream wait for an event, which may be recorded anew afterwards."""
+        stream.wait_event(event)
+        self._events.append(event)
 
     def outlast(self, tensors: Sequence[torch.Tensor]) -> None:
         """See `Streams.outlast`."""
@@ -144,6 +159,12 @@ class _CudaStreams:
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     # It has priority: its short kernels are to slip in between those of a long one.
     return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+
+
+@lru_cache(maxsize=8)
+def _events_of(device: torch.device) -> deque[torch.cuda.Event]:
+    """Events to use again, of all threads: to make one takes the CPU as long as to record it."""
+    return deque(maxlen=64)
 
 
 def streams_of(device: torch.device) -> Streams | None:

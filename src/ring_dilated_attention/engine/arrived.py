@@ -48,17 +48,7 @@ def of_step(fetched: Fetched) -> Arrived:
     return Arrived((rest,), slots, rest.step.groups, rest.step.storing)
 
 
-def of_all(rows: JoinedRows, arriving: Iterator[Fetched]) -> Arrived:
-    """What is computed when the rows of all steps have arrived.
-
-    Args:
-        rows: with those of this rank.
-        arriving: the steps.
-    """
-    steps = []
-    for fetched in arriving:
-        rows.take(fetched)
-        steps.append(fetched._replace(rows=None))
-        del fetched  # before the next is waited for
-    groups = rows.joined.groups
+def of_all(rows: JoinedRows) -> Arrived:
+    """What is computed when the rows of all steps have arrived, which it waits for."""
+    steps, groups = rows.filled(), rows.joined.groups
     return Arrived(steps, rows.slots, groups, len(groups) * rows.joined.reads_once, rows)

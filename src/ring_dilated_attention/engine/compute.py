@@ -198,8 +198,8 @@ def backward(
     head_dim, backend, profile = query.shape[3], call.selection.backend, profile_of(query.device)
     work = schedule_of(group, call.batch, call.heads_per_kv, head_dim, call.limits.backward)
     if work.shares_launch:  # first, as in forward
-        of_merged = merged.dout, merged.lse, merged.delta
-        add_all = partial(_backward_launch, work, call, inputs, of_merged, gradients)
+        of_merged = merged.dout, merged.out, merged.lse
+        add_all = partial(_backward_launch, work, call, inputs, merged, gradients)
         into = dquery, dkeys, dvalues, *inputs[1:]
         # 10 operations for an element of a pair, 4 in forward.
         is_long = 2.5 * work.flops >= profile.flops(BESIDE_FLOPS)
@@ -259,7 +259,7 @@ def _backward_launch(
     work: Schedule,
     call: TileCall,
     inputs: Inputs,
-    merged: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    merged: Merged,
     gradients: Gradients,
 ) -> None:
     """The gradients of all tiles that share a launch, added where they belong."""
@@ -269,12 +269,11 @@ def _backward_launch(
     launch = launch_of(
         work, "backward", call.batch, call.heads_per_kv, query.shape[3], query.dtype, query.device
     )
-    dout, lse, delta = merged
     tiles_backward(
-        dout,
+        merged.dout,
         *inputs,
-        lse,
-        delta,
+        merged.lse,
+        merged.delta,  # by the stream that is first to need it: others wait for that
         *gradients[:3],
         launch.cells,
         is_causal=launch.cells.is_causal,

@@ -26,6 +26,7 @@ from ..kernels import (
     build_programs,
     default_config,
     launches_of,
+    profile_of,
 )
 from ..plan import AttentionPlan, Joined, OwnRange, OwnRuns, RankPlan, TileGroup
 from .accumulate import Accumulator
@@ -38,6 +39,10 @@ BLOCK_ROWS = 64
 """Rows of a block of the kernels at most."""
 FEWEST_ROWS = 4
 """Of a cell, for its branch to be computed row by row: with fewer, most of a block is empty."""
+BESIDE_CALL_FLOPS = 5e11
+"""Operations of forward on a rank's own rows, from which launches run on the side stream beside
+the kernel calls that follow. They leave most multiprocessors idle: 0.02 to 0.09 ms of GigaPath's
+pattern on an H100. In shorter calls the CPU decides, which the side stream takes 0.1 ms."""
 MOST_SHARE = 0.25
 """Of the blocks of all rows: as many may be nearly empty. A few cells of fewer rows do not get a
 launch of their own."""
@@ -218,11 +223,16 @@ def forward_own(
         call: what all tiles have in common.
         inputs: this rank's query, key and value.
         result: changed in place.
-        sums: through which other results are merged, which come first.
+        sums: through which results are merged; to be joined when all are computed.
     """
+    compute_all = partial(_forward, launch, call, inputs, result)
+    is_long = _is_long(call, inputs)
+    sums.run(compute_all, *inputs, into=result[:2], is_long=is_long, holds=False)
+
+
+def _forward(launch: OwnLaunch, call: TileCall, inputs: Inputs, result: Result) -> None:
     from ..kernels import ranges_forward
 
-    sums.join()
     config = launch.config("own_forward", inputs.query)
     ranges_forward(
         *inputs,
@@ -254,12 +264,24 @@ def backward_own(
         inputs: this rank's query, key and value.
         merged: the merged result of the whole call.
         gradients: changed in place.
-        sums: through which other gradients are added, which come first.
+        sums: through which gradients are added; to be joined when all are computed.
         detached: whether to take the weights of branches for constants.
     """
+    compute_all = partial(_backward, launch, call, inputs, merged, gradients, detached)
+    tensors, is_long = (*inputs, merged.dout, merged.out, merged.lse), _is_long(call, inputs)
+    sums.run(compute_all, *tensors, into=gradients[:3], is_long=is_long, holds=False)
+
+
+def _backward(
+    launch: OwnLaunch,
+    call: TileCall,
+    inputs: Inputs,
+    merged: Merged,
+    gradients: Gradients,
+    detached: bool,
+) -> None:
     from ..kernels import ranges_backward
 
-    sums.join()
     device = inputs.query.device
     dq, dkdv = (launch.config(kernel, inputs.query) for kernel in _OF_BACKWARD)
     ranges_backward(
@@ -276,3 +298,8 @@ def backward_own(
         scale=call.scale,
         config=BackwardConfig(dq, dkdv),
     )
+
+
+def _is_long(call: TileCall, inputs: Inputs) -> bool:
+    """Whether the GPU has so much to do in a call that the CPU has the time for a side stream."""
+    return call.own_flops >= profile_of(inputs.query.device).flops(BESIDE_CALL_FLOPS)

@@ -83,19 +83,22 @@ class RingCall:
         return fetch(passing, PassingPacker(self.exchange, key, value), depth=depth)
 
     def joined_rows(
-        self, one: RankPlan, key: torch.Tensor, value: torch.Tensor, sums: Accumulator
+        self, one: RankPlan, inputs: compute.Inputs, arrivals: Iterator[Fetched], sums: Accumulator
     ) -> JoinedRows | None:
-        """Where a round has the rows of `joined`, if there is any: this rank's to begin with."""
-        return None if self.joined is None else JoinedRows(self.joined, one, key, value, sums)
+        """Where a round has the rows of `joined`, if there is any: own ones, and its arrivals."""
+        if self.joined is None:
+            return None
+        arriving = islice(arrivals, self.num_steps(one))
+        return JoinedRows(self.joined, one, *inputs[1:], arriving, sums)
 
     def arrived(
         self, one: RankPlan, rows: JoinedRows | None, arrivals: Iterator[Fetched]
     ) -> Iterator[Arrived]:
         """What a round computes with rows of others, as soon as it has them."""
-        arriving = islice(arrivals, self.num_steps(one))
-        if rows is None:
-            return map(of_step, arriving)  # which does not hold what the caller drops
-        return iter((of_all(rows, arriving),))
+        if rows is not None:
+            return iter((of_all(rows),))
+        # Which does not hold what the caller drops.
+        return map(of_step, islice(arrivals, self.num_steps(one)))
 
     def home(self, dkey: torch.Tensor, dvalue: torch.Tensor, dtype: torch.dtype) -> Home | Relayed:
         """Where gradients of remote rows are returned from, and to: see `Home`."""
@@ -148,7 +151,7 @@ def ring_forward(
         arrivals = call.fetch(inputs.keys, inputs.values)
         zero_keys: list[TileGroup] = []
         for one in rounds:
-            rows = call.joined_rows(one, inputs.keys, inputs.values, sums)
+            rows = call.joined_rows(one, inputs, arrivals, sums)
             own = own_schedule(one, tiles, query.shape[3], None if rows is None else rows.joined)
             zero_keys.extend(own.zero_keys)
             for group in own.covering:
@@ -259,7 +262,7 @@ class _Backward:
     def compute_round(self, one: RankPlan, arrivals: Iterator[Fetched]) -> None:
         """Compute the local tiles of a round, and those of the rows that arrive for it."""
         is_last = one is self.rounds[-1]
-        rows = self._call.joined_rows(one, self._inputs.keys, self._inputs.values, self.sums)
+        rows = self._call.joined_rows(one, self._inputs, arrivals, self.sums)
         joined, head_dim = None if rows is None else rows.joined, self._inputs.query.shape[3]
         own = own_schedule(one, self._tiles, head_dim, joined)
         late: Sequence[TileGroup] = ()
@@ -281,6 +284,11 @@ class _Backward:
             self.sums.finish()  # a ring frees its buffers before the next are made
             self._return(work, dslots)
             del work, dslots
+        if rows is not None and len(late) > 1:  # the last one hides what has come back meanwhile
+            *late, last = late
+            self._compute_local(late, stores_first=False)
+            self._add_returned(all_of_them=True)
+            late = (last,)
         self._compute_local(late, stores_first=False)
 
     def _return(self, work: Arrived, dslots: torch.Tensor | None) -> None:
@@ -353,9 +361,9 @@ class _Backward:
             gradients = compute.Gradients(self.dquery, self.dkey, self.dvalue, stores, stores)
             compute.backward(group, self._tiles, self._inputs, self._merged, gradients, self.sums)
 
-    def _add_returned(self) -> None:
+    def _add_returned(self, *, all_of_them: bool = False) -> None:
         """Have returned gradients added behind the next compute, but for the most recent."""
-        most_bytes = RETURNING_BYTES if self._call.gathers else -1
+        most_bytes = RETURNING_BYTES if self._call.gathers and not all_of_them else -1
         while self._returning and sum(x.nbytes for x in self._returning) > most_bytes:
             one = self._returning.popleft()
             self.sums.start(one.finish, *one.tensors, into=(self.dkey, self.dvalue))

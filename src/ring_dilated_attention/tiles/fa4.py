@@ -98,7 +98,8 @@ def _forward_into(t: TileInputs, out: torch.Tensor, lse: torch.Tensor) -> None:
 def _backward_into(
     t: TileInputs, g: TileGradients, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor
 ) -> None:
-    given, repeats = (t.q, t.k, t.v, g.out, g.dout, g.lse.contiguous()), wants_same_bits()
+    lse = g.lse if g.lse.stride(2) == 1 else g.lse.contiguous()
+    given, repeats = (t.q, t.k, t.v, g.out, g.dout, lse), wants_same_bits()
     options = {"softmax_scale": t.scale, "causal": t.is_causal, "deterministic": repeats}
 
     def run(noting: AbstractContextManager[Any]) -> None:

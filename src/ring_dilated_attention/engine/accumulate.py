@@ -208,6 +208,11 @@ class Accumulator:
         self._behind: deque[_Behind] = deque()
         self._started: deque[Callable[[], None]] = deque()
 
+    @property
+    def has_streams(self) -> bool:
+        """Whether anything is done behind the compute, and not when it is waited for."""
+        return self._streams is not None
+
     def __enter__(self) -> Accumulator:
         return self
 

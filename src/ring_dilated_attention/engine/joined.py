@@ -5,7 +5,7 @@ Shape legend: B batch, n local rows, K KV heads, D head_dim.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -49,16 +49,17 @@ class _Received(NamedTuple):
 
 
 class JoinedRows:
-    """The slots of a `Joined` in one call.
+    """The slots of a `Joined` in one call, and the rows of others on their way there.
 
-    Rows are put there beside what is computed next, those of others as soon as they arrive.
+    Where that is long, all of it is done beside what is computed next, from packing the rows that
+    others need on: on the side stream, whose memory it takes.
 
     Args:
         joined: what is computed.
         one: what the rank does.
         key: this rank's K, (B, n, K, D).
         value: its V, (B, n, K, D).
-        arriving: the steps whose rows the others are.
+        fetch: of K and V, sends rows of this rank and returns those of others, step by step.
         sums: what is added through it from now on may come behind rows that are awaited.
 
     Attributes:
@@ -72,37 +73,45 @@ class JoinedRows:
         one: RankPlan,
         key: torch.Tensor,
         value: torch.Tensor,
-        arriving: Iterator[Fetched],
+        fetch: Callable[[torch.Tensor, torch.Tensor], Iterator[Fetched]],
         sums: Accumulator,
     ) -> None:
         self.joined, self._layout, self._rank = joined, one.plan.layout, one.index
         self._heads, self._device, self._sums = key.shape[2], key.device, sums
         batch, _, _, head_dim = key.shape
         self.slots = key.new_empty(2, batch, joined.message.slots, head_dim)
+        self._steps: list[Fetched] = []
+        self._arriving: Iterator[Fetched] = iter(())
         self._is_long = self.slots.nbytes >= BESIDE_BYTES
-        self._arriving, self._steps = arriving, list[Fetched]()
-        if self._is_long:
-            sums.start(partial(self._fill, key, value, self.slots), key, value, into=(self.slots,))
+        if self._is_long and sums.has_streams:
+            fill = partial(self._fill, fetch, key, value, self.slots)
+            sums.start(fill, key, value, into=(self.slots,))
         else:
+            self._arriving = fetch(key, value)
             take_slots((key, value), self.slots, *self._own().rows)
 
     def filled(self) -> Sequence[Fetched]:
         """Wait until all slots have their rows; the steps of the others', without these."""
-        if self._is_long:
-            self._sums.finish()
-            self._steps = [fetched._replace(rows=None) for fetched in self._steps]
-        else:
-            for fetched in self._arriving:
-                self._take(fetched, self.slots)
-                self._steps.append(fetched._replace(rows=None))
-                del fetched  # before the next is waited for
+        self._sums.finish()
+        self._take_all(self._arriving, self.slots)
         return self._steps
 
-    def _fill(self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
+    def _fill(
+        self,
+        fetch: Callable[[torch.Tensor, torch.Tensor], Iterator[Fetched]],
+        key: torch.Tensor,
+        value: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> None:
+        arriving = fetch(key, value)
         take_slots((key, value), slots, *self._own().rows)
-        for fetched in self._arriving:
+        self._take_all(arriving, slots)
+
+    def _take_all(self, arriving: Iterator[Fetched], slots: torch.Tensor) -> None:
+        for fetched in arriving:
             self._take(fetched, slots)
-            self._steps.append(fetched)  # with its rows, which this stream is yet to read
+            self._steps.append(fetched._replace(rows=None))
+            del fetched  # before the next is waited for
 
     def _take(self, fetched: Fetched, slots: torch.Tensor) -> None:
         """Put the rows that a rank has sent into their slots."""

@@ -82,14 +82,12 @@ class RingCall:
         passing = chain.from_iterable(one.passing_steps(self.hosts) or () for one in self.rounds)
         return fetch(passing, PassingPacker(self.exchange, key, value), depth=depth)
 
-    def joined_rows(
-        self, one: RankPlan, inputs: compute.Inputs, arrivals: Iterator[Fetched], sums: Accumulator
-    ) -> JoinedRows | None:
-        """Where a round has the rows of `joined`, if there is any: own ones, and its arrivals."""
+    def joined_rows(self, inputs: compute.Inputs, sums: Accumulator) -> JoinedRows | None:
+        """Where the rows of `joined` are on their way to, if there is any."""
         if self.joined is None:
             return None
-        arriving = islice(arrivals, self.num_steps(one))
-        return JoinedRows(self.joined, one, *inputs[1:], arriving, sums)
+        (one,) = self.rounds
+        return JoinedRows(self.joined, one, *inputs[1:], self.fetch, sums)
 
     def arrived(
         self, one: RankPlan, rows: JoinedRows | None, arrivals: Iterator[Fetched]
@@ -148,11 +146,11 @@ def ring_forward(
     if not covers:
         lse.fill_(-torch.inf)
     with kernels_on(query.device), sums:
-        arrivals = call.fetch(inputs.keys, inputs.values)
+        rows = call.joined_rows(inputs, sums)
+        arrivals = call.fetch(*inputs[1:]) if rows is None else iter(())
         zero_keys: list[TileGroup] = []
         for one in rounds:
-            rows = call.joined_rows(one, inputs, arrivals, sums)
-            own = own_schedule(one, tiles, query.shape[3], None if rows is None else rows.joined)
+            own = own_schedule(one, tiles, query.shape[3], call.joined)
             zero_keys.extend(own.zero_keys)
             for group in own.covering:
                 compute.forward(group, tiles, inputs, compute.Result(out, lse, stores=True), sums)
@@ -203,9 +201,10 @@ def ring_backward(
         call, compute.Inputs(query, key, value), compute.Merged(dout, out, lse.contiguous())
     )
     with kernels_on(query.device), run.sums:
-        arrivals = call.fetch(key, value)
+        rows = call.joined_rows(run.inputs, run.sums)
+        arrivals = call.fetch(key, value) if rows is None else iter(())
         for one in run.rounds:
-            run.compute_round(one, arrivals)
+            run.compute_round(one, rows, arrivals)
         run.finish()
     return run.dquery.to(query.dtype), run.dkey.to(key.dtype), run.dvalue.to(value.dtype)
 
@@ -242,7 +241,7 @@ class _Backward:
     """
 
     def __init__(self, call: RingCall, inputs: compute.Inputs, merged: compute.Merged) -> None:
-        self._call, self._inputs, self._merged = call, inputs, merged
+        self.inputs, self._call, self._merged = inputs, call, merged
         query = inputs.query
         self._tiles, self.sums = call.tiles(query), call.sums(query)
         self.rounds = call.rounds
@@ -259,12 +258,12 @@ class _Backward:
         self._home = call.home(self.dkey, self.dvalue, self._returned)
         self._returning: deque[GradientReturn] = deque()
 
-    def compute_round(self, one: RankPlan, arrivals: Iterator[Fetched]) -> None:
+    def compute_round(
+        self, one: RankPlan, rows: JoinedRows | None, arrivals: Iterator[Fetched]
+    ) -> None:
         """Compute the local tiles of a round, and those of the rows that arrive for it."""
         is_last = one is self.rounds[-1]
-        rows = self._call.joined_rows(one, self._inputs, arrivals, self.sums)
-        joined, head_dim = None if rows is None else rows.joined, self._inputs.query.shape[3]
-        own = own_schedule(one, self._tiles, head_dim, joined)
+        own = own_schedule(one, self._tiles, self.inputs.query.shape[3], self._call.joined)
         late: Sequence[TileGroup] = ()
         if one.is_alone or own.launches or rows is not None:
             late = self._compute_own(own, all_now=one.is_alone or not is_last)
@@ -315,7 +314,7 @@ class _Backward:
         gradients = compute.Gradients(self.dquery, self.dkey, self.dvalue)
         first = gradients._replace(stores_query=True, stores_keys=True)
         self._compute_groups(own.covering, own, first)
-        given = self._tiles, self._inputs, self._merged, gradients, self.sums
+        given = self._tiles, self.inputs, self._merged, gradients, self.sums
         for launch in own.launches:
             backward_own(launch, *given, detached=self._call.detached)
         # Some are left to do while gradients are returned, but not all while rows are fetched.
@@ -339,7 +338,7 @@ class _Backward:
     ) -> None:
         for group in groups:
             merged = self._merged_of(group, own) if self._call.detached else self._merged
-            compute.backward(group, self._tiles, self._inputs, merged, gradients, self.sums)
+            compute.backward(group, self._tiles, self.inputs, merged, gradients, self.sums)
 
     def _merged_of(self, group: TileGroup, own: OwnSchedule) -> compute.Merged:
         """What backward of a group starts from where branch weights are constants.
@@ -349,7 +348,7 @@ class _Backward:
         out = torch.empty_like(self._merged.out)
         lse = torch.empty_like(self._merged.lse)
         result = compute.Result(out, lse, stores=True)
-        compute.forward(group, self._tiles, self._inputs, result, self.sums)
+        compute.forward(group, self._tiles, self.inputs, result, self.sums)
         self.sums.join()
         zero_keys = [each for each in own.zero_keys if each.branch == group.branch]
         merge_zero_keys(zero_keys, out, lse.transpose(1, 2), self._tiles.heads_per_kv)
@@ -359,7 +358,7 @@ class _Backward:
         for number, group in enumerate(groups):
             stores = stores_first and number == 0
             gradients = compute.Gradients(self.dquery, self.dkey, self.dvalue, stores, stores)
-            compute.backward(group, self._tiles, self._inputs, self._merged, gradients, self.sums)
+            compute.backward(group, self._tiles, self.inputs, self._merged, gradients, self.sums)
 
     def _add_returned(self, *, all_of_them: bool = False) -> None:
         """Have returned gradients added behind the next compute, but for the most recent."""
@@ -371,7 +370,7 @@ class _Backward:
     def _compute_arrived(self, work: Arrived) -> torch.Tensor:
         """Add gradients of what has arrived to those of the query; return those of its slots."""
         assert work.slots is not None
-        query = self._inputs.query
+        query = self.inputs.query
         create = torch.empty if work.storing else torch.zeros
         dslots = create(work.slots.shape, dtype=self._returned, device=query.device)
         keys, values, dkeys, dvalues = map(by_slot, (*work.slots, *dslots))

@@ -15,6 +15,8 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 import torch
 
 from ..kernels import runs_triton
+from ..plan import FEW_ADDITIONS
+from ..tiles import accumulate_dtype
 from .merge import merge_
 
 
@@ -64,6 +66,18 @@ def add(totals: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], *, store:
             total.copy_(part)
         else:
             total.add_(part)  # torch adds half precision in float32 too
+
+
+def sum_dtype(query: torch.Tensor, additions: float) -> torch.dtype:
+    """The dtype in which results of tiles are summed up.
+
+    On CUDA that of the inputs, which needs no second tensor: each addition is made in float32 and
+    rounds once. With more than a few additions to most rows rounding would show: then float32, as
+    on other devices. float64 for float64 inputs.
+    """
+    if query.is_cuda and additions <= FEW_ADDITIONS:
+        return query.dtype
+    return accumulate_dtype(query.dtype)
 
 
 def row_sums(dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

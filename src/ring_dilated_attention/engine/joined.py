@@ -65,6 +65,7 @@ class JoinedRows:
     Attributes:
         joined: as given.
         slots: (2, B, slots, D): K and V, from `filled` on.
+        is_long: whether copies of the slots are worth the side stream.
     """
 
     def __init__(
@@ -82,8 +83,8 @@ class JoinedRows:
         self.slots = key.new_empty(2, batch, joined.message.slots, head_dim)
         self._steps: list[Fetched] = []
         self._arriving: Iterator[Fetched] = iter(())
-        self._is_long = self.slots.nbytes >= BESIDE_BYTES
-        if self._is_long and sums.has_streams:
+        self.is_long = self.slots.nbytes >= BESIDE_BYTES
+        if self.is_long and sums.has_streams:
             fill = partial(self._fill, fetch, key, value, self.slots)
             sums.start(fill, key, value, into=(self.slots,))
         else:
@@ -121,15 +122,7 @@ class JoinedRows:
             take_slots(pair, slots, found.slots, rows)
 
     def add_own(self, dslots: torch.Tensor, dkey: torch.Tensor, dvalue: torch.Tensor) -> None:
-        """Add the gradients (2, B, slots, D) of this rank's rows to those of K and V.
-
-        Beside what follows: `sums` is to be joined.
-        """
-        add_all = partial(self._add_own, dslots, dkey, dvalue)
-        into, is_long = (dkey, dvalue), self._is_long
-        self._sums.run(add_all, dslots, into=into, is_long=is_long, holds=False)
-
-    def _add_own(self, dslots: torch.Tensor, dkey: torch.Tensor, dvalue: torch.Tensor) -> None:
+        """Add the gradients (2, B, slots, D) of this rank's rows to those of K and V."""
         for rows in self._own().branches:  # a row may have a slot of each branch
             add_slots((dkey, dvalue), dslots, *rows)
 

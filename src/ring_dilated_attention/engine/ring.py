@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain, islice
 
 import torch
 
 from ..exchange import Exchange
-from ..plan import FEW_ADDITIONS, Joined, RankPlan, TileGroup
+from ..plan import Joined, RankPlan, TileGroup
 from ..tiles import Selection, accumulate_dtype
 from . import compute
-from .accumulate import Accumulator
+from .accumulate import Accumulator, sum_dtype
 from .arrived import Arrived, of_all, of_step
 from .autocast import kernels_on
 from .blocks import by_slot, readable, readable_in_backward
@@ -292,14 +292,27 @@ class _Backward:
 
     def _return(self, work: Arrived, dslots: torch.Tensor | None) -> None:
         """Return gradients of others' rows, and add those of this rank's own, if there are any."""
+        several = len(work.steps) > 1  # of which the first are added while others are on their way
+        if several or work.joined is None or dslots is None:
+            self._start_returns(work, dslots)
+        if work.joined is not None and dslots is not None:  # beside what is computed next
+            add_all = partial(self._add_joined, work, dslots, starts=not several)
+            into, is_long = (self.dkey, self.dvalue), work.joined.is_long
+            self.sums.run(add_all, dslots, into=into, is_long=is_long, holds=False)
+
+    def _add_joined(self, work: Arrived, dslots: torch.Tensor, *, starts: bool) -> None:
+        if starts:
+            self._start_returns(work, dslots)
+        assert work.joined is not None
+        work.joined.add_own(dslots, self.dkey, self.dvalue)
+
+    def _start_returns(self, work: Arrived, dslots: torch.Tensor | None) -> None:
         for number, (fetched, found) in enumerate(work.returned(dslots)):
             if number:
                 self._add_returned()
             self._returning.extend(self._home.due())
             self._returning.append(self._home.start(fetched, found))
             del fetched, found
-        if work.joined is not None and dslots is not None:
-            work.joined.add_own(dslots, self.dkey, self.dvalue)
 
     def finish(self) -> None:
         """Add returned gradients that are still in flight: there is nothing left to compute."""
@@ -380,17 +393,6 @@ class _Backward:
                 self.dquery, dkeys, dvalues, stores_keys=number < work.storing
             )
             compute.backward(group, self._tiles, inputs, self._merged, gradients, self.sums)
-        self.sums.join(dslots)
+        if len(work.steps) > 1 or work.joined is None:
+            self.sums.join(dslots)
         return dslots
-
-
-def sum_dtype(query: torch.Tensor, additions: float) -> torch.dtype:
-    """The dtype in which results of tiles are summed up.
-
-    On CUDA that of the inputs, which needs no second tensor: each addition is made in float32 and
-    rounds once. With more than a few additions to most rows rounding would show: then float32, as
-    on other devices. float64 for float64 inputs.
-    """
-    if query.is_cuda and additions <= FEW_ADDITIONS:
-        return query.dtype
-    return accumulate_dtype(query.dtype)

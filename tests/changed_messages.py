@@ -1,6 +1,6 @@
 """Messages of the engine, counted or changed on purpose."""
 
-from ring_dilated_attention.engine import arrived, messages, ring, transfer
+from ring_dilated_attention.engine import arrived, messages, ring_call, transfer
 
 
 def lose_returned_gradients(patch):
@@ -40,4 +40,4 @@ def count_bytes(patch, count):
 
     for function in (pack, spread, add_returned):
         patch.setattr(transfer, function.__name__, function)
-    patch.setattr(ring, "of_all", of_all)
+    patch.setattr(ring_call, "of_all", of_all)

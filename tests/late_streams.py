@@ -116,7 +116,10 @@ class LateStreams:
         self.kept: list[torch.Tensor] = []
         self.queued = 0
 
-    def run(self, add_all, into):
+    def mark(self):
+        """What is done beside what comes after is done as late as all else."""
+
+    def run(self, add_all, into, since=None):
         late = Late(add_all, into)
         self.queue.append(late)
         self.queued += 1

@@ -15,7 +15,7 @@ from strategies import patterns
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, plan_attention
 from ring_dilated_attention.checks import KINDS, Case, combine, references, run_case
-from ring_dilated_attention.engine import arrived, messages, ring
+from ring_dilated_attention.engine import arrived, messages, ring_call
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.plan import Message, Rows, Run
 
@@ -130,7 +130,7 @@ def test_a_sharded_slide_is_exact(layout, joining, exchange, num_kv_heads, zero_
         return of_all(*given)
 
     of_all = arrived.of_all
-    monkeypatch.setattr(ring, "of_all", noted)
+    monkeypatch.setattr(ring_call, "of_all", noted)
     lengths, rates = SLIDE.segment_lengths, SLIDE.dilation_rates
     case = Case(
         pattern=DilatedPattern(lengths, rates, head_offsets="blocked", zero_keys=zero_keys),

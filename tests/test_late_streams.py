@@ -17,7 +17,7 @@ from late_streams import LateExchange, late_streams
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, replicated_query_attention
 from ring_dilated_attention.checks import TENSORS, Case, relative_error
-from ring_dilated_attention.engine import accumulate, compute, joined, own, parts, ring
+from ring_dilated_attention.engine import RingCall, accumulate, compute, joined, own, parts, ring
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.kernels import has_triton
 from ring_dilated_attention.tiles import Limits, Selection, backend_named
@@ -64,9 +64,7 @@ def run(case, ends, selection, *, gathers=False, workspace=None, detached=False)
     plan = case.plan()
     exchange = LateExchange(ends)
     scale = case.head_dim**-0.5
-    call = ring.RingCall(
-        plan.rank(ends.rank), exchange, selection, scale, gathers, workspace, detached
-    )
+    call = RingCall(plan.rank(ends.rank), exchange, selection, scale, gathers, workspace, detached)
     query, key, value, dout = (
         case.layout.shard(x.to(case.dtype), ends.rank, 1) for x in case.inputs()
     )
@@ -274,7 +272,7 @@ def test_an_addition_that_fails_half_way_keeps_its_memory(monkeypatch):
     kept: list[torch.Tensor] = []
 
     class Fails:
-        def run(self, add_all, into):
+        def run(self, add_all, into, since):
             raise torch.OutOfMemoryError
 
         def outlast(self, tensors):

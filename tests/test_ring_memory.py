@@ -15,7 +15,7 @@ from worlds import world
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, plan_attention
 from ring_dilated_attention.checks import run_ranks
-from ring_dilated_attention.engine import accumulate, compute, parts, ring
+from ring_dilated_attention.engine import RingCall, accumulate, compute, parts, ring
 from ring_dilated_attention.exchange import resolve_exchange
 from ring_dilated_attention.plan import FEW_ADDITIONS
 from ring_dilated_attention.tiles import Selection, TileBackend, backend_named
@@ -48,7 +48,10 @@ class Held(TorchDispatchMode):
 class Streams:
     """What an `Accumulator` asks of streams: results live until somebody waits."""
 
-    def run(self, add_all, into):
+    def mark(self):
+        pass
+
+    def run(self, add_all, into, since=None):
         add_all()
 
     def wait(self, done):
@@ -114,7 +117,7 @@ def hold(rank, world_size, length):
     shape = 4, 1, rows, HEADS, HEAD_DIM
     query, key, value, dout = torch.zeros(shape, dtype=torch.bfloat16)
     ends = resolve_exchange(world() if world_size > 1 else None)
-    call = ring.RingCall(plan.rank(rank), ends, Selection(NOTHING), 1.0, plan.gathers)
+    call = RingCall(plan.rank(rank), ends, Selection(NOTHING), 1.0, plan.gathers)
     with Held(query) as forward:
         out, lse = ring.ring_forward(query, key, value, call)
     with Held(query, out, lse) as backward:

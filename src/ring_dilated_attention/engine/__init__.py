@@ -17,7 +17,8 @@ from .blocks import kernel_calls, readable, readable_in_backward
 from .device_tables import TABLES
 from .merge import merge_
 from .parts import BACKWARD_WORKSPACE, TileCall
-from .ring import RingCall, ring_backward, ring_forward
+from .ring import ring_backward, ring_forward
+from .ring_call import RingCall
 from .zero_keys import merge_zero_keys
 
 __all__ = [

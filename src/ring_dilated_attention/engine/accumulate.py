@@ -101,12 +101,19 @@ def row_sums(dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 class Streams(Protocol):
     """A side stream of one rank, next to the stream that computes."""
 
-    def run(self, add_all: Callable[[], None], into: Sequence[torch.Tensor]) -> Any:
+    def mark(self) -> Any:
+        """What the computing stream has queued by now, for `run`."""
+        ...
+
+    def run(
+        self, add_all: Callable[[], None], into: Sequence[torch.Tensor], since: Any = None
+    ) -> Any:
         """Queue `add_all` on the side stream, after all that the computing stream has queued.
 
         Args:
             add_all: what to queue. It is called at once; its work may be done later.
             into: the tensors that it changes.
+            since: a `mark`, for one `run`: it comes after what had been queued then; None: by now.
 
         Returns:
             What `wait` takes to wait for it.
@@ -132,12 +139,21 @@ class _CudaStreams:
     def _main(self) -> torch.cuda.Stream:  # not asked for in calls that have nothing to add behind
         return torch.cuda.current_stream(self._device)
 
-    def run(self, add_all: Callable[[], None], into: Sequence[torch.Tensor]) -> torch.cuda.Event:
-        """See `Streams.run`."""
-        side = _side_stream(self._device)
+    def mark(self) -> torch.cuda.Event:
+        """See `Streams.mark`."""
         queued = self._event()
         queued.record(self._main)
-        self._order(side, queued)
+        return queued
+
+    def run(
+        self,
+        add_all: Callable[[], None],
+        into: Sequence[torch.Tensor],
+        since: torch.cuda.Event | None = None,
+    ) -> torch.cuda.Event:
+        """See `Streams.run`."""
+        side = _side_stream(self._device)
+        self._order(side, self.mark() if since is None else since)
         torch.cuda.set_stream(side)  # `with torch.cuda.stream(side)` takes three times as long
         try:
             add_all()
@@ -265,8 +281,16 @@ class Accumulator:
         """Whether the side stream may be waiting for other ranks, and with it what comes behind."""
         return any(behind.kind == "started" for behind in self._behind)
 
+    def mark(self) -> Any:
+        """What the compute has queued by now, for `start`; where there are streams."""
+        return None if self._streams is None else self._streams.mark()
+
     def start(
-        self, add_all: Callable[[], None], *tensors: torch.Tensor, into: Sequence[torch.Tensor]
+        self,
+        add_all: Callable[[], None],
+        *tensors: torch.Tensor,
+        into: Sequence[torch.Tensor],
+        since: Any = None,
     ) -> None:
         """Add what must be waited for, too, behind the compute that follows, until `finish`.
 
@@ -274,11 +298,12 @@ class Accumulator:
             add_all: waits, and adds.
             tensors: what is added, and freed at `finish`.
             into: what it is added to.
+            since: a `mark`, for one `start`: beside the compute that has been queued after it, too.
         """
         if self._streams is None:
             self._started.append(add_all)
         else:
-            self._run_behind(add_all, tensors, into, kind="started")
+            self._run_behind(add_all, tensors, into, kind="started", since=since)
 
     def finish(self) -> None:
         """Make the current stream wait for what was started; without streams, do it now."""
@@ -299,10 +324,11 @@ class Accumulator:
         into: Sequence[torch.Tensor],
         *,
         kind: _Kind,
+        since: Any = None,
     ) -> None:
         assert self._streams is not None
         try:
-            done = self._streams.run(add_all, into)
+            done = self._streams.run(add_all, into, since)
         except BaseException:  # after a part of it was queued, perhaps
             self._streams.outlast((*tensors, *into))
             raise

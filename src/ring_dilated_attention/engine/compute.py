@@ -269,11 +269,14 @@ def _backward_launch(
     launch = launch_of(
         work, "backward", call.batch, call.heads_per_kv, query.shape[3], query.dtype, query.device
     )
+    delta = merged.delta  # made by the stream that is first to need it, for which others wait
+    if delta.is_cuda:
+        delta.record_stream(torch.cuda.current_stream(delta.device))
     tiles_backward(
         merged.dout,
         *inputs,
         merged.lse,
-        merged.delta,  # by the stream that is first to need it: others wait for that
+        delta,
         *gradients[:3],
         launch.cells,
         is_causal=launch.cells.is_causal,

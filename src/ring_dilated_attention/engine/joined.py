@@ -51,8 +51,8 @@ class _Received(NamedTuple):
 class JoinedRows:
     """The slots of a `Joined` in one call, and the rows of others on their way there.
 
-    Where that is long, all of it is done beside what is computed next, from packing the rows that
-    others need on: on the side stream, whose memory it takes.
+    Where that is long, all of it is done beside what is computed meanwhile, from packing the rows
+    that others need on: on the side stream, whose memory it takes.
 
     Args:
         joined: what is computed.
@@ -84,15 +84,26 @@ class JoinedRows:
         self._steps: list[Fetched] = []
         self._arriving: Iterator[Fetched] = iter(())
         self.is_long = self.slots.nbytes >= BESIDE_BYTES
+        self._waiting: Callable[[], None] | None = None
         if self.is_long and sums.has_streams:
-            fill = partial(self._fill, fetch, key, value, self.slots)
-            sums.start(fill, key, value, into=(self.slots,))
+            fill, since = partial(self._fill, fetch, key, value, self.slots), sums.mark()
+            self._waiting = partial(sums.start, fill, key, value, into=(self.slots,), since=since)
         else:
             self._arriving = fetch(key, value)
             take_slots((key, value), self.slots, *self._own().rows)
 
+    def begin(self) -> None:
+        """Begin what is done beside the compute, and beside what it has queued since this is made.
+
+        Not at once: the GPU computes while the CPU sends rows, and waits for other ranks' CPUs.
+        """
+        if self._waiting is not None:
+            self._waiting()
+            self._waiting = None
+
     def filled(self) -> Sequence[Fetched]:
         """Wait until all slots have their rows; the steps of the others', without these."""
+        self.begin()
         self._sums.finish()
         self._take_all(self._arriving, self.slots)
         return self._steps

@@ -1,0 +1,107 @@
+"""What a rank's call is, but for its tensors: its plan, and how rows and results travel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain, islice
+
+import torch
+
+from ..exchange import Exchange
+from ..plan import Joined, RankPlan
+from ..tiles import Selection
+from .accumulate import Accumulator
+from .arrived import Arrived, of_all, of_step
+from .compute import Inputs
+from .joined import JoinedRows
+from .parts import TileCall
+from .passing import PassingPacker, Relayed
+from .transfer import Fetched, Home, Packer, fetch
+
+
+@dataclass(frozen=True)
+class RingCall:
+    """Everything but the tensors of one call on one rank."""
+
+    plan: RankPlan
+    exchange: Exchange
+    backend: Selection
+    scale: float
+    gathers: bool  # whether all messages are in flight behind the running compute, or one
+    workspace: float | None = None  # see `dilated_attention`
+    detached: bool = False  # whether backward takes the weights of branches for constants
+
+    @property
+    def branches(self) -> Iterator[RingCall]:
+        """A call of each branch by itself."""
+        for plan in self.plan.plan.single_branches:
+            yield replace(self, plan=plan.rank(self.plan.index), detached=False)
+
+    @property
+    def rounds(self) -> tuple[RankPlan, ...]:
+        """What is run one after the other."""
+        return self.plan.rounds(gathers=self.gathers)
+
+    @property
+    def hosts(self) -> tuple[int, ...]:
+        """Host of each rank; empty: all are on one."""
+        return getattr(self.exchange, "hosts", ())
+
+    @cached_property
+    def joined(self) -> Joined | None:
+        """What its only round computes when the rows of all steps have arrived, if anything."""
+        return self.plan.at_once(gathers=self.gathers, hosts=self.hosts)
+
+    def num_steps(self, one: RankPlan) -> int:
+        """How many steps a round has."""
+        passing = one.passing_steps(self.hosts)
+        return one.num_steps if passing is None else len(passing)
+
+    def fetch(self, key: torch.Tensor, value: torch.Tensor) -> Iterator[Fetched]:
+        """Start fetching the rows of all steps of all rounds, in order."""
+        depth = self.plan.world_size - 1 if self.gathers else 1
+        if self.plan.passing_steps(self.hosts) is None:
+            if self.plan.is_alone:  # and passes on nothing to others
+                return iter(())
+            steps = chain.from_iterable(one.steps() for one in self.rounds)
+            packer = Packer(self.exchange, key, value, spreads=self.joined is None)
+            return fetch(steps, packer, depth=depth)
+        passing = chain.from_iterable(one.passing_steps(self.hosts) or () for one in self.rounds)
+        return fetch(passing, PassingPacker(self.exchange, key, value), depth=depth)
+
+    def joined_rows(self, inputs: Inputs, sums: Accumulator) -> JoinedRows | None:
+        """Where the rows of `joined` are on their way to, if there is any."""
+        if self.joined is None:
+            return None
+        (one,) = self.rounds
+        return JoinedRows(self.joined, one, *inputs[1:], self.fetch, sums)
+
+    def arrived(
+        self, one: RankPlan, rows: JoinedRows | None, arrivals: Iterator[Fetched]
+    ) -> Iterator[Arrived]:
+        """What a round computes with rows of others, as soon as it has them."""
+        if rows is not None:
+            return iter((of_all(rows),))
+        # Which does not hold what the caller drops.
+        return map(of_step, islice(arrivals, self.num_steps(one)))
+
+    def home(self, dkey: torch.Tensor, dvalue: torch.Tensor, dtype: torch.dtype) -> Home | Relayed:
+        """Where gradients of remote rows are returned from, and to: see `Home`."""
+        home = Home(self.exchange, dkey, dvalue, dtype)
+        return home if self.plan.passing_steps(self.hosts) is None else Relayed(home)
+
+    def sums(self, query: torch.Tensor) -> Accumulator:
+        """Through which results are added up."""
+        return Accumulator(query.device, getattr(self.exchange, "stopwatch", None))
+
+    def tiles(self, query: torch.Tensor) -> TileCall:
+        """What tiles need to know of the call."""
+        plan, (batch, _, _, head_dim) = self.plan.plan, query.shape
+        heads_per_kv, flops = plan.num_heads // plan.num_kv_heads, 0.0
+        # Packed documents have the limits of short calls: they are rarely seen twice, and a kernel
+        # call of each takes the CPU longer than it saves the GPU.
+        if len(plan.documents) <= 2:
+            flops = 4.0 * head_dim * batch * heads_per_kv * self.plan.own_pairs
+        return TileCall(self.backend, self.scale, batch, heads_per_kv, self.workspace, flops)

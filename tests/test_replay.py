@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from ring_dilated_attention.tiles import TileGradients, TileInputs, fa4
 from ring_dilated_attention.tiles.replay import MOST_KEPT, Replay
 
 
@@ -159,3 +160,29 @@ def test_few_kinds_are_kept():
     for scale in range(MOST_KEPT + 5):
         check(run, scale=float(scale))
     assert len(replay.kept) == MOST_KEPT
+
+
+def _lse_given_for(lse, monkeypatch):
+    """What flash-attn-4's backward is given for an lse (batch, heads, rows)."""
+    given = []
+    monkeypatch.setattr(fa4, "BACKWARDS", lambda tensors, *_: given.append(tensors[5]))
+    q, k, v, dout, out = torch.zeros(5, lse.shape[0], lse.shape[2], lse.shape[1], 8).unbind()
+    fa4.FA4.backward(TileInputs(q, k, v, False, 1.0), TileGradients(dout, out, lse))
+    (found,) = given
+    assert torch.equal(found, lse)
+    assert found.data_ptr() % 16 == 0
+    assert found.stride(2) == 1
+    assert all(stride % 4 == 0 for stride in found.stride()[:2]) or found.is_contiguous()
+    return found
+
+
+def test_flash_attn_4_is_given_an_lse_that_it_does_not_copy(monkeypatch):
+    """It would copy one whose rows are not aligned, in each call, and none could be kept."""
+    whole = torch.randn(2, 3, 64)
+    segments = whole.unflatten(2, (4, 16)).transpose(1, 2).flatten(0, 1)  # copied: two strides
+    aligned = whole[:1].unflatten(2, (4, 16)).transpose(1, 2)[0]
+    assert _lse_given_for(aligned, monkeypatch).data_ptr() == aligned.data_ptr()
+    assert _lse_given_for(segments, monkeypatch).data_ptr() == segments.data_ptr()
+    odd = torch.randn(1, 3, 61)
+    for other in (odd[:, 1:], odd[:, :, 4:20], whole[:, :, 1:17], whole[:, :, ::2]):
+        assert _lse_given_for(other, monkeypatch).data_ptr() != other.data_ptr()

@@ -98,7 +98,9 @@ def _forward_into(t: TileInputs, out: torch.Tensor, lse: torch.Tensor) -> None:
 def _backward_into(
     t: TileInputs, g: TileGradients, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor
 ) -> None:
-    lse = g.lse if g.lse.stride(2) == 1 else g.lse.contiguous()
+    lse = g.lse  # flash-attn-4 copies others itself, and its calls could not be called again
+    if not reads_aligned_rows(lse):
+        lse = lse.clone(memory_format=torch.contiguous_format)
     given, repeats = (t.q, t.k, t.v, g.out, g.dout, lse), wants_same_bits()
     options = {"softmax_scale": t.scale, "causal": t.is_causal, "deterministic": repeats}
 

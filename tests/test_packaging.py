@@ -171,7 +171,9 @@ def test_scripts_named_in_pages_exist_and_take_their_options():
     wrong = []
     for page in pages():
         for line in page.read_text().splitlines():
-            for script, rest in re.findall(r"\b((?:benchmarks|tests)/\w+\.(?:py|sh))([^`]*)", line):
+            named = re.split(r"\b((?:benchmarks|tests)/\w+\.(?:py|sh))", line)
+            for script, behind in zip(named[1::2], named[2::2], strict=True):
+                rest = behind.partition("`")[0]
                 if not (ROOT / script).exists():
                     wrong.append(f"{page.relative_to(ROOT)}: {script} does not exist")
                     continue

@@ -149,28 +149,32 @@ def _settle(
         ends.calls.kinds.add(kind)
 
 
-def settle_later(scope: Scope, ends: Exchange, device: torch.device) -> None:
-    """As `settle` of a call without arguments, which does not wait for ranks that need no rows.
+def settle_later(
+    scope: Scope, ends: Exchange, device: torch.device, shared: Shared = _NOTHING
+) -> None:
+    """As `settle`, but this rank goes on until it needs the others.
 
     Where ranks share a host, a rank shows which call it is in, and compares that of the others
-    before it sends or receives the first row of the call. If there is none, its next call does it.
+    before it sends or receives the first row of the call. If there is none, ``calls.before_rows()``
+    does it at the end of the call, or else its next call.
 
     Args:
         scope: the call.
         ends: this rank's end of the group.
         device: where the tensors of the call are.
+        shared: the arguments that must be equal on all ranks; default: there are none.
 
     Raises:
-        ExchangeError: see `settle`; it may come from the first transfer, or from the next call.
+        ValueError, ExchangeError: see `settle`; it may come from the first transfer, or later.
     """
     show = getattr(ends, "show", None)
-    numbers = _numbers(scope, _NOTHING, None)
+    numbers = _numbers(scope, shared, None)
     shown = show and show(numbers, device)
     if shown is None:
-        settle(scope, ends, device)
+        settle(scope, ends, device, shared)
         return
     scope.identify(numbers[0])
-    ends.calls.agree_later(_Agreement(shown, _NOTHING))
+    ends.calls.agree_later(_Agreement(shown, shared))
 
 
 class _Shown(Protocol):

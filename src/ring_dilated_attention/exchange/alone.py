@@ -16,6 +16,9 @@ class _OfOneRank(Calls):
     def enter(self, name: str, part: str, of: int = 0) -> Scope:
         return Scope(self, Call(0, name, part, of))
 
+    def before_rows(self) -> None:
+        pass
+
     def leave(self, scope: Scope, error: BaseException | None) -> None:
         pass
 

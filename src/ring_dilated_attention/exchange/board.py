@@ -1,6 +1,6 @@
 """Numbers that ranks of one host show each other in shared memory: an agreement in microseconds.
 
-Ranks agree on every call, and wait for it before they launch anything. A collective of gloo takes
+Ranks agree on every call, and wait for it before the first row moves. A collective of gloo takes
 0.5 ms or more for that, which is longer than launching the whole call. Each rank shows its state
 there too: the call it is in, whom it waits for, and why it gave up, if it has.
 """

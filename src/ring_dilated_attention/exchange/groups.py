@@ -305,9 +305,15 @@ class ProcessGroupExchange:
         return found
 
     def show(self, values: Sequence[int], device: torch.device) -> Shown | None:
-        """Begin a `maximum`; None, and nothing is begun, where ranks are not on one host."""
-        board = self._met.board if self.world_size > 1 else None
-        return None if board is None else board.show(_told(values, device), self._timeout)
+        """Begin a `maximum`.
+
+        None, and nothing is begun, where the ranks are not on one host, and where they have yet to
+        make what rows on `device` travel by, which all ranks do at once.
+        """
+        met = self._met if self.world_size > 1 else None
+        if met is None or met.board is None or self._key(device) not in met.transports:
+            return None
+        return met.board.show(_told(values, device), self._timeout)
 
     def show_ahead(self, values: Sequence[int], device: torch.device) -> Passed | None:
         """Begin a `maximum` whose result need not be waited for within the call.

@@ -180,16 +180,21 @@ def _forward(
             resolved = resolve(named, query, key, ends)
         except Exception as error:  # whatever it is, the other ranks are to be told
             failure = error
-        settle(scope, ends, query.device, resolved and resolved.shared, failure)
-        assert resolved is not None
+        if resolved is None:
+            settle(scope, ends, query.device, None, failure)  # raises
+            raise AssertionError
+        if resolved.shared is not None:  # there are others
+            settle_later(scope, ends, query.device, resolved.shared)
         identity = _identity(named.group, query, scope.call)
         if len(resolved.planned) == 1:
             call = _ring_call(named, ends, resolved, resolved.planned[0])
-            return *ring_forward(query, key, value, call), identity
-        out, lse, _ = _fake_forward(query, key, value, *options)
-        for some in resolved.planned:
-            rows, call = some.rows, _ring_call(named, ends, resolved, some)
-            out[rows], lse[rows] = ring_forward(query[rows], key[rows], value[rows], call)
+            out, lse = ring_forward(query, key, value, call)
+        else:
+            out, lse, _ = _fake_forward(query, key, value, *options)
+            for some in resolved.planned:
+                rows, call = some.rows, _ring_call(named, ends, resolved, some)
+                out[rows], lse[rows] = ring_forward(query[rows], key[rows], value[rows], call)
+        ends.calls.before_rows()  # where none has moved, ranks agree now
         return out, lse, identity
 
 

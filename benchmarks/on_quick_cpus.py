@@ -5,7 +5,8 @@
 
 Where others use a host, too, the same loop of Python takes one CPU twice as long as another, and
 what waits for the slower rank's CPU says little of the program. First of all each CPU that this
-process may use is timed, in 0.03 s; `CPUS_PER_RANK` says how many of the quickest a rank gets.
+process may use is timed, in 0.03 s; the environment's `CPUS_PER_RANK` (6) says how many of the
+quickest a rank gets, if there are as many. Linux only.
 """
 
 from __future__ import annotations

@@ -80,22 +80,20 @@ def sum_dtype(query: torch.Tensor, additions: float) -> torch.dtype:
     return accumulate_dtype(query.dtype)
 
 
-def row_sums(dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """``delta = rowsum(dout * out)`` as (batch, heads, sequence), float32 or float64.
+def row_sums(dout: torch.Tensor, out: torch.Tensor, into: torch.Tensor) -> None:
+    """Write ``delta = rowsum(dout * out)``.
 
     Args:
         dout: gradient of the output, (batch, sequence, heads, head_dim).
         out: the output, (batch, sequence, heads, head_dim).
+        into: (batch, heads, sequence), float32 or float64, contiguous.
     """
     if runs_triton(out):
         from ..kernels import row_sums as kernel
 
-        batch, length, heads, _ = out.shape
-        delta = torch.empty(batch, heads, length, dtype=torch.float32, device=out.device)
-        kernel(dout.transpose(1, 2), out.transpose(1, 2), delta)
-        return delta
-    wide = torch.float64 if out.dtype == torch.float64 else torch.float32
-    return (dout.to(wide) * out).sum(-1).transpose(1, 2)
+        kernel(dout.transpose(1, 2), out.transpose(1, 2), into)
+    else:
+        into.copy_((dout.to(into.dtype) * out).sum(-1).transpose(1, 2))
 
 
 class Streams(Protocol):

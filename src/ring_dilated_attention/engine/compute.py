@@ -85,9 +85,18 @@ class Merged:
     lse: torch.Tensor
 
     @cached_property
+    def room(self) -> torch.Tensor:
+        """For `delta`: memory of the stream that asks for it."""
+        return torch.empty_like(self.lse)
+
+    @cached_property
     def delta(self) -> torch.Tensor:
-        """``rowsum(dout * out)``, like lse. Most back ends work it out for themselves."""
-        return row_sums(self.dout, self.out)
+        """``rowsum(dout * out)``, like lse. Most back ends work it out for themselves.
+
+        By the stream that is first to ask for it, for which others wait.
+        """
+        row_sums(self.dout, self.out, self.room)
+        return self.room
 
 
 def launches_first(
@@ -198,7 +207,7 @@ def backward(
     head_dim, backend, profile = query.shape[3], call.selection.backend, profile_of(query.device)
     work = schedule_of(group, call.batch, call.heads_per_kv, head_dim, call.limits.backward)
     if work.shares_launch:  # first, as in forward
-        of_merged = merged.dout, merged.out, merged.lse
+        of_merged = merged.dout, merged.out, merged.lse, merged.room
         add_all = partial(_backward_launch, work, call, inputs, merged, gradients)
         into = dquery, dkeys, dvalues, *inputs[1:]
         # 10 operations for an element of a pair, 4 in forward.
@@ -269,14 +278,11 @@ def _backward_launch(
     launch = launch_of(
         work, "backward", call.batch, call.heads_per_kv, query.shape[3], query.dtype, query.device
     )
-    delta = merged.delta  # made by the stream that is first to need it, for which others wait
-    if delta.is_cuda:
-        delta.record_stream(torch.cuda.current_stream(delta.device))
     tiles_backward(
         merged.dout,
         *inputs,
         merged.lse,
-        delta,
+        merged.delta,
         *gradients[:3],
         launch.cells,
         is_causal=launch.cells.is_causal,

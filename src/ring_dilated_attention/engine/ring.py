@@ -205,24 +205,21 @@ class _Backward:
 
     def _return(self, work: Arrived, dslots: torch.Tensor | None) -> None:
         """Return gradients of others' rows, and add those of this rank's own, if there are any."""
-        several = len(work.steps) > 1  # of which the first are added while others are on their way
-        if several or work.joined is None or dslots is None:
+        if work.joined is None or dslots is None:
             self._start_returns(work, dslots)
-        if work.joined is not None and dslots is not None:  # beside what is computed next
-            add_all = partial(self._add_joined, work, dslots, starts=not several)
+        else:  # beside what is computed next
+            add_all = partial(self._add_joined, work, work.joined, dslots)
             into, is_long = (self.dkey, self.dvalue), work.joined.is_long
             self.sums.run(add_all, dslots, into=into, is_long=is_long, holds=False)
 
-    def _add_joined(self, work: Arrived, dslots: torch.Tensor, *, starts: bool) -> None:
-        if starts:
-            self._start_returns(work, dslots)
-        assert work.joined is not None
-        work.joined.add_own(dslots, self.dkey, self.dvalue)
+    def _add_joined(self, work: Arrived, rows: JoinedRows, dslots: torch.Tensor) -> None:
+        self._start_returns(work, dslots)
+        rows.add_own(dslots, self.dkey, self.dvalue)
 
     def _start_returns(self, work: Arrived, dslots: torch.Tensor | None) -> None:
-        for number, (fetched, found) in enumerate(work.returned(dslots)):
-            if number:
-                self._add_returned()
+        for fetched, found in work.returned(dslots):
+            while work.joined is not None and self._returning_bytes > RETURNING_BYTES:
+                self._returning.popleft().finish()
             self._returning.extend(self._home.due())
             self._returning.append(self._home.start(fetched, found))
             del fetched, found
@@ -295,7 +292,7 @@ class _Backward:
     def _add_returned(self, *, all_of_them: bool = False) -> None:
         """Have returned gradients added behind the next compute, but for the most recent."""
         most_bytes = RETURNING_BYTES if self._call.gathers and not all_of_them else -1
-        while self._returning and sum(x.nbytes for x in self._returning) > most_bytes:
+        while self._returning and self._returning_bytes > most_bytes:
             one = self._returning.popleft()
             self.sums.start(one.finish, *one.tensors, into=(self.dkey, self.dvalue))
 
@@ -312,6 +309,10 @@ class _Backward:
                 self.dquery, dkeys, dvalues, stores_keys=number < work.storing
             )
             compute.backward(group, self._tiles, inputs, self._merged, gradients, self.sums)
-        if len(work.steps) > 1 or work.joined is None:
+        if work.joined is None:
             self.sums.join(dslots)
         return dslots
+
+    @property
+    def _returning_bytes(self) -> int:
+        return sum(one.nbytes for one in self._returning)

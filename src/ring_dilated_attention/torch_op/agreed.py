@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..exchange import Group, agree, exchange_named, group_name, untraced
+from .registration import implement
 
 _Library: Any = torch.library.Library  # its methods have no annotations
 _library = _Library("ring_dilated_attention", "FRAGMENT")
@@ -34,10 +35,7 @@ def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, Non
     return gradient, None, None
 
 
-_library.impl("agreed", untraced(_agreed), "CompositeExplicitAutograd")
-torch.library.register_fake(
-    AGREED, lambda tensor, name, group: torch.empty_like(tensor), lib=_library
-)
+implement(_library, AGREED, untraced(_agreed), lambda tensor, name, group: torch.empty_like(tensor))
 torch.library.register_autograd(AGREED, _backward, setup_context=_setup_context, lib=_library)
 
 

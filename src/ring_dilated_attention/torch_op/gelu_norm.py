@@ -11,6 +11,7 @@ from ..engine import kernels_on
 from ..exchange import untraced
 from .derivatives import apply_function, once_differentiable, refuse_tangents
 from .direct import call_operator
+from .registration import implement
 
 _AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 _Library: Any = torch.library.Library  # its methods have no annotations
@@ -144,8 +145,5 @@ def _fake_backward(
 
 _run_forward, _run_backward = untraced(_forward), untraced(_backward)
 _run_autograd = untraced(_autograd)
-_library.impl("gelu_norm", _run_forward, "CompositeExplicitAutograd")
-_library.impl("gelu_norm_backward", _run_backward, "CompositeExplicitAutograd")
-_library.impl("gelu_norm", _run_autograd, "Autograd")
-torch.library.register_fake(GELU_NORM, _fake_forward, lib=_library)
-torch.library.register_fake(GELU_NORM_BACKWARD, _fake_backward, lib=_library)
+implement(_library, GELU_NORM, _run_forward, _fake_forward, _run_autograd)
+implement(_library, GELU_NORM_BACKWARD, _run_backward, _fake_backward)

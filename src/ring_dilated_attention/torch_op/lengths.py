@@ -23,6 +23,7 @@ from ..exchange import (
 )
 from ..layout import SequenceLayout
 from ..resolve import Options, shared_words
+from .registration import implement
 
 _Library: Any = torch.library.Library  # its methods have no annotations
 _library = _Library("ring_dilated_attention", "FRAGMENT")
@@ -61,8 +62,7 @@ def _fake_lengths(mask: torch.Tensor, layout: Sequence[int], group: str) -> torc
     return torch.empty(mask.shape[0], dtype=torch.int64, device="cpu")
 
 
-_library.impl("lengths_of_mask", untraced(_lengths), "CompositeExplicitAutograd")
-torch.library.register_fake(LENGTHS, _fake_lengths, lib=_library)
+implement(_library, LENGTHS, untraced(_lengths), _fake_lengths)
 
 
 def lengths_of_call(

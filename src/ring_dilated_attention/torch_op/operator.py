@@ -30,6 +30,7 @@ from .derivatives import apply_function, once_differentiable, refuse_tangents
 from .direct import call_operator
 from .flops import count_flops_of
 from .lengths import refuse_tensor_in_graphs
+from .registration import implement
 
 _OPTIONS = (
     "int[] segment_lengths, int[] dilation_rates, str head_offsets, str head_branches, "
@@ -180,11 +181,11 @@ def _forward(
             resolved = resolve(named, query, key, ends)
         except Exception as error:  # whatever it is, the other ranks are to be told
             failure = error
-        if resolved is None:
-            settle(scope, ends, query.device, None, failure)  # raises
-            raise AssertionError
-        if resolved.shared is not None:  # there are others
+        if resolved is None or resolved.shared is None:  # refused, or there are no others
+            settle(scope, ends, query.device, None, failure)
+        else:
             settle_later(scope, ends, query.device, resolved.shared)
+        assert resolved is not None
         identity = _identity(named.group, query, scope.call)
         if len(resolved.planned) == 1:
             call = _ring_call(named, ends, resolved, resolved.planned[0])
@@ -275,12 +276,8 @@ def _fake_backward(
 
 _run_forward, _run_backward = untraced(_forward), untraced(_backward)
 _run_autograd = untraced(_autograd)
-_library.impl("forward", _run_forward, "CompositeExplicitAutograd")
-_library.impl("backward", _run_backward, "CompositeExplicitAutograd")
-# torch.library.register_autograd does the same and takes 30 us longer, on every call.
-_library.impl("forward", _run_autograd, "Autograd")
-torch.library.register_fake(FORWARD, _fake_forward, lib=_library)
-torch.library.register_fake(BACKWARD, _fake_backward, lib=_library)
+implement(_library, FORWARD, _run_forward, _fake_forward, _run_autograd)
+implement(_library, BACKWARD, _run_backward, _fake_backward)
 
 
 count_flops_of(torch.ops.ring_dilated_attention.forward, torch.ops.ring_dilated_attention.backward)

@@ -49,8 +49,8 @@ class Largest(TorchDispatchMode):
         return result
 
 
-def run(function, pattern, exchange, is_causal=True):
-    layout = SequenceLayout.zigzag(LENGTH, WORLD_SIZE)
+def run(function, pattern, exchange, is_causal=True, deal=SequenceLayout.zigzag):
+    layout = deal(LENGTH, WORLD_SIZE)
 
     def rank(ends):
         query, key, value = torch.randn(3, 1, LENGTH // WORLD_SIZE, 4, 16).unbind(0)
@@ -289,9 +289,19 @@ def test_what_a_slice_allocates_is_freed_before_the_next(monkeypatch):
     assert len(alive) > 5 * 10
 
 
+SIDE_BY_SIDE = DilatedPattern([16, None], [1, 16]), SequenceLayout.contiguous
+
+
 @pytest.mark.parametrize(("at_once", "waits"), [(None, False), (0, True)])
-def test_a_gather_waits_for_returned_gradients_when_they_are_many(at_once, waits, monkeypatch):
-    """Before the next is computed; while they are few, at the end."""
+@pytest.mark.parametrize(
+    ("pattern", "deal", "most"),
+    [(DilatedPattern.dense(), SequenceLayout.zigzag, 2), (*SIDE_BY_SIDE, 1)],
+    ids=["step by step", "side by side"],
+)
+def test_a_gather_waits_for_returned_gradients_when_they_are_many(
+    pattern, deal, most, at_once, waits, monkeypatch
+):
+    """Before the next is computed, or sent; while they are few, at the end."""
     if at_once is not None:
         monkeypatch.setattr(ring, "RETURNING_BYTES", at_once)
     assert ring.RETURNING_BYTES <= 64 << 20  # of memory that no bound of the ring's counts
@@ -307,9 +317,9 @@ def test_a_gather_waits_for_returned_gradients_when_they_are_many(at_once, waits
 
     monkeypatch.setattr(GradientReturn, "__init__", noted("step", begin))  # when it is computed
     monkeypatch.setattr(GradientReturn, "finish", noted("return", finish))
-    run(lambda ends: nullcontext(), DilatedPattern.dense(), "gather", is_causal=False)
+    run(lambda ends: nullcontext(), pattern, "gather", is_causal=False, deal=deal)
     for of_rank in events.values():
         steps = WORLD_SIZE - 1
         last_step = max(i for i, name in enumerate(of_rank) if name == "step")
         assert of_rank.count("step") == of_rank.count("return") == steps
-        assert of_rank[:last_step].count("return") == (steps - 2 if waits else 0)
+        assert of_rank[:last_step].count("return") == (steps - most if waits else 0)

@@ -38,6 +38,7 @@ from ring_dilated_attention.bench.result import RankMemory, compare
 from ring_dilated_attention.bench.waits import TimedExchange
 from ring_dilated_attention.checks import RankError, run_ranks
 from ring_dilated_attention.cli import app
+from ring_dilated_attention.exchange import ProcessGroupExchange
 
 pytestmark = pytest.mark.xdist_group("bench_ranks")  # its fixtures are made once
 
@@ -318,6 +319,29 @@ def test_waits_are_timed_and_the_rest_is_the_exchange_itself(monkeypatch):
     passes(20)
     stop()
     assert tuple(timed.take()) == pytest.approx((20, 0))
+
+
+def _late_by_turns(rank, _):
+    """Milliseconds that a rank waits to agree, if the other is late; in calls after the first."""
+    world = dist.group.WORLD
+    assert world is not None
+    ends = TimedExchange(ProcessGroupExchange(world), torch.device("cpu"))
+    query, key, value = torch.randn(3, 1, 64, 4, 16).unbind(0)
+    found = []
+    for number in range(4):
+        if rank == number % 2:
+            time.sleep(0.3)
+        dilated_attention(query, key, value, DilatedPattern([16, None], [1, 4]), group=ends)
+        waits = ends.take()
+        if number and rank != number % 2:
+            found.append(waits.agreement)
+    return found
+
+
+def test_ranks_that_wait_to_agree_say_so_in_every_call():
+    for found in run_ranks(_late_by_turns, 2):
+        assert found
+        assert all(ms > 100 for ms in found), found
 
 
 def test_memory_adds_up():

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import threading
+import weakref
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -20,7 +22,16 @@ from strategies import cases
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, replicated_query_attention
 from ring_dilated_attention.checks import TENSORS, Case, relative_error
-from ring_dilated_attention.engine import RingCall, accumulate, compute, joined, own, parts, ring
+from ring_dilated_attention.engine import (
+    RingCall,
+    accumulate,
+    compute,
+    joined,
+    own,
+    parts,
+    ring,
+    ring_call,
+)
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.kernels import has_triton
 from ring_dilated_attention.tiles import Limits, Selection, backend_named
@@ -291,6 +302,59 @@ def test_launches_row_by_row_beside_larger_calls(name, long_flops, launches, mon
         assert {"ranges_forward", "ranges_backward"} == set(launches)
         counts.append(queued)
     assert counts[1] > counts[0] or not long_flops
+
+
+def test_an_error_before_rows_are_asked_for_lets_go_of_them(monkeypatch):
+    """At once, without the garbage collector."""
+    monkeypatch.setattr(joined, "BESIDE_BYTES", 0)
+    pattern, layout, _ = CASES["slide"]
+    case = Case(pattern=pattern, layout=layout)
+    made: list[weakref.ref[Any]] = []
+
+    class Noted(joined.JoinedRows):
+        def __init__(self, *given):
+            super().__init__(*given)
+            made.extend((weakref.ref(self), weakref.ref(self.slots)))
+
+    def fails(tile):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(ring_call, "JoinedRows", Noted)
+    selection = Selection(replace(EAGER, forward=fails))
+
+    def fails_on(ends):
+        with pytest.raises(torch.OutOfMemoryError):
+            run(case, ends, selection, gathers=True)
+
+    gc.disable()
+    try:
+        with late_streams(0, 0.0):
+            run_loopback(2, fails_on)
+        assert [x() for x in made] == [None] * 4
+    finally:
+        gc.enable()
+
+
+def test_streams_that_compute_have_side_streams_of_their_own(monkeypatch):
+    """Or rows of one group would wait for those of another, which wait for these elsewhere."""
+
+    class Stream:
+        def __init__(self, device, priority):
+            self.device, self.priority = device, priority
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    computing: list[Any] = [Computing(number) for number in (1, 2, 1)]
+    first, second, again = (accumulate.side_stream(x) for x in computing)
+    assert first is not second
+    assert again is first
+    assert (first.device, first.priority) == (computing[0].device, -1)
+
+
+class Computing(NamedTuple):
+    """A CUDA stream, equal to others of its number."""
+
+    number: int
+    device: torch.device = torch.device("cuda", 1)
 
 
 def test_an_addition_that_fails_half_way_keeps_its_memory(monkeypatch):

@@ -3,6 +3,7 @@
 import gc
 import os
 from threading import Event
+from types import SimpleNamespace
 from typing import Any
 from weakref import ref
 
@@ -60,6 +61,34 @@ def _groups(rank, world_size):
         errors.append(relative_error(out.detach(), layout.shard(want, rank // 2, 1)))
         out.sum().backward()
     return errors
+
+
+def _rows_of_two_devices(rank, _):
+    """What a group says that is given rows of another GPU than at first: all that it moved."""
+    moved = []
+
+    def transfer(send, receive):
+        moved.append(send[1].device.index)
+
+    vars(groups)["make_transport"] = lambda *args, **options: SimpleNamespace(transfer=transfer)
+    first, second = (SimpleNamespace(device=torch.device("cuda", i), nbytes=8) for i in (3, 5))
+    world: Any = dist.group.WORLD
+    ends: Any = ProcessGroupExchange(world)
+    for rows in (first, first):
+        ends.start((1 - rank, rows), None)
+    try:
+        ends.start((1 - rank, second), None)
+    except ValueError as error:
+        return moved, str(error)
+    return moved, ""
+
+
+def test_a_group_has_one_gpu_of_a_rank():
+    """Nothing would wait for what another GPU computes."""
+    for rank, (moved, message) in enumerate(run_ranks(_rows_of_two_devices, 2)):
+        assert moved == [3, 3]
+        assert message.startswith(f"this group moves rows of cuda:3 on rank {rank}, where")
+        assert "got tensors on cuda:5: make another group for them" in message
 
 
 def test_subgroups_and_meshes():

@@ -68,7 +68,7 @@ class TimedExchange:
     ) -> Pending:
         """See `Exchange.start`; the wait is timed."""
         pending = self._ends.start(send, receive)
-        return _TimedPending(pending, self._device, self._stream, self._transfers)
+        return _TimedWait(pending, self._device, self._stream, self._transfers)
 
     def stopwatch(self) -> Callable[[], None]:
         """See `Exchange`."""
@@ -81,6 +81,19 @@ class TimedExchange:
         found = self._ends.maximum(values, device)
         self._agreement.append(stop())
         return found
+
+    @property
+    def show(self) -> Callable[[Sequence[int], torch.device], Any]:
+        """As the exchange's own, if it has one; the wait is timed as the agreement."""
+        begin = self._ends.show  # type: ignore[attr-defined]
+
+        def show(values: Sequence[int], device: torch.device) -> Any:
+            shown = begin(values, device)
+            if shown is None:
+                return None
+            return _TimedWait(shown, self._device, self._stream, self._agreement)
+
+        return show
 
     def share(self, value: Any) -> list[Any]:
         """See `Exchange.share`."""
@@ -97,26 +110,28 @@ class TimedExchange:
         return waits
 
 
-class _TimedPending:
+class _TimedWait:
+    """What can be waited for, a transfer or an agreement, with the time that this takes."""
+
     def __init__(
         self,
-        pending: Pending,
+        waited: Any,
         device: torch.device,
         stream: torch.cuda.Stream | None,
         found: list[Callable[[], float]],
     ) -> None:
-        self._pending, self._device, self._stream, self._found = pending, device, stream, found
+        self._waited, self._device, self._stream, self._found = waited, device, stream, found
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._pending, name)
+        return getattr(self._waited, name)
 
-    def wait(self) -> None:
+    def wait(self) -> Any:
         if self._stream is not None and torch.cuda.current_stream(self._device) != self._stream:
-            self._pending.wait()
-            return
+            return self._waited.wait()
         stop = _stopwatch(self._device)
-        self._pending.wait()
+        result = self._waited.wait()
         self._found.append(stop())
+        return result
 
 
 def _stopwatch(device: torch.device) -> Callable[[], Callable[[], float]]:

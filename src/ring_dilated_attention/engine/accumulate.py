@@ -137,6 +137,10 @@ class _CudaStreams:
     def _main(self) -> torch.cuda.Stream:  # not asked for in calls that have nothing to add behind
         return torch.cuda.current_stream(self._device)
 
+    @cached_property
+    def _side(self) -> torch.cuda.Stream:
+        return side_stream(self._main)
+
     def mark(self) -> torch.cuda.Event:
         """See `Streams.mark`."""
         queued = self._event()
@@ -150,13 +154,13 @@ class _CudaStreams:
         since: torch.cuda.Event | None = None,
     ) -> torch.cuda.Event:
         """See `Streams.run`."""
-        side = _side_stream(self._device)
+        main, side = self._main, self._side
         self._order(side, self.mark() if since is None else since)
-        torch.cuda.set_stream(side)  # `with torch.cuda.stream(side)` takes three times as long
-        try:
+        try:  # `with torch.cuda.stream(side)` takes three times as long
+            torch.cuda.set_stream(side)
             add_all()
         finally:
-            torch.cuda.set_stream(self._main)
+            torch.cuda.set_stream(main)
         done = self._event()
         done.record(side)
         return done
@@ -180,13 +184,16 @@ class _CudaStreams:
     def outlast(self, tensors: Sequence[torch.Tensor]) -> None:
         """See `Streams.outlast`."""
         for tensor in tensors:
-            tensor.record_stream(_side_stream(self._device))
+            tensor.record_stream(self._side)
 
 
-@lru_cache(maxsize=8)
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    # It has priority: its short kernels are to slip in between those of a long one.
-    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+@lru_cache(maxsize=64)
+def side_stream(main: torch.cuda.Stream) -> torch.cuda.Stream:
+    """That of a stream that computes: on one for all, rows of one group could wait for another's.
+
+    It has priority: its short kernels are to slip in between those of a long one.
+    """
+    return torch.cuda.Stream(main.device, priority=-1)  # type: ignore[no-untyped-call]
 
 
 @lru_cache(maxsize=8)

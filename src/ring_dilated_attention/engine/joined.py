@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -84,10 +84,9 @@ class JoinedRows:
         self._steps: list[Fetched] = []
         self._arriving: Iterator[Fetched] = iter(())
         self.is_long = self.slots.nbytes >= BESIDE_BYTES
-        self._waiting: Callable[[], None] | None = None
+        self._waiting: tuple[Any, ...] = ()  # what `begin` needs; no method of this, a cycle
         if self.is_long and sums.has_streams:
-            fill, since = partial(self._fill, fetch, key, value, self.slots), sums.mark()
-            self._waiting = partial(sums.start, fill, key, value, into=(self.slots,), since=since)
+            self._waiting = fetch, key, value, sums.mark()
         else:
             self._arriving = fetch(key, value)
             take_slots((key, value), self.slots, *self._own().rows)
@@ -97,9 +96,11 @@ class JoinedRows:
 
         Not at once: the GPU computes while the CPU sends rows, and waits for other ranks' CPUs.
         """
-        if self._waiting is not None:
-            self._waiting()
-            self._waiting = None
+        if not self._waiting:
+            return
+        (fetch, key, value, since), self._waiting = self._waiting, ()
+        fill = partial(self._fill, fetch, key, value, self.slots)
+        self._sums.start(fill, key, value, into=(self.slots,), since=since)
 
     def filled(self) -> Sequence[Fetched]:
         """Wait until all slots have their rows; the steps of the others', without these."""

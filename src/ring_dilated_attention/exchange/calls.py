@@ -311,9 +311,9 @@ class Calls:
 
     def _refuse(self, thread: threading.Thread, other: threading.Thread, name: str) -> None:
         text = (
-            f"on rank {self.rank}, threads {_name(other)} and {_name(thread)} both use a group "
-            f"of {self._world_size} ranks (the second one in {name}), so that their calls are in "
-            "no order; give each thread a group of its own (torch.distributed.new_group)"
+            f"on rank {self.rank}, threads {_name(other)} and {_name(thread)} both use a group of "
+            f"{self._world_size} ranks (the second one in {name}), so that their calls are in no "
+            "order; give each a group (torch.distributed.new_group), and a CUDA stream, of its own"
         )
         self.fail(Finding(self.rank, text))
         raise ExchangeError(text)

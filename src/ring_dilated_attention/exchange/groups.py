@@ -60,6 +60,7 @@ class _Members:
         self.timeout = timeout_of(group)
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         self.transports: dict[Any, Transport] = {}
+        self.devices: dict[Any, torch.device] = {}  # whose rows each of them moves
         self.is_closed, self.generation = False, 0
         close = _weakly(self.close)  # a thread that watches transfers holds what it may call
         self.collectives = Collectives(group, close)
@@ -173,7 +174,8 @@ class ProcessGroupExchange:
         ValueError: this process is not a member of the group, `timeout` is not > 0 and finite, or
             `hosts` does not have one integer >= 0 for each rank; from the first call: the group has
             been told other hosts before, or, with ``peer_memory=True``, ranks of one host do not
-            have their tensors on CUDA devices that can read each other's memory.
+            have their tensors on CUDA devices that can read each other's memory; from a later call:
+            its tensors are on another GPU than those of the first.
         ExchangeError: from the first call: ranks were given different `hosts`.
         RuntimeError: from the first call, with ``peer_memory=True``: they cannot share it.
     """
@@ -207,7 +209,7 @@ class ProcessGroupExchange:
     def waits(self) -> int:
         """How often this rank has waited for all others at once, to agree or to share an object.
 
-        Of ranks of several hosts, or without a board; those of one host wait in every call.
+        Of ranks of several hosts, or without a board; those of one host wait in nearly every call.
         """
         relay = self._met.relay
         return 0 if relay is None else relay.waits
@@ -275,6 +277,13 @@ class ProcessGroupExchange:
                 device = torch.device("cuda", torch.cuda.current_device())
             transport = met.transports[key] = Waiter().run(
                 lambda: self._make(device), lambda: met.roll.look(self._others)
+            )
+            met.devices[key] = device
+        elif device.index is not None and device != met.devices[key]:
+            raise ValueError(
+                f"this group moves rows of {met.devices[key]} on rank {self.rank}, where its first "
+                f"call was; got tensors on {device}: make another group for them "
+                "(torch.distributed.new_group), on all ranks"
             )
         return transport
 

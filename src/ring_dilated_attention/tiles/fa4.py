@@ -98,7 +98,8 @@ def _forward_into(t: TileInputs, out: torch.Tensor, lse: torch.Tensor) -> None:
 def _backward_into(
     t: TileInputs, g: TileGradients, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor
 ) -> None:
-    lse = g.lse  # flash-attn-4 copies others itself, and its calls could not be called again
+    # What it cannot read flash-attn-4 copies itself, and those calls could not be called again.
+    lse = g.lse
     if not reads_aligned_rows(lse):
         lse = lse.clone(memory_format=torch.contiguous_format)
     given, repeats = (t.q, t.k, t.v, g.out, g.dout, lse), wants_same_bits()

@@ -1,9 +1,11 @@
 """Data parallelism beside sequence parallelism: DDP, the divisor of a loss, and equal batches."""
 
 import re
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -303,6 +305,35 @@ def digests(ends):
 def test_every_value_of_every_dtype_counts():
     for found in run_loopback(2, digests):
         assert len(set(found)) == 2
+
+
+def changed(number):
+    """3,000 numbers, one of which `repr` does not show."""
+    return torch.zeros(3000, dtype=torch.int64).index_fill(0, torch.tensor([1500]), number)
+
+
+HELD: dict[str, Callable[[int], Any]] = {
+    "list": lambda number: [changed(0), changed(number)],
+    "tuple": lambda number: (changed(0), "a", changed(number)),
+    "dict": lambda number: {"input_ids": changed(number), "more": None},
+    "nested": lambda number: [{"input_ids": [changed(number)]}],
+    "array": lambda number: changed(number).numpy(),
+    "array of strings": lambda number: np.array(["a"] * 1500 + [str(number)] + ["a"] * 1500),
+    "floats": lambda number: [torch.tensor([1.23456 + 1e-5 * number])],
+    "conjugate": lambda number: torch.ones(4, dtype=torch.complex64).mul(1 + number).conj(),
+    "numbers": lambda number: [*range(3000), number],
+}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_what_a_batch_holds_in_lists_and_dicts_counts(name):
+    def run(ends):
+        for number in (0, 1):
+            check_same_batch({"ids": torch.arange(3), "x": HELD[name](number)}, ends)
+        with pytest.raises(ValueError, match="arguments on different ranks: x is "):
+            check_same_batch({"x": HELD[name](ends.rank)}, ends)
+
+    run_loopback(2, run)
 
 
 def test_a_worker_of_a_data_loader_is_told_to_leave_it_to_the_training_loop(monkeypatch):

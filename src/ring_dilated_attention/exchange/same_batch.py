@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from ..pattern import in_brief
 from .agreement import agree
 from .devices import device_for
+from .dtensors import is_dtensor
 from .groups import ProcessGroupExchange
 from .interface import Exchange
 from .names import Group, resolve_exchange
@@ -48,13 +50,13 @@ def check_same_batch(batch: Mapping[str, Any], group: Group) -> None:
     compare a batch before it is moved there.
 
     Args:
-        batch: the whole batch: tensors of any shape and dtype on any device, numbers, lists or
-            None, by name.
+        batch: the whole batch, by name: tensors of any shape and dtype on any device, arrays of
+            numpy, numbers, strings or None, and lists, tuples and dicts of these.
         group: the ranks that share each sequence: a ProcessGroup, a 1-D DeviceMesh, or None for
             one process.
 
     Raises:
-        TypeError: `batch` is no mapping.
+        TypeError: `batch` is no mapping, or holds a DTensor.
         ValueError: batches differ; the message names the entries and the ranks.
         RuntimeError: this is a worker process of a DataLoader, which cannot talk to other ranks.
     """
@@ -103,18 +105,58 @@ def agree_on_batch(
 
 def _described(batch: Mapping[str, Any]) -> dict[str, str]:
     """Each entry of a batch, short: tensors by shape, dtype and a digest."""
-    tensors = {name: x for name, x in batch.items() if isinstance(x, Tensor)}
-    digests: dict[str, int] = {}
-    for device in {x.device for x in tensors.values()}:
-        names = [name for name, x in tensors.items() if x.device == device]
-        found = torch.stack([_digest(tensors[name]) for name in names])
-        digests.update(zip(names, found.tolist(), strict=True))  # waits for a device once
-    return {
-        name: f"{tuple(x.shape)} {x.dtype} {digests[name] % (1 << 64):016x}"
-        if isinstance(x, Tensor)
-        else repr(x)
-        for name, x in batch.items()
-    }
+    entries = {name: _plain(name, x) for name, x in batch.items()}
+    tensors = [x for entry in entries.values() for x in _tensors(entry)]
+    digests = [0] * len(tensors)
+    for device in {x.device for x in tensors}:
+        numbers = [number for number, x in enumerate(tensors) if x.device == device]
+        found = torch.stack([_digest(tensors[number]) for number in numbers])
+        for number, digest in zip(numbers, found.tolist(), strict=True):  # waits for a device once
+            digests[number] = digest
+    words = (
+        f"{tuple(x.shape)} {x.dtype} {digest % (1 << 64):016x}"
+        for x, digest in zip(tensors, digests, strict=True)
+    )
+    return {name: _in_words(entry, words) for name, entry in entries.items()}
+
+
+def _plain(name: str, entry: Any) -> Any:
+    """An entry of lists, dicts and tensors: what prints all of its values but tensors."""
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(entry, numpy.ndarray):
+        try:
+            return torch.as_tensor(entry)
+        except TypeError:  # of strings, for example
+            return entry.tolist()
+    if is_dtensor(entry):
+        raise TypeError(
+            f"batch must hold the whole tensors, of which each rank takes its part; {name} has a "
+            "DTensor: compare batches before they are distributed"
+        )
+    if isinstance(entry, Mapping):
+        return {key: _plain(name, value) for key, value in entry.items()}
+    if isinstance(entry, list | tuple):
+        return [_plain(name, value) for value in entry]
+    return entry
+
+
+def _tensors(entry: Any) -> Iterator[Tensor]:
+    if isinstance(entry, Tensor):
+        yield entry
+    elif isinstance(entry, dict | list):
+        for value in entry.values() if isinstance(entry, dict) else entry:
+            yield from _tensors(value)
+
+
+def _in_words(entry: Any, of_tensors: Iterator[str]) -> str:
+    if isinstance(entry, Tensor):
+        return next(of_tensors)
+    if isinstance(entry, dict):
+        parts = [f"{key!r}: {_in_words(value, of_tensors)}" for key, value in entry.items()]
+        return f"{{{', '.join(parts)}}}"
+    if isinstance(entry, list):
+        return f"[{', '.join([_in_words(value, of_tensors) for value in entry])}]"
+    return repr(entry)
 
 
 @torch.no_grad()
@@ -123,7 +165,7 @@ def _digest(tensor: Tensor) -> Tensor:
 
     A sum of values, each multiplied by a random odd number of its place, modulo 2**64.
     """
-    flat = tensor.detach().reshape(-1)
+    flat = tensor.detach().resolve_conj().reshape(-1)
     if tensor.is_floating_point() or tensor.is_complex():
         flat = flat[:: max(1, -(-len(flat) // _SAMPLE))].contiguous()
         flat = flat.view(torch.uint8)

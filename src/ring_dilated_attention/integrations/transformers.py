@@ -60,7 +60,13 @@ from .transformers_images import check_images, set_on_images, takes_images, tell
 from .transformers_loss import after_head
 from .transformers_masks import attention_mask as attention_mask  # offered here
 from .transformers_masks import check_asked
-from .transformers_models import Positions, check_model, kind_of, without_adapters
+from .transformers_models import (
+    Positions,
+    check_model,
+    kind_of,
+    without_adapters,
+    without_head,
+)
 from .transformers_saved import (
     erase,
     is_dense,
@@ -159,7 +165,7 @@ def set_attention(
             f"pattern must be given: the config of this {type(model).__name__} holds none"
         )
     validate_options(pattern, False, None, layout, exchange, backend, False)
-    base: Any = model.base_model
+    base: Any = without_head(model)
     of_images, ranks = takes_images(base), resolve_exchange(group).world_size
     if not of_images:
         check_one_tower(model)
@@ -215,7 +221,7 @@ def set_layout(model: PreTrainedModel, layout: SequenceLayout | None) -> None:
     model = without_adapters(model)
     _check_is_set(model)
     settings = replace(getattr(model, SETTINGS), layout=layout)
-    for module in (model, model.base_model):
+    for module in (model, without_head(model)):
         setattr(module, SETTINGS, settings)
     if takes_images(model.base_model):
         tell_modules(model.base_model, settings)
@@ -354,7 +360,7 @@ _attend_untraced: Any = torch.compiler.disable(attend_with_cache)  # type: ignor
 
 
 def _remove_hooks(model: PreTrainedModel) -> None:
-    for module in (model, model.base_model):
+    for module in (model, without_head(model)):
         for handle in getattr(module, _HOOKS, ()):
             handle.remove()
         if SETTINGS in module.__dict__ and takes_images(module):

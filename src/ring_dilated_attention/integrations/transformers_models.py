@@ -32,9 +32,26 @@ def kind_of(given: Any) -> str:
     """What something is that should be a model of transformers; of a wrapper, what to do."""
     kind = type(given).__name__
     held = [x for x in given.modules() if x is not given] if isinstance(given, nn.Module) else []
-    if not held or all(base.__name__ != "PreTrainedModel" for base in type(held[0]).__mro__):
+    if not held or not _is_pretrained(held[0]):
         return kind
     return f"{kind} around a {type(held[0]).__name__}: call set_attention before it is wrapped"
+
+
+def _is_pretrained(module: nn.Module) -> bool:
+    return any(base.__name__ == "PreTrainedModel" for base in type(module).__mro__)
+
+
+def without_head(model: Any) -> Any:
+    """What a model has under its head; the model itself, if it has none.
+
+    transformers' `base_model` is the attribute that `base_model_prefix` names, and the whole model,
+    with its head, where that names none of it: then the model that it holds is taken.
+    """
+    base = model.base_model
+    if base is not model or not type(model).__name__.endswith(_HEADS_OF_TOKENS):
+        return base
+    held = [module for module in model.children() if _is_pretrained(module)]
+    return held[0] if len(held) == 1 else base
 
 
 def without_adapters(model: Any, world_size: int = 1) -> Any:
@@ -175,6 +192,12 @@ def check_model(model: nn.Module, base: nn.Module, world_size: int) -> None:
             f"{where} a head must treat every token alone: one of {', '.join(_HEADS_OF_TOKENS)}, "
             f"or model.base_model with a head of your own; got {kind}"
         )
+    if base is model and (held := [x for x in model.children() if _is_pretrained(x)]):
+        raise ValueError(
+            f"{where} a model must be without a head, or name what is under it; the "
+            f"base_model_prefix of this {kind}, {model.base_model_prefix!r}, is no attribute of "
+            f"it: make it that of its {type(held[0]).__name__}"
+        )
     _check_encoder(base, where)
     others = layers - {"full_attention"}
     if others:
@@ -186,6 +209,11 @@ def check_model(model: nn.Module, base: nn.Module, world_size: int) -> None:
             raise ValueError(
                 f"{where} nothing but attention may mix positions; {path} is a "
                 f"{type(module).__name__}"
+            )
+        if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
+            raise ValueError(
+                f"{where} queries must not be scaled by positions that are counted in a shard; "
+                f"{path} does so (attn_temperature_tuning): use it on one process"
             )
         rope = getattr(module, "rope_type", None)
         for name in rope.values() if isinstance(rope, dict) else [rope]:

@@ -8,8 +8,9 @@ coordinates (tiles, 2): `.h5` with "features" and "coords", as prov-gigapath and
 or `.npz` or `.pt` (a dict) with the same names. labels.csv has the columns slide_id, the name of
 the file without its ending, and label, an int from 0 on.
 
-`--weights` is what prov-gigapath's `create_model` takes: "hf_hub:prov-gigapath/prov-gigapath", a
-file, or "" for random weights. `--compare` trains a second copy on each process alone, without
+`--out FILE` keeps the weights of encoder and head, for `load_state_dict`. `--weights` is what
+prov-gigapath's `create_model` takes: "hf_hub:prov-gigapath/prov-gigapath", a file, or "" for random
+weights. `--compare` trains a second copy on each process alone, without
 dropout, and exits with code 1 if the two differ.
 """
 
@@ -62,12 +63,21 @@ def slides_of(folder: Path, labels: Path) -> list[tuple[Path, int]]:
         sys.exit(f"SLIDES must be a folder and labels.csv a file; got {folder} and {labels}")
     files = {path.stem: path for path in sorted(folder.iterdir()) if path.suffix in READERS}
     with labels.open(newline="") as file:
-        rows = [(row["slide_id"], int(row["label"])) for row in csv.DictReader(file)]
+        table = csv.DictReader(file)
+        if not {"slide_id", "label"} <= {*(table.fieldnames or ())}:
+            sys.exit(f"{labels} must have the columns slide_id and label; got {table.fieldnames}")
+        rows = [(row["slide_id"], _label(row["label"])) for row in table]
     missing = [name for name, _ in rows if name not in files]
     if missing or not rows:
         listed = ", ".join(missing[:10]) or "any slide"
         sys.exit(f"{folder} has no {' or '.join(READERS)} file for {listed} of {labels}")
     return [(files[name], label) for name, label in rows]
+
+
+def _label(text: str) -> int:
+    if not text.isdecimal():
+        sys.exit(f"a label must be an int from 0 on; got {text!r}")
+    return int(text)
 
 
 # --8<-- [start:model]
@@ -112,7 +122,7 @@ class Trainer:
     """A model in training, on one process or under DDP, which averages gradients over ranks."""
 
     def __init__(self, model: Classifier, group, device: torch.device, lr: float) -> None:
-        self.encoder, self.device = model.slide_encoder, device
+        self.whole, self.encoder, self.device = model, model.slide_encoder, device
         # --8<-- [start:shard]
         shard_slide_encoder(model, group=group)  # without a group: its attention alone
         self.model = model.to(device)
@@ -156,6 +166,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--lr", type=float, default=2e-4)
+    parser.add_argument("--out", type=Path, help="a file for the trained weights")
     parser.add_argument("--compare", action="store_true", help="with one process")
     return parser.parse_args()
 
@@ -189,6 +200,9 @@ def main() -> list[float]:
         losses.append(total / len(slides))
         if first:
             print(f"epoch {epoch}: mean loss {losses[-1]:.4f}")
+    if first and args.out is not None:
+        torch.save(trainers[-1].whole.state_dict(), args.out)
+        print(f"wrote {args.out}")
     if first and args.compare:
         print(f"largest relative difference of a loss from one process: {worst:.1e}")
     if sharded:

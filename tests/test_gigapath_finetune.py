@@ -55,11 +55,14 @@ def done(folder, script, *arguments, ranks=0):
 
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_it_learns_and_agrees_with_one_process(ranks, folder):
-    found = done(folder, SCRIPT, "--compare", "--epochs=3", "--lr=3e-3", ranks=ranks)
+    kept = folder / "tuned.pt"
+    options = ("--compare", "--epochs=3", "--lr=3e-3", f"--out={kept}")
+    found = done(folder, SCRIPT, *options, ranks=ranks)
     assert found.returncode == 0, found.stderr[-3000:]
     losses = [float(line.split()[-1]) for line in found.stdout.splitlines() if "epoch" in line]
     assert losses[-1] < losses[0]
     assert "from one process: " in found.stdout
+    assert {"head.weight", "slide_encoder.norm.weight"} <= torch.load(kept).keys()
 
 
 def test_gradients_that_are_not_averaged_are_an_error(folder):
@@ -71,6 +74,21 @@ def test_gradients_that_are_not_averaged_are_an_error(folder):
     found = done(folder, broken, *options, ranks=2)
     assert found.returncode == 1
     assert "have the same parameters" in found.stderr
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("slide,label\nslide 0,1\n", "must have the columns slide_id and label; got ['slide',"),
+        ("slide_id,label\nslide 0,tumor\n", "a label must be an int from 0 on; got 'tumor'"),
+    ],
+)
+def test_labels_that_are_none_are_refused(lines, message, folder):
+    (folder / "labels.csv").write_text(lines)
+    found = done(folder, SCRIPT)
+    assert found.returncode == 1
+    assert message in found.stderr
+    assert "Traceback" not in found.stderr
 
 
 def test_a_slide_without_a_file_is_named(folder):

@@ -44,7 +44,8 @@ def group_name(group: Group) -> str:
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
-                f"group must be a 1-D DeviceMesh; got {group.ndim} dimensions: {group}"
+                f"group must be a 1-D DeviceMesh; got {group.ndim} dimensions: {group}. Take one, "
+                f"as in mesh[{(group.mesh_dim_names or ('sequence',))[-1]!r}]"
             )
         if group.get_coordinate() is None:
             raise ValueError(f"rank {dist.get_rank()} is not a member of the DeviceMesh {group}")

@@ -47,8 +47,8 @@ _REFUSED = {
     "encoder_attention_mask": "there is no cross-attention",
 }
 _ADVICE = (
-    "num_items_in_batch must count the labels of all ranks, as labels_per_rank does, and "
-    "transformers' Trainer with average_tokens_across_devices=True, its default"
+    "num_items_in_batch must come from labels_per_rank, the labels of all ranks divided by the "
+    "number of ranks, or transformers' Trainer with average_tokens_across_devices=True, its default"
 )
 _ROUNDED = (torch.float16, torch.bfloat16)
 _FLAGS = {"output_attentions": "attention weights are never made"}
@@ -226,7 +226,7 @@ def check_loss_arguments(name: str, settings: Settings, given: dict[str, Any]) -
             ("shift_labels", "a shard's last label is on another rank; shard_batch gives it"),
             (
                 "num_items_in_batch",
-                "the mean is over the labels of all ranks; labels_per_rank gives it",
+                "what labels_per_rank returns, the labels of all ranks over the number of ranks",
             ),
         ):
             if given.get(key) is None and (shifted or key != "shift_labels"):

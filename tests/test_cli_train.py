@@ -345,7 +345,7 @@ BAD_TRAIN = [
     ("--data=a\0b", "cannot read 'a\\x00b': embedded null byte"),
     (f"--data={'y' * 5000}", "cannot read yyy"),
     (not_utf8, "{folder}/run/log.jsonl is not UTF-8: invalid start byte at byte 0"),
-    ("--out=/dev/null", "/dev/null is not an empty folder; resume it or choose another"),
+    ("--out=/dev/null", "/dev/null is not an empty folder: go on with it by --resume, or"),
     ("--out={folder}/text.txt/run", "Not a directory: {folder}/text.txt/run"),
     (f"--out={'x' * 5000}", "File name too long: xxx"),
     ("--resume --out=/nowhere", "there is no checkpoint in /nowhere"),

@@ -156,6 +156,10 @@ def test_replacing_keeps_weights_modes_and_results():
     layout = SequenceLayout.contiguous(61, 1)
     assert replace_dilated_attention(model, layout=layout) == 2
     assert attention.layout is layout
+    with pytest.raises(
+        TypeError, match="unknown option: zero_key; allowed: head_offsets, zero_keys"
+    ):
+        replace_dilated_attention(model, zero_key=False)
     with pytest.raises(ValueError, match="keep their options; got zero_keys"):
         replace_dilated_attention(model, zero_keys=False)
     assert set_layout(model, None) == 2

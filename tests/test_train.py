@@ -506,13 +506,14 @@ def test_checkpoint_of_other_data_is_refused(on_two: dict[str, tuple[Path, list[
 
 def test_a_run_is_not_overwritten(on_two: dict[str, tuple[Path, list[str]]]) -> None:
     folder, said = on_two["again"]
-    assert said == [f"{folder} is not an empty folder; resume it or choose another"] * 2
+    how = "go on with it by --resume, or choose another by --out"
+    assert said == [f"{folder} is not an empty folder: {how}"] * 2
 
 
 def test_nothing_to_resume(alone: TrainConfig, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=rf"there is no checkpoint in {tmp_path}"):
         run(replace(alone, out=tmp_path), resume=True)
-    with pytest.raises(ValueError, match=r"has done 20 of 20 steps; raise steps to continue"):
+    with pytest.raises(ValueError, match=r"has done 20 of 20 steps; raise --steps to continue"):
         run(alone, resume=True)
     with pytest.raises(ValueError, match=rf"no run with a checkpoint in {tmp_path}"):
         checkpoint.newest_run(tmp_path)

@@ -318,6 +318,7 @@ HELD: dict[str, Callable[[int], Any]] = {
     "dict": lambda number: {"input_ids": changed(number), "more": None},
     "nested": lambda number: [{"input_ids": [changed(number)]}],
     "array": lambda number: changed(number).numpy(),
+    "array that steps backwards": lambda number: changed(number).numpy()[::-1],
     "array of strings": lambda number: np.array(["a"] * 1500 + [str(number)] + ["a"] * 1500),
     "floats": lambda number: [torch.tensor([1.23456 + 1e-5 * number])],
     "conjugate": lambda number: torch.ones(4, dtype=torch.complex64).mul(1 + number).conj(),

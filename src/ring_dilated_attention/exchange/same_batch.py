@@ -125,8 +125,8 @@ def _plain(name: str, entry: Any) -> Any:
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(entry, numpy.ndarray):
         try:
-            return torch.as_tensor(entry)
-        except TypeError:  # of strings, for example
+            return torch.from_numpy(entry.copy())  # which may be read-only, or step backwards
+        except (TypeError, ValueError):  # of strings, for example
             return entry.tolist()
     if is_dtensor(entry):
         raise TypeError(

@@ -304,6 +304,8 @@ def replace_dilated_attention(
     group = one_group(group, mesh)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {model!r}")
+    if unknown := [name for name in options if name not in _OPTIONS]:
+        raise TypeError(f"unknown option: {', '.join(unknown)}; allowed: {', '.join(_OPTIONS)}")
     ranks = resolve_exchange(group).world_size
     refuse_class_token(model, group, layout)
     refuse_mixed_rows(model, "", ranks)
@@ -322,8 +324,6 @@ def replace_dilated_attention(
             replacements[module] = _replacement(where, module, group, layout, options)
     if not ours and not replacements:
         refuse_nothing_to_replace(model)
-    if unknown := [name for name in options if name not in _OPTIONS]:
-        raise TypeError(f"unknown option: {', '.join(unknown)}; allowed: {', '.join(_OPTIONS)}")
     if ours and options:
         raise ValueError(
             f"{len(ours)} modules are this package's already and keep their options; got "

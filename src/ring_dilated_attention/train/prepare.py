@@ -93,7 +93,7 @@ def check_run(
         start.check_model(config.model)
         if start.step >= config.steps:
             raise ValueError(
-                f"{start.path} has done {start.step} of {config.steps} steps; raise steps to "
+                f"{start.path} has done {start.step} of {config.steps} steps; raise --steps to "
                 "continue"
             )
     corpus = ByteCorpus.load(

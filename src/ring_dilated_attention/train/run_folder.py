@@ -43,7 +43,7 @@ class RunLock:
 
     def __init__(self, run: Path, *, resume: bool) -> None:
         if run.exists() and not run.is_dir():
-            raise ValueError(f"{run} is not an empty folder; resume it or choose another")
+            raise ValueError(_not_empty(run))
         if resume and not run.exists():
             raise ValueError(f"there is no checkpoint in {run}: no such folder")
         self._run = run
@@ -99,10 +99,14 @@ class RunLock:
         os.close(self._descriptor)
 
 
+def _not_empty(run: Path) -> str:
+    return f"{run} is not an empty folder: go on with it by --resume, or choose another by --out"
+
+
 def check_free(run: Path, allowed: Sequence[str] = ()) -> None:
     """Raise a `ValueError` if the folder of a new run holds anything but its lock and `allowed`."""
     if run.exists() and any(path.name not in (LOCK, *allowed) for path in run.iterdir()):
-        raise ValueError(f"{run} is not an empty folder; resume it or choose another")
+        raise ValueError(_not_empty(run))
 
 
 LOG = "log.jsonl"

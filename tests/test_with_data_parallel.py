@@ -337,6 +337,20 @@ def test_what_a_batch_holds_in_lists_and_dicts_counts(name):
     run_loopback(2, run)
 
 
+def batch_of_dtensors(_, world_size):
+    """What `check_same_batch` says of one."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    ids = distribute_tensor(torch.arange(6), mesh, [Shard(0)])
+    with pytest.raises(TypeError) as caught:
+        check_same_batch({"held": [ids]}, mesh)
+    return str(caught.value)
+
+
+def test_a_batch_is_compared_before_it_is_distributed():
+    for message in run_ranks(batch_of_dtensors, 2):
+        assert message.endswith("held has a DTensor: compare batches before they are distributed")
+
+
 def test_a_worker_of_a_data_loader_is_told_to_leave_it_to_the_training_loop(monkeypatch):
     layout, ids = SequenceLayout.zigzag(15, 2), {"input_ids": torch.arange(15)[None]}
     monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: "a worker")

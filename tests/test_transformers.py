@@ -13,6 +13,8 @@ from transformers_models import (
     LAYOUTS,
     LENGTH,
     PATTERN,
+    SMALL,
+    UnnamedForCausalLM,
     assert_step,
     backward_step,
     batch_of,
@@ -411,3 +413,30 @@ def test_a_batch_that_does_not_fit_is_refused_on_every_rank(batch, message):
                 shard_batch({name: [[1, 2, 3, 4, 5]]}, layout, ends)
 
     run_loopback(2, run)
+
+
+def test_the_head_of_a_model_that_names_nothing_under_it_is_found():
+    """The loss of the ranks is that of one process, and the mean of a shard is refused."""
+    torch.manual_seed(0)
+    model = UnnamedForCausalLM(make("Llama", head="Model"))
+    ids = torch.randint(SMALL["vocab_size"], (1, LENGTH))
+    labels = ids.clone()
+    labels[:, :15] = -100
+    set_attention(model, PATTERN)
+    expected = model(ids, labels=labels).loss.item()
+    layout = SequenceLayout.zigzag(LENGTH, 2)
+
+    def run(ends):
+        mine = copy.deepcopy(model)
+        set_attention(mine, PATTERN, group=ends, layout=layout)
+        batch = shard_batch({"input_ids": ids, "labels": labels}, layout, ends)
+        with pytest.raises(ValueError, match="labels need num_items_in_batch"):
+            mine(**batch)
+        targets = int((labels >= 0).sum())
+        loss = mine(**batch, num_items_in_batch=targets / 2).loss.item()
+        remove_attention(mine, dense=True)
+        assert not mine._forward_pre_hooks
+        assert not mine.inner._forward_pre_hooks
+        return loss
+
+    assert sum(run_loopback(2, run)) / 2 == pytest.approx(expected, rel=1e-6)

@@ -20,9 +20,11 @@ from transformers_models import (
     LENGTH,
     PATTERN,
     SMALL,
+    Unnamed,
     batch_of,
     call,
     make,
+    make_llama4,
     on_ranks,
     restarts,
 )
@@ -36,7 +38,6 @@ from ring_dilated_attention.integrations.transformers import (
     remove_attention,
     set_attention,
     set_layout,
-    shard_batch,
 )
 from ring_dilated_attention.integrations.transformers_call import SETTINGS
 
@@ -392,51 +393,14 @@ MANY_RANKS_MODELS: dict[str, Any] = {
         "rotary_emb has rope_type 'dynamic'",
     ),
     "scales by positions in a shard": (
-        lambda: make_llama4(),
+        make_llama4,
         r"layers.1.self_attn does so \(attn_temperature_tuning\): use it on one process",
     ),
     "what is under it has another name": (
         lambda: Unnamed(make("Llama", head="Model")),
-        r"base_model_prefix of this Unnamed, 'base', is no attribute .* that of its LlamaModel",
+        r"of this Unnamed it is 'base'; give it that of its LlamaModel",
     ),
 }
-
-
-class Unnamed(transformers.LlamaPreTrainedModel):
-    """A model around another one that `base_model` does not find, with no head that is known."""
-
-    base_model_prefix = "base"
-
-    def __init__(self, inner):
-        super().__init__(inner.config)
-        self.inner = inner
-
-    def forward(self, input_ids=None, attention_mask=None, position_ids=None, **more):
-        return self.inner(input_ids, attention_mask, position_ids, **more)
-
-
-class UnnamedForCausalLM(Unnamed):
-    """The same with a head."""
-
-    def __init__(self, inner):
-        super().__init__(inner)
-        self.lm_head = nn.Linear(32, 61, dtype=torch.float64)
-
-    def forward(self, input_ids=None, attention_mask=None, position_ids=None, labels=None, **more):
-        counts = {x: more.pop(x) for x in ("shift_labels", "num_items_in_batch") if x in more}
-        hidden = super().forward(input_ids, attention_mask, position_ids, **more).last_hidden_state
-        logits, loss = self.lm_head(hidden), None
-        if labels is not None:
-            loss = self.loss_function(logits, labels, self.config.vocab_size, **counts)
-        return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
-
-
-def make_llama4():
-    """A small one of whose two layers the second has no rotations; all see all positions."""
-    given = {"no_rope_layers": [1, 0], "layer_types": ["full_attention"] * 2, "head_dim": 8}
-    sizes = {"num_local_experts": 2, "intermediate_size_mlp": 48, "pad_token_id": 0}
-    config = transformers.Llama4TextConfig(**{**SMALL, **given, **sizes})
-    return transformers.Llama4ForCausalLM(config).double()
 
 
 @pytest.mark.parametrize("name", MANY_RANKS_MODELS)
@@ -450,32 +414,6 @@ def test_many_ranks_refuse_models_that_a_shard_would_change(name):
             set_attention(copy.deepcopy(model), PATTERN, group=ends)
 
     run_loopback(2, run)
-
-
-def test_the_head_of_a_model_that_names_nothing_under_it_is_found():
-    """The loss of the ranks is that of one process, and the mean of a shard is refused."""
-    torch.manual_seed(0)
-    model = UnnamedForCausalLM(make("Llama", head="Model"))
-    labels = IDS[:1].clone()
-    labels[:, :15] = -100
-    set_attention(model, PATTERN)
-    expected = model(IDS[:1], labels=labels).loss.item()
-    layout = SequenceLayout.zigzag(LENGTH, 2)
-
-    def run(ends):
-        mine = copy.deepcopy(model)
-        set_attention(mine, PATTERN, group=ends, layout=layout)
-        batch = shard_batch({"input_ids": IDS[:1], "labels": labels}, layout, ends)
-        with pytest.raises(ValueError, match="labels need num_items_in_batch"):
-            mine(**batch)
-        targets = int((labels >= 0).sum())
-        loss = mine(**batch, num_items_in_batch=targets / 2).loss.item()
-        remove_attention(mine, dense=True)
-        assert not mine._forward_pre_hooks
-        assert not mine.inner._forward_pre_hooks
-        return loss
-
-    assert sum(run_loopback(2, run)) / 2 == pytest.approx(expected, rel=1e-6)
 
 
 def test_many_ranks_refuse_layers_that_mix_positions():

@@ -55,6 +55,43 @@ def make(family="Llama", seed=0, head="ForCausalLM", **changes):
     return model.double()
 
 
+class Unnamed(transformers.LlamaPreTrainedModel):
+    """A model around another one that `base_model` does not find, with no head that is known."""
+
+    base_model_prefix = "base"
+
+    def __init__(self, inner):
+        super().__init__(inner.config)
+        self.inner = inner
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, **more):
+        return self.inner(input_ids, attention_mask, position_ids, **more)
+
+
+class UnnamedForCausalLM(Unnamed):
+    """The same with a head."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.lm_head = nn.Linear(32, 61, dtype=torch.float64)
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, labels=None, **more):
+        counts = {x: more.pop(x) for x in ("shift_labels", "num_items_in_batch") if x in more}
+        hidden = super().forward(input_ids, attention_mask, position_ids, **more).last_hidden_state
+        logits, loss = self.lm_head(hidden), None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, self.config.vocab_size, **counts)
+        return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+def make_llama4():
+    """A small one of whose two layers the second has no rotations; all see all positions."""
+    given = {"no_rope_layers": [1, 0], "layer_types": ["full_attention"] * 2, "head_dim": 8}
+    sizes = {"num_local_experts": 2, "intermediate_size_mlp": 48, "pad_token_id": 0}
+    config = transformers.Llama4TextConfig(**{**SMALL, **given, **sizes})
+    return transformers.Llama4ForCausalLM(config).double()
+
+
 def ready(family="Llama", pattern=PATTERN, **changes):
     """A model to generate with, which no token stops."""
     changes |= {"sliding_window": None} if family == "Mistral" else {}

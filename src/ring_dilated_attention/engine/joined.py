@@ -84,7 +84,8 @@ class JoinedRows:
         self._steps: list[Fetched] = []
         self._arriving: Iterator[Fetched] = iter(())
         self.is_long = self.slots.nbytes >= BESIDE_BYTES
-        self._waiting: tuple[Any, ...] = ()  # what `begin` needs; no method of this, a cycle
+        # What `begin` needs: not a method of this object, which would then refer to itself.
+        self._waiting: tuple[Any, ...] = ()
         if self.is_long and sums.has_streams:
             self._waiting = fetch, key, value, sums.mark()
         else:

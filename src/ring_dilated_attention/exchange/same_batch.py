@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -103,29 +104,36 @@ def agree_on_batch(
     agree(name, ends, None if failure else words or {}, failure, device, _ADVICE)
 
 
+@dataclass
+class _Values:
+    """A tensor that prints as its shape, its dtype and a digest of its values."""
+
+    tensor: Tensor
+    digest: int = 0
+
+    def __repr__(self) -> str:
+        shape, dtype = tuple(self.tensor.shape), self.tensor.dtype
+        return f"{shape} {dtype} {self.digest % (1 << 64):016x}"
+
+
 def _described(batch: Mapping[str, Any]) -> dict[str, str]:
-    """Each entry of a batch, short: tensors by shape, dtype and a digest."""
-    entries = {name: _plain(name, x) for name, x in batch.items()}
-    tensors = [x for entry in entries.values() for x in _tensors(entry)]
-    digests = [0] * len(tensors)
-    for device in {x.device for x in tensors}:
-        numbers = [number for number, x in enumerate(tensors) if x.device == device]
-        found = torch.stack([_digest(tensors[number]) for number in numbers])
-        for number, digest in zip(numbers, found.tolist(), strict=True):  # waits for a device once
-            digests[number] = digest
-    words = (
-        f"{tuple(x.shape)} {x.dtype} {digest % (1 << 64):016x}"
-        for x, digest in zip(tensors, digests, strict=True)
-    )
-    return {name: _in_words(entry, words) for name, entry in entries.items()}
+    """Each entry of a batch in words, tensors in it by shape, dtype and a digest."""
+    found: list[_Values] = []
+    entries = {name: _printable(name, x, found) for name, x in batch.items()}
+    for device in {x.tensor.device for x in found}:
+        there = [x for x in found if x.tensor.device == device]
+        digests = torch.stack([_digest(x.tensor) for x in there])
+        for one, digest in zip(there, digests.tolist(), strict=True):  # waits for a device once
+            one.digest = digest
+    return {name: repr(entry) for name, entry in entries.items()}
 
 
-def _plain(name: str, entry: Any) -> Any:
-    """An entry of lists, dicts and tensors: what prints all of its values but tensors."""
+def _printable(name: str, entry: Any, found: list[_Values]) -> Any:
+    """An entry whose `repr` tells all of its values; `found` gets its tensors."""
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(entry, numpy.ndarray):
         try:
-            return torch.from_numpy(entry.copy())  # which may be read-only, or step backwards
+            entry = torch.from_numpy(entry.copy())  # which may be read-only, or step backwards
         except (TypeError, ValueError):  # of strings, for example
             return entry.tolist()
     if is_dtensor(entry):
@@ -133,30 +141,14 @@ def _plain(name: str, entry: Any) -> Any:
             f"batch must hold the whole tensors, of which each rank takes its part; {name} has a "
             "DTensor: compare batches before they are distributed"
         )
+    if isinstance(entry, Tensor):
+        found.append(_Values(entry))
+        return found[-1]
     if isinstance(entry, Mapping):
-        return {key: _plain(name, value) for key, value in entry.items()}
+        return {key: _printable(name, value, found) for key, value in entry.items()}
     if isinstance(entry, list | tuple):
-        return [_plain(name, value) for value in entry]
+        return [_printable(name, value, found) for value in entry]
     return entry
-
-
-def _tensors(entry: Any) -> Iterator[Tensor]:
-    if isinstance(entry, Tensor):
-        yield entry
-    elif isinstance(entry, dict | list):
-        for value in entry.values() if isinstance(entry, dict) else entry:
-            yield from _tensors(value)
-
-
-def _in_words(entry: Any, of_tensors: Iterator[str]) -> str:
-    if isinstance(entry, Tensor):
-        return next(of_tensors)
-    if isinstance(entry, dict):
-        parts = [f"{key!r}: {_in_words(value, of_tensors)}" for key, value in entry.items()]
-        return f"{{{', '.join(parts)}}}"
-    if isinstance(entry, list):
-        return f"[{', '.join([_in_words(value, of_tensors) for value in entry])}]"
-    return repr(entry)
 
 
 @torch.no_grad()

@@ -221,10 +221,11 @@ def set_layout(model: PreTrainedModel, layout: SequenceLayout | None) -> None:
     model = without_adapters(model)
     _check_is_set(model)
     settings = replace(getattr(model, SETTINGS), layout=layout)
-    for module in (model, without_head(model)):
+    base = without_head(model)
+    for module in (model, base):
         setattr(module, SETTINGS, settings)
-    if takes_images(model.base_model):
-        tell_modules(model.base_model, settings)
+    if takes_images(base):
+        tell_modules(base, settings)
     write(model.config, settings.pattern, layout_kind(layout))
 
 

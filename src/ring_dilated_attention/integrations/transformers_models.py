@@ -194,9 +194,9 @@ def check_model(model: nn.Module, base: nn.Module, world_size: int) -> None:
         )
     if base is model and (held := [x for x in model.children() if _is_pretrained(x)]):
         raise ValueError(
-            f"{where} a model must be without a head, or name what is under it; the "
-            f"base_model_prefix of this {kind}, {model.base_model_prefix!r}, is no attribute of "
-            f"it: make it that of its {type(held[0]).__name__}"
+            f"{where} base_model_prefix must be the name of the attribute that holds the model "
+            f"without its head: of this {kind} it is {model.base_model_prefix!r}; give it that of "
+            f"its {type(held[0]).__name__}"
         )
     _check_encoder(base, where)
     others = layers - {"full_attention"}

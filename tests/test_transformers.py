@@ -38,6 +38,7 @@ from ring_dilated_attention.integrations.transformers import (
     set_layout,
     shard_batch,
 )
+from ring_dilated_attention.integrations.transformers_call import SETTINGS
 from ring_dilated_attention.nn import keep_attention
 
 # --- one device: the same as transformers' own
@@ -424,19 +425,23 @@ def test_the_head_of_a_model_that_names_nothing_under_it_is_found():
     labels[:, :15] = -100
     set_attention(model, PATTERN)
     expected = model(ids, labels=labels).loss.item()
-    layout = SequenceLayout.zigzag(LENGTH, 2)
+    layouts = SequenceLayout.zigzag(LENGTH, 2), SequenceLayout.contiguous(LENGTH, 2)
+    count = int((labels >= 0).sum()) / 2
 
     def run(ends):
-        mine = copy.deepcopy(model)
-        set_attention(mine, PATTERN, group=ends, layout=layout)
-        batch = shard_batch({"input_ids": ids, "labels": labels}, layout, ends)
-        with pytest.raises(ValueError, match="labels need num_items_in_batch"):
-            mine(**batch)
-        targets = int((labels >= 0).sum())
-        loss = mine(**batch, num_items_in_batch=targets / 2).loss.item()
+        mine, losses = copy.deepcopy(model), []
+        set_attention(mine, PATTERN, group=ends)
+        for layout in layouts:
+            set_layout(mine, layout)
+            batch = shard_batch({"input_ids": ids, "labels": labels}, layout, ends)
+            with pytest.raises(ValueError, match="labels need num_items_in_batch"):
+                mine(**batch)
+            losses.append(mine(**batch, num_items_in_batch=count).loss.item())
         remove_attention(mine, dense=True)
-        assert not mine._forward_pre_hooks
-        assert not mine.inner._forward_pre_hooks
-        return loss
+        for module in (mine, mine.inner):
+            assert not module._forward_pre_hooks
+            assert SETTINGS not in vars(module)
+        return losses
 
-    assert sum(run_loopback(2, run)) / 2 == pytest.approx(expected, rel=1e-6)
+    for of_ranks in zip(*run_loopback(2, run), strict=True):
+        assert sum(of_ranks) / 2 == pytest.approx(expected, rel=1e-6)

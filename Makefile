@@ -5,11 +5,11 @@ TORCH ?= torch==2.13.0
 RANKS ?= 2
 WORKERS ?= 2
 BIN := .venv/bin
-QUICK := architecture pattern layout documents progression plan tiles views merge reference \
-	attention simulate memory caches kernel_rows bad_calls derivatives detached nn chunked spatial
+QUICK := tests/api tests/checks tests/engine tests/house/test_architecture.py tests/plan tests/tiles \
+	tests/torch_op/test_derivatives.py tests/torch_op/test_detached.py tests/nn/test_nn.py tests/nn/test_spatial.py
 
 # These take all GPUs, and faults are to be noticed in time: a few at once.
-ALL_GPUS := tests/test_gpu_ranks.py tests/test_faults.py
+ALL_GPUS := tests/tiles/test_gpu_ranks.py tests/exchange/test_faults.py
 
 .PHONY: run test quick matrix gpu lint format build bench verify figures docs docs-serve clean
 
@@ -20,10 +20,10 @@ test: .venv/installed  ## all tests, WORKERS at a time
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
 quick: .venv/installed  ## what nearly every change needs, in less than a minute
-	$(BIN)/python -m pytest -q -n 2 -m "not slow" $(QUICK:%=tests/test_%.py)
+	$(BIN)/python -m pytest -q -n 2 -m "not slow" $(QUICK)
 
 matrix:  ## the tests of `quick` on the oldest torch and Python, ours, and the newest release
-	$(PYTHON) benchmarks/versions.py --tests $(QUICK:%=tests/test_%.py)
+	$(PYTHON) benchmarks/versions.py --tests $(QUICK)
 
 gpu: .venv/installed  ## the tests for CUDA devices, on all that there are
 	OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m gpu -n 8 --dist loadgroup $(ALL_GPUS:%=--ignore=%)

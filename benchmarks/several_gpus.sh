@@ -46,7 +46,7 @@ tests() { # faults and ranks a few at a time, as in the Makefile: faults are to 
 faults() { # each kind ten times on two GPUs, by NCCL and by copies
   local status=0 way
   for way in "" --copies; do
-    PYTHONPATH=$here/../tests "$python" "$here/../tests/faulty_ranks.py" --backend nccl $way \
+    PYTHONPATH=$here/../tests "$python" "$here/../tests/support/faulty_ranks.py" --backend nccl $way \
       --ranks 2 --rounds 10 --jobs 12 --json "$out/faults${way#-}.json" || status=1
   done
   return $status

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from interpreted import quicken_the_interpreter
-from preloaded import preload_what_tests_have_imported
+from support.interpreted import quicken_the_interpreter
+from support.preloaded import preload_what_tests_have_imported
 
 from ring_dilated_attention.checks import nan_in_uninitialized_memory
 from ring_dilated_attention.terminal import progress

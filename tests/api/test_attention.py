@@ -1,0 +1,342 @@
+"""The sharded function against the reference, every rank inside this process."""
+
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.cut_rings import rings_cut
+from support.strategies import cases
+
+from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention, plan_attention
+from ring_dilated_attention.checks import (
+    KINDS,
+    Case,
+    ViewKind,
+    combine,
+    reference_attention,
+    references,
+    relative_error,
+    run_case,
+    visible_counts,
+)
+from ring_dilated_attention.engine import kernels_on, ring
+from ring_dilated_attention.exchange import LoopbackExchange, run_loopback
+from ring_dilated_attention.plan import TensorSize, memory
+
+
+def run_here(case):
+    """Its outcome over all ranks, each a thread."""
+    wanted, ranks = references(case), case.layout.world_size
+    return combine(run_loopback(ranks, lambda ends: [run_case(case, ends, wanted)]))
+
+
+@settings(max_examples=100)
+@given(cases())
+def test_any_case_equals_the_reference(case):
+    (outcome,) = run_here(case)
+    assert outcome.passes(case.dtype), outcome
+
+
+@pytest.mark.slow
+@settings(max_examples=60)
+@given(cases(), st.integers(1, 3000))
+def test_any_case_cut_up_equals_the_reference(case, round_pairs):
+    with rings_cut(round_pairs):
+        (outcome,) = run_here(case)
+    assert outcome.passes(case.dtype), outcome
+
+
+def test_a_ring_cut_up_holds_less_and_moves_the_same():
+    def dense(length):
+        return plan_attention(
+            DilatedPattern.dense(),
+            SequenceLayout.zigzag(length, 4),
+            is_causal=True,
+            num_heads=16,
+        )
+
+    # Fewer heads at a time where steps are long.
+    assert [one.kv_heads for one in dense(2**16).rounds] == [range(8), range(8, 16)]
+    plan = dense(2**18)
+    assert [one.kv_heads for one in plan.rounds] == [range(i, i + 1) for i in range(16)]
+    assert all(one.pieces == 2 for one in plan.rounds)
+    size = TensorSize(batch=1, head_dim=128, element_size=2)
+    for rank in map(plan.rank, range(4)):
+        parts = rank.rounds(gathers=False)
+        assert sum(part.total_received_rows for part in parts) == rank.total_received_rows
+        assert sum(part.pairs for part in parts) == rank.pairs
+        # Two messages of a sixteenth of the heads: of one of two ranges each, or, from earlier
+        # ranks, of whose second range no query sees anything, of half of the first.
+        halves = [4, 4, 3, 2][rank.index]
+        assert memory(rank, size).buffers == halves * memory(rank, size).key // 2 // 16
+
+
+def test_no_rank_of_a_balanced_ring_computes_longer_at_a_step():
+    """Who did would send its next rows late: all would wait for it, at every step."""
+    layout = SequenceLayout.zigzag(2**18, 4)
+    plan = plan_attention(DilatedPattern.dense(), layout, is_causal=True, num_heads=16)
+    one = plan.rounds[0]
+    steps = [[sum(tile.pairs for tile in step.tiles) for step in one.rank(r).steps()]
+             for r in range(4)]  # fmt: skip
+    assert {*map(tuple, steps)} == {(2**30,) * 6}
+
+
+def sharded(layout, pattern, tensors, dout, **options):
+    """Whole out and gradients of the function run on all ranks of a layout."""
+
+    def rank(ends: LoopbackExchange) -> list[torch.Tensor]:
+        leaves = [layout.shard(x, ends.rank, 1).clone().requires_grad_() for x in tensors]
+        group = ends if layout.world_size > 1 else None
+        query, key, value = leaves
+        out = dilated_attention(query, key, value, pattern, group=group, layout=layout, **options)
+        gradients = torch.autograd.grad(out, leaves, layout.shard(dout, ends.rank, 1))
+        return [out.detach(), *gradients]
+
+    by_rank = run_loopback(layout.world_size, rank)
+    return [layout.unshard(shards, 1) for shards in zip(*by_rank, strict=True)]
+
+
+def test_results_do_not_depend_on_the_number_of_ranks():
+    torch.manual_seed(0)
+    pattern = DilatedPattern([16, 40, None], [1, 3, 8])
+    *tensors, dout = torch.randn(4, 1, 211, 4, 16, dtype=torch.float64)
+    one = sharded(SequenceLayout.contiguous(211, 1), pattern, tensors, dout, is_causal=True)
+    for world_size in (2, 3, 8):
+        layout = SequenceLayout.zigzag(211, world_size)
+        for a, b in zip(sharded(layout, pattern, tensors, dout, is_causal=True), one, strict=True):
+            assert relative_error(a, b) < 1e-13
+
+
+def test_sums_in_the_dtype_of_the_inputs(monkeypatch):
+    """As on CUDA, where returned gradients are wider than what they are added to."""
+    monkeypatch.setattr(ring, "sum_dtype", lambda query, plan: query.dtype)
+    torch.manual_seed(0)
+    pattern, layout = DilatedPattern([16, 40, None], [1, 3, 4]), SequenceLayout.zigzag(101, 3)
+    *tensors, dout = torch.randn(4, 1, 101, 4, 16, dtype=torch.float64).to(torch.bfloat16)
+    one = SequenceLayout.contiguous(101, 1)
+    wanted = sharded(one, pattern, [x.double() for x in tensors], dout.double(), is_causal=True)
+    got = sharded(layout, pattern, tensors, dout, is_causal=True)
+    for a, b in zip(got, wanted, strict=True):
+        assert a.dtype == torch.bfloat16
+        assert relative_error(a, b) < 1e-2
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_huge_logits_give_no_nan(dtype, is_causal):
+    torch.manual_seed(0)
+    pattern, layout = DilatedPattern([7, None], [2, 3]), SequenceLayout.zigzag(30, 3)
+    query, key, value, dout = torch.randn(4, 1, 30, 3, 8, dtype=torch.float64)
+    signs = torch.where(torch.rand(2, 1, 30, 3, 1) < 0.5, -1.0, 1.0)
+    query, key = (100 * signs * torch.ones_like(query) / 8**0.5).to(dtype).unbind(0)
+    tensors = [query, key, value.to(dtype)]  # logits are +-1e4
+    out, *gradients = sharded(
+        layout, pattern, tensors, dout.to(dtype), is_causal=is_causal, scale=1.0
+    )
+    query, key, value = (x.double() for x in tensors)
+    want, _ = reference_attention(query, key, value, pattern, is_causal=is_causal, scale=1.0)
+    assert relative_error(out, want) < {torch.float64: 1e-9, torch.float32: 2e-3}.get(dtype, 1e-2)
+    assert all(torch.isfinite(g).all() for g in gradients)
+
+
+def test_a_fully_uncovered_shard():
+    """With segments of 6 and rate 6, head 0 sees positions 0, 6, 12; rank 1 holds none of them."""
+    layout = SequenceLayout([[(0, 1), (3, 18)], [(1, 3)]])
+    *tensors, dout = torch.randn(4, 2, 18, 1, 8)
+    out, *gradients = sharded(layout, DilatedPattern([6], [6]), tensors, dout)
+    covered = torch.arange(18) % 6 == 0
+    assert (out[:, ~covered] == 0).all()
+    assert all((g[:, ~covered] == 0).all() for g in gradients)
+    assert (out[:, covered] != 0).all()
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "pattern", [DilatedPattern.dense(), DilatedPattern([16, 64, None], [1, 2, 4])]
+)
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_half_precision_errs_as_one_plain_sdpa_call(pattern, dtype, is_causal, world_size):
+    torch.manual_seed(0)
+    length, heads, head_dim = 256, 4, 64
+    query, key, value, dout = torch.randn(4, 1, length, heads, head_dim).to(dtype)
+
+    exact = [x.double().requires_grad_() for x in (query, key, value)]
+    out, _ = reference_attention(exact[0], exact[1], exact[2], pattern, is_causal=is_causal)
+    want = [out.detach(), *torch.autograd.grad(out, exact, dout.double())]
+
+    # One call over the same multiset of keys: each branch's keys, masked to what it shows.
+    masks = [
+        visible_counts(DilatedPattern([w], [r]), length, heads, is_causal=is_causal) > 0
+        for w, r in pattern.branches
+    ]
+    plain = [x.clone().requires_grad_() for x in (query, key, value)]
+    keys, values = (torch.cat([x] * len(masks), 1).transpose(1, 2) for x in plain[1:])
+    out = F.scaled_dot_product_attention(
+        plain[0].transpose(1, 2), keys, values, attn_mask=torch.cat(masks, -1)[None]
+    ).transpose(1, 2)
+    sdpa = [out.detach(), *torch.autograd.grad(out, plain, dout)]
+
+    layout = SequenceLayout.zigzag(length, world_size)
+    got = sharded(layout, pattern, [query, key, value], dout, is_causal=is_causal)
+    for ours, theirs, exactly in zip(got, sdpa, want, strict=True):
+        assert ours.dtype == dtype
+        assert relative_error(ours, exactly) <= 1.3 * relative_error(theirs, exactly)
+
+
+@pytest.mark.parametrize("backend", ["auto", "eager"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_strides_of_the_inputs_do_not_matter(kind, backend):
+    """Of each of query, key, value and dout in turn, and of all: on one rank, and on three."""
+    others = ViewKind()
+    for number, is_causal in enumerate((False, True, False, True, False)):
+        views = [KINDS[kind] if number in (i, 4) else others for i in range(4)]
+        for layout in (SequenceLayout.contiguous(11, 1), SequenceLayout.zigzag(11, 3)):
+            case = Case(
+                pattern=DilatedPattern([4, None], [1, 3]),
+                layout=layout,
+                batch=2,
+                num_kv_heads=2,
+                is_causal=is_causal,
+                dtype=torch.float32,
+                backend=backend,
+                seed=number,
+                views=tuple(views),
+            )
+            (outcome,) = run_here(case)
+            assert outcome.passes(case.dtype), (case, outcome)
+
+
+@pytest.mark.parametrize("backend", ["auto", "eager"])
+@pytest.mark.parametrize("dim", range(4))
+def test_strides_of_dimensions_of_one_element_do_not_matter(dim, backend):
+    """torch calls such tensors contiguous, whatever the stride is."""
+    torch.manual_seed(0)
+    shape = [2, 7, 3, 8]
+    shape[dim] = 1
+    tensors = torch.randn(4, *shape, dtype=torch.float64).unbind(0)
+
+    def run(query, key, value, dout):
+        leaves = [x.detach().requires_grad_() for x in (query, key, value)]
+        pattern = DilatedPattern([4, None], [1, 3])
+        out = dilated_attention(leaves[0], leaves[1], leaves[2], pattern, backend=backend)
+        return out.detach(), *torch.autograd.grad(out, leaves, dout)
+
+    want = run(*tensors)
+    for stride in (0, 1, 10**15):
+        strides = [stride if i == dim else x for i, x in enumerate(tensors[0].stride())]
+        got = run(*(x.as_strided(shape, strides) for x in tensors))
+        for a, b in zip(got, want, strict=True):
+            assert relative_error(a, b) < 1e-13
+
+
+def test_one_process_needs_no_group():
+    query, key, value = torch.randn(3, 1, 10, 2, 8)
+    out = dilated_attention(query, key, value, DilatedPattern.dense(), is_causal=True)
+    want = F.scaled_dot_product_attention(
+        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), is_causal=True
+    ).transpose(1, 2)
+    torch.testing.assert_close(out, want)
+
+
+def test_scale_and_lse():
+    query, key, value = torch.randn(3, 2, 10, 2, 8)
+    out, lse = dilated_attention(
+        query, key, value, DilatedPattern.dense(), scale=0.0, return_lse=True
+    )
+    torch.testing.assert_close(out, value.mean(1, keepdim=True).expand_as(value))
+    torch.testing.assert_close(lse, torch.full((2, 2, 10), 10.0).log())
+
+
+@pytest.mark.parametrize("backend", ["auto", "eager"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [-0.7, 0.0, -0.0, 1e-40, -1e-310, 2.5])
+def test_any_scale(scale, dtype, backend):
+    """torch's CPU kernel gives NaN where a causal scale is not above 0 in float32."""
+    for is_causal in (False, True):
+        case = Case(
+            pattern=DilatedPattern([8, None], [1, 3]),
+            layout=SequenceLayout.zigzag(23, 2),
+            num_kv_heads=2,
+            is_causal=is_causal,
+            dtype=dtype,
+            backend=backend,
+            scale=scale,
+        )
+        (outcome,) = run_here(case)
+        assert outcome.passes(dtype), outcome
+
+
+def test_lse_is_outside_of_autograd():
+    query = torch.randn(1, 4, 1, 8, requires_grad=True)
+    out, lse = dilated_attention(query, query, query, DilatedPattern.dense(), return_lse=True)
+    assert out.requires_grad
+    assert not lse.requires_grad
+
+
+def test_double_backward_is_refused():
+    query = torch.randn(1, 4, 1, 8, requires_grad=True)
+    out = dilated_attention(query, query, query, DilatedPattern.dense())
+    (gradient,) = torch.autograd.grad(out.sum(), query, create_graph=True)
+    with pytest.raises(RuntimeError, match="gradient of dilated_attention cannot be differentiat"):
+        gradient.sum().backward()
+
+
+def test_gradients_flow_only_where_asked_for():
+    query = torch.randn(1, 6, 2, 8)
+    key = torch.randn(1, 6, 2, 8, requires_grad=True)
+    dilated_attention(query, key, query, DilatedPattern([3], [2])).sum().backward()
+    assert key.grad is not None
+    assert query.grad is None
+
+
+def test_autocast_casts_as_for_sdpa():
+    torch.manual_seed(0)
+    pattern = DilatedPattern([4], [1])
+    leaves = torch.randn(3, 1, 12, 2, 8).unbind(0)
+
+    def run(*tensors: torch.Tensor, autocast: bool, backend: Any) -> list[torch.Tensor]:
+        query, key, value = (x.clone().requires_grad_() for x in tensors)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            out = dilated_attention(query, key, value, pattern, backend=backend)
+            # Backward inside the region, too, must compute as it does outside.
+            gradients = torch.autograd.grad(out, (query, key, value), torch.ones_like(out))
+        return [out.detach(), *gradients]
+
+    for backend in ("auto", "eager"):
+        inside = run(*leaves, autocast=True, backend=backend)
+        outside = run(*(x.bfloat16() for x in leaves), autocast=False, backend=backend)
+        assert inside[0].dtype == torch.bfloat16
+        assert inside[1].dtype == torch.float32
+        for a, b in zip(inside, outside, strict=True):
+            assert torch.equal(a, b.to(a.dtype))
+    doubles = [x.double() for x in leaves]
+    assert run(*doubles, autocast=True, backend="auto")[0].dtype == torch.float64
+
+
+def test_kernels_are_launched_where_the_tensors_are(monkeypatch):
+    """The current device may be another one; torch's operators see to that by themselves."""
+    entered = []
+
+    @contextmanager
+    def on(device):
+        entered.append(device.index)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", on)
+    for index in (0, 1):
+        with kernels_on(torch.device("cuda", index)):
+            pass
+    assert entered == [1]
+
+
+def test_mixed_dtypes_meet_under_autocast():
+    query, key, value = torch.randn(3, 1, 12, 2, 8).unbind(0)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = dilated_attention(query, key, value.bfloat16(), DilatedPattern.dense())
+    assert out.dtype == torch.bfloat16

@@ -1,0 +1,632 @@
+"""Packed documents and padding, against brute force: forward, backward, on any number of ranks."""
+
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.counted_calls import count_calls
+from support.strategies import cases, layouts, patterns
+from torch import nn
+from typer.testing import CliRunner
+
+from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention, plan_attention
+from ring_dilated_attention.checks import (
+    Case,
+    combine,
+    make_layout,
+    references,
+    relative_error,
+    run_case,
+    run_cases,
+    run_ranks,
+    simulate,
+)
+from ring_dilated_attention.cli import app
+from ring_dilated_attention.documents import packed_rows
+from ring_dilated_attention.exchange import run_loopback
+from ring_dilated_attention.exchange.padding import KnownLengths
+from ring_dilated_attention.kernels import build_cells
+from ring_dilated_attention.nn import (
+    DilatedAttention,
+    LongNet,
+    LongNetConfig,
+    MultiheadDilatedAttention,
+    document_positions,
+)
+from ring_dilated_attention.plan import TileGroup, check_plan
+from ring_dilated_attention.torch_op import padding
+
+PATTERN = DilatedPattern([5, 12, None], [1, 2, 3])
+LONGNET = DilatedPattern([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12])
+
+
+@st.composite
+def borders(draw, length):
+    """Documents of any lengths, some of a single token; or many of one length and a rest."""
+    if draw(st.booleans()):
+        cuts = draw(st.lists(st.integers(1, length), max_size=40))
+    else:
+        cuts = range(draw(st.integers(1, length)), length, draw(st.integers(1, 9)))
+    return tuple(sorted({0, length, *cuts}))
+
+
+@st.composite
+def packed_cases(draw):
+    case = draw(cases())
+    length = case.layout.length
+    lengths = st.tuples(*[st.integers(0, length)] * case.batch)
+    return replace(
+        case,
+        documents=draw(st.none() | borders(length)),
+        lengths=draw(st.none() | st.just((length,) * case.batch) | lengths),
+    )
+
+
+def outcome(case):
+    wanted, ranks = references(case), case.layout.world_size
+    return combine(run_loopback(ranks, lambda ends: [run_case(case, ends, wanted)]))[0]
+
+
+@pytest.mark.slow
+@settings(max_examples=80)
+@given(packed_cases())
+def test_any_packed_case_equals_the_reference(case):
+    """What is padded is NaN in the tensors, and so is the gradient of its output."""
+    assert outcome(case).passes(case.dtype)
+
+
+@settings(max_examples=100)
+@given(patterns(), layouts(), st.booleans(), st.integers(1, 5), st.data())
+def test_random_packed_plans_are_proven(pattern, layout, is_causal, heads, data):
+    documents = data.draw(borders(layout.length))
+    length = data.draw(st.none() | st.integers(0, layout.length))
+    check_plan(
+        plan_attention(
+            pattern,
+            layout,
+            is_causal=is_causal,
+            num_heads=heads,
+            documents=documents,
+            length=length,
+        )
+    )
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("name", ["contiguous", "zigzag", "uneven"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_layouts_with_documents_and_lengths(world_size, name, is_causal):
+    """Borders next to those of shards, documents of one token, a row of padding, a full row."""
+    case = Case(
+        pattern=PATTERN,
+        layout=make_layout(name, 40, world_size),
+        num_heads=6,
+        num_kv_heads=2,
+        batch=4,
+        is_causal=is_causal,
+        documents=(0, 1, 2, 11, 20, 21, 39, 40),
+        lengths=(40, 0, 23, 40),
+    )
+    assert outcome(case).passes(case.dtype)
+
+
+# --- What it means
+
+
+def attend(tensors, **options):
+    """Out and gradients of the sum of its squares."""
+    query, key, value = leaves = [x.detach().clone().requires_grad_() for x in tensors]
+    out, lse = dilated_attention(query, key, value, PATTERN, return_lse=True, **options)
+    return [out.detach(), lse.transpose(1, 2), *torch.autograd.grad(out.square().sum(), leaves)]
+
+
+def assert_same(got, want):
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_documents_are_sequences_of_their_own():
+    whole = torch.randn(3, 2, 50, 4, 8, dtype=torch.float64).unbind(0)
+    got = attend(whole, is_causal=True, documents=[0, 1, 18, 50])
+    for start, stop in ((0, 1), (1, 18), (18, 50)):
+        alone = attend([x[:, start:stop] for x in whole], is_causal=True)
+        assert_same([x[:, start:stop] for x in got], alone)
+
+
+def test_a_row_is_what_a_sequence_of_its_length_is():
+    whole = torch.randn(3, 4, 50, 4, 8, dtype=torch.float64).unbind(0)
+    lengths = [17, 50, 0, 17]
+    for tensor in whole:
+        tensor[2], tensor[3, 17:] = torch.inf, torch.nan
+    got = attend(whole, lengths=lengths)
+    for row, length in enumerate(lengths):
+        own = [x[row : row + 1] for x in got]
+        if length:
+            alone = attend([x[row : row + 1, :length] for x in whole])
+            assert_same([x[:, :length] for x in own], alone)
+        assert all((x[:, length:] == 0).all() for x in (own[0], *own[2:]))
+        assert torch.isneginf(own[1][:, length:]).all()
+
+
+def test_documents_of_padded_rows_are_cut_off():
+    whole = torch.randn(3, 2, 40, 4, 8, dtype=torch.float64).unbind(0)
+    got = attend(whole, documents=[0, 9, 30], lengths=[30, 12])
+    for row, documents in enumerate(([0, 9, 30], [0, 9, 12])):
+        length = documents[-1]
+        alone = attend([x[row : row + 1, :length] for x in whole], documents=documents)
+        assert_same([x[row : row + 1, :length] for x in got], alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_tensors_are_as_good_as_lists(dtype):
+    whole = torch.randn(3, 2, 20, 4, 8).unbind(0)
+    want = attend(whole, documents=[0, 4, 20], lengths=(20, 6))
+    got = attend(
+        whole,
+        documents=torch.tensor([0, 4, 20], dtype=dtype),
+        lengths=torch.tensor([20, 6], dtype=dtype),
+    )
+    assert all(map(torch.equal, got, want))
+
+
+def test_padding_is_no_work():
+    layout = SequenceLayout.contiguous(64, 4)
+    short, long = (
+        plan_attention(PATTERN, SequenceLayout.contiguous(n, 1), is_causal=False).rank(0)
+        for n in (17, 64)
+    )
+    for documents in (None, (0, 17), (0, 17, 64)):
+        plan = plan_attention(PATTERN, layout, is_causal=False, documents=documents, length=17)
+        ranks = [plan.rank(rank) for rank in range(4)]
+        assert sum(rank.pairs for rank in ranks) == short.pairs < long.pairs
+        assert [rank.total_sent_rows > 0 for rank in ranks] == [True, True, False, False]
+
+
+def test_rows_of_a_batch_that_run_together():
+    def rows(lengths):
+        return [
+            (packed.rows, packed.borders[-1])
+            for packed in packed_rows((), lengths, len(lengths), 9)
+        ]
+
+    assert rows((9, 9)) == [(slice(None), 9)]
+    assert rows((4, 9, 4, 9)) == [(slice(0, 3, 2), 4), (slice(1, 4, 2), 9)]
+    assert rows((4, 4, 0, 4)) == [(slice(0, 2, 1), 4), (slice(3, 4, 1), 4), (slice(2, 3, 1), 0)]
+
+
+# --- Padding masks
+
+
+@pytest.mark.parametrize("name", ["contiguous", "zigzag", "uneven", None])
+def test_a_padding_mask_is_lengths(name):
+    world_size, total = 3, 21
+    layout = make_layout(name or "contiguous", total, world_size)
+    whole = torch.randn(3, 4, total, 4, 8).unbind(0)
+    lengths = [21, 0, 8, 13]
+    mask = torch.arange(total) >= torch.tensor(lengths)[:, None]
+
+    def rank(ends):
+        options = {"group": ends, "layout": layout if name else None}
+        shards = [layout.shard(x, ends.rank, 1) for x in whole]
+        shard = layout.shard(mask, ends.rank, 1)
+        return (
+            attend(shards, key_padding_mask=shard, **options),
+            attend(shards, lengths=lengths, **options),
+        )
+
+    for got, want in run_loopback(world_size, rank):
+        assert all(map(torch.equal, got, want))
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_documents_may_end_early_with_a_padding_mask_as_with_lengths(world_size):
+    total = 21
+    layout = SequenceLayout.contiguous(total, world_size)
+    whole = torch.randn(3, 4, total, 4, 8).unbind(0)
+    lengths = [14, 0, 8, 13]
+    mask = torch.arange(total) >= torch.tensor(lengths)[:, None]
+
+    def rank(ends):
+        group = ends if world_size > 1 else None
+        options = {"group": group, "layout": layout, "documents": [0, 5, 9, 17]}
+        shards = [layout.shard(x, ends.rank, 1) for x in whole]
+        shard = layout.shard(mask, ends.rank, 1)
+        with pytest.raises(ValueError, match="rise from 0 to the sequence length 14 or more"):
+            attend(shards, key_padding_mask=shard, **{**options, "documents": [0, 5, 9, 13]})
+        return (
+            attend(shards, key_padding_mask=shard, **options),
+            attend(shards, lengths=lengths, **options),
+        )
+
+    for got, want in run_loopback(world_size, rank):
+        assert all(map(torch.equal, got, want))
+
+
+def test_multihead_attention_takes_torch_padding_masks():
+    torch.manual_seed(0)
+    dense: dict[str, Any] = {"segment_lengths": [None], "dilation_rates": [1]}
+    module = MultiheadDilatedAttention(24, 3, dtype=torch.float64, **dense)
+    theirs = nn.MultiheadAttention(24, 3, batch_first=True, dtype=torch.float64)
+    with torch.no_grad():
+        weights = [p.weight for p in (module.q_proj, module.k_proj, module.v_proj)]
+        theirs.in_proj_weight.copy_(torch.cat(weights))
+        theirs.out_proj.weight.copy_(module.out_proj.weight)
+    x = torch.randn(2, 13, 24, dtype=torch.float64)
+    lengths = torch.tensor([13, 5])
+    mask = torch.arange(13) >= lengths[:, None]
+    want, _ = theirs(x, x, x, key_padding_mask=mask, need_weights=False)
+    for options in ({"key_padding_mask": mask}, {"lengths": lengths}):
+        got, _ = module(x, x, x, **options)
+        assert relative_error(got[~mask], want[~mask]) < 1e-12
+        assert (got[mask] == 0).all()  # the bias of the output projection
+    attention = DilatedAttention(DilatedPattern.dense())
+    heads = torch.randn(2, 13, 3, 8)
+    got = attention(heads, heads, heads, key_padding_mask=mask)
+    assert torch.equal(got, attention(heads, heads, heads, lengths=lengths))
+
+
+# --- Bad calls
+
+
+def call(ends=None, **changes):
+    query, key, value = torch.randn(3, 2, 6, 4, 8)
+    return dilated_attention(query, key, value, DilatedPattern([4], [2]), group=ends, **changes)
+
+
+MASK = torch.zeros(2, 6, dtype=torch.bool)
+BAD: dict[str, dict[str, Any]] = {
+    "documents must rise from 0 to the sequence length 18; got (0, 3, 6)": {"documents": [0, 3, 6]},
+    "length 18; got (1, 18)": {"documents": [1, 18]},
+    "got (0, 4, 4, 18)": {"documents": [0, 4, 4, 18]},
+    "got (0, 1, 2, 3, 4, 5, ..., 19) (20 borders)": {"documents": range(20)},
+    "documents must not be empty": {"documents": []},
+    "documents must hold ints; got 2.0": {"documents": [0, 2.0, 18]},
+    "documents must hold ints; got True": {"documents": [0, True, 18]},
+    "documents must be a list of ints or a 1-D tensor of them; got 18": {"documents": 18},
+    "documents must be int32 or int64; got torch.float32": {"documents": torch.tensor([0.0, 18])},
+    "documents must be 1-D; got shape (1, 2)": {"documents": torch.tensor([[0, 18]])},
+    "lengths must lie in [0, 18], the sequence length; got 19": {"lengths": [3, 19]},
+    "lengths must lie in [0, 18], the sequence length; got -1": {"lengths": [-1, 3]},
+    "lengths must hold one number for each of 2 rows; got (3,)": {"lengths": [3]},
+    "sequence length 9 or more, up to 18; got (0, 8)": {"documents": [0, 8], "lengths": [1, 9]},
+    "pass lengths or key_padding_mask, not both": {"lengths": [1, 2], "key_padding_mask": MASK},
+    "key_padding_mask must be a tensor": {"key_padding_mask": [[False]]},
+    "must be boolean, True where a position is padding; got torch.int64: pass mask != 0": {
+        "key_padding_mask": MASK.long()
+    },
+    "(batch, local_sequence), (2, 6); got (2, 18)": {
+        "key_padding_mask": torch.zeros(2, 18, dtype=torch.bool)
+    },
+    # What only some ranks pass.
+    "documents is None on ranks 0, 2, (0, 5, 18) on rank 1": {"documents": [0, 5, 18]},
+    "lengths is None on ranks 0, 2, (4, 5) on rank 1": {"lengths": (4, 5)},
+    "lengths is None on ranks 0, 2, from key_padding_mask on rank 1": {"key_padding_mask": MASK},
+    "documents is None on ranks 0, 2, (0, 1, 2, 3, 4, 5, ..., 18) (19 borders)": {
+        "documents": range(19)
+    },
+}
+
+
+def attempt(ends, **changes):
+    try:
+        call(ends, **changes)
+    except (ValueError, TypeError) as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_a_bad_call_of_one_rank_is_an_error_on_all(message):
+    def rank(ends):
+        return attempt(ends, **(BAD[message] if ends.rank == 1 else {}))
+
+    for text in run_loopback(3, rank):
+        assert message in text, text
+
+
+NOT_RIGHT = {
+    "in row 0, position 0 is padding and position 17 is not": (0, slice(0, 3)),
+    "in row 1, position 7 is padding and position 17 is not": (1, slice(7, 8)),
+}
+
+
+GLOO = [
+    Case(
+        pattern=PATTERN,
+        layout=make_layout(name, 37, 3),
+        batch=3,
+        is_causal=is_causal,
+        documents=documents,
+        lengths=lengths,
+        exchange=exchange,  # type: ignore[arg-type]
+    )
+    for name, is_causal, exchange in (("zigzag", True, "ring"), ("uneven", False, "gather"))
+    for documents in (None, (0, 7, 8, 36, 37))
+    for lengths in ((5, 37, 5), (0, 20, 1), (37, 37, 37))
+]
+
+
+def _processes(rank, world_size):
+    texts = []
+    group = dist.group.WORLD
+    for row, columns in NOT_RIGHT.values():
+        mask = torch.zeros(2, 18, dtype=torch.bool)
+        mask[row, columns] = True
+        texts.append(attempt(group, key_padding_mask=mask[:, 6 * rank : 6 * rank + 6]))
+    texts += [attempt(group, **(changes if rank == 1 else {})) for changes in BAD.values()]
+    texts.append(attempt(group, documents=[0, 7, 18], key_padding_mask=MASK))
+    return texts, run_cases(rank, world_size, GLOO)
+
+
+def test_processes():
+    """Bad calls and bad masks, and that the group still works."""
+    by_rank = run_ranks(_processes, 3)
+    for texts, _ in by_rank:
+        for message, text in zip((*NOT_RIGHT, *BAD, "no error"), texts, strict=True):
+            assert message in text, text
+    outcomes = combine([outcomes for _, outcomes in by_rank])
+    assert all(o.passes(case.dtype) for case, o in zip(GLOO, outcomes, strict=True))
+
+
+def test_a_mask_that_is_no_right_padding():
+    mask = torch.tensor([[False, True, True], [True, False, False]])
+    query, key, value = torch.randn(3, 2, 3, 1, 4)
+    with pytest.raises(ValueError, match=r"right padding .* in row 1, position 0 is .* pass ~mask"):
+        dilated_attention(query, key, value, PATTERN, key_padding_mask=mask)
+
+
+def test_what_a_mask_stands_for_is_asked_once_a_pass():
+    known, layout = KnownLengths(), SequenceLayout.zigzag(9, 1)
+    first, second, third = object(), object(), object()
+    mask = torch.arange(9) >= torch.tensor([[4], [9]])
+    assert known.get(first, mask, None) is None
+    known.keep(first, mask, None, [4, 9])
+    assert known.get(second, mask, None) == [4, 9]
+    assert known.get(second, mask.clone(), None) is known.get(third, mask, layout) is None
+    mask.data[0, 3:] = True  # is not counted: the next pass sees it
+    assert known.get(first, mask, None) is known.get(second, mask, None) is None
+    known.keep(first, mask, layout, [3, 9])
+    assert known.get(second, mask, SequenceLayout.zigzag(9, 1)) == [3, 9]
+    mask[0, 2:] = True  # by a view: its version is that of the mask
+    assert known.get(third, mask, layout) is None
+    known.keep(first, mask, None, [2, 9])
+    known.forget()
+    assert known.get(second, mask, None) is None
+    known.keep(first, mask, None, [2, 9])
+    del mask
+    assert len(known) == 0
+    with torch.inference_mode():  # where no write is counted
+        mask = torch.arange(9)[None] >= 4
+        known.keep(first, mask, None, [4])
+        assert known.get(second, mask, None) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+def test_layers_do_not_wait_for_a_mask_again():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    query = torch.randn(2, 40, 4, 16, device="cuda")
+    mask = torch.arange(40, device="cuda") >= torch.tensor([[40], [9]], device="cuda")
+
+    def call(layer):
+        given = padding(layer, mask, query, None, None)
+        return dilated_attention(query, query, query, PATTERN, **given)
+
+    layers = [object(), object()]
+    for filled in (9, 7):
+        mask.data[1, filled:] = True
+        first = call(layers[0])
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            again = call(layers[1])
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        want = dilated_attention(query, query, query, PATTERN, lengths=[40, filled])
+        assert torch.equal(first, want)
+        assert torch.equal(again, want)
+
+
+def test_a_rank_does_not_refuse_a_mask_by_itself():
+    """`dilated_attention` refuses it on every rank; one process has nobody to tell."""
+    query: Any = SimpleNamespace(is_cuda=True, shape=(2, 6, 4, 8), device=torch.device("cpu"))
+    for mask in ([[False]], MASK.long(), MASK[:, :5]):
+        wrong: Any = mask
+        attempt_of_rank = partial(padding, None, wrong, query, None)
+        given = run_loopback(2, attempt_of_rank)
+        assert all(each["key_padding_mask"] is wrong for each in given)
+        with pytest.raises((TypeError, ValueError), match="key_padding_mask must"):
+            padding(None, wrong, query, None, None)
+
+
+def test_masks_are_not_captured(monkeypatch):
+    """Lengths would be those of the capture in every replay."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    query, mask = torch.randn(1, 9, 2, 8), torch.zeros(1, 9, dtype=torch.bool)
+    with pytest.raises(RuntimeError, match="key_padding_mask cannot be captured in a CUDA graph"):
+        dilated_attention(query, query, query, PATTERN, key_padding_mask=mask)
+
+
+# --- torch.compile
+
+
+@pytest.mark.slow
+def test_lists_compile():
+    torch._dynamo.reset()
+
+    def function(query, **options):
+        return dilated_attention(query, query, query, PATTERN, is_causal=True, **options)
+
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    query = torch.randn(2, 40, 4, 8, requires_grad=True)
+    for options in (
+        {"documents": [0, 7, 40]},
+        {"documents": (0, 9, 40)},
+        {"lengths": [40, 12]},
+        {"lengths": [3, 40], "documents": [0, 11, 40]},
+    ):
+        for run in (function, compiled):
+            out = run(query, **options)
+            (gradient,) = torch.autograd.grad(out.square().sum(), query)
+            if run is function:
+                want = out, gradient
+        assert torch.equal(out, want[0])
+        assert torch.equal(gradient, want[1])
+    with pytest.raises(ValueError, match="documents must rise from 0"):
+        compiled(query, documents=[0, 41])
+    torch._dynamo.reset()
+
+
+# --- Models
+
+
+def test_positions_restart():
+    positions = SequenceLayout.zigzag(12, 2).positions(0)
+    got = document_positions(positions, torch.tensor([0, 2, 10, 12]))
+    assert got.tolist() == [0, 1, 0, 7, 0, 1]
+    with pytest.raises(ValueError, match=r"documents must rise from 0; got \(1, 12\)"):
+        document_positions(positions, [1, 12])
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_model_of_packed_documents(world_size):
+    torch.manual_seed(0)
+    config = LongNetConfig(
+        num_layers=2,
+        embed_dim=32,
+        num_heads=4,
+        ffn_dim=48,
+        segment_lengths=(6, None),
+        dilation_rates=(1, 3),
+    )
+    model = LongNet(config, checkpoint="full").double()
+    tokens, documents = torch.randint(256, (2, 30)), [0, 4, 5, 23, 30]
+    layout = SequenceLayout.zigzag(30, world_size)
+
+    def rank(ends):
+        shard = layout.shard(tokens, ends.rank, 1)
+        return model(shard, documents=documents, group=ends, layout=layout).detach()
+
+    got = layout.unshard(run_loopback(world_size, rank), 1)
+    for start, stop in pairwise(documents):
+        alone = model(tokens[:, start:stop])
+        assert relative_error(got[:, start:stop], alone.detach()) < 1e-12
+
+    def refused(ends):
+        shard = layout.shard(tokens, ends.rank, 1)
+        wrong = documents if ends.rank else documents[:-1]
+        with pytest.raises(ValueError, match="documents must rise from 0 to"):
+            model(shard, documents=wrong, group=ends, layout=layout)
+
+    run_loopback(world_size, refused)
+
+
+# --- Many documents
+
+
+def mixed(length, count, seed=0):
+    return [0, *sorted(Random(seed).sample(range(1, length), count - 1)), length]
+
+
+def tiles_of_documents(count):
+    """How many tiles and packed tiles documents take."""
+    layout, documents = SequenceLayout.contiguous(262_144, 1), mixed(262_144, count)
+    plan = plan_attention(LONGNET, layout, is_causal=True, num_heads=12, documents=documents)
+    return sum(len(group.single) + len(group.packed) for group in plan.rank(0).local_groups)
+
+
+@pytest.mark.slow
+def test_planning_thousands_of_documents_is_little_work():
+    """Some 33 function calls for each: less than 50 ms. Branches longer than all share them."""
+    calls, tiles = count_calls(tiles_of_documents, 2048)
+    assert calls < 40 * 2048
+    assert tiles < 300
+
+
+def test_documents_of_one_length_are_one_tile():
+    plan = plan_attention(
+        LONGNET,
+        SequenceLayout.contiguous(2**20, 4),
+        is_causal=True,
+        documents=range(0, 2**20 + 1, 2**7),
+    )
+    one = plan_attention(LONGNET, SequenceLayout.contiguous(2**7, 1), is_causal=True)
+    assert len(plan.rank(1).local) == len(one.rank(0).local)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_cells_of_packed_tiles(is_causal):
+    """Those of the same tiles one by one."""
+    plan = plan_attention(
+        PATTERN,
+        SequenceLayout.contiguous(400, 1),
+        is_causal=is_causal,
+        num_heads=4,
+        documents=mixed(400, 50),
+    )
+    groups = plan.rank(0).local_groups
+    assert sum(len(group.packed) for group in groups) > 3
+    sizes: dict[str, Any] = {
+        "batch": 2,
+        "heads_per_kv": 3,
+        "block_m": 4,
+        "block_n": 8,
+        "device": "cpu",
+    }
+    for group in groups:
+        got = build_cells(group.single, group.packed, **sizes)
+        want = build_cells(group.tiles, **sizes)
+        assert sorted(got.table.tolist()) == sorted(want.table.tolist())
+        assert len(got.query_programs) == len(want.query_programs)
+        assert (got.is_causal, got.max_queries) == (is_causal, want.max_queries)
+    with pytest.raises(ValueError, match="all causal or none"):
+        build_cells([group.tiles[0]._replace(is_causal=not is_causal)], group.packed, **sizes)
+
+
+@pytest.mark.parametrize("longest", [0, 3, 10**9])
+def test_splitting_packed_tiles(longest):
+    plan = plan_attention(
+        PATTERN, SequenceLayout.contiguous(400, 1), is_causal=False, documents=mixed(400, 50)
+    )
+    (many,) = plan.rank(0).local_groups[0].packed
+    short, long = many.split(longest)
+    assert all(tile.queries.length <= longest for tile in short.tiles())
+    assert all(tile.queries.length > longest for tile in long.tiles())
+    assert sorted([*short.tiles(), *long.tiles()]) == sorted(TileGroup((), (many,)).tiles)
+
+
+# --- Tools
+
+
+def test_simulation_of_documents():
+    case = Case(
+        pattern=PATTERN,
+        layout=SequenceLayout.zigzag(101, 3),
+        dtype=torch.float32,
+        documents=(0, 1, 40, 99, 101),
+    )
+    found = simulate(case)
+    assert found.ok, found.problems
+    with pytest.raises(ValueError, match="a simulated case has no padding; got lengths"):
+        simulate(replace(case, lengths=(3,)))
+
+
+def test_the_command_line_takes_documents():
+    arguments = ["--seq-len=100", "--ranks=3", "--segment-lengths=7,all", "--dilation-rates=1,3"]
+    arguments += ["--num-heads=4", "--documents=0,30,31,100"]
+    for command in (["plan", "--check"], ["simulate", "--device=cpu"]):
+        done = CliRunner().invoke(app, [*command, *arguments])
+        assert done.exit_code == 0, done.output
+        assert "3 documents" in " ".join(done.output.split())
+    done = CliRunner().invoke(app, ["plan", "--seq-len=100", "--documents=0,30"])
+    assert done.exit_code == 2
+    assert "documents must rise from 0" in " ".join(done.output.split())

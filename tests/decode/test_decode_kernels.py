@@ -1,0 +1,352 @@
+"""The decoding kernels: interpreted where there is no GPU."""
+
+import os
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.strategies import patterns
+
+import ring_dilated_attention
+from ring_dilated_attention import (
+    DilatedKVCache,
+    DilatedPattern,
+    SequenceLayout,
+    plan_attention,
+)
+from ring_dilated_attention.checks import KINDS, reference_attention, relative_error
+from ring_dilated_attention.decode import Step
+from ring_dilated_attention.decode.by_kernel import begin_by_kernel
+from ring_dilated_attention.decode.call import strips_on
+from ring_dilated_attention.engine import merge_
+from ring_dilated_attention.exchange import run_loopback
+from ring_dilated_attention.kernels import NO_END, DecodeTuning, profile_of, strips_of_cache
+from ring_dilated_attention.plan import plan_cache, replicated_strips
+
+pytest.importorskip("triton")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if not (torch.cuda.is_available() or INTERPRETED):
+    pytest.skip("needs CUDA or TRITON_INTERPRET=1", allow_module_level=True)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning"),
+    *([] if INTERPRETED else [pytest.mark.gpu]),
+]
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+TOLERANCE = 1e-5
+attend: Any = ring_dilated_attention.cached_attention
+attend_whole: Any = ring_dilated_attention.replicated_query_attention
+begin_of_rank: Any = begin_by_kernel
+LONGNET = DilatedPattern([8, 16, 32], [1, 2, 5])
+
+
+def rows_of(heads, kv_heads, length, batch=1, head_dim=8, dtype=torch.float32):
+    torch.manual_seed(0)
+    query = torch.randn(batch, length, heads, head_dim, device=DEVICE, dtype=dtype)
+    return query, *torch.randn(
+        2, batch, length, kv_heads, head_dim, device=DEVICE, dtype=dtype
+    ).unbind(0)
+
+
+def check(out, lse, want, positions):
+    """Compare with rows of the reference, (out, lse) in float64."""
+    rows = slice(positions.start, positions.stop)
+    expected, expected_lse = want[0][:, rows], want[1][:, :, rows]
+    hidden = torch.isneginf(expected_lse)
+    assert torch.equal(torch.isneginf(lse), hidden)
+    assert (out.transpose(1, 2)[hidden] == 0).all()
+    assert relative_error(out, expected) < TOLERANCE
+    lse, expected_lse = (x.double().masked_fill(hidden, 0) for x in (lse, expected_lse))
+    # It may be all but 0 in a call of one row: then no error is small beside it.
+    torch.testing.assert_close(lse, expected_lse, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def reference(*tensors, pattern, **options):
+    plain: Any = reference_attention
+    return plain(*(x.double() for x in tensors), pattern, **options)
+
+
+def decode(pattern, prompt, counts, *, heads=4, kv_heads=2, batch=1, kind=None, **options):
+    """Generate by the kernels, and compare each call."""
+    length = prompt + sum(counts)
+    tensors = rows_of(heads, kv_heads, length, batch)
+    if kind:
+        tensors = tuple(kind.fit(x) for x in tensors)
+    want = reference(*tensors, pattern=pattern, is_causal=True)
+    cache = DilatedKVCache(pattern, batch, kv_heads, 8, max_length=length, device=DEVICE, **options)
+    cache.keys.fill_(torch.nan)  # what nobody wrote is not to be read
+    cache.values.fill_(torch.nan)
+    if prompt:
+        cache.prefill(*(x[:, :prompt] for x in tensors[1:]))
+    borders = [prompt]
+    for count in counts:
+        borders.append(borders[-1] + count)
+    for first, stop in pairwise(borders):
+        new = [x[:, first:stop] for x in tensors]
+        if kind:
+            new = [kind.view(x) for x in new]
+        out, lse = attend(*new, cache, backend="triton", return_lse=True)
+        check(out, lse, want, range(first, stop))
+    assert cache.lengths.tolist() == [length] * batch == list(cache.known_lengths)
+    return cache
+
+
+@settings(max_examples=6 if INTERPRETED else 200)
+@given(
+    patterns(),
+    st.integers(0, 70),
+    st.lists(st.sampled_from([1, 1, 2, 5, 16, 33]), min_size=1, max_size=4),
+    st.sampled_from([(1, 1), (4, 2), (3, 3), (10, 2)]),
+    st.sampled_from([0, 7]),
+)
+def test_any_generation_equals_the_full_forward(pattern, prompt, counts, heads, rewind):
+    decode(pattern, prompt, counts, heads=heads[0], kv_heads=heads[1], max_rewind=rewind)
+
+
+@pytest.mark.parametrize("rounds", [4, 33])
+def test_however_it_is_cut_into_programs(rounds, monkeypatch):
+    tuning = DecodeTuning(rounds=rounds)
+    profile = replace(profile_of(DEVICE), decode=tuning, multiprocessors=9)
+    monkeypatch.setattr("ring_dilated_attention.kernels.decode.profile_of", lambda _: profile)
+    monkeypatch.setattr("ring_dilated_attention.kernels.decode_shape.profile_of", lambda _: profile)
+    decode(DilatedPattern([None, 32], [1, 3]), 170, [1, 1, 5], heads=6, kv_heads=2)
+    decode(DilatedPattern.dense(), 71, [3, 1], heads=2, kv_heads=2, batch=2)
+
+
+@pytest.mark.parametrize("head_branches", ["all", "split"])
+def test_some_heads_of_a_layer(head_branches):
+    pattern = DilatedPattern([8, 16, 32], [1, 2, 5], head_branches=head_branches)
+    own = pattern.of_heads((3, 5, 8), 2)
+    decode(own, 20, [1, 3])
+    query, key, value = rows_of(4, 2, 30)
+    want = reference(query, key, value, pattern=own, is_causal=True)
+    out, lse = attend_whole(
+        query[:, 21:24], key, value, own, range(21, 24), is_causal=True, backend="triton",
+        return_lse=True,
+    )  # fmt: skip
+    check(out, lse, want, range(21, 24))
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_new_rows_may_be_views(kind):
+    decode(LONGNET, 20, [3], batch=2, heads=2, kv_heads=1, kind=kind)
+
+
+def test_more_query_heads_than_a_block_of_rows():
+    decode(LONGNET, 40, [64, 1], heads=4, kv_heads=1)
+
+
+def test_rows_of_a_batch_have_lengths_of_their_own():
+    query, key, value = rows_of(4, 2, 60, batch=3)
+    lengths = [40, 0, 17]
+    cache = DilatedKVCache(LONGNET, 3, 2, 8, device=DEVICE)
+    cache.prefill(key[:, :40], value[:, :40], lengths=lengths)
+    for step in (slice(40, 41), slice(41, 44)):
+        new = [x[:, step] for x in (query, key, value)]
+        out, lse = attend(*new, cache, backend="triton", return_lse=True)
+        for row, length in enumerate(lengths):
+            kept = [*range(length), *range(40, 60)]
+            want = reference(
+                *(x[row : row + 1, kept] for x in (query, key, value)),
+                pattern=LONGNET,
+                is_causal=True,
+            )
+            first = step.start - 40 + length
+            at = range(first, first + step.stop - step.start)
+            check(out[row : row + 1], lse[row : row + 1], want, at)
+
+
+@pytest.mark.parametrize("shards", [2, 3])
+def test_each_rank_computes_its_share(shards):
+    """The kernels of one rank after the other: the interpreter takes one thread."""
+    pattern, counts = DilatedPattern([8, 16, None], [1, 3, 2]), [3, 1, 16, 1, 5]
+    query, key, value = rows_of(4, 2, sum(counts))
+    want = reference(query, key, value, pattern=pattern, is_causal=True)
+    worlds = run_loopback(shards, lambda ends: ends)
+    caches = []
+    for ends in worlds:
+        cache = DilatedKVCache(
+            pattern, 1, 2, 8, max_length=sum(counts), group=ends, sharded=True, device=DEVICE
+        )
+        assert cache.plan == plan_cache(pattern, 2, sum(counts), 0, shards)
+        caches.append(cache)
+    first = 0
+    for count in counts:
+        new = [x[:, first : first + count] for x in (query, key, value)]
+        parts = [begin_of_rank(*new, cache, 8**-0.5, Step())() for cache in caches]
+        out, lse = parts[0]
+        for other, other_lse in parts[1:]:
+            merge_(out, lse, other, other_lse)
+        check(out, lse.transpose(1, 2), want, range(first, first + count))
+        first += count
+
+
+def state(cache):
+    tensors = cache.keys, cache.values, cache.lengths
+    return [x.clone() for x in tensors], cache.known_lengths
+
+
+def assert_state(cache, before):
+    tensors, known = before
+    for now, then in zip(state(cache)[0], tensors, strict=True):
+        torch.testing.assert_close(now, then, rtol=0, atol=0, equal_nan=True)
+    assert cache.known_lengths == known
+
+
+def test_what_has_begun_writes_nothing():
+    pattern = DilatedPattern([8, None], [1, 2])
+    query, key, value = rows_of(4, 2, 12)
+    cache = DilatedKVCache(pattern, 1, 2, 8, max_length=12, device=DEVICE)
+    cache.prefill(key[:, :9], value[:, :9])
+    before = state(cache)
+    end = begin_of_rank(*(x[:, 9:] for x in (query, key, value)), cache, 8**-0.5, Step())
+    assert_state(cache, before)
+    out, lse = end()
+    want = reference(query, key, value, pattern=pattern, is_causal=True)
+    check(out, lse.transpose(1, 2), want, range(9, 12))
+    assert cache.lengths.tolist() == [12] == list(cache.known_lengths)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter takes one thread")
+def test_ranks_that_differ_leave_their_caches_as_they_were():
+    pattern = DilatedPattern([8, None], [1, 2])
+    query, key, value = rows_of(4, 2, 10)
+    want = reference(query, key, value, pattern=pattern, is_causal=True)
+
+    def rank(ends):
+        cache = DilatedKVCache(
+            pattern, 1, 2, 8, max_length=20, group=ends, sharded=True, device=DEVICE
+        )
+        prompt = SequenceLayout.contiguous(8, 2)
+        cache.prefill(*(prompt.shard(x[:, :8], ends.rank, 1) for x in (key, value)), layout=prompt)
+        new, before = [x[:, 8:] for x in (query, key, value)], state(cache)
+        with pytest.raises(ValueError, match=r"scale is None on rank 0, 2\.0 on rank 1"):
+            attend(*new, cache, scale=2.0 if ends.rank else None)
+        assert_state(cache, before)
+        return attend(*new, cache, return_lse=True)
+
+    for out, lse in run_loopback(2, rank):
+        check(out, lse, want, range(8, 10))
+
+
+def test_a_position_without_room_is_nan(monkeypatch):
+    """A graph that is replayed cannot raise."""
+    query, key, value = rows_of(2, 1, 6)
+    cache = DilatedKVCache(DilatedPattern.dense(), 1, 1, 8, max_length=4, device=DEVICE)
+    cache.prefill(key[:, :3], value[:, :3])
+    monkeypatch.setattr("ring_dilated_attention.decode.lengths.check_room", lambda *_: None)
+    new = [x[:, 3:5] for x in (query, key, value)]
+    out = attend(*new, cache, backend="triton")
+    assert torch.isfinite(out[:, 0]).all()
+    assert torch.isnan(out[:, 1]).all()
+
+
+MOST = 2**30 - 16
+LARGE = st.integers(1, 2**40) | st.integers(1, 9) | st.integers(MOST - 3, 2**30 + 3)
+
+
+@settings(max_examples=40 if INTERPRETED else 400)
+@given(st.integers(0, MOST - 1) | st.integers(0, 30), st.integers(1, 16), st.data())
+def test_rows_are_found_in_32_bits_as_in_64(position, count, data):
+    """Of segments and rates that may be longer than any text, or than 32 bits hold."""
+    count, branches = min(count, MOST - position), []
+    for base in (0, 2**35):
+        length = data.draw(LARGE | st.just(NO_END))
+        rate = data.draw(LARGE)
+        offset = data.draw(st.integers(0, min(rate, length) - 1) | st.just(-1))
+        branches.append([length, rate, data.draw(st.integers(1, 2**29)), offset, base])
+    lengths, table = (torch.tensor(x, device=DEVICE) for x in ([position], branches))
+    shards = data.draw(st.integers(1, 3))
+    shard = data.draw(st.integers(0, shards - 1))
+    narrow, wide = (
+        strips_of_cache(lengths, table, 1, count, shard=shard, shards=shards, max_length=most)
+        for most in (MOST, 2**40)
+    )
+    for found in (narrow, wide):
+        strips = found.table[0, 0, : found.num_strips * (3 + count)].view(-1, 3 + count)
+        strips[strips[:, 2] == 0, 0] = 0  # where a strip without rows begins means nothing
+    assert torch.equal(narrow.table, wide.table)
+
+
+@settings(max_examples=15 if INTERPRETED else 200)
+@given(patterns(), st.booleans(), st.integers(1, 60), st.data())
+def test_replicated_queries_take_the_kernels(pattern, is_causal, length, data):
+    first = data.draw(st.integers(0, length - 1))
+    positions = range(first, data.draw(st.integers(first + 1, min(length, first + 20))))
+    cut = data.draw(st.integers(0, length))
+    layout = SequenceLayout([[(cut, length), (0, cut)]])
+    query, key, value = rows_of(4, 2, length, batch=2)
+    want = reference(query, key, value, pattern=pattern, is_causal=is_causal)
+    out, lse = attend_whole(
+        query[:, positions.start : positions.stop],
+        *(layout.shard(x, 0, 1) for x in (key, value)),
+        pattern,
+        positions,
+        is_causal=is_causal,
+        layout=layout,
+        backend="triton",
+        return_lse=True,
+    )
+    check(out, lse, want, positions)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_replicated_queries_of_rows_of_several_lengths(is_causal):
+    """And of none: a row that is all padding has no keys."""
+    query, key, value = rows_of(4, 2, 40, batch=3)
+    lengths = [30, 0, 17]
+    out, lse = attend_whole(
+        query[:, 15:20], key, value, LONGNET, range(15, 20), is_causal=is_causal, lengths=lengths,
+        backend="triton", return_lse=True,
+    )  # fmt: skip
+    whole: Any = ring_dilated_attention.dilated_attention
+    want, want_lse = whole(
+        *(x.double() for x in (query, key, value)), LONGNET, is_causal=is_causal, lengths=lengths,
+        return_lse=True,
+    )  # fmt: skip
+    check(out, lse, (want, want_lse), range(15, 20))
+
+
+def test_a_rank_whose_keys_are_all_behind_the_query():
+    plan = plan_attention(LONGNET, SequenceLayout.contiguous(40, 2), is_causal=True, num_heads=2)
+    strips = strips_on(plan, range(3, 5), 1, torch.empty(0, device=DEVICE).device)
+    assert strips.shape == (1, 2, 0, 5)
+
+
+@settings(max_examples=200)
+@given(patterns(), st.booleans(), st.integers(1, 60), st.integers(1, 5), st.data())
+def test_strips_hold_each_visible_key_once(pattern, is_causal, length, kv_heads, data):
+    layout = SequenceLayout.zigzag(length, 3)
+    first = data.draw(st.integers(0, length - 1))
+    positions = range(first, data.draw(st.integers(first + 1, length)))
+    plan = plan_attention(pattern, layout, is_causal=is_causal, num_heads=kv_heads)
+    seen: dict[tuple[int, int], list[int]] = {}
+    for rank, ranges in enumerate(layout.ranges):
+        held = [position for start, stop in ranges for position in range(start, stop)]
+        for head, strips in enumerate(replicated_strips(plan, positions, rank)):
+            for row, step, count, *limits in strips:
+                assert max(limits) <= count
+                for query, limit in zip(positions, limits, strict=True):
+                    for place in range(limit):
+                        seen.setdefault((head, query), []).append(held[row + place * step])
+    want: dict[tuple[int, int], list[int]] = {}
+    for branch, (segment, rate) in enumerate(pattern.branches):
+        segment = segment or length
+        for head, offset in pattern.heads(branch, kv_heads):
+            for query in positions:
+                start = query // segment * segment
+                cell = range(start + offset, min(start + segment, length), rate)
+                if query in cell:
+                    shown = [key for key in cell if key <= query or not is_causal]
+                    want.setdefault((head, query), []).extend(shown)
+    assert {k: sorted(v) for k, v in seen.items()} == {k: sorted(v) for k, v in want.items()}
+
+
+def test_too_many_new_positions_for_the_kernels():
+    query, key, value = rows_of(2, 1, 65)
+    cache = DilatedKVCache(LONGNET, 1, 1, 8, device=DEVICE)
+    with pytest.raises(ValueError, match="decodes at most 64 new positions a call; got 65"):
+        attend(query, key, value, cache, backend="triton")

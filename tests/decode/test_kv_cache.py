@@ -1,0 +1,346 @@
+"""A KV cache: what it keeps, and that attention to it is a row of the full forward."""
+
+import gc
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.strategies import patterns
+
+from ring_dilated_attention import (
+    DilatedKVCache,
+    DilatedPattern,
+    SequenceLayout,
+    cached_attention,
+    dilated_attention,
+)
+from ring_dilated_attention.checks import (
+    TOLERANCE,
+    reference_attention,
+    relative_error,
+    run_ranks,
+    world_exchange,
+)
+from ring_dilated_attention.exchange import run_loopback
+from ring_dilated_attention.plan import plan_cache
+
+WORLD_SIZES = (1, 2, 3, 5)
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+def members_shown_later(pattern, branch, offset, length, horizon):
+    """Positions before `length` that a later one can be shown, one by one."""
+    segment, rate = pattern.branches[branch]
+    segment = segment or horizon
+    found = set()
+    for key in range(length):
+        start = key // segment * segment
+        later = range(max(length, start + offset), start + segment)
+        is_member = key - start >= offset and (key - start - offset) % rate == 0
+        if is_member and any((q - start - offset) % rate == 0 for q in later):
+            found.add(key)
+    return found
+
+
+@settings(max_examples=300)
+@given(patterns(), st.integers(1, 6), st.integers(0, 150))
+def test_the_plan_keeps_what_can_be_shown_later_and_nothing_else(pattern, heads, length):
+    horizon = length + 80  # beyond: every offset comes by once more in each segment
+    plan = plan_cache(pattern, heads, horizon if None in pattern.segment_lengths else None)
+    stored = {(branch.index, head): branch for branch in plan.branches for head in branch.heads}
+    rows = [0] * heads
+    for index in range(len(pattern.branches)):
+        for head in pattern.heads(index, heads):
+            want = members_shown_later(pattern, index, head.offset, length, horizon)
+            branch = stored.get((index, head))
+            if branch is None:
+                assert not want
+                continue
+            kept = branch.kept(head.offset, length)
+            runs = list(branch.positions(head.offset, kept))
+            assert [n for members, _ in runs for n in members] == list(kept)
+            assert {position for _, found in runs for position in found} == want
+            assert len(kept) <= branch.slots
+            rows[head.head] += len(want)
+    assert plan.kept_rows(length) == rows
+
+
+@settings(max_examples=300)
+@given(
+    st.integers(1, 40),
+    st.integers(1, 9),
+    st.none() | st.integers(1, 120),
+    st.integers(0, 40),
+    st.sampled_from(WORLD_SIZES),
+    st.integers(0, 120),
+)
+def test_room_for_what_is_taken_back_shared_evenly(w, rate, max_length, rewind, shards, length):
+    plan = plan_cache(DilatedPattern([w], [rate]), rate, max_length, rewind, shards)
+    length = length if max_length is None else min(length, max_length - 1)
+    for branch in plan.branches:
+        for _, offset in branch.heads:
+            kept = branch.kept(offset, length, rewind)
+            for taken in range(min(rewind, length) + 1):
+                earlier = branch.kept(offset, length - taken)
+                assert set(earlier) <= set(kept)
+            # Beside them, a new row may be written: in no slot that one of them is in.
+            most = range(kept.start, max(kept.stop, branch.members_before(offset, length + 1)))
+            shares = [plan.own_members(most, shard) for shard in range(shards)]
+            assert sum(map(len, shares)) == len(most)
+            assert max(map(len, shares)) - min(map(len, shares)) <= 1
+            assert max(map(len, shares)) <= branch.slots
+            numbers = [own * shards + shard for shard in range(shards) for own in shares[shard]]
+            assert sorted(numbers) == list(most)
+
+
+def test_no_more_room_than_members():
+    """However many positions may be taken back: a document has no more than these."""
+    pattern = DilatedPattern([10], [4])
+    assert [plan_cache(pattern, 1, 35, rewind).rows for rewind in (0, 5, 35, 900)] == [3, 5, 11, 11]
+    assert plan_cache(pattern, 1, None, 900).rows == 3 + 270
+    assert plan_cache(pattern, 1, 10).rows == plan_cache(pattern, 1, 11).rows == 3
+    assert plan_cache(pattern, 1, 8).rows == 2
+
+
+def test_the_closed_form_of_its_size():
+    pattern = DilatedPattern([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12])
+    plan = plan_cache(pattern, 12, None)
+    assert plan.rows == 12 * sum(-(-w // r) for w, r in pattern.branches if w)
+    assert plan.rows / 12 <= 1.05 * 11_600
+    cache = DilatedKVCache(pattern, 3, 12, 64, dtype=torch.bfloat16)
+    assert cache.nbytes == plan.nbytes(3, 64, 2) == 2 * 3 * plan.rows * 64 * 2
+    assert plan_cache(DilatedPattern([None], [4]), 2, 1001).rows == 2 * 251
+    # Shared by ranks: the same on each.
+    assert plan_cache(DilatedPattern([None], [4]), 2, 1001, 0, 3).rows == 2 * 84
+    # To be taken back: 5 positions are at most 2 members of every 4th.
+    assert plan_cache(DilatedPattern([100], [4]), 2, None, 5).rows == 2 * (25 + 2)
+
+
+@st.composite
+def generations(draw):
+    kv_heads = draw(st.integers(1, 3))
+    prompt = draw(st.integers(0, 90))
+    new = draw(st.lists(st.integers(1, 40), min_size=1, max_size=8))
+    world_size = draw(st.sampled_from(WORLD_SIZES))
+    kind = draw(st.sampled_from(["contiguous", "zigzag"]))
+    return {
+        "pattern": draw(patterns()),
+        "kv_heads": kv_heads,
+        "heads": kv_heads * draw(st.integers(1, 3)),
+        "batch": draw(st.integers(1, 3)),
+        "prompt": prompt,
+        "new": new,
+        "world_size": world_size,
+        "layout": prompt and SequenceLayout.named(kind, prompt, world_size, is_causal=True),
+        "sharded": draw(st.booleans()),
+        "lengths": draw(st.just(None) | st.lists(st.integers(0, prompt), min_size=3, max_size=3)),
+        "room": draw(st.integers(0, 20)),
+        "seed": draw(st.integers(0, 1000)),
+    }
+
+
+def inputs(case, dtype):
+    """Query, key and value of all positions."""
+    torch.manual_seed(case["seed"])
+    batch, total = case["batch"], case["prompt"] + sum(case["new"])
+    query = torch.randn(batch, total, case["heads"], 8, dtype=dtype)
+    return query, *torch.randn(2, batch, total, case["kv_heads"], 8, dtype=dtype)
+
+
+def run_generation(case, tensors, ends, backend="auto"):
+    """Compare each call with rows of the reference in float64; return what came out."""
+    q, k, v = tensors
+    dtype, batch, kv_heads = q.dtype, case["batch"], case["kv_heads"]
+    exact = [x.double() for x in tensors]
+    reference: Any = reference_attention
+    prompt, total = case["prompt"], q.shape[1]
+    lengths = case["lengths"] and case["lengths"][:batch]
+    cache = DilatedKVCache(
+        case["pattern"], batch, kv_heads, 8, max_length=total + case["room"], dtype=dtype,
+        group=ends, sharded=case["sharded"],
+    )  # fmt: skip
+    cache.keys.fill_(torch.nan)  # what nobody wrote is not to be read
+    cache.values.fill_(torch.nan)
+    if prompt:
+        shards = [case["layout"].shard(x[:, :prompt], ends.rank, 1) for x in (k, v)]
+        cache.prefill(*shards, layout=case["layout"], lengths=lengths)
+    starts = lengths or [prompt] * batch
+    # Row b goes on behind its own prompt, with the rows that come behind the longest one.
+    rows = [[*range(n), *range(prompt, total)] for n in starts]
+    want = [
+        reference(*(x[b : b + 1, row] for x in exact), case["pattern"], is_causal=True)
+        for b, row in enumerate(rows)
+    ]
+    borders = [prompt]
+    for count in case["new"]:
+        borders.append(borders[-1] + count)
+    results = []
+    for first, stop in pairwise(borders):
+        out, lse = cached_attention(
+            q[:, first:stop], k[:, first:stop], v[:, first:stop], cache, backend=backend,
+            return_lse=True,
+        )  # fmt: skip
+        for b, n in enumerate(starts):
+            at = slice(n + first - prompt, n + stop - prompt)
+            hidden = torch.isneginf(want[b][1][0, :, at])
+            assert torch.equal(torch.isneginf(lse[b]), hidden)
+            assert (out[b].transpose(0, 1)[hidden] == 0).all()
+            limit = 1e-10 if dtype == torch.float64 else TOLERANCE[dtype]
+            assert relative_error(out[b], want[b][0][0, at]) < limit
+            both = (x.masked_fill(hidden, 0) for x in (lse[b], want[b][1][0, :, at]))
+            assert relative_error(*both) < limit
+        results += [out, lse]
+    assert cache.lengths.tolist() == [n + sum(case["new"]) for n in starts]
+    return results
+
+
+@settings(max_examples=80)
+@given(generations())
+def test_any_generation_equals_the_full_forward(case):
+    tensors = inputs(case, torch.float64)
+    by_rank = run_loopback(case["world_size"], partial(run_generation, case, tensors))
+    for results in by_rank[1:]:
+        for got, first in zip(results, by_rank[0], strict=True):
+            assert torch.equal(got, first)
+
+
+def generation(**changes):
+    world_size = changes.get("world_size", 1)
+    return {
+        "pattern": DilatedPattern([12, 24, None], [1, 5, 3]),
+        "kv_heads": 3,
+        "heads": 6,
+        "batch": 3,
+        "prompt": 61,
+        "new": [1, 1, 5, 1, 16, 1],
+        "world_size": world_size,
+        "layout": SequenceLayout.zigzag(61, world_size),
+        "sharded": world_size > 1,
+        "lengths": [61, 13, 0],
+        "room": 0,
+        "seed": 0,
+        **changes,
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_dtypes(world_size, dtype):
+    """Rounded inputs; what is computed of them errs as one call of an SDPA kernel does."""
+    case = generation(world_size=world_size)
+    tensors = inputs(case, dtype)
+    results = run_loopback(world_size, partial(run_generation, case, tensors))[0]
+    wanted = torch.float64 if dtype == torch.float64 else torch.float32
+    assert {out.dtype for out in results[::2]} == {dtype}
+    assert {lse.dtype for lse in results[1::2]} == {wanted}
+
+
+@pytest.mark.parametrize("backend", ["eager", "cpu_flash"])
+def test_backends(backend):
+    case = generation()
+    run_loopback(1, partial(run_generation, case, inputs(case, torch.float32), backend=backend))
+
+
+def _process(rank, world_size, case, dtype):
+    return run_generation(case, inputs(case, dtype), world_exchange())
+
+
+@pytest.mark.parametrize(("sharded", "dtype"), [(True, torch.bfloat16), (False, torch.float64)])
+def test_processes(sharded, dtype):
+    case = generation(world_size=3, sharded=sharded)
+    by_rank = run_ranks(_process, 3, case, dtype)
+    for results in by_rank[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(results, by_rank[0], strict=True))
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_documents_and_lengths_of_the_prompt(world_size, sharded):
+    """Of each row the last document goes on, as it does where all are packed in one call."""
+    torch.manual_seed(0)
+    pattern, new = DilatedPattern([8, 21, None], [1, 3, 4]), 30
+    documents, lengths = [0, 5, 6, 40, 67], [67, 21, 0, 40, 5, 41]
+    key, value = torch.randn(2, 6, 67 + new, 2, 8, dtype=torch.float64)
+    query = torch.randn(6, 67 + new, 4, 8, dtype=torch.float64)
+    layout = SequenceLayout.zigzag(67, world_size)
+
+    def rank(ends):
+        cache = DilatedKVCache(
+            pattern, 6, 2, 8, max_length=new + 40, dtype=torch.float64, group=ends, sharded=sharded
+        )
+        shards = (layout.shard(x[:, :67], ends.rank, 1) for x in (key, value))
+        cache.prefill(*shards, layout=layout, documents=documents, lengths=torch.tensor(lengths))
+        assert cache.known_lengths == (27, 15, 0, 34, 5, 1)
+        cuts = pairwise([67, 68, 75, 76, 77, 67 + new])
+        return torch.cat(
+            [
+                cached_attention(query[:, at], key[:, at], value[:, at], cache)
+                for at in (slice(*cut) for cut in cuts)
+            ],
+            1,
+        )
+
+    by_rank = run_loopback(world_size, rank)
+    for row, length in enumerate(lengths):
+        q, k, v = (
+            torch.cat([x[row : row + 1, :length], x[row : row + 1, 67:]], 1)
+            for x in (query, key, value)
+        )
+        borders = [*([border for border in documents if border < length] or [0]), length + new]
+        want = dilated_attention(q, k, v, pattern, is_causal=True, documents=borders)
+        for got in by_rank:
+            assert relative_error(got[row], want[0, length:]) < 1e-12
+
+
+def test_thousands_of_steps_take_the_same_memory():
+    torch.manual_seed(0)
+    steps, pattern = 3000, DilatedPattern([16, 40], [1, 3])
+    query, key, value = torch.randn(3, 1, steps, 2, 8, dtype=torch.float64).unbind(0)
+    cache = DilatedKVCache(pattern, 1, 2, 8, dtype=torch.float64)
+    held = cache.keys.data_ptr(), cache.values.data_ptr(), cache.nbytes
+    got, objects = torch.empty_like(query), []
+    for step in range(steps):
+        at = slice(step, step + 1)
+        got[:, at] = cached_attention(query[:, at], key[:, at], value[:, at], cache)
+        if step in (steps - 1 - 4 * 560, steps - 1):  # equal slots: members come round after 560
+            for _ in range(3):  # tuples of tuples are no longer counted after the second
+                gc.collect()
+            objects.append(len(gc.get_objects()))
+    want = dilated_attention(query, key, value, pattern, is_causal=True)
+    assert relative_error(got, want) < 1e-12
+    assert held == (cache.keys.data_ptr(), cache.values.data_ptr(), cache.nbytes)
+    assert cache.nbytes == 2 * 2 * (16 + 14) * 8 * 8
+    assert objects[1] - objects[0] < 100
+
+
+KINDS: dict[str, Any] = {
+    "expanded batch": lambda x: x[:1].expand(2, -1, -1, -1),
+    "expanded heads": lambda x: x[:, :, :1].expand(-1, -1, 2, -1),
+    "expanded rows": lambda x: x[:, :1].expand(-1, x.shape[1], -1, -1),
+    "head_dim not last": lambda x: x.transpose(1, 3).contiguous().transpose(1, 3),
+    "every other column": lambda x: torch.stack([x, x], -1).flatten(-2)[..., ::2],
+    "a parameter": lambda x: torch.nn.Parameter(x),
+}
+
+
+@pytest.mark.parametrize("view", KINDS.values(), ids=KINDS)
+@torch.no_grad()
+def test_how_tensors_lie_in_memory_does_not_matter(view):
+    torch.manual_seed(0)
+    tensors = [view(x) for x in torch.randn(3, 2, 23, 2, 8, dtype=torch.float64)]
+    plain = [torch.empty(x.shape, dtype=x.dtype).copy_(x) for x in tensors]
+    results = []
+    for q, k, v in (tensors, plain):
+        cache = DilatedKVCache(
+            DilatedPattern([5, None], [2, 4]), 2, 2, 8, max_length=40, dtype=torch.float64
+        )
+        cache.prefill(k[:, :20], v[:, :20])
+        one = cached_attention(q[:, 20:21], k[:, 20:21], v[:, 20:21], cache)
+        results.append([one, cached_attention(q[:, 21:], k[:, 21:], v[:, 21:], cache)])
+    for got, want in zip(*results, strict=True):
+        assert got.is_contiguous()
+        assert relative_error(got, want) < 1e-13

@@ -1,0 +1,285 @@
+"""Whatever is done with a KV cache, in any order: its attention is that of the full forward."""
+
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from support.strategies import patterns
+
+from ring_dilated_attention import (
+    DilatedKVCache,
+    DilatedPattern,
+    SequenceLayout,
+    cached_attention,
+)
+from ring_dilated_attention.checks import TOLERANCE, reference_attention, relative_error
+from ring_dilated_attention.exchange import SoloExchange, run_loopback
+
+HEAD_DIM = 8
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # of the decoding kernels
+fractions = st.lists(st.floats(0, 1), min_size=4, max_size=4)
+STEPS = st.one_of(
+    st.tuples(st.just("attend"), st.integers(1, 12)),
+    st.tuples(st.just("attend"), st.just(1)),
+    st.tuples(st.just("append"), st.integers(1, 40)),
+    st.tuples(st.just("rewind"), st.just(1.0) | st.floats(0, 1) | fractions),
+    st.tuples(st.just("reserve"), st.integers(1, 40)),
+    st.tuples(st.just("select"), st.lists(st.integers(0, 9), min_size=1, max_size=4)),
+    st.tuples(st.just("reset"), st.none() | st.integers(0, 9)),
+    st.tuples(
+        st.just("prefill"),
+        st.integers(1, 50),
+        st.sampled_from(["contiguous", "zigzag"]),
+        st.none() | fractions,  # lengths
+        st.none() | st.floats(0, 1),  # a border of documents
+        st.none() | st.integers(0, 9),  # which row begins anew
+    ),
+)
+
+
+@st.composite
+def runs(draw):
+    pattern, kv_heads = draw(patterns()), draw(st.integers(1, 3))
+    any_length = None not in pattern.segment_lengths and draw(st.booleans())
+    return {
+        "pattern": pattern,
+        "kv_heads": kv_heads,
+        "heads": kv_heads * draw(st.integers(1, 2)),
+        "batch": draw(st.integers(1, 3)),
+        "max_length": None if any_length else draw(st.integers(1, 60)),
+        "max_rewind": draw(st.just(0) | st.integers(1, 20)),
+        "world_size": draw(st.sampled_from([1, 2, 3, 5])),
+        "sharded": draw(st.booleans()),
+        "steps": draw(st.lists(STEPS, min_size=1, max_size=9)),
+        "seed": draw(st.integers(0, 1000)),
+        "backend": "auto",
+    }
+
+
+class Model:
+    """The documents as they are, and one row at a time."""
+
+    def __init__(self, batch, kv_heads):
+        empty = torch.empty(2, 0, kv_heads, HEAD_DIM, dtype=torch.float64)
+        self.documents, self.longest = [empty] * batch, [0] * batch
+
+    @property
+    def lengths(self):
+        return [document.shape[1] for document in self.documents]
+
+    def begin(self, row, document):
+        self.documents[row], self.longest[row] = document, document.shape[1]
+
+    def append(self, both):
+        """(2, batch, m, kv_heads, head_dim)."""
+        for row, document in enumerate(self.documents):
+            self.documents[row] = torch.cat([document, both[:, row].double().cpu()], 1)
+            self.longest[row] = max(self.longest[row], self.lengths[row])
+
+    def attend(self, query, pattern):
+        """Of the newest positions, (batch, m, heads, head_dim)."""
+        count = query.shape[1]
+        outs, lses = [], []
+        for row, (keys, values) in enumerate(self.documents):
+            before = query.new_zeros(len(keys) - count, *query.shape[2:])
+            q = torch.cat([before, query[row]]).unsqueeze(0)
+            out, lse = reference_attention(
+                q, keys.unsqueeze(0), values.unsqueeze(0), pattern, is_causal=True
+            )
+            outs.append(out[:, len(before) :])
+            lses.append(lse[:, :, len(before) :])
+        return torch.cat(outs), torch.cat(lses)
+
+
+class Run:
+    """One rank's cache beside the model."""
+
+    def __init__(self, case, ends):
+        self.case, self.ends = case, ends
+        self.generator = torch.Generator().manual_seed(case["seed"])
+        by_kernels = case["backend"] == "triton"
+        self.dtype = torch.float32 if by_kernels else torch.float64
+        self.device = DEVICE if by_kernels else "cpu"
+        self.cache = DilatedKVCache(
+            case["pattern"], case["batch"], case["kv_heads"], HEAD_DIM, dtype=self.dtype,
+            device=self.device, max_length=case["max_length"], max_rewind=case["max_rewind"],
+            group=ends, sharded=case["sharded"],
+        )  # fmt: skip
+        self.model = Model(case["batch"], case["kv_heads"])
+        self.results: list[torch.Tensor] = []
+
+    def randn(self, *shape):
+        found = torch.randn(*shape, dtype=self.dtype, generator=self.generator)
+        return found.to(self.device)
+
+    def new(self, count):
+        if self.cache.plan.max_length is not None:
+            self.cache.reserve(max(self.model.lengths) + count)
+        return self.randn(2, len(self.model.lengths), count, self.case["kv_heads"], HEAD_DIM)
+
+    def attend(self, count):
+        both = key, value = self.new(count)
+        query = self.randn(key.shape[0], count, self.case["heads"], HEAD_DIM)
+        got = cached_attention(
+            query, key, value, self.cache, return_lse=True, backend=self.case["backend"]
+        )
+        self.model.append(both)
+        self.results += got
+        if self.ends.rank:
+            return  # as the first rank, bit by bit
+        want = self.model.attend(query.double().cpu(), self.case["pattern"])
+        limit = 1e-10 if self.dtype == torch.float64 else TOLERANCE[self.dtype]
+        for x, y in zip((one.cpu() for one in got), want, strict=True):
+            hidden = torch.isneginf(y)
+            assert torch.equal(torch.isneginf(x), hidden)
+            assert relative_error(x.masked_fill(hidden, 0), y.masked_fill(hidden, 0)) < limit
+
+    def append(self, count):
+        both = self.new(count)
+        self.cache.append(*both)
+        self.model.append(both)
+
+    def rewind(self, some):
+        shares = some if isinstance(some, list) else [some] * 4
+        model = self.model
+        most = [
+            min(n, n - longest + self.case["max_rewind"])
+            for n, longest in zip(model.lengths, model.longest, strict=True)
+        ]
+        counts = [int(share * n) for share, n in zip(shares, most, strict=False)]
+        counts += [0] * (len(most) - len(counts))
+        if not isinstance(some, list):
+            counts = [min(counts)] * len(counts)
+        self.cache.rewind(counts if isinstance(some, list) else counts[0])
+        for row, (count, length) in enumerate(zip(counts, model.lengths, strict=True)):
+            model.documents[row] = model.documents[row][:, : length - count]
+
+    def reserve(self, more):
+        self.cache.reserve((self.cache.plan.max_length or 0) + more)
+
+    def select(self, rows):
+        rows = [row % len(self.model.lengths) for row in rows]
+        self.cache.select(rows)
+        self.model.documents = [self.model.documents[row] for row in rows]
+        self.model.longest = [self.model.longest[row] for row in rows]
+
+    def reset(self, row):
+        rows = list(range(len(self.model.lengths)))
+        rows = rows if row is None else [row % len(rows)]
+        self.cache.reset(None if row is None else rows)
+        for each in rows:
+            self.model.begin(each, self.model.documents[each][:, :0])
+
+    def prefill(self, count, kind, lengths, border, row):
+        batch = len(self.model.lengths)
+        rows = list(range(batch)) if row is None else [row % batch]
+        if self.cache.plan.max_length is not None:
+            self.cache.reserve(count)
+        layout = SequenceLayout.named(kind, count, self.ends.world_size, is_causal=True)
+        both = self.randn(2, len(rows), count, self.case["kv_heads"], HEAD_DIM)
+        valid = [count] * len(rows)
+        if lengths is not None:
+            valid = [int(lengths[i % 4] * count) for i in range(len(rows))]
+        documents = None if border is None else sorted({0, int(border * count), count})
+        self.cache.prefill(
+            *(layout.shard(x, self.ends.rank, 1) for x in both),
+            rows=None if row is None else rows,
+            layout=layout,
+            documents=documents,
+            lengths=None if lengths is None else valid,
+        )
+        for i, (each, length) in enumerate(zip(rows, valid, strict=True)):
+            first = max([n for n in documents or [0] if n < length], default=0)
+            self.model.begin(each, both[:, i, first:length].double().cpu())
+
+
+def run_steps(case, ends):
+    run = Run(case, ends)
+    for name, *arguments in [*case["steps"], ("attend", 1), ("attend", 3)]:
+        getattr(run, name)(*arguments)
+        assert list(run.cache.known_lengths) == run.cache.lengths.tolist() == run.model.lengths
+        plan, batch = run.cache.plan, len(run.model.lengths)
+        assert run.cache.nbytes == plan.nbytes(batch, HEAD_DIM, run.dtype.itemsize)
+    return run.results
+
+
+def check_steps(case):
+    first, *others = run_loopback(case["world_size"], partial(run_steps, case))
+    for results in others:
+        assert all(torch.equal(x, y) for x, y in zip(results, first, strict=True))
+
+
+@settings(max_examples=80)
+@given(runs())
+@example(  # the second of three heads has an offset behind max_length, until there is more room
+    {
+        "pattern": DilatedPattern([None], [2]),
+        "kv_heads": 3,
+        "heads": 3,
+        "batch": 2,
+        "max_length": 1,
+        "max_rewind": 0,
+        "world_size": 2,
+        "sharded": True,
+        "steps": [("attend", 1), ("attend", 1)],
+        "seed": 0,
+        "backend": "auto",
+    }
+)
+def test_any_steps(case):
+    check_steps(case)
+
+
+@settings(max_examples=40)
+@given(
+    st.integers(1, 25),
+    st.tuples(st.integers(2, 12), st.integers(2, 6)),
+    st.lists(st.tuples(st.integers(1, 25), st.floats(0, 1)), min_size=1, max_size=6),
+    st.sampled_from([1, 3]),
+)
+@example(20, (5, 4), [(20, 1.0)], 1)  # many members in 20 positions: two of every 5, not one of 4
+@example(20, (5, 4), [(20, 1.0)], 3)
+def test_speculative_decoding(max_rewind, branch, rounds, world_size):
+    """Give some, take back some, where segments are short and rates do not divide them."""
+    steps = [("append", 17)]
+    for count, share in rounds:
+        steps += [("attend", count), ("rewind", share)]
+    check_steps(
+        {
+            "pattern": DilatedPattern([branch[0], None], [branch[1], 5]),
+            "kv_heads": 3,
+            "heads": 3,
+            "batch": 1,
+            "max_length": 200,
+            "max_rewind": max_rewind,
+            "world_size": world_size,
+            "sharded": True,
+            "steps": steps,
+            "seed": 0,
+            "backend": "auto",
+        }
+    )
+
+
+@settings(max_examples=6 if DEVICE == "cpu" else 100)  # the interpreter is slow
+@given(runs())
+@example(
+    {
+        "pattern": DilatedPattern([5, None], [4, 3]),
+        "kv_heads": 2,
+        "heads": 4,
+        "batch": 1,
+        "max_length": 60,
+        "max_rewind": 20,
+        "world_size": 1,
+        "sharded": False,
+        "steps": [("append", 17), ("attend", 20), ("rewind", 1.0), ("attend", 3), ("rewind", 0.3)],
+        "seed": 0,
+        "backend": "triton",
+    }
+)
+def test_any_steps_by_the_kernels(case):
+    pytest.importorskip("triton")
+    run_steps({**case, "world_size": 1, "backend": "triton"}, SoloExchange())

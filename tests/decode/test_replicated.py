@@ -1,0 +1,498 @@
+"""A query that every rank holds, against the rows of the reference."""
+
+import re
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.counted_calls import count_calls
+from support.strategies import cases, layouts, patterns
+
+from ring_dilated_attention import (
+    DilatedPattern,
+    SequenceLayout,
+    dilated_attention,
+    plan_attention,
+    replicated_query_attention,
+)
+from ring_dilated_attention.checks import (
+    TOLERANCE,
+    Case,
+    reference_attention,
+    relative_error,
+    run_ranks,
+    world_exchange,
+)
+from ring_dilated_attention.exchange import run_loopback
+from ring_dilated_attention.plan import PlanError, replicated_groups
+from ring_dilated_attention.plan.check import check_replicated
+
+NAMES = ("out", "lse", "dquery", "dkey", "dvalue")
+
+
+@st.composite
+def positions_within(draw, length):
+    start = draw(st.integers(0, length - 1))
+    return range(start, draw(st.just(start + 1) | st.integers(start + 1, length)))
+
+
+@settings(max_examples=200)
+@given(patterns(), layouts(), st.booleans(), st.integers(1, 6), st.data())
+def test_random_plans_are_proven(pattern, layout, is_causal, heads, data):
+    cuts = data.draw(st.lists(st.integers(1, layout.length), max_size=3))
+    documents = data.draw(st.just(None) | st.just(sorted({0, *cuts, layout.length})))
+    plan = plan_attention(
+        pattern, layout, is_causal=is_causal, num_heads=heads, documents=documents
+    )
+    check_replicated(plan, data.draw(positions_within(layout.length)))
+
+
+def test_the_proof_can_fail(monkeypatch):
+    plan = plan_attention(
+        DilatedPattern([5, None], [1, 3]), SequenceLayout.zigzag(29, 3), is_causal=True
+    )
+    check_replicated(plan, range(7, 20))
+    whole = "ring_dilated_attention.plan.check.replicated_groups"
+    monkeypatch.setattr(whole, lambda *arguments: replicated_groups(*arguments)[1:])
+    with pytest.raises(PlanError, match="missing"):
+        check_replicated(plan, range(7, 20))
+
+
+def tiles_of_a_long_query(length, is_causal):
+    """How many tiles a rank computes for nearly all positions of a sequence."""
+    pattern = DilatedPattern([2048, 4096, None], [1, 2, 65536])
+    plan = plan_attention(pattern, SequenceLayout.zigzag(length, 8), is_causal=is_causal)
+    return sum(len(g.tiles) for g in replicated_groups(plan, range(100, length - 100), 3))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_plans_do_not_grow_with_the_number_of_segments(is_causal):
+    counts = [count_calls(tiles_of_a_long_query, length, is_causal) for length in (2**20, 2**30)]
+    assert counts[0] == counts[1]
+    calls, tiles = counts[0]
+    assert tiles < 40
+    assert calls < 4000
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_one_position_is_one_tile_a_branch(is_causal):
+    plan = plan_attention(
+        DilatedPattern([64, None], [1, 1]), SequenceLayout.contiguous(300, 3), is_causal=is_causal
+    )
+    groups = [replicated_groups(plan, range(150, 151), rank) for rank in range(3)]
+    assert [len(g) for g in groups] == [1, 2, 0 if is_causal else 1]
+
+
+def expected(case, positions, dtype=torch.float64):
+    """The rows of the reference: the gradients are those of its rows `positions` alone."""
+    *inputs, dout = (x.to(dtype) for x in case.inputs())
+    rows = slice(positions.start, positions.stop)
+    query, key, value = leaves = [x.clone().requires_grad_() for x in inputs]
+    out, lse = reference_attention(query, key, value, case.pattern, is_causal=case.is_causal)
+    dquery, dkey, dvalue = torch.autograd.grad(out[:, rows], leaves, dout[:, rows])
+    outside = dquery.clone()
+    outside[:, rows] = 0
+    assert not outside.any()
+    results = out.detach()[:, rows], lse.detach()[:, :, rows], dquery[:, rows], dkey, dvalue
+    return dict(zip(NAMES, results, strict=True))
+
+
+def run_rank(case, positions, ends):
+    """What one rank returns, by name, and the bytes that it sent forward and backward."""
+    rows = slice(positions.start, positions.stop)
+    query, key, value, dout = (x.to(case.dtype) for x in case.inputs())
+    shards = (case.layout.shard(x, ends.rank, 1) for x in (key, value))
+    leaves = [x.clone().requires_grad_() for x in (query[:, rows], *shards)]
+    sent = [ends.sent_bytes]
+    out, lse = replicated_query_attention(
+        leaves[0],
+        leaves[1],
+        leaves[2],
+        case.pattern,
+        positions,
+        is_causal=case.is_causal,
+        group=ends,
+        layout=case.layout,
+        backend=case.backend,
+        return_lse=True,
+    )
+    sent.append(ends.sent_bytes)
+    gradients = torch.autograd.grad(out, leaves, dout[:, rows])
+    sent.append(ends.sent_bytes)
+    results = dict(zip(NAMES, (out.detach(), lse, *gradients), strict=True))
+    return results, (sent[1] - sent[0], sent[2] - sent[1])
+
+
+def check_ranks(case, positions, by_rank):
+    want, plain = expected(case, positions), expected(case, positions, case.dtype)
+    dout = case.inputs()[3][:, positions.start : positions.stop]
+    lse_dtype = torch.float64 if case.dtype == torch.float64 else torch.float32
+    first, _ = by_rank[0]
+    p, m = case.layout.world_size, len(positions)
+    wide = max(case.dtype.itemsize, 4)
+    for results, sent in by_rank:
+        for name in ("out", "lse", "dquery"):
+            assert torch.equal(results[name], first[name]), f"{name} differs between ranks"
+        # No key and no value: only results of the query's rows.
+        numbers = (p - 1) * case.batch * m * case.num_heads
+        assert sent == (numbers * (case.head_dim + 1) * wide, numbers * case.head_dim * wide)
+    got = dict(first)
+    for name in ("dkey", "dvalue"):
+        got[name] = case.layout.unshard([results[name] for results, _ in by_rank], 1)
+    uncovered = torch.isneginf(want["lse"])
+    assert torch.equal(torch.isneginf(got["lse"]), uncovered)
+    for name in ("out", "dquery"):
+        assert (got[name].transpose(1, 2)[uncovered] == 0).all()
+    for name in NAMES:
+        assert got[name].shape == want[name].shape
+        assert got[name].dtype == (lse_dtype if name == "lse" else case.dtype)
+        a, b, c = (x[name].double().nan_to_num(neginf=0.0) for x in (got, want, plain))
+        # A gradient can be a small difference of large numbers: then as much as plain torch errs,
+        # or as rounding does where the reference happens to find exactly 0.
+        error, rough = (torch.linalg.vector_norm(x - b).item() for x in (a, c))
+        rounding = 16 * torch.finfo(lse_dtype).eps * torch.linalg.vector_norm(dout).item()
+        assert relative_error(a, b) <= TOLERANCE[case.dtype] or error <= max(4 * rough, rounding)
+
+
+@settings(max_examples=120)
+@given(cases(), st.data())
+def test_any_case_equals_rows_of_the_reference(case, data):
+    positions = data.draw(positions_within(case.layout.length))
+    by_rank = run_loopback(case.layout.world_size, partial(run_rank, case, positions))
+    check_ranks(case, positions, by_rank)
+
+
+CASE = Case(
+    pattern=DilatedPattern([8, 21, None], [1, 3, 4]),
+    layout=SequenceLayout.zigzag(67, 3),
+    num_heads=6,
+    num_kv_heads=3,
+    batch=2,
+    is_causal=True,
+)
+
+
+def case_with(**changes):
+    return Case(**{**CASE.__dict__, **changes})
+
+
+LAYOUTS = [
+    SequenceLayout.contiguous(67, 1),
+    SequenceLayout.contiguous(67, 2),
+    SequenceLayout.zigzag(67, 3),
+    SequenceLayout([[(40, 67), (3, 9)], [], [(9, 40)], [(0, 3)], []]),
+]
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["one", "two", "zigzag", "any"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "positions", [range(66, 67), range(0, 1), range(5, 45), range(67)], ids=str
+)
+def test_layouts_and_dtypes(positions, dtype, layout, is_causal):
+    case = case_with(layout=layout, dtype=dtype, is_causal=is_causal, head_dim=16)
+    by_rank = run_loopback(layout.world_size, partial(run_rank, case, positions))
+    check_ranks(case, positions, by_rank)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_table_driven_kernel(is_causal):
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("the kernels are not interpreted where there is a GPU")
+    layout = SequenceLayout([[(40, 67), (3, 40), (0, 3)]])  # the interpreter takes one thread
+    case = case_with(
+        layout=layout, dtype=torch.float32, backend="triton", head_dim=16, is_causal=is_causal
+    )
+    for positions in (range(66, 67), range(5, 45)):
+        check_ranks(case, positions, run_loopback(1, partial(run_rank, case, positions)))
+
+
+PACKED = {
+    "documents": {"documents": (0, 5, 6, 40, 67)},
+    "lengths": {"lengths": (67, 21, 0, 21, 50)},
+    "both": {"documents": torch.tensor([0, 30, 67]), "lengths": torch.tensor([8, 67, 31, 30, 8])},
+    "workspace": {"workspace": 0.01},
+}
+
+
+@pytest.mark.parametrize("zero_keys", [False, True])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("packed", PACKED.values(), ids=PACKED)
+def test_documents_and_lengths_are_those_of_the_whole_sequence(
+    packed, world_size, is_causal, zero_keys
+):
+    torch.manual_seed(0)
+    pattern = DilatedPattern([8, 21, None], [1, 3, 4], zero_keys=zero_keys)
+    layout, rows = SequenceLayout.zigzag(67, world_size), slice(17, 58)
+    query, dout = torch.randn(2, 5, 67, 4, 8, dtype=torch.float64)
+    key, value = torch.randn(2, 5, 67, 2, 8, dtype=torch.float64)
+    dout[:, : rows.start] = dout[:, rows.stop :] = 0
+    options: dict[str, Any] = {"is_causal": is_causal, "return_lse": True, **packed}
+    leaves = [x.clone().requires_grad_() for x in (query, key, value)]
+    whole: Any = dilated_attention
+    out, lse = whole(*leaves, pattern, **options)
+    want = [out[:, rows], lse[:, :, rows], *torch.autograd.grad(out, leaves, dout)]
+    want[2] = want[2][:, rows]
+
+    attend: Any = replicated_query_attention
+
+    def rank(ends):
+        mine = [query[:, rows], *(layout.shard(x, ends.rank, 1) for x in (key, value))]
+        leaves = [x.clone().requires_grad_() for x in mine]
+        positions = range(rows.start, rows.stop)
+        out, lse = attend(*leaves, pattern, positions, group=ends, layout=layout, **options)
+        return [out, lse, *torch.autograd.grad(out, leaves, dout[:, rows])]
+
+    by_rank = run_loopback(world_size, rank)
+    for index, expected in enumerate(want):
+        got = by_rank[0][index]
+        if index > 2:
+            got = layout.unshard([results[index] for results in by_rank], 1)
+        hidden = torch.isneginf(expected)
+        assert torch.equal(torch.isneginf(got), hidden)
+        error = relative_error(got.masked_fill(hidden, 0), expected.masked_fill(hidden, 0))
+        assert error < 1e-12, NAMES[index]
+
+
+def _process(rank, world_size, case, positions):
+    return run_rank(case, positions, world_exchange())
+
+
+@pytest.mark.parametrize(("dtype", "is_causal"), [(torch.float64, False), (torch.bfloat16, True)])
+def test_processes(dtype, is_causal):
+    case = case_with(dtype=dtype, is_causal=is_causal)
+    check_ranks(case, range(20, 50), run_ranks(_process, 3, case, range(20, 50)))
+
+
+def test_decoding_token_by_token():
+    """Each token's key and value join the shard of one rank; the result is causal attention's."""
+    torch.manual_seed(0)
+    pattern, length, prompt = DilatedPattern([8, 16, None], [1, 2, 3]), 45, 24
+    query = torch.randn(1, length, 4, 8, dtype=torch.float64)
+    key, value = torch.randn(2, 1, length, 2, 8, dtype=torch.float64)
+    want = dilated_attention(query, key, value, pattern, is_causal=True)
+
+    def rank(ends):
+        shares, tokens = [[(8 * r, 8 * r + 8)] for r in range(3)], []
+        for position in range(prompt, length):
+            shares[position % 3].append((position, position + 1))
+            layout = SequenceLayout(shares)
+            keys, values = (layout.shard(x[:, : position + 1], ends.rank, 1) for x in (key, value))
+            token = query[:, position : position + 1]
+            tokens.append(
+                replicated_query_attention(
+                    token, keys, values, pattern, position, is_causal=True, group=ends,
+                    layout=layout,
+                )
+            )  # fmt: skip
+        return torch.cat(tokens, 1)
+
+    for got in run_loopback(3, rank):
+        assert relative_error(got, want[:, prompt:]) < 1e-13
+
+
+def test_huge_logits_give_no_nan():
+    torch.manual_seed(0)
+    signs = torch.where(torch.rand(2, 1, 30, 3, 1) < 0.5, -1.0, 1.0).double()
+    query, key = (100 * signs * torch.ones(8) / 8**0.5).unbind(0)  # logits are +-1e4
+    value = torch.randn(1, 30, 3, 8, dtype=torch.float64)
+    pattern, layout = DilatedPattern([7, None], [2, 3]), SequenceLayout.zigzag(30, 3)
+    want, _ = reference_attention(query, key, value, pattern, is_causal=True, scale=1.0)
+
+    def rank(ends):
+        leaves = [query[:, 10:20], *(layout.shard(x, ends.rank, 1) for x in (key, value))]
+        q, k, v = (x.clone().requires_grad_() for x in leaves)
+        out = replicated_query_attention(
+            q, k, v, pattern, range(10, 20), is_causal=True, scale=1.0, group=ends, layout=layout
+        )
+        return [out.detach(), *torch.autograd.grad(out.sum(), (q, k, v))]
+
+    for out, *gradients in run_loopback(3, rank):
+        assert relative_error(out, want[:, 10:20]) < 1e-9
+        assert all(torch.isfinite(g).all() for g in gradients)
+
+
+def test_strides_of_the_inputs_do_not_matter():
+    torch.manual_seed(0)
+    pattern = DilatedPattern([5, None], [2, 4])
+    packed = torch.randn(2, 23, 4, 16, dtype=torch.float64)
+    query = torch.randn(2, 8, 4, 9, dtype=torch.float64).permute(0, 3, 2, 1)  # head_dim not last
+    key, value = packed.split(8, -1)
+    key = key[:1].expand(2, -1, -1, -1)
+
+    def run(*tensors):
+        q, k, v = (x.detach().requires_grad_() for x in tensors)
+        out = replicated_query_attention(q, k, v, pattern, range(9, 18), is_causal=True)
+        assert out.is_contiguous()
+        return [out.detach(), *torch.autograd.grad(out.sum(), (q, k, v))]
+
+    got, want = run(query, key, value), run(*(x.contiguous() for x in (query, key, value)))
+    for a, b in zip(got, want, strict=True):
+        assert relative_error(a, b) < 1e-13
+
+
+def test_only_the_gradients_asked_for():
+    """Where the query needs none, backward has nothing to send, and a rank may skip it."""
+    pattern, layout = DilatedPattern([3, None], [2, 1]), SequenceLayout.contiguous(6, 2)
+    query, key = torch.randn(1, 2, 2, 8), torch.randn(1, 6, 2, 8)
+
+    def rank(ends):
+        keys = layout.shard(key, ends.rank, 1).clone().requires_grad_(ends.rank == 0)
+        out = replicated_query_attention(query, keys, keys, pattern, range(2, 4), group=ends)
+        sent = ends.sent_bytes
+        if ends.rank == 0:
+            out.sum().backward()
+        assert ends.sent_bytes == sent
+        return keys.grad
+
+    first, second = run_loopback(2, rank)
+    assert first.abs().sum() > 0
+    assert second is None
+
+
+def test_lse_is_outside_of_autograd_and_double_backward_refused():
+    query = torch.randn(1, 4, 1, 8, requires_grad=True)
+    out, lse = replicated_query_attention(
+        query, query, query, DilatedPattern.dense(), range(4), return_lse=True
+    )
+    assert out.requires_grad
+    assert not lse.requires_grad
+    (gradient,) = torch.autograd.grad(out.sum(), query, create_graph=True)
+    with pytest.raises(RuntimeError, match="replicated_query_attention cannot be differentiated"):
+        gradient.sum().backward()
+
+
+def test_autocast_casts_as_for_sdpa():
+    query, key, value = torch.randn(3, 1, 12, 2, 8).unbind(0)
+
+    def run(*tensors, autocast):
+        q, k, v = (x.clone().requires_grad_() for x in tensors)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            out = replicated_query_attention(q, k, v, DilatedPattern([4], [1]), range(12))
+            return [out.detach(), *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))]
+
+    inside = run(query, key, value, autocast=True)
+    outside = run(*(x.bfloat16() for x in (query, key, value)), autocast=False)
+    assert inside[0].dtype == torch.bfloat16
+    for a, b in zip(inside, outside, strict=True):
+        assert torch.equal(a, b.to(a.dtype))
+
+
+def test_compiled_functions_call_it_between_graphs():
+    torch._dynamo.reset()
+    key, value = torch.randn(2, 1, 20, 2, 8).unbind(0)
+    query = torch.randn(1, 3, 2, 8)
+
+    def function(query, key, value):
+        out = replicated_query_attention(
+            query * 2, key, value, DilatedPattern.dense(), range(10, 13), is_causal=True
+        )
+        return out * 3
+
+    compiled = torch.compile(function, backend="aot_eager")
+    torch.testing.assert_close(compiled(query, key, value), function(query, key, value))
+
+
+def call(group=None, **changes):
+    arguments = {
+        "query": torch.randn(1, 3, 4, 8),
+        "key": torch.randn(1, 6, 2, 8),
+        "value": torch.randn(1, 6, 2, 8),
+        "pattern": DilatedPattern([4], [2]),
+        "positions": range(1, 4),
+        "group": group,
+        **changes,
+    }
+    names = ("query", "key", "value", "pattern", "positions")
+    return replicated_query_attention(*[arguments.pop(name) for name in names], **arguments)
+
+
+BAD = [
+    ({"query": [1.0]}, TypeError, "query must be a tensor, got type list"),
+    ({"query": torch.randn(2, 3, 4, 8)}, ValueError, "the same batch size"),
+    ({"query": torch.randn(1, 3, 3, 8)}, ValueError, "heads must be a multiple of kv_heads"),
+    ({"value": torch.randn(1, 5, 2, 8)}, ValueError, "key and value must have the same shape"),
+    ({"value": torch.randn(1, 6, 2, 8).double()}, ValueError, "one dtype; got query torch.float32"),
+    ({"pattern": [(4, 2)]}, TypeError, "pattern must be a DilatedPattern"),
+    ({"positions": [1, 2, 3]}, TypeError, "positions must be a range or an int, got [1, 2, 3]"),
+    ({"positions": True}, TypeError, "positions must be a range or an int, got True"),
+    ({"positions": 1.0}, TypeError, "positions must be a range or an int, got 1.0"),
+    ({"positions": range(0, 6, 2)}, ValueError, "consecutive and rising, one at least"),
+    ({"positions": range(3, 0, -1)}, ValueError, "consecutive and rising, one at least"),
+    ({"positions": range(2, 2)}, ValueError, "consecutive and rising, one at least"),
+    ({"positions": range(-1, 2)}, ValueError, "must lie in [0, "),
+    ({"positions": range(100, 103)}, ValueError, "must lie in [0, "),
+    ({"positions": 2}, ValueError, "positions must be one for each row of query; got range(2, 3)"),
+    ({"positions": range(1, 3)}, ValueError, "got range(1, 3) for 3 rows"),
+    ({"is_causal": 1}, TypeError, "is_causal must be a bool, got 1"),
+    ({"documents": [0, 7]}, ValueError, "documents"),
+    ({"lengths": [7, 7]}, ValueError, "lengths must hold one number for each of 1 rows"),
+    ({"workspace": 0}, ValueError, "workspace must be > 0 and finite, got 0"),
+    ({"scale": float("nan")}, ValueError, "scale must be finite"),
+    ({"layout": SequenceLayout.contiguous(6, 4)}, ValueError, "the layout is for 4 ranks"),
+    ({"backend": "magic"}, ValueError, "backend must be one of 'auto', 'sdpa', 'fa4'"),
+    ({"backend": "flash"}, ValueError, "backend='flash' cannot compute this attention"),
+    (
+        {"key": torch.randn(1, 0, 2, 8), "value": torch.randn(1, 0, 2, 8)},
+        ValueError,
+        "the sequence is empty",
+    ),
+]
+DIFFERENCES = [
+    ({"positions": range(2, 5)}, "positions is range(1, 4) on ranks 0, 2, range(2, 5) on rank 1"),
+    ({"is_causal": True}, "is_causal is False on ranks 0, 2, True on rank 1"),
+    ({"lengths": [5]}, "lengths is None on ranks 0, 2, (5,) on rank 1"),
+    ({"scale": 0.5}, "scale is None on ranks 0, 2, 0.5 on rank 1"),
+    ({"pattern": DilatedPattern([4], [3])}, "pattern is (4, 2) on ranks 0, 2, (4, 3) on rank 1"),
+    ({"layout": SequenceLayout.zigzag(18, 3)}, "layout is"),
+    ({"backend": "eager"}, "backend is auto on ranks 0, 2, eager on rank 1"),
+    (
+        {"query": torch.randn(1, 2, 4, 8), "positions": range(1, 3)},
+        "positions is range(1, 4) on ranks 0, 2, range(1, 3) on rank 1",
+    ),
+    (
+        {"query": torch.randn(1, 3, 4, 8, requires_grad=True)},
+        "query needs a gradient is False on ranks 0, 2, True on rank 1",
+    ),
+    (
+        {"layout": SequenceLayout([[(0, 6)], [(6, 17)], [(17, 18)]])},
+        "gives rank 1 a shard of 11 positions, its key has a local sequence length of 6",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), BAD)
+def test_a_bad_call_of_one_process(changes, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        call(**changes)
+
+
+def attempt(group, rank, changes):
+    try:
+        call(group, **(changes if rank == 1 else {}))
+    except (ValueError, TypeError) as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"), [*((c, message) for c, _, message in BAD), *DIFFERENCES]
+)
+def test_a_bad_call_of_one_rank_is_an_error_on_all(changes, message):
+    def rank(ends):
+        call(ends)
+        return attempt(ends, ends.rank, changes)
+
+    for text in run_loopback(3, rank):
+        assert message in text, text
+
+
+def test_a_bad_group():
+    with pytest.raises(TypeError, match=r"group must be a torch\.distributed ProcessGroup"):
+        call("world")

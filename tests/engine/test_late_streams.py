@@ -1,0 +1,376 @@
+"""Whole calls on loopback ranks whose additions run on a side stream that is late."""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import threading
+import weakref
+from dataclasses import replace
+from functools import lru_cache, partial
+from itertools import product
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.cut_rings import set_round_pairs
+from support.late_streams import LateExchange, late_streams
+from support.strategies import cases
+
+from ring_dilated_attention import DilatedPattern, SequenceLayout, replicated_query_attention
+from ring_dilated_attention.checks import TENSORS, Case, relative_error
+from ring_dilated_attention.engine import (
+    RingCall,
+    accumulate,
+    compute,
+    joined,
+    own,
+    parts,
+    ring,
+    ring_call,
+)
+from ring_dilated_attention.exchange import run_loopback
+from ring_dilated_attention.kernels import has_triton
+from ring_dilated_attention.tiles import Limits, Selection, backend_named
+
+EAGER = backend_named("eager")
+INTO = replace(
+    EAGER,
+    forward_into=lambda tile, *into: _write(EAGER.forward(tile), into),
+    backward_into=lambda tile, gradients, *into: _write(EAGER.backward(tile, gradients), into),
+)
+"""Like flash-attn-4, it writes where results belong if nothing is there yet."""
+
+
+def _write(results, into):
+    for result, place in zip(results, into, strict=True):
+        place.copy_(result)
+
+
+DENSE = DilatedPattern.dense()
+MIXED = DilatedPattern([5, 16, None], [1, 2, 3])  # its branches share rows of messages
+BARE = DilatedPattern([7, None], [2, 3])  # no branch covers
+CASES: dict[str, tuple[DilatedPattern, SequenceLayout, dict[str, Any]]] = {
+    "one rank": (MIXED, SequenceLayout.contiguous(41, 1), {}),
+    "one rank, bare": (BARE, SequenceLayout.contiguous(41, 1), {"is_causal": True}),
+    "dense zigzag": (DENSE, SequenceLayout.zigzag(48, 3), {"is_causal": True}),
+    "dense, grouped": (DENSE, SequenceLayout.contiguous(36, 4), {"num_kv_heads": 2}),
+    "mixed zigzag": (MIXED, SequenceLayout.zigzag(46, 2), {"is_causal": True}),
+    "mixed, grouped": (MIXED, SequenceLayout.contiguous(41, 2), {"num_kv_heads": 2}),
+    "mixed": (MIXED, SequenceLayout.contiguous(50, 3), {"documents": (0, 3, 31, 50)}),
+    "bare": (BARE, SequenceLayout.zigzag(50, 3), {}),
+    "slide": (DilatedPattern([5, 12, 9, None], [1, 2, 3, 6]), SequenceLayout.contiguous(49, 2), {}),
+    "one branch": (DilatedPattern([None], [3]), SequenceLayout.contiguous(50, 3), {}),
+}
+WAYS = {"ring": (False, None), "few heads at a time": (False, 20), "gather": (True, None)}
+"""Whether messages are gathered, and for how many pairs heads are computed at a time."""
+FEW_FLOPS = {"one rank": 6e3, "mixed zigzag": 1e3}
+"""Of a tile: some groups of each case have larger ones and smaller ones."""
+HAS_CUDA = torch.cuda.is_available()
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def run(case, ends, selection, *, gathers=False, workspace=None, detached=False):
+    """What `ring` finds on this rank: every tensor of TENSORS."""
+    plan = case.plan()
+    exchange = LateExchange(ends)
+    scale = case.head_dim**-0.5
+    call = RingCall(plan.rank(ends.rank), exchange, selection, scale, gathers, workspace, detached)
+    query, key, value, dout = (
+        case.layout.shard(x.to(case.dtype), ends.rank, 1) for x in case.inputs()
+    )
+    out, lse = ring.ring_forward(query, key, value, call)
+    gradients = ring.ring_backward(dout, query, key, value, out, lse, call)
+    return dict(zip(TENSORS, (out, lse, *gradients), strict=True))
+
+
+expected_of = lru_cache(maxsize=len(CASES))(Case.expected)
+
+
+def check(case, selection, *, seed, early=0.0, gathers=False, workspace=None):
+    """Run it on all ranks; the largest error, and how often additions went behind."""
+    size = case.layout.world_size
+    with late_streams(seed, early) as streams:
+        found = run_loopback(
+            size, lambda ends: run(case, ends, selection, gathers=gathers, workspace=workspace)
+        )
+    expected, errors = expected_of(case), []
+    for rank, of_rank in enumerate(found):
+        for name, got in of_rank.items():
+            want = case.layout.shard(expected[name], rank, 2 if name == "lse" else 1)
+            seen = torch.isfinite(want)  # lse is -inf where no branch covers
+            assert torch.equal(seen, torch.isfinite(got)), name
+            got, want = got[seen], want[seen]
+            # Some are 0 but for rounding.
+            errors.append(min(relative_error(got, want), (got - want).abs().sum().item()))
+    assert not any(x.queue for x in streams)
+    return max(errors), sum(x.queued for x in streams)
+
+
+@pytest.mark.parametrize("backend", [EAGER, INTO], ids=["apart", "into"])
+@pytest.mark.parametrize(("gathers", "round_pairs"), WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("name", CASES)
+def test_additions_that_are_late(name, round_pairs, gathers, backend, monkeypatch):
+    if round_pairs is not None:
+        set_round_pairs(monkeypatch, round_pairs)
+    pattern, layout, options = CASES[name]
+    case = Case(pattern=pattern, layout=layout, **options)
+    for number, (early, long_flops) in enumerate(product((0.0, 0.3), (0.0, 2e3))):
+        monkeypatch.setattr(compute, "LONG_FLOPS", long_flops)
+        monkeypatch.setattr(joined, "BESIDE_BYTES", long_flops)
+        how = {"early": early, "gathers": gathers, "workspace": (None, 0.3)[number % 2]}
+        error, queued = check(case, Selection(backend), seed=number, **how)
+        assert error < 1e-12
+        assert queued > layout.world_size
+
+
+@pytest.mark.parametrize("backend", [EAGER, INTO], ids=["apart", "into"])
+@pytest.mark.parametrize(("gathers", "round_pairs"), WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("dense")])
+def test_small_calls_beside_larger_ones(name, round_pairs, gathers, backend, monkeypatch):
+    """They are computed on the side stream, where others are only added."""
+    if round_pairs is not None:
+        set_round_pairs(monkeypatch, round_pairs)
+    pattern, layout, options = CASES[name]
+    case = Case(pattern=pattern, layout=layout, **options)
+    counts = []
+    for number, (early, long_flops, beside) in enumerate(
+        [(0.0, math.inf, math.inf), (0.0, math.inf, 0.0), (0.3, 0.0, 0.0)]
+    ):
+        monkeypatch.setattr(compute, "LONG_FLOPS", long_flops)
+        monkeypatch.setattr(parts, "BESIDE_FLOPS", beside)
+        how = {"early": early, "gathers": gathers, "workspace": (None, 0.3)[number % 2]}
+        error, queued = check(case, Selection(backend), seed=number, **how)
+        assert error < 1e-12
+        counts.append(queued)
+    assert counts[1] > counts[0] or round_pairs
+
+
+@settings(max_examples=40)
+@given(
+    cases(),
+    st.tuples(*[st.sampled_from([0.0, 2e3, math.inf])] * 3),
+    st.sampled_from([EAGER, INTO]),
+    st.booleans(),
+    st.sampled_from([None, 0.3]),
+    st.integers(0, 9),
+)
+def test_any_call(case, long, backend, gathers, workspace, seed):
+    """Whatever runs beside what, and however late."""
+    case = replace(case, dtype=torch.float64, views=())
+    how = {"gathers": gathers, "workspace": workspace, "early": seed % 2 / 3}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compute, "LONG_FLOPS", long[0])
+        patch.setattr(parts, "BESIDE_FLOPS", long[1])
+        patch.setattr(joined, "BESIDE_BYTES", long[2])
+        error, _ = check(case, Selection(backend), seed=seed, **how)
+    assert error < 1e-11
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("name", ["one rank", "one rank, bare"])
+def test_an_error_frees_nothing_that_is_still_to_be_written(name, direction, monkeypatch):
+    """Not even where nobody waits for it: out of memory, say, and the program goes on."""
+    monkeypatch.setattr(compute, "LONG_FLOPS", 0.0)
+    monkeypatch.setattr(parts, "WORKSPACE_FLOOR", 0)
+    pattern, layout, options = CASES[name]
+    case, called = Case(pattern=pattern, layout=layout, **options), threading.local()
+
+    def fails(*tile):
+        called.times = getattr(called, "times", 0) + 1
+        if called.times == 3:
+            raise torch.OutOfMemoryError("of the third kernel call")
+        return getattr(EAGER, direction)(*tile)
+
+    def until_it_fails(ends):
+        with pytest.raises(torch.OutOfMemoryError):
+            run(case, ends, selection)
+
+    failing: dict[str, Any] = {direction: fails}
+    selection = Selection(replace(EAGER, **failing))
+    with late_streams(0, 0.0) as streams:
+        run_loopback(layout.world_size, until_it_fails)
+        queued = [late for each in streams for late in each.queue]
+        assert queued
+        for late in queued:
+            late.end()  # which raises where its memory is freed
+
+
+@pytest.mark.parametrize("backend", [EAGER, INTO], ids=["apart", "into"])
+def test_small_calls_of_branches_whose_weights_are_constants(backend, monkeypatch):
+    """Each branch has an out of its own, which is dropped when the branch has been queued."""
+    pattern = DilatedPattern([16, 25, None], [1, 2, 3])
+    case = Case(pattern=pattern, layout=SequenceLayout.contiguous(41, 1))
+    detached = partial(run, case, selection=Selection(backend), detached=True)
+    (expected,) = run_loopback(1, detached)
+    monkeypatch.setattr(compute, "LONG_FLOPS", math.inf)
+    monkeypatch.setattr(parts, "BESIDE_FLOPS", 0.0)
+    with late_streams(0, 0.0) as streams:
+        (found,) = run_loopback(1, detached)
+    for name in TENSORS:
+        assert relative_error(found[name], expected[name]) < 1e-12
+    assert sum(x.queued for x in streams) > 0
+
+
+def test_small_calls_of_rows_of_different_lengths(monkeypatch):
+    """Rows of a batch are computed one after the other, from copies of what they need."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = [
+        torch.randn(4, length, 2, 8, generator=generator, dtype=torch.float64)
+        for length in (27, 27, 41, 41)
+    ]
+
+    def attend(ends):
+        dout, *leaves = [x.clone().requires_grad_() for x in tensors]
+        query, key, value = leaves
+        options: Any = {"group": ends, "lengths": [41, 40, 41, 40], "backend": "eager"}
+        pattern, positions = DilatedPattern([16], [1]), range(13, 40)
+        out = replicated_query_attention(query, key, value, pattern, positions, **options)
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout.detach())]
+
+    (expected,) = run_loopback(1, attend)
+    monkeypatch.setattr(compute, "LONG_FLOPS", math.inf)
+    monkeypatch.setattr(parts, "BESIDE_FLOPS", 0.0)
+    with late_streams(0, 0.0) as streams:
+        (found,) = run_loopback(1, attend)
+    for got, want in zip(found, expected, strict=True):
+        assert relative_error(got, want) < 1e-12
+    assert sum(x.queued for x in streams) > 0
+
+
+needs_interpreter = pytest.mark.skipif(
+    not has_triton() or (HAS_CUDA and not INTERPRETED), reason="needs Triton's interpreter"
+)
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Those of table-driven kernels and of kernels that go row by row, in order."""
+    from ring_dilated_attention import kernels
+
+    lock, found = threading.Lock(), []
+
+    def locked(name, launch):
+        def one_at_a_time(*args, **options):
+            with lock:  # the interpreter is no thread's own
+                found.append(name)
+                launch(*args, **options)
+
+        return one_at_a_time
+
+    for name in ("tiles_forward", "tiles_backward", "ranges_forward", "ranges_backward"):
+        monkeypatch.setattr(kernels, name, locked(name, getattr(kernels, name)))
+    return found
+
+
+@needs_interpreter
+@pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", FEW_FLOPS)
+def test_launches_of_tables_wait_for_additions(name, launches, monkeypatch):
+    """Small tiles share a launch, which adds to what additions of large ones are under way to."""
+    pattern, layout, options = CASES[name]
+    case = Case(pattern=pattern, layout=layout, dtype=torch.float32, **options)
+    monkeypatch.setattr(compute, "LONG_FLOPS", 0)
+    shares = Selection(EAGER, (Limits(0.0, FEW_FLOPS[name], FEW_FLOPS[name]),))
+    for beside in (math.inf, 0.0):
+        monkeypatch.setattr(parts, "BESIDE_FLOPS", beside)
+        error, queued = check(case, shares, seed=0)
+        assert error < 1e-5
+        assert queued > layout.world_size
+    assert len(launches) >= 4 * layout.world_size
+
+
+@needs_interpreter
+@pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("long_flops", [math.inf, 0.0])
+@pytest.mark.parametrize("name", ["one rank", "slide", "mixed zigzag"])
+def test_launches_row_by_row_beside_larger_calls(name, long_flops, launches, monkeypatch):
+    """In long calls they run on the side stream, where others' results are added, too."""
+    pattern, layout, options = CASES[name]
+    case = Case(pattern=pattern, layout=layout, dtype=torch.float32, **options)
+    monkeypatch.setattr(compute, "LONG_FLOPS", long_flops)
+    few = Selection(EAGER, (Limits(own=FEW_FLOPS["one rank"]),))
+    counts = []
+    for beside in (math.inf, 0.0):
+        monkeypatch.setattr(own, "BESIDE_CALL_FLOPS", beside)
+        launches.clear()
+        error, queued = check(case, few, seed=0)
+        assert error < 1e-5
+        assert {"ranges_forward", "ranges_backward"} == set(launches)
+        counts.append(queued)
+    assert counts[1] > counts[0] or not long_flops
+
+
+def test_an_error_before_rows_are_asked_for_lets_go_of_them(monkeypatch):
+    """At once, without the garbage collector."""
+    monkeypatch.setattr(joined, "BESIDE_BYTES", 0)
+    pattern, layout, _ = CASES["slide"]
+    case = Case(pattern=pattern, layout=layout)
+    made: list[weakref.ref[Any]] = []
+
+    class Noted(joined.JoinedRows):
+        def __init__(self, *given):
+            super().__init__(*given)
+            made.extend((weakref.ref(self), weakref.ref(self.slots)))
+
+    def fails(tile):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(ring_call, "JoinedRows", Noted)
+    selection = Selection(replace(EAGER, forward=fails))
+
+    def fails_on(ends):
+        with pytest.raises(torch.OutOfMemoryError):
+            run(case, ends, selection, gathers=True)
+
+    gc.disable()
+    try:
+        with late_streams(0, 0.0):
+            run_loopback(2, fails_on)
+        assert [x() for x in made] == [None] * 4
+    finally:
+        gc.enable()
+
+
+def test_streams_that_compute_have_side_streams_of_their_own(monkeypatch):
+    """Or rows of one group would wait for those of another, which wait for these elsewhere."""
+
+    class Stream:
+        def __init__(self, device, priority):
+            self.device, self.priority = device, priority
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    computing: list[Any] = [Computing(number) for number in (1, 2, 1)]
+    first, second, again = (accumulate.side_stream(x) for x in computing)
+    assert first is not second
+    assert again is first
+    assert (first.device, first.priority) == (computing[0].device, -1)
+
+
+class Computing(NamedTuple):
+    """A CUDA stream, equal to others of its number."""
+
+    number: int
+    device: torch.device = torch.device("cuda", 1)
+
+
+def test_an_addition_that_fails_half_way_keeps_its_memory(monkeypatch):
+    """A part of it may be queued."""
+    kept: list[torch.Tensor] = []
+
+    class Fails:
+        def run(self, add_all, into, since):
+            raise torch.OutOfMemoryError
+
+        def outlast(self, tensors):
+            kept.extend(tensors)
+
+    monkeypatch.setattr(accumulate, "streams_of", lambda device: Fails())
+    total, part = torch.zeros(2), torch.ones(2)
+    sums = accumulate.Accumulator(torch.device("cpu"))
+    with pytest.raises(torch.OutOfMemoryError):
+        sums.run(lambda: None, part, into=(total,), is_long=True)
+    assert [x.data_ptr() for x in kept] == [part.data_ptr(), total.data_ptr()]

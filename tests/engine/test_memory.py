@@ -1,0 +1,325 @@
+"""No rank ever holds a tensor of global length, and the ring holds two remote shards at most."""
+
+import threading
+import weakref
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.cut_rings import rings_cut
+from support.late_streams import late_streams
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ring_dilated_attention import (
+    DilatedPattern,
+    SequenceLayout,
+    dilated_attention,
+    plan_attention,
+    resolve,
+)
+from ring_dilated_attention.checks import relative_error
+from ring_dilated_attention.engine import TileCall, compute, parts, ring
+from ring_dilated_attention.engine.blocks import Block
+from ring_dilated_attention.engine.transfer import GradientReturn, Packer, fetch
+from ring_dilated_attention.exchange import run_loopback
+from ring_dilated_attention.tiles import Selection, backend_named
+
+EAGER = backend_named("eager")
+
+WORLD_SIZE, LENGTH = 8, 8 * 32
+
+
+class Largest(TorchDispatchMode):
+    """Records the largest storage and dimension of every tensor that an operation returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = self.dimension = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self.bytes = max(self.bytes, tensor.untyped_storage().nbytes())
+                self.dimension = max(self.dimension, *tensor.shape, 0)
+        return result
+
+
+def run(function, pattern, exchange, is_causal=True, deal=SequenceLayout.zigzag):
+    layout = deal(LENGTH, WORLD_SIZE)
+
+    def rank(ends):
+        query, key, value = torch.randn(3, 1, LENGTH // WORLD_SIZE, 4, 16).unbind(0)
+        query, key, value = (x.clone().requires_grad_() for x in (query, key, value))
+        with function(ends) as watch:
+            out = dilated_attention(
+                query,
+                key,
+                value,
+                pattern,
+                is_causal=is_causal,
+                group=ends,
+                layout=layout,
+                exchange=exchange,
+            )
+            out.sum().backward()
+        return watch
+
+    return run_loopback(WORLD_SIZE, rank)
+
+
+@pytest.mark.parametrize("exchange", ["ring", "gather"])
+@pytest.mark.parametrize("pattern", [DilatedPattern.dense(), DilatedPattern([32, None], [1, 4])])
+def test_no_tensor_of_global_length(pattern, exchange):
+    shard = LENGTH // WORLD_SIZE * 4 * 16 * 4
+    for watch in run(lambda ends: Largest(), pattern, exchange):
+        # The largest allowed is a message: K and V of one remote shard.
+        assert watch.bytes <= 2 * shard
+        # Largest dimension: rows of a message, which counts (row, head) pairs.
+        assert watch.dimension <= LENGTH // WORLD_SIZE * 4
+
+
+class Held:
+    """Counts received K/V messages that are alive whenever a transfer starts."""
+
+    def __init__(self, ends):
+        self.ends, self.most, self.alive = ends, 0, []
+
+    def __enter__(self):
+        self.start, self.ends.start = self.ends.start, self.watch
+        return self
+
+    def __exit__(self, *_: object):
+        self.ends.start = self.start
+
+    def watch(self, send, receive):
+        # Gradients come from the rank that we send rows to; rows from the one before us.
+        if receive is not None and torch.is_tensor(receive[1]):
+            self.alive.append((weakref.ref(receive[1]), receive[1].shape))
+        pending = self.start(send, receive)
+        held = [ref for ref, _ in self.alive if ref() is not None]
+        self.most = max(self.most, len(held))
+        return pending
+
+
+def test_ring_holds_two_remote_shards_at_most():
+    pattern = DilatedPattern.dense()
+    rank = plan_attention(pattern, SequenceLayout.zigzag(LENGTH, WORLD_SIZE), is_causal=False).rank(
+        0
+    )
+    assert sum(step.receive is not None for step in rank.steps()) == WORLD_SIZE - 1
+    for exchange, forward_most in (("ring", 2), ("gather", WORLD_SIZE - 1)):
+
+        def forward(ends, exchange=exchange):
+            with Held(ends) as watch:
+                x = torch.randn(1, LENGTH // WORLD_SIZE, 2, 8)
+                layout = SequenceLayout.zigzag(LENGTH, WORLD_SIZE)
+                dilated_attention(x, x, x, pattern, group=ends, layout=layout, exchange=exchange)
+            return watch
+
+        assert {watch.most for watch in run_loopback(WORLD_SIZE, forward)} == {forward_most}
+    # In backward, one more buffer: returned gradients of this rank's own rows.
+    watches = run(Held, pattern, "ring", is_causal=False)
+    assert {watch.most for watch in watches} == {3}
+
+
+@pytest.mark.parametrize("round_pairs", [None, 1])
+def test_the_last_gradients_come_home_behind_local_tiles(round_pairs, monkeypatch):
+    """Those of the last two steps: nothing waits for them while there is something to compute."""
+    events: dict[int, list[str]] = {}
+    backward = compute.backward
+
+    class Watched:
+        def __init__(self, ends):
+            self.ends, self.start = ends, ends.start
+
+        def __enter__(self):
+            self.ends.start = self.watch
+            events[threading.get_ident()] = []
+
+        def __exit__(self, *_: object):
+            self.ends.start = self.start
+
+        def watch(self, send, receive):
+            pending = self.start(send, receive)
+            events[threading.get_ident()].append("start")
+            wait = pending.wait
+
+            def waits():
+                events[threading.get_ident()].append("wait")
+                wait()
+
+            pending.wait = waits
+            return pending
+
+    def computes(*arguments, **options):
+        events[threading.get_ident()].append("compute")
+        backward(*arguments, **options)
+
+    monkeypatch.setattr(compute, "backward", computes)
+    with rings_cut(round_pairs):
+        run(Watched, DilatedPattern.dense(), "ring", is_causal=False)
+    assert len(events) == WORLD_SIZE
+    held_back = 0
+    for of_rank in events.values():
+        last_sent = len(of_rank) - of_rank[::-1].index("start")
+        *computed, first, second = of_rank[last_sent:]
+        assert first == second == "wait"
+        assert set(computed) <= {"compute"}
+        held_back += bool(computed)
+    # One head of the last rank, whose two ranges are one, is a single group: nothing is left.
+    assert held_back == WORLD_SIZE - (round_pairs is not None)
+
+
+def test_workspace_bounds_what_kernels_allocate(monkeypatch):
+    """And changes nothing else."""
+    torch.manual_seed(0)
+    pattern = DilatedPattern([16, 64], [1, 2])
+    *inputs, dout = torch.randn(4, 1, 256, 4, 8, dtype=torch.float64)
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    calls: list[int] = []
+    slices = Block.slices
+
+    def counted(block, most_rows):
+        calls.extend(part.rows for part in slices(block, most_rows))
+        return slices(block, most_rows)
+
+    monkeypatch.setattr(Block, "slices", counted)
+    results = {}
+    for workspace in (None, 0.1):
+        calls.clear()
+        query, key, value = leaves
+        out = dilated_attention(query, key, value, pattern, workspace=workspace)
+        gradients = torch.autograd.grad(out, leaves, dout)
+        results[workspace] = [out.detach(), *gradients], list(calls)
+    for a, b in zip(results[None][0], results[0.1][0], strict=True):
+        assert relative_error(a, b) < 1e-13
+    with late_streams(0, 0.0):  # the results of two slices are there at a time
+        calls.clear()
+        with torch.no_grad():
+            dilated_attention(inputs[0], inputs[1], inputs[2], pattern, workspace=0.1)
+        assert max(calls) <= 0.05 * 256 * 4
+    # Forward allocates out and lse, backward three gradients: of a tenth of query's rows at most.
+    rows = 256 * 4
+    assert max(results[0.1][1]) <= 0.1 * rows < max(results[None][1]) == rows
+
+
+def test_a_slice_is_large_enough_for_a_gpu():
+    """However small the query is, unless the caller bounds what slices take."""
+    query = torch.empty(1, 4, 2, 8)
+
+    def most_rows(row_bytes, workspace=None):
+        call = TileCall(Selection(EAGER), 1.0, 1, 1, workspace)
+        return call.most_rows(query, parts.FORWARD_WORKSPACE, row_bytes)
+
+    assert most_rows(1 << 20) == parts.SLICE_ROWS >= 132 * 128  # a tile for each multiprocessor
+    assert most_rows(16) * 16 == parts.WORKSPACE_FLOOR
+    assert most_rows(16, 0.5) == 0.5 * query.nbytes / 16
+
+
+class Transport:
+    """Rank 0 of two, alone. What has been sent is dropped when it is waited for."""
+
+    rank, world_size = 0, 2
+
+    def __init__(self):
+        self.sent = []
+
+    def start(self, send, receive):
+        self.sent.append(weakref.ref(send[1]))
+        held = [send[1]]
+        return SimpleNamespace(wait=held.clear)
+
+
+def test_packed_rows_are_freed_with_the_last_message():
+    layout = SequenceLayout.contiguous(32, 2)
+    plan = plan_attention(DilatedPattern.dense(), layout, is_causal=False)
+    transport: Any = Transport()
+    key = torch.zeros(1, 16, 1, 8)
+    arrivals = fetch(plan.rank(0).steps(), Packer(transport, key, key), depth=1)
+    (sent,) = transport.sent
+    assert sent() is not None
+    fetched = next(arrivals)
+    assert fetched.rows is not None
+    assert sent() is None  # although the call goes on
+
+
+def test_a_ring_has_one_fetch_under_way():
+    layout = SequenceLayout.contiguous(48, 3)
+    plan = plan_attention(DilatedPattern.dense(), layout, is_causal=False)
+    events = []
+
+    def start(send, receive):
+        events.append("start")
+        return SimpleNamespace(wait=lambda: events.append("wait"))
+
+    transport: Any = SimpleNamespace(rank=0, world_size=3, start=start)
+    key = torch.zeros(1, 16, 1, 8)
+    assert len(list(fetch(plan.rank(0).steps(), Packer(transport, key, key), depth=1))) == 2
+    assert events == ["start", "wait", "start", "wait"]
+
+
+def test_what_a_slice_allocates_is_freed_before_the_next(monkeypatch):
+    """However many slices there are, results of one are alive at a time."""
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    def computed(tensors):
+        alive.extend(weakref.ref(tensor) for tensor in tensors)
+        return tensors
+
+    def forward(tile):
+        assert not any(result() is not None for result in alive)
+        return computed(EAGER.forward(tile))
+
+    def backward(tile, gradients):
+        assert not any(result() is not None for result in alive)
+        return computed(EAGER.backward(tile, gradients))
+
+    watched = replace(EAGER, forward=forward, backward=backward)
+    monkeypatch.setattr(resolve, "select_backend", lambda *call: Selection(watched))
+    resolve.forget_plans()
+    query, key, value = (torch.randn(1, 256, 4, 8, requires_grad=True) for _ in range(3))
+    pattern = DilatedPattern([16, 64], [1, 2])
+    dilated_attention(query, key, value, pattern, workspace=0.1).sum().backward()
+    resolve.forget_plans()
+    assert len(alive) > 5 * 10
+
+
+SIDE_BY_SIDE = DilatedPattern([16, None], [1, 16]), SequenceLayout.contiguous
+
+
+@pytest.mark.parametrize(("at_once", "waits"), [(None, False), (0, True)])
+@pytest.mark.parametrize(
+    ("pattern", "deal", "most"),
+    [(DilatedPattern.dense(), SequenceLayout.zigzag, 2), (*SIDE_BY_SIDE, 1)],
+    ids=["step by step", "side by side"],
+)
+def test_a_gather_waits_for_returned_gradients_when_they_are_many(
+    pattern, deal, most, at_once, waits, monkeypatch
+):
+    """Before the next is computed, or sent; while they are few, at the end."""
+    if at_once is not None:
+        monkeypatch.setattr(ring, "RETURNING_BYTES", at_once)
+    assert ring.RETURNING_BYTES <= 64 << 20  # of memory that no bound of the ring's counts
+    events: dict[int, list[str]] = {}
+    begin, finish = GradientReturn.__init__, GradientReturn.finish
+
+    def noted(name, function):
+        def note(*args, **options):
+            events.setdefault(threading.get_ident(), []).append(name)
+            return function(*args, **options)
+
+        return note
+
+    monkeypatch.setattr(GradientReturn, "__init__", noted("step", begin))  # when it is computed
+    monkeypatch.setattr(GradientReturn, "finish", noted("return", finish))
+    run(lambda ends: nullcontext(), pattern, "gather", is_causal=False, deal=deal)
+    for of_rank in events.values():
+        steps = WORLD_SIZE - 1
+        last_step = max(i for i, name in enumerate(of_rank) if name == "step")
+        assert of_rank.count("step") == of_rank.count("return") == steps
+        assert of_rank[:last_step].count("return") == (steps - most if waits else 0)

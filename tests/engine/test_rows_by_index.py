@@ -1,0 +1,355 @@
+"""Rows of messages that branches share: Triton's kernels against torch; interpreted without a GPU.
+
+Copies are exact, sums are those of float32 in the order of the slots, to the last bit.
+"""
+
+import os
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from support.worlds import world
+
+pytest.importorskip("triton")
+
+from ring_dilated_attention import DilatedPattern, SequenceLayout
+from ring_dilated_attention.checks import (
+    Case,
+    combine,
+    make_layout,
+    relative_error,
+    run_case,
+    run_ranks,
+)
+from ring_dilated_attention.engine import messages
+from ring_dilated_attention.exchange import ProcessGroupExchange, run_loopback
+from ring_dilated_attention.kernels import add_to_rows, sum_slots, take_rows
+from ring_dilated_attention.plan import plan_attention
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda:0")
+pytestmark = [
+    *([] if INTERPRETED else [pytest.mark.gpu, pytest.mark.filterwarnings("default")]),
+    # As in test_kernel_attention.
+    pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning"),
+]
+on_gpus = pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
+HALF, BRAIN, FLOAT = torch.float16, torch.bfloat16, torch.float32
+BATCH, LENGTH, HEADS, ROWS = 2, 45, 3, 97
+
+
+def _random(*shape, dtype=FLOAT):
+    return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+def _index():
+    """Positions and heads of distinct rows, in no order."""
+    number = torch.randperm(LENGTH * HEADS, device=DEVICE)[:ROWS]
+    return number // HEADS, number % HEADS
+
+
+def _views(kind, head_dim, dtype):
+    """K and V (batch, length, heads, head_dim), whose rows are not where they would be."""
+    if kind == "plain":
+        return tuple(_random(2, BATCH, LENGTH, HEADS, head_dim, dtype=dtype))
+    if kind == "joint":  # of one projection, not all of whose rows are in use
+        joint = _random(BATCH, LENGTH + 3, 3 * HEADS + 1, head_dim, dtype=dtype)[:, 2:-1]
+        return joint[:, :, HEADS : 2 * HEADS], joint[:, :, 2 * HEADS : -1]
+    if kind == "heads first":
+        key = _random(BATCH, HEADS, LENGTH, head_dim, dtype=dtype).transpose(1, 2)
+        return key, _random(LENGTH, BATCH, HEADS, head_dim, dtype=dtype).transpose(0, 1)
+    assert kind == "expanded"
+    key = _random(1, LENGTH, 1, head_dim, dtype=dtype).expand(BATCH, LENGTH, HEADS, head_dim)
+    value = _random(BATCH, 1, HEADS, head_dim, dtype=dtype).expand(BATCH, LENGTH, HEADS, head_dim)
+    return key, value
+
+
+KINDS = ["plain", "joint", "heads first", "expanded"]
+
+
+@pytest.mark.parametrize("dtype", [HALF, BRAIN, FLOAT])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("head_dim", [7, 48, 128])
+def test_rows_are_taken_as_they_are(head_dim, kind, dtype):
+    torch.manual_seed(0)
+    pair, (positions, heads) = _views(kind, head_dim, dtype), _index()
+    held = torch.full((2, BATCH, ROWS + 2, head_dim), torch.nan, device=DEVICE, dtype=dtype)
+    take_rows(pair, held[:, :, 1:-1], positions, heads)
+    for tensor, found in zip(pair, held, strict=True):
+        assert torch.equal(found[:, 1:-1], tensor[:, positions, heads])
+        assert found[:, [0, -1]].isnan().all()
+
+
+@pytest.mark.parametrize("head_dim", [7, 48])
+def test_rows_without_heads(head_dim):
+    """What is received, some of it more than once."""
+    packed = _random(2, BATCH, ROWS, head_dim, dtype=HALF)
+    numbers = torch.randint(ROWS, (3 * ROWS,), device=DEVICE)
+    found = torch.full((2, BATCH, 3 * ROWS, head_dim), torch.nan, device=DEVICE, dtype=HALF)
+    take_rows((packed[0], packed[1]), found, numbers)
+    assert torch.equal(found, packed.index_select(2, numbers))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "part_dtype"),
+    [(FLOAT, FLOAT), (FLOAT, HALF), (HALF, HALF), (HALF, FLOAT), (BRAIN, BRAIN), (FLOAT, BRAIN)],
+)
+@pytest.mark.parametrize("kind", KINDS[:3])
+def test_adding_rounds_once(kind, dtype, part_dtype):
+    torch.manual_seed(0)
+    pair, (positions, heads) = _views(kind, 48, dtype), _index()
+    parts = _random(2, BATCH, ROWS, 48, dtype=part_dtype)
+    want = [x.float() for x in pair]
+    for tensor, part in zip(want, parts, strict=True):
+        tensor[:, positions, heads] += part
+    add_to_rows(pair, parts, positions, heads)
+    for tensor, expected in zip(pair, want, strict=True):
+        if INTERPRETED and dtype == BRAIN:  # the interpreter cuts off what bf16 cannot hold
+            assert relative_error(tensor, expected) < 6e-3
+        else:
+            assert torch.equal(tensor, expected.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [HALF, FLOAT])
+@pytest.mark.parametrize("kind", KINDS[:3])
+def test_rows_have_slots_of_their_own(kind, dtype):
+    """Between slots that are of other rows, which stay as they are, and count for nothing."""
+    torch.manual_seed(0)
+    pair, (positions, heads) = _views(kind, 48, dtype), _index()
+    slots = torch.randperm(3 * ROWS, device=DEVICE)[:ROWS]
+    others = torch.ones(3 * ROWS, dtype=torch.bool, device=DEVICE)
+    others[slots] = False
+    held = torch.full((2, BATCH, 3 * ROWS, 48), torch.nan, device=DEVICE, dtype=dtype)
+    take_rows(pair, held, positions, heads, slots)
+    for tensor, found in zip(pair, held, strict=True):
+        assert torch.equal(found[:, slots], tensor[:, positions, heads])
+        assert found[:, others].isnan().all()
+    want = [x.float() for x in pair]
+    for tensor, part in zip(want, held, strict=True):
+        tensor[:, positions, heads] += part[:, slots]
+    add_to_rows(pair, held, positions, heads, slots)
+    for tensor, expected in zip(pair, want, strict=True):
+        assert torch.equal(tensor, expected.to(dtype))
+
+
+def _slots_of_rows(most):
+    """Slots in the order of their rows, and where those of each begin: 1 to `most` of each."""
+    counts = torch.randint(1, most + 1, (ROWS,))
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+    order = torch.randperm(int(starts[-1]))
+    return order.to(DEVICE), starts.to(DEVICE)
+
+
+@pytest.mark.parametrize("most", [1, 5])
+@pytest.mark.parametrize("dtype", [HALF, BRAIN, FLOAT])
+@pytest.mark.parametrize("head_dim", [7, 48])
+def test_sums_are_of_float32_and_in_order(head_dim, dtype, most):
+    torch.manual_seed(0)
+    order, starts = _slots_of_rows(most)
+    slots = _random(2, BATCH, len(order), head_dim, dtype=dtype)
+    slots[:, :, ::3] *= 1000  # another order would round to another sum
+    sums = torch.full((2, BATCH, ROWS, head_dim), torch.nan, device=DEVICE, dtype=dtype)
+    sum_slots(slots, sums, order, starts)
+    want = torch.zeros(sums.shape, device=DEVICE)
+    for row, (start, stop) in enumerate(pairwise(starts.tolist())):
+        for slot in order[start:stop]:
+            want[:, :, row] += slots[:, :, slot]
+    if INTERPRETED and dtype == BRAIN:
+        assert relative_error(sums, want) < 6e-3
+    else:
+        assert torch.equal(sums, want.to(dtype))
+
+
+def _message(heads=4):
+    """A message whose branches share rows."""
+    pattern = DilatedPattern([6, 16, None], [1, 2, 4], head_offsets="blocked")
+    plan = plan_attention(
+        pattern, SequenceLayout.contiguous(45, 2), is_causal=False, num_heads=heads
+    )
+    (step,) = plan.rank(0).steps()
+    assert step.send is not None
+    assert step.send.rows < step.send.slots
+    return step.send
+
+
+def test_tables_of_shared_rows():
+    """Slots of each row in ascending order; rows in that of their positions and heads."""
+    message = _message()
+    sent = messages.sent_rows(message, 4, DEVICE).table
+    received = messages.received_rows(message, 4, DEVICE).table
+    assert sent is not None
+    assert received is not None
+    numbers = [
+        ((run.rows.start + number * run.rows.head_stride + row * run.rows.stride), head)
+        for run in message.runs
+        for number, head in enumerate(run.heads)
+        for row in range(run.rows.length)
+    ]
+    rows = sorted(set(numbers))
+    assert list(zip(sent.positions.tolist(), sent.heads.tolist(), strict=True)) == rows
+    assert [rows[x] for x in received.row_of_slot.tolist()] == numbers
+    starts = received.starts.tolist()
+    for row, (start, stop) in zip(rows, pairwise(starts), strict=True):
+        slots = received.slots[start:stop].tolist()
+        assert slots == [slot for slot, number in enumerate(numbers) if number == row]
+    assert starts[-1] == message.slots
+
+
+@pytest.mark.parametrize("dtype", [HALF, FLOAT])
+def test_messages_are_what_torch_makes_of_them(dtype, monkeypatch):
+    torch.manual_seed(0)
+    message = _message()
+    sent = messages.sent_rows(message, 4, DEVICE)
+    received = messages.received_rows(message, 4, DEVICE)
+    key, value = _random(2, BATCH, 45, 4, 48, dtype=dtype)
+    slots = _random(2, BATCH, message.slots, 48, dtype=dtype)
+    numbers = torch.randperm(message.rows, device=DEVICE)[:20]
+    results = []
+    for runs in (False, True):
+        monkeypatch.setattr(messages, "runs_triton", lambda _, runs=runs: runs)
+        packed, totals = messages.pack(key, value, sent), (key.clone(), value.clone())
+        sums = messages.sum_slots(slots, received)
+        messages.add_returned(*totals, packed, sent)
+        load = torch.ones(packed.shape, device=DEVICE)
+        part = messages.rows_at(packed, numbers)
+        messages.add_to_rows(load, part, numbers)
+        results.append([packed, messages.spread(packed, received), part, *totals, load, sums])
+    *torchs, torch_sums = results[0]
+    *ours, our_sums = results[1]
+    for got, want in zip(ours, torchs, strict=True):
+        assert torch.equal(got, want)
+    want = messages.sum_slots(slots.double(), received) if INTERPRETED else torch_sums
+    assert relative_error(our_sums, want) < {HALF: 5e-4, FLOAT: 1e-7}[dtype]
+
+
+PATTERNS = [
+    DilatedPattern([4, 8, 16], [1, 2, 4]),
+    DilatedPattern([6, 16, None], [1, 2, 4], head_offsets="blocked"),
+    DilatedPattern([9, 20, None], [1, 3, 2], zero_keys=True),
+]
+
+
+def cases(world_size):
+    """Calls with rows that branches share, of lengths that divide nothing."""
+    for seed, (pattern, layout) in enumerate(
+        zip(PATTERNS, ("contiguous", "zigzag", "uneven"), strict=True)
+    ):
+        yield Case(
+            pattern=pattern,
+            layout=make_layout(layout, 53, world_size),
+            num_heads=4,
+            num_kv_heads=(4, 2)[seed % 2],
+            batch=1 + seed % 2,
+            head_dim=8,
+            is_causal=seed == 1,
+            dtype=FLOAT,
+            exchange=("gather", "ring")[seed % 2],
+            seed=seed,
+            device=DEVICE.type,
+        )
+
+
+def run_with_kernels(rank, world_size, calls, hosts):
+    """Outcomes of calls whose messages take the kernels, and how often."""
+    taken = []
+
+    def runs_triton(tensor):
+        taken.append(tensor.dtype)
+        return True
+
+    exchange = ProcessGroupExchange(world(), hosts=hosts)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(messages, "runs_triton", runs_triton)
+        return [run_case(case, exchange) for case in calls], len(taken)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="messages take them by themselves on GPUs")
+@pytest.mark.parametrize("hosts", [(0, 0), (0, 0, 0), (0, 0, 1, 1)], ids=str)
+def test_calls_on_ranks(hosts):
+    """Of one host, and of two, where parts of what has crossed are taken and added to."""
+    calls = list(cases(len(hosts)))
+    found = run_ranks(run_with_kernels, len(hosts), calls, hosts)
+    for case, outcome in zip(calls, combine([x for x, _ in found]), strict=True):
+        assert outcome.passes(case.dtype), case
+    # Packed and spread in forward, and in backward again; there, summed and added. The last rank
+    # of the uneven layout is empty.
+    assert all(taken >= 6 * (len(calls) - 1) for _, taken in found)
+
+
+@on_gpus
+@pytest.mark.parametrize("hosts", [(0, 0, 0), (0, 0, 1, 1)], ids=str)
+@pytest.mark.parametrize("dtype", [HALF, FLOAT])
+def test_calls_on_one_gpu(dtype, hosts):
+    calls = [replace(case, dtype=dtype) for case in cases(len(hosts))]
+    outcomes = run_loopback(
+        len(hosts), lambda end: [run_case(case, end) for case in calls], hosts=hosts
+    )
+    for case, outcome in zip(calls, combine(outcomes), strict=True):
+        assert outcome.passes(case.dtype), case
+
+
+@on_gpus
+def test_on_a_gpu_sums_are_the_same_bits_each_time():
+    order, starts = _slots_of_rows(5)
+    slots = _random(2, BATCH, len(order), 48, dtype=HALF)
+    found = []
+    for _ in range(20):
+        sums = slots.new_empty(2, BATCH, ROWS, 48)
+        sum_slots(slots, sums, order, starts)
+        found.append(sums)
+    assert all(torch.equal(x, found[0]) for x in found)
+
+
+@on_gpus
+def test_captured_in_a_graph():
+    pair, (positions, heads) = _views("joint", 48, HALF), _index()
+    order, starts = _slots_of_rows(3)
+    numbers = torch.randint(ROWS, (len(order),), device=DEVICE)
+    total = _views("plain", 48, HALF)
+
+    def run():
+        packed = pair[0].new_empty(2, BATCH, ROWS, 48)
+        take_rows(pair, packed, positions, heads)
+        slots = packed.new_empty(2, BATCH, len(order), 48)
+        take_rows((packed[0], packed[1]), slots, numbers)
+        sums = torch.empty_like(packed)
+        sum_slots(slots, sums, order, starts)
+        add_to_rows(total, sums, positions, heads)
+
+    before = [x.clone() for x in total]
+    run()
+    want = [x.clone() for x in total]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for tensor, old in zip(total, before, strict=True):
+        tensor.copy_(old)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(x, y) for x, y in zip(total, want, strict=True))
+
+
+@on_gpus
+@pytest.mark.xdist_group("large")
+def test_offsets_beyond_31_bits():
+    """The last rows of tensors of more than 2^31 elements."""
+    positions, heads, head_dim = 2**20 + 3, 32, 64
+    key = torch.zeros(1, positions, heads, head_dim, device=DEVICE, dtype=HALF)
+    assert key.numel() > 2**31
+    last = key[:, -5:]
+    last.copy_(_random(*last.shape))
+    at = torch.arange(positions - 5, positions, device=DEVICE)
+    head = torch.full_like(at, heads - 1)
+    packed = key.new_empty(2, 1, 5, head_dim)
+    take_rows((key, key), packed, at, head)
+    assert torch.equal(packed, last[:, :, -1].expand(2, 1, 5, head_dim))
+    want = last[:, :, -1] * 2
+    add_to_rows((key, torch.zeros_like(key)), packed, at, head)
+    assert torch.equal(last[:, :, -1], want)
+    slots = key.view(2, 1, -1, head_dim)
+    rows = slots.shape[2]
+    order = torch.tensor([rows - 1, rows - 33], device=DEVICE)
+    sums = key.new_empty(2, 1, 1, head_dim)
+    sum_slots(slots, sums, order, torch.tensor([0, 2], device=DEVICE))
+    assert torch.equal(sums[1, 0, 0], want[0, -1] + want[0, -2])

@@ -1,0 +1,131 @@
+"""The tutorials' programs: right on one process and on two ranks, and they exit with 1 if not."""
+
+import os
+import runpy
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from support.launched import run_program
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SMALL = {
+    "slides": ["--tiles", "300", "--slides", "2", "--epochs", "2"],
+    "long_text": ["--seq-len", "1001", "--steps", "3", "--embed-dim", "64"],
+    "transformers_llama": ["--seq-len", "301"],
+}
+GENERATION = ["--seq-len", "301", "--new-tokens", "20"]
+SEVERAL_RANKS = {
+    **SMALL,
+    "generation": GENERATION,
+    "meshes": ["--seq-len", "301"],
+    "data_parallel": ["--wrap", "fsdp"],
+    "transformers_adapters": ["--seq-len", "301"],
+    "transformers_trainer": [],
+    "accelerate_loop": [],
+    "lightning_module": [],
+    "several_gpus": ["--seq-len", "1501", "--head-dim", "16"],
+    "tensor_parallel": ["--seq-len", "301"],
+}
+FOUR_RANKS = {"tensor_parallel"}
+
+
+NEEDS = {
+    "transformers_llama": ["transformers"],
+    "transformers_adapters": ["transformers", "peft"],
+    "transformers_trainer": ["transformers", "accelerate"],
+    "accelerate_loop": ["transformers", "accelerate"],
+    "lightning_module": ["lightning"],
+}
+
+
+def skip_without_packages(name):
+    for package in NEEDS.get(name, ()):
+        if find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_on_one_process(name, monkeypatch, capsys):
+    skip_without_packages(name)
+    monkeypatch.setattr(sys, "argv", [name, *SMALL[name]])
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    losses = runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]()
+    assert losses[-1] < losses[0]
+    assert capsys.readouterr().out
+
+
+def test_generation_on_one_process(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["generation", *GENERATION])
+    monkeypatch.delenv("RANK", raising=False)
+    assert runpy.run_path(str(EXAMPLES / "generation.py"))["main"]() < 1e-4
+    assert "then 20 tokens" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SEVERAL_RANKS)
+def test_on_two_ranks(name):
+    skip_without_packages(name)
+    for ranks in (2, *[4] * (name in FOUR_RANKS)):
+        done = run_program(EXAMPLES / f"{name}.py", SEVERAL_RANKS[name], ranks)
+        assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.slow
+def test_torchrun_runs_an_example():
+    """The other tests start ranks as torchrun does, which takes a third of the time."""
+    program, options = EXAMPLES / "several_gpus.py", SEVERAL_RANKS["several_gpus"]
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node=2", str(program), *options),
+        ],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.slow
+def test_a_wrong_result_is_an_exit_code(tmp_path):
+    text = (EXAMPLES / "several_gpus.py").read_text()
+    broken = tmp_path / "broken.py"
+    broken.write_text(text.replace("pattern, is_causal=True, group", "pattern, group"))
+    done = run_program(broken, SEVERAL_RANKS["several_gpus"], ranks=2)
+    assert done.returncode == 1
+    assert "differs from one process" in done.stderr
+
+
+HAS_ITS_OWN_TEST = {"bring_your_own_model", "checkpoints", "gigapath_finetune", "torchtitan_llama"}
+
+
+def test_every_example_is_run():
+    names = {path.stem for path in EXAMPLES.glob("*.py")}
+    assert names - HAS_ITS_OWN_TEST == set(SEVERAL_RANKS)
+
+
+@pytest.mark.parametrize(("ranks", "got"), [(None, "no"), ("3", "3")])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "accelerate_loop",
+        "data_parallel",
+        "lightning_module",
+        "tensor_parallel",
+        "transformers_trainer",
+    ],
+)
+def test_ranks_that_make_no_grid_are_told_how_to_start(name, ranks, got, monkeypatch):
+    skip_without_packages(name)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if ranks is not None:
+        monkeypatch.setenv("WORLD_SIZE", ranks)
+    monkeypatch.setattr(sys, "argv", [name])
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    assert f"torchrun --nproc-per-node 4 examples/{name}.py" in str(caught.value)
+    assert str(caught.value).endswith(f", 2; got {got} ranks")

@@ -1,0 +1,99 @@
+"""The example that fine-tunes prov-gigapath's encoder, with a stand-in for its package."""
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.launched import run_program
+from support.slide_models import slide
+
+TESTS = Path(__file__).parents[1]
+SCRIPT = TESTS.parent / "examples" / "gigapath_finetune.py"
+HAS_H5 = importlib.util.find_spec("h5py") is not None
+
+
+def write(path, features, coordinates):
+    """As prov-gigapath and TRIDENT write it, or with numpy or torch."""
+    if path.suffix == ".npz":
+        np.savez(path, features=features.numpy(), coords=coordinates.numpy())
+    elif path.suffix == ".pt":
+        torch.save({"features": features, "coords": coordinates}, path)
+    else:
+        import h5py
+
+        with h5py.File(path, "w") as file:
+            file["features"] = features.half().numpy()
+            file["coords"] = coordinates.numpy()
+            file["coords"].attrs["patch_size_level0"] = 512
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Slides of 3 to 45 tiles with labels, and a package of prov-gigapath's name."""
+    package = tmp_path / "gigapath"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "slide_encoder.py").write_text("from support.slide_models import create_model\n")
+    slides = tmp_path / "slides"
+    slides.mkdir()
+    endings = (".npz", ".pt", ".h5" if HAS_H5 else ".npz")
+    lines = ["slide_id,label"]
+    for index, (tiles, ending) in enumerate(zip((45, 20, 3), endings, strict=True)):
+        features, coordinates = slide(tiles, seed=index)
+        write(slides / f"slide {index}{ending}", features[0].float(), coordinates[0])
+        lines.append(f"slide {index},{index}")
+    (tmp_path / "labels.csv").write_text("\n".join(lines) + "\n")
+    return tmp_path
+
+
+def done(folder, script, *arguments, ranks=0):
+    given = [folder / "slides", folder / "labels.csv", "--weights=", *arguments]
+    return run_program(script, given, ranks, path=[folder, TESTS])
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_it_learns_and_agrees_with_one_process(ranks, folder):
+    kept = folder / "tuned.pt"
+    options = ("--compare", "--epochs=3", "--lr=3e-3", f"--out={kept}")
+    found = done(folder, SCRIPT, *options, ranks=ranks)
+    assert found.returncode == 0, found.stderr[-3000:]
+    losses = [float(line.split()[-1]) for line in found.stdout.splitlines() if "epoch" in line]
+    assert losses[-1] < losses[0]
+    assert "from one process: " in found.stdout
+    assert {"head.weight", "slide_encoder.norm.weight"} <= torch.load(kept).keys()
+
+
+def test_gradients_that_are_not_averaged_are_an_error(folder):
+    """Parameters then differ between ranks."""
+    text = SCRIPT.read_text()
+    broken = folder / "broken.py"
+    broken.write_text(text.replace("if group is not None:", "if False:", 1))
+    options = ("--compare", "--epochs=2", "--lr=3e-3", "--global-pool")
+    found = done(folder, broken, *options, ranks=2)
+    assert found.returncode == 1
+    assert "have the same parameters" in found.stderr
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("slide,label\nslide 0,1\n", "must have the columns slide_id and label; got ['slide',"),
+        ("slide_id,label\nslide 0,tumor\n", "a label must be an int from 0 on; got 'tumor'"),
+    ],
+)
+def test_labels_that_are_none_are_refused(lines, message, folder):
+    (folder / "labels.csv").write_text(lines)
+    found = done(folder, SCRIPT)
+    assert found.returncode == 1
+    assert message in found.stderr
+    assert "Traceback" not in found.stderr
+
+
+def test_a_slide_without_a_file_is_named(folder):
+    with (folder / "labels.csv").open("a") as file:
+        file.write("slide 9,1\n")
+    found = done(folder, SCRIPT)
+    assert found.returncode == 1
+    assert "has no .h5 or .npz or .pt file for slide 9 of" in found.stderr

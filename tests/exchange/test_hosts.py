@@ -1,0 +1,201 @@
+"""Ranks on several hosts: namespaces of this machine, or ranks that are told so."""
+
+from typing import Any
+
+import pytest
+import torch
+from support.several_hosts import fork_on_hosts, hosts_of, run_on_hosts, skip_without_hosts
+from support.sweep_sample import sweep_sample
+from support.worlds import world
+
+from ring_dilated_attention import (
+    DilatedKVCache,
+    DilatedPattern,
+    SequenceLayout,
+    cached_attention,
+    dilated_attention,
+)
+from ring_dilated_attention.checks import (
+    RankError,
+    combine,
+    reference_attention,
+    relative_error,
+    run_case,
+    run_ranks,
+    sweep,
+)
+from ring_dilated_attention.exchange import ExchangeError, ProcessGroupExchange, collectives
+
+
+def cases_of(world_size, seed):
+    """Some of the sweep: `test_passing` has more, on told hosts."""
+    cases = list(sweep(world_size))
+    return [cases[number] for number in sweep_sample(world_size, seed)]
+
+
+def swept(rank, world_size, seed):
+    """How the cases went, and which hosts the ranks found that they are on."""
+    exchange = ProcessGroupExchange(world())
+    return [run_case(case, exchange) for case in cases_of(world_size, seed)], exchange.hosts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("start", "ranks", "seed"),
+    [
+        (run_on_hosts, (2, 2), 1),  # by torchrun
+        (fork_on_hosts, (3, 1), 2),
+        (fork_on_hosts, (1, 1, 1), 1),
+    ],
+)
+def test_sweep(start, ranks, seed):
+    skip_without_hosts()
+    found = start(swept, ranks, seed)
+    cases = cases_of(sum(ranks), seed)
+    outcomes = combine([outcomes for outcomes, _ in found])
+    assert not [case for case, x in zip(cases, outcomes, strict=True) if not x.passes(case.dtype)]
+    assert {hosts for _, hosts in found} == {tuple(hosts_of(ranks))}
+
+
+def attend(exchange, pattern, *, length=24, seed=0):
+    """Errors of out and of the gradients, some of which are 0 but for rounding."""
+    layout = SequenceLayout.zigzag(length, exchange.world_size)
+    torch.manual_seed(seed)
+    whole = torch.randn(3, 1, length, 2, 8, dtype=torch.float64)
+    shards = [layout.shard(x, exchange.rank, 1).clone().requires_grad_() for x in whole]
+    leaves = [x.clone().requires_grad_() for x in whole]
+    out = dilated_attention(
+        shards[0], shards[1], shards[2], pattern, is_causal=True, group=exchange, layout=layout
+    )
+    want, _ = reference_attention(leaves[0], leaves[1], leaves[2], pattern, is_causal=True)
+    got = torch.autograd.grad(out.square().sum(), shards)
+    wanted = torch.autograd.grad(want.square().sum(), leaves)
+    return [
+        torch.dist(a, layout.shard(b, exchange.rank, 1)).item()
+        for a, b in zip((out, *got), (want, *wanted), strict=True)
+    ]
+
+
+PATTERNS = [
+    DilatedPattern([8, None], [1, 3]),
+    DilatedPattern.dense(),
+    DilatedPattern([1], [1]),  # nothing travels
+]
+
+
+def counted(rank, world_size, hosts, rounds):
+    """Errors, and how often ranks waited for each other, in the first calls and in later ones."""
+    exchange = ProcessGroupExchange(world(), hosts=hosts)
+    errors = [attend(exchange, pattern) for pattern in PATTERNS]
+    first = exchange.waits
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("maximum", "share"):
+            patch.setattr(collectives.Collectives, name, None)
+        for seed in range(rounds):
+            errors += [attend(exchange, pattern, seed=seed) for pattern in PATTERNS]
+    return errors, first, exchange.waits - first
+
+
+@pytest.mark.parametrize("hosts", [[0, 1], [0, 0, 1], [1, 0, 1, 0]], ids=str)
+def test_no_call_waits_for_all_ranks_after_the_first_of_its_kind(hosts):
+    for errors, first, later in run_ranks(counted, len(hosts), hosts, 5):
+        assert max(max(some) for some in errors) < 1e-12
+        assert first == len(PATTERNS) + 1  # and backward
+        assert later == 0
+
+
+def decoded(rank, world_size, hosts):
+    """How often ranks wait for all in five tokens, after one; and the error of out."""
+    exchange, pattern = ProcessGroupExchange(world(), hosts=hosts), PATTERNS[0]
+    torch.manual_seed(0)
+    prompt, *tokens = torch.randn(3, 1, 30, 2, 8).split([24, *[1] * 6], dim=2)
+    sizes: dict[str, Any] = {"batch": 1, "num_kv_heads": 2, "head_dim": 8, "max_length": 40}
+    alone = DilatedKVCache(pattern, **sizes)
+    cache = DilatedKVCache(pattern, **sizes, group=exchange, sharded=True)
+    layout = SequenceLayout.contiguous(24, world_size)
+    alone.prefill(prompt[1], prompt[2])
+    key, value = (layout.shard(x, rank, 1) for x in prompt[1:])
+    cache.prefill(key, value, layout=layout)
+    waits, errors = [], []
+    for query, key, value in tokens:
+        found, want = (cached_attention(query, key, value, each) for each in (cache, alone))
+        waits.append(exchange.waits)
+        errors.append(relative_error(found, want))
+    return waits[-1] - waits[0], max(errors)
+
+
+def test_tokens_are_decoded_without_waiting_for_all_ranks():
+    for waits, error in run_ranks(decoded, 3, [0, 0, 1]):
+        assert waits == 0
+        assert error < 1e-5
+
+
+def differ(rank, world_size, hosts, odd):
+    """What one rank's other arguments come to, and whether the ranks then go on together."""
+    exchange = ProcessGroupExchange(world(), hosts=hosts)
+    first, second, alone = PATTERNS
+    for pattern in PATTERNS:
+        attend(exchange, pattern)
+    found = []
+    for others in (first, alone):
+        try:
+            attend(exchange, second if rank == odd else others)
+            attend(exchange, first)
+        except (ExchangeError, ValueError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+        errors = attend(exchange, first)
+        assert max(errors) < 1e-12
+    return found
+
+
+@pytest.mark.parametrize("odd", [0, 2])
+def test_ranks_that_differ_raise_and_go_on(odd):
+    """All kinds are known, so rows are under way when ranks find that they differ."""
+    for found in run_ranks(differ, 3, [0, 0, 1], odd):
+        assert len(found) == 2
+        for text in found:
+            assert "pattern is" in text
+            assert f"on rank {odd}" in text
+
+
+def told(rank, world_size, by_rank):
+    return ProcessGroupExchange(world(), hosts=by_rank[rank]).hosts
+
+
+def test_hosts_are_numbered_by_their_first_ranks():
+    assert run_ranks(told, 3, [[7, 2, 7]] * 3) == [(0, 1, 0)] * 3
+    assert run_ranks(told, 2, [None] * 2) == [(0, 0)] * 2
+
+
+def test_ranks_must_be_told_the_same_hosts():
+    with pytest.raises(RankError, match=r"the same on all ranks; got \[0, 1\] on rank 0; None on"):
+        run_ranks(told, 2, [[0, 1], None])
+
+
+@pytest.mark.parametrize(
+    ("hosts", "message"),
+    [
+        ([0], r"TypeError|ValueError: hosts must be 2 integers >= 0, .*; got \[0\]"),
+        ([0, -1], r"ValueError: hosts must be 2 integers >= 0, .*; got \[0, -1\]"),
+        ([0, 1.0], r"TypeError: hosts must be 2 integers .*; got \[0, 1.0\]"),
+        ("01", "TypeError: hosts must be 2 integers .*; got '01'"),
+        (2, "TypeError: hosts must be 2 integers .*; got 2"),
+    ],
+)
+def test_hosts_that_are_none(hosts, message):
+    with pytest.raises(RankError, match=message):
+        run_ranks(told, 2, [hosts] * 2)
+
+
+def told_twice(rank, world_size):
+    ProcessGroupExchange(world(), hosts=[0, 1]).share(0)
+    assert ProcessGroupExchange(world()).hosts == (0, 1)
+    try:
+        return ProcessGroupExchange(world(), hosts=[0, 0]).hosts
+    except ValueError as error:
+        return str(error)
+
+
+def test_a_group_keeps_its_hosts():
+    for message in run_ranks(told_twice, 2):
+        assert message.startswith("hosts of a group are known from its first call on: [0, 1]; got")

@@ -1,0 +1,222 @@
+"""The docs say what the sources say: names, messages, and code that runs."""
+
+import ast
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+import ring_dilated_attention
+import ring_dilated_attention.nn
+from ring_dilated_attention.cli import app
+from ring_dilated_attention.cli.command import values_of
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+README = ROOT / "README.md"
+PAGES = [README, *sorted(DOCS.rglob("*.md"))]
+SOURCES = ROOT / "src" / "ring_dilated_attention"
+GAP = "…"
+
+
+def defined_in(module):
+    """The public names that a module defines itself."""
+    tree = ast.parse((SOURCES / f"{module.replace('.', '/')}.py").read_text())
+    names = {
+        node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    } | {
+        target.id
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    return sorted(name for name in names if not name.startswith("_"))
+
+
+PUBLIC = [
+    *(f"ring_dilated_attention.{name}" for name in ring_dilated_attention.__all__),
+    *(f"ring_dilated_attention.nn.{name}" for name in ring_dilated_attention.nn.__all__),
+    *(
+        f"ring_dilated_attention.integrations.{module}.{name}"
+        for module in (
+            "context_parallel",
+            "gigapath",
+            "tensor_parallel",
+            "torchscale",
+            "torchtitan",
+            "transformers",
+        )
+        for name in defined_in(f"integrations.{module}")
+    ),
+]
+ALIASES = {"hilbert_order": "nn", "keep_attention": "nn"}
+"""Names of the package that are documented where they are defined."""
+
+
+def test_the_reference_has_every_public_name():
+    documented = {
+        name
+        for page in (DOCS / "reference").glob("*.md")
+        for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)
+    }
+    wanted = {
+        name.replace("attention.", f"attention.{ALIASES[last]}.", 1)
+        if (last := name.rpartition(".")[2]) in ALIASES and ".nn." not in name
+        else name
+        for name in PUBLIC
+    }
+    assert wanted <= documented
+
+
+def templates():
+    """Every text in the sources, with gaps for what is put in."""
+    for path in SOURCES.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+            elif isinstance(node, ast.JoinedStr):
+                yield "".join(
+                    str(part.value) if isinstance(part, ast.Constant) else GAP
+                    for part in node.values
+                )
+
+
+TEMPLATES = list(templates())
+MESSAGES = re.findall(r"^\*\*`(.+)`\*\*$", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
+
+
+def is_in_the_sources(message):
+    pattern = ".*".join(re.escape(part) for part in message.split(GAP))
+    return any(re.search(pattern, template, re.DOTALL) for template in TEMPLATES)
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_messages_are_those_of_the_sources(message):
+    assert is_in_the_sources(message)
+
+
+def test_a_message_that_was_changed_is_found():
+    assert len(MESSAGES) > 40
+    assert not is_in_the_sources("pass lengths or key_padding_mask, never both")
+
+
+NEEDS = (
+    "cuda",
+    "dist.",
+    "distributed_config",
+    "init_process_group",
+    "gigapath",
+    "--8<--",
+    "model.pt2",
+)
+"""Code that a CPU process by itself cannot run, or that has a test of its own."""
+PYTHON, FLAGS = r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL
+BLOCKS = [
+    pytest.param(code, id=f"{page.relative_to(ROOT)}-{index}")
+    for page in PAGES
+    for index, code in enumerate(re.findall(PYTHON, page.read_text(), FLAGS))
+    if not any(need in code for need in NEEDS)
+]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # of the compiler
+@pytest.mark.parametrize("code", BLOCKS)
+def test_code_in_pages_runs(code, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    code = code.replace("fullgraph=True", "fullgraph=True, backend='aot_eager'")  # no C++ compiler
+    exec(compile(code, "<docs>", "exec"), {})
+
+
+def test_an_exported_model_is_loaded_by_another_program(tmp_path, monkeypatch):
+    page = (DOCS / "how-to" / "torch-compile.md").read_text()
+    save, load = (code for code in re.findall(PYTHON, page, FLAGS) if "model.pt2" in code)
+    without = load.replace("attention.torch_op", "attention", 1)
+    assert without != load
+    monkeypatch.chdir(tmp_path)
+    exec(compile(save, "<docs>", "exec"), {})
+    for code, succeeds in ((without, False), (load, True)):
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
+        )
+        assert (done.returncode == 0) is succeeds, done.stderr
+        if not succeeds:
+            (warning,) = re.findall(r"`(We failed .+?)`", page)
+            assert warning in done.stderr
+    assert done.stdout == "torch.Size([1, 1537, 8, 64])\n"
+
+
+COMMANDS = [
+    pytest.param(shlex.split(line, comments=True), id=f"{page.relative_to(ROOT)}-{index}")
+    for page in PAGES
+    for index, line in enumerate(
+        re.findall(
+            r"^\$ (?:\.venv/bin/)?(rda .*)$",
+            page.read_text().replace("\\\n", " "),  # a line that goes on
+            re.MULTILINE,
+        )
+    )
+]
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_commands_in_pages_are_understood(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("run.toml").write_text("")
+    root: Any = typer.main.get_command(app)
+    context = root.make_context("rda", ["--help"], resilient_parsing=True)
+    command = root.get_command(context, words[1])
+    assert command is not None, f"there is no rda {words[1]}"
+    given = command.make_context(words[1], words[2:], parent=context)
+    values_of(words[1], given.params)  # raises what it does not allow
+
+
+def test_a_command_that_is_wrong_is_found(tmp_path, monkeypatch):
+    with pytest.raises(Exception, match="No such option"):
+        test_commands_in_pages_are_understood(
+            ["rda", "plan", "--length", "8192"], tmp_path, monkeypatch
+        )
+    with pytest.raises(Exception, match="layout"):
+        test_commands_in_pages_are_understood(
+            ["rda", "plan", "--layout", "sideways"], tmp_path, monkeypatch
+        )
+
+
+def test_the_site_builds_without_a_warning(tmp_path):
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (tmp_path / "reference" / "cli.html").exists()
+
+
+def test_strict_is_not_switched_off():
+    # With --quiet mkdocs counts no warnings, and --strict lets everything pass.
+    (line,) = re.findall(r"mkdocs build.*", (ROOT / "Makefile").read_text())
+    assert "--strict" in line
+    assert "--quiet" not in line
+
+
+def test_readme_and_home_page_begin_with_the_same_sentences():
+    (lead,) = re.findall(
+        r'<p class="rda-lead">(.*?)</p>', (DOCS / "index.md").read_text(), re.DOTALL
+    )
+    assert " ".join(lead.split()) in " ".join(README.read_text().split())
+
+
+def test_figures_come_in_both_palettes():
+    for page in DOCS.rglob("*.md"):
+        found = re.findall(r"\((\S+)-(light|dark)\.svg#only-(light|dark)\)", page.read_text())
+        assert all(file == shown for _, file, shown in found)
+        light, dark = (
+            [name for name, file, _ in found if file == one] for one in ("light", "dark")
+        )
+        assert light == dark, page

@@ -1,0 +1,257 @@
+"""What is published with the code: one version, links that lead somewhere, pages of results."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+from support.toml_files import tomllib
+
+from ring_dilated_attention import __version__
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+HOME = PROJECT["urls"]["Homepage"]
+OWN_FILES = tuple(
+    base.format(HOME.partition("//")[2])
+    for base in (
+        *("https://{}/blob/main/", "https://{}/tree/main/", "https://{}/raw/main/"),
+        f"https://raw.githubusercontent.com/{HOME.partition('.com/')[2]}/main/",
+    )
+)
+"""Absolute addresses of files of this repository: the README's, which is shown elsewhere too."""
+
+FIRST_LINES = 15
+"""Of a page of results: a table begins within them."""
+MOST_BYTES = 500_000
+"""Of a tracked file: what is larger does not belong into the repository."""
+SHOWN_ELSEWHERE = re.compile(
+    # Folders of one machine, then hosts of package registries. (Apart, not to be found here.)
+    r"(?<![\w.])/(?:wo" + r"rk|ro" + r"ot|opt|home/\w+)/"
+    r"|py" + r"pi\.org|python" + r"hosted|npm" + r"js\.org|deb" + r"ian\.org|whl/c(?:pu|u\d)"
+)
+
+
+@cache
+def tracked() -> list[Path]:
+    """The files that git knows."""
+    try:
+        found = subprocess.run(
+            ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("not a git checkout")
+    return [ROOT / name for name in found.stdout.split("\0") if name and (ROOT / name).exists()]
+
+
+def pages() -> list[Path]:
+    """Texts in Markdown, but for those of docs/, whose links `make docs` checks."""
+    return [x for x in tracked() if x.suffix == ".md" and (ROOT / "docs") not in x.parents]
+
+
+def links(page: Path) -> list[str]:
+    """Targets of a page's links and pictures; code is left out."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"^ {4}.*$", "", text, flags=re.MULTILINE)
+    text = re.sub(r"`[^`\n]*`", "", text)
+    inside = re.findall(r"\]\(\s*<?([^)\s>]+)", text)
+    return inside + re.findall(r"(?:src|srcset|href)=\"([^\"\s]+)", text)
+
+
+def anchors(page: Path) -> set[str]:
+    """What the headings of a page are called in links."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ +(.*?) *$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", x.lower()).replace(" ", "-") for x in headings}
+
+
+def target_of(link: str, page: Path) -> Path | None:
+    """The file of this repository that a link means, None for one of elsewhere."""
+    path = link.partition("#")[0]
+    for base in OWN_FILES:
+        if path.startswith(base):
+            return ROOT / path.removeprefix(base)
+    if re.match(r"[a-z]+:", path):
+        return None
+    return page if not path else page.parent / path
+
+
+def targets_of_make() -> set[str]:
+    return set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+
+
+def made_in(text: str) -> set[str]:
+    """Targets in lines that begin with make, or that a workflow runs."""
+    lines = re.findall(r"^(?: {4}| *- run: )make((?: [\w.=]+)+)", text, flags=re.MULTILINE)
+    return {x for line in lines for x in line.split() if "=" not in x}
+
+
+def names_in(path: Path) -> set[str]:
+    """Functions and classes of a module, and Class.method."""
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            methods = [x.name for x in node.body if isinstance(x, ast.FunctionDef)]
+            found |= {f"{node.name}.{method}" for method in methods}
+    return found
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/design.md"])
+def test_files_that_pages_name_are_there(page):
+    """And functions, where a page names one behind the file: ``a/b.py`` (``function``..."""
+    package = ROOT / "src" / "ring_dilated_attention"
+    text = (ROOT / page).read_text()
+    for path, name in re.findall(r"`([\w/]+\.py)`(?: \(`([\w.]+)`)?", text):
+        found = [base / path for base in (package, ROOT, ROOT / "tests") if (base / path).is_file()]
+        assert found, path
+        assert not name or name in names_in(found[0]), (path, name)
+
+
+def test_one_version():
+    citation = (ROOT / "CITATION.cff").read_text()
+    newest = re.search(r"^## (\d\S*) \(([\d-]+)\)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert newest, "CHANGELOG.md has no heading such as `## 1.2.3 (2026-01-31)`"
+    assert f"\nversion: {__version__}\n" in citation
+    assert newest[1] == __version__
+    assert f"\ndate-released: {newest[2]}\n" in citation
+
+
+def test_addresses_agree():
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert f"\nrepository-code: {HOME}\n" in citation
+    for name, address in PROJECT["urls"].items():
+        assert address.startswith(("https://", HOME)), name
+        target = target_of(address, ROOT)
+        assert target is None or target.exists(), address
+
+
+def test_all_means_all_extras():
+    extras = PROJECT["optional-dependencies"]
+    named = {x for line in extras["all"] for x in re.findall(r"\[([\w,-]+)\]", line)}
+    assert {x for names in named for x in names.split(",")} == set(extras) - {"all"}
+
+
+def test_workflow_runs_what_is_claimed():
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    claimed = [x.rpartition(" ")[2] for x in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", x)]
+    tested = re.search(r"python-version: \[(.*)\]", workflow)
+    assert tested
+    assert re.findall(r"[\d.]+", tested[1]) == claimed
+    assert PROJECT["requires-python"] == f">={claimed[0]}"
+    assert {"lint", "test", "docs", "build"} == made_in(workflow) <= targets_of_make()
+
+
+def test_contributing_names_targets_that_exist():
+    assert made_in((ROOT / "CONTRIBUTING.md").read_text()) <= targets_of_make()
+
+
+def test_no_broken_links():
+    broken = []
+    for page in pages():
+        for link in links(page):
+            target = target_of(link, page)
+            if target is None:
+                continue
+            fragment = link.partition("#")[2]
+            if not target.exists():
+                broken.append(f"{page.relative_to(ROOT)}: {link}: no such file")
+            elif fragment and target.suffix == ".md" and fragment not in anchors(target):
+                broken.append(f"{page.relative_to(ROOT)}: {link}: no such heading")
+    assert not broken, "\n".join(broken)
+
+
+def test_scripts_named_in_pages_exist_and_take_their_options():
+    wrong = []
+    for page in pages():
+        for line in page.read_text().splitlines():
+            named = re.split(r"\b((?:benchmarks|tests)/\w+\.(?:py|sh))", line)
+            for script, behind in zip(named[1::2], named[2::2], strict=True):
+                rest = behind.partition("`")[0]
+                if not (ROOT / script).exists():
+                    wrong.append(f"{page.relative_to(ROOT)}: {script} does not exist")
+                    continue
+                code = (ROOT / script).read_text()
+                if script.endswith(".sh") or not line.startswith("    "):
+                    continue
+                for option in re.findall(r" --([a-z][\w-]*)", rest.partition("#")[0]):
+                    if f'"--{option}"' not in code and f"{option.replace('-', '_')}:" not in code:
+                        wrong.append(f"{page.relative_to(ROOT)}: {script} has no --{option}")
+    assert not wrong, "\n".join(wrong)
+
+
+def commands_in(page: Path) -> list[tuple[str, list[str]]]:
+    """(command, options) of every line of code that begins with `rda`, continued lines joined."""
+    text = page.read_text().replace("\\\n", " ")
+    lines = re.findall(r"^(?: {4})?(?:\.venv/bin/)?rda ([a-z]+)( .*)?$", text, flags=re.MULTILINE)
+    return [
+        (name, re.findall(r" (--[a-z][\w-]*)", rest.partition(" #")[0])) for name, rest in lines
+    ]
+
+
+@cache
+def options_of(command: str) -> set[str]:
+    """What the help of a command of `rda` lists."""
+    found = subprocess.run(
+        [sys.executable, "-m", "ring_dilated_attention.cli", command, "--help"],
+        env={**os.environ, "COLUMNS": "300", "TERM": "dumb", "NO_COLOR": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert found.returncode == 0, f"rda {command}: {found.stderr}"
+    return set(re.findall(r"--[a-z][\w-]*", found.stdout))
+
+
+def test_commands_in_pages_have_their_options():
+    wrong = [
+        f"{page.relative_to(ROOT)}: rda {command} has no {option}"
+        for page in pages()
+        for command, options in commands_in(page)
+        for option in options
+        if option not in options_of(command)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def results_pages() -> list[Path]:
+    return sorted(x for x in RESULTS.glob("*.md") if x.name != "README.md")
+
+
+@pytest.mark.parametrize("page", results_pages(), ids=lambda page: page.stem)
+def test_a_page_of_results(page):
+    """Named by its theme; a table first; how to reproduce it; in the index."""
+    text = page.read_text()
+    lines = text.splitlines()
+    assert re.fullmatch(r"[a-z_]+", page.stem)
+    assert lines[0].startswith("# ")
+    assert any(re.fullmatch(r"\|(-+\|)+", x) for x in lines[:FIRST_LINES])
+    assert "\n## Reproduce\n" in text
+    assert "\n## Not measured\n" in text
+    assert re.search(r"\b20\d\d-\d\d-\d\d\b", text), "when"
+    assert page.name in links(RESULTS / "README.md")
+
+
+def test_every_file_of_results_is_linked():
+    linked = {RESULTS / x.partition("#")[0] for page in results_pages() for x in links(page)}
+    linked |= {RESULTS / x for x in links(RESULTS / "README.md")}
+    files = {x for x in tracked() if x.parent == RESULTS and x.name != "README.md"}
+    assert files <= linked, sorted(x.name for x in files - linked)
+
+
+def test_nothing_of_one_machine():
+    found = []
+    for path in tracked():
+        data = path.read_bytes()
+        assert len(data) <= MOST_BYTES, f"{path.relative_to(ROOT)} has {len(data):,} bytes"
+        if b"\0" in data:
+            continue
+        for number, line in enumerate(data.decode().splitlines(), 1):
+            if match := SHOWN_ELSEWHERE.search(line):
+                found.append(f"{path.relative_to(ROOT)}:{number}: {match[0]}")
+    assert not found, "\n".join(found)

@@ -1,0 +1,551 @@
+"""torchscale's DilatedAttention: what its weights and its configurations expect of ours."""
+
+import copy
+import types
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from support.slide_models import DropPath
+from support.torchscale_definition import PATTERN, RATES, SEGMENTS, config, theirs
+from torch import nn
+
+from ring_dilated_attention import DilatedPattern, SequenceLayout
+from ring_dilated_attention.checks import reference_attention, relative_error, run_ranks
+from ring_dilated_attention.exchange import run_loopback
+from ring_dilated_attention.integrations.torchscale import (
+    TorchscaleDilatedAttention,
+    replace_dilated_attention,
+    set_layout,
+)
+
+
+def make(width=32, heads=8, *, subln=True, seed=0, args=None, **options):
+    torch.manual_seed(seed)
+    module = TorchscaleDilatedAttention(
+        args or config(), width, heads, self_attention=True, subln=subln, **options
+    )
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return module.double()
+
+
+def assert_alike(ours, other, x, **options):
+    """Equal outputs, and equal gradients of the input and of every parameter."""
+    dout = torch.randn_like(x)
+    results = []
+    for module in (ours, other):
+        leaf = x.clone().requires_grad_()
+        out, weights = module(leaf, leaf, leaf, **options)
+        assert weights is None
+        named = dict(module.named_parameters())
+        gradients = torch.autograd.grad(out, [leaf, *named.values()], dout)
+        results.append(dict(zip(["out", "x", *named], (out, *gradients), strict=True)))
+    assert results[0].keys() == results[1].keys()
+    for name, want in results[1].items():
+        got = results[0][name]
+        error = relative_error(got, want)
+        assert error < 1e-10 or (got - want).abs().max() < 1e-11, (name, error)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("subln", [False, True])
+@pytest.mark.parametrize("length", [1, 15, 61, 90])
+def test_a_state_dict_loads_and_computes_the_same(length, subln, is_causal):
+    other = theirs(subln=subln).double()
+    for parameter in other.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    ours = make(subln=subln, seed=1)
+    assert str(ours.load_state_dict(other.state_dict(), strict=True)) == (
+        "<All keys matched successfully>"
+    )
+    x = torch.randn(2, length, 32, dtype=torch.float64)
+    assert_alike(ours, other, x, is_causal=is_causal)
+
+
+@pytest.mark.parametrize(("name", "length"), [("gigapath", 1069), ("longvit", 1500)])
+def test_patterns_that_people_run(name, length):
+    segments, rates = PATTERN[name]
+    args = config(segment_length=str(list(segments)), dilated_ratio=str(list(rates)))
+    ours = make(32, 16, args=args)
+    other = theirs(32, 16, args=config(segment_length=segments, dilated_ratio=rates)).double()
+    other.load_state_dict(ours.state_dict())
+    assert_alike(ours, other, torch.randn(1, length, 32, dtype=torch.float64))
+
+
+def test_the_exact_function_by_option():
+    """LongNet's own definition: other offsets, no zero keys, the true gradient."""
+    ours = make(head_offsets="interleaved", zero_keys=False, branch_gradients="exact")
+    x = torch.randn(1, 61, 32, dtype=torch.float64, requires_grad=True)
+    q, k, v = (p(x).unflatten(-1, (8, 4)) for p in (ours.q_proj, ours.k_proj, ours.v_proj))
+    want, _ = reference_attention(q, k, v, DilatedPattern(SEGMENTS, RATES))
+    want = ours.out_proj(ours.inner_attn_ln(want.flatten(2)))
+    out, _ = ours(x, x, x)
+    assert relative_error(out, want) < 1e-12
+    grads = [torch.autograd.grad(y.square().sum(), x, retain_graph=True)[0] for y in (out, want)]
+    assert relative_error(*grads) < 1e-11
+
+
+LAYOUT = SequenceLayout([[(0, 20)], [(20, 21), (50, 61)], [(21, 50)]])
+
+
+def test_sharded_it_is_the_same():
+    whole = make()
+    x = torch.randn(2, 61, 32, dtype=torch.float64)
+    dout = torch.randn_like(x)
+    leaf = x.clone().requires_grad_()
+    want, _ = whole(leaf, leaf, leaf)
+    expected = torch.autograd.grad(want, [leaf, *whole.parameters()], dout)
+
+    def run(ends):
+        own = copy.deepcopy(whole)
+        own.group, own.layout = ends, LAYOUT
+        shard = LAYOUT.shard(x, ends.rank, 1).clone().requires_grad_()
+        out, _ = own(shard, shard, shard)
+        dshard = LAYOUT.shard(dout, ends.rank, 1)
+        return out.detach(), torch.autograd.grad(out, [shard, *own.parameters()], dshard)
+
+    ran = run_loopback(3, run)
+    assert relative_error(LAYOUT.unshard([out for out, _ in ran], 1), want) < 1e-12
+    assert relative_error(LAYOUT.unshard([g[0] for _, g in ran], 1), expected[0]) < 1e-11
+    for index, gradient in enumerate(expected[1:], 1):
+        assert relative_error(sum(g[index] for _, g in ran), gradient) < 1e-11
+
+
+# --- replace_dilated_attention
+
+
+class Layer(nn.Module):
+    def __init__(self, attention, width=32):
+        super().__init__()
+        self.self_attn = attention
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x):
+        normed = self.norm(x)
+        return x + self.self_attn(query=normed, key=normed, value=normed)[0]
+
+
+def their_model(**options):
+    torch.manual_seed(0)
+    shared = theirs(**options)
+    return nn.Sequential(
+        Layer(theirs(**options)), nn.Sequential(Layer(shared)), Layer(shared)
+    ).double()
+
+
+def test_replacing_keeps_weights_modes_and_results():
+    model = their_model()
+    model.eval()
+    model[0].self_attn.q_proj.weight.requires_grad_(False)
+    before = dict(model.named_parameters())
+    x = torch.randn(2, 61, 32, dtype=torch.float64)
+    want = model(x)
+    assert replace_dilated_attention(model) == 2
+    after = dict(model.named_parameters())
+    assert before.keys() == after.keys()
+    assert all(before[name] is after[name] for name in before)  # the very same Parameters
+    attention = model[0].self_attn
+    assert isinstance(attention, TorchscaleDilatedAttention)
+    assert not attention.training
+    assert model[1][0].self_attn is model[2].self_attn
+    assert relative_error(model(x), want) < 1e-12
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
+    # Again: the modules that are ours already get the new layout.
+    layout = SequenceLayout.contiguous(61, 1)
+    assert replace_dilated_attention(model, layout=layout) == 2
+    assert attention.layout is layout
+    with pytest.raises(
+        TypeError, match="unknown option: zero_key; allowed: head_offsets, zero_keys"
+    ):
+        replace_dilated_attention(model, zero_key=False)
+    with pytest.raises(ValueError, match="keep their options; got zero_keys"):
+        replace_dilated_attention(model, zero_keys=False)
+    assert set_layout(model, None) == 2
+    layouts = [m.layout for m in model.modules() if isinstance(m, TorchscaleDilatedAttention)]
+    assert layouts == [None, None]
+    with pytest.raises(TypeError, match="layout must be a SequenceLayout or None, got 3"):
+        set_layout(model, 3)  # type: ignore[arg-type]
+
+
+def test_replacing_takes_options_and_other_modules_stay():
+    model = their_model()
+    assert replace_dilated_attention(model, branch_gradients="exact", zero_keys=False) == 2
+    assert model[0].self_attn.branch_gradients == "exact"
+    assert not model[0].self_attn.pattern.zero_keys
+
+
+@pytest.mark.parametrize("change", [replace_dilated_attention, partial(set_layout, layout=None)])
+def test_a_model_without_torchscales_attention_is_refused(change):
+    model = nn.Sequential(nn.Linear(2, 2), nn.MultiheadAttention(2, 1))
+    with pytest.raises(ValueError, match=r"found no .* in Sequential, .*are: MultiheadAttention;"):
+        change(model)
+
+
+def test_a_projection_of_any_kind_goes_over():
+    model = their_model()
+    q_proj = nn.Sequential(model[0].self_attn.q_proj)
+    model[0].self_attn.q_proj = q_proj
+    replace_dilated_attention(model)
+    assert model[0].self_attn.q_proj is q_proj
+
+
+def test_a_refusal_leaves_the_model_as_it_was():
+    model = their_model()
+    model[2].self_attn = theirs(args=config(xpos_rel_pos=True)).double()
+    kinds = [type(m) for m in model.modules()]
+    with pytest.raises(ValueError, match=r"args.xpos_rel_pos must be False"):
+        replace_dilated_attention(model)
+    assert kinds == [type(m) for m in model.modules()]
+
+
+def test_what_is_not_replaced_is_refused():
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got 3"):
+        replace_dilated_attention(3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="the model itself is a DilatedAttention"):
+        replace_dilated_attention(theirs())
+    model = their_model()
+    kind = type(model[0].self_attn)
+    model[0].self_attn.__class__ = type("Custom", (kind,), {})
+    with pytest.raises(ValueError, match=r"0.self_attn is a Custom, a subclass"):
+        replace_dilated_attention(model)
+    model = their_model()
+    model[0].self_attn.register_forward_hook(lambda *arguments: None)
+    with pytest.raises(ValueError, match=r"0\.self_attn has hooks.*_forward_hooks"):
+        replace_dilated_attention(model)
+    model = their_model()
+    attention = model[0].self_attn
+    attention.forward = partial(type(attention).forward, attention)  # as fairscale checkpoints
+    with pytest.raises(ValueError, match=r"0\.self_attn\.forward has been replaced.*\.partial"):
+        replace_dilated_attention(model)
+    assert model[0].self_attn is attention
+    with pytest.raises(TypeError, match="quick"):
+        replace_dilated_attention(their_model(), quick=True)
+
+
+def gloo_step(rank, world_size):
+    model = their_model()
+    layout = SequenceLayout([[(0, 33)], [(33, 61)]])
+    torch.manual_seed(1)
+    x = torch.randn(1, 61, 32, dtype=torch.float64)
+    want = model(x).square().sum()
+    expected = torch.autograd.grad(want, list(model.parameters()))
+    replace_dilated_attention(model, group=torch.distributed.group.WORLD, layout=layout)
+    loss = model(layout.shard(x, rank, 1)).square().sum()
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    for tensor in gradients:
+        torch.distributed.all_reduce(tensor)
+    return [relative_error(a, b) for a, b in zip(gradients, expected, strict=True)]
+
+
+def test_a_replaced_model_on_two_processes():
+    for errors in run_ranks(gloo_step, 2):
+        assert max(errors) < 1e-9
+
+
+# --- what is not supported
+
+
+class PositionalEmbedding(nn.Embedding):
+    """torchscale's, which counts from 2."""
+
+    def forward(self, x, positions=None):
+        if positions is None:
+            positions = torch.arange(2, x.shape[1] + 2)[None]
+        return super().forward(positions)
+
+
+class WithPositions(nn.Module):
+    """As torchscale's encoders embed positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = their_model()
+        self.embed_positions = PositionalEmbedding(99, 32).double()
+
+    def forward(self, x, positions=None):
+        return self.layers(x + self.embed_positions(x, positions=positions))
+
+
+def test_positions_of_a_shard_are_refused():
+    torch.manual_seed(0)
+    model, layout = WithPositions(), SequenceLayout.zigzag(61, 2)
+    x = torch.randn(1, 61, 32, dtype=torch.float64)
+    want = model(x)
+
+    def run(ends):
+        own = copy.deepcopy(model)
+        replace_dilated_attention(own, group=ends, layout=layout)
+        shard, positions = layout.shard(x, ends.rank, 1), layout.positions(ends.rank)
+        with pytest.raises(ValueError, match=r"on 2 ranks embed_positions .*; got positions=None"):
+            own(shard)
+        out = own(shard, positions=positions[None] + 2)
+        replace_dilated_attention(own)
+        assert relative_error(own(x), want) < 1e-10
+        return out
+
+    assert relative_error(layout.unshard(run_loopback(2, run), 1), want) < 1e-10
+
+
+class MultiheadAttention(nn.Module):
+    """torchscale's, which is not dilated."""
+
+    def __init__(self, *, crossing):
+        super().__init__()
+        self.encoder_decoder_attention = crossing
+
+
+def cross_attention():
+    return MultiheadAttention(crossing=True)
+
+
+def experts():
+    layer: Any = nn.Linear(2, 2)
+    layer.is_moe_layer = True
+    return layer
+
+
+MIXING: dict[str, Any] = {
+    "cross": (cross_attention, "decoder.0 is cross-attention, .* of 2 ranks .*MultiheadAttention"),
+    "torch's": (lambda: nn.MultiheadAttention(2, 1), "decoder.0 is attention that is not dilated"),
+    "experts": (experts, r"decoder.0 is a layer of experts \(moe_freq\)"),
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_what_else_mixes_rows_is_refused_on_ranks(name):
+    """It would see the rows of one rank; the encoder alone may be sharded."""
+    make, message = MIXING[name]
+    model = nn.ModuleDict({"encoder": their_model(), "decoder": nn.Sequential(make())})
+
+    def run(ends):
+        own = copy.deepcopy(model)
+        with pytest.raises(ValueError, match=message):
+            replace_dilated_attention(own, group=ends)
+        assert not any(isinstance(m, TorchscaleDilatedAttention) for m in own.modules())
+        return replace_dilated_attention(own["encoder"], group=ends)
+
+    assert run_loopback(2, run) == [2, 2]
+    assert replace_dilated_attention(model) == 2
+
+
+def depth_step(rank, world_size):
+    """Which sequences of a batch are dropped, on ranks of different seeds."""
+    model = nn.Sequential(their_model(), DropPath(0.5))
+    replace_dilated_attention(model, group=torch.distributed.group.WORLD)
+    torch.manual_seed(rank)
+    x = torch.randn(16, 6, 32, dtype=torch.float64)
+    return model(x).flatten(1).any(1).tolist(), model.eval()(x).flatten(1).any(1).all().item()
+
+
+def test_stochastic_depth_drops_the_same_sequences_on_every_rank():
+    first, second = run_ranks(depth_step, 2)
+    assert first == second
+    assert 0 < sum(first[0]) < 16
+    assert first[1]
+
+
+def test_stochastic_depth_follows_the_group():
+    model = nn.Sequential(their_model(), DropPath(0.5))
+
+    def run(ends):
+        own = copy.deepcopy(model)
+        replace_dilated_attention(own, group=ends)
+        replace_dilated_attention(own)
+        return own[1].group, own[1].drop_prob
+
+    assert run_loopback(2, run) == [(None, 0.5)] * 2
+    replace_dilated_attention(model)
+    assert isinstance(model[1], DropPath)  # on one process it stays
+
+
+FORWARD_REFUSALS: dict[str, Any] = {
+    "incremental_state": ({"incremental_state": {}}, "incremental_state must be None"),
+    "attn_mask": ({"attn_mask": torch.zeros(9, 9)}, "attn_mask must be None; .*is False: set"),
+    "rel_pos": ({"rel_pos": torch.zeros(8, 9, 9)}, "rel_pos must be None"),
+    "is_first_step": ({"is_first_step": True}, "is_first_step must be False; got True"),
+    "key_padding_mask": (
+        {"key_padding_mask": torch.tensor([[True] + [False] * 8])},
+        "right padding",
+    ),
+    "query": ({"query": torch.zeros(1, 9, 31)}, r"query must have shape .* 32\); got \(1, 9, 31\)"),
+    "key": ({"key": torch.zeros(9, 32)}, r"key must have shape .* got \(9, 32\)"),
+    "value": ({"value": torch.zeros(1, 8, 32).double()}, r"value \(1, 8, 8, 4\)"),
+}
+
+
+@pytest.mark.parametrize("name", FORWARD_REFUSALS)
+def test_forward_refuses(name):
+    arguments, message = FORWARD_REFUSALS[name]
+    x = torch.zeros(1, 9, 32, dtype=torch.float64)
+    with pytest.raises(ValueError, match=message):
+        make()(**{"query": x, "key": x, "value": x, **arguments})
+
+
+def test_every_argument_of_forward_is_honoured_or_refused():
+    """Nothing is left that could be ignored: a new argument has to be put in one of these lists."""
+    import inspect
+
+    honoured = {"self", "is_causal"}
+    assert set(inspect.signature(TorchscaleDilatedAttention.forward).parameters) == (
+        honoured | set(FORWARD_REFUSALS)
+    )
+
+
+CONSTRUCTOR_REFUSALS = {
+    "args.segment_length": ({"args": config(segment_length="16, x")}, ValueError, "list of ints"),
+    "args.segment_length type": ({"args": config(segment_length=16)}, TypeError, "got 16"),
+    "args.segment_length none": ({"args": types.SimpleNamespace()}, TypeError, "segment_length"),
+    "args.dilated_ratio": ({"args": config(dilated_ratio=[1])}, ValueError, "one value each"),
+    "args.xpos_rel_pos": ({"args": config(xpos_rel_pos=True)}, ValueError, "xpos_rel_pos must"),
+    "args.multiway": ({"args": config(multiway=True)}, ValueError, "args.multiway must be False"),
+    "args.seq_parallel": ({"args": config(seq_parallel=True)}, ValueError, "pass group="),
+    "args.layernorm_eps": ({"args": config(layernorm_eps=0)}, ValueError, "layernorm_eps .* got 0"),
+    "embed_dim": ({"embed_dim": 0}, ValueError, "embed_dim must be >= 1, got 0"),
+    "num_heads": ({"num_heads": 5}, ValueError, "num_heads must divide embed_dim 32; got 5"),
+    "dropout": ({"dropout": 1.5}, ValueError, r"dropout must lie in \[0, 1\]; got 1.5"),
+    "self_attention": ({"self_attention": False}, ValueError, "self_attention must be True"),
+    "encoder_decoder_attention": (
+        {"encoder_decoder_attention": True},
+        ValueError,
+        "encoder_decoder_attention False",
+    ),
+    "head_offsets": ({"head_offsets": "none"}, ValueError, "head_offsets must be one of"),
+    "zero_keys": ({"zero_keys": 1}, TypeError, "zero_keys must be a bool"),
+    "branch_gradients": ({"branch_gradients": "no"}, ValueError, "branch_gradients must be one"),
+    "exchange": ({"exchange": "quick"}, ValueError, "exchange must be one of"),
+    "backend": ({"backend": "quick"}, ValueError, "backend must be one of"),
+}
+
+
+@pytest.mark.parametrize("name", CONSTRUCTOR_REFUSALS)
+def test_construction_refuses(name):
+    arguments, kind, message = CONSTRUCTOR_REFUSALS[name]
+    defaults = {
+        "args": config(),
+        "embed_dim": 32,
+        "num_heads": 8,
+        "self_attention": True,
+        "subln": True,
+    }
+    with pytest.raises(kind, match=message):
+        TorchscaleDilatedAttention(**{**defaults, **arguments})
+
+
+def test_dropout_is_refused_in_training_alone():
+    module = make()
+    module.dropout = 0.25
+    x = torch.randn(1, 9, 32, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"refused until it is exact and reproducible .* 0.25"):
+        module(x, x, x)
+    module.eval()
+    assert torch.equal(module(x, x, x)[0], make()(x, x, x)[0])
+
+
+def test_flash_attention_chooses_the_kernels():
+    assert make().backend == "auto"
+    assert make(args=config(flash_attention=False)).backend == "eager"
+    assert make(backend="cpu_flash", args=config(flash_attention=False)).backend == "cpu_flash"
+
+
+def test_a_padding_mask_is_honoured():
+    """A mask of no padding, which torchscale's encoders always pass, changes nothing."""
+    module = make()
+    x = torch.randn(2, 30, 32, dtype=torch.float64)
+    mask = torch.zeros(2, 30, dtype=torch.bool)
+    torch.testing.assert_close(module(x, x, x, key_padding_mask=mask), module(x, x, x))
+    mask[0, 21:] = True
+    out, _ = module(x, x, x, key_padding_mask=mask)
+    alone, _ = module(x[:1, :21], x[:1, :21], x[:1, :21])
+    torch.testing.assert_close(out[:1, :21], alone)
+
+
+class Layers(nn.Module):
+    """As torchscale's encoders call their layers: with a mask of no padding, the same for all."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.layers = nn.ModuleList(make(seed=seed).float() for seed in range(count))
+
+    def forward(self, x):
+        mask = torch.zeros(x.shape[:2]).bool()
+        for layer in self.layers:
+            x = x + layer(x, x, x, key_padding_mask=mask)[0]
+        return x
+
+
+def test_layers_with_a_mask_compile_to_one_graph():
+    torch._dynamo.reset()
+    model = Layers(2)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for length in (30, 41, 17):
+        x = torch.randn(2, length, 32)
+        results = []
+        for call in (model, compiled):
+            out = call(x)
+            gradients = torch.autograd.grad(out.square().mean(), list(model.parameters()))
+            results.append([out, *gradients])
+        for got, want in zip(*results, strict=True):
+            torch.testing.assert_close(got, want)
+    torch._dynamo.reset()
+
+
+def test_the_norm_stays_in_half_precision_under_autocast():
+    """What reads it casts it to half precision anyway; a norm with hooks is called."""
+    module, seen = make().float(), []
+    module.out_proj.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].dtype))
+    x = torch.randn(1, 30, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        got, _ = module(x, x, x)
+        assert module.inner_attn_ln is not None
+        called = []
+        module.inner_attn_ln.register_forward_hook(lambda *_: called.append(True))
+        want, _ = module(x, x, x)
+    assert seen[0] == torch.bfloat16
+    assert called
+    assert relative_error(got, want) < 1e-2
+
+
+def test_a_whole_model_that_was_saved_by_an_older_version():
+    """`torch.save(model)` keeps attributes alone: those of version 0.2.0 were fewer."""
+    model = their_model()
+    replace_dilated_attention(model)
+    x = torch.randn(1, 61, 32, dtype=torch.float64)
+    want = model(x)
+    for module in model.modules():
+        if isinstance(module, TorchscaleDilatedAttention):
+            vars(module).pop("ignores_padding_mask", None)
+            vars(module.pattern).pop("head_slice")
+    assert torch.equal(copy.deepcopy(model)(x), want)
+
+
+def test_initial_weights():
+    torch.manual_seed(0)
+    module = TorchscaleDilatedAttention(config(), 256, 8, self_attention=True)
+    module.reset_parameters()
+    bound = (6 / 512) ** 0.5
+    assert module.out_proj.weight.abs().max().item() == pytest.approx(bound, rel=0.01)
+    assert module.q_proj.weight.abs().max().item() == pytest.approx(bound * 0.5**0.5, rel=0.01)
+    assert not module.out_proj.bias.any()
+    assert module.inner_attn_ln is None
+
+
+def test_a_module_that_refuses_on_one_rank_does_on_all():
+    """Else the others would wait, and take its next sequence for this one."""
+    torch.manual_seed(0)
+    layout, sequences = SequenceLayout.contiguous(24, 2), torch.randn(2, 1, 24, 16)
+    one_rank = TorchscaleDilatedAttention(config(), 16, 4, self_attention=True)
+    want = one_rank(*[sequences[1]] * 3)[0]
+
+    def run(ends):
+        module = copy.deepcopy(one_rank)
+        module.group, module.layout = ends, layout
+        first, second = (layout.shard(x, ends.rank, 1) for x in sequences)
+        rows = first[..., :5] if ends.rank else first
+        with pytest.raises(ValueError, match="must have shape") as caught:
+            module(rows, rows, rows)
+        assert ("refused on other ranks: rank 1" in str(caught.value)) == (not ends.rank)
+        return module(second, second, second)[0]
+
+    assert relative_error(torch.cat(run_loopback(2, run), 1), want) < 1e-6

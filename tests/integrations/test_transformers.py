@@ -1,0 +1,447 @@
+"""transformers' models with this package's attention: as with theirs, and on any ranks."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.transformers_models import (
+    CACHE,
+    DENSE,
+    LAYOUTS,
+    LENGTH,
+    PATTERN,
+    SMALL,
+    UnnamedForCausalLM,
+    assert_step,
+    backward_step,
+    batch_of,
+    call,
+    check_gradients,
+    make,
+    on_ranks,
+    restarts,
+    shard_of,
+    step,
+)
+from torch import nn
+
+from ring_dilated_attention import DilatedPattern, SequenceLayout
+from ring_dilated_attention.checks import relative_error, run_ranks
+from ring_dilated_attention.exchange import run_loopback
+from ring_dilated_attention.integrations import transformers as ours
+from ring_dilated_attention.integrations.transformers import (
+    attention_forward,
+    remove_attention,
+    set_attention,
+    set_layout,
+    shard_batch,
+)
+from ring_dilated_attention.integrations.transformers_call import SETTINGS
+from ring_dilated_attention.nn import keep_attention
+
+# --- one device: the same as transformers' own
+
+
+@pytest.mark.parametrize("theirs", ["eager", "sdpa"])
+@pytest.mark.parametrize("kind", ["plain", "packed", "padded"])
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Mistral", "Qwen3"])
+def test_dense_is_what_transformers_computes(family, kind, theirs):
+    model = make(family, **({"sliding_window": None} if family == "Mistral" else {}))
+    for layer in model.model.layers:
+        layer.self_attn.scaling = 0.21
+    set_attention(model, DENSE)
+    batch = batch_of(kind)
+    logits, loss, gradients = step(model, batch)
+    remove_attention(model, theirs)
+    want_logits, want_loss, want = step(model, batch, use_cache=False)
+    valid = batch.get("attention_mask", torch.ones(2, LENGTH)).bool()
+    assert relative_error(logits[valid], want_logits[valid]) < 1e-6
+    assert relative_error(loss, want_loss) < 1e-6
+    check_gradients(gradients, want, 1e-5)
+
+
+def test_packed_rows_are_documents_on_their_own():
+    model = make()
+    set_attention(model, PATTERN)
+    batch = batch_of("packed", rows=1)
+    packed = model(**batch).logits
+    for start, stop in ((0, 1), (1, 10), (10, 27), (27, 41)):
+        alone = model(batch["input_ids"][:, start:stop]).logits
+        assert relative_error(packed[:, start:stop], alone) < 1e-6
+
+
+def test_padded_rows_are_sequences_on_their_own():
+    model = make()
+    set_attention(model, PATTERN)
+    batch = batch_of("packed and padded", rows=3)
+    logits = model(**batch).logits
+    for row, count in enumerate((LENGTH, LENGTH - 12, 3)):
+        part = {
+            "input_ids": batch["input_ids"][row : row + 1, :count],
+            "position_ids": batch["position_ids"][row : row + 1, :count],
+        }
+        assert relative_error(logits[row : row + 1, :count], model(**part).logits) < 1e-6
+
+
+@pytest.mark.parametrize("fill", [0, 1])
+def test_positions_of_padding_are_anything(fill):
+    """transformers gives it 0 or 1."""
+    model = make()
+    set_attention(model, PATTERN)
+    batch = batch_of("packed and padded", rows=3)
+    valid = batch["attention_mask"].bool()
+    want = model(**batch).logits
+    batch["position_ids"] = torch.where(valid, batch["position_ids"], fill)
+    assert relative_error(model(**batch).logits[valid], want[valid]) < 1e-9
+    batch = {name: tensor[1:] for name, tensor in batch.items()}
+    assert relative_error(model(**batch).logits[valid[1:]], want[1:][valid[1:]]) < 1e-9
+
+
+def test_borders_of_flash_attention_are_honoured():
+    model = make()
+    set_attention(model, PATTERN)
+    batch = batch_of("packed", rows=1)
+    want = model(**batch).logits
+    borders = torch.tensor([0, 1, 10, 27, 41], dtype=torch.int32)
+    flash: dict[str, Any] = {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders}
+    flash |= {"max_length_q": 17, "max_length_k": 17}
+    assert torch.equal(model(**batch, **flash).logits, want)
+    batch["position_ids"] = restarts(LENGTH)  # rotations are relative: they may count on
+    assert relative_error(model(**batch, **flash).logits, want) < 1e-5
+    del batch["position_ids"]
+    assert relative_error(model(**batch, **flash).logits, want) < 1e-5
+    assert relative_error(model(**batch).logits, want) > 1e-2
+
+
+def test_encoders_see_both_ways():
+    model = make("Bert", head="Model", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    model.pooler = None  # which would take the first token of each shard
+    set_attention(model, DENSE)
+    batch = batch_of("padded")
+    valid = batch["attention_mask"].bool()
+    del batch["labels"]
+    got = model(**batch).last_hidden_state[valid]
+    set_attention(model, PATTERN)
+    sharded = on_ranks(
+        model, SequenceLayout.zigzag(LENGTH, 2), batch, lambda m, b: m(**b).last_hidden_state
+    )
+    whole = model(**batch).last_hidden_state
+    remove_attention(model, dense=True)
+    assert relative_error(got, model(**batch).last_hidden_state[valid]) < 1e-5
+    layout = SequenceLayout.zigzag(LENGTH, 2)
+    assert relative_error(layout.unshard(sharded, 1)[valid], whole[valid]) < 1e-5
+
+
+def test_a_decoder_may_be_told_to_see_both_ways():
+    model = make()
+    set_attention(model, DENSE)
+    batch = batch_of("padded")
+    got = model(**batch, is_causal=False).logits
+    causal = model(**batch).logits
+    assert getattr(model(**batch), CACHE) is None
+    remove_attention(model)
+    valid = batch["attention_mask"].bool()
+    assert relative_error(got[valid], model(**batch, is_causal=False).logits[valid]) < 1e-6
+    assert relative_error(got[valid], causal[valid]) > 1e-2
+
+
+def test_attention_reads_transformers_tensors_in_place(monkeypatch):
+    """No heads are repeated and nothing is copied on the way."""
+    seen = []
+
+    def attend(query, key, value, pattern, **options):
+        seen.append((query, key, value))
+        return query
+
+    monkeypatch.setattr(ours, "dilated_attention", attend)
+    query = torch.randn(2, 9, 4, 16)[..., :8].transpose(1, 2)
+    key, value = torch.randn(2, 2, 9, 2, 16)[..., :8].transpose(2, 3)
+    out, weights = attention_forward(
+        nn.Identity(), query, key, value, None, is_causal=True, ring_dilated_attention=call()
+    )
+    assert weights is None
+    assert out.shape == (2, 9, 4, 8)
+    for mine, theirs in zip(seen[0], (query, key, value), strict=True):
+        assert mine.data_ptr() == theirs.data_ptr()
+        assert mine.shape == theirs.transpose(1, 2).shape
+
+
+@pytest.mark.filterwarnings(  # its new name came with transformers 5.23
+    "ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning"
+)
+@pytest.mark.parametrize("kwargs", [None, {"context_fn": keep_attention}, {"use_reentrant": True}])
+def test_gradient_checkpointing_changes_nothing(kwargs):
+    batch, layout = batch_of("packed and padded"), SequenceLayout.zigzag(LENGTH, 2)
+    model = make()
+    set_attention(model, PATTERN)
+    model.train()
+    _, loss, want = step(model, batch)
+    if kwargs is not None:
+        kwargs = {"use_reentrant": False, **kwargs}
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+    ran = []
+    forward = model.model.layers[0].mlp.forward
+
+    def counted(x):
+        ran.append(1)
+        return forward(x)
+
+    model.model.layers[0].mlp.forward = counted
+    assert_step(model, batch, loss, want)
+    assert len(ran) == 2  # once more in backward
+    del model.model.layers[0].mlp.forward
+    outcomes = on_ranks(model, layout, batch, backward_step)
+    assert relative_error(sum(loss for loss, _ in outcomes), loss) < 1e-6
+    check_gradients([sum(g) for g in zip(*(g for _, g in outcomes), strict=True)], want, 1e-5)
+
+
+def test_half_precision():
+    model = make().bfloat16()
+    set_attention(model, DENSE)
+    batch = batch_of("padded")
+    got = model(**batch).logits
+    assert got.dtype == torch.bfloat16
+    valid = batch["attention_mask"].bool()
+    want = make().to(torch.bfloat16).float()
+    set_attention(want, DENSE)
+    assert relative_error(got[valid], want(**batch).logits[valid]) < 0.05
+    with torch.autocast("cpu", torch.bfloat16):
+        assert relative_error(want(**batch).logits[valid], got[valid]) < 0.05
+
+
+# --- many ranks
+
+
+@pytest.mark.parametrize("kind", ["plain", "packed", "padded", "packed and padded"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_any_ranks_have_one_loss_and_gradient(name, kind):
+    layout, model, batch = LAYOUTS[name], make(), batch_of(kind)
+    set_attention(model, PATTERN)
+    logits, loss, want = step(model, batch)
+    outcomes = on_ranks(model, layout, batch, step)
+    valid = batch.get("attention_mask", torch.ones(2, LENGTH)).bool()
+    whole = layout.unshard([shard for shard, _, _ in outcomes], 1)
+    assert relative_error(whole[valid], logits[valid]) < 1e-6
+    assert relative_error(sum(loss for _, loss, _ in outcomes), loss) < 1e-6
+    check_gradients([sum(g) for g in zip(*(g for *_, g in outcomes), strict=True)], want, 1e-5)
+
+
+@pytest.mark.parametrize("family", ["Qwen2", "Mistral", "Qwen3", "Olmo2", "Mixtral"])
+def test_any_ranks_of_other_models(family):
+    changes = {"sliding_window": None} if family in ("Mistral", "Mixtral") else {}
+    model, batch, error = make(family, **changes), batch_of("packed"), 1e-6
+    if family == "Mixtral":  # its experts compute in float32 at most
+        model, error = model.float(), 1e-5
+    set_attention(model, PATTERN)
+    _, loss, want = step(model, batch)
+    outcomes = on_ranks(model, LAYOUTS["zigzag 3"], batch, step)
+    assert relative_error(sum(loss for _, loss, _ in outcomes), loss) < error
+    gradients = [sum(g) for g in zip(*(g for *_, g in outcomes), strict=True)]
+    check_gradients(gradients, want, 10 * error)
+
+
+def test_no_layout_is_equal_shards_and_a_shard_gets_its_positions():
+    model, batch = make(), {"input_ids": batch_of("plain")["input_ids"][:, :40]}
+    set_attention(model, PATTERN)
+    whole = model(**batch).logits
+
+    def run(ends):
+        own = copy.deepcopy(model)
+        set_attention(own, PATTERN, group=ends)
+        return own(batch["input_ids"][:, ends.rank * 20 :][:, :20]).logits
+
+    assert relative_error(torch.cat(run_loopback(2, run), 1), whole) < 1e-6
+
+
+def test_a_layout_for_each_length():
+    model = make()
+    set_attention(model, PATTERN)
+
+    def run(ends):
+        own = copy.deepcopy(model)
+        set_attention(own, PATTERN, group=ends)
+        errors = []
+        for length in (17, 30):
+            layout = SequenceLayout.zigzag(length, 3)
+            batch = {"input_ids": batch_of("plain", length=length)["input_ids"]}
+            set_layout(own, layout)
+            got = own(**shard_batch(batch, layout, ends)).logits
+            want = layout.shard(copy.deepcopy(model)(**batch).logits, ends.rank, 1)
+            errors.append(relative_error(got, want))
+        return max(errors)
+
+    assert max(run_loopback(3, run)) < 1e-6
+
+
+LATENT = {  # in which rows of values are half as wide as those of keys
+    "num_key_value_heads": 4,
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 12),
+    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 8),
+    **{"n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1},
+    "first_k_dense_replace": 2,
+}
+
+
+def test_values_may_be_narrower_than_keys():
+    model, batch = make("DeepseekV3", **LATENT), batch_of("padded")
+    set_attention(model, DENSE)
+    _, loss, gradients = step(model, batch)
+    remove_attention(model, "eager")
+    _, want, expected = step(model, batch, use_cache=False)
+    assert relative_error(loss, want) < 1e-6
+    check_gradients(gradients, expected, 1e-5)
+    set_attention(model, PATTERN)
+    _, loss, gradients = step(model, batch)
+    outcomes = on_ranks(model, LAYOUTS["zigzag 3"], batch, step)
+    assert relative_error(sum(loss for _, loss, _ in outcomes), loss) < 1e-6
+    found = [sum(g) for g in zip(*(g for *_, g in outcomes), strict=True)]
+    check_gradients(found, gradients, 1e-5)
+    with pytest.raises(ValueError, match="no DilatedCache"), torch.no_grad():
+        model.eval()(batch["input_ids"][:1], use_cache=True)
+
+
+@pytest.mark.parametrize("family", ["GPT2", "Bert"])
+def test_any_ranks_of_a_head_by_an_older_name(family):
+    """Models with embeddings of positions, whose heads are called LMHeadModel."""
+    changes = {"scale_attn_by_inverse_layer_idx": True, "is_decoder": True}  # GPT-2's and BERT's
+    model, batch = make(family, head="LMHeadModel", **changes).eval(), batch_of("packed and padded")
+    set_attention(model, PATTERN)
+    logits, loss, want = step(model, batch)
+    outcomes = on_ranks(model, LAYOUTS["uneven"], batch, step)
+    whole = LAYOUTS["uneven"].unshard([shard for shard, _, _ in outcomes], 1)
+    valid = batch["attention_mask"].bool()
+    assert relative_error(whole[valid], logits[valid]) < 1e-12
+    assert relative_error(sum(loss for _, loss, _ in outcomes), loss) < 1e-6
+    check_gradients([sum(g) for g in zip(*(g for *_, g in outcomes), strict=True)], want, 1e-5)
+
+
+def train(rank, world_size, kind):
+    """Losses of a few steps of AdamW, in float32; gradients are added up over ranks."""
+    length = 96
+    layout = SequenceLayout.zigzag(length, world_size)
+    model = make().float()
+    group = dist.group.WORLD if world_size > 1 else None
+    set_attention(model, DilatedPattern([16, None], [1, 4]), group=group, layout=layout)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for seed in (0, 1, 2, 0, 1, 2, 0, 1):
+        batch = batch_of(kind, length=length, seed=seed)
+        loss = model(**shard_of(batch, layout, group)).loss
+        optimizer.zero_grad()
+        loss.backward()
+        total = loss.detach().clone()
+        for tensor in (total, *(p.grad for p in model.parameters())):
+            dist.all_reduce(tensor)
+        optimizer.step()
+        losses.append(total)
+    return torch.stack(losses)
+
+
+@pytest.mark.parametrize("kind", ["plain", "packed and padded"])
+def test_training_on_one_process_and_on_two(kind):
+    (alone,) = run_ranks(train, 1, kind)
+    assert alone[-1] < 0.8 * alone[0]
+    for losses in run_ranks(train, 2, kind):
+        assert ((losses - alone).abs() / alone).max() < 1e-5
+
+
+@pytest.mark.filterwarnings(  # dynamo's own look at tensors behind a graph break
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)
+def test_compiled_alone():
+    model = make(num_hidden_layers=1)
+    set_attention(model, PATTERN)
+    for kind in ("plain", "packed and padded"):
+        batch = batch_of(kind)
+        _, loss, want = step(model, batch)
+        # What documents and lengths are decides what is computed: that takes graph breaks.
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=kind == "plain")
+        _, got, gradients = step(compiled, batch)
+        assert relative_error(got, loss) < 1e-6
+        check_gradients(gradients, want, 1e-5)
+
+
+def compiled_loss(rank, world_size):
+    layout = SequenceLayout.zigzag(LENGTH, world_size)
+    model = make(num_hidden_layers=1)
+    set_attention(model, PATTERN, group=dist.group.WORLD, layout=layout)
+    compiled = torch.compile(model, backend="eager")
+    shard = shard_of(batch_of("packed and padded"), layout, dist.group.WORLD)
+    return compiled(**shard).loss.item(), model(**shard).loss.item()
+
+
+def test_compiled_on_two_processes():
+    for compiled, plain in run_ranks(compiled_loss, 2):
+        assert compiled == pytest.approx(plain, rel=1e-6)
+
+
+def test_a_batch_is_sharded_with_its_labels_shifted():
+    layout = SequenceLayout([[(0, 2), (4, 5)], [(2, 4)]])
+    tokens = torch.arange(5)[None]
+    labels = torch.tensor([[-100, 1, 2, -100, 4]])
+    borders = torch.tensor([0, 5])
+    batch = {"input_ids": tokens, "labels": labels, "cu_seq_lens_q": borders}
+    shard, other = run_loopback(2, lambda ends: shard_batch(batch, layout, ends))
+    assert shard["input_ids"].tolist() == [[0, 1, 4]]
+    assert shard["shift_labels"].tolist() == [[1, 2, -100]]
+    assert other["shift_labels"].tolist() == [[-100, 4]]
+    assert shard["cu_seq_lens_q"] is borders
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"bbox": torch.zeros(1, 5, 4)}, r"may hold input_ids, .*; got bbox"),
+        ({"labels": torch.zeros(1, 4)}, r"labels must have the layout's 5 positions .*\(1, 4\)"),
+    ],
+)
+def test_a_batch_that_does_not_fit_is_refused_on_every_rank(batch, message):
+    layout = SequenceLayout([[(0, 2), (4, 5)], [(2, 4)]])
+
+    def run(ends):
+        given = {"input_ids": torch.zeros(1, 5)} if ends.rank else batch
+        wanted = "was refused on other ranks: rank 0" if ends.rank else message
+        with pytest.raises(ValueError, match=wanted):
+            shard_batch(given, layout, ends)
+        with pytest.raises(ValueError, match="the layout is for 2 ranks; the group has 1"):
+            shard_batch(given, layout)
+        with pytest.raises(TypeError, match="group must be a"):
+            shard_batch(given, layout, ends.rank)
+        for name in ("input_ids", "labels"):
+            with pytest.raises(TypeError, match=f"{name} must be a tensor, got "):
+                shard_batch({name: [[1, 2, 3, 4, 5]]}, layout, ends)
+
+    run_loopback(2, run)
+
+
+def test_the_head_of_a_model_that_names_nothing_under_it_is_found():
+    """The loss of the ranks is that of one process, and the mean of a shard is refused."""
+    torch.manual_seed(0)
+    model = UnnamedForCausalLM(make("Llama", head="Model"))
+    ids = torch.randint(SMALL["vocab_size"], (1, LENGTH))
+    labels = ids.clone()
+    labels[:, :15] = -100
+    set_attention(model, PATTERN)
+    expected = model(ids, labels=labels).loss.item()
+    layouts = SequenceLayout.zigzag(LENGTH, 2), SequenceLayout.contiguous(LENGTH, 2)
+    count = int((labels >= 0).sum()) / 2
+
+    def run(ends):
+        mine, losses = copy.deepcopy(model), []
+        set_attention(mine, PATTERN, group=ends)
+        for layout in layouts:
+            set_layout(mine, layout)
+            batch = shard_batch({"input_ids": ids, "labels": labels}, layout, ends)
+            with pytest.raises(ValueError, match="labels need num_items_in_batch"):
+                mine(**batch)
+            losses.append(mine(**batch, num_items_in_batch=count).loss.item())
+        remove_attention(mine, dense=True)
+        for module in (mine, mine.inner):
+            assert not module._forward_pre_hooks
+            assert SETTINGS not in vars(module)
+        return losses
+
+    for of_ranks in zip(*run_loopback(2, run), strict=True):
+        assert sum(of_ranks) / 2 == pytest.approx(expected, rel=1e-6)

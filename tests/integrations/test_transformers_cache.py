@@ -1,0 +1,337 @@
+"""A DilatedCache refuses what it would get wrong; nothing is wrong in silence."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from support.transformers_models import (
+    CACHE,
+    FINITE,
+    LENGTH,
+    PATTERN,
+    make,
+    prompt,
+    ready,
+    restarts,
+)
+from torch import nn
+from transformers.models.llama import modeling_llama
+
+from ring_dilated_attention import SequenceLayout
+from ring_dilated_attention.checks import relative_error
+from ring_dilated_attention.exchange import run_loopback
+from ring_dilated_attention.integrations.transformers import (
+    DilatedCache,
+    remove_attention,
+    set_attention,
+    shard_batch,
+)
+
+IDS = prompt()
+LEFT = (torch.arange(LENGTH) >= torch.tensor([[0], [4]])).long()
+HOLE = torch.ones_like(LEFT).index_fill(1, torch.tensor([7]), 0)
+NEXT = torch.ones(2, 1, dtype=torch.int64)
+
+
+def filled(model, ids=IDS, **options):
+    """A cache that has a prompt."""
+    cache = DilatedCache(model, **options)
+    with torch.no_grad():
+        model(ids, **{CACHE: cache})
+    return cache
+
+
+PROMPT_REFUSALS: dict[str, Any] = {
+    "a hole": ({"attention_mask": HOLE}, "1 at columns side by side"),
+    "documents": ({"position_ids": restarts(20, 21)}, "in row 0, token 20 .* must have 20; got 0"),
+    "padded otherwise": (
+        {"attention_mask": LEFT, "position_ids": restarts(LENGTH)},
+        "in row 1, token 4 of this call must have 0; got 4",
+    ),
+    "borders": (
+        {"cu_seq_lens_q": torch.tensor([0, 41]), "cu_seq_lens_k": torch.tensor([0, 41])},
+        "attention_mask and position_ids; got cu_seq_lens_k, cu_seq_lens_q",
+    ),
+    "router logits": ({"output_router_logits": True}, "output_router_logits must be False"),
+    "a tuple": ({CACHE: ()}, "the KV cache must be a DilatedCache.* Got tuple"),
+    "no tokens": ({"input_ids": IDS[:, :0]}, "there must be a token"),
+    "both ways": ({"is_causal": False}, "for causal attention; LlamaAttention has is_causal=False"),
+}
+
+
+@pytest.mark.parametrize("name", PROMPT_REFUSALS)
+def test_prompts_that_are_refused(name):
+    changes, message = PROMPT_REFUSALS[name]
+    with torch.no_grad(), pytest.raises(ValueError, match=message):
+        ready()(**{"input_ids": IDS, "use_cache": True, **changes})
+
+
+STEP_REFUSALS: dict[str, Any] = {
+    "of the tokens alone": ({"attention_mask": NEXT}, r"must have shape .*\(2, 42\); got \(2, 1\)"),
+    "padding behind the prompt": (
+        {"attention_mask": torch.cat([LEFT, NEXT - 1], 1)},
+        "in row 0, column 41 must be 1",
+    ),
+    "another padding": (
+        {"attention_mask": torch.ones(2, LENGTH + 1, dtype=torch.bool)},
+        "in row 1, column 0 must be 0",
+    ),
+    "positions": ({"position_ids": NEXT * LENGTH}, "in row 1, token 0 .* must have 37; got 41"),
+    "another batch": ({"input_ids": NEXT[:1]}, "has 2 rows of a batch, the input 1"),
+}
+
+
+@pytest.mark.parametrize("name", STEP_REFUSALS)
+def test_steps_that_are_refused_leave_the_cache_as_it_was(name):
+    changes, message = STEP_REFUSALS[name]
+    model = ready()
+    with torch.no_grad():
+        cache = model(IDS, attention_mask=LEFT, use_cache=True)[CACHE]
+        want = model(NEXT, **{CACHE: copy.deepcopy(cache)}).logits
+        with pytest.raises(ValueError, match=message):
+            model(**{"input_ids": NEXT, CACHE: cache, **changes})
+        mask = torch.cat([LEFT, NEXT], 1)
+        positions = torch.tensor([[41], [37]])
+        got = model(NEXT, **{CACHE: cache}, attention_mask=mask, position_ids=positions)
+        assert torch.equal(got.logits, want)
+
+
+def test_generate_refuses_other_caches_and_right_padding():
+    model = ready()
+    for implementation in ("static", "offloaded", "quantized"):
+        with pytest.raises(ValueError, match=f"must be None; got '{implementation}'"):
+            model.generate(IDS, max_new_tokens=2, cache_implementation=implementation)
+    with pytest.raises(ValueError, match=r"be a DilatedCache.* Got DynamicCache"):
+        model.generate(IDS, max_new_tokens=2, **{CACHE: transformers.DynamicCache()})
+    with pytest.raises(ValueError, match="padding_side = 'left'"):
+        model.generate(IDS, max_new_tokens=2, attention_mask=LEFT.flip(1))
+
+
+def test_chunks_of_padding_alone_are_refused():
+    given = {"input_ids": IDS, "attention_mask": LEFT, "max_new_tokens": 3}
+    with pytest.raises(ValueError, match=r"first 2 columns .* of row 1 are padding.*chunk_size"):
+        ready().generate(**given, prefill_chunk_size=2)
+
+
+def test_a_chat_that_goes_on_with_its_new_tokens_alone_is_refused():
+    model = ready()
+    cache = filled(model)
+    with pytest.raises(ValueError, match=f"cache has {LENGTH} columns: generate takes the whole"):
+        model.generate(IDS[:, :9], max_new_tokens=3, **{CACHE: cache})
+
+
+def test_making_a_cache_is_refused():
+    plain = make(attn_implementation="sdpa")
+    with pytest.raises(
+        ValueError, match=r"call set_attention\(model, pattern\) first; .* LlamaFor"
+    ):
+        DilatedCache(plain)
+    model = ready()
+    for options, kind, message in (
+        ({"max_length": 0}, ValueError, "max_length must be"),
+        ({"max_rewind": -1}, ValueError, "max_rewind must be >= 0, got -1"),
+        ({"max_rewind": 1.5}, TypeError, "max_rewind"),
+        ({"sharded": 1}, TypeError, "sharded must be a bool or None, got 1"),
+    ):
+        with pytest.raises(kind, match=message):
+            DilatedCache(model, **options)
+    model.model.layers[1].mlp.mixer = nn.Conv1d(4, 4, 3)
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM has layers.1.mlp.mixer"):
+        DilatedCache(model)
+
+
+def test_a_cache_of_another_pattern_is_refused():
+    model = ready()
+    cache = filled(model)
+    set_attention(model, FINITE)
+    with torch.no_grad(), pytest.raises(ValueError, match="the model's own pattern and group"):
+        model(NEXT, **{CACHE: cache})
+
+
+def test_other_attention_has_no_dilated_cache():
+    model = ready()
+    cache = filled(model)
+    remove_attention(model, dense=True)
+    with torch.no_grad(), pytest.raises(ValueError, match="this one has other attention: pass it"):
+        model(NEXT, **{CACHE: cache})
+
+
+def test_without_set_attention_generate_is_that_of_transformers():
+    model = ready()
+    remove_attention(model, dense=True)
+    out = model.generate(IDS, max_new_tokens=2, return_dict_in_generate=True)
+    assert type(out[CACHE]) is transformers.DynamicCache
+
+
+# --- models that do something else with their keys
+
+
+CHANGES: dict[str, Any] = {
+    "repeated": lambda keys, values: (keys.repeat(1, 2, 1, 1), values.repeat(1, 2, 1, 1)),
+    "scaled": lambda keys, values: (keys * 2, values),
+    "copied": lambda keys, values: (keys, values.clone()),
+    "swapped": lambda keys, values: (values, keys),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_keys_that_are_changed_on_their_way_are_refused(name, monkeypatch):
+    model, update = ready(), DilatedCache.update
+
+    def changed(self, *args, **kwargs):
+        return CHANGES[name](*update(self, *args, **kwargs))
+
+    monkeypatch.setattr(DilatedCache, "update", changed)
+    with torch.no_grad(), pytest.raises(ValueError, match="LlamaAttention are not what its update"):
+        model(IDS, use_cache=True)
+
+
+def test_layers_that_share_a_cache_or_have_none_are_refused(monkeypatch):
+    model = ready()
+    model.model.layers[1].self_attn.layer_idx = 0
+    with torch.no_grad(), pytest.raises(ValueError, match=r"layer 0 .* has done so before"):
+        model(IDS, use_cache=True)
+
+    def forgetful(self, key, value, layer_idx, **rest):
+        return key, value
+
+    monkeypatch.setattr(DilatedCache, "update", forgetful)
+    with torch.no_grad(), pytest.raises(ValueError, match="not what its update"):
+        model(IDS, use_cache=True)
+
+
+@pytest.mark.filterwarnings(  # its new name came with transformers 5.23
+    "ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning"
+)
+def test_a_cache_beside_gradient_checkpointing_is_right_or_refused():
+    """Before transformers 5.24, layers in training mode drop the cache, gradients or not."""
+    model = ready()
+    with torch.no_grad():
+        want = model(NEXT, **{CACHE: filled(model)}).logits
+    model.gradient_checkpointing_enable()
+    model.train()
+    with torch.no_grad():
+        if CACHE == "cache":
+            cache = model(IDS, use_cache=True)[CACHE]
+            assert torch.equal(model(NEXT, **{CACHE: cache}).logits, want)
+            return
+        with pytest.raises(ValueError, match="nor has gradient checkpointing"):
+            model(IDS, use_cache=True)
+
+
+def test_a_call_that_failed_in_the_middle_is_remembered(monkeypatch):
+    model = ready()
+    cache = filled(model)
+
+    def broken(self, x):
+        raise ZeroDivisionError
+
+    with torch.no_grad():
+        with monkeypatch.context() as patch:
+            patch.setattr(modeling_llama.LlamaMLP, "forward", broken)
+            with pytest.raises(ZeroDivisionError):
+                model(NEXT, **{CACHE: cache})
+        with pytest.raises(ValueError, match=r"different lengths, \[\(41, 41\), \(42, 42\)\]: res"):
+            model(NEXT, **{CACHE: cache})
+        cache.reset()
+        want = model(IDS).logits
+        assert relative_error(model(IDS, **{CACHE: cache}).logits, want) < 1e-10
+
+
+# --- what transformers calls
+
+
+def test_positions_are_taken_back_only_as_far_as_they_can():
+    model = ready(pattern=FINITE)
+    ids = prompt(2, 60)
+    cache = filled(model, ids[:, :40], max_rewind=6)
+    with torch.no_grad():
+        want = model(ids).logits
+        for begin, stop, back in ((40, 46, 6), (40, 43, 2), (41, 42, 0), (42, 60, 5)):
+            got = model(ids[:, begin:stop], **{CACHE: cache}).logits
+            assert relative_error(got, want[:, begin:stop]) < 1e-10
+            cache.crop(-back)
+    with pytest.raises(ValueError, match="at most 1 positions of row 0 can be taken"):
+        cache.crop(-2)
+    cache.crop(54)  # older versions pass the number of positions to keep
+    assert cache.lengths == (54, 54)
+    assert cache.layers[0].is_croppable
+    assert not filled(model).layers[0].is_croppable
+    with pytest.raises(ValueError, match=r"made with DilatedCache\(model, max_rewind=64\)"):
+        filled(model).activate_past_recording()
+
+
+def test_padding_is_not_taken_back():
+    model = ready()
+    cache = DilatedCache(model, max_rewind=50)
+    with torch.no_grad():
+        model(IDS, attention_mask=LEFT.flip(1), **{CACHE: cache})
+        model(NEXT, **{CACHE: cache})
+        cache.crop(-1)
+        with pytest.raises(ValueError, match="of the newest 2 columns some are padding"):
+            cache.crop(-2)
+        with pytest.raises(ValueError, match=r"at most 41 of 41 columns .* got 42"):
+            cache.crop(-42)
+
+
+def test_rows_are_selected_and_repeated():
+    model, ids = ready(), prompt(3, 50)
+    mask = torch.arange(44) >= torch.tensor([[0], [9], [3]])
+    with torch.no_grad():
+        cache = model(ids[:, :44], attention_mask=mask, use_cache=True)[CACHE]
+        cache.reorder_cache(torch.tensor([2, 0, 1]))
+        cache.batch_select_indices(torch.tensor([True, False, True]))
+        with pytest.raises(IndexError, match="mask"):
+            cache.batch_select_indices(torch.tensor([True]))
+        cache.batch_repeat_interleave(2)
+        assert cache.batch_size == 4
+        mask = torch.cat([mask, torch.ones(3, 6, dtype=torch.bool)], 1)
+        rows = [2, 2, 1, 1]
+        got = model(ids[rows, 44:], **{CACHE: cache}, attention_mask=mask[rows]).logits
+        for place, row in enumerate(rows):
+            skip = (0, 9, 3)[row]
+            want = model(ids[row : row + 1, skip:]).logits[0, 44 - skip :]
+            assert relative_error(got[place], want) < 1e-10
+
+
+def test_what_a_cache_tells():
+    model = ready(pattern=FINITE)
+    cache = DilatedCache(model)
+    assert (cache.get_seq_length(), cache.lengths, cache.batch_size, cache.nbytes) == (0, (), -1, 0)
+    model.generate(IDS, attention_mask=LEFT, max_new_tokens=4, **{CACHE: cache})
+    assert (cache.get_seq_length(), cache.lengths) == (LENGTH + 3, (44, 40))
+    assert cache.get_mask_sizes(2, 0) == (LENGTH + 5, 0)
+    assert cache.get_max_length() == -1
+    assert not cache.is_compileable
+    assert repr(cache).startswith("DilatedCache((8, 1) (19, 2), 44 columns, lengths [44, 40]")
+    with pytest.raises(TypeError, match="shallow copy of a DilatedCache"):
+        copy.copy(cache)
+    layer = cache.layers[0]
+    assert (layer.get_seq_length(), layer.get_max_length()) == (44, -1)
+    assert layer.get_mask_sizes(1) == (45, 0)
+    for refused in (layer.update, layer.offload, layer.prefetch):
+        with pytest.raises(NotImplementedError, match="DilatedCache"):
+            refused()
+
+
+# --- ranks
+
+
+def test_a_shard_instead_of_the_whole_prompt_is_an_error_on_every_rank():
+    model, layout = ready(), SequenceLayout.zigzag(LENGTH, 2)
+
+    def run(ends):
+        own = copy.deepcopy(model)
+        set_attention(own, PATTERN, group=ends, layout=layout)
+        with torch.no_grad(), pytest.raises(ValueError, match="different ranks: input is"):
+            own(**shard_batch({"input_ids": IDS}, layout, ends), use_cache=True)
+        with torch.no_grad(), pytest.raises(ValueError, match="output_hidden_states must be False"):
+            own(IDS, use_cache=True, output_hidden_states=True)
+        bad = {"attention_mask": HOLE} if ends.rank else {}
+        message = "side by side" if ends.rank else "was refused on other ranks: rank 1"
+        with torch.no_grad(), pytest.raises(ValueError, match=message):
+            own(IDS, use_cache=True, **bad)
+
+    run_loopback(2, run)

@@ -1,0 +1,437 @@
+"""transformers' generate with a KV cache: every logit is one of a full forward, on any ranks."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from support.transformers_models import (
+    CACHE,
+    DENSE,
+    FINITE,
+    LENGTH,
+    PATTERN,
+    SMALL,
+    make,
+    prompt,
+    ready,
+)
+
+from ring_dilated_attention import DilatedPattern, SequenceLayout
+from ring_dilated_attention.checks import relative_error, run_ranks
+from ring_dilated_attention.exchange import run_loopback
+from ring_dilated_attention.integrations import transformers_cache
+from ring_dilated_attention.integrations.transformers import (
+    DilatedCache,
+    remove_attention,
+    set_attention,
+)
+from ring_dilated_attention.plan import plan_cache
+
+BLOCKED = DilatedPattern([8, 19, 30], [1, 2, 3], head_offsets="blocked")
+PATTERNS = {"whole": PATTERN, "finite": FINITE, "blocked": BLOCKED, "dense": DENSE}
+NEW = 20
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Steps of one token are too small for several, which would wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def padded_left(ids, *padding):
+    """The ids with this number of padding columns on the left of each row, for generate."""
+    mask = (torch.arange(ids.shape[1]) >= torch.tensor(padding)[:, None]).long()
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+@torch.no_grad()
+def without_cache(model, ids, count=NEW):
+    """Greedy tokens, and the logits that chose them: each by a forward of everything."""
+    chosen = []
+    for _ in range(count):
+        chosen.append(model(ids).logits[:, -1])
+        ids = torch.cat([ids, chosen[-1].argmax(-1, keepdim=True)], 1)
+    return ids, torch.stack(chosen, 1)
+
+
+def generated(model, count=NEW, **options):
+    """What generate returns, and the logits in the dtype of the model."""
+    chosen = []
+    handle = model.register_forward_hook(lambda *call: chosen.append(call[-1].logits[:, -1]))
+    options = {"max_new_tokens": count, "do_sample": False, **options}
+    tokens = model.generate(**options)
+    handle.remove()
+    return tokens, torch.stack(chosen, 1)
+
+
+# --- one process
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Mistral", "Qwen3"])
+def test_every_logit_is_that_of_a_full_forward(family, name):
+    model, ids = ready(family, PATTERNS[name]), prompt()
+    want, logits = without_cache(model, ids)
+    got, found = generated(model, input_ids=ids)
+    assert torch.equal(got, want)
+    assert relative_error(found, logits) < 1e-10
+
+
+def test_dense_is_what_transformers_generates():
+    model, ids = ready(pattern=DENSE), prompt()
+    got, found = generated(model, input_ids=ids)
+    remove_attention(model)
+    want, logits = generated(model, input_ids=ids)
+    assert type(model.generate(ids, max_new_tokens=1, return_dict_in_generate=True)[
+        CACHE
+    ]) is transformers.DynamicCache  # fmt: skip
+    assert torch.equal(got, want)
+    assert relative_error(found, logits) < 1e-6  # their norms and softmax are in float32
+
+
+@pytest.mark.parametrize("pattern", [PATTERN, FINITE])
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"prefill_chunk_size": 30}])
+def test_rows_padded_on_the_left_are_as_they_are_alone(pattern, options):
+    model, ids, padding = ready(pattern=pattern), prompt(3), (0, 17, 5)
+    got = model.generate(
+        **padded_left(ids, *padding), max_new_tokens=NEW, do_sample=False, **options
+    )
+    for row, skip in enumerate(padding):
+        alone = model.generate(
+            ids[row : row + 1, skip:], max_new_tokens=NEW, do_sample=False, **options
+        )
+        assert torch.equal(got[row, skip:], alone[0])
+
+
+def test_logits_and_hidden_states_of_padded_rows():
+    """On the left, on the right and on both sides; then tokens one by one and several at once."""
+    model, ids = ready(), prompt(4, LENGTH + 9)
+    starts, stops = (0, 13, 0, 6), (LENGTH, LENGTH, 20, 33)
+    columns = torch.arange(LENGTH)
+    mask = torch.stack([(columns >= a) & (columns < b) for a, b in zip(starts, stops, strict=True)])
+    with torch.no_grad():
+        first = model(
+            ids[:, :LENGTH], attention_mask=mask, use_cache=True, output_hidden_states=True
+        )
+        cache, after = first[CACHE], [first]
+        for begin, stop in (
+            (LENGTH, LENGTH + 1),
+            (LENGTH + 1, LENGTH + 6),
+            (LENGTH + 6, LENGTH + 9),
+        ):
+            seen = torch.cat([mask, torch.ones(4, stop - LENGTH, dtype=torch.bool)], 1)
+            after.append(model(ids[:, begin:stop], attention_mask=seen, **{CACHE: cache}))
+        assert cache.lengths == tuple(b - a + 9 for a, b in zip(starts, stops, strict=True))
+        for row, (a, b) in enumerate(zip(starts, stops, strict=True)):
+            tokens = torch.cat([ids[row : row + 1, a:b], ids[row : row + 1, LENGTH:]], 1)
+            want = model(tokens, output_hidden_states=True)
+            assert relative_error(first.logits[row, a:b], want.logits[0, : b - a]) < 1e-10
+            for mine, theirs in zip(first.hidden_states, want.hidden_states, strict=True):
+                assert relative_error(mine[row, a:b], theirs[0, : b - a]) < 1e-10
+            later = torch.cat([x.logits[row] for x in after[1:]])
+            assert relative_error(later, want.logits[0, b - a :]) < 1e-10
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 4}, {"num_beams": 3, "num_return_sequences": 2}])
+def test_beam_search(options):
+    model, ids = ready(pattern=FINITE), prompt()
+    options = {"max_new_tokens": NEW, "do_sample": False, **options}
+    want = model.generate(ids, use_cache=False, **options)
+    assert torch.equal(model.generate(ids, **options), want)
+
+
+def test_sampling_with_a_seed():
+    model, ids = ready(), prompt()
+    options = {"max_new_tokens": NEW, "do_sample": True, "num_return_sequences": 3, "top_p": 0.9}
+    results = []
+    for use_cache in (True, False):
+        torch.manual_seed(3)
+        results.append(model.generate(ids, use_cache=use_cache, **options))
+    assert torch.equal(*results)
+    assert len(results[0].unique(dim=0)) == 6
+
+
+@pytest.mark.parametrize("kind", ["lookup", "a twin", "dense and plain"])
+@pytest.mark.parametrize("pattern", [PATTERN, FINITE])
+def test_assisted_generation(pattern, kind):
+    model = ready(pattern=pattern)
+    ids = prompt(1, 13).repeat(1, 4)  # to be looked up
+    want, _ = without_cache(model, ids)
+    helper = copy.deepcopy(model)
+    if kind == "a twin":
+        with torch.no_grad():  # right only now and then
+            for weight in helper.parameters():
+                weight += 0.02 * torch.randn(weight.shape, generator=torch.manual_seed(0))
+    elif kind != "lookup":
+        remove_attention(helper, dense=True)
+    options = {"prompt_lookup_num_tokens": 3} if kind == "lookup" else {"assistant_model": helper}
+    cropped, crop = [], DilatedCache.crop
+
+    def noted(self, count):
+        before = self.get_seq_length()
+        crop(self, count)
+        cropped.append(before - self.get_seq_length())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DilatedCache, "crop", noted)
+        got = model.generate(ids, max_new_tokens=NEW, do_sample=False, **options)
+    assert torch.equal(got, want)
+    assert max(cropped) > 0
+
+
+def test_an_assistant_may_propose_many_tokens_and_all_of_them_in_vain():
+    """How many is written in its own configuration: more than transformers proposes by itself."""
+    model, count = ready(pattern=FINITE), transformers_cache.ASSISTED_REWIND + 6
+    helper, calls = copy.deepcopy(model), []
+    helper.generation_config.num_assistant_tokens = count
+    helper.generation_config.assistant_confidence_threshold = 0.0
+
+    def wrong_at_first(module, arguments, out):
+        calls.append(1)
+        out.logits = -out.logits if len(calls) <= count else out.logits
+
+    helper.register_forward_hook(wrong_at_first)
+    ids = prompt(1, 13)
+    got = model.generate(ids, assistant_model=helper, max_new_tokens=count + 2, do_sample=False)
+    assert torch.equal(got, without_cache(model, ids, count + 2)[0])
+    cache = DilatedCache(model, max_rewind=3)
+    with torch.no_grad():
+        model(ids, **{CACHE: cache})
+    with pytest.raises(ValueError, match="num_assistant_tokens_schedule = 'constant'"):
+        cache.crop(-4)
+
+
+@pytest.mark.parametrize("columns", [30, LENGTH + 3])
+def test_a_text_that_is_not_longer_than_the_cache_is_refused(columns):
+    model = ready()
+    cache = DilatedCache(model)
+    text = model.generate(prompt(2, LENGTH), max_new_tokens=4, **{CACHE: cache}, do_sample=False)
+    message = rf"cache has {LENGTH + 3} columns: .* got {columns}. crop\(\) the cache"
+    for mask in (None, torch.ones(2, columns)):
+        with pytest.raises(ValueError, match=message):
+            model.generate(
+                text[:, :columns], max_new_tokens=3, attention_mask=mask, **{CACHE: cache}
+            )
+
+
+@pytest.mark.parametrize("padding", [(0, 0), (0, 11)])
+def test_a_chat_goes_on(padding):
+    model, ids = ready(), prompt(2, LENGTH)
+    cache, given = DilatedCache(model), padded_left(ids, *padding)
+    options = {"do_sample": False, "return_dict_in_generate": True}
+    for turn, count in enumerate((7, 1, 12)):
+        went_on = copy.deepcopy(cache)  # of its own rows: both go on from the same text
+        out = model.generate(**given, max_new_tokens=count, **{CACHE: cache}, **options)
+        again = model.generate(**given, max_new_tokens=count, **{CACHE: went_on}, **options)
+        assert out[CACHE] is cache
+        assert torch.equal(out.sequences, again.sequences)
+        for row, skip in enumerate(padding):
+            tokens = given["input_ids"][row : row + 1, skip:]
+            want, _ = without_cache(model, tokens, count)
+            assert torch.equal(out.sequences[row, skip:], want[0])
+        assert cache.get_seq_length() == out.sequences.shape[1] - 1
+        said = torch.cat([out.sequences, prompt(2, 9, seed=turn)], 1)
+        given = padded_left(said, *padding)
+    cache.reset()
+    again = model.generate(prompt(1, 5), max_new_tokens=3, **{CACHE: cache}, do_sample=False)
+    assert torch.equal(again, without_cache(model, prompt(1, 5), 3)[0])
+
+
+def test_embeddings_instead_of_tokens():
+    model, ids = ready(), prompt()
+    want, _ = without_cache(model, ids)
+    embeddings = model.get_input_embeddings()(ids).detach()
+    got = model.generate(inputs_embeds=embeddings, max_new_tokens=NEW, do_sample=False)
+    assert torch.equal(got, want[:, LENGTH:])
+
+
+def test_half_precision():
+    model, ids = ready().bfloat16(), prompt()
+    got, found = generated(model, input_ids=ids)
+    with torch.no_grad():
+        logits = model(got[:, :-1]).logits[:, LENGTH - 1 :]
+        exact = make().bfloat16().double().eval()
+        set_attention(exact, PATTERN)
+        error = relative_error(found, exact(got[:, :-1]).logits[:, LENGTH - 1 :])
+    assert found.dtype == torch.bfloat16
+    assert error < 2 * relative_error(logits, exact(got[:, :-1]).logits[:, LENGTH - 1 :]) + 1e-3
+    with torch.autocast("cpu", torch.bfloat16):
+        cast, _ = generated(ready().float(), input_ids=ids, count=2)
+    assert torch.equal(cast[:, :LENGTH], ids)
+
+
+def test_compiled():
+    model, ids = ready(num_hidden_layers=1), prompt()
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        want = model(ids).logits
+        first = compiled(ids[:, :30], use_cache=True)
+        assert relative_error(first.logits, want[:, :30]) < 1e-10
+        for at in (30, 31):
+            step = compiled(ids[:, at : at + 1], **{CACHE: first[CACHE]})
+            assert relative_error(step.logits, want[:, at : at + 1]) < 1e-10
+
+
+# --- memory
+
+
+def closed_form(model, pattern, batch, max_length, rewind=0):
+    plan = plan_cache(pattern, SMALL["num_key_value_heads"], max_length, rewind)
+    return len(model.model.layers) * plan.nbytes(batch, 8, 8)
+
+
+def test_bytes_are_the_closed_form_and_do_not_grow():
+    model, ids = ready(pattern=FINITE), prompt(1, 5)
+    cache, sizes = DilatedCache(model), []
+    with torch.no_grad():
+        for _ in range(120):
+            logits = model(ids, **{CACHE: cache}, use_cache=True).logits
+            ids = logits[:, -1:].argmax(-1)
+            sizes.append(cache.nbytes)
+    assert cache.lengths == (124,)
+    assert sizes[-1] == closed_form(model, FINITE, 1, None)
+    assert sizes[30:] == sizes[-1:] * 90
+    out = ready().generate(prompt(), max_new_tokens=NEW, return_dict_in_generate=True)
+    assert out[CACHE].nbytes == closed_form(model, PATTERN, 2, LENGTH + NEW - 1)
+
+
+def test_a_document_longer_than_expected_makes_the_cache_grow():
+    model, ids = ready(), prompt(2, 90)
+    cache = DilatedCache(model, max_length=20)
+    with torch.no_grad():
+        want = model(ids).logits
+        model(ids[:, :20], **{CACHE: cache})
+        assert cache.nbytes == closed_form(model, PATTERN, 2, 20)
+        for at in range(20, 90):
+            got = model(ids[:, at : at + 1], **{CACHE: cache}).logits
+            assert relative_error(got, want[:, at : at + 1]) < 1e-10
+    assert cache.nbytes <= closed_form(model, PATTERN, 2, 135)
+
+
+def test_no_cache_is_made_unless_it_is_asked_for(monkeypatch):
+    def refused(*args, **kwargs):
+        raise AssertionError("a cache was made")
+
+    model, ids = ready(), prompt()
+    assert model.config.use_cache
+    want = model.generate(ids, max_new_tokens=3, do_sample=False)
+    monkeypatch.setattr(transformers_cache, "DilatedKVCache", refused)
+    monkeypatch.setattr(transformers.models.llama.modeling_llama, "DynamicCache", refused)
+    model.train()
+    out = model(ids, labels=ids)
+    out.loss.backward()
+    assert getattr(out, CACHE) is None
+    model.eval()
+    got = model.generate(ids, max_new_tokens=3, do_sample=False, use_cache=False)
+    assert torch.equal(got, want)
+
+
+# --- many ranks
+
+OPTIONS = {
+    "greedy": {"do_sample": False},
+    "padded": {"do_sample": False, **padded_left(prompt(), 0, 29)},
+    "one token": {"do_sample": False, "input_ids": prompt(2, 1)},
+    "sampled": {"do_sample": True, "temperature": 0.8},
+    "beams": {"do_sample": False, "num_beams": 3},
+    "lookup": {"do_sample": False, "prompt_lookup_num_tokens": 4, "input_ids": prompt(1)},
+}
+
+
+def generate_on_a_rank(model, group, name, sharded, layout):
+    own = copy.deepcopy(model)
+    set_attention(own, PATTERN, group=group, layout=layout)
+    options = {"input_ids": prompt(), "max_new_tokens": 12, **OPTIONS[name]}
+    if sharded is not None:
+        options[CACHE] = DilatedCache(own, sharded=sharded)
+    generator = torch.Generator().manual_seed(5)
+    if OPTIONS[name]["do_sample"]:
+        # Ranks that are threads share torch's generator, which processes do not.
+        options["logits_processor"] = [Gumbel(generator)]
+        options["do_sample"] = False
+    return generated(own, **options)
+
+
+class Gumbel(transformers.LogitsProcessor):
+    """Makes the largest score that of a sample."""
+
+    def __init__(self, generator):
+        self.generator = generator
+
+    def __call__(self, input_ids, scores):
+        noise = torch.rand(scores.shape, generator=self.generator, dtype=scores.dtype)
+        return scores - torch.log(-torch.log(noise))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(("world", "sharded"), [(2, True), (3, False), (3, True)])
+def test_any_ranks_generate_the_same(world, sharded, name):
+    model = ready()
+    want, logits = generate_on_a_rank(model, None, name, None, None)
+    layout = SequenceLayout.contiguous(LENGTH, world)
+    outcomes = run_loopback(
+        world, lambda ends: generate_on_a_rank(model, ends, name, sharded, layout)
+    )
+    for tokens, found in outcomes:
+        assert torch.equal(tokens, want)
+        assert torch.equal(found, outcomes[0][1])  # to the bit
+        assert relative_error(found, logits) < 1e-10
+
+
+def test_any_ranks_return_all_logits_of_a_prompt():
+    model, given = ready(), padded_left(prompt(), 0, 8)
+    with torch.no_grad():
+        want = model(**given, use_cache=True).logits
+
+    def run(ends):
+        own = copy.deepcopy(model)
+        set_attention(own, PATTERN, group=ends)
+        with torch.no_grad():
+            whole = own(**given, use_cache=True).logits
+            part = own(**given, use_cache=True, logits_to_keep=5).logits
+            last = own(**given, use_cache=True, logits_to_keep=-30).logits
+            some = own(**given, use_cache=True, logits_to_keep=torch.tensor([9, 12])).logits
+        assert relative_error(last, whole[:, 30:]) < 1e-12
+        assert relative_error(some, whole[:, [9, 12]]) < 1e-12
+        return whole, part
+
+    for whole, part in (*run_loopback(3, run), *run_loopback(1, run)):
+        for row, skip in enumerate((0, 8)):
+            assert relative_error(whole[row, skip:], want[row, skip:]) < 1e-10
+        assert relative_error(part, want[:, -5:]) < 1e-10
+
+
+def processes(rank, world_size):
+    """Greedy and sampled, and a chat that goes on, by processes that have a seed each."""
+    torch.set_num_threads(1)
+    model, ids = ready(), prompt()
+    want, _ = without_cache(model, ids, 6)
+    set_attention(model, PATTERN, group=dist.group.WORLD)
+    cache = DilatedCache(model, sharded=True)
+    got = model.generate(ids, max_new_tokens=6, do_sample=False, **{CACHE: cache})
+    torch.manual_seed(11)
+    said = torch.cat([got, prompt(2, 9, seed=1)], 1)
+    chat = model.generate(said, max_new_tokens=9, do_sample=True, **{CACHE: cache})
+    torch.manual_seed(rank)
+    try:
+        model.generate(said, max_new_tokens=9, do_sample=True)
+        message = ""
+    except ValueError as error:
+        message = str(error)
+    return torch.equal(got, want), said, chat, message
+
+
+def test_processes_generate_the_same():
+    outcomes = run_ranks(processes, 3)
+    model = ready()
+    torch.manual_seed(11)
+    want = model.generate(outcomes[0][1], max_new_tokens=9, do_sample=True)
+    for right, _, chat, message in outcomes:
+        assert right
+        assert torch.equal(chat, want)
+        assert "was called with different arguments on different ranks: input is" in message

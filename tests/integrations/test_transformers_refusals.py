@@ -1,0 +1,508 @@
+"""What models of transformers are refused, on one rank and on all ranks of many."""
+
+import copy
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from support.transformers_models import (
+    CACHE,
+    DENSE,
+    LAYOUTS,
+    LENGTH,
+    PATTERN,
+    SMALL,
+    Unnamed,
+    batch_of,
+    call,
+    make,
+    make_llama4,
+    on_ranks,
+    restarts,
+)
+from torch import nn
+from transformers import masking_utils
+from transformers.modeling_flash_attention_utils import FlashAttentionKwargs
+from transformers.utils import TransformersKwargs
+
+from ring_dilated_attention import SequenceLayout, SoloExchange
+from ring_dilated_attention.checks import relative_error
+from ring_dilated_attention.exchange import run_loopback
+from ring_dilated_attention.integrations import transformers as ours
+from ring_dilated_attention.integrations.transformers import (
+    attention_forward,
+    remove_attention,
+    set_attention,
+    set_layout,
+)
+from ring_dilated_attention.integrations.transformers_call import SETTINGS
+
+
+def attend(**changes):
+    q = torch.randn(1, 4, 9, 8)
+    module = changes.pop("module", nn.Identity())
+    arguments = {"query": q, "key": q, "value": q, "attention_mask": None, "is_causal": True}
+    arguments["ring_dilated_attention"] = call()
+    return attention_forward(module, **{**arguments, **changes})
+
+
+HARMLESS = {
+    "position_ids",
+    "use_cache",
+    "cache_position",
+    "return_dict",
+    "output_hidden_states",
+    "output_router_logits",
+    "num_items_in_batch",
+    "labels",
+    "shift_labels",
+    "seq_idx",
+}
+
+
+HONOURED = {"query", "key", "value", "attention_mask", "dropout", "scaling", "is_causal"}
+
+
+def arguments_of_attention():
+    """All that transformers' own models give their attention by name."""
+    names = {*TransformersKwargs.__annotations__, *FlashAttentionKwargs.__annotations__}
+    for path in (Path(transformers.__file__).parent / "models").rglob("modeling_*.py"):
+        for text in re.findall(r"attention_interface\((.*?)\n +\)", path.read_text(), re.DOTALL):
+            names |= set(re.findall(r"^ +(\w+)=", text, re.MULTILINE))
+    return names
+
+
+def test_every_argument_of_attention_is_honoured_or_refused():
+    names = arguments_of_attention()
+    assert {"sliding_window", "softcap", "s_aux", "output_attentions", "cu_seq_lens_q"} <= names
+    for name in sorted(names | {"head_mask", "position_bias", "quick"}):
+        if name in HARMLESS or name in HONOURED:
+            continue
+        with pytest.raises(ValueError, match=rf"does not support {name} \(Tensor\)"):
+            attend(**{name: torch.ones(1)})
+        attend(**{name: None})
+    want = attend()[0].shape
+    for name in HARMLESS:
+        assert attend(**{name: torch.ones(1)})[0].shape == want
+    assert attend(output_attentions=False)[0].shape == want
+    parameters = inspect.signature(attention_forward).parameters
+    assert set(parameters) == HONOURED | {"module", "kwargs"}
+
+
+ATTENTION_REFUSALS: dict[str, Any] = {
+    "settings": ({"ring_dilated_attention": None}, "call .*set_attention.* got None"),
+    "attention_mask": ({"attention_mask": torch.ones(1, 1, 9, 9)}, r"Tensor of shape \(1, 1, 9, 9"),
+    "dropout": ({"dropout": 0.1}, "attention dropout is refused .* got 0.1"),
+    "key": ({"key": torch.ones(1, 4, 12, 8), "value": torch.ones(1, 4, 12, 8)}, "be a Dilat"),
+    "is_causal": ({"is_causal": None}, "must have is_causal"),
+    "value": ({"value": torch.ones(1, 4, 9, 16)}, "same head_dim"),
+}
+
+
+@pytest.mark.parametrize("name", ATTENTION_REFUSALS)
+def test_attention_refuses(name):
+    changes, message = ATTENTION_REFUSALS[name]
+    with pytest.raises(ValueError, match=message):
+        attend(**changes)
+
+
+def test_cross_attention_is_refused():
+    module = nn.Identity()
+    module.is_cross_attention = True  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="only self-attention"):
+        attend(module=module)
+
+
+IDS = torch.zeros(2, LENGTH, dtype=torch.int64)
+
+
+LEFT = torch.ones(2, LENGTH, dtype=torch.int64).index_fill(1, torch.tensor([0]), 0)
+
+
+HOLE = torch.ones(2, LENGTH, dtype=torch.int64).index_fill(1, torch.tensor([7]), 0)
+
+
+BORDERS = torch.tensor([0, 5, LENGTH])
+
+
+MODEL_REFUSALS: dict[str, Any] = {
+    "left padding": (
+        {"attention_mask": LEFT},
+        ValueError,
+        r"attention_mask must be a right padding, .*: in row \d, position 0 is padding .* is not$",
+    ),
+    "a hole": ({"attention_mask": HOLE}, ValueError, "in row 0, position 7 is padding"),
+    "a 4-D mask": (
+        {"attention_mask": torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool)},
+        ValueError,
+        r"attention_mask must be bool or ints, .* shape \(2, 1, 41, 41\)",
+    ),
+    "an additive mask": ({"attention_mask": torch.zeros(2, LENGTH)}, ValueError, "torch.float32"),
+    "a mask of documents": ({"attention_mask": LEFT + 1}, ValueError, "0 and 1 only .* got 2"),
+    "a mask of each layer": ({"attention_mask": {}}, TypeError, "must be a tensor .* got dict"),
+    "a short mask": ({"attention_mask": LEFT[:, 1:]}, ValueError, r"got \(2, 40\)"),
+    "rows packed otherwise": (
+        {"position_ids": torch.cat([restarts(20, 21), restarts(21, 20)])},
+        ValueError,
+        "same positions in every row of the batch; in row 0, position 21 .* must have 0; got 1",
+    ),
+    "an offset": ({"position_ids": restarts(41) + 1}, ValueError, "position 0 .* must have 0; got"),
+    "a jump": ({"position_ids": restarts(41) * 2}, ValueError, "position 1 .* must have 1; got 2"),
+    "floats": ({"position_ids": restarts(41) * 1.0}, TypeError, "int32 or int64; got torch.float"),
+    "three axes": (
+        {"position_ids": torch.zeros(3, 2, LENGTH).long()},
+        ValueError,
+        r"shape .*got \(3, 2",
+    ),
+    "borders of rows": (
+        {"cu_seq_lens_q": BORDERS, "cu_seq_lens_k": BORDERS},
+        ValueError,
+        "a batch of 1 row; got 2",
+    ),
+    "borders of queries": ({"cu_seq_lens_q": BORDERS}, ValueError, "must both be given"),
+    "two borders": (
+        {"cu_seq_lens_q": BORDERS, "cu_seq_lens_k": BORDERS + 1},
+        ValueError,
+        "must be equal",
+    ),
+    "a cache": (
+        {CACHE: transformers.DynamicCache()},
+        ValueError,
+        "the KV cache must be a DilatedCache, .* Got DynamicCache",
+    ),
+    "use_cache": ({"use_cache": True}, RuntimeError, "a KV cache has no gradient"),
+    "output_attentions": ({"output_attentions": True}, ValueError, "output_attentions must be Fal"),
+    "head_mask": ({"head_mask": torch.ones(4)}, ValueError, "head_mask must be None"),
+    "encoder_hidden_states": (
+        {"encoder_hidden_states": torch.ones(2, 41, 32)},
+        ValueError,
+        "no cross-attention",
+    ),
+    "encoder_attention_mask": ({"encoder_attention_mask": LEFT}, ValueError, "no cross-attention"),
+    "softcap": ({"softcap": 3.0}, ValueError, r"does not support softcap \(float\)"),
+    "no input": ({"input_ids": None}, ValueError, "needs input_ids"),
+    "an empty shard": ({"input_ids": IDS[:, :0]}, ValueError, r"no empty shards.* \(2, 0\)"),
+}
+
+
+@pytest.mark.parametrize("name", MODEL_REFUSALS)
+def test_the_model_refuses(name):
+    changes, kind, message = MODEL_REFUSALS[name]
+    model = make()
+    set_attention(model, PATTERN)
+    with pytest.raises(kind, match=message):
+        model(**{"input_ids": IDS, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"position_ids": restarts(5, 36)}, None),
+        ({"position_ids": restarts(6, 35)}, r"must be the same borders; got \(0, 5, 41\) and"),
+        ({"attention_mask": torch.arange(LENGTH)[None] < 30}, "for batches without padding; got"),
+        ({"cu_seq_lens_q": BORDERS // 2, "cu_seq_lens_k": BORDERS // 2}, "in the whole sequence"),
+    ],
+)
+def test_borders_must_fit(changes, message):
+    model = make()
+    set_attention(model, PATTERN)
+    arguments = {"cu_seq_lens_q": BORDERS, "cu_seq_lens_k": BORDERS, **changes}
+    if message is None:
+        model(IDS[:1], **arguments)
+        return
+    with pytest.raises(ValueError, match=message):
+        model(IDS[:1], **arguments)
+
+
+def test_every_argument_of_a_model_is_honoured_or_refused():
+    """A new argument of transformers has to be put in one of these lists."""
+    honoured = {"self", "input_ids", "inputs_embeds", "attention_mask", "position_ids", "kwargs"}
+    honoured |= {CACHE, "use_cache"}  # see test_transformers_generate.py
+    for family in (transformers.LlamaModel, transformers.Qwen2Model, transformers.MistralModel):
+        assert set(inspect.signature(family.forward).parameters) == honoured
+
+
+OTHER_ATTENTION: dict[str, dict[str, Any]] = {
+    "Mistral": {"sliding_window": 8},
+    "Gemma2": {"sliding_window": 8},  # and a soft cap
+    "GptOss": {"sliding_window": 8, "num_local_experts": 2, "num_experts_per_tok": 1},  # and sinks
+    "ModernBert": {"head": "Model", "pad_token_id": 0},
+}
+
+
+@pytest.mark.parametrize("family", OTHER_ATTENTION)
+def test_models_with_other_attention_are_refused(family):
+    model = make(family, **OTHER_ATTENTION[family])
+    set_attention(model, PATTERN)
+    with pytest.raises(ValueError, match="only transformers' causal and bidirectional masks"):
+        model(input_ids=IDS)
+
+
+def test_a_window_that_cannot_be_switched_off_is_not_advised():
+    options = {**SMALL, "head_dim": 8, "layer_types": ["full_attention"] * 2}
+    model = transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**options))
+    set_attention(model, PATTERN)
+    with pytest.raises(ValueError, match="as Gemma3 does, are not supported"):
+        model(input_ids=IDS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"or_mask_function": lambda b, h, q, k: q >= 0}, "Got the mask or_masks"),
+        ({"and_mask_function": lambda b, h, q, k: q >= 0}, "Got the mask and_masks"),
+        ({"block_sequence_ids": IDS[:1]}, "Got the mask or_masks"),
+        ({"position_ids": restarts(20, 21)}, r"call set_attention\(model, pattern\) first"),
+        ({"allow_is_causal_skip": False}, "Got the mask causal_mask_function"),
+    ],
+)
+def test_other_masks_are_refused(arguments, message):
+    config = make().config
+    arguments = {"attention_mask": None, CACHE: None, **arguments}
+    if (
+        not arguments.keys()
+        <= inspect.signature(masking_utils.create_causal_mask).parameters.keys()
+    ):
+        pytest.skip("an older transformers has no such mask")
+    with pytest.raises(ValueError, match=message):
+        masking_utils.create_causal_mask(config, torch.ones(1, LENGTH, 32), **arguments)
+
+
+def test_a_mask_over_other_keys_than_those_so_far_is_refused():
+    ours.attention_mask(q_length=1, kv_length=4, q_offset=3)
+    with pytest.raises(ValueError, match=r"queries 3 to 4, keys 0 to 9"):
+        ours.attention_mask(q_length=1, kv_length=9, q_offset=3)
+    with pytest.raises(ValueError, match=r"queries 3 to 4, keys 1 to 4"):
+        ours.attention_mask(q_length=1, kv_length=3, q_offset=3, kv_offset=1)
+
+
+def test_dropout_is_refused_in_training_alone():
+    model = make(attention_dropout=0.25)
+    set_attention(model, DENSE)
+    model.eval()
+    model(IDS)
+    model.train()
+    with pytest.raises(ValueError, match=r"attention dropout is refused .* got 0\.25"):
+        model(IDS)
+
+
+SETTING_REFUSALS: dict[str, Any] = {
+    "model": ({"model": nn.Identity()}, TypeError, "must be a transformers.PreTrainedModel"),
+    "pattern": ({"pattern": 3}, TypeError, "pattern must be a DilatedPattern, as in"),
+    "group": ({"group": 3}, TypeError, "group must be"),
+    "mesh": (
+        {"group": SoloExchange(), "mesh": SoloExchange()},
+        ValueError,
+        "pass the ranks as group or as mesh, not as both",
+    ),
+    "layout": ({"layout": 3}, TypeError, "layout must be a SequenceLayout or None, got 3"),
+    "exchange": ({"exchange": "quick"}, ValueError, "exchange must be one of"),
+    "backend": ({"backend": "quick"}, ValueError, "backend must be one of"),
+    "head_slice": ({"head_slice": (2, 2, 4)}, ValueError, "head_slice must be "),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_a_wrapped_model_is_refused_with_what_to_do():
+    for wrap in (nn.Sequential, torch.compile):
+        with pytest.raises(TypeError, match=r"around a LlamaForCausalLM: call set_attention befor"):
+            set_attention(wrap(make()), DENSE)
+
+
+@pytest.mark.parametrize("name", SETTING_REFUSALS)
+def test_set_attention_refuses(name):
+    changes, kind, message = SETTING_REFUSALS[name]
+    with pytest.raises(kind, match=message):
+        set_attention(**{"model": make(), "pattern": DENSE, **changes})
+    assert set(inspect.signature(set_attention).parameters) == set(SETTING_REFUSALS)
+
+
+def test_models_with_other_arguments_are_refused():
+    small = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 4}
+    t5 = transformers.T5Model(transformers.T5Config(vocab_size=61, **small))
+    with pytest.raises(ValueError, match="cross-attention are not supported; got T5Model"):
+        set_attention(t5, DENSE)
+    bloom = transformers.BloomConfig(vocab_size=61, hidden_size=32, n_layer=1, n_head=4)
+    with pytest.raises(ValueError, match=r"BloomModel.forward must take attention_mask, position"):
+        set_attention(transformers.BloomForCausalLM(bloom), DENSE)
+
+
+def test_models_without_attention_are_refused():
+    model = make("Jamba", attn_layer_offset=2, attn_layer_period=3, use_mamba_kernels=False)
+    with pytest.raises(ValueError, match=r"no attention to replace: config.layer_types are \['"):
+        set_attention(model, DENSE)
+
+
+def test_settings_belong_to_a_model():
+    first, second = make(), make()
+    with pytest.raises(ValueError, match=r"no settings reached LlamaAttention: call .*set_attent"):
+        first(IDS)
+    set_attention(first, DENSE)
+    set_attention(second, PATTERN)
+    batch = batch_of("plain")
+    dense, dilated = (model(batch["input_ids"]).logits for model in (first, second))
+    assert relative_error(dilated, dense) > 1e-2
+    set_attention(first, PATTERN)
+    assert torch.equal(first(batch["input_ids"]).logits, dilated)
+    copied = copy.deepcopy(first)  # process groups cannot be copied
+    assert getattr(copied, SETTINGS) is getattr(first, SETTINGS)
+    remove_attention(copied, dense=True)
+    assert torch.equal(first(batch["input_ids"]).logits, dilated)
+    with pytest.raises(ValueError, match="call set_attention first"):
+        set_layout(first.model, None)
+    with pytest.raises(TypeError, match="layout must be a SequenceLayout or None, got 3"):
+        set_layout(first, 3)  # type: ignore[arg-type]
+    set_layout(first, SequenceLayout.contiguous(9, 1))
+    with pytest.raises(
+        ValueError, match=r"gives rank 0 a shard of 9 positions, got input of shape \(2, 41\)"
+    ):
+        first(IDS)
+
+
+def test_another_implementation_behind_our_back_is_refused():
+    model = make(attn_implementation="eager")
+    set_attention(model, DENSE)
+    assert model.config._attn_implementation == "ring_dilated_attention"
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match="attn_implementation now is 'sdpa'"):
+        model(IDS)
+    remove_attention(model)
+    assert model.generate(IDS[:1] + 5, max_new_tokens=2, do_sample=False).shape == (1, LENGTH + 2)
+    with pytest.raises(ValueError, match="call set_attention first"):
+        remove_attention(model)
+
+
+MANY_RANKS_MODELS: dict[str, Any] = {
+    "a head of sequences": (
+        lambda: make(head="ForSequenceClassification"),
+        "one of ForCausalLM, .*, or model.base_model",
+    ),
+    "sliding layers": (
+        lambda: make("Qwen2", layer_types=["full_attention", "sliding_attention"]),
+        r"layer_types must all be 'full_attention'; got \['sliding_attention'\]",
+    ),
+    "dynamic frequencies": (
+        lambda: make(
+            rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+            max_position_embeddings=16,
+        ),
+        "rotary_emb has rope_type 'dynamic'",
+    ),
+    "scales by positions in a shard": (
+        make_llama4,
+        r"layers.1.self_attn does so \(attn_temperature_tuning\): use it on one process",
+    ),
+    "what is under it has another name": (
+        lambda: Unnamed(make("Llama", head="Model")),
+        r"of this Unnamed it is 'base'; give it that of its LlamaModel",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MANY_RANKS_MODELS)
+def test_many_ranks_refuse_models_that_a_shard_would_change(name):
+    build, message = MANY_RANKS_MODELS[name]
+    model = build()
+    set_attention(model, PATTERN)
+
+    def run(ends):
+        with pytest.raises(ValueError, match=message):
+            set_attention(copy.deepcopy(model), PATTERN, group=ends)
+
+    run_loopback(2, run)
+
+
+def test_many_ranks_refuse_layers_that_mix_positions():
+    model = make()
+    model.model.layers[1].mlp.mixer = nn.Conv1d(4, 4, 3)
+
+    def run(ends):
+        with pytest.raises(ValueError, match=r"layers.1.mlp.mixer is a Conv1d"):
+            set_attention(copy.deepcopy(model), PATTERN, group=ends)
+
+    run_loopback(2, run)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"shift_labels": None}, "labels need shift_labels: .* Got shift_labels=None"),
+        ({"num_items_in_batch": None}, "labels need num_items_in_batch"),
+        ({"labels": None}, "shift_labels need labels; .* label_smoothing_factor"),
+        (
+            {"num_items_in_batch": torch.tensor(80.5).bfloat16()},
+            r"got torch.bfloat16, .* pass num_items_in_batch.item\(\)",
+        ),
+        ({"logits_to_keep": 1}, r"logits_to_keep must be 0, .* needs use_cache=True .* got 1"),
+        ({"output_router_logits": True}, "output_router_logits must be False"),
+    ],
+)
+def test_many_ranks_refuse_the_loss_of_a_shard(changes, message):
+    model = make()
+    set_attention(model, PATTERN)
+
+    def refused(own, shard):
+        with pytest.raises(ValueError, match=message):
+            own(**{**shard, **changes})
+
+    on_ranks(model, LAYOUTS["zigzag 2"], batch_of("plain"), refused)
+
+
+def test_many_ranks_refuse_noise_whose_size_goes_by_the_shard():
+    """As transformers' Trainer tells the embeddings, whose hook adds NEFTune's noise."""
+    model = make()
+    set_attention(model, PATTERN)
+    model.train().get_input_embeddings().neftune_noise_alpha = 5.0
+    model(IDS)
+
+    def refused(own, shard):
+        with pytest.raises(ValueError, match=r"neftune_noise_alpha must be None: .* got 5\.0"):
+            own(**shard)
+
+    on_ranks(model, LAYOUTS["zigzag 2"], batch_of("plain"), refused)
+
+
+@pytest.mark.parametrize(
+    ("changes", "here", "there"),
+    [
+        ({"use_cache": True}, *["use_cache is False on rank 0, True on rank 1"] * 2),
+        ({"labels": None, "shift_labels": None}, None, None),
+        ({"shift_labels": None}, "labels need shift_labels", "was refused on other ranks: rank 1"),
+        ({"position_ids": restarts(41)[:, :20]}, *["position_ids is None on rank 0, given on"] * 2),
+        ({"attention_mask": LEFT[:, 1:21]}, *["attention_mask is None on rank 0, given"] * 2),
+    ],
+)
+def test_a_bad_call_is_an_error_on_every_rank(changes, here, there):
+    model = make()
+    set_attention(model, PATTERN)
+
+    def run(own, shard):
+        rank = getattr(own, SETTINGS).group.rank
+        if rank == 1:
+            shard |= changes
+        if here is None:
+            own(**shard)
+            return
+        with pytest.raises(ValueError, match=here if rank else there):
+            own(**shard)
+
+    on_ranks(model, LAYOUTS["zigzag 2"], batch_of("plain"), run)
+
+
+def test_bad_positions_of_one_rank_are_an_error_on_every_rank():
+    model = make()
+    set_attention(model, PATTERN)
+    batch = {"input_ids": IDS, "position_ids": restarts(LENGTH)}
+
+    def run(own, shard):
+        rank = getattr(own, SETTINGS).group.rank
+        if rank == 1:
+            shard["position_ids"] = shard["position_ids"] + 1
+        with pytest.raises(ValueError, match="must have" if rank else "refused on other ranks"):
+            own(**shard)
+
+    on_ranks(model, LAYOUTS["zigzag 2"], batch, run)

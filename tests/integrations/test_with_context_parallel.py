@@ -1,0 +1,370 @@
+"""`shard`, `unshard` and layouts as users of torch's context parallelism know them; its style."""
+
+from functools import partial
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.worlds import world
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import _attention as torch_context_parallel
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from ring_dilated_attention import (
+    DilatedPattern,
+    SequenceLayout,
+    dilated_attention,
+    shard,
+    unshard,
+)
+from ring_dilated_attention.checks import relative_error, run_ranks
+from ring_dilated_attention.exchange import run_loopback
+from ring_dilated_attention.integrations.context_parallel import ContextParallel
+from ring_dilated_attention.nn import (
+    DilatedAttention,
+    LongNet,
+    LongNetConfig,
+    MultiheadDilatedAttention,
+    RotaryEmbedding,
+)
+
+PATTERN = DilatedPattern([8, 24, None], [1, 2, 4])
+
+
+def batch_of(length):
+    generator = torch.Generator().manual_seed(length)
+    return {
+        "tokens": torch.arange(2 * length).view(2, length),
+        "inputs": {"heads": [torch.randn(2, 4, length, 8, generator=generator)], "none": None},
+        "positions": torch.arange(length),
+        "mask": torch.arange(2 * length).view(2, length) % 3 == 0,
+    }
+
+
+DIMS = {"tokens": 1, "inputs": {"heads": [2], "none": None}, "positions": -1, "mask": 1}
+
+
+def there_and_back(length, layout, ends):
+    """Whether `shard` gives what the layout says, and `unshard` the whole again."""
+    batch = batch_of(length)
+    shards = shard(ends, batch, DIMS, layout)
+    own = (layout or SequenceLayout.contiguous(length, ends.world_size)).positions(ends.rank)
+    assert shards["inputs"]["none"] is None
+    assert torch.equal(shards["positions"], own)
+    assert torch.equal(shards["tokens"], batch["tokens"][:, own])
+    assert torch.equal(shards["inputs"]["heads"][0], batch["inputs"]["heads"][0][:, :, own])
+    whole = unshard(ends, shards, DIMS, layout)
+    pairs = [
+        (whole["tokens"], batch["tokens"]),
+        (whole["inputs"]["heads"][0], batch["inputs"]["heads"][0]),
+        (whole["positions"], batch["positions"]),
+        (whole["mask"], batch["mask"]),
+    ]
+    return all(torch.equal(*pair) for pair in pairs)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        None,
+        SequenceLayout.zigzag(31, 3),
+        SequenceLayout([[(0, 31)], [], []]),
+        SequenceLayout([[(20, 31), (0, 2)], [(2, 3)], [(3, 20)]]),
+    ],
+)
+def test_there_and_back(layout):
+    length = 30 if layout is None else 31
+    assert all(run_loopback(3, partial(there_and_back, length, layout)))
+    assert there_and_back(7, None, run_loopback(1, lambda ends: ends)[0])
+
+
+def _refused(case, ends):
+    batch: Any = {"tokens": torch.arange(9)[None], "labels": torch.arange(9)[None]}
+    layout: Any = SequenceLayout.zigzag(9, 2)
+    dims: Any = 1
+    if case == "no equal shards":
+        layout = None
+    elif case == "other lengths":
+        batch["labels"] = batch["labels"][:, :8]
+    elif case == "another layout":
+        layout = SequenceLayout.zigzag(9, 3)
+    elif case == "no layout":
+        layout = "zigzag"
+    elif case == "dims":
+        dims = {"tokens": 1}
+    elif case == "a dim":
+        dims = {"tokens": 1, "labels": 2}
+    elif case == "no tensor":
+        batch["labels"] = [3]
+    elif case == "nothing":
+        batch = {}
+    elif case == "other batches" and ends.rank:
+        batch["tokens"] = batch["tokens"] + 1
+    elif case == "one rank" and ends.rank:
+        batch["tokens"] = 3
+    elif case == "other dims":
+        batch, dims = {"square": torch.zeros(9, 9)}, ends.rank
+    elif case == "other order" and ends.rank:
+        batch = dict(reversed(batch.items()))
+    elif case == "other layouts" and ends.rank:
+        layout = SequenceLayout.contiguous(9, 2)
+    try:
+        shard(ends, batch, dims, layout)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return "nothing was raised"
+
+
+REFUSED = {
+    "no equal shards": r"9 positions make no equal shards for 2 ranks.*contiguous\(9, 2\)",
+    "other lengths": r"the layout has 9 positions; buffers\['labels'\] has 8 along dimension 1",
+    "another layout": "the layout is for 3 ranks; the group has 2",
+    "no layout": "layout must be a SequenceLayout or None, got 'zigzag'",
+    "dims": "seq_dims must be nested as buffers are",
+    "a dim": r"the sequence dimension of buffers\['labels'\] must be one of its 2; got 2",
+    "no tensor": r"buffers\['labels'\].* must be a tensor or None; got 3",
+    "nothing": "buffers must hold a tensor; got none",
+    "other batches": "tokens.*different arguments|different arguments.*tokens",
+    "one rank": r"buffers\['tokens'\] must be a tensor or None; got 3",
+    "other layouts": "layout is",
+    "other dims": r"seq_dims is .*square'\] 0\W* on rank 0, .*square'\] 1\W* on rank 1",
+    "other order": "seq_dims is .*tokens.*labels.* on rank 0, .*labels.*tokens.* on rank 1",
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_shard_refuses(case):
+    """On every rank, also where one of them is at fault."""
+    for message in run_loopback(2, partial(_refused, case)):
+        with pytest.raises(ValueError, match=REFUSED[case]):
+            raise ValueError(message)
+
+
+def test_what_unshard_refuses():
+    def rank(ends):
+        layout = SequenceLayout.zigzag(9, 2)
+        for own, dim, message in (
+            (torch.zeros(1, 5 - ends.rank, requires_grad=True), 1, "without a gradient"),
+            (torch.zeros(1, 3), 1, "the layout gives rank"),
+            (torch.zeros(1 + ends.rank, 5 - ends.rank), 1, "different arguments"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                unshard(ends, own, dim, layout)
+        with pytest.raises(ValueError, match="has no positions"):
+            unshard(ends, torch.zeros(0), 0)
+        pair = {name: torch.zeros(1, 5 - ends.rank) for name in ("ab" if ends.rank else "ba")}
+        with pytest.raises(
+            ValueError, match=r"another order, .*b.*a.* on rank 0; .*a.*b.* on rank 1"
+        ):
+            unshard(ends, pair, 1, layout)
+
+    run_loopback(2, rank)
+
+
+# --- torch's own
+
+
+def _load_balancers(rank, world_size):
+    """Our layout of a load balancer, against the shards that torch makes with it."""
+    mesh, length = init_device_mesh("cpu", (world_size,)), 24
+    module: Any = torch_context_parallel
+    balancers = {
+        "head-tail": module._HeadTailLoadBalancer(length, world_size, "cpu"),
+        "head-tail of documents": module._PerDocumentHeadTailLoadBalancer(
+            [[8, 16]], world_size, "cpu"
+        ),
+    }
+    equal: dict[str, Any] = {}
+    x = torch.randn(2, length, 4, 8, generator=torch.Generator().manual_seed(0)).double()
+    for name, balancer in balancers.items():
+        layout = SequenceLayout.from_load_balancer(balancer)
+        (theirs,) = module._context_parallel_shard(mesh, [x], [1], balancer)
+        ours = shard(mesh, [x], [1], layout)[0]
+        out = dilated_attention(theirs, theirs, theirs, PATTERN, mesh=mesh, layout=layout)
+        (whole,) = module.context_parallel_unshard(mesh, [out], [1], balancer)
+        want = dilated_attention(x, x, x, PATTERN)
+        equal[name] = torch.equal(theirs, ours), relative_error(whole, want) < 1e-12
+        equal[f"{name}, unshard"] = torch.equal(unshard(mesh, out, 1, layout), whole)
+    equal["zigzag"] = SequenceLayout.from_load_balancer(
+        balancers["head-tail"]
+    ) == SequenceLayout.zigzag(length, world_size)
+    return equal
+
+
+def test_layouts_of_load_balancers():
+    """torch's head-tail balancer and `SequenceLayout.zigzag`; what torch unshards is the whole."""
+    for equal in run_ranks(_load_balancers, 2):
+        assert all(value in (True, (True, True)) for value in equal.values()), equal
+
+
+def test_load_balancers_that_are_refused():
+    module: Any = torch_context_parallel
+    rows = module._PerDocumentHeadTailLoadBalancer([[8, 16], [16, 8]], 2, "cpu")
+    with pytest.raises(ValueError, match="the same for all rows of a batch"):
+        SequenceLayout.from_load_balancer(rows)
+    with pytest.raises(TypeError, match="balancer must be a load balancer"):
+        SequenceLayout.from_load_balancer("head-tail")
+    with pytest.raises(TypeError, match="positions must be a tensor of ints"):
+        SequenceLayout.from_positions([0, 1], 2)  # type: ignore[arg-type]
+    for dtype in (torch.uint8, torch.int8, torch.int16):
+        found = SequenceLayout.from_positions(torch.arange(128).to(dtype), 2)
+        assert found == SequenceLayout.contiguous(128, 2)
+    with pytest.raises(ValueError, match="a multiple of 2 ranks"):
+        SequenceLayout.from_positions(torch.arange(3), 2)
+    with pytest.raises(ValueError, match=r"held twice|missing"):
+        SequenceLayout.from_positions(torch.tensor([0, 0, 1, 3]), 2)
+
+
+# --- the style
+
+
+class Own(nn.Module):
+    """A module of the user's, with our attention inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(32, 96)
+        self.attention = DilatedAttention(PATTERN, is_causal=True)
+
+    def forward(self, x):
+        query, key, value = self.qkv(x).unflatten(-1, (3, 4, 8)).unbind(2)
+        return self.attention(query, key, value).flatten(2)
+
+
+class Ours(nn.Module):
+    """A layer of ours: it takes three tensors and returns two things."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = MultiheadDilatedAttention(
+            32, 4, segment_lengths=[8, None], dilation_rates=[1, 2], layer_norm=True
+        )
+        self.rope = RotaryEmbedding(8)
+
+    def forward(self, x, positions=None):
+        rope = None if positions is None else self.rope(positions)
+        return self.inner(x, x, value=x, is_causal=True, rope=rope)[0]
+
+
+def _style(rank, world_size, length, kind):
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("sp",))
+    layout = None
+    if kind == "zigzag":
+        layout = SequenceLayout.zigzag(length, world_size)
+    elif length % world_size:
+        each = -(-length // world_size)
+        bounds = [min(i * each, length) for i in range(world_size + 1)]
+        layout = SequenceLayout([(bounds[i], bounds[i + 1])] for i in range(world_size))
+    whole_layout = layout or SequenceLayout.contiguous(length, world_size)
+    order = torch.cat([whole_layout.positions(each) for each in range(world_size)])
+    x = torch.randn(2, length, 32, generator=torch.Generator().manual_seed(0)).double()
+    errors = {}
+    for name, make, plan in (
+        ("own", Own, ""),
+        ("ours", Ours, "inner"),
+        ("ours, the whole module", Ours, ""),
+        ("ours, rotated", Ours, "inner"),
+    ):
+        turns = name == "ours, rotated"
+        local_positions = (whole_layout.positions(rank),) * turns
+        torch.manual_seed(1)
+        alone = make().double()
+        torch.manual_seed(1)
+        model = make().double()
+        style = ContextParallel(layout=layout)
+        parallelize_module(model, mesh, {plan: style} if plan else style)
+        local = whole_layout.shard(x, rank, 1).detach().requires_grad_()  # a view, or a copy
+        out = model(local, *local_positions)
+        assert isinstance(out, DTensor)
+        assert out.placements == (Shard(1),)
+        weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).double()
+        own = whole_layout.shard(weights, rank, 1)
+        (out.to_local() * own).sum().backward()
+        reference = x.clone().requires_grad_()
+        want = alone(reference, *(torch.arange(length),) * turns)
+        (want * weights).sum().backward()
+        pairs: list[Any] = [(out.full_tensor(), want[:, order])]
+        assert reference.grad is not None
+        pairs.append((local.grad, whole_layout.shard(reference.grad, rank, 1)))
+        sharded: list[Any] = [p.grad for p in model.parameters()]
+        plain: list[Any] = [p.grad for p in alone.parameters()]
+        got = torch.cat([gradient.full_tensor().flatten() for gradient in sharded])
+        pairs.append((got, torch.cat([gradient.flatten() for gradient in plain])))
+        errors[name] = max(relative_error(a.detach(), b.detach()) for a, b in pairs)
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("world_size", "length", "kind"), [(2, 13, "contiguous"), (2, 24, "zigzag"), (3, 24, "even")]
+)
+def test_a_style_for_parallelize_module(world_size, length, kind):
+    for errors in run_ranks(_style, world_size, length, kind):
+        assert max(errors.values()) < 1e-12, errors
+
+
+def _style_compiled(rank, world_size):
+    """In one graph, with a shard that is a view; out and gradients against those of no compiler."""
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("sp",))
+    layout = SequenceLayout([[(0, 4), (10, 13)], [(4, 10)]])
+    x = torch.randn(2, 13, 32, generator=torch.Generator().manual_seed(0))
+    style = ContextParallel(layout=layout, use_local_output=True)
+    model = parallelize_module(Ours(), mesh, {"inner": style})
+    found = []
+    for function in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+        out = function(layout.shard(x, rank, 1))
+        gradients = torch.autograd.grad(out.square().sum(), list(model.parameters()))
+        whole = [cast("DTensor", gradient).full_tensor() for gradient in gradients]
+        found.append(torch.cat([out.detach().flatten(), *(x.flatten() for x in whole)]))
+    return relative_error(found[1], found[0])
+
+
+def test_the_style_compiles():
+    for difference in run_ranks(_style_compiled, 2):
+        assert difference < 1e-6
+
+
+def _style_refused(rank, world_size):
+    mesh = init_device_mesh("cpu", (world_size,))
+    other = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
+    split = parallelize_module(Own(), other, {"qkv": ColwiseParallel()})
+    with pytest.raises(ValueError, match=r"qkv.weight is one on .*tp=2.* give the layer's calls"):
+        parallelize_module(split, mesh, ContextParallel())
+    with pytest.raises(ValueError, match="modules with one of them inside; got Linear"):
+        parallelize_module(nn.Linear(3, 3), mesh, ContextParallel())
+    with pytest.raises(ValueError, match=r"gives rank 0 of 2 8 in a .* the layout gives it 7: use"):
+        parallelize_module(Own(), mesh, ContextParallel(layout=SequenceLayout.zigzag(15, 2)))
+    with pytest.raises(ValueError, match="the layout is for 3 ranks; the mesh has 2"):
+        parallelize_module(Own(), mesh, ContextParallel(layout=SequenceLayout.zigzag(9, 3)))
+    config = LongNetConfig(
+        num_layers=1,
+        embed_dim=32,
+        num_heads=4,
+        ffn_dim=32,
+        segment_lengths=[8],
+        dilation_rates=[1],
+    )
+    tokens = torch.zeros(1, 6, dtype=torch.int64)
+    with pytest.raises(ValueError, match="give group= and layout= to their calls"):
+        parallelize_module(LongNet(config), mesh, {"blocks.*": ContextParallel()})
+    model = parallelize_module(LongNet(config), mesh, {"blocks.*.attention": ContextParallel()})
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+        model(tokens)
+    layout = SequenceLayout.contiguous(12, 2)
+    model = parallelize_module(Own(), mesh, ContextParallel(layout=layout))
+    with pytest.raises(ValueError, match="rank 1" if rank == 0 else "7"):  # on every rank
+        model(torch.randn(1, 6 + rank, 32))
+    model = parallelize_module(Own(), mesh, ContextParallel(use_local_output=True))
+    x = torch.randn(1, 6, 32)
+    assert type(model(x)) is torch.Tensor
+    with pytest.raises(ValueError, match="takes DTensors with Shard"):
+        model(distribute_tensor(x, mesh, [Replicate()]))
+    assert world().size() == dist.get_world_size()
+
+
+def test_what_the_style_refuses():
+    run_ranks(_style_refused, 2)
+    with pytest.raises(TypeError, match="layout must be a SequenceLayout or None"):
+        ContextParallel(layout="zigzag")  # type: ignore[arg-type]

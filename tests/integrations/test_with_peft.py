@@ -1,0 +1,264 @@
+"""peft: adapters before and after `set_attention`, on ranks, merged, saved and loaded.
+
+Rows of the audit of what composes: set_attention(PeftModel) was a TypeError; before get_peft_model
+it worked.
+"""
+
+import copy
+
+import pytest
+import torch
+from packaging.version import Version
+from support.transformers_models import (
+    CACHE,
+    FINITE,
+    LENGTH,
+    PATTERN,
+    batch_of,
+    make,
+    prompt,
+    ready,
+    shard_of,
+)
+from transformers import AutoModelForCausalLM
+from transformers.integrations.peft import MIN_PEFT_VERSION
+
+from ring_dilated_attention import SequenceLayout
+from ring_dilated_attention.checks import relative_error
+from ring_dilated_attention.exchange import run_loopback
+from ring_dilated_attention.integrations.transformers import (
+    DilatedCache,
+    remove_attention,
+    set_attention,
+    set_layout,
+)
+
+peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings(  # peft reads its old name of transformers
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)
+
+ORDERS = ["set_attention first", "get_peft_model first"]
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch):
+    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+def lora(**options):
+    options = {"r": 3, "lora_dropout": 0.0, "target_modules": ["q_proj", "v_proj"], **options}
+    return peft.LoraConfig(task_type="CAUSAL_LM", **options)
+
+
+def adapted(order, base=None, pattern=PATTERN):
+    """A model with adapters that are not zero, in float64."""
+    base = make() if base is None else base
+    if order == ORDERS[0]:
+        set_attention(base, pattern)
+    model = peft.get_peft_model(base, lora())
+    if order == ORDERS[1]:
+        set_attention(model, pattern)
+    generator = torch.Generator().manual_seed(1)
+    for name, weight in model.named_parameters():
+        if "lora_" in name:
+            weight.data = 0.3 * torch.randn(weight.shape, generator=generator).double()
+    return model
+
+
+def step(model, batch):
+    """Loss and gradients of the adapters."""
+    learnt = [weight for weight in model.parameters() if weight.requires_grad]
+    loss = model(**batch).loss
+    return loss.detach(), torch.autograd.grad(loss, learnt)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("order", ORDERS)
+def test_any_ranks_have_one_loss_and_gradient(order, ranks):
+    model, batch = adapted(order), batch_of("packed and padded")
+    loss, want = step(model, batch)
+    layout = SequenceLayout.zigzag(LENGTH, ranks)
+
+    def run(ends):
+        own = copy.deepcopy(model)
+        target = own if order == ORDERS[1] else own.get_base_model()
+        set_attention(target, PATTERN, group=ends)
+        set_layout(own, layout)
+        return step(own, shard_of(batch, layout, ends))
+
+    outcomes = run_loopback(ranks, run)
+    assert relative_error(sum(loss for loss, _ in outcomes), loss) < 1e-6  # theirs is float32
+    for mine, theirs in zip(zip(*(g for _, g in outcomes), strict=True), want, strict=True):
+        assert relative_error(sum(mine), theirs) < 1e-6
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_loss_of_a_shard_is_refused_behind_adapters_too(order):
+    model, layout = adapted(order), SequenceLayout.zigzag(LENGTH, 2)
+
+    def run(ends):
+        own = copy.deepcopy(model)
+        set_attention(own, PATTERN, group=ends, layout=layout)
+        shard = {**shard_of(batch_of("plain"), layout, ends), "shift_labels": None}
+        with pytest.raises(ValueError, match="labels need shift_labels"):
+            own(**shard)
+
+    run_loopback(2, run)
+
+
+def test_an_old_peft_passes_the_hooks_and_is_refused_on_ranks(monkeypatch):
+    model, layout = adapted(ORDERS[0]), SequenceLayout.zigzag(LENGTH, 2)
+    monkeypatch.setattr(peft, "__version__", "0.20.0")
+
+    def run(ends):
+        own = copy.deepcopy(model)
+        set_attention(own, PATTERN, group=ends, layout=layout)
+        with pytest.raises(RuntimeError, match=r"need peft 0\.21 or later.*got peft 0\.20\.0"):
+            own(**shard_of(batch_of("plain"), layout, ends))
+
+    run_loopback(2, run)
+    model(**batch_of("plain"))  # one process is right with any version
+
+
+def test_a_merged_model_is_the_same_and_saves_its_pattern(tmp_path):
+    model, batch = adapted(ORDERS[1]), batch_of("packed")
+    want = model(**batch).logits
+    merged = model.merge_and_unload()
+    assert relative_error(merged(**batch).logits, want) < 1e-6
+    merged.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert relative_error(loaded(**batch).logits, merged(**batch).logits) < 1e-12
+
+
+def test_adapters_of_a_saved_model_come_back_with_its_pattern(tmp_path):
+    """adapter_config.json names the folder of the base model, whose config has the pattern."""
+    base = make()
+    set_attention(base, PATTERN)
+    base.save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    model, batch = adapted("none", base), batch_of("packed")
+    model.save_pretrained(tmp_path / "adapter")
+    want = model(**batch).logits
+    loaded = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    assert torch.equal(loaded(**batch).logits, want)
+    fresh = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    loaded = peft.PeftModel.from_pretrained(fresh, tmp_path / "adapter")
+    assert torch.equal(loaded(**batch).logits, want)
+    set_attention(loaded)  # the base's pattern
+    with pytest.raises(ValueError, match="but attn_implementation is 'sdpa'"):
+        peft.AutoPeftModelForCausalLM.from_pretrained(
+            tmp_path / "adapter", attn_implementation="sdpa"
+        )
+
+
+@pytest.mark.skipif(
+    Version(peft.__version__) < Version(MIN_PEFT_VERSION),
+    reason=f"this transformers needs peft {MIN_PEFT_VERSION}",
+)
+def test_adapters_of_transformers_itself(tmp_path):
+    base = make()
+    set_attention(base, PATTERN)
+    base.save_pretrained(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    model.add_adapter(lora(init_lora_weights=False))
+    model.save_pretrained(tmp_path / "adapter")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    batch = batch_of("packed")
+    assert relative_error(loaded(**batch).logits, model(**batch).logits) < 1e-6
+    assert relative_error(loaded(**batch).logits, base(**batch).logits) > 1e-2
+
+
+def test_generation_with_adapters_has_a_dilated_cache():
+    base = ready(pattern=FINITE)
+    model = adapted("none", base).eval()
+    options = {"max_new_tokens": 8, "do_sample": False}
+    out = model.generate(input_ids=prompt(), return_dict_in_generate=True, **options)
+    assert isinstance(out.past_key_values, DilatedCache)
+    slow = model.generate(input_ids=prompt(), use_cache=False, **options)
+    assert torch.equal(out.sequences, slow)
+    cache = DilatedCache(model)
+    assert torch.equal(model.generate(input_ids=prompt(), **{CACHE: cache}, **options), slow)
+
+    def run(ends):
+        own = copy.deepcopy(model)
+        set_attention(own, group=ends)
+        return own.generate(input_ids=prompt(), **options)
+
+    for tokens in run_loopback(2, run):
+        assert torch.equal(tokens, slow)
+
+
+def test_dense_attention_has_to_be_asked_for():
+    model = adapted(ORDERS[1])
+    with pytest.raises(ValueError, match="dense=True"):
+        remove_attention(model)
+    remove_attention(model, dense=True)
+    assert model.get_base_model().config._attn_implementation == "sdpa"
+
+
+def test_virtual_tokens_are_right_alone_and_refused_on_ranks():
+    """Prompt tuning puts tokens before the sequence, and on ranks before every shard."""
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    base = make()
+    model = peft.get_peft_model(base, config).double()
+    set_attention(model, PATTERN)
+    ids = prompt()
+    embeds = torch.cat([model.get_prompt(2), base.get_input_embeddings()(ids)], 1)
+    want = base(inputs_embeds=embeds).logits
+    assert relative_error(model(input_ids=ids).logits, want) < 1e-12
+
+    def run(ends):
+        with pytest.raises(ValueError, match="must not add virtual tokens"):
+            set_attention(copy.deepcopy(model), PATTERN, group=ends)
+        own = copy.deepcopy(model)
+        layout = SequenceLayout.zigzag(LENGTH, 2)
+        set_attention(own.base_model, PATTERN, group=ends, layout=layout)
+        with pytest.raises(ValueError, match="the layout gives rank"):
+            own(**shard_of(batch_of("plain"), layout, ends))
+
+    run_loopback(2, run)
+
+
+def test_virtual_tokens_before_padded_rows():
+    """peft makes a mask of floats of that of the tokens."""
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    base, batch = make(), batch_of("padded")
+    model = peft.get_peft_model(base, config).double()
+    set_attention(model, PATTERN)
+    embeds = torch.cat([model.get_prompt(2), base.get_input_embeddings()(batch["input_ids"])], 1)
+    mask = torch.nn.functional.pad(batch["attention_mask"], (3, 0), value=1)
+    want = base(inputs_embeds=embeds, attention_mask=mask).logits
+    assert relative_error(model(**batch).logits[mask == 1], want[mask == 1]) < 1e-12
+
+
+@pytest.mark.skipif(
+    not hasattr(peft.LoraConfig, "alora_invocation_tokens"), reason="peft has no aLoRA yet"
+)
+@pytest.mark.parametrize("order", ORDERS)
+def test_an_adapter_that_is_active_from_a_token_on_is_refused_on_ranks(order):
+    """Where the token is, is known on the rank that holds it alone."""
+    base = make()
+    if order == ORDERS[0]:
+        set_attention(base, PATTERN)
+    model = peft.get_peft_model(base, lora(alora_invocation_tokens=[7, 8])).double()
+    set_attention(model, PATTERN)
+    batch, layout = batch_of("plain"), SequenceLayout.zigzag(LENGTH, 2)
+    model(**batch)
+
+    def run(ends):
+        own = copy.deepcopy(model)
+        set_attention(own, PATTERN, group=ends, layout=layout)
+        with pytest.raises(ValueError, match="adapter 'default' with alora_invocation_tokens"):
+            own(**shard_of(batch, layout, ends))
+
+    run_loopback(2, run)
+
+
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")  # peft's name
+def test_prefix_tuning_has_a_cache_of_its_own_and_is_refused():
+    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model = peft.get_peft_model(make(), config).double()
+    set_attention(model, PATTERN)
+    with pytest.raises(ValueError, match="must be a DilatedCache"):
+        model(input_ids=prompt())

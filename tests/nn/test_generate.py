@@ -1,0 +1,237 @@
+"""Generation: logits of every step are those of the full forward; loops, on ranks too."""
+
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from support.generating import (
+    VOCABULARY,
+    WORLD_SIZES,
+    generations,
+    greedy,
+    last_document,
+    make_model,
+    model_of,
+)
+
+from ring_dilated_attention import SequenceLayout
+from ring_dilated_attention.checks import relative_error, run_ranks
+from ring_dilated_attention.exchange import Exchange, ExchangeError, run_loopback
+from ring_dilated_attention.nn import LongNet
+from ring_dilated_attention.plan import plan_cache
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def run_generation(
+    case: dict[str, Any], model: LongNet, tokens: torch.Tensor, ends: Exchange
+) -> list[torch.Tensor]:
+    """Logits of the prompt's last position, and of each step."""
+    caches = model.make_caches(
+        case["batch"],
+        max_length=case["prompt"] + sum(case["new"]),
+        group=ends,
+        sharded=case["sharded"],
+    )
+    for cache in caches:  # what nobody wrote is not to be read
+        cache.keys.fill_(torch.nan)
+        cache.values.fill_(torch.nan)
+    shard = case["layout"].shard(tokens[:, : case["prompt"]], ends.rank, 1)
+    options = {name: case[name] for name in ("lengths", "documents", "layout")}
+    logits = [model.prefill(shard, caches, **options)[:, None]]
+    starts = [case["prompt"]]
+    for count in case["new"]:
+        starts.append(starts[-1] + count)
+    for first, stop in pairwise(starts):
+        logits.append(model.step(tokens[:, first:stop], caches))
+    assert not any(x.requires_grad for x in logits)
+    return logits
+
+
+@settings(max_examples=50, deadline=None)
+@given(generations())
+def test_logits_of_any_generation_are_those_of_the_full_forward(case: dict[str, Any]) -> None:
+    model = model_of(case)
+    tokens = torch.randint(VOCABULARY, (case["batch"], case["prompt"] + sum(case["new"])))
+    by_rank = run_loopback(case["world_size"], partial(run_generation, case, model, tokens))
+    for results in by_rank[1:]:
+        assert all(map(torch.equal, results, by_rank[0]))
+    got = torch.cat(by_rank[0], 1)
+    with torch.no_grad():
+        for row in range(case["batch"]):
+            document = last_document(case, row)
+            text = torch.cat(
+                [tokens[row, document.start : document.stop], tokens[row, case["prompt"] :]]
+            )
+            want = model(text[None])[0, len(document) - 1 :]
+            assert relative_error(got[row], want) < 1e-10
+
+
+def test_three_hundred_positions_behind_a_prompt_of_prime_length() -> None:
+    case: dict[str, Any] = {
+        "batch": 2, "prompt": 211, "new": [1] * 150 + [37, 113], "sharded": True, "world_size": 3,
+        "layout": SequenceLayout.zigzag(211, 3), "lengths": [211, 64], "documents": None,
+    }  # fmt: skip
+    model = make_model(head_offsets="blocked")
+    tokens = torch.randint(VOCABULARY, (2, 511))
+    got = torch.cat(run_loopback(3, partial(run_generation, case, model, tokens))[0], 1)
+    with torch.no_grad():
+        for row, length in enumerate(case["lengths"]):
+            text = torch.cat([tokens[row, :length], tokens[row, 211:]])
+            assert relative_error(got[row], model(text[None])[0, length - 1 :]) < 1e-10
+
+
+# --- loops
+
+
+def test_generate_is_greedy_by_default_and_streams_the_same() -> None:
+    model = make_model()
+    assert model.training
+    prompt = torch.randint(VOCABULARY, (3, 29))
+    tokens = model.generate(prompt, 40)
+    assert torch.equal(tokens, greedy(model, prompt, 40))
+    assert len(tokens.unique()) > 3
+    assert torch.equal(torch.stack([*model.stream(prompt, 40)], 1), tokens)
+    assert model.training
+    model.loss(tokens, tokens).backward()  # they may be trained on
+    lengths = [29, 1, 13]
+    for row, length in enumerate(lengths):
+        alone = model.generate(prompt[row : row + 1, :length], 40)
+        assert torch.equal(model.generate(prompt, 40, lengths=lengths)[row], alone[0])
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_tokens_are_the_same_on_any_number_of_ranks(sharded: bool) -> None:
+    model = make_model()
+    prompt = torch.randint(VOCABULARY, (2, 47))
+    options: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "seed": 7, "lengths": [47, 30]}
+    for chosen in ({"lengths": [47, 30]}, options):
+        want = model.generate(prompt, 70, **chosen)
+        for world_size in WORLD_SIZES[1:]:
+            layout = SequenceLayout.zigzag(47, world_size)
+
+            def rank(ends: Exchange, layout: Any = layout, chosen: Any = chosen) -> torch.Tensor:
+                return model.generate(
+                    layout.shard(prompt, ends.rank, 1), 70, layout=layout, group=ends,
+                    sharded=sharded, **chosen,
+                )  # fmt: skip
+
+            for tokens in run_loopback(world_size, rank):
+                assert torch.equal(tokens, want)
+
+
+def test_a_row_that_has_stopped_gives_its_stop_token_and_all_of_them_end_it() -> None:
+    model = make_model()
+    prompt = torch.randint(VOCABULARY, (2, 20))
+    free = model.generate(prompt, 50, temperature=3.0)
+    stop = next(int(token) for token in free[0, 3:] if token in free[1])
+    ends = [(row == stop).nonzero() for row in free]
+    length = max(int(found[0]) for found in ends) + 1
+    tokens = model.generate(prompt, 50, temperature=3.0, stop_token=stop)
+    assert tokens.shape[1] <= 50
+    first = int(ends[0][0])
+    assert torch.equal(tokens[0, : first + 1], free[0, : first + 1])
+    assert (tokens[0, first:] == stop).all()
+    assert length <= tokens.shape[1]
+    assert (tokens[:, -1] == stop).all()
+    assert not (tokens[:, :-1] == stop).all(0).any()
+
+
+@pytest.mark.parametrize("device_dtype", [torch.bfloat16, torch.float16])
+def test_under_autocast_caches_have_its_dtype(device_dtype: torch.dtype) -> None:
+    model = make_model().float()
+    prompt = torch.randint(VOCABULARY, (2, 33))
+    with torch.autocast("cpu", dtype=device_dtype), torch.no_grad():
+        caches = model.make_caches(2, max_length=100)
+        logits = [
+            model.prefill(prompt[:, :20], caches)[:, None],
+            model.step(prompt[:, 20:], caches),
+        ]
+        assert caches[0].keys.dtype == device_dtype
+        want = model(prompt)[:, 19:]
+        assert relative_error(torch.cat(logits, 1).float(), want.float()) < 0.05
+        assert model.generate(prompt, 5).shape == (2, 5)
+    assert model.bfloat16().generate(prompt, 5).shape == (2, 5)
+
+
+def test_rejected_tokens_are_taken_back() -> None:
+    """As speculative decoding does: some of several tokens of a step stay."""
+    model = make_model()
+    text = torch.randint(VOCABULARY, (1, 80))
+    caches = model.make_caches(1, max_length=200, max_rewind=6)
+    model.prefill(text[:, :31], caches)
+    at = 31
+    for kept in (2, 1, 6, 4, 3):
+        wrong = (text[:, at + kept : at + 6] + 1) % VOCABULARY
+        model.step(torch.cat([text[:, at : at + kept], wrong], 1), caches)
+        for cache in caches:
+            cache.rewind(6 - kept)
+        at += kept
+    with torch.no_grad():
+        want = model(text)[:, at:]
+    assert relative_error(model.step(text[:, at:], caches), want) < 1e-10
+
+
+def test_ten_thousand_tokens_take_the_memory_of_the_closed_form(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = make_model(
+        num_layers=1, embed_dim=8, num_heads=2, num_kv_heads=1, ffn_dim=8,
+        segment_lengths=[16, 64], dilation_rates=[1, 4],
+    ).float()  # fmt: skip
+    made: list[Any] = []
+
+    def make(self: LongNet, batch: int, most: int, *rest: Any) -> list[Any]:
+        made.extend(self.make_caches(batch, max_length=most))
+        return made
+
+    monkeypatch.setattr("ring_dilated_attention.nn.generation.make_caches", make)
+    for _ in model.stream(torch.zeros(1, 3, dtype=torch.int64), 10_000):
+        (cache,) = made
+        assert cache.nbytes == plan_cache(cache.plan.pattern, 1, None).nbytes(1, 4, 4)
+        assert cache.nbytes == 2 * (16 + 64 // 4) * 4 * 4
+    assert made[0].known_lengths == (3 + 10_000 - 1,)
+
+
+# --- processes
+
+
+def generate_on_gloo(rank: int, world_size: int) -> list[Any]:
+    model = make_model()
+    prompt = torch.arange(36).view(1, 36) % VOCABULARY
+    shard = prompt[:, rank * 18 : rank * 18 + 18]
+    tokens = model.generate(shard, 45, group=dist.group.WORLD, sharded=True)
+    heard = []
+    differing: list[dict[str, Any]] = [
+        {"temperature": float(rank)},
+        {"max_new_tokens": 4 + rank},
+        {"seed": rank},
+        {"lengths": [36 - rank]},
+        {"sharded": bool(rank)},
+    ]
+    for options in differing:
+        with pytest.raises(ValueError, match="on different ranks") as caught:
+            model.generate(shard, **{"max_new_tokens": 4, "group": dist.group.WORLD, **options})
+        heard.append(str(caught.value))
+    with torch.no_grad():  # ranks of different weights
+        model.embedding.weight[:, 0] += rank * torch.arange(VOCABULARY)
+    with pytest.raises((ValueError, ExchangeError)) as differs:
+        model.generate(shard, 45, group=dist.group.WORLD)
+    return [tokens, heard, str(differs.value)]
+
+
+def test_processes_generate_together_and_hear_of_what_differs() -> None:
+    results = run_ranks(generate_on_gloo, 2)
+    prompt = torch.arange(36).view(1, 36) % VOCABULARY
+    want = make_model().generate(prompt, 45)
+    for tokens, heard, differs in results:
+        assert torch.equal(tokens, want)
+        for name, message in zip(
+            ("temperature", "max_new", "seed", "lengths", "sharded"), heard, strict=True
+        ):
+            assert name in message
+        assert "the last tokens drawn" in differs

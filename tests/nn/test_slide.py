@@ -1,0 +1,503 @@
+"""The slide encoder: the same on any ranks, in any chunks, with any checkpointing."""
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from support.small_models import encoder, own_tiles, slide, small
+from support.torchscale_definition import torchscale_by_definition
+from torch import nn
+
+from ring_dilated_attention import DilatedPattern, SequenceLayout
+from ring_dilated_attention.checks import reference_attention, relative_error, run_ranks
+from ring_dilated_attention.exchange import run_loopback
+from ring_dilated_attention.nn import LayerNorm, SlideEncoder, SlideEncoderConfig, sincos_positions
+from ring_dilated_attention.nn.encoder_block import EncoderBlock
+
+TORCHSCALE = {"head_offsets": "blocked", "zero_keys": True, "branch_gradients": "detached"}
+
+
+def step(model, features, coordinates, **options):
+    """Loss and gradients of this rank; both have to be added up over ranks."""
+    encoded = model(features, coordinates, **options)
+    loss = encoded.cls.square().sum() + encoded.tiles.sin().sum()
+    return loss.detach(), torch.autograd.grad(loss, list(model.parameters()))
+
+
+@pytest.mark.parametrize("options", [{}, TORCHSCALE], ids=["exact", "torchscale"])
+def test_it_is_what_it_says_it_is(options):
+    """Written down once more, in plain torch, from the definitions."""
+    segments, rates = (6, 17, 29, 41), (1, 2, 4, 3)
+    model = encoder(num_layers=1, segment_lengths=segments, **options)
+    features, coordinates = slide()
+    (block,) = model.blocks
+    positions = sincos_positions(coordinates / 256, 32)
+    x = model.embedding(features) + positions
+    x = torch.cat([model.cls_token, x], 1)
+
+    def norm(module, y):
+        return F.layer_norm(y, module.normalized_shape, module.weight, module.bias, 1e-5)
+
+    y = norm(block.attention_norm, x)
+    a = block.attention
+    q, k, v = (p(y).unflatten(-1, (4, 8)) for p in (a.q_proj, a.k_proj, a.v_proj))
+    if options:
+        out, _ = torchscale_by_definition(q, k, v, segments, rates)
+    else:
+        out, _ = reference_attention(q, k, v, DilatedPattern(segments, rates))
+    x = x + a.out_proj(norm(a.norm, out.flatten(2)))
+    inner = F.gelu(block.expand(norm(block.mlp_norm, x)))
+    x = norm(model.norm, x + block.contract(norm(block.inner_norm, inner)))
+    encoded = model(features, coordinates)
+    assert relative_error(encoded.cls, x[:, :1]) < 1e-12
+    assert relative_error(encoded.tiles, x[:, 1:]) < 1e-12
+    parameters = list(model.parameters())
+    expected = torch.autograd.grad(x[:, :1].square().sum() + x[:, 1:].sin().sum(), parameters)
+    _, gradients = step(model, features, coordinates)
+    for got, want in zip(gradients, expected, strict=True):
+        assert relative_error(got, want) < 1e-10 or (got - want).abs().max() < 1e-11
+
+
+def test_sincos_by_hand():
+    got = sincos_positions(torch.tensor([[3, 0], [0, 2**30]]), 8)
+    assert got.dtype == torch.float32
+    x, y = 3.0, float(2**30)
+    want = [
+        [math.sin(x), math.sin(x / 100), math.cos(x), math.cos(x / 100), 0, 0, 1, 1],
+        [0, 0, 1, 1, math.sin(y), math.sin(y / 100), math.cos(y), math.cos(y / 100)],
+    ]
+    torch.testing.assert_close(got, torch.tensor(want), rtol=0, atol=5e-7)
+    with pytest.raises(ValueError, match="embed_dim must be a multiple of 4; got 6"):
+        sincos_positions(torch.zeros(3, 2), 6)
+
+
+@pytest.mark.parametrize(("most", "error"), [(2**20, 2e-7), (2**30, 5e-7)])
+def test_sincos_of_large_coordinates(most, error):
+    coordinates = torch.randint(-most, most, (500, 2), generator=torch.Generator().manual_seed(0))
+    got = sincos_positions(coordinates, 768)
+    frequencies = 10_000.0 ** (-np.arange(192) / 192)
+    angles = coordinates.double().numpy()[..., None] * frequencies
+    want = np.concatenate((np.sin(angles), np.cos(angles)), -1).reshape(500, 768)
+    assert np.abs(got.double().numpy() - want).max() < error
+
+
+LAYOUTS = {
+    "uneven": SequenceLayout([[(0, 23)], [(23, 24)], [(24, 41)]]),
+    "zigzag": SequenceLayout.zigzag(41, 3),
+    "an empty rank": SequenceLayout([[(0, 30)], [], [(30, 41)]]),
+    "class token behind tiles": SequenceLayout([[(9, 20)], [(30, 41), (0, 9)], [(20, 30)]]),
+    "nothing but the class token": SequenceLayout([[(0, 1)], [(1, 20)], [(20, 41)]]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{}, TORCHSCALE], ids=["exact", "torchscale"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_any_ranks_encode_alike(name, options):
+    layout, model = LAYOUTS[name], encoder(**options)
+    features, coordinates = slide(batch=2)
+    encoded = model(features, coordinates)
+    want, expected = step(model, features, coordinates)
+
+    def run(ends):
+        own = copy.deepcopy(model)
+        shard = own_tiles(layout, ends.rank, features, coordinates)
+        result = own(*shard, group=ends, layout=layout)
+        return result, step(own, *shard, group=ends, layout=layout)
+
+    ran = run_loopback(3, run)
+    holder = layout.pieces[0].rank
+    for rank, (result, _) in enumerate(ran):
+        assert result.cls.shape == (2, int(rank == holder), 32)
+        (tiles,) = own_tiles(layout, rank, encoded.tiles)
+        assert tiles.numel() == 0 or relative_error(result.tiles, tiles) < 1e-11
+    assert relative_error(ran[holder][0].cls, encoded.cls) < 1e-11
+    assert relative_error(sum(loss for _, (loss, _) in ran), want) < 1e-11
+    for index, gradient in enumerate(expected):
+        total = sum(gradients[index] for _, (_, gradients) in ran)
+        # Without zero keys the bias of keys has no gradient but rounding.
+        assert relative_error(total, gradient) < 1e-10 or total.abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("chunk_rows", [None, 7])
+@pytest.mark.parametrize("checkpoint", ["none", "full", "keep_attention"])
+def test_chunks_and_checkpoints_change_nothing(checkpoint, chunk_rows):
+    for options in ({}, TORCHSCALE):
+        want, expected = step(encoder(**options), *slide())
+        model = encoder(checkpoint=checkpoint, chunk_rows=chunk_rows, **options)
+        loss, gradients = step(model, *slide())
+        assert relative_error(loss, want) < 1e-12
+        for got, gradient in zip(gradients, expected, strict=True):
+            assert relative_error(got, gradient) < 1e-9 or (got - gradient).abs().max() < 1e-10
+
+
+def test_slides_of_a_batch_may_differ_in_length():
+    model = encoder(zero_keys=True)
+    features, coordinates = slide(batch=3)
+    encoded = model(features, coordinates, lengths=[40, 13, 25])
+    for row, count in enumerate((40, 13, 25)):
+        alone = model(features[row : row + 1, :count], coordinates[row : row + 1, :count])
+        assert relative_error(encoded.cls[row], alone.cls[0]) < 1e-11
+        assert relative_error(encoded.tiles[row, :count], alone.tiles[0]) < 1e-11
+
+
+def gloo_step(rank, world_size):
+    """Uneven shards, the class token on the first rank; loss and gradients added up."""
+    model = encoder(checkpoint="keep_attention", chunk_rows=8).float()
+    features, coordinates = slide(tiles=60)
+    layout = SequenceLayout([[(0, 31)], [(31, 40)], [(40, 61)]])
+    shard = own_tiles(layout, rank, features.float(), coordinates)
+    loss, gradients = step(model, *shard, group=dist.group.WORLD, layout=layout)
+    for tensor in (loss, *gradients):
+        dist.all_reduce(tensor)
+    return loss, gradients
+
+
+def test_one_process_and_three_have_one_loss_and_gradient():
+    features, coordinates = slide(tiles=60)
+    want, expected = step(encoder(), features, coordinates)
+    for loss, gradients in run_ranks(gloo_step, 3):
+        assert relative_error(loss, want) < 1e-5
+        for got, gradient in zip(gradients, expected, strict=True):
+            size = gradient.norm()
+            assert (got - gradient).norm() < 1e-5 * size or size < 1e-9
+
+
+def test_chunks_hold_a_few_tensors_a_block():
+    """In chunks: the block's input, query, key, value and out, and an lse.
+
+    Without: what every step reads, but inside of the MLP (1.5 wide) its first projection's result
+    alone, of three.
+    """
+
+    def held(**options):
+        sizes = {}
+
+        def pack(tensor):
+            if tensor.grad_fn is not None or not tensor.requires_grad:  # no parameters
+                sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        model = encoder(num_layers=4, **options).float()
+        features, coordinates = slide(tiles=999)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            encoded = model(features.float(), coordinates)
+        assert encoded.cls.requires_grad
+        return sum(sizes.values()) / (1000 * 32 * 4) / 4
+
+    plain, chunked = held(), held(chunk_rows=64)
+    assert chunked < 6.5 < 11 < plain < 12
+
+
+@pytest.mark.parametrize("chunk_rows", [None, 8])
+def test_gradients_hold_no_more_than_themselves(chunk_rows):
+    """A view of a gradient of all rows keeps all of it, and DDP copies what has odd strides."""
+    model = encoder(chunk_rows=chunk_rows)
+    encoded = model(*slide())
+    (encoded.cls.square().sum() + encoded.tiles.sin().sum()).backward()
+    for parameter in model.parameters():
+        gradient = parameter.grad
+        assert gradient.untyped_storage().nbytes() == gradient.nbytes
+        assert gradient.stride() == parameter.stride()
+
+
+def test_layer_norm_keeps_half_precision():
+    norm, theirs = LayerNorm(48), nn.LayerNorm(48)
+    for module in (norm, theirs):
+        nn.init.normal_(module.weight, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(5, 48)
+    assert torch.equal(norm(x), theirs(x))
+    with torch.autocast("cpu", torch.bfloat16):
+        half, wide = norm(x.bfloat16()), theirs(x.bfloat16())
+        assert norm(x).dtype == torch.float32
+    assert half.dtype == torch.bfloat16
+    assert relative_error(half, wide) < 1e-2
+
+
+@pytest.mark.parametrize("options", [{}, {"bias": False}, {"elementwise_affine": False}])
+def test_layer_norm_with_fewer_parameters(options):
+    norm, theirs = LayerNorm(48, **options), nn.LayerNorm(48, **options)
+    for parameter in (*norm.parameters(), *theirs.parameters()):
+        nn.init.normal_(parameter, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(5, 48)
+    assert torch.equal(norm(x), theirs(x))
+    half = norm.bfloat16()(x.bfloat16())
+    assert half.dtype == torch.bfloat16
+    assert relative_error(half, theirs(x)) < 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("casts", [True, False])
+def test_gradients_of_layer_norm_are_summed_in_float32(dtype, casts):
+    """torch adds them up in half precision on CPUs, where 3,000 ones are 256."""
+    norm = LayerNorm(48, dtype=torch.float32 if casts else dtype)
+    x = torch.randn(3000, 48).to(dtype)
+    x[:, 0] = 8  # the largest of each row
+    with torch.autocast("cpu", dtype, enabled=casts):
+        norm(x).sum().backward()
+    rows = x.double()
+    normal = (rows - rows.mean(1, keepdim=True)) / rows.var(1, keepdim=True, unbiased=False).sqrt()
+    assert norm.weight.grad is not None
+    assert norm.bias.grad is not None
+    assert relative_error(norm.bias.grad, torch.full((48,), 3000.0)) < 4e-3
+    assert relative_error(norm.weight.grad, normal.sum(0)) < 4e-3
+
+
+def test_autocast():
+    model = encoder().float()
+    features, coordinates = slide()
+    want, expected = step(model, features.float(), coordinates)
+    with torch.autocast("cpu", torch.bfloat16):
+        encoded = model(features.float(), coordinates)
+        assert encoded.tiles.dtype == torch.bfloat16
+        loss, gradients = step(model, features.float(), coordinates)
+    assert relative_error(loss, want) < 0.05
+    assert all(g.dtype == torch.float32 for g in gradients)
+    whole, other = (torch.cat([g.flatten() for g in gs]) for gs in (expected, gradients))
+    assert relative_error(other, whole) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "message"),
+    [
+        ({"in_dim": 0}, ValueError, "in_dim must be >= 1, got 0"),
+        ({"embed_dim": 30, "num_heads": 3}, ValueError, "embed_dim must be a multiple of 4"),
+        ({"num_heads": 5}, ValueError, "num_heads must divide embed_dim 32; got 5"),
+        ({"tile_size": 0}, ValueError, "tile_size must be finite and above 0; got 0"),
+        ({"norm_eps": "x"}, TypeError, "norm_eps must be a number, got 'x'"),
+        ({"zero_keys": 1}, TypeError, "zero_keys must be a bool, got 1"),
+        ({"branch_gradients": "x"}, ValueError, "branch_gradients must be one of"),
+        ({"dilation_rates": [1]}, ValueError, "one value each per branch"),
+    ],
+)
+def test_config_refuses(changes, kind, message):
+    with pytest.raises(kind, match=message):
+        small(**changes)
+
+
+def test_config_is_a_value_and_gigapaths_by_default():
+    assert small() == small(segment_lengths=(6, 17, 29, None))
+    assert hash(small()) == hash(small())
+    model = SlideEncoder(SlideEncoderConfig())
+    assert sum(p.numel() for p in model.blocks.parameters()) == 12 * 7_095_552
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        ({"features": torch.zeros(1, 40, 11)}, ValueError, r"features must have shape .* 12\)"),
+        ({"coordinates": torch.zeros(1, 40, 3)}, ValueError, "coordinates must have shape"),
+        ({"coordinates": torch.zeros(1, 39, 2)}, ValueError, "same batch and tiles"),
+        ({"features": [1]}, TypeError, "features must be a tensor"),
+        (
+            {"features": torch.zeros(1, 40, 12, dtype=torch.float16)},
+            TypeError,
+            r"parameters, torch.float64, .* torch.float16: pass features.to\(torch.float64",
+        ),
+        (
+            {"features": torch.zeros(1, 40, 12, dtype=torch.float64, device="meta")},
+            ValueError,
+            "must be on one device; got meta, cpu and cpu",
+        ),
+        ({"coordinates": torch.zeros(1, 40, 2) > 0}, TypeError, "float64; got torch.bool"),
+        ({"coordinates": torch.zeros(1, 40, 2) * 1j}, TypeError, "got torch.complex64"),
+        ({"layout": "zigzag"}, TypeError, "layout must be a SequenceLayout or None"),
+        (
+            {"layout": SequenceLayout.contiguous(40, 1)},
+            ValueError,
+            "39 tiles beside the class token; got 40. It must",
+        ),
+        ({"layout": SequenceLayout.contiguous(41, 2)}, ValueError, "the layout is for 2 ranks"),
+        ({"lengths": [41]}, ValueError, "numbers of tiles, from 0 to the 40 of a row; got 41"),
+        ({"lengths": torch.tensor([-1])}, ValueError, "numbers of tiles.* got -1"),
+        ({"lengths": [40, 3]}, ValueError, r"for each of 1 slides; got \(40, 3\)"),
+    ],
+)
+def test_forward_refuses(arguments, kind, message):
+    features, coordinates = slide()
+    with pytest.raises(kind, match=message):
+        encoder()(**{"features": features, "coordinates": coordinates, **arguments})
+
+
+def fail(rank):
+    if rank:
+        raise ZeroDivisionError("division by zero")
+
+
+@pytest.mark.parametrize("chunk_rows", [None, 8])
+@pytest.mark.parametrize("where", ["embedding", "blocks.0.attention_norm", "blocks.1.attention"])
+def test_what_fails_on_one_rank_on_the_way_to_attention_does_on_all(where, chunk_rows):
+    """For want of memory, say. The next slide is encoded with that of the other rank."""
+    layout, model = SequenceLayout.contiguous(41, 2), encoder(chunk_rows=chunk_rows)
+    where += ".q_proj" if where.endswith("attention") else ""
+    features, coordinates = slide()
+    want = model(features, coordinates).tiles
+
+    def run(ends):
+        shard, own = own_tiles(layout, ends.rank, features, coordinates), copy.deepcopy(model)
+        failing = own.get_submodule(where)
+        handle = failing.register_forward_pre_hook(lambda *_: fail(ends.rank))
+        wanted = "division by zero" if ends.rank else "dilated_attention was refused on other ranks"
+        with pytest.raises((ValueError, ZeroDivisionError), match=wanted):
+            own(*shard, group=ends, layout=layout)
+        handle.remove()
+        return own(*shard, group=ends, layout=layout).tiles
+
+    assert relative_error(torch.cat(run_loopback(2, run), 1), want) < 1e-12
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # of torch 2.11
+def test_an_exported_encoder_is_saved_and_loaded(tmp_path):
+    model, given = encoder(), slide()
+    torch.export.save(torch.export.export(model, given), tmp_path / "encoder.pt2")
+    loaded = torch.export.load(tmp_path / "encoder.pt2").module()(*given)
+    assert type(loaded).__name__ == "Encoded"
+    for got, want in zip(loaded, model(*given), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_a_bad_call_is_an_error_on_every_rank():
+    layout = SequenceLayout.contiguous(41, 2)
+    features, coordinates = slide()
+
+    def run(ends):
+        shard = own_tiles(layout, ends.rank, features, coordinates)
+        if ends.rank:
+            shard[0] = shard[0][:, :-1]
+        with pytest.raises(ValueError) as caught:  # noqa: PT011
+            encoder()(*shard, group=ends, layout=layout)
+        return str(caught.value)
+
+    first, second = run_loopback(2, run)
+    assert "SlideEncoder was refused on other ranks: rank 1" in first
+    assert "same batch and tiles" in second
+
+
+def test_options_are_refused():
+    with pytest.raises(ValueError, match="checkpoint must be one of"):
+        SlideEncoder(small(), checkpoint="some")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="chunk_rows must be >= 1"):
+        SlideEncoder(small(), chunk_rows=0)
+
+
+def assert_half(loss, gradients, want, expected):
+    """A step in half precision on a GPU is one in float64, but for rounding."""
+    assert relative_error(loss.cpu(), want) < 0.02
+    whole, other = (torch.cat([g.flatten().cpu() for g in gs]) for gs in (expected, gradients))
+    assert relative_error(other, whole) < 0.05
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("default")  # kernels that have no deterministic form say so
+@pytest.mark.parametrize("options", [{}, TORCHSCALE], ids=["exact", "torchscale"])
+def test_half_precision_on_a_gpu(options):
+    model = encoder(
+        embed_dim=64, ffn_dim=96, checkpoint="keep_attention", chunk_rows=512, **options
+    )
+    features, coordinates = slide(tiles=3000)
+    want, expected = step(model, features, coordinates)
+    model = model.float().cuda()
+    features, coordinates = features.float().cuda(), coordinates.cuda()
+    with torch.autocast("cuda", torch.float16):
+        assert model.norm(features.new_zeros(3, 64, dtype=torch.float16)).dtype == torch.float16
+        assert model(features, coordinates).tiles.dtype == torch.float16
+        loss, gradients = step(model, features, coordinates)
+    assert_half(loss, gradients, want, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("default")  # the compiler's
+def test_compiled_slides_of_changing_lengths_on_a_gpu():
+    model = encoder(embed_dim=64, ffn_dim=96)
+    slides = [slide(tiles=tiles) for tiles in (300, 511, 700, 1537)]
+    wanted = [step(model, *each) for each in slides]
+    model = model.float().cuda()
+    compiled = torch.compile(model, fullgraph=True)
+    for (features, coordinates), (want, expected) in zip(slides, wanted, strict=True):
+        with torch.autocast("cuda", torch.float16):
+            loss, gradients = step(compiled, features.float().cuda(), coordinates.cuda())
+        assert_half(loss, gradients, want, expected)
+    torch._dynamo.reset()
+
+
+def test_an_adapter_in_a_hook_of_the_mlp_is_trained():
+    """Only plain modules are recomputed without calling them as a checkpoint would."""
+    model = encoder()
+    block = model.blocks[0]
+    assert isinstance(block, EncoderBlock)
+    adapter = nn.Linear(block.contract.in_features, block.contract.out_features).double()
+    block.contract.register_forward_hook(lambda _, inputs, out: out + adapter(inputs[0]))
+    model(*slide()).cls.square().sum().backward()
+    for parameter in (adapter.weight, block.contract.weight, block.inner_norm.weight):
+        assert parameter.grad is not None
+        assert parameter.grad.abs().max() > 0
+
+
+class Dropping(nn.Module):
+    """A projection with an adapter that drops some of what it reads, as those of peft do."""
+
+    def __init__(self, projection):
+        super().__init__()
+        self.projection, self.dropout = projection, nn.Dropout(0.5)
+        shape = projection.in_features, projection.out_features
+        self.adapter = nn.Linear(*shape, dtype=torch.float64)
+
+    def forward(self, rows):
+        return self.projection(rows) + self.adapter(self.dropout(rows))
+
+
+@pytest.mark.parametrize("chunk_rows", [None, 7])
+@pytest.mark.parametrize("checkpoint", ["none", "full", "keep_attention"])
+def test_gradients_are_those_of_the_masks_that_dropout_drew(checkpoint, chunk_rows):
+    model = encoder(checkpoint=checkpoint, chunk_rows=chunk_rows)
+    for block in model.blocks:
+        block.contract, block.expand = Dropping(block.contract), Dropping(block.expand)
+    weight = model.blocks[0].expand.adapter.weight
+    towards = torch.randn_like(weight)
+
+    def loss():
+        torch.manual_seed(3)
+        return model(*slide()).tiles.sin().sum()
+
+    (gradient,) = torch.autograd.grad(loss(), weight)
+    ends = []
+    for sign in (1, -1):
+        with torch.no_grad():
+            weight += sign * 1e-6 * towards
+            ends.append(loss())
+            weight -= sign * 1e-6 * towards
+    assert relative_error((gradient * towards).sum(), (ends[0] - ends[1]) / 2e-6) < 1e-5
+
+
+@pytest.mark.parametrize("has_hook", [False, True])
+@pytest.mark.parametrize("chunk_rows", [None, 7])
+@pytest.mark.parametrize("checkpoint", ["none", "full", "keep_attention"])
+def test_weights_of_another_encoder_by_functional_call(checkpoint, chunk_rows, has_hook):
+    model, other, given = encoder(checkpoint=checkpoint, chunk_rows=chunk_rows), encoder(1), slide()
+    if has_hook:
+        model.blocks[0].contract.register_forward_hook(lambda *_: None)
+    want = step(other, *given)
+    weights = dict(other.named_parameters())
+    computed = {name: weight * 1.0 for name, weight in weights.items()}
+    for some in (weights, computed):
+        encoded = torch.func.functional_call(model, some, given)
+        loss = encoded.cls.square().sum() + encoded.tiles.sin().sum()
+        gradients = torch.autograd.grad(loss, list(weights.values()))
+        for got, gradient in zip(gradients, want[1], strict=True):
+            assert relative_error(got, gradient) < 1e-9 or (got - gradient).abs().max() < 1e-10
+
+
+def test_derivatives_by_functions():
+    model, given = encoder(), slide()
+
+    def loss(weights):
+        return torch.func.functional_call(model, weights, given).tiles.sin().sum()
+
+    weights = dict(model.named_parameters())
+    want = torch.autograd.grad(loss(weights), list(weights.values()))
+    for got, gradient in zip(torch.func.grad(loss)(weights).values(), want, strict=True):
+        assert relative_error(got, gradient) < 1e-9 or (got - gradient).abs().max() < 1e-10

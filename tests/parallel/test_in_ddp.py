@@ -1,0 +1,243 @@
+"""Models in DistributedDataParallel: what it averages, and calls beside it, on two ranks."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.grid_steps import error
+from support.small_models import make_model, make_text
+from support.worlds import world
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
+    PostLocalSGDState,
+    post_localSGD_hook,
+)
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from ring_dilated_attention import SequenceLayout, labels_per_rank
+from ring_dilated_attention.checks import run_ranks
+
+
+def small():
+    return nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+
+
+def takes(model):
+    assert labels_per_rank(5, model, world()) == 5
+
+
+def refuses(model, message):
+    with pytest.raises(ValueError, match=message):
+        labels_per_rank(5, model, world())
+
+
+# --- parameters
+
+
+def unfrozen():
+    model = small()
+    model[0].requires_grad_(False)
+    wrapped = DistributedDataParallel(model)
+    takes(wrapped)
+    model[0].requires_grad_(True)
+    return wrapped
+
+
+def frozen_and_unfrozen():
+    """As many as before, but others."""
+    model = small()
+    model[0].requires_grad_(False)
+    wrapped = DistributedDataParallel(model)
+    model[0].requires_grad_(True)
+    model[1].requires_grad_(False)
+    return wrapped
+
+
+def added():
+    wrapped = DistributedDataParallel(small())
+    wrapped.module[0] = nn.Linear(3, 2)
+    return wrapped
+
+
+def ignored():
+    model, names = small(), ["0.weight", "0.bias"]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    return DistributedDataParallel(model)
+
+
+def parameters(rank, world_size):
+    for make in (unfrozen, frozen_and_unfrozen, added, ignored):
+        refuses(make(), r"does not know 2 parameters, '0\.weight, 0\.bias'.* Wrap the model again")
+    wrapped = DistributedDataParallel(small(), bucket_cap_mb=1e-4)
+    for _ in range(3):  # buckets are made anew
+        takes(wrapped)
+        wrapped(torch.ones(1, 3)).sum().backward()
+    wrapped.module[0].requires_grad_(False)
+    takes(wrapped)  # nothing to average is lost
+    model = small()
+    late = [("1.bias", model[1].bias)]
+    takes(
+        DistributedDataParallel(
+            model, delay_all_reduce_named_params=late, param_to_hook_all_reduce=model[0].weight
+        )
+    )
+
+
+def test_a_parameter_that_ddp_does_not_average_is_named():
+    run_ranks(parameters, 2)
+
+
+# --- communication hooks
+
+
+def summed(state, bucket):
+    return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda x: x.value()[0])
+
+
+def hooked(state, hook):
+    wrapped = DistributedDataParallel(small())
+    wrapped.register_comm_hook(state, hook)
+    return wrapped
+
+
+def hooks(rank, world_size):
+    own, _ = dist.new_subgroups(group_size=1)
+    power: Any = PowerSGDState(None, matrix_approximation_rank=1)
+    local: Any = PostLocalSGDState(world(), own, 0)
+    for state, hook in (
+        (None, default_hooks.allreduce_hook),
+        (world(), default_hooks.fp16_compress_hook),
+        (power, powerSGD_hook),
+        (power, default_hooks.fp16_compress_wrapper(powerSGD_hook)),
+    ):
+        takes(hooked(state, hook))
+    fused = DistributedDataParallel(small())
+    fused._register_fused_optim(torch.optim.SGD, 0.1)
+    takes(fused)
+    builtin = DistributedDataParallel(small())
+    builtin._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    takes(builtin)
+    for state, hook, name in (
+        (None, debugging_hooks.noop_hook, "noop_hook"),
+        (None, default_hooks.fp16_compress_wrapper(summed), "summed"),
+        (None, summed, "summed"),
+        (local, post_localSGD_hook, "post_localSGD_hook"),
+    ):
+        refuses(
+            hooked(state, hook),
+            f"hook {name}, of which it is not known .* pass the ProcessGroup or DeviceMesh",
+        )
+    refuses(
+        hooked(own, default_hooks.allreduce_hook),
+        rf"over ranks \[0, 1\] and its .* allreduce_hook over ranks \[{rank}\]: give both the same",
+    )
+
+
+def test_a_communication_hook_that_may_not_average_over_all_ranks_is_refused():
+    run_ranks(hooks, 2)
+
+
+# --- calls beside DDP
+
+LAYOUT = SequenceLayout([[(0, 9), (20, 23)], [(9, 20)]])
+
+
+class Outer(nn.Module):
+    """A user's model, which computes the loss of the one in it."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.lm = inner
+
+    def forward(self, tokens, labels, **options):
+        return self.lm.loss(tokens, labels, **options)
+
+
+class Checkpointed(Outer):
+    """Backward calls the model again, when DDP's forward has ended."""
+
+    def forward(self, tokens, labels, **options):
+        return checkpoint(self.lm, tokens, labels, use_reentrant=False, **options)
+
+
+def compiled(model):
+    return torch.compile(model, backend="eager")
+
+
+WAYS = {
+    "LongNet": make_model,
+    "in another": lambda: Outer(make_model()),
+    "checkpoint": lambda: Checkpointed(make_model()),
+}
+COMPILED = {
+    "LongNet": lambda: compiled(make_model()),
+    "inner": lambda: Outer(compiled(make_model())),
+    "outer": lambda: compiled(Outer(make_model())),
+    "checkpoint": lambda: compiled(Checkpointed(make_model())),
+}
+
+
+def own_text(rank):
+    return [LAYOUT.shard(x, rank, 1) for x in make_text()]
+
+
+def one_step(rank, model, wrap):
+    """The error of a step in DDP."""
+    tokens, labels = own_text(rank)
+    wrapped = wrap(DistributedDataParallel(model))
+    divisor = labels_per_rank(labels, wrapped, world())
+    (wrapped(tokens, labels, group=world(), layout=LAYOUT) / divisor).backward()
+    alone, (tokens, labels) = make_model(), make_text()
+    loss = alone.loss(tokens, labels) / labels.numel()
+    return error(model, [loss, *torch.autograd.grad(loss, list(alone.parameters()))])
+
+
+def steps(rank, world_size, are_compiled):
+    found = {
+        name: one_step(rank, make(), lambda ddp: ddp)
+        for name, make in (COMPILED if are_compiled else WAYS).items()
+    }
+    if are_compiled:
+        found["DDP"] = one_step(rank, make_model(), compiled)
+    return found
+
+
+def test_ddp_may_call_a_model_in_any_module_and_backward_again():
+    for errors in run_ranks(steps, 2, False):
+        assert max(errors.values()) < 1e-12, errors
+
+
+@pytest.mark.slow
+def test_ddp_may_call_a_compiled_model_in_any_module():
+    for errors in run_ranks(steps, 2, True):
+        assert max(errors.values()) < 1e-12, errors
+
+
+def beside(rank, world_size):
+    text, where = own_text(rank), {"group": world(), "layout": LAYOUT}
+    message = "LongNet is in DistributedDataParallel, .*: call the wrapped model with its labels"
+    known, unknown = Outer(make_model()), make_model()
+    direct, inner = DistributedDataParallel(make_model()), DistributedDataParallel(known)
+    late = DistributedDataParallel(compiled(make_model()))
+    other = DistributedDataParallel(Outer(known.lm))  # of which labels_per_rank does not know
+    for wrapped in (direct, inner, late):
+        takes(wrapped)
+    calls = [direct.module, direct.module.loss, known, known.lm.loss, late.module.loss]
+    for call in calls:
+        with pytest.raises(ValueError, match=message):
+            call(*text, **where)
+        with torch.no_grad():
+            call(*text, **where)
+    assert direct.module(text[0], **where).requires_grad  # logits are no loss
+    unknown.loss(*text, **where).backward()
+    other(*text, **where)
+    known.lm.requires_grad_(False)
+    known.lm.loss(*text, **where)
+
+
+def test_a_loss_beside_ddp_is_refused_wherever_the_model_is():
+    run_ranks(beside, 2)

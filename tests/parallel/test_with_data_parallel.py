@@ -1,0 +1,365 @@
+"""Data parallelism beside sequence parallelism: DDP, the divisor of a loss, and equal batches."""
+
+import re
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from support.grid_steps import (
+    error,
+    grid,
+    layout_of,
+    llama_backward,
+    llama_on_one_process,
+    longnet_on_one_process,
+    longnet_shards,
+)
+from support.small_models import make_model
+from support.transformers_models import PATTERN, make
+from support.worlds import world
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ring_dilated_attention import SequenceLayout, SoloExchange, check_same_batch, labels_per_rank
+from ring_dilated_attention.checks import relative_error, run_ranks
+from ring_dilated_attention.exchange import run_loopback
+from ring_dilated_attention.integrations.transformers import set_attention, shard_batch
+
+# --- losses
+
+
+def longnet_in_ddp(mesh, **options):
+    """The error of a step of two micro-batches; without options gradients are averaged once."""
+    model = DistributedDataParallel(make_model(), **options)
+    shards = longnet_shards(mesh)
+    divisor = labels_per_rank([labels for _, labels in shards], model, mesh["sp"])
+    where = {"group": mesh["sp"], "layout": layout_of(mesh)}
+    total = torch.zeros((), dtype=torch.float64)
+    for index, shard in enumerate(shards):
+        with nullcontext() if index or options else model.no_sync():
+            loss = model(*shard, **where) / divisor
+            loss.backward()
+        total += loss.detach()
+    dist.all_reduce(total)
+    want = longnet_on_one_process()
+    errors = relative_error(total / 4, want[0]), error(model, want)
+    refused(  # DDP would leave these gradients as they are on each rank
+        lambda: model.module.loss(*shards[0], **where),
+        r"LongNet is in DistributedDataParallel, .*: call the wrapped model with its labels",
+    )
+    with torch.no_grad():
+        model.module.loss(*shards[0], **where)
+    return max(errors)
+
+
+def by_hand(mesh):
+    """DDP over the data-parallel ranks alone, and a sum over those that share a sequence."""
+    model = DistributedDataParallel(make_model(), process_group=mesh.get_group("dp"))
+    shards = longnet_shards(mesh)
+    divisor = labels_per_rank([labels for _, labels in shards], world(), mesh["sp"])
+    for tokens, labels in shards:
+        loss = model(tokens, labels, group=mesh["sp"], layout=layout_of(mesh))
+        (loss / divisor).backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad, group=mesh.get_group("sp"))
+        parameter.grad /= 2  # ranks of a sequence: the average over all of them
+    return error(model, longnet_on_one_process())
+
+
+def llama_in_ddp(mesh):
+    model = make()
+    set_attention(model, PATTERN, group=mesh["sp"], layout=layout_of(mesh))
+    wrapped = DistributedDataParallel(model)
+    llama_backward(wrapped, mesh)  # without no_sync: averages add up
+    return error(model, llama_on_one_process())
+
+
+def ignored_labels(mesh):
+    """A rank without labels, and a step without any."""
+    labels = torch.full((1, 5), -100)
+    none = labels_per_rank(labels, mesh, mesh["sp"])
+    some = labels_per_rank(labels if dist.get_rank() else labels + 101, mesh, mesh["sp"])
+    counted = labels_per_rank(dist.get_rank(), mesh["dp", "sp"], mesh["sp"])
+    return [none.item(), some.item(), counted.item()]
+
+
+def refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def refuse_wrong_averages(mesh, rank):
+    """Over the data-parallel ranks alone, over no rank, or not of all parameters."""
+    sequence, labels = mesh["sp"], torch.ones(1, 3, dtype=torch.int64)
+    only_data = DistributedDataParallel(make_model(), process_group=mesh.get_group("dp"))
+    others = rank ^ 1
+    for average in (only_data, mesh["dp"], mesh.get_group("dp")):
+        refused(
+            lambda x=average: labels_per_rank(labels, x, sequence),
+            rf"over ranks \d, \d, without rank {others}, which hold other parts .*: wrap the model",
+        )
+    refused(
+        lambda: labels_per_rank(labels, make_model(), sequence),
+        "LongNet is neither in DistributedDataParallel nor under fully_shard",
+    )
+    sharded = fully_shard(make_model(), mesh=mesh["dp"])
+    refused(lambda: labels_per_rank(labels, sharded, sequence), f"without rank {others}")
+    blocks_only = make_model()
+    for block in blocks_only.blocks:
+        fully_shard(block, mesh=mesh)
+    refused(
+        lambda: labels_per_rank(labels, blocks_only, sequence),
+        "does not know 3 parameters, .*embedding.weight.* call fully_shard",
+    )
+    mixed = make_model()
+    fully_shard(mixed.blocks[0], mesh=mesh["sp"])
+    fully_shard(mixed, mesh=mesh)
+    refused(lambda: labels_per_rank(labels, mixed, sequence), "over the same ranks; got ")
+    for wrong, got in (
+        (labels.float(), "Got torch.float32"),
+        (labels != -100, "Got torch.bool"),
+        (torch.tensor(3), r"Got torch.int64 of shape \(\)"),
+        (None, "Got None"),
+        ([3], "Got 3"),
+    ):
+        with pytest.raises(TypeError, match=f"labels must be tensors of ints .*{got}"):
+            labels_per_rank(wrong, mesh, sequence)  # type: ignore[arg-type]
+    assert labels_per_rank([], mesh, sequence) == labels_per_rank(0, mesh, sequence)
+    refused(lambda: labels_per_rank(-1, mesh, sequence), "a number >= 0; got -1")
+    with pytest.raises(TypeError, match="group must be"):
+        labels_per_rank(labels, mesh, "sp")  # type: ignore[arg-type]
+
+
+def refuse_on_one_rank(rank, world_size):
+    """The others say so instead of waiting, and all may go on."""
+    labels = torch.ones(1, 3, dtype=torch.int64)
+    cases: list[tuple[Any, Any, type[Exception], str]] = [
+        (labels.float(), world(), TypeError, "Got torch.float32"),
+        (labels, "sp", TypeError, "group must be"),
+        (iter([labels, labels[0, 0]]), world(), TypeError, r"Got torch.int64 of shape \(\)"),
+        (-1, world(), ValueError, "a number >= 0; got -1"),
+    ]
+    for wrong, group, kind, message in cases:
+        if rank == 1:
+            with pytest.raises(kind, match=message):
+                labels_per_rank(wrong, world(), group)
+        else:
+            refused(
+                lambda: labels_per_rank(labels, world(), world()),
+                "^1 of the ranks that average gradients refused their arguments",
+            )
+        assert labels_per_rank(labels, world(), world()) == 3
+
+
+def refuse_dtensors(rank, world_size):
+    mesh = init_device_mesh("cpu", (world_size,))
+    whole = torch.arange(12).reshape(1, 12)
+    labels = distribute_tensor(whole, mesh, [Shard(1)])
+    for given in (labels, [labels], distribute_tensor(whole, mesh, [Replicate()])):
+        with pytest.raises(TypeError, match=r"this rank's shard; got a DTensor: .*to_local\(\)"):
+            labels_per_rank(given, mesh, mesh)
+    assert labels_per_rank(labels.to_local(), mesh, mesh) == 6
+
+
+def refuse_labels(rank, world_size):
+    refuse_on_one_rank(rank, world_size)
+    refuse_dtensors(rank, world_size)
+
+
+def test_labels_that_one_rank_refuses_raise_on_all():
+    run_ranks(refuse_labels, 2, wait_timeout=20)
+
+    def run(ends):
+        given, message = (-1, "got -1") if ends.rank == 2 else (4, "^1 of the ranks")
+        refused(lambda: labels_per_rank(given, ends, ends), message)
+        assert labels_per_rank(4, ends, ends) == 4
+
+    run_loopback(3, run)
+
+
+def in_ddp(rank, world_size):
+    mesh = grid()
+    refuse_wrong_averages(mesh, rank)
+    return {
+        "LongNet": longnet_in_ddp(mesh),
+        "LongNet, a static graph": longnet_in_ddp(mesh, static_graph=True),
+        "LongNet, unused parameters": longnet_in_ddp(mesh, find_unused_parameters=True),
+        "LongNet, sums by hand": by_hand(mesh),
+        "Llama": llama_in_ddp(mesh),
+    }, ignored_labels(mesh)
+
+
+@pytest.mark.slow
+def test_a_step_on_a_grid_of_ranks_in_ddp_is_that_of_one_process():
+    """DDP over data- and sequence-parallel ranks, unequal batches, uneven shards, accumulation."""
+    for errors, counts in run_ranks(in_ddp, 4):
+        assert max(errors.values()) < 1e-12, errors
+        assert counts == [0.25, 5 / 4, 6 / 4]
+
+
+def test_labels_on_one_process_and_of_threads():
+    labels = torch.tensor([[1, -100, 3]])
+    assert labels_per_rank(labels, SoloExchange(), None) == 2
+    assert labels_per_rank([labels, labels], SoloExchange(), None, ignore_index=1) == 4
+    counts = run_loopback(3, lambda ends: labels_per_rank(ends.rank, ends, ends))
+    assert counts == [1, 1, 1]
+
+
+def test_a_mean_over_the_labels_of_a_shard_is_refused():
+    """A local mean loss with uneven shards, as of a Trainer that counts its own labels alone."""
+    layout = SequenceLayout([[(0, 20)], [(20, 31)]])
+    tokens = torch.arange(31)[None]
+
+    def run(ends):
+        model = make()
+        set_attention(model, PATTERN, group=ends, layout=layout)
+        shard = shard_batch({"input_ids": tokens, "labels": tokens}, layout, ends)
+        count = (shard["shift_labels"] != -100).sum()
+        message = r"num_items_in_batch is 20 on rank 0, 10 on rank 1\. num_items_in_batch must"
+        with pytest.raises(ValueError, match=message):
+            model(**shard, num_items_in_batch=count)
+
+    run_loopback(2, run)
+
+
+# --- batches
+
+
+def batch():
+    ids = torch.arange(30).reshape(2, 15)
+    return {
+        "input_ids": ids,
+        "labels": ids.clone(),
+        "attention_mask": torch.ones_like(ids),
+        "cu_seq_lens_q": [0, 15],
+        "inputs_embeds": torch.randn(2, 15, 4, generator=torch.Generator().manual_seed(0)),
+    }
+
+
+def swapped(tensor):
+    return tensor.flip(0)
+
+
+CHANGES = {
+    "input_ids": swapped,
+    "labels": lambda x: x.index_fill(1, torch.tensor([14]), 7),
+    "attention_mask": lambda x: x.bool(),
+    "cu_seq_lens_q": lambda x: [0, 9, 15],
+    "inputs_embeds": swapped,
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_ranks_of_a_group_with_other_batches_are_named(name):
+    def run(ends):
+        mine = batch()
+        check_same_batch(mine, ends)
+        if ends.rank == 1:
+            mine[name] = CHANGES[name](mine[name])
+        message = rf"{name} is .* on ranks 0, 2, .* on rank 1\. All ranks of a group must be given"
+        with pytest.raises(ValueError, match=message) as caught:
+            check_same_batch(mine, ends)
+        assert str(caught.value).count(" is ") == 1  # nothing else differs
+        with pytest.raises(ValueError, match=message):
+            shard_batch(mine, SequenceLayout.zigzag(15, 3), ends)
+        check_same_batch(batch(), ends)  # the ranks may go on
+
+    run_loopback(3, run)
+
+
+def test_what_is_no_batch_is_refused_on_every_rank():
+    def run(ends):
+        who = "refused on other ranks: rank 1: TypeError: " if ends.rank == 0 else ""
+        message = f"{who}batch must be a dict of tensors by name; got type list"
+        given: Any = [1] if ends.rank else batch()
+        with pytest.raises((TypeError, ValueError), match=message):
+            check_same_batch(given, ends)
+
+    run_loopback(2, run)
+
+
+def digests(ends):
+    """How `check_same_batch` sees a batch that differs in every entry, by the message."""
+    mine = {
+        "views": torch.arange(60).reshape(6, 10)[:, ::2],
+        "chunks": torch.arange((1 << 20) + 3),
+        "bool": torch.ones(3, 3, dtype=torch.bool),
+        "empty": torch.zeros(0),
+        "half": torch.ones(3, dtype=torch.bfloat16),
+    }
+    check_same_batch(mine, ends)
+    if ends.rank:
+        mine["chunks"] = mine["chunks"].index_fill(0, torch.tensor([(1 << 20) + 1]), 0)
+    with pytest.raises(ValueError, match=r"arguments on different ranks: chunks is \(") as caught:
+        check_same_batch(mine, ends)
+    return re.findall(r"int64 (\w{16})", str(caught.value))
+
+
+def test_every_value_of_every_dtype_counts():
+    for found in run_loopback(2, digests):
+        assert len(set(found)) == 2
+
+
+def changed(number):
+    """3,000 numbers, one of which `repr` does not show."""
+    return torch.zeros(3000, dtype=torch.int64).index_fill(0, torch.tensor([1500]), number)
+
+
+HELD: dict[str, Callable[[int], Any]] = {
+    "list": lambda number: [changed(0), changed(number)],
+    "tuple": lambda number: (changed(0), "a", changed(number)),
+    "dict": lambda number: {"input_ids": changed(number), "more": None},
+    "nested": lambda number: [{"input_ids": [changed(number)]}],
+    "array": lambda number: changed(number).numpy(),
+    "array that steps backwards": lambda number: changed(number).numpy()[::-1],
+    "array of strings": lambda number: np.array(["a"] * 1500 + [str(number)] + ["a"] * 1500),
+    "floats": lambda number: [torch.tensor([1.23456 + 1e-5 * number])],
+    "conjugate": lambda number: torch.ones(4, dtype=torch.complex64).mul(1 + number).conj(),
+    "numbers": lambda number: [*range(3000), number],
+}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_what_a_batch_holds_in_lists_and_dicts_counts(name):
+    def run(ends):
+        for number in (0, 1):
+            check_same_batch({"ids": torch.arange(3), "x": HELD[name](number)}, ends)
+        with pytest.raises(ValueError, match="arguments on different ranks: x is "):
+            check_same_batch({"x": HELD[name](ends.rank)}, ends)
+
+    run_loopback(2, run)
+
+
+def batch_of_dtensors(_, world_size):
+    """What `check_same_batch` says of one."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    ids = distribute_tensor(torch.arange(6), mesh, [Shard(0)])
+    with pytest.raises(TypeError) as caught:
+        check_same_batch({"held": [ids]}, mesh)
+    return str(caught.value)
+
+
+def test_a_batch_is_compared_before_it_is_distributed():
+    for message in run_ranks(batch_of_dtensors, 2):
+        assert message.endswith("held has a DTensor: compare batches before they are distributed")
+
+
+def test_a_worker_of_a_data_loader_is_told_to_leave_it_to_the_training_loop(monkeypatch):
+    layout, ids = SequenceLayout.zigzag(15, 2), {"input_ids": torch.arange(15)[None]}
+    monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: "a worker")
+
+    def run(ends):
+        message = "was called in a worker process of a DataLoader.*training loop"
+        with pytest.raises(RuntimeError, match=message):
+            shard_batch(ids, layout, ends)
+
+    run_loopback(2, run)
+    whole = SequenceLayout.contiguous(15, 1)
+    assert torch.equal(shard_batch(ids, whole)["input_ids"], ids["input_ids"])

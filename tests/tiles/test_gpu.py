@@ -1,0 +1,565 @@
+"""The same comparisons on CUDA devices; skipped where there are none."""
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed
+from support.cut_rings import rings_cut
+
+from ring_dilated_attention import DilatedPattern, dilated_attention
+from ring_dilated_attention.checks import (
+    KINDS,
+    TOLERANCE,
+    Case,
+    combine,
+    make_layout,
+    reference_attention,
+    relative_error,
+    run_case,
+    simulate,
+    sweep,
+)
+from ring_dilated_attention.engine import Accumulator, TileCall, compute, merge_
+from ring_dilated_attention.exchange import run_loopback
+from ring_dilated_attention.plan import Rows, Tile
+from ring_dilated_attention.resolve import forget_plans
+from ring_dilated_attention.tiles import (
+    TileGradients,
+    TileInputs,
+    backend_named,
+    fa4,
+    select_backend,
+)
+
+EAGER = backend_named("eager")
+
+pytestmark = [
+    pytest.mark.gpu,
+    # Asking for NaN in uninitialised memory asks for determinism, which some kernels do not have;
+    # and the compilers of the kernels warn of themselves.
+    pytest.mark.filterwarnings("default"),
+]
+
+LARGE = pytest.mark.xdist_group("large")
+"""Takes tens of GB: not two at a time."""
+
+HALF_KERNELS = [
+    (name, dtype)
+    for name in ("auto", "fa4", "cudnn", "flash", "efficient", "triton", "eager")
+    for dtype in (torch.bfloat16, torch.float16)
+]
+KERNELS = [
+    *HALF_KERNELS,
+    *((name, torch.float32) for name in ("auto", "efficient", "triton")),
+    ("eager", torch.float64),
+]
+
+
+def skip_if_refused(backend, dtype, head_dim):
+    try:
+        select_backend(backend, torch.device("cuda", 0), dtype, head_dim)
+    except ValueError as error:
+        pytest.skip(str(error))
+
+
+def kernel_cases(world_size, backend, dtype):
+    pattern = DilatedPattern([48, 100, None], [1, 3, 4])
+    sizes = [(257, 64), (331, 48), (64, 128), (7, 8)]
+    # cuDNN works out a plan for every new shape, so the cases are few.
+    layouts = ("zigzag", "uneven", "contiguous", "uneven")
+    for number, ((length, head_dim), layout) in enumerate(zip(sizes, layouts, strict=True)):
+        yield Case(
+            pattern=pattern,
+            layout=make_layout(layout, length, world_size),
+            num_heads=6,
+            num_kv_heads=(6, 3)[number % 2],
+            head_dim=head_dim,
+            batch=1 + number % 2,
+            is_causal=number < 2,
+            dtype=dtype,
+            backend=backend,
+            seed=number,
+            device="cuda",
+        )
+
+
+def failures(cases, outcomes):
+    return [
+        (case, {name: outcome.error(name) for name in outcome.squares}, outcome.valid)
+        for case, outcome in zip(cases, outcomes, strict=True)
+        if not outcome.passes(case.dtype)
+    ]
+
+
+def run_here(world_size, cases):
+    """Every rank on one GPU, in this process."""
+    return combine(run_loopback(world_size, lambda ends: [run_case(case, ends) for case in cases]))
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize(("backend", "dtype"), KERNELS)
+def test_every_kernel_on_one_gpu(backend, dtype, world_size):
+    skip_if_refused(backend, dtype, 64)
+    cases = list(kernel_cases(world_size, backend, dtype))
+    assert not failures(cases, run_here(world_size, cases))
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize(("backend", "dtype"), KERNELS)
+def test_views_of_every_kind(backend, dtype, world_size):
+    """Strides of 0, rows that overlap, head_dim that is not contiguous, addresses that are odd."""
+    skip_if_refused(backend, dtype, 64)
+    cases = [
+        Case(
+            pattern=DilatedPattern([16, None], [1, 3]),
+            layout=make_layout("zigzag", 40, world_size),
+            num_kv_heads=2,
+            head_dim=64,
+            batch=2,
+            is_causal=is_causal,
+            dtype=dtype,
+            backend=backend,
+            seed=number,
+            device="cuda",
+            views=(kind,) * 4,
+        )
+        for number, kind in enumerate(KINDS.values())
+        for is_causal in (False, True)
+    ]
+    assert not failures(cases, run_here(world_size, cases))
+
+
+@pytest.mark.parametrize("head_dim", [48, 128])
+@pytest.mark.parametrize("backend", ["auto", "fa4", "flash", "efficient", "triton"])
+def test_the_same_bits_each_time_where_deterministic_algorithms_are_on(backend, head_dim):
+    skip_if_refused(backend, torch.bfloat16, head_dim)
+    torch.manual_seed(0)
+    inputs = torch.randn(3, 1, 6000, 4, head_dim, device="cuda", dtype=torch.bfloat16)
+    query, key, value = (x.requires_grad_() for x in inputs.unbind(0))
+    dout = torch.randn_like(query)
+    pattern, found = DilatedPattern([1000, None], [1, 3]), []
+    torch.use_deterministic_algorithms(True)  # the fixture of all tests takes it back
+    for _ in range(4):
+        out = dilated_attention(query, key, value, pattern, is_causal=True, backend=backend)
+        found.append((out, *torch.autograd.grad(out, (query, key, value), dout)))
+    for again in found[1:]:
+        assert all(map(torch.equal, found[0], again))
+    with pytest.raises(ValueError, match="cudnn: its gradients may differ from run to run"):
+        dilated_attention(query, key, value, pattern, backend="cudnn")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    plain = dilated_attention(query, key, value, pattern, is_causal=True, backend=backend)
+    gradients = torch.autograd.grad(plain, (query, key, value), dout)
+    for got, want in zip((plain, *gradients), found[0], strict=True):
+        assert relative_error(got.double(), want.double()) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize(("backend", "dtype"), KERNELS)
+def test_any_scale(backend, dtype):
+    skip_if_refused(backend, dtype, 64)
+    cases = [
+        Case(
+            pattern=DilatedPattern([16, None], [1, 3]),
+            layout=make_layout("contiguous", 150, 1),
+            head_dim=64,
+            is_causal=is_causal,
+            dtype=dtype,
+            backend=backend,
+            seed=number,
+            device="cuda",
+            scale=scale,
+        )
+        for number, scale in enumerate((-0.2, 0.0, 1e-40, -1e-40))
+        for is_causal in (False, True)
+    ]
+    assert not failures(cases, run_here(1, cases))
+
+
+def somebody_elses_call(q, k, v, dout, is_causal):
+    """What scaled_dot_product_attention and its backward do where they take cuDNN's kernels."""
+    aten = torch.ops.aten
+    out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, is_causal)
+    seed = torch.empty((), dtype=torch.int64, device=q.device)
+    aten._scaled_dot_product_cudnn_attention_backward(
+        dout, q, k, v, out, lse, seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0,
+        is_causal,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["fa4", "cudnn", "flash", "efficient"])
+def test_tiles_in_any_layout_one_after_another(backend):
+    """Kernels that are kept, of cuDNN by torch, must be right for the next layout too."""
+    skip_if_refused(backend, torch.bfloat16, 64)
+    tile = select_backend(backend, torch.device("cuda", 0), torch.bfloat16, 64).backend
+    assert tile is not None
+    layouts = {
+        "heads within rows": lambda x: x,
+        "rows within heads": lambda x: x.contiguous(),
+        "every other head": lambda x: x.new_zeros(2, 50, 8, 64).transpose(1, 2)[:, ::2].copy_(x),
+        "part of more rows": lambda x: (
+            x.new_zeros(2, 99, 4, 64).transpose(1, 2)[:, :, :50].copy_(x)
+        ),
+    }
+    tensors = torch.randn(6, 2, 50, 4, 64, device="cuda", dtype=torch.bfloat16)
+    q, k, v, dout, out, other = tensors.transpose(2, 3).unbind()
+    for is_causal in (False, True):
+        if backend == "cudnn":
+            somebody_elses_call(q, k, v, other.contiguous(), is_causal)
+        for scale in (0.125, -0.125):
+            inputs = TileInputs(q, k, v, is_causal, scale)
+            _, lse = EAGER.forward(inputs)
+            want = EAGER.backward(inputs, TileGradients(dout, out, lse))
+            for (q_name, q_lies), (name, lies) in product(layouts.items(), repeat=2):
+                dout_given, out_given = tile.ordered(lies(dout), lies(out))
+                q_given, k_given, v_given = tile.ordered(q_lies(q), k, v)
+                got = tile.backward(
+                    TileInputs(q_given, k_given, v_given, is_causal, scale),
+                    TileGradients(dout_given, out_given, lse),
+                )
+                for a, b in zip(got, want, strict=True):
+                    assert relative_error(a, b) < 2e-2, (q_name, name, scale, is_causal)
+
+
+# Both sides of each block size of the kernels, and the sizes that models have.
+@pytest.mark.parametrize(
+    "head_dim", [16, 24, 32, 40, 48, 64, 72, 80, 96, 104, 128, 136, 160, 192, 200, 248, 256]
+)
+def test_every_head_dim(head_dim):
+    cases = []
+    for backend in ("auto", "fa4", "cudnn", "flash", "triton"):
+        try:
+            select_backend(backend, torch.device("cuda", 0), torch.bfloat16, head_dim)
+        except ValueError:
+            assert backend not in ("auto", "triton")
+            continue
+        cases.append(
+            Case(
+                pattern=DilatedPattern([48, None], [1, 3]),
+                layout=make_layout("contiguous", 203, 1),
+                num_heads=3,
+                num_kv_heads=3,
+                head_dim=head_dim,
+                is_causal=head_dim % 16 == 0,
+                dtype=torch.bfloat16,
+                backend=backend,
+                device="cuda",
+            )
+        )
+    assert not failures(cases, run_here(1, cases))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("head_dim", [48, 64, 128, 256])
+def test_flash_attn_4_is_called_again_with_other_tensors(head_dim, is_causal):
+    """Without its Python, from the second call of a kind on: on views, and on tensors of NaN."""
+    skip_if_refused("fa4", torch.bfloat16, head_dim)
+    cases = [
+        Case(
+            pattern=DilatedPattern([300, None], [2, 1]),
+            layout=make_layout("contiguous", 777, 1),
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=head_dim,
+            is_causal=is_causal,
+            dtype=torch.bfloat16,
+            backend="fa4",
+            seed=seed,
+            device="cuda",
+            views=views,
+        )
+        for views in ((), (KINDS["part of qkv"],) * 4)
+        for seed in range(3)
+    ]
+    replays = fa4.FORWARDS, fa4.BACKWARDS
+    for replay in replays:
+        replay.kept.clear()  # of other tests: not all of their calls can be called again
+    assert not failures(cases, run_here(1, cases))
+    for replay in replays:
+        assert replay.kept
+        assert all(again is not None for again in replay.kept.values())
+
+
+@pytest.mark.parametrize("backend", ["auto", "fa4", "cudnn", "triton", "eager"])
+def test_tensors_need_not_be_on_the_current_device(backend):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    skip_if_refused(backend, torch.bfloat16, 64)
+    torch.cuda.set_device(0)
+    cases = list(kernel_cases(1, backend, torch.bfloat16))
+    cases = [replace(case, device="cuda:1") for case in cases]
+    assert not failures(cases, run_here(1, cases))
+
+
+def relative_errors(pattern, length, heads, head_dim, dtype, is_causal, backend="auto"):
+    """Of out, dquery, dkey, dvalue."""
+    torch.manual_seed(length)
+    shape = 1, length, heads, head_dim
+    *inputs, dout = (torch.randn(shape, device="cuda").to(dtype) for _ in range(4))
+    leaves = [x.requires_grad_() for x in inputs]
+    query, key, value = leaves
+    out = dilated_attention(query, key, value, pattern, is_causal=is_causal, backend=backend)
+    gradients = torch.autograd.grad(out, leaves, dout)
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    query, key, value = wide
+    expected, _ = reference_attention(query, key, value, pattern, is_causal=is_causal)
+    wanted = torch.autograd.grad(expected, wide, dout.double())
+    pairs = zip((out, *gradients), (expected, *wanted), strict=True)
+    return [relative_error(got.detach(), want.detach()) for got, want in pairs]
+
+
+@LARGE
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("length", [1031, 6151])  # tiles of all sizes: one launch, and one each
+def test_accuracy_of_the_longnet_pattern(length, head_dim, is_causal):
+    scale = 6151 // length
+    lengths = [w // scale for w in (1024, 2048, 4096, 4096, 6151)]
+    pattern = DilatedPattern(lengths, [1, 2, 4, 6, 12])
+    out, *gradients = relative_errors(pattern, length, 12, head_dim, torch.bfloat16, is_causal)
+    assert out <= 2.6e-3
+    assert max(gradients) <= 3.2e-3
+    assert max(relative_errors(pattern, length, 12, head_dim, torch.float32, is_causal)) <= 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [48, 64, 128])
+def test_merging_many_rows(head_dim, dtype):
+    """Enough rows to fill the GPU many times: warps that read what others write would show."""
+    pytest.importorskip("triton")
+    from ring_dilated_attention.kernels import merge_rows
+
+    shape = 4, 12, 20_011, head_dim
+    out, tile_out = (torch.randn(shape, device="cuda").to(dtype) for _ in range(2))
+    lse, tile_lse = (5 * torch.randn(shape[:3], device="cuda") for _ in range(2))
+    want, want_lse = out.float().clone(), lse.clone()
+    merge_(want, want_lse, tile_out.float(), tile_lse)
+    for _ in range(20):
+        got, got_lse = out.clone(), lse.clone()
+        merge_rows(got, got_lse, tile_out, tile_lse, store=False)
+        torch.testing.assert_close(got_lse, want_lse, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(got, want.to(dtype), rtol=0.01, atol=1e-5)
+
+
+@LARGE
+@pytest.mark.parametrize("backend", ["auto", "fa4", "cudnn"])
+@pytest.mark.parametrize("head_dim", [48, 128])
+def test_small_slices_on_both_streams(backend, head_dim, monkeypatch):
+    """What large inputs do: many slices, additions behind the compute."""
+    skip_if_refused(backend, torch.bfloat16, head_dim)
+    monkeypatch.setattr(compute, "LONG_FLOPS", 0)
+    monkeypatch.setattr(TileCall, "most_rows", lambda *_: 1 << 12)
+    forget_plans()  # which keep their slices
+    for pattern in (DilatedPattern([256, 1024, 4096], [1, 2, 3]), DilatedPattern.dense()):
+        out, *gradients = relative_errors(
+            pattern, 4099, 8, head_dim, torch.bfloat16, True, backend=backend
+        )
+        assert out <= 2.6e-3
+        assert max(gradients) <= 3.2e-3
+
+
+@LARGE
+@pytest.mark.parametrize("backend", ["auto", "cudnn", "triton"])
+def test_more_than_two_to_the_31_elements(backend):
+    """The last segments, beyond 2^31 elements, are what they are on their own."""
+    length, heads, head_dim, tail = 2**21 + 5, 8, 128, 2**15 + 5
+    pattern = DilatedPattern([2**13, 2**15], [1, 4])
+    assert length * heads * head_dim > 2**31
+    shape = 1, length, heads, head_dim
+    query, key, value, dout = (
+        torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4)
+    )
+
+    def attend(*tensors):
+        leaves = [x.detach().requires_grad_() for x in tensors[:3]]
+        q, k, v = leaves
+        out = dilated_attention(q, k, v, pattern, backend=backend)
+        return out.detach(), *torch.autograd.grad(out, leaves, tensors[3])
+
+    whole = [x[:, -tail:].clone() for x in attend(query, key, value, dout)]
+    alone = attend(*(x[:, -tail:].contiguous() for x in (query, key, value, dout)))
+    for got, want in zip(whole, alone, strict=True):
+        assert relative_error(got, want) < 4e-3
+
+
+@pytest.mark.parametrize("backend", ["fa4", "cudnn", "flash", "efficient"])
+def test_more_segments_than_a_grid_is_long(backend):
+    skip_if_refused(backend, torch.bfloat16, 64)
+    count, length = 140_001, 16
+    query, key, value, dout = torch.randn(
+        4, 1, count * length, 1, 64, device="cuda", dtype=torch.bfloat16
+    ).unbind(0)
+
+    def attend(*tensors):
+        q, k, v = leaves = [x.contiguous().requires_grad_() for x in tensors[:3]]
+        out = dilated_attention(q, k, v, DilatedPattern([length], [1]), backend=backend)
+        return out.detach(), *torch.autograd.grad(out, leaves, tensors[3])
+
+    whole = attend(query, key, value, dout)
+    for start in (0, 65_534 * length, (count - 3) * length):
+        rows = slice(start, start + 3 * length)
+        alone = attend(*(x[:, rows] for x in (query, key, value, dout)))
+        for got, want in zip(whole, alone, strict=True):
+            assert relative_error(got[:, rows], want) < 4e-3
+
+
+@LARGE
+@pytest.mark.parametrize(("head_dim", "is_causal"), [(128, False), (64, True)])
+def test_peak_memory(head_dim, is_causal):
+    """At most 1.3 times one tensor in forward, its out included; 4.6 with the gradients."""
+    pattern = DilatedPattern([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12])
+    query, key, value, dout = (
+        torch.randn(1, 262_144, 12, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(4)
+    )
+    leaves = [x.requires_grad_() for x in (query, key, value)]
+
+    def peak(backward, workspace=None):
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        with torch.set_grad_enabled(backward):
+            out = dilated_attention(
+                query, key, value, pattern, is_causal=is_causal, workspace=workspace
+            )
+            if backward:
+                torch.autograd.grad(out, leaves, dout)
+        return (torch.cuda.max_memory_allocated() - before) / query.nbytes
+
+    assert peak(backward=False) <= 1.3
+    assert peak(backward=True) <= 4.6
+    assert peak(backward=False, workspace=0.05) <= 1.1
+    assert peak(backward=True, workspace=0.2) <= 4.3
+
+
+SIZES = (4, 13, 30, 60, 200)  # of a tile: blocks of 16, 32, 64 and 128 rows
+
+
+@pytest.mark.parametrize("queries", SIZES)
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"),
+    [
+        (64, torch.bfloat16),
+        (128, torch.bfloat16),
+        (256, torch.bfloat16),
+        (64, torch.float32),
+        (128, torch.float32),
+    ],
+)
+def test_kernels_with_every_block_size(head_dim, dtype, queries):
+    """Blocks shrink to the longest tile of a launch: each size is another program."""
+    wrong = []
+    for keys, is_causal in [*((keys, False) for keys in SIZES), (queries, True)]:
+        for name, error, same in shared_launch(queries, keys, head_dim, dtype, is_causal):
+            if error > (5e-3 if dtype == torch.bfloat16 else 1e-5) or not same:
+                wrong.append((keys, is_causal, name, f"{error:.1e}", same))
+    assert not wrong
+
+
+def shared_launch(queries, keys, head_dim, dtype, is_causal):
+    """(name, error, whether repeats are the same bits) of what one launch finds in many tiles."""
+    from ring_dilated_attention.kernels import (
+        BackwardConfig,
+        build_cells,
+        default_config,
+        tiles_backward,
+        tiles_forward,
+    )
+
+    segments, heads, scale = 16, 4, head_dim**-0.5
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v, dout = (
+        torch.randn(
+            1, segments * n, heads, head_dim, generator=generator, device="cuda", dtype=dtype
+        )
+        for n in (queries, keys, keys, queries)
+    )
+    rows = (Rows(0, n, 1, 0, n) for n in (queries, keys))
+    tile = Tile(0, range(heads), segments, is_causal, *rows)
+    forward, dq_config, dkdv_config = (
+        default_config(kernel, head_dim, dtype, queries=queries, keys=keys)
+        for kernel in ("forward", "dq", "dkdv")
+    )
+    options: dict[str, Any] = {"batch": 1, "heads_per_kv": 1, "device": "cuda"}
+
+    def compute():
+        out = torch.zeros_like(q)
+        lse = torch.full((1, heads, q.shape[1]), -torch.inf, device="cuda")
+        cells = build_cells([tile], block_m=forward.block_m, block_n=forward.block_n, **options)
+        tiles_forward(
+            q, k, v, out, lse, cells, is_causal=is_causal, scale=scale, store=False, config=forward
+        )
+        delta = (dout.float() * out).sum(-1).mT.contiguous()
+        dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+        cells = build_cells(
+            [tile], block_m=dq_config.block_m, block_n=dkdv_config.block_n, **options
+        )
+        tiles_backward(
+            dout, q, k, v, lse, delta, dq, dk, dv, cells, is_causal=is_causal, scale=scale,
+            store=False, store_keys=False, config=BackwardConfig(dq_config, dkdv_config),
+        )  # fmt: skip
+        return out, dq, dk, dv
+
+    found = compute()
+    repeats = [compute() for _ in range(5)]
+    by_segment = (x.double().view(segments, -1, heads, head_dim).transpose(1, 2) for x in (q, k, v))
+    leaves = [x.requires_grad_() for x in by_segment]
+    scores = leaves[0] @ leaves[1].mT * scale
+    if is_causal:
+        scores = scores.masked_fill(~torch.ones_like(scores).tril().bool(), -torch.inf)
+    out = scores.softmax(-1) @ leaves[2]
+    gradient = dout.double().view(segments, -1, heads, head_dim).transpose(1, 2)
+    wanted = (out, *torch.autograd.grad(out, leaves, gradient))
+    for number, (name, want) in enumerate(zip(("out", "dq", "dk", "dv"), wanted, strict=True)):
+        got = found[number]
+        error = relative_error(got, want.detach().transpose(1, 2).reshape(got.shape))
+        yield name, error, all(torch.equal(got, repeat[number]) for repeat in repeats)
+
+
+@pytest.mark.parametrize("round_pairs", [None, 1])
+def test_the_sweep_on_one_gpu(round_pairs):
+    cases = [replace(case, device="cuda") for case in sweep(4)]
+    with rings_cut(round_pairs):
+        assert not failures(cases, run_here(4, cases))
+
+
+def test_simulate_on_one_gpu():
+    case = Case(
+        pattern=DilatedPattern.dense(),
+        layout=make_layout("zigzag", 1031, 3),
+        num_heads=4,
+        is_causal=True,
+        dtype=torch.bfloat16,
+        exchange="ring",
+        device="cuda",
+    )
+    report = simulate(case)
+    assert report.ok, report.problems
+
+
+def test_waits_for_what_others_send_are_timed():
+    """The compute waits for the stream that adds gradients, and that for the transfer."""
+    device, found = torch.device("cuda", 0), []
+
+    def clock():
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        found.append((start, stop))
+        return stop.record
+
+    def add_late():
+        torch.cuda._sleep(20_000_000)  # 10 ms at 2 GHz
+        total.add_(1)
+
+    total = torch.zeros(4, device=device)
+    add_late()  # the first time, loading its kernels waits for the device
+    total.zero_()
+    torch.cuda.synchronize(device)
+    sums = Accumulator(device, clock)
+    sums.finish()
+    assert not found
+    sums.start(add_late, into=(total,))
+    sums.finish()
+    assert torch.equal(total, torch.ones_like(total))
+    ((start, stop),) = found
+    assert start.elapsed_time(stop) > 5

@@ -1,0 +1,313 @@
+"""Ranks on CUDA devices of their own: both ways in which rows travel, and many calls in a row."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.cut_rings import rings_cut
+from support.worlds import world
+from test_gpu import failures, kernel_cases
+
+from ring_dilated_attention import DilatedPattern, dilated_attention
+from ring_dilated_attention.checks import (
+    Case,
+    combine,
+    make_layout,
+    relative_error,
+    run_case,
+    run_ranks,
+    sweep,
+)
+from ring_dilated_attention.exchange import ExchangeError, ProcessGroupExchange
+from ring_dilated_attention.exchange.peer_memory import SLOT_BYTES
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("default"),  # see test_gpu
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
+
+
+def run_over(rank, world_size, cases, peer_memory):
+    """Like `run_cases`, over copies or messages."""
+    exchange = ProcessGroupExchange(world(), peer_memory=peer_memory)
+    outcomes = [run_case(case, exchange) for case in cases]
+    assert (exchange.outbox_bytes(torch.device("cuda")) > 0) == peer_memory
+    return outcomes
+
+
+@pytest.mark.parametrize("peer_memory", [True, False])
+def test_nccl(peer_memory):
+    world_size = torch.cuda.device_count()
+    cases = [replace(case, device="cuda") for case in sweep(world_size)]
+    cases += kernel_cases(world_size, "auto", torch.bfloat16)
+    outcomes = combine(run_ranks(run_over, world_size, cases, peer_memory, backend="nccl"))
+    assert not failures(cases, outcomes)
+
+
+def two_hosts(world_size):
+    """Host of each rank: the first half is on the first one."""
+    return [2 * rank // world_size for rank in range(world_size)]
+
+
+def run_on_two_hosts(rank, world_size, cases):
+    """Like `run_over`, of ranks that are told to be on two hosts: twice, and how often they wait.
+
+    Then one rank's arguments are others while rows are under way, and then all go on.
+    """
+    exchange = ProcessGroupExchange(world(), hosts=two_hosts(world_size))
+    outcomes = [run_case(case, exchange) for case in cases]
+    # Of two or three ranks, one is alone on its host; messages alone go to and from it.
+    assert world_size == 3 or (exchange.outbox_bytes(torch.device("cuda")) > 0) == (world_size > 3)
+    waits = exchange.waits
+    outcomes += [run_case(case, exchange) for case in cases]
+    waits = exchange.waits - waits
+    said = []
+    for odd in range(2):
+        for pattern in (ALONE, DENSE):  # then all kinds are known
+            attend_over(exchange, pattern)
+        try:
+            for _ in range(3):
+                attend_over(exchange, ALONE if rank == odd else DENSE)
+                torch.cuda.synchronize()
+        except (ExchangeError, ValueError) as error:
+            said.append(str(error))
+        dist.barrier()
+        outcomes += [run_case(case, exchange) for case in cases[:3]]
+    return outcomes, waits, said
+
+
+ALONE, DENSE = DilatedPattern([64], [1]), DilatedPattern.dense()
+
+
+def attend_over(exchange, pattern):
+    query = torch.randn(1, 256, 4, 64, device="cuda", dtype=torch.bfloat16)
+    return dilated_attention(query, query, query, pattern, group=exchange)
+
+
+def test_two_hosts():
+    world_size = torch.cuda.device_count()
+    cases = [replace(case, device="cuda") for case in sweep(world_size)]
+    cases += kernel_cases(world_size, "auto", torch.bfloat16)
+    found = run_ranks(run_on_two_hosts, world_size, cases, backend="cpu:gloo,cuda:nccl")
+    outcomes = combine([outcomes for outcomes, *_ in found])
+    assert not failures([*cases, *cases, *cases[:3], *cases[:3]], outcomes)
+    for _, waits, said in found:
+        assert waits == 0
+        assert [f"on rank {odd}" in text for odd, text in enumerate(said)] == [True, True]
+
+
+def cut_cases(world_size):
+    """Dense rings of some length, with additions enough to go behind the compute."""
+    for seed, (heads, head_dim, is_causal, layout) in enumerate(
+        [
+            ((5, 5), 64, True, "zigzag"),  # an odd number of parts
+            ((6, 3), 128, True, "zigzag"),
+            ((4, 4), 128, False, "uneven"),
+            ((1, 1), 64, True, "contiguous"),  # one part
+        ]
+    ):
+        for length in (1031, 4099):
+            yield Case(
+                pattern=DilatedPattern.dense(),
+                layout=make_layout(layout, length, world_size),
+                num_heads=heads[0],
+                num_kv_heads=heads[1],
+                head_dim=head_dim,
+                is_causal=is_causal,
+                dtype=torch.bfloat16,
+                exchange="ring",
+                seed=seed,
+                device="cuda",
+            )
+
+
+def run_cut(rank, world_size, cases, peer_memory, round_pairs):
+    with rings_cut(round_pairs):
+        return run_over(rank, world_size, cases, peer_memory)
+
+
+@pytest.mark.parametrize("round_pairs", [1, 1 << 20])
+@pytest.mark.parametrize("peer_memory", [True, False])
+def test_rings_cut_up(peer_memory, round_pairs):
+    world_size = torch.cuda.device_count()
+    cases = list(cut_cases(world_size))
+    found = run_ranks(run_cut, world_size, cases, peer_memory, round_pairs, backend="nccl")
+    assert not failures(cases, combine(found))
+
+
+def subgroups(world_size):
+    """Ranks of groups that overlap, so that a rank has another number in each.
+
+    With three ranks and more, some of a group have shared memory more often than others before.
+    """
+    return [range(world_size - 1), range(1, world_size), range(world_size)]
+
+
+def cases_of(ranks, device="cuda"):
+    return [replace(case, device=device) for case in list(sweep(len(ranks)))[::7]]
+
+
+def run_in_subgroups(rank, world_size, device, peer_memory):
+    """By group, the outcomes of the ranks that are in it."""
+    groups = [(ranks, dist.new_group(list(ranks))) for ranks in subgroups(world_size)]
+
+    def outcomes(ranks, group):
+        exchange = ProcessGroupExchange(group, peer_memory=peer_memory)
+        return [run_case(case, exchange) for case in cases_of(ranks, device)]
+
+    return [outcomes(ranks, group) if rank in ranks else [] for ranks, group in groups]
+
+
+@pytest.mark.parametrize("peer_memory", [None, False])
+def test_subgroups(peer_memory):
+    world_size = torch.cuda.device_count()
+    found = run_ranks(run_in_subgroups, world_size, "cuda", peer_memory, backend="nccl")
+    for ranks, *by_rank in zip(subgroups(world_size), *found, strict=True):
+        outcomes = combine([by_rank[rank] for rank in ranks])
+        assert not failures(cases_of(ranks), outcomes)
+
+
+def capture(rank, world_size):
+    """What is said of a call that is captured."""
+    torch.cuda.set_device(rank)
+    query, key, value = torch.randn(3, 1, 64, 2, 64, device="cuda", dtype=torch.bfloat16)
+
+    def attend():
+        dilated_attention(query, key, value, DilatedPattern.dense(), group=world())
+
+    attend()  # makes all that calls need
+    torch.cuda.synchronize()
+    try:
+        # Other threads of torch.distributed look at the device meanwhile.
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+            attend()
+    except RuntimeError as error:
+        return str(error)
+    return "captured"
+
+
+def test_several_ranks_cannot_be_captured():
+    world_size = torch.cuda.device_count()
+    for message in run_ranks(capture, world_size, backend="nccl"):
+        assert f"on {world_size} ranks cannot be captured in a CUDA graph" in message
+
+
+def many_transfers(rank, world_size, peer_memory):
+    """Messages of all sizes, several in flight, ranks ahead of others; how many arrived broken."""
+    exchange = ProcessGroupExchange(world(), peer_memory=peer_memory)
+    device, own, broken = torch.device("cuda", rank), Random(-1 - rank), []
+    exchange.maximum([0], device)
+    sizes = [1, 63, 4096, SLOT_BYTES - 1, SLOT_BYTES, SLOT_BYTES + 1, 5 * SLOT_BYTES // 2]
+
+    def message(nbytes, *seed):
+        generator = torch.Generator(device).manual_seed(hash(seed))
+        return torch.randint(256, (nbytes,), generator=generator, dtype=torch.uint8, device=device)
+
+    for repeat in range(100):
+        random = Random(repeat)  # alike on all ranks
+        flights = []
+        for number in range(random.randrange(1, 5)):
+            step = random.randrange(1, world_size)
+            # By sender; None: nothing is sent.
+            by_rank = [random.choice([None, *sizes]) for _ in range(world_size)]
+            to, source = (rank + step) % world_size, (rank - step) % world_size
+            send = receive = None
+            if own.random() < 0.3:
+                torch.cuda._sleep(own.randrange(3_000_000))  # up to 2 ms
+            if by_rank[rank] is not None:
+                send = to, message(by_rank[rank], repeat, number, rank)
+            if by_rank[source] is not None:
+                receive = source, torch.zeros(by_rank[source], dtype=torch.uint8, device=device)
+            flights.append((number, source, receive, exchange.start(send, receive)))
+            del send  # the transfer keeps it
+        for number, source, receive, pending in flights:
+            pending.wait()
+            if receive is not None:
+                want = message(receive[1].numel(), repeat, number, source)
+                broken.append((receive[1] != want).any())
+    return int(torch.stack(broken).sum())
+
+
+@pytest.mark.parametrize("peer_memory", [True, False])
+def test_transfers(peer_memory):
+    world_size = torch.cuda.device_count()
+    assert not any(run_ranks(many_transfers, world_size, peer_memory, backend="nccl"))
+
+
+def held_bytes(device):
+    """Bytes that calls left behind.
+
+    grad() returns as soon as its result is there, which torch's backward thread of the device holds
+    until it has ended its round: it has when it comes to the next task.
+    """
+    one = torch.ones(1, device=device, requires_grad=True)
+    torch.autograd.grad(one.exp(), one)
+    del one
+    return torch.cuda.memory_allocated(device)
+
+
+def drawn_case(random, world_size):
+    """A length, pattern, layout, exchange and shape of heads."""
+    length = random.choice([257, 1031, 4099, 8192, 12_345])
+    pattern = random.choice(
+        [
+            DilatedPattern.dense(),
+            DilatedPattern([256, 1024, None], [1, 3, 8]),
+            DilatedPattern([2048, 4096], [1, 2]),
+            DilatedPattern([100, None], [2, 5], head_offsets="blocked"),
+        ]
+    )
+    layout = make_layout(random.choice(["contiguous", "zigzag", "uneven"]), length, world_size)
+    is_causal, exchange = random.random() < 0.5, random.choice(["auto", "ring", "gather"])
+    heads, head_dim = random.choice([(8, 64), (4, 128)])  # few: kernels compile
+    return length, pattern, layout, is_causal, exchange, heads, head_dim
+
+
+def soak(rank, world_size, peer_memory, cases, repeats):
+    """Calls of many shapes, patterns and layouts with fresh data; each against one GPU's result."""
+    group = ProcessGroupExchange(world(), peer_memory=peer_memory)
+    device = torch.device("cuda", rank)
+    random, worst, held = Random(0), 0.0, []
+    drawn = [drawn_case(random, world_size) for _ in range(cases)]
+    for repeat in range(repeats):
+        length, pattern, layout, is_causal, exchange, heads, head_dim = drawn[repeat % cases]
+        generator = torch.Generator(device).manual_seed(repeat)
+        whole = [
+            torch.randn(
+                1, length, heads, head_dim, generator=generator, device=device, dtype=torch.bfloat16
+            )
+            for _ in range(4)
+        ]
+
+        def attend(tensors, pattern=pattern, is_causal=is_causal, **options):
+            query, key, value = leaves = [x.contiguous().requires_grad_() for x in tensors[:3]]
+            out = dilated_attention(query, key, value, pattern, is_causal=is_causal, **options)
+            return out.detach(), *torch.autograd.grad(out, leaves, tensors[3])
+
+        mine = [layout.shard(x, rank, dim=1) for x in whole]
+        got = attend(mine, group=group, layout=layout, exchange=exchange)
+        for a, b in zip(got, attend([x.detach() for x in whole]), strict=True):
+            part = layout.shard(b, rank, dim=1)
+            if part.numel():
+                worst = max(worst, relative_error(a, part))
+        del whole, mine, got, a, b, part
+        held.append(held_bytes(device))
+        if rank == 0 and repeat % 10 == 0:
+            print(f"repeat {repeat}, largest error {worst:.1e}", flush=True)
+    return worst, held
+
+
+@pytest.mark.timeout(900)  # kernels compile for minutes
+@pytest.mark.parametrize("peer_memory", [False, True])
+def test_two_hundred_calls(peer_memory):
+    """No hang, no drift, flat memory: results equal one GPU's within what bf16 rounds."""
+    world_size, cases = torch.cuda.device_count(), 25
+    found = run_ranks(soak, world_size, peer_memory, cases, 200, backend="nccl", timeout=850)
+    for worst, held in found:
+        print(f"largest error {worst:.1e}, bytes held {held[::20]}, at most {max(held)}")
+        assert worst < 8e-3
+        assert max(held[10:]) <= held[10] + 2**24  # tables of shapes that are new
+        assert max(held[cases:]) <= max(held[:cases]) + 2**20  # what is kept is kept once

@@ -1,0 +1,245 @@
+"""Branch weights without a gradient: the mix of torchscale."""
+
+import random
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.strategies import layouts
+from support.torchscale_definition import torchscale_by_definition
+from torch.utils.checkpoint import checkpoint
+
+from ring_dilated_attention import (
+    DilatedPattern,
+    SequenceLayout,
+    detached_dilated_attention,
+    dilated_attention,
+)
+from ring_dilated_attention.checks import reference_attention, relative_error
+from ring_dilated_attention.engine import ring_forward
+from ring_dilated_attention.exchange import run_loopback
+from ring_dilated_attention.nn import DilatedAttention, MultiheadDilatedAttention, keep_attention
+from ring_dilated_attention.torch_op import operator
+
+PATTERN = DilatedPattern([6, 11, None], [1, 2, 3], head_offsets="blocked", zero_keys=True)
+
+
+def close(got, want, bound=1e-11):
+    """Relative, or absolute where the gradient is 0 but for rounding."""
+    return relative_error(got, want) < bound or (got - want).abs().max() < bound
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.tuples(st.integers(1, 70), st.integers(1, 9)), min_size=1, max_size=4),
+    layouts(max_length=40),
+    st.integers(1, 5),
+    st.booleans(),
+    st.integers(0, 100),
+)
+def test_on_any_ranks_it_is_the_definition(branches, layout, heads, is_causal, seed):
+    lengths, rates = zip(*branches, strict=True)
+    pattern = DilatedPattern(lengths, rates, head_offsets="blocked", zero_keys=True)
+    generator = torch.Generator().manual_seed(seed)
+    *whole, dout = torch.randn(
+        4, 1, layout.length, heads, 4, dtype=torch.float64, generator=generator
+    )
+    leaves = [x.clone().requires_grad_() for x in whole]
+    want, want_lse = torchscale_by_definition(
+        leaves[0], leaves[1], leaves[2], lengths, rates, is_causal=is_causal
+    )
+    expected = torch.autograd.grad(want, leaves, dout)
+
+    def run(ends):
+        own = [layout.shard(x, ends.rank, 1).clone().requires_grad_() for x in whole]
+        out, lse = detached_dilated_attention(
+            own[0],
+            own[1],
+            own[2],
+            pattern,
+            is_causal=is_causal,
+            group=ends,
+            layout=layout,
+            return_lse=True,
+        )
+        gradients = torch.autograd.grad(out, own, layout.shard(dout, ends.rank, 1))
+        return out.detach(), lse, *gradients
+
+    ran = run_loopback(layout.world_size, run)
+    out, lse, *gradients = (
+        layout.unshard([r[i] for r in ran], 2 if i == 1 else 1) for i in range(5)
+    )
+    assert close(out, want)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-12, atol=1e-12)
+    assert all(map(close, gradients, expected))
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_with_any_option_it_is_the_definition(seed):
+    """Documents, padding, grouped heads, causal, layouts of several ranges: on 1 to 3 ranks."""
+    dice = random.Random(seed)
+    ranks, kv_heads, heads_per_kv = 1 + seed % 3, dice.choice([1, 2, 3]), dice.choice([1, 2])
+    length = dice.randint(12, 30)
+    cuts = [0, *sorted(dice.sample(range(1, length), 2 * ranks - 1)), length]
+    ranges = list(pairwise(cuts))
+    dice.shuffle(ranges)
+    layout = SequenceLayout([ranges[i::ranks] for i in range(ranks)])
+    count = dice.randint(2, 4)
+    pattern = DilatedPattern(
+        [dice.choice([None, 3, 7, 12]) for _ in range(count)],
+        [dice.randint(1, 4) for _ in range(count)],
+        head_offsets=dice.choice(["interleaved", "blocked"]),
+        zero_keys=dice.random() < 0.5,
+    )
+    options: dict[str, Any] = {"is_causal": dice.random() < 0.5, "scale": dice.choice([None, -0.4])}
+    if dice.random() < 0.5:
+        options["documents"] = [0, dice.randint(1, length - 1), length]
+    if dice.random() < 0.5:
+        options["lengths"] = [dice.randint(0, length), length]
+    torch.manual_seed(seed)
+    heads = kv_heads, kv_heads * heads_per_kv
+    q, dout = torch.randn(2, 2, length, heads[1], 4, dtype=torch.float64)
+    k, v = torch.randn(2, 2, length, heads[0], 4, dtype=torch.float64)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    want, want_lse = reference_attention(
+        leaves[0], leaves[1], leaves[2], pattern, branch_gradients="detached", **options
+    )
+    expected = torch.autograd.grad(want, leaves, dout)
+
+    def run(ends):
+        own = [layout.shard(x, ends.rank, 1).clone().requires_grad_() for x in (q, k, v)]
+        out, lse = detached_dilated_attention(
+            own[0], own[1], own[2], pattern, group=ends, layout=layout, return_lse=True, **options
+        )
+        return out, lse, *torch.autograd.grad(out, own, layout.shard(dout, ends.rank, 1))
+
+    ran = run_loopback(ranks, run)
+    out, lse, *gradients = (
+        layout.unshard([r[i] for r in ran], 2 if i == 1 else 1) for i in range(5)
+    )
+    assert close(out, want)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-12, atol=1e-12)
+    assert all(map(close, gradients, expected))
+
+
+def test_forward_is_exact_and_backward_is_not():
+    torch.manual_seed(0)
+    whole = [x.requires_grad_() for x in torch.randn(3, 1, 40, 4, 8, dtype=torch.float64)]
+    q, k, v = whole
+    outs = [f(q, k, v, PATTERN) for f in (dilated_attention, detached_dilated_attention)]
+    assert relative_error(outs[1], outs[0]) < 1e-14
+    exact, detached = (torch.autograd.grad(out.square().sum(), whole) for out in outs)
+    assert relative_error(detached[0], exact[0]) > 0.01
+    assert relative_error(detached[2], exact[2]) < 1e-14  # dvalue is the same
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [DilatedPattern([7], [3]), DilatedPattern([7, 9], [3, 2], head_branches="split")],
+)
+def test_where_nothing_is_mixed_it_is_the_exact_gradient(pattern):
+    x = torch.randn(1, 20, 4, 8, requires_grad=True)
+    outs = [f(x, x, x, pattern) for f in (detached_dilated_attention, dilated_attention)]
+    got, want = (torch.autograd.grad(out.square().sum(), x)[0] for out in outs)
+    assert torch.equal(got, want)
+
+
+def test_uncovered_rows_are_zero_and_have_no_gradient():
+    pattern = DilatedPattern([6, 12], [3, 6])
+    x = torch.randn(1, 20, 1, 8, dtype=torch.float64, requires_grad=True)
+    out, lse = detached_dilated_attention(x, x, x, pattern, return_lse=True)
+    uncovered = torch.isneginf(lse[0, 0])
+    assert uncovered.sum() == 13
+    assert not out[0, uncovered].any()
+    (gradient,) = torch.autograd.grad(out.sum(), x)
+    assert not gradient[0, uncovered].any()
+    assert torch.isfinite(gradient).all()
+
+
+def test_keep_attention_computes_forward_once(monkeypatch):
+    calls = []
+    forward = ring_forward
+
+    def count(*arguments):
+        calls.append(1)
+        return forward(*arguments)
+
+    monkeypatch.setattr(operator, "ring_forward", count)
+    torch.manual_seed(0)
+    block = MultiheadDilatedAttention(
+        32,
+        4,
+        segment_lengths=PATTERN.segment_lengths,
+        dilation_rates=PATTERN.dilation_rates,
+        head_offsets="blocked",
+        zero_keys=True,
+        branch_gradients="detached",
+        dtype=torch.float64,
+    )
+    x = torch.randn(1, 23, 32, dtype=torch.float64, requires_grad=True)
+    expected = torch.autograd.grad(block(x, x, x)[0].square().sum(), [x, *block.parameters()])
+    calls.clear()
+    out, _ = checkpoint(block, x, x, x, use_reentrant=False, context_fn=keep_attention)
+    gradients = torch.autograd.grad(out.square().sum(), [x, *block.parameters()])
+    assert len(calls) == 1
+    for got, want in zip(gradients, expected, strict=True):
+        assert close(got, want)
+
+
+def test_it_compiles_to_one_graph_for_any_length():
+    attend = torch.compile(
+        detached_dilated_attention, fullgraph=True, dynamic=True, backend="aot_eager"
+    )
+    for length in (30, 47):
+        x = torch.randn(1, length, 4, 8, dtype=torch.float64, requires_grad=True)
+        got, want = attend(x, x, x, PATTERN), detached_dilated_attention(x, x, x, PATTERN)
+        assert close(got, want)
+        gradients = (torch.autograd.grad(out.square().sum(), x)[0] for out in (got, want))
+        assert close(*gradients)
+
+
+def test_packed_and_padded():
+    torch.manual_seed(0)
+    x = torch.randn(2, 20, 2, 4, dtype=torch.float64)
+    out = detached_dilated_attention(x, x, x, PATTERN, lengths=[13, 20])
+    assert not out[0, 13:].any()
+    alone = detached_dilated_attention(x[:1, :13], x[:1, :13], x[:1, :13], PATTERN)
+    assert close(out[:1, :13], alone)
+    out = detached_dilated_attention(x, x, x, PATTERN, documents=[0, 13, 20])
+    assert close(out[:1, :13], alone)
+
+
+def test_modules_take_it():
+    torch.manual_seed(0)
+    x = torch.randn(1, 30, 2, 4, dtype=torch.float64, requires_grad=True)
+    module = DilatedAttention(PATTERN, branch_gradients="detached")
+    (got,) = torch.autograd.grad(module(x, x, x).square().sum(), x)
+    (want,) = torch.autograd.grad(detached_dilated_attention(x, x, x, PATTERN).square().sum(), x)
+    (exact,) = torch.autograd.grad(dilated_attention(x, x, x, PATTERN).square().sum(), x)
+    assert torch.equal(got, want)
+    assert relative_error(exact, want) > 1e-3
+
+
+def test_refusals():
+    x = torch.zeros(1, 8, 2, 4)
+    with pytest.raises(ValueError, match="branch_gradients must be one of 'exact', 'detached'"):
+        dilated_attention(x, x, x, PATTERN, branch_gradients="no_grad")  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="pattern must be a DilatedPattern"):
+        detached_dilated_attention(x, x, x, [8])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="dropout"):
+        detached_dilated_attention(x, x, x, PATTERN, dropout=0.1)
+
+
+def test_ranks_that_differ_hear_of_it():
+    layout = SequenceLayout.contiguous(12, 2)
+
+    def run(ends):
+        shard = torch.zeros(1, 6, 2, 4)
+        attend = (dilated_attention, detached_dilated_attention)[ends.rank]
+        with pytest.raises(ValueError, match=r"different arguments .* branch_gradients is"):
+            attend(shard, shard, shard, PATTERN, group=ends, layout=layout)
+
+    run_loopback(2, run)

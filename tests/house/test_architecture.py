@@ -12,7 +12,7 @@ import ring_dilated_attention
 
 ROOT = Path(ring_dilated_attention.__file__).parent
 ORDER = [
-    "caches", "terminal", "pattern", "named_patterns", "layout", "documents", "plan",
+    "caches", "units", "terminal", "pattern", "named_patterns", "layout", "documents", "plan",
     "draw", "kernels", "tiles", "exchange", "engine", "resolve", "torch_op",
     "functional", "decode", "nn",
     "integrations", "checks", "train", "bench", "cli",

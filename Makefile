@@ -11,10 +11,10 @@ QUICK := tests/api tests/checks tests/engine tests/house/test_architecture.py te
 # These take all GPUs, and faults are to be noticed in time: a few at once.
 ALL_GPUS := tests/tiles/test_gpu_ranks.py tests/exchange/test_faults.py
 
-.PHONY: run test quick matrix gpu lint format build bench verify figures docs docs-serve clean
+.PHONY: run test quick matrix gpu lines lint format build bench verify figures docs docs-serve clean
 
-run: .venv/installed  ## train a language model on the standard library's sources, on 2 ranks
-	$(BIN)/rda train --ranks $(RANKS)
+run: .venv/run  ## train a language model on the standard library's sources, on RANKS ranks
+	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_longnet.py
 
 test: .venv/installed  ## all tests, WORKERS at a time
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
@@ -28,6 +28,9 @@ matrix:  ## the tests of `quick` on the oldest torch and Python, ours, and the n
 gpu: .venv/installed  ## the tests for CUDA devices, on all that there are
 	OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m gpu -n 8 --dist loadgroup $(ALL_GPUS:%=--ignore=%)
 	$(BIN)/python -m pytest -m gpu -n 2 $(ALL_GPUS)
+
+lines: .venv/installed  ## lines and files of each room; SINCE=commit: and what changed since then
+	$(BIN)/python tests/support/lines.py $(if $(SINCE),--since $(SINCE))
 
 lint: .venv/installed  ## linter, formatter check, type checker
 	$(BIN)/ruff check .
@@ -65,9 +68,13 @@ clean:
 	rm -rf .venv .venv-matrix dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # torch comes first, so that nothing else picks another build of it.
-.venv/installed: pyproject.toml
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --upgrade pip
+.venv/run: pyproject.toml
+	test -e $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet "$(TORCH)"
-	$(BIN)/pip install --quiet --group dev --editable .
+	$(BIN)/pip install --quiet --editable ".[cli]" safetensors
+	touch $@
+
+.venv/installed: .venv/run
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet --group dev
 	touch $@

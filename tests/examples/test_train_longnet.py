@@ -34,7 +34,7 @@ SMALL = {
 
 def train(ranks, out, *arguments, **options):
     """Run the program; ranks 0: as one process without a launcher."""
-    given = {**SMALL, "--out": out, "--data": EXAMPLES}
+    given = {**SMALL, "--out": out, "--data": PROGRAM}
     given |= {f"--{name.replace('_', '-')}": value for name, value in options.items()}
     words = [str(word) for pair in given.items() for word in pair]
     return run_program(PROGRAM, [*words, *arguments], ranks)
@@ -204,7 +204,7 @@ def test_train_longnet_saves_when_it_is_told_to_end(tmp_path, number, launcher):
     options = [str(word) for pair in (SMALL | {"--steps": 10_000}).items() for word in pair]
     command = [
         *(sys.executable, *launcher, str(PROGRAM)),
-        *(*options, "--out", str(out), "--data", str(EXAMPLES)),
+        *(*options, "--out", str(out), "--data", str(PROGRAM)),
         *("--save-every", "10000"),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -229,7 +229,7 @@ def test_train_longnet_saves_when_it_is_told_to_end(tmp_path, number, launcher):
     [
         ([], "holds a run: add --resume, or choose another --out"),
         (["--resume", "--embed-dim", "64"], "is of another model: leave out the model's options"),
-        (["--resume", "--data", PROGRAM], "was trained on other text"),
+        (["--resume", "--data", __file__], "was trained on other text"),
         (["--resume"], "has done 8 steps: raise --steps to go on"),
         (["--resume", "--sequence-ranks", "2"], "1 ranks must be a multiple of --sequence-ranks"),
         (["--resume", "--seq-len", "1M"], "--seq-len 1,048,576 is too long for"),

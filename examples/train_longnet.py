@@ -168,15 +168,16 @@ def read_options(argv: list[str] | None) -> argparse.Namespace:
 def read_text(paths: list[str]) -> tuple[bytes, bytes]:
     """Bytes to train on, and held-out ones: about every twentieth file, or else the text's end."""
     text, heldout = [], []
-    for root in map(Path, paths or [sysconfig.get_path("stdlib")]):
+    for path in paths or [sysconfig.get_path("stdlib")]:
+        root = Path(path).resolve()
         # Sorted by name, so that the same files are the same text on every machine.
-        below = sorted(root.rglob("*" if paths else "*.py")) if root.is_dir() else [root]
-        for file in below:
+        below = sorted(file for file in root.rglob("*" if paths else "*.py") if file.is_file())
+        for file in below if root.is_dir() else [root]:
             name = file.relative_to(root.parent)
             if any(part.startswith(".") or part.endswith("-packages") for part in name.parts[1:]):
                 continue
-            data = b"" if file.is_dir() else file.read_bytes()
-            if b"\0" not in data:  # a binary file
+            data = file.read_bytes()
+            if b"\0" not in data:  # no binary file
                 # By its name alone: another file in the folder does not move it to the other side.
                 (text if zlib.crc32(str(name).encode()) % 20 else heldout).append(data)
     whole = b"".join(text), b"".join(heldout)
@@ -267,7 +268,7 @@ def heldout_bits(model, args, mesh, device) -> float:
 
 
 def sum_over_ranks(*numbers: float) -> list[float]:
-    """Numbers, each summed over all ranks."""
+    """Numbers, each summed over all ranks, on the CPU."""
     tensor = torch.tensor(numbers, dtype=torch.float64)
     dist.all_reduce(tensor)
     return tensor.tolist()
@@ -291,7 +292,7 @@ def save(args, step: int, model, optimizer) -> None:
     if dist.get_rank() == 0:
         remove(partial)  # of a run that was killed
         partial.mkdir()
-    dist.barrier()
+    sum_over_ranks(0)  # all ranks wait for the folder
     weights, state = get_state_dict(model, optimizer)  # the same names under DDP and FSDP2
     dcp.save(
         {"model": weights, "optimizer": state["state"]},

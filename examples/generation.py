@@ -4,18 +4,23 @@
     torchrun --nproc-per-node 2 examples/generation.py                        # CPU processes, gloo
     python examples/generation.py --seq-len 1048576 --base --no-check         # one GPU
     torchrun --nproc-per-node 2 examples/generation.py --seq-len 1048576 --base --no-check
+    python examples/generation.py --checkpoint RUN --prompt "def "    # of examples/train_longnet.py
 
-The model has random weights: what counts is what it costs, and that every generated token is the
-one that a forward pass over the whole text finds. Exits with code 1 if one is not.
+Without a checkpoint the model has random weights: what counts is what it costs, and that every
+generated token is the one that a forward pass over the whole text finds. Exits with code 1 if one
+is not.
 """
 
 import argparse
+import codecs
 import os
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 from ring_dilated_attention import SequenceLayout
 from ring_dilated_attention.nn import LongNet, LongNetConfig
@@ -26,7 +31,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 # --8<-- [start:model]
 def make_model(*, is_base: bool) -> LongNet:
-    """LongNet's pattern: a small model, or the shape of `rda train --preset longnet-base`."""
+    """LongNet's pattern: a small model, or one of 85 million parameters."""
     layers, width, heads = (12, 768, 12) if is_base else (2, 96, 6)
     config = LongNetConfig(
         num_layers=layers,
@@ -42,15 +47,52 @@ def make_model(*, is_base: bool) -> LongNet:
 # --8<-- [end:model]
 
 
-def start() -> tuple[torch.device, dist.ProcessGroup | None]:
-    """This process's device, and the group of all ranks under torchrun."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def start(device: torch.device) -> dist.ProcessGroup | None:
+    """The group of all ranks under torchrun."""
     if "RANK" not in os.environ:
-        return device, None
+        return None
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    return device, dist.group.WORLD
+    return dist.group.WORLD
+
+
+# --8<-- [start:sample]
+def sample(args: argparse.Namespace, device: torch.device) -> None:
+    """Continue a prompt, one byte at a time, with the newest checkpoint of a run."""
+    from train_longnet import join, newest_checkpoint
+
+    join()
+    group, rank = dist.group.WORLD, dist.get_rank()
+    try:
+        path, run = newest_checkpoint(args.checkpoint)
+    except ValueError as error:
+        sys.exit(str(error))
+    model = LongNet(LongNetConfig(**run["model"]))
+    reader = dcp.HuggingFaceStorageReader(str(path))  # safetensors: nothing in them can run code
+    dcp.load({"model": model.state_dict()}, storage_reader=reader)  # in place
+    prompt = torch.tensor([list(args.prompt.encode())], device=device)
+    layout = SequenceLayout.zigzag(prompt.shape[1], dist.get_world_size())
+    stream = model.to(device).stream(
+        layout.shard(prompt, rank, dim=1),
+        args.new_tokens,
+        temperature=args.temperature,
+        seed=args.seed,
+        group=group,
+        layout=layout,
+    )
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may have four bytes
+    text = args.prompt
+    for token in stream:
+        if rank == 0:
+            print(text, end="", flush=True)
+        text = decoder.decode(bytes(token.tolist()))
+    if rank == 0:
+        print(text)
+    dist.destroy_process_group()
+
+
+# --8<-- [end:sample]
 
 
 def main() -> float:
@@ -60,8 +102,18 @@ def main() -> float:
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--base", action="store_true", help="12 layers of width 768, not 2 of 96")
     parser.add_argument("--check", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--checkpoint", type=Path, help="a run of examples/train_longnet.py")
+    parser.add_argument("--prompt", default="def ", help="that a checkpoint continues")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest bytes")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     args = parser.parse_args()
-    device, group = start()
+    on_gpu = args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available())
+    device = torch.device("cuda" if on_gpu else "cpu")
+    if args.checkpoint is not None:
+        sample(args, device)
+        return 0.0
+    group = start(device)
     rank, ranks = (0, 1) if group is None else (dist.get_rank(), dist.get_world_size())
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.manual_seed(0)

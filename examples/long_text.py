@@ -7,7 +7,7 @@
 Text is read as bytes; without `--text` it is source code of the Python standard library.
 `--compare`, the default, trains a second copy on this process alone, and exits with code 1 if the
 two differ.
-`rda train` is the same idea as a command, with checkpoints, plots and a held-out text.
+examples/train_longnet.py adds held-out text, checkpoints, a plot, DDP and FSDP2.
 """
 
 import argparse

@@ -100,7 +100,12 @@ def test_a_wrong_result_is_an_exit_code(tmp_path):
     assert "differs from one process" in done.stderr
 
 
-HAS_ITS_OWN_TEST = {"bring_your_own_model", "checkpoints", "gigapath_finetune", "torchtitan_llama"}
+HAS_ITS_OWN_TEST = {
+    "bring_your_own_model",
+    "gigapath_finetune",
+    "torchtitan_llama",
+    "train_longnet",
+}
 
 
 def test_every_example_is_run():

@@ -10,6 +10,7 @@ NEEDED = (
     "hypothesis",
     "torch._dynamo",
     "torch._inductor.compile_fx",
+    "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
     "torch.distributed.tensor.parallel",
@@ -18,12 +19,12 @@ NEEDED = (
     "transformers.models.llama.modeling_llama",
     "matplotlib.figure",
     "peft",
+    "rich.progress",
     "typer",
     "ring_dilated_attention.bench",
     "ring_dilated_attention.cli",
     "ring_dilated_attention.integrations.transformers",
     "ring_dilated_attention.nn",
-    "ring_dilated_attention.train",
 )
 """By some ranks. Each would take its seconds to import them, in each test."""
 

@@ -66,7 +66,7 @@ def check_one_process(command: str) -> None:
     """Raise a `ValueError` where this is one of several ranks.
 
     Args:
-        command: that has nothing for ranks to share, such as ``"rda sample"``.
+        command: that has nothing for ranks to share, such as ``"rda simulate"``.
     """
     place = launched()
     if place is not None and place.size > 1:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import os
 import sys
 
-from . import train, export, verify, plan, draw, bench  # isort: skip  # in the order of the help
+from . import verify, plan, draw, bench  # isort: skip  # in the order of the help
 from .common import app
 from .streams import flush, mend_standard_streams
 
-__all__ = ["app", "bench", "draw", "export", "main", "plan", "train", "verify"]
+__all__ = ["app", "bench", "draw", "main", "plan", "verify"]
 
 
 def main() -> None:

@@ -90,7 +90,7 @@ def _unwritten(error: OSError, code: int = 0) -> int:
 
 app = typer.Typer(
     cls=_OneLineErrors,
-    help="Exact ring dilated attention: train on sharded sequences, verify, and look at plans.",
+    help="Exact ring dilated attention: look at plans, verify, and measure.",
     context_settings=HELP_NAMES,
     pretty_exceptions_enable=False,
 )
@@ -117,9 +117,9 @@ def reported_errors() -> Iterator[None]:
     """Show an error as one line: exit code 2 for bad input, 1 for a failed run.
 
     `ValueError`, `TypeError`, `OSError` and numbers or sizes beyond what the machine takes are bad
-    input. Anything else that is not a `TrainingError` is a bug of the program and keeps its
-    traceback. Where nobody reads standard output any more, as behind ``| head``, the command ends
-    with exit code 1 and no message.
+    input. Anything else is a bug of the program and keeps its traceback. Where nobody reads
+    standard output any more, as behind ``| head``, the command ends with exit code 1 and no
+    message.
     """
     try:
         yield
@@ -131,11 +131,6 @@ def reported_errors() -> Iterator[None]:
         fail(error, 2, most=None)
     except (ValueError, TypeError, OSError, OverflowError, MemoryError) as error:
         fail(error, 2)
-    except Exception as error:
-        training = sys.modules.get(f"{__package__.rpartition('.')[0]}.train")
-        if training is None or not isinstance(error, training.TrainingError):
-            raise
-        fail(error, 2 if error.bad_input else 1)
 
 
 def fail(error: Exception | str, code: int, *, most: int | None = MOST_CHARACTERS) -> NoReturn:

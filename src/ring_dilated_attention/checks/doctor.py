@@ -105,8 +105,8 @@ def _versions() -> dict[str, str]:
         "python": sys.version.split()[0],
         "torch": torch.__version__,
         "CUDA of torch": str(torch.version.cuda),
-        "cuDNN of torch": said_by(lambda: str(torch.backends.cudnn.version())),
-        "NCCL of torch": said_by(lambda: ".".join(map(str, torch.cuda.nccl.version()))),
+        "cuDNN of torch": said_by(_version_in, torch.backends.cudnn),
+        "NCCL of torch": said_by(_version_in, torch.cuda.nccl),
         "symmetric memory": said_by(_symmetric_memory),
         "triton": said_by(version, "triton"),
         "flash-attn-4": said_by(_flash_attn_4),
@@ -115,6 +115,11 @@ def _versions() -> dict[str, str]:
         "CPUs": f"{os.cpu_count()}, {said_by(torch.backends.cpu.get_cpu_capability)}",
         "driver": said_by(_nvidia_smi, "--query-gpu=driver_version", "--format=csv,noheader"),
     }
+
+
+def _version_in(module: Any) -> str:
+    found = module.version()
+    return ".".join(map(str, found)) if isinstance(found, tuple) else str(found)
 
 
 def _symmetric_memory() -> str:

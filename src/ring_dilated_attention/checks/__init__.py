@@ -17,8 +17,6 @@ end there. `launched` is this process's place where it is a rank already, `Launc
 its number on its host; `check_meeting_point` and `check_one_process` refuse what does not fit that,
 and `not_met` says that others did not come.
 
-The module `doctor` is imported when it is asked for, since ``python -m`` runs it, too.
-
 `nan_in_uninitialized_memory` shows what is read before it is written, `relative_error` compares two
 tensors, and the `check_...` functions refuse work beyond any machine, by the limits beside them.
 """
@@ -95,7 +93,7 @@ __all__ = [
     "check_seed",
     "check_size",
     "combine",
-    "doctor",
+    "doctor",  # a module: not imported here, since ``python -m`` runs it
     "forked_context",
     "host_memory",
     "launched",

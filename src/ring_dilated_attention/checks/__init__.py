@@ -93,6 +93,7 @@ __all__ = [
     "check_seed",
     "check_size",
     "combine",
+    "doctor",  # a module: not imported here, since ``python -m`` runs it
     "forked_context",
     "host_memory",
     "launched",

@@ -8,7 +8,8 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
@@ -21,8 +22,7 @@ from rich.table import Table
 
 from .. import __version__
 from ..layout import SequenceLayout, resolve_layout
-from ..named_patterns import given_pattern
-from ..pattern import DilatedPattern, HeadOffsets
+from ..named_patterns import NamedPattern
 from ..units import count_of, parse_count
 
 if TYPE_CHECKING:
@@ -125,7 +125,12 @@ def _writable(text: str) -> Path:
     return path
 
 
-def option(name: str, meaning: str, read: Callable[[str], Any] | None = None) -> Any:
+def option(
+    name: str,
+    meaning: str,
+    read: Callable[[str], Any] | None = None,
+    kind: Literal["N", "LIST", "NAME", "FILE", ""] = "N",
+) -> Any:
     """An option of typer.
 
     Args:
@@ -133,18 +138,19 @@ def option(name: str, meaning: str, read: Callable[[str], Any] | None = None) ->
         meaning: the help, of one or two lines.
         read: reads the value from text; its `ValueError` is the message for a value that is not
             allowed. None: a flag, or one of the names of a `Literal`.
+        kind: of value, for the help; flags have none.
     """
 
-    def parse(text: str) -> Any:
-        assert read is not None
+    def parse(text: Any) -> Any:
+        if read is None or not isinstance(text, str):  # typer gives the default, too
+            return text
         try:
             return read(text)
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
 
-    if read is None:
-        return typer.Option(name, help=meaning)
-    return typer.Option(name, help=meaning, parser=parse, metavar="VALUE")
+    parser = None if read is None else parse
+    return typer.Option(name, help=meaning, parser=parser, metavar=kind)
 
 
 _positions, _heads = integer(1, MOST_POSITIONS), integer(1, MOST_HEADS)
@@ -153,103 +159,81 @@ _Offsets: TypeAlias = Literal["interleaved", "blocked"]
 _Dtypes: TypeAlias = Literal["bfloat16", "float16", "float32", "float64"]
 _Layouts: TypeAlias = Literal["auto", "contiguous", "zigzag"]
 _Exchanges: TypeAlias = Literal["auto", "ring", "gather"]
+_Devices: TypeAlias = Literal["auto", "cpu", "cuda"]
 _Backends: TypeAlias = Literal[
     "auto", "sdpa", "fa4", "cpu_flash", "cudnn", "flash", "efficient", "eager", "triton"
 ]
 
 # fmt: off
 PatternName = Annotated[_Names | None, option(
-    "--pattern", "A published pattern, complete. Default: longnet.")]
+    "--pattern", "longnet (default), gigapath, longvit or dense, as published.", kind="NAME")]
 SegmentLengths = Annotated[Sequence[int | None] | None, option(
     "--segment-lengths", "Instead of --pattern: one length per branch, as in 2048,16K,all.",
-    list_of(_segment_length))]
+    list_of(_segment_length), "LIST")]
 DilationRates = Annotated[Sequence[int] | None, option(
     "--dilation-rates", "With --segment-lengths: one rate per branch, as in 1,4,16.",
-    list_of(_positions))]
+    list_of(_positions), "LIST")]
 HeadOffsetsName = Annotated[_Offsets | None, option(
-    "--head-offsets", "With --segment-lengths: interleaved (LongNet) or blocked (torchscale).")]
+    "--head-offsets", "With --segment-lengths: interleaved (LongNet) or blocked (torchscale).",
+    kind="NAME")]
 ZeroKeys = Annotated[bool, option(
-    "--zero-keys", "With --segment-lengths: fill up segments with keys of 0, as torchscale does.")]
+    "--zero-keys", "With --segment-lengths: fill up segments with keys of 0, as torchscale does.",
+    kind="")]
 SeqLen = Annotated[int, option(
     "--seq-len", "Positions of the whole sequence: 8192, 256K, 1M or 1G.", _positions)]
 Ranks = Annotated[int, option("--ranks", "Number of ranks.", integer(1, 1 << 14))]
 RankCounts = Annotated[Sequence[int], option(
-    "--ranks", "Numbers of ranks, one after the other, as in 1,2,4.", list_of(integer(1, 128)))]
-Heads = Annotated[int | None, option(
-    "--heads", "Query heads. Default: the pattern's.", _heads)]
+    "--ranks", "Numbers of ranks, one after the other, as in 1,2,4.",
+    list_of(integer(1, 128)), "LIST")]
+Heads = Annotated[int | None, option("--heads", "Query heads. Default: the pattern's.", _heads)]
 KVHeads = Annotated[int | None, option(
     "--kv-heads", "Key and value heads (GQA). Default: --heads.", _heads)]
 HeadDim = Annotated[int | None, option(
     "--head-dim", "Head dimension. Default: the pattern's.", _heads)]
 Dtype = Annotated[_Dtypes | None, option(
-    "--dtype", "Of query, key and value. Default: the pattern's; float32 on a CPU.")]
-Causal = Annotated[bool, option("--causal", "Queries see no later keys.")]
+    "--dtype", "bfloat16, float16, float32 or float64. Default: the pattern's; float32 on a CPU.",
+    kind="NAME")]
+Causal = Annotated[bool, option("--causal", "Queries see no later keys.", kind="")]
 LayoutName = Annotated[_Layouts, option(
-    "--layout", "How the sequence is sharded; auto: zigzag if causal, else contiguous.")]
+    "--layout", "contiguous, zigzag or auto: zigzag if causal.", kind="NAME")]
 Documents = Annotated[Sequence[int] | None, option(
     "--documents", "Cumulative lengths of packed documents, as in 0,100,250.",
-    list_of(integer(0, MOST_POSITIONS)))]
-BackendName = Annotated[_Backends, option("--backend", "Attention kernels.")]
-ExchangeName = Annotated[_Exchanges, option("--exchange", "How KV of other ranks travel.")]
-DeviceName = Annotated[Literal["auto", "cpu", "cuda"], option(
-    "--device", "auto: cuda where there is a GPU.")]
+    list_of(integer(0, MOST_POSITIONS)), "LIST")]
+BackendName = Annotated[_Backends, option(
+    "--backend", "Attention kernels: auto, sdpa, fa4, cpu_flash, cudnn, flash, ...", kind="NAME")]
+ExchangeName = Annotated[_Exchanges, option(
+    "--exchange", "How keys and values travel: auto, ring or gather.", kind="NAME")]
+DeviceName = Annotated[_Devices, option(
+    "--device", "cpu, cuda or auto: cuda where there is a GPU.", kind="NAME")]
 Seed = Annotated[int, option("--seed", "Of the random inputs.", integer(0, (1 << 62) - 1))]
 Json = Annotated[Path | None, option(
-    "--json", "Write all numbers to a JSON file; -: to standard output.", _writable)]
-Out = Annotated[Path | None, option("--out", "File to write.", _writable)]
+    "--json", "Write all numbers to a JSON file; -: to standard output.", _writable, "FILE")]
+Out = Annotated[Path | None, option("--out", "File to write.", _writable, "FILE")]
 # fmt: on
 
 
-@dataclass(frozen=True, kw_only=True)
 class Call:
-    """One call of `dilated_attention` on some ranks, as a command was told.
+    """One call of `dilated_attention`, as the options of a command describe it.
 
-    Attributes:
-        pattern: the branches.
+    Args:
+        named: the pattern, and what None stands for below; see `given_pattern`.
         seq_len: positions of the whole sequence.
         ranks: number of ranks.
-        num_heads: query heads.
-        num_kv_heads: KV heads; a divisor of `num_heads`.
-        head_dim: head dimension.
-        dtype: of query, key and value, as torch calls it.
-        is_causal: whether queries see no later keys.
-        layout_name: ``"contiguous"`` or ``"zigzag"``.
+        heads: query heads; None: those of `named`.
+        kv_heads: KV heads, a divisor of `heads`; None: `heads`.
+        head_dim: head dimension; None: that of `named`.
+        dtype: of query, key and value, as torch calls it; None: that of `named`.
+        causal: whether queries see no later keys.
+        layout: ``"auto"``, ``"contiguous"`` or ``"zigzag"``; `layout_name` never is ``"auto"``.
         documents: cumulative lengths of packed documents; None: one document.
-        layout: which rank holds which positions.
 
     Raises:
         ValueError: a value is not allowed.
     """
 
-    pattern: DilatedPattern
-    seq_len: int
-    ranks: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: str
-    is_causal: bool
-    layout_name: str
-    documents: tuple[int, ...] | None
-    layout: SequenceLayout = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"--heads must be a multiple of --kv-heads; got {self.num_heads} and "
-                f"{self.num_kv_heads}"
-            )
-        name = resolve_layout(self.layout_name, self.ranks, is_causal=self.is_causal)
-        layout = SequenceLayout.named(name, self.seq_len, self.ranks, is_causal=self.is_causal)
-        object.__setattr__(self, "layout_name", name)
-        object.__setattr__(self, "layout", layout)
-
-    @classmethod
-    def given(
-        cls,
-        pattern: str | None,
-        segment_lengths: Sequence[int | None] | None,
-        dilation_rates: Sequence[int] | None,
+    def __init__(
+        self,
+        named: NamedPattern,
         *,
         seq_len: int,
         ranks: int = 1,
@@ -260,31 +244,21 @@ class Call:
         causal: bool = False,
         layout: str = "auto",
         documents: Sequence[int] | None = None,
-        head_offsets: HeadOffsets | None = None,
-        zero_keys: bool = False,
-    ) -> Call:
-        """The call that the options of a command describe; None: what the pattern says."""
-        own = given_pattern(
-            pattern,
-            segment_lengths,
-            dilation_rates,
-            head_offsets=head_offsets,
-            zero_keys=zero_keys,
-        )
-        return cls(
-            pattern=own.pattern,
-            seq_len=seq_len,
-            ranks=ranks,
-            num_heads=heads or own.num_heads,
-            num_kv_heads=kv_heads or heads or own.num_heads,
-            head_dim=head_dim or own.head_dim,
-            dtype=dtype or own.dtype,
-            is_causal=causal,
-            layout_name=layout,
-            documents=None if documents is None else tuple(documents),
-        )
+    ) -> None:
+        self.pattern, self.seq_len, self.ranks = named.pattern, seq_len, ranks
+        self.heads = heads or named.num_heads
+        self.kv_heads = kv_heads or self.heads
+        self.head_dim, self.dtype = head_dim or named.head_dim, dtype or named.dtype
+        self.causal = causal
+        self.documents = None if documents is None else tuple(documents)
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"--heads must be a multiple of --kv-heads; got {self.heads} and {self.kv_heads}"
+            )
+        self.layout_name = resolve_layout(layout, ranks, is_causal=causal)
+        self.layout = SequenceLayout.named(self.layout_name, seq_len, ranks, is_causal=causal)
 
-    @property
+    @cached_property
     def plan(self) -> AttentionPlan:
         """What each rank computes and exchanges."""
         from ..plan import plan_attention
@@ -292,9 +266,9 @@ class Call:
         return plan_attention(
             self.pattern,
             self.layout,
-            is_causal=self.is_causal,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
+            is_causal=self.causal,
+            num_heads=self.heads,
+            num_kv_heads=self.kv_heads,
             documents=self.documents,
         )
 
@@ -307,51 +281,59 @@ class Call:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Everything that was given or filled in, for JSON."""
-        return {
-            "segment_lengths": list(self.pattern.segment_lengths),
-            "dilation_rates": list(self.pattern.dilation_rates),
-            "head_offsets": self.pattern.head_offsets,
-            "zero_keys": self.pattern.zero_keys,
-            "seq_len": self.seq_len,
-            "ranks": self.ranks,
-            "layout": self.layout_name,
-            "causal": self.is_causal,
-            "documents": self.documents,
-            "heads": self.num_heads,
-            "kv_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
-            "dtype": self.dtype,
-        }
+        """What was given or filled in, for JSON."""
+        pattern = asdict(self.pattern)
+        names = ("seq_len", "ranks", "heads", "kv_heads", "head_dim", "dtype", "causal")
+        rest = {name: getattr(self, name) for name in (*names, "documents")}
+        return {**pattern, **rest, "layout": self.layout_name}
 
     def __str__(self) -> str:
-        causal = ", causal" if self.is_causal else ""
         packed = 0 if self.documents is None else len(self.documents) - 1
         documents = f", {count_of(packed, 'document')}" if packed else ""
         return (
             f"{self.pattern}\n{count_of(self.seq_len, 'position')} on "
             f"{count_of(self.ranks, 'rank')} ({self.layout_name}), "
-            f"{count_of(self.num_heads, 'head')} of {self.head_dim}, "
-            f"{count_of(self.num_kv_heads, 'KV head')}, {self.dtype}{causal}{documents}"
+            f"{count_of(self.heads, 'head')} of {self.head_dim}, "
+            f"{count_of(self.kv_heads, 'KV head')}, {self.dtype}"
+            f"{', causal' if self.causal else ''}{documents}"
         )
+
+
+def resolve_device(name: str) -> str:
+    """``"cpu"`` or ``"cuda"`` for what --device says.
+
+    Raises:
+        ValueError: torch finds no CUDA device, and one was asked for.
+    """
+    import torch
+
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda needs a GPU, and torch finds none: use auto or cpu")
+    return "cuda" if name != "cpu" and torch.cuda.is_available() else "cpu"
 
 
 def make_console(json_file: Path | None = None) -> Console:
     """Where a command prints: standard output, or standard error if JSON takes that."""
-    return Console(stderr=str(json_file) == "-", highlight=False, soft_wrap=True, markup=False)
+    console = Console(stderr=str(json_file) == "-", highlight=False, markup=False)
+    console.soft_wrap = not console.is_terminal
+    return console
 
 
 def show_table(
     console: Console, title: str, headings: Sequence[str], rows: Sequence[Sequence[Any]]
 ) -> None:
     """Print a table as wide as its content: the first column to the left, the rest to the right."""
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    table = Table(
+        title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, pad_edge=False
+    )
     for place, heading in enumerate(headings):
         table.add_column(heading, justify="right" if place else "left", no_wrap=True)
     for row in rows:
         table.add_row(*(f"{x:,}" if isinstance(x, int) else str(x) for x in row))
-    console.width = max(console.width, console.measure(table).maximum)
+    wide = console.options.update_width(1000)
+    console.width = max(console.width, console.measure(table, options=wide).maximum)
     console.print(table, soft_wrap=False)
+    console.print()
 
 
 @contextmanager

@@ -9,15 +9,20 @@ from __future__ import annotations
 
 import sys
 
-_EXTRA = ("typer", "rich", "matplotlib")
+
+def _end_without_extra(error: ModuleNotFoundError) -> None:
+    """End with one line where a package of the extra `cli` is missing."""
+    missing = (error.name or "").partition(".")[0]
+    if missing in ("typer", "rich", "matplotlib"):
+        sys.exit(f'rda needs {missing}: pip install "ring-dilated-attention[cli]"')
+
 
 try:
     from . import plan, simulate, verify  # isort: skip  # in the order of the help
     from .common import app
 except ModuleNotFoundError as error:
-    if error.name not in _EXTRA:
-        raise
-    sys.exit('rda needs typer and rich: pip install "ring-dilated-attention[cli]"')
+    _end_without_extra(error)
+    raise
 
 __all__ = ["app", "main", "plan", "simulate", "verify"]
 
@@ -27,6 +32,5 @@ def main() -> None:
     try:
         app(prog_name="rda")
     except ModuleNotFoundError as error:
-        if error.name not in _EXTRA:
-            raise
-        sys.exit(f'rda needs {error.name}: pip install "ring-dilated-attention[cli]"')
+        _end_without_extra(error)
+        raise

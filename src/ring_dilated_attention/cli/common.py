@@ -26,7 +26,7 @@ from ..named_patterns import NamedPattern
 from ..units import count_of, parse_count
 
 if TYPE_CHECKING:
-    from ..plan import AttentionPlan, TensorSize
+    from ..plan import AttentionPlan, costs
 
 MOST_POSITIONS, MOST_HEADS = 1 << 48, 4096
 """Of a command, so that a slip of the hand is an error and not a wait."""
@@ -58,7 +58,7 @@ class _OneLineErrors(typer.core.TyperGroup):
             code = _say(error, 1)
         except typer.Abort:  # Ctrl-C
             code = 130
-        except BrokenPipeError:  # nobody reads standard output any more, as behind `| head`
+        except (BrokenPipeError, SystemExit):  # rich and typer exit where nobody reads, as `| head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = 0
         except (ValueError, OSError, OverflowError, MemoryError) as error:
@@ -206,6 +206,8 @@ ExchangeName = Annotated[_Exchanges, option(
 DeviceName = Annotated[_Devices, option(
     "--device", "cpu, cuda or auto: cuda where there is a GPU.", kind="NAME")]
 Seed = Annotated[int, option("--seed", "Of the random inputs.", integer(0, (1 << 62) - 1))]
+Timeout = Annotated[int, option(
+    "--timeout", "Seconds that a rank waits for another.", integer(1, 30 * 24 * 3600))]
 Json = Annotated[Path | None, option(
     "--json", "Write all numbers to a JSON file; -: to standard output.", _writable, "FILE")]
 Out = Annotated[Path | None, option("--out", "File to write.", _writable, "FILE")]
@@ -273,11 +275,11 @@ class Call:
         )
 
     @property
-    def size(self) -> TensorSize:
+    def size(self) -> costs.TensorSize:
         """What turns rows into bytes."""
-        from ..plan import TensorSize
+        from ..plan import costs
 
-        return TensorSize(batch=1, head_dim=self.head_dim, element_size=_DTYPES[self.dtype])
+        return costs.TensorSize(batch=1, head_dim=self.head_dim, element_size=_DTYPES[self.dtype])
 
     @property
     def options(self) -> dict[str, Any]:

@@ -120,18 +120,18 @@ def shown_ranks(ranks: int) -> Sequence[int]:
 
 def _figures(call: Call, rank: RankPlan) -> dict[str, Any]:
     """What tables and JSON say of a rank, in bytes, operations and positions."""
-    from ..plan import flops_of_rank, memory, traffic
+    from ..plan import costs
 
     gathers = call.plan.gathers
-    held, (local, remote) = memory(rank, call.size), rank.groups(gathers=gathers)
+    held, (local, remote) = costs.memory(rank, call.size), rank.groups(gathers=gathers)
     steps = [step for part in rank.rounds(gathers=gathers) for step in part.steps()]
     return {
         "rank": rank.index,
         "positions": call.layout.local_length(rank.index),
-        "flops": flops_of_rank(call.plan, call.size, rank.index),
+        "flops": costs.flops_of_rank(call.plan, call.size, rank.index),
         "senders": len({step.receive.sender for step in steps if step.receive is not None}),
         "messages": sum(step.send is not None for step in steps),
-        "traffic_bytes": asdict(traffic(rank, call.size)),
+        "traffic_bytes": asdict(costs.traffic(rank, call.size)),
         "memory_bytes": {**asdict(held), "total": held.total},
         "local_tiles": sum(len(group.tiles) for group in local),
         "remote_tiles": sum(len(group.tiles) for group in remote),
@@ -165,9 +165,9 @@ def _from_to(values: Sequence[int], in_words: Callable[[int], str]) -> str:
 
 def work_in_words(call: Call) -> Iterator[str]:
     """Which of several ranks is the busiest."""
-    from ..plan import balance, flops_by_rank
+    from ..plan import costs
 
-    found = balance(flops_by_rank(call.plan, call.size))
+    found = costs.balance(costs.flops_by_rank(call.plan, call.size))
     if call.ranks == 1:
         return
     if found.imbalance < 1.005:
@@ -179,7 +179,7 @@ def work_in_words(call: Call) -> Iterator[str]:
     )
     if call.causal and call.layout_name != "zigzag":
         zigzag = replace(call.plan, layout=SequenceLayout.zigzag(call.seq_len, call.ranks))
-        even = balance(flops_by_rank(zigzag, call.size)).imbalance
+        even = costs.balance(costs.flops_by_rank(zigzag, call.size)).imbalance
         text += f" (--layout zigzag: {even:.2f} times the mean)"
     yield text
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from ..units import count_of, in_bytes
 from . import common
@@ -24,9 +22,7 @@ def verify(
     ranks: common.RankCounts = (1, 2, 3, 4),
     device: common.DeviceName = "cpu",
     seed: common.Seed = 0,
-    timeout: Annotated[
-        float, typer.Option(help="Seconds that a rank waits for another.", min=0.001, max=86400.0)
-    ] = 600.0,
+    timeout: common.Timeout = 600,
     json: common.Json = None,
 ) -> None:
     """Compare forward and backward on real ranks with brute force: gloo, or NCCL on GPUs.

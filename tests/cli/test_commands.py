@@ -45,7 +45,7 @@ RIGHT = [
     ),
     (
         "plan --seq-len=1000 --segment-lengths=100,all --dilation-rates=1,10 --ranks=2 --tables",
-        "each rank receives 150 KiB of keys and values from 1 others in forward, all at once",
+        "each rank receives 150 KiB of keys and values from 1 other rank in forward, all at once",
         "Exchange: keys and values in forward",
         "Memory during forward",
         "Tiles of attention",
@@ -55,7 +55,7 @@ RIGHT = [
     (
         # Of 16 squares of 300 x 300 pairs the last rank has 3.5, the mean is 2.
         "plan --pattern=dense --seq-len=1200 --heads=2 --causal --layout=contiguous",
-        "each rank receives 0 B to 900 KiB of keys and values from 0 to 3 others",
+        "each rank receives 0 B to 900 KiB of keys and values from 0 to 3 other ranks",
         "rank 3 is the busiest: 1.75 times the mean",
         "4 ranks are at most 2.3 times as fast as one (--layout zigzag: 1.00 times the mean)",
         "a KV cache takes 1.17 MiB a layer, 100.0% of all keys and values",

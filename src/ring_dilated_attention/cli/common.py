@@ -47,10 +47,9 @@ class _OneLineErrors(typer.core.TyperGroup):
     Any other exception is a bug of the program and keeps its traceback.
     """
 
-    def main(self, args: Any = None, prog_name: str | None = None, **extra: Any) -> Any:
-        args = list(sys.argv[1:] if args is None else args) or ["--help"]
+    def main(self, *arguments: Any, **options: Any) -> Any:
         try:
-            code = super().main(args, prog_name, **{**extra, "standalone_mode": False})
+            code = super().main(*arguments, **{**options, "standalone_mode": False})
             sys.stdout.flush()
         except _UsageError as error:
             code = _say(error.format_message().replace("Value error, ", ""), 2)
@@ -76,24 +75,21 @@ app = typer.Typer(
     help="Exact ring dilated attention: look at plans, verify results, measure speed.",
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
-    add_completion=False,
 )
 
 
-def _show_version(asked: bool) -> None:
-    if asked:
-        print(f"rda {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
+@app.callback(invoke_without_command=True)
 def _app(
+    context: typer.Context,
     version: Annotated[
-        bool,
-        typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True),
+        bool, typer.Option("--version", help="Show the version.", metavar="")
     ] = False,
 ) -> None:
-    """Give `rda` an option of its own."""
+    if version:
+        print(f"rda {__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(context.get_help())
 
 
 def list_of(read: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:

@@ -23,6 +23,10 @@ MOST_COUNTED = 256
 """Of at most so many ranks each is asked whether it receives anything."""
 CHECKED_PAIRS = 2_000_000
 """Most (query, key) pairs that --check enumerates: about 1 GB and 4 seconds."""
+PROVEN = (
+    "proven: every (branch, head, query, visible key) is computed once; sends match receives; "
+    "each message has the fewest rows; every gradient is returned to its owner"
+)
 LINK_GB_S, NETWORK_GB_S = 350.0, 45.0
 """Bandwidth of a GPU in 10**9 bytes per second and direction, for the cost model: inside its host,
 about that of an H200 over NVLink; to other hosts, 0.9 of an adapter of 400 Gbit/s."""
@@ -75,7 +79,7 @@ def plan(
     if hosts and ranks % hosts:
         raise ValueError(f"--ranks must be a multiple of --hosts; got {ranks} and {hosts}")
     if check:
-        _refuse_long_check(call)
+        _prove(call)
     shown = [_figures(call, call.plan.rank(rank)) for rank in shown_ranks(ranks)]
     verdict = [*_traffic_in_words(call, shown), *work_in_words(call), *_pattern_in_words(call)]
     if hosts:
@@ -89,19 +93,13 @@ def plan(
     if tables:
         _show_more(console, shown)
     if check:
-        from ..plan import check_plan
-
-        check_plan(call.plan)
-        console.print(
-            "proven: every (branch, head, query, visible key) is computed once; sends match "
-            "receives; each message has the fewest rows; every gradient is returned to its owner"
-        )
+        console.print(PROVEN)
     asked = {**call.options, "hosts": hosts}
     write_json(json, {"options": asked, "verdict": verdict, "proven": check, "ranks": shown})
 
 
-def _refuse_long_check(call: Call) -> None:
-    from ..plan import enumerated
+def _prove(call: Call) -> None:
+    from ..plan import check_plan, enumerated
 
     pairs = enumerated(call.plan)
     if pairs > CHECKED_PAIRS:
@@ -109,6 +107,7 @@ def _refuse_long_check(call: Call) -> None:
             f"--check would enumerate {pairs:,} pairs of positions, more than {CHECKED_PAIRS:,}: "
             "take a shorter --seq-len or fewer --heads"
         )
+    check_plan(call.plan)
 
 
 def shown_ranks(ranks: int) -> Sequence[int]:
@@ -145,10 +144,11 @@ def _traffic_in_words(call: Call, shown: Sequence[dict[str, Any]]) -> Iterator[s
     if any(received):
         who = "each rank" if len(shown) == call.ranks else f"each of {len(shown)} ranks shown"
         senders = sorted(x["senders"] for x in shown)
+        ranks = "rank" if senders[-1] == 1 else "ranks"
         way = "all at once" if call.plan.gathers else "step by step around a ring"
         yield (
             f"{who} receives {_from_to(received, in_bytes)} of keys and values from "
-            f"{_from_to(senders, '{:,}'.format)} others in forward, {way}"
+            f"{_from_to(senders, '{:,}'.format)} other {ranks} in forward, {way}"
         )
     elif call.ranks > MOST_COUNTED:
         yield f"nothing travels to ranks {', '.join(str(x['rank']) for x in shown)}"

@@ -35,21 +35,22 @@ def verify(
 
     from ..checks import TENSORS, RankError, combine, run_cases, run_ranks, sweep
 
-    device = common.resolve_device(device)
-    if device == "cuda" and max(ranks) > torch.cuda.device_count():
+    on = common.resolve_device(device)
+    if on == "cuda" and max(ranks) > torch.cuda.device_count():
         raise ValueError(
             f"{max(ranks)} ranks need a CUDA device each; there are {torch.cuda.device_count()}"
         )
-    rows, documents = [], []
+    rows: list[list[Any]] = []
+    documents: list[dict[str, Any]] = []
     for number in ranks:
-        cases = [replace(case, device=device) for case in sweep(number, seed)]
+        cases = [replace(case, device=on) for case in sweep(number, seed)]
         with progress(f"verify on {count_of(number, 'rank')}", len(cases)) as told:
             try:
                 found = run_ranks(
                     run_cases,
                     number,
                     cases,
-                    backend="nccl" if device == "cuda" else "gloo",
+                    backend="nccl" if on == "cuda" else "gloo",
                     timeout=timeout + _SWEEP_S,
                     wait_timeout=timeout,
                     told=told,
@@ -67,7 +68,7 @@ def verify(
         console.print(f"{total} within bounds, bytes as planned, seed {seed}\n", style="bold")
     headings = ["ranks", "dtype", "cases", *TENSORS, "sent"]
     show_table(console, "Largest error relative to float64 by brute force", headings, rows)
-    asked = {"ranks": list(ranks), "device": device, "seed": seed}
+    asked = {"ranks": list(ranks), "device": on, "seed": seed}
     write_json(json, {"ok": not wrong, "options": asked, "cases": documents})
     if wrong:
         first = ", ".join(f"{name} {value}" for name, value in wrong[0].items() if name != "ok")

@@ -24,7 +24,6 @@ from ring_dilated_attention.layout import LAYOUTS
 from ring_dilated_attention.named_patterns import NAMES, NamedPattern, named
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan import check_plan, costs
-from ring_dilated_attention.tiles import Backend
 
 SMALL = "--segment-lengths=16,50,all --dilation-rates=1,3,4"
 BIG = 2**70  # no int64
@@ -48,7 +47,6 @@ RIGHT = [
         "each rank receives 150 KiB of keys and values from 1 other rank in forward, all at once",
         "Exchange: keys and values in forward",
         "Memory during forward",
-        "Tiles of attention",
         "not never influence",
         "not KV cache",
     ),
@@ -280,11 +278,10 @@ def commands() -> dict[str, Any]:
     return {name: root.get_command(None, name) for name in root.list_commands(None)}
 
 
-def test_commands_have_few_options_and_short_help():
+def test_commands_have_few_options_and_examples_that_they_take():
     for name, command in commands().items():
-        options = [x for x in command.params if "--help" not in x.opts]
-        assert len(options) <= 15, name
-        assert all(len(x.help) <= 100 for x in options), name
+        options = [x for x in command.params if x.param_type_name == "option"]
+        assert len([x for x in options if "--help" not in x.opts]) <= 15, name
         done = rda(f"{name} --help")
         assert done.exit_code == 0, done.output
         assert done.output == rda(f"{name} -h").output
@@ -300,10 +297,9 @@ def test_commands_have_few_options_and_short_help():
         (common.PatternName, NAMES),
         (common.LayoutName, LAYOUTS),
         (common.ExchangeName, get_args(Schedule)),
-        (common.BackendName, get_args(Backend)),
         (common.Dtype, ("bfloat16", "float16", "float32", "float64")),
     ],
-    ids=["pattern", "layout", "exchange", "backend", "dtype"],
+    ids=["pattern", "layout", "exchange", "dtype"],
 )
 def test_options_allow_what_the_library_takes(option, allowed):
     kind = get_args(option)[0]

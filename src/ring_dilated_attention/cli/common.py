@@ -156,9 +156,6 @@ _Dtypes: TypeAlias = Literal["bfloat16", "float16", "float32", "float64"]
 _Layouts: TypeAlias = Literal["auto", "contiguous", "zigzag"]
 _Exchanges: TypeAlias = Literal["auto", "ring", "gather"]
 _Devices: TypeAlias = Literal["auto", "cpu", "cuda"]
-_Backends: TypeAlias = Literal[
-    "auto", "sdpa", "fa4", "cpu_flash", "cudnn", "flash", "efficient", "eager", "triton"
-]
 
 # fmt: off
 PatternName = Annotated[_Names | None, option(
@@ -195,8 +192,6 @@ LayoutName = Annotated[_Layouts, option(
 Documents = Annotated[Sequence[int] | None, option(
     "--documents", "Cumulative lengths of packed documents, as in 0,100,250.",
     list_of(integer(0, MOST_POSITIONS)), "LIST")]
-BackendName = Annotated[_Backends, option(
-    "--backend", "Attention kernels: auto, sdpa, fa4, cpu_flash, cudnn, flash, ...", kind="NAME")]
 ExchangeName = Annotated[_Exchanges, option(
     "--exchange", "How keys and values travel: auto, ring or gather.", kind="NAME")]
 DeviceName = Annotated[_Devices, option(

@@ -35,7 +35,7 @@ about that of an H200 over NVLink; to other hosts, 0.9 of an adapter of 400 Gbit
 Hosts = Annotated[int | None, option(
     "--hosts", "Predict times, with --ranks on that many hosts of H200 GPUs.", integer(1, 1 << 14))]
 Tables = Annotated[bool, option(
-    "--tables", "Print tables of exchange, memory and tiles too.", kind="")]
+    "--tables", "Print tables of exchange and memory too.", kind="")]
 Check = Annotated[bool, option(
     "--check", "Prove the plan of a short sequence by enumerating all pairs.", kind="")]
 # fmt: on
@@ -121,9 +121,8 @@ def _figures(call: Call, rank: RankPlan) -> dict[str, Any]:
     """What tables and JSON say of a rank, in bytes, operations and positions."""
     from ..plan import costs
 
-    gathers = call.plan.gathers
-    held, (local, remote) = costs.memory(rank, call.size), rank.groups(gathers=gathers)
-    steps = [step for part in rank.rounds(gathers=gathers) for step in part.steps()]
+    held = costs.memory(rank, call.size)
+    steps = [x for part in rank.rounds(gathers=call.plan.gathers) for x in part.steps()]
     return {
         "rank": rank.index,
         "positions": call.layout.local_length(rank.index),
@@ -132,8 +131,6 @@ def _figures(call: Call, rank: RankPlan) -> dict[str, Any]:
         "messages": sum(step.send is not None for step in steps),
         "traffic_bytes": asdict(costs.traffic(rank, call.size)),
         "memory_bytes": {**asdict(held), "total": held.total},
-        "local_tiles": sum(len(group.tiles) for group in local),
-        "remote_tiles": sum(len(group.tiles) for group in remote),
     }
 
 
@@ -150,12 +147,12 @@ def _traffic_in_words(call: Call, shown: Sequence[dict[str, Any]]) -> Iterator[s
             f"{who} receives {_from_to(received, in_bytes)} of keys and values from "
             f"{_from_to(senders, '{:,}'.format)} other {ranks} in forward, {way}"
         )
-    elif call.ranks > MOST_COUNTED:
+    elif call.ranks > MOST_COUNTED or any(
+        call.plan.rank(rank).total_received_rows for rank in range(call.ranks)
+    ):
         yield f"nothing travels to ranks {', '.join(str(x['rank']) for x in shown)}"
-    elif not any(call.plan.rank(rank).total_received_rows for rank in range(call.ranks)):
-        yield "nothing travels: every segment lies on one rank"
     else:
-        yield "nothing travels to the ranks shown, but something to others"
+        yield "nothing travels: every segment lies on one rank"
 
 
 def _from_to(values: Sequence[int], in_words: Callable[[int], str]) -> str:
@@ -273,9 +270,4 @@ def _show_more(console: Any, shown: Sequence[dict[str, Any]]) -> None:
         "Memory during forward; buffers are keys and values of other ranks",
         list(parts),
         lambda x: [in_bytes(x["memory_bytes"][part]) for part in parts],
-    )
-    table(
-        "Tiles of attention",
-        ["with own keys", "with received keys"],
-        lambda x: [x["local_tiles"], x["remote_tiles"]],
     )

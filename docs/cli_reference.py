@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections import defaultdict
 from typing import Any
 
 import typer
@@ -25,79 +24,31 @@ def cli_reference() -> str:
 
     root: Any = typer.main.get_command(app)
     context = root.make_context("rda", ["--help"], resilient_parsing=True)
-    parts = [INTRODUCTION, *_options(root, context)]
+    parts = [INTRODUCTION]
     for name in root.list_commands(context):
         command = root.get_command(context, name)
-        if not command.hidden:
-            parts += [f"## rda {name}", _text(command.help)]
-            parts += _options(command, command.context_class(command, info_name=f"rda {name}"))
-            parts.append(_examples(name))
-    return "\n\n".join(part for part in parts if part) + "\n"
+        rows = [_row(x) for x in command.params if "--help" not in x.opts]
+        parts += [
+            f"## rda {name}",
+            *(_paragraph(text) for text in inspect.cleandoc(command.help).split("\n\n")),
+            "| option | meaning | default |\n|---|---|---|\n" + "\n".join(rows),
+        ]
+    return "\n\n".join(parts) + "\n"
 
 
-def _options(command: Any, context: Any) -> list[str]:
-    """A table of options for each panel of the help."""
-    panels: dict[str, list[str]] = defaultdict(list)
-    for parameter in command.params:
-        if getattr(parameter, "hidden", False) or parameter.name == "help":
-            continue
-        panel = getattr(parameter, "rich_help_panel", None) or "Options"
-        panels[panel].append(_row(parameter, context))
-    head = "| option | meaning | default |\n|---|---|---|\n"
-    return [f"**{panel}**\n\n{head}" + "\n".join(rows) for panel, rows in panels.items()]
+def _paragraph(text: str) -> str:
+    """A paragraph of a command's help; command lines are code."""
+    return f"```console\n$ {text}\n```" if text.startswith("rda ") else " ".join(text.split())
 
 
-def _row(parameter: Any, context: Any) -> str:
-    # typer has its own way since 0.29, click's before.
-    show_type = getattr(parameter, "display_type", None) or parameter.make_metavar
-    metavar = parameter.metavar or show_type(context).strip("[]")
-    if parameter.param_type_name == "argument":
-        names = [parameter.metavar or parameter.name.upper()]
-    elif getattr(parameter, "is_flag", False):
-        names = [*parameter.opts, *parameter.secondary_opts]
-    else:
-        names = [f"{name} {metavar}" for name in parameter.opts]
-    help, _, default = (getattr(parameter, "help", None) or "").rpartition(" Default: ")
-    if not help:
-        help, default = default, ""
-    default = _cell(default.removesuffix(".")) if default else _default(parameter)
-    if help.endswith(" Required."):
-        help, default = help.removesuffix(" Required."), "required"
-    return f"| {', '.join(map(_code, names))} | {_cell(help)} | {default} |"
-
-
-def _default(parameter: Any) -> str:
-    shown = getattr(parameter, "show_default", None)
-    if isinstance(shown, str):
-        return _cell(shown)
-    if parameter.required:
-        return "required"
+def _row(parameter: Any) -> str:
+    is_option = parameter.param_type_name == "option"
+    names = [*parameter.opts, *parameter.secondary_opts] if is_option else [parameter.metavar]
+    kind = f" {parameter.metavar}" if is_option and parameter.metavar else ""
     default = parameter.default
-    if default is None or default == () or default == [] or callable(default):
-        return ""
-    if getattr(parameter, "is_flag", False):
-        names = parameter.opts if default else parameter.secondary_opts
-        return _code(names[0]) if names else ""
-    values = default if isinstance(default, list | tuple) else [default]
-    return ", ".join(_code(getattr(value, "value", value)) for value in values)
-
-
-def _text(text: str | None) -> str:
-    """Help as Markdown, without the characters that tell typer not to join lines."""
-    return inspect.cleandoc(text or "").replace("\b", "")
-
-
-def _examples(name: str) -> str:
-    """The examples of a command's help."""
-    from ring_dilated_attention.cli.command import COMMANDS
-
-    shown = "\n\n".join(f"# {each.text}\n$ {each.line}" for each in COMMANDS[name].examples)
-    return f"**Examples**\n\n```console\n{shown}\n```" if shown else ""
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
-
-
-def _code(text: Any) -> str:
-    return f"`{_cell(str(text))}`"
+    if callable(default) or default is None or default is False:
+        default = ""
+    elif isinstance(default, list | tuple):
+        default = ",".join(map(str, default))
+    cells = ", ".join(f"`{name}{kind}`" for name in names), parameter.help, default
+    return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"

@@ -1,7 +1,6 @@
 """Shared by all tests: memory of tensors, hypothesis, interpreted kernels, the gpu marker."""
 
 import importlib.util
-import math
 import os
 from collections.abc import Iterator
 
@@ -12,7 +11,6 @@ from support.interpreted import quicken_the_interpreter
 from support.preloaded import preload_what_tests_have_imported
 
 from ring_dilated_attention.checks import nan_in_uninitialized_memory
-from ring_dilated_attention.terminal import progress
 
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # others would import torch each
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each process would compile the package anew
@@ -36,12 +34,6 @@ settings.load_profile("default")
 def _nan_in_uninitialized_memory():
     with nan_in_uninitialized_memory():
         yield
-
-
-@pytest.fixture(autouse=True)
-def _no_lines_of_progress(monkeypatch):
-    """On a machine with much to do, even a command that fails at once may take seconds."""
-    monkeypatch.setattr(progress, "FIRST_LINE_S", math.inf)
 
 
 @pytest.fixture(autouse=True)

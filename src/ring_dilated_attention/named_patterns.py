@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from .pattern import DilatedPattern, check_choice
+from .pattern import DilatedPattern, HeadOffsets, check_choice
 
 
 @dataclass(frozen=True, kw_only=True)
 class NamedPattern:
-    """A pattern and the shape that goes with it.
+    """A pattern as it was published, and the shape that goes with it.
 
     Attributes:
-        pattern: the branches.
+        pattern: the branches, offsets of heads and zero keys.
         num_heads: query heads.
         head_dim: head dimension.
         dtype: of query, key and value, as torch calls it.
@@ -36,7 +35,10 @@ _NAMED: dict[str, NamedPattern] = {
     # the slide encoder of Prov-GigaPath
     "gigapath": NamedPattern(
         pattern=DilatedPattern(
-            [1024, 5792, 32768, 185363, 1048576], [1, 2, 4, 8, 16], head_offsets="blocked"
+            [1024, 5792, 32768, 185363, 1048576],
+            [1, 2, 4, 8, 16],
+            head_offsets="blocked",
+            zero_keys=True,
         ),
         num_heads=16,
         head_dim=48,
@@ -45,7 +47,10 @@ _NAMED: dict[str, NamedPattern] = {
     # LongViT-small at 32,768 px
     "longvit": NamedPattern(
         pattern=DilatedPattern(
-            [1024, 4096, 32768, 262144, 1048576], [1, 2, 4, 8, 16], head_offsets="blocked"
+            [1024, 4096, 32768, 262144, 1048576],
+            [1, 2, 4, 8, 16],
+            head_offsets="blocked",
+            zero_keys=True,
         ),
         num_heads=16,
         head_dim=24,
@@ -75,33 +80,45 @@ def given_pattern(
     name: str | None,
     segment_lengths: Sequence[int | None] | None,
     dilation_rates: Sequence[int] | None,
-    **options: str | bool | None,
-) -> DilatedPattern:
+    *,
+    head_offsets: HeadOffsets | None = None,
+    zero_keys: bool = False,
+) -> NamedPattern:
     """The pattern that a command was given: by its name, or by its branches.
 
     Args:
         name: one of `NAMES`; None: `DEFAULT_NAME`, unless there are segment lengths.
         segment_lengths: of a pattern without a name, one per branch, with `dilation_rates`; an
-            entry None: the whole sequence.
+            entry None: the whole sequence. The shape is then 12 heads of 64, bfloat16.
         dilation_rates: one for each of `segment_lengths`.
-        options: `head_offsets`, `head_branches` and `zero_keys` of `DilatedPattern`; None: the
-            pattern's.
+        head_offsets: with `segment_lengths`; None: ``"interleaved"``.
+        zero_keys: with `segment_lengths`.
 
     Raises:
-        TypeError, ValueError: a value is not allowed, or both a name and branches are given.
+        ValueError: a value is not allowed, or the pattern is given by its name and by something
+            else.
     """
-    if (segment_lengths is None) != (dilation_rates is None):
+    if segment_lengths is not None and dilation_rates is not None:
+        if name is not None:
+            raise ValueError(f"give --pattern or --segment-lengths, not both; --pattern is {name}")
+        pattern = DilatedPattern(
+            segment_lengths,
+            dilation_rates,
+            head_offsets=head_offsets or "interleaved",
+            zero_keys=zero_keys,
+        )
+        return NamedPattern(pattern=pattern, num_heads=12, head_dim=64)
+    if segment_lengths is not None or dilation_rates is not None:
         alone = "--segment-lengths" if dilation_rates is None else "--dilation-rates"
         raise ValueError(
             "--segment-lengths and --dilation-rates go together, with one value each per branch: "
             f"give both or neither; got {alone} alone"
         )
-    given: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
-    if segment_lengths is not None and dilation_rates is not None:
-        if name is not None:
-            raise ValueError(f"give --pattern or --segment-lengths, not both; --pattern is {name}")
-        return DilatedPattern(segment_lengths, dilation_rates, **given)
-    own = named(DEFAULT_NAME if name is None else name).pattern
-    names = ("head_offsets", "head_branches", "zero_keys")
-    given = {**{key: getattr(own, key) for key in names}, **given}
-    return DilatedPattern(own.segment_lengths, own.dilation_rates, **given)
+    name = DEFAULT_NAME if name is None else name
+    if head_offsets is not None or zero_keys:
+        option = "--zero-keys" if zero_keys else "--head-offsets"
+        raise ValueError(
+            f"--pattern {name} is the whole pattern, {option} included: leave out {option}, or "
+            "give --segment-lengths and --dilation-rates"
+        )
+    return named(name)

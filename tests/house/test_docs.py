@@ -15,7 +15,6 @@ import typer
 import ring_dilated_attention
 import ring_dilated_attention.nn
 from ring_dilated_attention.cli import app
-from ring_dilated_attention.cli.command import values_of
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -169,13 +168,11 @@ COMMANDS = [
 @pytest.mark.parametrize("words", COMMANDS)
 def test_commands_in_pages_are_understood(words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("run.toml").write_text("")
     root: Any = typer.main.get_command(app)
     context = root.make_context("rda", ["--help"], resilient_parsing=True)
     command = root.get_command(context, words[1])
     assert command is not None, f"there is no rda {words[1]}"
-    given = command.make_context(words[1], words[2:], parent=context)
-    values_of(words[1], given.params)  # raises what it does not allow
+    command.make_context(words[1], words[2:], parent=context)  # raises what it does not allow
 
 
 def test_a_command_that_is_wrong_is_found(tmp_path, monkeypatch):
@@ -183,7 +180,7 @@ def test_a_command_that_is_wrong_is_found(tmp_path, monkeypatch):
         test_commands_in_pages_are_understood(
             ["rda", "plan", "--length", "8192"], tmp_path, monkeypatch
         )
-    with pytest.raises(Exception, match="layout"):
+    with pytest.raises(Exception, match="sideways"):
         test_commands_in_pages_are_understood(
             ["rda", "plan", "--layout", "sideways"], tmp_path, monkeypatch
         )

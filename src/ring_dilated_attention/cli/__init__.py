@@ -1,34 +1,36 @@
-"""The `rda` command. Each command reads its options and calls one function of the package.
+"""The `rda` command. Each command reads its options and calls one room of the package.
 
-Heavy imports happen inside the commands, so that ``rda --help`` is fast. To add a command, write a
-function decorated with ``@command(...)`` in a module of this package, whose parameters are options
-(`option`, `options`), and import that module here: commands are listed in the order of the imports.
+torch is imported inside the commands, so that ``rda --help`` is fast. To add a command, write a
+function decorated with ``@app.command()`` in a module of this package, with the options of `common`
+where they fit, and import that module here: the help lists commands in the order of the imports.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 
-from . import verify, plan, draw, bench  # isort: skip  # in the order of the help
-from .common import app
-from .streams import flush, mend_standard_streams
 
-__all__ = ["app", "bench", "draw", "main", "plan", "verify"]
+def _end_without_extra(error: ModuleNotFoundError) -> None:
+    """End with one line where a package of the extra `cli` is missing."""
+    missing = (error.name or "").partition(".")[0]
+    if missing in ("typer", "rich", "matplotlib"):
+        sys.exit(f'rda needs {missing}: pip install "ring-dilated-attention[cli]"')
+
+
+try:
+    from . import plan, draw, simulate, verify, bench, doctor  # isort: skip  # as in the help
+    from .common import app
+except ModuleNotFoundError as error:
+    _end_without_extra(error)
+    raise
+
+__all__ = ["app", "bench", "doctor", "draw", "main", "plan", "simulate", "verify"]
 
 
 def main() -> None:
-    """Entry point of `rda`.
-
-    A rank that torchrun has started leaves without the end of Python: threads of torch.distributed
-    that are not quite done would need Python then, and end the process by SIGABRT.
-    """
-    mend_standard_streams()
+    """Entry point of `rda`."""
     try:
         app(prog_name="rda")
-    except SystemExit as end:
-        if "RANK" not in os.environ:
-            raise
-        flush()
-        sys.stderr.flush()
-        os._exit(end.code if isinstance(end.code, int) else int(end.code is not None))
+    except ModuleNotFoundError as error:
+        _end_without_extra(error)
+        raise

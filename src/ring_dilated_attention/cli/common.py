@@ -1,155 +1,360 @@
-"""What the commands of `rda` share: the app, and errors as one line."""
+"""What the commands of `rda` share: the app, options, the call they are about, and output."""
 
 from __future__ import annotations
 
+import json
+import math
+import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import typer
 import typer.core
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
 
 from .. import __version__
-from .streams import flush, is_unread, to_nowhere
+from ..layout import SequenceLayout, resolve_layout
+from ..named_patterns import NamedPattern
+from ..units import count_of, parse_count
 
-MOST_CHARACTERS = 300
-"""Of a line that says what is wrong."""
+if TYPE_CHECKING:
+    from ..plan import AttentionPlan, costs
 
-RUNS = Path("runs")
-"""Folder of the runs that are told no other."""
+MOST_POSITIONS, MOST_HEADS = 1 << 48, 4096
+"""Of a command, so that a slip of the hand is an error and not a wait."""
 
-HELP_NAMES = {"help_option_names": ["-h", "--help"]}
+_DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+"""Data types, and bytes of an element."""
 
 _UsageError: Any = typer.BadParameter.__base__  # of click, or of typer's own copy of it
 
 
-class ListError(ValueError):
-    """Bad input whose message ends with a list of all that is allowed, and is not cut."""
-
-
-def without_kinds(options: Sequence[Any]) -> Any:
-    """The same options; those that take no value have no metavar in the help."""
-    for option in options:
-        if getattr(option, "is_flag", False):
-            option.metavar = ""
-    return options
+class RunError(Exception):
+    """A run failed, or a check found a difference: exit code 1, the message as one line."""
 
 
 class _OneLineErrors(typer.core.TyperGroup):
-    """Says in one line what is wrong with a command line; without arguments, shows the help."""
+    """Ends with one line for bad input (exit code 2) and failed runs (1).
 
-    def get_params(self, ctx: Any) -> Any:
-        return without_kinds(super().get_params(ctx))
+    Any other exception is a bug of the program and keeps its traceback.
+    """
 
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        name = args[0]
-        if not name.startswith("-") and self.get_command(ctx, name) is None:
-            ctx.fail(f"No such command {name!r}; there are {', '.join(self.list_commands(ctx))}")
-        return super().resolve_command(ctx, args)
-
-    def main(
-        self,
-        args: Sequence[str] | None = None,
-        prog_name: str | None = None,
-        complete_var: str | None = None,
-        standalone_mode: bool = True,
-        windows_expand_args: bool = True,
-        **extra: Any,
-    ) -> Any:
-        args = list(sys.argv[1:] if args is None else args) or ["--help"]
-        if not standalone_mode:
-            return super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
+    def main(self, *arguments: Any, **options: Any) -> Any:
         try:
-            code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
-        except OSError as error:  # of the help or the version; commands report theirs
-            code = _unwritten(error)
+            code = super().main(*arguments, **{**options, "standalone_mode": False})
+            sys.stdout.flush()
         except _UsageError as error:
-            typer.echo(_one_line(f"error: {error.format_message()}"), err=True)
-            sys.exit(2)
-        except typer.Abort:
-            sys.exit(1)
-        try:
-            flush()
-        except OSError as error:
-            code = _unwritten(error, code or 0)
+            code = _say(error.format_message().replace("Value error, ", ""), 2)
+        except RunError as error:
+            code = _say(error, 1)
+        except typer.Abort:  # Ctrl-C
+            code = 130
+        except (BrokenPipeError, SystemExit):  # rich and typer exit where nobody reads, as `| head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            code = 0
+        except (ValueError, OSError, OverflowError, MemoryError) as error:
+            code = _say(error, 2)
         sys.exit(code)
 
 
-def _unwritten(error: OSError, code: int = 0) -> int:
-    """The exit code where standard output cannot be written; says so where nothing else failed."""
-    if isinstance(error, BrokenPipeError) and is_unread():
-        return code or 1
-    to_nowhere(sys.stdout)
-    if not code:
-        text = f"error: cannot write standard output: {error.strerror or error}"
-        typer.echo(_one_line(text), err=True)
-    return code or 2
+def _say(error: Exception | str, code: int) -> int:
+    print("error:", " ".join((str(error) or type(error).__name__).split()), file=sys.stderr)
+    return code
 
 
 app = typer.Typer(
     cls=_OneLineErrors,
-    help="Exact ring dilated attention: look at plans, verify, and measure.",
-    context_settings=HELP_NAMES,
+    help="Exact ring dilated attention: look at plans, verify results, measure speed.",
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
 
 
-def _show_version(asked: bool) -> None:
-    if asked:
-        typer.echo(f"rda {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
+@app.callback(invoke_without_command=True)
 def _app(
+    context: typer.Context,
     version: Annotated[
-        bool,
-        typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True),
+        bool, typer.Option("--version", help="Show the version.", metavar="")
     ] = False,
 ) -> None:
-    """Keep commands named even while there is only one."""
+    if version:
+        print(f"rda {__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+def list_of(read: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
+    """A function that reads values separated by commas, as in ``1,2,4``."""
+    return lambda text: tuple(read(part.strip()) for part in text.split(","))
+
+
+def integer(least: int, most: int) -> Callable[[str], int]:
+    """A function that reads a number such as 4096, 16K, 1M or 1G, from `least` to `most`."""
+
+    def read(text: str) -> int:
+        number = parse_count(text)
+        if not least <= number <= most:
+            raise ValueError(f"{text} is not from {least:,} to {most:,}")
+        return number
+
+    return read
+
+
+def _segment_length(text: str) -> int | None:
+    return None if text == "all" else integer(1, MOST_POSITIONS)(text)
+
+
+def _writable(text: str) -> Path:
+    """A file that can be written, or ``-``; others are refused before the work, not after it."""
+    path = Path(text)
+    if text != "-" and (path.is_dir() or not path.absolute().parent.is_dir()):
+        raise ValueError(f"{text} cannot be written: it is a folder, or is in none that exists")
+    return path
+
+
+def option(
+    name: str,
+    meaning: str,
+    read: Callable[[str], Any] | None = None,
+    kind: Literal["N", "LIST", "NAME", "FILE", ""] = "N",
+) -> Any:
+    """An option of typer.
+
+    Args:
+        name: with its dashes.
+        meaning: the help, of one or two lines.
+        read: reads the value from text; its `ValueError` is the message for a value that is not
+            allowed. None: a flag, or one of the names of a `Literal`.
+        kind: of value, for the help; flags have none.
+    """
+
+    def parse(text: Any) -> Any:
+        if read is None or not isinstance(text, str):  # typer gives the default, too
+            return text
+        try:
+            return read(text)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+
+    parser = None if read is None else parse
+    return typer.Option(name, help=meaning, parser=parser, metavar=kind)
+
+
+_positions, _heads = integer(1, MOST_POSITIONS), integer(1, MOST_HEADS)
+_Names: TypeAlias = Literal["longnet", "gigapath", "longvit", "dense"]
+_Offsets: TypeAlias = Literal["interleaved", "blocked"]
+_Dtypes: TypeAlias = Literal["bfloat16", "float16", "float32", "float64"]
+_Layouts: TypeAlias = Literal["auto", "contiguous", "zigzag"]
+_Exchanges: TypeAlias = Literal["auto", "ring", "gather"]
+_Devices: TypeAlias = Literal["auto", "cpu", "cuda"]
+
+# fmt: off
+PatternName = Annotated[_Names | None, option(
+    "--pattern", "longnet (default), gigapath, longvit or dense, as published.", kind="NAME")]
+SegmentLengths = Annotated[Sequence[int | None] | None, option(
+    "--segment-lengths", "Instead of --pattern: one length per branch, as in 2048,16K,all.",
+    list_of(_segment_length), "LIST")]
+DilationRates = Annotated[Sequence[int] | None, option(
+    "--dilation-rates", "With --segment-lengths: one rate per branch, as in 1,4,16.",
+    list_of(_positions), "LIST")]
+HeadOffsetsName = Annotated[_Offsets | None, option(
+    "--head-offsets", "With --segment-lengths: interleaved (LongNet) or blocked (torchscale).",
+    kind="NAME")]
+ZeroKeys = Annotated[bool, option(
+    "--zero-keys", "With --segment-lengths: fill up segments with keys of 0, as torchscale does.",
+    kind="")]
+SeqLen = Annotated[int, option(
+    "--seq-len", "Positions of the whole sequence: 8192, 256K, 1M or 1G.", _positions)]
+Ranks = Annotated[int, option("--ranks", "Number of ranks.", integer(1, 1 << 14))]
+RankCounts = Annotated[Sequence[int], option(
+    "--ranks", "Numbers of ranks, one after the other, as in 1,2,4.",
+    list_of(integer(1, 128)), "LIST")]
+Heads = Annotated[int | None, option("--heads", "Query heads. Default: the pattern's.", _heads)]
+KVHeads = Annotated[int | None, option(
+    "--kv-heads", "Key and value heads (GQA). Default: --heads.", _heads)]
+HeadDim = Annotated[int | None, option(
+    "--head-dim", "Head dimension. Default: the pattern's.", _heads)]
+Dtype = Annotated[_Dtypes | None, option(
+    "--dtype", "bfloat16, float16, float32 or float64. Default: the pattern's; float32 on a CPU.",
+    kind="NAME")]
+Causal = Annotated[bool, option("--causal", "Queries see no later keys.", kind="")]
+LayoutName = Annotated[_Layouts, option(
+    "--layout", "contiguous, zigzag or auto: zigzag if causal.", kind="NAME")]
+Documents = Annotated[Sequence[int] | None, option(
+    "--documents", "Cumulative lengths of packed documents, as in 0,100,250.",
+    list_of(integer(0, MOST_POSITIONS)), "LIST")]
+ExchangeName = Annotated[_Exchanges, option(
+    "--exchange", "How keys and values travel: auto, ring or gather.", kind="NAME")]
+DeviceName = Annotated[_Devices, option(
+    "--device", "cpu, cuda or auto: cuda where there is a GPU.", kind="NAME")]
+Seed = Annotated[int, option("--seed", "Of the random inputs.", integer(0, (1 << 62) - 1))]
+Timeout = Annotated[int, option(
+    "--timeout", "Seconds that a rank waits for another.", integer(1, 30 * 24 * 3600))]
+Json = Annotated[Path | None, option(
+    "--json", "Write all numbers to a JSON file; -: to standard output.", _writable, "FILE")]
+Out = Annotated[Path | None, option("--out", "File to write.", _writable, "FILE")]
+# fmt: on
+
+
+class Call:
+    """One call of `dilated_attention`, as the options of a command describe it.
+
+    Args:
+        named: the pattern, and what None stands for below; see `given_pattern`.
+        seq_len: positions of the whole sequence.
+        ranks: number of ranks.
+        heads: query heads; None: those of `named`.
+        kv_heads: KV heads, a divisor of `heads`; None: `heads`.
+        head_dim: head dimension; None: that of `named`.
+        dtype: of query, key and value, as torch calls it; None: that of `named`.
+        causal: whether queries see no later keys.
+        layout: ``"auto"``, ``"contiguous"`` or ``"zigzag"``; `layout_name` never is ``"auto"``.
+        documents: cumulative lengths of packed documents; None: one document.
+
+    Raises:
+        ValueError: a value is not allowed.
+    """
+
+    def __init__(
+        self,
+        named: NamedPattern,
+        *,
+        seq_len: int,
+        ranks: int = 1,
+        heads: int | None = None,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        dtype: str | None = None,
+        causal: bool = False,
+        layout: str = "auto",
+        documents: Sequence[int] | None = None,
+    ) -> None:
+        self.pattern, self.seq_len, self.ranks = named.pattern, seq_len, ranks
+        self.heads = heads or named.num_heads
+        self.kv_heads = kv_heads or self.heads
+        self.head_dim, self.dtype = head_dim or named.head_dim, dtype or named.dtype
+        self.causal = causal
+        self.documents = None if documents is None else tuple(documents)
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"--heads must be a multiple of --kv-heads; got {self.heads} and {self.kv_heads}"
+            )
+        self.layout_name = resolve_layout(layout, ranks, is_causal=causal)
+        self.layout = SequenceLayout.named(self.layout_name, seq_len, ranks, is_causal=causal)
+
+    @cached_property
+    def plan(self) -> AttentionPlan:
+        """What each rank computes and exchanges."""
+        from ..plan import plan_attention
+
+        return plan_attention(
+            self.pattern,
+            self.layout,
+            is_causal=self.causal,
+            num_heads=self.heads,
+            num_kv_heads=self.kv_heads,
+            documents=self.documents,
+        )
+
+    @property
+    def size(self) -> costs.TensorSize:
+        """What turns rows into bytes."""
+        from ..plan import costs
+
+        return costs.TensorSize(batch=1, head_dim=self.head_dim, element_size=_DTYPES[self.dtype])
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What was given or filled in, for JSON."""
+        pattern = asdict(self.pattern)
+        names = ("seq_len", "ranks", "heads", "kv_heads", "head_dim", "dtype", "causal")
+        rest = {name: getattr(self, name) for name in (*names, "documents")}
+        return {**pattern, **rest, "layout": self.layout_name}
+
+    def __str__(self) -> str:
+        packed = 0 if self.documents is None else len(self.documents) - 1
+        documents = f", {count_of(packed, 'document')}" if packed else ""
+        return (
+            f"{self.pattern}\n{count_of(self.seq_len, 'position')} on "
+            f"{count_of(self.ranks, 'rank')} ({self.layout_name}), "
+            f"{count_of(self.heads, 'head')} of {self.head_dim}, "
+            f"{count_of(self.kv_heads, 'KV head')}, {self.dtype}"
+            f"{', causal' if self.causal else ''}{documents}"
+        )
+
+
+def resolve_device(name: str) -> str:
+    """``"cpu"`` or ``"cuda"`` for what --device says.
+
+    Raises:
+        ValueError: torch finds no CUDA device, and one was asked for.
+    """
+    import torch
+
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda needs a GPU, and torch finds none: use auto or cpu")
+    return "cuda" if name != "cpu" and torch.cuda.is_available() else "cpu"
+
+
+def make_console(json_file: Path | None = None) -> Console:
+    """Where a command prints: standard output, or standard error if JSON takes that."""
+    console = Console(stderr=str(json_file) == "-", highlight=False, markup=False)
+    console.soft_wrap = not console.is_terminal
+    return console
+
+
+def show_table(
+    console: Console, title: str, headings: Sequence[str], rows: Sequence[Sequence[Any]]
+) -> None:
+    """Print a table as wide as its content: the first column to the left, the rest to the right."""
+    table = Table(
+        title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, pad_edge=False
+    )
+    for place, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if place else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*(f"{x:,}" if isinstance(x, int) else str(x) for x in row))
+    wide = console.options.update_width(1000)
+    console.width = max(console.width, console.measure(table, options=wide).maximum)
+    console.print(table, soft_wrap=False)
+    console.print()
 
 
 @contextmanager
-def reported_errors() -> Iterator[None]:
-    """Show an error as one line: exit code 2 for bad input, 1 for a failed run.
+def progress(text: str, total: float) -> Iterator[Callable[[float], None]]:
+    """Show a bar in a terminal; yield a function that is told how much is done."""
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(text, total=total)
+        yield lambda done: bar.update(task, completed=done)
 
-    `ValueError`, `TypeError`, `OSError` and numbers or sizes beyond what the machine takes are bad
-    input. Anything else is a bug of the program and keeps its traceback. Where nobody reads
-    standard output any more, as behind ``| head``, the command ends with exit code 1 and no
-    message.
+
+def write_json(path: Path | None, document: Mapping[str, Any]) -> None:
+    """Write a document to a file, or for ``-`` to standard output; None: do not.
+
+    JSON has no NaN and no infinity: both are written as ``null``.
     """
-    try:
-        yield
-    except BrokenPipeError as error:
-        if not is_unread():
-            fail(error, 2)
-        raise typer.Exit(1) from None
-    except ListError as error:
-        fail(error, 2, most=None)
-    except (ValueError, TypeError, OSError, OverflowError, MemoryError) as error:
-        fail(error, 2)
+    if path is None:
+        return
+    text = json.dumps(_finite(document), indent=2, allow_nan=False) + "\n"
+    if str(path) == "-":
+        sys.stdout.write(text)
+    else:
+        path.write_text(text)
 
 
-def fail(error: Exception | str, code: int, *, most: int | None = MOST_CHARACTERS) -> NoReturn:
-    """Say what is wrong in one line, and end with an exit code.
-
-    Args:
-        error: what is wrong.
-        code: the exit code.
-        most: characters of the line; None: any number.
-    """
-    text = str(error) or type(error).__name__
-    typer.echo(_one_line(f"error: {text}", most), err=True)
-    raise typer.Exit(code)
-
-
-def _one_line(text: str, most: int | None = MOST_CHARACTERS) -> str:
-    """The text in a line of `most` characters: what is in the middle of a longer one goes."""
-    text = " ".join(text.split())
-    if most is None or len(text) <= most:
-        return text
-    gap, end = " ... ", most // 3
-    return text[: most - len(gap) - end] + gap + text[-end:]
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(x) for key, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(x) for x in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

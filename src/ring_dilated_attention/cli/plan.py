@@ -1,326 +1,273 @@
-"""`rda plan` and `rda simulate`."""
+"""`rda plan`: what each rank would compute, hold and receive; nothing is run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from . import options
-from .command import Example, command
-from .option import Flag, Option, integer, number_above_0
+from ..layout import SequenceLayout
+from ..named_patterns import given_pattern
+from ..units import count_of, in_bytes, in_flop, in_seconds
+from . import common
+from .common import Call, app, integer, make_console, option, progress, show_table, write_json
 
 if TYPE_CHECKING:
-    from ..functional import Schedule
-    from .run_plan_hosts import Hosts
+    from ..plan import RankPlan
 
-RANKS = options.RANKS.but(options.MODELLED_RANKS)
-GPUS, NETWORK = 8, 45.0
-"""Defaults of --gpus-per-host and --network-gb-s, which are None unless given."""
+SHOWN_ALL, SHOWN_FEW = 16, 4
+"""Of at most SHOWN_ALL ranks all are shown, of more SHOWN_FEW."""
+MOST_COUNTED = 256
+"""Of at most so many ranks each is asked whether it receives anything."""
+CHECKED_PAIRS = 2_000_000
+"""Most (query, key) pairs that --check enumerates: about 1 GB and 4 seconds."""
+PROVEN = (
+    "proven: every (branch, head, query, visible key) is computed once; sends match receives; "
+    "each message has the fewest rows; every gradient is returned to its owner"
+)
+LINK_GB_S, NETWORK_GB_S = 350.0, 45.0
+"""Bandwidth of a GPU in 10**9 bytes per second and direction, for the cost model: inside its host,
+about that of an H200 over NVLink; to other hosts, 0.9 of an adapter of 400 Gbit/s."""
 
-
-def _ranks_shown(given: str, where: str) -> int | None:
-    """A rank, or ``all`` (None)."""
-    rank: int | None = None if given.strip() == "all" else integer(0)(given, where)
-    return rank
-
-
-HOSTED_RANKS = RANKS.but(shown=f"{options.MODELLED_RANKS}, or --hosts times --gpus-per-host")
-HOSTS = Option(
-    name="hosts",
-    panel=options.RANKS_,
-    metavar="N",
-    help="Predict how long a call takes on that many hosts of H200 GPUs, by a cost model.",
-    read=integer(1),
-    toml=(int,),
-)
-GPUS_PER_HOST = Option(
-    name="gpus-per-host",
-    panel=options.RANKS_,
-    metavar="N",
-    help="With --hosts: ranks of each.",
-    read=integer(1),
-    shown=str(GPUS),
-    toml=(int,),
-)
-NETWORK_GB_S = Option(
-    name="network-gb-s",
-    panel=options.RANKS_,
-    metavar="X",
-    help="With --hosts: bandwidth of a rank to other hosts, in each direction, in GB/s (10**9); "
-    "the default is 0.9 of a 400 Gbit/s adapter per GPU.",
-    read=number_above_0,
-    shown=str(NETWORK),
-    toml=(int, float),
-)
-LINK_GB_S = options.LINK_GB_S.but(shown=str(options.LINK_GB_S.default))
-SHOW_RANKS = Option(
-    name="show-ranks",
-    panel=options.OUTPUT,
-    metavar="LIST",
-    help="Ranks to show, as in 0,17, or all.",
-    read=_ranks_shown,
-    shown="a few",
-    toml=(int, str),
-).several
-TILES = Flag(name="tiles", panel=options.OUTPUT, help="List every tile and message.")
-CHECK = Flag(
-    name="check",
-    panel=options.OUTPUT,
-    help="Prove the plan by enumerating every (query, key) pair: for short sequences.",
-)
-CHECK_LIMIT = Option(
-    name="check-limit",
-    panel=options.OUTPUT,
-    metavar="N",
-    help="Pairs that --check may enumerate; a million takes about 0.5 GB.",
-    read=integer(1),
-    default=options.CHECKED_PAIRS,
-    shown=f"{options.CHECKED_PAIRS:,}",
-    toml=(int,),
-)
-DECODE = Flag(
-    name="decode",
-    panel=options.OUTPUT,
-    help="Print instead what a KV cache keeps after --seq-len positions, its bytes per layer and "
-    "rank, and what a step of generation reads.",
-)
-BACKWARD = Flag(
-    name="backward", panel=options.KERNELS, help="Run backward too.", default=True, has_no=True
-)
+# fmt: off
+Hosts = Annotated[int | None, option(
+    "--hosts", "Predict times, with --ranks on that many hosts of H200 GPUs.", integer(1, 1 << 14))]
+Tables = Annotated[bool, option(
+    "--tables", "Print tables of exchange and memory too.", kind="")]
+Check = Annotated[bool, option(
+    "--check", "Prove the plan of a short sequence by enumerating all pairs.", kind="")]
+# fmt: on
 
 
-@command(
-    Example("LongNet's pattern on 8 ranks", "rda plan --seq-len 1M --ranks 8 --causal"),
-    Example(
-        "A billion tokens on 512 hosts: one rank and predicted times, as JSON too",
-        "rda plan --seq-len 1024M --hosts 512 --show-ranks 17 --json plan.json",
-    ),
-    Example(
-        "What a KV cache keeps of a million tokens, and its size",
-        "rda plan --decode --seq-len 1000000 --num-kv-heads 4",
-    ),
-)
+@app.command()
 def plan(
-    pattern: Annotated[str | None, options.PATTERN_NAME],
-    segment_lengths: Annotated[Sequence[int | None] | None, options.SEGMENT_LENGTHS],
-    dilation_rates: Annotated[Sequence[int] | None, options.DILATION_RATES],
-    head_offsets: Annotated[str | None, options.HEAD_OFFSETS_],
-    head_branches: Annotated[str | None, options.HEAD_BRANCHES_],
-    zero_keys: Annotated[bool, options.ZERO_KEYS],
-    causal: Annotated[bool, options.CAUSAL],
-    documents: Annotated[Sequence[int] | None, options.DOCUMENTS],
-    seq_len: Annotated[int, options.SEQ_LENGTH],
-    num_heads: Annotated[int | None, options.NUM_HEADS],
-    num_kv_heads: Annotated[int | None, options.NUM_KV_HEADS],
-    head_dim: Annotated[int | None, options.HEAD_DIM],
-    batch_size: Annotated[int, options.BATCH_SIZE],
-    dtype: Annotated[str | None, options.DTYPE],
-    ranks: Annotated[int | None, HOSTED_RANKS],
-    hosts: Annotated[int | None, HOSTS],
-    gpus_per_host: Annotated[int | None, GPUS_PER_HOST],
-    link_gb_s: Annotated[float | None, LINK_GB_S],
-    network_gb_s: Annotated[float | None, NETWORK_GB_S],
-    layout: Annotated[str, options.LAYOUT],
-    show_ranks: Annotated[Sequence[int | None] | None, SHOW_RANKS],
-    tiles: Annotated[bool, TILES],
-    check: Annotated[bool, CHECK],
-    check_limit: Annotated[int, CHECK_LIMIT],
-    decode: Annotated[bool, DECODE],
-    json: Annotated[Path | None, options.JSON],
+    pattern: common.PatternName = None,
+    segment_lengths: common.SegmentLengths = None,
+    dilation_rates: common.DilationRates = None,
+    seq_len: common.SeqLen = 8192,
+    ranks: common.Ranks = 4,
+    hosts: Hosts = None,
+    layout: common.LayoutName = "auto",
+    causal: common.Causal = False,
+    documents: common.Documents = None,
+    heads: common.Heads = None,
+    kv_heads: common.KVHeads = None,
+    head_dim: common.HeadDim = None,
+    tables: Tables = False,
+    check: Check = False,
+    json: common.Json = None,
 ) -> None:
-    """Print what each rank would hold, compute and exchange; nothing is run."""
-    from ..bench import given_workload
-    from ..checks import MOST_PLANNED_RANKS
-    from .json_output import json_output
-    from .run_plan import show
-    from .run_plan_decode import show_cache
-    from .sharded import Sharded
+    """Say what travels between ranks and who computes how much; nothing is run.
 
-    if decode:
-        given = {"--show-ranks": show_ranks, "--tiles": tiles, "--check": check, "--hosts": hosts}
-        _refuse_with_decode({flag: bool(value) for flag, value in given.items()})
-    where = _hosts(hosts, gpus_per_host, link_gb_s, network_gb_s)
-    ranks = _all_ranks(ranks, where)
-    workload = given_workload(
-        pattern,
-        segment_lengths,
-        dilation_rates,
-        head_offsets=head_offsets,
-        head_branches=head_branches,
-        zero_keys=zero_keys,
-        seq_len=seq_len,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        batch_size=batch_size,
-        dtype=dtype,
-        is_causal=causal or decode,  # each token is computed before the next one is known
-    )
-    sharded = Sharded(
-        workload=workload,
-        ranks=ranks,
-        most_ranks=MOST_PLANNED_RANKS,
-        layout_name=layout,
-        documents=documents,
-    )
-    shown = _shown(show_ranks, ranks)
-    with json_output(json) as write:
-        if decode:
-            write(show_cache(sharded))
-        else:
-            write(
-                show(
-                    sharded,
-                    shown=shown,
-                    tiles=tiles,
-                    check=check,
-                    check_limit=check_limit,
-                    hosts=where,
-                )
-            )
+    rda plan --seq-len 1M --ranks 8 --causal
 
-
-def _hosts(
-    number: int | None, gpus: int | None, link_gb_s: float | None, network_gb_s: float | None
-) -> Hosts | None:
-    """The hosts; None where no times are to be predicted."""
-    from .run_plan_hosts import Hosts
-
-    given = {"--gpus-per-host": gpus, "--link-gb-s": link_gb_s, "--network-gb-s": network_gb_s}
-    if number is None:
-        for flag, value in given.items():
-            if value is not None:
-                raise ValueError(
-                    f"{flag} {value} has a meaning with --hosts only, which predicts times: give "
-                    f"--hosts too, or leave out {flag}"
-                )
-        return None
-    return Hosts(
-        number,
-        GPUS if gpus is None else gpus,
-        options.LINK_GB_S.default if link_gb_s is None else link_gb_s,
-        NETWORK if network_gb_s is None else network_gb_s,
-    )
-
-
-def _all_ranks(ranks: int | None, hosts: Hosts | None) -> int:
-    """The ranks of all hosts."""
-    if hosts is None:
-        return options.MODELLED_RANKS if ranks is None else ranks
-    count = hosts.number * hosts.gpus
-    if ranks not in (None, count):
-        raise ValueError(
-            f"--hosts {hosts.number} with --gpus-per-host {hosts.gpus} is {count} ranks, but "
-            f"--ranks is {ranks}: leave out --ranks, or give numbers that agree"
-        )
-    return count
-
-
-def _refuse_with_decode(given: Mapping[str, bool]) -> None:
-    for flag, is_given in given.items():
-        if is_given:
-            raise ValueError(
-                f"{flag} is about what ranks compute and exchange in a call of dilated_attention; "
-                f"--decode is about a KV cache: leave out one of them"
-            )
-
-
-def _shown(asked: Sequence[int | None] | None, ranks: int) -> Sequence[int] | None:
-    """Ranks to show; None: a few."""
-    if asked is None:
-        return None
-    for rank in asked:
-        if rank is not None and rank >= ranks:
-            raise ValueError(
-                f"--show-ranks must name ranks from 0 to {ranks - 1}, of {ranks}; got {rank}"
-            )
-    return range(ranks) if None in asked else [rank for rank in asked if rank is not None]
-
-
-@command(
-    Example("LongNet's pattern on 4 ranks, on this machine alone", "rda simulate --causal"),
-    Example(
-        "A slide of 45,681 tiles on 16 ranks, on a GPU",
-        "rda simulate --device cuda --pattern gigapath --seq-len 45681 --ranks 16",
-    ),
-    Example(
-        "Packed documents, every rank's numbers as JSON",
-        "rda simulate --documents 0,3000,8192 --ranks 3 --json found.json",
-    ),
-)
-def simulate(
-    pattern: Annotated[str | None, options.PATTERN_NAME],
-    segment_lengths: Annotated[Sequence[int | None] | None, options.SEGMENT_LENGTHS],
-    dilation_rates: Annotated[Sequence[int] | None, options.DILATION_RATES],
-    head_offsets: Annotated[str | None, options.HEAD_OFFSETS_],
-    head_branches: Annotated[str | None, options.HEAD_BRANCHES_],
-    zero_keys: Annotated[bool, options.ZERO_KEYS],
-    causal: Annotated[bool, options.CAUSAL],
-    documents: Annotated[Sequence[int] | None, options.DOCUMENTS],
-    seq_len: Annotated[int, options.SEQ_LENGTH],
-    num_heads: Annotated[int | None, options.NUM_HEADS],
-    num_kv_heads: Annotated[int | None, options.NUM_KV_HEADS],
-    head_dim: Annotated[int | None, options.HEAD_DIM],
-    batch_size: Annotated[int, options.BATCH_SIZE],
-    dtype: Annotated[str | None, options.DTYPE],
-    ranks: Annotated[int, RANKS],
-    layout: Annotated[str, options.LAYOUT],
-    exchange: Annotated[str, options.EXCHANGE],
-    device: Annotated[str, options.DEVICE],
-    backend: Annotated[str, options.BACKEND],
-    backward: Annotated[bool, BACKWARD],
-    seed: Annotated[int, options.SEED],
-    show_ranks: Annotated[Sequence[int | None] | None, SHOW_RANKS],
-    json: Annotated[Path | None, options.JSON],
-) -> None:
-    """Run every rank on one device, one at a time, and compare with a single rank.
-
-    Prints what each rank held, computed and sent, beside the plan. Exit code 1 if results are not
-    those of one device, or memory or bytes not those of the plan.
+    rda plan --pattern dense --seq-len 1G --ranks 4096 --hosts 512
     """
-    from ..bench import default_dtype, given_workload, resolve_device
-    from ..checks import MOST_SIMULATED_RANKS, check_one_process
-    from .json_output import json_output
-    from .run_simulate import run
-    from .sharded import Sharded
-
-    check_one_process("rda simulate")
-    workload = given_workload(
-        pattern,
-        segment_lengths,
-        dilation_rates,
-        head_offsets=head_offsets,
-        head_branches=head_branches,
-        zero_keys=zero_keys,
+    call = Call(
+        given_pattern(pattern, segment_lengths, dilation_rates),
         seq_len=seq_len,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        batch_size=batch_size,
-        dtype=dtype or default_dtype(resolve_device(device).type),
-        is_causal=causal,
-        backend=backend,
-    )
-    sharded = Sharded(
-        workload=workload,
         ranks=ranks,
-        most_ranks=MOST_SIMULATED_RANKS,
-        layout_name=layout,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        causal=causal,
+        layout=layout,
         documents=documents,
     )
-    shown = _shown(show_ranks, ranks)
-    with json_output(json) as write:
-        found = run(
-            sharded,
-            exchange=cast("Schedule", exchange),
-            device=device,
-            seed=seed,
-            backward=backward,
-            shown=shown,
+    if hosts and ranks % hosts:
+        raise ValueError(f"--ranks must be a multiple of --hosts; got {ranks} and {hosts}")
+    if check:
+        _prove(call)
+    shown = [_figures(call, call.plan.rank(rank)) for rank in shown_ranks(ranks)]
+    verdict = [*_traffic_in_words(call, shown), *work_in_words(call), *_pattern_in_words(call)]
+    if hosts:
+        verdict.append(_predict(call, hosts, shown))
+    console = make_console(json)
+    console.print(f"{call}\n")
+    for words in verdict:
+        console.print(f"- {words}", style="bold")
+    console.print()
+    _show(console, shown)
+    if tables:
+        _show_more(console, shown)
+    if check:
+        console.print(PROVEN)
+    asked = {**call.options, "hosts": hosts}
+    write_json(json, {"options": asked, "verdict": verdict, "proven": check, "ranks": shown})
+
+
+def _prove(call: Call) -> None:
+    from ..plan import check_plan, enumerated
+
+    pairs = enumerated(call.plan)
+    if pairs > CHECKED_PAIRS:
+        raise ValueError(
+            f"--check would enumerate {pairs:,} pairs of positions, more than {CHECKED_PAIRS:,}: "
+            "take a shorter --seq-len or fewer --heads"
         )
-        write(found)
-    if not found["ok"]:
-        raise typer.Exit(1)
+    check_plan(call.plan)
+
+
+def shown_ranks(ranks: int) -> Sequence[int]:
+    """The ranks that have a row in tables: a few where there are many."""
+    if ranks <= SHOWN_ALL:
+        return range(ranks)
+    return [(ranks - 1) * i // (SHOWN_FEW - 1) for i in range(SHOWN_FEW)]
+
+
+def _figures(call: Call, rank: RankPlan) -> dict[str, Any]:
+    """What tables and JSON say of a rank, in bytes, operations and positions."""
+    from ..plan import costs
+
+    held = costs.memory(rank, call.size)
+    steps = [x for part in rank.rounds(gathers=call.plan.gathers) for x in part.steps()]
+    return {
+        "rank": rank.index,
+        "positions": call.layout.local_length(rank.index),
+        "flops": costs.flops_of_rank(call.plan, call.size, rank.index),
+        "senders": len({step.receive.sender for step in steps if step.receive is not None}),
+        "messages": sum(step.send is not None for step in steps),
+        "traffic_bytes": asdict(costs.traffic(rank, call.size)),
+        "memory_bytes": {**asdict(held), "total": held.total},
+    }
+
+
+def _traffic_in_words(call: Call, shown: Sequence[dict[str, Any]]) -> Iterator[str]:
+    received = sorted(x["traffic_bytes"]["forward_received"] for x in shown)
+    if call.ranks == 1:
+        return
+    if any(received):
+        who = "each rank" if len(shown) == call.ranks else f"each of {len(shown)} ranks shown"
+        senders = sorted(x["senders"] for x in shown)
+        ranks = "rank" if senders[-1] == 1 else "ranks"
+        way = "all at once" if call.plan.gathers else "step by step around a ring"
+        yield (
+            f"{who} receives {_from_to(received, in_bytes)} of keys and values from "
+            f"{_from_to(senders, '{:,}'.format)} other {ranks} in forward, {way}"
+        )
+    elif call.ranks > MOST_COUNTED or any(
+        call.plan.rank(rank).total_received_rows for rank in range(call.ranks)
+    ):
+        yield f"nothing travels to ranks {', '.join(str(x['rank']) for x in shown)}"
+    else:
+        yield "nothing travels: every segment lies on one rank"
+
+
+def _from_to(values: Sequence[int], in_words: Callable[[int], str]) -> str:
+    first, last = in_words(values[0]), in_words(values[-1])
+    return first if first == last else f"{first} to {last}"
+
+
+def work_in_words(call: Call) -> Iterator[str]:
+    """Which of several ranks is the busiest."""
+    from ..plan import costs
+
+    found = costs.balance(costs.flops_by_rank(call.plan, call.size))
+    if call.ranks == 1:
+        return
+    if found.imbalance < 1.005:
+        yield "the work is even"
+        return
+    text = (
+        f"rank {found.largest_rank} is the busiest: {found.imbalance:.2f} times the mean, so that "
+        f"{call.ranks:,} ranks are at most {found.speed_up_bound:,.1f} times as fast as one"
+    )
+    if call.causal and call.layout_name != "zigzag":
+        zigzag = replace(call.plan, layout=SequenceLayout.zigzag(call.seq_len, call.ranks))
+        even = costs.balance(costs.flops_by_rank(zigzag, call.size)).imbalance
+        text += f" (--layout zigzag: {even:.2f} times the mean)"
+    yield text
+
+
+def closed_block(call: Call) -> int | None:
+    """The length of the blocks that a pattern never leaves; None: there are no such blocks.
+
+    Where a multiple of all segment lengths ends, so does a segment of every branch, and nothing
+    passes that position in any number of layers.
+    """
+    lengths = [x for x in call.pattern.segment_lengths if x is not None]
+    longest = max(stop - start for start, stop in pairwise(call.documents or (0, call.seq_len)))
+    block = math.lcm(*lengths)
+    is_closed = len(lengths) == len(call.pattern.segment_lengths) and block < longest
+    return block if is_closed else None
+
+
+def _pattern_in_words(call: Call) -> Iterator[str]:
+    from ..plan import plan_cache
+
+    block = closed_block(call)
+    if block is not None:
+        yield (
+            f"positions in different blocks of {block:,} never influence each other, in any number "
+            "of layers: no segment crosses the end of a block"
+        )
+    if call.causal:
+        cache = plan_cache(call.pattern, call.kv_heads, call.seq_len)
+        nbytes = cache.nbytes(1, call.head_dim, call.size.element_size)
+        share = nbytes / call.size.key_value_bytes(call.seq_len * call.kv_heads)
+        yield f"a KV cache takes {in_bytes(nbytes)} a layer, {share:.1%} of all keys and values"
+
+
+def _predict(call: Call, hosts: int, shown: Sequence[dict[str, Any]]) -> str:
+    """Add predicted times to what is shown of ranks; return those of the slowest, in words."""
+    from ..kernels import H200, rates_on
+    from ..plan import efficiency, host_of_ranks, predict
+
+    size, host_of = call.size, host_of_ranks(hosts, call.ranks // hosts)
+    rates = rates_on(H200, size, link_gb_s=LINK_GB_S, network_gb_s=NETWORK_GB_S)
+    times = []
+    with progress("predict", len(shown)) as told:
+        for figures in shown:
+            rank = call.plan.rank(figures["rank"])
+            for name in ("forward", "backward"):
+                way = predict(rank, size, rates, backward=name == "backward", hosts=host_of)
+                figures[name] = asdict(way)
+            times.append((figures["forward"]["seconds"], figures["backward"]["seconds"]))
+            told(len(times))
+    forward, backward = max(times, key=sum)
+    share = efficiency(call.plan, size, rates, forward + backward)
+    return (
+        f"predicted by a cost model, not measured: forward {in_seconds(forward)}, with backward "
+        f"{in_seconds(forward + backward)}, {share:.0%} of the rate of one GPU with a sequence as "
+        f"long as a shard ({count_of(hosts, 'host')} of {call.ranks // hosts} H200, "
+        f"{LINK_GB_S:g} GB/s per GPU inside a host, {NETWORK_GB_S:g} between hosts)"
+    )
+
+
+def _show(console: Any, shown: Sequence[dict[str, Any]]) -> None:
+    headings = ["rank", "positions", "FLOP", "KV received", "from ranks", "memory"]
+    ways = [way for way in ("forward", "backward") if way in shown[0]]
+    rows = [
+        [
+            str(x["rank"]),
+            x["positions"],
+            in_flop(x["flops"]),
+            in_bytes(x["traffic_bytes"]["forward_received"]),
+            x["senders"],
+            in_bytes(x["memory_bytes"]["total"]),
+            *(in_seconds(x[way]["seconds"]) for way in ways),
+        ]
+        for x in shown
+    ]
+    show_table(console, "Forward of each rank", [*headings, *ways], rows)
+
+
+def _show_more(console: Any, shown: Sequence[dict[str, Any]]) -> None:
+    ways = ("forward_received", "forward_sent", "backward_received", "backward_sent")
+    parts = ("query", "key", "value", "out", "lse", "buffers")
+
+    def table(title: str, headings: list[str], row: Callable[[dict[str, Any]], list[Any]]) -> None:
+        show_table(console, title, ["rank", *headings], [[str(x["rank"]), *row(x)] for x in shown])
+
+    table(
+        "Exchange: keys and values in forward; in backward their gradients too",
+        [*(way.replace("_", " ") for way in ways), "messages"],
+        lambda x: [*(in_bytes(x["traffic_bytes"][way]) for way in ways), x["messages"]],
+    )
+    table(
+        "Memory during forward; buffers are keys and values of other ranks",
+        list(parts),
+        lambda x: [in_bytes(x["memory_bytes"][part]) for part in parts],
+    )

@@ -1,185 +1,109 @@
-"""`rda draw`."""
+"""`rda draw`: pictures of a pattern, of what ranks exchange and compute, and of a KV cache."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
-from . import options
-from .command import Example, command
-from .option import Argument, Flag, Option, integer, list_of, number_above_0, one_of, positions_from
+import typer
 
-PICTURE = "Picture"
+from ..named_patterns import given_pattern
+from . import common
+from .common import Call, app, make_console, option
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
-def _window(given: str, where: str) -> range:
-    """Positions as START:STOP."""
-    start, colon, stop = given.partition(":")
-    if not colon:
-        raise ValueError(f"{where} must be START:STOP, as in 0:4K; got {given[:40]!r}")
-    read = positions_from(0)
-    return range(read(start, where), read(stop, where))
+    from ..draw import Style
 
-
-WHAT = Argument(
-    name="what",
-    panel="Arguments",
-    metavar="WHAT",
-    help="pattern: which branch shows a head which keys. exchange: which rank sends what to whom. "
-    "work: FLOPs per rank, contiguous and zigzag. timeline: the ring step by step, by a cost "
-    "model. cache: which rows a KV cache keeps after the sequence, and how it grows.",
-    read=one_of(options.PICTURES),
-    choices=options.PICTURES,
+By: TypeAlias = Literal["branch", "rank"]
+Picture: TypeAlias = Literal["mask", "exchange", "work", "timeline", "cache"]
+_PICTURES = (
+    "mask: which keys a head's queries see, by branch, or on several ranks by sender. exchange: "
+    "bytes that ranks send each other. work: FLOPs per rank. timeline: when ranks compute, receive "
+    "and wait, by a model. cache: keys that a KV cache keeps."
 )
-TFLOPS = Option(
-    name="tflops",
-    panel=PICTURE,
-    metavar="X",
-    help="For timeline: TFLOP/s (10**12) of one rank; the default is about that of one H200 in "
-    "dense causal forward, bf16.",
-    read=number_above_0,
-    default=600.0,
-    toml=(int, float),
-)
-HEAD = Option(
-    name="head",
-    panel=PICTURE,
-    metavar="LIST",
-    help="For pattern, exchange and cache: query heads to draw, as in 0,1; exchange and cache draw "
-    "one head.",
-    read=list_of(integer(0)),
-    default=(0,),
-    shown="0",
-    is_list=True,
-    toml=(int, str),
-)
-POSITIONS = Option(
-    name="positions",
-    panel=PICTURE,
-    metavar="RANGE",
-    help="For pattern, exchange and cache: positions to draw, as in 0:4K; long sequences are drawn "
-    "in blocks.",
-    read=_window,
-    shown="all",
-)
-STYLE = options.choice(
-    "style", ("light", "dark"), panel=PICTURE, help="light or dark.", default="light"
-)
-TERMINAL = Flag(name="terminal", panel=PICTURE, help="Draw in the terminal too, with --out.")
-OUT = options.OUT.but(shown="draw in the terminal").meaning("Picture to write: *.png or *.svg.")
-
-_MODEL = ("exchange", "tflops", "link-gb-s")
-_UNUSED = {
-    "pattern": ("head-dim", "batch-size", "dtype", "ranks", "layout", *_MODEL),
-    "exchange": _MODEL,
-    "work": ("dtype", "layout", *_MODEL, "head", "positions"),
-    "timeline": ("head", "positions"),
-    "cache": ("ranks", "layout", *_MODEL),
-}
-"""For each picture, the options that change nothing in it."""
 
 
-def _refuse_unused(on_line: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-    """Raise a `ValueError` for an option on the command line that the picture has no use for.
-
-    A file may have such options: it is for several pictures, and for other commands.
-    """
-    what = found[WHAT.name]
-    for name in _UNUSED[what]:
-        if name in on_line:
-            others = [picture for picture in options.PICTURES if name not in _UNUSED[picture]]
-            raise ValueError(
-                f"--{name} changes nothing in rda draw {what}: leave it out; it is for "
-                f"{', '.join(others)}"
-            )
-    if STYLE.name in on_line and OUT.name not in found:
-        raise ValueError(
-            "--style is for a picture that is written: give --out too, or leave out --style"
-        )
-
-
-@command(
-    Example(
-        "Which keys each branch shows to two heads",
-        "rda draw pattern --seq-len 32 --head 0,1 \\\n"
-        "    --segment-lengths 8,16,all --dilation-rates 1,2,4",
-    ),
-    Example(
-        "Which rank sends what to whom, as a picture",
-        "rda draw exchange --pattern dense --seq-len 48 --causal --out exchange.svg",
-    ),
-    Example(
-        "Which rows a KV cache keeps after 100,000 tokens",
-        "rda draw cache --pattern longnet --seq-len 100000",
-    ),
-    check=_refuse_unused,
-)
+@app.command()
 def draw(
-    what: Annotated[str, WHAT],
-    pattern: Annotated[str | None, options.PATTERN_NAME],
-    segment_lengths: Annotated[Sequence[int | None] | None, options.SEGMENT_LENGTHS],
-    dilation_rates: Annotated[Sequence[int] | None, options.DILATION_RATES],
-    head_offsets: Annotated[str | None, options.HEAD_OFFSETS_],
-    head_branches: Annotated[str | None, options.HEAD_BRANCHES_],
-    causal: Annotated[bool, options.CAUSAL],
-    documents: Annotated[Sequence[int] | None, options.DOCUMENTS],
-    seq_len: Annotated[int, options.SEQ_LENGTH],
-    num_heads: Annotated[int | None, options.NUM_HEADS],
-    num_kv_heads: Annotated[int | None, options.NUM_KV_HEADS],
-    head_dim: Annotated[int | None, options.HEAD_DIM],
-    batch_size: Annotated[int, options.BATCH_SIZE],
-    dtype: Annotated[str | None, options.DTYPE],
-    ranks: Annotated[int, options.RANKS.but(options.MODELLED_RANKS)],
-    layout: Annotated[str, options.LAYOUT],
-    exchange: Annotated[str, options.EXCHANGE],
-    tflops: Annotated[float, TFLOPS],
-    link_gb_s: Annotated[float, options.LINK_GB_S],
-    head: Annotated[Sequence[int], HEAD],
-    positions: Annotated[range | None, POSITIONS],
-    style: Annotated[str, STYLE],
-    out: Annotated[Path | None, OUT],
-    terminal: Annotated[bool, TERMINAL],
+    what: Annotated[Picture, typer.Argument(help=_PICTURES, metavar="WHAT")] = "mask",
+    pattern: common.PatternName = None,
+    segment_lengths: common.SegmentLengths = None,
+    dilation_rates: common.DilationRates = None,
+    head_offsets: common.HeadOffsetsName = None,
+    seq_len: common.SeqLen = 8192,
+    ranks: common.Ranks = 1,
+    layout: common.LayoutName = "auto",
+    causal: common.Causal = False,
+    documents: common.Documents = None,
+    heads: common.Heads = None,
+    kv_heads: common.KVHeads = None,
+    head_dim: common.HeadDim = None,
+    head: Annotated[
+        int, option("--head", "Query head of mask and cache.", common.integer(0, 4095))
+    ] = 0,
+    style: Annotated[
+        Literal["light", "dark"], option("--style", "Colours for light or dark pages.", kind="NAME")
+    ] = "light",
+    out: common.Out = None,
 ) -> None:
-    """Draw a pattern, on ranks or in a KV cache: in the terminal, or as a picture.
+    """Draw a picture as *.png or *.svg; without --out, the mask in the terminal.
 
-    Options that change nothing in a picture are refused on the command line: --ranks is for
-    exchange, work and timeline, --layout for exchange and timeline, --exchange, --tflops and
-    --link-gb-s for timeline.
+    rda draw mask --segment-lengths 8,16,all --dilation-rates 1,2,4 --seq-len 64 --causal
     """
-    from ..bench import given_workload
-    from ..checks import MOST_PLANNED_RANKS
-    from .run_draw import Drawing, run
-    from .sharded import Sharded
+    from ..draw import STYLES, mask_text, save
 
-    drawing = Drawing(
-        what=what,
-        heads=tuple(head),
-        window=positions,
-        exchange=exchange,
-        tflops=tflops,
-        link_gb_s=link_gb_s,
-        style=style,
-    )
-    workload = given_workload(
-        pattern,
-        segment_lengths,
-        dilation_rates,
-        head_offsets=head_offsets,
-        head_branches=head_branches,
+    named = given_pattern(pattern, segment_lengths, dilation_rates, head_offsets=head_offsets)
+    call = Call(
+        named,
         seq_len=seq_len,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        batch_size=batch_size,
-        dtype=dtype,
-        is_causal=causal,
-    )
-    sharded = Sharded(
-        workload=workload,
         ranks=ranks,
-        most_ranks=MOST_PLANNED_RANKS,
-        layout_name=layout,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        causal=causal,
+        layout=layout,
         documents=documents,
     )
-    run(drawing, sharded, out=out, terminal=terminal or out is None)
+    if head >= call.heads:
+        raise ValueError(f"--head must lie in [0, {call.heads}), the query heads; got {head}")
+    if out is None:
+        if what != "mask":
+            raise ValueError(f"rda draw {what} needs --out; a terminal shows the mask alone")
+        console = make_console()
+        by: By = "rank" if ranks > 1 else "branch"
+        in_color, width = console.color_system is not None, console.width
+        text = mask_text(
+            call.plan, head, by=by, style=STYLES[style], width=width, in_color=in_color
+        )
+        console.print(text)
+        return
+    if out.suffix.lower() not in (".png", ".svg"):
+        raise ValueError(f"--out must be named *.png or *.svg; got {out.name!r}")
+    save(_picture(what, call, head, STYLES[style]), out)
+    print(f"wrote {out}")
+
+
+def _picture(what: Picture, call: Call, head: int, style: Style) -> Axes:
+    from .. import draw as pictures
+
+    plan, size = call.plan, call.size
+    if what == "mask":
+        by: By = "rank" if call.ranks > 1 else "branch"
+        axes = pictures.draw_mask(plan, head, by=by, style=style)
+    elif what == "cache":
+        kv_head = head // (call.heads // call.kv_heads)
+        axes = pictures.draw_cache(
+            call.pattern,
+            call.seq_len,
+            size,
+            num_kv_heads=call.kv_heads,
+            kv_head=kv_head,
+            style=style,
+        )
+    elif what == "exchange":
+        axes = pictures.draw_exchange(plan, size, style=style)
+    else:
+        drawn = pictures.draw_work if what == "work" else pictures.draw_timeline
+        axes = drawn(plan, size, style=style)
+    return axes

@@ -1,267 +1,279 @@
-"""What heads see, as arrays, read off the tiles and messages of a plan.
-
-A picture has at most some hundred cells a side, a sequence up to 2**48 positions. A `Grid` cuts it
-into blocks, one a cell; a cell of (query block, key block) is set if any query of the one sees any
-key of the other. With blocks of one position that is the mask itself.
-"""
+"""Which keys a head's queries see: by the branch that shows them, or the rank that sends them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from ..layout import SequenceLayout
-from ..pattern import check_positive_int
-from ..plan import AttentionPlan, Message, RankPlan, Rows, Tile
+from ..pattern import Branch
+from ..plan import AttentionPlan
+from ..units import count_of, short_count
+from .style import LIGHT, Style, add_key, dress, new_figure, set_titles
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from rich.text import Text
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 Bools: TypeAlias = npt.NDArray[np.bool_]
+By: TypeAlias = Literal["branch", "rank"]
 
-NOBODY = -1
-"""In place of a rank: the cell shows nothing."""
-
-
-@dataclass(frozen=True)
-class Grid:
-    """Which positions the cells of a picture are.
-
-    Attributes:
-        start: the first position.
-        stop: the position after the last.
-        size: positions of a block; the last block may have fewer.
-    """
-
-    start: int
-    stop: int
-    size: int
-
-    @classmethod
-    def of(
-        cls,
-        length: int,
-        most: int,
-        window: range | None = None,
-        *,
-        called: str = "the sequence length",
-    ) -> Grid:
-        """The finest grid of at most `most` blocks, of a power of two of positions each.
-
-        Args:
-            length: positions of the sequence.
-            most: blocks.
-            window: which positions to show; None: all.
-            called: what an error calls `length`.
-
-        Raises:
-            ValueError: the window is empty or reaches beyond the sequence.
-        """
-        check_positive_int("most", most)
-        shown = range(length) if window is None else window
-        if not (0 <= shown.start < shown.stop <= length and shown.step == 1):
-            raise ValueError(
-                f"positions to draw must be START:STOP with 0 <= START < STOP <= {length}, "
-                f"{called}; got {shown.start}:{shown.stop}"
-            )
-        size = -(-len(shown) // most)
-        return cls(shown.start, shown.stop, 1 << (size - 1).bit_length())
-
-    @property
-    def count(self) -> int:
-        """Number of blocks, and of cells a side."""
-        return -(-(self.stop - self.start) // self.size)
-
-    @property
-    def end(self) -> int:
-        """The position at which the last block would end if it were whole."""
-        return self.start + self.count * self.size
-
-    def in_words(self) -> str:
-        """What a cell is, for a caption."""
-        if self.size == 1:
-            return "1 cell = 1 position"
-        return f"1 cell = {self.size:,} × {self.size:,} positions, set if any pair in it is visible"
+NOTHING, OWN = -1, -2
+"""In place of a branch or rank: the query sees no key there; its own rank has the key."""
+_MOST_CELLS, _MOST_SQUARES, _MOST_IN_TEXT = 128, 64, 40
+"""Cells a side of a figure; up to which they are squares set apart; and of a terminal."""
+_MOST_IN_KEY = 10
+_GAP = 0.06
+"""Between a cell's edge and its square, in cells."""
 
 
-class Shown(NamedTuple):
-    """What a head's queries see.
-
-    Attributes:
-        branches: bool (branches, cells, cells): whether a branch shows the query (first) the key.
-        sender: int (cells, cells): the rank that holds the key; `NOBODY` where nothing is visible.
-            Where a cell has keys of several ranks, one that sends them comes before the rank that
-            computes, and of several senders the last.
-    """
-
-    branches: Bools
-    sender: Ints
+def cell_size(length: int, most: int) -> int:
+    """Positions of a cell a side: the least power of two with at most `most` cells."""
+    return 1 << (-(-length // most) - 1).bit_length()
 
 
-class _Intervals(NamedTuple):
-    """Local rows of a rank that lie in blocks of a grid, in local order."""
-
-    low: Ints
-    high: Ints
-    block: Ints
-
-
-class _Hits(NamedTuple):
-    """The intervals that have rows of a tile, and the first and last of its segments there."""
-
-    intervals: Ints
-    first: Ints
-    last: Ints
+def _cells_in_words(size: int) -> str:
+    if size == 1:
+        return "1 cell = 1 position"
+    return (
+        f"1 cell = {short_count(size)} × {short_count(size)} positions, set if any pair is visible"
+    )
 
 
-def shown_to(plan: AttentionPlan, kv_head: int, grid: Grid) -> Shown:
-    """What queries of a head see, read off the tiles that all ranks compute.
-
-    Args:
-        plan: of all ranks; time grows with the square of their number.
-        kv_head: the KV head.
-        grid: which positions.
-    """
-    cells = (grid.count, grid.count)
-    branches = np.zeros((len(plan.pattern.branches), *cells), dtype=np.bool_)
-    sender = np.full(cells, NOBODY, dtype=np.int64)
-    remote = []
-    held = [_intervals(plan, rank, grid) for rank in range(plan.layout.world_size)]
-    for index, own in enumerate(held):
-        rank = plan.rank(index)
-        for branch, cell in _local_cells(rank, kv_head, own):
-            branches[branch][cell] = True
-            sender[cell] = index
-        for other, branch, cell in _remote_cells(rank, kv_head, held):
-            branches[branch][cell] = True
-            remote.append((other, cell))
-    for other, cell in remote:
-        sender[cell] = other
-    return Shown(branches, sender)
-
-
-_Cells: TypeAlias = tuple[Ints, Ints]
-
-
-def _local_cells(rank: RankPlan, kv_head: int, own: _Intervals) -> Iterator[tuple[int, _Cells]]:
-    for tile in rank.local:
-        if kv_head not in tile.heads or not len(own.low):
-            continue
-        queries = _hits(tile.queries, tile, kv_head, own)
-        keys = _hits(tile.keys, tile, kv_head, own)
-        seen = _share_segment(queries, keys, tile.is_causal)
-        q, k = np.nonzero(seen)
-        yield tile.branch, (own.block[queries.intervals[q]], own.block[keys.intervals[k]])
-
-
-def _remote_cells(
-    rank: RankPlan, kv_head: int, held: list[_Intervals]
-) -> Iterator[tuple[int, int, _Cells]]:
-    for step in rank.steps():
-        if step.receive is None:
-            continue
-        sender = step.receive.sender
-        for tile in step.tiles:
-            if kv_head not in tile.heads or not len(held[rank.index].low):
-                continue
-            own, theirs = held[rank.index], held[sender]
-            queries = own.block[_hits(tile.queries, tile, kv_head, own).intervals]
-            for rows in _received(step.receive, tile, kv_head):
-                keys = theirs.block[_hits_of(rows, 1, rows.start, theirs).intervals]
-                q, k = np.meshgrid(queries, keys, indexing="ij")
-                yield sender, tile.branch, (q.ravel(), k.ravel())
-
-
-def _intervals(plan: AttentionPlan, rank: int, grid: Grid) -> _Intervals:
-    low, high, block = [], [], []
-    local = 0
-    for start, stop in plan.layout.ranges[rank]:
-        begin, end = max(start, grid.start), min(stop, grid.stop)
-        if begin < end:
-            first, last = (begin - grid.start) // grid.size, (end - 1 - grid.start) // grid.size
-            blocks = np.arange(first, last + 1, dtype=np.int64)
-            starts = grid.start + blocks * grid.size
-            low.append(np.maximum(starts, begin) - start + local)
-            high.append(np.minimum(starts + grid.size, end) - start + local)
-            block.append(blocks)
-        local += stop - start
-    none = [np.zeros(0, dtype=np.int64)]
-    return _Intervals(*(np.concatenate(x or none) for x in (low, high, block)))
-
-
-def _hits(rows: Rows, tile: Tile, kv_head: int, held: _Intervals) -> _Hits:
-    start = rows.start + tile.heads.index(kv_head) * rows.head_stride
-    return _hits_of(rows, tile.segments, start, held)
-
-
-def _hits_of(rows: Rows, segments: int, start: int, held: _Intervals) -> _Hits:
-    """Intervals that have rows ``start + s * segment_stride + i * stride``, with s < `segments`."""
-    span = (rows.length - 1) * rows.stride + 1
-    stride, every = rows.stride, rows.segment_stride if segments > 1 else span
-    after = held.low - start
-    segment = np.maximum(after // every, 0)
-    row = -(-np.maximum(after - segment * every, 0) // stride)
-    past = row >= rows.length  # of this segment: the first row of the next one
-    first = segment + past
-    found = start + first * every + np.where(past, 0, row) * stride
-    hit = (first < segments) & (found < held.high)
-    last = np.minimum((held.high - 1 - start) // every, segments - 1)
-    return _Hits(np.flatnonzero(hit), first[hit], last[hit])
-
-
-def _share_segment(queries: _Hits, keys: _Hits, is_causal: bool) -> Bools:
-    """Which intervals of queries and keys have rows of one segment, not later than the query's.
-
-    Intervals do not overlap and are in order: two different ones share at most one segment.
-    """
-    q, k = queries.intervals[:, None], keys.intervals[None, :]
-    seen: Bools = (q == k) | ((q > k) & (queries.first[:, None] == keys.last[None, :]))
-    if not is_causal:
-        seen |= (q < k) & (queries.last[:, None] == keys.first[None, :])
-    return seen
-
-
-def _received(message: Message, tile: Tile, kv_head: int) -> Iterator[Rows]:
-    """The local rows of the sender whose slots of a message a head reads in a tile."""
-    slot = tile.keys.start + tile.heads.index(kv_head) * tile.keys.head_stride
-    for run in message.runs:
-        if kv_head not in run.heads:
-            continue
-        number = run.heads.index(kv_head)
-        begin = run.slot + number * run.rows.length
-        first = max(slot, begin)
-        count = min(slot + tile.keys.length, begin + run.rows.length) - first
-        if count > 0:
-            start = run.rows.start + number * run.rows.head_stride
-            start += (first - begin) * run.rows.stride
-            yield Rows(start, count, run.rows.stride, 0)
-
-
-def rows_sent(plan: AttentionPlan, ranks: range | None = None) -> Ints:
-    """How many (row, head) pairs each rank sends each other one in forward.
-
-    Args:
-        plan: of all ranks.
-        ranks: which of them; None: all.
+def visible_cells(plan: AttentionPlan, head: int, size: int) -> Bools:
+    """Find the cells, of `size` positions a side, in which a query head sees keys.
 
     Returns:
-        int64 (ranks, ranks): entry (i, j) is what the i-th of them sends the j-th, 0 where i = j.
+        bool (branches, cells, cells): whether a branch shows any query of the row any key of the
+        column.
+
+    Raises:
+        ValueError: there is no such head.
     """
-    shown = range(plan.layout.world_size) if ranks is None else ranks
-    found = np.zeros((len(shown), len(shown)), dtype=np.int64)
-    for j, receiver in enumerate(shown):
-        for i, sender in enumerate(shown):
-            if i != j:
-                found[i, j] = plan.rank(receiver).received_rows(sender)
+    if not 0 <= head < plan.num_heads:
+        raise ValueError(f"head must lie in [0, {plan.num_heads}), the query heads; got {head}")
+    kv_head = head // (plan.num_heads // plan.num_kv_heads)
+    count = -(-plan.layout.length // size)
+    found = np.zeros((len(plan.pattern.branches), count, count), dtype=np.bool_)
+    for index, branch in enumerate(plan.pattern.branches):
+        offsets = dict(plan.pattern.heads(index, plan.num_kv_heads))
+        offset = offsets.get(kv_head, plan.layout.length)  # beyond every segment: sees no keys
+        first, last = _end_segments(plan, branch, offset, size)
+        has_keys = first <= last
+        # Two cells share at most one segment: the last of the earlier, the first of the later one.
+        seen = np.tril(first[:, None] == last[None, :], -1)
+        seen |= np.eye(count, dtype=np.bool_) | (seen.T & (not plan.is_causal))
+        found[index] = seen & has_keys[:, None] & has_keys[None, :]
     return found
 
 
-def holders(layout: SequenceLayout, grid: Grid) -> Ints:
-    """The rank that holds the first position of each block: int64, (blocks,)."""
-    starts = np.array([piece.start for piece in layout.pieces])
-    ranks = np.array([piece.rank for piece in layout.pieces], dtype=np.int64)
-    firsts = grid.start + np.arange(grid.count) * grid.size
-    found: Ints = ranks[np.searchsorted(starts, firsts, side="right") - 1]
-    return found
+def _end_segments(plan: AttentionPlan, branch: Branch, offset: int, size: int) -> tuple[Ints, Ints]:
+    """Starts of the segments of the first and of the last key in each cell; without keys 1 and 0.
+
+    Keys of the head are numbered through all documents; all segments of a document but its last
+    have equally many.
+    """
+    borders, length = np.array(plan.documents, dtype=np.int64), plan.layout.length
+    w, rate = min(branch.segment_length or length, length), branch.dilation_rate
+    per_segment = len(range(offset, w, rate))
+
+    def keys_before(place: Ints) -> Ints:
+        """In a document, by the place in it."""
+        before: Ints = place // w * per_segment - np.minimum(offset - place % w, 0) // rate
+        return before
+
+    numbers = np.concatenate([[0], keys_before(np.diff(borders)).cumsum()])
+
+    def number(position: Ints) -> Ints:
+        document = np.searchsorted(borders, position, side="right") - 1
+        return numbers[document] + keys_before(position - borders[document])
+
+    def segment_of(key: Ints) -> Ints:
+        document = np.searchsorted(numbers, key, side="right") - 1
+        start: Ints = borders[document] + (key - numbers[document]) // max(per_segment, 1) * w
+        return start
+
+    cells = np.arange(0, length, size)
+    first, stop = number(cells), number(np.minimum(cells + size, length))
+    has_keys = first < stop
+    return np.where(has_keys, segment_of(first), 1), np.where(has_keys, segment_of(stop - 1), 0)
+
+
+def mask_cells(plan: AttentionPlan, head: int, by: By, size: int) -> Ints:
+    """Find what each cell shows, of `size` positions a side.
+
+    Returns:
+        int64 (cells, cells): `NOTHING`, or the first branch that shows the keys; by rank `OWN`, or
+        the rank that sends them, judged by the first positions of cells.
+    """
+    shown = visible_cells(plan, head, size)
+    kinds = shown.argmax(0)
+    if by == "rank":
+        pieces = plan.layout.pieces
+        firsts = np.arange(0, plan.layout.length, size)
+        place = np.searchsorted([piece.start for piece in pieces], firsts, side="right") - 1
+        held = np.array([piece.rank for piece in pieces], dtype=np.int64)[place]
+        kinds = np.where(held[:, None] == held[None, :], OWN, held[None, :])
+    cells: Ints = np.where(shown.any(0), kinds, NOTHING)
+    return cells
+
+
+def mask_key(plan: AttentionPlan, by: By, style: Style = LIGHT) -> dict[int, tuple[str, str]]:
+    """What the values of `mask_cells` mean, and their colours."""
+    if by == "rank":
+        ranks = range(plan.layout.world_size)
+        sent = {rank: (f"sent by rank {rank}", style.rank_color(rank)) for rank in ranks}
+        return {OWN: ("on the rank of the query", style.own), **sent}
+    colors = style.branch_colors(len(plan.pattern.branches))
+    words = map(_branch_in_words, plan.pattern.branches)
+    return dict(enumerate(zip(words, colors, strict=True)))
+
+
+def _branch_in_words(branch: Branch) -> str:
+    w, rate = branch
+    where = "whole document" if w is None else f"segments of {w:,}"
+    return f"{where}: {'every key' if rate == 1 else f'1 key in {rate:,}'}"
+
+
+def plan_in_words(plan: AttentionPlan) -> str:
+    """Pattern, length, ranks, mask and documents of a plan, in two lines."""
+    words = [count_of(plan.layout.length, "position"), count_of(plan.layout.world_size, "rank")]
+    words.append("causal" if plan.is_causal else "not causal")
+    documents = len(plan.documents) - 1
+    return f"{plan.pattern}\n{', '.join(words)}" + f", {documents:,} documents" * (documents > 1)
+
+
+def draw_mask(
+    plan: AttentionPlan,
+    head: int = 0,
+    *,
+    by: By = "branch",
+    style: Style = LIGHT,
+    axes: Axes | None = None,
+) -> Axes:
+    """Draw which keys (columns) each query (rows) of a head sees.
+
+    Args:
+        plan: of any number of ranks.
+        head: a query head.
+        by: ``"branch"``: keys have the colour of the branch that shows them, and up to 64 cells a
+            side those of all branches that do, nested. ``"rank"``: that of the rank that sends
+            them, or `Style.own` where the query's rank has them.
+        style: colours.
+        axes: where to draw; None: in a new figure.
+
+    Returns:
+        The axes; ``axes.figure`` is the figure.
+
+    Raises:
+        ValueError: there is no such head.
+    """
+    size, key = cell_size(plan.layout.length, _MOST_CELLS), mask_key(plan, by, style)
+    if axes is None:
+        listed = list(key.values())[:_MOST_IN_KEY]
+        figure = new_figure(style, 5.4, 6.8 + 0.2 * len(listed), plan_in_words(plan))
+        add_key(figure, style, listed)
+        axes = figure.subplots()
+    cells = mask_cells(plan, head, by, size)
+    end = size * len(cells)
+    axes.fill_between([0, end], 0, end, color=style.faint, linewidth=0)
+    for kind in np.unique(cells[cells != NOTHING]):
+        _fill(axes, size, cells == kind, key[kind][1])
+    if by == "branch" and len(cells) <= _MOST_SQUARES:
+        shown = visible_cells(plan, head, size)
+        before = shown.cumsum(0) - shown
+        step = (0.5 - _GAP) / (shown.sum(0).max() + 0.5)
+        for index, (seen, number) in enumerate(zip(shown, before, strict=True)):
+            for count in range(1, number.max() + 1):
+                _fill(axes, size, seen & (number == count), key[index][1], count * step)
+    axes.set(xlim=(0, end), ylim=(end, 0), xlabel="key position", ylabel="query position")
+    axes.set_aspect("equal")
+    for axis in (axes.xaxis, axes.yaxis):
+        mark_positions(axis, end)
+    dress(axes, style, spines=())
+    set_titles(axes, style, f"Head {head}", _cells_in_words(size), lift=32 * (by == "rank"))
+    if by == "rank":
+        _mark_ranks(axes, plan.layout, end, style)
+    return axes
+
+
+def _fill(axes: Axes, size: int, cells: Bools, color: str, inset: float = 0.0) -> None:
+    """Colour cells, but for `inset` cells at their edges; in large grids whole runs of a row."""
+    from matplotlib.collections import PolyCollection
+
+    apart = len(cells) <= _MOST_SQUARES
+    q, left = np.nonzero(cells)
+    right = left + 1
+    if not apart:
+        changes = np.diff(np.pad(cells.astype(np.int8), ((0, 0), (1, 1))))
+        (q, left), (_, right) = np.nonzero(changes == 1), np.nonzero(changes == -1)
+    gap = _GAP + inset if apart else 0.0
+    low, high, top, bottom = left + gap, right - gap, q + gap, q + 1 - gap
+    corners = np.stack([low, top, high, top, high, bottom, low, bottom], -1).reshape(-1, 4, 2)
+    edge = 0.0 if apart else 0.2  # closes hairlines between runs
+    squares = PolyCollection(list(size * corners), facecolor=color, edgecolor=color, linewidth=edge)
+    axes.add_collection(squares)
+
+
+def mark_positions(axis: Axis, end: int) -> None:
+    """Put a few ticks on an axis of positions, at multiples of a power of two."""
+    from matplotlib.ticker import FuncFormatter, MultipleLocator
+
+    axis.set_major_locator(MultipleLocator(cell_size(end, 6)))
+    axis.set_major_formatter(FuncFormatter(lambda x, _: short_count(round(x))))
+
+
+def _mark_ranks(axes: Axes, layout: SequenceLayout, end: int, style: Style) -> None:
+    """A strip of ranks along both axes, and lines between ranks."""
+    text: dict[str, Any] = {"color": style.ink, "fontsize": 8, "ha": "center", "va": "center"}
+    width = end * 0.04
+    for low, stop, rank, _ in layout.pieces:
+        span, strip, color = (low, stop - low), (-1.3 * width, width), style.rank_color(rank)
+        axes.broken_barh([span], strip, color=color, linewidth=0, clip_on=False)
+        axes.broken_barh([strip], span, color=color, linewidth=0, clip_on=False)
+        if stop - low > width:
+            label = f"rank {rank}" if stop - low > 4 * width else f"{rank}"
+            axes.text((low + stop) / 2, -2.1 * width, label, **text)
+            axes.text(-2.1 * width, (low + stop) / 2, label, rotation=90, **text)
+        for line in (axes.axhline, axes.axvline):
+            line(low, color=style.ink, linewidth=0.7 * (low > 0))
+    axes.tick_params(labelleft=False)
+    axes.yaxis.labelpad = 34
+
+
+def mask_text(
+    plan: AttentionPlan,
+    head: int = 0,
+    *,
+    by: By = "branch",
+    style: Style = LIGHT,
+    width: int = 80,
+    in_color: bool = True,
+) -> Text:
+    """Draw which keys each query of a head sees, for a terminal; see `draw_mask` for the rest.
+
+    Lines have at most `width` characters. Cells are colours; without `in_color` they are digits:
+    branches from 1, ranks from 0 (letters beyond 9), ``o`` for keys on the rank of the query.
+    """
+    from rich.text import Text
+
+    margin = len(f"{plan.layout.length:,}") + 1
+    most = max(min((width - margin) // 2, _MOST_IN_TEXT), 1)
+    size, key = cell_size(plan.layout.length, most), mask_key(plan, by, style)
+    signs = "0123456789abcdefghijklmnopqrstuvwxyz"
+    looks = {NOTHING: (". ", "dim")}
+    for kind, (_, color) in key.items():
+        sign = "o" if kind == OWN else signs[min(kind + (by == "branch"), len(signs) - 1)]
+        looks[kind] = ("  ", f"on {color}") if in_color else (f"{sign} ", "")
+    text = Text(f"{plan_in_words(plan)}\nhead {head}; rows: queries, columns: keys\n")
+    for number, row in enumerate(mask_cells(plan, head, by, size)):
+        text.append(f"{number * size:>{margin - 1},} ")
+        text.append_tokens(looks[kind] for kind in row.tolist())
+        text.append("\n")
+    for kind, (words, _) in list(key.items())[:_MOST_IN_KEY]:
+        text.append_tokens([looks[kind], (f" {words}\n", "")])
+    return text.append(_cells_in_words(size))

@@ -9,12 +9,11 @@ them as JSON, with the device and versions of `environment`.
 memory, on the device of `resolve_device`.
 """
 
-from .contenders import BASELINES, OURS
+from .contenders import BASELINES
 from .report import plot, report
-from .result import COMPONENTS, Result, document, environment, from_document
+from .result import COMPONENTS, DTYPES, OURS, Result, Workload, document, environment, from_document
 from .run import Settings, bench
 from .timing import peak_bytes, resolve_device, take_turns
-from .workload import DTYPES, Workload
 
 __all__ = [
     "BASELINES",

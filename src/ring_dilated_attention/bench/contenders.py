@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -18,14 +18,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..functional import dilated_attention
 from ..pattern import DilatedPattern, check_choice
-from .torchscale import torchscale_attention
-from .workload import Workload
+from .result import OURS, Workload
 
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""query, key, value -> out."""
-Shape = tuple[int, ...]
-
-OURS = "ours"
 BASELINES = {
     "kernel": "the attention kernel alone, on contiguous segments: as many FLOPs, and nothing is "
     "gathered, merged or exchanged; on GPUs flash-attn-4, without it cuDNN; one rank",
@@ -46,20 +40,20 @@ class Place:
     rank: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Contender:
     """Something that computes a workload, or one rank's share of it.
 
     Attributes:
-        attend: what is timed, called once for each of `shapes`.
+        attend: query, key, value -> out; called once for each of `shapes`.
         shapes: of query and out, and of key and value, on this rank.
         flops: useful FLOPs of a forward call of all ranks.
         kernel: which kernel attends; empty: the contender's name says it.
         inside: the context in which it computes.
     """
 
-    attend: Attend
-    shapes: tuple[tuple[Shape, Shape], ...]
+    attend: Callable[..., torch.Tensor]
+    shapes: tuple[tuple[tuple[int, ...], ...], ...]
     flops: int
     kernel: str = ""
     inside: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -89,7 +83,15 @@ def make_contender(name: str, workload: Workload, place: Place) -> Contender:
         return _kernel(workload, place, kernel == "cudnn")
     if kind == "context_parallel":
         return _context_parallel(workload, place)
-    return _torchscale(workload) if kind == "torchscale" else _sdpa(workload)
+    shapes = (workload.shapes(workload.seq_len),)
+    if kind == "sdpa":
+        attend = partial(_dense, is_causal=workload.is_causal)
+        return Contender(attend, shapes, workload.flops(DilatedPattern.dense()))
+    if workload.pattern.head_branches != "all":
+        raise ValueError(f"torchscale runs every branch on every head; got {workload.pattern}")
+    blocked = replace(workload.pattern, head_offsets="blocked", zero_keys=False)
+    attend = partial(torchscale_attention, pattern=blocked, is_causal=workload.is_causal)
+    return Contender(attend, shapes, workload.flops(blocked))
 
 
 def _ours(workload: Workload, place: Place) -> Contender:
@@ -104,29 +106,7 @@ def _ours(workload: Workload, place: Place) -> Contender:
         backend=workload.backend,
     )
     shapes = (workload.shapes(layout.local_length(place.rank)),)
-    return Contender(attend=attend, shapes=shapes, flops=workload.flops())
-
-
-def _torchscale(workload: Workload) -> Contender:
-    pattern = workload.pattern
-    if pattern.head_branches != "all":
-        raise ValueError(f"torchscale runs all branches on each head; got {pattern.head_branches}")
-    attend = partial(torchscale_attention, pattern=pattern, is_causal=workload.is_causal)
-    blocked = DilatedPattern(
-        pattern.segment_lengths, pattern.dilation_rates, head_offsets="blocked"
-    )
-    shapes = (workload.shapes(workload.seq_len),)
-    return Contender(attend=attend, shapes=shapes, flops=workload.flops(blocked))
-
-
-def _sdpa(workload: Workload) -> Contender:
-    dense = _dense(workload, "")
-
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return dense(*(x.transpose(1, 2) for x in (query, key, value))).transpose(1, 2)
-
-    flops = workload.flops(DilatedPattern.dense())
-    return Contender(attend=attend, shapes=(workload.shapes(workload.seq_len),), flops=flops)
+    return Contender(attend, shapes, workload.flops())
 
 
 def _kernel(workload: Workload, place: Place, by_cudnn: bool) -> Contender:
@@ -144,38 +124,24 @@ def _kernel(workload: Workload, place: Place, by_cudnn: bool) -> Contender:
         segments, rows = workload.batch_size * (workload.seq_len // w), -(-w // rate)
         heads = kv_heads * workload.num_heads // workload.kv_heads
         pairs += segments * heads * (rows * (rows + 1) // 2 if workload.is_causal else rows * rows)
-        query, key = (
-            (segments, *((rows, h) if kernel == "flash4" else (h, rows)), workload.head_dim)
-            for h in (heads, kv_heads)
-        )
-        shapes.append((query, key))
-    return Contender(
-        attend=_dense(workload, kernel),
-        shapes=tuple(shapes),
-        flops=4 * workload.head_dim * pairs,
-        kernel=kernel,
-    )
+        shapes.append(tuple((segments, rows, h, workload.head_dim) for h in (heads, kv_heads)))
+    attend = partial(_dense, kernel=kernel, is_causal=workload.is_causal)
+    return Contender(attend, tuple(shapes), 4 * workload.head_dim * pairs, kernel)
 
 
-def _dense(workload: Workload, kernel: str) -> Attend:
-    """Dense attention of flash-attn-4 (rows before heads), or of torch (heads before rows)."""
-    causal = workload.is_causal
+def _dense(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool, kernel: str = ""
+) -> torch.Tensor:
+    """Dense attention of (batch, rows, heads, head_dim); kernel "": the one that torch chooses."""
     if kernel == "flash4":
-        flash = importlib.import_module("flash_attn.cute.interface").flash_attn_func
-
-        def by_flash4(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            result = flash(q, k, v, causal=causal)
-            out: torch.Tensor = result[0] if isinstance(result, tuple) else result
-            return out
-
-        return by_flash4
-
-    def by_torch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        grouped = q.shape[1] != k.shape[1]
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if kernel == "cudnn" else nullcontext():
-            return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
-
-    return by_torch
+        flash = importlib.import_module("flash_attn.cute.interface")
+        found = flash.flash_attn_func(q, k, v, causal=is_causal)
+        return found[0] if isinstance(found, tuple) else found
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    grouped = q.shape[1] != k.shape[1]
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if kernel == "cudnn" else nullcontext():
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=grouped)
+    return out.transpose(1, 2)
 
 
 def _context_parallel(workload: Workload, place: Place) -> Contender:
@@ -187,18 +153,16 @@ def _context_parallel(workload: Workload, place: Place) -> Contender:
             f"context_parallel on {place.ranks} ranks needs a length that is a multiple of "
             f"{chunks}; got {workload.seq_len}"
         )
-    attend = _dense(workload, "cudnn")
 
-    def with_lse(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        with torch.enable_grad():  # only then SDPA returns the lse, which merging needs
-            return attend(query, key, value)
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        # SDPA returns the lse, which merging needs, only where gradients are enabled.
+        with torch.enable_grad(), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=workload.is_causal)
 
     (batch, length, heads, dim), _ = workload.shapes(workload.seq_len // place.ranks)
     shape = (batch, heads, length, dim)
     inside = partial(_in_context_parallel, workload, place.device)
-    return Contender(
-        attend=with_lse, shapes=((shape, shape),), flops=workload.flops(), inside=inside
-    )
+    return Contender(attend, ((shape, shape),), workload.flops(), inside=inside)
 
 
 @contextmanager
@@ -216,3 +180,67 @@ def _in_context_parallel(workload: Workload, device: torch.device) -> Iterator[N
             yield
     finally:
         options.enable_load_balance = balanced
+
+
+def torchscale_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pattern: DilatedPattern,
+    *,
+    is_causal: bool,
+) -> torch.Tensor:
+    """Torchscale's definition of dilated attention: gather, attend, scatter and mix the branches.
+
+    Shapes: B batch, n positions, H heads, D head_dim, S segments, w positions of a segment, r
+    dilation rate, m = ceil(w / r) rows of a segment; query and the result are (B, n, H, D). Per
+    branch the sequence is padded with zeros to whole segments, and these to multiples of r; padded
+    keys are attended to. The weights of branches, a softmax of their lse, have no gradient.
+    """
+    aten = torch.ops.aten
+    attend = aten._scaled_dot_product_flash_attention
+    if query.device.type == "cpu":
+        attend = aten._scaled_dot_product_flash_attention_for_cpu
+    length, outs, lses = query.shape[1], [], []
+    for segment_length, rate in pattern.branches:
+        w = length if segment_length is None else min(segment_length, length)
+        q, k, v = (_gather(x, w, rate).transpose(1, 2) for x in (query, key, value))
+        out, lse, *_ = attend(q, k, v, 0.0, is_causal)
+        outs.append(_scatter(out.transpose(1, 2), length, w, rate))
+        with torch.no_grad():
+            rows = lse.transpose(1, 2).unsqueeze(-1)
+            lses.append(_scatter(rows, length, w, rate, fill=-1e8))  # no NaN from -inf
+    weights = torch.softmax(torch.stack(lses), 0).to(query.dtype)
+    mixed = outs[0] * weights[0]
+    for out, weight in zip(outs[1:], weights[1:], strict=True):
+        mixed = mixed + out * weight
+    return mixed
+
+
+def _gather(x: torch.Tensor, w: int, rate: int) -> torch.Tensor:
+    """The rows that each head attends with: (B, n, H, D) -> (B * S, m, H, D), contiguous."""
+    _, length, heads, dim = x.shape
+    x = _pad(x, 1, -length % w).reshape(-1, w, heads, dim)
+    if rate == 1:
+        return x
+    x = _pad(_pad(x, 1, -w % rate), 2, -heads % rate)
+    x = x.view(x.shape[0], -1, rate, rate, x.shape[2] // rate, dim)  # position, group of heads
+    x = x.diagonal(dim1=2, dim2=3).movedim(-1, 2)  # group g attends with positions g (mod r)
+    return x.reshape(*x.shape[:2], -1, dim)[:, :, :heads].contiguous()
+
+
+def _scatter(rows: torch.Tensor, length: int, w: int, rate: int, fill: float = 0.0) -> torch.Tensor:
+    """The way back, with `fill` where there is no row: (B * S, m, H, D) -> (B, n, H, D)."""
+    segments, count, heads, dim = rows.shape
+    if rate > 1:
+        rows = _pad(rows, 2, -heads % rate).view(segments, count, rate, -1, dim).movedim(2, -1)
+        dense = torch.diag_embed(rows, dim1=2, dim2=3)
+        if fill:  # of lse, which has no gradient
+            dense.fill_(fill).diagonal(dim1=2, dim2=3).copy_(rows)
+        rows = dense.view(segments, count * rate, -1, dim)[:, :w, :heads]
+    return rows.reshape(segments // -(-length // w), -1, heads, dim)[:, :length]
+
+
+def _pad(x: torch.Tensor, dim: int, count: int) -> torch.Tensor:
+    """`x` with `count` zeros appended along `dim`."""
+    return F.pad(x, (*(0, 0) * (x.ndim - 1 - dim), 0, count)) if count else x

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ..units import count_of, in_bytes, in_flop
-from .contenders import OURS
-from .result import COMPONENTS, Result
+from .result import COMPONENTS, OURS, Result
 
 PASSES = ("forward", "forward+backward")
 TIMES = ("system", "median", "lowest", "highest", "rate of a rank", "sent")

@@ -14,10 +14,9 @@ import torch.distributed as dist
 from ..checks import MOST_PROCESSES, check_seconds, check_size, launched, local_rank, run_ranks
 from ..pattern import check_choice
 from ..plan import costs
-from .contenders import BASELINES, OURS, Contender, Place, make_contender
-from .result import Result
+from .contenders import BASELINES, Contender, Place, make_contender
+from .result import OURS, Result, Workload
 from .timing import INPUT_BYTES, peak_bytes, resolve_device, share, take_turns
-from .workload import Workload
 
 MOST_INPUT_SETS = 64
 RANK_TIMEOUT = timedelta(minutes=10)

@@ -62,6 +62,7 @@ def take_turns(
     repeats: int = 20,
     seconds: float = 10.0,
     wall: bool = False,
+    sample_ms: float | None = None,
     group: dist.ProcessGroup | None = None,
     inside: Mapping[str, Callable[[], AbstractContextManager[Any]]] | None = None,
     failed: Callable[[str, Exception], None] | None = None,
@@ -74,6 +75,8 @@ def take_turns(
         repeats: samples of each call.
         seconds: time for the samples of one call; at least 3 are taken.
         wall: whether a GPU's time is that of the clock, launching included.
+        sample_ms: milliseconds of a sample, of back-to-back calls; None: `SAMPLE_MS` on several
+            ranks with GPUs, else one call.
         group: the ranks (gloo), each of which makes this call; None: one rank.
         inside: contexts in which some of the calls run, by name; entering them is not timed.
         failed: called with the name and the error of a call that fails in its warm-up, which then
@@ -84,7 +87,8 @@ def take_turns(
     """
     contexts = dict.fromkeys(calls, nullcontext) | dict(inside or {})
     queued = device.type == "cuda" and not wall and group is None
-    sample_ms = SAMPLE_MS if device.type == "cuda" and group is not None else 0.0
+    if sample_ms is None:
+        sample_ms = SAMPLE_MS if device.type == "cuda" and group is not None else 0.0
     counts: dict[str, tuple[int, int]] = {}  # calls of a sample, samples
     for name, call in calls.items():
         try:

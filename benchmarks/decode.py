@@ -8,29 +8,25 @@ Under torchrun the ranks share the rows of one dense cache, 1,048,576 of each, a
 timed; times are those of the slowest rank.
 
 First every case is compared with a float64 softmax over the keys that the query sees. Then each is
-timed: GPU time of a call in a queue of calls, wall time per call of 20 in a row and of one by
-itself, GPU time in a CUDA graph, and its baseline. The limit is the time in which a copy inside the
-device's memory moves as many bytes as the call has to read.
-
-Without a graph a model's step takes as long as a CPU takes to launch it, and on virtual machines a
-CPU whose core others use takes up to twice as long. So a loop of Python is timed before and after.
+timed: GPU time in turns with its baseline, wall time per call of 20 in a row and of one by itself,
+and GPU time in a CUDA graph. The limit is the time in which a copy inside the device's memory moves
+as many bytes as the call has to read.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from harness import Ranks, join, leave, write
 
 from ring_dilated_attention import (
     DilatedKVCache,
@@ -38,18 +34,19 @@ from ring_dilated_attention import (
     SequenceLayout,
     cached_attention,
 )
+from ring_dilated_attention.bench import peak_bytes, take_turns
 from ring_dilated_attention.decode import CapturedStep
 from ring_dilated_attention.named_patterns import named
 from ring_dilated_attention.nn import LongNet, LongNetConfig
-from ring_dilated_attention.train import preset_options
 
 TIMED_CALLS = 1400
 """More calls than a case is timed with. Its first call is this many positions before the end of a
 segment, so that its caches are nearly full in all of them."""
+IN_A_ROW = 20
 GENERATED = 256
 """Tokens of `LongNet.stream`."""
-LOOP = 300_000
-"""Additions in the loop that tells how fast a CPU is."""
+CHUNK_ROWS = 65_536
+"""Of `LongNet`: rows of the MLP that are computed at a time."""
 MEAN_OVER = 768
 """Positions: a multiple of all rates, so that each head is a member as often as on average."""
 
@@ -96,53 +93,36 @@ def shared_case(ranks: int, *, small: bool) -> Case:
     return Case(f"dense, on {ranks} ranks", DilatedPattern.dense(), ranks * keys, ranks=ranks)
 
 
-def gpu_milliseconds(call: Callable[[], Any], count: int) -> float:
-    """GPU time of a call among `count` that are queued."""
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(20_000_000)  # the queue fills up meanwhile
-    first.record()
-    for _ in range(count):
-        call()
-    last.record()
-    last.synchronize()
-    return first.elapsed_time(last) / count
-
-
 class Timer:
-    """Times calls on one device."""
+    """Times calls on one device, by the rules of `rda bench`.
 
-    def __init__(self, device: torch.device, repeats: int) -> None:
-        self.device, self.repeats = device, repeats
+    Args:
+        ranks: whose device it is; times are those of the slowest rank.
+        repeats: samples of each time.
+    """
 
-    def queued(self, *calls: Callable[[], Any], count: int = 20) -> list[float]:
-        """Milliseconds of a call among `count` that are queued, the median of several rounds.
+    def __init__(self, ranks: Ranks, repeats: int) -> None:
+        self.device, self.group, self.repeats = ranks.device, ranks.host, repeats
 
-        Several calls are timed in turns, so that a slower clock slows them all.
-        """
-        rounds = [[self._queued(call, count) for call in calls] for _ in range(self.repeats)]
-        return [statistics.median(taken) for taken in zip(*rounds, strict=True)]
+    def queued(self, *calls: Callable[[], Any]) -> list[float]:
+        """Milliseconds of each call in turns: of one GPU; on a CPU and on ranks by the clock."""
+        if self.group is not None:
+            return [self.wall(call, self.repeats, IN_A_ROW) for call in calls]
+        named_calls = {str(number): call for number, call in enumerate(calls)}
+        times = take_turns(named_calls, self.device, repeats=self.repeats)
+        return [statistics.median(samples) for samples in times.values()]
 
-    def _queued(self, call: Callable[[], Any], count: int) -> float:
-        if self.device.type == "cuda":
-            return gpu_milliseconds(call, count)
-        begun = time.perf_counter()
-        call()
-        return (time.perf_counter() - begun) * 1e3
+    def wall(self, call: Callable[[], Any], repeats: int = 50, count: int = 1) -> float:
+        """Milliseconds of a call, until the device is idle after `count` calls in a row."""
 
-    def wall(self, call: Callable[[], Any], rounds: int = 50, count: int = 1) -> float:
-        """Milliseconds of a call, until the device is idle after `count` calls in a row.
-
-        The median of `rounds`.
-        """
-        taken = []
-        for _ in range(rounds):
-            begun = time.perf_counter()
+        def several() -> None:
             for _ in range(count):
                 call()
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            taken.append((time.perf_counter() - begun) * 1e3 / count)
-        return statistics.median(taken)
+
+        times = take_turns(
+            {"": several}, self.device, repeats=repeats, wall=True, sample_ms=0, group=self.group
+        )
+        return statistics.median(times[""]) / count
 
 
 def copy_rate(timer: Timer, nbytes: int = 4 << 30) -> float:
@@ -193,7 +173,7 @@ def attention(case: Case, timer: Timer, dtype: torch.dtype, rate: float) -> dict
         beside["sdpa_ms"] = lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
     found["gpu_ms"], *taken = timer.queued(call, *beside.values())
     found |= zip(beside, taken, strict=True)
-    found["wall_ms"] = timer.wall(call, 20, count=20)
+    found["wall_ms"] = timer.wall(call, 20, count=IN_A_ROW)
     found["wall_alone_ms"] = timer.wall(call, 300)
     if device.type == "cuda" and not is_shared:
         captured = CapturedStep(lambda x: cached_attention(x, key, value, cache), query, [cache])
@@ -253,55 +233,35 @@ def error_of(
     return (wrong / total) ** 0.5
 
 
-def python_loop() -> float:
-    """Milliseconds that a loop of Python takes on this CPU now: the least of three."""
-    taken = []
-    for _ in range(3):
-        begun, total = time.perf_counter(), 0
-        for number in range(LOOP):
-            total += number
-        taken.append((time.perf_counter() - begun) * 1e3)
-    return min(taken)
-
-
-def memory(call: Callable[[], Any]) -> tuple[int, int]:
-    """Bytes that a call takes on the GPU: the most at a time, and what stays beside its result."""
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    call()
-    return torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before
-
-
 def model_step(timer: Timer, prompt: int, *, small: bool) -> dict[str, Any]:
     """`longnet-base` after a long prompt: prefill, then token by token, also in a graph."""
-    preset = dict(preset_options("longnet-base"))
-    shape = {x.name: preset[x.name] for x in fields(LongNetConfig) if x.name in preset}
-    if small:
-        shape |= {"num_layers": 2, "embed_dim": 96, "ffn_dim": 384}
+    width = {"num_layers": 2, "embed_dim": 96, "num_heads": 4, "ffn_dim": 384}
+    if not small:
+        width = {"num_layers": 12, "embed_dim": 768, "num_heads": 12, "ffn_dim": 3072}
+    longnet = named("longnet").pattern
+    config = LongNetConfig(
+        segment_lengths=[*longnet.segment_lengths, None],
+        dilation_rates=[*longnet.dilation_rates, 2048],
+        **width,
+    )
     device, dtype = timer.device, torch.float32 if small else torch.bfloat16
-    model = LongNet(LongNetConfig(**shape), chunk_rows=preset["chunk_rows"]).to(device, dtype)
+    model = LongNet(config, chunk_rows=CHUNK_ROWS).to(device, dtype)
     tokens = torch.randint(model.config.vocab_size, (1, prompt), device=device)
-    token, few = tokens[:, :1], Timer(device, 1)
+    token = tokens[:, :1]
     found: dict[str, Any] = {"case": "longnet-base", "prompt": prompt}
     with torch.no_grad():
-        if device.type == "cuda":
-            found["loss_peak_bytes"], _ = memory(lambda: model.loss(tokens, tokens))
         caches = model.make_caches(1, max_length=prompt + 100_000)
-        if device.type == "cuda":
-            found["prefill_peak_bytes"], found["prefill_left_bytes"] = memory(
-                lambda: model.prefill(tokens, caches)
-            )
+        found["loss_peak_bytes"] = peak_bytes(device, lambda: model.loss(tokens, tokens))
+        found["prefill_peak_bytes"] = peak_bytes(device, lambda: model.prefill(tokens, caches))
         for _ in range(2):
             model.prefill(tokens, caches)
             model.loss(tokens, tokens)
-        found["prefill_ms"] = few.wall(lambda: model.prefill(tokens, caches), 5)
-        found["loss_ms"] = few.wall(lambda: model.loss(tokens, tokens), 5)
+        found["prefill_ms"] = timer.wall(lambda: model.prefill(tokens, caches), 5)
+        found["loss_ms"] = timer.wall(lambda: model.loss(tokens, tokens), 5)
         model.prefill(tokens, caches)
         for _ in range(20):
             model.step(token, caches)
-        found["loop_before_ms"] = python_loop()
         found["step_ms"] = timer.wall(lambda: model.step(token, caches))
-        found["loop_after_ms"] = python_loop()
         if device.type == "cuda":
             captured = CapturedStep(lambda x: model.step(x, caches), token, caches)
             found["graph_ms"] = timer.wall(lambda: captured(token))
@@ -314,13 +274,6 @@ def model_step(timer: Timer, prompt: int, *, small: bool) -> dict[str, Any]:
     return found
 
 
-def slowest(own: dict[str, Any]) -> dict[str, Any]:
-    """What all ranks have found: of each number the largest."""
-    by_rank: list[dict[str, Any]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(by_rank, own)
-    return {name: max(each[name] for each in by_rank) for name in own}
-
-
 def main() -> None:
     """Check and time everything; a table at the end."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -329,30 +282,21 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--out", type=Path, help="a JSON file for all numbers")
     options = parser.parse_args()
-    if "RANK" in os.environ:
-        if options.device == "cuda":
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    ranks = join(options.device)
     torch.manual_seed(0)  # the same keys on every rank
-    timer = Timer(torch.device(options.device), options.repeats)
+    timer = Timer(ranks, options.repeats)
     dtype = torch.float32 if options.small else torch.bfloat16
     rate = copy_rate(timer)
-    if ranks > 1:
-        own = attention(shared_case(ranks, small=options.small), timer, dtype, rate)
-        found, is_first = [slowest(own)], dist.get_rank() == 0
-        dist.destroy_process_group()
-        if not is_first:
-            return
+    if ranks.size > 1:
+        found = [attention(shared_case(ranks.size, small=options.small), timer, dtype, rate)]
     else:
         found = [attention(case, timer, dtype, rate) for case in cases(small=options.small)]
         found.append(model_step(timer, 5000 if options.small else 1 << 20, small=options.small))
-    if options.out:
-        options.out.write_text(json.dumps({"copy_bytes_per_s": rate, "found": found}, indent=1))
-    print(f"copy: {rate / 1e12:.2f} TB/s")
-    for each in found:
-        words = (f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in each.items())
-        print("  ".join(words))
+    if ranks.rank == 0:
+        write(options.out, ranks.device, {"copy_bytes_per_s": rate, "cases": found})
+        for each in found:
+            print(json.dumps(each))
+    leave()
 
 
 if __name__ == "__main__":

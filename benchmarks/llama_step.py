@@ -16,22 +16,20 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import os
-import statistics
-import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from harness import join, leave, spread, write
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, labels_per_rank
+from ring_dilated_attention.bench import take_turns
 from ring_dilated_attention.integrations.transformers import set_attention, shard_batch
 from ring_dilated_attention.named_patterns import named
-
-WARM_UPS = 2
 
 
 def make_model(*, small: bool, device: torch.device) -> LlamaForCausalLM:
@@ -107,13 +105,11 @@ class Kind:
         return loss.detach()
 
     def steps(self, count: int) -> None:
-        """Steps one after the other, as a training makes them, until the device is idle."""
+        """Steps one after the other, as a training makes them."""
         for _ in range(count):
             self.backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
-        if self.batch["input_ids"].is_cuda:
-            torch.cuda.synchronize()
 
     def gradient(self) -> torch.Tensor:
         """All gradients side by side, float32."""
@@ -131,20 +127,6 @@ def error_of(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found - wanted).norm() / wanted.norm())
 
 
-def timed(kinds: list[Kind], samples: int, in_a_row: int) -> dict[str, list[float]]:
-    """Milliseconds per step, of several in a row, in turns."""
-    taken: dict[str, list[float]] = {kind.name: [] for kind in kinds}
-    for number in range(WARM_UPS + samples):
-        for kind in kinds:
-            if kind.group is not None:
-                dist.barrier(kind.group)
-            begun = time.perf_counter()
-            kind.steps(in_a_row)
-            if number >= WARM_UPS:
-                taken[kind.name].append((time.perf_counter() - begun) * 1e3 / in_a_row)
-    return taken
-
-
 def main() -> None:
     """Compare, time, print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -156,44 +138,40 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true", help="layers are not compiled")
     parser.add_argument("--out", type=Path, help="a JSON file for all numbers")
     options = parser.parse_args()
-    device, group, rank = torch.device(options.device), None, 0
-    if "RANK" in os.environ:
-        if device.type == "cuda":
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-        group, rank = dist.group.WORLD, dist.get_rank()
+    ranks = join(options.device)
     length = options.seq_len or (1000 if options.small else 32_768)
-    model = make_model(small=options.small, device=device)
+    model = make_model(small=options.small, device=ranks.device)
     torch.manual_seed(1)
-    tokens = torch.randint(model.config.vocab_size, (1, length), device=device)
+    tokens = torch.randint(model.config.vocab_size, (1, length), device=ranks.device)
     alone = Kind("sdpa", copy.deepcopy(model), tokens, None, compiles=not options.eager)
     wanted = alone.gradient()
-    names = ["dense", "longnet"]
-    kinds = [
-        Kind(name, copy.deepcopy(model), tokens, group, compiles=not options.eager)
-        for name in names
-    ]
-    found: dict[str, Any] = {"ranks": 1 if group is None else dist.get_world_size(group)}
-    found["tokens"], found["error of dense"] = length, error_of(kinds[0].gradient(), wanted)
+    kinds = {
+        name: Kind(name, copy.deepcopy(model), tokens, ranks.world, compiles=not options.eager)
+        for name in ("dense", "longnet")
+    }
+    error = error_of(kinds["dense"].gradient(), wanted)
+    found: dict[str, Any] = {"ranks": ranks.size, "tokens": length, "error of dense": error}
     del wanted
-    if group is None:
-        kinds.insert(0, alone)
-    else:
-        del alone
-    for name, times in timed(kinds, options.samples, options.in_a_row).items():
-        found[name] = {
-            "ms": statistics.median(times),
-            "lowest": min(times),
-            "highest": max(times),
-        }
-    if device.type == "cuda":
+    if ranks.size == 1:
+        kinds = {"sdpa": alone, **kinds}
+    del alone
+    times = take_turns(
+        {name: partial(kind.steps, options.in_a_row) for name, kind in kinds.items()},
+        ranks.device,
+        repeats=options.samples,
+        seconds=600,
+        wall=True,
+        sample_ms=0,
+        group=ranks.host,
+    )
+    for name, samples in times.items():
+        found[name] = spread([ms / options.in_a_row for ms in samples])
+    if ranks.device.type == "cuda":
         found["peak_bytes"] = torch.cuda.max_memory_allocated()
-    if rank == 0:
-        if options.out:
-            options.out.write_text(json.dumps(found, indent=1))
-        print(found)
-    if group is not None:
-        dist.destroy_process_group()
+    if ranks.rank == 0:
+        print(json.dumps(found))
+        write(options.out, ranks.device, found)
+    leave()
 
 
 if __name__ == "__main__":

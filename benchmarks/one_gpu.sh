@@ -8,20 +8,15 @@ mkdir -p "$out"
 row() {
   local name=$1
   shift
-  rm -f "$out/$name.d/results.json" "$out/$name.d/tflops.png" # of a row that was cut short
-  "${PYTHON:-python3}" -m ring_dilated_attention.cli bench --device cuda --out "$out/$name.d" "$@"
-  mv "$out/$name.d/results.json" "$out/$name.json"
-  mv "$out/$name.d/tflops.png" "$out/$name.png"
-  rmdir "$out/$name.d"
+  "${PYTHON:-python3}" -m ring_dilated_attention.cli bench --device cuda \
+    --json "$out/$name.json" --out "$out/$name.png" "$@"
 }
-longnet=(--pattern longnet --num-heads 12 --dtype bf16)
-for mask in causal no-causal; do
-  row "longnet_$mask" "${longnet[@]}" --$mask --seq-len 256K --head-dim 128,64 \
-    --baseline torchscale,torchscale:cudnn
-  row "longnet_sdpa_$mask" "${longnet[@]}" --$mask --seq-len 256K --head-dim 128,64 --backend sdpa
-  row "small_$mask" "${longnet[@]}" --$mask --seq-len 4K --head-dim 64 --cuda-graph \
-    --baseline torchscale
+for mask in "" --causal; do
+  for head_dim in 128 64; do
+    row "longnet_$head_dim$mask" --pattern longnet --seq-len 256K --head-dim "$head_dim" $mask \
+      --baseline torchscale,kernel,kernel:cudnn
+  done
 done
 row gigapath --pattern gigapath --seq-len 262145,45681,10001 --baseline torchscale
-row dense --pattern dense --seq-len 64K --num-heads 16 --head-dim 128 --dtype bf16 --causal \
-  --baseline sdpa:cudnn,flash4
+row dense --pattern dense --seq-len 64K --causal --baseline kernel,kernel:cudnn
+"${PYTHON:-python3}" "$(dirname "$0")/calls.py" --out "$out/calls.json" --first 30

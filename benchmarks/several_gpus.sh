@@ -1,13 +1,12 @@
 #!/usr/bin/env bash
 # The rows of benchmarks/results/many_gpus.md and long_sequences.md, on the CUDA devices of one host.
-# Needs the extra fa4; tests and faults also the group test and pytest-xdist. On two H100 with 32 CPU
-# cores tests take 6 minutes, faults 14 (at most 7 for each way), fuzz 10.
+# Needs the extra fa4; tests and faults also the group test and pytest-xdist.
 #
 #   benchmarks/several_gpus.sh OUT GPUS [STEP...]     makes OUT/<step>.log and what the step writes
 #
 # All steps are run, or those that are named. A step that fails does not stop the next.
 set -uo pipefail
-steps=(tables tokens slides documents tests faults fuzz train longest rounds host power without_exchange hosts)
+steps=(attention tokens slides llama decode tests faults fuzz)
 out=${1:?usage: several_gpus.sh OUT GPUS [STEP...]} gpus=${2:?how many GPUs}
 shift 2
 here=$(dirname "$0")
@@ -15,41 +14,40 @@ python=${PYTHON:-python3}
 mkdir -p "$out"
 
 ranks() { "$python" -m torch.distributed.run --nproc-per-node "$gpus" "$@"; }
-rda() { "$python" -m ring_dilated_attention.cli "$@"; }
-log2() { awk -v n="$1" 'BEGIN { print int(log(n) / log(2) + 1e-9) }'; }
-
-tables() { "$python" "$here/many_gpus.py" "$out/tables" --gpus "$gpus"; }
+row() { # name, options of rda bench
+  "$python" -m ring_dilated_attention.cli bench --device cuda --ranks "1,$gpus" --repeats 5 \
+    --head-dim 128 --dtype bfloat16 --json "$out/$1.json" --out "$out/$1.png" "${@:2}"
+}
+attention() {
+  local crossing=(--segment-lengths 2048,16K,128K,all --dilation-rates 1,8,64,512)
+  row longnet --pattern longnet --seq-len 1M &&
+    row crossing "${crossing[@]}" --seq-len 1M &&
+    row crossing_causal "${crossing[@]}" --seq-len 1M --causal &&
+    row short --segment-lengths 2048,4096 --dilation-rates 1,2 --seq-len 4K,16K,64K,256K &&
+    row dense --pattern dense --causal --seq-len 64K,256K --baseline context_parallel
+}
 tokens() { # as many as fit: 2^28 a GPU forward, half as many forward and backward
-  ranks "$here/billion_tokens.py" --log2-length $((28 + $(log2 "$gpus"))) --out "$out/tokens.json" &&
-    ranks "$here/billion_tokens.py" --log2-length $((27 + $(log2 "$gpus"))) --backward \
+  local log2
+  log2=$(awk -v n="$gpus" 'BEGIN { print int(log(n) / log(2) + 1e-9) }')
+  ranks "$here/billion_tokens.py" --log2-length $((28 + log2)) --out "$out/tokens.json" &&
+    ranks "$here/billion_tokens.py" --log2-length $((27 + log2)) --backward \
       --out "$out/tokens_backward.json"
 }
 slides() {
   "$python" "$here/slide_encoder.py" --tiles 45680 --tiles 100000 --out "$out/slides.json" &&
+    ranks "$here/slide_encoder.py" --tiles 100000 --cases plain,one_graph --out "$out/sharded.json" &&
     ranks "$here/slide_encoder.py" --tiles 1048576 --cases checkpointed --samples 3 \
       --out "$out/slides_sharded.json"
 }
-documents() { "$python" "$here/documents.py" --out "$out/documents.json"; }
-tests() { # faults and ranks a few at a time, as in the Makefile: faults are to be noticed in time
-  local all=$here/../tests status=0 beside=() name process
-  export OMP_NUM_THREADS=2
-  for name in faults gpu_ranks; do
-    "$python" -m pytest -m gpu -n 2 "$all/test_$name.py" >"$out/tests_$name.log" 2>&1 &
-    beside+=($!)
-  done
-  "$python" -m pytest -m gpu -n 16 --dist loadgroup "$all" \
-    --ignore "$all/test_faults.py" --ignore "$all/test_gpu_ranks.py" || status=1
-  for process in "${beside[@]}"; do wait "$process" || status=1; done
-  tail -n 3 "$out"/tests_{faults,gpu_ranks}.log
-  return $status
+llama() {
+  "$python" "$here/llama_step.py" --out "$out/llama_alone.json" &&
+    ranks "$here/llama_step.py" --out "$out/llama.json"
 }
-faults() { # each kind ten times on two GPUs, by NCCL and by copies
-  local status=0 way
-  for way in "" --copies; do
-    PYTHONPATH=$here/../tests "$python" "$here/../tests/support/faulty_ranks.py" --backend nccl $way \
-      --ranks 2 --rounds 10 --jobs 12 --json "$out/faults${way#-}.json" || status=1
-  done
-  return $status
+decode() { ranks "$here/decode.py" --out "$out/decode.json"; }
+tests() { "$python" -m pytest -m gpu "$here/../tests"; }
+faults() { # each kind ten times on two GPUs
+  PYTHONPATH=$here/../tests "$python" "$here/../tests/support/faulty_ranks.py" --backend nccl \
+    --ranks 2 --rounds 10 --jobs 5 --json "$out/faults.json"
 }
 fuzz() { # a process for each CPU core but one, on the GPUs in turn
   local count=$(($(nproc) - 1)) i status=0 processes=()
@@ -62,37 +60,6 @@ fuzz() { # a process for each CPU core but one, on the GPUs in turn
   for i in "${processes[@]}"; do wait "$i" || status=1; done
   for ((i = 0; i < count; i++)); do tail -n 1 "$out/fuzz_$i.log"; done
   return $status
-}
-sources() { # the Python sources of all packages that are installed
-  local site
-  site=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-  find -L "$site" -name '*.py' -print0 | sort -z | xargs -0 cat >"$out/sources.txt"
-}
-train_on() { # bytes a GPU, name, options
-  sources && PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True rda train --preset longnet-base \
-    --ranks "$gpus" --seq-len $((gpus * $1)) --data "$out/sources.txt" --warmup-steps 2 \
-    --out "$out/$2.run" "${@:3}"
-  local status=$?
-  rm -rf "$out/sources.txt" "$out/$2.run/checkpoints"
-  return $status
-}
-train() { train_on 2097152 train --steps 5; }
-longest() { # by the memory of those that fitted; the first may not
-  for each in 3473408 3276800; do
-    train_on "$each" "longest_$each" --steps 2 --activation-checkpoint-blocks 3 && return
-  done
-  return 1
-}
-rounds() { ranks "$here/rounds.py" --out "$out/rounds.json"; } # of heads, of a dense ring
-host() { ranks "$here/host_time.py" --out "$out/host_time.json"; }
-without_exchange() { # then with zeros, which take less power
-  ranks "$here/without_exchange.py" --out "$out/without_exchange.json" &&
-    ranks "$here/without_exchange.py" --zeros --out "$out/without_exchange_zeros.json"
-}
-hosts() { ranks "$here/hosts.py" --out "$out/hosts.json"; } # told to be on two
-power() { # then with messages eight times as long, and as rare
-  ranks "$here/power.py" --out "$out/power.json" &&
-    ranks "$here/power.py" --only ring --pairs $((1 << 36)) --out "$out/power_long_messages.json"
 }
 
 failed=()

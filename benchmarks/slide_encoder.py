@@ -17,9 +17,6 @@ Perfetto or chrome://tracing.
 
 import json
 import math
-import os
-import statistics
-import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -28,9 +25,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import typer
+from harness import Ranks, join, kernels_of, leave, spread, write
 from torch.nn.parallel import DistributedDataParallel
 
 from ring_dilated_attention import SequenceLayout
+from ring_dilated_attention.bench import take_turns
 from ring_dilated_attention.nn import SlideEncoder, SlideEncoderConfig
 
 KINDS = {  # a kernel belongs to the first kind that one of these is a part of its name
@@ -70,28 +69,19 @@ def main(
     names = cases.split(",")
     if unknown := set(names) - set(CASES):
         raise typer.BadParameter(f"no case is called {', '.join(sorted(unknown))}")
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else "cpu"
-    if cuda:
-        torch.cuda.set_device(device)
-    many = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    if many:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
-    first = not many or dist.get_rank() == 0
-    found = []
+    ranks, found = join(), []
     for count in tiles or [45_680]:
         for name in names:
             options = {"checkpoint": "keep_attention", "chunk_rows": chunk_rows}
             torch._dynamo.config.optimize_ddp = name == "compiled"
             case = Case(name, count, layers, options if name == "checkpointed" else {})
-            measured = measure(case, Method(samples, in_a_row, traces), device, many)
+            measured = measure(case, Method(samples, in_a_row, traces), ranks)
             found.append(measured)
-            if first:
+            if ranks.rank == 0:
                 print(json.dumps(measured), flush=True)
-    if first and out is not None:
-        out.write_text(json.dumps(found, indent=1) + "\n")
-    if many:
-        dist.destroy_process_group()
+    if ranks.rank == 0:
+        write(out, ranks.device, found)
+    leave()
 
 
 class Case(NamedTuple):
@@ -191,86 +181,57 @@ class Training:
             parameter.grad = part.view_as(parameter)
 
 
-def measure(case: Case, method: Method, device: Any, many: bool) -> dict[str, Any]:
+def measure(case: Case, method: Method, ranks: Ranks) -> dict[str, Any]:
     """Train on one slide; the slowest rank's times, and the largest rank's memory."""
-    cuda = torch.cuda.is_available()
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if many else (0, 1)
-    group = dist.group.WORLD if many else None
+    on_cuda = ranks.device.type == "cuda"
     multiple = math.lcm(*SlideEncoderConfig().pattern.dilation_rates)
-    layout = SequenceLayout.contiguous(case.tiles + 1, ranks, multiple=multiple)
-    how = {"compiles": CASES[case.name], "ddp": case.name != "one_reduction"}
-    training = Training(case.layers, device, group=group, **how, **case.options)
-    torch.manual_seed(1 + rank)
-    slide = training.slide(layout.local_length(rank) - (rank == 0))
+    layout = SequenceLayout.contiguous(case.tiles + 1, ranks.size, multiple=multiple)
+    how: dict[str, Any] = {"compiles": CASES[case.name], "ddp": case.name != "one_reduction"}
+    training = Training(case.layers, ranks.device, group=ranks.world, **how, **case.options)
+    torch.manual_seed(1 + ranks.rank)
+    slide = training.slide(layout.local_length(ranks.rank) - (ranks.rank == 0))
+    losses = []
 
-    def step() -> torch.Tensor:
-        return training.step(slide, layout)
+    def step() -> None:
+        losses.append(training.step(slide, layout))
 
-    if cuda:
-        torch.cuda.synchronize()
+    def steps() -> None:
+        for _ in range(method.in_a_row):
+            step()
+
+    if on_cuda:
         torch.cuda.reset_peak_memory_stats()
-    losses, times = [step() for _ in range(3)], []  # the first compile
-    for _ in range(method.samples):
-        if cuda:
-            torch.cuda.synchronize()
-        if many:
-            dist.barrier()
-        before = time.perf_counter()
-        losses += [step() for _ in range(method.in_a_row)]
-        if cuda:
-            torch.cuda.synchronize()
-        times.append((time.perf_counter() - before) * 1e3 / method.in_a_row)
-    summary = torch.tensor([*times, torch.cuda.max_memory_allocated() if cuda else 0.0])
-    summary = summary.to(torch.float64)
-    if many:
-        dist.all_reduce(summary, op=dist.ReduceOp.MAX)
-    *slowest, peak = summary.tolist()
-    trace = method.traces and method.traces / f"{case.name}_{case.tiles}_rank{rank}.json.gz"
+    times = take_turns(
+        {"": steps}, ranks.device, repeats=method.samples, seconds=600, wall=True, sample_ms=0,
+        group=ranks.host,
+    )[""]  # fmt: skip
+    peak = torch.tensor(torch.cuda.max_memory_allocated() / 1e9 if on_cuda else 0.0)
+    if ranks.host is not None:
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=ranks.host)
+    trace = method.traces and method.traces / f"{case.name}_{case.tiles}_rank{ranks.rank}.json.gz"
     return {
         "case": case.name,
         "positions": case.tiles + 1,
-        "ranks": ranks,
+        "ranks": ranks.size,
         "options": case.options,
         "in_a_row": method.in_a_row,
-        "median_ms": round(statistics.median(slowest), 2),
-        "min_ms": round(min(slowest), 2),
-        "max_ms": round(max(slowest), 2),
-        "peak_gb": round(peak / 1e9, 3),
+        **spread([ms / method.in_a_row for ms in times]),
+        "peak_gb": round(peak.item(), 3),
         "parameters": sum(p.numel() for p in training.parameters),
         "losses": [round(loss.item(), 5) for loss in losses],
-        **(kernels(step, trace) if cuda else {}),
-        "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if cuda else "cpu",
+        **(by_kind(step, trace) if on_cuda else {}),
     }
 
 
-def kernels(step: Any, trace: Path | None) -> dict[str, Any]:
-    """Milliseconds of GPU time in a step, by kind of kernel; kinds may run at the same time.
-
-    Args:
-        step: makes one.
-        trace: a file to write for what happened when; None: none.
-    """
-    # With what the host does, too, it takes half as long again.
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        step()
-        torch.cuda.synchronize()
-    if trace is not None:
-        trace.parent.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(trace))
+def by_kind(step: Any, trace: Path | None) -> dict[str, Any]:
+    """Milliseconds of GPU time in a step, by kind of kernel; kinds may run at the same time."""
     kinds: dict[str, float] = defaultdict(float)
-    longest = sorted(profiler.key_averages(), key=lambda e: -e.device_time_total)
-    for event in longest:
-        name = event.key.lower()
-        kind = next((k for k, parts in KINDS.items() if any(p in name for p in parts)), "other")
-        kinds[kind] += event.device_time_total / 1e3
-    return {
-        "kernels_ms": {kind: round(ms, 2) for kind, ms in sorted(kinds.items())},
-        "longest_kernels_ms": [
-            [event.key[:120], event.count, round(event.device_time_total / 1e3, 2)]
-            for event in longest[:30]
-        ],
-    }
+    kernels = kernels_of(step, trace)
+    for name, (_, ms) in kernels.items():
+        known = [kind for kind, parts in KINDS.items() if any(x in name.lower() for x in parts)]
+        kinds[known[0] if known else "other"] += ms
+    longest = [[name[:120], *found] for name, found in list(kernels.items())[:30]]
+    return {"kernels_ms": dict(kinds), "longest_kernels_ms": longest}
 
 
 if __name__ == "__main__":

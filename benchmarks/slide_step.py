@@ -13,9 +13,7 @@ is idle.
 from __future__ import annotations
 
 import json
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
@@ -25,7 +23,9 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from harness import kernels_of, spread, write
 
+from ring_dilated_attention.bench import take_turns
 from ring_dilated_attention.integrations.torchscale import replace_dilated_attention
 from ring_dilated_attention.nn import SlideEncoder, SlideEncoderConfig
 
@@ -55,9 +55,7 @@ def main(
         for kind in kinds.split(","):
             found.append(measure(kind, count + 1, repeats, layers))
             print(json.dumps(found[-1]), flush=True)
-    if out is not None:
-        about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-        out.write_text(json.dumps({**about, "steps": found}, indent=1) + "\n")
+    write(out, torch.device("cuda"), found)
 
 
 def stand_in_for_what_torchscale_imports() -> None:
@@ -157,29 +155,20 @@ def measure(kind: str, positions: int, repeats: int, layers: int) -> dict[str, A
         scaler.update()
         return loss.detach()
 
-    for _ in range(4):  # the first compile
-        step()
-    torch.cuda.synchronize()
+    device = torch.device("cuda")
+    step()  # compiles
     torch.cuda.reset_peak_memory_stats()
-    times = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        loss = step()
-        torch.cuda.synchronize()
-        times.append(1e3 * (time.perf_counter() - begin))
+    times = take_turns({kind: step}, device, repeats=repeats, seconds=600, wall=True)[kind]
     peak = torch.cuda.max_memory_allocated() / 1e9
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        step()
-        torch.cuda.synchronize()
-    kernels = [event for event in profiler.key_averages() if event.device_time_total > 0]
+    kernels = kernels_of(step).values()
     return {
         "positions": positions,
         "kind": kind,
-        "ms": [round(x, 2) for x in (statistics.median(times), min(times), max(times))],
-        "kernels_ms": round(sum(event.device_time_total for event in kernels) / 1e3, 2),
-        "kernels": sum(event.count for event in kernels),
+        **spread(times),
+        "kernels": sum(count for count, _ in kernels),
+        "kernels_ms": round(sum(ms for _, ms in kernels), 2),
         "peak_gb": round(peak, 3),
-        "loss": round(loss.item(), 6),
+        "loss": round(step().item(), 6),
     }
 
 

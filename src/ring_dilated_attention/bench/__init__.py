@@ -1,47 +1,35 @@
-"""Speed, memory and error of `dilated_attention` on one rank or several, beside baselines.
+"""Speed and memory of `dilated_attention` on one rank or several, beside baselines.
 
-`bench` measures each `Workload` by the rules of `Options`, and returns a `Result` for every
-contender: `OURS`, and the baselines of `BASELINES`. `sweep` makes workloads from lists of values,
-`named_workload` those of a named pattern, and `given_workload` that of a command. `DEVICES`,
-`DTYPES` and `SCALINGS` are allowed values of options.
+`bench` measures each `Workload` as `Settings` say, this library (`OURS`) and some of `BASELINES` in
+turns, and returns a `Result` for forward and for forward+backward of each. `report` and `plot` show
+results; `document` and `from_document` keep
+them as JSON, with the device and versions of `environment`.
 
-`run_command` is `rda bench`: options in, tables, JSON and a plot out. `launch` runs a function on
-ranks, `measure_and_write` is what it does on each of them, and `show` prints and plots the results.
+`take_turns` times any calls by the same rules (see `timing`), and `peak_bytes` measures their
+memory, on the device of `resolve_device`.
 """
 
-from .command import measure_and_write, run_command, show
-from .contenders import BASELINES, OURS
-from .launch import launch
-from .measure import DEVICES, device_type, memory_of, resolve_device
-from .options import SCALINGS, Options
-from .patterns import default_dtype, given_workload, named_workload
-from .plots import plot
-from .result import Result
-from .run import bench
-from .sweep import SEQ_LEN, sweep
-from .workload import DTYPES, Workload
+from .contenders import BASELINES
+from .report import plot, report
+from .result import COMPONENTS, DTYPES, OURS, Result, Workload, document, environment, from_document
+from .run import Settings, bench
+from .timing import peak_bytes, resolve_device, take_turns
 
 __all__ = [
     "BASELINES",
-    "DEVICES",
+    "COMPONENTS",
     "DTYPES",
     "OURS",
-    "SCALINGS",
-    "SEQ_LEN",
-    "Options",
     "Result",
+    "Settings",
     "Workload",
     "bench",
-    "default_dtype",
-    "device_type",
-    "given_workload",
-    "launch",
-    "measure_and_write",
-    "memory_of",
-    "named_workload",
+    "document",
+    "environment",
+    "from_document",
+    "peak_bytes",
     "plot",
+    "report",
     "resolve_device",
-    "run_command",
-    "show",
-    "sweep",
+    "take_turns",
 ]

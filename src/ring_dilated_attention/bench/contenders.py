@@ -1,83 +1,246 @@
-"""What a benchmark times: this library, and the baselines by name."""
+"""What a benchmark times: this library, and the baselines that `BASELINES` describes."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..exchange import ProcessGroupExchange
-from ..functional import Schedule, dilated_attention
-from ..layout import SequenceLayout
-from ..pattern import check_choice
-from . import one_device, ring
-from .contender import Contender, Site, by_reference, flops_on, local_shapes
-from .workload import Workload
+from ..functional import dilated_attention
+from ..pattern import DilatedPattern, check_choice
+from .result import OURS, Workload
 
-OURS, MESSAGES = "ours", "ours:messages"
-"""This library; and it with rows that travel as messages of NCCL between GPUs of one host too."""
+BASELINES = {
+    "kernel": "the attention kernel alone, on contiguous segments: as many FLOPs, and nothing is "
+    "gathered, merged or exchanged; on GPUs flash-attn-4, without it cuDNN; one rank",
+    "kernel:cudnn": "the same by cuDNN; one rank",
+    "torchscale": "gather and scatter around FlashAttention-2; one rank",
+    "sdpa": "torch's dense attention over the whole sequence; one rank",
+    "context_parallel": "torch's context_parallel (all-gather, cuDNN); dense, several GPUs",
+}
+"""Names of the baselines, and what they compute."""
 
-BASELINES = (*one_device.NAMES, *ring.NAMES, MESSAGES)
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a contender computes: the device of this rank, and its number among the ranks."""
+
+    device: torch.device
+    ranks: int = 1
+    rank: int = 0
 
 
-def contender(
-    name: str,
-    workload: Workload,
-    site: Site,
-    *,
-    layout: str = "auto",
-    exchange: Schedule = "auto",
-) -> Contender:
-    """What `name` (`OURS`, or one of `BASELINES`) runs for a workload.
+@dataclass(frozen=True)
+class Contender:
+    """Something that computes a workload, or one rank's share of it.
 
-    Args:
-        name: the contender.
-        workload: what all ranks compute together; its length is that of the whole sequence.
-        site: where it computes.
-        layout: of ours, one of `layout.LAYOUTS`.
-        exchange: of `dilated_attention`, for ours.
+    Attributes:
+        attend: query, key, value -> out; called once for each of `shapes`.
+        shapes: of query and out, and of key and value, on this rank.
+        flops: useful FLOPs of a forward call of all ranks.
+        kernel: which kernel attends; empty: the contender's name says it.
+        inside: the context in which it computes.
+    """
+
+    attend: Callable[..., torch.Tensor]
+    shapes: tuple[tuple[tuple[int, ...], ...], ...]
+    flops: int
+    kernel: str = ""
+    inside: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
+def make_contender(name: str, workload: Workload, place: Place) -> Contender:
+    """What `OURS` or a baseline runs for a workload.
 
     Raises:
-        ValueError: the name is unknown, or it cannot compute such a workload; says why.
+        ValueError: the name is unknown, or the baseline cannot compute this workload here.
     """
     if name == OURS:
-        return _ours(workload, site, layout, exchange)
-    check_choice("baseline", name, BASELINES)
-    if name in one_device.NAMES:
-        return one_device.baseline(name, workload, site)
-    if name in ring.NAMES:
-        return ring.baseline(name, workload, site)
-    site.refuse_cpu(name)
-    if site.size == 1:
-        raise ValueError(f"{name} needs several ranks: on one it is {OURS}")
-    assert isinstance(site.group, dist.ProcessGroup)
-    by_messages = ProcessGroupExchange(site.group, peer_memory=False)
-    return _ours(workload, replace(site, group=by_messages), layout, exchange)
+        return _ours(workload, place)
+    check_choice("baseline", name, tuple(BASELINES))
+    kind, _, kernel = name.partition(":")
+    if (kind == "context_parallel") != (place.ranks > 1):
+        needs = "several ranks" if place.ranks == 1 else "one rank"
+        raise ValueError(f"{name} runs on {needs}; got {place.ranks}")
+    if place.device.type == "cpu" and (kernel or kind == "context_parallel"):
+        raise ValueError(f"{name} runs on GPUs; the device is cpu")
+    if kind in ("torchscale", "context_parallel") and workload.kv_heads != workload.num_heads:
+        raise ValueError(
+            f"{name} has no grouped queries; got {workload.num_heads} heads and "
+            f"{workload.kv_heads} KV heads"
+        )
+    if kind == "kernel":
+        return _kernel(workload, place, kernel == "cudnn")
+    if kind == "context_parallel":
+        return _context_parallel(workload, place)
+    shapes = (workload.shapes(workload.seq_len),)
+    if kind == "sdpa":
+        attend = partial(_dense, is_causal=workload.is_causal)
+        return Contender(attend, shapes, workload.flops(DilatedPattern.dense()))
+    if workload.pattern.head_branches != "all":
+        raise ValueError(f"torchscale runs every branch on every head; got {workload.pattern}")
+    blocked = replace(workload.pattern, head_offsets="blocked", zero_keys=False)
+    attend = partial(torchscale_attention, pattern=blocked, is_causal=workload.is_causal)
+    return Contender(attend, shapes, workload.flops(blocked))
 
 
-def _ours(workload: Workload, site: Site, layout: str, exchange: Schedule) -> Contender:
-    dealt = SequenceLayout.named(layout, workload.seq_len, site.size, is_causal=workload.is_causal)
-    several = site.size > 1
+def _ours(workload: Workload, place: Place) -> Contender:
+    layout = workload.layout(place.ranks)
+    several = place.ranks > 1
+    attend = partial(
+        dilated_attention,
+        pattern=workload.pattern,
+        is_causal=workload.is_causal,
+        group=dist.group.WORLD if several else None,
+        layout=layout if several else None,
+        backend=workload.backend,
+    )
+    shapes = (workload.shapes(layout.local_length(place.rank)),)
+    return Contender(attend, shapes, workload.flops())
 
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return dilated_attention(
-            query,
-            key,
-            value,
-            workload.pattern,
-            is_causal=workload.is_causal,
-            group=site.group,
-            layout=dealt if several else None,
-            exchange=exchange if several else "auto",
-            backend=workload.backend,
+
+def _kernel(workload: Workload, place: Place, by_cudnn: bool) -> Contender:
+    """One dense call per branch, on as many rows as its full segments have at offset 0."""
+    kernel = ""
+    if place.device.type == "cuda":
+        has_flash4 = find_spec("flash_attn") and find_spec("flash_attn.cute")
+        kernel = "flash4" if has_flash4 and not by_cudnn else "cudnn"
+    shapes, pairs = [], 0
+    for index, (segment_length, rate) in enumerate(workload.pattern.branches):
+        kv_heads = len(workload.pattern.heads(index, workload.kv_heads))
+        if not kv_heads:
+            continue
+        w = workload.seq_len if segment_length is None else min(segment_length, workload.seq_len)
+        segments, rows = workload.batch_size * (workload.seq_len // w), -(-w // rate)
+        heads = kv_heads * workload.num_heads // workload.kv_heads
+        pairs += segments * heads * (rows * (rows + 1) // 2 if workload.is_causal else rows * rows)
+        shapes.append(tuple((segments, rows, h, workload.head_dim) for h in (heads, kv_heads)))
+    attend = partial(_dense, kernel=kernel, is_causal=workload.is_causal)
+    return Contender(attend, tuple(shapes), 4 * workload.head_dim * pairs, kernel)
+
+
+def _dense(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool, kernel: str = ""
+) -> torch.Tensor:
+    """Dense attention of (batch, rows, heads, head_dim); kernel "": the one that torch chooses."""
+    if kernel == "flash4":
+        flash = importlib.import_module("flash_attn.cute.interface")
+        found = flash.flash_attn_func(q, k, v, causal=is_causal)
+        return found[0] if isinstance(found, tuple) else found
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    grouped = q.shape[1] != k.shape[1]
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if kernel == "cudnn" else nullcontext():
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=grouped)
+    return out.transpose(1, 2)
+
+
+def _context_parallel(workload: Workload, place: Place) -> Contender:
+    if workload.pattern != DilatedPattern.dense():
+        raise ValueError(f"context_parallel is dense; got the pattern {workload.pattern}")
+    chunks = place.ranks * (2 if workload.is_causal else 1)
+    if workload.seq_len % chunks:
+        raise ValueError(
+            f"context_parallel on {place.ranks} ranks needs a length that is a multiple of "
+            f"{chunks}; got {workload.seq_len}"
         )
 
-    return Contender(
-        attend=attend,
-        shapes=local_shapes(workload, dealt, site.rank),
-        flops=flops_on(workload, site, dealt),
-        layout=dealt,
-        expected=by_reference(workload, workload.pattern),
-        kernel=lambda *_: workload.backend,
-    )
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        # SDPA returns the lse, which merging needs, only where gradients are enabled.
+        with torch.enable_grad(), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=workload.is_causal)
+
+    (batch, length, heads, dim), _ = workload.shapes(workload.seq_len // place.ranks)
+    shape = (batch, heads, length, dim)
+    inside = partial(_in_context_parallel, workload, place.device)
+    return Contender(attend, ((shape, shape),), workload.flops(), inside=inside)
+
+
+@contextmanager
+def _in_context_parallel(workload: Workload, device: torch.device) -> Iterator[None]:
+    """Inside, torch's SDPA attends over all ranks, each of which has its shard already."""
+    module: Any = importlib.import_module("torch.distributed.tensor.experimental._attention")
+    mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)  # type: ignore[arg-type]
+    positions = torch.arange(workload.seq_len, device=device)[None]  # it wants something to shard
+    options = module._cp_options
+    balanced, options.enable_load_balance = options.enable_load_balance, workload.is_causal
+    try:
+        with module.context_parallel(
+            mesh, buffers=[positions], buffer_seq_dims=[1], no_restore_buffers={positions}
+        ):
+            yield
+    finally:
+        options.enable_load_balance = balanced
+
+
+def torchscale_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pattern: DilatedPattern,
+    *,
+    is_causal: bool,
+) -> torch.Tensor:
+    """Torchscale's definition of dilated attention: gather, attend, scatter and mix the branches.
+
+    Shapes: B batch, n positions, H heads, D head_dim, S segments, w positions of a segment, r
+    dilation rate, m = ceil(w / r) rows of a segment; query and the result are (B, n, H, D). Per
+    branch the sequence is padded with zeros to whole segments, and these to multiples of r; padded
+    keys are attended to. The weights of branches, a softmax of their lse, have no gradient.
+    """
+    aten = torch.ops.aten
+    attend = aten._scaled_dot_product_flash_attention
+    if query.device.type == "cpu":
+        attend = aten._scaled_dot_product_flash_attention_for_cpu
+    length, outs, lses = query.shape[1], [], []
+    for segment_length, rate in pattern.branches:
+        w = length if segment_length is None else min(segment_length, length)
+        q, k, v = (_gather(x, w, rate).transpose(1, 2) for x in (query, key, value))
+        out, lse, *_ = attend(q, k, v, 0.0, is_causal)
+        outs.append(_scatter(out.transpose(1, 2), length, w, rate))
+        with torch.no_grad():
+            rows = lse.transpose(1, 2).unsqueeze(-1)
+            lses.append(_scatter(rows, length, w, rate, fill=-1e8))  # no NaN from -inf
+    weights = torch.softmax(torch.stack(lses), 0).to(query.dtype)
+    mixed = outs[0] * weights[0]
+    for out, weight in zip(outs[1:], weights[1:], strict=True):
+        mixed = mixed + out * weight
+    return mixed
+
+
+def _gather(x: torch.Tensor, w: int, rate: int) -> torch.Tensor:
+    """The rows that each head attends with: (B, n, H, D) -> (B * S, m, H, D), contiguous."""
+    _, length, heads, dim = x.shape
+    x = _pad(x, 1, -length % w).reshape(-1, w, heads, dim)
+    if rate == 1:
+        return x
+    x = _pad(_pad(x, 1, -w % rate), 2, -heads % rate)
+    x = x.view(x.shape[0], -1, rate, rate, x.shape[2] // rate, dim)  # position, group of heads
+    x = x.diagonal(dim1=2, dim2=3).movedim(-1, 2)  # group g attends with positions g (mod r)
+    return x.reshape(*x.shape[:2], -1, dim)[:, :, :heads].contiguous()
+
+
+def _scatter(rows: torch.Tensor, length: int, w: int, rate: int, fill: float = 0.0) -> torch.Tensor:
+    """The way back, with `fill` where there is no row: (B * S, m, H, D) -> (B, n, H, D)."""
+    segments, count, heads, dim = rows.shape
+    if rate > 1:
+        rows = _pad(rows, 2, -heads % rate).view(segments, count, rate, -1, dim).movedim(2, -1)
+        dense = torch.diag_embed(rows, dim1=2, dim2=3)
+        if fill:  # of lse, which has no gradient
+            dense.fill_(fill).diagonal(dim1=2, dim2=3).copy_(rows)
+        rows = dense.view(segments, count * rate, -1, dim)[:, :w, :heads]
+    return rows.reshape(segments // -(-length // w), -1, heads, dim)[:, :length]
+
+
+def _pad(x: torch.Tensor, dim: int, count: int) -> torch.Tensor:
+    """`x` with `count` zeros appended along `dim`."""
+    return F.pad(x, (*(0, 0) * (x.ndim - 1 - dim), 0, count)) if count else x

@@ -1,315 +1,221 @@
-"""What a benchmark found: plain numbers that JSON can hold, and what follows from them."""
+"""What a benchmark measures, what it found, and both as JSON."""
 
 from __future__ import annotations
 
+import platform
 import statistics
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
 from typing import Any
 
-from .contenders import MESSAGES, OURS
-from .workload import Workload
+import torch
 
-BACKWARD = 2.5
-"""Useful operations of a backward call over those of a forward call."""
+from ..checks import check_pattern, check_size
+from ..layout import SequenceLayout
+from ..pattern import DilatedPattern, check_choice
+from ..plan import AttentionPlan, costs, plan_attention
+from ..tiles import Backend
 
-OK, REFUSED, OUT_OF_MEMORY, FAILED = "ok", "refused", "out of memory", "failed"
-"""Values of `Result.status`."""
+OURS = "ours"
+"""The name of this library among the contenders."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class Ceilings:
-    """What the device reached in the same run on plain work in one dtype, in short bursts.
-
-    Attributes:
-        matmul_tflops: rate of a large square matrix product.
-        matmul_size: its side.
-        copy_gb_s: rate of a large copy, bytes read plus bytes written, in GB/s.
-    """
-
-    matmul_tflops: float
-    matmul_size: int
-    copy_gb_s: float
+DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Communication:
-    """What a rank's call sends, and how long its compute waits: of one call.
+class Workload:
+    """One call of `dilated_attention`.
 
     Attributes:
-        exposed_ms: time that compute waits for rows of other ranks, by rank. Among ranks with equal
-            work the one that waits least is the slowest: what others wait more, they wait for it.
-        shares: these over the time of the call.
-        agreement_ms: time in which ranks compare their arguments while the device has nothing to
-            do; of the rank that takes longest.
-        sent_bytes: bytes sent, by rank.
-        planned_bytes: bytes that the plan says are sent, by rank.
-        bytes_match: whether these are equal.
+        pattern: the branches.
+        seq_len: positions of the whole sequence.
+        num_heads: query heads.
+        num_kv_heads: KV heads; None: as many as query heads.
+        head_dim: elements of a head.
+        batch_size: sequences in the batch.
+        dtype: of query, key and value, one of `DTYPES`.
+        is_causal: whether a query sees no later keys.
+        backend: of `dilated_attention`; baselines ignore it.
+        name: what reports call the pattern; empty: its branches.
+
+    Raises:
+        TypeError, ValueError: a value is not allowed.
     """
 
-    exposed_ms: tuple[float, ...]
-    shares: tuple[float, ...]
-    agreement_ms: float
-    sent_bytes: tuple[int, ...]
-    planned_bytes: tuple[int, ...]
-    bytes_match: bool
+    pattern: DilatedPattern
+    seq_len: int
+    num_heads: int = 12
+    num_kv_heads: int | None = None
+    head_dim: int = 64
+    batch_size: int = 1
+    dtype: str = "bfloat16"
+    is_causal: bool = False
+    backend: Backend = "auto"
+    name: str = ""
 
-
-@dataclass(frozen=True, kw_only=True)
-class RankMemory:
-    """Bytes that one rank holds during a call: the rank that holds most.
-
-    Attributes:
-        rank: which one.
-        query: bytes of its shard of query.
-        key: bytes of its shard of key.
-        value: bytes of its shard of value.
-        dout: the gradient of out, with backward; else 0.
-        out: the result.
-        lse: of ours, as planned; None: not known.
-        buffers: rows received in forward, of ours, as planned; None: not known.
-        gradients: of query, key and value, with backward; else 0.
-        peak: most bytes allocated above what was before the call; None: not known (CPU).
-        outbox: what copies between GPUs take all the time, of which torch's allocator knows
-            nothing: not in `peak`; of ours; None: not known.
-    """
-
-    rank: int
-    query: int
-    key: int
-    value: int
-    dout: int
-    out: int
-    lse: int | None
-    buffers: int | None
-    gradients: int
-    peak: int | None
-    outbox: int | None
+    def __post_init__(self) -> None:
+        for name in ("seq_len", "num_heads", "head_dim", "batch_size"):
+            check_size(name, getattr(self, name))
+        check_size("num_kv_heads", self.kv_heads)
+        check_choice("dtype", self.dtype, DTYPES)
+        check_pattern(self.pattern)
+        self.plan()  # refuses numbers that do not go together
 
     @property
-    def inputs(self) -> int:
-        """Bytes that are there before the call: query, key, value and dout."""
-        return self.query + self.key + self.value + self.dout
+    def kv_heads(self) -> int:
+        """Number of KV heads."""
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
     @property
-    def expected(self) -> int:
-        """Bytes that are known to be made by the call."""
-        return self.out + (self.lse or 0) + (self.buffers or 0) + self.gradients
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype of query, key and value."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
 
     @property
-    def temporaries(self) -> int | None:
-        """What is left of the peak; below 0 where not all that is expected is held at one time."""
-        return None if self.peak is None else self.peak - self.expected
+    def size(self) -> costs.TensorSize:
+        """The sizes that turn rows of a plan into bytes and FLOPs."""
+        itemsize = self.torch_dtype.itemsize
+        return costs.TensorSize(
+            batch=self.batch_size, head_dim=self.head_dim, element_size=itemsize
+        )
 
-    @property
-    def peak_in_queries(self) -> float | None:
-        """The peak over the rank's query."""
-        return None if self.peak is None else self.peak / self.query
+    def shapes(self, length: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(batch_size, length, heads, head_dim) of query, and of key and value."""
+        query, key = (
+            (self.batch_size, length, heads, self.head_dim)
+            for heads in (self.num_heads, self.kv_heads)
+        )
+        return query, key
 
-    @property
-    def total(self) -> int | None:
-        """Inputs and peak."""
-        return None if self.peak is None else self.inputs + self.peak
+    def layout(self, ranks: int) -> SequenceLayout:
+        """Shards of equal length: zigzag if causal and on several ranks, else contiguous."""
+        return SequenceLayout.named("auto", self.seq_len, ranks, is_causal=self.is_causal)
 
+    def plan(self, ranks: int = 1, pattern: DilatedPattern | None = None) -> AttentionPlan:
+        """The plan of the call on so many ranks; `pattern` None: the workload's own."""
+        return plan_attention(
+            self.pattern if pattern is None else pattern,
+            self.layout(ranks),
+            is_causal=self.is_causal,
+            num_heads=self.num_heads,
+            num_kv_heads=self.kv_heads,
+        )
 
-@dataclass(frozen=True, kw_only=True)
-class Timing:
-    """How long a call took, and what it held.
+    def flops(self, pattern: DilatedPattern | None = None) -> int:
+        """Useful FLOPs of forward: 4 * head_dim for each visible (query, key) pair."""
+        return sum(costs.flops_by_rank(self.plan(pattern=pattern), self.size))
 
-    Attributes:
-        flops_by_rank: useful operations of the call.
-        calls: back-to-back calls of a sample.
-        times_ms: time of one call in every sample, on the rank that took longest.
-        matmul_tflops: rate of the matrix product that took turns with the calls, by rank: how much
-            slower one GPU is than another. A GPU that has worked for some 50 ms lowers its clocks,
-            so `Ceilings` are no measure for longer work.
-        matmul_size: its side.
-        memory: of the rank that holds most.
-        communication: of ours on several ranks; None: not measured.
-        wall_ms: of one rank, by the clock from before a call until the device has finished it; of
-            several ranks empty.
-        graph_ms: of replays of the call captured in a CUDA graph; empty: not captured.
-        graph_reason: why it was not captured although that was asked for; otherwise empty.
-    """
-
-    flops_by_rank: tuple[int, ...]
-    calls: int
-    times_ms: tuple[float, ...]
-    matmul_tflops: tuple[float, ...]
-    matmul_size: int
-    memory: RankMemory
-    communication: Communication | None = None
-    wall_ms: tuple[float, ...] = ()
-    graph_ms: tuple[float, ...] = ()
-    graph_reason: str = ""
-
-    @property
-    def median_ms(self) -> float:
-        """Median of `times_ms`."""
-        return statistics.median(self.times_ms)
-
-    @property
-    def tflops(self) -> float:
-        """Useful TFLOP/s of all ranks at the median."""
-        return sum(self.flops_by_rank) / self.median_ms / 1e9
-
-    @property
-    def tflops_per_rank(self) -> float:
-        """Useful TFLOP/s of a rank, on average."""
-        return self.tflops / len(self.flops_by_rank)
-
-    @property
-    def fraction(self) -> float:
-        """Useful TFLOP/s of a rank over the matmul rate of the same turns, both on average."""
-        return self.tflops_per_rank / statistics.mean(self.matmul_tflops)
+    def __str__(self) -> str:
+        groups = "" if self.kv_heads == self.num_heads else f" ({self.kv_heads} KV)"
+        return (
+            f"{self.name or self.pattern}, {self.seq_len:,} tokens, {self.num_heads}{groups} heads "
+            f"of {self.head_dim}, {self.dtype}{', causal' if self.is_causal else ''}"
+            f"{f', batch {self.batch_size}' if self.batch_size > 1 else ''}"
+            f"{f', backend {self.backend}' if self.backend != 'auto' else ''}"
+        )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Errors:
-    """||got - expected|| / ||expected|| on a small twin, expected in float64.
-
-    Attributes:
-        twin: the workload that was compared.
-        out: error of out.
-        gradients: the largest of those of dquery, dkey and dvalue.
-    """
-
-    twin: Workload
-    out: float
-    gradients: float
+COMPONENTS = ("query", "key_value", "out", "gradients", "buffers", "temporaries")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What one contender did with one workload on the first `ranks` ranks.
+    """What one contender took for forward, or for forward+backward, of one workload.
 
     Attributes:
-        base: the workload as it was asked for: those of one scaling row share it.
-        workload: what was computed; with weak scaling `ranks` times as long.
+        workload: what all ranks computed together.
         ranks: number of ranks.
-        scaling: ``"strong"`` or ``"weak"``.
-        contender: ``"ours"``, or the name of a baseline.
-        layout: that was asked for.
-        exchange: the schedule of transfers that was asked for.
-        ceilings: of the device of rank 0 in the workload's dtype.
-        kernel: which kernel computed; for ours the requested back end; empty: not known.
-        status: `OK`, or why there are no timings, with the `reason` in words.
-        reason: empty, or what the error said.
-        forward: a call outside of autograd.
-        forward_backward: a call and the gradients of query, key and value.
-        errors: on a small twin on as many ranks; None: not compared, `errors_reason` says why.
-        errors_reason: empty, or why there are no errors.
+        contender: `OURS` or a baseline.
+        backward: whether the gradients of query, key and value were computed too.
+        kernel: the kernel that attended; empty: not known.
+        reason: why nothing was measured; empty: it was.
+        samples_ms: milliseconds of a call in every sample, on the slowest rank.
+        flops: useful FLOPs of a call of all ranks; backward counts 2.5 times forward.
+        sent: bytes that a rank sends in a call, as planned: the most of any rank; of ours, else 0.
+        memory: bytes on the rank that holds most, by component: query; key_value; out, of ours with
+            its lse; gradients of all of these; buffers, the rows received from other ranks as
+            planned; temporaries, the rest of the peak (below 0 where not all components exist at
+            once; None on a CPU, where nobody counts).
     """
 
-    base: Workload
     workload: Workload
     ranks: int
-    scaling: str
     contender: str
-    layout: str
-    exchange: str
-    ceilings: Ceilings
+    backward: bool
     kernel: str = ""
-    status: str = OK
     reason: str = ""
-    forward: Timing | None = None
-    forward_backward: Timing | None = None
-    errors: Errors | None = None
-    errors_reason: str = ""
-
-    def timing(self, backward: bool) -> Timing | None:
-        """Of forward, or of forward and backward."""
-        return self.forward_backward if backward else self.forward
+    samples_ms: tuple[float, ...] = ()
+    flops: int = 0
+    sent: int = 0
+    memory: dict[str, int | None] = field(default_factory=dict)
 
     @property
-    def backward_tflops(self) -> float | None:
-        """Useful TFLOP/s of backward alone: its operations over the difference of the medians."""
-        if self.forward is None or self.forward_backward is None:
-            return None
-        backward_ms = self.forward_backward.median_ms - self.forward.median_ms
-        flops = sum(self.forward_backward.flops_by_rank) - sum(self.forward.flops_by_rank)
-        return flops / backward_ms / 1e9 if backward_ms > 0 else None
+    def median_ms(self) -> float | None:
+        """The median of the samples; None: nothing was measured."""
+        return statistics.median(self.samples_ms) if self.samples_ms else None
 
+    @property
+    def tflops(self) -> float | None:
+        """Useful TFLOP/s of a rank, on average; None: nothing was measured."""
+        return self.median_ms and self.flops / self.median_ms / 1e9 / self.ranks
 
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """A timing beside others of the same run; None: there is no such other.
+    @property
+    def total_memory(self) -> int:
+        """Bytes of all components that are known."""
+        return sum(nbytes or 0 for nbytes in self.memory.values())
 
-    Attributes:
-        speed_up: time of the same contender on one rank (ours, for `MESSAGES`) over this time. With
-            strong scaling p is ideal; with weak scaling it is the efficiency, and 1 is ideal where
-            work is linear.
-        rate_to_one: useful TFLOP/s per rank over those of the same contender on one rank.
-        memory_to_one: `RankMemory.total` over that of the same contender on one rank.
-        ours_to_this: our useful TFLOP/s on as many ranks over these; None for ours.
-        time_to_ours: this time over ours on as many ranks; None for ours.
-    """
-
-    speed_up: float | None
-    rate_to_one: float | None
-    memory_to_one: float | None
-    ours_to_this: float | None
-    time_to_ours: float | None
-
-
-def compare(result: Result, results: Sequence[Result], backward: bool) -> Comparison:
-    """A result beside the others of its run.
-
-    Args:
-        result: one of `results`, with such a timing.
-        results: all of them.
-        backward: which timing.
-    """
-    timing = result.timing(backward)
-    assert timing is not None
-
-    def other(ranks: int, contender: str) -> Timing | None:
-        for found in results:
-            if (found.base, found.ranks, found.contender) == (result.base, ranks, contender):
-                return found.timing(backward)
+    def time_over(self, contender: str, ranks: int, results: Iterable[Result]) -> float | None:
+        """This time over that of a contender on so many ranks, in `results`; None: not measured."""
+        sought = (self.workload, self.backward, contender, ranks)
+        for other in results:
+            if (other.workload, other.backward, other.contender, other.ranks) == sought:
+                return self.median_ms and other.median_ms and self.median_ms / other.median_ms
         return None
 
-    alone = OURS if result.contender == MESSAGES else result.contender
-    one, ours = other(1, alone), other(result.ranks, OURS)
-    total, total_of_one = timing.memory.total, None if one is None else one.memory.total
-    beside = None if result.contender == OURS else ours
-    return Comparison(
-        speed_up=None if one is None else one.median_ms / timing.median_ms,
-        rate_to_one=None if one is None else timing.tflops_per_rank / one.tflops_per_rank,
-        memory_to_one=None if total is None or total_of_one is None else total / total_of_one,
-        ours_to_this=None if beside is None else beside.tflops / timing.tflops,
-        time_to_ours=None if beside is None else timing.median_ms / beside.median_ms,
-    )
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """The device, and the versions of the software that computes on it."""
+    about: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__}
+    if device.type == "cpu":
+        about |= {"cpu": platform.machine(), "threads": torch.get_num_threads()}
+        return about | {"cpu_capability": torch.backends.cpu.get_cpu_capability()}
+    about |= {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
+    found = {x.name: x.version for x in metadata.distributions()}
+    return about | {name: found.get(name) for name in ("triton", "flash-attn-4")}
 
 
-def to_dict(result: Result, results: Sequence[Result]) -> dict[str, Any]:
-    """All fields, and what follows from them under ``"derived"``, for JSON."""
-    derived: dict[str, Any] = {
-        "useful_flops_forward": result.workload.flops(),
-        "backward_tflops": result.backward_tflops,
-        "query_bytes": result.workload.query_bytes,
-    }
-    for backward, name in enumerate(("forward", "forward_backward")):
-        timing = result.timing(bool(backward))
-        if timing is not None:
-            memory = timing.memory
-            derived[name] = {
-                "median_ms": timing.median_ms,
-                "min_ms": min(timing.times_ms),
-                "max_ms": max(timing.times_ms),
-                "tflops": timing.tflops,
-                "tflops_per_rank": timing.tflops_per_rank,
-                "fraction_of_matmul": timing.fraction,
-                "memory_inputs": memory.inputs,
-                "memory_temporaries": memory.temporaries,
-                "memory_total": memory.total,
-                "peak_in_queries": memory.peak_in_queries,
-                "wall_median_ms": _median(timing.wall_ms),
-                "graph_median_ms": _median(timing.graph_ms),
-                **asdict(compare(result, results, bool(backward))),
-            }
-    return {**asdict(result), "derived": derived}
+def document(
+    results: Sequence[Result], about: dict[str, Any], command: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Results as JSON can hold them, with their medians, rates and ratios of times.
+
+    Args:
+        results: of one run.
+        about: of `environment`.
+        command: the command line.
+    """
+    rows = []
+    for result in results:
+        derived = {
+            "median_ms": result.median_ms,
+            "tflops_per_rank": result.tflops,
+            "total_memory": result.total_memory,
+            "time_over_ours": result.time_over(OURS, result.ranks, results),
+            "time_over_one_rank": result.time_over(result.contender, 1, results),
+        }
+        rows.append({**asdict(result), "derived": derived})
+    return {"command": list(command), "environment": about, "results": rows}
 
 
-def _median(values: Sequence[float]) -> float | None:
-    return statistics.median(values) if values else None
+def from_document(document: dict[str, Any]) -> list[Result]:
+    """The results of a document, as it was or as JSON gives it back."""
+    results = []
+    for row in document["results"]:
+        fields = {name: value for name, value in row.items() if name != "derived"}
+        pattern = DilatedPattern(**row["workload"]["pattern"])
+        fields["workload"] = Workload(**{**row["workload"], "pattern": pattern})
+        fields["samples_ms"] = tuple(row["samples_ms"])
+        results.append(Result(**fields))
+    return results

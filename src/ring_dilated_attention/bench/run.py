@@ -1,304 +1,237 @@
-"""`bench`: time workloads on one rank and on several, this library and baselines in turn."""
+"""`bench`: measure workloads on one rank and on several, this library and baselines in turns."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
+from itertools import cycle
 
 import torch
 import torch.distributed as dist
 
-from ..exchange import Group, resolve_exchange
-from ..plan import sent_bytes
-from ..terminal import count_of
-from . import measure
-from .contender import Contender, Shapes, Site
-from .contenders import OURS, contender
-from .entry import Entry, Inputs, draw_sets
-from .errors import twin_errors, twin_of
-from .memory import heaviest, measure_memory
-from .options import Options
-from .result import BACKWARD, OK, Ceilings, Communication, Errors, Result, Timing
-from .team import PATIENCE, Failure, Team, form_teams, status_of
-from .turns import Samples, Turn, take_turns
-from .waits import TimedExchange, combined, measure_communication
-from .workload import Workload
+from ..checks import MOST_PROCESSES, check_seconds, check_size, launched, local_rank, run_ranks
+from ..pattern import check_choice
+from ..plan import costs
+from .contenders import BASELINES, Contender, Place, make_contender
+from .result import OURS, Result, Workload
+from .timing import INPUT_BYTES, peak_bytes, resolve_device, share, take_turns
 
-MOST_WALL_SAMPLES = 10
-_MATMUL = "matmul"
-_PREPARED, _FORWARD, _BOTH = 0.02, 0.3, 0.85
-"""Roughly which fraction of a workload's time has passed once inputs are drawn, once forward is
-measured, and once forward + backward is; the errors take the rest."""
+MOST_INPUT_SETS = 64
+RANK_TIMEOUT = timedelta(minutes=10)
 
-Progress = Callable[[float, str], None]
-"""(workloads done, fractions of one included; what is being measured) -> None."""
+Inputs = list[tuple[torch.Tensor, ...]]
+"""query, key, value (leaves of autograd) and the gradient of out, for each shape of a call."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How to measure.
+
+    Attributes:
+        ranks: numbers of ranks, each measured by itself; under torchrun its number alone.
+        baselines: what takes turns with this library, of `BASELINES`.
+        device: ``"cpu"``, ``"cuda"`` with a GPU for each rank, or ``"auto"``: CUDA if there is one.
+        repeats: samples of forward, and of forward+backward, of each contender.
+        seconds: time for the samples of one contender; at least 3 are taken.
+        seed: of the random inputs.
+
+    Raises:
+        TypeError, ValueError: a value is not allowed.
+    """
+
+    ranks: tuple[int, ...] = (1,)
+    baselines: tuple[str, ...] = ()
+    device: str = "auto"
+    repeats: int = 20
+    seconds: float = 10.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for ranks in self.ranks or (0,):
+            check_size("ranks", ranks, MOST_PROCESSES)
+        for name in self.baselines:
+            check_choice("baseline", name, tuple(BASELINES))
+        check_size("repeats", self.repeats)
+        check_seconds("seconds", self.seconds)
 
 
 def bench(
     workloads: Sequence[Workload],
-    options: Options,
+    settings: Settings | None = None,
     *,
-    progress: Progress | None = None,
-    finished: Callable[[list[Result]], None] | None = None,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> list[Result]:
-    """Time workloads on the first p ranks, for every p of the options: forward, forward+backward.
-
-    Inputs are random and fresh. Every contender warms up; then they take turns, a matrix product
-    among them, so that a device whose speed drifts slows all alike. A contender that refuses a
-    workload, or runs out of memory, is reported and the others go on.
-
-    One rank needs no process group. For several, every rank of the default process group makes this
-    call; those that are not among the first p wait.
+    """Time forward and forward+backward, and measure the memory of both.
 
     Args:
         workloads: what to compute.
-        options: how to measure.
-        progress: called on rank 0 with how many workloads are done, of their number times that of
-            `options.ranks`, the part of the present one included, and what is being measured.
-        finished: given on rank 0, after each workload and size, all results so far.
+        settings: how to measure; None: the defaults of `Settings`.
+        progress: called with what is measured next.
 
     Returns:
-        A result per workload, number of ranks and contender, in order, `OURS` before the baselines;
-        on every rank.
+        Two results per number of ranks, workload and contender, `OURS` before the baselines; under
+        torchrun the same on all ranks.
 
     Raises:
-        TypeError, ValueError: an argument is not allowed.
-        RankError: a rank failed where others went on.
+        ValueError: there are too few GPUs, or torchrun started another number of ranks.
+        RankError: a rank failed.
     """
-    if not workloads:
-        raise ValueError("workloads must not be empty")
-    distributed = dist.is_initialized()
-    world_size, rank = (dist.get_world_size(), dist.get_rank()) if distributed else (1, 0)
-    sizes = sorted(set(options.ranks))
-    if sizes[-1] > world_size:
-        raise ValueError(f"need ranks of 1 to {world_size}, the ranks that there are; got {sizes}")
-    everyone = dist.new_group(backend="gloo", timeout=PATIENCE) if distributed else None
-
-    def from_first(value: list[Result] | Options) -> list[Result] | Options:
-        shared = [value]
-        if distributed:
-            dist.broadcast_object_list(shared, 0, group=everyone)
-        return shared[0]
-
-    options = from_first(options)  # type: ignore[assignment]  # one seed for all
-    device = measure.resolve_device(options.device)
-    teams = form_teams(sizes, list(dict.fromkeys((OURS, *options.baselines))), device)
-    ceilings: dict[str, Ceilings] = {}
-    results: list[Result] = []
-    done = 0
-    for base in workloads:
-        if base.dtype not in ceilings:
-            ceilings[base.dtype] = measure.measure_ceilings(device, base.torch_dtype)
-        for size in sizes:
-            length = base.seq_len * (size if options.scaling == "weak" else 1)
-            workload = replace(base, seq_len=length)
-            what = f"{workload} on {count_of(size, 'rank')}"
-            told = _Told(progress if rank == 0 else None, done, what)
-            told(0.0)
-            done += 1
-            team = teams[size]
-            if team is not None:
-                measured = _Run(base, workload, team, options, ceilings[base.dtype])
-                results += measured.results(told)
-                if finished is not None and rank == 0:
-                    finished(results)
-            if distributed:
-                dist.barrier(group=everyone)
-    results = from_first(results)  # type: ignore[assignment]
-    if distributed:
-        dist.destroy_process_group(everyone)
+    settings = Settings() if settings is None else settings
+    on_cuda = resolve_device(settings.device).type == "cuda"
+    backend = "cpu:gloo,cuda:nccl" if on_cuda else "gloo"
+    place = launched()
+    if place is not None and place.size > 1:
+        if settings.ranks not in ((1,), (place.size,)):
+            raise ValueError(f"leave out the number of ranks: torchrun started {place.size}")
+        if on_cuda:
+            torch.cuda.set_device(local_rank(place.rank))
+        dist.init_process_group(backend, timeout=RANK_TIMEOUT)
+        results = _on_rank(place.rank, place.size, workloads, settings, progress)
+        dist.destroy_process_group()
+        return results
+    if on_cuda and max(settings.ranks) > torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        raise ValueError(f"{max(settings.ranks)} ranks need a GPU each; there are {count}")
+    results = []
+    for ranks in settings.ranks:
+        if ranks == 1:
+            results += _on_rank(0, 1, workloads, settings, progress)
+            continue
+        progress(f"{ranks} ranks")
+        patience = RANK_TIMEOUT.total_seconds()
+        options = {"timeout": None, "wait_timeout": patience, "fill_with_nan": False}
+        results += run_ranks(_on_rank, ranks, workloads, settings, backend=backend, **options)[0]
     return results
 
 
-class _Told:
-    """Reports the fraction of a workload that is done, added to the workloads before it."""
+def _on_rank(
+    rank: int,
+    ranks: int,
+    workloads: Sequence[Workload],
+    settings: Settings,
+    progress: Callable[[str], None] = lambda _: None,
+) -> list[Result]:
+    place = Place(device=resolve_device(settings.device), ranks=ranks, rank=rank)
+    group = dist.new_group(backend="gloo", timeout=RANK_TIMEOUT) if ranks > 1 else None
+    results = []
+    for workload in workloads:
+        progress(str(workload))
+        results += _measure(workload, settings, place, group)
+    return results
 
-    def __init__(self, progress: Progress | None, before: int, what: str) -> None:
-        self._progress, self._before, self._what = progress, before, what
 
-    def __call__(self, part: float) -> None:
-        if self._progress is not None:
-            self._progress(self._before + part, self._what)
-
-    def between(self, start: float, stop: float) -> Callable[[float], None]:
-        """Reports a part of the workload: its own 0 to 1 become `start` to `stop`."""
-        return lambda part: self(start + part * (stop - start))
-
-
-class _Run:
-    """One workload on one team."""
-
-    def __init__(
-        self,
-        base: Workload,
-        workload: Workload,
-        team: Team,
-        options: Options,
-        ceilings: Ceilings,
-    ) -> None:
-        self.base, self.workload, self.team = base, workload, team
-        self.options, self.ceilings = options, ceilings
-        self.entries = [Entry(name) for name in dict.fromkeys((OURS, *options.baselines))]
-
-    def results(self, told: _Told) -> list[Result]:
-        """Measure, and say what was found; the same on all ranks."""
-        generator = torch.Generator(self.team.device)
-        generator.manual_seed(self.options.seed + self.team.rank)
-        drawn: dict[tuple[Shapes, ...], list[list[Inputs]]] = {}
-        for entry in self.entries:
-            entry.attempt(self.team, partial(self._prepare, entry, drawn, generator))
-        self._time(False, told.between(_PREPARED, _FORWARD))
-        self._time(True, told.between(_FORWARD, _BOTH))
-        drawn.clear()
-        for entry in self.entries:
-            entry.sets.clear()
-        found, left = [], told.between(_BOTH, 1.0)
-        for number, entry in enumerate(self.entries):
-            left(number / len(self.entries))
-            found.append(self._result(entry))
-        return found
-
-    def _result(self, entry: Entry) -> Result:
-        errors, why = self._errors(entry) if self.options.errors else (None, "")
-        return Result(
-            base=self.base,
-            workload=self.workload,
-            ranks=self.team.size,
-            scaling=self.options.scaling,
-            contender=entry.name,
-            layout=self.options.layout,
-            exchange=self.options.exchange,
-            ceilings=self.ceilings,
-            kernel=entry.kernel,
-            status=entry.status,
-            reason=entry.reason,
-            forward=entry.timings.get(False),
-            forward_backward=entry.timings.get(True),
-            errors=errors,
-            errors_reason=why,
-        )
-
-    def _build(self, name: str, workload: Workload, group: Group = None) -> Contender:
-        team, options = self.team, self.options
-        found = team.groups.get(name) if group is None else group
-        site = Site(group=found, size=team.size, rank=team.rank, device=team.device)
-        return contender(name, workload, site, layout=options.layout, exchange=options.exchange)
-
-    def _prepare(
-        self,
-        entry: Entry,
-        drawn: dict[tuple[Shapes, ...], list[list[Inputs]]],
-        generator: torch.Generator,
-    ) -> None:
-        """Build the contender and draw its inputs; contenders with the same shapes share them."""
-        entry.contender = self._build(entry.name, self.workload)
-        shapes = entry.contender.shapes
-        if shapes not in drawn:
-            drawn[shapes] = draw_sets(shapes, self.workload.torch_dtype, generator)
-        entry.sets = list(drawn[shapes])
-        query, key, value, _ = entry.sets[0][0]
-        entry.kernel = entry.contender.kernel(query, key, value)
-
-    def _time(self, backward: bool, told: Callable[[float], None]) -> None:
-        """Time one kind of call of all entries still in, and a matrix product, taking turns."""
-        multiply, side = measure.matmul(self.team.device, self.workload.torch_dtype)
-        entries = {entry.name: entry for entry in self.entries if entry.status == OK}
-        if not entries:
-            return
-        turns = [entry.turn(backward) for entry in entries.values()]
-        turns.append(Turn(name=_MATMUL, call=lambda _: (multiply(),), is_reference=True))
-
-        def failed(name: str, failure: Failure) -> None:
-            if name == _MATMUL:
-                raise failure
-            entries[name].fail(failure)
-
-        samples = take_turns(turns, self.team, self.options, failed, told)
-        products = samples.pop(_MATMUL)
-        if not samples:
-            return
-        rates = tuple(2 * side**3 / statistics.median(ms) / 1e9 for ms in products.by_rank)
-        for name, found in samples.items():
-            timing = self._timing(entries[name], backward, found)
-            if timing is not None:
-                entries[name].timings[backward] = replace(
-                    timing, matmul_tflops=rates, matmul_size=side
-                )
-
-    def _timing(self, entry: Entry, backward: bool, samples: Samples) -> Timing | None:
-        """What is reported of the samples of an entry, its memory and communication."""
-        team, exchange = self.team, self.options.exchange
-        measured = partial(
-            measure_memory, entry, self.workload, team, backward=backward, exchange=exchange
-        )
-        held = entry.attempt(team, measured)
-        if held is None:
-            return None
-        assert entry.contender is not None
-        by_rank = team.share(int(entry.contender.flops * (1 + BACKWARD * backward)))
-        timing = Timing(
-            flops_by_rank=tuple(by_rank),
-            calls=samples.calls,
-            times_ms=samples.slowest,
-            matmul_tflops=(),
-            matmul_size=0,
-            memory=heaviest(team.share(held)),
-        )
-        if team.size == 1:
-            return entry.attempt(team, partial(self._alone, entry, backward, timing))
-        if entry.name == OURS:
-            measured_waits = partial(self._communication, entry, backward, samples.calls)
-            communication = entry.attempt(team, measured_waits)
-            if communication is None:
-                return None
-            timing = replace(timing, communication=combined(team.share(communication)))
-        return timing
-
-    def _alone(self, entry: Entry, backward: bool, timing: Timing) -> Timing:
-        """What is measured of one rank only: the clock's time of calls, and CUDA graphs."""
-        device, turn, times = self.team.device, entry.turn(backward), timing.times_ms
-        with turn.inside():
-            wall = times
-            if device.type == "cuda":
-                wall = tuple(
-                    measure.wall_ms(device, partial(turn.call, number))
-                    for number in range(min(len(times), MOST_WALL_SAMPLES))
-                )
-            timing = replace(timing, wall_ms=wall)
-            if not self.options.cuda_graph:
-                return timing
-            replays: list[float] = []
-
-            def replay() -> None:
-                replays.extend(measure.graph_ms(device, lambda: turn.call(0), len(times)))
-
-            _, reason = status_of(replay)
-        return replace(timing, graph_ms=tuple(replays), graph_reason=reason)
-
-    def _communication(self, entry: Entry, backward: bool, calls: int) -> Communication:
-        """What this rank waits and sends in a call of ours."""
-        team = self.team
-        timed = TimedExchange(resolve_exchange(team.groups[OURS]), team.device)
-        waiting = Entry(OURS, self._build(OURS, self.workload, timed), entry.sets)
-        assert waiting.contender is not None
-        plan = self.workload.plan(waiting.contender.layout).rank(team.rank)
-        how = self.options.exchange
-        expected = sent_bytes(
-            plan,
-            self.workload.size,
-            gathers=plan.plan.gathers if how == "auto" else how == "gather",
-            backward=backward,
-            hosts=getattr(timed, "hosts", ()),
-        )
-        return measure_communication(waiting.turn(backward), timed, team, calls, expected)
-
-    def _errors(self, entry: Entry) -> tuple[Errors | None, str]:
-        """Errors of an entry on the workload's twin; or None, and why."""
-        twin = twin_of(entry.name, self.workload, self.team)
+def _measure(
+    workload: Workload, settings: Settings, place: Place, group: dist.ProcessGroup | None
+) -> list[Result]:
+    """The results of one workload on the ranks of `group`."""
+    generator = torch.Generator(place.device).manual_seed(settings.seed + place.rank)
+    names = list(dict.fromkeys((OURS, *settings.baselines)))
+    contenders: dict[str, Contender] = {}
+    reasons: dict[str, str] = {}
+    for name in names:
         try:
-            build = partial(self._build, entry.name)
-            return twin_errors(twin, self.team, self.options.seed, build), ""
-        except Failure as failure:
-            return None, failure.reason
+            contenders[name] = make_contender(name, workload, place)
+        except ValueError as error:  # the same on every rank
+            reasons[name] = str(error)
+    drawn = {  # contenders of the same shapes share their inputs
+        shapes: _draw(shapes, workload.torch_dtype, generator)
+        for shapes in dict.fromkeys(contender.shapes for contender in contenders.values())
+    }
+
+    def failed(name: str, error: Exception) -> None:
+        reasons[name] = f"{type(error).__name__}: {error}".partition("\n")[0]
+        if place.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    found = {
+        (name, backward): Result(
+            workload=workload, ranks=place.ranks, contender=name, backward=backward
+        )
+        for name in names
+        for backward in (False, True)
+    }
+    for backward in (False, True):
+        running = {name: each for name, each in contenders.items() if name not in reasons}
+        calls = {
+            name: partial(_call, contender, cycle(drawn[contender.shapes]), backward)
+            for name, contender in running.items()
+        }
+        times = take_turns(
+            calls,
+            place.device,
+            repeats=settings.repeats,
+            seconds=settings.seconds,
+            group=group,
+            inside={name: contender.inside for name, contender in running.items()},
+            failed=failed,
+        )
+        for name, samples_ms in times.items():
+            contender = running[name]
+            with contender.inside():
+                peak = peak_bytes(place.device, calls[name])
+            memory = _memory(name, workload, place, drawn[contender.shapes][0], peak, backward)
+            by_rank = share(memory, group)
+            found[name, backward] = replace(
+                found[name, backward],
+                kernel=contender.kernel,
+                samples_ms=samples_ms,
+                flops=int(contender.flops * (3.5 if backward else 1)),
+                sent=_sent(workload, place.ranks, backward) if name == OURS else 0,
+                memory=max(by_rank, key=lambda each: sum(x or 0 for x in each.values())),
+            )
+    return [replace(each, reason=reasons.get(each.contender, "")) for each in found.values()]
+
+
+def _memory(
+    name: str, workload: Workload, place: Place, inputs: Inputs, peak: int | None, backward: bool
+) -> dict[str, int | None]:
+    """`Result.memory` of this rank, given the peak above the inputs."""
+    query, key = (sum(each[index].nbytes for each in inputs) for index in (0, 1))
+    out, buffers, made = query, 0, (query + 2 * key) * backward
+    if name == OURS:
+        planned = costs.memory(workload.plan(place.ranks).rank(place.rank), workload.size)
+        out, buffers = planned.out + planned.lse, planned.buffers
+    return {
+        "query": query,
+        "key_value": 2 * key,
+        "out": out,
+        "gradients": made + query * backward,
+        "buffers": buffers,
+        "temporaries": None if peak is None else peak - out - made - buffers,
+    }
+
+
+def _sent(workload: Workload, ranks: int, backward: bool) -> int:
+    plan = workload.plan(ranks)
+    traffic = [costs.traffic(plan.rank(rank), workload.size) for rank in range(ranks)]
+    return max(each.forward_sent + each.backward_sent * backward for each in traffic)
+
+
+def _draw(
+    shapes: tuple[tuple[tuple[int, ...], ...], ...], dtype: torch.dtype, generator: torch.Generator
+) -> list[Inputs]:
+    """Random inputs for a call; on a GPU for so many calls that its cache holds none of them."""
+
+    def draw(shape: tuple[int, ...], leaf: bool = True) -> torch.Tensor:
+        drawn = torch.randn(shape, generator=generator, device=generator.device, dtype=dtype)
+        return drawn.requires_grad_(leaf)
+
+    def draw_set() -> Inputs:
+        return [(draw(q), draw(kv), draw(kv), draw(q, leaf=False)) for q, kv in shapes]
+
+    sets = [draw_set()]
+    if generator.device.type == "cuda":
+        nbytes = sum(tensor.nbytes for tensors in sets[0] for tensor in tensors)
+        sets += [draw_set() for _ in range(min(INPUT_BYTES // nbytes, MOST_INPUT_SETS))]
+    return sets
+
+
+def _call(contender: Contender, sets: Iterator[Inputs], backward: bool) -> None:
+    """One call on the next inputs."""
+    for query, key, value, dout in next(sets):
+        with torch.set_grad_enabled(backward):
+            out = contender.attend(query, key, value)
+        if backward:
+            torch.autograd.grad(out, (query, key, value), dout)

@@ -1,0 +1,97 @@
+"""What the programs of this folder share: ranks, times of kernels, and JSON.
+
+Times in turns, and peak memory, are `ring_dilated_attention.bench.take_turns` and `peak_bytes`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ring_dilated_attention.bench import environment
+
+
+class Ranks(NamedTuple):
+    """The ranks of torchrun, as one of them sees them; one rank without torchrun.
+
+    Attributes:
+        rank: this one.
+        size: how many.
+        world: all of them, with NCCL on GPUs; None: one rank.
+        host: all of them, with gloo, to meet without taking the device; None: one rank.
+        device: this rank's.
+    """
+
+    rank: int
+    size: int
+    world: dist.ProcessGroup | None
+    host: dist.ProcessGroup | None
+    device: torch.device
+
+
+def join(kind: str = "auto") -> Ranks:
+    """Meet the other ranks.
+
+    Args:
+        kind: ``"cuda"``, a GPU for each rank; ``"cpu"``; ``"auto"``: CUDA where there is a GPU.
+    """
+    on_cuda = kind == "cuda" or (kind == "auto" and torch.cuda.is_available())
+    device = torch.device("cpu")
+    if on_cuda:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return Ranks(0, 1, None, None, device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_cuda else "gloo")
+    host = dist.new_group(backend="gloo")
+    return Ranks(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, host, device)
+
+
+def leave() -> None:
+    """End the process groups of `join`."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def write(out: Path | None, device: torch.device, found: Any) -> None:
+    """Write results to a JSON file, with the device and the versions; None: do not."""
+    if out is not None:
+        about = {"platform": platform.platform(), **environment(device)}
+        out.write_text(json.dumps({**about, "found": found}, indent=1) + "\n")
+
+
+def spread(samples_ms: Sequence[float]) -> dict[str, float]:
+    """The median, the lowest and the highest of times."""
+    middle, low, high = statistics.median(samples_ms), min(samples_ms), max(samples_ms)
+    return {"median_ms": round(middle, 4), "min_ms": round(low, 4), "max_ms": round(high, 4)}
+
+
+def kernels_of(call: Callable[[], Any], trace: Path | None = None) -> dict[str, tuple[int, float]]:
+    """How many kernels of each name a call launches on the GPU, and their milliseconds together.
+
+    Args:
+        call: what to look at, once.
+        trace: a file to write for Perfetto or chrome://tracing; None: none.
+    """
+    # The host's activities are left out: with them a step takes half as long again.
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        call()
+        torch.cuda.synchronize()
+    if trace is not None:
+        trace.parent.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(trace))
+    found: dict[str, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
+    for event in profiler.key_averages():
+        if event.device_time_total > 0:
+            count, ms = found[event.key]
+            found[event.key] = count + event.count, ms + event.device_time_total / 1e3
+    return dict(sorted(found.items(), key=lambda item: -item[1][1]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_BYTES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
+_BYTES: dict[str, float] = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
 _FLOP = {"FLOP": 1, **{f"{p}FLOP": 10.0 ** (3 * i) for i, p in enumerate("kMGTPE", 1)}}
 _SECONDS = {"µs": 1e-6, "ms": 1e-3, "s": 1.0}
 _COUNTS = {"K": 2**10, "M": 2**20, "G": 2**30}

@@ -397,7 +397,8 @@ def plot(out: Path, last: int) -> None:
     axes = figure.subplots()
     for key, style in (("training", "-"), ("heldout", "o-")):
         points = [(entry["step"], entry[key]) for entry in read_log(out, last) if key in entry]
-        axes.plot(*zip(*points, strict=True), style, label=key, linewidth=1)
+        steps, bits = [step for step, _ in points], [bits for _, bits in points]
+        axes.plot(steps, bits, style, label=key, linewidth=1)
     axes.set(xlabel="step", ylabel="bits per byte")
     axes.grid(alpha=0.3)
     axes.legend()

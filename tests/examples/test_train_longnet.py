@@ -201,11 +201,11 @@ def test_train_longnet_follows_no_links_in_its_folder(run, tmp_path):
 )
 def test_train_longnet_saves_when_it_is_told_to_end(tmp_path, number, launcher):
     out = tmp_path / "run"
-    options = [str(word) for pair in (SMALL | {"--steps": 10_000}).items() for word in pair]
+    rare = dict.fromkeys(("--steps", "--save-every", "--eval-every"), 10_000)
+    options = [str(word) for pair in (SMALL | rare).items() for word in pair]
     command = [
         *(sys.executable, *launcher, str(PROGRAM)),
         *(*options, "--out", str(out), "--data", str(PROGRAM)),
-        *("--save-every", "10000"),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as process:
@@ -218,6 +218,7 @@ def test_train_longnet_saves_when_it_is_told_to_end(tmp_path, number, launcher):
         said = process.communicate(timeout=100)[0].decode()
     assert launcher or process.returncode == 0
     assert f"the same command with --resume --out {out} goes on" in said
+    assert (out / "loss.png").exists()
     (path,) = out.glob("step_*")
     assert int(path.name.removeprefix("step_")) == len(log_of(out))
     done = train(0, out, "--resume", steps=len(log_of(out)) + 1, save_every=10_000)

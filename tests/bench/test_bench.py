@@ -2,6 +2,7 @@
 
 import json
 import statistics
+import time
 from dataclasses import replace
 from itertools import count
 
@@ -25,7 +26,6 @@ from ring_dilated_attention.bench import (
     report,
     resolve_device,
     take_turns,
-    timing,
 )
 from ring_dilated_attention.bench.contenders import Place, make_contender
 
@@ -87,9 +87,7 @@ def test_bench_measures_every_contender_forward_and_with_backward(measured):
 
 def test_bench_says_why_a_baseline_is_left_out(measured):
     grouped = of(measured, ranks=1, contender="torchscale", workload=measured[-1].workload)
-    assert {x.reason for x in grouped} == {
-        "torchscale has no grouped queries; got 4 heads and 2 KV heads"
-    }
+    assert all("neither split branches nor grouped queries" in x.reason for x in grouped)
     assert {x.reason for x in of(measured, ranks=2, contender="sdpa")} == {
         "sdpa runs on one rank; got 2"
     }
@@ -119,7 +117,7 @@ def test_bench_counts_useful_flops(measured):
     forward, both = of(measured, contender=OURS, ranks=1, workload=workload())
     visible = sum(
         len(range(head % rate, min(w, 101 - start), rate)) ** 2
-        for w, rate in PATTERN.branches
+        for w, rate in ((16, 1), (64, 4))
         for start in range(0, 101, w)
         for head in range(4)
     )
@@ -173,7 +171,7 @@ def test_bench_results_compare_times():
 
 def test_bench_take_turns_rotates_and_leaves_out_what_fails(monkeypatch):
     order, clock, reasons = [], count(), {}
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock) / 1e3)
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock) / 1e3)
 
     def fails():
         raise RuntimeError("out of memory")
@@ -195,7 +193,7 @@ def test_bench_take_turns_rotates_and_leaves_out_what_fails(monkeypatch):
 @pytest.mark.parametrize(("seconds", "samples"), [(10.0, 7), (0.005, 5), (1e-6, 3)])
 def test_bench_take_turns_keeps_to_its_time(monkeypatch, seconds, samples):
     clock = count()
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock) / 1e3)
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock) / 1e3)
     found = take_turns({"a": lambda: None}, CPU, repeats=7, seconds=seconds)
     assert len(found["a"]) == samples
 
@@ -207,7 +205,8 @@ def test_bench_torchscale_is_the_definition(is_causal):
     case = workload(pattern=pattern, seq_len=128, is_causal=is_causal)
     contender = make_contender("torchscale", case, Place(device=CPU))
     inputs = torch.randn(3, *contender.shapes[0][0], generator=torch.Generator().manual_seed(0))
-    expected, _ = reference_attention(*inputs.double(), pattern, is_causal=is_causal)
+    query, key, value = inputs.double()
+    expected, _ = reference_attention(query, key, value, pattern, is_causal=is_causal)
     torch.testing.assert_close(contender.attend(*inputs).double(), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -224,12 +223,17 @@ def test_bench_kernel_does_as_many_flops_where_segments_divide_the_length():
         ("kernel:cudnn", Place(device=CPU), {}, "runs on GPUs; the device is cpu"),
         ("context_parallel", Place(device=CPU), {}, "runs on several ranks; got 1"),
         ("context_parallel", Place(device=CPU, ranks=2), {}, "runs on GPUs"),
-        ("context_parallel", Place(device=torch.device("cuda"), ranks=2), {}, "is dense; got"),
+        (
+            "context_parallel",
+            Place(device=torch.device("cuda"), ranks=2),
+            {},
+            "needs the dense pattern",
+        ),
         (
             "torchscale",
             Place(device=CPU),
             {"pattern": DilatedPattern([16, 64], [1, 4], head_branches="split")},
-            "every branch on every head",
+            "neither split branches nor",
         ),
         ("flash9", Place(device=CPU), {}, "baseline must be one of"),
     ],

@@ -11,7 +11,7 @@ FOLDER = Path(__file__).parents[2] / "benchmarks"
 PROGRAMS = {
     "billion_tokens": "--log2-length 12 --repeats 3 --backward",
     "calls": "--longest 40 --samples 3 --first 2",
-    "decode": "--device cpu --small --repeats 3",
+    "decode": "--device cpu --small --repeats 1",
     "documents": "--length 500 --heads 2 --head-dim 8 --count 20 --turns 3",
     "hilbert": "--tiles 2000",
     "llama_step": "--device cpu --small --samples 3 --in-a-row 1 --eager --seq-len 100",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..functional import dilated_attention
@@ -33,7 +34,7 @@ BASELINES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a contender computes: the device of this rank, and its number among the ranks."""
+    """The device of this rank, the number of ranks, and this one's number."""
 
     device: torch.device
     ranks: int = 1
@@ -74,11 +75,6 @@ def make_contender(name: str, workload: Workload, place: Place) -> Contender:
         raise ValueError(f"{name} runs on {needs}; got {place.ranks}")
     if place.device.type == "cpu" and (kernel or kind == "context_parallel"):
         raise ValueError(f"{name} runs on GPUs; the device is cpu")
-    if kind in ("torchscale", "context_parallel") and workload.kv_heads != workload.num_heads:
-        raise ValueError(
-            f"{name} has no grouped queries; got {workload.num_heads} heads and "
-            f"{workload.kv_heads} KV heads"
-        )
     if kind == "kernel":
         return _kernel(workload, place, kernel == "cudnn")
     if kind == "context_parallel":
@@ -86,12 +82,15 @@ def make_contender(name: str, workload: Workload, place: Place) -> Contender:
     shapes = (workload.shapes(workload.seq_len),)
     if kind == "sdpa":
         attend = partial(_dense, is_causal=workload.is_causal)
-        return Contender(attend, shapes, workload.flops(DilatedPattern.dense()))
-    if workload.pattern.head_branches != "all":
-        raise ValueError(f"torchscale runs every branch on every head; got {workload.pattern}")
-    blocked = replace(workload.pattern, head_offsets="blocked", zero_keys=False)
-    attend = partial(torchscale_attention, pattern=blocked, is_causal=workload.is_causal)
-    return Contender(attend, shapes, workload.flops(blocked))
+        dense = replace(workload, pattern=DilatedPattern.dense())
+        return Contender(attend, shapes, dense.flops())
+    if workload.pattern.head_branches != "all" or workload.kv_heads != workload.num_heads:
+        raise ValueError(
+            f"torchscale takes neither split branches nor grouped queries; got {workload}"
+        )
+    pattern = replace(workload.pattern, head_offsets="blocked", zero_keys=False)
+    attend = partial(torchscale_attention, pattern=pattern, is_causal=workload.is_causal)
+    return Contender(attend, shapes, replace(workload, pattern=pattern).flops())
 
 
 def _ours(workload: Workload, place: Place) -> Contender:
@@ -136,7 +135,8 @@ def _dense(
     if kernel == "flash4":
         flash = importlib.import_module("flash_attn.cute.interface")
         found = flash.flash_attn_func(q, k, v, causal=is_causal)
-        return found[0] if isinstance(found, tuple) else found
+        out: torch.Tensor = found[0] if isinstance(found, tuple) else found
+        return out
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if kernel == "cudnn" else nullcontext():
@@ -145,41 +145,33 @@ def _dense(
 
 
 def _context_parallel(workload: Workload, place: Place) -> Contender:
-    if workload.pattern != DilatedPattern.dense():
-        raise ValueError(f"context_parallel is dense; got the pattern {workload.pattern}")
-    chunks = place.ranks * (2 if workload.is_causal else 1)
-    if workload.seq_len % chunks:
+    is_dense = workload.pattern == DilatedPattern.dense() and workload.is_causal
+    if (
+        not is_dense
+        or workload.kv_heads != workload.num_heads
+        or workload.seq_len % (2 * place.ranks)
+    ):
         raise ValueError(
-            f"context_parallel on {place.ranks} ranks needs a length that is a multiple of "
-            f"{chunks}; got {workload.seq_len}"
+            "context_parallel needs the dense pattern, causal, no grouped queries, and a length "
+            f"that is a multiple of {2 * place.ranks}; got {workload}"
         )
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         # SDPA returns the lse, which merging needs, only where gradients are enabled.
         with torch.enable_grad(), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=workload.is_causal)
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def inside() -> AbstractContextManager[None]:
+        mesh = DeviceMesh.from_group(dist.group.WORLD, place.device.type)  # type: ignore[arg-type]
+        positions = torch.arange(workload.seq_len, device=place.device)[None]
+        # Query, key and value are shards already; it wants a buffer to shard.
+        return context_parallel(
+            mesh, buffers=[positions], buffer_seq_dims=[1], no_restore_buffers={positions}
+        )
 
     (batch, length, heads, dim), _ = workload.shapes(workload.seq_len // place.ranks)
     shape = (batch, heads, length, dim)
-    inside = partial(_in_context_parallel, workload, place.device)
     return Contender(attend, ((shape, shape),), workload.flops(), inside=inside)
-
-
-@contextmanager
-def _in_context_parallel(workload: Workload, device: torch.device) -> Iterator[None]:
-    """Inside, torch's SDPA attends over all ranks, each of which has its shard already."""
-    module: Any = importlib.import_module("torch.distributed.tensor.experimental._attention")
-    mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)  # type: ignore[arg-type]
-    positions = torch.arange(workload.seq_len, device=device)[None]  # it wants something to shard
-    options = module._cp_options
-    balanced, options.enable_load_balance = options.enable_load_balance, workload.is_causal
-    try:
-        with module.context_parallel(
-            mesh, buffers=[positions], buffer_seq_dims=[1], no_restore_buffers={positions}
-        ):
-            yield
-    finally:
-        options.enable_load_balance = balanced
 
 
 def torchscale_attention(

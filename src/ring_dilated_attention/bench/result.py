@@ -93,19 +93,19 @@ class Workload:
         """Shards of equal length: zigzag if causal and on several ranks, else contiguous."""
         return SequenceLayout.named("auto", self.seq_len, ranks, is_causal=self.is_causal)
 
-    def plan(self, ranks: int = 1, pattern: DilatedPattern | None = None) -> AttentionPlan:
-        """The plan of the call on so many ranks; `pattern` None: the workload's own."""
+    def plan(self, ranks: int = 1) -> AttentionPlan:
+        """The plan of the call on so many ranks."""
         return plan_attention(
-            self.pattern if pattern is None else pattern,
+            self.pattern,
             self.layout(ranks),
             is_causal=self.is_causal,
             num_heads=self.num_heads,
             num_kv_heads=self.kv_heads,
         )
 
-    def flops(self, pattern: DilatedPattern | None = None) -> int:
+    def flops(self) -> int:
         """Useful FLOPs of forward: 4 * head_dim for each visible (query, key) pair."""
-        return sum(costs.flops_by_rank(self.plan(pattern=pattern), self.size))
+        return sum(costs.flops_by_rank(self.plan(), self.size))
 
     def __str__(self) -> str:
         groups = "" if self.kv_heads == self.num_heads else f" ({self.kv_heads} KV)"

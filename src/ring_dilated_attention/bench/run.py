@@ -19,7 +19,8 @@ from .result import OURS, Result, Workload
 from .timing import INPUT_BYTES, peak_bytes, resolve_device, share, take_turns
 
 MOST_INPUT_SETS = 64
-RANK_TIMEOUT = timedelta(minutes=10)
+PATIENCE = timedelta(minutes=10)
+"""How long a rank waits for another."""
 
 Inputs = list[tuple[torch.Tensor, ...]]
 """query, key, value (leaves of autograd) and the gradient of out, for each shape of a call."""
@@ -87,7 +88,7 @@ def bench(
             raise ValueError(f"leave out the number of ranks: torchrun started {place.size}")
         if on_cuda:
             torch.cuda.set_device(local_rank(place.rank))
-        dist.init_process_group(backend, timeout=RANK_TIMEOUT)
+        dist.init_process_group(backend, timeout=PATIENCE)
         results = _on_rank(place.rank, place.size, workloads, settings, progress)
         dist.destroy_process_group()
         return results
@@ -100,9 +101,10 @@ def bench(
             results += _on_rank(0, 1, workloads, settings, progress)
             continue
         progress(f"{ranks} ranks")
-        patience = RANK_TIMEOUT.total_seconds()
-        options = {"timeout": None, "wait_timeout": patience, "fill_with_nan": False}
-        results += run_ranks(_on_rank, ranks, workloads, settings, backend=backend, **options)[0]
+        results += run_ranks(
+            _on_rank, ranks, workloads, settings, backend=backend, fill_with_nan=False,
+            timeout=None, wait_timeout=PATIENCE.total_seconds(),
+        )[0]  # fmt: skip
     return results
 
 
@@ -113,8 +115,9 @@ def _on_rank(
     settings: Settings,
     progress: Callable[[str], None] = lambda _: None,
 ) -> list[Result]:
+    """The results of all workloads; the ranks are those of the default process group."""
     place = Place(device=resolve_device(settings.device), ranks=ranks, rank=rank)
-    group = dist.new_group(backend="gloo", timeout=RANK_TIMEOUT) if ranks > 1 else None
+    group = dist.new_group(backend="gloo", timeout=PATIENCE) if ranks > 1 else None
     results = []
     for workload in workloads:
         progress(str(workload))
@@ -125,7 +128,6 @@ def _on_rank(
 def _measure(
     workload: Workload, settings: Settings, place: Place, group: dist.ProcessGroup | None
 ) -> list[Result]:
-    """The results of one workload on the ranks of `group`."""
     generator = torch.Generator(place.device).manual_seed(settings.seed + place.rank)
     names = list(dict.fromkeys((OURS, *settings.baselines)))
     contenders: dict[str, Contender] = {}
@@ -145,13 +147,7 @@ def _measure(
         if place.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    found = {
-        (name, backward): Result(
-            workload=workload, ranks=place.ranks, contender=name, backward=backward
-        )
-        for name in names
-        for backward in (False, True)
-    }
+    results = []
     for backward in (False, True):
         running = {name: each for name, each in contenders.items() if name not in reasons}
         calls = {
@@ -167,31 +163,34 @@ def _measure(
             inside={name: contender.inside for name, contender in running.items()},
             failed=failed,
         )
-        for name, samples_ms in times.items():
-            contender = running[name]
-            with contender.inside():
-                peak = peak_bytes(place.device, calls[name])
-            memory = _memory(name, workload, place, drawn[contender.shapes][0], peak, backward)
-            by_rank = share(memory, group)
-            found[name, backward] = replace(
-                found[name, backward],
-                kernel=contender.kernel,
-                samples_ms=samples_ms,
-                flops=int(contender.flops * (3.5 if backward else 1)),
-                sent=_sent(workload, place.ranks, backward) if name == OURS else 0,
-                memory=max(by_rank, key=lambda each: sum(x or 0 for x in each.values())),
-            )
-    return [replace(each, reason=reasons.get(each.contender, "")) for each in found.values()]
+        for name in names:
+            found = Result(
+                workload=workload, ranks=place.ranks, contender=name, backward=backward,
+                reason=reasons.get(name, ""), samples_ms=times.get(name, ()),
+            )  # fmt: skip
+            if found.samples_ms:
+                contender = contenders[name]
+                with contender.inside():
+                    peak = peak_bytes(place.device, calls[name])
+                memory = _memory(found, place.rank, drawn[contender.shapes][0], peak)
+                found = replace(
+                    found,
+                    kernel=contender.kernel,
+                    flops=int(contender.flops * (3.5 if backward else 1)),
+                    sent=_sent(workload, place.ranks, backward) if name == OURS else 0,
+                    memory=max(share(memory, group), key=lambda x: sum(n or 0 for n in x.values())),
+                )
+            results.append(found)
+    return sorted(results, key=lambda result: names.index(result.contender))
 
 
-def _memory(
-    name: str, workload: Workload, place: Place, inputs: Inputs, peak: int | None, backward: bool
-) -> dict[str, int | None]:
+def _memory(result: Result, rank: int, inputs: Inputs, peak: int | None) -> dict[str, int | None]:
     """`Result.memory` of this rank, given the peak above the inputs."""
+    workload, backward = result.workload, result.backward
     query, key = (sum(each[index].nbytes for each in inputs) for index in (0, 1))
     out, buffers, made = query, 0, (query + 2 * key) * backward
-    if name == OURS:
-        planned = costs.memory(workload.plan(place.ranks).rank(place.rank), workload.size)
+    if result.contender == OURS:
+        planned = costs.memory(workload.plan(result.ranks).rank(rank), workload.size)
         out, buffers = planned.out + planned.lse, planned.buffers
     return {
         "query": query,

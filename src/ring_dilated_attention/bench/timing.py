@@ -148,7 +148,7 @@ def _sample(
 ) -> Callable[[], float]:
     """Make `count` calls back to back; the result tells the milliseconds of one of them."""
     if queued:
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
         for _ in range(count):
             call()

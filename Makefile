@@ -14,7 +14,7 @@ ALL_GPUS := tests/tiles/test_gpu_ranks.py tests/exchange/test_faults.py
 .PHONY: run test quick matrix gpu lines lint format build bench verify figures docs docs-serve clean
 
 run: .venv/run  ## train a language model on the standard library's sources, on RANKS ranks
-	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_longnet.py
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_longnet.py
 
 test: .venv/installed  ## all tests, WORKERS at a time
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
@@ -71,7 +71,7 @@ clean:
 .venv/run: pyproject.toml
 	test -e $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet "$(TORCH)"
-	$(BIN)/pip install --quiet --editable ".[cli]" safetensors
+	$(BIN)/pip install --quiet --editable ".[cli]"
 	touch $@
 
 .venv/installed: .venv/run

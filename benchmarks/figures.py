@@ -8,7 +8,7 @@ numbers from the JSON files in benchmarks/results. The same inputs give the same
 
 from __future__ import annotations
 
-import argparse
+import sys
 from pathlib import Path
 
 import measured_figures
@@ -137,30 +137,17 @@ def kv_cache(style):
     return figure
 
 
+DRAWN = (hero, mask_by_branch, mask_by_sender, work_per_rank, ring_timeline, kv_cache)
 FIGURES = {
-    "hero": hero,
-    "mask-by-branch": mask_by_branch,
-    "mask-by-sender": mask_by_sender,
-    "work-per-rank": work_per_rank,
-    "ring-timeline": ring_timeline,
-    "kv-cache": kv_cache,
-    "slide-step": measured_figures.slide_step,
-    "attention-speed": measured_figures.attention_speed,
-    "gpu-memory": measured_figures.gpu_memory,
-    "speed-per-gpu": measured_figures.speed_per_gpu,
+    function.__name__.replace("_", "-"): function for function in (*DRAWN, *measured_figures.DRAWN)
 }
 
 
 def main() -> None:
     """Write all figures, or those that are named."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", choices=[[], *FIGURES], help="default: all")
-    parser.add_argument("--out", type=Path, default=FOLDER, help="folder (default: %(default)s)")
-    options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
-    for name in options.names or FIGURES:
+    for name in sys.argv[1:] or FIGURES:
         for style in draw.STYLES.values():
-            path = options.out / f"{name}-{style.name}.svg"
+            path = FOLDER / f"{name}-{style.name}.svg"
             draw.save(FIGURES[name](style), path, transparent=True)
             print(f"{path}  {path.stat().st_size / 1000:.0f} kB")
 

@@ -128,19 +128,18 @@ def attention_speed(style):
     ticks(axes.xaxis, lengths, "{:,}".format)
     draw.dress(axes, style, spines=("bottom",), grid="y")
     draw.set_titles(axes, style, "GigaPath's pattern, 16 × 48, fp16")
-    longnet = rows(name, "longnet", head_dim=128, is_causal=False)
-    cases = {
-        "LongNet, 12 × 128, bf16, 262,144 tokens": longnet,
-        "Dense, causal, 16 × 128, bf16, 65,536 tokens": rows(name, "dense"),
-    }
-    for axes, (title, found) in zip(right.subplots(2, 1), cases.items(), strict=True):
+    longnet = "LongNet, 12 × 128, bf16, 262,144 tokens"
+    dense = "Dense, causal, 16 × 128, bf16, 65,536 tokens"
+    found_by = {longnet: rows(name, "longnet", head_dim=128, is_causal=False)}
+    found_by[dense] = rows(name, "dense")
+    for axes, (title, found) in zip(right.subplots(2, 1), found_by.items(), strict=True):
         for place, row in enumerate(found):
             for direction, shift, alpha in ((BOTH, -0.18, 1.0), (FORWARD, 0.2, 0.45)):
                 time, color = ms(row, direction), color_of(style, row["contender"])
                 axes.barh(place + shift, time, 0.36, color=color, alpha=alpha)
                 label(axes, (time, place + shift), f"{time:.3g} ms", style.ink, weight="normal")
-        names = [NAMES[row["contender"]] for row in found]
-        dress_bars(axes, style, title, names, 1.15 * max(map(ms, found)))
+        names, most = [NAMES[row["contender"]] for row in found], max(map(ms, found))
+        dress_bars(axes, style, title, names, 1.15 * most)
     return figure
 
 
@@ -152,10 +151,7 @@ def gpu_rows(gpus, table, **case):
 
 def gpu_memory(style):
     """GiB per GPU on 1, 2 and 4 GPUs, ours and torch's context_parallel."""
-    note = (
-        "Dense causal attention, forward + backward, 16 × 128, bf16, H200s of one host: inputs and "
-        "peak of the GPU that has most."
-    )
+    note = "Dense causal, 16 × 128, bf16, forward + backward: inputs and peak of the fullest H200."
     figure = draw.new_figure(style, 9.8, 4.3, "Memory per GPU: lower is better", note)
     for axes, length in zip(figure.subplots(1, 2), (65536, 262144), strict=True):
         found = {**gpu_rows(2, "dense", length=length), **gpu_rows(4, "dense", length=length)}
@@ -207,3 +203,6 @@ def speed_per_gpu(style):
     for x, kind, words in ((65, "ours", "this library"), (70, "cp", "torch context_parallel")):
         label(axes, (x, -0.5), f"● {words}", color_of(style, kind), (0, 10))
     return figure
+
+
+DRAWN = (slide_step, attention_speed, gpu_memory, speed_per_gpu)

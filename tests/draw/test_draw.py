@@ -27,7 +27,7 @@ from ring_dilated_attention.draw import (
     save,
 )
 from ring_dilated_attention.draw.cache import kept_keys
-from ring_dilated_attention.draw.mask import NOTHING, OWN, mask_cells, visible_cells
+from ring_dilated_attention.draw.mask import NOTHING, OWN, By, mask_cells, visible_cells
 from ring_dilated_attention.draw.ranks import LINK_GB_S, TFLOPS, timeline
 from ring_dilated_attention.plan import costs
 from ring_dilated_attention.units import in_bytes
@@ -100,7 +100,7 @@ def squares(axes):
             for path in item.get_paths():
                 k, q = np.floor(np.asarray(path.vertices)[:4].mean(0)).astype(int)
                 if min(q, k) >= 0:  # else it is in the strips of ranks
-                    found[q, k] = to_hex(item.get_facecolor()[0])
+                    found[q, k] = to_hex(tuple(np.asarray(item.get_facecolor())[0]))
     return found
 
 
@@ -136,7 +136,7 @@ def test_draw_mask_of_a_long_sequence_has_runs_of_cells():
 @pytest.mark.parametrize("case", ["zigzag", "documents", "split", "blocked"])
 def test_mask_text_is_the_mask(case):
     plan = plan_of(*CASES[case])
-    by = "rank" if plan.layout.world_size > 1 else "branch"
+    by: By = "rank" if plan.layout.world_size > 1 else "branch"
     size = {47: 2, 48: 2, 37: 1, 1001: 32}[plan.layout.length]
     cells = mask_cells(plan, 1, by, size)
     lines = mask_text(plan, 1, by=by, in_color=False).plain.splitlines()
@@ -145,11 +145,12 @@ def test_mask_text_is_the_mask(case):
     for line, row in zip(lines[3 : 3 + len(cells)], cells, strict=True):
         signs = {NOTHING: ".", OWN: "o", **{i: str(i + (by == "branch")) for i in range(9)}}
         assert line[offset::2] == "".join(signs[kind] for kind in row)
-    console = Console(file=io.StringIO(), force_terminal=True, color_system="truecolor", width=80)
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=True, color_system="truecolor", width=80)
     console.print(mask_text(plan, 1, by=by))
     seen = (cells != NOTHING).sum()
     in_key = 1 + plan.layout.world_size if by == "rank" else len(plan.pattern.branches)
-    assert console.file.getvalue().count("\x1b[48;2;") == seen + in_key
+    assert output.getvalue().count("\x1b[48;2;") == seen + in_key
 
 
 @settings(max_examples=30, deadline=None)
@@ -189,7 +190,7 @@ def test_draw_exchange_has_the_bytes_of_the_plan():
     assert np.allclose(shares, nbytes / nbytes.max())
     assert (
         axes.get_title()
-        == f"{in_bytes(nbytes.sum())}; at most {in_bytes(nbytes.max())} to one rank"
+        == f"{in_bytes(nbytes.sum())}; at most {in_bytes(nbytes.max())} from one to another"
     )
     many = draw_exchange(plan_of(DENSE, 400, 100, "contiguous", True, None), SIZE)
     assert "among the first 64 ranks" in many.get_title()
@@ -224,11 +225,11 @@ def test_draw_cache_keeps_what_later_positions_see(pattern, length):
 @pytest.mark.parametrize("case", CASES)
 def test_save_writes_every_picture_of_every_case(case, tmp_path):
     plan = plan_of(*CASES[case])
-    for number, draw in enumerate((draw_mask, draw_exchange, draw_work, draw_timeline)):
-        options = {} if draw is draw_mask else {"size": SIZE}
-        style = list(STYLES.values())[(number + len(case)) % 2]
+    for number, style in enumerate(2 * list(STYLES.values())):
+        by_size = (draw_exchange, draw_work, draw_timeline)[number - 1]
+        axes = by_size(plan, SIZE, style=style) if number else draw_mask(plan, style=style)
         file = tmp_path / f"{number}.svg"
-        save(draw(plan, **options, style=style), file)
+        save(axes, file)
         text = file.read_text()
         assert ElementTree.fromstring(text).tag.endswith("svg")
         assert style.page in text

@@ -24,11 +24,9 @@ By: TypeAlias = Literal["branch", "rank"]
 
 NOTHING, OWN = -1, -2
 """In place of a branch or rank: the query sees no key there; its own rank has the key."""
-_MOST_CELLS, _MOST_SQUARES, _MOST_IN_TEXT = 128, 64, 40
-"""Cells a side of a figure; up to which they are squares set apart; and of a terminal."""
-_MOST_IN_KEY = 10
-_GAP = 0.06
-"""Between a cell's edge and its square, in cells."""
+_MOST_CELLS, _MOST_SQUARES, _MOST_IN_TEXT, _MOST_IN_KEY = 128, 64, 40, 10
+"""Cells a side of a figure, of one with squares set apart, and of a terminal; lines of a key."""
+_GAP = 0.06  # between a cell's edge and its square, in cells
 
 
 def cell_size(length: int, most: int) -> int:
@@ -37,11 +35,9 @@ def cell_size(length: int, most: int) -> int:
 
 
 def _cells_in_words(size: int) -> str:
-    if size == 1:
-        return "1 cell = 1 position"
-    return (
-        f"1 cell = {short_count(size)} × {short_count(size)} positions, set if any pair is visible"
-    )
+    side = short_count(size)
+    many = f"1 cell = {side} × {side} positions, set if any pair is visible"
+    return many if size > 1 else "1 cell = 1 position"
 
 
 def visible_cells(plan: AttentionPlan, head: int, size: int) -> Bools:
@@ -57,18 +53,19 @@ def visible_cells(plan: AttentionPlan, head: int, size: int) -> Bools:
     if not 0 <= head < plan.num_heads:
         raise ValueError(f"head must lie in [0, {plan.num_heads}), the query heads; got {head}")
     kv_head = head // (plan.num_heads // plan.num_kv_heads)
-    count = -(-plan.layout.length // size)
-    found = np.zeros((len(plan.pattern.branches), count, count), dtype=np.bool_)
-    for index, branch in enumerate(plan.pattern.branches):
+    length, branches = plan.layout.length, plan.pattern.branches
+    count = -(-length // size)
+    found = []
+    for index, branch in enumerate(branches):
         offsets = dict(plan.pattern.heads(index, plan.num_kv_heads))
-        offset = offsets.get(kv_head, plan.layout.length)  # beyond every segment: sees no keys
+        offset = offsets.get(kv_head, length)  # beyond every segment: the branch shows no keys
         first, last = _end_segments(plan, branch, offset, size)
         has_keys = first <= last
         # Two cells share at most one segment: the last of the earlier, the first of the later one.
         seen = np.tril(first[:, None] == last[None, :], -1)
         seen |= np.eye(count, dtype=np.bool_) | (seen.T & (not plan.is_causal))
-        found[index] = seen & has_keys[:, None] & has_keys[None, :]
-    return found
+        found.append(seen & has_keys[:, None] & has_keys[None, :])
+    return np.stack(found)
 
 
 def _end_segments(plan: AttentionPlan, branch: Branch, offset: int, size: int) -> tuple[Ints, Ints]:
@@ -128,15 +125,12 @@ def mask_key(plan: AttentionPlan, by: By, style: Style = LIGHT) -> dict[int, tup
         ranks = range(plan.layout.world_size)
         sent = {rank: (f"sent by rank {rank}", style.rank_color(rank)) for rank in ranks}
         return {OWN: ("on the rank of the query", style.own), **sent}
-    colors = style.branch_colors(len(plan.pattern.branches))
-    words = map(_branch_in_words, plan.pattern.branches)
-    return dict(enumerate(zip(words, colors, strict=True)))
-
-
-def _branch_in_words(branch: Branch) -> str:
-    w, rate = branch
-    where = "whole document" if w is None else f"segments of {w:,}"
-    return f"{where}: {'every key' if rate == 1 else f'1 key in {rate:,}'}"
+    words = [
+        f"{f'segments of {w:,}' if w else 'whole document'}: "
+        f"{f'1 key in {rate:,}' if rate > 1 else 'every key'}"
+        for w, rate in plan.pattern.branches
+    ]
+    return dict(enumerate(zip(words, style.branch_colors(len(words)), strict=True)))
 
 
 def plan_in_words(plan: AttentionPlan) -> str:

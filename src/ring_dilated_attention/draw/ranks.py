@@ -14,9 +14,7 @@ from .style import LIGHT, Style, dress, new_figure, set_titles
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_MOST_MATRIX_RANKS, _MOST_TIMELINE_RANKS = 64, 32
-_MOST_NUMBERS = 10
-"""Ranks up to which a matrix has numbers."""
+_MOST_MATRIX_RANKS, _MOST_NUMBERED_RANKS, _MOST_TIMELINE_RANKS = 64, 10, 32
 TFLOPS, LINK_GB_S = 600, 350
 """Of a rank: about what one H200 reaches in dense causal forward, bfloat16, and over NVLink."""
 TIMELINE_KEY = (
@@ -44,27 +42,32 @@ def draw_exchange(
     Returns:
         The axes; ``axes.figure`` is the figure.
     """
+    from matplotlib.colors import LinearSegmentedColormap
+
     ranks = range(min(plan.layout.world_size, _MOST_MATRIX_RANKS))
     receivers = [plan.rank(rank) for rank in ranks]
     rows = [[0 if j.index == i else j.received_rows(i) for j in receivers] for i in ranks]
-    amounts = np.array(rows, dtype=np.int64) * (size.key_value_bytes(1) if size else 1)
-    in_words = in_bytes if size else "{:,}".format
+    amounts = np.array(rows, dtype=np.float64) * (size.key_value_bytes(1) if size else 1)
+    in_words = in_bytes if size else "{:,.0f}".format
     axes = axes or new_figure(style, 6.2, 6.6, plan_in_words(plan)).subplots()
-    heat, shares = style.heat(), amounts / max(int(amounts.max()), 1)
+    heat = LinearSegmentedColormap.from_list("heat", [style.faint, *reversed(style.branches)])
+    shares = amounts / max(amounts.max(), 1)
     line = 2 if len(ranks) <= 16 else 0.3
     axes.pcolormesh(shares, cmap=heat, vmin=0, vmax=1, edgecolors=style.page, linewidth=line)
-    if len(ranks) <= _MOST_NUMBERS:
+    if len(ranks) <= _MOST_NUMBERED_RANKS:
         for (sender, receiver), amount in np.ndenumerate(amounts):
             is_bright = np.dot(heat(shares[sender, receiver])[:3], (0.3, 0.59, 0.11)) > 0.5
             place, text = (receiver + 0.5, sender + 0.5), in_words(amount) if amount else "·"
             color = "#10161d" if is_bright else "#ffffff"
             axes.text(*place, text, ha="center", va="center", fontsize=8, color=color)
-        axes.set_xticks(np.array(ranks) + 0.5, list(map(str, ranks)))
-        axes.set_yticks(np.array(ranks) + 0.5, list(map(str, ranks)))
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_ticks(np.array(ranks) + 0.5, list(map(str, ranks)))
     axes.set(aspect="equal", xlabel="to rank", ylabel="from rank", ylim=(len(ranks), 0))
     dress(axes, style, spines=())
     some = f" among the first {len(ranks)} ranks" * (len(ranks) < plan.layout.world_size)
-    words = f"{in_words(amounts.sum())}{some}; at most {in_words(amounts.max())} to one rank"
+    words = (
+        f"{in_words(amounts.sum())}{some}; at most {in_words(amounts.max())} from one to another"
+    )
     set_titles(axes, style, f"{'Bytes of K and V' if size else 'Keys'} sent in forward", words)
     return axes
 
@@ -85,9 +88,8 @@ def draw_work(
     axes.set(xlabel="rank", ylabel="FLOPs of a rank / mean", xlim=(-0.6, count - 0.4))
     axes.locator_params(axis="x", integer=True)
     dress(axes, style, spines=("bottom",), grid="y")
-    words = (
-        f"mean: {in_flop(total / count)}; busiest rank: {costs.balance(flops).imbalance:.2f} × that"
-    )
+    busiest = costs.balance(flops).imbalance
+    words = f"mean: {in_flop(total / count)}; busiest rank: {busiest:.2f} × that"
     set_titles(axes, style, "Work per rank", words)
     return axes
 

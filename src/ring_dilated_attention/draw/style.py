@@ -11,8 +11,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.colors import Colormap
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure, FigureBase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,12 +48,6 @@ class Style:
     def rank_color(self, rank: int) -> str:
         """The colour of a rank."""
         return self.ranks[rank % len(self.ranks)]
-
-    def heat(self) -> Colormap:
-        """A colour map for amounts, from `faint` along the branches' ramp."""
-        from matplotlib.colors import LinearSegmentedColormap
-
-        return LinearSegmentedColormap.from_list("heat", [self.faint, *reversed(self.branches)])
 
 
 LIGHT = Style(
@@ -135,16 +128,13 @@ def add_key(figure: Figure, style: Style, key: Iterable[tuple[str, str]], column
     )  # fmt: skip
 
 
-def save(picture: Axes | Figure, path: Path, *, transparent: bool = False) -> None:
-    """Write a figure, given by itself or by its axes; equal figures give equal files.
+def save(picture: Axes | FigureBase, path: Path, *, transparent: bool = False) -> None:
+    """Write a figure, which its axes may stand for; equal figures give equal files.
 
-    Args:
-        picture: the figure, or axes of it.
-        path: ``*.png`` or ``*.svg``.
-        transparent: whether there is no background, and not that of the style.
+    With `transparent` it has no background, and not that of its style.
 
     Raises:
-        ValueError: the path has another suffix.
+        ValueError: the path is neither ``*.png`` nor ``*.svg``.
         OSError: the file cannot be written.
     """
     import matplotlib

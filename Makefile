@@ -49,7 +49,7 @@ build: .venv/installed  ## wheel and source distribution in dist/, checked
 
 bench: .venv/installed  ## CPU speed against torch's kernel alone and against gathering
 	$(BIN)/rda bench --device cpu --segment-lengths 2K,4K,8K --dilation-rates 1,2,4 \
-		--seq-len 16K --num-heads 8 --repeats 5 --seconds 30 --baseline kernel,torchscale
+		--seq-len 16K --heads 8 --repeats 5 --baseline kernel,torchscale
 
 verify: .venv/installed  ## sharded against brute force, on 1 to 4 ranks
 	$(BIN)/rda verify

@@ -1,4 +1,4 @@
-"""Tolerances that are derived: from the same computation done plainly, or from a count of roundings.
+"""Tolerances that are derived: from plain code in the same precision, or from a count.
 
 A constant that one processor's rounding decided fails on the next one. Compare with the exact
 result, in float64, and allow a small factor of the error that plain code has in the dtype under

@@ -7,7 +7,7 @@
 #
 # All steps are run, or those that are named. A step that fails does not stop the next.
 set -uo pipefail
-steps=(tables tokens slides documents tests faults fuzz train longest rounds host power without_exchange hosts)
+steps=(tables tokens slides documents tests faults fuzz train longest rounds host power without_exchange)
 out=${1:?usage: several_gpus.sh OUT GPUS [STEP...]} gpus=${2:?how many GPUs}
 shift 2
 here=$(dirname "$0")
@@ -89,7 +89,6 @@ without_exchange() { # then with zeros, which take less power
   ranks "$here/without_exchange.py" --out "$out/without_exchange.json" &&
     ranks "$here/without_exchange.py" --zeros --out "$out/without_exchange_zeros.json"
 }
-hosts() { ranks "$here/hosts.py" --out "$out/hosts.json"; } # told to be on two
 power() { # then with messages eight times as long, and as rare
   ranks "$here/power.py" --out "$out/power.json" &&
     ranks "$here/power.py" --only ring --pairs $((1 << 36)) --out "$out/power_long_messages.json"

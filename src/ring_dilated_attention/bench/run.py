@@ -284,14 +284,7 @@ class _Run:
         waiting = Entry(OURS, self._build(OURS, self.workload, timed), entry.sets)
         assert waiting.contender is not None
         plan = self.workload.plan(waiting.contender.layout).rank(team.rank)
-        how = self.options.exchange
-        expected = sent_bytes(
-            plan,
-            self.workload.size,
-            gathers=plan.plan.gathers if how == "auto" else how == "gather",
-            backward=backward,
-            hosts=getattr(timed, "hosts", ()),
-        )
+        expected = sent_bytes(plan, self.workload.size, backward=backward)
         return measure_communication(waiting.turn(backward), timed, team, calls, expected)
 
     def _errors(self, entry: Entry) -> tuple[Errors | None, str]:

@@ -298,8 +298,7 @@ def _planned_bytes(case: Case, ends: Exchange, length: int | None, batch: int) -
     """Bytes that a rank sends for `batch` rows of a batch, all of one length."""
     plan = case.plan(length)
     size = TensorSize(batch=batch, head_dim=case.head_dim, element_size=case.dtype.itemsize)
-    gathers = plan.gathers if case.exchange == "auto" else case.exchange == "gather"
-    sent = partial(sent_bytes, size=size, gathers=gathers, hosts=getattr(ends, "hosts", ()))
+    sent = partial(sent_bytes, size=size)
     own, detached = plan.rank(ends.rank), case.branch_gradients == "detached"
     if not detached or not case.wanted or not case.pattern.mixes_branches:
         return sent(own, backward=bool(case.wanted))

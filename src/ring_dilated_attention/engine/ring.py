@@ -22,7 +22,7 @@ from .blocks import by_slot, readable, readable_in_backward
 from .joined import JoinedRows
 from .own import OwnSchedule, backward_own, forward_own, own_schedule
 from .ring_call import RingCall
-from .transfer import Fetched, GradientReturn
+from .transfer import Fetched, GradientReturn, Home
 from .zero_keys import merge_zero_keys
 
 RETURNING_BYTES = 64 << 20
@@ -168,7 +168,7 @@ class _Backward:
         )
         wide = call.plan.plan.returns_wide
         self._returned = accumulate_dtype(query.dtype) if wide else query.dtype
-        self._home = call.home(self.dkey, self.dvalue, self._returned)
+        self._home = Home(call.exchange, self.dkey, self.dvalue, self._returned)
         self._returning: deque[GradientReturn] = deque()
 
     def compute_round(
@@ -184,7 +184,7 @@ class _Backward:
             late = self._compute_early_half(one)
         else:
             self._compute_local(one.local_groups, stores_first=self._covers)
-        steps_left = self._call.num_steps(one)
+        steps_left = one.num_steps
         for work in self._call.arrived(one, rows, arrivals):
             dslots = None
             steps_left -= len(work.steps)
@@ -220,7 +220,6 @@ class _Backward:
         for fetched, found in work.returned(dslots):
             while work.joined is not None and self._returning_bytes > RETURNING_BYTES:
                 self._returning.popleft().finish()
-            self._returning.extend(self._home.due())
             self._returning.append(self._home.start(fetched, found))
             del fetched, found
 
@@ -230,7 +229,6 @@ class _Backward:
             self._add_returned(all_of_them=True)
         self.sums.finish()
         self.sums.join()
-        self._returning.extend(self._home.due())
         for last in self._returning:
             last.finish()
 

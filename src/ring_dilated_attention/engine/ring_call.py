@@ -17,8 +17,7 @@ from .arrived import Arrived, of_all, of_step
 from .compute import Inputs
 from .joined import JoinedRows
 from .parts import TileCall
-from .passing import PassingPacker, Relayed
-from .transfer import Fetched, Home, Packer, fetch
+from .transfer import Fetched, Packer, fetch
 
 
 @dataclass(frozen=True)
@@ -44,32 +43,18 @@ class RingCall:
         """What is run one after the other."""
         return self.plan.rounds(gathers=self.gathers)
 
-    @property
-    def hosts(self) -> tuple[int, ...]:
-        """Host of each rank; empty: all are on one."""
-        return getattr(self.exchange, "hosts", ())
-
     @cached_property
     def joined(self) -> Joined | None:
         """What its only round computes when the rows of all steps have arrived, if anything."""
-        return self.plan.at_once(gathers=self.gathers, hosts=self.hosts)
-
-    def num_steps(self, one: RankPlan) -> int:
-        """How many steps a round has."""
-        passing = one.passing_steps(self.hosts)
-        return one.num_steps if passing is None else len(passing)
+        return self.plan.at_once(gathers=self.gathers)
 
     def fetch(self, key: torch.Tensor, value: torch.Tensor) -> Iterator[Fetched]:
         """Start fetching the rows of all steps of all rounds, in order."""
+        if self.plan.is_alone:
+            return iter(())
         depth = self.plan.world_size - 1 if self.gathers else 1
-        if self.plan.passing_steps(self.hosts) is None:
-            if self.plan.is_alone:  # and passes on nothing to others
-                return iter(())
-            steps = chain.from_iterable(one.steps() for one in self.rounds)
-            packer = Packer(self.exchange, key, value, spreads=self.joined is None)
-            return fetch(steps, packer, depth=depth)
-        passing = chain.from_iterable(one.passing_steps(self.hosts) or () for one in self.rounds)
-        return fetch(passing, PassingPacker(self.exchange, key, value), depth=depth)
+        steps = chain.from_iterable(one.steps() for one in self.rounds)
+        return fetch(steps, Packer(self.exchange, key, value, spreads=self.joined is None), depth)
 
     def joined_rows(self, inputs: Inputs, sums: Accumulator) -> JoinedRows | None:
         """Where the rows of `joined` are on their way to, if there is any."""
@@ -85,12 +70,7 @@ class RingCall:
         if rows is not None:
             return iter((of_all(rows),))
         # Which does not hold what the caller drops.
-        return map(of_step, islice(arrivals, self.num_steps(one)))
-
-    def home(self, dkey: torch.Tensor, dvalue: torch.Tensor, dtype: torch.dtype) -> Home | Relayed:
-        """Where gradients of remote rows are returned from, and to: see `Home`."""
-        home = Home(self.exchange, dkey, dvalue, dtype)
-        return home if self.plan.passing_steps(self.hosts) is None else Relayed(home)
+        return map(of_step, islice(arrivals, one.num_steps))
 
     def sums(self, query: torch.Tensor) -> Accumulator:
         """Through which results are added up."""

@@ -11,12 +11,12 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple
 
 import torch
 
 from ..exchange import Exchange, Pending
-from ..plan import Message, PassingStep, Step
+from ..plan import Message, Step
 from .messages import (
     ReceivedRows,
     SentRows,
@@ -37,14 +37,12 @@ class Fetched(NamedTuple):
         rows: K and V of the received message, (2, batch, rows, head_dim); None if none came.
         received: what is needed to find the rows of its slots; None if none came.
         sent: the rows of the message sent at this step; None if none was.
-        passing: how the rows have come, where ranks of a host pass on rows to each other.
     """
 
     step: Step
     rows: torch.Tensor | None
     received: ReceivedRows | None
     sent: SentRows | None
-    passing: PassingStep | None = None
 
     def spread(self) -> tuple[torch.Tensor | None, Fetched]:
         """K and V of its slots, (2, batch, slots, head_dim), if any; the step without its rows."""
@@ -55,75 +53,49 @@ class Fetched(NamedTuple):
 
 @dataclass
 class InFlight:
-    """A step whose transfers have started.
+    """A step whose transfer has started.
 
     Attributes:
-        pending: these.
+        pending: the transfer.
         packed: where its rows arrive, (2, batch, rows, head_dim); None: there are none.
         fetched: the step, without its rows.
     """
 
-    pending: tuple[Pending, ...]
+    pending: Pending
     packed: torch.Tensor | None
     fetched: Fetched
 
 
-_S = TypeVar("_S", contravariant=True)
-_T = TypeVar("_T")
-
-
-class Carrier(Protocol[_S]):
-    """How the rows of steps are sent and received."""
-
-    def may_start(self, step: _S) -> bool:
-        """Whether all is at hand that is to be sent at a step."""
-
-    def start(self, step: _S) -> InFlight:
-        """Start the transfers of a step."""
-
-    def landed(self, one: InFlight) -> None:
-        """What to do when the transfers of a step are done."""
-
-    def forget(self) -> None:
-        """All steps have started."""
-
-
-def fetch(steps: Iterator[_T], carrier: Carrier[_T], *, depth: int) -> Iterator[Fetched]:
+def fetch(steps: Iterator[Step], packer: Packer, depth: int) -> Iterator[Fetched]:
     """Start `depth` fetches, then yield each step when its rows are there, starting one more.
 
     Args:
         steps: what this rank exchanges.
-        carrier: sends and receives rows.
+        packer: sends and receives rows.
         depth: messages in flight behind the running compute: 1 is the ring.
 
     Returns:
-        An iterator over the steps; the first `depth` transfers, or as many of them as can be, are
-        under way when it is returned. Rows are freed when the caller drops a step: do so before
-        asking for the next.
+        An iterator over the steps; the first `depth` transfers are under way when it is returned.
+        Rows are freed when the caller drops a step: do so before asking for the next.
     """
-    flight: deque[InFlight] = deque()
-    coming = deque(islice(steps, 1))
-
-    def start() -> None:
-        while coming and len(flight) < depth and carrier.may_start(coming[0]):
-            flight.append(carrier.start(coming.popleft()))
-            coming.extend(islice(steps, 1))
-        if not coming:
-            carrier.forget()
+    flight = deque(map(packer.start, islice(steps, depth)))
+    if len(flight) < depth:
+        packer.forget()
 
     def arrive() -> Fetched:
         one = flight.popleft()
-        for pending in one.pending:
-            pending.wait()
-        carrier.landed(one)
-        start()
+        one.pending.wait()
+        coming = next(steps, None)
+        if coming is None:
+            packer.forget()
+        else:
+            flight.append(packer.start(coming))
         return one.fetched._replace(rows=one.packed)
 
     def arrivals() -> Iterator[Fetched]:
         while flight:
             yield arrive()  # nothing here may outlive it: the caller decides when rows are freed
 
-    start()
     return arrivals()
 
 
@@ -173,12 +145,8 @@ class Packer:
         """Where the rows of a message may arrive."""
         return self.key.new_empty(2, self.key.shape[0], message.rows, self.key.shape[3])
 
-    def may_start(self, step: Step) -> bool:
-        """See `Carrier`."""
-        return True
-
     def start(self, step: Step) -> InFlight:
-        """See `Carrier`."""
+        """Start the transfer of a step."""
         sent, received = self.sent(step.send), self.received(step.receive)
         send = receive = packed = None
         if step.send is not None and sent is not None:
@@ -187,13 +155,10 @@ class Packer:
             packed = self.buffer(step.receive)
             receive = step.receive.sender, packed
         pending = self._exchange.start(send, receive)
-        return InFlight((pending,), packed, Fetched(step, None, received, sent))
-
-    def landed(self, one: InFlight) -> None:
-        """See `Carrier`."""
+        return InFlight(pending, packed, Fetched(step, None, received, sent))
 
     def forget(self) -> None:
-        """See `Carrier`."""
+        """All steps have started: let go of the rows that were packed last."""
         self._message = self._packed = None
 
 
@@ -262,7 +227,3 @@ class Home(NamedTuple):
             assert dslots is not None
             send = fetched.received.message.sender, sum_slots(dslots, fetched.received)
         return GradientReturn(self, send, fetched.sent)
-
-    def due(self) -> list[GradientReturn]:
-        """Returns of gradients that ranks have added up for others: there are none."""
-        return []

@@ -3,11 +3,10 @@
 `parts` says what ranks hold and who shares a segment with whom, and `crossings` which ranks do so
 alike. `rows` is what tiles and messages are made of, and `tiling` makes them. `attention` is the
 plan of a world, `rank` that of one rank, `joined` what a rank computes at once when it has keys of
-all others, `passing` how ranks of a host pass on what has crossed to it once, `replicated` that of
-queries which every rank holds, `cache` what a KV cache keeps, `cache_step` what one new position
-reads of it, and `cache_usage` how many rows are in use. `zero_keys` counts keys that no rank holds,
-`check` proves a plan, `costs` counts its bytes and operations, and `prediction` turns it into
-seconds by rates that it is given.
+all others, `replicated` that of queries which every rank holds, `cache` what a KV cache keeps,
+`cache_step` what one new position reads of it, and `cache_usage` how many rows are in use.
+`zero_keys` counts keys that no rank holds, `check` proves a plan, `costs` counts its bytes and
+operations, and `prediction` turns it into seconds by rates that it is given.
 """
 
 from .attention import FEW_ADDITIONS, AttentionPlan, plan_attention
@@ -33,7 +32,6 @@ from .costs import (
 from .joined import Joined
 from .own import OwnRange, OwnWork
 from .parts import OwnRun, OwnRuns
-from .passing import PassingStep
 from .prediction import ComputeRates, Link, Prediction, Rates, efficiency, host_of_ranks, predict
 from .rank import LocalHalves, RankPlan, Step
 from .replicated import replicated_groups, replicated_strips, replicated_zero_keys
@@ -60,7 +58,6 @@ __all__ = [
     "OwnRuns",
     "OwnWork",
     "PackedTiles",
-    "PassingStep",
     "PlanError",
     "Prediction",
     "RankPlan",

@@ -9,9 +9,7 @@ from functools import cache, partial
 from itertools import pairwise
 
 from .attention import AttentionPlan
-from .passing import PassingStep
 from .rank import RankPlan
-from .rows import Message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,18 +39,12 @@ class TensorSize:
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """Bytes that one rank exchanges in one call. The lower bound: each needed row once.
-
-    Of what is sent, `forward_across` and `backward_across` go to other hosts: each row once to each
-    host that needs it.
-    """
+    """Bytes that one rank exchanges in one call. The lower bound: each needed row once."""
 
     forward_sent: int
     forward_received: int
     backward_sent: int
     backward_received: int
-    forward_across: int = 0
-    backward_across: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,97 +93,28 @@ def returned_bytes(rank: RankPlan, size: TensorSize, rows: int) -> int:
     return size.key_value_bytes(rows, element_size)
 
 
-def traffic(rank: RankPlan, size: TensorSize, hosts: tuple[int, ...] = ()) -> Traffic:
-    """Bytes that a rank exchanges: K and V of each needed row; in backward its gradients too.
-
-    Args:
-        rank: the rank.
-        size: of its tensors.
-        hosts: host of each rank, numbered from 0; empty: all are on one.
-    """
-    passing = rank.passing_steps(hosts)
-    if passing is not None:
-        return _passing_traffic(rank, passing, size, hosts)
+def traffic(rank: RankPlan, size: TensorSize) -> Traffic:
+    """Bytes that a rank exchanges: K and V of each needed row; in backward its gradients too."""
     sent = size.key_value_bytes(rank.total_sent_rows)
     received = size.key_value_bytes(rank.total_received_rows)
-    away = [peer for peer, host in enumerate(hosts) if host != hosts[rank.index]]
-    rows_sent, rows_received = (
-        sum(map(rows, away)) for rows in (rank.sent_rows, rank.received_rows)
-    )
-    across = size.key_value_bytes(rows_sent)
     return Traffic(
         forward_sent=sent,
         forward_received=received,
         backward_sent=sent + returned_bytes(rank, size, rank.total_received_rows),
         backward_received=received + returned_bytes(rank, size, rank.total_sent_rows),
-        forward_across=across,
-        backward_across=across + returned_bytes(rank, size, rows_received),
     )
 
 
-def sent_bytes(
-    rank: RankPlan,
-    size: TensorSize,
-    *,
-    gathers: bool,
-    backward: bool,
-    hosts: tuple[int, ...] = (),
-) -> int:
+def sent_bytes(rank: RankPlan, size: TensorSize, *, backward: bool) -> int:
     """Bytes that a rank sends in a call, forward or forward and backward.
 
     Args:
         rank: the rank.
         size: of its tensors.
-        gathers: whether all transfers are in flight at once; whether a rank relays the rows of a
-            head depends on which heads a ring exchanges together.
         backward: whether the call has a backward.
-        hosts: see `traffic`.
     """
-    rounds = [traffic(one, size, hosts) for one in rank.rounds(gathers=gathers)]
-    return sum(one.forward_sent + one.backward_sent * backward for one in rounds)
-
-
-def _passing_traffic(
-    rank: RankPlan, passing: Sequence[PassingStep], size: TensorSize, hosts: tuple[int, ...]
-) -> Traffic:
-    """`traffic` where ranks pass on rows within hosts."""
-    fetched, returned = ([_rows_sent(step, rank.index, hosts) for step in passing],
-                         [_rows_returned(step, rank.index, hosts) for step in passing])  # fmt: skip
-    (sent, received, across), (back_sent, back_received, back_across) = (
-        tuple(map(sum, zip(*rows, strict=True))) for rows in (fetched, returned)
-    )
-    return Traffic(
-        forward_sent=size.key_value_bytes(sent),
-        forward_received=size.key_value_bytes(received),
-        backward_sent=size.key_value_bytes(sent) + returned_bytes(rank, size, back_sent),
-        backward_received=size.key_value_bytes(received)
-        + returned_bytes(rank, size, back_received),
-        forward_across=size.key_value_bytes(across),
-        backward_across=size.key_value_bytes(across) + returned_bytes(rank, size, back_across),
-    )
-
-
-def _rows_sent(step: PassingStep, own: int, hosts: tuple[int, ...]) -> tuple[int, int, int]:
-    """Rows of K and V that are sent, are received, and are sent to another host at a step."""
-    passed = step.step.receive if step.source not in (None, own) else None
-    away = step.sends is not None and hosts[step.sends.receiver] != hosts[own]
-    sent = _rows(step.sends)
-    return sent + _rows(step.passes_on), _rows(step.receives) + _rows(passed), sent * away
-
-
-def _rows_returned(step: PassingStep, own: int, hosts: tuple[int, ...]) -> tuple[int, int, int]:
-    """The same of rows of gradients, those that are due after the step included."""
-    far = step.step.receive if step.load is None else None
-    near = step.step.receive if step.source not in (None, own) else None
-    home = None if step.sends_load else step.sends
-    away = far is not None and hosts[far.sender] != hosts[own]
-    sent = _rows(far) + _rows(near) + _rows(step.completes)
-    received = _rows(home) + _rows(step.passes_on) + _rows(step.returned)
-    return sent, received, _rows(far) * away + _rows(step.completes)
-
-
-def _rows(message: Message | None) -> int:
-    return 0 if message is None else message.rows
+    found = traffic(rank, size)
+    return found.forward_sent + found.backward_sent * backward
 
 
 def memory(rank: RankPlan, size: TensorSize, *, gathers: bool | None = None) -> Memory:

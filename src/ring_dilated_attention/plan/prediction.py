@@ -142,8 +142,8 @@ def predict(
         size: what turns rows into bytes and pairs into operations.
         rates: how fast ranks compute, and how fast rows travel.
         backward: which direction.
-        hosts: host of each rank; None: all are on one. Of rows that all ranks of a host need, each
-            rank receives its share from outside, and the others inside the host.
+        hosts: host of each rank; None: all are on one. A rank receives all rows of other hosts
+            across the network, also those that its neighbours receive too.
         gathers: whether all rows travel at once; None: what the plan decides.
     """
     gathers = rank.plan.gathers if gathers is None else gathers
@@ -182,7 +182,6 @@ class _Model:
     ) -> None:
         self._rank, self._size, self._rates, self._backward = rank, size, rates, backward
         self._hosts = [0] * rank.world_size if hosts is None else hosts
-        self._sharing = self._hosts.count(self._hosts[rank.index])  # ranks of the own host
         self.compute_rates = rates.backward if backward else rates.forward
         plan = rank.plan
         heads_per_kv = plan.num_heads // plan.num_kv_heads
@@ -213,8 +212,7 @@ class _Model:
         total = nbytes(message.rows)
         if self._hosts[message.sender] == self._hosts[self._rank.index]:
             return total, 0
-        across = -(-total // self._sharing)
-        return total - across, across
+        return 0, total
 
     def _seconds(self, groups: tuple[TileGroup, ...]) -> float:
         """How long these groups take to compute."""

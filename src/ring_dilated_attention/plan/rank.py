@@ -11,7 +11,6 @@ from .grouping import group_tiles
 from .joined import Joined, join_segments
 from .own import OwnBranch, OwnWork, own_work
 from .parts import Link, OwnRuns, own_runs
-from .passing import PassingStep, passing_steps
 from .rows import Message, Tile, TileGroup, keys_read
 from .zero_keys import zero_key_groups
 
@@ -86,7 +85,6 @@ class RankPlan:
         self.index = rank
         self.world_size = plan.layout.world_size
         self._steps: dict[int, Step] = {}
-        self._passing: dict[tuple[int, ...], tuple[PassingStep, ...] | None] = {}
         self._crossings = plan.crossings(rank)
         self._arrivals: dict[tuple[int, int], _Arrival] = {}
         self._departures: dict[tuple[int, int], Message | None] = {}
@@ -169,29 +167,25 @@ class RankPlan:
         """What may be computed at once where all messages are in flight; see `join_segments`."""
         return join_segments(self.plan, self._crossings, self.index)
 
-    def at_once(self, *, gathers: bool, hosts: tuple[int, ...] = ()) -> Joined | None:
+    def at_once(self, *, gathers: bool) -> Joined | None:
         """What a call computes at once, when the rows of all steps have arrived, if anything.
 
-        That is where all messages are in flight anyway, or there is only one. Where ranks of a host
-        pass on rows, gradients must be returned step by step.
+        That is where all messages are in flight anyway, or there is only one.
 
         Args:
             gathers: as of `rounds`.
-            hosts: as of `passing_steps`.
         """
-        if self.is_alone or self.passing_steps(hosts) is not None:
+        if self.is_alone:
             return None
         one, *more = self.rounds(gathers=gathers)
         return one.joined if gathers or (not more and one.num_steps == 1) else None
 
-    def groups(
-        self, *, gathers: bool, hosts: tuple[int, ...] = ()
-    ) -> tuple[tuple[TileGroup, ...], tuple[TileGroup, ...]]:
+    def groups(self, *, gathers: bool) -> tuple[tuple[TileGroup, ...], tuple[TileGroup, ...]]:
         """The tiles that a call computes: those of own keys alone, and those of received keys.
 
         The latter may have own keys, too; see `at_once`, whose arguments these are.
         """
-        joined = self.at_once(gathers=gathers, hosts=hosts)
+        joined = self.at_once(gathers=gathers)
         if joined is not None:
             return self.own_work(None, joined=joined).groups, joined.groups
         rounds = self.rounds(gathers=gathers)
@@ -335,16 +329,6 @@ class RankPlan:
         """
         order = product(range(self.plan.pieces), range(1, self.world_size))
         return (self.step(step, piece) for piece, step in order)
-
-    def passing_steps(self, hosts: tuple[int, ...]) -> tuple[PassingStep, ...] | None:
-        """Every step in order where ranks pass on rows within hosts; None: no rank does.
-
-        Args:
-            hosts: host of each rank, numbered from 0; empty: all are on one.
-        """
-        if hosts not in self._passing:
-            self._passing[hosts] = passing_steps(self, hosts)
-        return self._passing[hosts]
 
     @cached_property
     def pairs(self) -> int:

@@ -27,7 +27,6 @@ from ..exchange import (
 from ..resolve import Options, PlannedRows, Resolved, check_integers, resolve
 from ..tiles import accumulate_dtype
 from .derivatives import apply_function, once_differentiable, refuse_tangents
-from .direct import call_operator
 from .flops import count_flops_of
 from .lengths import refuse_tensor_in_graphs
 from .registration import implement
@@ -39,7 +38,6 @@ _OPTIONS = (
     "float? workspace, bool needs_gradients, SymInt[] documents, SymInt[] lengths, "
     "bool detached, int[] head_slice"
 )
-_AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 _Library: Any = torch.library.Library  # its methods have no annotations
 _library = _Library("ring_dilated_attention", "DEF")
 _library.define(
@@ -63,16 +61,6 @@ documents. The other arguments are those that `dilated_attention` has validated.
 BACKWARD = torch.ops.ring_dilated_attention.backward.default
 """(dout, query, key, value, out, lse, identity, measured, borders, *options) -> (dquery, dkey,
 dvalue), contiguous, each as its input."""
-
-
-@untraced
-def call_forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What `FORWARD` returns, by a shorter way where nothing needs to see the operator."""
-    # In inference mode and in what implements other operators autograd is off in the dispatcher.
-    below_autograd = torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD)
-    implementation = _run_forward if below_autograd else _run_autograd
-    out, lse, identity = call_operator(FORWARD, implementation, arguments[:3], *arguments[3:])
-    return out, lse, identity
 
 
 class RingDilatedAttention(torch.autograd.Function):
@@ -138,7 +126,7 @@ class RingDilatedAttention(torch.autograd.Function):
         options = ctx.options
 
         def gradient(*x: Any) -> Any:
-            return call_operator(BACKWARD, _run_backward, x[:6], *x[6:], *options)
+            return BACKWARD(*x, *options)
 
         gradients = once_differentiable("dilated_attention", gradient, dout, *ctx.saved_tensors)
         return *gradients, None, None, None
@@ -164,7 +152,7 @@ def _below_autograd(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *options: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     with torch._C._AutoDispatchBelowAutograd():
-        out, lse, identity = call_operator(FORWARD, _run_forward, (query, key, value), *options)
+        out, lse, identity = FORWARD(query, key, value, *options)
     return out, lse, identity
 
 
@@ -274,10 +262,8 @@ def _fake_backward(
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
 
 
-_run_forward, _run_backward = untraced(_forward), untraced(_backward)
-_run_autograd = untraced(_autograd)
-implement(_library, FORWARD, _run_forward, _fake_forward, _run_autograd)
-implement(_library, BACKWARD, _run_backward, _fake_backward)
+implement(_library, FORWARD, untraced(_forward), _fake_forward, untraced(_autograd))
+implement(_library, BACKWARD, untraced(_backward), _fake_backward)
 
 
 count_flops_of(torch.ops.ring_dilated_attention.forward, torch.ops.ring_dilated_attention.backward)

@@ -16,7 +16,7 @@ import torch
 import typer
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention, plan_attention
-from ring_dilated_attention.plan import TensorSize, flops_by_rank
+from ring_dilated_attention.plan import costs
 
 LONGNET = DilatedPattern([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12])
 
@@ -51,8 +51,8 @@ def main(
             plan = plan_attention(
                 LONGNET, layout, is_causal=causal, num_heads=heads, documents=borders
             )
-            size = TensorSize(batch=1, head_dim=head_dim, element_size=2)
-            work[name] = flops_by_rank(plan, size)[0]
+            size = costs.TensorSize(batch=1, head_dim=head_dim, element_size=2)
+            work[name] = costs.flops_by_rank(plan, size)[0]
         times: dict[tuple[str, bool], list[float]] = {}
         for turn in range(turns + 2):  # the first compile
             for name, borders in documents.items():

@@ -40,7 +40,7 @@ from ring_dilated_attention.draw import (
     timeline,
     timeline_key,
 )
-from ring_dilated_attention.plan import TensorSize, balance, flops_by_rank
+from ring_dilated_attention.plan import costs
 
 FOLDER = Path(__file__).parent.parent / "docs" / "assets" / "figures"
 RANKS = 4
@@ -189,11 +189,11 @@ def senders(style: Style) -> Sheet:
 def work(style: Style) -> Sheet:
     """FLOPs per rank of dense causal attention, contiguous and zigzag."""
     sheet, length = Sheet(style, 9.0, 4.1), 65536
-    size = TensorSize(batch=1, head_dim=128, element_size=2)
+    size = costs.TensorSize(batch=1, head_dim=128, element_size=2)
     for number, layout in enumerate(LAYOUTS):
         plan = plan_of(DilatedPattern.dense(), length, layout=layout, causal=True, heads=16)
-        flops = flops_by_rank(plan, size)
-        found = balance(flops)
+        flops = costs.flops_by_rank(plan, size)
+        found = costs.balance(flops)
         axes = sheet.axes(0.75 + 4.25 * number, 0.95, 3.75, 2.35)
         draw_work(axes, style, flops)
         axes.set_ylim(0, 1.9)
@@ -209,7 +209,7 @@ def work(style: Style) -> Sheet:
 
 def ring(style: Style) -> Sheet:
     """A ring step by step: where transfers hide behind compute, and where ranks wait."""
-    size, model = TensorSize(batch=1, head_dim=128, element_size=2), CostModel()
+    size, model = costs.TensorSize(batch=1, head_dim=128, element_size=2), CostModel()
     sheet = Sheet(style, 9.6, 7.4)
     for number, (length, title) in enumerate(
         ((65536, "transfers hide behind compute"), (8192, "too short: ranks wait for rows"))

@@ -27,7 +27,7 @@ import typer
 from ring_dilated_attention import DilatedPattern, dilated_attention
 from ring_dilated_attention.kernels import H200
 from ring_dilated_attention.named_patterns import named
-from ring_dilated_attention.plan import FEW_ADDITIONS
+from ring_dilated_attention.plan import RankPlan
 from ring_dilated_attention.resolve import forget_plans
 from ring_dilated_attention.tiles import Selection, TileBackend, TileInputs, limits_on
 
@@ -169,7 +169,7 @@ def _kernels_that_do_nothing() -> Iterator[None]:
         return Selection(nothing, limits_on(H200, 2, head_dim, keeps_calls=True))
 
     def sum_dtype(query: torch.Tensor, additions: float) -> torch.dtype:
-        return query.dtype if additions <= FEW_ADDITIONS else torch.float32
+        return query.dtype if additions <= RankPlan.FEW_ADDITIONS else torch.float32
 
     package = "ring_dilated_attention"
     with (

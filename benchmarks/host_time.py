@@ -23,7 +23,7 @@ import typer
 from ranks import join
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention
-from ring_dilated_attention.plan import attention
+from ring_dilated_attention.plan import spec
 from ring_dilated_attention.resolve import forget_plans
 
 
@@ -61,7 +61,7 @@ def main(
 
     rows: list[dict[str, Any]] = []
     for exponent in power or (28, 31):
-        attention.ROUND_PAIRS = 1 << exponent
+        spec.ROUND_PAIRS = 1 << exponent
         forget_plans()  # plans keep their rounds
         profilers = {forward: cProfile.Profile(), backward: cProfile.Profile()}
         times: dict[Callable[[], None], list[float]] = {forward: [], backward: []}

@@ -23,7 +23,7 @@ import typer
 
 from ring_dilated_attention import AttentionPlan, DilatedPattern, SequenceLayout, plan_attention
 from ring_dilated_attention.kernels import H200, rates_on
-from ring_dilated_attention.plan import TensorSize, efficiency, host_of_ranks, predict
+from ring_dilated_attention.plan import costs
 
 RESULTS = Path(__file__).parent / "results"
 FITTED, HELD_OUT = "many_gpus_x2.json", "many_gpus_x4.json"
@@ -78,16 +78,16 @@ class Row:
 
 
 def seconds(
-    plan: AttentionPlan, size: TensorSize, *, backward: bool, per_host: int, across: float
+    plan: AttentionPlan, size: costs.TensorSize, *, backward: bool, per_host: int, across: float
 ) -> float:
     """A call on the slowest of up to four ranks."""
     rates = rates_on(H200, size, link_gb_s=INSIDE_GB_S, network_gb_s=across)
     ranks = plan.layout.world_size
-    hosts = host_of_ranks(-(-ranks // per_host), per_host)[:ranks]
+    hosts = costs.host_of_ranks(-(-ranks // per_host), per_host)[:ranks]
     ways = (False, True) if backward else (False,)
     shown = {(ranks - 1) * i // 3 for i in range(4)}
     return max(
-        sum(predict(plan.rank(r), size, rates, backward=w, hosts=hosts).seconds for w in ways)
+        sum(costs.predict(plan.rank(r), size, rates, backward=w, hosts=hosts).seconds for w in ways)
         for r in shown
     )
 
@@ -108,7 +108,7 @@ def _rows(file: str, table: str, row: dict[str, Any]) -> Iterator[Row]:
     case, gpus = row["case"], row["ranks"]
     length = case["length"] // gpus if row["scaling"] == "weak" else case["length"]
     element_size = 2 if case["dtype"] == "bfloat16" else 4
-    size = TensorSize(batch=1, head_dim=case["head_dim"], element_size=element_size)
+    size = costs.TensorSize(batch=1, head_dim=case["head_dim"], element_size=element_size)
     causal = ", causal" * (case["is_causal"] and table != "dense")
     for name, backward in (("forward", False), ("forward_backward", True)):
         one, several = (
@@ -139,16 +139,16 @@ def _measured_plan(case: dict[str, Any], length: int, ranks: int) -> AttentionPl
 def predictions(case: str, across: float = ACROSS_GB_S) -> Iterator[dict[str, Any]]:
     """A case of `PREDICTED` with `PER_GPU` tokens on each of `GPUS`."""
     branches, heads, causal = PREDICTED[case]
-    size = TensorSize(batch=1, head_dim=128, element_size=2)
+    size = costs.TensorSize(batch=1, head_dim=128, element_size=2)
     rates = rates_on(H200, size, link_gb_s=INSIDE_GB_S, network_gb_s=across)
     for gpus in GPUS:
         layout = SequenceLayout.named("auto", PER_GPU * gpus, gpus, is_causal=causal)
         pattern = DilatedPattern([w for w, _ in branches], [r for _, r in branches])
         plan = plan_attention(pattern, layout, is_causal=causal, num_heads=heads)
-        hosts = host_of_ranks(-(-gpus // PER_HOST), min(gpus, PER_HOST))
+        hosts = costs.host_of_ranks(-(-gpus // PER_HOST), min(gpus, PER_HOST))
         ranks = [plan.rank(rank) for rank in sorted({0, gpus // 2, gpus - 1})]
         ways = [
-            tuple(predict(rank, size, rates, backward=w, hosts=hosts) for w in (False, True))
+            tuple(costs.predict(rank, size, rates, backward=w, hosts=hosts) for w in (False, True))
             for rank in ranks
         ]
         slowest = max(ways, key=lambda x: sum(y.seconds for y in x))
@@ -157,8 +157,10 @@ def predictions(case: str, across: float = ACROSS_GB_S) -> Iterator[dict[str, An
             "gpus": gpus,
             "forward": asdict(slowest[0]),
             "backward": asdict(slowest[1]),
-            "efficiency": efficiency(plan, size, rates, total),
-            "device_efficiency": efficiency(plan, size, rates, sum(x.device for x in slowest)),
+            "efficiency": costs.efficiency(plan, size, rates, total),
+            "device_efficiency": costs.efficiency(
+                plan, size, rates, sum(x.device for x in slowest)
+            ),
         }
 
 

@@ -30,7 +30,7 @@ from ranks import join
 from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention
 from ring_dilated_attention.exchange import Group, ProcessGroupExchange, run_loopback
 from ring_dilated_attention.exchange.cuda_driver import wait_for_flag
-from ring_dilated_attention.plan import attention
+from ring_dilated_attention.plan import spec
 
 DENSE = DilatedPattern.dense()
 
@@ -42,13 +42,13 @@ def main(
     repeats: int = 5,
     device: Annotated[str, typer.Option(help="cuda or cpu")] = "cuda",
     pairs: Annotated[
-        int, typer.Option(help="see plan.attention.ROUND_PAIRS: the more, the fewer messages")
-    ] = attention.ROUND_PAIRS,
+        int, typer.Option(help="see plan.spec.ROUND_PAIRS: the more, the fewer messages")
+    ] = spec.ROUND_PAIRS,
     only: Annotated[str, typer.Option(help="calls whose names begin with this")] = "",
     out: Annotated[Path | None, typer.Option(help="JSON file to write")] = None,
 ) -> None:
     """Time and weigh every kind of call."""
-    attention.ROUND_PAIRS = pairs
+    spec.ROUND_PAIRS = pairs
     cuda = device == "cuda"
     rank, world_size, world, ranks, own = join(device)
     layout = SequenceLayout.zigzag(length, world_size)

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 4 benchmarks/rounds.py --out rounds.json
 
-Each row is a call with another value of `plan.attention.ROUND_PAIRS`, one GPU in the same run;
+Each row is a call with another value of `plan.spec.ROUND_PAIRS`, one GPU in the same run;
 timed as in transports.py. Memory is inputs and peak over those of one GPU.
 """
 
@@ -18,7 +18,7 @@ import typer
 from ranks import join
 from transports import DENSE, Case, call_of, measure
 
-from ring_dilated_attention.plan import attention
+from ring_dilated_attention.plan import spec
 from ring_dilated_attention.resolve import forget_plans
 
 HEADS = 16
@@ -44,7 +44,7 @@ def main(
         torch.cuda.empty_cache()
         dist.barrier(group=ranks)
         for power in powers:
-            attention.ROUND_PAIRS = 1 << power
+            spec.ROUND_PAIRS = 1 << power
             forget_plans()  # plans keep their rounds
             call = call_of(case, world, rank, world_size, device)
             times, peak = measure(call, samples, ranks)

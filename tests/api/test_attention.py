@@ -25,7 +25,7 @@ from ring_dilated_attention.checks import (
 )
 from ring_dilated_attention.engine import kernels_on, ring
 from ring_dilated_attention.exchange import LoopbackExchange, run_loopback
-from ring_dilated_attention.plan import TensorSize, memory
+from ring_dilated_attention.plan import costs
 
 
 def run_here(case):
@@ -64,7 +64,7 @@ def test_a_ring_cut_up_holds_less_and_moves_the_same():
     plan = dense(2**18)
     assert [one.kv_heads for one in plan.rounds] == [range(i, i + 1) for i in range(16)]
     assert all(one.pieces == 2 for one in plan.rounds)
-    size = TensorSize(batch=1, head_dim=128, element_size=2)
+    size = costs.TensorSize(batch=1, head_dim=128, element_size=2)
     for rank in map(plan.rank, range(4)):
         parts = rank.rounds(gathers=False)
         assert sum(part.total_received_rows for part in parts) == rank.total_received_rows
@@ -72,7 +72,7 @@ def test_a_ring_cut_up_holds_less_and_moves_the_same():
         # Two messages of a sixteenth of the heads: of one of two ranges each, or, from earlier
         # ranks, of whose second range no query sees anything, of half of the first.
         halves = [4, 4, 3, 2][rank.index]
-        assert memory(rank, size).buffers == halves * memory(rank, size).key // 2 // 16
+        assert costs.memory(rank, size).buffers == halves * costs.memory(rank, size).key // 2 // 16
 
 
 def test_no_rank_of_a_balanced_ring_computes_longer_at_a_step():

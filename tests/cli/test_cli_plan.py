@@ -23,7 +23,7 @@ from ring_dilated_attention.cli import run_verify as verify_command
 from ring_dilated_attention.cli.plan_tables import RowBytes, row_bytes
 from ring_dilated_attention.engine import compute, kernel_calls
 from ring_dilated_attention.exchange import run_loopback
-from ring_dilated_attention.plan import TensorSize, balance, flops, flops_by_rank, keys_read
+from ring_dilated_attention.plan import costs
 from ring_dilated_attention.tiles import TileInputs
 
 
@@ -141,10 +141,10 @@ def test_operations_counted_without_a_plan_are_the_plan_s(pattern, layout, is_ca
         num_kv_heads=heads,
         documents=sorted({0, layout.length, *borders}),
     )
-    size = TensorSize(batch=2, head_dim=3, element_size=4)
-    work = flops_by_rank(plan, size)
-    assert work == [flops(plan.rank(rank), size) for rank in range(layout.world_size)]
-    found = balance(work)
+    size = costs.TensorSize(batch=2, head_dim=3, element_size=4)
+    work = costs.flops_by_rank(plan, size)
+    assert work == [costs.flops(plan.rank(rank), size) for rank in range(layout.world_size)]
+    found = costs.balance(work)
     assert 1 <= found.imbalance <= layout.world_size
     assert work[found.largest_rank] == max(work)
 
@@ -201,13 +201,13 @@ def test_plan_counts_what_a_call_does(monkeypatch, pattern, layout, is_causal):
     plan = plan_attention(
         pattern, layout, is_causal=is_causal, num_heads=heads, num_kv_heads=kv_heads
     )
-    size = TensorSize(batch=batch, head_dim=8, element_size=4)
+    size = costs.TensorSize(batch=batch, head_dim=8, element_size=4)
     for index, (forward, returned) in enumerate(found):
         planned = plan.rank(index)
         local, remote = planned.groups(gathers=plan.gathers)
         assert forward["calls"] == kernel_calls((*local, *remote), planned, batch)
         # A kernel call computes one of the query heads of a KV head; the next reads its keys again.
-        keys = sum(map(keys_read, local))
+        keys = sum(group.keys_read for group in local)
         again = size.key_value_bytes(keys) * (heads // kv_heads - 1)
         read = RowBytes(forward["in place"] - again, forward["packed"], forward["spread"], returned)
         assert read == row_bytes(planned, size)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from ring_dilated_attention import DilatedKVCache, DilatedPattern
 from ring_dilated_attention.cli import app
 from ring_dilated_attention.exchange import run_loopback
-from ring_dilated_attention.plan import cache_use
+from ring_dilated_attention.plan import costs
 
 LONGNET = ["--segment-lengths=2048,4096,8192,16384,32768", "--dilation-rates=1,2,4,6,12"]
 SHAPES: dict[str, Any] = {
@@ -68,7 +68,7 @@ def brute_force(pattern, heads, length):
 @settings(max_examples=100, deadline=None)
 @given(patterns(), st.integers(1, 5), st.integers(1, 150))
 def test_what_is_kept_and_shown(pattern, heads, length):
-    uses = cache_use(pattern, heads, length)
+    uses = costs.cache_use(pattern, heads, length)
     assert [use.index for use in uses] == list(range(len(pattern.branches)))
     found = [(use.heads, use.kept, use.steps, use.shown) for use in uses]
     assert found == brute_force(pattern, heads, length)

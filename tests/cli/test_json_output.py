@@ -16,7 +16,7 @@ from ring_dilated_attention.bench import given_workload
 from ring_dilated_attention.checks import TENSORS, Outcome
 from ring_dilated_attention.cli import app, run_verify
 from ring_dilated_attention.cli.sharded import Sharded
-from ring_dilated_attention.plan import TensorSize, memory, traffic
+from ring_dilated_attention.plan import costs
 from ring_dilated_attention.terminal import json_text
 
 BRANCHES = "--segment-lengths=16,50,all --dilation-rates=1,3,4 --num-heads=4 --head-dim=8"
@@ -105,7 +105,7 @@ def test_a_plan_has_the_numbers_of_its_tables(tmp_path):
         ),
         ranks=3, most_ranks=3, layout_name="auto", documents=None,
     ).plan  # fmt: skip
-    size = TensorSize(batch=1, head_dim=8, element_size=2)
+    size = costs.TensorSize(batch=1, head_dim=8, element_size=2)
     compute, exchange = rows(output, "Compute per call"), rows(output, "Exchange per call")
     assert [x["rank"] for x in document["ranks"]] == [0, 1, 2] == [int(x[0]) for x in compute]
     for x, cells, moved in zip(document["ranks"], compute, exchange, strict=True):
@@ -116,8 +116,8 @@ def test_a_plan_has_the_numbers_of_its_tables(tmp_path):
         )
         assert f"{x['of_mean']:.3f}" == cells[-1]
         assert [x["rows_received"], x["rows_sent"]] == list(map(number, moved[1:3]))
-        assert x["traffic_bytes"] == vars(traffic(rank, size))
-        assert x["memory_bytes"]["total"] == memory(rank, size).total
+        assert x["traffic_bytes"] == vars(costs.traffic(rank, size))
+        assert x["memory_bytes"]["total"] == costs.memory(rank, size).total
         assert len(x["tiles"]) == x["local_tiles"] + x["remote_tiles"]
         sent = [y for y in x["messages"] if y["direction"] == "send"]
         assert len(sent) == x["forward_messages"] == number(moved[-1])

@@ -418,7 +418,7 @@ def test_a_bar_leaves_room_for_the_echo_of_ctrl_c() -> None:
 
 def test_simulations_and_proofs_tell_how_far_they_are() -> None:
     from ring_dilated_attention.checks import simulated_flops
-    from ring_dilated_attention.plan import check_plan, proof_steps
+    from ring_dilated_attention.plan import check_plan, costs
 
     layout = SequenceLayout.contiguous(101, 5)
     case = Case(pattern=DilatedPattern([16, None], [1, 3]), layout=layout, dtype=torch.float32)
@@ -431,4 +431,4 @@ def test_simulations_and_proofs_tell_how_far_they_are() -> None:
     plan = plan_attention(case.pattern, layout, is_causal=True, num_heads=4, num_kv_heads=4)
     check_plan(plan, told=counts.append)
     assert counts == sorted(counts)
-    assert counts[-1] == proof_steps(plan)
+    assert counts[-1] == costs.proof_steps(plan)

@@ -25,7 +25,7 @@ from ring_dilated_attention.decode.call import strips_on
 from ring_dilated_attention.engine import merge_
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.kernels import NO_END, DecodeTuning, profile_of, strips_of_cache
-from ring_dilated_attention.plan import plan_cache, replicated_strips
+from ring_dilated_attention.plan import plan_cache
 
 pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -326,7 +326,7 @@ def test_strips_hold_each_visible_key_once(pattern, is_causal, length, kv_heads,
     seen: dict[tuple[int, int], list[int]] = {}
     for rank, ranges in enumerate(layout.ranges):
         held = [position for start, stop in ranges for position in range(start, stop)]
-        for head, strips in enumerate(replicated_strips(plan, positions, rank)):
+        for head, strips in enumerate(plan.replicated_strips(positions, rank)):
             for row, step, count, *limits in strips:
                 assert max(limits) <= count
                 for query, limit in zip(positions, limits, strict=True):

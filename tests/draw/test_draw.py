@@ -39,11 +39,11 @@ from ring_dilated_attention.draw import (
     work_figure,
     work_text,
 )
-from ring_dilated_attention.plan import TensorSize, flops, flops_by_rank, traffic
+from ring_dilated_attention.plan import costs
 from ring_dilated_attention.terminal import in_bytes
 
 ROOT = Path(__file__).parents[2]
-SIZE = TensorSize(batch=2, head_dim=8, element_size=2)
+SIZE = costs.TensorSize(batch=2, head_dim=8, element_size=2)
 THREE = DilatedPattern([8, 16, None], [1, 2, 4])
 SPLIT = DilatedPattern([7, None], [3, 2], head_branches="split")
 ODD = DilatedPattern([5, 13], [2, 7], head_offsets="blocked", zero_keys=True)
@@ -111,12 +111,12 @@ def test_the_matrix_and_the_timeline_are_the_plan_s(pattern, layout, is_causal, 
     for gathers in (None, False, True):
         found = timeline(plan, SIZE, model, gathers=gathers)
         for rank in ranks:
-            moved = traffic(plan.rank(rank), SIZE)
+            moved = costs.traffic(plan.rank(rank), SIZE)
             assert SIZE.key_value_bytes(int(sent[rank].sum())) == moved.forward_sent
             own = [x for x in found.activities if x.rank == rank]
             received = sum(x.nbytes for x in own)
             assert received == moved.forward_received
-            seconds = flops(plan.rank(rank), SIZE) / 1e9
+            seconds = costs.flops(plan.rank(rank), SIZE) / 1e9
             assert found.seconds("compute", rank) == pytest.approx(seconds)
             assert found.seconds("receive", rank) == pytest.approx(received / 1e7)
             for lane in (("compute", "wait"), ("receive",)):
@@ -137,7 +137,7 @@ def test_a_slow_link_is_waited_for_and_a_fast_one_is_not():
     fast = timeline(plan, SIZE, CostModel(tflops=1, link_gb_s=1e6))
     assert slow.seconds("wait") > 0.5 * slow.total
     assert fast.seconds("wait") == 0
-    assert fast.total == pytest.approx(max(flops_by_rank(plan, SIZE)) / 1e12)
+    assert fast.total == pytest.approx(max(costs.flops_by_rank(plan, SIZE)) / 1e12)
 
 
 def squares(axes):
@@ -186,7 +186,7 @@ def test_long_masks_are_drawn_as_pixels():
 def test_bars_and_matrix_are_the_plan_s():
     plans = {name: plan_of(DilatedPattern.dense(), 96, 4, name, True, None) for name in MAKE}
     for axes, plan in zip(work_figure(plans, SIZE).axes, plans.values(), strict=True):
-        work = np.array(flops_by_rank(plan, SIZE))
+        work = np.array(costs.flops_by_rank(plan, SIZE))
         assert np.allclose([bar.get_height() for bar in axes.containers[0]], work / work.mean())
     plan = plan_of(*CASES[0])
     sent = rows_sent(plan)
@@ -234,7 +234,7 @@ def test_every_picture_of_every_case(case, tmp_path):
 
 def test_text_has_a_unit_for_any_amount():
     plan = plan_of(DilatedPattern.dense(), 1 << 40, 2, "contiguous", False, None)
-    lines = exchange_text(plan, TensorSize(batch=1 << 20, head_dim=128, element_size=2), 0)
+    lines = exchange_text(plan, costs.TensorSize(batch=1 << 20, head_dim=128, element_size=2), 0)
     assert lines[-3].startswith("EiB from")
 
 

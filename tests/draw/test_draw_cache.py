@@ -28,9 +28,9 @@ from ring_dilated_attention.draw import (
     kept_rows,
     rows_of,
 )
-from ring_dilated_attention.plan import TensorSize
+from ring_dilated_attention.plan import costs
 
-SIZE = TensorSize(batch=2, head_dim=8, element_size=2)
+SIZE = costs.TensorSize(batch=2, head_dim=8, element_size=2)
 THREE = DilatedPattern([8, 16, None], [1, 2, 4])
 LONGNET = DilatedPattern([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12])
 CASES = [

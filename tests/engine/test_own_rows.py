@@ -446,7 +446,7 @@ def test_which_runs_go_row_by_row(seed):
 
     flops = 10 ** dice.uniform(0, 8)
     found: dict[Any, list[bool]] = {}
-    choose = own.ByRows(plan, 3, flops)
+    choose = own.ByRows(plan.rank(0), 3, flops)
     plan.rank(0).own_work(lambda *given: found.setdefault(given, choose(*given)))
     every = 0.0
     for (branch, runs), flags in found.items():

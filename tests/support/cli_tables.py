@@ -15,7 +15,7 @@ from ring_dilated_attention.cli import (
     tile_tables,
 )
 from ring_dilated_attention.cli.sharded import Sharded
-from ring_dilated_attention.plan import TensorSize, flops_by_rank
+from ring_dilated_attention.plan import costs
 from ring_dilated_attention.terminal import Table
 
 BILLION = 2**30
@@ -30,9 +30,9 @@ def plan_of_a_billion() -> list[Table]:
     pattern = DilatedPattern([2048, 32768, None], [1, 12, 65536])
     layout = SequenceLayout.contiguous(BILLION, 4096)
     plan = plan_attention(pattern, layout, is_causal=True, num_heads=12, num_kv_heads=12)
-    size = TensorSize(batch=64, head_dim=128, element_size=8)
+    size = costs.TensorSize(batch=64, head_dim=128, element_size=8)
     ranks = [plan.rank(17), plan.rank(4095)]
-    work = flops_by_rank(plan, size)
+    work = costs.flops_by_rank(plan, size)
     figures = [plan_tables.RankFigures.of(rank, size) for rank in ranks]
     return [
         *plan_tables.rank_tables(figures, work),
@@ -45,11 +45,11 @@ def small_plan() -> list[Table]:
     layout = SequenceLayout.zigzag(100, 3)
     pattern = DilatedPattern([16, 64], [1, 3])
     plan = plan_attention(pattern, layout, is_causal=True, num_heads=4, num_kv_heads=2)
-    size = TensorSize(batch=1, head_dim=8, element_size=4)
+    size = costs.TensorSize(batch=1, head_dim=8, element_size=4)
     ranks = [plan.rank(rank) for rank in range(3)]
     figures = [plan_tables.RankFigures.of(rank, size) for rank in ranks]
     return [
-        *plan_tables.rank_tables(figures, flops_by_rank(plan, size)),
+        *plan_tables.rank_tables(figures, costs.flops_by_rank(plan, size)),
         *map(tile_tables.tiles_table, ranks),
         *(tile_tables.messages_table(rank, size) for rank in ranks),
     ]

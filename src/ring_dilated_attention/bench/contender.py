@@ -12,7 +12,7 @@ from ..checks import reference_attention
 from ..exchange import Group
 from ..layout import SequenceLayout
 from ..pattern import DilatedPattern
-from ..plan import flops_by_rank
+from ..plan import costs
 from .workload import Workload
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -111,7 +111,7 @@ def flops_on(
     workload: Workload, site: Site, layout: SequenceLayout, pattern: DilatedPattern | None = None
 ) -> int:
     """Useful operations of this rank's forward call, counted by the plan."""
-    return flops_by_rank(workload.plan(layout, pattern), workload.size)[site.rank]
+    return costs.flops_by_rank(workload.plan(layout, pattern), workload.size)[site.rank]
 
 
 def refuse_grouped_queries(name: str, workload: Workload) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..exchange import ProcessGroupExchange
-from ..plan import memory
+from ..plan import costs
 from . import measure
 from .contenders import OURS
 from .entry import Entry
@@ -37,7 +37,7 @@ def measure_memory(
         assert entry.contender is not None
         plan = workload.plan(entry.contender.layout).rank(team.rank)
         gathers = None if exchange == "auto" else exchange == "gather"
-        planned = memory(plan, workload.size, gathers=gathers)
+        planned = costs.memory(plan, workload.size, gathers=gathers)
         lse, buffers, outbox = planned.lse, planned.buffers, 0
         if team.size > 1:
             outbox = ProcessGroupExchange(team.groups[OURS]).outbox_bytes(team.device)

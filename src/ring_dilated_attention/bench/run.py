@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ..exchange import Group, resolve_exchange
-from ..plan import sent_bytes
+from ..plan import costs
 from ..terminal import count_of
 from . import measure
 from .contender import Contender, Shapes, Site
@@ -284,7 +284,7 @@ class _Run:
         waiting = Entry(OURS, self._build(OURS, self.workload, timed), entry.sets)
         assert waiting.contender is not None
         plan = self.workload.plan(waiting.contender.layout).rank(team.rank)
-        expected = sent_bytes(plan, self.workload.size, backward=backward)
+        expected = costs.sent_bytes(plan, self.workload.size, backward=backward)
         return measure_communication(waiting.turn(backward), timed, team, calls, expected)
 
     def _errors(self, entry: Entry) -> tuple[Errors | None, str]:

@@ -10,7 +10,7 @@ import torch
 from ..checks import check_pattern, check_size
 from ..layout import SequenceLayout
 from ..pattern import DilatedPattern, check_choice
-from ..plan import AttentionPlan, TensorSize, flops, plan_attention
+from ..plan import AttentionPlan, costs, plan_attention
 from ..tiles import Backend
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -86,9 +86,9 @@ class Workload:
         return elements * self.torch_dtype.itemsize
 
     @property
-    def size(self) -> TensorSize:
+    def size(self) -> costs.TensorSize:
         """What turns its rows into bytes."""
-        return TensorSize(
+        return costs.TensorSize(
             batch=self.batch_size, head_dim=self.head_dim, element_size=self.torch_dtype.itemsize
         )
 
@@ -121,7 +121,7 @@ class Workload:
             pattern: what to compute instead of the workload's own pattern.
         """
         alone = SequenceLayout.contiguous(self.seq_len, 1)
-        return flops(self.plan(alone, pattern).rank(0), self.size)
+        return costs.flops(self.plan(alone, pattern).rank(0), self.size)
 
     def twin(self, most: int) -> Workload:
         """The workload on at most `most` positions, batch 1, for comparing with brute force.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ..plan import RankPlan, TensorSize, balance
+from ..plan import RankPlan, costs
 from .plan_tables import RankFigures, times_mean
 from .sharded import Sharded
 from .tile_tables import messages_of, tiles_of
@@ -29,7 +29,7 @@ def plan_document(
         tiles: whether to list each tile and message of those ranks.
         proven: whether the plan has been proven by enumeration.
     """
-    plan, size, found = sharded.plan, sharded.workload.size, balance(work)
+    plan, size, found = sharded.plan, sharded.workload.size, costs.balance(work)
     ranks = [_rank(x, work) for x in figures]
     if tiles:
         for document in ranks:
@@ -75,7 +75,7 @@ def _rank(figures: RankFigures, work: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def _lists(rank: RankPlan, size: TensorSize) -> dict[str, Any]:
+def _lists(rank: RankPlan, size: costs.TensorSize) -> dict[str, Any]:
     """Every tile and every message of a rank."""
     branches = rank.plan.pattern.branches
     return {

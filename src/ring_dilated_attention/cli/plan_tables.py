@@ -7,17 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..engine import kernel_calls
-from ..plan import (
-    Memory,
-    RankPlan,
-    Rows,
-    TensorSize,
-    Tile,
-    Traffic,
-    memory,
-    returned_bytes,
-    traffic,
-)
+from ..plan import RankPlan, Rows, Tile, costs
 from ..terminal import BYTES, FLOP, Column, Table, amounts, counts, numbers
 
 
@@ -45,7 +35,7 @@ class RowBytes(NamedTuple):
     returned: int
 
 
-def row_bytes(rank: RankPlan, size: TensorSize) -> RowBytes:
+def row_bytes(rank: RankPlan, size: costs.TensorSize) -> RowBytes:
     """Count the rows that a rank reads in place, and those that it copies."""
     heads_per_kv = rank.plan.num_heads // rank.plan.num_kv_heads
     received = [step.receive for step in rank.steps() if step.receive is not None]
@@ -67,7 +57,7 @@ def row_bytes(rank: RankPlan, size: TensorSize) -> RowBytes:
         in_place=rows * size.batch * size.head_dim * size.element_size,
         packed=size.key_value_bytes(packed),
         spread=size.key_value_bytes(slots),
-        returned=returned_bytes(rank, size, sent),
+        returned=costs.returned_bytes(rank, size, sent),
     )
 
 
@@ -105,12 +95,12 @@ class RankFigures:
     rows: RowBytes
     rows_in: int
     rows_out: int
-    moved: Traffic
+    moved: costs.Traffic
     messages: int
-    held: Memory
+    held: costs.Memory
 
     @classmethod
-    def of(cls, rank: RankPlan, size: TensorSize) -> RankFigures:
+    def of(cls, rank: RankPlan, size: costs.TensorSize) -> RankFigures:
         """Count; it takes seconds where there are thousands of ranks."""
         steps = [step for one in rounds_of(rank) for step in one.steps()]
         local, remote = rank.groups(gathers=rank.plan.gathers)
@@ -125,9 +115,9 @@ class RankFigures:
             rows=row_bytes(rank, size),
             rows_in=rank.total_received_rows,
             rows_out=rank.total_sent_rows,
-            moved=traffic(rank, size),
+            moved=costs.traffic(rank, size),
             messages=sum(step.send is not None for step in steps),
-            held=memory(rank, size),
+            held=costs.memory(rank, size),
         )
 
 

@@ -11,17 +11,7 @@ from rich.console import Console
 
 from ..checks import check_size
 from ..layout import SequenceLayout
-from ..plan import (
-    AttentionPlan,
-    Balance,
-    TensorSize,
-    balance,
-    check_plan,
-    enumerated,
-    flops_by_rank,
-    proof_steps,
-    step_imbalance,
-)
+from ..plan import AttentionPlan, check_plan, costs
 from ..terminal import Progress, make_console, show_table
 from .options import CHECKED_PAIRS
 from .plan_document import plan_document
@@ -76,12 +66,12 @@ def show(
     chosen = [plan.rank(rank) for rank in shown]
     console.print(str(sharded))
     console.print(_decision(plan))
-    work = flops_by_rank(plan, size)
-    console.print(in_words(balance(work)) + _with_zigzag(plan, size))
+    work = costs.flops_by_rank(plan, size)
+    console.print(in_words(costs.balance(work)) + _with_zigzag(plan, size))
     if world_size <= SHOWN_ALL and not plan.gathers and world_size > 1:
         console.print(
-            f"balance by ring step: {step_imbalance(plan):.3f} times the mean, if all ranks waited "
-            "for each other after every step"
+            f"balance by ring step: {costs.step_imbalance(plan):.3f} times the mean, if all ranks "
+            "waited for each other after every step"
         )
     console.print()
     figures = []
@@ -103,7 +93,7 @@ def show(
 
 
 def _prove(plan: AttentionPlan, console: Console) -> None:
-    with Progress("check", total=proof_steps(plan), unit="pairs") as progress:
+    with Progress("check", total=costs.proof_steps(plan), unit="pairs") as progress:
         check_plan(plan, told=progress.update)
     console.print(
         "proven: every (branch, head, query, visible key) is computed once; sends match receives; "
@@ -113,7 +103,7 @@ def _prove(plan: AttentionPlan, console: Console) -> None:
 
 def _refuse_long_check(plan: AttentionPlan, limit: int) -> None:
     check_size("check_limit", limit, sys.maxsize)
-    work = enumerated(plan)
+    work = costs.enumerated(plan)
     if work > limit:
         raise ValueError(
             f"--check would enumerate {work:,} pairs of positions, more than {limit:,}: take a "
@@ -136,7 +126,7 @@ def _decision(plan: AttentionPlan) -> str:
     )
 
 
-def in_words(found: Balance) -> str:
+def in_words(found: costs.Balance) -> str:
     """A sentence on how evenly the operations are dealt to the ranks."""
     if found.world_size == 1:
         return "balance: one rank computes everything"
@@ -146,10 +136,11 @@ def in_words(found: Balance) -> str:
     )
 
 
-def _with_zigzag(plan: AttentionPlan, size: TensorSize) -> str:
+def _with_zigzag(plan: AttentionPlan, size: costs.TensorSize) -> str:
     """What zigzag would make of causal work that is dealt unevenly."""
     layout = SequenceLayout.zigzag(plan.layout.length, plan.layout.world_size)
     if not plan.is_causal or plan.layout == layout or plan.layout.world_size == 1:
         return ""
     zigzag = replace(plan, layout=layout)
-    return f" (layout zigzag: {balance(flops_by_rank(zigzag, size)).imbalance:.3f} times the mean)"
+    imbalance = costs.balance(costs.flops_by_rank(zigzag, size)).imbalance
+    return f" (layout zigzag: {imbalance:.3f} times the mean)"

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from ..decode import SHARD_BYTES
 from ..pattern import Branch
-from ..plan import BranchUse, CachePlan, cache_use, plan_cache
+from ..plan import CachePlan, costs, plan_cache
 from ..terminal import (
     BYTES,
     Table,
@@ -43,7 +43,7 @@ class CacheFigures:
     length: int
     whole: CachePlan
     shared: CachePlan
-    branches: list[BranchUse]
+    branches: list[costs.BranchUse]
 
     @classmethod
     def of(cls, sharded: Sharded) -> CacheFigures:
@@ -55,7 +55,7 @@ class CacheFigures:
             length=stop - first,
             whole=plan_cache(*about),
             shared=plan_cache(*about, 0, sharded.ranks),
-            branches=cache_use(*about),
+            branches=costs.cache_use(*about),
         )
 
     @property

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from ..kernels import H200, rates_on
-from ..plan import Prediction, Rates, efficiency, host_of_ranks, predict
+from ..plan import costs
 from ..terminal import (
     BYTES,
     SECONDS,
@@ -43,8 +43,8 @@ class Hosts(NamedTuple):
 
 class _Predicted(NamedTuple):
     rank: int
-    forward: Prediction
-    backward: Prediction
+    forward: costs.Prediction
+    backward: costs.Prediction
 
     @property
     def seconds(self) -> float:
@@ -70,18 +70,18 @@ def show_hosts(
     """
     size = sharded.workload.size
     rates = rates_on(H200, size, link_gb_s=hosts.link_gb_s, network_gb_s=hosts.network_gb_s)
-    host_of = host_of_ranks(hosts.number, hosts.gpus)
+    host_of = costs.host_of_ranks(hosts.number, hosts.gpus)
     found = []
     with Progress("predict", total=len(shown), unit="ranks") as progress:
         for rank in shown:
             ways = [
-                predict(sharded.plan.rank(rank), size, rates, backward=way, hosts=host_of)
+                costs.predict(sharded.plan.rank(rank), size, rates, backward=way, hosts=host_of)
                 for way in (False, True)
             ]
             found.append(_Predicted(rank, *ways))
             progress.update(len(found))
     seconds = max(x.seconds for x in found)
-    share = efficiency(sharded.plan, size, rates, seconds)
+    share = costs.efficiency(sharded.plan, size, rates, seconds)
     slowest = max(found, key=lambda x: x.seconds)
     console.print(_in_words(slowest, share))
     console.print(f"model, not a measurement: {_assumed(rates)}")
@@ -113,7 +113,7 @@ def _in_words(slowest: _Predicted, share: float) -> str:
     )
 
 
-def _assumed(rates: Rates) -> str:
+def _assumed(rates: costs.Rates) -> str:
     return (
         f"H200, {rates.forward.flops / 1e12:.0f} TFLOP/s in long tiles of forward and "
         f"{rates.backward.flops / 1e12:.0f} of backward, "
@@ -154,5 +154,5 @@ def _table(found: Sequence[_Predicted]) -> Table:
     )  # fmt: skip
 
 
-def _document(way: Prediction) -> dict[str, Any]:
+def _document(way: costs.Prediction) -> dict[str, Any]:
     return {**asdict(way), "step_seconds": way.step_seconds}

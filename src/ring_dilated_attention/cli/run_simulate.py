@@ -20,7 +20,7 @@ from ..checks import (
     simulated_flops,
 )
 from ..functional import Schedule
-from ..plan import Memory
+from ..plan import costs
 from ..terminal import (
     BYTES,
     FLOP,
@@ -39,7 +39,7 @@ from ..terminal import (
 from .run_plan import SHOWN_ALL, SHOWN_FEW, in_words
 from .sharded import Sharded
 
-MEMORY = tuple(field.name for field in fields(Memory))
+MEMORY = tuple(field.name for field in fields(costs.Memory))
 SHOWN_PROBLEMS = 8
 _HELD = 5
 """Tensors of query's size that are held at least: query and its out on one device, query, out and

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..plan import RankPlan, Rows, TensorSize, Tile, returned_bytes
+from ..plan import RankPlan, Rows, Tile, costs
 from ..terminal import BYTES, Table, amounts, counts, numbers, texts
 from .plan_tables import rounds_of
 
@@ -57,12 +57,12 @@ class SizedMessage(NamedTuple):
     gradient_bytes: int
 
 
-def messages_of(rank: RankPlan, size: TensorSize) -> list[SizedMessage]:
+def messages_of(rank: RankPlan, size: costs.TensorSize) -> list[SizedMessage]:
     """Every message of a rank."""
     found: list[SizedMessage] = []
 
     def add(step: int, is_sent: bool, peer: int, rows: int) -> None:
-        sizes = size.key_value_bytes(rows), returned_bytes(rank, size, rows)
+        sizes = size.key_value_bytes(rows), costs.returned_bytes(rank, size, rows)
         found.append(SizedMessage(step, is_sent, peer, rows, *sizes))
 
     for step in [step for part in rounds_of(rank) for step in part.steps()]:
@@ -73,7 +73,7 @@ def messages_of(rank: RankPlan, size: TensorSize) -> list[SizedMessage]:
     return found
 
 
-def messages_table(rank: RankPlan, size: TensorSize) -> Table:
+def messages_table(rank: RankPlan, size: costs.TensorSize) -> Table:
     """Every message of a rank."""
     found = messages_of(rank, size)
     return Table(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from ..plan import AttentionPlan, TensorSize, plan_cache
+from ..plan import AttentionPlan, costs, plan_cache
 from ..terminal import count_of, in_bytes
 from .kept import (
     Growth,
@@ -152,7 +152,7 @@ class HeadCache:
         rows_of_n = " + ".join("n" if rate == 1 else f"n / {rate:,}" for rate in rates)
         return f"branches of the whole document keep {rows_of_n} rows of n positions"
 
-    def bytes_in_words(self, size: TensorSize) -> str:
+    def bytes_in_words(self, size: costs.TensorSize) -> str:
         """Bytes of all heads of a layer."""
         plan = self.plan
         whole = plan_cache(plan.pattern, plan.num_kv_heads, self.length)
@@ -166,7 +166,7 @@ class HeadCache:
 
 def cache_figure(
     plan: AttentionPlan,
-    size: TensorSize,
+    size: costs.TensorSize,
     head: int = 0,
     *,
     window: range | None = None,
@@ -319,7 +319,7 @@ def draw_growth(
 
 def cache_text(
     plan: AttentionPlan,
-    size: TensorSize,
+    size: costs.TensorSize,
     head: int = 0,
     *,
     window: range | None = None,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..pattern import DilatedPattern
-from ..plan import AttentionPlan, TensorSize, balance, flops_by_rank
+from ..plan import AttentionPlan, costs
 from ..terminal import count_of, in_bytes, in_flop
 from .mask import Grid, Shown, rows_sent, shown_to
 from .panels import draw_branches, draw_matrix, draw_senders, draw_timeline, draw_work, nests
@@ -122,7 +122,7 @@ def branch_key(sheet: Sheet, left: float, top: float, pattern: DilatedPattern) -
 
 def exchange_figure(
     plan: AttentionPlan,
-    size: TensorSize,
+    size: costs.TensorSize,
     head: int = 0,
     *,
     layout_name: str = "any layout",
@@ -175,7 +175,7 @@ def exchange_figure(
 
 
 def work_figure(
-    plans: Mapping[str, AttentionPlan], size: TensorSize, *, style: Style = LIGHT
+    plans: Mapping[str, AttentionPlan], size: costs.TensorSize, *, style: Style = LIGHT
 ) -> Figure:
     """Draw the FLOPs of each rank over their mean, a panel for each layout.
 
@@ -188,8 +188,8 @@ def work_figure(
     panels, total = [], 0
     for number, (name, plan) in enumerate(plans.items()):
         axes = sheet.axes(0.8 + 4.1 * number, 1.45, 3.6, 2.35)
-        flops = flops_by_rank(plan, size)
-        found, total = balance(flops), sum(flops)
+        flops = costs.flops_by_rank(plan, size)
+        found, total = costs.balance(flops), sum(flops)
         draw_work(axes, style, flops)
         headline(
             axes, style, name,
@@ -212,7 +212,7 @@ def work_figure(
 
 def timeline_figure(
     plan: AttentionPlan,
-    size: TensorSize,
+    size: costs.TensorSize,
     model: CostModel | None = None,
     *,
     layout_name: str = "any layout",

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..pattern import DilatedPattern
-from ..plan import CachedBranch, plan_any_length, plan_cache
+from ..plan import CachedBranch, costs, plan_cache
 from .mask import Bools, Grid
 
 _LEAST_AHEAD = 8
@@ -73,7 +73,7 @@ def kept_cells(
         length: positions so far.
         grid: which positions, some behind the text.
     """
-    plan = plan_any_length(pattern, num_kv_heads, max(grid.end, length))
+    plan = costs.plan_any_length(pattern, num_kv_heads, max(grid.end, length))
     found = KeptCells(
         *(np.zeros((len(pattern.branches), grid.count), dtype=np.bool_) for _ in range(3))
     )
@@ -137,4 +137,4 @@ def rows_of(pattern: DilatedPattern, num_kv_heads: int, kv_head: int, length: in
 
 def kept_rows(pattern: DilatedPattern, num_kv_heads: int, kv_head: int, length: int) -> int:
     """Rows of a head that a later position can still be shown, after `length` positions."""
-    return plan_any_length(pattern, num_kv_heads, length).kept_rows(length)[kv_head]
+    return costs.plan_any_length(pattern, num_kv_heads, length).kept_rows(length)[kv_head]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..pattern import check_positive_float
-from ..plan import AttentionPlan, Step, TensorSize, Tile
+from ..plan import AttentionPlan, Step, Tile, costs
 from ..terminal import in_seconds
 from .words import time_unit
 
@@ -132,7 +132,7 @@ class _Run:
     """
 
     def __init__(
-        self, plan: AttentionPlan, size: TensorSize, model: CostModel, gathers: bool
+        self, plan: AttentionPlan, size: costs.TensorSize, model: CostModel, gathers: bool
     ) -> None:
         operations = 4 * size.batch * size.head_dim * (plan.num_heads // plan.num_kv_heads)
         self._per_pair = operations / (model.tflops * 1e12)
@@ -190,7 +190,7 @@ class _Run:
 
 
 def timeline(
-    plan: AttentionPlan, size: TensorSize, model: CostModel, *, gathers: bool | None = None
+    plan: AttentionPlan, size: costs.TensorSize, model: CostModel, *, gathers: bool | None = None
 ) -> Timeline:
     """Work out when each rank computes, receives and waits in a forward call.
 

@@ -9,7 +9,7 @@ import string
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from ..plan import AttentionPlan, TensorSize, balance, flops_by_rank
+from ..plan import AttentionPlan, costs
 from ..terminal import BYTES, count_of, in_bytes, in_flop, in_seconds
 from .figures import (
     MOST_SENDERS,
@@ -74,7 +74,7 @@ def pattern_text(
 
 def exchange_text(
     plan: AttentionPlan,
-    size: TensorSize,
+    size: costs.TensorSize,
     head: int = 0,
     *,
     layout_name: str = "any layout",
@@ -109,10 +109,10 @@ def exchange_text(
 
 
 def work_text(
-    plans: Mapping[str, AttentionPlan], size: TensorSize, *, width: int = WIDTH
+    plans: Mapping[str, AttentionPlan], size: costs.TensorSize, *, width: int = WIDTH
 ) -> list[str]:
     """FLOPs of each rank, layout by layout; see `work_figure`."""
-    work = {name: flops_by_rank(plan, size) for name, plan in plans.items()}
+    work = {name: costs.flops_by_rank(plan, size) for name, plan in plans.items()}
     plan = next(iter(plans.values()))
     count = plan.layout.world_size
     most = max(max(map(max, work.values())), 1)
@@ -123,7 +123,7 @@ def work_text(
         lines.append(f"Each line is the largest of {group:,} ranks.")
     lines = _wrapped(lines, width)
     for name, flops in work.items():
-        found, mean = balance(flops), sum(flops) / count
+        found, mean = costs.balance(flops), sum(flops) / count
         lines += [
             "",
             f"{name}: largest {found.imbalance:.2f} × the mean; at most "
@@ -141,7 +141,7 @@ def work_text(
 
 def timeline_text(
     plan: AttentionPlan,
-    size: TensorSize,
+    size: costs.TensorSize,
     model: CostModel | None = None,
     *,
     layout_name: str = "any layout",
@@ -211,7 +211,7 @@ def _mask(
         yield f"{name:>{left}} {sign}" + "".join(cell(q, k) for k in range(grid.count)).rstrip()
 
 
-def _matrix(plan: AttentionPlan, size: TensorSize, width: int) -> Iterator[str]:
+def _matrix(plan: AttentionPlan, size: costs.TensorSize, width: int) -> Iterator[str]:
     """Bytes from rank to rank, as numbers or shades."""
     world_size = plan.layout.world_size
     ranks = range(min(world_size, _MOST_CELLS))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..pattern import Branch
-from ..plan import AttentionPlan, TensorSize
+from ..plan import AttentionPlan, costs
 from ..terminal import in_bytes
 from .mask import rows_sent
 
@@ -51,7 +51,7 @@ def plan_in_words(plan: AttentionPlan, layout_name: str | None = None) -> str:
     return ", ".join(words)
 
 
-def sent_in_words(plan: AttentionPlan, size: TensorSize, drawn: range) -> str:
+def sent_in_words(plan: AttentionPlan, size: costs.TensorSize, drawn: range) -> str:
     """How many bytes of K and V the ranks send each other in forward, in all and at most.
 
     Args:

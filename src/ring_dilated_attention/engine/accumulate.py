@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 import torch
 
 from ..kernels import runs_triton
-from ..plan import FEW_ADDITIONS
+from ..plan import RankPlan
 from ..tiles import accumulate_dtype
 from .merge import merge_
 
@@ -75,7 +75,7 @@ def sum_dtype(query: torch.Tensor, additions: float) -> torch.dtype:
     rounds once. With more than a few additions to most rows rounding would show: then float32, as
     on other devices. float64 for float64 inputs.
     """
-    if query.is_cuda and additions <= FEW_ADDITIONS:
+    if query.is_cuda and additions <= RankPlan.FEW_ADDITIONS:
         return query.dtype
     return accumulate_dtype(query.dtype)
 

@@ -28,7 +28,7 @@ from ..kernels import (
     launches_of,
     profile_of,
 )
-from ..plan import AttentionPlan, Joined, OwnRange, OwnRuns, RankPlan, TileGroup
+from ..plan import Joined, OwnRange, OwnRuns, RankPlan, TileGroup
 from .accumulate import Accumulator
 from .compute import Gradients, Inputs, Merged, Result
 from .device_tables import TABLES
@@ -62,7 +62,8 @@ class OwnLaunch:
         zero_keys: as in the plan's pattern.
     """
 
-    def __init__(self, plan: AttentionPlan, ranges: tuple[OwnRange, ...], stores: int) -> None:
+    def __init__(self, one: RankPlan, ranges: tuple[OwnRange, ...], stores: int) -> None:
+        plan = one.plan
         self.ranges, self._stores = ranges, stores
         self.is_causal, self.zero_keys = plan.is_causal, plan.pattern.zero_keys
         self._branches = _branches(plan.pattern.branches)
@@ -153,13 +154,13 @@ def _make(
             groups = one.own_work(None, joined=joined).groups
         first = groups[:1] if one.covers else ()
         return OwnSchedule(first, (), groups[len(first) :], one.zero_keys)
-    chosen = ByRows(plan, (2 if plan.is_causal else 4) * head_dim * batch * heads_per_kv, flops)
+    chosen = ByRows(one, (2 if plan.is_causal else 4) * head_dim * batch * heads_per_kv, flops)
     work = one.own_work(chosen, joined=joined)
     launches: list[OwnLaunch] = []
     if work.ranges:
         stores = 1 << plan.covering if one.covers and plan.covering is not None else 0
         parts = launches_of(work.ranges, _branches(plan.pattern.branches), BLOCK_ROWS)
-        launches = [OwnLaunch(plan, ranges, stores) for ranges in parts]
+        launches = [OwnLaunch(one, ranges, stores) for ranges in parts]
     covers = one.covers and bool(work.groups) and work.groups[0].branch == plan.covering
     first = work.groups[: int(covers)]
     return OwnSchedule(
@@ -179,7 +180,8 @@ class ByRows:
         flops: the most operations of a kernel call that goes row by row.
     """
 
-    def __init__(self, plan: AttentionPlan, factor: int, flops: float) -> None:
+    def __init__(self, one: RankPlan, factor: int, flops: float) -> None:
+        plan = one.plan
         self._rates, self._heads = plan.pattern.dilation_rates, plan.tiling.heads
         self._factor, self._flops = factor, flops
 

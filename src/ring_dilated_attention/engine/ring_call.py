@@ -35,8 +35,8 @@ class RingCall:
     @property
     def branches(self) -> Iterator[RingCall]:
         """A call of each branch by itself."""
-        for plan in self.plan.plan.single_branches:
-            yield replace(self, plan=plan.rank(self.plan.index), detached=False)
+        for plan in self.plan.single_branches:
+            yield replace(self, plan=plan, detached=False)
 
     @property
     def rounds(self) -> tuple[RankPlan, ...]:

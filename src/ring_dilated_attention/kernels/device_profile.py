@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..pattern import check_positive_float
-from ..plan import ComputeRates, Link, Rates, TensorSize
+from ..plan import costs
 
 # Half-precision operations that a multiprocessor does in a clock, by compute capability (NVIDIA's
 # whitepapers of Volta to Blackwell). One that is not here counts as the last before it.
@@ -77,8 +77,8 @@ class DeviceProfile:
 
 # The cost model's constants. Fitted to the times of one and two H200 in
 # benchmarks/results/many_gpus_x2.json: bfloat16 or float16, heads of 128 (many_hosts.md).
-_FORWARD = ComputeRates(flops=657e12, half_keys=340, group_seconds=15e-6, host_step=0.6e-3)
-_BACKWARD = ComputeRates(flops=618e12, half_keys=465, group_seconds=60e-6, host_step=0.8e-3)
+_FORWARD = costs.ComputeRates(flops=657e12, half_keys=340, group_seconds=15e-6, host_step=0.6e-3)
+_BACKWARD = costs.ComputeRates(flops=618e12, half_keys=465, group_seconds=60e-6, host_step=0.8e-3)
 _BESIDE_TRANSFERS = 1.035
 # Of the rate with heads of 128, in half precision and in float32.
 _HEADS_OF_64, _FLOAT32 = 0.81, 0.064
@@ -115,8 +115,8 @@ def profile_from(properties: Any) -> DeviceProfile:
 
 
 def rates_on(
-    profile: DeviceProfile, size: TensorSize, *, link_gb_s: float, network_gb_s: float
-) -> Rates:
+    profile: DeviceProfile, size: costs.TensorSize, *, link_gb_s: float, network_gb_s: float
+) -> costs.Rates:
     """The rates of the cost model on a device: those of an H200, in proportion to its matmul rate.
 
     Args:
@@ -138,11 +138,11 @@ def rates_on(
     forward, backward = (
         replace(each, flops=each.flops * share * profile.rate) for each in (_FORWARD, _BACKWARD)
     )
-    return Rates(
+    return costs.Rates(
         forward=forward,
         backward=backward,
-        inside=Link(bytes_per_second=link_gb_s * 1e9, latency=_LATENCY_INSIDE),
-        across=Link(bytes_per_second=network_gb_s * 1e9, latency=_LATENCY_ACROSS),
+        inside=costs.Link(bytes_per_second=link_gb_s * 1e9, latency=_LATENCY_INSIDE),
+        across=costs.Link(bytes_per_second=network_gb_s * 1e9, latency=_LATENCY_ACROSS),
         beside_transfers=_BESIDE_TRANSFERS,
         host_call=_HOST_CALL,
         host_empty_step=_HOST_EMPTY_STEP,

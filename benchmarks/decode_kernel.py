@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as F
 from decode import gpu_milliseconds
 
-from ring_dilated_attention.kernels import DecodeTuning, Strips, begin_strips
+from ring_dilated_attention.kernels.decode import Strips, begin_strips
+from ring_dilated_attention.kernels.device_profile import DecodeTuning
 
 VARIANTS = {
     "as it is": DecodeTuning(),

@@ -22,7 +22,7 @@ from typing import Annotated, Any
 import typer
 
 from ring_dilated_attention import AttentionPlan, DilatedPattern, SequenceLayout, plan_attention
-from ring_dilated_attention.kernels import H200, rates_on
+from ring_dilated_attention.kernels import H200
 from ring_dilated_attention.plan import costs
 
 RESULTS = Path(__file__).parent / "results"
@@ -81,7 +81,7 @@ def seconds(
     plan: AttentionPlan, size: costs.TensorSize, *, backward: bool, per_host: int, across: float
 ) -> float:
     """A call on the slowest of up to four ranks."""
-    rates = rates_on(H200, size, link_gb_s=INSIDE_GB_S, network_gb_s=across)
+    rates = H200.rates(size, link_gb_s=INSIDE_GB_S, network_gb_s=across)
     ranks = plan.layout.world_size
     hosts = costs.host_of_ranks(-(-ranks // per_host), per_host)[:ranks]
     ways = (False, True) if backward else (False,)
@@ -140,7 +140,7 @@ def predictions(case: str, across: float = ACROSS_GB_S) -> Iterator[dict[str, An
     """A case of `PREDICTED` with `PER_GPU` tokens on each of `GPUS`."""
     branches, heads, causal = PREDICTED[case]
     size = costs.TensorSize(batch=1, head_dim=128, element_size=2)
-    rates = rates_on(H200, size, link_gb_s=INSIDE_GB_S, network_gb_s=across)
+    rates = H200.rates(size, link_gb_s=INSIDE_GB_S, network_gb_s=across)
     for gpus in GPUS:
         layout = SequenceLayout.named("auto", PER_GPU * gpus, gpus, is_causal=causal)
         pattern = DilatedPattern([w for w, _ in branches], [r for _, r in branches])

@@ -21,8 +21,8 @@ import torch
 from decode_kernel import milliseconds
 
 from ring_dilated_attention import SequenceLayout
-from ring_dilated_attention.engine.messages import received_rows, sent_rows
-from ring_dilated_attention.kernels import add_to_rows, sum_slots, take_rows
+from ring_dilated_attention.engine.transfer import received_rows, sent_rows
+from ring_dilated_attention.kernels.rows import add_to_rows, sum_slots, take_rows
 from ring_dilated_attention.named_patterns import named
 from ring_dilated_attention.plan import Message, plan_attention
 

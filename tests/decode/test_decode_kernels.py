@@ -24,7 +24,9 @@ from ring_dilated_attention.decode.by_kernel import begin_by_kernel
 from ring_dilated_attention.decode.call import strips_on
 from ring_dilated_attention.engine import merge_
 from ring_dilated_attention.exchange import run_loopback
-from ring_dilated_attention.kernels import NO_END, DecodeTuning, profile_of, strips_of_cache
+from ring_dilated_attention.kernels import profile_of
+from ring_dilated_attention.kernels.decode import NO_END, strips_of_cache
+from ring_dilated_attention.kernels.device_profile import DecodeTuning
 from ring_dilated_attention.plan import plan_cache
 
 pytest.importorskip("triton")
@@ -111,7 +113,7 @@ def test_however_it_is_cut_into_programs(rounds, monkeypatch):
     tuning = DecodeTuning(rounds=rounds)
     profile = replace(profile_of(DEVICE), decode=tuning, multiprocessors=9)
     monkeypatch.setattr("ring_dilated_attention.kernels.decode.profile_of", lambda _: profile)
-    monkeypatch.setattr("ring_dilated_attention.kernels.decode_shape.profile_of", lambda _: profile)
+    monkeypatch.setattr("ring_dilated_attention.kernels.decode.profile_of", lambda _: profile)
     decode(DilatedPattern([None, 32], [1, 3]), 170, [1, 1, 5], heads=6, kv_heads=2)
     decode(DilatedPattern.dense(), 71, [3, 1], heads=2, kv_heads=2, batch=2)
 

@@ -30,7 +30,6 @@ from ring_dilated_attention.engine import (
     own,
     parts,
     ring,
-    ring_call,
 )
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.kernels import has_triton
@@ -319,7 +318,7 @@ def test_an_error_before_rows_are_asked_for_lets_go_of_them(monkeypatch):
     def fails(tile):
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(ring_call, "JoinedRows", Noted)
+    monkeypatch.setattr(ring, "JoinedRows", Noted)
     selection = Selection(replace(EAGER, forward=fails))
 
     def fails_on(ends):

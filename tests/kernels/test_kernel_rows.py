@@ -7,8 +7,8 @@ pytest.importorskip("triton")
 
 from ring_dilated_attention.checks import relative_error
 from ring_dilated_attention.engine import merge_
-from ring_dilated_attention.kernels import add_rows, merge_rows, row_sums
 from ring_dilated_attention.kernels.launch import Launcher
+from ring_dilated_attention.kernels.rows import add_rows, merge_rows, row_sums
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROWS, HEADS = 19, 3

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, plan_attention
 from ring_dilated_attention.cli import app
-from ring_dilated_attention.kernels import H200, rates_on
+from ring_dilated_attention.kernels import H200
 from ring_dilated_attention.plan import costs
 
 ROOT = Path(__file__).parents[2]
@@ -148,7 +148,7 @@ def test_short_tiles_and_groups_take_longer():
 def test_rates_of_devices():
     def forward(profile=H200, **size):
         rows = replace(SIZE, **size)
-        return rates_on(profile, rows, link_gb_s=300, network_gb_s=40).forward.flops
+        return profile.rates(rows, link_gb_s=300, network_gb_s=40).forward.flops
 
     assert forward(head_dim=128, element_size=2) > forward(head_dim=64, element_size=2)
     assert forward(head_dim=64, element_size=2) > 5 * forward(head_dim=64, element_size=4)
@@ -157,7 +157,7 @@ def test_rates_of_devices():
     with pytest.raises(ValueError, match="no rate of float64; allowed: bfloat16"):
         forward(element_size=8)
     with pytest.raises(ValueError, match="network_gb_s must be finite and above 0; got 0"):
-        rates_on(H200, SIZE, link_gb_s=1, network_gb_s=0)
+        H200.rates(SIZE, link_gb_s=1, network_gb_s=0)
 
 
 def rda(*arguments):

@@ -328,7 +328,7 @@ def test_accuracy_of_the_longnet_pattern(length, head_dim, is_causal):
 def test_merging_many_rows(head_dim, dtype):
     """Enough rows to fill the GPU many times: warps that read what others write would show."""
     pytest.importorskip("triton")
-    from ring_dilated_attention.kernels import merge_rows
+    from ring_dilated_attention.kernels.rows import merge_rows
 
     shape = 4, 12, 20_011, head_dim
     out, tile_out = (torch.randn(shape, device="cuda").to(dtype) for _ in range(2))

@@ -19,8 +19,7 @@ from ring_dilated_attention.tiles import (
     select,
     select_backend,
 )
-from ring_dilated_attention.tiles.eager import EAGER
-from ring_dilated_attention.tiles.sdpa import in_one_layout
+from ring_dilated_attention.tiles.sdpa import EAGER, in_one_layout
 
 CPU = torch.device("cpu")
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from ..kernels import H200, rates_on
+from ..kernels import H200
 from ..plan import costs
 from ..terminal import (
     BYTES,
@@ -69,7 +69,7 @@ def show_hosts(
         ValueError: a rate is not above 0, or none is known for the dtype.
     """
     size = sharded.workload.size
-    rates = rates_on(H200, size, link_gb_s=hosts.link_gb_s, network_gb_s=hosts.network_gb_s)
+    rates = H200.rates(size, link_gb_s=hosts.link_gb_s, network_gb_s=hosts.network_gb_s)
     host_of = costs.host_of_ranks(hosts.number, hosts.gpus)
     found = []
     with Progress("predict", total=len(shown), unit="ranks") as progress:

@@ -2,6 +2,11 @@
 
 A branch by itself is tiles, as large as a kernel likes them. Where they are too small for a kernel
 call each, one launch goes through all rows instead, and for each row through its branches.
+
+Zero keys (patterns with ``zero_keys=True``): a cell has ceil(w / r) rows, w being the segment
+length clamped to its document. Those that the document does not hold have key and value 0: a score
+of 0 in the softmax, and nothing else. They are the same for every query of the cell, so they need
+no rows, no rank holds them and none travels.
 """
 
 from __future__ import annotations

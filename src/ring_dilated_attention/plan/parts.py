@@ -2,6 +2,9 @@
 
 Two different parts share at most one segment of a branch: between them lies at least one border,
 and only one segment can span it.
+
+A rank may fetch in pieces what it needs of another (`Pieces`), all as long on every rank: one that
+computed longer at a step than others would keep them waiting for the rows of the next one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The rows that tiles compute with and messages carry: what a plan is made of. Integers only."""
+"""The rows that tiles compute with and messages carry: what a plan is made of. Integers only.
+
+Progressions of rows are Python `range` objects, with steps >= 1.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""From links to tiles and messages: rows as evenly spaced local rows, heads batched."""
+"""From links to tiles and messages: rows as evenly spaced local rows, heads batched.
+
+`group_tiles` joins tiles of links between different parts where they make one, and puts them into
+few groups.
+"""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ failure on the way to attention, and `telling_ranks` calls what may fail.
 needs; `in_forward_mode` says whether tensors may have tangents.
 """
 
-from .agreed import AGREED, agreed, tell_ranks, telling_ranks
+from .agreed import AGREED, LENGTHS, agreed, lengths_of_call, padding, tell_ranks, telling_ranks
 from .derivatives import (
     apply_function,
     in_forward_mode,
@@ -19,9 +19,7 @@ from .derivatives import (
     refuse_tangents,
 )
 from .gelu_norm import GELU_NORM, gelu_norm
-from .lengths import LENGTHS, lengths_of_call, padding
-from .operator import BACKWARD, FORWARD
-from .validation import validate_tensor, validate_tensors
+from .operator import BACKWARD, FORWARD, validate_tensor, validate_tensors
 
 __all__ = [
     "AGREED",

@@ -9,8 +9,7 @@ import torch
 from .. import kernels
 from ..engine import kernels_on
 from ..exchange import untraced
-from .derivatives import apply_function, once_differentiable, refuse_tangents
-from .registration import implement
+from .derivatives import apply_function, implement, once_differentiable, refuse_tangents
 
 _Library: Any = torch.library.Library  # its methods have no annotations
 _library = _Library("ring_dilated_attention", "FRAGMENT")
@@ -26,7 +25,7 @@ _library.define(
 )
 
 GELU_NORM = torch.ops.ring_dilated_attention.gelu_norm.default
-"""(rows, weight, bias, eps) -> (normed, statistics); see `kernels.gelu_norm_forward`, but for any
+"""(rows, weight, bias, eps) -> (normed, statistics); see `kernels.gelu_norm`, but for any
 strides."""
 GELU_NORM_BACKWARD = torch.ops.ring_dilated_attention.gelu_norm_backward.default
 """(dnormed, rows, weight, bias, statistics) -> (drows, dweight, dbias), each as its input."""
@@ -99,7 +98,7 @@ def _forward(
     rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     with kernels_on(rows.device):
-        return kernels.gelu_norm_forward(
+        return kernels.gelu_norm.gelu_norm_forward(
             rows.contiguous(), weight.contiguous(), bias.contiguous(), eps
         )
 
@@ -112,7 +111,7 @@ def _backward(
     statistics: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     with kernels_on(rows.device):
-        drows, dweight, dbias = kernels.gelu_norm_backward(
+        drows, dweight, dbias = kernels.gelu_norm.gelu_norm_backward(
             dnormed.contiguous(), rows.contiguous(), weight.contiguous(), statistics
         )
     return drows, dweight.to(weight.dtype), dbias.to(bias.dtype)

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.counted_calls import count_calls
 from support.strategies import cases, layouts, patterns
+from support.tolerances import FLOAT64
 from torch import nn
 from typer.testing import CliRunner
 
@@ -130,7 +131,7 @@ def attend(tensors, **options):
 
 def assert_same(got, want):
     for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(a, b, rtol=FLOAT64, atol=FLOAT64)
 
 
 def test_documents_are_sequences_of_their_own():
@@ -265,7 +266,7 @@ def test_multihead_attention_takes_torch_padding_masks():
     want, _ = theirs(x, x, x, key_padding_mask=mask, need_weights=False)
     for options in ({"key_padding_mask": mask}, {"lengths": lengths}):
         got, _ = module(x, x, x, **options)
-        assert relative_error(got[~mask], want[~mask]) < 1e-12
+        assert relative_error(got[~mask], want[~mask]) < FLOAT64
         assert (got[mask] == 0).all()  # the bias of the output projection
     attention = DilatedAttention(DilatedPattern.dense())
     heads = torch.randn(2, 13, 3, 8)
@@ -519,7 +520,7 @@ def test_a_model_of_packed_documents(world_size):
     got = layout.unshard(run_loopback(world_size, rank), 1)
     for start, stop in pairwise(documents):
         alone = model(tokens[:, start:stop])
-        assert relative_error(got[:, start:stop], alone.detach()) < 1e-12
+        assert relative_error(got[:, start:stop], alone.detach()) < FLOAT64
 
     def refused(ends):
         shard = layout.shard(tokens, ends.rank, 1)

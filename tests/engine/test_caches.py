@@ -5,6 +5,7 @@ import threading
 
 import pytest
 import torch
+from support.tolerances import FLOAT64
 
 from ring_dilated_attention import (
     DilatedPattern,
@@ -67,7 +68,7 @@ def test_kernel_calls_are_kept_for_few_layouts(most_blocks, monkeypatch):
             out = dilated_attention(given, given, given, pattern)
             found = out.detach(), *torch.autograd.grad(out, given, dout)
             expected = expected or found
-            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(found, expected, rtol=FLOAT64, atol=FLOAT64)
     (kept,) = {len(one.parts) for few in parts.SCHEDULES.values() for one in few.values()}
     assert kept == (8 if most_blocks else 0)
 

@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from support.tolerances import rounding_bound
 from support.worlds import world
 
 pytest.importorskip("triton")
@@ -220,7 +221,7 @@ def test_messages_are_what_torch_makes_of_them(dtype, monkeypatch):
     for got, want in zip(ours, torchs, strict=True):
         assert torch.equal(got, want)
     want = transfer.sum_slots(slots.double(), received) if INTERPRETED else torch_sums
-    assert relative_error(our_sums, want) < {HALF: 5e-4, FLOAT: 1e-7}[dtype]
+    assert relative_error(our_sums, want) < rounding_bound(dtype)
 
 
 PATTERNS = [

@@ -66,3 +66,9 @@ def assert_close_to(
     error = (values[finite] - exact[finite]).abs()
     worst = error.max().item()  # NaN, if there is one
     assert worst <= allowed, f"error {worst:.3g} of {scale:.3g}, {allowed:.3g} allowed"
+
+
+FLOAT64 = rounding_bound(torch.float64, 256 * 256)
+"""Relative error of a small call in float64: up to 256 keys of up to 256 elements."""
+FLOAT32 = rounding_bound(torch.float32, 64 * 64)
+"""Relative error of a small call in float32: up to 64 keys of up to 64 elements."""

@@ -16,7 +16,6 @@ from support.counted_calls import count_calls
 from support.strategies import cases, layouts, patterns
 from support.tolerances import FLOAT64
 from torch import nn
-from typer.testing import CliRunner
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention, plan_attention
 from ring_dilated_attention.checks import (
@@ -28,9 +27,7 @@ from ring_dilated_attention.checks import (
     run_case,
     run_cases,
     run_ranks,
-    simulate,
 )
-from ring_dilated_attention.cli import app
 from ring_dilated_attention.documents import packed_rows
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.exchange.padding import KnownLengths
@@ -606,28 +603,3 @@ def test_splitting_packed_tiles(longest):
 
 
 # --- Tools
-
-
-def test_simulation_of_documents():
-    case = Case(
-        pattern=PATTERN,
-        layout=SequenceLayout.zigzag(101, 3),
-        dtype=torch.float32,
-        documents=(0, 1, 40, 99, 101),
-    )
-    found = simulate(case)
-    assert found.ok, found.problems
-    with pytest.raises(ValueError, match="a simulated case has no padding; got lengths"):
-        simulate(replace(case, lengths=(3,)))
-
-
-def test_the_command_line_takes_documents():
-    arguments = ["--seq-len=100", "--ranks=3", "--segment-lengths=7,all", "--dilation-rates=1,3"]
-    arguments += ["--num-heads=4", "--documents=0,30,31,100"]
-    for command in (["plan", "--check"], ["simulate", "--device=cpu"]):
-        done = CliRunner().invoke(app, [*command, *arguments])
-        assert done.exit_code == 0, done.output
-        assert "3 documents" in " ".join(done.output.split())
-    done = CliRunner().invoke(app, ["plan", "--seq-len=100", "--documents=0,30"])
-    assert done.exit_code == 2
-    assert "documents must rise from 0" in " ".join(done.output.split())

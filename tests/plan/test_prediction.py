@@ -5,10 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, plan_attention
-from ring_dilated_attention.cli import app
 from ring_dilated_attention.kernels import H200
 from ring_dilated_attention.plan import costs
 
@@ -158,43 +156,3 @@ def test_rates_of_devices():
         forward(element_size=8)
     with pytest.raises(ValueError, match="network_gb_s must be finite and above 0; got 0"):
         H200.rates(SIZE, link_gb_s=1, network_gb_s=0)
-
-
-def rda(*arguments):
-    return CliRunner().invoke(app, ["plan", *arguments])
-
-
-def test_plan_predicts(tmp_path):
-    path = tmp_path / "plan.json"
-    line = "--hosts=2 --gpus-per-host=2 --seq-len=4096 --pattern=dense --num-heads=2 --causal"
-    done = rda(*line.split(), f"--json={path}")
-    assert done.exit_code == 0, done.output
-    assert "predicted: forward" in done.output
-    assert "model, not a measurement: H200" in " ".join(done.output.split())
-    document = json.loads(path.read_text())
-    found = document["prediction"]
-    assert (found["hosts"], found["gpus_per_host"], len(document["ranks"])) == (2, 2, 4)
-    assert 0 < found["efficiency"] < 1
-    for way in ("forward", "backward"):
-        assert found["ranks"][0][way]["across_bytes"] > 0
-    slow = rda(*line.split(), "--network-gb-s=0.001", f"--json={path}")
-    assert slow.exit_code == 0
-    slower = json.loads(path.read_text())["prediction"]
-    assert slower["efficiency"] < found["efficiency"] / 2
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("--hosts=2 --ranks=3", "--hosts 2 with --gpus-per-host 8 is 16 ranks, but --ranks is 3"),
-        ("--hosts=0", "hosts must be >= 1, got 0"),
-        ("--hosts=2 --dtype=fp64", "no rate of float64"),
-        ("--hosts=2 --network-gb-s=0", "--network-gb-s must be finite and above 0"),
-        ("--hosts=2 --decode", "--hosts is about what ranks compute"),
-        ("--hosts=1000000", "ranks must be <= "),
-    ],
-)
-def test_what_plan_refuses(line, message):
-    done = rda("--seq-len=64K", *line.split())
-    assert done.exit_code == 2, done.output
-    assert message in " ".join(done.stderr.split())

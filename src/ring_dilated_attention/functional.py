@@ -30,7 +30,6 @@ from .tiles import BACKENDS, Backend
 from .torch_op import (
     FORWARD,
     LENGTHS,
-    call_forward,
     lengths_of_call,
     tell_ranks,
     validate_tensors,
@@ -243,8 +242,7 @@ def dilated_attention(
     elif key_padding_mask is not None:
         found = lengths_of_call(key_padding_mask, query, key, options, layout)
         options = options._replace(lengths=found)
-    forward = FORWARD if torch.compiler.is_compiling() else call_forward
-    out, lse, _ = forward(query, key, value, measured, borders, *options)
+    out, lse, _ = FORWARD(query, key, value, measured, borders, *options)
     return (out, lse) if return_lse else out
 
 

@@ -189,7 +189,7 @@ def shared_words(
 def _nbytes_of_call(arguments: tuple[Any, ...], resolved: Resolved) -> int:
     options = Options(*arguments[7:])
     numbers = len(options.layout) + len(options.documents) + len(options.lengths)
-    plans = sum(_nbytes_of_plan(rows.plan.plan) for rows in resolved.planned)
+    plans = sum(_nbytes_of_plan(rows.plan) for rows in resolved.planned)
     return INT_BYTES * numbers + plans
 
 
@@ -282,10 +282,11 @@ def _digest(numbers: Sequence[int]) -> str:
     return in_words(numbers) + f" ({digest})" * (len(numbers) > SHOWN)
 
 
-def _nbytes_of_plan(plan: AttentionPlan) -> int:
+def _nbytes_of_plan(plan: AttentionPlan | RankPlan) -> int:
     """Roughly what a plan and its schedules take when they have been used."""
-    branches = len(plan.pattern.segment_lengths)
-    return 4096 * (branches * (8 + plan.layout.world_size) + len(plan.documents))
+    about = plan.plan if isinstance(plan, RankPlan) else plan
+    branches = len(about.pattern.segment_lengths)
+    return 4096 * (branches * (8 + about.layout.world_size) + len(about.documents))
 
 
 @cache_by_size(64 << 20, lambda arguments, plan: _nbytes_of_plan(plan))

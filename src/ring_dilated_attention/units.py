@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-_BYTES: dict[str, float] = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
-_FLOP = {"FLOP": 1, **{f"{p}FLOP": 10.0 ** (3 * i) for i, p in enumerate("kMGTPE", 1)}}
+_BYTES = {f"{prefix}B": 1024.0**i for i, prefix in enumerate(("", "Ki", "Mi", "Gi", "Ti", "Pi"))}
+_FLOP = {f"{prefix}FLOP": 1000.0**i for i, prefix in enumerate(("", *"kMGTPE"))}
 _SECONDS = {"µs": 1e-6, "ms": 1e-3, "s": 1.0}
 _COUNTS = {"K": 2**10, "M": 2**20, "G": 2**30}
 

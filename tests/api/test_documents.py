@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.counted_calls import count_calls
 from support.strategies import cases, layouts, patterns
+from support.tolerances import FLOAT64
 from torch import nn
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention, plan_attention
@@ -26,7 +27,6 @@ from ring_dilated_attention.checks import (
     run_case,
     run_cases,
     run_ranks,
-    simulate,
 )
 from ring_dilated_attention.documents import packed_rows
 from ring_dilated_attention.exchange import run_loopback
@@ -128,7 +128,7 @@ def attend(tensors, **options):
 
 def assert_same(got, want):
     for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(a, b, rtol=FLOAT64, atol=FLOAT64)
 
 
 def test_documents_are_sequences_of_their_own():
@@ -263,7 +263,7 @@ def test_multihead_attention_takes_torch_padding_masks():
     want, _ = theirs(x, x, x, key_padding_mask=mask, need_weights=False)
     for options in ({"key_padding_mask": mask}, {"lengths": lengths}):
         got, _ = module(x, x, x, **options)
-        assert relative_error(got[~mask], want[~mask]) < 1e-12
+        assert relative_error(got[~mask], want[~mask]) < FLOAT64
         assert (got[mask] == 0).all()  # the bias of the output projection
     attention = DilatedAttention(DilatedPattern.dense())
     heads = torch.randn(2, 13, 3, 8)
@@ -517,7 +517,7 @@ def test_a_model_of_packed_documents(world_size):
     got = layout.unshard(run_loopback(world_size, rank), 1)
     for start, stop in pairwise(documents):
         alone = model(tokens[:, start:stop])
-        assert relative_error(got[:, start:stop], alone.detach()) < 1e-12
+        assert relative_error(got[:, start:stop], alone.detach()) < FLOAT64
 
     def refused(ends):
         shard = layout.shard(tokens, ends.rank, 1)
@@ -600,19 +600,3 @@ def test_splitting_packed_tiles(longest):
     assert all(tile.queries.length <= longest for tile in short.tiles())
     assert all(tile.queries.length > longest for tile in long.tiles())
     assert sorted([*short.tiles(), *long.tiles()]) == sorted(TileGroup((), (many,)).tiles)
-
-
-# --- Tools
-
-
-def test_simulation_of_documents():
-    case = Case(
-        pattern=PATTERN,
-        layout=SequenceLayout.zigzag(101, 3),
-        dtype=torch.float32,
-        documents=(0, 1, 40, 99, 101),
-    )
-    found = simulate(case)
-    assert found.ok, found.problems
-    with pytest.raises(ValueError, match="a simulated case has no padding; got lengths"):
-        simulate(replace(case, lengths=(3,)))

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.strategies import patterns
+from support.tolerances import FLOAT64
 
 from ring_dilated_attention import (
     DilatedKVCache,
@@ -113,9 +114,9 @@ def test_slices_are_the_heads_of_the_whole(pattern, options):
         by_rank = run_loopback(3, rank)
         *got, lse = [UNEVEN.unshard(shards, 1) for shards in zip(*by_rank, strict=True)]
         for mine, theirs in zip(got, wanted, strict=True):
-            assert relative_error(mine, heads_of(theirs, head_slice)) < 1e-12
+            assert relative_error(mine, heads_of(theirs, head_slice)) < FLOAT64
         torch.testing.assert_close(
-            lse.transpose(1, 2), heads_of(wanted_lse, head_slice, 1), rtol=1e-12, atol=1e-12
+            lse.transpose(1, 2), heads_of(wanted_lse, head_slice, 1), rtol=FLOAT64, atol=FLOAT64
         )
 
 
@@ -134,13 +135,13 @@ def test_ranks_that_share_a_kv_head():
         own = [query[:, :, first : first + 2], key[:, :, [kv]], value[:, :, [kv]]]
         own = [x.detach().requires_grad_() for x in own]
         out = dilated_attention(*own, pattern, is_causal=True, head_slice=(kv, kv + 1, 2))
-        assert relative_error(out, wanted[:, :, first : first + 2]) < 1e-12
+        assert relative_error(out, wanted[:, :, first : first + 2]) < FLOAT64
         dq, dk, dv = torch.autograd.grad(out, own, dout[:, :, first : first + 2])
-        assert relative_error(dq, gradients[0][:, :, first : first + 2]) < 1e-12
+        assert relative_error(dq, gradients[0][:, :, first : first + 2]) < FLOAT64
         for total, share in zip(found, (dk, dv), strict=True):
             total[:, :, [kv]] += share
     for total, theirs in zip(found, gradients[1:], strict=True):
-        assert relative_error(total, theirs) < 1e-12
+        assert relative_error(total, theirs) < FLOAT64
 
 
 @pytest.mark.parametrize("pattern", EVERY_OPTION.values(), ids=EVERY_OPTION)
@@ -170,8 +171,8 @@ def test_replicated_queries_and_caches(pattern):
             return rows, torch.cat(new, 1)
 
         for rows, new in run_loopback(2, rank):
-            assert relative_error(rows, heads_of(wanted, head_slice)[:, 9:14]) < 1e-12
-            assert relative_error(new, heads_of(wanted, head_slice)[:, before:]) < 1e-12
+            assert relative_error(rows, heads_of(wanted, head_slice)[:, 9:14]) < FLOAT64
+            assert relative_error(new, heads_of(wanted, head_slice)[:, before:]) < FLOAT64
 
 
 def test_a_module_of_some_heads_and_compile():
@@ -179,10 +180,10 @@ def test_a_module_of_some_heads_and_compile():
     head_slice = SLICES[1]
     own = [heads_of(x, head_slice) for x in inputs]
     module = DilatedAttention(INTERLEAVED, head_slice=head_slice)
-    assert relative_error(module(*own), heads_of(wanted, head_slice)) < 1e-12
+    assert relative_error(module(*own), heads_of(wanted, head_slice)) < FLOAT64
     assert "head_slice=(2, 3, 5)" in repr(module)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    assert relative_error(compiled(*own), heads_of(wanted, head_slice)) < 1e-12
+    assert relative_error(compiled(*own), heads_of(wanted, head_slice)) < FLOAT64
 
 
 def test_slices_that_make_no_difference():

@@ -14,7 +14,7 @@ from ring_dilated_attention import DilatedPattern, SequenceLayout
 from ring_dilated_attention.checks import TENSORS, Case, Transfers, make_layout, simulate
 from ring_dilated_attention.engine import compute
 from ring_dilated_attention.exchange import LoopbackExchange
-from ring_dilated_attention.plan import Memory
+from ring_dilated_attention.plan import costs
 
 PATTERN = DilatedPattern([16, 50, None], [1, 3, 4])
 CASE = Case(pattern=PATTERN, layout=SequenceLayout.zigzag(101, 3), dtype=torch.float32, head_dim=8)
@@ -69,7 +69,9 @@ def test_figures_of_a_case_counted_by_hand(exchange):
     assert first.backward.counted == both_ways  # keys and values out, gradients in
     assert last.backward.counted == replace(both_ways, peers=(0,))
     assert empty.forward.counted == empty.backward.counted == nothing
-    assert last.held_memory == Memory(query=96, key=48, value=48, out=96, lse=24, buffers=rows)
+    assert last.held_memory == costs.Memory(
+        query=96, key=48, value=48, out=96, lse=24, buffers=rows
+    )
     # 2 heads, 6 and 15 pairs, 4 operations for each of 4 elements
     assert [x.flops for x in found.ranks] == [2 * 6 * 16, 0, 2 * 15 * 16]
     assert found.balance.largest_rank == 2

@@ -24,8 +24,10 @@ from ring_dilated_attention.decode.by_kernel import begin_by_kernel
 from ring_dilated_attention.decode.call import strips_on
 from ring_dilated_attention.engine import merge_
 from ring_dilated_attention.exchange import run_loopback
-from ring_dilated_attention.kernels import NO_END, DecodeTuning, profile_of, strips_of_cache
-from ring_dilated_attention.plan import plan_cache, replicated_strips
+from ring_dilated_attention.kernels import profile_of
+from ring_dilated_attention.kernels.decode import NO_END, strips_of_cache
+from ring_dilated_attention.kernels.device_profile import DecodeTuning
+from ring_dilated_attention.plan import plan_cache
 
 pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -111,7 +113,7 @@ def test_however_it_is_cut_into_programs(rounds, monkeypatch):
     tuning = DecodeTuning(rounds=rounds)
     profile = replace(profile_of(DEVICE), decode=tuning, multiprocessors=9)
     monkeypatch.setattr("ring_dilated_attention.kernels.decode.profile_of", lambda _: profile)
-    monkeypatch.setattr("ring_dilated_attention.kernels.decode_shape.profile_of", lambda _: profile)
+    monkeypatch.setattr("ring_dilated_attention.kernels.decode.profile_of", lambda _: profile)
     decode(DilatedPattern([None, 32], [1, 3]), 170, [1, 1, 5], heads=6, kv_heads=2)
     decode(DilatedPattern.dense(), 71, [3, 1], heads=2, kv_heads=2, batch=2)
 
@@ -326,7 +328,7 @@ def test_strips_hold_each_visible_key_once(pattern, is_causal, length, kv_heads,
     seen: dict[tuple[int, int], list[int]] = {}
     for rank, ranges in enumerate(layout.ranges):
         held = [position for start, stop in ranges for position in range(start, stop)]
-        for head, strips in enumerate(replicated_strips(plan, positions, rank)):
+        for head, strips in enumerate(plan.replicated_strips(positions, rank)):
             for row, step, count, *limits in strips:
                 assert max(limits) <= count
                 for query, limit in zip(positions, limits, strict=True):

@@ -12,6 +12,7 @@ from support.counted_calls import count_calls
 from support.strategies import cases, layouts, patterns
 
 from ring_dilated_attention import (
+    AttentionPlan,
     DilatedPattern,
     SequenceLayout,
     dilated_attention,
@@ -27,7 +28,6 @@ from ring_dilated_attention.checks import (
     world_exchange,
 )
 from ring_dilated_attention.exchange import run_loopback
-from ring_dilated_attention.plan import PlanError, replicated_groups
 from ring_dilated_attention.plan.check import check_replicated
 
 NAMES = ("out", "lse", "dquery", "dkey", "dvalue")
@@ -55,9 +55,11 @@ def test_the_proof_can_fail(monkeypatch):
         DilatedPattern([5, None], [1, 3]), SequenceLayout.zigzag(29, 3), is_causal=True
     )
     check_replicated(plan, range(7, 20))
-    whole = "ring_dilated_attention.plan.check.replicated_groups"
-    monkeypatch.setattr(whole, lambda *arguments: replicated_groups(*arguments)[1:])
-    with pytest.raises(PlanError, match="missing"):
+    whole = AttentionPlan.replicated_groups
+    monkeypatch.setattr(
+        AttentionPlan, "replicated_groups", lambda *arguments: whole(*arguments)[1:]
+    )
+    with pytest.raises(AssertionError, match="missing"):
         check_replicated(plan, range(7, 20))
 
 
@@ -65,7 +67,7 @@ def tiles_of_a_long_query(length, is_causal):
     """How many tiles a rank computes for nearly all positions of a sequence."""
     pattern = DilatedPattern([2048, 4096, None], [1, 2, 65536])
     plan = plan_attention(pattern, SequenceLayout.zigzag(length, 8), is_causal=is_causal)
-    return sum(len(g.tiles) for g in replicated_groups(plan, range(100, length - 100), 3))
+    return sum(len(g.tiles) for g in plan.replicated_groups(range(100, length - 100), 3))
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -82,7 +84,7 @@ def test_one_position_is_one_tile_a_branch(is_causal):
     plan = plan_attention(
         DilatedPattern([64, None], [1, 1]), SequenceLayout.contiguous(300, 3), is_causal=is_causal
     )
-    groups = [replicated_groups(plan, range(150, 151), rank) for rank in range(3)]
+    groups = [plan.replicated_groups(range(150, 151), rank) for rank in range(3)]
     assert [len(g) for g in groups] == [1, 2, 0 if is_causal else 1]
 
 

@@ -5,6 +5,7 @@ import threading
 
 import pytest
 import torch
+from support.tolerances import FLOAT64
 
 from ring_dilated_attention import (
     DilatedPattern,
@@ -12,7 +13,7 @@ from ring_dilated_attention import (
 )
 from ring_dilated_attention.caches import cache_by_size, keep_few
 from ring_dilated_attention.documents import packed_rows
-from ring_dilated_attention.engine import parts, schedule, zero_keys
+from ring_dilated_attention.engine import compute, parts
 from ring_dilated_attention.resolve import forget_plans
 
 
@@ -21,8 +22,8 @@ def _no_plans():
     forget_plans()
     gc.collect()
     # Other tests may hold plans.
-    zero_keys.KEPT_BLOCKS.clear()
-    schedule.SCHEDULES.clear()
+    compute.KEPT_BLOCKS.clear()
+    parts.SCHEDULES.clear()
 
 
 def attend(length, batch=1):
@@ -34,21 +35,21 @@ def attend(length, batch=1):
 def test_what_is_kept_for_a_plan_goes_with_it():
     for length in range(20, 40):
         attend(length)
-    assert len(zero_keys.KEPT_BLOCKS) >= 15
-    assert len(schedule.SCHEDULES) == 20
+    assert len(compute.KEPT_BLOCKS) >= 15
+    assert len(parts.SCHEDULES) == 20
     forget_plans()
     gc.collect()
-    assert len(zero_keys.KEPT_BLOCKS) == 0
-    assert len(schedule.SCHEDULES) == 0
+    assert len(compute.KEPT_BLOCKS) == 0
+    assert len(parts.SCHEDULES) == 0
 
 
 @pytest.mark.usefixtures("_no_plans")
 def test_what_is_kept_for_a_plan_does_not_grow():
     for batch in range(1, 30):
         attend(20, batch)
-    (blocks,) = zero_keys.KEPT_BLOCKS.values()
+    (blocks,) = compute.KEPT_BLOCKS.values()
     assert len(blocks) == 4
-    (schedules,) = schedule.SCHEDULES.values()
+    (schedules,) = parts.SCHEDULES.values()
     assert len(schedules) == 8
 
 
@@ -67,8 +68,8 @@ def test_kernel_calls_are_kept_for_few_layouts(most_blocks, monkeypatch):
             out = dilated_attention(given, given, given, pattern)
             found = out.detach(), *torch.autograd.grad(out, given, dout)
             expected = expected or found
-            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    (kept,) = {len(one.parts) for few in schedule.SCHEDULES.values() for one in few.values()}
+            torch.testing.assert_close(found, expected, rtol=FLOAT64, atol=FLOAT64)
+    (kept,) = {len(one.parts) for few in parts.SCHEDULES.values() for one in few.values()}
     assert kept == (8 if most_blocks else 0)
 
 

@@ -15,7 +15,7 @@ from support.strategies import patterns
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, plan_attention
 from ring_dilated_attention.checks import KINDS, Case, combine, references, run_case
-from ring_dilated_attention.engine import arrived, messages, ring_call
+from ring_dilated_attention.engine import ring, transfer
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.plan import Message, Rows, Run
 
@@ -129,8 +129,8 @@ def test_a_sharded_slide_is_exact(layout, joining, exchange, num_kv_heads, zero_
         joins.append(given)
         return of_all(*given)
 
-    of_all = arrived.of_all
-    monkeypatch.setattr(ring_call, "of_all", noted)
+    of_all = ring.of_all
+    monkeypatch.setattr(ring, "of_all", noted)
     lengths, rates = SLIDE.segment_lengths, SLIDE.dilation_rates
     case = Case(
         pattern=DilatedPattern(lengths, rates, head_offsets="blocked", zero_keys=zero_keys),
@@ -159,14 +159,14 @@ def test_rows_are_numbered_however_far_apart_they_are(stride):
     """By a table of all numbers where these are dense, by sorting where they are not."""
     runs = [Run(range(2), Rows(5, 30, stride, 1), 0), Run(range(1, 2), Rows(5, 40, stride, 0), 60)]
     message = Message(0, 1, tuple(runs), slots=100, rows=70 if stride > 1 else 71)
-    numbers = messages.numbers_of(message, 2)
-    distinct = messages.received_numbers(message, 2)
+    numbers = transfer.numbers_of(message, 2)
+    distinct = transfer.received_numbers(message, 2)
     assert distinct.tolist() == sorted(set(numbers.tolist()))
     shuffled = distinct[torch.randperm(len(distinct), generator=torch.Generator().manual_seed(0))]
-    assert torch.equal(shuffled[messages.places_of(numbers, shuffled)], numbers)
+    assert torch.equal(shuffled[transfer.places_of(numbers, shuffled)], numbers)
     for missing in (int(distinct[3]), int(distinct[-1])):
         with pytest.raises(AssertionError, match="not been received"):
-            messages.places_of(numbers, distinct[distinct != missing])
+            transfer.places_of(numbers, distinct[distinct != missing])
 
 
 def _joined(pattern, layout, **options):

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from support.cut_rings import set_round_pairs
 from support.late_streams import LateExchange, late_streams
 from support.strategies import cases
+from support.tolerances import FLOAT32, FLOAT64
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, replicated_query_attention
 from ring_dilated_attention.checks import TENSORS, Case, relative_error
@@ -30,7 +31,6 @@ from ring_dilated_attention.engine import (
     own,
     parts,
     ring,
-    ring_call,
 )
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.kernels import has_triton
@@ -123,7 +123,7 @@ def test_additions_that_are_late(name, round_pairs, gathers, backend, monkeypatc
         monkeypatch.setattr(joined, "BESIDE_BYTES", long_flops)
         how = {"early": early, "gathers": gathers, "workspace": (None, 0.3)[number % 2]}
         error, queued = check(case, Selection(backend), seed=number, **how)
-        assert error < 1e-12
+        assert error < FLOAT64
         assert queued > layout.world_size
 
 
@@ -144,7 +144,7 @@ def test_small_calls_beside_larger_ones(name, round_pairs, gathers, backend, mon
         monkeypatch.setattr(parts, "BESIDE_FLOPS", beside)
         how = {"early": early, "gathers": gathers, "workspace": (None, 0.3)[number % 2]}
         error, queued = check(case, Selection(backend), seed=number, **how)
-        assert error < 1e-12
+        assert error < FLOAT64
         counts.append(queued)
     assert counts[1] > counts[0] or round_pairs
 
@@ -167,7 +167,7 @@ def test_any_call(case, long, backend, gathers, workspace, seed):
         patch.setattr(parts, "BESIDE_FLOPS", long[1])
         patch.setattr(joined, "BESIDE_BYTES", long[2])
         error, _ = check(case, Selection(backend), seed=seed, **how)
-    assert error < 1e-11
+    assert error < FLOAT64
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
@@ -211,7 +211,7 @@ def test_small_calls_of_branches_whose_weights_are_constants(backend, monkeypatc
     with late_streams(0, 0.0) as streams:
         (found,) = run_loopback(1, detached)
     for name in TENSORS:
-        assert relative_error(found[name], expected[name]) < 1e-12
+        assert relative_error(found[name], expected[name]) < FLOAT64
     assert sum(x.queued for x in streams) > 0
 
 
@@ -237,7 +237,7 @@ def test_small_calls_of_rows_of_different_lengths(monkeypatch):
     with late_streams(0, 0.0) as streams:
         (found,) = run_loopback(1, attend)
     for got, want in zip(found, expected, strict=True):
-        assert relative_error(got, want) < 1e-12
+        assert relative_error(got, want) < FLOAT64
     assert sum(x.queued for x in streams) > 0
 
 
@@ -278,7 +278,7 @@ def test_launches_of_tables_wait_for_additions(name, launches, monkeypatch):
     for beside in (math.inf, 0.0):
         monkeypatch.setattr(parts, "BESIDE_FLOPS", beside)
         error, queued = check(case, shares, seed=0)
-        assert error < 1e-5
+        assert error < FLOAT32
         assert queued > layout.world_size
     assert len(launches) >= 4 * layout.world_size
 
@@ -298,7 +298,7 @@ def test_launches_row_by_row_beside_larger_calls(name, long_flops, launches, mon
         monkeypatch.setattr(own, "BESIDE_CALL_FLOPS", beside)
         launches.clear()
         error, queued = check(case, few, seed=0)
-        assert error < 1e-5
+        assert error < FLOAT32
         assert {"ranges_forward", "ranges_backward"} == set(launches)
         counts.append(queued)
     assert counts[1] > counts[0] or not long_flops
@@ -319,7 +319,7 @@ def test_an_error_before_rows_are_asked_for_lets_go_of_them(monkeypatch):
     def fails(tile):
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(ring_call, "JoinedRows", Noted)
+    monkeypatch.setattr(ring, "JoinedRows", Noted)
     selection = Selection(replace(EAGER, forward=fails))
 
     def fails_on(ends):

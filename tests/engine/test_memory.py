@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.cut_rings import rings_cut
 from support.late_streams import late_streams
+from support.tolerances import FLOAT64
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -197,7 +198,7 @@ def test_workspace_bounds_what_kernels_allocate(monkeypatch):
         gradients = torch.autograd.grad(out, leaves, dout)
         results[workspace] = [out.detach(), *gradients], list(calls)
     for a, b in zip(results[None][0], results[0.1][0], strict=True):
-        assert relative_error(a, b) < 1e-13
+        assert relative_error(a, b) < FLOAT64
     with late_streams(0, 0.0):  # the results of two slices are there at a time
         calls.clear()
         with torch.no_grad():

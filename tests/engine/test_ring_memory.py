@@ -17,7 +17,7 @@ from ring_dilated_attention import DilatedPattern, SequenceLayout, plan_attentio
 from ring_dilated_attention.checks import run_ranks
 from ring_dilated_attention.engine import RingCall, accumulate, compute, parts, ring
 from ring_dilated_attention.exchange import resolve_exchange
-from ring_dilated_attention.plan import FEW_ADDITIONS
+from ring_dilated_attention.plan import RankPlan
 from ring_dilated_attention.tiles import Selection, TileBackend, backend_named
 
 SCALE = 64
@@ -91,7 +91,7 @@ def patch_like_a_gpu():
     """For the rest of this process."""
 
     def sum_dtype(query, additions):
-        assert additions <= FEW_ADDITIONS
+        assert additions <= RankPlan.FEW_ADDITIONS
         return query.dtype
 
     patch = pytest.MonkeyPatch()

@@ -21,12 +21,12 @@ from ring_dilated_attention import DilatedPattern, dilated_attention
 from ring_dilated_attention.checks import Case, combine, run_case, run_ranks, sweep
 from ring_dilated_attention.exchange import (
     ProcessGroupExchange,
-    by_pair,
     peer_memory,
     run_loopback,
+    transports,
 )
-from ring_dilated_attention.exchange.by_pair import Site, make_transport
 from ring_dilated_attention.exchange.peer_memory import DevicePlace, Outboxes, out_of_reach
+from ring_dilated_attention.exchange.transports import Site, make_transport
 
 
 @pytest.fixture(autouse=True)
@@ -148,7 +148,7 @@ def choices(rank, world_size, cases):
     return [choose(rank, *case) for case in cases]
 
 
-def choose(rank, peer_memory, names, broken, hosts=None):
+def choose(rank, peer_memory, names, broken, is_one_host=True):
     """What moves rows of ranks on CUDA devices, of which there are none here; the warnings.
 
     Args:
@@ -156,31 +156,29 @@ def choose(rank, peer_memory, names, broken, hosts=None):
         peer_memory: as of `ProcessGroupExchange`.
         names: of the host that each rank's device is in.
         broken: ranks that cannot share memory.
-        hosts: as of `ProcessGroupExchange`.
+        is_one_host: whether all ranks are on one.
     """
 
-    def share(rank, members, share, *rest):
+    def share(rank, world_size, share, *rest):
         share(None)
         if rank in broken:
             raise RuntimeError("no permission")
-        return f"copies of {members}"
+        return f"copies of {world_size}"
 
     others = [str(other) for other in range(len(names)) if other != rank]
     here = place(names[rank], str(rank), *others)
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        patch.setattr(by_pair, "place_of", lambda device: here)
-        patch.setattr(by_pair, "PeerMemory", share)
-        patch.setattr(by_pair, "Communicator", lambda *args: f"messages to {sorted(args[-1])}")
+        patch.setattr(transports, "place_of", lambda device: here)
+        patch.setattr(transports, "PeerMemory", share)
+        patch.setattr(transports, "Communicator", lambda *args: f"messages to {sorted(args[-1])}")
         patch.setattr(torch.cuda, "current_device", lambda: 0)
         patch.setattr(torch.cuda, "set_device", lambda device: None)
         group: Any = dist.new_group()
-        ends, roll = ProcessGroupExchange(group, hosts=hosts), cast("Any", None)
-        site = Site(group, ends.hosts, ends.share, ends.calls, roll, 60.0, "")
+        ends, roll = ProcessGroupExchange(group), cast("Any", None)
+        site = Site(group, is_one_host, ends.share, ends.calls, roll, 60.0, "")
         try:
             found: Any = make_transport(site, torch.device("cuda", 0), peer_memory=peer_memory)
-            if isinstance(found, by_pair.ByPair):
-                found = f"{found.near}, {found.far}"
             return found, [str(one.message) for one in warned]
         except (RuntimeError, ValueError) as error:
             return type(error).__name__, [str(error)]
@@ -190,10 +188,10 @@ def test_what_moves_rows():
     cases = [(None, "aa"), (None, "ab"), (False, "aa"), (True, "aa"), (True, "ab")]
     first, second = run_ranks(choices, 2, [(*case, []) for case in cases])
     assert [found for found, _ in first] == [
-        "copies of (0, 1)", "messages to [1]", "messages to [1]", "copies of (0, 1)", "ValueError"
+        "copies of 2", "messages to [1]", "messages to [1]", "copies of 2", "ValueError"
     ]  # fmt: skip
     assert [found for found, _ in second] == [
-        "copies of (0, 1)", "messages to [0]", "messages to [0]", "copies of (0, 1)", "ValueError"
+        "copies of 2", "messages to [0]", "messages to [0]", "copies of 2", "ValueError"
     ]  # fmt: skip
     assert not any(warned for _, warned in first[:-1])
 
@@ -208,33 +206,8 @@ def test_memory_that_one_rank_cannot_share():
             assert "['rank 1: no permission']" in text
 
 
-def test_what_moves_rows_between_hosts():
-    """Copies within each host that can, messages between all others, whatever a rank's own are."""
-    hosts = [0, 0, 1, 1, 2]
-    cases = [
-        (None, "aabbc", []),
-        (True, "aabbc", []),
-        (False, "aabbc", []),
-        (None, "aabbc", [3]),
-        (True, "aabbc", [3]),
-        (None, "aabxc", []),
-        (True, "aabxc", []),
-    ]
-    found = run_ranks(choices, 5, [(*case, hosts) for case in cases])
-    first, third, last = ([kind for kind, _ in found[rank]] for rank in (0, 2, 4))
-    messages = {rank: f"messages to {sorted({*range(5)} - {rank})}" for rank in range(5)}
-    near = "copies of (0, 1), messages to [2, 3, 4]"
-    other = "copies of (2, 3), messages to [0, 1, 4]"
-    assert first == [near, near, messages[0], near, "RuntimeError", near, "ValueError"]
-    assert third == [
-        other, other, messages[2], messages[2], "RuntimeError", messages[2], "ValueError"
-    ]  # fmt: skip
-    assert last == [*[messages[4]] * 4, "RuntimeError", messages[4], "ValueError"]
-    warned = [[bool(texts) for _, texts in found[rank][:4]] for rank in range(5)]
-    assert warned == [[False] * 4] * 2 + [[False] * 3 + [True]] * 2 + [[False] * 4]
-
-
 def test_hosts_of_one_rank_each_have_nothing_to_copy():
-    for ((kind, (text,)),) in run_ranks(choices, 2, [(True, "aa", [], [4, 2])]):
-        assert kind == "ValueError"
-        assert "every rank has its own host" in text
+    for found in run_ranks(choices, 2, [(None, "aa", [], False), (True, "aa", [], False)]):
+        (kind, _), (error, (text,)) = found
+        assert (kind[:8], error) == ("messages", "ValueError")
+        assert "they are on several hosts" in text

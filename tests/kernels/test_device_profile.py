@@ -13,8 +13,7 @@ import torch
 from support.simulated_devices import DEVICES, KIB, properties, simulated
 
 from ring_dilated_attention.kernels import Kernel, default_config, profile_of
-from ring_dilated_attention.kernels.device_profile import H200, profile_from
-from ring_dilated_attention.kernels.tuning import LARGE
+from ring_dilated_attention.kernels.device_profile import H200, LARGE, profile_from
 
 
 def profile(name, **changes):

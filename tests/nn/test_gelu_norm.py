@@ -144,13 +144,13 @@ def encoder_and_slide():
 
 def count_calls(monkeypatch):
     """A list that grows with each forward launch of the kernel."""
-    one, calls = kernels.gelu_norm_forward, []
+    one, calls = kernels.gelu_norm.gelu_norm_forward, []
 
     def counted(*inputs):
         calls.append(inputs)
         return one(*inputs)
 
-    monkeypatch.setattr(kernels, "gelu_norm_forward", counted)
+    monkeypatch.setattr(kernels.gelu_norm, "gelu_norm_forward", counted)
     return calls
 
 

@@ -14,21 +14,17 @@ from support.strategies import layouts, patterns
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, plan_attention
 from ring_dilated_attention.plan import (
-    PlanError,
     RankPlan,
     Step,
-    TensorSize,
     Tile,
     TileGroup,
     check_plan,
-    flops,
-    memory,
-    step_imbalance,
+    costs,
     tiling,
-    traffic,
 )
-from ring_dilated_attention.plan.parts import own_runs, parts_of
-from ring_dilated_attention.plan.pieces import cut_into_pieces
+from ring_dilated_attention.plan.check import PlanError
+from ring_dilated_attention.plan.crossings import crossings_of
+from ring_dilated_attention.plan.parts import cut_into_pieces, own_runs, parts_of
 
 LONGNET = ([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12])
 
@@ -259,9 +255,9 @@ def test_plans_of_heads_share_what_crosses_ranks():
         DilatedPattern.dense(), SequenceLayout.zigzag(64, 4), is_causal=True, num_heads=4
     )
     one, other = plan.narrowed(range(1)), plan.narrowed(range(1, 3))
-    assert one.crossings(2) is other.crossings(2) is plan.crossings(2)
+    assert crossings_of(one, 2) is crossings_of(other, 2) is crossings_of(plan, 2)
     changed = replace(one, pieces=2)
-    assert changed.crossings(2) is not plan.crossings(2)
+    assert crossings_of(changed, 2) is not crossings_of(plan, 2)
     assert len(list(changed.rank(2).steps())) == 2 * 3
 
 
@@ -270,8 +266,8 @@ def test_a_branch_that_covers_the_heads_of_a_plan_comes_first():
     pattern = DilatedPattern([30, 30], [2, 1], head_branches="split")
     layout = SequenceLayout.contiguous(60, 4)
     plan = plan_attention(pattern, layout, is_causal=False, num_heads=2)
-    assert [span.branch for span in plan.crossings(1).seen] == [0, 1]
-    assert [span.branch for span in plan.narrowed(range(1, 2)).crossings(1).seen] == [1, 0]
+    assert [span.branch for span in crossings_of(plan, 1).seen] == [0, 1]
+    assert [span.branch for span in crossings_of(plan.narrowed(range(1, 2)), 1).seen] == [1, 0]
 
 
 @pytest.mark.parametrize(
@@ -308,11 +304,11 @@ def test_many_ranges_take_few_groups():
 
 
 def test_zigzag_balances_causal_work():
-    size = TensorSize(batch=1, head_dim=4, element_size=4)
+    size = costs.TensorSize(batch=1, head_dim=4, element_size=4)
     imbalance = {}
     for make in (SequenceLayout.zigzag, SequenceLayout.contiguous):
         plan = plan_attention(DilatedPattern.dense(), make(1024, 4), is_causal=True)
-        work = [flops(plan.rank(rank), size) for rank in range(4)]
+        work = [costs.flops(plan.rank(rank), size) for rank in range(4)]
         assert sum(work) == 4 * 4 * 1024 * 1025 // 2
         imbalance[make.__name__] = max(work) / (sum(work) / 4)
     assert imbalance["zigzag"] < 1.01
@@ -325,7 +321,7 @@ def test_balance_step_by_step():
     def found(make):
         layout = make(4 * 1024, 4)
         plan = plan_attention(DilatedPattern.dense(), layout, is_causal=True, num_heads=2)
-        return step_imbalance(plan)
+        return costs.step_imbalance(plan)
 
     assert found(SequenceLayout.contiguous) == pytest.approx(3.5 / 2, rel=1e-3)
     assert found(SequenceLayout.zigzag) == pytest.approx(1, rel=1e-3)
@@ -335,15 +331,15 @@ def test_costs_in_bytes():
     plan = plan_attention(
         DilatedPattern([None], [4]), SequenceLayout.contiguous(64, 2), is_causal=False, num_heads=4
     )
-    size = TensorSize(batch=2, head_dim=8, element_size=2)
+    size = costs.TensorSize(batch=2, head_dim=8, element_size=2)
     rank = plan.rank(0)
     rows = 8 * 4
-    assert traffic(rank, size).forward_sent == 2 * 2 * rows * 8 * 2
-    assert traffic(rank, size).backward_sent == 2 * 2 * rows * 8 * (2 + 2)
-    held = memory(rank, size)
+    assert costs.traffic(rank, size).forward_sent == 2 * 2 * rows * 8 * 2
+    assert costs.traffic(rank, size).backward_sent == 2 * 2 * rows * 8 * (2 + 2)
+    held = costs.memory(rank, size)
     assert held.query == held.key == held.value == held.out == 2 * 32 * 4 * 8 * 2
     assert held.lse == 2 * 32 * 4 * 4
-    assert held.buffers == traffic(rank, size).forward_received
+    assert held.buffers == costs.traffic(rank, size).forward_received
     assert held.total == 4 * held.query + held.lse + held.buffers
 
 
@@ -357,28 +353,28 @@ def test_gradients_are_returned_wide_where_many_tiles_add(num_heads, itemsize):
         num_kv_heads=1,
     )
     assert plan.returns_wide == (itemsize == 4)
-    size = TensorSize(batch=1, head_dim=8, element_size=2)
-    assert traffic(plan.rank(0), size).backward_sent == 2 * 32 * 8 * (2 + itemsize)
+    size = costs.TensorSize(batch=1, head_dim=8, element_size=2)
+    assert costs.traffic(plan.rank(0), size).backward_sent == 2 * 32 * 8 * (2 + itemsize)
 
 
 def test_ring_buffers_are_two_messages():
     plan = plan_attention(DilatedPattern.dense(), SequenceLayout.contiguous(70, 7), is_causal=False)
-    size = TensorSize(batch=1, head_dim=1, element_size=4)
-    assert memory(plan.rank(3), size, gathers=False).buffers == 2 * 10 * 2 * 4
-    assert memory(plan.rank(3), size, gathers=True).buffers == 6 * 10 * 2 * 4
+    size = costs.TensorSize(batch=1, head_dim=1, element_size=4)
+    assert costs.memory(plan.rank(3), size, gathers=False).buffers == 2 * 10 * 2 * 4
+    assert costs.memory(plan.rank(3), size, gathers=True).buffers == 6 * 10 * 2 * 4
     alone = plan_attention(plan.pattern, SequenceLayout.contiguous(40, 1), is_causal=False)
-    assert memory(alone.rank(0), size, gathers=False).buffers == 0
+    assert costs.memory(alone.rank(0), size, gathers=False).buffers == 0
 
 
 def test_messages_of_the_first_and_the_last_step_are_not_held_together():
     """Of its two neighbours a rank receives at the first step and at the last."""
     layout = SequenceLayout([[pair] for pair in pairwise([0, 4, 12, 20, 28, 32])])
     plan = plan_attention(DilatedPattern([8], [1]), layout, is_causal=False)
-    size = TensorSize(batch=1, head_dim=1, element_size=4)
+    size = costs.TensorSize(batch=1, head_dim=1, element_size=4)
     received = [plan.rank(2).received_rows(rank) for rank in (1, 0, 4, 3)]
     assert received == [4, 0, 0, 4]
-    assert memory(plan.rank(2), size, gathers=False).buffers == 4 * 2 * 4
-    assert memory(plan.rank(2), size, gathers=True).buffers == 8 * 2 * 4
+    assert costs.memory(plan.rank(2), size, gathers=False).buffers == 4 * 2 * 4
+    assert costs.memory(plan.rank(2), size, gathers=True).buffers == 8 * 2 * 4
 
 
 def test_auto_gathers_little_and_rings_much():

@@ -7,28 +7,18 @@ from pathlib import Path
 import pytest
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, plan_attention
-from ring_dilated_attention.kernels import H200, rates_on
-from ring_dilated_attention.plan import (
-    ComputeRates,
-    Link,
-    Rates,
-    TensorSize,
-    efficiency,
-    flops,
-    host_of_ranks,
-    predict,
-    traffic,
-)
+from ring_dilated_attention.kernels import H200
+from ring_dilated_attention.plan import costs
 
 ROOT = Path(__file__).parents[2]
 MOST_ERROR = 0.05
-SIZE = TensorSize(batch=1, head_dim=8, element_size=2)
-COMPUTE = ComputeRates(flops=1e9, half_keys=0, group_seconds=0, host_step=0)
-PLAIN = Rates(
+SIZE = costs.TensorSize(batch=1, head_dim=8, element_size=2)
+COMPUTE = costs.ComputeRates(flops=1e9, half_keys=0, group_seconds=0, host_step=0)
+PLAIN = costs.Rates(
     forward=COMPUTE,
     backward=COMPUTE,
-    inside=Link(bytes_per_second=1e30, latency=0),
-    across=Link(bytes_per_second=1e30, latency=0),
+    inside=costs.Link(bytes_per_second=1e30, latency=0),
+    across=costs.Link(bytes_per_second=1e30, latency=0),
     beside_transfers=1.0,
     host_call=0,
     host_empty_step=0,
@@ -73,21 +63,21 @@ def test_the_results_are_those_of_the_model(many_hosts):
 @pytest.mark.parametrize("backward", [False, True])
 def test_with_links_that_take_no_time_only_operations_count(backward):
     rank = dense(4).rank(1)
-    found = predict(rank, SIZE, PLAIN, backward=backward)
-    assert found.seconds == pytest.approx(flops(rank, SIZE) * (2.5 if backward else 1) / 1e9)
+    found = costs.predict(rank, SIZE, PLAIN, backward=backward)
+    assert found.seconds == pytest.approx(costs.flops(rank, SIZE) * (2.5 if backward else 1) / 1e9)
     assert found.exposed == pytest.approx(0)
     assert found.steps == 3
-    assert efficiency(dense(4), SIZE, PLAIN, found.seconds / (2.5 if backward else 1) * 3.5) == (
-        pytest.approx(1)
-    )
+    assert costs.efficiency(
+        dense(4), SIZE, PLAIN, found.seconds / (2.5 if backward else 1) * 3.5
+    ) == (pytest.approx(1))
 
 
 def test_a_slow_link_is_exposed():
     """A ring with one message in flight; ranks compute nothing to speak of."""
     rank = dense(4).rank(0)
-    slow = Link(bytes_per_second=1e3, latency=0.5)
-    found = predict(rank, SIZE, replace(PLAIN, inside=slow), backward=False)
-    received = traffic(rank, SIZE).forward_received
+    slow = costs.Link(bytes_per_second=1e3, latency=0.5)
+    found = costs.predict(rank, SIZE, replace(PLAIN, inside=slow), backward=False)
+    received = costs.traffic(rank, SIZE).forward_received
     messages = sum(len(list(one.steps())) for one in rank.rounds(gathers=False))
     assert found.inside_bytes == received
     assert found.across_bytes == 0
@@ -100,63 +90,63 @@ def test_rows_behind_compute_are_not_exposed():
     """Each step computes 10 seconds; its rows take 5."""
     plan = dense(2)
     rank = plan.rank(0)
-    step = flops(rank, SIZE) / 2 / 10
-    nbytes = traffic(rank, SIZE).forward_received
+    step = costs.flops(rank, SIZE) / 2 / 10
+    nbytes = costs.traffic(rank, SIZE).forward_received
     rates = replace(
         PLAIN,
         forward=replace(COMPUTE, flops=step),
-        inside=Link(bytes_per_second=nbytes / 5, latency=0),
+        inside=costs.Link(bytes_per_second=nbytes / 5, latency=0),
     )
-    found = predict(rank, SIZE, rates, backward=False)
+    found = costs.predict(rank, SIZE, rates, backward=False)
     assert found.seconds == pytest.approx(20)
-    slower = replace(rates, inside=Link(bytes_per_second=nbytes / 15, latency=0))
-    assert predict(rank, SIZE, slower, backward=False).seconds == pytest.approx(25)
+    slower = replace(rates, inside=costs.Link(bytes_per_second=nbytes / 15, latency=0))
+    assert costs.predict(rank, SIZE, slower, backward=False).seconds == pytest.approx(25)
 
 
 def test_gradients_travel_too():
     """Backward with no compute: rows in, and as many bytes of gradients back."""
     rank = dense(2).rank(0)
-    nbytes = traffic(rank, SIZE).forward_received
-    rates = replace(PLAIN, inside=Link(bytes_per_second=nbytes, latency=0))
-    assert predict(rank, SIZE, rates, backward=False).device == pytest.approx(1, abs=0.2)
-    assert predict(rank, SIZE, rates, backward=True).device == pytest.approx(2, abs=0.2)
+    nbytes = costs.traffic(rank, SIZE).forward_received
+    rates = replace(PLAIN, inside=costs.Link(bytes_per_second=nbytes, latency=0))
+    assert costs.predict(rank, SIZE, rates, backward=False).device == pytest.approx(1, abs=0.2)
+    assert costs.predict(rank, SIZE, rates, backward=True).device == pytest.approx(2, abs=0.2)
 
 
 def test_bytes_inside_and_across_hosts():
-    """Four ranks on two hosts: rows of the other host reach it once, and are passed on in it."""
+    """Four ranks on two hosts: each receives all rows of the other host from there."""
     rank = dense(4).rank(0)
-    hosts = host_of_ranks(2, 2)
+    hosts = costs.host_of_ranks(2, 2)
     assert hosts == (0, 0, 1, 1)
-    found = predict(rank, SIZE, PLAIN, backward=False, hosts=hosts)
-    received = traffic(rank, SIZE).forward_received
-    assert (found.inside_bytes, found.across_bytes) == (received * 2 // 3, received // 3)
-    alone = predict(rank, SIZE, PLAIN, backward=False, hosts=(0, 1, 2, 3))
+    found = costs.predict(rank, SIZE, PLAIN, backward=False, hosts=hosts)
+    received = costs.traffic(rank, SIZE).forward_received
+    assert (found.inside_bytes, found.across_bytes) == (received // 3, received * 2 // 3)
+    alone = costs.predict(rank, SIZE, PLAIN, backward=False, hosts=(0, 1, 2, 3))
     assert (alone.inside_bytes, alone.across_bytes) == (0, received)
 
 
 def test_the_host_decides_where_it_takes_longer():
     rank = dense(4).rank(0)
     rates = replace(PLAIN, forward=replace(COMPUTE, host_step=100.0), host_call=7.0)
-    found = predict(rank, SIZE, rates, backward=False)
+    found = costs.predict(rank, SIZE, rates, backward=False)
     assert found.seconds == found.host == 307
     near = plan_attention(
         DilatedPattern([4], [1]), SequenceLayout.contiguous(64, 4), is_causal=False
     )
-    idle = predict(near.rank(0), SIZE, replace(rates, host_empty_step=50.0), backward=False)
+    idle = costs.predict(near.rank(0), SIZE, replace(rates, host_empty_step=50.0), backward=False)
     assert (idle.steps, idle.host) == (0, 157)
 
 
 def test_short_tiles_and_groups_take_longer():
     rank = dense(1, length=512).rank(0)
-    one = predict(rank, SIZE, PLAIN, backward=False).seconds
+    one = costs.predict(rank, SIZE, PLAIN, backward=False).seconds
     halved = replace(PLAIN, forward=replace(COMPUTE, half_keys=512, group_seconds=3.0))
-    assert predict(rank, SIZE, halved, backward=False).seconds == pytest.approx(2 * one + 3)
+    assert costs.predict(rank, SIZE, halved, backward=False).seconds == pytest.approx(2 * one + 3)
 
 
 def test_rates_of_devices():
     def forward(profile=H200, **size):
         rows = replace(SIZE, **size)
-        return rates_on(profile, rows, link_gb_s=300, network_gb_s=40).forward.flops
+        return profile.rates(rows, link_gb_s=300, network_gb_s=40).forward.flops
 
     assert forward(head_dim=128, element_size=2) > forward(head_dim=64, element_size=2)
     assert forward(head_dim=64, element_size=2) > 5 * forward(head_dim=64, element_size=4)
@@ -165,4 +155,4 @@ def test_rates_of_devices():
     with pytest.raises(ValueError, match="no rate of float64; allowed: bfloat16"):
         forward(element_size=8)
     with pytest.raises(ValueError, match="network_gb_s must be finite and above 0; got 0"):
-        rates_on(H200, SIZE, link_gb_s=1, network_gb_s=0)
+        H200.rates(SIZE, link_gb_s=1, network_gb_s=0)

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ring_dilated_attention.plan.progression import dilated_rows, intersect, union_size
+from ring_dilated_attention.plan.rows import dilated_rows, intersect, union_size
 
 progressions = st.builds(range, st.integers(-20, 60), st.integers(-20, 90), st.integers(1, 12))
 

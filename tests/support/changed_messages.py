@@ -1,6 +1,6 @@
 """Messages of the engine, counted or changed on purpose."""
 
-from ring_dilated_attention.engine import arrived, messages, ring_call, transfer
+from ring_dilated_attention.engine import ring, transfer
 
 
 def lose_returned_gradients(patch):
@@ -10,7 +10,8 @@ def lose_returned_gradients(patch):
 
 def change_rows(patch, change):
     """From now on ranks send what `change` makes of each message."""
-    patch.setattr(transfer, "pack", lambda *given: change(messages.pack(*given)))
+    pack = transfer.pack
+    patch.setattr(transfer, "pack", lambda *given: change(pack(*given)))
 
 
 def count_bytes(patch, count):
@@ -20,24 +21,21 @@ def count_bytes(patch, count):
     the own rows between, if there are any, and ``"returned"`` gradients that have been returned.
     """
 
-    def pack(*given):
-        packed = messages.pack(*given)
-        count("packed", packed.nbytes)
-        return packed
+    def counted(module, name, told):
+        original = getattr(module, name)
 
-    def spread(rows, index):
-        slots = messages.spread(rows, index)
-        count("spread", 0 if slots is rows else slots.nbytes)
-        return slots
+        def call(*given):
+            found = original(*given)
+            told(found, *given)
+            return found
 
-    def add_returned(dkey, dvalue, rows, index):
-        count("returned", rows.nbytes)
-        messages.add_returned(dkey, dvalue, rows, index)
+        patch.setattr(module, name, call)
 
-    def of_all(rows):
-        count("spread", rows.slots.nbytes)
-        return arrived.of_all(rows)
-
-    for function in (pack, spread, add_returned):
-        patch.setattr(transfer, function.__name__, function)
-    patch.setattr(ring_call, "of_all", of_all)
+    counted(transfer, "pack", lambda packed, *_: count("packed", packed.nbytes))
+    counted(
+        transfer,
+        "spread",
+        lambda slots, rows, _: count("spread", 0 if slots is rows else slots.nbytes),
+    )
+    counted(transfer, "add_returned", lambda _, dk, dv, rows, sent: count("returned", rows.nbytes))
+    counted(ring, "of_all", lambda _, rows: count("spread", rows.slots.nbytes))

@@ -13,14 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ring_dilated_attention.kernels import (
-    backward,
-    decode,
-    forward,
-    own_backward,
-    own_forward,
-    tuning,
-)
+from ring_dilated_attention.kernels import backward, decode, device_profile, forward, own_backward
 from ring_dilated_attention.kernels.device_profile import H200
 from ring_dilated_attention.kernels.launch import Launcher
 
@@ -33,10 +26,10 @@ def launched(module, argument):
 
 
 KERNELS: dict[str, Any] = {
-    "forward": launched(forward, "out"),
+    "forward": launched(forward, "cells"),
     "dq": launched(backward, "dq"),
     "dkdv": launched(backward, "dk"),
-    "own_forward": launched(own_forward, "out"),
+    "own_forward": launched(forward, "ranges"),
     "own_dq": launched(own_backward, "dq"),
     "own_dkdv": launched(own_backward, "dk"),
     "decode": launched(decode, "q"),
@@ -55,8 +48,8 @@ def shared_bytes(name, itemsize, head_dim, config, capability, *, overlaps=False
     kernel = KERNELS[name]
     constants = {
         "UNIT": 8,
-        **tuning.head_dim_constants(head_dim, config.tail),
-        **tuning.copies_of(config),
+        **device_profile.head_dim_constants(head_dim, config.tail),
+        **device_profile.copies_of(config),
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "PRECISION": "ieee",
@@ -86,20 +79,20 @@ def shared_bytes(name, itemsize, head_dim, config, capability, *, overlaps=False
 
 if __name__ == "__main__":
     found = []
-    for (name, itemsize, head_dim), (needed, smaller) in tuning.LARGE.items():
-        config = tuning.CONFIGS[name, itemsize, head_dim]
+    for (name, itemsize, head_dim), (needed, smaller) in device_profile.LARGE.items():
+        config = device_profile.CONFIGS[name, itemsize, head_dim]
         sizes = [
             shared_bytes(name, itemsize, head_dim, each, int(sys.argv[1]))
             for each in (config, smaller)
         ]
         found.append([name, needed, *sizes])
-    config = tuning.default_config("forward", 128, torch.float16, queries=4096, keys=4096)
+    config = device_profile.default_config("forward", 128, torch.float16, queries=4096, keys=4096)
     found.append(["forward", 0, 0, shared_bytes("forward", 2, 128, config, int(sys.argv[1]))])
     small = replace(H200, shared_bytes=99 << 10)
     for itemsize, head_dim in DECODED:
         dtype = {2: torch.float16, 4: torch.float32}[itemsize]
-        vars(tuning)["profile_of"] = lambda device: small
-        config = tuning.decode_config(
+        vars(device_profile)["profile_of"] = lambda device: small
+        config = device_profile.decode_config(
             head_dim, dtype, queries=256, keys=4096, device=torch.device("cpu")
         )
         size = shared_bytes("decode", itemsize, head_dim, config, int(sys.argv[1]))

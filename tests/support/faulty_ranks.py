@@ -34,6 +34,7 @@ from ring_dilated_attention.exchange.calls import Finding, LostPeerError
 from support import streamed_messages
 from support.faults import FAULTS, IN_DECODING, Rank
 from support.several_hosts import Host, several_hosts
+from support.worlds import pretend_host
 
 TIMEOUT_S = 3.0
 """Of the groups, where a rank is stopped; it is minutes where one has ended."""
@@ -80,8 +81,8 @@ class Transport(NamedTuple):
         copies: whether rows travel by copies between GPUs.
         board: whether ranks of one host may agree in shared memory, which those of several cannot.
         cpu: whether the group itself may be used to agree on the CPU, which one of NCCL cannot.
-        hosts: host of each rank: of namespaces with gloo, and as the group is told otherwise;
-            empty: all are on one.
+        hosts: host of each rank: of namespaces with gloo, and as ranks pretend otherwise; empty:
+            all are on one.
         late: which rank takes a second to ask why a wait has failed, when others have ended; None:
             none.
     """
@@ -109,6 +110,8 @@ def _rank_main(
     backend, copies, board, cpu, places, late = transport
     if hosts:
         hosts[places[rank]].enter()
+    elif places:
+        pretend_host(pytest.MonkeyPatch(), places[rank])
     if not cpu:
         pytest.MonkeyPatch().setattr(collectives, "takes_cpu", lambda group: False)
     if not board:
@@ -149,7 +152,6 @@ def _rank_main(
             group,
             timeout=TIMEOUT_S if FAULTS[name].stops else LONG_S,
             peer_memory=copies if device.type == "cuda" else None,
-            hosts=places if places and not hosts else None,
         )
         note = Path(folder, "fault").touch
         mes.append(Rank(rank, world_size, victim, device, ends, note))

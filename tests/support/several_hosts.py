@@ -158,7 +158,12 @@ def run_on_hosts(function: Callable[..., Any], ranks: Sequence[int], *arguments:
     """
     with tempfile.TemporaryDirectory() as folder, several_hosts(len(ranks)) as hosts:
         Path(folder, "call").write_bytes(pickle.dumps((function, arguments)))
-        environment = {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1"}
+        environment = {
+            **os.environ,
+            "GLOO_SOCKET_IFNAME": INTERFACE,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(sys.path),  # where pytest has found the function
+        }
         started = []
         for number, (host, count) in enumerate(zip(hosts, ranks, strict=True)):
             torchrun = [

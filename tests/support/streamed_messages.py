@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
-from ring_dilated_attention.exchange.by_pair import Site
 from ring_dilated_attention.exchange.gate import Gate
+from ring_dilated_attention.exchange.transports import Site
 from ring_dilated_attention.exchange.watch import UnderWay, Watch
 
 ABORT_S = 0.2
@@ -34,11 +34,11 @@ _all: WeakSet[StreamedMessages] = WeakSet()
 
 
 class StreamedMessages:
-    """A `by_pair.Transport`."""
+    """A `transports.Transport`."""
 
     def __init__(self, site: Site, device: torch.device, *, peer_memory: bool | None) -> None:
         store = dist.PrefixStore(f"streamed {site.name}", _get_process_group_store(site.group))
-        size = len(site.hosts)
+        size = site.group.size()
         self._messages: Any = dist.ProcessGroupGloo(store, site.rank, size, timedelta(minutes=10))
         self._let_go = threading.Event()
         self._queue: SimpleQueue[Callable[[], None]] = SimpleQueue()

@@ -14,7 +14,6 @@ from ring_dilated_attention.tiles import (
     limits_on,
     select,
     select_backend,
-    table,
 )
 
 
@@ -50,7 +49,7 @@ def test_what_computes_small_tiles(name, monkeypatch):
     device = simulated(monkeypatch, name)
     found = profile_of(device)
     monkeypatch.setattr(select, "AUTO", (backend_named("efficient"),))
-    monkeypatch.setattr(table, "has_triton", lambda: True)
+    monkeypatch.setattr(select, "has_triton", lambda: True)
     chosen = select_backend("auto", device, torch.float16, 64)
     assert chosen.backend is backend_named("efficient")
     if found.capability < (8, 0):
@@ -84,7 +83,7 @@ def test_limits_of_calls():
 def test_the_interpreter_takes_no_bfloat16(monkeypatch):
     """Triton's keeps it as integers, and multiplies those."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(table, "has_triton", lambda: True)
+    monkeypatch.setattr(select, "has_triton", lambda: True)
     cpu = torch.device("cpu")
     assert select_backend("triton", cpu, torch.float16, 64).backend is None
     with pytest.raises(ValueError, match="it takes float32, float16, the inputs are bfloat16"):

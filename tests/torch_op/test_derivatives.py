@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
+from support.tolerances import FLOAT64
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp
 
 from ring_dilated_attention import (
@@ -45,7 +46,7 @@ def test_vjp(tensors):
     out, pull = vjp(attend, *tensors)[:2]
     dout = torch.randn_like(out)
     for got, want in zip(pull(dout), expected(tensors, dout), strict=True):
-        assert relative_error(got, want) < 1e-12
+        assert relative_error(got, want) < FLOAT64
 
 
 def test_grad_on_several_ranks(tensors):
@@ -63,7 +64,7 @@ def test_grad_on_several_ranks(tensors):
     found = run_loopback(3, rank)
     for number, want in enumerate(expected(tensors, dout)):
         for ends, got in enumerate(found):
-            assert relative_error(got[number], layout.shard(want, ends, 1)) < 1e-12
+            assert relative_error(got[number], layout.shard(want, ends, 1)) < FLOAT64
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop because")  # jacrev vmaps backward
@@ -73,7 +74,7 @@ def test_jacrev(tensors):
     for row in range(2):
         dout = torch.zeros_like(query)
         dout[0, row, 0, 0] = 1
-        assert relative_error(found[row], expected(tensors, dout)[0]) < 1e-12
+        assert relative_error(found[row], expected(tensors, dout)[0]) < FLOAT64
 
 
 @pytest.mark.parametrize("function", [attend, replicated])

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention, plan_attention
 from ring_dilated_attention.checks import run_ranks
 from ring_dilated_attention.exchange import run_loopback
-from ring_dilated_attention.plan import TensorSize, flops
+from ring_dilated_attention.plan import costs
 
 PATTERN = DilatedPattern([5, 16, None], [1, 2, 3])
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
@@ -47,7 +47,7 @@ def counted(function, inputs):
 
 
 def planned(layout, rank, batch, lengths=None, documents=None, is_causal=False):
-    size = TensorSize(batch=1, head_dim=HEAD_DIM, element_size=4)
+    size = costs.TensorSize(batch=1, head_dim=HEAD_DIM, element_size=4)
     forward = 0
     for length in lengths or [layout.length] * batch:
         plan = plan_attention(
@@ -59,7 +59,7 @@ def planned(layout, rank, batch, lengths=None, documents=None, is_causal=False):
             documents=documents,
             length=length,
         )
-        forward += flops(plan.rank(rank), size)
+        forward += costs.flops(plan.rank(rank), size)
     return [forward, forward * 5 // 2]
 
 

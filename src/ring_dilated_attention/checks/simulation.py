@@ -19,16 +19,7 @@ from ..engine import kernel_calls
 from ..exchange import LoopbackExchange, run_loopback
 from ..functional import dilated_attention
 from ..pattern import check_positive_int, in_brief
-from ..plan import (
-    Balance,
-    Memory,
-    RankPlan,
-    TensorSize,
-    balance,
-    flops_by_rank,
-    memory,
-    traffic,
-)
+from ..plan import RankPlan, costs
 from ..tiles import accumulate_dtype
 from .done import Done, Told, Total
 from .testing import relative_error
@@ -74,8 +65,8 @@ class RankReport:
 
     rank: int
     positions: int
-    planned_memory: Memory
-    held_memory: Memory
+    planned_memory: costs.Memory
+    held_memory: costs.Memory
     flops: int
     of_mean: float
     kernel_calls: int
@@ -102,7 +93,7 @@ class Simulation:
     """
 
     ranks: tuple[RankReport, ...]
-    balance: Balance
+    balance: costs.Balance
     gathers: bool
     one_device: tuple[float, float]
     errors: Mapping[str, float]
@@ -116,7 +107,7 @@ class Simulation:
 
 def simulated_flops(case: Case, *, backward: bool = True) -> float:
     """Useful operations of `simulate`: those of one device, and as many of all ranks together."""
-    return 2 * sum(flops_by_rank(case.plan(), _size(case))) * (1 + _BACKWARD * backward)
+    return 2 * sum(costs.flops_by_rank(case.plan(), _size(case))) * (1 + _BACKWARD * backward)
 
 
 def simulate(case: Case, *, backward: bool = True, told: Told = lambda *_: None) -> Simulation:
@@ -148,7 +139,7 @@ def simulate(case: Case, *, backward: bool = True, told: Told = lambda *_: None)
     # First, so that whatever cannot be computed is refused before there are any threads. The short
     # run takes what the first call of a process costs out of the measured time.
     short = replace(case, documents=None)
-    work = flops_by_rank(plan, size)
+    work = costs.flops_by_rank(plan, size)
     _run(short, [x[:, :_WARM_UP] for x in whole], None, Clock(device), backward)
     total = Total(told)
     alone = _run(case, whole, None, Clock(device), backward, Done(total, "one device", sum(work)))
@@ -172,7 +163,7 @@ def simulate(case: Case, *, backward: bool = True, told: Told = lambda *_: None)
     errors, problems = _compare(case, [x.tensors for x in ran], alone.tensors, whole, backward)
     return Simulation(
         ranks=reports,
-        balance=balance(work),
+        balance=costs.balance(work),
         gathers=gathers,
         one_device=(alone.seconds[0], sum(alone.seconds[1:])),
         errors=errors,
@@ -180,8 +171,8 @@ def simulate(case: Case, *, backward: bool = True, told: Told = lambda *_: None)
     )
 
 
-def _size(case: Case) -> TensorSize:
-    return TensorSize(
+def _size(case: Case) -> costs.TensorSize:
+    return costs.TensorSize(
         batch=check_positive_int("batch", case.batch),
         head_dim=check_positive_int("head_dim", case.head_dim),
         element_size=case.dtype.itemsize,
@@ -211,7 +202,7 @@ class _Ran:
     tensors: dict[str, torch.Tensor]
     seconds: list[float]
     transfers: list[Transfers]
-    held: Memory
+    held: costs.Memory
 
 
 def _run(
@@ -253,7 +244,7 @@ def _run(
         return_lse=True,
     )
     done()
-    held = Memory(
+    held = costs.Memory(
         query=query.nbytes,
         key=key.nbytes,
         value=value.nbytes,
@@ -272,7 +263,7 @@ def _run(
 
 
 def _report(
-    rank: RankPlan, size: TensorSize, work: Sequence[int], ran: _Ran, *, gathers: bool
+    rank: RankPlan, size: costs.TensorSize, work: Sequence[int], ran: _Ran, *, gathers: bool
 ) -> RankReport:
     rounds = rank.rounds(gathers=gathers)
     steps = [step for one in rounds for step in one.steps()]
@@ -280,7 +271,7 @@ def _report(
     receivers = [step.send.receiver for step in steps if step.send is not None]
     senders = [step.receive.sender for step in steps if step.receive is not None]
     peers = tuple(sorted({*receivers, *senders}))
-    moved = traffic(rank, size)
+    moved = costs.traffic(rank, size)
     planned = [
         Transfers(
             sent=moved.forward_sent,
@@ -302,7 +293,7 @@ def _report(
     return RankReport(
         rank=rank.index,
         positions=rank.plan.layout.local_length(rank.index),
-        planned_memory=memory(rank, size, gathers=gathers),
+        planned_memory=costs.memory(rank, size, gathers=gathers),
         held_memory=ran.held,
         flops=work[rank.index],
         of_mean=work[rank.index] * len(work) / sum(work) if any(work) else 1.0,

@@ -15,7 +15,7 @@ from ..exchange import Exchange
 from ..functional import BranchGradients, Schedule, dilated_attention
 from ..layout import SequenceLayout
 from ..pattern import DilatedPattern
-from ..plan import AttentionPlan, TensorSize, plan_attention, sent_bytes
+from ..plan import AttentionPlan, costs, plan_attention
 from ..tiles import Backend, accumulate_dtype
 from .ranks import tell_progress, world_exchange
 from .reference import reference_attention
@@ -297,9 +297,8 @@ def _compare(
 def _planned_bytes(case: Case, ends: Exchange, length: int | None, batch: int) -> int:
     """Bytes that a rank sends for `batch` rows of a batch, all of one length."""
     plan = case.plan(length)
-    size = TensorSize(batch=batch, head_dim=case.head_dim, element_size=case.dtype.itemsize)
-    gathers = plan.gathers if case.exchange == "auto" else case.exchange == "gather"
-    sent = partial(sent_bytes, size=size, gathers=gathers, hosts=getattr(ends, "hosts", ()))
+    size = costs.TensorSize(batch=batch, head_dim=case.head_dim, element_size=case.dtype.itemsize)
+    sent = partial(costs.sent_bytes, size=size)
     own, detached = plan.rank(ends.rank), case.branch_gradients == "detached"
     if not detached or not case.wanted or not case.pattern.mixes_branches:
         return sent(own, backward=bool(case.wanted))

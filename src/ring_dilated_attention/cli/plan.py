@@ -99,9 +99,9 @@ def plan(
 
 
 def _prove(call: Call) -> None:
-    from ..plan import check_plan, enumerated
+    from ..plan import check_plan, costs
 
-    pairs = enumerated(call.plan)
+    pairs = costs.enumerated(call.plan)
     if pairs > CHECKED_PAIRS:
         raise ValueError(
             f"--check would enumerate {pairs:,} pairs of positions, more than {CHECKED_PAIRS:,}: "
@@ -212,22 +212,22 @@ def _pattern_in_words(call: Call) -> Iterator[str]:
 
 def _predict(call: Call, hosts: int, shown: Sequence[dict[str, Any]]) -> str:
     """Add predicted times to what is shown of ranks; return those of the slowest, in words."""
-    from ..kernels import H200, rates_on
-    from ..plan import efficiency, host_of_ranks, predict
+    from ..kernels import H200
+    from ..plan import costs
 
-    size, host_of = call.size, host_of_ranks(hosts, call.ranks // hosts)
-    rates = rates_on(H200, size, link_gb_s=LINK_GB_S, network_gb_s=NETWORK_GB_S)
+    size, host_of = call.size, costs.host_of_ranks(hosts, call.ranks // hosts)
+    rates = H200.rates(size, link_gb_s=LINK_GB_S, network_gb_s=NETWORK_GB_S)
     times = []
     with progress("predict", len(shown)) as told:
         for figures in shown:
             rank = call.plan.rank(figures["rank"])
             for name in ("forward", "backward"):
-                way = predict(rank, size, rates, backward=name == "backward", hosts=host_of)
+                way = costs.predict(rank, size, rates, backward=name == "backward", hosts=host_of)
                 figures[name] = asdict(way)
             times.append((figures["forward"]["seconds"], figures["backward"]["seconds"]))
             told(len(times))
     forward, backward = max(times, key=sum)
-    share = efficiency(call.plan, size, rates, forward + backward)
+    share = costs.efficiency(call.plan, size, rates, forward + backward)
     return (
         f"predicted by a cost model, not measured: forward {in_seconds(forward)}, with backward "
         f"{in_seconds(forward + backward)}, {share:.0%} of the rate of one GPU with a sequence as "

@@ -34,14 +34,14 @@ def kernel_computes(
     """
     if backend == _NAME:
         select_backend(backend, device, dtype, head_dim)
-        if count > kernels.MOST_NEW_ROWS:
+        if count > kernels.decode.MOST_NEW_ROWS:
             raise ValueError(
-                f"backend={_NAME!r} decodes at most {kernels.MOST_NEW_ROWS} new positions a call; "
-                f"got {count}: give fewer, or backend='auto'"
+                f"backend={_NAME!r} decodes at most {kernels.decode.MOST_NEW_ROWS} new positions a "
+                f"call; got {count}: give fewer, or backend='auto'"
             )
         return True
     refused = device.type != "cuda" or table_refusal(device, dtype, head_dim) is not None
-    return backend == "auto" and not refused and count <= kernels.MOST_NEW_ROWS
+    return backend == "auto" and not refused and count <= kernels.decode.MOST_NEW_ROWS
 
 
 def steps_by_kernel(cache: DilatedKVCache, backend: str) -> bool:
@@ -86,8 +86,8 @@ def begin_by_kernel(
     dtype = torch.float32 if cache.is_sharded else query.dtype
     with kernels_on(device):
         strips = step.strips(cache, held.branches, count)
-        new = kernels.NewRows(key, value, cache.lengths, cache.shard == 0)
-        begun = kernels.begin_strips(
+        new = kernels.decode.NewRows(key, value, cache.lengths, cache.shard == 0)
+        begun = kernels.decode.begin_strips(
             query, held.keys, held.values, strips, held.most_rows, scale, new=new
         )
 
@@ -118,8 +118,8 @@ def attend_to_strips(
     """
     query, keys, values = inputs
     count = strips.shape[2]
-    begun = kernels.begin_strips(
-        query, keys, values, kernels.Strips(strips, count, 0), keys.shape[1] * count, scale
+    begun = kernels.decode.begin_strips(
+        query, keys, values, kernels.decode.Strips(strips, count, 0), keys.shape[1] * count, scale
     )
     found, found_lse = begun.merged(out.dtype)
     out.copy_(found)
@@ -146,13 +146,13 @@ def _held(cache: DilatedKVCache) -> HeldRows:
 
 
 def _table(plan: CachePlan) -> torch.Tensor:
-    """See `kernels.strips_of_cache`."""
+    """See `kernels.decode.strips_of_cache`."""
     rows = []
     for branch in plan.branches:
         offsets, bases = [-1] * plan.num_kv_heads, [0] * plan.num_kv_heads
         for place, (head, offset) in enumerate(branch.heads):
             offsets[head] = offset
             bases[head] = branch.first_row + place * branch.slots
-        length = kernels.NO_END if branch.segment_length is None else branch.segment_length
+        length = kernels.decode.NO_END if branch.segment_length is None else branch.segment_length
         rows.append([length, branch.dilation_rate, branch.slots, *offsets, *bases])
     return torch.tensor(rows, dtype=torch.int64)

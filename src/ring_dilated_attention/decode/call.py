@@ -19,13 +19,7 @@ from ..functional import (
     validate_workspace,
 )
 from ..pattern import DilatedPattern
-from ..plan import (
-    AttentionPlan,
-    TileGroup,
-    replicated_groups,
-    replicated_strips,
-    replicated_zero_keys,
-)
+from ..plan import AttentionPlan, TileGroup
 from ..resolve import Options, plan_rows, shared_words
 from ..tiles import select_backend
 from ..torch_op import validate_tensors
@@ -204,7 +198,7 @@ def strips_on(
     """The keys of a rank that the queries see, (1, kv_heads, strips, 3 + m) on the device."""
 
     def make() -> _Strips:
-        strips = replicated_strips(plan, positions, rank)
+        strips = plan.replicated_strips(positions, rank)
         table = torch.tensor(strips, dtype=torch.int64)
         # There may be none: of a rank whose keys all lie behind the query, or a row without any.
         shape = 1, plan.num_kv_heads, len(strips[0]), 3 + len(positions)
@@ -215,9 +209,9 @@ def strips_on(
 
 @cache_by_size(16 << 20, _nbytes_of_groups)
 def _groups(plan: AttentionPlan, positions: range, rank: int) -> tuple[TileGroup, ...]:
-    return replicated_groups(plan, positions, rank)
+    return plan.replicated_groups(positions, rank)
 
 
 @cache_by_size(4 << 20, _nbytes_of_groups)
 def _zero_keys(plan: AttentionPlan, positions: range) -> tuple[TileGroup, ...]:
-    return replicated_zero_keys(plan, positions)
+    return plan.replicated_zero_keys(positions)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..kernels import MOST_NEW_ROWS
+from .. import kernels
 from .cache import DilatedKVCache
 from .lengths import Lengths
 
@@ -147,9 +147,9 @@ def _check_kernels(caches: Sequence[DilatedKVCache]) -> None:
     if any(cache.memo.by_tiles for cache in caches):
         raise ValueError(
             "attention of this step is not computed by the decoding kernels, the only ones that "
-            f"read positions on the device: they take at most {MOST_NEW_ROWS} new positions, "
-            "float16, bfloat16 or float32, and backend='auto' or 'triton', on a GPU that they "
-            "know; or call the step as it is"
+            f"read positions on the device: they take at most {kernels.decode.MOST_NEW_ROWS} new "
+            "positions, float16, bfloat16 or float32, and backend='auto' or 'triton', on a GPU "
+            "that they know; or call the step as it is"
         )
 
 

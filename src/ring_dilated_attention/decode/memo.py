@@ -19,7 +19,7 @@ class HeldRows(NamedTuple):
         source: its keys then.
         keys: (batch, rows, kv_heads, head_dim): a view of them, with a head stride of 0.
         values: like `keys`.
-        branches: the plan as a table on the device; see `kernels.strips_of_cache`.
+        branches: the plan as a table on the device; see `kernels.decode.strips_of_cache`.
         most_rows: that a KV head may have in a row of the batch.
     """
 

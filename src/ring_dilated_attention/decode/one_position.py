@@ -15,7 +15,8 @@ from typing import NamedTuple
 import torch
 
 from ..caches import keep_few
-from ..plan import CachePlan, CacheStep, StepTile, plan_step
+from ..plan import CachePlan
+from ..plan.cache_step import CacheStep, StepTile, plan_step
 from ..tiles import Selection, TileInputs, accumulate_dtype
 from .cache import DilatedKVCache
 from .products import Products, StepViews, takes_products, views_of

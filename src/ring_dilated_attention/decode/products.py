@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from ..plan import CacheStep, StepTile
+from ..plan.cache_step import CacheStep, StepTile
 from ..tiles import Selection, accumulate_dtype, select_backend
 
 _NAME = "eager"

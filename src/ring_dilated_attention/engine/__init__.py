@@ -11,15 +11,12 @@ kernels are to run, and `autocast_dtype` what autocast casts to.
 """
 
 from . import compute
-from .accumulate import Accumulator
-from .autocast import autocast_dtype, kernels_on
+from .accumulate import Accumulator, autocast_dtype, kernels_on, merge_
 from .blocks import kernel_calls, readable, readable_in_backward
+from .compute import merge_zero_keys
 from .device_tables import TABLES
-from .merge import merge_
 from .parts import BACKWARD_WORKSPACE, TileCall
-from .ring import ring_backward, ring_forward
-from .ring_call import RingCall
-from .zero_keys import merge_zero_keys
+from .ring import RingCall, ring_backward, ring_forward
 
 __all__ = [
     "BACKWARD_WORKSPACE",

@@ -9,15 +9,71 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 
+from .. import kernels
 from ..kernels import runs_triton
-from ..plan import FEW_ADDITIONS
+from ..plan import RankPlan
 from ..tiles import accumulate_dtype
-from .merge import merge_
+
+
+def merge_(
+    out: torch.Tensor, lse: torch.Tensor, tile_out: torch.Tensor, tile_lse: torch.Tensor
+) -> None:
+    """Merge one tile's result into `out` and `lse`, in place.
+
+    Two softmaxes over disjoint keys combine to one over their union:
+    ``lse' = logaddexp(lse, tile_lse)`` and ``out' = out + w * (tile_out - out)`` with
+    ``w = exp(tile_lse - lse')``, computed as ``sigmoid(tile_lse - lse)``: the two weights then add
+    up to 1 however large the lse and its rounding are.
+
+    Args:
+        out: (..., rows, head_dim), any floating dtype; may be a strided view.
+        lse: (..., rows), natural log, float32 or float64; -inf where nothing has been seen yet.
+        tile_out: (..., rows, head_dim), any floating dtype.
+        tile_lse: (..., rows), natural log; -inf where the tile shows nothing.
+    """
+    weight = torch.sigmoid(tile_lse - lse)
+    # Where neither side has seen a key, (-inf) - (-inf) is NaN; what is there stays.
+    weight.masked_fill_(torch.isneginf(tile_lse), 0)
+    if out.dtype == weight.dtype:
+        out.lerp_(tile_out.to(out.dtype), weight.unsqueeze(-1))
+    else:
+        out.copy_(torch.lerp(out.to(weight.dtype), tile_out.to(weight.dtype), weight.unsqueeze(-1)))
+    lse.copy_(torch.logaddexp(lse, tile_lse))
+
+
+_NOTHING = nullcontext()
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """To which dtype autocast casts now; None where it is off, or does not know such devices."""
+    try:  # before torch 2.13, torch.compile cannot trace is_autocast_available
+        enabled = torch.is_autocast_enabled(device_type)
+    except RuntimeError:
+        return None
+    return torch.get_autocast_dtype(device_type) if enabled else None
+
+
+def kernels_on(device: torch.device) -> AbstractContextManager[Any]:
+    """Kernels compute in the dtypes that they are given, on the device of what they are given.
+
+    Those that Triton launches run on the current device, which may be another one.
+    """
+    casts = autocast_dtype(device.type) is not None
+    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    if not casts and not elsewhere:
+        return _NOTHING
+    both = ExitStack()
+    if casts:
+        both.enter_context(torch.autocast(device.type, enabled=False))
+    if elsewhere:
+        both.enter_context(torch.cuda.device(device))
+    return both
 
 
 def merge(
@@ -38,9 +94,7 @@ def merge(
         store: whether to write the tile's result over what `out` and `lse` hold.
     """
     if runs_triton(out):
-        from ..kernels import merge_rows
-
-        merge_rows(out, lse, tile_out, tile_lse, store=store)
+        kernels.rows.merge_rows(out, lse, tile_out, tile_lse, store=store)
     elif store:
         out.copy_(tile_out)
         lse.copy_(tile_lse)
@@ -57,9 +111,7 @@ def add(totals: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], *, store:
         store: whether to replace what is there.
     """
     if runs_triton(totals[0]):
-        from ..kernels import add_rows
-
-        add_rows(totals, parts, store=store)
+        kernels.rows.add_rows(totals, parts, store=store)
         return
     for total, part in zip(totals, parts, strict=True):
         if store:
@@ -75,7 +127,7 @@ def sum_dtype(query: torch.Tensor, additions: float) -> torch.dtype:
     rounds once. With more than a few additions to most rows rounding would show: then float32, as
     on other devices. float64 for float64 inputs.
     """
-    if query.is_cuda and additions <= FEW_ADDITIONS:
+    if query.is_cuda and additions <= RankPlan.FEW_ADDITIONS:
         return query.dtype
     return accumulate_dtype(query.dtype)
 
@@ -89,9 +141,7 @@ def row_sums(dout: torch.Tensor, out: torch.Tensor, into: torch.Tensor) -> None:
         into: (batch, heads, sequence), float32 or float64, contiguous.
     """
     if runs_triton(out):
-        from ..kernels import row_sums as kernel
-
-        kernel(dout.transpose(1, 2), out.transpose(1, 2), into)
+        kernels.rows.row_sums(dout.transpose(1, 2), out.transpose(1, 2), into)
     else:
         into.copy_((dout.to(into.dtype) * out).sum(-1).transpose(1, 2))
 

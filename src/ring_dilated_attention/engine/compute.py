@@ -1,34 +1,94 @@
 """Compute groups of tiles: by which back end, in which slices, and into what.
 
-The schedule of a group (`schedule`) says which of its tiles are blocks, a kernel call each, whose
+The schedule of a group (`parts`) says which of its tiles are blocks, a kernel call each, whose
 results are added into the whole (`accumulate`), and which share a launch, being too small for one
 of their own. What a kernel call allocates is bounded: blocks are taken in slices.
+
+A zero key, of score 0 and value 0, adds exp(0) to the denominator of a softmax and 0 to its
+numerator. So m of them are a tile whose out is 0 and whose lse is log m, merged like any other.
+Nothing is done for them in backward: they have no gradient, and the merged lse and out, which every
+tile of backward uses, already count them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
+from ..caches import keep_few
 from ..kernels import profile_of
 from ..plan import TileGroup
 from ..tiles import TileBackend, TileGradients, TileInputs
 from .accumulate import Accumulator, add, merge, row_sums
+from .blocks import Block, families
 from .parts import (
     BESIDE_FLOPS,
     Additions,
     BackwardPart,
     ForwardPart,
+    Schedule,
     TileCall,
     cut_backward,
     cut_forward,
     kept_parts,
+    launch_of,
+    schedule_of,
 )
-from .schedule import Schedule, launch_of, schedule_of
+
+
+def merge_zero_keys(
+    groups: Sequence[TileGroup], out: torch.Tensor, lse: torch.Tensor, heads_per_kv: int
+) -> None:
+    """Merge the zero keys of `plan.zero_keys.zero_key_groups` into `out` and `lse`, in place.
+
+    One pass over the rows that see any; temporaries are at most of the size of `lse`.
+
+    Args:
+        groups: which queries see how many.
+        out: (batch, local_sequence, heads, head_dim), any floating dtype.
+        lse: (batch, local_sequence, heads), float32 or float64; may be a transposed view.
+        heads_per_kv: query heads of a KV head.
+    """
+    if not groups:
+        return
+    zero = torch.zeros(out.shape[-1], dtype=lse.dtype, device=out.device)
+    for group in groups:
+        for block in _blocks(group, out.shape[0], heads_per_kv):
+            out_rows, lse_rows = block.view_queries(out), block.view_queries(lse)
+            log_count = torch.full(
+                (1,), math.log(block.keys.length), dtype=lse.dtype, device=out.device
+            )
+            merge(
+                out_rows,
+                lse_rows,
+                zero.expand(out_rows.shape),
+                log_count.expand(lse_rows.shape),
+                store=False,
+            )
+
+
+KEPT_BLOCKS: WeakKeyDictionary[TileGroup, dict[Hashable, tuple[Block, ...]]] = WeakKeyDictionary()
+"""Blocks live as long as the plan of their group, whose size bounds theirs: at most as many blocks
+as it has tiles, for each of the last few batch sizes."""
+_BATCH_SIZES = 4
+
+
+def _blocks(group: TileGroup, batch: int, heads_per_kv: int) -> tuple[Block, ...]:
+    def make() -> tuple[Block, ...]:
+        return tuple(
+            block
+            for family in families(group.tiles)
+            for block in family.blocks(batch, heads_per_kv)
+        )
+
+    return keep_few(KEPT_BLOCKS.setdefault(group, {}), (batch, heads_per_kv), make, _BATCH_SIZES)
+
 
 LONG_FLOPS = 1e11
 """Operations of a kernel call from which results are added on the side stream, behind the next

@@ -15,7 +15,8 @@ from ..layout import SequenceLayout
 from ..plan import Joined, Message, RankPlan
 from .accumulate import Accumulator
 from .device_tables import TABLES
-from .messages import (
+from .transfer import (
+    Fetched,
     ReceivedRows,
     SlotTable,
     add_slots,
@@ -24,7 +25,6 @@ from .messages import (
     sum_some,
     take_slots,
 )
-from .transfer import Fetched
 
 BESIDE_BYTES = 32 << 20
 """Of all slots, from which rows are put there, and gradients of own ones added, on the side stream:

@@ -16,19 +16,14 @@ import torch
 
 from ..caches import keep_few
 from ..kernels import (
-    MOST_BRANCHES,
-    MOST_POSITIONS,
-    MOST_STEP,
     BackwardConfig,
     Kernel,
     LaunchConfig,
-    Programs,
-    build_programs,
     default_config,
-    launches_of,
+    own_programs,
     profile_of,
 )
-from ..plan import AttentionPlan, Joined, OwnRange, OwnRuns, RankPlan, TileGroup
+from ..plan import Joined, OwnRange, OwnRuns, RankPlan, TileGroup
 from .accumulate import Accumulator
 from .compute import Gradients, Inputs, Merged, Result
 from .device_tables import TABLES
@@ -54,7 +49,7 @@ class OwnLaunch:
     Args:
         plan: what the ranges are of.
         ranges: of which rows, and in which branches.
-        stores: bits of branches; see `build_programs`.
+        stores: bits of branches; see `own_programs.build_programs`.
 
     Attributes:
         ranges: as given.
@@ -62,7 +57,8 @@ class OwnLaunch:
         zero_keys: as in the plan's pattern.
     """
 
-    def __init__(self, plan: AttentionPlan, ranges: tuple[OwnRange, ...], stores: int) -> None:
+    def __init__(self, one: RankPlan, ranges: tuple[OwnRange, ...], stores: int) -> None:
+        plan = one.plan
         self.ranges, self._stores = ranges, stores
         self.is_causal, self.zero_keys = plan.is_causal, plan.pattern.zero_keys
         self._branches = _branches(plan.pattern.branches)
@@ -81,12 +77,12 @@ class OwnLaunch:
             self._configs[place] = kept
         return kept
 
-    def programs(self, block: int, device: torch.device) -> Programs:
+    def programs(self, block: int, device: torch.device) -> own_programs.Programs:
         """The tables on the device, for blocks of `block` rows."""
         return TABLES.get(self, (block, device), device, partial(self._build, block, device))
 
-    def _build(self, block: int, device: torch.device) -> Programs:
-        return build_programs(
+    def _build(self, block: int, device: torch.device) -> own_programs.Programs:
+        return own_programs.build_programs(
             self.ranges,
             self._branches,
             self._offsets,
@@ -146,20 +142,23 @@ def _make(
 ) -> OwnSchedule:
     plan = one.plan
     longest = max((stop - start for start, stop in pairwise(plan.documents)), default=0)
-    fits = longest <= MOST_POSITIONS and len(plan.pattern.dilation_rates) <= MOST_BRANCHES
+    fits = (
+        longest <= own_programs.MOST_POSITIONS
+        and len(plan.pattern.dilation_rates) <= own_programs.MOST_BRANCHES
+    )
     if not flops or not fits:
         groups = one.local_groups
         if joined is not None:
             groups = one.own_work(None, joined=joined).groups
         first = groups[:1] if one.covers else ()
         return OwnSchedule(first, (), groups[len(first) :], one.zero_keys)
-    chosen = ByRows(plan, (2 if plan.is_causal else 4) * head_dim * batch * heads_per_kv, flops)
+    chosen = ByRows(one, (2 if plan.is_causal else 4) * head_dim * batch * heads_per_kv, flops)
     work = one.own_work(chosen, joined=joined)
     launches: list[OwnLaunch] = []
     if work.ranges:
         stores = 1 << plan.covering if one.covers and plan.covering is not None else 0
-        parts = launches_of(work.ranges, _branches(plan.pattern.branches), BLOCK_ROWS)
-        launches = [OwnLaunch(plan, ranges, stores) for ranges in parts]
+        parts = own_programs.launches_of(work.ranges, _branches(plan.pattern.branches), BLOCK_ROWS)
+        launches = [OwnLaunch(one, ranges, stores) for ranges in parts]
     covers = one.covers and bool(work.groups) and work.groups[0].branch == plan.covering
     first = work.groups[: int(covers)]
     return OwnSchedule(
@@ -179,7 +178,8 @@ class ByRows:
         flops: the most operations of a kernel call that goes row by row.
     """
 
-    def __init__(self, plan: AttentionPlan, factor: int, flops: float) -> None:
+    def __init__(self, one: RankPlan, factor: int, flops: float) -> None:
+        plan = one.plan
         self._rates, self._heads = plan.pattern.dilation_rates, plan.tiling.heads
         self._factor, self._flops = factor, flops
 
@@ -187,7 +187,7 @@ class ByRows:
         """Of each run of a branch, whether it is computed row by row."""
         rate = self._rates[branch]
         factor = self._factor * len(self._heads[branch])
-        if rate > MOST_STEP:
+        if rate > own_programs.MOST_STEP:
             return [False] * len(runs)
         fewest, (shortest, longest) = FEWEST_ROWS * rate if rate > 1 else 0, runs.sizes
         if (
@@ -210,7 +210,7 @@ class ByRows:
 
 
 def _branches(branches: Sequence[tuple[int | None, int]]) -> list[tuple[int, int]]:
-    return [(length or MOST_POSITIONS, rate) for length, rate in branches]
+    return [(length or own_programs.MOST_POSITIONS, rate) for length, rate in branches]
 
 
 def forward_own(

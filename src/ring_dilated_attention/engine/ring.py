@@ -7,23 +7,133 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import chain, islice
 
 import torch
 
-from ..plan import RankPlan, TileGroup
-from ..tiles import accumulate_dtype
+from ..exchange import Exchange
+from ..plan import Joined, RankPlan, TileGroup
+from ..tiles import Selection, accumulate_dtype
 from . import compute
-from .accumulate import sum_dtype
-from .arrived import Arrived
-from .autocast import kernels_on
+from .accumulate import Accumulator, kernels_on, sum_dtype
 from .blocks import by_slot, readable, readable_in_backward
+from .compute import Inputs, merge_zero_keys
 from .joined import JoinedRows
 from .own import OwnSchedule, backward_own, forward_own, own_schedule
-from .ring_call import RingCall
-from .transfer import Fetched, GradientReturn
-from .zero_keys import merge_zero_keys
+from .parts import TileCall
+from .transfer import Fetched, GradientReturn, Home, Packer, fetch
+
+
+@dataclass
+class Arrived:
+    """The rows of one step, or of all of them.
+
+    Attributes:
+        steps: whose rows they are; their gradients are to be returned.
+        slots: the keys and values that tiles read, (2, batch, slots, head_dim); None: nothing came.
+        groups: the tiles.
+        storing: of how many groups, the first ones, gradients may be written over what the slots
+            hold; 0: they must be 0 at first.
+        joined: which of the slots are whose rows; None: all are rows of the one step.
+    """
+
+    steps: Sequence[Fetched]
+    slots: torch.Tensor | None
+    groups: tuple[TileGroup, ...]
+    storing: int
+    joined: JoinedRows | None = None
+
+    def returned(
+        self, dslots: torch.Tensor | None
+    ) -> Iterator[tuple[Fetched, torch.Tensor | None]]:
+        """Each step, and the gradients of the slots or rows of its message, for `Home.start`."""
+        for fetched in self.steps:
+            if self.joined is None or dslots is None or fetched.received is None:
+                yield fetched, dslots
+                continue
+            yield fetched, self.joined.returned(dslots, fetched.received)
+
+
+def of_step(fetched: Fetched) -> Arrived:
+    """What a step computes with its rows."""
+    slots, rest = fetched.spread()
+    return Arrived((rest,), slots, rest.step.groups, rest.step.storing)
+
+
+def of_all(rows: JoinedRows) -> Arrived:
+    """What is computed when the rows of all steps have arrived, which it waits for."""
+    steps, groups = rows.filled(), rows.joined.groups
+    return Arrived(steps, rows.slots, groups, len(groups) * rows.joined.reads_once, rows)
+
+
+@dataclass(frozen=True)
+class RingCall:
+    """Everything but the tensors of one call on one rank."""
+
+    plan: RankPlan
+    exchange: Exchange
+    backend: Selection
+    scale: float
+    gathers: bool  # whether all messages are in flight behind the running compute, or one
+    workspace: float | None = None  # see `dilated_attention`
+    detached: bool = False  # whether backward takes the weights of branches for constants
+
+    @property
+    def branches(self) -> Iterator[RingCall]:
+        """A call of each branch by itself."""
+        for plan in self.plan.single_branches:
+            yield replace(self, plan=plan, detached=False)
+
+    @property
+    def rounds(self) -> tuple[RankPlan, ...]:
+        """What is run one after the other."""
+        return self.plan.rounds(gathers=self.gathers)
+
+    @cached_property
+    def joined(self) -> Joined | None:
+        """What its only round computes when the rows of all steps have arrived, if anything."""
+        return self.plan.at_once(gathers=self.gathers)
+
+    def fetch(self, key: torch.Tensor, value: torch.Tensor) -> Iterator[Fetched]:
+        """Start fetching the rows of all steps of all rounds, in order."""
+        if self.plan.is_alone:
+            return iter(())
+        depth = self.plan.world_size - 1 if self.gathers else 1
+        steps = chain.from_iterable(one.steps() for one in self.rounds)
+        return fetch(steps, Packer(self.exchange, key, value, spreads=self.joined is None), depth)
+
+    def joined_rows(self, inputs: Inputs, sums: Accumulator) -> JoinedRows | None:
+        """Where the rows of `joined` are on their way to, if there is any."""
+        if self.joined is None:
+            return None
+        (one,) = self.rounds
+        return JoinedRows(self.joined, one, *inputs[1:], self.fetch, sums)
+
+    def arrived(
+        self, one: RankPlan, rows: JoinedRows | None, arrivals: Iterator[Fetched]
+    ) -> Iterator[Arrived]:
+        """What a round computes with rows of others, as soon as it has them."""
+        if rows is not None:
+            return iter((of_all(rows),))
+        # Which does not hold what the caller drops.
+        return map(of_step, islice(arrivals, one.num_steps))
+
+    def sums(self, query: torch.Tensor) -> Accumulator:
+        """Through which results are added up."""
+        return Accumulator(query.device, getattr(self.exchange, "stopwatch", None))
+
+    def tiles(self, query: torch.Tensor) -> TileCall:
+        """What tiles need to know of the call."""
+        plan, (batch, _, _, head_dim) = self.plan.plan, query.shape
+        heads_per_kv, flops = plan.num_heads // plan.num_kv_heads, 0.0
+        # Packed documents have the limits of short calls: they are rarely seen twice, and a kernel
+        # call of each takes the CPU longer than it saves the GPU.
+        if len(plan.documents) <= 2:
+            flops = 4.0 * head_dim * batch * heads_per_kv * self.plan.own_pairs
+        return TileCall(self.backend, self.scale, batch, heads_per_kv, self.workspace, flops)
+
 
 RETURNING_BYTES = 64 << 20
 """Bytes of returned gradients that may be in flight behind a gather before they are waited for."""
@@ -168,7 +278,7 @@ class _Backward:
         )
         wide = call.plan.plan.returns_wide
         self._returned = accumulate_dtype(query.dtype) if wide else query.dtype
-        self._home = call.home(self.dkey, self.dvalue, self._returned)
+        self._home = Home(call.exchange, self.dkey, self.dvalue, self._returned)
         self._returning: deque[GradientReturn] = deque()
 
     def compute_round(
@@ -184,7 +294,7 @@ class _Backward:
             late = self._compute_early_half(one)
         else:
             self._compute_local(one.local_groups, stores_first=self._covers)
-        steps_left = self._call.num_steps(one)
+        steps_left = one.num_steps
         for work in self._call.arrived(one, rows, arrivals):
             dslots = None
             steps_left -= len(work.steps)
@@ -220,7 +330,6 @@ class _Backward:
         for fetched, found in work.returned(dslots):
             while work.joined is not None and self._returning_bytes > RETURNING_BYTES:
                 self._returning.popleft().finish()
-            self._returning.extend(self._home.due())
             self._returning.append(self._home.start(fetched, found))
             del fetched, found
 
@@ -230,7 +339,6 @@ class _Backward:
             self._add_returned(all_of_them=True)
         self.sums.finish()
         self.sums.join()
-        self._returning.extend(self._home.due())
         for last in self._returning:
             last.finish()
 

@@ -1,7 +1,6 @@
 """This rank's end of a group of torch.distributed.
 
-Rows travel by copies between GPUs of one host (`peer_memory`), else by messages (`communicator`);
-`by_pair` says which by which.
+Rows travel by copies between GPUs of one host (`peer_memory`), else by messages (`communicator`).
 """
 
 from __future__ import annotations
@@ -19,15 +18,14 @@ import torch.distributed as dist
 from .. import __version__
 from .alone import ALONE
 from .board import Shown, make_board
-from .by_pair import ByPair, Site, Transport, make_transport
 from .calls import Calls, ExchangeError, LostPeerError
 from .collectives import Collectives
 from .communicator import timeout_of
-from .hosts import agreed_hosts, checked_hosts, own_host
 from .interface import Pending
 from .peer_memory import PeerMemory
-from .processes import announce
+from .processes import announce, own_host
 from .relay import Passed
+from .transports import Site, Transport, make_transport
 from .untraced import untraced
 from .waiter import Waiter
 
@@ -43,7 +41,7 @@ class _Members:
 
     Attributes:
         timeout: the group's own, in seconds.
-        hosts: host of each rank.
+        is_one_host: whether all ranks are on one.
         board: how ranks of one host agree; None between hosts.
         relay: how others do; None with a board, and where they do not reach each other's ports.
         agreements: the one of these that there is, else collectives of the group.
@@ -51,12 +49,10 @@ class _Members:
 
     Raises:
         LostPeerError: a rank did not come.
-        ExchangeError: ranks have different versions of this package, or were told different hosts.
+        ExchangeError: ranks have different versions of this package.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, timeout: float | None, hosts: tuple[int, ...] | None
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, timeout: float | None) -> None:
         self.timeout = timeout_of(group)
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         self.transports: dict[Any, Transport] = {}
@@ -67,11 +63,11 @@ class _Members:
         limit = self.timeout if timeout is None else timeout
         share = partial(self.collectives.share, timeout=limit)
         try:
-            versions, *told = zip(*share((__version__, own_host(), hosts)), strict=True)
+            versions, hosts = zip(*share((__version__, own_host())), strict=True)
             _check_versions(versions)
-            self.hosts = agreed_hosts(list(zip(*told, strict=True)))
+            self.is_one_host = len(set(hosts)) == 1
             self.board = self.relay = None
-            if not any(self.hosts):
+            if self.is_one_host:
                 self.board = make_board(rank, world_size, share)
             if self.board is None:
                 self.relay = self.collectives.meet(limit)
@@ -127,10 +123,8 @@ def _check_versions(versions: Sequence[str]) -> None:
 
 
 @untraced
-def _meet(
-    group: dist.ProcessGroup, timeout: float | None, hosts: tuple[int, ...] | None
-) -> _Members:
-    return _Members(group, timeout, hosts)
+def _meet(group: dist.ProcessGroup, timeout: float | None) -> _Members:
+    return _Members(group, timeout)
 
 
 _members: WeakKeyDictionary[dist.ProcessGroup, _Members] = WeakKeyDictionary()
@@ -141,11 +135,11 @@ group."""
 class ProcessGroupExchange:
     """An `Exchange` over a ProcessGroup of torch.distributed (gloo, NCCL).
 
-    GPUs of one host that can read each other's memory move rows by their copy engines, which take
-    no multiprocessor from the compute and NVLink's whole rate. Elsewhere, and between hosts, rows
-    travel as messages, over a communicator of their own: they do not queue behind the caller's
-    collectives, nor these behind them. The first call with a group makes what is needed; a
-    communicator of NCCL connects every pair of ranks that needs it, which takes seconds.
+    GPUs that can read each other's memory move rows by their copy engines, where all ranks of the
+    group are on one host: that takes no multiprocessor from the compute, and NVLink's whole rate.
+    Elsewhere rows travel as messages, over a communicator of their own: they do not queue behind
+    the caller's collectives, nor these behind them. The first call with a group makes what is
+    needed; a communicator of NCCL connects every pair of ranks, which takes seconds.
 
     Ranks of several hosts agree over TCP, without waiting for each other but for the first call of
     a kind: where they turn out to be in different calls, all raise in the next one at the latest.
@@ -164,19 +158,13 @@ class ProcessGroupExchange:
         timeout: how long to wait for another rank that is alive and does not answer, in seconds or
             as a timedelta; the same on all ranks. None: the group's own timeout (see
             `torch.distributed.init_process_group`), as it is at the group's first call.
-        hosts: the host of each rank of the group, integers >= 0, the same on all ranks: rows travel
-            as messages between ranks whose hosts differ. None: as the group's first call finds
-            them, by who can share memory.
 
     Raises:
-        TypeError: `timeout` is neither a number, a timedelta nor None, or `hosts` is no sequence of
-            integers.
-        ValueError: this process is not a member of the group, `timeout` is not > 0 and finite, or
-            `hosts` does not have one integer >= 0 for each rank; from the first call: the group has
-            been told other hosts before, or, with ``peer_memory=True``, ranks of one host do not
-            have their tensors on CUDA devices that can read each other's memory; from a later call:
-            its tensors are on another GPU than those of the first.
-        ExchangeError: from the first call: ranks were given different `hosts`.
+        TypeError: `timeout` is neither a number, a timedelta nor None.
+        ValueError: this process is not a member of the group, or `timeout` is not > 0 and finite;
+            from the first call, with ``peer_memory=True``: the ranks are on several hosts, or do
+            not have their tensors on CUDA devices that can read each other's memory; from a later
+            call: its tensors are on another GPU than those of the first.
         RuntimeError: from the first call, with ``peer_memory=True``: they cannot share it.
     """
 
@@ -186,7 +174,6 @@ class ProcessGroupExchange:
         *,
         peer_memory: bool | None = None,
         timeout: float | timedelta | None = None,
-        hosts: Sequence[int] | None = None,
     ) -> None:
         if not isinstance(group, dist.ProcessGroup):  # as that of ranks outside of it is none
             raise ValueError(f"rank {dist.get_rank()} is not a member of the group {group!r}")
@@ -195,15 +182,9 @@ class ProcessGroupExchange:
         self._group = group
         self._peer_memory = peer_memory
         self._given_timeout = None if timeout is None else _seconds(timeout)
-        self._given_hosts = checked_hosts(hosts, self.world_size)
         self._found: _Members | None = None
         if self.world_size > 1:
             announce(group, self.rank)
-
-    @property
-    def hosts(self) -> tuple[int, ...]:
-        """Host of each rank, numbered from 0; the first call finds them."""
-        return (0,) if self.world_size == 1 else self._met.hosts
 
     @property
     def waits(self) -> int:
@@ -233,14 +214,7 @@ class ProcessGroupExchange:
         if met is None:
             met = _members.get(self._group)
             if met is None:
-                met = _members[self._group] = _meet(
-                    self._group, self._given_timeout, self._given_hosts
-                )
-            if self._given_hosts not in (None, met.hosts):
-                raise ValueError(
-                    f"hosts of a group are known from its first call on: {list(met.hosts)}; got "
-                    f"{list(self._given_hosts or ())}: make another group for them"
-                )
+                met = _members[self._group] = _meet(self._group, self._given_timeout)
             self._found = met
         return met
 
@@ -290,7 +264,7 @@ class ProcessGroupExchange:
     def _make(self, device: torch.device) -> Transport:
         met, own = self._met, self._timeout
         name = f"{own} {met.generation}"
-        site = Site(self._group, met.hosts, self.share, met.calls, met.roll, own, name)
+        site = Site(self._group, met.is_one_host, self.share, met.calls, met.roll, own, name)
         return make_transport(site, device, peer_memory=self._peer_memory)
 
     def outbox_bytes(self, device: torch.device) -> int:
@@ -301,7 +275,7 @@ class ProcessGroupExchange:
         if self._group not in _members:
             return 0
         transport = self._met.transports.get(self._key(device))
-        return transport.nbytes if isinstance(transport, PeerMemory | ByPair) else 0
+        return transport.nbytes if isinstance(transport, PeerMemory) else 0
 
     def maximum(self, values: Sequence[int], device: torch.device) -> list[int]:
         """See `Exchange.maximum`."""

@@ -32,8 +32,6 @@ class Exchange(Protocol):
     `Pending.wait` does not show; what it returns is called when compute goes on. It may have a
     `show`, which begins a `maximum` whose result is waited for later (see `settle_later`), or a
     `show_ahead`, the result of which is looked for in the next call at the latest (see `settle`).
-    And it may have `hosts`, a tuple with the host of each rank: rows that several ranks of a host
-    need cross to it once.
 
     Whatever waits for a rank that has ended, has failed, or does not come in time raises a
     `LostPeerError`, which `Calls` explains.

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from .calls import Call, Calls, ExchangeError, Finding, LostPeerError
-from .hosts import checked_hosts
 from .interface import Pending
 
 T = TypeVar("T")
@@ -30,8 +29,8 @@ class _Key(NamedTuple):
 class _LoopbackWorld:
     """What the ranks of a loopback share: a letter box for each message."""
 
-    def __init__(self, world_size: int, hosts: tuple[int, ...]) -> None:
-        self.world_size, self.hosts = world_size, hosts
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
         self.last_calls: list[Call | None] = [None] * world_size
         self._letters: dict[_Key, Future[Any]] = {}
         self._lock = threading.Lock()
@@ -149,7 +148,6 @@ class LoopbackExchange:
 
     def __init__(self, world: _LoopbackWorld, rank: int) -> None:
         self.rank, self.world_size, self.sent_bytes = rank, world.world_size, 0
-        self.hosts = world.hosts
         self.calls = Calls(
             rank, world.world_size, _LoopbackRoll(world, rank), main=threading.current_thread()
         )
@@ -201,24 +199,18 @@ class LoopbackExchange:
         return [everyone.get(rank, value) for rank in range(self.world_size)]
 
 
-def run_loopback(
-    world_size: int,
-    function: Callable[[LoopbackExchange], T],
-    *,
-    hosts: Sequence[int] | None = None,
-) -> list[T]:
+def run_loopback(world_size: int, function: Callable[[LoopbackExchange], T]) -> list[T]:
     """Run every rank of a world inside this process, one thread a rank.
 
     Args:
         world_size: number of ranks.
         function: called once per rank with that rank's exchange, which it may pass on as the
             `group` of `dilated_attention`.
-        hosts: the host that each rank is told to be on; None: all are on one.
 
     Returns:
         What the calls returned, by rank. When one fails, the others are woken and its error raised.
     """
-    world = _LoopbackWorld(world_size, checked_hosts(hosts, world_size) or ())
+    world = _LoopbackWorld(world_size)
 
     def call(rank: int) -> T:
         failure = ""

@@ -190,15 +190,15 @@ class Outboxes:
 
 
 class PeerMemory:
-    """One rank's end of the outboxes of the ranks of a host.
+    """One rank's end of the outboxes of the ranks of a group.
 
     All ranks make theirs at once, and use it when all have. What they take of device memory,
     `nbytes`, is not in the figures of torch's allocator.
 
     Args:
         rank: this rank of the group.
-        members: the ranks of the host, none of which is `out_of_reach` of another.
-        share: the value of every member, in their order: a collective.
+        world_size: number of ranks, none of which is `out_of_reach` of another.
+        share: every rank's value, by rank: a collective.
         device: this rank's.
         calls: of the group.
         roll: what the ranks know of each other.
@@ -211,21 +211,20 @@ class PeerMemory:
     def __init__(
         self,
         rank: int,
-        members: Sequence[int],
+        world_size: int,
         share: Callable[[Any], list[Any]],
         device: torch.device,
         calls: Calls,
         roll: Roll,
         timeout: float,
     ) -> None:
-        self._device, self._calls, self._members = device, calls, members
-        number = members.index(rank)  # outboxes are numbered within the host
-        self.nbytes = Outboxes.nbytes(len(members))
-        self._memory = MappedMemory(self.nbytes, device, number, share)
+        self._device, self._calls = device, calls
+        self.nbytes = Outboxes.nbytes(world_size)
+        self._memory = MappedMemory(self.nbytes, device, rank, share)
         bases = self._memory.addresses
-        self._outboxes = Outboxes(number, bases)
-        flags = Outboxes.flags(len(members)).to(device)
-        end = bases[number] + self.nbytes
+        self._outboxes = Outboxes(rank, bases)
+        flags = Outboxes.flags(world_size).to(device)
+        end = bases[rank] + self.nbytes
         stream = torch.cuda.current_stream(device)
         copy(stream.cuda_stream, end - flags.nbytes, flags.data_ptr(), flags.nbytes)
         torch.cuda.synchronize(device)
@@ -265,7 +264,7 @@ class PeerMemory:
             _run(operation, streams[operation.sends])
         done = [stream.record_event() for stream, _ in used]
         awaited = [x.awaited for x in reversed(operations) if x.awaited is not None]
-        peers = dict.fromkeys(self._members[number] for number in awaited)
+        peers = dict.fromkeys(awaited)
         if peers:
             queued = _Queued([(x.take, x.expects) for x in operations], done)
             while self._queued and self._queued[0].is_done():
@@ -280,7 +279,7 @@ class PeerMemory:
             return None
         peer, tensor = one
         assert tensor.is_contiguous()
-        return self._members.index(peer), tensor.data_ptr(), tensor.nbytes
+        return peer, tensor.data_ptr(), tensor.nbytes
 
     def stop(self) -> None:
         """Begin no transfer any more; return when none is being begun."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +17,6 @@ from weakref import WeakSet
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
-from .hosts import own_host
 from .notices import Notices
 
 _announced: WeakSet[dist.ProcessGroup] = WeakSet()
@@ -38,6 +38,17 @@ def announce(group: dist.ProcessGroup, rank: int) -> None:
         Notices(store_of(group)).leave(
             f"process/{rank}", json.dumps([own_host(), os.getpid(), begun])
         )
+
+
+def own_host() -> str:
+    """What processes have in common that can share memory, and pass each other files.
+
+    Containers of one machine may not: those have processes, or a network, of their own.
+    """
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return " ".join([boot, *(os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "net"))])
+    return socket.gethostname()
 
 
 class Processes:

@@ -25,9 +25,9 @@ from .blocks import (
     scaled_block,
     zero_block,
 )
-from .cells import Cells
+from .device_profile import BackwardConfig, copies_of
 from .launch import Launcher
-from .tuning import BackwardConfig, copies_of
+from .own_programs import Cells
 
 
 @triton.jit

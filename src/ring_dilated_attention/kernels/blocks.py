@@ -20,9 +20,9 @@ import triton
 import triton.language as tl
 
 from ..caches import keep_few
-from .cells import Cells
+from .device_profile import Kernel, LaunchConfig, default_config, head_dim_constants
 from .launch import LAUNCHES_KEPT, KernelLaunch
-from .tuning import Kernel, LaunchConfig, default_config, head_dim_constants
+from .own_programs import Cells
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)

@@ -6,23 +6,305 @@ second launch merges the programs' results, and writes new rows into the cache. 
 they are, by their strides. Scores and sums are float32; p is rounded to the inputs' dtype before it
 is multiplied.
 
+Another kernel tells which rows of a KV cache new positions see, and where their own rows go
+(`strips_of_cache`). Positions are read on the device, so that a step which is captured in a CUDA
+graph can be replayed while the cache grows. `plan.cache` says in integers what is computed here.
+
 Shape legend: B batch, m queries, H query heads, K KV heads, S splits, E branches, D head_dim.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from .blocks import LN_2, LOG2_E, row_offsets
-from .decode_launches import decode_launches
-from .decode_strips import Strips
-from .device_profile import DecodeTuning, profile_of
+from .blocks import LN_2, LOG2_E, row_offsets, stride_unit, strides_in
+from .device_profile import (
+    DecodeTuning,
+    decode_config,
+    padded_head_dim,
+    power_of_two,
+    profile_of,
+)
 from .forward import attend
 from .launch import KernelLaunch, Launcher
+
+NO_END = 2**62
+"""In a table of the branches of a KV cache, the segment length of a branch whose only segment has
+no end."""
+MOST_NEW_ROWS = 64
+"""Positions that the decoding kernels take at a time: each sees those before it by a mask."""
+_UNEVEN_SPLITS = 8
+"""Programs, at least, that share the rows of a block where some KV heads see more than others: a
+head is a member of a branch at some positions only."""
+SHAPES_KEPT = 1024
+"""Shapes of calls of which each cache keeps how they are launched."""
+_MERGED = 128
+"""Splits that are merged at a time, at most."""
+
+
+@dataclass(frozen=True)
+class DecodeShape:
+    """How a call is cut into programs.
+
+    Attributes:
+        blocks: of queries, of all KV heads and rows of the batch.
+        splits: programs that share the rows of a block.
+        rows: queries of a KV head.
+        lse_at: where the lse lies in what the programs write: out (B * K, S, m * H / K, D), then
+            lse (B * K, S, m * H / K), in powers of two; both float32.
+        split_options: constants of the first launch that depend on the shape alone.
+        merge_options: of the second.
+    """
+
+    blocks: int
+    splits: int
+    rows: int
+    lse_at: int
+    split_options: dict[str, Any]
+    merge_options: dict[str, Any]
+
+
+def _splits(blocks: int, at_a_time: int, least: int, most: int, most_rounds: int) -> int:
+    """Programs that share the rows of a block: the fewest that keep the device busy to the end.
+
+    Args:
+        blocks: of queries.
+        at_a_time: programs that the device runs.
+        least: that there are to be.
+        most: a program has a block of rows at least; it comes before `least`.
+        most_rounds: of `at_a_time` programs, about.
+    """
+
+    def share_used(splits: int) -> float:
+        rounds = blocks * splits / at_a_time
+        return round(rounds / math.ceil(rounds), 2)
+
+    few = max(least, -(-most_rounds * at_a_time // blocks))
+    least, most = max(1, min(least, most)), max(1, min(few, most))
+    return max(range(least, most + 1), key=lambda splits: (share_used(splits), -splits))
+
+
+def decode_shape(
+    shape: tuple[int, ...],
+    kv_heads: int,
+    most_rows: int,
+    num_branches: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    tuning: DecodeTuning,
+) -> DecodeShape:
+    """Of a query of this shape, dtype and device: see `decode.begin_strips`."""
+    batch, count, heads, head_dim = shape
+    rows, pairs = count * (heads // kv_heads), batch * kv_heads
+    config = decode_config(head_dim, dtype, queries=rows, keys=most_rows, device=device)
+    blocks = pairs * -(-rows // config.block_m)
+    at_a_time = tuning.programs * profile_of(device).multiprocessors
+    least = _UNEVEN_SPLITS if num_branches > 1 else 1
+    most = -(-most_rows // config.block_n)
+    splits = _splits(blocks, at_a_time, least, most, tuning.rounds)
+    width = {"HEAD_DIM": head_dim, "BLOCK_D": padded_head_dim(head_dim)}
+    blocking = {
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_NEW": power_of_two(count),
+        "PRECISION": "ieee",
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
+    merging = {
+        "BLOCK_S": min(_MERGED, power_of_two(splits)),
+        "BLOCK_E": power_of_two(num_branches),
+        "num_warps": 4,
+    }
+    launches = launching(device, tuning)
+    split_options, merge_options = (width | each | launches for each in (blocking, merging))
+    lse_at = pairs * splits * rows * head_dim
+    return DecodeShape(blocks, splits, rows, lse_at, split_options, merge_options)
+
+
+@lru_cache(maxsize=64)
+def launching(device: torch.device, tuning: DecodeTuning) -> dict[str, Any]:
+    """Constants and options of every launch: whether it may begin while the one before it ends."""
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    if tuning.overlaps and is_nvidia and profile_of(device).capability >= (9, 0):
+        return {"OVERLAPS": True, "launch_pdl": True}
+    return {"OVERLAPS": False}
+
+
+_NARROW = tl.constexpr(1 << 30)
+"""If no cache has more positions, 32 bits are enough for all that is computed of them."""
+
+
+class Strips(NamedTuple):
+    """Which rows queries see, by batch row and KV head, and what becomes of new rows.
+
+    A strip is evenly spaced rows: the first one, the step, how many, and before which of them each
+    query sees all, 0 or more. Of a cache the strips of a KV head are followed by labels, (E, m):
+    new positions of a branch with the same label, 0 or more, see each other; by targets, (E, m):
+    the row of the cache that a new row is written to, or -1; and by m numbers that are 0 where a
+    position is behind the longest that there is room for.
+
+    Attributes:
+        table: (1 or B, K, ...) int64, contiguous behind K.
+        num_strips: of a KV head.
+        num_branches: E of a cache; 0 of strips alone.
+    """
+
+    table: torch.Tensor
+    num_strips: int
+    num_branches: int
+
+
+@triton.jit
+def _narrow(number):
+    """In 32 bits; what is larger than any position stays so."""
+    return tl.minimum(number, _NARROW).to(tl.int32)
+
+
+@triton.jit
+def members_before(position, length, rate, offset):
+    """How many members of a branch lie before a position."""
+    per_segment = (length - offset + rate - 1) // rate
+    segment = position // length
+    return segment * per_segment + (position - segment * length - offset + rate - 1) // rate
+
+
+@triton.jit(
+    do_not_specialize=[
+        "count", "kv_heads", "num_branches", "shard", "shards", "max_length",
+    ]
+)  # fmt: skip
+def _strips_kernel(
+    lengths, branches, table,
+    count,
+    kv_heads,
+    num_branches,
+    shard,
+    shards,
+    max_length,
+    BLOCK_NEW: tl.constexpr,
+    NARROW: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """One program: one branch of one KV head of one row of the batch."""
+    pair, branch = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    batch, kv_head = pair // kv_heads, pair % kv_heads
+    own = branches + branch * (3 + 2 * kv_heads)
+    length, rate, slots = tl.load(own), tl.load(own + 1), tl.load(own + 2)
+    offset, base = tl.load(own + 3 + kv_head), tl.load(own + 3 + kv_heads + kv_head)
+    runs = offset >= 0
+    offset = tl.maximum(offset, 0)
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()  # for what the launch before this one writes: the lengths
+        tl.extra.cuda.gdc_launch_dependents()  # attention, which waits for all of this
+    position = tl.load(lengths + batch)
+    if NARROW:  # a division of 64 bits takes several times as long
+        length, rate = _narrow(length), _narrow(rate)
+        slots, offset, position = _narrow(slots), _narrow(offset), position.to(tl.int32)
+
+    per_segment = (length - offset + rate - 1) // rate
+    next_member = members_before(position, length, rate, offset)
+    segment = next_member // per_segment
+    # Of this rank, in its own numbers: the members of that segment that came before.
+    low = (segment * per_segment - shard + shards - 1) // shards
+    high = (next_member - shard + shards - 1) // shards
+
+    new = tl.arange(0, BLOCK_NEW)
+    in_new = new < count
+    at = position + new
+    own_segment = at // length
+    within = at - own_segment * length
+    is_member = runs & in_new & (within >= offset)
+    is_member = is_member & (tl.maximum(within - offset, 0) % rate == 0)
+    label = tl.where(is_member, own_segment - segment, -1)
+    sees = tl.max((label == 0).to(tl.int32), 0)
+    rows = tl.where(sees > 0, high - low, 0)
+    slot = low % slots
+    before_end = tl.minimum(rows, slots - slot)
+    behind = rows - before_end
+
+    fields = 3 + count
+    strip = table + pair * (2 * num_branches * (fields + count) + count)
+    places = strip + 2 * num_branches * fields
+    strip += branch * 2 * fields
+    tl.store(strip, base + slot)
+    tl.store(strip + 1, 1)
+    tl.store(strip + 2, before_end)
+    tl.store(strip + 3 + new, tl.where(label == 0, before_end, 0), mask=in_new)
+    strip += fields
+    tl.store(strip, base)
+    tl.store(strip + 1, 1)
+    tl.store(strip + 2, behind)
+    tl.store(strip + 3 + new, tl.where(label == 0, behind, 0), mask=in_new)
+
+    # Of new rows that would go to one slot, the last one does.
+    member = own_segment * per_segment + tl.maximum(within - offset, 0) // rate
+    stop = members_before(position + count, length, rate, offset)
+    stays = is_member & (member % shards == shard) & (member >= stop - slots * shards)
+    target = tl.where(stays, base + (member // shards) % slots, -1)
+    entry = places + branch * count + new
+    tl.store(entry, label, mask=in_new)
+    tl.store(entry + num_branches * count, target, mask=in_new)
+    if branch == 0:
+        room = places + 2 * num_branches * count + new
+        tl.store(room, (at < max_length).to(tl.int64), mask=in_new)
+
+
+_launch = Launcher(_strips_kernel)
+
+
+def strips_of_cache(
+    lengths: torch.Tensor,
+    branches: torch.Tensor,
+    kv_heads: int,
+    count: int,
+    *,
+    shard: int,
+    shards: int,
+    max_length: int | None,
+) -> Strips:
+    """What `count` new positions see of a KV cache, and where their own rows go.
+
+    Args:
+        lengths: (B,) int64: positions so far.
+        branches: (E, 3 + 2 K) int64: segment length (`NO_END`: it has none), rate and slots of each
+            branch; of each KV head the offset, -1 where it has no rows, and its first row.
+        kv_heads: K.
+        count: m.
+        shard: this rank's share of the rows.
+        shards: how many ranks share them.
+        max_length: the most positions that there is room for; None: any number.
+
+    Returns:
+        Two strips of each branch, and the places of the new rows.
+    """
+    batch, num_branches, device = lengths.shape[0], branches.shape[0], lengths.device
+    width = 2 * num_branches * (3 + 2 * count) + count
+    table = lengths.new_empty(batch, kv_heads, width)
+    room = NO_END if max_length is None else max_length
+    launch = _launch_of(batch, (count, kv_heads, num_branches, shard, shards, room), device)
+    _launch(launch.grid, (lengths, branches, table), *launch[1:])
+    return Strips(table, 2 * num_branches, num_branches)
+
+
+@lru_cache(maxsize=SHAPES_KEPT)
+def _launch_of(batch: int, numbers: tuple[int, ...], device: torch.device) -> KernelLaunch:
+    """Of calls of one shape; `numbers` are those that the kernel takes."""
+    count, kv_heads, num_branches, *_, room = numbers
+    constants = {
+        "BLOCK_NEW": power_of_two(count),
+        "NARROW": room + count <= _NARROW.value,
+        "num_warps": 1,
+        **launching(device, profile_of(device).decode),
+    }
+    return KernelLaunch((batch * kv_heads, num_branches), numbers, constants, {})
 
 
 class NewRows(NamedTuple):
@@ -335,3 +617,71 @@ def begin_strips(
     split = launches.split
     _split(split.grid, (q, k, v, new_k, new_v, table, parts), *split[1:])
     return Begun((q, k, v), new, table, parts, launches.merge)
+
+
+class DecodeLaunches(NamedTuple):
+    """How a call is launched, whatever its tensors hold.
+
+    Attributes:
+        parts: float32 numbers that the first launch writes, and the second one reads.
+        split: the first launch.
+        merge: the second.
+    """
+
+    parts: int
+    split: KernelLaunch
+    merge: KernelLaunch
+
+
+@lru_cache(maxsize=SHAPES_KEPT)
+def decode_launches(
+    shapes: tuple[torch.Size, torch.Size],
+    strides: tuple[tuple[int, ...], ...],
+    table_strides: tuple[int, int],
+    counts: tuple[int, int],
+    most_rows: int,
+    scale: float,
+    like: tuple[torch.dtype, torch.device],
+    new: tuple[bool, bool],
+    tuning: DecodeTuning,
+) -> DecodeLaunches:
+    """Of calls of one shape: see `decode.begin_strips`.
+
+    Args:
+        shapes: of q and k.
+        strides: of q, k, v, and of new keys and values.
+        table_strides: of batch rows and KV heads in the table of strips.
+        counts: of a KV head's strips, and of the branches of a cache.
+        most_rows: of a KV head in a row of the batch: about how many there may be.
+        scale: factor on the scores.
+        like: dtype and device of q.
+        new: whether there are new rows, and whether this rank computes what is seen of them.
+        tuning: how a call is cut into programs.
+    """
+    (batch, count, heads, head_dim), (_, length, kv_heads, _) = shapes
+    assert count <= MOST_NEW_ROWS
+    shape = decode_shape(shapes[0], kv_heads, most_rows, counts[1], *like, tuning)
+    unit, has_new = stride_unit(*strides), new[0]
+    _, k_strides, v_strides, new_k_strides, new_v_strides = strides
+    sizes = count, heads // kv_heads, kv_heads, *counts, shape.splits, shape.lse_at
+    split_constants = {
+        "UNIT": unit,
+        "WITH_NEW": new[1],
+        # Of a cache rows of a block are neighbours; else they lie within the tensor.
+        "WIDE": not has_new and length * max(k_strides[1], v_strides[1]) >= 2**31,
+        **shape.split_options,
+    }
+    split = KernelLaunch(
+        (shape.blocks, shape.splits),
+        (*strides_in(unit, *strides), *table_strides, scale, *sizes),
+        split_constants,
+        {},
+    )
+    of_rows = *k_strides[:2], *new_k_strides[:3], *new_v_strides[:3]
+    merge = KernelLaunch(
+        (batch * kv_heads, shape.rows),
+        (*of_rows, *table_strides, *sizes),
+        {"WITH_NEW": has_new, **shape.merge_options},
+        {},
+    )
+    return DecodeLaunches(shape.lse_at + shape.lse_at // head_dim, split, merge)

@@ -8,14 +8,15 @@ do in a clock; and those blocks of kernels that fit into its shared memory.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from ..pattern import check_positive_float
-from ..plan import ComputeRates, Link, Rates, TensorSize
+from ..plan import costs
 
 # Half-precision operations that a multiprocessor does in a clock, by compute capability (NVIDIA's
 # whitepapers of Volta to Blackwell). One that is not here counts as the last before it.
@@ -74,11 +75,44 @@ class DeviceProfile:
         """How many rows keep the device as busy as `on_h200` do an H200."""
         return max(1, on_h200 * self.multiprocessors // _H200_MULTIPROCESSORS)
 
+    def rates(
+        self, size: costs.TensorSize, *, link_gb_s: float, network_gb_s: float
+    ) -> costs.Rates:
+        """The rates of the cost model: those of an H200, in proportion to the matmul rate.
+
+        Args:
+            size: of the rows that it computes with.
+            link_gb_s: 10**9 bytes per second that a rank sends to ranks of its host, and receives.
+            network_gb_s: the same to ranks of other hosts.
+
+        Raises:
+            ValueError: a rate is not above 0, or none is known of elements of that size.
+        """
+        for name, rate in (("link_gb_s", link_gb_s), ("network_gb_s", network_gb_s)):
+            check_positive_float(name, rate)
+        if size.element_size > 4:
+            raise ValueError(
+                "the cost model knows no rate of float64; allowed: bfloat16, float16, float32"
+            )
+        share = _FLOAT32 if size.element_size == 4 else _HEADS_OF_64 if size.head_dim < 128 else 1.0
+        forward, backward = (
+            replace(each, flops=each.flops * share * self.rate) for each in (_FORWARD, _BACKWARD)
+        )
+        return costs.Rates(
+            forward=forward,
+            backward=backward,
+            inside=costs.Link(bytes_per_second=link_gb_s * 1e9, latency=_LATENCY_INSIDE),
+            across=costs.Link(bytes_per_second=network_gb_s * 1e9, latency=_LATENCY_ACROSS),
+            beside_transfers=_BESIDE_TRANSFERS,
+            host_call=_HOST_CALL,
+            host_empty_step=_HOST_EMPTY_STEP,
+        )
+
 
 # The cost model's constants. Fitted to the times of one and two H200 in
 # benchmarks/results/many_gpus_x2.json: bfloat16 or float16, heads of 128 (many_hosts.md).
-_FORWARD = ComputeRates(flops=657e12, half_keys=340, group_seconds=15e-6, host_step=0.6e-3)
-_BACKWARD = ComputeRates(flops=618e12, half_keys=465, group_seconds=60e-6, host_step=0.8e-3)
+_FORWARD = costs.ComputeRates(flops=657e12, half_keys=340, group_seconds=15e-6, host_step=0.6e-3)
+_BACKWARD = costs.ComputeRates(flops=618e12, half_keys=465, group_seconds=60e-6, host_step=0.8e-3)
 _BESIDE_TRANSFERS = 1.035
 # Of the rate with heads of 128, in half precision and in float32.
 _HEADS_OF_64, _FLOAT32 = 0.81, 0.064
@@ -114,36 +148,198 @@ def profile_from(properties: Any) -> DeviceProfile:
     return DeviceProfile(capability, count, shared, count * mhz * operations / _H200_RATE)
 
 
-def rates_on(
-    profile: DeviceProfile, size: TensorSize, *, link_gb_s: float, network_gb_s: float
-) -> Rates:
-    """The rates of the cost model on a device: those of an H200, in proportion to its matmul rate.
+Kernel = Literal["forward", "dq", "dkdv", "own_forward", "own_dq", "own_dkdv"]
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """How a kernel is launched.
+
+    Attributes:
+        block_m: queries per block, a power of two >= 16.
+        block_n: keys per block, a power of two >= 16.
+        num_warps: warps per program.
+        num_stages: key (dkdv: query) blocks in flight.
+        max_registers: of a thread; None: as many as the compiler likes. With fewer, more programs
+            run on a multiprocessor at a time.
+        tail: whether blocks have a second part for the columns beyond a power of two, where these
+            are 16, 32 or 64; else columns are padded to the next power of two.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    max_registers: int | None = None
+    tail: bool = False
+
+
+class BackwardConfig(NamedTuple):
+    """One configuration for each of the two backward kernels."""
+
+    dq: LaunchConfig
+    dkdv: LaunchConfig
+
+
+# (kernel, bytes per element, head_dim up to). Those of 2 bytes are the fastest of a sweep
+# on an H200; those of 4 fit registers and shared memory.
+CONFIGS: dict[tuple[Kernel, int, int], LaunchConfig] = {
+    ("forward", 2, 64): LaunchConfig(64, 64, 4, 3),
+    ("forward", 2, 128): LaunchConfig(128, 64, 8, 3),
+    ("forward", 2, 256): LaunchConfig(128, 64, 8, 2),
+    ("forward", 4, 64): LaunchConfig(64, 32, 8, 2),
+    ("forward", 4, 128): LaunchConfig(32, 32, 8, 1),
+    ("forward", 4, 256): LaunchConfig(16, 32, 8, 2),
+    ("dq", 2, 64): LaunchConfig(64, 64, 4, 3),
+    ("dq", 2, 128): LaunchConfig(128, 64, 8, 3),
+    ("dq", 2, 256): LaunchConfig(64, 32, 4, 2),
+    ("dq", 4, 64): LaunchConfig(32, 32, 4, 2),
+    ("dq", 4, 128): LaunchConfig(32, 16, 4, 2),
+    ("dq", 4, 256): LaunchConfig(16, 16, 4, 1),
+    ("dkdv", 2, 64): LaunchConfig(64, 64, 4, 2),
+    ("dkdv", 2, 128): LaunchConfig(64, 64, 4, 2),
+    ("dkdv", 2, 256): LaunchConfig(64, 64, 8, 1),
+    ("dkdv", 4, 64): LaunchConfig(16, 32, 4, 2),
+    ("dkdv", 4, 128): LaunchConfig(16, 32, 8, 1),
+    ("dkdv", 4, 256): LaunchConfig(16, 16, 8, 1),
+    # Where not said otherwise, those of tiles.
+    ("own_forward", 2, 48): LaunchConfig(64, 64, 4, 3, 168, tail=True),
+    ("own_forward", 2, 64): LaunchConfig(64, 64, 4, 3, 168),
+    ("own_forward", 2, 128): LaunchConfig(64, 64, 4, 3),
+    ("own_forward", 2, 256): LaunchConfig(64, 64, 4, 2),
+    ("own_dq", 2, 48): LaunchConfig(64, 64, 4, 3, 168, tail=True),
+    ("own_dq", 2, 64): LaunchConfig(64, 64, 4, 3, 168),
+    ("own_dq", 2, 128): LaunchConfig(64, 64, 4, 2),
+    ("own_dkdv", 2, 64): LaunchConfig(64, 64, 4, 3),
+}
+
+# Of those above that take more than 99 KiB of shared memory: how many bytes, as Triton compiles
+# them for compute capability 8.0, and what fits into 99 KiB (8.6, 8.9, 12.0) with 66 to 80 KiB.
+LARGE: dict[tuple[Kernel, int, int], tuple[int, LaunchConfig]] = {
+    ("dq", 2, 128): (131_072, LaunchConfig(64, 64, 4, 2)),
+    ("forward", 2, 256): (147_456, LaunchConfig(64, 32, 4, 2)),
+    ("dq", 2, 256): (102_400, LaunchConfig(32, 32, 4, 2)),
+    ("dkdv", 2, 256): (163_840, LaunchConfig(32, 32, 4, 1)),
+    ("own_forward", 2, 256): (106_496, LaunchConfig(64, 32, 4, 2)),
+}
+
+_WGMMA_ROWS = 64
+"""Rows of an accumulator from which products are those of a warp group."""
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """The power of two that the kernels work with."""
+    return power_of_two(head_dim)
+
+
+def head_dim_constants(head_dim: int, tail: bool) -> dict[str, int]:
+    """What a kernel is compiled for: the head_dim, and the columns of both parts of its blocks.
 
     Args:
-        profile: the device.
-        size: of the rows that it computes with.
-        link_gb_s: 10**9 bytes per second that a rank sends to ranks of its host, and receives.
-        network_gb_s: the same to ranks of other hosts.
-
-    Raises:
-        ValueError: a rate is not above 0, or none is known of elements of that size.
+        head_dim: of the tensors.
+        tail: whether blocks may have a second part; else one is padded.
     """
-    for name, rate in (("link_gb_s", link_gb_s), ("network_gb_s", network_gb_s)):
-        check_positive_float(name, rate)
-    if size.element_size > 4:
-        raise ValueError(
-            "the cost model knows no rate of float64; allowed: bfloat16, float16, float32"
-        )
-    share = _FLOAT32 if size.element_size == 4 else _HEADS_OF_64 if size.head_dim < 128 else 1.0
-    forward, backward = (
-        replace(each, flops=each.flops * share * profile.rate) for each in (_FORWARD, _BACKWARD)
-    )
-    return Rates(
-        forward=forward,
-        backward=backward,
-        inside=Link(bytes_per_second=link_gb_s * 1e9, latency=_LATENCY_INSIDE),
-        across=Link(bytes_per_second=network_gb_s * 1e9, latency=_LATENCY_ACROSS),
-        beside_transfers=_BESIDE_TRANSFERS,
-        host_call=_HOST_CALL,
-        host_empty_step=_HOST_EMPTY_STEP,
-    )
+    columns = -(-head_dim // 16) * 16
+    largest = 1 << (columns.bit_length() - 1)
+    rest = columns - largest
+    if not tail or rest.bit_count() != 1:
+        largest, rest = padded_head_dim(head_dim), 0
+    return {"HEAD_DIM": head_dim, "BLOCK_D": largest, "TAIL": rest}
+
+
+def copies_of(config: LaunchConfig) -> dict[str, int]:
+    """In how many copies the kernel of dk and dv loads lse and delta: as many as it has threads."""
+    return {"COPIES": max(1, 16 * config.num_warps // config.block_m)}
+
+
+def _key_of(kernel: Kernel, itemsize: int, head_dim: int) -> tuple[Kernel, int, int]:
+    """What stands for a kernel in the table: that of tiles if none of its own fits as closely."""
+    widths = [width for name, size, width in CONFIGS if (name, size) == (kernel, itemsize)]
+    own = min((width for width in widths if width >= head_dim), default=math.inf)
+    padded = max(64, padded_head_dim(head_dim))
+    if own <= padded:
+        return kernel, itemsize, int(own)
+    of_tiles: Any = kernel.removeprefix("own_")
+    return of_tiles, itemsize, padded
+
+
+def default_config(
+    kernel: Kernel,
+    head_dim: int,
+    dtype: torch.dtype,
+    *,
+    queries: int,
+    keys: int,
+    device: torch.device | None = None,
+) -> LaunchConfig:
+    """What a kernel runs with unless told otherwise.
+
+    Args:
+        kernel: which one.
+        head_dim: of the tensors, at most 256.
+        dtype: of q, k, v.
+        queries: most queries in a tile: blocks need not be larger.
+        keys: most keys in a tile: blocks need not be larger.
+        device: where the kernel runs; None: on an H200.
+
+    Returns:
+        The configuration of the table, or what fits into the shared memory of the device, its
+        blocks shrunk to the longest tile.
+    """
+    key = _key_of(kernel, dtype.itemsize, head_dim)
+    best = CONFIGS[key]
+    needed, smaller = LARGE.get(key, (0, best))
+    if device is not None and profile_of(device).shared_bytes < needed:
+        best = smaller
+    block_m = min(best.block_m, power_of_two(queries))
+    block_n = min(best.block_n, power_of_two(keys))
+    of_keys = kernel.endswith("dkdv")
+    if of_keys and dtype.itemsize == 2 and block_m < _WGMMA_ROWS:
+        # As a wgmma over so few queries dk comes out wrong, and differently every time (Triton 3.6
+        # on Hopper); dv and larger blocks do not.
+        block_n = min(block_n, _WGMMA_ROWS // 2)
+    # The accumulators have the rows of one side: as many warps per row as before, and the four
+    # that a wgmma takes where there are 64 rows.
+    rows, most = (block_n, best.block_n) if of_keys else (block_m, best.block_m)
+    num_warps = max(2, min(4, rows // 16), best.num_warps * rows // most)
+    return replace(best, block_m=block_m, block_n=block_n, num_warps=num_warps)
+
+
+MOST_WIDTH = 16384
+"""Elements, at most, of a row that one program normalises: 32 a thread at 16 warps."""
+MOST_GELU_WIDTH = 8192
+"""Elements, at most, of a row of which one program normalises the GELU."""
+_MOST_DECODE_QUERIES = 64
+_DECODE_BYTES = 16 << 10
+"""Of keys that a program of decoding loads at a time, and as many of values. All stages but one are
+in shared memory: with four, two programs fit on a multiprocessor of an H100 or H200."""
+
+
+def decode_config(
+    head_dim: int, dtype: torch.dtype, *, queries: int, keys: int, device: torch.device
+) -> LaunchConfig:
+    """What decoding runs with, which takes as long as loading the keys and values.
+
+    Args:
+        head_dim: of the tensors, at most 256.
+        dtype: of q, k, v.
+        queries: of a KV head.
+        keys: the most that a KV head's queries see: blocks need not be larger.
+        device: where the kernel runs.
+    """
+    of_row = padded_head_dim(head_dim) * dtype.itemsize
+    block_m = min(_MOST_DECODE_QUERIES, power_of_two(queries))
+    shared_bytes = profile_of(device).shared_bytes
+    # As Triton compiles it for compute capabilities 8.0 and 9.0, or somewhat less.
+    most = (shared_bytes - 4 * _DECODE_BYTES) // (2 * of_row)
+    while block_m > max(16, most):
+        block_m //= 2
+    # If a third program fitted, some multiprocessors would get three and others one.
+    is_deep = 2 * (6 * _DECODE_BYTES + 2 * block_m * of_row) <= shared_bytes
+    block_n = max(16, min(128, _DECODE_BYTES // of_row))
+    return LaunchConfig(block_m, min(block_n, power_of_two(keys)), 4, 4 if is_deep else 3)
+
+
+def power_of_two(size: int) -> int:
+    """The smallest one that is no less than `size` and 16, the least that the kernels take."""
+    return max(16, 1 << (size - 1).bit_length())

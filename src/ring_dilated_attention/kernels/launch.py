@@ -8,11 +8,72 @@ constants, and which integers exceed 32 bits: our kernels name the rest in `do_n
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
 from ..caches import keep_few
+from .device_profile import profile_of
+
+_LEAST_CAPABILITY = (7, 0)
+"""Of devices that Triton compiles for."""
+
+
+@lru_cache(maxsize=1)
+def has_triton() -> bool:
+    """Whether Triton is installed."""
+    return find_spec("triton") is not None
+
+
+@lru_cache(maxsize=64)
+def compiles_for(device: torch.device) -> bool:
+    """Whether Triton's kernels run on a device."""
+    if device.type != "cuda" or not has_triton():
+        return False
+    return profile_of(device).capability >= _LEAST_CAPABILITY
+
+
+def runs_triton(tensor: torch.Tensor) -> bool:
+    """Whether Triton's kernels compute in the dtype and on the device of a tensor."""
+    return tensor.is_cuda and tensor.dtype != torch.float64 and compiles_for(tensor.device)
+
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Table: TypeAlias = np.ndarray[Any, Any]
+
+_TABLE_ALIGNMENT = 16
+"""The address of each table is a multiple of it: Triton compiles a kernel again for others."""
+
+
+def spread(counts: Table) -> tuple[Table, Table]:
+    """Index i repeated ``counts[i]`` times, for all i; and 0, 1, ... within each index."""
+    import numpy as np
+
+    indices = np.repeat(np.arange(len(counts)), counts)
+    return indices, np.arange(len(indices)) - (counts.cumsum() - counts)[indices]
+
+
+def moved_together(device: torch.device | str, *tables: Table) -> list[torch.Tensor]:
+    """Tables of int32 or int64, on a device: in one allocation, because they are usually small."""
+    import numpy as np
+
+    sizes = [-(-x.nbytes // _TABLE_ALIGNMENT) * _TABLE_ALIGNMENT for x in tables]
+    together = torch.zeros(sum(sizes), dtype=torch.uint8)
+    flat, start = together.numpy(), 0
+    for table, size in zip(tables, sizes, strict=True):
+        flat[start : start + table.nbytes] = table.reshape(-1).view(np.uint8)
+        start += size
+    places = together.to(device).split(sizes)
+    dtypes = {4: torch.int32, 8: torch.int64}
+    return [
+        place[: x.nbytes].view(dtypes[x.itemsize]).view(x.shape)
+        for x, place in zip(tables, places, strict=True)
+    ]
+
 
 MOST_FORMS = 256
 """Of a kernel that are kept ready: each was compiled before, and Triton keeps it."""

@@ -25,8 +25,8 @@ from .blocks import (
     write_block,
     zero_block,
 )
-from .launch import Launcher
-from .own_forward import (
+from .device_profile import BackwardConfig, copies_of
+from .forward import (
     keys_of_rows,
     range_of,
     ranges_launch,
@@ -36,8 +36,8 @@ from .own_forward import (
     takes_part,
     zeros_of_cell,
 )
+from .launch import Launcher
 from .own_programs import Programs
-from .tuning import BackwardConfig, copies_of
 
 
 @triton.jit

@@ -15,195 +15,389 @@ dilated rows that the receiver's queries need, each (row, head) once however man
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from itertools import pairwise
+from itertools import product
+from typing import NamedTuple
 
 from ..documents import document_borders
 from ..layout import SequenceLayout
 from ..pattern import DilatedPattern, check_positive_int
-from .crossings import Crossings
-from .parts import Part, Span, parts_of, spans
-from .rank import RankPlan
-from .tiling import Tiling, tiling_of
-
-FEW_ADDITIONS = 8.0
-"""Additions to a row, on average, that may round to half precision each: errors of out and of the
-gradients stay below those of the kernels (benchmarks/results/attention_speed.md)."""
-
-ROUND_PAIRS = 1 << 31
-"""(Query, key) pairs of a head and step that keep a rank busy: 1.7 ms of an H200's forward at a
-head_dim of 128 (half of it if causal), behind which their rows travel and the gaps between kernels
-matter little. With half as many, forward of a dense causal ring of 65,536 tokens on four takes 15
-to 30% longer, with a quarter three times as long: the host does not keep up (benchmarks/rounds.py).
-"""
+from .crossings import Joined, crossings_of, join_segments
+from .own import OwnBranch, OwnWork, own_work, zero_key_groups
+from .parts import Link, OwnRuns, own_runs
+from .replicated import replicated_groups, replicated_strips, replicated_zero_keys
+from .rows import Message, Tile, TileGroup
+from .spec import FEW_ADDITIONS, PlanSpec
+from .tiling import group_tiles
 
 
-@dataclass(frozen=True)
-class AttentionPlan:
-    """Everything that `plan_attention` was told; `rank` derives what one rank does.
+class Step(NamedTuple):
+    """Step s of a rank: it works with the rows of rank ``(rank - s) mod p``, or a piece of them.
+
+    The keys of its tiles are slots of the received message.
 
     Attributes:
-        pattern: the branches.
-        layout: which rank holds which positions.
-        is_causal: whether a query sees only keys at positions <= its own.
-        num_heads: number of query heads.
-        num_kv_heads: number of KV heads.
-        documents: cumulative lengths ``[0, ..., n]`` of the documents; ``(0, n)`` is one document.
-        narrowed_to: the KV heads that the plan is for; None: all of them.
-        pieces: in how many pieces a rank fetches the rows that it needs of another: one, or as
-            many as a rank has ranges.
-        whole: the plan of all KV heads that `narrowed` made this one from; None: this plan is for
-            all of them.
+        step: s.
+        piece: which piece.
+        receive: these rows; None: none are needed.
+        send: rows that rank ``(rank + s) mod p`` needs; None: none.
+        groups: the tiles.
+        storing: of how many groups, the first ones, each slot that they read is read for the first
+            time: all, where no slot is read twice; 1, where the first reads all, being a group none
+            twice; 0, where it may not.
     """
 
-    pattern: DilatedPattern
-    layout: SequenceLayout
-    is_causal: bool
-    num_heads: int
-    num_kv_heads: int
-    documents: tuple[int, ...]
-    narrowed_to: range | None = None
-    pieces: int = 1
-    whole: AttentionPlan | None = field(default=None, init=False, compare=False, repr=False)
+    step: int
+    piece: int
+    receive: Message | None
+    send: Message | None
+    groups: tuple[TileGroup, ...]
+    storing: int
 
     @property
-    def kv_heads(self) -> range:
-        """The KV heads that the plan is for."""
-        return range(self.num_kv_heads) if self.narrowed_to is None else self.narrowed_to
+    def tiles(self) -> tuple[Tile, ...]:
+        """The tiles of all groups."""
+        return _tiles(self.groups)
 
-    @cached_property
-    def _narrowed(self) -> dict[range, AttentionPlan]:
-        return {}
 
-    def narrowed(self, kv_heads: range) -> AttentionPlan:
-        """The same for some of the KV heads. Heads have nothing to do with each other."""
-        if kv_heads not in self._narrowed:
-            narrowed = replace(self, narrowed_to=kv_heads)
-            object.__setattr__(narrowed, "whole", self.whole or self)
-            self._narrowed[kv_heads] = narrowed
-        return self._narrowed[kv_heads]
+class _Arrival(NamedTuple):
+    """A message that a rank receives, the tiles that read it, and `Step.storing`."""
 
-    @cached_property
-    def single_branches(self) -> tuple[AttentionPlan, ...]:
-        """The plan of each branch by itself; heads run all branches."""
-        return tuple(replace(self, pattern=pattern) for pattern in self.pattern.single_branches())
+    message: Message | None
+    groups: tuple[TileGroup, ...]
+    storing: int
 
-    @cached_property
-    def rounds(self) -> tuple[AttentionPlan, ...]:
-        """The plan for a few heads at a time, as few as keep a rank busy: what a ring runs.
 
-        Its buffers then hold rows of these heads alone; where one head is more than enough, in as
-        many pieces as a rank has ranges.
+class LocalHalves(NamedTuple):
+    """Local groups to compute before remote ones, and behind them.
+
+    Attributes:
+        early: the first group at least, so that it may be stored.
+        late: the others.
+        late_heads: the KV heads whose rows `late` alone has to itself; None: `early` has them too.
+    """
+
+    early: tuple[TileGroup, ...]
+    late: tuple[TileGroup, ...]
+    late_heads: range | None
+
+
+class RankPlan:
+    """What one rank computes and exchanges; the messages of a step are worked out when asked for.
+
+    Attributes:
+        plan: the plan of all ranks.
+        index: the rank.
+        world_size: number of ranks.
+        covers: whether the first group has every local row of every head as query and as key once.
+            It then needs no result to add to.
+    """
+
+    FEW_ADDITIONS = FEW_ADDITIONS
+
+    def __init__(self, plan: PlanSpec, rank: int) -> None:
+        self.plan = plan
+        self.index = rank
+        self.world_size = plan.layout.world_size
+        self._steps: dict[int, Step] = {}
+        self._crossings = crossings_of(plan, rank)
+        self._arrivals: dict[tuple[int, int], _Arrival] = {}
+        self._departures: dict[tuple[int, int], Message | None] = {}
+        self._rows: dict[tuple[int, int | None], int] = {}
+        self._crossing: dict[tuple[Link, ...], tuple[TileGroup, ...]] = {}
+        self._parts = self._crossings.parts
+        # Rows that belong to no document are in no tile.
+        held = sum(part.stop - part.start for part in self._parts)
+        self.covers = plan.covering is not None and held == plan.layout.local_length(rank)
+        self._seen, self._shown = self._crossings.seen, self._crossings.shown
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no segment that this rank holds a part of is anywhere else: nor in another part.
+
+        A rank may hold several ranges of positions, between which there are other positions.
         """
-        # Of a head, in the branch that has the most of them in a shard.
-        rows = max(
-            -(-min(self.layout.max_local_length, length or self.layout.length) // rate)
-            for length, rate in self.pattern.branches
-        )
-        pairs = max(rows * rows * (self.num_heads // self.num_kv_heads), 1)
-        ranges = max(map(len, self.layout.ranges))
-        one = replace(self, pieces=ranges) if pairs >= ranges * ROUND_PAIRS else self
-        total = self.num_kv_heads
-        count = -(-total // min(total, -(-ROUND_PAIRS // pairs)))
-        borders = (total * i // count for i in range(count + 1))
-        return tuple(one.narrowed(range(a, b)) for a, b in pairwise(borders))
-
-    def crossings(self, rank: int) -> Crossings:
-        """The segments that `rank` shares with others: one object for plans of different heads."""
-        if self.whole is not None and self.whole.covering == self.covering:
-            return self.whole.crossings(rank)  # which branch covers decides their order
-        if rank not in self._crossings:
-            self._crossings[rank] = Crossings(self, rank)
-        return self._crossings[rank]
+        return not (self._seen or self._shown)
 
     @cached_property
-    def _crossings(self) -> dict[int, Crossings]:
-        return {}
+    def local_groups(self) -> tuple[TileGroup, ...]:
+        """Tiles whose queries and keys this rank holds: a group a branch, then those that cross."""
+        work = self.own_work(None)
+        return (*work.groups, *work.crossing)
 
-    @cached_property
-    def covering(self) -> int | None:
-        """The first branch in which every row of every head takes part; None if there is none."""
-        return next(
-            (
-                branch
-                for branch, rate in enumerate(self.pattern.dilation_rates)
-                if rate == 1 and len(self.tiling.heads[branch]) == len(self.kv_heads)
-            ),
-            None,
-        )
+    def own_work(
+        self,
+        by_rows: Callable[[int, OwnRuns], Sequence[bool]] | None,
+        *,
+        joins: bool = True,
+        joined: Joined | None = None,
+    ) -> OwnWork:
+        """What this rank computes of its own rows, split by whether it is computed row by row.
 
-    @cached_property
-    def branches(self) -> list[tuple[int, int | None]]:
-        """The number of each branch and its segments' length; the one that covers first."""
-        lengths = enumerate(length for length, _ in self.pattern.branches)
-        return sorted(lengths, key=lambda item: item[0] != self.covering)
+        Args:
+            by_rows: of each run of a branch, whether it is; None: none is.
+            joins: whether parts that lie in one segment make one tile where they can.
+            joined: whose own tiles are left out; None: none are.
+        """
+        branches = self._own_branches
+        if joined is not None:
+            none: frozenset[int] = frozenset()
+            branches = [x._replace(without=joined.own.get(x.number, none)) for x in branches]
+        given = self.plan.tiling, branches, self._parts
+        links = self._crossings.links_from(self.index)
+        return own_work(*given, links, self._grouped, by_rows, joins=joins)
 
-    def crossing_spans(self, parts: Sequence[Part]) -> tuple[list[Span], list[Span]]:
-        """Where other parts lie whose keys queries of `parts` see, or whose queries see theirs."""
-        cut_parts = [part for part in parts if not part.is_whole]
-        found = [
-            span
-            for branch, length in self.branches
-            for part in cut_parts
-            for span in spans(branch, part, length)
+    def _grouped(self, links: tuple[Link, ...]) -> tuple[TileGroup, ...]:
+        """The tiles of links between parts of this rank: worked out once, for both directions."""
+        if links not in self._crossing:
+            tiling = self.plan.tiling
+            self._crossing[links] = group_tiles((x, list(tiling.tiles(x))) for x in links)
+        return self._crossing[links]
+
+    @property
+    def _own_branches(self) -> list[OwnBranch]:
+        """All of them, in the order of the plan."""
+        longest = max((part.document_stop - part.document_start for part in self._parts), default=0)
+        return [
+            OwnBranch(branch, None if length is None or length >= longest else length)
+            for branch, length in self.plan.branches
         ]
-        if not self.is_causal:
-            return found, found
-        return [x for x in found if x.is_before], [x for x in found if not x.is_before]
-
-    def parts_of(self, rank: int) -> list[Part]:
-        """The ranges that `rank` holds, cut at document borders."""
-        return parts_of(self.layout, self.documents, rank)
 
     @cached_property
-    def returns_wide(self) -> bool:
-        """Whether gradients of received rows are summed, and returned, in float32 at least.
+    def own_pairs(self) -> float:
+        """About how many (query, key) pairs `own_work` computes, over all KV heads."""
+        tiling, of_length = self.plan.tiling, {}
+        pairs = 0.0
+        for branch, length, _ in self._own_branches:
+            if length not in of_length:
+                of_length[length] = own_runs(self._parts, length)
+            runs, rate = of_length[length], tiling.pattern.dilation_rates[branch]
+            squares = runs.squares / rate**2
+            seen = (squares + runs.rows / rate) / 2 if self.plan.is_causal else squares
+            pairs += len(tiling.heads[branch]) * seen
+        return pairs
 
-        Else in the dtype of the inputs. It is alike on all ranks: a branch reaches one row in its
-        rate, once from each part of the rank that received it and for each query head of a KV head.
+    @cached_property
+    def joined(self) -> Joined | None:
+        """What may be computed at once where all messages are in flight; see `join_segments`."""
+        return join_segments(self.plan, self._crossings, self.index)
+
+    def at_once(self, *, gathers: bool) -> Joined | None:
+        """What a call computes at once, when the rows of all steps have arrived, if anything.
+
+        That is where all messages are in flight anyway, or there is only one.
+
+        Args:
+            gathers: as of `rounds`.
         """
-        parts = max(map(len, self.layout.ranges))  # of a document
-        heads_per_kv = self.num_heads // self.num_kv_heads
-        reached = sum(1 / rate for rate in self.pattern.dilation_rates)
-        return heads_per_kv * parts * reached > FEW_ADDITIONS
+        if self.is_alone:
+            return None
+        one, *more = self.rounds(gathers=gathers)
+        return one.joined if gathers or (not more and one.num_steps == 1) else None
+
+    def groups(self, *, gathers: bool) -> tuple[tuple[TileGroup, ...], tuple[TileGroup, ...]]:
+        """The tiles that a call computes: those of own keys alone, and those of received keys.
+
+        The latter may have own keys, too; see `at_once`, whose arguments these are.
+        """
+        joined = self.at_once(gathers=gathers)
+        if joined is not None:
+            return self.own_work(None, joined=joined).groups, joined.groups
+        rounds = self.rounds(gathers=gathers)
+        own = (group for one in rounds for group in one.local_groups)
+        return tuple(own), tuple(g for one in rounds for step in one.steps() for g in step.groups)
+
+    @property
+    def local(self) -> tuple[Tile, ...]:
+        """The tiles whose queries and keys this rank holds."""
+        return _tiles(self.local_groups)
 
     @cached_property
-    def tiling(self) -> Tiling:
-        """Which rows each head takes part with."""
-        return tiling_of(self.pattern, self.num_kv_heads, self.is_causal, self.kv_heads)
+    def zero_keys(self) -> tuple[TileGroup, ...]:
+        """Which of this rank's queries see how many zero keys; see `zero_key_groups`."""
+        return zero_key_groups(self.plan.tiling, self._parts)
+
+    @property
+    def single_branches(self) -> tuple[RankPlan, ...]:
+        """What the rank does in the plan of each branch by itself."""
+        return tuple(rank_plan(plan, self.index) for plan in self.plan.single_branches)
+
+    def rounds(self, *, gathers: bool) -> tuple[RankPlan, ...]:
+        """What the rank does one after the other: all at once, or some heads at a time.
+
+        Args:
+            gathers: whether all transfers are in flight at once; a ring is cut by heads.
+        """
+        if gathers or self.world_size == 1:
+            return (self,)
+        return tuple(rank_plan(plan, self.index) for plan in self.plan.rounds)
 
     @cached_property
-    def _rank_plans(self) -> dict[int, RankPlan]:
-        return {}
+    def local_halves(self) -> LocalHalves:
+        """The local work cut in two, so that some is left to do while the last gradients return."""
+        if len(self.local_groups) > 1:
+            return LocalHalves(self.local_groups[:1], self.local_groups[1:], None)
+        heads = self.plan.kv_heads
+        if self.is_alone:
+            return LocalHalves(self.local_groups, (), None)
+        if len(heads) < 2:
+            work = self.own_work(None, joins=False)
+            return LocalHalves(work.groups, work.crossing, None)
+        middle = len(heads) // 2
+        early, late = (
+            rank_plan(self.plan.narrowed(half), self.index).local_groups
+            for half in (heads[:middle], heads[middle:])
+        )
+        return LocalHalves(early, late, heads[middle:])
+
+    @cached_property
+    def mean_additions(self) -> float:
+        """A bound on how many tiles add to a row of a head, on average over rows and heads.
+
+        A branch reaches one row in its rate; where it crosses ranks, each part that shares the
+        segment adds once.
+        """
+        crossing = {span.branch for span in (*self._seen, *self._shown)}
+        others = self._crossings.fetched_ranges - 1  # of a document
+        mean = 0.0
+        for branch, rate in enumerate(self.plan.pattern.dilation_rates):
+            heads = len(self.plan.tiling.heads[branch]) / len(self.plan.kv_heads)
+            mean += heads / rate * (1 + others * (branch in crossing))
+        return mean
+
+    def received_rows(self, sender: int, piece: int | None = None) -> int:
+        """Distinct (row, head) pairs that `sender` sends this rank: in all, or of a piece."""
+        key = self._crossings.kind_from(sender), piece
+        if key not in self._rows:
+            links = self._crossings.links_from(sender, piece)
+            self._rows[key] = self.plan.tiling.count_rows(links)
+        return self._rows[key]
+
+    def sent_rows(self, receiver: int) -> int:
+        """Distinct (row, head) pairs that this rank sends `receiver`."""
+        key = self._crossings.kind_to(receiver), None
+        if key not in self._rows:
+            self._rows[key] = self.plan.tiling.count_rows(self._crossings.links_to(receiver))
+        return self._rows[key]
+
+    @cached_property
+    def _peers(self) -> list[int]:
+        return [rank for rank in range(self.world_size) if rank != self.index]
+
+    @cached_property
+    def total_received_rows(self) -> int:
+        """Distinct (row, head) pairs that this rank receives, over all peers."""
+        return sum(map(self.received_rows, self._peers))
+
+    @cached_property
+    def total_sent_rows(self) -> int:
+        """Distinct (row, head) pairs that this rank sends, over all peers."""
+        return sum(map(self.sent_rows, self._peers))
+
+    def step(self, step: int, piece: int = 0) -> Step:
+        """What this rank exchanges and computes at step 1 <= `step` < world size, of a piece."""
+        number = piece * self.world_size + step
+        found = self._steps.get(number)
+        if found is None:
+            found = self._steps[number] = self._make_step(step, piece)
+        return found
+
+    def _make_step(self, step: int, piece: int) -> Step:
+        own, world_size = self.index, self.world_size
+        sender, receiver = (own - step) % world_size, (own + step) % world_size
+        received, groups, storing = self._arrival(sender, piece)
+        sent = self._departure(receiver, piece)
+        return Step(
+            step,
+            piece,
+            None if received is None else received.between(sender, own),
+            None if sent is None else sent.between(own, receiver),
+            groups,
+            storing,
+        )
+
+    def _arrival(self, sender: int, piece: int) -> _Arrival:
+        """The message from `sender` and its tiles; from another sender of its kind, maybe."""
+        key = self._crossings.kind_from(sender), piece
+        if key not in self._arrivals:
+            tiling, links = self.plan.tiling, self._crossings.links_from(sender, piece)
+            message, slots = tiling.message(sender, self.index, links)
+            groups = group_tiles(
+                (link, list(tiling.tiles(link, slots=slots.get(link.message_entry, {}))))
+                for link in links
+            )
+            self._arrivals[key] = _Arrival(message, groups, _storing(message, groups))
+        return self._arrivals[key]
+
+    def _departure(self, receiver: int, piece: int) -> Message | None:
+        """The message to `receiver`; to another receiver of its kind, maybe."""
+        key = self._crossings.kind_to(receiver), piece
+        if key not in self._departures:
+            links = self._crossings.links_to(receiver, piece)
+            self._departures[key], _ = self.plan.tiling.message(self.index, receiver, links)
+        return self._departures[key]
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps there are."""
+        return self.plan.pieces * (self.world_size - 1)
+
+    def steps(self) -> Iterator[Step]:
+        """Every step in order; most exchange nothing when segments are shorter than shards.
+
+        A piece goes to all ranks before the next: it is packed once where they need the same.
+        """
+        order = product(range(self.plan.pieces), range(1, self.world_size))
+        return (self.step(step, piece) for piece, step in order)
+
+    @cached_property
+    def pairs(self) -> int:
+        """(query, key) pairs this rank computes, over all query heads, per batch entry."""
+        tiles = [*self.local, *(tile for step in self.steps() for tile in step.tiles)]
+        return sum(t.pairs for t in tiles) * (self.plan.num_heads // self.plan.num_kv_heads)
+
+
+def rank_plan(plan: PlanSpec, rank: int) -> RankPlan:
+    """What `rank` computes and exchanges: one object for as long as the plan is kept."""
+    known: dict[int, RankPlan] = plan.derived.setdefault(RankPlan, {})
+    if rank not in known:
+        if not 0 <= rank < plan.layout.world_size:
+            raise ValueError(f"rank must lie in [0, {plan.layout.world_size}), got {rank}")
+        known[rank] = RankPlan(plan, rank)
+    return known[rank]
+
+
+def _storing(message: Message | None, groups: Sequence[TileGroup]) -> int:
+    """See `Step.storing`."""
+    if message is None:
+        return 0
+    read = [group.keys_read for group in groups]
+    return len(read) if sum(read) == message.slots else int(read[0] == message.slots)
+
+
+def _tiles(groups: Sequence[TileGroup]) -> tuple[Tile, ...]:
+    return tuple(tile for group in groups for tile in group.tiles)
+
+
+class AttentionPlan(PlanSpec):
+    """The plan of all ranks: what was told, and `rank`, which derives what one rank does."""
 
     def rank(self, rank: int) -> RankPlan:
         """What `rank` computes and exchanges."""
-        if rank not in self._rank_plans:
-            if not 0 <= rank < self.layout.world_size:
-                raise ValueError(f"rank must lie in [0, {self.layout.world_size}), got {rank}")
-            self._rank_plans[rank] = RankPlan(self, rank)
-        return self._rank_plans[rank]
+        return rank_plan(self, rank)
 
-    @cached_property
-    def gathers(self) -> bool:
-        """What ``exchange="auto"`` means here: True for gather, False for ring.
+    def replicated_groups(self, positions: range, rank: int) -> tuple[TileGroup, ...]:
+        """The tiles of `rank` for queries that every rank holds: see `replicated`."""
+        return replicated_groups(self, positions, rank)
 
-        Gather is chosen when no rank can receive more rows than the largest shard has, so that
-        holding all of them at once at most doubles K and V. A bound, not each rank's own count,
-        decides, so that every rank decides alike: a piece shares at most two segments of a branch
-        with other pieces.
-        """
-        layout, pattern = self.layout, self.pattern
-        pieces = max(map(len, layout.ranges))
-        longest = max((b - a for a, b in pairwise(self.documents)), default=1)
-        bound = 0
-        for branch, (length, rate) in enumerate(pattern.branches):
-            w = longest if length is None else min(length, longest)
-            segments = min(2 * pieces, layout.length // w + len(self.documents) - 1)
-            bound += segments * -(-w // rate) * len(pattern.heads(branch, self.num_kv_heads))
-        return bound <= layout.max_local_length * self.num_kv_heads
+    def replicated_strips(self, positions: range, rank: int) -> list[list[tuple[int, ...]]]:
+        """The keys of `rank` that such queries see, head by head: see `replicated`."""
+        return replicated_strips(self, positions, rank)
+
+    def replicated_zero_keys(self, positions: range) -> tuple[TileGroup, ...]:
+        """The zero keys that such queries see: see `replicated`."""
+        return replicated_zero_keys(self, positions)
 
     def __str__(self) -> str:
         """A table: what the ranks hold, compute and exchange (the first 16 of them)."""

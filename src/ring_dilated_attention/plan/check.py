@@ -8,12 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice, pairwise
+from itertools import islice
 
-from .attention import AttentionPlan
-from .costs import TensorSize, flops_by_rank
-from .rank import Step
-from .replicated import replicated_groups, replicated_zero_keys
+from .attention import AttentionPlan, Step
 from .rows import Message, Rows, Tile, TileGroup
 
 TOLD_EVERY = 50_000
@@ -22,31 +19,6 @@ TOLD_EVERY = 50_000
 
 class PlanError(AssertionError):
     """A plan that does not compute what its pattern means."""
-
-
-def enumerated(plan: AttentionPlan) -> int:
-    """How many things `check_plan` looks at, about: what its time and memory grow with.
-
-    They are (branch, KV head, query, key) quadruples, positions, the segments of every KV head,
-    and the steps of every rank.
-    """
-    segments = sum(
-        -(-(stop - start) // min(length or stop - start, stop - start))
-        for start, stop in pairwise(plan.documents)
-        for length, _ in plan.pattern.branches
-    )
-    steps = plan.layout.world_size**2 * plan.pieces
-    return _num_quadruples(plan) + plan.layout.length + segments * plan.num_kv_heads + steps
-
-
-def proof_steps(plan: AttentionPlan) -> int:
-    """How many quadruples `check_plan` goes through: the plan's, and the pattern's."""
-    return 2 * _num_quadruples(plan)
-
-
-def _num_quadruples(plan: AttentionPlan) -> int:
-    size = TensorSize(batch=1, head_dim=1, element_size=1)
-    return sum(flops_by_rank(plan, size)) // (4 * (plan.num_heads // plan.num_kv_heads))
 
 
 class _Counted(Counter[tuple[int, int, int, int]]):
@@ -133,7 +105,7 @@ def check_replicated(plan: AttentionPlan, positions: range) -> None:
     computed: Counter[tuple[int, int, int, int]] = Counter()
     for rank, ranges in enumerate(plan.layout.ranges):
         held = [position for start, stop in ranges for position in range(start, stop)]
-        for group in replicated_groups(plan, positions, rank):
+        for group in plan.replicated_groups(positions, rank):
             _check_group(group, None)
             if len({tile.is_causal for tile in group.tiles}) > 1:
                 raise PlanError(f"some tiles of a group are causal, some are not: {group.tiles}")
@@ -142,7 +114,7 @@ def check_replicated(plan: AttentionPlan, positions: range) -> None:
                 computed.update(_quadruples(tile, list(positions), keys))
     _compare(computed, Counter(x for x in _expected(plan) if x[2] in positions))
     expected = {x: n for x, n in _expected_zero_keys(plan).items() if x[2] in positions}
-    _compare_zero_keys(_zero_keys(replicated_zero_keys(plan, positions), positions), expected)
+    _compare_zero_keys(_zero_keys(plan.replicated_zero_keys(positions), positions), expected)
 
 
 def _compare(

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .attention import AttentionPlan
+from .own import zero_key_groups
 from .parts import Link, Part, cut, own_segments, spans
 from .rows import Tile, TileGroup
+from .spec import PlanSpec
 from .tiling import tiling_of
-from .zero_keys import zero_key_groups
 
 
-def replicated_groups(plan: AttentionPlan, positions: range, rank: int) -> tuple[TileGroup, ...]:
+def replicated_groups(plan: PlanSpec, positions: range, rank: int) -> tuple[TileGroup, ...]:
     """What `rank` computes for queries that every rank holds.
 
     Args:
@@ -58,7 +58,7 @@ def replicated_groups(plan: AttentionPlan, positions: range, rank: int) -> tuple
     return tuple(groups)
 
 
-def replicated_zero_keys(plan: AttentionPlan, positions: range) -> tuple[TileGroup, ...]:
+def replicated_zero_keys(plan: PlanSpec, positions: range) -> tuple[TileGroup, ...]:
     """The zero keys that these queries see: see `zero_key_groups`; no rank holds them.
 
     Args:
@@ -100,9 +100,7 @@ def _pieces(part: Part, low: int, high: int) -> list[Part]:
     return [piece for piece in cuts if piece.start < piece.stop]
 
 
-def replicated_strips(
-    plan: AttentionPlan, positions: range, rank: int
-) -> list[list[tuple[int, ...]]]:
+def replicated_strips(plan: PlanSpec, positions: range, rank: int) -> list[list[tuple[int, ...]]]:
     """The keys of `rank` that queries which every rank holds see, head by head.
 
     Args:
@@ -148,7 +146,7 @@ def _segments(queries: Part, keys: Part, length: int | None) -> Iterator[tuple[i
 
 
 def _strip(
-    plan: AttentionPlan,
+    plan: PlanSpec,
     positions: range,
     queries: Part,
     keys: Part,

@@ -14,10 +14,17 @@ from .backend import (
     reads_separate_rows,
     wants_same_bits,
 )
-from .eager import accumulate_dtype
-from .limits import Limits, limits_on
-from .select import BACKENDS, Backend, Selection, backend_named, select_backend
-from .table import table_refusal
+from .sdpa import accumulate_dtype
+from .select import (
+    BACKENDS,
+    Backend,
+    Limits,
+    Selection,
+    backend_named,
+    limits_on,
+    select_backend,
+    table_refusal,
+)
 
 __all__ = [
     "ALIGNMENT",

@@ -1,21 +1,105 @@
-"""Which back end computes which tiles."""
+"""Which back end computes which tiles, and up to which size tiles share a launch.
+
+A kernel call of few operations leaves the GPU idle, at its ends and between it and the next, and
+takes the CPU as long as one of many. In short calls of attention the CPU decides, in longer ones
+the GPU. The table-driven Triton kernels take a whole `TileGroup` instead of one tile.
+"""
 
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
-from ..kernels import profile_of
+from ..kernels import DeviceProfile, has_triton, profile_of
 from ..pattern import check_choice
-from .backend import TileBackend, for_any_scale, reads_any_rows, wants_same_bits
-from .eager import EAGER
+from .backend import TileBackend, for_any_scale, reads_any_rows, refuse_all_but, wants_same_bits
 from .fa4 import FA4
-from .limits import Limits, limits_on
-from .sdpa import CPU_FLASH, CUDNN, EFFICIENT, FLASH
-from .table import TABLE_NAME, table_refusal
+from .sdpa import CPU_FLASH, CUDNN, EAGER, EFFICIENT, FLASH
+
+
+class Limits(NamedTuple):
+    """The most floating-point operations of a kernel call whose tiles share a launch instead.
+
+    Operations are counted as those of forward, in backward too.
+
+    Attributes:
+        own: of tiles whose queries and keys one rank holds. They are computed in the launch that
+            goes through several branches row by row, forward and backward.
+        forward: of all other tiles, in forward. They are computed in a launch of the table-driven
+            kernel.
+        backward: the same in backward.
+        least: operations of a whole call, in forward and on the rows that a rank holds, from which
+            these limits count.
+    """
+
+    own: float = 0.0
+    forward: float = 0.0
+    backward: float = 0.0
+    least: float = 0.0
+
+
+_SHORT = Limits(3e10, 1.5e10, 1.5e10)
+_LIMITS = {
+    2: (_SHORT, Limits(2e10, 1.5e10, 1.5e10, least=8e10)),
+    4: (Limits(3e9, 1.5e9, 1.5e9),),
+}
+"""By bytes of an element, on an H200: measured for 2 (benchmarks/results/attention_speed.md), and a
+tenth of that, as the rate is, for 4."""
+_LIMITS_OF_KEPT_CALLS = (
+    _SHORT,
+    Limits(1.5e10, 1.5e10, 1.5e10, least=5e10),
+    Limits(1.2e10, 1.2e10, 1.2e10, least=1.5e11),
+)
+"""For elements of 2 bytes, with kernel calls that take the CPU little time: measured with
+flash-attn-4, heads of 48 and 64 (heads of 128: no slower), on an H100."""
+NARROW_HEAD_DIM = 64
+"""Up to this head_dim the table-driven kernel is about as fast in forward as the others are on
+tiles of twice as many operations, and costs the CPU less; but it takes none that are too large for
+being computed row by row."""
+
+
+def limits_on(
+    profile: DeviceProfile, element_size: int, head_dim: int, *, keeps_calls: bool
+) -> tuple[Limits, ...]:
+    """The limits of calls of rising operations.
+
+    Args:
+        profile: of the device.
+        element_size: bytes of an element of the inputs: 2 or 4.
+        head_dim: elements of a row of a head.
+        keeps_calls: see `TileBackend`; for elements of 2 bytes.
+    """
+    found = _LIMITS_OF_KEPT_CALLS if keeps_calls else _LIMITS[element_size]
+    if head_dim <= NARROW_HEAD_DIM:
+        found = tuple(x._replace(forward=min(2 * x.forward, x.own)) for x in found)
+    return tuple(Limits._make(map(profile.flops, x)) for x in found)
+
+
+TABLE_NAME = "triton"
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_LEAST_CAPABILITY = (8, 0)  # before it products of bfloat16 do not compile, and memory is short
+
+
+def table_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why the kernels cannot take (device, dtype, head_dim); None if they can."""
+    if not has_triton():
+        return f"{TABLE_NAME}: it is not installed"
+    interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    # The interpreter keeps bfloat16 as integers, and multiplies those.
+    dtypes = _DTYPES[:2] if interpreted else _DTYPES
+    refused = refuse_all_but("cpu" if interpreted else "cuda", dtypes, multiple=8, largest=256)
+    reason = refused(device, dtype, head_dim)
+    if reason is None and device.type == "cuda":
+        capability = profile_of(device).capability
+        if torch.version.hip is None and capability < _LEAST_CAPABILITY:
+            least, found = (".".join(map(str, x)) for x in (_LEAST_CAPABILITY, capability))
+            reason = f"it takes compute capability {least} and above, the device has {found}"
+    return reason and f"{TABLE_NAME}: {reason}"
+
 
 _SDPA = tuple(map(for_any_scale, (CPU_FLASH, CUDNN, FLASH, EFFICIENT)))
 AUTO = (

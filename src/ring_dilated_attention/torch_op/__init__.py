@@ -1,8 +1,7 @@
 """A call as torch sees it: autograd, torch.compile, fake tensors, FLOP formulas.
 
 `FORWARD` is the operator of every call of `dilated_attention`, `BACKWARD` that of its gradients;
-importing this room registers them. `call_forward` is `FORWARD` by a shorter way, which
-torch.compile does not trace.
+importing this room registers them.
 `validate_tensors` refuses what cannot be a query, key and value, `validate_tensor` one of them.
 `AGREED` and `agreed` have the ranks agree on what a module was given, `tell_ranks` tells them of a
 failure on the way to attention, and `telling_ranks` calls what may fail.
@@ -12,7 +11,7 @@ failure on the way to attention, and `telling_ranks` calls what may fail.
 needs; `in_forward_mode` says whether tensors may have tangents.
 """
 
-from .agreed import AGREED, agreed, tell_ranks, telling_ranks
+from .agreed import AGREED, LENGTHS, agreed, lengths_of_call, padding, tell_ranks, telling_ranks
 from .derivatives import (
     apply_function,
     in_forward_mode,
@@ -20,9 +19,7 @@ from .derivatives import (
     refuse_tangents,
 )
 from .gelu_norm import GELU_NORM, gelu_norm
-from .lengths import LENGTHS, lengths_of_call, padding
-from .operator import BACKWARD, FORWARD, call_forward
-from .validation import validate_tensor, validate_tensors
+from .operator import BACKWARD, FORWARD, validate_tensor, validate_tensors
 
 __all__ = [
     "AGREED",
@@ -32,7 +29,6 @@ __all__ = [
     "LENGTHS",
     "agreed",
     "apply_function",
-    "call_forward",
     "gelu_norm",
     "in_forward_mode",
     "lengths_of_call",

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from ..exchange import exchange_named
-from ..plan import TensorSize, flops_of_rank
+from ..plan import costs
 from ..resolve import Options, plan_rows
 
 
@@ -86,8 +86,8 @@ def forward_flops(
     shape = batch, length, heads, head_dim
     flops = 0
     for rows, plan in plan_rows(options, shape, int(key_shape[2]), ends.world_size):
-        size = TensorSize(batch=len(range(batch)[rows]), head_dim=head_dim, element_size=1)
-        flops += flops_of_rank(plan, size, ends.rank)
+        size = costs.TensorSize(batch=len(range(batch)[rows]), head_dim=head_dim, element_size=1)
+        flops += costs.flops_of_rank(plan, size, ends.rank)
     return flops
 
 

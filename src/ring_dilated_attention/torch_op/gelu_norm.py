@@ -9,11 +9,8 @@ import torch
 from .. import kernels
 from ..engine import kernels_on
 from ..exchange import untraced
-from .derivatives import apply_function, once_differentiable, refuse_tangents
-from .direct import call_operator
-from .registration import implement
+from .derivatives import apply_function, implement, once_differentiable, refuse_tangents
 
-_AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 _Library: Any = torch.library.Library  # its methods have no annotations
 _library = _Library("ring_dilated_attention", "FRAGMENT")
 _library.define(
@@ -28,7 +25,7 @@ _library.define(
 )
 
 GELU_NORM = torch.ops.ring_dilated_attention.gelu_norm.default
-"""(rows, weight, bias, eps) -> (normed, statistics); see `kernels.gelu_norm_forward`, but for any
+"""(rows, weight, bias, eps) -> (normed, statistics); see `kernels.gelu_norm`, but for any
 strides."""
 GELU_NORM_BACKWARD = torch.ops.ring_dilated_attention.gelu_norm_backward.default
 """(dnormed, rows, weight, bias, statistics) -> (drows, dweight, dbias), each as its input."""
@@ -48,16 +45,8 @@ def gelu_norm(
     Returns:
         The shape and dtype of `rows`, contiguous.
     """
-    call = GELU_NORM if torch.compiler.is_compiling() else _call_forward
-    normed: torch.Tensor = call(rows, weight, bias, eps)[0]
+    normed: torch.Tensor = GELU_NORM(rows, weight, bias, eps)[0]
     return normed
-
-
-@untraced
-def _call_forward(*arguments: Any) -> Any:
-    below_autograd = torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD)
-    implementation = _run_forward if below_autograd else _run_autograd
-    return call_operator(GELU_NORM, implementation, arguments[:3], *arguments[3:])
 
 
 class _GeluNorm(torch.autograd.Function):
@@ -78,7 +67,7 @@ class _GeluNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dnormed: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
         def gradient(*x: torch.Tensor) -> Any:
-            return call_operator(GELU_NORM_BACKWARD, _run_backward, x)
+            return GELU_NORM_BACKWARD(*x)
 
         found = once_differentiable("a GELU and its norm", gradient, dnormed, *ctx.saved_tensors)
         return *found, None
@@ -101,8 +90,7 @@ def _below_autograd(
     rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     with torch._C._AutoDispatchBelowAutograd():
-        found = call_operator(GELU_NORM, _run_forward, (rows, weight, bias), eps)
-    normed, statistics = found
+        normed, statistics = GELU_NORM(rows, weight, bias, eps)
     return normed, statistics
 
 
@@ -110,7 +98,7 @@ def _forward(
     rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     with kernels_on(rows.device):
-        return kernels.gelu_norm_forward(
+        return kernels.gelu_norm.gelu_norm_forward(
             rows.contiguous(), weight.contiguous(), bias.contiguous(), eps
         )
 
@@ -123,7 +111,7 @@ def _backward(
     statistics: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     with kernels_on(rows.device):
-        drows, dweight, dbias = kernels.gelu_norm_backward(
+        drows, dweight, dbias = kernels.gelu_norm.gelu_norm_backward(
             dnormed.contiguous(), rows.contiguous(), weight.contiguous(), statistics
         )
     return drows, dweight.to(weight.dtype), dbias.to(bias.dtype)
@@ -143,7 +131,5 @@ def _fake_backward(
     return rows, weight, bias
 
 
-_run_forward, _run_backward = untraced(_forward), untraced(_backward)
-_run_autograd = untraced(_autograd)
-implement(_library, GELU_NORM, _run_forward, _fake_forward, _run_autograd)
-implement(_library, GELU_NORM_BACKWARD, _run_backward, _fake_backward)
+implement(_library, GELU_NORM, untraced(_forward), _fake_forward, untraced(_autograd))
+implement(_library, GELU_NORM_BACKWARD, untraced(_backward), _fake_backward)

@@ -18,19 +18,91 @@ from ..exchange import (
     Call,
     Exchange,
     exchange_named,
+    is_dtensor,
     own_exchange,
     refuse_capture,
     settle,
     settle_later,
     untraced,
 )
+from ..pattern import in_brief, shape_in_brief
 from ..resolve import Options, PlannedRows, Resolved, check_integers, resolve
 from ..tiles import accumulate_dtype
-from .derivatives import apply_function, once_differentiable, refuse_tangents
-from .direct import call_operator
+from .agreed import refuse_tensor_in_graphs
+from .derivatives import apply_function, implement, once_differentiable, refuse_tangents
 from .flops import count_flops_of
-from .lengths import refuse_tensor_in_graphs
-from .registration import implement
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def validate_tensors(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, same_length: bool = True
+) -> None:
+    """Raise a `TypeError` or `ValueError` unless these can be a query, key and value.
+
+    Args:
+        query: the query of a call.
+        key: the key of a call.
+        value: the value of a call.
+        same_length: whether the query must have as many rows as the keys.
+    """
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        validate_tensor(name, tensor)
+    if not query.dtype == key.dtype == value.dtype:
+        got = f"query {query.dtype}, key {key.dtype}, value {value.dtype}"
+        raise ValueError(
+            f"query, key and value must have one dtype; got {got}. Cast them, or make the call "
+            "under torch.autocast"
+        )
+    if not query.device == key.device == value.device:
+        got = f"query {query.device}, key {key.device}, value {value.device}"
+        raise ValueError(f"query, key and value must have one device; got {got}")
+    problem = _shape_problem(query.shape, key.shape, value.shape, same_length)
+    if problem is not None:
+        shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
+        raise ValueError(
+            f"{problem}; got {shapes}. Shapes are (batch, local_sequence, heads, head_dim)"
+        )
+
+
+def validate_tensor(name: str, tensor: torch.Tensor) -> None:
+    """Raise a `TypeError` or `ValueError` unless this can be a query, key or value.
+
+    Args:
+        name: of the argument, for messages.
+        tensor: what was given.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, got {in_brief(tensor)}")
+    if is_dtensor(tensor):
+        raise TypeError(f"{name} is a DTensor; pass its shard, {name}.to_local()")
+    if tensor.is_nested or tensor.layout != torch.strided:
+        kind = "a nested tensor" if tensor.is_nested else str(tensor.layout)
+        raise TypeError(f"{name} must be a dense (torch.strided) tensor; got {kind}")
+    if tensor.ndim != 4:
+        raise ValueError(
+            f"{name} must have 4 dimensions (batch, local_sequence, heads, head_dim); "
+            f"got shape {shape_in_brief(tensor)}"
+        )
+    if tensor.dtype not in _DTYPES:
+        allowed = ", ".join(str(d) for d in _DTYPES)
+        raise TypeError(f"the dtype of {name} must be one of {allowed}; got {tensor.dtype}")
+
+
+def _shape_problem(
+    query: torch.Size, key: torch.Size, value: torch.Size, same_length: bool
+) -> str | None:
+    for dim, what in ((0, "batch size"), (1, "local sequence length"), (3, "head_dim")):
+        if (dim != 1 or same_length) and not query[dim] == key[dim] == value[dim]:
+            return f"query, key and value must have the same {what}"
+    if key[1] != value[1] or key[2] != value[2]:
+        return "key and value must have the same shape"
+    if query[0] == 0 or query[2] == 0 or key[2] == 0 or query[3] == 0:
+        return "batch, heads, kv_heads and head_dim must be >= 1"
+    if query[2] % key[2]:
+        return "heads must be a multiple of kv_heads"
+    return None
+
 
 _OPTIONS = (
     "int[] segment_lengths, int[] dilation_rates, str head_offsets, str head_branches, "
@@ -39,7 +111,6 @@ _OPTIONS = (
     "float? workspace, bool needs_gradients, SymInt[] documents, SymInt[] lengths, "
     "bool detached, int[] head_slice"
 )
-_AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 _Library: Any = torch.library.Library  # its methods have no annotations
 _library = _Library("ring_dilated_attention", "DEF")
 _library.define(
@@ -63,16 +134,6 @@ documents. The other arguments are those that `dilated_attention` has validated.
 BACKWARD = torch.ops.ring_dilated_attention.backward.default
 """(dout, query, key, value, out, lse, identity, measured, borders, *options) -> (dquery, dkey,
 dvalue), contiguous, each as its input."""
-
-
-@untraced
-def call_forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What `FORWARD` returns, by a shorter way where nothing needs to see the operator."""
-    # In inference mode and in what implements other operators autograd is off in the dispatcher.
-    below_autograd = torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD)
-    implementation = _run_forward if below_autograd else _run_autograd
-    out, lse, identity = call_operator(FORWARD, implementation, arguments[:3], *arguments[3:])
-    return out, lse, identity
 
 
 class RingDilatedAttention(torch.autograd.Function):
@@ -138,7 +199,7 @@ class RingDilatedAttention(torch.autograd.Function):
         options = ctx.options
 
         def gradient(*x: Any) -> Any:
-            return call_operator(BACKWARD, _run_backward, x[:6], *x[6:], *options)
+            return BACKWARD(*x, *options)
 
         gradients = once_differentiable("dilated_attention", gradient, dout, *ctx.saved_tensors)
         return *gradients, None, None, None
@@ -164,7 +225,7 @@ def _below_autograd(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *options: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     with torch._C._AutoDispatchBelowAutograd():
-        out, lse, identity = call_operator(FORWARD, _run_forward, (query, key, value), *options)
+        out, lse, identity = FORWARD(query, key, value, *options)
     return out, lse, identity
 
 
@@ -274,10 +335,8 @@ def _fake_backward(
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
 
 
-_run_forward, _run_backward = untraced(_forward), untraced(_backward)
-_run_autograd = untraced(_autograd)
-implement(_library, FORWARD, _run_forward, _fake_forward, _run_autograd)
-implement(_library, BACKWARD, _run_backward, _fake_backward)
+implement(_library, FORWARD, untraced(_forward), _fake_forward, untraced(_autograd))
+implement(_library, BACKWARD, untraced(_backward), _fake_backward)
 
 
 count_flops_of(torch.ops.ring_dilated_attention.forward, torch.ops.ring_dilated_attention.backward)

@@ -1,0 +1,80 @@
+"""The operators under torch's dispatcher: tensors without data, inference mode."""
+
+import pytest
+import torch
+
+from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention
+from ring_dilated_attention.exchange import run_loopback
+
+PATTERN = DilatedPattern([8, None], [1, 2])
+
+
+def case(device="cpu"):
+    """Query, key, value and dout."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(1, 20, 2, 16, generator=generator).to(device) for _ in range(4)]
+
+
+def test_dilated_attention_of_meta_tensors():
+    """Nothing is computed: kernels of other devices will do, and no other rank is waited for."""
+
+    def rank(ends):
+        if ends.rank == 0:
+            query, key, value, dout = case("meta")
+            query.requires_grad_()
+            out, lse = dilated_attention(
+                query, key, value, PATTERN, group=ends, backend="flash", return_lse=True
+            )
+            out.backward(dout)
+            assert out.is_meta
+            assert lse.shape == (1, 2, 20)
+            assert query.grad is not None
+            assert query.grad.is_meta
+
+    run_loopback(2, rank)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"documents": [0, 5]},
+        {"documents": torch.tensor([0, 9, 7, 20])},
+        {"lengths": [21]},
+        {"lengths": [3, 4]},
+        {"layout": SequenceLayout.contiguous(21, 1)},
+        {"layout": SequenceLayout.contiguous(20, 2)},
+    ],
+)
+def test_dilated_attention_of_meta_tensors_with_integers_that_do_not_fit(options):
+    """Refused as where something is computed."""
+    said = []
+    for device in ("cpu", "meta"):
+        query, key, value, _ = case(device)
+        with pytest.raises(ValueError, match=next(iter(options))) as caught:
+            dilated_attention(query, key, value, PATTERN, **options)
+        said.append(str(caught.value))
+    assert said[0] == said[1]
+
+
+def test_dilated_attention_of_inference_tensors():
+    query, key, value, _ = case()
+    expected = dilated_attention(query, key, value, PATTERN)
+    with torch.inference_mode():
+        made = [x.clone() for x in (query, key, value)]
+        out = dilated_attention(made[0], made[1], made[2], PATTERN)
+        torch.testing.assert_close(out, expected)
+        torch.testing.assert_close(dilated_attention(query, key, value, PATTERN), expected)
+
+
+def test_dilated_attention_where_autograd_is_off_in_the_dispatcher():
+    """Inference mode, in which `enable_grad` makes no difference, and what implements operators."""
+    query, key, value, _ = case()
+    expected = dilated_attention(query, key, value, PATTERN)
+    query.requires_grad_()
+    with torch.inference_mode(), torch.enable_grad():
+        out = dilated_attention(query, key, value, PATTERN)
+        assert not out.requires_grad
+        torch.testing.assert_close(out, expected)
+    with torch._C._AutoDispatchBelowAutograd():
+        out = dilated_attention(query, key, value, PATTERN)
+    assert not out.requires_grad

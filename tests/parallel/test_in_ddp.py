@@ -1,7 +1,5 @@
 """Models in DistributedDataParallel: what it averages, and calls beside it, on two ranks."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,12 +7,7 @@ from support.grid_steps import error
 from support.small_models import make_model, make_text
 from support.worlds import world
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks
-from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
-    PostLocalSGDState,
-    post_localSGD_hook,
-)
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -91,54 +84,17 @@ def test_a_parameter_that_ddp_does_not_average_is_named():
     run_ranks(parameters, 2)
 
 
-# --- communication hooks
-
-
-def summed(state, bucket):
-    return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda x: x.value()[0])
-
-
-def hooked(state, hook):
+def with_a_hook(rank, world_size):
     wrapped = DistributedDataParallel(small())
-    wrapped.register_comm_hook(state, hook)
-    return wrapped
-
-
-def hooks(rank, world_size):
-    own, _ = dist.new_subgroups(group_size=1)
-    power: Any = PowerSGDState(None, matrix_approximation_rank=1)
-    local: Any = PostLocalSGDState(world(), own, 0)
-    for state, hook in (
-        (None, default_hooks.allreduce_hook),
-        (world(), default_hooks.fp16_compress_hook),
-        (power, powerSGD_hook),
-        (power, default_hooks.fp16_compress_wrapper(powerSGD_hook)),
-    ):
-        takes(hooked(state, hook))
-    fused = DistributedDataParallel(small())
-    fused._register_fused_optim(torch.optim.SGD, 0.1)
-    takes(fused)
+    wrapped.register_comm_hook(None, default_hooks.allreduce_hook)
+    refuses(wrapped, "communication hook, allreduce_hook, .* pass the ProcessGroup or DeviceMesh")
     builtin = DistributedDataParallel(small())
     builtin._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
     takes(builtin)
-    for state, hook, name in (
-        (None, debugging_hooks.noop_hook, "noop_hook"),
-        (None, default_hooks.fp16_compress_wrapper(summed), "summed"),
-        (None, summed, "summed"),
-        (local, post_localSGD_hook, "post_localSGD_hook"),
-    ):
-        refuses(
-            hooked(state, hook),
-            f"hook {name}, of which it is not known .* pass the ProcessGroup or DeviceMesh",
-        )
-    refuses(
-        hooked(own, default_hooks.allreduce_hook),
-        rf"over ranks \[0, 1\] and its .* allreduce_hook over ranks \[{rank}\]: give both the same",
-    )
 
 
-def test_a_communication_hook_that_may_not_average_over_all_ranks_is_refused():
-    run_ranks(hooks, 2)
+def test_labels_per_rank_refuses_ddp_with_a_communication_hook():
+    run_ranks(with_a_hook, 2)
 
 
 # --- calls beside DDP

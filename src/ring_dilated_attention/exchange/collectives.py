@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions
 
 from .calls import Call, Finding, LostPeerError
-from .devices import takes_cpu
+from .communicator import takes_cpu
 from .notices import Notices
 from .presence import Presence, make_presence, own_address
 from .processes import Processes, store_of

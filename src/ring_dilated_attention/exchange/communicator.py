@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from .calls import Calls, LostPeerError, Roll
-from .devices import takes_cpu
 from .gate import Gate
 from .nccl import make_nccl, start_together
 from .waiter import Waiter, waiting
@@ -156,6 +155,11 @@ def _release(gate: Gate, backend: Any, is_done: Callable[[], bool]) -> None:
     """See `watch.Watch`."""
     gate.shut()
     backend.abort()
+
+
+def takes_cpu(group: dist.ProcessGroup) -> bool:
+    """Whether a group's collectives take tensors on the CPU."""
+    return "cpu" in dist.get_backend_config(group)
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:

@@ -67,26 +67,31 @@ class Exchange(Protocol):
 
 
 @untraced
-def all_gather(ends: Exchange, tensor: torch.Tensor) -> list[torch.Tensor]:
+def all_gather(
+    ends: Exchange, tensor: torch.Tensor, shapes: Sequence[Sequence[int]] | None = None
+) -> list[torch.Tensor]:
     """Every rank's tensor, by rank, inside of a call.
 
     Args:
         ends: this rank's end of the group.
-        tensor: this rank's; shapes, dtypes and devices are the same on all ranks.
+        tensor: this rank's; dtype and kind of device are the same on all ranks.
+        shapes: of every rank's tensor; None: that of this rank's.
 
     Returns:
         One tensor for each rank, which the caller may write to. A rank sends its own to each other.
     """
-    tensor = tensor.contiguous()
-    everyone = {ends.rank: tensor.clone()}
+    tensor, ranks = tensor.contiguous(), ends.world_size
+    everyone = [tensor.new_empty(shapes[r] if shapes else tensor.shape) for r in range(ranks)]
+    everyone[ends.rank].copy_(tensor)
     pending = []
-    for step in range(1, ends.world_size):
-        to, source = (ends.rank + step) % ends.world_size, (ends.rank - step) % ends.world_size
-        everyone[source] = torch.empty_like(tensor)
-        pending.append(ends.start((to, tensor), (source, everyone[source])))
+    for step in range(1, ranks):
+        to, source = (ends.rank + step) % ranks, (ends.rank - step) % ranks
+        into = everyone[source]
+        send = (to, tensor) if tensor.numel() else None
+        pending.append(ends.start(send, (source, into) if into.numel() else None))
     for one in pending:
         one.wait()
-    return [everyone[rank] for rank in range(ends.world_size)]
+    return everyone
 
 
 class SoloExchange:

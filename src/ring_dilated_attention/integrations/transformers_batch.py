@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..exchange import Group, agree_on_batch, resolve_exchange
+from ..exchange import Group, resolve_exchange
 from ..layout import SequenceLayout
+from ..parallel import agree_on_batch
 from ..pattern import in_brief
 
 _SHARDED = (

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from ..documents import in_words
-from ..exchange import Exchange, Group, agree, lengths_of_mask, resolve_exchange
+from ..exchange import Exchange, Group, agree, resolve_exchange
 from ..functional import Schedule
 from ..layout import SequenceLayout
+from ..parallel import lengths_of_mask
 from ..pattern import DilatedPattern, HeadSlice
 from ..tiles import Backend
 from .transformers_models import ANY_POSITIONS, Positions, check_peft, learns_next

@@ -14,8 +14,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..exchange import agree_on_batch, resolve_exchange
+from ..exchange import resolve_exchange
 from ..layout import SequenceLayout
+from ..parallel import agree_on_batch
 from .transformers_call import CACHE_NAMES, SETTINGS, Settings, by_name, refuse
 from .transformers_masks import forget_asked
 

@@ -6,22 +6,21 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..exchange import (
-    KNOWN_LENGTHS,
     Exchange,
     Group,
     Scope,
     Shared,
-    check_padding_mask,
     exchange_named,
     group_name,
-    lengths_of_mask,
     refuse_capture,
     settle,
     untraced,
 )
 from ..layout import SequenceLayout
+from ..parallel import check_padding_mask, lengths_of_mask
 from ..resolve import Options, shared_words
 from .registration import implement
 
@@ -164,3 +163,51 @@ def _agree_but_on_lengths(
     except Exception as error:  # whatever it is, the other ranks are to be told
         failure = error
     settle(scope, ends, query.device, shared, failure)
+
+
+class KnownLengths:
+    """What masks were found to stand for, for the layers that come behind the one that asked.
+
+    torch counts most writes to a tensor, but not all: a broadcast, or one through `Tensor.data`. So
+    a layer that comes again asks again: what it knows is from the last pass of its model.
+    """
+
+    def __init__(self) -> None:
+        self._found: Any = WeakTensorKeyDictionary()  # by tensor, not by its address
+
+    def __len__(self) -> int:
+        """The number of masks that it knows."""
+        return len(self._found)
+
+    def get(
+        self, caller: object, mask: torch.Tensor, layout: SequenceLayout | None
+    ) -> list[int] | None:
+        """The lengths of a mask that is not sharded; None where the caller has to ask."""
+        if mask.is_inference() or mask not in self._found:  # to the former writes are not counted
+            return None
+        version, of, lengths, callers = self._found[mask]
+        if version != mask._version or of != layout or id(caller) in callers:
+            return None
+        callers.add(id(caller))
+        found: list[int] = lengths
+        return found
+
+    def keep(
+        self,
+        caller: object,
+        mask: torch.Tensor,
+        layout: SequenceLayout | None,
+        lengths: list[int],
+    ) -> None:
+        """Keep the lengths of a mask, which the caller has asked for."""
+        if not mask.is_inference():
+            self._found[mask] = mask._version, layout, lengths, {id(caller)}
+
+    def forget(self) -> None:
+        """Drop everything."""
+        if self._found:
+            self._found = WeakTensorKeyDictionary()
+
+
+KNOWN_LENGTHS = KnownLengths()
+"""Of all masks of this process."""

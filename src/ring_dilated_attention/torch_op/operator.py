@@ -14,7 +14,6 @@ import torch
 
 from ..engine import TABLES, RingCall, ring_backward, ring_forward
 from ..exchange import (
-    KNOWN_LENGTHS,
     Call,
     Exchange,
     exchange_named,
@@ -29,7 +28,7 @@ from ..tiles import accumulate_dtype
 from .derivatives import apply_function, once_differentiable, refuse_tangents
 from .direct import call_operator
 from .flops import count_flops_of
-from .lengths import refuse_tensor_in_graphs
+from .lengths import KNOWN_LENGTHS, refuse_tensor_in_graphs
 from .registration import implement
 
 _OPTIONS = (

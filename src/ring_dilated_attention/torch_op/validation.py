@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..exchange import is_dtensor
+from ..parallel import is_dtensor
 from ..pattern import in_brief, shape_in_brief
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..exchange import Group, group_name
 from ..layout import SequenceLayout
 from ..pattern import in_brief
-from .names import Group, group_name
 
 _BATCH, _SEQUENCE, _HEADS = range(3)
 _OF_LSE = {_BATCH: 0, _SEQUENCE: 2, _HEADS: 1}  # (batch, heads, sequence)

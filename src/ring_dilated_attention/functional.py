@@ -14,9 +14,9 @@ import torch
 
 from .documents import Integers, ints_or_tensor
 from .engine import autocast_dtype
-from .exchange import Group, group_name
+from .exchange import Group, group_name, one_group
 from .layout import SequenceLayout
-from .parallel import Placed, check_padding_mask, group_of_dtensors, is_dtensor, one_group
+from .parallel import Placed, group_of_dtensors, is_dtensor
 from .pattern import DilatedPattern, check_choice, in_brief
 from .resolve import Options
 from .tiles import BACKENDS, Backend
@@ -24,6 +24,7 @@ from .torch_op import (
     FORWARD,
     LENGTHS,
     call_forward,
+    check_padding_mask,
     lengths_of_call,
     tell_ranks,
     validate_tensors,

@@ -13,7 +13,7 @@ from support.wrong_bytes import send_a_byte_more
 from ring_dilated_attention import DilatedPattern, SequenceLayout
 from ring_dilated_attention.checks import TENSORS, Case, Transfers, make_layout, simulate
 from ring_dilated_attention.engine import compute
-from ring_dilated_attention.exchange import LoopbackExchange
+from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.plan import Memory
 
 PATTERN = DilatedPattern([16, 50, None], [1, 3, 4])
@@ -138,14 +138,15 @@ def test_bytes_that_the_plan_does_not_have_are_found(monkeypatch):
 
 def test_rows_that_are_kept_too_long_are_found(monkeypatch):
     kept = []
-    start = LoopbackExchange.start
+    (loopback,) = run_loopback(1, type)
+    start = loopback.start
 
     def keep(self, send, receive):
         if receive is not None:
             kept.append(receive[1])
         return start(self, send, receive)
 
-    monkeypatch.setattr(LoopbackExchange, "start", keep)
+    monkeypatch.setattr(loopback, "start", keep)
     found = simulate(replace(CASE, layout=SequenceLayout.contiguous(101, 5)))
     assert any("held Memory" in text for text in found.problems)
 

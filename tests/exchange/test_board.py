@@ -11,10 +11,10 @@ import torch
 from support.worlds import world
 
 from ring_dilated_attention.checks import run_ranks
-from ring_dilated_attention.exchange import Call, ProcessGroupExchange, groups
+from ring_dilated_attention.exchange import ProcessGroupExchange, groups
 from ring_dilated_attention.exchange import board as board_module
 from ring_dilated_attention.exchange.board import MOST_VALUES, Board, make_board
-from ring_dilated_attention.exchange.calls import Finding, LostPeerError
+from ring_dilated_attention.exchange.calls import Call, Finding, LostPeerError
 
 CPU = torch.device("cpu")
 FOLDER = "/dev/shm"

@@ -28,62 +28,6 @@ def refuses(model, message):
         labels_per_rank(5, model, world())
 
 
-# --- parameters
-
-
-def unfrozen():
-    model = small()
-    model[0].requires_grad_(False)
-    wrapped = DistributedDataParallel(model)
-    takes(wrapped)
-    model[0].requires_grad_(True)
-    return wrapped
-
-
-def frozen_and_unfrozen():
-    """As many as before, but others."""
-    model = small()
-    model[0].requires_grad_(False)
-    wrapped = DistributedDataParallel(model)
-    model[0].requires_grad_(True)
-    model[1].requires_grad_(False)
-    return wrapped
-
-
-def added():
-    wrapped = DistributedDataParallel(small())
-    wrapped.module[0] = nn.Linear(3, 2)
-    return wrapped
-
-
-def ignored():
-    model, names = small(), ["0.weight", "0.bias"]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
-    return DistributedDataParallel(model)
-
-
-def parameters(rank, world_size):
-    for make in (unfrozen, frozen_and_unfrozen, added, ignored):
-        refuses(make(), r"does not know 2 parameters, '0\.weight, 0\.bias'.* Wrap the model again")
-    wrapped = DistributedDataParallel(small(), bucket_cap_mb=1e-4)
-    for _ in range(3):  # buckets are made anew
-        takes(wrapped)
-        wrapped(torch.ones(1, 3)).sum().backward()
-    wrapped.module[0].requires_grad_(False)
-    takes(wrapped)  # nothing to average is lost
-    model = small()
-    late = [("1.bias", model[1].bias)]
-    takes(
-        DistributedDataParallel(
-            model, delay_all_reduce_named_params=late, param_to_hook_all_reduce=model[0].weight
-        )
-    )
-
-
-def test_a_parameter_that_ddp_does_not_average_is_named():
-    run_ranks(parameters, 2)
-
-
 def with_a_hook(rank, world_size):
     wrapped = DistributedDataParallel(small())
     wrapped.register_comm_hook(None, default_hooks.allreduce_hook)

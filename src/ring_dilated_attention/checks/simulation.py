@@ -16,7 +16,7 @@ from functools import cache
 import torch
 
 from ..engine import kernel_calls
-from ..exchange import LoopbackExchange, run_loopback
+from ..exchange import Exchange, run_loopback
 from ..functional import dilated_attention
 from ..pattern import check_positive_int, in_brief
 from ..plan import (
@@ -154,7 +154,7 @@ def simulate(case: Case, *, backward: bool = True, told: Told = lambda *_: None)
     alone = _run(case, whole, None, Clock(device), backward, Done(total, "one device", sum(work)))
     lock = threading.Lock()
 
-    def run(ends: LoopbackExchange) -> _Ran:
+    def run(ends: Exchange) -> _Ran:
         turns = Turns(ends, Clock(device), lock)
         with turns:
             shards = [case.layout.shard(x, ends.rank, 1).clone() for x in whole]

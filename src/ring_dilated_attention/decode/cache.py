@@ -8,10 +8,9 @@ from typing import Any
 import torch
 
 from ..documents import Integers, in_words
-from ..exchange import Exchange, Group, Shared, resolve_exchange, settle
+from ..exchange import Exchange, Group, Shared, one_group, resolve_exchange, settle
 from ..functional import autocast_inputs
 from ..layout import SequenceLayout
-from ..parallel import one_group
 from ..pattern import DilatedPattern, check_positive_int
 from ..plan import plan_cache
 from .hand_over import hand_over

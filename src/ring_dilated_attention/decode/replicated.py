@@ -22,10 +22,17 @@ from ..engine import (
     readable,
     readable_in_backward,
 )
-from ..exchange import Group, Shared, all_gather, refuse_capture, resolve_exchange, settle
+from ..exchange import (
+    Group,
+    Shared,
+    all_gather,
+    one_group,
+    refuse_capture,
+    resolve_exchange,
+    settle,
+)
 from ..functional import autocast_inputs
 from ..layout import SequenceLayout
-from ..parallel import one_group
 from ..pattern import DilatedPattern
 from ..tiles import Backend, accumulate_dtype
 from ..torch_op import apply_function, once_differentiable, refuse_tangents

@@ -30,7 +30,7 @@ class Exchange(Protocol):
 
     It may have a `stopwatch` too, which is started where compute waits for transfers in a way that
     `Pending.wait` does not show; what it returns is called when compute goes on. It may have a
-    `show`, which begins a `maximum` whose result is waited for later (see `settle_later`), or a
+    `show`, which begins a `maximum` whose result is waited for later (see `settle`), or a
     `show_ahead`, the result of which is looked for in the next call at the latest (see `settle`).
     And it may have `hosts`, a tuple with the host of each rank: rows that several ranks of a host
     need cross to it once.

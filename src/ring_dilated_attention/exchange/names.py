@@ -67,6 +67,22 @@ def group_name(group: Group) -> str:
     )
 
 
+def one_group(group: Group, mesh: Group) -> Group:
+    """The ranks of a call, which callers name by `group` or by `mesh`.
+
+    Raises:
+        ValueError: both are given.
+    """
+    if mesh is None:
+        return group
+    if group is not None:
+        raise ValueError(
+            f"pass the ranks as group or as mesh, not as both; got group {in_brief(group)} and "
+            f"mesh {in_brief(mesh)}"
+        )
+    return mesh
+
+
 def exchange_named(name: str) -> Exchange:
     """This rank's end of the group that `group_name` named.
 

@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..exchange import Exchange, Group, Shared, resolve_exchange, settle, untraced
+from ..exchange import Exchange, Group, Shared, one_group, resolve_exchange, settle, untraced
 from ..layout import SequenceLayout
-from ..parallel import one_group
 from .pooling import Pool, pooled
 from .shared_randomness import own_randomness
 from .torchscale import TorchscaleDilatedAttention, replace_dilated_attention, set_layout

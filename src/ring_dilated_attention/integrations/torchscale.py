@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..exchange import Group, resolve_exchange
+from ..exchange import Group, one_group, resolve_exchange
 from ..functional import BRANCH_GRADIENTS, EXCHANGES, BranchGradients, Schedule, dilated_attention
 from ..layout import SequenceLayout
 from ..nn import (
@@ -25,7 +25,7 @@ from ..nn import (
     project_heads,
     slice_of_heads,
 )
-from ..parallel import is_fully_sharded, one_group
+from ..parallel import is_fully_sharded
 from ..pattern import DilatedPattern, HeadOffsets, check_choice, check_positive_float
 from ..tiles import BACKENDS, Backend
 from ..torch_op import padding, telling_ranks

@@ -44,10 +44,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from ..exchange import Group, resolve_exchange
+from ..exchange import Group, one_group, resolve_exchange
 from ..functional import Schedule, dilated_attention, validate_options
 from ..layout import SequenceLayout
-from ..parallel import one_group
 from ..pattern import DilatedPattern, check_head_slice
 from ..tiles import Backend
 from .transformers_batch import shard_batch as shard_batch  # offered here

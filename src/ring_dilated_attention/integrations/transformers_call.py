@@ -16,9 +16,9 @@ from ..documents import in_words
 from ..exchange import Exchange, Group, agree, resolve_exchange
 from ..functional import Schedule
 from ..layout import SequenceLayout
-from ..parallel import lengths_of_mask
 from ..pattern import DilatedPattern, HeadSlice
 from ..tiles import Backend
+from ..torch_op import lengths_of_mask
 from .transformers_models import ANY_POSITIONS, Positions, check_peft, learns_next
 from .transformers_rows import (
     Rows,

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from ..exchange import one_group
 from ..functional import BRANCH_GRADIENTS, EXCHANGES, BranchGradients, Schedule, dilated_attention
-from ..parallel import one_group
 from ..pattern import DilatedPattern, check_choice, check_head_slice, in_brief
 from ..tiles import BACKENDS, Backend
 

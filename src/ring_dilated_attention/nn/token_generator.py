@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from ..decode import DilatedKVCache
 from ..documents import Integers
-from ..exchange import Group
+from ..exchange import Group, one_group
 from ..layout import SequenceLayout
-from ..parallel import one_group
 from .generation import GivenPrompt, Wanted, make_caches, prefill, step, step_blocks, stream
 from .rope import RotaryEmbedding
 from .sampling import SamplerOptions

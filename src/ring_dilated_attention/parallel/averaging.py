@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 from numbers import Integral
 from typing import Any, NamedTuple, TypeAlias
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -79,10 +79,10 @@ def labels_per_rank(
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: gradients are not averaged over all ranks of `group`, not of all parameters, or
-            not of all over the same ranks, or DDP has a communication hook that may not average
-            them; the message says how to fix it. Some other rank refused its arguments: labels on
-            CPUs; the divisor of labels on GPUs is NaN instead, as looking at it would take time.
+        ValueError: gradients are not averaged over all ranks of `group`, or `fully_shard` does not
+            average those of all parameters over the same ranks, or DDP has a communication hook;
+            the message says how to fix it. Some other rank refused its arguments: labels on CPUs;
+            the divisor of labels on GPUs is NaN instead, as looking at it would take time.
     """
     found = _averaging(model)
     try:
@@ -287,12 +287,9 @@ def _check_contains(averaged: frozenset[int] | None, group: Group) -> None:
 _known: WeakSet[DistributedDataParallel] = WeakSet()
 """Those that `labels_per_rank` was given."""
 
-_reduced: WeakKeyDictionary[Any, frozenset[int]] = WeakKeyDictionary()
-"""The ids of the parameters that a reducer averages, which it keeps alive."""
-
 
 def _of_ddp(ddp: DistributedDataParallel) -> dist.ProcessGroup:
-    """The ranks over which DDP averages the gradients of all parameters that learn now."""
+    """The ranks over which DDP averages gradients."""
     _known.add(ddp)
     if ddp._comm_hooks:
         hook = getattr(ddp._comm_hooks[0][0], "__name__", "one")
@@ -301,36 +298,8 @@ def _of_ddp(ddp: DistributedDataParallel) -> dist.ProcessGroup:
             "else than to average gradients over all its ranks: pass the ProcessGroup or "
             "DeviceMesh of the ranks that it averages over instead of the model"
         )
-    known = {id(parameter) for parameter in ddp._delay_all_reduce_params} | _ids(ddp)
-    left = [
-        name
-        for name, parameter in ddp.module.named_parameters()
-        if parameter.requires_grad and id(parameter) not in known
-    ]
-    if left:
-        raise ValueError(
-            f"DistributedDataParallel does not know {len(left)} parameters, "
-            f"{in_brief(', '.join(left))}, so their gradients are not averaged: it knows those "
-            "that required gradients when it was made, without those that it was told to ignore. "
-            "Wrap the model again; or, if you average their gradients by hand over the same "
-            "ranks, pass the ProcessGroup or DeviceMesh of these ranks instead of the model"
-        )
     ranks: dist.ProcessGroup = ddp.process_group
     return ranks
-
-
-def _ids(ddp: DistributedDataParallel) -> frozenset[int]:
-    """The ids of the parameters whose gradients its reducer averages: the same all its life."""
-    reducer = getattr(ddp, "reducer", None)  # none where all are delayed
-    if reducer is None:
-        return frozenset()
-    found = _reduced.get(reducer)
-    if found is None:
-        # It takes as much memory as the gradients for a moment: once, in front of the first step.
-        buckets = reducer._get_zeros_like_grad_buckets()
-        found = frozenset(id(parameter) for each in buckets for parameter in each.parameters())
-        _reduced[reducer] = found
-    return found
 
 
 def refuse_beside_wrapper(module: nn.Module, instead: str) -> None:

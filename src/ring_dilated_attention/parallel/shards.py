@@ -83,17 +83,7 @@ def check_same_batch(batch: Mapping[str, Any], group: Group) -> None:
 def agree_on_batch(
     name: str, batch: Mapping[str, Any], ends: Exchange, failure: Exception | None
 ) -> None:
-    """`check_same_batch` as a part of another function.
-
-    Args:
-        name: of the function, for messages.
-        batch: the whole batch.
-        ends: this rank's end of the group.
-        failure: why this rank refuses its arguments; None if it does not.
-
-    Raises:
-        Exception: `failure`; and see `check_same_batch`.
-    """
+    """`check_same_batch` in a function of this name, which may have refused: `failure`."""
     from torch.utils.data import get_worker_info  # takes a while to import
 
     if ends.world_size > 1 and get_worker_info() is not None:
@@ -147,10 +137,7 @@ def _printable(name: str, entry: Any) -> Any:
 
 @torch.no_grad()
 def _digest(tensor: Tensor) -> Tensor:
-    """The same number for the same values, on every device: int64, 0-d.
-
-    A sum of values, each multiplied by a random odd number of its place, modulo 2**64.
-    """
+    """The sum of all values, each times a random odd number of its place, modulo 2**64: int64."""
     flat = tensor.detach().resolve_conj().reshape(-1)
     if tensor.is_floating_point() or tensor.is_complex():
         flat = flat[:: max(1, -(-len(flat) // _SAMPLE))].contiguous()
@@ -214,7 +201,7 @@ def shard(mesh: Group, buffers: Any, seq_dims: Any, layout: SequenceLayout | Non
     agree_on_batch("shard", {**words, **batch}, ends, failure)
     assert found is not None
     shards = iter([found.shard(tensor, rank, dim) for _, tensor, dim in leaves])
-    return _mapped(buffers, lambda _: next(shards))
+    return pytree.tree_map(lambda x: x if x is None else next(shards), buffers)
 
 
 def unshard(mesh: Group, buffers: Any, seq_dims: Any, layout: SequenceLayout | None = None) -> Any:
@@ -251,7 +238,7 @@ def unshard(mesh: Group, buffers: Any, seq_dims: Any, layout: SequenceLayout | N
     words["layout"] = _in_words(layout)
     agree("unshard", ends, None if failure else words, failure, device)
     whole = iter([_gathered(ends, tensor.detach(), dim, layout) for _, tensor, dim in leaves])
-    return _mapped(buffers, lambda _: next(whole))
+    return pytree.tree_map(lambda x: x if x is None else next(whole), buffers)
 
 
 def _leaves(buffers: Any, seq_dims: Any) -> list[tuple[str, Tensor, int]]:
@@ -273,11 +260,7 @@ def _leaves(buffers: Any, seq_dims: Any) -> list[tuple[str, Tensor, int]]:
             continue
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a tensor or None; got {in_brief(tensor)}")
-        if (
-            isinstance(dim, bool)
-            or not isinstance(dim, int)
-            or not -tensor.ndim <= dim < tensor.ndim
-        ):
+        if type(dim) is not int or not -tensor.ndim <= dim < tensor.ndim:
             raise ValueError(
                 f"the sequence dimension of {name} must be one of its {tensor.ndim}; got "
                 f"{in_brief(dim)}"
@@ -286,10 +269,6 @@ def _leaves(buffers: Any, seq_dims: Any) -> list[tuple[str, Tensor, int]]:
     if not leaves:
         raise ValueError("buffers must hold a tensor; got none")
     return leaves
-
-
-def _mapped(buffers: Any, function: Any) -> Any:
-    return pytree.tree_map(lambda x: x if x is None else function(x), buffers)
 
 
 def _layout_of(

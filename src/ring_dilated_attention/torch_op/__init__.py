@@ -6,7 +6,8 @@ torch.compile does not trace.
 `validate_tensors` refuses what cannot be a query, key and value, `validate_tensor` one of them.
 `AGREED` and `agreed` have the ranks agree on what a module was given, `tell_ranks` tells them of a
 failure on the way to attention, and `telling_ranks` calls what may fail.
-`LENGTHS`, an operator too, `lengths_of_call` and `padding` tell what a padding mask stands for.
+`LENGTHS`, an operator too, `lengths_of_call`, `lengths_of_mask` and `padding` tell what a padding
+mask stands for, and `check_padding_mask` refuses what is none.
 `gelu_norm` is the layer norm of a GELU by one kernel, as an operator (`GELU_NORM`).
 `apply_function`, `once_differentiable` and `refuse_tangents` are what any autograd function here
 needs; `in_forward_mode` says whether tensors may have tangents.
@@ -20,7 +21,7 @@ from .derivatives import (
     refuse_tangents,
 )
 from .gelu_norm import GELU_NORM, gelu_norm
-from .lengths import LENGTHS, lengths_of_call, padding
+from .lengths import LENGTHS, check_padding_mask, lengths_of_call, lengths_of_mask, padding
 from .operator import BACKWARD, FORWARD, call_forward
 from .validation import validate_tensor, validate_tensors
 
@@ -33,9 +34,11 @@ __all__ = [
     "agreed",
     "apply_function",
     "call_forward",
+    "check_padding_mask",
     "gelu_norm",
     "in_forward_mode",
     "lengths_of_call",
+    "lengths_of_mask",
     "once_differentiable",
     "padding",
     "refuse_tangents",

@@ -14,13 +14,11 @@ import torch
 
 from ..engine import TABLES, RingCall, ring_backward, ring_forward
 from ..exchange import (
-    Call,
     Exchange,
     exchange_named,
     own_exchange,
     refuse_capture,
     settle,
-    settle_later,
     untraced,
 )
 from ..resolve import Options, PlannedRows, Resolved, check_integers, resolve
@@ -180,12 +178,10 @@ def _forward(
             resolved = resolve(named, query, key, ends)
         except Exception as error:  # whatever it is, the other ranks are to be told
             failure = error
-        if resolved is None or resolved.shared is None:  # refused, or there are no others
-            settle(scope, ends, query.device, None, failure)
-        else:
-            settle_later(scope, ends, query.device, resolved.shared)
+        shared = resolved and resolved.shared
+        settle(scope, ends, query.device, shared, failure, later=True)
         assert resolved is not None
-        identity = _identity(named.group, query, scope.call)
+        identity = _identity(named.group, query, scope.call.number)
         if len(resolved.planned) == 1:
             call = _ring_call(named, ends, resolved, resolved.planned[0])
             out, lse = ring_forward(query, key, value, call)
@@ -205,13 +201,13 @@ def _ring_call(options: Options, ends: Exchange, resolved: Resolved, some: Plann
     )
 
 
-def _identity(group: str, query: torch.Tensor, call: Call | None = None) -> torch.Tensor:
+def _identity(group: str, query: torch.Tensor, number: int | None = None) -> torch.Tensor:
     """The number of a call, where there is a group; where there is none, nothing to wait for."""
     if not group:
         return torch.empty(0, dtype=torch.int64, device=query.device)
-    if call is None:
+    if number is None:
         return torch.empty((), dtype=torch.int64)
-    return torch.scalar_tensor(call.number, dtype=torch.int64)
+    return torch.scalar_tensor(number, dtype=torch.int64)
 
 
 def _backward(
@@ -231,7 +227,7 @@ def _backward(
     refuse_capture("dilated_attention", ends, query.device)
     forward = int(identity) if named.group else 0
     with ends.calls.enter("dilated_attention", "backward", forward) as scope:
-        settle_later(scope, ends, query.device)
+        settle(scope, ends, query.device, later=True)
         resolved = resolve(named, query, key, ends)
         if len(resolved.planned) == 1:
             call = _ring_call(named, ends, resolved, resolved.planned[0])

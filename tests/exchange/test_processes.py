@@ -23,7 +23,7 @@ from ring_dilated_attention.checks import (
     sweep,
     threads_of_a_rank,
 )
-from ring_dilated_attention.exchange import ProcessGroupExchange, SoloExchange, groups, names
+from ring_dilated_attention.exchange import ProcessGroupExchange, SoloExchange, groups
 from ring_dilated_attention.exchange.collectives import Collectives
 
 
@@ -161,7 +161,7 @@ def test_nothing_is_kept_of_groups_that_are_gone():
 
 def test_a_group_that_is_missing(monkeypatch):
     """`dist.group.WORLD` is None before `init_process_group`: ranks must not compute alone."""
-    monkeypatch.setattr(names, "ranks_of_launcher", lambda: "4")
+    monkeypatch.setattr(groups, "ranks_of_launcher", lambda: "4")
     x = torch.randn(1, 8, 1, 8)
     with pytest.raises(ValueError, match="group is None in one of 4 ranks"):
         dilated_attention(x, x, x, DilatedPattern.dense(), group=dist.group.WORLD)

@@ -21,7 +21,6 @@ and `not_met` says that others did not come.
 tensors, and the `check_...` functions refuse work beyond any machine, by the limits beside them.
 """
 
-from .launcher import Launched, check_meeting_point, check_one_process, launched, local_rank
 from .limits import (
     MOST_PLANNED_RANKS,
     MOST_PROCESSES,
@@ -37,24 +36,36 @@ from .limits import (
     host_memory,
 )
 from .ranks import (
+    Launched,
     RankError,
+    check_meeting_point,
+    check_one_process,
     forked_context,
+    launched,
+    local_rank,
     not_met,
     run_ranks,
     threads_of_a_rank,
     world_exchange,
 )
-from .reference import reference_attention, visible_counts, zero_key_counts
-from .simulation import RankReport, Simulation, simulate, simulated_flops
+from .reference import (
+    nan_in_uninitialized_memory,
+    reference_attention,
+    relative_error,
+    visible_counts,
+    zero_key_counts,
+)
+from .simulation import RankReport, Simulation, Transfers, simulate, simulated_flops
 from .spot_checks import Shard, positions_to_check, spot_check
-from .testing import nan_in_uninitialized_memory, relative_error
-from .turns import Transfers
 from .verify import (
     INPUTS,
+    KINDS,
     TENSORS,
     TOLERANCE,
     Case,
     Outcome,
+    ViewKind,
+    any_kind,
     combine,
     make_layout,
     references,
@@ -62,7 +73,6 @@ from .verify import (
     run_cases,
     sweep,
 )
-from .view_kinds import KINDS, ViewKind, any_kind
 
 __all__ = [
     "INPUTS",

@@ -15,11 +15,9 @@ out of a function.
 
 from .agreement import Shared, agree, refuse_capture, settle
 from .calls import ExchangeError, Scope
-from .groups import ProcessGroupExchange
-from .interface import Exchange, Pending, SoloExchange, all_gather
-from .loopback import run_loopback
-from .names import (
+from .groups import (
     Group,
+    ProcessGroupExchange,
     exchange_named,
     group_name,
     one_group,
@@ -27,7 +25,8 @@ from .names import (
     place_in,
     resolve_exchange,
 )
-from .untraced import untraced
+from .interface import Exchange, Pending, SoloExchange, all_gather, untraced
+from .loopback import run_loopback
 
 __all__ = [
     "Exchange",

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from .calls import Call, ExchangeError, LostPeerError, Scope
-from .interface import Exchange
-from .untraced import untraced
+from .interface import Exchange, untraced
 
 
 class Shared(NamedTuple):

@@ -1,15 +1,64 @@
-"""What every `Exchange` is, and that of a single rank."""
+"""Every `Exchange` and that of a single rank, and what torch.compile never traces there."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+import sys
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, Protocol, TypeVar
 
 import torch
 
-from .alone import ALONE
-from .calls import Calls
-from .untraced import untraced
+from .calls import Call, Calls, Finding, Scope
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def untraced(function: F) -> F:
+    """A function that torch.compile runs as it is.
+
+    In a compiled graph an operator is one call. But where torch.compile leaves a graph before the
+    call and does not come back to it, the operator runs like any other function: torch.compile
+    would trace what implements it, and fail at the first kernel. What talks to other ranks is no
+    operator, and tracing it fails at the first thing of torch.distributed that is not known there.
+
+    Args:
+        function: of positional arguments.
+    """
+    disabled: list[Callable[..., Any]] = []
+
+    @wraps(function)
+    def run(*arguments: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:  # importing it takes a second
+            return function(*arguments)
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))  # type: ignore[no-untyped-call]
+        return disabled[0](*arguments)
+
+    return run  # type: ignore[return-value]
+
+
+class _OfOneRank(Calls):
+    """They have no order that others would have to follow, so they are not counted."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def enter(self, name: str, part: str, of: int = 0) -> Scope:
+        return Scope(self, Call(0, name, part, of))
+
+    def before_rows(self) -> None:
+        pass
+
+    def leave(self, scope: Scope, error: BaseException | None) -> None:
+        pass
+
+    def fail(self, finding: Finding) -> bool:
+        return False
+
+
+ALONE: Any = _OfOneRank()
+"""The calls of a world of one rank."""
 
 
 class Pending(Protocol):

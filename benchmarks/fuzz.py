@@ -33,16 +33,15 @@ import torch
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout
 from ring_dilated_attention.checks import (
-    INPUTS,
     TENSORS,
     Case,
-    any_kind,
     combine,
     make_layout,
     nan_in_uninitialized_memory,
     references,
     run_case,
 )
+from ring_dilated_attention.checks.verify import INPUTS, any_kind
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.tiles import select_backend
 

@@ -11,7 +11,8 @@ from support.strategies import cases
 from support.wrong_bytes import send_a_byte_more
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout
-from ring_dilated_attention.checks import TENSORS, Case, Transfers, make_layout, simulate
+from ring_dilated_attention.checks import TENSORS, Case, make_layout, simulate
+from ring_dilated_attention.checks.simulation import Transfers
 from ring_dilated_attention.engine import compute
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.plan import Memory

@@ -10,6 +10,7 @@ from weakref import ref
 import pytest
 import torch
 import torch.distributed as dist
+from support.bounds import EXACT
 from support.sweep_sample import sweep_sample
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -21,8 +22,8 @@ from ring_dilated_attention.checks import (
     run_cases,
     run_ranks,
     sweep,
-    threads_of_a_rank,
 )
+from ring_dilated_attention.checks.ranks import threads_of_a_rank
 from ring_dilated_attention.exchange import ProcessGroupExchange, SoloExchange, groups
 from ring_dilated_attention.exchange.collectives import Collectives
 
@@ -92,7 +93,7 @@ def test_a_group_has_one_gpu_of_a_rank():
 
 
 def test_subgroups_and_meshes():
-    assert all(error < 1e-12 for errors in run_ranks(_groups, 4) for error in errors)
+    assert all(error < EXACT for errors in run_ranks(_groups, 4) for error in errors)
 
 
 def _one_does_not_come(rank, world_size):
@@ -128,7 +129,7 @@ def _overlapping_groups(rank, world_size):
 def test_ranks_in_different_numbers_of_groups():
     found = run_ranks(_overlapping_groups, 3)
     assert [len(errors) for errors in found] == [2, 3, 2]
-    assert all(error < 1e-12 for errors in found for error in errors)
+    assert all(error < EXACT for errors in found for error in errors)
 
 
 def groups_in_turns(rank, world_size):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from support.bounds import EXACT
 from support.grid_steps import error
 from support.small_models import make_model, make_text
 from support.worlds import world
@@ -108,13 +109,13 @@ def steps(rank, world_size, are_compiled):
 
 def test_ddp_may_call_a_model_in_any_module_and_backward_again():
     for errors in run_ranks(steps, 2, False):
-        assert max(errors.values()) < 1e-12, errors
+        assert max(errors.values()) < EXACT, errors
 
 
 @pytest.mark.slow
 def test_ddp_may_call_a_compiled_model_in_any_module():
     for errors in run_ranks(steps, 2, True):
-        assert max(errors.values()) < 1e-12, errors
+        assert max(errors.values()) < EXACT, errors
 
 
 def beside(rank, world_size):

@@ -7,7 +7,8 @@ import torch
 from hypothesis import strategies as st
 
 from ring_dilated_attention import DilatedPattern, HeadSlice, SequenceLayout
-from ring_dilated_attention.checks import INPUTS, KINDS, Case, ViewKind
+from ring_dilated_attention.checks import KINDS, Case, ViewKind
+from ring_dilated_attention.checks.verify import INPUTS
 
 WORLD_SIZES = (1, 2, 3, 4, 5, 7)
 

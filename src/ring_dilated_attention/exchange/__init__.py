@@ -28,6 +28,10 @@ from .groups import (
 from .interface import Exchange, Pending, SoloExchange, all_gather, untraced
 from .loopback import run_loopback
 
+# To be taken out with train, which still imports these from here.
+from .presence import Presence as Presence
+from .presence import make_presence as make_presence
+
 __all__ = [
     "Exchange",
     "ExchangeError",

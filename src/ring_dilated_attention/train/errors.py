@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..exchange.presence import Presence, make_presence
+from ..exchange import Presence, make_presence
 
 MAX_MESSAGE = 280  # characters: with "error: " and a rank, a message stays below 300
 

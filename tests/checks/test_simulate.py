@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -139,7 +140,7 @@ def test_bytes_that_the_plan_does_not_have_are_found(monkeypatch):
 
 def test_rows_that_are_kept_too_long_are_found(monkeypatch):
     kept = []
-    (loopback,) = run_loopback(1, type)
+    loopback: Any = run_loopback(1, type)[0]
     start = loopback.start
 
     def keep(self, send, receive):

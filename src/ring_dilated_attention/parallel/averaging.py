@@ -138,8 +138,9 @@ def _refusal(labels: Any) -> Tensor:
 
 
 def _count(labels: Tensor | Iterable[Tensor] | int, ignore_index: int) -> Tensor:
+    is_bool = isinstance(labels, bool)
     if isinstance(labels, Integral):
-        if isinstance(labels, bool) or not 0 <= int(labels) < 2**62:
+        if is_bool or not 0 <= int(labels) < 2**62:
             raise ValueError(f"labels must be tensors, or a number >= 0; got {labels}")
         return torch.tensor(int(labels))
     several = isinstance(labels, Iterable) and not isinstance(labels, Tensor)

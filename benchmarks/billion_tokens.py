@@ -17,8 +17,7 @@ import typer
 from ranks import join
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention
-from ring_dilated_attention.checks import Shard, spot_check
-from ring_dilated_attention.checks.spot_checks import positions_to_check
+from ring_dilated_attention.checks import Shard, positions_to_check, spot_check
 from ring_dilated_attention.exchange import resolve_exchange
 
 LONGNET = [(2048, 1), (4096, 2), (8192, 4), (16384, 6), (32768, 12)]

@@ -7,8 +7,8 @@ ranks, of inputs that lie in memory as a `ViewKind` says (such as one of `KINDS`
 the `Outcome` of all ranks, one for each of `TENSORS`. `run_cases` and `sweep` are `rda verify`.
 
 `simulate` runs every rank of a world on one device, in `simulated_flops` operations, and returns a
-`Simulation` with a `RankReport` for each. `spot_check` compares rows of a result that is too long
-for a reference, given the `Shard` of this rank.
+`Simulation` with a `RankReport` for each. `spot_check` compares rows (`positions_to_check`) of a
+result that is too long for a reference, given the `Shard` of this rank.
 
 `run_ranks` runs a function in several processes, one of which may end it by a `RankError`;
 `forked_context` starts such processes, and `world_exchange` is a rank's end there.
@@ -30,7 +30,7 @@ from .reference import (
 )
 from .simulation import RankReport, Simulation, simulate, simulated_flops
 from .simulation import Transfers as Transfers
-from .spot_checks import Shard, spot_check
+from .spot_checks import Shard, positions_to_check, spot_check
 from .verify import (
     KINDS,
     TENSORS,
@@ -61,6 +61,7 @@ __all__ = [
     "forked_context",
     "make_layout",
     "nan_in_uninitialized_memory",
+    "positions_to_check",
     "reference_attention",
     "references",
     "relative_error",

@@ -43,6 +43,22 @@ class ViewKind(NamedTuple):
     steps: tuple[int, ...] = (1, 1, 1, 1)
     offset: int = 0
 
+    @staticmethod
+    def any(random: Random) -> ViewKind:
+        """One of `KINDS` half of the time, else a mixture."""
+        if random.random() < 0.5:
+            return random.choice(list(KINDS.values()))
+        order = random.sample(range(4), 4)
+        if random.random() < 0.7:  # head_dim is innermost, as most callers have it
+            order = [*(dim for dim in order if dim != HEAD_DIM), HEAD_DIM]
+        return ViewKind(
+            expanded=tuple(dim for dim in range(4) if random.random() < 0.15),
+            window=random.choice([None] * 6 + [SEQUENCE, HEADS]),
+            order=tuple(order),
+            steps=tuple(random.choice([1, 1, 1, 2, 3]) for _ in range(4)),
+            offset=random.choice([0, 0, 1, 8, 13]),
+        )
+
     @property
     def repeats_positions(self) -> bool:
         """Whether positions, or rows of the batch, share elements."""
@@ -120,23 +136,6 @@ KINDS = {
     ),
 }
 """Kinds by name."""
-
-
-def any_kind(random: Random) -> ViewKind:
-    """One of `KINDS` half of the time, else a mixture."""
-    if random.random() < 0.5:
-        return random.choice(list(KINDS.values()))
-    order = random.sample(range(4), 4)
-    if random.random() < 0.7:  # head_dim is innermost, as most callers have it
-        order = [*(dim for dim in order if dim != HEAD_DIM), HEAD_DIM]
-    return ViewKind(
-        expanded=tuple(dim for dim in range(4) if random.random() < 0.15),
-        window=random.choice([None] * 6 + [SEQUENCE, HEADS]),
-        order=tuple(order),
-        steps=tuple(random.choice([1, 1, 1, 2, 3]) for _ in range(4)),
-        offset=random.choice([0, 0, 1, 8, 13]),
-    )
-
 
 INPUTS = ("query", "key", "value")
 TENSORS = ("out", "lse", *(f"d{name}" for name in INPUTS))

@@ -123,42 +123,6 @@ def test_every_rank_shares_objects():
     assert len(first[-1][2]["text"]) == 60_000
 
 
-def left_alone(rank, world_size, how):
-    """What the others are told when the last rank does not come."""
-    timeout = 60.0 if how == "gone" else 1.0
-    ends = ProcessGroupExchange(world())
-    board = make_board(rank, world_size, ends.share)
-    assert board is not None
-    board.maximum([0], timeout)
-    board.begin(Call(7, "some_call", "forward"))
-    board.maximum([0], timeout)
-    if rank == world_size - 1:
-        if how == "gone":
-            board = None  # as when its process ends
-        ends.share(None)
-        return ""
-    try:
-        board.maximum([0], timeout)
-    except LostPeerError as lost:
-        text = board.explain(lost).text
-        ends.share(None)
-        return text
-    return "nothing was wrong"
-
-
-_LAST = "its last call is call 7 (some_call, forward), which it has not left"
-
-
-def test_a_rank_that_has_gone():
-    *others, _ = run_ranks(left_alone, 3, "gone")
-    assert others == [f"rank 2 has gone; {_LAST}"] * 2  # not that it is late
-
-
-def test_a_rank_that_does_not_come():
-    *others, _ = run_ranks(left_alone, 3, "late")
-    assert others == [f"rank 2 did not answer within 1 s; {_LAST}"] * 2
-
-
 @pytest.fixture
 def boards():
     """Boards of three ranks, all in this process, which has no lock on itself."""

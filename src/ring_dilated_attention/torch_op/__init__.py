@@ -21,7 +21,8 @@ from .derivatives import (
     refuse_tangents,
 )
 from .gelu_norm import GELU_NORM, gelu_norm
-from .lengths import LENGTHS, check_padding_mask, lengths_of_call, lengths_of_mask, padding
+from .lengths import LENGTHS, lengths_of_call, padding
+from .masks import check_padding_mask, lengths_of_mask
 from .operator import BACKWARD, FORWARD, call_forward
 from .validation import validate_tensor, validate_tensors
 

@@ -26,7 +26,8 @@ from ..tiles import accumulate_dtype
 from .derivatives import apply_function, once_differentiable, refuse_tangents
 from .direct import call_operator
 from .flops import count_flops_of
-from .lengths import KNOWN_LENGTHS, refuse_tensor_in_graphs
+from .lengths import refuse_tensor_in_graphs
+from .masks import KNOWN_LENGTHS
 from .registration import implement
 
 _OPTIONS = (

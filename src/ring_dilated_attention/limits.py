@@ -1,6 +1,6 @@
-"""What the commands take: sizes, and what a launcher such as torchrun says in the environment.
+"""Limits of the commands, and the environment that a launcher such as torchrun sets.
 
-Sizes have limits, so that a slip of the hand is an error and not a wait. The library itself has no
+Sizes have limits so that a slip of the hand is an error and not a wait. The library itself has no
 such limits; each is far beyond what has been run.
 """
 

@@ -1,4 +1,4 @@
-"""Every `Exchange` and that of a single rank, and what torch.compile never traces there."""
+"""The interface `Exchange`, its implementation for one rank, and `untraced` functions."""
 
 from __future__ import annotations
 

@@ -33,10 +33,9 @@ import torch
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout
 from ring_dilated_attention.checks import (
-    INPUTS,
     TENSORS,
     Case,
-    any_kind,
+    ViewKind,
     combine,
     make_layout,
     nan_in_uninitialized_memory,
@@ -134,8 +133,8 @@ def draw(seed: int, among: Choices) -> Case:
         backend=backend,
         seed=seed,
         device=among.device,
-        views=tuple(any_kind(random) for _ in range(4)),
-        wanted=tuple(name for name in INPUTS if random.random() < 0.8),
+        views=tuple(ViewKind.any(random) for _ in range(4)),
+        wanted=tuple(name for name in Case.wanted if random.random() < 0.8),
         scale=random.choice([None] * 10 + list(SCALES)),
         workspace=random.choice([None, None, 0.01, 1.0]),
         **draw_packing(random, length, batch, is_small=is_small),

@@ -15,18 +15,11 @@ __version__ = "0.2.0"
 if TYPE_CHECKING:
     from .checks import Case, reference_attention, simulate, spot_check
     from .decode import DilatedKVCache, cached_attention, replicated_query_attention
-    from .exchange import (
-        ExchangeError,
-        ProcessGroupExchange,
-        SoloExchange,
-        check_same_batch,
-        labels_per_rank,
-        shard,
-        unshard,
-    )
+    from .exchange import ExchangeError, ProcessGroupExchange, SoloExchange
     from .functional import detached_dilated_attention, dilated_attention
     from .layout import SequenceLayout
     from .nn import hilbert_order, keep_attention
+    from .parallel import check_same_batch, labels_per_rank, shard, unshard
     from .pattern import DilatedPattern, HeadSlice
     from .plan import AttentionPlan, plan_attention
 
@@ -68,19 +61,19 @@ _FROM = {
     "SequenceLayout": "layout",
     "SoloExchange": "exchange",
     "cached_attention": "decode",
-    "check_same_batch": "exchange",
+    "check_same_batch": "parallel",
     "detached_dilated_attention": "functional",
     "dilated_attention": "functional",
     "hilbert_order": "nn",
     "keep_attention": "nn",
-    "labels_per_rank": "exchange",
+    "labels_per_rank": "parallel",
     "plan_attention": "plan",
     "reference_attention": "checks",
     "replicated_query_attention": "decode",
-    "shard": "exchange",
+    "shard": "parallel",
     "simulate": "checks",
     "spot_check": "checks",
-    "unshard": "exchange",
+    "unshard": "parallel",
 }
 """The module that defines each public name."""
 

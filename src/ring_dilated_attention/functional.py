@@ -14,22 +14,16 @@ import torch
 
 from .documents import Integers, ints_or_tensor
 from .engine import autocast_dtype
-from .exchange import (
-    Group,
-    Placed,
-    check_padding_mask,
-    group_name,
-    group_of_dtensors,
-    is_dtensor,
-    one_group,
-)
+from .exchange import Group, group_name, one_group
 from .layout import SequenceLayout
+from .parallel import Placed, group_of_dtensors, is_dtensor
 from .pattern import DilatedPattern, check_choice, in_brief
 from .resolve import Options
 from .tiles import BACKENDS, Backend
 from .torch_op import (
     FORWARD,
     LENGTHS,
+    check_padding_mask,
     lengths_of_call,
     tell_ranks,
     validate_tensors,

@@ -25,7 +25,7 @@ from ring_dilated_attention.checks import (
     visible_counts,
 )
 from ring_dilated_attention.engine import kernels_on, ring
-from ring_dilated_attention.exchange import LoopbackExchange, run_loopback
+from ring_dilated_attention.exchange import Exchange, run_loopback
 from ring_dilated_attention.plan import costs
 from ring_dilated_attention.tiles import accumulate_dtype
 
@@ -90,7 +90,7 @@ def test_no_rank_of_a_balanced_ring_computes_longer_at_a_step():
 def sharded(layout, pattern, tensors, dout, **options):
     """Whole out and gradients of the function run on all ranks of a layout."""
 
-    def rank(ends: LoopbackExchange) -> list[torch.Tensor]:
+    def rank(ends: Exchange) -> list[torch.Tensor]:
         leaves = [layout.shard(x, ends.rank, 1).clone().requires_grad_() for x in tensors]
         group = ends if layout.world_size > 1 else None
         query, key, value = leaves

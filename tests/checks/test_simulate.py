@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +12,10 @@ from support.strategies import cases
 from support.wrong_bytes import send_a_byte_more
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout
-from ring_dilated_attention.checks import TENSORS, Case, Transfers, make_layout, simulate
+from ring_dilated_attention.checks import TENSORS, Case, make_layout, simulate
+from ring_dilated_attention.checks.simulation import Transfers
 from ring_dilated_attention.engine import compute
-from ring_dilated_attention.exchange import LoopbackExchange
+from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.plan import costs
 
 PATTERN = DilatedPattern([16, 50, None], [1, 3, 4])
@@ -140,14 +142,15 @@ def test_bytes_that_the_plan_does_not_have_are_found(monkeypatch):
 
 def test_rows_that_are_kept_too_long_are_found(monkeypatch):
     kept = []
-    start = LoopbackExchange.start
+    loopback: Any = run_loopback(1, type)[0]
+    start = loopback.start
 
     def keep(self, send, receive):
         if receive is not None:
             kept.append(receive[1])
         return start(self, send, receive)
 
-    monkeypatch.setattr(LoopbackExchange, "start", keep)
+    monkeypatch.setattr(loopback, "start", keep)
     found = simulate(replace(CASE, layout=SequenceLayout.contiguous(101, 5)))
     assert any("held Memory" in text for text in found.problems)
 

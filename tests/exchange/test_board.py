@@ -11,10 +11,10 @@ import torch
 from support.worlds import world
 
 from ring_dilated_attention.checks import run_ranks
-from ring_dilated_attention.exchange import Call, ProcessGroupExchange, groups
+from ring_dilated_attention.exchange import ProcessGroupExchange, groups
 from ring_dilated_attention.exchange import board as board_module
 from ring_dilated_attention.exchange.board import MOST_VALUES, Board, make_board
-from ring_dilated_attention.exchange.calls import Finding, LostPeerError
+from ring_dilated_attention.exchange.calls import Call, Finding, LostPeerError
 
 CPU = torch.device("cpu")
 FOLDER = "/dev/shm"
@@ -121,42 +121,6 @@ def test_every_rank_shares_objects():
     assert all(one == first for one in rest)
     assert [[one["rank"] for one in shared] for shared in first] == [[0, 1, 2]] * len(first)
     assert len(first[-1][2]["text"]) == 60_000
-
-
-def left_alone(rank, world_size, how):
-    """What the others are told when the last rank does not come."""
-    timeout = 60.0 if how == "gone" else 1.0
-    ends = ProcessGroupExchange(world())
-    board = make_board(rank, world_size, ends.share)
-    assert board is not None
-    board.maximum([0], timeout)
-    board.begin(Call(7, "some_call", "forward"))
-    board.maximum([0], timeout)
-    if rank == world_size - 1:
-        if how == "gone":
-            board = None  # as when its process ends
-        ends.share(None)
-        return ""
-    try:
-        board.maximum([0], timeout)
-    except LostPeerError as lost:
-        text = board.explain(lost).text
-        ends.share(None)
-        return text
-    return "nothing was wrong"
-
-
-_LAST = "its last call is call 7 (some_call, forward), which it has not left"
-
-
-def test_a_rank_that_has_gone():
-    *others, _ = run_ranks(left_alone, 3, "gone")
-    assert others == [f"rank 2 has gone; {_LAST}"] * 2  # not that it is late
-
-
-def test_a_rank_that_does_not_come():
-    *others, _ = run_ranks(left_alone, 3, "late")
-    assert others == [f"rank 2 did not answer within 1 s; {_LAST}"] * 2
 
 
 @pytest.fixture

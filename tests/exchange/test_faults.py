@@ -1,4 +1,8 @@
-"""One rank does something wrong: the others end soon, and say which rank, in which call."""
+"""One rank does something wrong: the others end soon, and say which rank, in which call.
+
+`make test` tries a rank that dies, one that stops and two that are in other calls than the rest, on
+one host. All others, of all transports, are for ``pytest -m faults``.
+"""
 
 import pytest
 import torch
@@ -7,23 +11,33 @@ from support.faulty_ranks import GLOO, Transport, leftovers, problems, run_fault
 from support.several_hosts import skip_without_hosts
 
 # One worker has them all: much of their time ranks wait, and the other computes meanwhile.
-pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("faults")]
+pytestmark = pytest.mark.xdist_group("faults")
 
-WITHOUT_A_BOARD = [
-    "killed between calls",
+ALWAYS = [
     "killed in forward",
-    "killed in a message",
     "stopped in backward",
-    "error in a tile",
+    "skipped call, backward",
+    "skipped call, other arguments",
+]
+OTHER_CALLS = [
     "skipped call, backward",
     "skipped call, nothing travels",
-    "skipped call, then the end",
-    "killed in prefill",
-    "killed in decoding",
+    "other order of backward",
 ]
-"""Ranks of several hosts learn of these by collectives, by ports, and by the store they met in."""
-WITH_THE_STORE = ["killed in forward", "stopped in backward", "error in a tile"]
-"""Of the first rank, whose process holds that store between hosts."""
+ON_STREAMS = [
+    *OTHER_CALLS,
+    "skipped call, late backward",
+    "killed in a message",
+    "killed in backward",
+    "killed in decoding",
+    "stopped in backward",
+    "error in a tile",
+    "two threads on all ranks",
+]
+WITHOUT_A_BOARD = [
+    *("killed between calls", "killed in forward", "killed in a message", "killed in prefill"),
+    *("stopped in backward", "error in a tile", "skipped call, then the end", *OTHER_CALLS[:2]),
+]
 WITH_GPUS_ONLY = [
     "killed between calls",
     "stopped before the first call",
@@ -31,55 +45,43 @@ WITH_GPUS_ONLY = [
     "skipped call, backward",
     "another version",
 ]
-"""In a group of NCCL alone, whose ranks connect over gloo to agree; rank 0 holds the store."""
 BETWEEN_HOSTS = [
-    "killed before the first call",
-    "killed in forward",
-    "stopped in backward",
-    "skipped call, backward",
-    "skipped call, other arguments",
-    "skipped call, nothing travels",
-    "other order of backward",
-    "a call left out of the loss",
-    "checkpoint on one rank",
+    *("killed before the first call", *ALWAYS, *OTHER_CALLS[1:]),
+    *("a call left out of the loss", "checkpoint on one rank"),
 ]
-"""Of namespaces. Ranks go on while others have yet to say which call they are in."""
-STREAMED = [
-    "killed in a message",
-    "killed in backward",
-    "stopped in backward",
-    "error in a tile",
-    "skipped call, backward",
-    "skipped call, late backward",
-    "skipped call, nothing travels",
-    "other order of backward",
-    "checkpoint on one rank",
-    "two threads on all ranks",
-    "killed in decoding",
+NO_BOARD = Transport(board=False)
+GPUS_ONLY = Transport(board=False, cpu=False)  # the group; ranks connect over gloo to agree
+LATE = GPUS_ONLY._replace(late=1)  # who has given up ends before another asks who has gone
+TWO_HOSTS = Transport(hosts=(0, 1, 1))  # of namespaces
+TOLD_STREAMS = Transport("streams", hosts=(0, 1))  # a thread stands for each stream
+ON_CPUS = [
+    *((GLOO, 3, 1, name) for name in FAULTS),
+    *((NO_BOARD, 3, 1, name) for name in WITHOUT_A_BOARD),
+    # Rank 0 holds the store in which they met.
+    *((NO_BOARD, ranks, 0, name) for name in ALWAYS[:2] for ranks in (2, 3)),
+    *((GPUS_ONLY, 3, victim, name) for name in WITH_GPUS_ONLY for victim in (0, 2)),
+    *((LATE, 3, victim, "killed before the first call") for victim in (0, 2)),
+    (LATE, 3, 0, "stopped before the first call"),
+    *((TWO_HOSTS, 3, 1, name) for name in BETWEEN_HOSTS),
+    *((TOLD_STREAMS, 2, 1, name) for name in ON_STREAMS),
+    *((Transport("streams"), 2, 1, name) for name in ("killed in backward", "error in a tile")),
 ]
-"""Of streams, which a thread watches; a thread stands for each."""
-BETWEEN_GPUS = [
-    "killed between calls",
-    "killed in forward",
-    "killed in a message",
-    "killed in backward",
-    "stopped in backward",
-    "error in a tile",
-    "error in a tile, caught",
-    "skipped call, backward",
-    "skipped call, late backward",
-    "skipped call, nothing travels",
-    "skipped call, then the end",
-    "other order of backward",
-    "two threads on all ranks",
-    "killed in prefill",
-    "error in prefill",
-    "killed in decoding",
-    "stopped in decoding",
+ON_GPUS = [
+    *((Transport("nccl", hosts=(0, 1)), 2, 1, name) for name in ON_STREAMS),
+    *((Transport("nccl", copies), 2, 1, name) for copies in (True, False) for name in ON_STREAMS),
+    *((Transport("nccl", board=False), 2, 0, name) for name in WITH_GPUS_ONLY),
 ]
 
 
-def check(name, world_size, victim, transport=GLOO):
+def marked(table):
+    found = []
+    for row in table:
+        is_rare = row[0] != GLOO or row[-1] not in ALWAYS
+        found.append(pytest.param(*row, marks=[pytest.mark.faults] if is_rare else []))
+    return found
+
+
+def check(transport, world_size, victim, name):
     before = leftovers()
     outcomes = run_fault(name, world_size, victim, transport)
     found = problems(name, world_size, victim, outcomes, transport)
@@ -87,74 +89,15 @@ def check(name, world_size, victim, transport=GLOO):
     assert leftovers() <= before
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_on_one_host(name):
-    check(name, 3, 1)
-
-
-@pytest.mark.parametrize("name", WITHOUT_A_BOARD)
-def test_without_a_board(name):
-    check(name, 3, 1, Transport(board=False))
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("name", WITH_THE_STORE)
-def test_without_a_board_and_the_store(name, world_size):
-    check(name, world_size, 0, Transport(board=False))
-
-
-@pytest.mark.parametrize("victim", [0, 2])
-@pytest.mark.parametrize("name", WITH_GPUS_ONLY)
-def test_without_a_board_and_a_group_for_the_cpu(name, victim):
-    check(name, 3, victim, Transport(board=False, cpu=False))
-
-
-@pytest.mark.parametrize(
-    ("name", "victim"),
-    [
-        ("stopped before the first call", 0),
-        ("killed before the first call", 0),
-        ("killed before the first call", 2),
-    ],
-)
-def test_a_rank_that_has_given_up_is_not_blamed_for_it(name, victim):
-    """It ends before another one asks who has gone, which the store does not say."""
-    check(name, 3, victim, Transport(board=False, cpu=False, late=1))
-
-
-@pytest.mark.parametrize("name", BETWEEN_HOSTS)
-def test_between_hosts(name):
-    skip_without_hosts()
-    check(name, 3, 1, Transport(hosts=(0, 1, 1)))
-
-
-@pytest.mark.parametrize("name", STREAMED)
-def test_between_streams_that_are_told_to_be_on_two_hosts(name):
-    check(name, 2, 1, Transport("streams", hosts=(0, 1)))
-
-
-@pytest.mark.parametrize("name", ["killed in backward", "error in a tile", "killed in decoding"])
-def test_between_streams(name):
-    check(name, 2, 1, Transport("streams"))
+@pytest.mark.parametrize(("transport", "world_size", "victim", "name"), marked(ON_CPUS))
+def test_dilated_attention_on_faulty_ranks(transport, world_size, victim, name):
+    if transport == TWO_HOSTS:
+        skip_without_hosts()
+    check(transport, world_size, victim, name)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-@pytest.mark.parametrize("name", BETWEEN_GPUS)
-def test_between_gpus_that_are_told_to_be_on_two_hosts(name):
-    check(name, 2, 1, Transport("nccl", hosts=(0, 1)))
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-@pytest.mark.parametrize("copies", [True, False], ids=["copies", "messages"])
-@pytest.mark.parametrize("name", BETWEEN_GPUS)
-def test_between_gpus(name, copies):
-    check(name, 2, 1, Transport("nccl", copies))
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-@pytest.mark.parametrize("name", WITH_GPUS_ONLY)
-def test_between_gpus_without_a_board(name):
-    check(name, 2, 0, Transport("nccl", board=False))
+@pytest.mark.parametrize(("transport", "world_size", "victim", "name"), marked(ON_GPUS))
+def test_dilated_attention_on_faulty_gpus(transport, world_size, victim, name):
+    check(transport, world_size, victim, name)

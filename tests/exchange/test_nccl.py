@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ring_dilated_attention.exchange.calls import LostPeerError
-from ring_dilated_attention.exchange.nccl import make_nccl, start_together
+from ring_dilated_attention.exchange.communicator import make_nccl, start_together
 
 SETTINGS = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_BLOCKING_WAIT")
 

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from ring_dilated_attention.exchange.notices import Notices
+from ring_dilated_attention.exchange.processes import Notices
 
 
 def hold(queue):

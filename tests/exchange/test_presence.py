@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 import torch.distributed as dist
 
-from ring_dilated_attention.exchange import Presence, make_presence
+from ring_dilated_attention.exchange.presence import Presence, make_presence
 
 
 def listening():

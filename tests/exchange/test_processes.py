@@ -10,6 +10,7 @@ from weakref import ref
 import pytest
 import torch
 import torch.distributed as dist
+from support.bounds import EXACT
 from support.sweep_sample import sweep_sample
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -21,9 +22,9 @@ from ring_dilated_attention.checks import (
     run_cases,
     run_ranks,
     sweep,
-    threads_of_a_rank,
 )
-from ring_dilated_attention.exchange import ProcessGroupExchange, SoloExchange, groups, names
+from ring_dilated_attention.checks.ranks import threads_of_a_rank
+from ring_dilated_attention.exchange import ProcessGroupExchange, SoloExchange, groups
 from ring_dilated_attention.exchange.collectives import Collectives
 
 
@@ -92,7 +93,7 @@ def test_a_group_has_one_gpu_of_a_rank():
 
 
 def test_subgroups_and_meshes():
-    assert all(error < 1e-12 for errors in run_ranks(_groups, 4) for error in errors)
+    assert all(error < EXACT for errors in run_ranks(_groups, 4) for error in errors)
 
 
 def _one_does_not_come(rank, world_size):
@@ -128,7 +129,7 @@ def _overlapping_groups(rank, world_size):
 def test_ranks_in_different_numbers_of_groups():
     found = run_ranks(_overlapping_groups, 3)
     assert [len(errors) for errors in found] == [2, 3, 2]
-    assert all(error < 1e-12 for errors in found for error in errors)
+    assert all(error < EXACT for errors in found for error in errors)
 
 
 def groups_in_turns(rank, world_size):
@@ -161,7 +162,7 @@ def test_nothing_is_kept_of_groups_that_are_gone():
 
 def test_a_group_that_is_missing(monkeypatch):
     """`dist.group.WORLD` is None before `init_process_group`: ranks must not compute alone."""
-    monkeypatch.setattr(names, "ranks_of_launcher", lambda: "4")
+    monkeypatch.setattr(groups, "ranks_of_launcher", lambda: "4")
     x = torch.randn(1, 8, 1, 8)
     with pytest.raises(ValueError, match="group is None in one of 4 ranks"):
         dilated_attention(x, x, x, DilatedPattern.dense(), group=dist.group.WORLD)

@@ -11,8 +11,7 @@ import pytest
 
 from ring_dilated_attention.exchange import ExchangeError, watch
 from ring_dilated_attention.exchange.calls import Calls, Finding, LostPeerError
-from ring_dilated_attention.exchange.gate import Gate
-from ring_dilated_attention.exchange.watch import UnderWay, Watch
+from ring_dilated_attention.exchange.watch import Gate, UnderWay, Watch
 
 
 class Ranks:

@@ -14,16 +14,16 @@ import ring_dilated_attention
 ROOT = Path(ring_dilated_attention.__file__).parent
 REPOSITORY = Path(__file__).parents[2]
 ORDER = [
-    "caches", "units", "terminal", "pattern", "named_patterns", "layout", "documents", "plan",
-    "draw", "kernels", "tiles", "exchange", "engine", "resolve", "torch_op",
-    "functional", "parallel", "decode", "nn",
-    "integrations", "checks", "train", "bench", "cli",
+    "caches", "units", "pattern", "named_patterns", "layout", "documents", "plan",
+    "limits", "draw", "kernels", "tiles", "exchange", "parallel", "engine", "resolve", "torch_op",
+    "functional", "decode", "nn",
+    "integrations", "checks", "bench", "cli",
 ]  # fmt: skip
 """Rooms, and files of the root: each may import those before it, and rooms by their doors."""
 INTEGERS_ONLY = {"pattern", "named_patterns", "plan", "units"}
 """And layout and documents, but for what takes tensors."""
 MAY_USE_DISTRIBUTED = {
-    *("exchange", "parallel", "cli", "bench", "train", "checks"),
+    *("exchange", "parallel", "cli", "bench", "checks"),
     *("integrations.context_parallel", "integrations.tensor_parallel"),
 }
 

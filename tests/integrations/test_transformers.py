@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.bounds import EXACT, IN_FLOAT32, SUMMED_IN_FLOAT32
 from support.transformers_models import (
     CACHE,
     DENSE,
@@ -24,6 +25,7 @@ from support.transformers_models import (
     restarts,
     shard_of,
     step,
+    summed,
 )
 from torch import nn
 
@@ -57,9 +59,9 @@ def test_dense_is_what_transformers_computes(family, kind, theirs):
     remove_attention(model, theirs)
     want_logits, want_loss, want = step(model, batch, use_cache=False)
     valid = batch.get("attention_mask", torch.ones(2, LENGTH)).bool()
-    assert relative_error(logits[valid], want_logits[valid]) < 1e-6
-    assert relative_error(loss, want_loss) < 1e-6
-    check_gradients(gradients, want, 1e-5)
+    assert relative_error(logits[valid], want_logits[valid]) < IN_FLOAT32
+    assert relative_error(loss, want_loss) < IN_FLOAT32
+    check_gradients(gradients, want, SUMMED_IN_FLOAT32)
 
 
 def test_packed_rows_are_documents_on_their_own():
@@ -69,7 +71,7 @@ def test_packed_rows_are_documents_on_their_own():
     packed = model(**batch).logits
     for start, stop in ((0, 1), (1, 10), (10, 27), (27, 41)):
         alone = model(batch["input_ids"][:, start:stop]).logits
-        assert relative_error(packed[:, start:stop], alone) < 1e-6
+        assert relative_error(packed[:, start:stop], alone) < IN_FLOAT32
 
 
 def test_padded_rows_are_sequences_on_their_own():
@@ -82,7 +84,7 @@ def test_padded_rows_are_sequences_on_their_own():
             "input_ids": batch["input_ids"][row : row + 1, :count],
             "position_ids": batch["position_ids"][row : row + 1, :count],
         }
-        assert relative_error(logits[row : row + 1, :count], model(**part).logits) < 1e-6
+        assert relative_error(logits[row : row + 1, :count], model(**part).logits) < IN_FLOAT32
 
 
 @pytest.mark.parametrize("fill", [0, 1])
@@ -94,9 +96,9 @@ def test_positions_of_padding_are_anything(fill):
     valid = batch["attention_mask"].bool()
     want = model(**batch).logits
     batch["position_ids"] = torch.where(valid, batch["position_ids"], fill)
-    assert relative_error(model(**batch).logits[valid], want[valid]) < 1e-9
+    assert relative_error(model(**batch).logits[valid], want[valid]) < EXACT
     batch = {name: tensor[1:] for name, tensor in batch.items()}
-    assert relative_error(model(**batch).logits[valid[1:]], want[1:][valid[1:]]) < 1e-9
+    assert relative_error(model(**batch).logits[valid[1:]], want[1:][valid[1:]]) < EXACT
 
 
 def test_borders_of_flash_attention_are_honoured():
@@ -109,9 +111,9 @@ def test_borders_of_flash_attention_are_honoured():
     flash |= {"max_length_q": 17, "max_length_k": 17}
     assert torch.equal(model(**batch, **flash).logits, want)
     batch["position_ids"] = restarts(LENGTH)  # rotations are relative: they may count on
-    assert relative_error(model(**batch, **flash).logits, want) < 1e-5
+    assert relative_error(model(**batch, **flash).logits, want) < SUMMED_IN_FLOAT32
     del batch["position_ids"]
-    assert relative_error(model(**batch, **flash).logits, want) < 1e-5
+    assert relative_error(model(**batch, **flash).logits, want) < SUMMED_IN_FLOAT32
     assert relative_error(model(**batch).logits, want) > 1e-2
 
 
@@ -129,9 +131,9 @@ def test_encoders_see_both_ways():
     )
     whole = model(**batch).last_hidden_state
     remove_attention(model, dense=True)
-    assert relative_error(got, model(**batch).last_hidden_state[valid]) < 1e-5
+    assert relative_error(got, model(**batch).last_hidden_state[valid]) < SUMMED_IN_FLOAT32
     layout = SequenceLayout.zigzag(LENGTH, 2)
-    assert relative_error(layout.unshard(sharded, 1)[valid], whole[valid]) < 1e-5
+    assert relative_error(layout.unshard(sharded, 1)[valid], whole[valid]) < SUMMED_IN_FLOAT32
 
 
 def test_a_decoder_may_be_told_to_see_both_ways():
@@ -143,7 +145,7 @@ def test_a_decoder_may_be_told_to_see_both_ways():
     assert getattr(model(**batch), CACHE) is None
     remove_attention(model)
     valid = batch["attention_mask"].bool()
-    assert relative_error(got[valid], model(**batch, is_causal=False).logits[valid]) < 1e-6
+    assert relative_error(got[valid], model(**batch, is_causal=False).logits[valid]) < IN_FLOAT32
     assert relative_error(got[valid], causal[valid]) > 1e-2
 
 
@@ -193,8 +195,8 @@ def test_gradient_checkpointing_changes_nothing(kwargs):
     assert len(ran) == 2  # once more in backward
     del model.model.layers[0].mlp.forward
     outcomes = on_ranks(model, layout, batch, backward_step)
-    assert relative_error(sum(loss for loss, _ in outcomes), loss) < 1e-6
-    check_gradients([sum(g) for g in zip(*(g for _, g in outcomes), strict=True)], want, 1e-5)
+    assert relative_error(sum(loss for loss, _ in outcomes), loss) < IN_FLOAT32
+    check_gradients(summed(outcomes), want, SUMMED_IN_FLOAT32)
 
 
 def test_half_precision():
@@ -223,22 +225,22 @@ def test_any_ranks_have_one_loss_and_gradient(name, kind):
     outcomes = on_ranks(model, layout, batch, step)
     valid = batch.get("attention_mask", torch.ones(2, LENGTH)).bool()
     whole = layout.unshard([shard for shard, _, _ in outcomes], 1)
-    assert relative_error(whole[valid], logits[valid]) < 1e-6
-    assert relative_error(sum(loss for _, loss, _ in outcomes), loss) < 1e-6
-    check_gradients([sum(g) for g in zip(*(g for *_, g in outcomes), strict=True)], want, 1e-5)
+    assert relative_error(whole[valid], logits[valid]) < IN_FLOAT32
+    assert relative_error(sum(loss for _, loss, _ in outcomes), loss) < IN_FLOAT32
+    check_gradients(summed(outcomes), want, SUMMED_IN_FLOAT32)
 
 
 @pytest.mark.parametrize("family", ["Qwen2", "Mistral", "Qwen3", "Olmo2", "Mixtral"])
 def test_any_ranks_of_other_models(family):
     changes = {"sliding_window": None} if family in ("Mistral", "Mixtral") else {}
-    model, batch, error = make(family, **changes), batch_of("packed"), 1e-6
+    model, batch, error = make(family, **changes), batch_of("packed"), IN_FLOAT32
     if family == "Mixtral":  # its experts compute in float32 at most
-        model, error = model.float(), 1e-5
+        model, error = model.float(), SUMMED_IN_FLOAT32
     set_attention(model, PATTERN)
     _, loss, want = step(model, batch)
     outcomes = on_ranks(model, LAYOUTS["zigzag 3"], batch, step)
     assert relative_error(sum(loss for _, loss, _ in outcomes), loss) < error
-    gradients = [sum(g) for g in zip(*(g for *_, g in outcomes), strict=True)]
+    gradients = summed(outcomes)
     check_gradients(gradients, want, 10 * error)
 
 
@@ -252,7 +254,7 @@ def test_no_layout_is_equal_shards_and_a_shard_gets_its_positions():
         set_attention(own, PATTERN, group=ends)
         return own(batch["input_ids"][:, ends.rank * 20 :][:, :20]).logits
 
-    assert relative_error(torch.cat(run_loopback(2, run), 1), whole) < 1e-6
+    assert relative_error(torch.cat(run_loopback(2, run), 1), whole) < IN_FLOAT32
 
 
 def test_a_layout_for_each_length():
@@ -272,7 +274,7 @@ def test_a_layout_for_each_length():
             errors.append(relative_error(got, want))
         return max(errors)
 
-    assert max(run_loopback(3, run)) < 1e-6
+    assert max(run_loopback(3, run)) < IN_FLOAT32
 
 
 LATENT = {  # in which rows of values are half as wide as those of keys
@@ -290,14 +292,14 @@ def test_values_may_be_narrower_than_keys():
     _, loss, gradients = step(model, batch)
     remove_attention(model, "eager")
     _, want, expected = step(model, batch, use_cache=False)
-    assert relative_error(loss, want) < 1e-6
-    check_gradients(gradients, expected, 1e-5)
+    assert relative_error(loss, want) < IN_FLOAT32
+    check_gradients(gradients, expected, SUMMED_IN_FLOAT32)
     set_attention(model, PATTERN)
     _, loss, gradients = step(model, batch)
     outcomes = on_ranks(model, LAYOUTS["zigzag 3"], batch, step)
-    assert relative_error(sum(loss for _, loss, _ in outcomes), loss) < 1e-6
-    found = [sum(g) for g in zip(*(g for *_, g in outcomes), strict=True)]
-    check_gradients(found, gradients, 1e-5)
+    assert relative_error(sum(loss for _, loss, _ in outcomes), loss) < IN_FLOAT32
+    found = summed(outcomes)
+    check_gradients(found, gradients, SUMMED_IN_FLOAT32)
     with pytest.raises(ValueError, match="no DilatedCache"), torch.no_grad():
         model.eval()(batch["input_ids"][:1], use_cache=True)
 
@@ -312,9 +314,9 @@ def test_any_ranks_of_a_head_by_an_older_name(family):
     outcomes = on_ranks(model, LAYOUTS["uneven"], batch, step)
     whole = LAYOUTS["uneven"].unshard([shard for shard, _, _ in outcomes], 1)
     valid = batch["attention_mask"].bool()
-    assert relative_error(whole[valid], logits[valid]) < 1e-12
-    assert relative_error(sum(loss for _, loss, _ in outcomes), loss) < 1e-6
-    check_gradients([sum(g) for g in zip(*(g for *_, g in outcomes), strict=True)], want, 1e-5)
+    assert relative_error(whole[valid], logits[valid]) < EXACT
+    assert relative_error(sum(loss for _, loss, _ in outcomes), loss) < IN_FLOAT32
+    check_gradients(summed(outcomes), want, SUMMED_IN_FLOAT32)
 
 
 def train(rank, world_size, kind):
@@ -344,7 +346,7 @@ def test_training_on_one_process_and_on_two(kind):
     (alone,) = run_ranks(train, 1, kind)
     assert alone[-1] < 0.8 * alone[0]
     for losses in run_ranks(train, 2, kind):
-        assert ((losses - alone).abs() / alone).max() < 1e-5
+        assert ((losses - alone).abs() / alone).max() < SUMMED_IN_FLOAT32
 
 
 @pytest.mark.filterwarnings(  # dynamo's own look at tensors behind a graph break
@@ -359,8 +361,8 @@ def test_compiled_alone():
         # What documents and lengths are decides what is computed: that takes graph breaks.
         compiled = torch.compile(model, backend="aot_eager", fullgraph=kind == "plain")
         _, got, gradients = step(compiled, batch)
-        assert relative_error(got, loss) < 1e-6
-        check_gradients(gradients, want, 1e-5)
+        assert relative_error(got, loss) < IN_FLOAT32
+        check_gradients(gradients, want, SUMMED_IN_FLOAT32)
 
 
 def compiled_loss(rank, world_size):
@@ -374,7 +376,7 @@ def compiled_loss(rank, world_size):
 
 def test_compiled_on_two_processes():
     for compiled, plain in run_ranks(compiled_loss, 2):
-        assert compiled == pytest.approx(plain, rel=1e-6)
+        assert compiled == pytest.approx(plain, rel=IN_FLOAT32)
 
 
 def test_a_batch_is_sharded_with_its_labels_shifted():
@@ -444,4 +446,4 @@ def test_the_head_of_a_model_that_names_nothing_under_it_is_found():
         return losses
 
     for of_ranks in zip(*run_loopback(2, run), strict=True):
-        assert sum(of_ranks) / 2 == pytest.approx(expected, rel=1e-6)
+        assert sum(of_ranks) / 2 == pytest.approx(expected, rel=IN_FLOAT32)

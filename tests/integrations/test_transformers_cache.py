@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from support.bounds import EXACT
 from support.transformers_models import (
     CACHE,
     FINITE,
@@ -237,7 +238,7 @@ def test_a_call_that_failed_in_the_middle_is_remembered(monkeypatch):
             model(NEXT, **{CACHE: cache})
         cache.reset()
         want = model(IDS).logits
-        assert relative_error(model(IDS, **{CACHE: cache}).logits, want) < 1e-10
+        assert relative_error(model(IDS, **{CACHE: cache}).logits, want) < EXACT
 
 
 # --- what transformers calls
@@ -251,7 +252,7 @@ def test_positions_are_taken_back_only_as_far_as_they_can():
         want = model(ids).logits
         for begin, stop, back in ((40, 46, 6), (40, 43, 2), (41, 42, 0), (42, 60, 5)):
             got = model(ids[:, begin:stop], **{CACHE: cache}).logits
-            assert relative_error(got, want[:, begin:stop]) < 1e-10
+            assert relative_error(got, want[:, begin:stop]) < EXACT
             cache.crop(-back)
     with pytest.raises(ValueError, match="at most 1 positions of row 0 can be taken"):
         cache.crop(-2)
@@ -293,7 +294,7 @@ def test_rows_are_selected_and_repeated():
         for place, row in enumerate(rows):
             skip = (0, 9, 3)[row]
             want = model(ids[row : row + 1, skip:]).logits[0, 44 - skip :]
-            assert relative_error(got[place], want) < 1e-10
+            assert relative_error(got[place], want) < EXACT
 
 
 def test_what_a_cache_tells():

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from support.bounds import EXACT, IN_FLOAT32
 from support.transformers_models import (
     CACHE,
     DENSE,
@@ -79,7 +80,7 @@ def test_every_logit_is_that_of_a_full_forward(family, name):
     want, logits = without_cache(model, ids)
     got, found = generated(model, input_ids=ids)
     assert torch.equal(got, want)
-    assert relative_error(found, logits) < 1e-10
+    assert relative_error(found, logits) < EXACT
 
 
 def test_dense_is_what_transformers_generates():
@@ -91,7 +92,7 @@ def test_dense_is_what_transformers_generates():
         CACHE
     ]) is transformers.DynamicCache  # fmt: skip
     assert torch.equal(got, want)
-    assert relative_error(found, logits) < 1e-6  # their norms and softmax are in float32
+    assert relative_error(found, logits) < IN_FLOAT32  # their norms and softmax are in float32
 
 
 @pytest.mark.parametrize("pattern", [PATTERN, FINITE])
@@ -130,11 +131,11 @@ def test_logits_and_hidden_states_of_padded_rows():
         for row, (a, b) in enumerate(zip(starts, stops, strict=True)):
             tokens = torch.cat([ids[row : row + 1, a:b], ids[row : row + 1, LENGTH:]], 1)
             want = model(tokens, output_hidden_states=True)
-            assert relative_error(first.logits[row, a:b], want.logits[0, : b - a]) < 1e-10
+            assert relative_error(first.logits[row, a:b], want.logits[0, : b - a]) < EXACT
             for mine, theirs in zip(first.hidden_states, want.hidden_states, strict=True):
-                assert relative_error(mine[row, a:b], theirs[0, : b - a]) < 1e-10
+                assert relative_error(mine[row, a:b], theirs[0, : b - a]) < EXACT
             later = torch.cat([x.logits[row] for x in after[1:]])
-            assert relative_error(later, want.logits[0, b - a :]) < 1e-10
+            assert relative_error(later, want.logits[0, b - a :]) < EXACT
 
 
 @pytest.mark.parametrize("options", [{"num_beams": 4}, {"num_beams": 3, "num_return_sequences": 2}])
@@ -271,10 +272,10 @@ def test_compiled():
     with torch.no_grad():
         want = model(ids).logits
         first = compiled(ids[:, :30], use_cache=True)
-        assert relative_error(first.logits, want[:, :30]) < 1e-10
+        assert relative_error(first.logits, want[:, :30]) < EXACT
         for at in (30, 31):
             step = compiled(ids[:, at : at + 1], **{CACHE: first[CACHE]})
-            assert relative_error(step.logits, want[:, at : at + 1]) < 1e-10
+            assert relative_error(step.logits, want[:, at : at + 1]) < EXACT
 
 
 # --- memory
@@ -309,7 +310,7 @@ def test_a_document_longer_than_expected_makes_the_cache_grow():
         assert cache.nbytes == closed_form(model, PATTERN, 2, 20)
         for at in range(20, 90):
             got = model(ids[:, at : at + 1], **{CACHE: cache}).logits
-            assert relative_error(got, want[:, at : at + 1]) < 1e-10
+            assert relative_error(got, want[:, at : at + 1]) < EXACT
     assert cache.nbytes <= closed_form(model, PATTERN, 2, 135)
 
 
@@ -380,7 +381,7 @@ def test_any_ranks_generate_the_same(world, sharded, name):
     for tokens, found in outcomes:
         assert torch.equal(tokens, want)
         assert torch.equal(found, outcomes[0][1])  # to the bit
-        assert relative_error(found, logits) < 1e-10
+        assert relative_error(found, logits) < EXACT
 
 
 def test_any_ranks_return_all_logits_of_a_prompt():
@@ -396,14 +397,14 @@ def test_any_ranks_return_all_logits_of_a_prompt():
             part = own(**given, use_cache=True, logits_to_keep=5).logits
             last = own(**given, use_cache=True, logits_to_keep=-30).logits
             some = own(**given, use_cache=True, logits_to_keep=torch.tensor([9, 12])).logits
-        assert relative_error(last, whole[:, 30:]) < 1e-12
-        assert relative_error(some, whole[:, [9, 12]]) < 1e-12
+        assert relative_error(last, whole[:, 30:]) < EXACT
+        assert relative_error(some, whole[:, [9, 12]]) < EXACT
         return whole, part
 
     for whole, part in (*run_loopback(3, run), *run_loopback(1, run)):
         for row, skip in enumerate((0, 8)):
-            assert relative_error(whole[row, skip:], want[row, skip:]) < 1e-10
-        assert relative_error(part, want[:, -5:]) < 1e-10
+            assert relative_error(whole[row, skip:], want[row, skip:]) < EXACT
+        assert relative_error(part, want[:, -5:]) < EXACT
 
 
 def processes(rank, world_size):

@@ -6,6 +6,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
+from support.bounds import EXACT, IN_FLOAT32
 from support.worlds import world
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -186,7 +187,7 @@ def _load_balancers(rank, world_size):
         out = dilated_attention(theirs, theirs, theirs, PATTERN, mesh=mesh, layout=layout)
         (whole,) = module.context_parallel_unshard(mesh, [out], [1], balancer)
         want = dilated_attention(x, x, x, PATTERN)
-        equal[name] = torch.equal(theirs, ours), relative_error(whole, want) < 1e-12
+        equal[name] = torch.equal(theirs, ours), relative_error(whole, want) < EXACT
         equal[f"{name}, unshard"] = torch.equal(unshard(mesh, out, 1, layout), whole)
     equal["zigzag"] = SequenceLayout.from_load_balancer(
         balancers["head-tail"]
@@ -302,7 +303,7 @@ def _style(rank, world_size, length, kind):
 )
 def test_a_style_for_parallelize_module(world_size, length, kind):
     for errors in run_ranks(_style, world_size, length, kind):
-        assert max(errors.values()) < 1e-12, errors
+        assert max(errors.values()) < EXACT, errors
 
 
 def _style_compiled(rank, world_size):
@@ -323,7 +324,7 @@ def _style_compiled(rank, world_size):
 
 def test_the_style_compiles():
     for difference in run_ranks(_style_compiled, 2):
-        assert difference < 1e-6
+        assert difference < IN_FLOAT32
 
 
 def _style_refused(rank, world_size):

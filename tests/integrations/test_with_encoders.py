@@ -8,6 +8,7 @@ import copy
 import pytest
 import torch
 import transformers
+from support.bounds import EXACT, IN_FLOAT32, SUMMED_IN_FLOAT32
 from support.transformers_models import DENSE, LENGTH, PATTERN, batch_of, make, on_ranks, step
 from torch import nn
 
@@ -69,16 +70,16 @@ def test_any_ranks_have_one_loss_and_gradient(family, kind):
     if kind == "plain":  # also what transformers computes
         got = model(**batch).logits
         remove_attention(model)
-        assert relative_error(got, model(**batch).logits) < 1e-12
+        assert relative_error(got, model(**batch).logits) < EXACT
     set_attention(model, PATTERN)
     logits, loss, want = step(model, batch)
     outcomes = on_ranks(model, ZIGZAG, batch, step, shift_labels=False)
     valid = batch.get("attention_mask", torch.ones(2, LENGTH)).bool()
     whole = ZIGZAG.unshard([shard for shard, _, _ in outcomes], 1)
-    assert relative_error(whole[valid], logits[valid]) < 1e-12
-    assert relative_error(sum(loss for _, loss, _ in outcomes), loss) < 1e-12
+    assert relative_error(whole[valid], logits[valid]) < EXACT
+    assert relative_error(sum(loss for _, loss, _ in outcomes), loss) < EXACT
     for mine, theirs in zip(zip(*(g for *_, g in outcomes), strict=True), want, strict=True):
-        assert relative_error(sum(mine), theirs) < 1e-12 or theirs.abs().max() < 1e-12
+        assert relative_error(sum(mine), theirs) < EXACT or theirs.abs().max() < EXACT
 
 
 def test_positions_of_roberta_do_not_begin_at_zero():
@@ -87,7 +88,7 @@ def test_positions_of_roberta_do_not_begin_at_zero():
     ids[0, 7] = PADDING  # in the text
     want = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
     set_attention(model, DENSE)
-    assert relative_error(model(input_ids=ids).logits, want) < 1e-12
+    assert relative_error(model(input_ids=ids).logits, want) < EXACT
     counted = torch.arange(LENGTH)[None]
     assert relative_error(model(input_ids=ids, position_ids=counted + 2).logits, want) > 1e-3
     with pytest.raises(ValueError, match=r"count up from 2 and restart at 2 .* must have 2; got 0"):
@@ -125,7 +126,7 @@ def test_token_classification(family):
     batch = learnt("padded", labels=5, family="DistilBert")
     _, loss, want = step(model, batch)
     outcomes = on_ranks(model, ZIGZAG, batch, step, shift_labels=False)
-    error = 1e-6 if family == "Llama" else 1e-12  # its norms are in float32
+    error = IN_FLOAT32 if family == "Llama" else EXACT  # its norms are in float32
     assert relative_error(sum(loss for _, loss, _ in outcomes), loss) < error
     for mine, theirs in zip(zip(*(g for *_, g in outcomes), strict=True), want, strict=True):
         assert relative_error(sum(mine), theirs) < 10 * error or theirs.abs().max() < error
@@ -181,7 +182,7 @@ def test_an_encoder_is_saved_with_its_pattern(tmp_path):
     set_attention(model, PATTERN)
     model.save_pretrained(tmp_path)
     loaded = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path)
-    assert relative_error(loaded(**learnt()).logits, model(**learnt()).logits) < 1e-12
+    assert relative_error(loaded(**learnt()).logits, model(**learnt()).logits) < EXACT
 
 
 # --- what collators return
@@ -198,15 +199,15 @@ def test_a_flattening_collator(options):
     plain = transformers.DataCollatorWithFlattening()(documents)
     _, loss, want = step(model, dict(plain))
     found, got, gradients = step(model, batch)
-    assert relative_error(got, loss) < 1e-6
+    assert relative_error(got, loss) < IN_FLOAT32
     outcomes = on_ranks(model, ZIGZAG, batch, step)
     whole = ZIGZAG.unshard([logits for logits, _, _ in outcomes], 1)
-    assert relative_error(whole, found) < 1e-6
+    assert relative_error(whole, found) < IN_FLOAT32
     for mine, here, theirs in zip(
         zip(*(g for *_, g in outcomes), strict=True), gradients, want, strict=True
     ):
-        assert relative_error(sum(mine), theirs) < 1e-5
-        assert relative_error(here, theirs) < 1e-5
+        assert relative_error(sum(mine), theirs) < SUMMED_IN_FLOAT32
+        assert relative_error(here, theirs) < SUMMED_IN_FLOAT32
 
 
 def test_seq_idx_alone_says_nothing_to_attention():

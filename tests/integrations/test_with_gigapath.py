@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.bounds import EXACT
 from support.slide_models import (
     ClassificationHead,
     LongNetViT,
@@ -73,7 +74,7 @@ def assert_gradients(found, expected):
         assert (found[name] is None) == (want is None), name
         if want is not None:
             error = (found[name] - want).norm()
-            assert error < 1e-9 * want.norm() or error < 1e-11, (name, error / want.norm())
+            assert error < EXACT * want.norm() or error < EXACT, (name, error / want.norm())
 
 
 @pytest.mark.parametrize("global_pool", [False, True])
@@ -85,7 +86,7 @@ def test_every_rank_has_the_embedding_and_its_share_of_the_gradients(ranks, tile
     expected, gradients = on_one_process(copy.deepcopy(model), *inputs)
     outcomes, mean = on_ranks(model, ranks, *inputs)
     for found in outcomes:
-        assert relative_error(found[0], expected[0]) < 1e-12
+        assert relative_error(found[0], expected[0]) < EXACT
         assert torch.equal(found[0], outcomes[0][0])
     assert_gradients(mean, gradients)
 
@@ -105,7 +106,7 @@ def test_shards_of_long_slides_begin_at_multiples_of_the_rates(tiles, sizes):
 
     for found, own_sizes in run_loopback(2, run):
         assert own_sizes == sizes
-        assert relative_error(found, expected) < 1e-12
+        assert relative_error(found, expected) < EXACT
 
 
 @pytest.mark.parametrize("global_pool", [False, True])
@@ -120,7 +121,7 @@ def test_embeddings_of_all_layers(global_pool):
     outcomes, mean = on_ranks(model, 3, *inputs, **options)
     for found in outcomes:
         for index, want in enumerate(expected):
-            assert relative_error(found[index], want) < 1e-12
+            assert relative_error(found[index], want) < EXACT
             assert torch.equal(found[index], outcomes[0][index])
     assert_gradients(mean, gradients)
 
@@ -138,10 +139,10 @@ def test_longvit_with_the_mean_of_all_patches():
         return out, torch.autograd.grad(out.square().sum(), list(own.parameters()))
 
     ran = run_loopback(3, run)
-    assert all(relative_error(out, want) < 1e-12 for out, _ in ran)
+    assert all(relative_error(out, want) < EXACT for out, _ in ran)
     for index, gradient in enumerate(expected):
         found = sum(gradients[index] for _, gradients in ran) / 3
-        assert (found - gradient).norm() < 1e-10 * gradient.norm() + 1e-11
+        assert (found - gradient).norm() < EXACT * (gradient.norm() + 10)
 
 
 def with_ddp(rank, ranks):
@@ -172,7 +173,7 @@ def with_ddp(rank, ranks):
 
 def test_ddp_gives_the_gradients_of_one_process():
     """DistributedDataParallel averages over ranks: the loss is written as for one GPU."""
-    assert max(run_ranks(with_ddp, 2)) < 1e-9
+    assert max(run_ranks(with_ddp, 2)) < EXACT
 
 
 # --- a class token on each rank
@@ -318,7 +319,7 @@ def test_stochastic_depth_is_that_of_one_process(monkeypatch):
 
     monkeypatch.setattr(torch, "rand", draw)
     want = model(*slide(40))[0]
-    assert all(relative_error(out, want) < 1e-12 for out in run_loopback(2, run))
+    assert all(relative_error(out, want) < EXACT for out in run_loopback(2, run))
 
 
 def dropped_rows(rank, ranks):
@@ -397,7 +398,7 @@ def compiled(rank, ranks):
         (want, expected), (outcomes, gradients) = (
             on_one_process(each, *slide(tiles)) for each in (alone, model)
         )
-        assert relative_error(outcomes[0], want[0]) < 1e-12
+        assert relative_error(outcomes[0], want[0]) < EXACT
         found.append((gradients, expected))
     return found
 
@@ -443,8 +444,8 @@ def test_copies_state_dicts_and_one_process_again():
         return out, twin(*slide(40))[0]
 
     for on_two, alone in run_loopback(2, run):
-        assert relative_error(on_two, want) < 1e-12
-        assert relative_error(alone, want) < 1e-12
+        assert relative_error(on_two, want) < EXACT
+        assert relative_error(alone, want) < EXACT
 
 
 def test_options_reach_the_attention():
@@ -468,7 +469,7 @@ def test_a_forward_in_a_wrapper_is_the_published_one(wrap):
     want = model(*slide(9))[0]
     model.forward = wrap(model.forward)
     assert shard_slide_encoder(model) == 2
-    assert relative_error(model(*slide(9))[0], want) < (1e-12 if wrap is functools.partial else 0.1)
+    assert relative_error(model(*slide(9))[0], want) < (EXACT if wrap is functools.partial else 0.1)
 
 
 def test_a_projection_can_be_trained_alone():
@@ -478,7 +479,7 @@ def test_a_projection_can_be_trained_alone():
     model.norm.requires_grad_(True)
     expected, gradients = on_one_process(copy.deepcopy(model), *slide(40))
     outcomes, mean = on_ranks(model, 2, *slide(40))
-    assert relative_error(outcomes[1][0], expected[0]) < 1e-12
+    assert relative_error(outcomes[1][0], expected[0]) < EXACT
     assert_gradients(mean, gradients)
 
 

@@ -8,6 +8,7 @@ import copy
 import pytest
 import torch
 import transformers
+from support.bounds import EXACT
 from support.transformers_models import DENSE, PATTERN
 from torch import nn
 
@@ -51,9 +52,9 @@ def test_dense_is_what_transformers_computes(family, pools):
     want = model(IMAGES)
     set_attention(model, DENSE)
     got = model(IMAGES)
-    assert relative_error(got.last_hidden_state, want.last_hidden_state) < 1e-12
+    assert relative_error(got.last_hidden_state, want.last_hidden_state) < EXACT
     if pools:
-        assert relative_error(got.pooler_output, want.pooler_output) < 1e-12
+        assert relative_error(got.pooler_output, want.pooler_output) < EXACT
     set_attention(model, PATTERN)
     other = model(IMAGES).last_hidden_state
     assert relative_error(other, want.last_hidden_state) > 1e-2
@@ -71,12 +72,12 @@ def test_a_head_of_images_and_saving_it(tmp_path, head):
     model = getattr(transformers, head)(config).double().eval()
     want = model(IMAGES).logits
     set_attention(model, DENSE)
-    assert relative_error(model(IMAGES).logits, want) < 1e-12
+    assert relative_error(model(IMAGES).logits, want) < EXACT
     set_attention(model, PATTERN)
     want = model(IMAGES).logits
     model.save_pretrained(tmp_path)
     loaded = getattr(transformers, head).from_pretrained(tmp_path)
-    assert relative_error(loaded(IMAGES).logits, want) < 1e-12
+    assert relative_error(loaded(IMAGES).logits, want) < EXACT
     with pytest.raises(ValueError, match="attn_implementation is 'sdpa'"):
         getattr(transformers, head).from_pretrained(tmp_path, attn_implementation="sdpa")
 
@@ -111,9 +112,9 @@ def test_any_ranks_have_one_result_and_gradient(family, ranks, recompute):
             return step(own, layout.shard(weight, ends.rank, 1))
 
         outcomes = run_loopback(ranks, run)
-        assert relative_error(layout.unshard([x for x, _ in outcomes], 1), whole) < 1e-12
+        assert relative_error(layout.unshard([x for x, _ in outcomes], 1), whole) < EXACT
         for mine, theirs in zip(zip(*(g for _, g in outcomes), strict=True), want, strict=True):
-            assert relative_error(sum(mine), theirs) < 1e-11 or theirs.abs().max() < 1e-11
+            assert relative_error(sum(mine), theirs) < EXACT or theirs.abs().max() < EXACT
 
 
 def test_tokens_that_ranks_share_evenly_need_no_layout():
@@ -126,7 +127,7 @@ def test_tokens_that_ranks_share_evenly_need_no_layout():
         set_attention(own, PATTERN, group=ends)
         return own(IMAGES).last_hidden_state
 
-    assert relative_error(torch.cat(run_loopback(3, run), 1), whole) < 1e-12
+    assert relative_error(torch.cat(run_loopback(3, run), 1), whole) < EXACT
 
 
 REFUSED = {
@@ -168,7 +169,7 @@ def test_images_of_several_sizes_are_refused():
     }
     want = model(**batch).last_hidden_state
     set_attention(model, DENSE)
-    assert relative_error(model(**batch).last_hidden_state, want) < 1e-12
+    assert relative_error(model(**batch).last_hidden_state, want) < EXACT
     batch["pixel_attention_mask"][1, 20:] = 0
     batch["spatial_shapes"][1] = torch.tensor([4, 5])
     with pytest.raises(ValueError, match="pixel_attention_mask must be 1, got 10 others; call the"):

@@ -9,6 +9,7 @@ import copy
 import pytest
 import torch
 from packaging.version import Version
+from support.bounds import EXACT, IN_FLOAT32
 from support.transformers_models import (
     CACHE,
     FINITE,
@@ -88,9 +89,9 @@ def test_any_ranks_have_one_loss_and_gradient(order, ranks):
         return step(own, shard_of(batch, layout, ends))
 
     outcomes = run_loopback(ranks, run)
-    assert relative_error(sum(loss for loss, _ in outcomes), loss) < 1e-6  # theirs is float32
+    assert relative_error(sum(loss for loss, _ in outcomes), loss) < IN_FLOAT32  # theirs is float32
     for mine, theirs in zip(zip(*(g for _, g in outcomes), strict=True), want, strict=True):
-        assert relative_error(sum(mine), theirs) < 1e-6
+        assert relative_error(sum(mine), theirs) < IN_FLOAT32
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -125,10 +126,10 @@ def test_a_merged_model_is_the_same_and_saves_its_pattern(tmp_path):
     model, batch = adapted(ORDERS[1]), batch_of("packed")
     want = model(**batch).logits
     merged = model.merge_and_unload()
-    assert relative_error(merged(**batch).logits, want) < 1e-6
+    assert relative_error(merged(**batch).logits, want) < IN_FLOAT32
     merged.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert relative_error(loaded(**batch).logits, merged(**batch).logits) < 1e-12
+    assert relative_error(loaded(**batch).logits, merged(**batch).logits) < EXACT
 
 
 def test_adapters_of_a_saved_model_come_back_with_its_pattern(tmp_path):
@@ -165,7 +166,7 @@ def test_adapters_of_transformers_itself(tmp_path):
     model.save_pretrained(tmp_path / "adapter")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")
     batch = batch_of("packed")
-    assert relative_error(loaded(**batch).logits, model(**batch).logits) < 1e-6
+    assert relative_error(loaded(**batch).logits, model(**batch).logits) < IN_FLOAT32
     assert relative_error(loaded(**batch).logits, base(**batch).logits) > 1e-2
 
 
@@ -206,7 +207,7 @@ def test_virtual_tokens_are_right_alone_and_refused_on_ranks():
     ids = prompt()
     embeds = torch.cat([model.get_prompt(2), base.get_input_embeddings()(ids)], 1)
     want = base(inputs_embeds=embeds).logits
-    assert relative_error(model(input_ids=ids).logits, want) < 1e-12
+    assert relative_error(model(input_ids=ids).logits, want) < EXACT
 
     def run(ends):
         with pytest.raises(ValueError, match="must not add virtual tokens"):
@@ -229,7 +230,7 @@ def test_virtual_tokens_before_padded_rows():
     embeds = torch.cat([model.get_prompt(2), base.get_input_embeddings()(batch["input_ids"])], 1)
     mask = torch.nn.functional.pad(batch["attention_mask"], (3, 0), value=1)
     want = base(inputs_embeds=embeds, attention_mask=mask).logits
-    assert relative_error(model(**batch).logits[mask == 1], want[mask == 1]) < 1e-12
+    assert relative_error(model(**batch).logits[mask == 1], want[mask == 1]) < EXACT
 
 
 @pytest.mark.skipif(

@@ -7,6 +7,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
+from support.bounds import EXACT
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -34,7 +35,7 @@ from ring_dilated_attention.nn import (
 
 LENGTH = 45
 UNEVEN = SequenceLayout([[(31, LENGTH), (0, 4)], [(4, 31)]])
-TOLERANCE = 1e-12
+TOLERANCE = EXACT
 PATTERN: dict[str, Any] = {"segment_lengths": [8, 19, None], "dilation_rates": [1, 2, 3]}
 LONGNETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "interleaved": ({}, {}),

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from support import torchtitan_standin as standin
+from support.bounds import EXACT
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout
 from ring_dilated_attention.checks import reference_attention, relative_error
@@ -81,8 +82,8 @@ def test_documents_are_those_of_the_positions(titan: Any, model: Any, tokens: An
         q, k, v = (w(h).view(1, LENGTH, -1, 8) for w in (layer.wq, layer.wk, layer.wv))
         out, _ = reference_attention(q, k, v, PATTERN, is_causal=True, documents=BORDERS)
         h = h + out[0].flatten(1)
-    assert relative_error(model(tokens, POSITIONS), h) < 1e-12
-    assert relative_error(model(tokens, positions=POSITIONS), h) < 1e-12
+    assert relative_error(model(tokens, POSITIONS), h) < EXACT
+    assert relative_error(model(tokens, positions=POSITIONS), h) < EXACT
     whole = model(tokens, torch.arange(LENGTH))
     assert relative_error(whole, h) > 1e-3  # the documents do matter
 
@@ -112,9 +113,9 @@ def test_context_parallel_ranks_are_as_one_process(
         return relative_error(out, want[at]), gradients(own, out, at)
 
     found = run_loopback(ranks, rank)
-    assert max(error for error, _ in found) < 1e-12
+    assert max(error for error, _ in found) < EXACT
     for index, gradient in enumerate(expected):
-        assert relative_error(sum(own[index] for _, own in found), gradient) < 1e-12
+        assert relative_error(sum(own[index] for _, own in found), gradient) < EXACT
 
 
 def test_tensor_parallel_ranks_compute_their_heads(titan: Any) -> None:
@@ -132,7 +133,7 @@ def test_tensor_parallel_ranks_compute_their_heads(titan: Any) -> None:
         own.parallelize(standin.ParallelDims(tp=2, tp_rank=rank))
         heads = slice(2 * rank, 2 * rank + 2)
         out = own(q[:, heads], k[:, heads], v[:, heads], attention_masks=packed)
-        assert relative_error(out, want[0, :, heads]) < 1e-12
+        assert relative_error(out, want[0, :, heads]) < EXACT
 
 
 def test_another_layout_than_the_load_balancers_is_refused(

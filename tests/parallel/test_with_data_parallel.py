@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from support.bounds import EXACT
 from support.grid_steps import (
     error,
     grid,
@@ -200,7 +201,7 @@ def in_ddp(rank, world_size):
 def test_a_step_on_a_grid_of_ranks_in_ddp_is_that_of_one_process():
     """DDP over data- and sequence-parallel ranks, unequal batches, uneven shards, accumulation."""
     for errors, counts in run_ranks(in_ddp, 4):
-        assert max(errors.values()) < 1e-12, errors
+        assert max(errors.values()) < EXACT, errors
         assert counts == [0.25, 5 / 4, 6 / 4]
 
 

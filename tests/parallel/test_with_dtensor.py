@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.bounds import EXACT
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -84,7 +85,7 @@ def _sequence(rank, world_size):
 def test_a_sharded_sequence(world_size):
     """A DTensor query with Shard(1) or Replicate, forward and backward, evenly cut and not."""
     for errors in run_ranks(_sequence, world_size):
-        assert max(errors.values()) < 1e-12, errors
+        assert max(errors.values()) < EXACT, errors
 
 
 def _two_dimensions(rank, world_size):
@@ -104,7 +105,7 @@ def _two_dimensions(rank, world_size):
 
 def test_two_dimensions_of_a_mesh():
     for errors in run_ranks(_two_dimensions, 4):
-        assert max(errors.values()) < 1e-12, errors
+        assert max(errors.values()) < EXACT, errors
 
 
 def _compiled(rank, world_size, length):

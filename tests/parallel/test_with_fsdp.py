@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.bounds import EXACT, IN_FLOAT32
 from support.grid_steps import (
     error,
     grid,
@@ -112,7 +113,7 @@ def on_a_grid(rank, world_size):
 def test_a_step_on_a_grid_of_ranks_is_that_of_one_process():
     """FSDP2 over the flattened grid and HSDP: unequal batches, uneven shards, accumulation."""
     for errors in run_ranks(on_a_grid, 4):
-        assert max(errors.values()) < 1e-12, errors
+        assert max(errors.values()) < EXACT, errors
 
 
 # --- every way to compute a model, on two ranks
@@ -273,7 +274,7 @@ def in_every_way(rank, world_size):
 def test_every_way_to_compute_a_model_works_or_says_what_to_do():
     """`loss` and blocks under `fully_shard`, of blocks and of submodules; a bfloat16 policy."""
     for errors, in_half in run_ranks(in_every_way, 2):
-        assert max(errors.values()) < 1e-12, errors
+        assert max(errors.values()) < EXACT, errors
         assert in_half < 0.03
 
 
@@ -309,5 +310,5 @@ def by_the_recipe(rank, world_size):
 def test_the_recipe_for_a_llama_gives_the_step_of_one_process():
     """Loss and gradients of the code in docs/how-to/data-parallel.md, on two ranks over gloo."""
     for loss_error, gradient_error in run_ranks(by_the_recipe, 2):
-        assert loss_error < 1e-6
-        assert gradient_error < 1e-12
+        assert loss_error < IN_FLOAT32
+        assert gradient_error < EXACT

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from ring_dilated_attention import SequenceLayout, labels_per_rank
 from ring_dilated_attention.checks import relative_error
 from ring_dilated_attention.integrations.transformers import set_attention, shard_batch
+from support.bounds import EXACT
 from support.small_models import make_model
 from support.transformers_models import PATTERN, make
 
@@ -73,7 +74,7 @@ def error(model: Any, want: list[torch.Tensor]) -> float:
         if isinstance(gradient, DTensor):
             gradient = gradient.full_tensor()
         # That of a key's bias without rotations is a sum that cancels.
-        cancels = expected.abs().max() < 1e-12
+        cancels = expected.abs().max() < EXACT
         errors.append(
             float((gradient - expected).abs().max())
             if cancels

@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ring_dilated_attention.engine import accumulate
-from ring_dilated_attention.exchange import LoopbackExchange
+from ring_dilated_attention.exchange import Exchange
 
 
 class Weak:
@@ -144,7 +144,7 @@ class LateStreams:
 class LateExchange:
     """A loopback end through which messages arrive when they are waited for, not before."""
 
-    def __init__(self, ends: LoopbackExchange):
+    def __init__(self, ends: Exchange):
         self.rank, self.world_size, self.sent_bytes = ends.rank, ends.world_size, 0
         self.maximum, self.share, self.calls = ends.maximum, ends.share, ends.calls
         self._ends = ends

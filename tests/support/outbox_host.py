@@ -7,7 +7,8 @@ from random import Random
 
 import torch
 
-from ring_dilated_attention.exchange import LoopbackExchange, peer_memory
+from ring_dilated_attention.exchange import peer_memory
+from ring_dilated_attention.exchange.loopback import LoopbackExchange
 from ring_dilated_attention.exchange.peer_memory import Operation, Outboxes
 
 WAIT_S = 60  # for other ranks to queue what is waited for

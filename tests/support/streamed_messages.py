@@ -23,9 +23,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
-from ring_dilated_attention.exchange.gate import Gate
 from ring_dilated_attention.exchange.transports import Site
-from ring_dilated_attention.exchange.watch import UnderWay, Watch
+from ring_dilated_attention.exchange.watch import Gate, UnderWay, Watch
 
 ABORT_S = 0.2
 """So long NCCL takes to return from an abort, having let streams go on at once."""

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ..checks import check_pattern, check_size
 from ..layout import SequenceLayout
+from ..limits import check_pattern, check_size
 from ..pattern import DilatedPattern, check_choice
 from ..plan import AttentionPlan, costs, plan_attention
 from ..tiles import Backend

@@ -11,7 +11,8 @@ from itertools import cycle
 import torch
 import torch.distributed as dist
 
-from ..checks import MOST_PROCESSES, check_seconds, check_size, launched, local_rank, run_ranks
+from ..checks import run_ranks
+from ..limits import MOST_PROCESSES, check_seconds, check_size, launched, local_rank
 from ..pattern import check_choice
 from ..plan import costs
 from .contenders import BASELINES, Contender, Place, make_contender

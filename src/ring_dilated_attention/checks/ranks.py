@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from ..exchange import ProcessGroupExchange
-from .testing import nan_in_uninitialized_memory
+from .reference import nan_in_uninitialized_memory
 
 
 class RankError(RuntimeError):

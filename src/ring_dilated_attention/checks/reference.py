@@ -1,4 +1,4 @@
-"""The definition, computed the plain way: a dense, one-device oracle in any precision.
+"""The definition, computed the plain way, a dense, one-device oracle in any precision; and errors.
 
 It shares no code with the plan: visibility is worked out position by position, and gradients come
 from autograd. O(n^2) memory; for tests and small twins of large runs.
@@ -6,7 +6,8 @@ from autograd. O(n^2) memory; for tests and small twins of large runs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, TypeAlias
 
@@ -242,3 +243,30 @@ def _stack(rows: Sequence[_Result], query: torch.Tensor) -> _Result:
     outs = [F.pad(out, (0, 0, 0, 0, 0, length - len(out))) for out, _ in rows]
     lses = [F.pad(lse, (0, length - lse.shape[1]), value=-torch.inf) for _, lse in rows]
     return torch.stack(outs), torch.stack(lses)
+
+
+@contextmanager
+def nan_in_uninitialized_memory() -> Iterator[None]:
+    """`torch.empty` returns NaN, so that whatever is read before it is written shows."""
+    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    # torch fills only while deterministic algorithms are asked for.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """``|actual - expected| / |expected|`` in float64; 0 for two equal tensors, inf for any NaN."""
+    actual, expected = actual.double(), expected.double()
+    difference = torch.linalg.vector_norm(actual - expected).item()
+    if difference == 0:
+        return 0.0
+    size = torch.linalg.vector_norm(expected).item()
+    error = difference / size if size else torch.inf
+    return error if error == error else torch.inf

@@ -59,7 +59,8 @@ def bench(
     """
     from ..bench import Settings, Workload, document, environment, plot, report, resolve_device
     from ..bench import bench as measure
-    from ..checks import RankError, launched
+    from ..checks import RankError
+    from ..limits import launched
 
     found = given_pattern(pattern, segment_lengths, dilation_rates)
     chosen = resolve_device(device)

@@ -46,16 +46,15 @@ def simulate(
     """
     import torch
 
-    from ..checks import (
+    from ..checks import Case, simulated_flops
+    from ..checks import simulate as run
+    from ..limits import (
         MOST_SIMULATED_RANKS,
-        Case,
         check_memory,
         check_one_process,
         check_size,
         host_memory,
-        simulated_flops,
     )
-    from ..checks import simulate as run
 
     check_one_process("rda simulate")
     check_size("--ranks", ranks, MOST_SIMULATED_RANKS)

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from .calls import Call, ExchangeError, LostPeerError, Scope
-from .interface import Exchange
-from .untraced import untraced
+from .interface import Exchange, untraced
 
 
 class Shared(NamedTuple):
@@ -97,6 +96,8 @@ def settle(
     device: torch.device,
     shared: Shared | None = _NOTHING,
     failure: Exception | None = None,
+    *,
+    later: bool = False,
 ) -> None:
     """Raise on every rank unless all are in the same call, with the same arguments.
 
@@ -113,6 +114,10 @@ def settle(
         device: where the tensors of the call are.
         shared: the arguments that must be equal on all ranks; None if this rank refused.
         failure: why this rank refused its arguments; None if it did not.
+        later: whether this rank may go on until it needs the others, where all share a host: it
+            shows which call it is in, and compares that of the others before it sends or receives
+            the first row of the call. If there is none, ``calls.before_rows()`` does it at the end
+            of the call, or else its next call.
 
     Raises:
         ValueError: other ranks refused their arguments, or ranks differ; the message names them.
@@ -122,6 +127,11 @@ def settle(
     if ends.world_size > 1:
         numbers = _numbers(scope, shared, failure)
         scope.identify(numbers[0])
+        show = getattr(ends, "show", None) if later and shared and failure is None else None
+        shown = show and show(numbers, device)
+        if shown is not None:
+            ends.calls.agree_later(_Agreement(shown, shared))
+            return
         _settle(scope, ends, device, numbers, shared, failure)
     if failure is not None:
         scope.in_step = True
@@ -147,34 +157,6 @@ def _settle(
     _compare(scope, ends.maximum(numbers, device), ends.share, shared, failure)
     if failure is None:
         ends.calls.kinds.add(kind)
-
-
-def settle_later(
-    scope: Scope, ends: Exchange, device: torch.device, shared: Shared = _NOTHING
-) -> None:
-    """As `settle`, but this rank goes on until it needs the others.
-
-    Where ranks share a host, a rank shows which call it is in, and compares that of the others
-    before it sends or receives the first row of the call. If there is none, ``calls.before_rows()``
-    does it at the end of the call, or else its next call.
-
-    Args:
-        scope: the call.
-        ends: this rank's end of the group.
-        device: where the tensors of the call are.
-        shared: the arguments that must be equal on all ranks; default: there are none.
-
-    Raises:
-        ValueError, ExchangeError: see `settle`; it may come from the first transfer, or later.
-    """
-    show = getattr(ends, "show", None)
-    numbers = _numbers(scope, shared, None)
-    shown = show and show(numbers, device)
-    if shown is None:
-        settle(scope, ends, device, shared)
-        return
-    scope.identify(numbers[0])
-    ends.calls.agree_later(_Agreement(shown, shared))
 
 
 class _Shown(Protocol):

@@ -23,10 +23,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions
 
 from .calls import Call, Finding, LostPeerError
-from .devices import takes_cpu
-from .notices import Notices
+from .communicator import takes_cpu
 from .presence import Presence, make_presence, own_address
-from .processes import Processes, store_of
+from .processes import Notices, Processes, store_of
 from .relay import Relay, make_relay
 from .waiter import LOOK_S, Waiter, waiting
 

@@ -1,15 +1,64 @@
-"""What every `Exchange` is, and that of a single rank."""
+"""The interface `Exchange`, its implementation for one rank, and `untraced` functions."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+import sys
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, Protocol, TypeVar
 
 import torch
 
-from .alone import ALONE
-from .calls import Calls
-from .untraced import untraced
+from .calls import Call, Calls, Finding, Scope
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def untraced(function: F) -> F:
+    """A function that torch.compile runs as it is.
+
+    In a compiled graph an operator is one call. But where torch.compile leaves a graph before the
+    call and does not come back to it, the operator runs like any other function: torch.compile
+    would trace what implements it, and fail at the first kernel. What talks to other ranks is no
+    operator, and tracing it fails at the first thing of torch.distributed that is not known there.
+
+    Args:
+        function: of positional arguments.
+    """
+    disabled: list[Callable[..., Any]] = []
+
+    @wraps(function)
+    def run(*arguments: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:  # importing it takes a second
+            return function(*arguments)
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))  # type: ignore[no-untyped-call]
+        return disabled[0](*arguments)
+
+    return run  # type: ignore[return-value]
+
+
+class _OfOneRank(Calls):
+    """They have no order that others would have to follow, so they are not counted."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def enter(self, name: str, part: str, of: int = 0) -> Scope:
+        return Scope(self, Call(0, name, part, of))
+
+    def before_rows(self) -> None:
+        pass
+
+    def leave(self, scope: Scope, error: BaseException | None) -> None:
+        pass
+
+    def fail(self, finding: Finding) -> bool:
+        return False
+
+
+ALONE: Any = _OfOneRank()
+"""The calls of a world of one rank."""
 
 
 class Pending(Protocol):
@@ -30,7 +79,7 @@ class Exchange(Protocol):
 
     It may have a `stopwatch` too, which is started where compute waits for transfers in a way that
     `Pending.wait` does not show; what it returns is called when compute goes on. It may have a
-    `show`, which begins a `maximum` whose result is waited for later (see `settle_later`), or a
+    `show`, which begins a `maximum` whose result is waited for later (see `settle`), or a
     `show_ahead`, the result of which is looked for in the next call at the latest (see `settle`).
 
     Whatever waits for a rank that has ended, has failed, or does not come in time raises a
@@ -65,26 +114,31 @@ class Exchange(Protocol):
 
 
 @untraced
-def all_gather(ends: Exchange, tensor: torch.Tensor) -> list[torch.Tensor]:
+def all_gather(
+    ends: Exchange, tensor: torch.Tensor, shapes: Sequence[Sequence[int]] | None = None
+) -> list[torch.Tensor]:
     """Every rank's tensor, by rank, inside of a call.
 
     Args:
         ends: this rank's end of the group.
-        tensor: this rank's; shapes, dtypes and devices are the same on all ranks.
+        tensor: this rank's; dtype and kind of device are the same on all ranks.
+        shapes: of every rank's tensor; None: that of this rank's.
 
     Returns:
         One tensor for each rank, which the caller may write to. A rank sends its own to each other.
     """
-    tensor = tensor.contiguous()
-    everyone = {ends.rank: tensor.clone()}
+    tensor, ranks = tensor.contiguous(), ends.world_size
+    everyone = [tensor.new_empty(shapes[r] if shapes else tensor.shape) for r in range(ranks)]
+    everyone[ends.rank].copy_(tensor)
     pending = []
-    for step in range(1, ends.world_size):
-        to, source = (ends.rank + step) % ends.world_size, (ends.rank - step) % ends.world_size
-        everyone[source] = torch.empty_like(tensor)
-        pending.append(ends.start((to, tensor), (source, everyone[source])))
+    for step in range(1, ranks):
+        to, source = (ends.rank + step) % ranks, (ends.rank - step) % ranks
+        into = everyone[source]
+        send = (to, tensor) if tensor.numel() else None
+        pending.append(ends.start(send, (source, into) if into.numel() else None))
     for one in pending:
         one.wait()
-    return [everyone[rank] for rank in range(ends.world_size)]
+    return everyone
 
 
 class SoloExchange:

@@ -29,9 +29,8 @@ import torch
 
 from .calls import Calls, Roll
 from .cuda_driver import copy, set_flag, wait_for_flag
-from .gate import Gate
 from .mapped_memory import MappedMemory
-from .watch import UnderWay, Watch, prepare_to_watch
+from .watch import Gate, UnderWay, Watch, prepare_to_watch
 
 SLOTS = 4
 """Slots of an outbox: some are read while others are written, and what a rank that is late has yet

@@ -1,4 +1,4 @@
-"""Which process each rank of a group is, told before the group's first call.
+"""What ranks leave for each other in their store: notices, and which process each of them is.
 
 A group of NCCL has no connections until its first collective, so nobody notices that a rank has
 ended before that. On one host the system knows: each rank leaves its process id in the store.
@@ -10,14 +10,75 @@ import json
 import os
 import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 from weakref import WeakSet
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
-from .notices import Notices
+from .waiter import Waiter
+
+T = TypeVar("T")
+
+_ANSWER_S = 2.0
+"""The store may take so long to answer; then it is not asked again."""
+
+
+class Notices:
+    """Texts in a store. The process that holds it may end or be stopped: nobody waits for it then.
+
+    Args:
+        store: of the group.
+
+    Attributes:
+        are_lost: whether the store has failed to answer; nothing is left or found any more.
+        holder_has_ended: whether that was because its process has ended.
+        silent_since: when it was first asked in vain (`time.monotonic`) while its process may still
+            run; None: never.
+    """
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+        self.are_lost = self.holder_has_ended = False
+        self.silent_since: float | None = None
+
+    @cached_property
+    def _waiter(self) -> Waiter:
+        return Waiter()
+
+    def leave(self, key: str, text: str = "") -> None:
+        """Leave a text, which all ranks may read."""
+        self._ask(lambda: self._store.set(key, text), None)
+
+    def read(self, key: str) -> str | None:
+        """A text that a rank has left; None: there is none yet."""
+        store = self._store
+        return self._ask(lambda: store.get(key).decode() if store.check([key]) else None, None)
+
+    def remove(self, key: str) -> None:
+        """Take a text away."""
+        self._ask(lambda: self._store.delete_key(key), False)
+
+    def _ask(self, function: Callable[[], T], otherwise: T) -> T:
+        begun = time.monotonic()
+
+        def look() -> None:
+            if time.monotonic() > begun + _ANSWER_S:
+                raise TimeoutError
+
+        if not self.are_lost:
+            try:
+                return self._waiter.run(function, look)
+            except (RuntimeError, TimeoutError) as error:
+                self.are_lost = True
+                self.holder_has_ended = isinstance(error, RuntimeError)
+                self.silent_since = None if self.holder_has_ended else begun
+        return otherwise
+
 
 _announced: WeakSet[dist.ProcessGroup] = WeakSet()
 """Groups in whose store this process has left who it is."""

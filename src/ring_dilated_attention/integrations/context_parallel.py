@@ -18,9 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from ..exchange import agree, is_dtensor, resolve_exchange, torch_cuts
+from ..exchange import agree, resolve_exchange
 from ..layout import SequenceLayout
 from ..nn import Block, DilatedAttention, MultiheadDilatedAttention
+from ..parallel import is_dtensor, torch_cuts
 from ..pattern import in_brief
 
 _SHARDED = ("query", "key", "value", "key_padding_mask")

@@ -7,37 +7,32 @@ multihead_attention.py. torchscale itself is not needed, nor is flash-attn.
 
 from __future__ import annotations
 
+import ast
 import copy
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..exchange import Group, is_fully_sharded, one_group, resolve_exchange
+from ..exchange import Group, one_group, resolve_exchange
 from ..functional import BRANCH_GRADIENTS, EXCHANGES, BranchGradients, Schedule, dilated_attention
 from ..layout import SequenceLayout
 from ..nn import (
     check_head_sizes,
     check_rows,
+    hooks_of,
     is_plain,
     normalize,
     project_heads,
     slice_of_heads,
 )
-from ..pattern import DilatedPattern, HeadOffsets, check_choice, check_positive_float
+from ..parallel import is_fully_sharded
+from ..pattern import DilatedPattern, HeadOffsets, check_choice, check_positive_float, in_brief
 from ..tiles import BACKENDS, Backend
 from ..torch_op import padding, telling_ranks
-from .class_tokens import refuse_class_token
 from .shared_randomness import share_drop_paths
-from .torchscale_args import SUBMODULES, check_dropout, ints_of, is_torchscales, refuse_arguments
-from .torchscale_refusals import (
-    refuse_local_positions,
-    refuse_lost_wrappers,
-    refuse_mixed_rows,
-    refuse_nothing_replaced,
-    refuse_nothing_to_replace,
-)
 
 _OPTIONS = "head_offsets", "zero_keys", "branch_gradients", "exchange", "backend"
 """Of `TorchscaleDilatedAttention`, which `replace_dilated_attention` passes on."""
@@ -394,3 +389,190 @@ def _replacement(
         setattr(new, name, getattr(old, name))
     new.training = old.training
     return new
+
+
+CLASS_TOKENS = ("cls_token", "class_token", "cls_embedding", "class_embedding", "dist_token")
+"""What models call a parameter that they put before their sequence."""
+
+
+def refuse_class_token(model: nn.Module, group: Group, layout: SequenceLayout | None) -> None:
+    """Raise a `ValueError` if every rank would put a class token before its shard.
+
+    With a layout, a shard of one row too many is an error of the call; without one, a class token
+    on each rank is a longer sequence, which is computed.
+
+    Args:
+        model: the model whose attention is sharded.
+        group: the ranks that share each sequence.
+        layout: which positions each rank holds; None means contiguous equal shards.
+    """
+    if layout is not None or group is None:
+        return
+    ranks = resolve_exchange(group).world_size
+    found = [
+        name for name, _ in model.named_parameters() if name.rpartition(".")[2] in CLASS_TOKENS
+    ]
+    if ranks > 1 and found:
+        raise ValueError(
+            f"the model has a class token ({found[0]}), which each of the {ranks} ranks would put "
+            "before its shard: use integrations.gigapath.shard_slide_encoder, which shards behind "
+            "it, or pass a layout in which one rank holds its position; got layout=None"
+        )
+
+
+SUBMODULES = ("q_proj", "k_proj", "v_proj", "out_proj", "inner_attn_ln")
+"""What torchscale's `DilatedAttention` is made of."""
+
+
+def is_torchscales(module: object) -> bool:
+    """Whether a module is torchscale's `DilatedAttention`, or a subclass, by its names."""
+    named = any(kind.__name__ == "DilatedAttention" for kind in type(module).__mro__)
+    return (
+        named
+        and hasattr(getattr(module, "args", None), "segment_length")
+        and all(hasattr(module, name) for name in SUBMODULES)
+    )
+
+
+def ints_of(args: Any, name: str) -> Sequence[int]:
+    """A list of ints of torchscale's configuration, which may be given as text."""
+    if not hasattr(args, name):
+        raise TypeError(f"args must have {name}, a list of ints; got {args!r}")
+    value = getattr(args, name)
+    if isinstance(value, str):
+        try:
+            value = ast.literal_eval(value)
+        except (SyntaxError, ValueError):
+            raise ValueError(f"args.{name} must be a list of ints; got {value!r}") from None
+    if not isinstance(value, list | tuple):
+        raise TypeError(f"args.{name} must be a list of ints; got {value!r}")
+    return value
+
+
+def check_dropout(dropout: float) -> float:
+    """The dropout of torchscale's constructor; raises unless it is a number in [0, 1]."""
+    if isinstance(dropout, bool) or not isinstance(dropout, int | float):
+        raise TypeError(f"dropout must be a number, got {dropout!r}")
+    if not 0 <= dropout <= 1:
+        raise ValueError(f"dropout must lie in [0, 1]; got {dropout!r}")
+    return float(dropout)
+
+
+def refuse_arguments(
+    incremental_state: object, attn_mask: object, rel_pos: object, is_first_step: object
+) -> None:
+    """Raise a `ValueError` unless the arguments of torchscale's forward have their defaults."""
+    for name, given, instead in (
+        ("incremental_state", incremental_state, "use replicated_query_attention to decode"),
+        (
+            "attn_mask",
+            attn_mask,
+            "use is_causal, and the pattern for what a head sees (torchscale's decoder passes a "
+            "mask where args.flash_attention is False: set it to True)",
+        ),
+        ("rel_pos", rel_pos, "dilated attention takes no bias"),
+    ):
+        if given is not None:
+            raise ValueError(f"{name} must be None; {instead}; got {type(given).__name__}")
+    if is_first_step:
+        raise ValueError(f"is_first_step must be False; got {is_first_step!r}")
+
+
+_MOST_SHOWN = 5
+_RANKS = "_ring_dilated_attention_ranks"
+
+
+def refuse_nothing_to_replace(model: nn.Module) -> None:
+    """Raise a `ValueError` for a model in which `replace_dilated_attention` finds nothing."""
+    raise ValueError(
+        f"replace_dilated_attention found no DilatedAttention of torchscale in {_shown(model)}; "
+        "pass the model that holds torchscale's LongNet encoder"
+    )
+
+
+def refuse_nothing_replaced(model: nn.Module) -> None:
+    """Raise a `ValueError` for a model in which `set_layout` finds nothing."""
+    raise ValueError(
+        f"set_layout found no TorchscaleDilatedAttention in {_shown(model)}; "
+        "call replace_dilated_attention first"
+    )
+
+
+def _shown(model: nn.Module) -> str:
+    kinds = dict.fromkeys(type(module).__name__ for module in model.modules())
+    seen = [kind for kind in kinds if "attention" in kind.lower()][:_MOST_SHOWN]
+    return f"{type(model).__name__}, whose attention modules are: {', '.join(seen) or 'none'}"
+
+
+def refuse_lost_wrappers(where: str, module: nn.Module) -> None:
+    """Raise a `ValueError` for a module with hooks, or a forward of its own, that would be lost.
+
+    Args:
+        where: its path, for the message.
+        module: what is to be replaced.
+    """
+    if hooks := hooks_of(module):
+        raise ValueError(
+            f"{where} has hooks, which would be lost: register them after replacing; "
+            f"got {', '.join(hooks)}"
+        )
+    own = vars(module).get("forward")
+    if own is not None:
+        raise ValueError(
+            f"{where}.forward has been replaced, as checkpoint_wrapper of fairscale replaces it, "
+            f"and would be lost: wrap the module after replacing it; got {in_brief(own)}"
+        )
+
+
+def refuse_mixed_rows(model: nn.Module, path: str, ranks: int) -> None:
+    """Raise a `ValueError` for a model that mixes rows in other modules than dilated attention.
+
+    Args:
+        model: what each rank calls with the rows of its shard.
+        path: the model's path in what the user passed, for the message; empty if it is that.
+        ranks: how many share each sequence; 1 refuses nothing.
+    """
+    for name, module in model.named_modules() if ranks > 1 else ():
+        kinds = [kind.__name__ for kind in type(module).__mro__]
+        where = ".".join(part for part in (path, name) if part)
+        if "MultiheadAttention" in kinds and "DilatedAttention" not in kinds:
+            crossing = getattr(module, "encoder_decoder_attention", False)
+            found = "cross-attention" if crossing else "attention that is not dilated"
+            wrong = f"which on each of {ranks} ranks would see the keys of that rank alone"
+        elif getattr(module, "is_moe_layer", False):
+            found = "a layer of experts (moe_freq)"
+            wrong = f"whose capacity on each of {ranks} ranks would count the rows of that rank"
+        else:
+            continue
+        raise ValueError(
+            f"{where or 'the model itself'} is {found}, {wrong}: shard only a part of the model "
+            "whose other modules treat every row alone (pass that part, an encoder, say, and put "
+            f"its rows together before what follows), or use one rank; got {type(module).__name__}"
+        )
+
+
+def refuse_local_positions(model: nn.Module, ranks: int) -> None:
+    """Have torchscale's embeddings of positions refuse, from now on, to count those of a shard.
+
+    Args:
+        model: the model whose attention is sharded.
+        ranks: how many share each sequence.
+    """
+    for parent in model.modules():
+        embedding = parent._modules.get("embed_positions")
+        if embedding is None or (ranks == 1 and not hasattr(embedding, _RANKS)):
+            continue
+        if not hasattr(embedding, _RANKS):
+            embedding.register_forward_pre_hook(_before_positions, with_kwargs=True)
+        setattr(embedding, _RANKS, ranks)
+
+
+def _before_positions(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    ranks = getattr(module, _RANKS)
+    if ranks > 1 and len(args) < 2 and kwargs.get("positions") is None:
+        raise ValueError(
+            f"on {ranks} ranks embed_positions would count the positions of each shard from 0: "
+            "pass positions= to torchscale's Encoder, those of this rank's rows, or set the "
+            "model's embed_positions to None and pass token_embeddings that have their positions; "
+            "got positions=None"
+        )

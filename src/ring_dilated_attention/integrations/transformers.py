@@ -34,7 +34,7 @@ whole prompt, which is sharded inside, and gets the same tokens; to sample, seed
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -49,34 +49,52 @@ from ..functional import Schedule, dilated_attention, validate_options
 from ..layout import SequenceLayout
 from ..pattern import DilatedPattern, check_head_slice
 from ..tiles import Backend
-from .transformers_batch import shard_batch as shard_batch  # offered here
 from .transformers_cache import DilatedCache as DilatedCache  # offered here
-from .transformers_cached import CachedCall, attend_with_cache
-from .transformers_call import ARGUMENT, SETTINGS, Call, Settings
-from .transformers_generate import prepare_cache_for_generation
-from .transformers_heads import pattern_of_heads
-from .transformers_hooks import after_base, before_base, before_head
-from .transformers_images import check_images, set_on_images, takes_images, tell_modules
-from .transformers_loss import after_head
-from .transformers_masks import attention_mask as attention_mask  # offered here
-from .transformers_masks import check_asked
+from .transformers_call import (
+    ARGUMENT,
+    SETTINGS,
+    Call,
+    Settings,
+    by_name,
+    check_asked,
+    check_loss_arguments,
+    forget_asked,
+    is_cached,
+    pattern_of_heads,
+    prepared,
+    rounded_count,
+)
+from .transformers_call import attention_mask as attention_mask  # offered here
+from .transformers_generate import (
+    CachedCall,
+    attend_with_cache,
+    prepare_cache_for_generation,
+    prepared_with_cache,
+    restored,
+)
+from .transformers_images import (
+    check_images,
+    check_one_tower,
+    set_on_images,
+    takes_images,
+    tell_modules,
+)
 from .transformers_models import (
     Positions,
     check_model,
-    kind_of,
-    without_adapters,
-    without_head,
-)
-from .transformers_saved import (
     erase,
     is_dense,
+    kind_of,
     layout_kind,
+    learns_next,
     restore_when_made,
     saved_kind,
     saved_pattern,
+    without_adapters,
+    without_head,
     write,
 )
-from .transformers_towers import check_one_tower
+from .transformers_rows import shard_batch as shard_batch  # offered here
 
 NAME = ARGUMENT
 """What ``attn_implementation`` has to be."""
@@ -374,3 +392,103 @@ def _remove_hooks(model: PreTrainedModel) -> None:
 restore_when_made(set_attention)
 AttentionInterface.register(NAME, attention_forward)
 AttentionMaskInterface.register(NAME, attention_mask)
+
+
+def before_base(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Before a decoder or encoder: its arguments, by name."""
+    settings, given = getattr(module, SETTINGS), by_name(module, args, kwargs)
+    forget_asked()
+    if is_cached(given):
+        return (), _prepared_with_cache_untraced(module, settings, given)
+    prepare = prepared if settings.group is None else _prepared_untraced
+    return (), prepare(module, settings, given)
+
+
+def after_base(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> Any:
+    """Behind it: the cache has what the call added, and hidden states are where the input was."""
+    if isinstance(kwargs.get(ARGUMENT), CachedCall):
+        return _restored_untraced(module, args, kwargs, output)
+    return None
+
+
+def before_head(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Before a head: checks its loss, and says of how many columns it needs hidden states."""
+    settings, given = getattr(module, SETTINGS), by_name(module, args, kwargs)
+    if settings.group is not None:
+        _check_loss_untraced(type(module).__name__, settings, given)
+    elif failure := rounded_count(given):
+        raise failure
+    if not is_cached(given):
+        return ((), without_labels(given)) if own_loss(module, settings, given) else None
+    kept = given.get("logits_to_keep")
+    # A negative number, or a tensor, may name any column: the head chooses among all of them.
+    return args, {**kwargs, ARGUMENT: kept if isinstance(kept, int) and kept > 0 else 0}
+
+
+# torch.compile cannot trace what ranks tell each other, nor what a cache becomes.
+_prepared_untraced: Any = torch.compiler.disable(prepared)  # type: ignore[no-untyped-call]
+_prepared_with_cache_untraced: Any = torch.compiler.disable(  # type: ignore[no-untyped-call]
+    prepared_with_cache
+)
+_restored_untraced: Any = torch.compiler.disable(restored)  # type: ignore[no-untyped-call]
+_check_loss_untraced: Any = torch.compiler.disable(  # type: ignore[no-untyped-call]
+    check_loss_arguments
+)
+
+
+_IGNORED = -100  # transformers' label of what is not learnt
+
+
+@dataclass(frozen=True, eq=False)
+class Labels:
+    """What the loss of a call needs, which goes with the call to the hook behind the head.
+
+    Attributes:
+        labels: of this rank's shard, (batch, local_sequence), -100 where nothing is learnt.
+        divisor: ``num_items_in_batch``: what the sum is divided by.
+    """
+
+    labels: Tensor
+    divisor: Tensor | float
+
+
+def own_loss(module: nn.Module, settings: Settings, given: dict[str, Any]) -> bool:
+    """Whether the loss of a call is computed here and not by the head.
+
+    Args:
+        module: the model with its head.
+        settings: of `set_attention`.
+        given: arguments of its forward, by name.
+    """
+    if settings.group is None or given.get("labels") is None or learns_next(type(module).__name__):
+        return False
+    return resolve_exchange(settings.group).world_size > 1
+
+
+def without_labels(given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a head, so that it computes logits alone and the hook behind it the loss.
+
+    Args:
+        given: its arguments by name, with ``labels`` and ``num_items_in_batch``.
+    """
+    labels = Labels(given["labels"], given["num_items_in_batch"])
+    return {**given, "labels": None, "num_items_in_batch": None, ARGUMENT: labels}
+
+
+def after_head(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> Any:
+    """The hook behind a head: the loss, where `without_labels` has taken the labels out."""
+    given = kwargs.get(ARGUMENT)
+    if not isinstance(given, Labels):
+        return None
+    logits = output.logits.flatten(0, 1)
+    if logits.dtype in (torch.float16, torch.bfloat16):
+        logits = logits.float()
+    labels = given.labels.reshape(-1).to(logits.device)
+    total = nn.functional.cross_entropy(logits, labels, ignore_index=_IGNORED, reduction="sum")
+    divisor = given.divisor
+    output.loss = total / (divisor.to(total.device) if isinstance(divisor, Tensor) else divisor)
+    return output

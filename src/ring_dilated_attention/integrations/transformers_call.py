@@ -1,24 +1,35 @@
 """What one call of a transformers model says: positions, documents, padding, and what is refused.
 
-Nothing here imports transformers. The ranks agree once for each call of the model, not per layer.
+The ranks agree once for each call of the model, not per layer.
 """
 
 from __future__ import annotations
 
 import inspect
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from ..documents import in_words
-from ..exchange import Exchange, Group, agree, lengths_of_mask, resolve_exchange
+from ..exchange import Exchange, Group, agree, resolve_exchange
 from ..functional import Schedule
 from ..layout import SequenceLayout
+from ..nn import Heads, slice_of_projections
 from ..pattern import DilatedPattern, HeadSlice
 from ..tiles import Backend
-from .transformers_models import ANY_POSITIONS, Positions, check_peft, learns_next
+from ..torch_op import lengths_of_mask
+from .transformers_models import (
+    ANY_POSITIONS,
+    Positions,
+    check_peft,
+    check_same_pattern,
+    learns_next,
+)
 from .transformers_rows import (
     Rows,
     check_ids,
@@ -29,7 +40,6 @@ from .transformers_rows import (
     has_all_in_order,
     ids_of_text,
 )
-from .transformers_saved import check_same_pattern
 
 ARGUMENT = "ring_dilated_attention"
 """The keyword argument by which a `Call` goes from the model to each of its attention modules; and
@@ -351,3 +361,132 @@ def _rows(given: dict[str, Any], ends: Exchange, layout: SequenceLayout | None) 
     held = f"got input of shape {tuple(inputs.shape)} (set_layout sets another layout)"
     layout.check_shard(ends.rank, ends.world_size, length, held)
     return Rows(batch, layout.positions(ends.rank, device=inputs.device), layout.length)
+
+
+_QUERY = ("q_proj", "q_b_proj", "query", "q_lin", "query_key_value")
+_KEY = ("k_proj", "kv_b_proj", "key", "k_lin", "query_key_value")
+"""What models call the projections whose rows follow the order of the heads."""
+
+
+def pattern_of_heads(
+    module: nn.Module, settings: Settings, query_heads: int, kv_heads: int
+) -> DilatedPattern:
+    """The model's pattern for the heads that an attention module has on this rank.
+
+    transformers' ``tp_plan`` and torch's ``parallelize_module`` leave each rank a few heads of a
+    layer, of which the module's config says how many there are, and its weights, which.
+
+    Args:
+        module: the attention module; its config and the weights of its projections count.
+        settings: of `set_attention`.
+        query_heads: of this call.
+        kv_heads: of this call.
+
+    Raises:
+        ValueError: there are other heads than the config says, and neither `head_slice` nor the
+            weights say which they are; or query heads are split and KV heads are not.
+    """
+    pattern = settings.pattern
+    if settings.head_slice is not None:
+        return pattern.of_heads(settings.head_slice, kv_heads)
+    own = Heads(query_heads, kv_heads)
+    layer = _heads_of_layer(module) or own
+    if own == layer or (pattern.heads_are_alike and own.is_fraction_of(layer)):
+        return pattern
+    weights = _weight(module, _QUERY), _weight(module, _KEY)
+    # Some models have their number of KV heads elsewhere in the config.
+    if own.query == layer.query and not any(hasattr(x, "placements") for x in weights):
+        return pattern
+    found = slice_of_projections(layer, own, weights, type(module).__name__)
+    return pattern.of_heads(found, kv_heads)
+
+
+def _heads_of_layer(module: nn.Module) -> Heads | None:
+    """What the config says; None where it says nothing."""
+    config: Any = getattr(module, "config", None)
+    query: Any = getattr(config, "num_attention_heads", None)
+    return Heads(query, getattr(config, "num_key_value_heads", None) or query) if query else None
+
+
+def _weight(module: nn.Module, names: tuple[str, ...]) -> Any:
+    weights = (getattr(getattr(module, name, None), "weight", None) for name in names)
+    return next((weight for weight in weights if weight is not None), None)
+
+
+class _Asked(threading.local):
+    """By the id of a config, which masks were asked for: True is causal, False bidirectional."""
+
+    def __init__(self) -> None:
+        self.masks: dict[int, set[bool]] = {}
+
+
+_ASKED = _Asked()
+
+
+def forget_asked() -> None:
+    """Begin a call of a model: masks of earlier calls do not count."""
+    if not torch.compiler.is_compiling():
+        _ASKED.masks.clear()
+
+
+def check_asked(module: nn.Module, is_causal: bool) -> None:
+    """Raise a ValueError if the model has asked for the other mask only.
+
+    Compiled code and recomputation in another thread have no note of masks and are not checked.
+
+    Args:
+        module: the attention module.
+        is_causal: what it computes.
+    """
+    if torch.compiler.is_compiling():
+        return
+    asked = _ASKED.masks.get(id(getattr(module, "config", None)))
+    if asked and is_causal not in asked:
+        mask = "bidirectional" if is_causal else "causal"
+        raise ValueError(
+            f"{type(module).__name__} has is_causal={is_causal}, but its model asks for a {mask} "
+            "mask, so that transformers' own eager and sdpa attention differ: use a config whose "
+            "layers and masks agree (is_causal and use_bidirectional_attention decide it)"
+        )
+
+
+def attention_mask(
+    *,
+    q_length: int,
+    kv_length: int,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    q_offset: int | Tensor = 0,
+    kv_offset: int | Tensor = 0,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = True,
+    **others: Any,
+) -> None:
+    """What transformers calls to make a mask; without it, it would drop masks in silence.
+
+    Causal masks and none at all are `is_causal` of the layer, and padding and documents the model's
+    hook has seen. Any other mask is refused here.
+
+    Raises:
+        ValueError: the mask is another, or of other keys than those so far.
+    """
+    is_causal = mask_function is causal_mask_function
+    if is_causal:
+        plain = allow_is_causal_skip
+    else:
+        plain = mask_function is bidirectional_mask_function and allow_is_bidirectional_skip
+    if not plain:
+        name = getattr(mask_function, "__qualname__", repr(mask_function))
+        raise ValueError(
+            "only transformers' causal and bidirectional masks are supported: the pattern decides "
+            "what a head sees. A sliding window must be off: config.sliding_window=None where the "
+            "model allows that, as Mistral does; models that always make its mask, as Gemma3 does, "
+            "are not supported. For packing and padding, call set_attention(model, pattern) first. "
+            f"Got the mask {name.split('.')[0]}"
+        )
+    if kv_offset != 0 or kv_length != q_offset + q_length:
+        raise ValueError(
+            "only self-attention is dilated, and a KV cache must be a DilatedCache; got queries "
+            f"{q_offset} to {q_offset + q_length}, keys {kv_offset} to {kv_offset + kv_length}"
+        )
+    if others.get("config") is not None and not torch.compiler.is_compiling():
+        _ASKED.masks.setdefault(id(others["config"]), set()).add(is_causal)

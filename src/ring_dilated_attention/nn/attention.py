@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ..exchange import fill, is_fully_sharded, one_group
+from ..exchange import one_group
 from ..functional import BRANCH_GRADIENTS, EXCHANGES, BranchGradients, Schedule, dilated_attention
+from ..parallel import fill, is_fully_sharded
 from ..pattern import (
     DilatedPattern,
     HeadBranches,

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..exchange import gather_weights_in, is_fully_sharded
+from ..parallel import gather_weights_in, is_fully_sharded
 from ..torch_op import telling_ranks
 from .attention import MultiheadDilatedAttention
 from .checkpoint import Checkpoint, run_checkpointed

@@ -8,8 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ..exchange import fill
 from ..functional import Schedule
+from ..parallel import fill
 from ..tiles import Backend
 from .attention import MultiheadDilatedAttention
 from .block import Block

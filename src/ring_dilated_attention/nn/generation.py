@@ -13,17 +13,10 @@ from torch import Tensor
 
 from ..decode import DilatedKVCache, Step
 from ..documents import Integers
-from ..exchange import (
-    Exchange,
-    Group,
-    agree,
-    all_gather,
-    is_fully_sharded,
-    resolve_exchange,
-    settle,
-)
+from ..exchange import Exchange, Group, agree, all_gather, resolve_exchange, settle
 from ..functional import autocast_inputs
 from ..layout import SequenceLayout
+from ..parallel import is_fully_sharded
 from ..pattern import check_int, check_positive_int, in_brief
 from .longnet_inputs import (
     agreed_positions,

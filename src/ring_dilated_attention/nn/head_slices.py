@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..exchange import own_part
+from ..parallel import own_part
 from ..pattern import HeadSlice
 
 

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..documents import Integers
-from ..exchange import Group, fill, one_group, refuse_beside_wrapper
+from ..exchange import Group, one_group
 from ..functional import Schedule
 from ..layout import SequenceLayout
+from ..parallel import fill, refuse_beside_wrapper
 from ..pattern import check_positive_int
 from ..tiles import Backend
 from .checkpoint import Checkpoint, check_checkpoint, run_checkpointed

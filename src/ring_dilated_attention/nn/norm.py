@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..engine import autocast_dtype
-from ..exchange import is_dtensor
 from ..kernels import MOST_GELU_WIDTH, compiles_for
+from ..parallel import is_dtensor
 from ..torch_op import gelu_norm
 from .hooks import is_plain
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..engine import autocast_dtype
-from ..exchange import is_dtensor
+from ..parallel import is_dtensor
 from .hooks import is_plain
 
 NARROW = 1024

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..exchange import is_dtensor
+from ..parallel import is_dtensor
 from .hooks import runs_hooks
 from .norm import LayerNorm
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..documents import Integers, in_words, ints_or_tensor
-from ..exchange import is_dtensor, of_own_part
+from ..parallel import is_dtensor, of_own_part
 from ..pattern import check_positive_int, in_brief, shape_in_brief
 from .hooks import runs_hooks
 

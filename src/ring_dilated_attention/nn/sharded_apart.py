@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from ..exchange import is_fully_sharded
+from ..parallel import is_fully_sharded
 
 
 def refuse_sharded_apart(owner: nn.Module, why: Mapping[str, str]) -> None:

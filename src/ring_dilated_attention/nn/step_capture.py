@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..decode import CapturedStep, DilatedKVCache, steps_by_kernel
-from ..exchange import is_dtensor
+from ..parallel import is_dtensor
 from ..pattern import in_brief
 from .attention import MultiheadDilatedAttention
 from .hooks import runs_hooks

@@ -5,7 +5,8 @@ importing this room registers them.
 `validate_tensors` refuses what cannot be a query, key and value, `validate_tensor` one of them.
 `AGREED` and `agreed` have the ranks agree on what a module was given, `tell_ranks` tells them of a
 failure on the way to attention, and `telling_ranks` calls what may fail.
-`LENGTHS`, an operator too, `lengths_of_call` and `padding` tell what a padding mask stands for.
+`LENGTHS`, an operator too, `lengths_of_call`, `lengths_of_mask` and `padding` tell what a padding
+mask stands for, and `check_padding_mask` refuses what is none.
 `gelu_norm` is the layer norm of a GELU by one kernel, as an operator (`GELU_NORM`).
 `apply_function`, `once_differentiable` and `refuse_tangents` are what any autograd function here
 needs; `in_forward_mode` says whether tensors may have tangents.
@@ -19,6 +20,7 @@ from .derivatives import (
     refuse_tangents,
 )
 from .gelu_norm import GELU_NORM, gelu_norm
+from .masks import check_padding_mask, lengths_of_mask
 from .operator import BACKWARD, FORWARD, validate_tensor, validate_tensors
 
 __all__ = [
@@ -29,9 +31,11 @@ __all__ = [
     "LENGTHS",
     "agreed",
     "apply_function",
+    "check_padding_mask",
     "gelu_norm",
     "in_forward_mode",
     "lengths_of_call",
+    "lengths_of_mask",
     "once_differentiable",
     "padding",
     "refuse_tangents",

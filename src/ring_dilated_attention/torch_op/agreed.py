@@ -8,16 +8,13 @@ from typing import Any, TypeVar
 import torch
 
 from ..exchange import (
-    KNOWN_LENGTHS,
     Exchange,
     Group,
     Scope,
     Shared,
     agree,
-    check_padding_mask,
     exchange_named,
     group_name,
-    lengths_of_mask,
     refuse_capture,
     settle,
     untraced,
@@ -25,6 +22,7 @@ from ..exchange import (
 from ..layout import SequenceLayout
 from ..resolve import Options, shared_words
 from .derivatives import implement
+from .masks import KNOWN_LENGTHS, check_padding_mask, lengths_of_mask
 
 _Library: Any = torch.library.Library  # its methods have no annotations
 _library = _Library("ring_dilated_attention", "FRAGMENT")

@@ -14,23 +14,21 @@ import torch
 
 from ..engine import TABLES, RingCall, ring_backward, ring_forward
 from ..exchange import (
-    KNOWN_LENGTHS,
-    Call,
     Exchange,
     exchange_named,
-    is_dtensor,
     own_exchange,
     refuse_capture,
     settle,
-    settle_later,
     untraced,
 )
+from ..parallel import is_dtensor
 from ..pattern import in_brief, shape_in_brief
 from ..resolve import Options, PlannedRows, Resolved, check_integers, resolve
 from ..tiles import accumulate_dtype
 from .agreed import refuse_tensor_in_graphs
 from .derivatives import apply_function, implement, once_differentiable, refuse_tangents
 from .flops import count_flops_of
+from .masks import KNOWN_LENGTHS
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -242,12 +240,10 @@ def _forward(
             resolved = resolve(named, query, key, ends)
         except Exception as error:  # whatever it is, the other ranks are to be told
             failure = error
-        if resolved is None or resolved.shared is None:  # refused, or there are no others
-            settle(scope, ends, query.device, None, failure)
-        else:
-            settle_later(scope, ends, query.device, resolved.shared)
+        shared = resolved and resolved.shared
+        settle(scope, ends, query.device, shared, failure, later=True)
         assert resolved is not None
-        identity = _identity(named.group, query, scope.call)
+        identity = _identity(named.group, query, scope.call.number)
         if len(resolved.planned) == 1:
             call = _ring_call(named, ends, resolved, resolved.planned[0])
             out, lse = ring_forward(query, key, value, call)
@@ -267,13 +263,13 @@ def _ring_call(options: Options, ends: Exchange, resolved: Resolved, some: Plann
     )
 
 
-def _identity(group: str, query: torch.Tensor, call: Call | None = None) -> torch.Tensor:
+def _identity(group: str, query: torch.Tensor, number: int | None = None) -> torch.Tensor:
     """The number of a call, where there is a group; where there is none, nothing to wait for."""
     if not group:
         return torch.empty(0, dtype=torch.int64, device=query.device)
-    if call is None:
+    if number is None:
         return torch.empty((), dtype=torch.int64)
-    return torch.scalar_tensor(call.number, dtype=torch.int64)
+    return torch.scalar_tensor(number, dtype=torch.int64)
 
 
 def _backward(
@@ -293,7 +289,7 @@ def _backward(
     refuse_capture("dilated_attention", ends, query.device)
     forward = int(identity) if named.group else 0
     with ends.calls.enter("dilated_attention", "backward", forward) as scope:
-        settle_later(scope, ends, query.device)
+        settle(scope, ends, query.device, later=True)
         resolved = resolve(named, query, key, ends)
         if len(resolved.planned) == 1:
             call = _ring_call(named, ends, resolved, resolved.planned[0])

@@ -1,4 +1,4 @@
-"""Over which ranks DDP and FSDP average gradients, and what a loss is to be divided by for that."""
+"""Gradients averaged by DDP and FSDP2: over which ranks, and what a loss is divided by for that."""
 
 from __future__ import annotations
 
@@ -6,22 +6,29 @@ import math
 from collections.abc import Iterable, Iterator
 from numbers import Integral
 from typing import Any, NamedTuple, TypeAlias
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
+from ..exchange import (
+    Exchange,
+    Group,
+    ProcessGroupExchange,
+    SoloExchange,
+    group_name,
+    resolve_exchange,
+)
 from ..pattern import in_brief
-from .ddp import averaged_by_ddp
-from .devices import device_for
 from .dtensors import is_dtensor
-from .groups import ProcessGroupExchange
-from .interface import Exchange, SoloExchange
-from .names import Group, group_name, resolve_exchange
 
 Averaging: TypeAlias = nn.Module | dist.ProcessGroup | DeviceMesh | Exchange
 """What says which ranks average gradients: a wrapped model, or the ranks themselves."""
+
+_INTEGERS = torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64
 
 _WHERE = (
     "wrap the model over all ranks that train together: DistributedDataParallel(model), or "
@@ -60,8 +67,7 @@ def labels_per_rank(
         model: what averages gradients: a model in DistributedDataParallel or under `fully_shard`
             (FSDP2, HSDP); or, where gradients are averaged otherwise, those ranks: a ProcessGroup
             or a DeviceMesh of any number of dimensions. That is also for DDP with a communication
-            hook that this package does not know: of torch's hooks it knows those that average over
-            all ranks, among them compression and PowerSGD, with torch's wrappers.
+            hook, which may average over other ranks, or sum.
         group: the ranks that share each sequence, which must be among the former: a ProcessGroup,
             a 1-D DeviceMesh, or None for one process.
         ignore_index: labels with this value do not count. Default -100, as in transformers and
@@ -73,10 +79,10 @@ def labels_per_rank(
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: gradients are not averaged over all ranks of `group`, not of all parameters, or
-            not of all over the same ranks, or DDP has a communication hook that may not average
-            them; the message says how to fix it. Some other rank refused its arguments: labels on
-            CPUs; the divisor of labels on GPUs is NaN instead, as looking at it would take time.
+        ValueError: gradients are not averaged over all ranks of `group`, or `fully_shard` does not
+            average those of all parameters over the same ranks, or DDP has a communication hook;
+            the message says how to fix it. Some other rank refused its arguments: labels on CPUs;
+            the divisor of labels on GPUs is NaN instead, as looking at it would take time.
     """
     found = _averaging(model)
     try:
@@ -132,27 +138,21 @@ def _refusal(labels: Any) -> Tensor:
 
 
 def _count(labels: Tensor | Iterable[Tensor] | int, ignore_index: int) -> Tensor:
-    if isinstance(labels, bool):
-        raise ValueError(f"labels must be tensors, or a number >= 0; got {labels}")
+    is_bool = isinstance(labels, bool)
     if isinstance(labels, Integral):
-        if not 0 <= int(labels) < 2**62:
+        if is_bool or not 0 <= int(labels) < 2**62:
             raise ValueError(f"labels must be tensors, or a number >= 0; got {labels}")
         return torch.tensor(int(labels))
     several = isinstance(labels, Iterable) and not isinstance(labels, Tensor)
     shards: list[Any] = list(labels) if several else [labels]  # type: ignore[arg-type]
     for shard in shards:
-        is_tensor = isinstance(shard, Tensor)
         if is_dtensor(shard):
             raise TypeError(
                 "labels must be this rank's shard; got a DTensor: pass labels.to_local(), which is "
                 "the shard where the DTensor is sharded over the sequence"
             )
-        if (
-            not is_tensor
-            or not shard.ndim
-            or shard.is_floating_point()
-            or shard.dtype == torch.bool
-        ):
+        is_tensor = isinstance(shard, Tensor)
+        if not is_tensor or not shard.ndim or shard.dtype not in _INTEGERS:
             got = f"{shard.dtype} of shape {tuple(shard.shape)}" if is_tensor else in_brief(shard)
             raise TypeError(
                 "labels must be tensors of ints with a dimension at least, or their number: of a "
@@ -165,7 +165,6 @@ def _count(labels: Tensor | Iterable[Tensor] | int, ignore_index: int) -> Tensor
 
 def _averaging(model: Averaging) -> _Average:
     from torch.distributed.fsdp import FullyShardedDataParallel  # takes a while to import
-    from torch.nn.parallel import DistributedDataParallel
 
     if isinstance(model, DeviceMesh):
         return _of_mesh(model)
@@ -177,7 +176,7 @@ def _averaging(model: Averaging) -> _Average:
         return _Average(ends, _ranks(ends), ends.world_size)
     module = getattr(model, "_orig_mod", model)  # of torch.compile
     if isinstance(module, DistributedDataParallel):
-        return _averaging(averaged_by_ddp(module))
+        return _averaging(_of_ddp(module))
     if isinstance(module, FullyShardedDataParallel):
         raise ValueError(
             "a model in FullyShardedDataParallel does not say over which ranks gradients are "
@@ -247,6 +246,18 @@ def _owners(parameter: Any) -> Iterator[tuple[nn.Module, str]]:
     yield from zip(info.shared_modules, info.shared_param_names, strict=True)
 
 
+def device_for(group: dist.ProcessGroup, device: torch.device) -> torch.device:
+    """A device whose tensors a group takes: this one, or the current GPU in place of a CPU.
+
+    Args:
+        group: whose collectives are called.
+        device: where the tensors are.
+    """
+    if device.type != "cpu" or "cpu" in dist.get_backend_config(group):
+        return device
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 def _ranks(group: Group) -> frozenset[int] | None:
     """The ranks of a group as numbers of the whole world; None: not known."""
     if group is None or isinstance(group, SoloExchange):
@@ -272,3 +283,88 @@ def _check_contains(averaged: frozenset[int] | None, group: Group) -> None:
         f"{'s' * (len(shared - averaged) > 1)} {missing}, which hold other parts of the same "
         f"sequences: {_WHERE}"
     )
+
+
+_known: WeakSet[DistributedDataParallel] = WeakSet()
+"""Those that `labels_per_rank` was given."""
+
+
+def _of_ddp(ddp: DistributedDataParallel) -> dist.ProcessGroup:
+    """The ranks over which DDP averages gradients."""
+    _known.add(ddp)
+    if ddp._comm_hooks:
+        hook = getattr(ddp._comm_hooks[0][0], "__name__", "one")
+        raise ValueError(
+            f"DistributedDataParallel has a communication hook, {hook}, which may do something "
+            "else than to average gradients over all its ranks: pass the ProcessGroup or "
+            "DeviceMesh of the ranks that it averages over instead of the model"
+        )
+    ranks: dist.ProcessGroup = ddp.process_group
+    return ranks
+
+
+def refuse_beside_wrapper(module: nn.Module, instead: str) -> None:
+    """Raise if a module in DDP computes a loss by a call that DDP does not know of.
+
+    DDP does not average the gradients of such a call. Only wrappers are known that
+    `labels_per_rank` was given before. Calls without gradients may be made, and those that
+    backward makes again for activation checkpoints. Code of torch.compile cannot ask.
+
+    Args:
+        module: what is called.
+        instead: how to call the wrapper.
+
+    Raises:
+        ValueError: the module is in one, or in a module that is, and the wrapper does not run.
+    """
+    if not _known or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+        return
+    running = DistributedDataParallel._active_ddp_module
+    if running is not None and _contains(running, module):
+        return
+    learns = any(parameter.requires_grad for parameter in module.parameters())
+    if learns and any(_contains(ddp, module) for ddp in _known):
+        raise ValueError(
+            f"{type(module).__name__} is in DistributedDataParallel, which averages gradients of "
+            f"calls through it alone: call {instead}"
+        )
+
+
+def _contains(ddp: DistributedDataParallel, module: nn.Module) -> bool:
+    return any(inner is module for inner in ddp.module.modules())
+
+
+_REGISTERED = "_ring_dilated_attention_parts"  # of a module: `gather_weights_in` has seen it
+
+
+def is_fully_sharded(module: nn.Module) -> bool:
+    """Whether `fully_shard` was called with this very module, not with one around it."""
+    # Not isinstance: importing FSDPModule takes longer than all of this package.
+    return hasattr(type(module), "_get_fsdp_state")
+
+
+def gather_weights_in(module: nn.Module, methods: Iterable[str]) -> None:
+    """Have `fully_shard` gather a module's weights for methods too that others call.
+
+    It gathers them for forward alone. Nothing happens with modules that it was not called with.
+
+    Args:
+        module: any.
+        methods: names of its methods that use its weights.
+
+    Raises:
+        ValueError: this is the first call, and torch.compile is tracing it.
+    """
+    if not is_fully_sharded(module) or _REGISTERED in module.__dict__:
+        return
+    if torch.compiler.is_compiling():
+        raise ValueError(
+            f"{type(module).__name__.removeprefix('FSDP')} is under fully_shard by itself, which "
+            "torch.compile cannot trace in the first call: leave it to fully_shard of the block "
+            "around it"
+        )
+    from torch.distributed.fsdp import register_fsdp_forward_method
+
+    for name in methods:
+        register_fsdp_forward_method(module, name)
+    setattr(module, _REGISTERED, True)

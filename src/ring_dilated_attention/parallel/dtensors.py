@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..exchange import Group, group_name
 from ..layout import SequenceLayout
 from ..pattern import in_brief
-from .names import Group, group_name
 
 _BATCH, _SEQUENCE, _HEADS = range(3)
 _OF_LSE = {_BATCH: 0, _SEQUENCE: 2, _HEADS: 1}  # (batch, heads, sequence)
@@ -34,22 +34,6 @@ def group_of_dtensors(*tensors: Any) -> DeviceMesh | None:
     """The ranks that surely make a call with these: a mesh of one dimension; None: not known."""
     meshes = [tensor.device_mesh for tensor in tensors if is_dtensor(tensor)]
     return meshes[0] if meshes and meshes[0].ndim == 1 else None
-
-
-def one_group(group: Group, mesh: Group) -> Group:
-    """The ranks of a call, which callers name by `group` or by `mesh`.
-
-    Raises:
-        ValueError: both are given.
-    """
-    if mesh is None:
-        return group
-    if group is not None:
-        raise ValueError(
-            f"pass the ranks as group or as mesh, not as both; got group {in_brief(group)} and "
-            f"mesh {in_brief(mesh)}"
-        )
-    return mesh
 
 
 @torch.no_grad()
@@ -145,15 +129,7 @@ class Placed(NamedTuple):
         group: Group,
         layout: SequenceLayout | None,
     ) -> Placed:
-        """How these are placed.
-
-        Args:
-            query: (batch, sequence, heads, head_dim), as a DTensor, like the next two.
-            key: (batch, sequence, kv_heads, head_dim).
-            value: the shape of `key`.
-            group: None, or the ranks over which the sequence is sharded.
-            layout: which positions they hold of the sequence that callers mean, where that is not
-                the DTensors' own order, as after a load balancer; None: the DTensors' order.
+        """How a query, key and value are placed that the caller gives with this group and layout.
 
         Raises:
             TypeError: some of them are no DTensors.
@@ -184,7 +160,15 @@ class Placed(NamedTuple):
             )
         shape = tuple(query.shape)
         if not axes:
-            _refuse_replicated(group, placements)
+            if group is not None:
+                raise ValueError(
+                    "a group shares sequences that are sharded over it; got DTensors whose "
+                    f"placements {placements} shard no sequence: leave group out where they are "
+                    "whole sequences, redistribute them first, "
+                    "x.redistribute(placements=[Shard(1)]), or, where each rank of the group holds "
+                    "a part of which they do not know, pass x.to_local(), and head_slice if heads "
+                    "are sharded"
+                )
             return cls(mesh, placements, shape, None, layout)
         (axis,) = axes
         found = _same_ranks(group, mesh.get_group(axis))
@@ -194,16 +178,7 @@ class Placed(NamedTuple):
         return cls(mesh, placements, shape, found, layout)
 
     def rows_of(self, name: str, values: Any) -> Any:
-        """Of numbers for each row of the whole batch, those of this rank's rows.
-
-        Args:
-            name: of the argument, for messages.
-            values: a sequence or a tensor; None stays None.
-
-        Raises:
-            TypeError: it is a DTensor.
-            ValueError: there is not one for each row.
-        """
+        """Of numbers for each row of the whole batch, those of this rank's rows."""
         if is_dtensor(values):
             raise TypeError(f"{name} must be a list of ints or a local tensor; got a DTensor")
         is_list = isinstance(values, (list, tuple, range))
@@ -219,16 +194,7 @@ class Placed(NamedTuple):
         return values[own.start : own.stop]
 
     def head_slice(self, given: Any, key: torch.Tensor) -> Any:
-        """(start, stop, total) of this rank's KV heads; what the caller gave where it has all.
-
-        Args:
-            given: the argument `head_slice` of the call.
-            key: of the call, a DTensor.
-
-        Raises:
-            ValueError: the caller gave one, and heads are sharded; or this rank's query heads are
-                not those of its KV heads.
-        """
+        """(start, stop, total) of this rank's KV heads; what the caller gave where it has all."""
         if not self._cuts_any(_HEADS):
             return given
         if given is not None:
@@ -254,12 +220,7 @@ class Placed(NamedTuple):
         return own_part(self.mesh, [_cuts(x) == dim for x in self.placements], size)
 
     def local_mask(self, mask: torch.Tensor | None) -> torch.Tensor | None:
-        """This rank's part of a padding mask.
-
-        Raises:
-            TypeError: it is no DTensor.
-            ValueError: it is not placed as the query is.
-        """
+        """This rank's part of a padding mask."""
         if mask is None:
             return None
         if not is_dtensor(mask):
@@ -297,16 +258,14 @@ class Placed(NamedTuple):
     ) -> torch.Tensor:
         from torch.distributed.tensor import DTensor
 
-        strides = [1]
-        for size in reversed(shape[1:]):
-            strides.insert(0, strides[0] * max(size, 1))
+        stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(
             local,
             self.mesh,
             placements,
             run_check=False,
             shape=torch.Size(shape),
-            stride=tuple(strides),
+            stride=stride,
         )
 
 
@@ -337,10 +296,7 @@ def _cuts(placement: Any) -> int | None:
 def _refuse_empty_parts(
     mesh: DeviceMesh, placements: tuple[Any, ...], dim: int, size: int, what: str
 ) -> None:
-    """Raise, on every rank, where a rank has nothing of a dimension that is sharded.
-
-    Others would compute, and wait for it later.
-    """
+    """Raise, on every rank, where a rank has nothing of a dimension that is sharded."""
     sizes = {size}
     for axis, one in enumerate(placements):
         if _cuts(one) == dim:  # torch.compile cannot go through `mesh.shape` before torch 2.13
@@ -350,17 +306,6 @@ def _refuse_empty_parts(
         raise ValueError(
             f"every rank must have a {what}; got {size} on {mesh} with {placements}, which leave "
             "some with none: shard them over fewer ranks"
-        )
-
-
-def _refuse_replicated(group: Group, placements: tuple[Any, ...]) -> None:
-    if group is not None:
-        raise ValueError(
-            "a group shares sequences that are sharded over it; got DTensors whose placements "
-            f"{placements} shard no sequence: leave group out where they are whole sequences, "
-            "redistribute them first, x.redistribute(placements=[Shard(1)]), or, where each rank "
-            "of the group holds a part of which they do not know, pass x.to_local(), and "
-            "head_slice if heads are sharded"
         )
 
 

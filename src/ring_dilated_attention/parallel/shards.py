@@ -1,19 +1,161 @@
-"""Whole tensors to the shards of ranks and back, in one call each: `shard` and `unshard`."""
+"""Whole tensors to the shards of ranks and back, and batches that must be equal on all ranks."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ..exchange import (
+    Exchange,
+    Group,
+    ProcessGroupExchange,
+    Shared,
+    agree,
+    all_gather,
+    exchange_named,
+    group_name,
+    place_in,
+    resolve_exchange,
+    settle,
+    untraced,
+)
 from ..layout import SequenceLayout
 from ..pattern import in_brief
-from .agreement import Shared, agree, settle
-from .names import Group, exchange_named, group_name, place_in
-from .same_batch import agree_on_batch
-from .untraced import untraced
+from .averaging import device_for
+from .dtensors import is_dtensor
+
+_CHUNK = 1 << 20
+"""Values that are digested at a time: bounds the temporary memory to a few times 8 MiB."""
+
+_SAMPLE = 1 << 16
+"""Floating values of a tensor that are digested, evenly spaced: embeddings are large, and those of
+different sequences differ nearly everywhere. Integers are digested one and all."""
+
+_GOLDEN = -7046029254386353131
+"""2**64 divided by the golden ratio, odd, as int64: the step of the generator splitmix64."""
+
+_MIX = -4658895280553007687, -7723592293110705685
+"""The multipliers of splitmix64 (Steele et al. 2014), as int64."""
+
+_ADVICE = (
+    "All ranks of a group must be given the same whole batch, of which each takes its part: split "
+    "data over data-parallel groups only, for example by a DistributedSampler with "
+    "num_replicas=data-parallel groups and rank=the index of this rank's group"
+)
+
+
+def check_same_batch(batch: Mapping[str, Any], group: Group) -> None:
+    """Raise on every rank unless all ranks of a group were given the same batch.
+
+    A sampler that splits data over all ranks gives the ranks of a group different sequences; their
+    shards would then be taken for parts of one sequence. `integrations.transformers.shard_batch`
+    checks this by itself; a loop of your own calls this function before it takes the shards.
+
+    What the ranks compare is a digest of shapes, dtypes and values, in one small collective,
+    whatever the size of the batch. Integers and bools count one and all; of a floating tensor,
+    65,536 evenly spaced values do. Tensors on a GPU are digested there, and then waited for:
+    compare a batch before it is moved there.
+
+    Args:
+        batch: the whole batch, by name: tensors of any shape and dtype on any device, arrays of
+            numpy, numbers, strings or None, and lists, tuples and dicts of these.
+        group: the ranks that share each sequence: a ProcessGroup, a 1-D DeviceMesh, or None for
+            one process.
+
+    Raises:
+        TypeError: `batch` is no mapping, or holds a DTensor.
+        ValueError: batches differ; the message names the entries and the ranks.
+        RuntimeError: this is a worker process of a DataLoader, which cannot talk to other ranks.
+    """
+    given: Any = batch
+    failure = None
+    if not isinstance(given, Mapping):
+        failure = TypeError(f"batch must be a dict of tensors by name; got {in_brief(given)}")
+        given = {}
+    agree_on_batch("check_same_batch", given, resolve_exchange(group), failure)
+
+
+def agree_on_batch(
+    name: str, batch: Mapping[str, Any], ends: Exchange, failure: Exception | None
+) -> None:
+    """`check_same_batch` in a function of this name, which may have refused: `failure`."""
+    from torch.utils.data import get_worker_info  # takes a while to import
+
+    if ends.world_size > 1 and get_worker_info() is not None:
+        raise RuntimeError(
+            f"{name} was called in a worker process of a DataLoader, which cannot compare its "
+            f"batch with that of {ends.world_size} ranks: call it in the training loop, on the "
+            "batch that the DataLoader returns"
+        )
+    words, device = None, torch.device("cpu")
+    if failure is None and ends.world_size > 1:
+        try:
+            words = {key: repr(_printable(key, value)) for key, value in batch.items()}
+        except Exception as error:  # whatever it is, the other ranks are to be told
+            failure = error
+    tensors = (x for x in batch.values() if isinstance(x, Tensor))
+    device = next((x.device for x in tensors), device)
+    if isinstance(ends, ProcessGroupExchange):  # for which its first call may prepare transfers
+        device = device_for(ends.group, device)
+    agree(name, ends, None if failure else words or {}, failure, device, _ADVICE)
+
+
+class _Words(str):
+    """Text that is printed without quotes."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _printable(name: str, entry: Any) -> Any:
+    """An entry whose `repr` tells all of its values: tensors as shape, dtype and a digest."""
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(entry, numpy.ndarray):
+        try:
+            entry = torch.from_numpy(entry.copy())  # which may be read-only, or step backwards
+        except (TypeError, ValueError):  # of strings, for example
+            return entry.tolist()
+    if is_dtensor(entry):
+        raise TypeError(
+            "batch must hold the whole tensors, of which each rank takes its part; "
+            f"{name} has a DTensor: compare batches before they are distributed"
+        )
+    if isinstance(entry, Tensor):
+        digest = int(_digest(entry)) % (1 << 64)
+        return _Words(f"{tuple(entry.shape)} {entry.dtype} {digest:016x}")
+    if isinstance(entry, Mapping):
+        return {key: _printable(name, value) for key, value in entry.items()}
+    if isinstance(entry, list | tuple):
+        return [_printable(name, value) for value in entry]
+    return entry
+
+
+@torch.no_grad()
+def _digest(tensor: Tensor) -> Tensor:
+    """The sum of all values, each times a random odd number of its place, modulo 2**64: int64."""
+    flat = tensor.detach().resolve_conj().reshape(-1)
+    if tensor.is_floating_point() or tensor.is_complex():
+        flat = flat[:: max(1, -(-len(flat) // _SAMPLE))].contiguous()
+        flat = flat.view(torch.uint8)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for start in range(0, len(flat), _CHUNK):
+        values = flat[start : start + _CHUNK].to(torch.int64)
+        places = torch.arange(start, start + len(values), device=tensor.device)
+        total += (_mixed(values) * (_mixed(places) | 1)).sum()
+    return total
+
+
+def _mixed(numbers: Tensor) -> Tensor:
+    """The generator splitmix64 of these numbers, but for shifts that keep the sign."""
+    numbers = (numbers + 1) * _GOLDEN
+    for shift, factor in zip((30, 27), _MIX, strict=True):
+        numbers = (numbers ^ (numbers >> shift)) * factor
+    return numbers ^ (numbers >> 31)
 
 
 def shard(mesh: Group, buffers: Any, seq_dims: Any, layout: SequenceLayout | None = None) -> Any:
@@ -59,7 +201,7 @@ def shard(mesh: Group, buffers: Any, seq_dims: Any, layout: SequenceLayout | Non
     agree_on_batch("shard", {**words, **batch}, ends, failure)
     assert found is not None
     shards = iter([found.shard(tensor, rank, dim) for _, tensor, dim in leaves])
-    return _mapped(buffers, lambda _: next(shards))
+    return pytree.tree_map(lambda x: x if x is None else next(shards), buffers)
 
 
 def unshard(mesh: Group, buffers: Any, seq_dims: Any, layout: SequenceLayout | None = None) -> Any:
@@ -96,7 +238,7 @@ def unshard(mesh: Group, buffers: Any, seq_dims: Any, layout: SequenceLayout | N
     words["layout"] = _in_words(layout)
     agree("unshard", ends, None if failure else words, failure, device)
     whole = iter([_gathered(ends, tensor.detach(), dim, layout) for _, tensor, dim in leaves])
-    return _mapped(buffers, lambda _: next(whole))
+    return pytree.tree_map(lambda x: x if x is None else next(whole), buffers)
 
 
 def _leaves(buffers: Any, seq_dims: Any) -> list[tuple[str, Tensor, int]]:
@@ -118,11 +260,7 @@ def _leaves(buffers: Any, seq_dims: Any) -> list[tuple[str, Tensor, int]]:
             continue
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a tensor or None; got {in_brief(tensor)}")
-        if (
-            isinstance(dim, bool)
-            or not isinstance(dim, int)
-            or not -tensor.ndim <= dim < tensor.ndim
-        ):
+        if type(dim) is not int or not -tensor.ndim <= dim < tensor.ndim:
             raise ValueError(
                 f"the sequence dimension of {name} must be one of its {tensor.ndim}; got "
                 f"{in_brief(dim)}"
@@ -131,10 +269,6 @@ def _leaves(buffers: Any, seq_dims: Any) -> list[tuple[str, Tensor, int]]:
     if not leaves:
         raise ValueError("buffers must hold a tensor; got none")
     return leaves
-
-
-def _mapped(buffers: Any, function: Any) -> Any:
-    return pytree.tree_map(lambda x: x if x is None else function(x), buffers)
 
 
 def _layout_of(
@@ -207,21 +341,15 @@ def _kind(tensor: Tensor, dim: int, layout: SequenceLayout | None) -> str:
 
 @untraced
 def _gathered(ends: Any, tensor: Tensor, dim: int, layout: SequenceLayout | None) -> Tensor:
-    """The whole tensor out of all ranks' shards: every rank sends its own to each other."""
-    tensor, ranks = tensor.contiguous(), ends.world_size
+    """The whole tensor out of all ranks' shards."""
+    ranks, shape = ends.world_size, list(tensor.shape)
     if layout is None:
-        layout = SequenceLayout.contiguous(tensor.shape[dim] * ranks, ranks)
-    everyone, pending = {ends.rank: tensor}, []
+        layout = SequenceLayout.contiguous(shape[dim] * ranks, ranks)
+    shapes = []
+    for rank in range(ranks):
+        shape[dim] = layout.local_length(rank)
+        shapes.append(tuple(shape))
     with ends.calls.enter("unshard", "inputs") as scope:
         settle(scope, ends, tensor.device, Shared.of({}))
-        for step in range(1, ranks):
-            to, source = (ends.rank + step) % ranks, (ends.rank - step) % ranks
-            shape = list(tensor.shape)
-            shape[dim] = layout.local_length(source)
-            everyone[source] = tensor.new_empty(shape)
-            send = (to, tensor) if tensor.numel() else None
-            receive = (source, everyone[source]) if everyone[source].numel() else None
-            pending.append(ends.start(send, receive))
-        for one in pending:
-            one.wait()
-    return layout.unshard([everyone[each] for each in range(ranks)], dim)
+        everyone = all_gather(ends, tensor, shapes)
+    return layout.unshard(everyone, dim)

@@ -7,11 +7,9 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..exchange import Exchange, Scope, untraced
 from ..layout import SequenceLayout
 from ..pattern import in_brief, shape_in_brief
-from .calls import Scope
-from .interface import Exchange
-from .untraced import untraced
 
 
 def check_padding_mask(mask: Any, batch: int, local_length: int, device: torch.device) -> None:

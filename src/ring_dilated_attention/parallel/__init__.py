@@ -1,0 +1,43 @@
+"""Users of torch.distributed that move no rows of attention: DTensors, batches, DDP and FSDP2.
+
+`Placed` says how DTensors (`is_dtensor`) are placed on a mesh, and makes DTensors of results.
+`fill` sets a parameter that may be a DTensor, and `of_own_part` computes row by row; `own_part` is
+what a rank has of a dimension of one, `torch_cuts` what each has.
+
+`shard` and `unshard` lead from whole tensors to shards and back. `check_same_batch` compares the
+batches of ranks, and `agree_on_batch` does so inside of another call.
+
+`labels_per_rank` is what a loss is divided by where DDP and FSDP2 average gradients, and
+`refuse_beside_wrapper` refuses calls whose gradients they do not. `is_fully_sharded` and
+`gather_weights_in` are for modules under FSDP2.
+"""
+
+from .averaging import gather_weights_in, is_fully_sharded, labels_per_rank, refuse_beside_wrapper
+from .dtensors import (
+    Placed,
+    fill,
+    group_of_dtensors,
+    is_dtensor,
+    of_own_part,
+    own_part,
+    torch_cuts,
+)
+from .shards import agree_on_batch, check_same_batch, shard, unshard
+
+__all__ = [
+    "Placed",
+    "agree_on_batch",
+    "check_same_batch",
+    "fill",
+    "gather_weights_in",
+    "group_of_dtensors",
+    "is_dtensor",
+    "is_fully_sharded",
+    "labels_per_rank",
+    "of_own_part",
+    "own_part",
+    "refuse_beside_wrapper",
+    "shard",
+    "torch_cuts",
+    "unshard",
+]

@@ -10,7 +10,7 @@ memory, on the device of `resolve_device`.
 """
 
 from .contenders import BASELINES
-from .report import plot, report
+from .reporting import plot, report
 from .result import COMPONENTS, DTYPES, OURS, Result, Workload, document, environment, from_document
 from .run import Settings, bench
 from .timing import peak_bytes, resolve_device, take_turns

@@ -90,7 +90,7 @@ def bench(
     if place is not None and place.rank > 0:
         return
     about = environment(chosen)
-    console.print(", ".join(f"{name} {value}" for name, value in about.items()) + "\n")
+    console.print(", ".join(f"{name} {value}" for name, value in about.items()))
     for part in report(results):
         if isinstance(part, str):
             console.print(part)

@@ -9,7 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.generating import VOCABULARY, make_model
 from support.strategies import patterns
+from support.tolerances import assert_close_to
 
 import ring_dilated_attention
 from ring_dilated_attention import (
@@ -20,8 +22,8 @@ from ring_dilated_attention import (
 )
 from ring_dilated_attention.checks import KINDS, reference_attention, relative_error
 from ring_dilated_attention.decode import Step
-from ring_dilated_attention.decode.by_kernel import begin_by_kernel
-from ring_dilated_attention.decode.call import strips_on
+from ring_dilated_attention.decode.attend import begin_by_kernel
+from ring_dilated_attention.decode.replicated import strips_on
 from ring_dilated_attention.engine import merge_
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.kernels import NO_END, DecodeTuning, profile_of, strips_of_cache
@@ -237,7 +239,7 @@ def test_a_position_without_room_is_nan(monkeypatch):
     query, key, value = rows_of(2, 1, 6)
     cache = DilatedKVCache(DilatedPattern.dense(), 1, 1, 8, max_length=4, device=DEVICE)
     cache.prefill(key[:, :3], value[:, :3])
-    monkeypatch.setattr("ring_dilated_attention.decode.lengths.check_room", lambda *_: None)
+    monkeypatch.setattr("ring_dilated_attention.decode.cache.check_room", lambda *_: None)
     new = [x[:, 3:5] for x in (query, key, value)]
     out = attend(*new, cache, backend="triton")
     assert torch.isfinite(out[:, 0]).all()
@@ -350,3 +352,23 @@ def test_too_many_new_positions_for_the_kernels():
     cache = DilatedKVCache(LONGNET, 1, 1, 8, device=DEVICE)
     with pytest.raises(ValueError, match="decodes at most 64 new positions a call; got 65"):
         attend(query, key, value, cache, backend="triton")
+
+
+@pytest.mark.parametrize("lengths", [None, [21, 9]], ids=["equal", "of their own"])
+def test_longnet_step_by_the_kernels_is_rows_of_its_forward(lengths):
+    model, exact = make_model().to(DEVICE, torch.float32), make_model().to(DEVICE)
+    plain = make_model().to(DEVICE, torch.float32)
+    for block in model.blocks:
+        block.attention.backend = "triton"
+    tokens = torch.randint(VOCABULARY, (2, 40), device=DEVICE)
+    caches = model.make_caches(2, max_length=60)
+    model.prefill(tokens[:, :21], caches, lengths=lengths)
+    found, first = [], 21
+    for count in (1, 3, 1, 2):
+        found.append(model.step(tokens[:, first : first + count], caches))
+        first += count
+    for row, length in enumerate(lengths or [21, 21]):
+        text = torch.cat([tokens[row : row + 1, :length], tokens[row : row + 1, 21:28]], 1)
+        with torch.no_grad():
+            want, rough = (one(text)[0, length:] for one in (exact, plain))
+        assert_close_to(torch.cat(found, 1)[row], want, plain=rough, factor=4.0, terms=48)

@@ -10,7 +10,8 @@ pytest.importorskip("triton")
 
 from ring_dilated_attention import kernels
 from ring_dilated_attention.checks import relative_error
-from ring_dilated_attention.nn import LayerNorm, SlideEncoder, SlideEncoderConfig, norm
+from ring_dilated_attention.nn import SlideEncoder, SlideEncoderConfig, norm
+from ring_dilated_attention.nn.norm import LayerNorm
 from ring_dilated_attention.torch_op import gelu_norm
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

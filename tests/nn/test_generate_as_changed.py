@@ -89,13 +89,9 @@ def test_a_step_that_fails_can_be_tried_again(name: str, count: int, max_rewind:
     model, text = make_model(), torch.randint(VOCABULARY, (2, 60))
     caches = model.make_caches(2, max_length=60, max_rewind=max_rewind)
     model.prefill(text[:, :18], caches)
-
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
     logits = []
     for first in range(18, 60, count):
-        handle = model.get_submodule(name).register_forward_hook(interrupt)
+        handle = model.get_submodule(name).register_forward_hook(_interrupt)
         with pytest.raises(KeyboardInterrupt):
             model.step(text[:, first : first + count], caches)
         handle.remove()
@@ -104,6 +100,41 @@ def test_a_step_that_fails_can_be_tried_again(name: str, count: int, max_rewind:
         logits.append(model.step(text[:, first : first + count], caches))
     with torch.no_grad():
         assert relative_error(torch.cat(logits, 1), model(text)[:, 18:]) < 1e-10
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_what_a_failed_step_overwrote_cannot_be_taken_back() -> None:
+    model, text = make_model(segment_lengths=[8], dilation_rates=[1]), torch.randint(31, (1, 40))
+    caches = model.make_caches(1, max_rewind=3)
+    model.prefill(text[:, :16], caches)
+    hook = model.norm.register_forward_hook(_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model.step(text[:, 30:33], caches)
+    hook.remove()
+    with pytest.raises(ValueError, match="at most 1 positions of row 0 can be taken back"):
+        caches[0].rewind(2)
+    for cache in caches:
+        cache.rewind(1)
+    got = model.step(text[:, 15:40], caches)
+    with torch.no_grad():
+        assert relative_error(got, model(text)[:, 15:]) < 1e-10
+
+
+def test_caches_are_empty_behind_a_prefill_that_failed() -> None:
+    model, text = make_model(), torch.randint(VOCABULARY, (2, 10))
+    caches = model.make_caches(1, max_length=20)
+    model.prefill(text[:1], caches)
+    hook = model.blocks[1].register_forward_pre_hook(_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model.prefill(text[1:], caches)
+    hook.remove()
+    assert {cache.known_lengths for cache in caches} == {(0,)}
+    assert [cache.lengths.item() for cache in caches] == [0] * len(caches)
+    with torch.no_grad():
+        assert relative_error(model.step(text[1:], caches), model(text[1:])) < 1e-10
 
 
 @pytest.mark.parametrize("name", ["expand", "contract", "attention.out_proj"])

@@ -15,8 +15,9 @@ from torch import nn
 from ring_dilated_attention import DilatedPattern, SequenceLayout
 from ring_dilated_attention.checks import reference_attention, relative_error, run_ranks
 from ring_dilated_attention.exchange import run_loopback
-from ring_dilated_attention.nn import LayerNorm, SlideEncoder, SlideEncoderConfig, sincos_positions
-from ring_dilated_attention.nn.encoder_block import EncoderBlock
+from ring_dilated_attention.nn import SlideEncoder, SlideEncoderConfig, sincos_positions
+from ring_dilated_attention.nn.norm import LayerNorm
+from ring_dilated_attention.nn.slide import EncoderBlock
 
 TORCHSCALE = {"head_offsets": "blocked", "zero_keys": True, "branch_gradients": "detached"}
 

@@ -17,14 +17,9 @@ from torch import Tensor, nn
 from ..exchange import Group, is_fully_sharded, one_group, resolve_exchange
 from ..functional import BRANCH_GRADIENTS, EXCHANGES, BranchGradients, Schedule, dilated_attention
 from ..layout import SequenceLayout
-from ..nn import (
-    check_head_sizes,
-    check_rows,
-    is_plain,
-    normalize,
-    project_heads,
-    slice_of_heads,
-)
+from ..nn.heads import check_head_sizes, project_heads, slice_of_heads
+from ..nn.modules import check_rows, is_plain
+from ..nn.norm import normalize
 from ..pattern import DilatedPattern, HeadOffsets, check_choice, check_positive_float
 from ..tiles import BACKENDS, Backend
 from ..torch_op import padding, telling_ranks

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from ..nn import hooks_of
+from ..nn.modules import hooks_of
 from ..pattern import in_brief
 
 _MOST_SHOWN = 5

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from ..nn import Heads, slice_of_projections
+from ..nn.heads import Heads, slice_of_projections
 from ..pattern import DilatedPattern
 from .transformers_call import Settings
 

@@ -15,11 +15,8 @@ for; at most `MOST_NEW_ROWS`.
 `NO_END` stands for the length of a segment without end.
 `merge_rows`, `add_rows` and `row_sums` merge and add the results of tiles. `take_rows`,
 `add_to_rows` and `sum_slots` copy, add and sum rows of K and V that are found by index.
-`norm_of_sum` (a sum and its layer norm, of rows of at most `MOST_WIDTH` elements) and `turn_heads_`
-(a rotation in place) are for steps of generation; so are `product` (a linear layer, with the layer
-norm before and the GELU or the addition after it) and `product_of_heads` (query, key and value),
-where `computes_products` says that they help. `gelu_norm_forward` and `gelu_norm_backward` are the
-layer norm of a GELU of many rows, of at most `MOST_GELU_WIDTH` elements.
+`gelu_norm_forward` and `gelu_norm_backward` are the layer norm of a GELU of many rows, of at most
+`MOST_GELU_WIDTH` elements.
 """
 
 from __future__ import annotations
@@ -42,7 +39,6 @@ from .own_programs import (
 from .tuning import (
     MOST_GELU_WIDTH,
     MOST_NEW_ROWS,
-    MOST_WIDTH,
     NO_END,
     BackwardConfig,
     Kernel,
@@ -60,8 +56,6 @@ if TYPE_CHECKING:
     from .own_forward import ranges_forward, rows_of_program
     from .rows import add_rows, merge_rows, row_sums
     from .rows_by_index import add_to_rows, sum_slots, take_rows
-    from .step_products import computes_products, product, product_of_heads
-    from .step_rows import norm_of_sum, turn_heads_
 
 __all__ = [
     "H200",
@@ -70,7 +64,6 @@ __all__ = [
     "MOST_NEW_ROWS",
     "MOST_POSITIONS",
     "MOST_STEP",
-    "MOST_WIDTH",
     "NO_END",
     "BackwardConfig",
     "Begun",
@@ -87,16 +80,12 @@ __all__ = [
     "build_cells",
     "build_programs",
     "compiles_for",
-    "computes_products",
     "default_config",
     "gelu_norm_backward",
     "gelu_norm_forward",
     "has_triton",
     "launches_of",
     "merge_rows",
-    "norm_of_sum",
-    "product",
-    "product_of_heads",
     "profile_of",
     "ranges_backward",
     "ranges_forward",
@@ -110,7 +99,6 @@ __all__ = [
     "take_rows",
     "tiles_backward",
     "tiles_forward",
-    "turn_heads_",
 ]
 
 _NEEDS_TRITON = {
@@ -132,11 +120,6 @@ _NEEDS_TRITON = {
     "add_to_rows": "rows_by_index",
     "sum_slots": "rows_by_index",
     "take_rows": "rows_by_index",
-    "computes_products": "step_products",
-    "product": "step_products",
-    "product_of_heads": "step_products",
-    "norm_of_sum": "step_rows",
-    "turn_heads_": "step_rows",
 }
 
 

@@ -172,8 +172,6 @@ NO_END = 2**62
 no end."""
 MOST_NEW_ROWS = 64
 """Positions that the decoding kernels take at a time: each sees those before it by a mask."""
-MOST_WIDTH = 16384
-"""Elements, at most, of a row that one program normalises: 32 a thread at 16 warps."""
 MOST_GELU_WIDTH = 8192
 """Elements, at most, of a row of which one program normalises the GELU."""
 _MOST_DECODE_QUERIES = 64

@@ -4,15 +4,14 @@
 alike. `rows` is what tiles and messages are made of, and `tiling` makes them. `attention` is the
 plan of a world, `rank` that of one rank, `joined` what a rank computes at once when it has keys of
 all others, `passing` how ranks of a host pass on what has crossed to it once, `replicated` that of
-queries which every rank holds, `cache` what a KV cache keeps, `cache_step` what one new position
-reads of it, and `cache_usage` how many rows are in use. `zero_keys` counts keys that no rank holds,
+queries which every rank holds, `cache` what a KV cache keeps and new positions
+read of it, and `cache_usage` how many rows are in use. `zero_keys` counts keys that no rank holds,
 `check` proves a plan, `costs` counts its bytes and operations, and `prediction` turns it into
 seconds by rates that it is given.
 """
 
 from .attention import FEW_ADDITIONS, AttentionPlan, plan_attention
 from .cache import CachedBranch, CachePlan, KeptRows, NewTile, plan_cache
-from .cache_step import CacheStep, StepTile, plan_step
 from .cache_usage import BranchUse, cache_use, plan_any_length
 from .check import PlanError, check_plan, enumerated, proof_steps
 from .costs import (
@@ -45,7 +44,6 @@ __all__ = [
     "Balance",
     "BranchUse",
     "CachePlan",
-    "CacheStep",
     "CachedBranch",
     "ComputeRates",
     "Joined",
@@ -68,7 +66,6 @@ __all__ = [
     "Rows",
     "Run",
     "Step",
-    "StepTile",
     "TensorSize",
     "Tile",
     "TileGroup",
@@ -87,7 +84,6 @@ __all__ = [
     "plan_any_length",
     "plan_attention",
     "plan_cache",
-    "plan_step",
     "predict",
     "proof_steps",
     "replicated_groups",

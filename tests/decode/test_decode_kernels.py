@@ -114,7 +114,7 @@ def test_however_it_is_cut_into_programs(rounds, monkeypatch):
     tuning = DecodeTuning(rounds=rounds)
     profile = replace(profile_of(DEVICE), decode=tuning, multiprocessors=9)
     monkeypatch.setattr("ring_dilated_attention.kernels.decode.profile_of", lambda _: profile)
-    monkeypatch.setattr("ring_dilated_attention.kernels.decode_shape.profile_of", lambda _: profile)
+    monkeypatch.setattr("ring_dilated_attention.kernels.decode_launches.profile_of", lambda _: profile)
     decode(DilatedPattern([None, 32], [1, 3]), 170, [1, 1, 5], heads=6, kv_heads=2)
     decode(DilatedPattern.dense(), 71, [3, 1], heads=2, kv_heads=2, batch=2)
 

@@ -15,7 +15,7 @@ from ring_dilated_attention import (
     SequenceLayout,
     cached_attention,
 )
-from ring_dilated_attention.checks import reference_attention
+from ring_dilated_attention.checks import reference_attention, run_ranks, world_exchange
 from ring_dilated_attention.exchange import SoloExchange, run_loopback
 
 HEAD_DIM = 8
@@ -56,6 +56,7 @@ def runs(draw):
         "steps": draw(st.lists(STEPS, min_size=1, max_size=9)),
         "seed": draw(st.integers(0, 1000)),
         "backend": "auto",
+        "dtype": torch.float64,
     }
 
 
@@ -98,9 +99,8 @@ class Run:
     def __init__(self, case, ends):
         self.case, self.ends = case, ends
         self.generator = torch.Generator().manual_seed(case["seed"])
-        by_kernels = case["backend"] == "triton"
-        self.dtype = torch.float32 if by_kernels else torch.float64
-        self.device = DEVICE if by_kernels else "cpu"
+        self.dtype = case["dtype"]
+        self.device = DEVICE if case["backend"] == "triton" else "cpu"
         self.cache = DilatedKVCache(
             case["pattern"], case["batch"], case["kv_heads"], HEAD_DIM, dtype=self.dtype,
             device=self.device, max_length=case["max_length"], max_rewind=case["max_rewind"],
@@ -208,6 +208,7 @@ def check_steps(case):
     first, *others = run_loopback(case["world_size"], partial(run_steps, case))
     for results in others:
         assert all(torch.equal(x, y) for x, y in zip(results, first, strict=True))
+    return first
 
 
 @settings(max_examples=80)
@@ -225,6 +226,7 @@ def check_steps(case):
         "steps": [("attend", 1), ("attend", 1)],
         "seed": 0,
         "backend": "auto",
+        "dtype": torch.float64,
     }
 )
 def test_any_steps(case):
@@ -258,6 +260,7 @@ def test_speculative_decoding(max_rewind, branch, rounds, world_size):
             "steps": steps,
             "seed": 0,
             "backend": "auto",
+            "dtype": torch.float64,
         }
     )
 
@@ -277,8 +280,62 @@ def test_speculative_decoding(max_rewind, branch, rounds, world_size):
         "steps": [("append", 17), ("attend", 20), ("rewind", 1.0), ("attend", 3), ("rewind", 0.3)],
         "seed": 0,
         "backend": "triton",
+        "dtype": torch.float32,
     }
 )
 def test_any_steps_by_the_kernels(case):
     pytest.importorskip("triton")
-    run_steps({**case, "world_size": 1, "backend": "triton"}, SoloExchange())
+    case = {**case, "world_size": 1, "backend": "triton", "dtype": torch.float32}
+    run_steps(case, SoloExchange())
+
+
+def generation(**changes):
+    """A prompt of three lengths, and what follows it."""
+    counts = [1, 1, 5, 1, 16, 1]
+    return {
+        "pattern": DilatedPattern([12, 24, None], [1, 5, 3]),
+        "kv_heads": 3,
+        "heads": 6,
+        "batch": 3,
+        "max_length": 100,
+        "max_rewind": 0,
+        "world_size": 1,
+        "sharded": True,
+        "steps": [
+            ("prefill", 61, "zigzag", [1.0, 0.22, 0.0, 0.0], None, None),
+            *(("attend", count) for count in counts),
+        ],
+        "seed": 0,
+        "backend": "auto",
+        "dtype": torch.float64,
+        **changes,
+    }
+
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_cached_attention_in_dtypes(world_size, dtype):
+    """Of rounded inputs; it errs as plain code in that precision does."""
+    out, lse, *_ = check_steps(generation(world_size=world_size, dtype=dtype))
+    assert out.dtype == dtype
+    assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+@pytest.mark.parametrize("backend", ["eager", "cpu_flash"])
+def test_cached_attention_by_back_ends(backend):
+    check_steps(generation(backend=backend, dtype=torch.float32))
+
+
+def _process(rank, world_size, case):
+    return run_steps(case, world_exchange())
+
+
+@pytest.mark.parametrize(("sharded", "dtype"), [(True, torch.bfloat16), (False, torch.float64)])
+def test_cached_attention_in_processes(sharded, dtype):
+    case = generation(world_size=3, sharded=sharded, dtype=dtype)
+    first, *others = run_ranks(_process, 3, case)
+    for results in others:
+        assert all(torch.equal(x, y) for x, y in zip(results, first, strict=True))

@@ -474,49 +474,51 @@ def _forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: ReplicatedCall
 ) -> tuple[torch.Tensor, torch.Tensor]:
     TABLES.start_call()
-    batch, length, num_heads, _ = query.shape
-    dtype, sums = accumulate_dtype(query.dtype), Accumulator(query.device)
-    out = torch.zeros(query.shape, dtype=dtype, device=query.device)
-    lse = out.new_full((batch, num_heads, length), -torch.inf)
-    with kernels_on(query.device), sums:
-        for some in call.planned:
-            rows, tiles = some.rows, some.tiles
-            inputs = compute.Inputs(
-                *(readable(x[rows], tiles.selection) for x in (query, key, value))
-            )
-            if some.strips is not None:
-                if some.strips.shape[2]:
-                    _attend_to_strips(inputs, some.strips, tiles.scale, out[rows], lse[rows])
-                continue
-            for group in some.groups:
-                compute.forward(group, tiles, inputs, compute.Result(out[rows], lse[rows]), sums)
-        sums.join()
-        out, lse = merged_over_ranks(call.exchange, out, lse.transpose(1, 2))
+    with kernels_on(query.device):
+        found = [_of_rows(query, key, value, some) for some in call.planned]
+        out, lse = found[0]
+        if len(found) > 1:
+            out, lse = out.new_empty(query.shape), lse.new_empty(query.shape[:3])
+            for some, (of_some, lse_of_some) in zip(call.planned, found, strict=True):
+                out[some.rows], lse[some.rows] = of_some, lse_of_some
+        out, lse = merged_over_ranks(call.exchange, out, lse)
         for some in call.planned:
             zero_keys = replicated_zero_keys(some.plan, some.positions)
             merge_zero_keys(zero_keys, out[some.rows], lse[some.rows], some.tiles.heads_per_kv)
     return out.to(query.dtype).contiguous(), lse.transpose(1, 2).contiguous()
 
 
-def _attend_to_strips(
-    inputs: compute.Inputs,
-    strips: torch.Tensor,
-    scale: float,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-) -> None:
-    """Attention by the kernels of a cache: keys of a sharded sequence are strips of rows, too.
+def _of_rows(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, some: ReplicatedRows
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Over the keys of this rank: out (batch, m, heads, head_dim) and lse (batch, m, heads).
 
-    Writes out (batch, m, heads, head_dim) and lse (batch, heads, m).
+    By the kernels of a cache, since keys of a sharded sequence are strips of rows, too; or by
+    tiles.
     """
-    query, keys, values = inputs
-    count = strips.shape[2]
-    begun = kernels.begin_strips(
-        query, keys, values, kernels.Strips(strips, count, 0), keys.shape[1] * count, scale
-    )
-    found, found_lse = begun.merged(out.dtype)
-    out.copy_(found)
-    lse.copy_(found_lse.transpose(1, 2))
+    rows, tiles, strips = some.rows, some.tiles, some.strips
+    query, key, value = (readable(x[rows], tiles.selection) for x in (query, key, value))
+    dtype, sums = accumulate_dtype(query.dtype), Accumulator(query.device)
+    with sums:
+        if strips is not None and strips.shape[2]:
+            count = strips.shape[2]
+            begun = kernels.begin_strips(
+                query,
+                key,
+                value,
+                kernels.Strips(strips, count, 0),
+                key.shape[1] * count,
+                tiles.scale,
+            )
+            return begun.merged(dtype)
+        batch, length, num_heads, _ = query.shape
+        out = torch.zeros(query.shape, dtype=dtype, device=query.device)
+        lse = out.new_full((batch, num_heads, length), -torch.inf)
+        inputs, result = compute.Inputs(query, key, value), compute.Result(out, lse)
+        for group in some.groups:
+            compute.forward(group, tiles, inputs, result, sums)
+        sums.join()
+    return out, lse.transpose(1, 2)
 
 
 def _backward(

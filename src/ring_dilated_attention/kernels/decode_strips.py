@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .decode_shape import SHAPES_KEPT, launching
+from .decode_launches import SHAPES_KEPT, launching
 from .device_profile import profile_of
 from .launch import KernelLaunch, Launcher
 from .tuning import NO_END, power_of_two

@@ -629,28 +629,34 @@ def _captures(
         max_new_tokens: how many tokens are wanted.
 
     Raises:
-        ValueError: it is asked for, and the ranks share the caches; alike on every rank.
+        ValueError: it is asked for, and cannot be; alike on every rank.
     """
     if capture and caches[0].is_sharded:
         raise ValueError(
             f"the ranks share the rows of each cache ({caches[0].nbytes:,} bytes on each rank), "
             "and such a step cannot be captured: give sharded=False, or capture=False"
         )
-    if capture is not None:
-        return capture
     device = caches[0].keys.device
-    return (
-        device.type == "cuda"
+    if capture is False or device.type != "cuda":
+        return False
+    by_kernel = all(
+        steps_by_kernel(caches[0], module.backend)
+        for module in model.modules()
+        if isinstance(module, MultiheadDilatedAttention)
+    )
+    if capture and not by_kernel:
+        raise ValueError(
+            "capture=True, but the decoding kernels do not compute attention of this model, and "
+            "only they read positions on the device: they take float16, bfloat16 or float32, and "
+            "backend='auto' or 'triton'. Give capture=False"
+        )
+    return capture or (
+        by_kernel
         and max_new_tokens >= CAPTURED_TOKENS
         and not _has_hooks(model)
         and not any(cache.is_sharded for cache in caches)
         and not torch.is_autocast_enabled(device.type)
         and not any(is_dtensor(parameter) for parameter in model.parameters())
-        and all(
-            steps_by_kernel(caches[0], module.backend)
-            for module in model.modules()
-            if isinstance(module, MultiheadDilatedAttention)
-        )
     )
 
 

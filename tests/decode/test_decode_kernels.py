@@ -113,8 +113,9 @@ def test_any_generation_equals_the_full_forward(pattern, prompt, counts, heads, 
 def test_however_it_is_cut_into_programs(rounds, monkeypatch):
     tuning = DecodeTuning(rounds=rounds)
     profile = replace(profile_of(DEVICE), decode=tuning, multiprocessors=9)
-    monkeypatch.setattr("ring_dilated_attention.kernels.decode.profile_of", lambda _: profile)
-    monkeypatch.setattr("ring_dilated_attention.kernels.decode_launches.profile_of", lambda _: profile)
+    for name in ("decode", "decode_launches"):
+        read = f"ring_dilated_attention.kernels.{name}.profile_of"
+        monkeypatch.setattr(read, lambda _: profile)
     decode(DilatedPattern([None, 32], [1, 3]), 170, [1, 1, 5], heads=6, kv_heads=2)
     decode(DilatedPattern.dense(), 71, [3, 1], heads=2, kv_heads=2, batch=2)
 
@@ -358,7 +359,8 @@ def test_too_many_new_positions_for_the_kernels():
 def test_longnet_step_by_the_kernels_is_rows_of_its_forward(lengths):
     model, exact = make_model().to(DEVICE, torch.float32), make_model().to(DEVICE)
     plain = make_model().to(DEVICE, torch.float32)
-    for block in model.blocks:
+    blocks: Any = model.blocks
+    for block in blocks:
         block.attention.backend = "triton"
     tokens = torch.randint(VOCABULARY, (2, 40), device=DEVICE)
     caches = model.make_caches(2, max_length=60)

@@ -87,7 +87,7 @@ class Model:
         for row, (keys, values) in enumerate(self.documents):
             before = query.new_zeros(len(keys) - count, *query.shape[2:])
             q, k, v = torch.cat([before, query[row]]), keys.to(dtype), values.to(dtype)
-            out, lse = reference_attention(*(x[None] for x in (q, k, v)), pattern, is_causal=True)
+            out, lse = reference_attention(q[None], k[None], v[None], pattern, is_causal=True)
             outs.append(out[:, len(before) :])
             lses.append(lse[:, :, len(before) :])
         return torch.cat(outs), torch.cat(lses)

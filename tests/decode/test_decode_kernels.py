@@ -9,7 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.generating import VOCABULARY, make_model
 from support.strategies import patterns
+from support.tolerances import assert_close_to
 
 import ring_dilated_attention
 from ring_dilated_attention import (
@@ -18,14 +20,14 @@ from ring_dilated_attention import (
     SequenceLayout,
     plan_attention,
 )
-from ring_dilated_attention.checks import KINDS, reference_attention, relative_error
+from ring_dilated_attention.checks import KINDS, reference_attention
 from ring_dilated_attention.decode import Step
-from ring_dilated_attention.decode.by_kernel import begin_by_kernel
-from ring_dilated_attention.decode.call import strips_on
+from ring_dilated_attention.decode.attend import begin_by_kernel
+from ring_dilated_attention.decode.replicated import strips_on
 from ring_dilated_attention.engine import merge_
 from ring_dilated_attention.exchange import run_loopback
-from ring_dilated_attention.kernels import profile_of
-from ring_dilated_attention.kernels.decode import NO_END, strips_of_cache
+from ring_dilated_attention.kernels import NO_END, profile_of
+from ring_dilated_attention.kernels.decode import strips_of_cache
 from ring_dilated_attention.kernels.device_profile import DecodeTuning
 from ring_dilated_attention.plan import plan_cache
 
@@ -38,7 +40,6 @@ pytestmark = [
     *([] if INTERPRETED else [pytest.mark.gpu]),
 ]
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
-TOLERANCE = 1e-5
 attend: Any = ring_dilated_attention.cached_attention
 attend_whole: Any = ring_dilated_attention.replicated_query_attention
 begin_of_rank: Any = begin_by_kernel
@@ -54,21 +55,23 @@ def rows_of(heads, kv_heads, length, batch=1, head_dim=8, dtype=torch.float32):
 
 
 def check(out, lse, want, positions):
-    """Compare with rows of the reference, (out, lse) in float64."""
+    """Compare with rows of the reference, those of `reference`."""
+    exact, plain = want
     rows = slice(positions.start, positions.stop)
-    expected, expected_lse = want[0][:, rows], want[1][:, :, rows]
-    hidden = torch.isneginf(expected_lse)
-    assert torch.equal(torch.isneginf(lse), hidden)
+    hidden = torch.isneginf(exact[1][:, :, rows])
     assert (out.transpose(1, 2)[hidden] == 0).all()
-    assert relative_error(out, expected) < TOLERANCE
-    lse, expected_lse = (x.double().masked_fill(hidden, 0) for x in (lse, expected_lse))
-    # It may be all but 0 in a call of one row: then no error is small beside it.
-    torch.testing.assert_close(lse, expected_lse, rtol=TOLERANCE, atol=TOLERANCE)
+    options: dict[str, Any] = {"factor": 4.0, "terms": out.shape[3]}
+    assert_close_to(out, exact[0][:, rows], plain=plain[0][:, rows], **options)
+    assert_close_to(lse, exact[1][:, :, rows], plain=plain[1][:, :, rows], **options)
 
 
 def reference(*tensors, pattern, **options):
-    plain: Any = reference_attention
-    return plain(*(x.double() for x in tensors), pattern, **options)
+    """(out, lse) in float64, and in the dtype of the tensors."""
+    attention: Any = reference_attention
+    return [
+        attention(*(x.to(dtype) for x in tensors), pattern, **options)
+        for dtype in (torch.float64, tensors[0].dtype)
+    ]
 
 
 def decode(pattern, prompt, counts, *, heads=4, kv_heads=2, batch=1, kind=None, **options):
@@ -112,7 +115,6 @@ def test_any_generation_equals_the_full_forward(pattern, prompt, counts, heads, 
 def test_however_it_is_cut_into_programs(rounds, monkeypatch):
     tuning = DecodeTuning(rounds=rounds)
     profile = replace(profile_of(DEVICE), decode=tuning, multiprocessors=9)
-    monkeypatch.setattr("ring_dilated_attention.kernels.decode.profile_of", lambda _: profile)
     monkeypatch.setattr("ring_dilated_attention.kernels.decode.profile_of", lambda _: profile)
     decode(DilatedPattern([None, 32], [1, 3]), 170, [1, 1, 5], heads=6, kv_heads=2)
     decode(DilatedPattern.dense(), 71, [3, 1], heads=2, kv_heads=2, batch=2)
@@ -239,7 +241,7 @@ def test_a_position_without_room_is_nan(monkeypatch):
     query, key, value = rows_of(2, 1, 6)
     cache = DilatedKVCache(DilatedPattern.dense(), 1, 1, 8, max_length=4, device=DEVICE)
     cache.prefill(key[:, :3], value[:, :3])
-    monkeypatch.setattr("ring_dilated_attention.decode.lengths.check_room", lambda *_: None)
+    monkeypatch.setattr("ring_dilated_attention.decode.cache.check_room", lambda *_: None)
     new = [x[:, 3:5] for x in (query, key, value)]
     out = attend(*new, cache, backend="triton")
     assert torch.isfinite(out[:, 0]).all()
@@ -305,11 +307,10 @@ def test_replicated_queries_of_rows_of_several_lengths(is_causal):
         backend="triton", return_lse=True,
     )  # fmt: skip
     whole: Any = ring_dilated_attention.dilated_attention
-    want, want_lse = whole(
-        *(x.double() for x in (query, key, value)), LONGNET, is_causal=is_causal, lengths=lengths,
-        return_lse=True,
-    )  # fmt: skip
-    check(out, lse, (want, want_lse), range(15, 20))
+    tensors = [(x.double(), x) for x in (query, key, value)]
+    options: dict[str, Any] = {"is_causal": is_causal, "lengths": lengths, "return_lse": True}
+    want = [whole(*some, LONGNET, **options) for some in zip(*tensors, strict=True)]
+    check(out, lse, want, range(15, 20))
 
 
 def test_a_rank_whose_keys_are_all_behind_the_query():
@@ -352,3 +353,24 @@ def test_too_many_new_positions_for_the_kernels():
     cache = DilatedKVCache(LONGNET, 1, 1, 8, device=DEVICE)
     with pytest.raises(ValueError, match="decodes at most 64 new positions a call; got 65"):
         attend(query, key, value, cache, backend="triton")
+
+
+@pytest.mark.parametrize("lengths", [None, [21, 9]], ids=["equal", "of their own"])
+def test_longnet_step_by_the_kernels_is_rows_of_its_forward(lengths):
+    model, exact = make_model().to(DEVICE, torch.float32), make_model().to(DEVICE)
+    plain = make_model().to(DEVICE, torch.float32)
+    blocks: Any = model.blocks
+    for block in blocks:
+        block.attention.backend = "triton"
+    tokens = torch.randint(VOCABULARY, (2, 40), device=DEVICE)
+    caches = model.make_caches(2, max_length=60)
+    model.prefill(tokens[:, :21], caches, lengths=lengths)
+    found, first = [], 21
+    for count in (1, 3, 1, 2):
+        found.append(model.step(tokens[:, first : first + count], caches))
+        first += count
+    for row, length in enumerate(lengths or [21, 21]):
+        text = torch.cat([tokens[row : row + 1, :length], tokens[row : row + 1, 21:28]], 1)
+        with torch.no_grad():
+            want, rough = (one(text)[0, length:] for one in (exact, plain))
+        assert_close_to(torch.cat(found, 1)[row], want, plain=rough, factor=4.0, terms=48)

@@ -1,7 +1,6 @@
 """A KV cache: what it keeps, and that attention to it is a row of the full forward."""
 
 import gc
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -19,17 +18,12 @@ from ring_dilated_attention import (
     dilated_attention,
 )
 from ring_dilated_attention.checks import (
-    TOLERANCE,
-    reference_attention,
     relative_error,
-    run_ranks,
-    world_exchange,
 )
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.plan import plan_cache
 
 WORLD_SIZES = (1, 2, 3, 5)
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
 def members_shown_later(pattern, branch, offset, length, horizon):
@@ -118,143 +112,6 @@ def test_the_closed_form_of_its_size():
     assert plan_cache(DilatedPattern([None], [4]), 2, 1001, 0, 3).rows == 2 * 84
     # To be taken back: 5 positions are at most 2 members of every 4th.
     assert plan_cache(DilatedPattern([100], [4]), 2, None, 5).rows == 2 * (25 + 2)
-
-
-@st.composite
-def generations(draw):
-    kv_heads = draw(st.integers(1, 3))
-    prompt = draw(st.integers(0, 90))
-    new = draw(st.lists(st.integers(1, 40), min_size=1, max_size=8))
-    world_size = draw(st.sampled_from(WORLD_SIZES))
-    kind = draw(st.sampled_from(["contiguous", "zigzag"]))
-    return {
-        "pattern": draw(patterns()),
-        "kv_heads": kv_heads,
-        "heads": kv_heads * draw(st.integers(1, 3)),
-        "batch": draw(st.integers(1, 3)),
-        "prompt": prompt,
-        "new": new,
-        "world_size": world_size,
-        "layout": prompt and SequenceLayout.named(kind, prompt, world_size, is_causal=True),
-        "sharded": draw(st.booleans()),
-        "lengths": draw(st.just(None) | st.lists(st.integers(0, prompt), min_size=3, max_size=3)),
-        "room": draw(st.integers(0, 20)),
-        "seed": draw(st.integers(0, 1000)),
-    }
-
-
-def inputs(case, dtype):
-    """Query, key and value of all positions."""
-    torch.manual_seed(case["seed"])
-    batch, total = case["batch"], case["prompt"] + sum(case["new"])
-    query = torch.randn(batch, total, case["heads"], 8, dtype=dtype)
-    return query, *torch.randn(2, batch, total, case["kv_heads"], 8, dtype=dtype)
-
-
-def run_generation(case, tensors, ends, backend="auto"):
-    """Compare each call with rows of the reference in float64; return what came out."""
-    q, k, v = tensors
-    dtype, batch, kv_heads = q.dtype, case["batch"], case["kv_heads"]
-    exact = [x.double() for x in tensors]
-    reference: Any = reference_attention
-    prompt, total = case["prompt"], q.shape[1]
-    lengths = case["lengths"] and case["lengths"][:batch]
-    cache = DilatedKVCache(
-        case["pattern"], batch, kv_heads, 8, max_length=total + case["room"], dtype=dtype,
-        group=ends, sharded=case["sharded"],
-    )  # fmt: skip
-    cache.keys.fill_(torch.nan)  # what nobody wrote is not to be read
-    cache.values.fill_(torch.nan)
-    if prompt:
-        shards = [case["layout"].shard(x[:, :prompt], ends.rank, 1) for x in (k, v)]
-        cache.prefill(*shards, layout=case["layout"], lengths=lengths)
-    starts = lengths or [prompt] * batch
-    # Row b goes on behind its own prompt, with the rows that come behind the longest one.
-    rows = [[*range(n), *range(prompt, total)] for n in starts]
-    want = [
-        reference(*(x[b : b + 1, row] for x in exact), case["pattern"], is_causal=True)
-        for b, row in enumerate(rows)
-    ]
-    borders = [prompt]
-    for count in case["new"]:
-        borders.append(borders[-1] + count)
-    results = []
-    for first, stop in pairwise(borders):
-        out, lse = cached_attention(
-            q[:, first:stop], k[:, first:stop], v[:, first:stop], cache, backend=backend,
-            return_lse=True,
-        )  # fmt: skip
-        for b, n in enumerate(starts):
-            at = slice(n + first - prompt, n + stop - prompt)
-            hidden = torch.isneginf(want[b][1][0, :, at])
-            assert torch.equal(torch.isneginf(lse[b]), hidden)
-            assert (out[b].transpose(0, 1)[hidden] == 0).all()
-            limit = 1e-10 if dtype == torch.float64 else TOLERANCE[dtype]
-            assert relative_error(out[b], want[b][0][0, at]) < limit
-            both = (x.masked_fill(hidden, 0) for x in (lse[b], want[b][1][0, :, at]))
-            assert relative_error(*both) < limit
-        results += [out, lse]
-    assert cache.lengths.tolist() == [n + sum(case["new"]) for n in starts]
-    return results
-
-
-@settings(max_examples=80)
-@given(generations())
-def test_any_generation_equals_the_full_forward(case):
-    tensors = inputs(case, torch.float64)
-    by_rank = run_loopback(case["world_size"], partial(run_generation, case, tensors))
-    for results in by_rank[1:]:
-        for got, first in zip(results, by_rank[0], strict=True):
-            assert torch.equal(got, first)
-
-
-def generation(**changes):
-    world_size = changes.get("world_size", 1)
-    return {
-        "pattern": DilatedPattern([12, 24, None], [1, 5, 3]),
-        "kv_heads": 3,
-        "heads": 6,
-        "batch": 3,
-        "prompt": 61,
-        "new": [1, 1, 5, 1, 16, 1],
-        "world_size": world_size,
-        "layout": SequenceLayout.zigzag(61, world_size),
-        "sharded": world_size > 1,
-        "lengths": [61, 13, 0],
-        "room": 0,
-        "seed": 0,
-        **changes,
-    }
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_dtypes(world_size, dtype):
-    """Rounded inputs; what is computed of them errs as one call of an SDPA kernel does."""
-    case = generation(world_size=world_size)
-    tensors = inputs(case, dtype)
-    results = run_loopback(world_size, partial(run_generation, case, tensors))[0]
-    wanted = torch.float64 if dtype == torch.float64 else torch.float32
-    assert {out.dtype for out in results[::2]} == {dtype}
-    assert {lse.dtype for lse in results[1::2]} == {wanted}
-
-
-@pytest.mark.parametrize("backend", ["eager", "cpu_flash"])
-def test_backends(backend):
-    case = generation()
-    run_loopback(1, partial(run_generation, case, inputs(case, torch.float32), backend=backend))
-
-
-def _process(rank, world_size, case, dtype):
-    return run_generation(case, inputs(case, dtype), world_exchange())
-
-
-@pytest.mark.parametrize(("sharded", "dtype"), [(True, torch.bfloat16), (False, torch.float64)])
-def test_processes(sharded, dtype):
-    case = generation(world_size=3, sharded=sharded)
-    by_rank = run_ranks(_process, 3, case, dtype)
-    for results in by_rank[1:]:
-        assert all(torch.equal(x, y) for x, y in zip(results, by_rank[0], strict=True))
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

@@ -24,14 +24,13 @@ from ring_dilated_attention.checks import relative_error, run_ranks
 from ring_dilated_attention.integrations.tensor_parallel import HeadParallel
 from ring_dilated_attention.integrations.torchscale import TorchscaleDilatedAttention
 from ring_dilated_attention.nn import (
-    Heads,
     LongNet,
     LongNetConfig,
     MultiheadDilatedAttention,
     SlideEncoder,
     SlideEncoderConfig,
-    slice_of_projections,
 )
+from ring_dilated_attention.nn.heads import Heads, slice_of_projections
 
 LENGTH = 45
 UNEVEN = SequenceLayout([[(31, LENGTH), (0, 4)], [(4, 31)]])

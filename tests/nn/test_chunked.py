@@ -171,48 +171,6 @@ def test_parameters_changed_before_backward_are_an_error():
         loss.backward()
 
 
-class Adapted(nn.Linear):
-    """As a layer of peft says which adapter computes."""
-
-    def __init__(self):
-        super().__init__(WIDTH, WIDTH, dtype=torch.float64)
-        self._active_adapter = ["default"]
-        self.scaling = {"default": 1.0}
-
-
-CHANGES = {
-    "eval": (lambda module: module.eval(), "training of a Adapted was True and became False"),
-    "replaced": (lambda module: module.__setitem__(1, nn.Identity()), "taken out or replaced"),
-    "added": (lambda module: module.append(nn.Identity()), "a module was put in"),
-    "adapter": (
-        lambda module: module[0]._active_adapter.append("other"),
-        r"_active_adapter of a Adapted was \['default'\] and became \['default', 'other'\]",
-    ),
-    "scale": (lambda module: module[0].scaling.update(default=2.0), "scaling of a Adapted was"),
-}
-
-
-@pytest.mark.parametrize("rows", [4, 50])
-@pytest.mark.parametrize("name", CHANGES)
-def test_modules_changed_before_backward_are_an_error(name, rows):
-    """Backward would compute what forward did not: without dropout after `eval()`, say."""
-    change, message = CHANGES[name]
-    module, x = nn.Sequential(Adapted(), nn.Dropout()), inputs(9)[0]
-    loss = map_rows(module, x, rows=rows, modules=(module,)).sum()
-    change(module)
-    with pytest.raises(RuntimeError, match=message):
-        loss.backward()
-
-
-def test_modules_that_compute_the_same_in_evaluation_may_change_before_backward():
-    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.LayerNorm(WIDTH)).double()
-    x = inputs(9)[0]
-    loss = map_rows(module, x, rows=4, modules=(module,)).sum()
-    module.eval()
-    loss.backward()
-    assert x.grad is not None
-
-
 def test_parameters_that_take_no_part_are_an_error():
     module, arguments = TwoInputs(), inputs(9)
     loss = map_rows(module, *arguments, rows=4, modules=(module, nn.Linear(2, 2)))[0].sum()

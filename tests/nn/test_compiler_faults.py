@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._inductor import config
 
-from ring_dilated_attention.nn import SlideEncoder, SlideEncoderConfig, compiler_faults
+from ring_dilated_attention.nn import SlideEncoder, SlideEncoderConfig, slide
 
 pytestmark = [
     pytest.mark.skipif(
@@ -17,7 +17,7 @@ pytestmark = [
 @pytest.mark.parametrize("miscounts", [False, True])
 def test_slides_of_changing_lengths(miscounts, monkeypatch):
     """The class token is a row more than there are tiles."""
-    monkeypatch.setattr(compiler_faults, "MISCOUNTS_ROWS", miscounts)
+    monkeypatch.setattr(slide, "MISCOUNTS_ROWS", miscounts)
     torch.manual_seed(0)
     shape = SlideEncoderConfig(
         in_dim=8,

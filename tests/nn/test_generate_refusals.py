@@ -7,6 +7,7 @@ import torch
 from support.generating import VOCABULARY, make_model
 
 from ring_dilated_attention.exchange import Exchange, run_loopback
+from ring_dilated_attention.nn import LongNet
 
 PROMPT = torch.zeros(2, 5, dtype=torch.int64)
 REFUSED: dict[str, tuple[Any, type[Exception]]] = {
@@ -89,6 +90,18 @@ def test_logits_that_are_not_finite_are_refused() -> None:
         model.generate(PROMPT, 3, temperature=1.0)
 
 
+class _ForbidsAll(LongNet):
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().logits(hidden).masked_fill(torch.arange(VOCABULARY) > 1, -torch.inf)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_generate_refuses_to_draw_where_all_tokens_are_forbidden(temperature: float) -> None:
+    model, allowed = _ForbidsAll(make_model().config), torch.arange(VOCABULARY) > 1
+    with pytest.raises(ValueError, match="logits are not finite, or -inf for all"):
+        model.generate(torch.tensor([[1]]), 2, temperature=temperature, allowed=allowed)
+
+
 @pytest.mark.parametrize("value", [-1, VOCABULARY, 10**9])
 def test_tokens_without_an_embedding_are_refused_on_every_rank(value: int) -> None:
     model = make_model()
@@ -115,12 +128,6 @@ def test_lengths_are_refused_before_memory_is_asked_for() -> None:
     for wrong in (10**13, -7):
         with pytest.raises(ValueError, match=rf"lengths must lie in \[1, 5\].*; got {wrong}"):
             make_model().generate(PROMPT, 3, lengths=[2, wrong])
-
-
-@pytest.mark.parametrize("count", [10**15, 10**18])
-def test_caches_without_memory_say_what_is_too_large(count: int) -> None:
-    with pytest.raises(MemoryError, match=f"no memory for KV caches of max_length={count + 5} "):
-        make_model().generate(PROMPT, count)
 
 
 def test_caches_of_another_model_are_refused() -> None:

@@ -151,7 +151,7 @@ def test_a_step_by_tiles_is_not_captured(dtype, backend):
     def step(query):
         return attend(query, *new[1:], cache, backend=backend)
 
-    with pytest.raises(ValueError, match="only ones that read positions on the device"):
+    with pytest.raises(RuntimeError, match="a CUDA graph would repeat these"):
         CapturedStep(step, new[0], [cache])
     assert cache.known_lengths == (50, 50)
     graph = torch.cuda.CUDAGraph()
@@ -167,7 +167,7 @@ def test_a_model_in_float64_generates_without_a_graph():
     tokens = torch.randint(256, (1, 90), device="cuda")
     new = model.generate(tokens, 40)
     assert torch.equal(new, model.generate(tokens, 40, capture=False))
-    with pytest.raises(ValueError, match="only ones that read positions on the device"):
+    with pytest.raises(ValueError, match="the decoding kernels do not compute"):
         model.generate(tokens, 40, capture=True)
 
 
@@ -299,13 +299,12 @@ def test_a_module_that_waits_for_the_device_cannot_be_captured():
 
 
 def test_nothing_is_compiled_after_the_first_steps():
-    from ring_dilated_attention.kernels import decode, decode_strips
+    from ring_dilated_attention.kernels import decode
     from ring_dilated_attention.kernels.launch import Launcher
 
     tensors = inputs(1)
     cache = DilatedKVCache(LONGNET, 2, 2, 64, dtype=torch.bfloat16, device="cuda")
-    found = (*vars(decode).values(), *vars(decode_strips).values())
-    launchers = [x for x in found if isinstance(x, Launcher)]
+    launchers = [x for x in vars(decode).values() if isinstance(x, Launcher)]
     assert len(launchers) == 3
     for _ in range(50):
         attend(*tensors, cache)

@@ -18,7 +18,7 @@ ROWS = (2048, 4096)
 HEAD_DIM = WIDTH // HEADS
 UNIT = WIDTH * 4  # bytes of a row in float32
 LSE = HEADS * 4 / UNIT
-ANGLES = HEAD_DIM * 4 / UNIT  # cos and sin, once a model
+ANGLES = 2 * HEAD_DIM * 4 / UNIT  # cos and sin, as wide as a head, once a model
 
 # Backward of attention: gradients of the block's two parts that wait, query, key, value and their
 # gradients, and what kernels allocate; the rest is chunks.

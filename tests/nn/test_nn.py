@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from support.tolerances import assert_close_to
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -142,7 +143,7 @@ def test_rope_is_applied_to_query_and_key() -> None:
     assert seen == [(1, 9, 4, 6), (1, 9, 2, 6)]
     # Equal scores: every row is the mean of the values.
     mean = module.v_proj(x).mean(1, keepdim=True).unflatten(-1, (2, 6)).repeat_interleave(2, 2)
-    torch.testing.assert_close(out, module.out_proj(mean.flatten(2)).expand(1, 9, 24))
+    assert_close_to(out, module.out_proj(mean.flatten(2)).expand(1, 9, 24), terms=24)
 
 
 @pytest.mark.parametrize(
@@ -204,9 +205,7 @@ def test_rotation_turns_pairs_by_their_angle() -> None:
     for position in (0, 3, 2**27 + 1):
         turned = rope(torch.tensor([position]))(x).flatten()
         angles = torch.tensor([position, position / 10], dtype=torch.float64)
-        torch.testing.assert_close(
-            turned, torch.cat([angles.cos(), angles.sin()]).float(), rtol=1e-6, atol=1e-6
-        )
+        assert_close_to(turned, torch.cat([angles.cos(), angles.sin()]))
 
 
 def test_scores_depend_on_the_distance_alone() -> None:
@@ -219,7 +218,8 @@ def test_scores_depend_on_the_distance_alone() -> None:
         product: torch.Tensor = rotations[0](query) * rotations[1](key)
         return product.sum()
 
-    torch.testing.assert_close(score(9, 5), score(104, 100), rtol=1e-5, atol=1e-5)
+    # Angles are rounded to float32.
+    assert_close_to(score(9, 5), score(104, 100), terms=16, dtype=torch.float32)
     assert (score(9, 5) - score(5, 9)).abs() > 1e-3
 
 
@@ -427,4 +427,4 @@ def test_a_layer_that_refuses_on_one_rank_does_on_all(wrong: str) -> None:
         return str(caught.value), layer(second, second, second, **options)[0]
 
     (_, one), (_, two) = run_loopback(2, rank_main)
-    assert relative_error(torch.cat([one, two], 1), want) < 1e-6
+    assert_close_to(torch.cat([one, two], 1), want, terms=16)

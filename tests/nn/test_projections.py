@@ -10,12 +10,8 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ring_dilated_attention.checks import relative_error
-from ring_dilated_attention.nn import (
-    MultiheadDilatedAttention,
-    RotaryEmbedding,
-    project_heads,
-    projections,
-)
+from ring_dilated_attention.nn import MultiheadDilatedAttention, RotaryEmbedding, heads
+from ring_dilated_attention.nn.heads import project_heads
 
 SHAPE: dict[str, Any] = {"segment_lengths": [8, None], "dilation_rates": [1, 2]}
 
@@ -116,7 +112,7 @@ def test_gradients_of_some_do_not_keep_the_memory_of_all():
 def test_few_rows_of_a_wide_model_are_projected_layer_by_layer(monkeypatch):
     layers = layers_of()
     for width, count, want in ((24, 5, 1), (23, 5, 3), (23, 24, 1)):
-        monkeypatch.setattr(projections, "NARROW", width)
+        monkeypatch.setattr(heads, "NARROW", width)
         assert projected(layers, torch.randn(1, count, 24))[2] == want
 
 

@@ -3,26 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from ..documents import Integers, in_words
+from ..documents import Integers, as_ints, in_words
 from ..exchange import Exchange, Group, Shared, one_group, resolve_exchange, settle
 from ..functional import autocast_inputs
+from ..kernels import NO_END
 from ..layout import SequenceLayout
-from ..pattern import DilatedPattern, check_positive_int
-from ..plan import plan_cache
-from .hand_over import hand_over
-from .lengths import EqualRows, Lengths, check_room
-from .memo import Memo
-from .prompts import find_prompts, resolve_layout, words_of
-from .refusals import NAME, DeepOnly, check_fit, check_kinds, check_options, for_each_row, rows_in
-from .slots import Slots, keys_and_values
+from ..pattern import DilatedPattern, check_int, check_positive_int, in_brief
+from ..plan import CachePlan, plan_cache
+from ..torch_op import refuse_tangents, validate_tensor
+from .lengths import Lengths, check_room
+from .prompt import find_prompts, hand_over, resolve_layout, words_of
+from .slots import Slots, rows_of
 
+_NAME = "DilatedKVCache"
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 SHARD_BYTES = 128 << 20
 """Ranks of a group share caches from this size on. An H200 reads 128 MiB in 30 us, about as long as
 it takes to bring the results of ranks together."""
+
+
+class DeepOnly:
+    """What `copy.deepcopy` copies, and `copy.copy` does not.
+
+    A shallow copy would share the tensors of a cache, but not the number of rows in them.
+    """
+
+    def __copy__(self) -> NoReturn:
+        raise TypeError(
+            f"a shallow copy of a {type(self).__name__} would share its rows, but not their number:"
+            " take copy.deepcopy, which gives the copy rows of its own"
+        )
 
 
 class DilatedKVCache(DeepOnly):
@@ -65,6 +79,7 @@ class DilatedKVCache(DeepOnly):
 
     Attributes:
         plan: what is kept, and where.
+        branches: `plan` as a table on the device: see `kernels.decode.strips_of_cache`.
         keys: (batch, rows, head_dim): of every branch, head and slot.
         values: like `keys`.
         lengths: (batch,) int64, on the device: the positions so far of each row's document, which
@@ -101,7 +116,16 @@ class DilatedKVCache(DeepOnly):
         head_slice: Sequence[int] | None = None,
     ) -> None:
         dtype = torch.get_default_dtype() if dtype is None else dtype
-        check_options(pattern, max_rewind, dtype, sharded)
+        if not isinstance(pattern, DilatedPattern):
+            raise TypeError(f"pattern must be a DilatedPattern, got {in_brief(pattern)}")
+        if check_int("max_rewind", max_rewind) < 0:
+            raise ValueError(f"max_rewind must be >= 0, got {max_rewind}")
+        if dtype not in _DTYPES:
+            allowed = ", ".join(map(str, _DTYPES))
+            given = str(dtype) if isinstance(dtype, torch.dtype) else in_brief(dtype)
+            raise TypeError(f"dtype must be one of {allowed}; got {given}")
+        if sharded is not None and not isinstance(sharded, bool):
+            raise TypeError(f"sharded must be a bool or None, got {in_brief(sharded)}")
         batch = check_positive_int("batch", batch)
         num_kv_heads = check_positive_int("num_kv_heads", num_kv_heads)
         head_dim = check_positive_int("head_dim", head_dim)
@@ -109,17 +133,18 @@ class DilatedKVCache(DeepOnly):
         if max_length is not None:
             max_length = check_positive_int("max_length", max_length)
         self.exchange: Exchange = resolve_exchange(one_group(group, mesh))
-        self.plan = plan_cache(pattern, num_kv_heads, max_length, max_rewind)
         if sharded is None:
-            sharded = self.plan.nbytes(batch, head_dim, dtype.itemsize) >= SHARD_BYTES
+            plan = plan_cache(pattern, num_kv_heads, max_length, max_rewind)
+            sharded = plan.nbytes(batch, head_dim, dtype.itemsize) >= SHARD_BYTES
         shards = self.exchange.world_size if sharded else 1
-        self.plan = plan_cache(pattern, num_kv_heads, max_length, max_rewind, shards)
-        shape = (batch, self.plan.rows, head_dim)
+        plan = plan_cache(pattern, num_kv_heads, max_length, max_rewind, shards)
+        shape = (batch, plan.rows, head_dim)
         with torch.inference_mode(False):  # tensors that may be written to in any mode
-            self.keys, self.values = keys_and_values(*shape, dtype, device)
+            self.keys = torch.empty(shape, dtype=dtype, device=device)
+            self.values = torch.empty_like(self.keys)
             self.lengths = torch.zeros(batch, dtype=torch.int64, device=self.keys.device)
         self._known = Lengths(batch)
-        self.memo = Memo()
+        self._set_plan(plan)
 
     @property
     def nbytes(self) -> int:
@@ -138,7 +163,7 @@ class DilatedKVCache(DeepOnly):
 
     @property
     def slots(self) -> Slots:
-        """The rows as `hand_over` and attention take them."""
+        """The rows by branches, heads and slots."""
         return Slots(self.plan, self.keys, self.values)
 
     @property
@@ -164,10 +189,10 @@ class DilatedKVCache(DeepOnly):
 
     def check_room(self, count: int) -> None:
         """Raise a `ValueError` unless there is room for `count` more positions of every row."""
-        self._known.check_more(count, self.plan)
+        check_room(max(self._known.known) + count, self.plan)
 
-    def equal_rows(self) -> Iterator[EqualRows]:
-        """The rows of the batch, those of equal lengths together as far as evenly spaced."""
+    def equal_rows(self) -> Iterator[tuple[slice, int]]:
+        """The rows of the batch as (evenly spaced rows, their length)."""
         return self._known.equal_rows()
 
     def prefill(
@@ -210,18 +235,17 @@ class DilatedKVCache(DeepOnly):
         shared, failure, found = None, None, None
         try:
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(f"{NAME}.prefill cannot be captured in a CUDA graph")
+                raise RuntimeError(f"{_NAME}.prefill cannot be captured in a CUDA graph")
             key, value = autocast_inputs(key, value)
-            to = rows_in(self._batch, rows)
-            check_kinds(key, value)
-            check_fit((key, value), self.keys, self.plan, len(to))
+            to = self._rows_in(rows)
+            self._check_rows(key, value, len(to))
             layout = resolve_layout(layout, key.shape[1], ends)
             found = find_prompts(documents, lengths, layout.length, to)
             check_room(max(len(prompt.document) for prompt in found), self.plan)
             shared = Shared.of({"cache": self.described} | words_of(layout, found, self._batch))
         except Exception as error:  # whatever it is, the other ranks are to be told
             failure = error
-        with torch.no_grad(), ends.calls.enter(f"{NAME}.prefill", "forward") as scope:
+        with torch.no_grad(), ends.calls.enter(f"{_NAME}.prefill", "forward") as scope:
             settle(scope, ends, device, shared, failure)
             assert layout is not None
             assert found is not None
@@ -242,14 +266,12 @@ class DilatedKVCache(DeepOnly):
             NotImplementedError, RuntimeError: see `prefill`.
         """
         key, value = autocast_inputs(key, value)
-        check_kinds(key, value)
         self.check_new(key, value)
         self.write(key, value)
-        self.advanced(key.shape[1])
-        self.lengths += key.shape[1]
+        self.count(key.shape[1])
 
     def write(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Write new rows, without counting them: the first half of `append`, which checks them.
+        """Write rows that `check_new` allows, without counting them: see `count`.
 
         The rows of one new position overwrite nothing that is still needed. Those of several do:
         if that fails half way, all rows are dropped.
@@ -261,11 +283,17 @@ class DilatedKVCache(DeepOnly):
         try:
             with torch.no_grad():
                 for rows, length in self.equal_rows():
-                    self.slots.keep_new((key, value), rows, length, self.shard)
+                    for kept in self.plan.appended(length, key.shape[1], self.shard):
+                        self.slots.keep(rows, kept, [rows_of(x, rows, kept) for x in (key, value)])
         except BaseException:
             if key.shape[1] > 1:
                 self.reset()
             raise
+
+    def count(self, count: int) -> None:
+        """Count new positions of every row, which were written."""
+        self.advanced(count)
+        self.lengths += count
 
     def rewind(self, count: int | Integers) -> None:
         """Take back the newest positions, as speculative decoding does with those it rejects.
@@ -279,7 +307,16 @@ class DilatedKVCache(DeepOnly):
             ValueError: it is negative, or more than can be taken back; nothing is.
         """
         known = self._known.copy()
-        known.take_back(for_each_row("count", count, self._batch), self.plan)
+        if isinstance(count, torch.Tensor | list | tuple | range):
+            counts = as_ints("count", count)
+        else:
+            counts = [check_int("count", count)] * self._batch
+        if len(counts) != self._batch:
+            raise ValueError(
+                f"count must be one number, or one for each of {self._batch} rows; "
+                f"got {in_words(counts)}"
+            )
+        known.take_back(counts, self.plan.max_rewind)
         self._set_known(known)
 
     def reset(self, rows: Integers | None = None) -> None:
@@ -291,7 +328,7 @@ class DilatedKVCache(DeepOnly):
         Raises:
             TypeError, ValueError: a row is not in the batch.
         """
-        self._begin([(rows_in(self._batch, rows), 0)])
+        self._begin([(self._rows_in(rows), 0)])
 
     def select(self, rows: Integers) -> None:
         """Make the batch of these rows of it, as beam search does: a row may be taken repeatedly.
@@ -305,7 +342,7 @@ class DilatedKVCache(DeepOnly):
         Raises:
             TypeError, ValueError: a row is not in the batch, or there is none.
         """
-        found = rows_in(self._batch, rows)
+        found = self._rows_in(rows)
         with torch.inference_mode(False), torch.no_grad():
             index = torch.tensor(found, device=self.keys.device)
             chosen = [x.index_select(0, index) for x in self._tensors]
@@ -337,7 +374,7 @@ class DilatedKVCache(DeepOnly):
         if grown.rows > plan.rows:
             with torch.inference_mode(False), torch.no_grad():
                 _, self.keys, self.values = self.slots.grown(grown)
-        self.plan = grown
+        self._set_plan(grown)
 
     def advanced(self, count: int) -> None:
         """Say that a kernel moves `lengths` on the device, by `count` for every row.
@@ -351,16 +388,15 @@ class DilatedKVCache(DeepOnly):
         Raises:
             ValueError: a document would be longer than `max_length`; nothing is changed.
         """
-        self._known.check_more(count, self.plan)
+        self.check_room(count)
         self._known.advance(count)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DilatedKVCache:
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
         with torch.inference_mode(False):
-            _, twin.keys, twin.values = self.slots.copy()
-            twin.lengths = self.lengths.clone()
-        twin._known, twin.memo = self._known.copy(), Memo()
+            twin.keys, twin.values, twin.lengths = (x.clone() for x in self._tensors)
+        twin._known = self._known.copy()
         return twin
 
     def _begin(self, lengths: Iterable[tuple[Iterable[int], int]]) -> None:
@@ -370,26 +406,68 @@ class DilatedKVCache(DeepOnly):
             known.begin(rows, length)
         self._set_known(known)
 
+    def _set_plan(self, plan: CachePlan) -> None:
+        self.plan = plan
+        with torch.inference_mode(False):
+            self.branches = _table(plan).to(self.keys.device)
+
     def _set_known(self, known: Lengths) -> None:
         # The copy waits for the device, and raises if a rank is lost: its rows are not counted.
         self.lengths.copy_(torch.tensor(known.known, device="cpu"))
         self._known = known
 
     def check_new(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Raise unless keys and values are those of new positions of this cache.
+        """Raise unless keys and values can be those of new positions of this cache.
 
         Args:
-            key: (batch, m, kv_heads, head_dim), in a dtype and of dimensions that are allowed.
+            key: (batch, m, kv_heads, head_dim).
             value: like `key`.
 
         Raises:
-            ValueError: they are not, or a document becomes longer than `max_length`.
+            TypeError, ValueError: they are not, or a document becomes longer than `max_length`.
+            NotImplementedError: one has a tangent: there is no forward-mode derivative.
             RuntimeError: one requires a gradient, and autograd is on.
         """
-        check_fit((key, value), self.keys, self.plan, self._batch)
+        self._check_rows(key, value, self._batch)
         if key.shape[1] == 0:
             raise ValueError("there must be one new position at least; key has no rows")
         self.check_room(key.shape[1])
+
+    def _check_rows(self, key: torch.Tensor, value: torch.Tensor, batch: int) -> None:
+        """Raise unless these are keys and values as the cache has them, of so many batch rows."""
+        for name, tensor in (("key", key), ("value", value)):
+            validate_tensor(name, tensor)
+        refuse_tangents(_NAME, key, value)
+        held, heads, head_dim = self.keys, self.plan.num_kv_heads, self.keys.shape[2]
+        for name, tensor in (("key", key), ("value", value)):
+            if tensor.shape != (batch, key.shape[1], heads, head_dim):
+                count = "positions" if name == "key" else key.shape[1]
+                raise ValueError(
+                    f"{name} must have shape (batch, positions, kv_heads, head_dim) = ({batch}, "
+                    f"{count}, {heads}, {head_dim}); got {tuple(tensor.shape)}"
+                )
+            if tensor.dtype != held.dtype or tensor.device != held.device:
+                cast = " (cast by autocast)" * torch.is_autocast_enabled(held.device.type)
+                raise ValueError(
+                    f"{name} must be {held.dtype} on {held.device}, as the cache is; got "
+                    f"{tensor.dtype}{cast} on {tensor.device}"
+                )
+            if torch.is_grad_enabled() and tensor.requires_grad:
+                raise RuntimeError(
+                    f"{_NAME} has no gradient, and {name} requires one: fill it under "
+                    "torch.no_grad() or torch.inference_mode()"
+                )
+
+    def _rows_in(self, rows: Integers | None) -> list[int]:
+        """Rows of the batch as ints; None: all. Raises unless they are there."""
+        if rows is None:
+            return list(range(self._batch))
+        found = as_ints("rows", rows)
+        if not all(0 <= row < self._batch for row in found):
+            raise ValueError(
+                f"rows must be numbers of rows in [0, {self._batch}); got {in_words(found)}"
+            )
+        return list(found)
 
     @property
     def described(self) -> str:
@@ -397,4 +475,17 @@ class DilatedKVCache(DeepOnly):
         return f"{self.plan}, {self._batch} rows, head_dim {self.keys.shape[2]}, {self.keys.dtype}"
 
     def __repr__(self) -> str:
-        return f"{NAME}({self.described}; lengths {in_words(self._known.known)})"
+        return f"{_NAME}({self.described}; lengths {in_words(self._known.known)})"
+
+
+def _table(plan: CachePlan) -> torch.Tensor:
+    """See `kernels.decode.strips_of_cache`."""
+    rows = []
+    for branch in plan.branches:
+        offsets, bases = [-1] * plan.num_kv_heads, [0] * plan.num_kv_heads
+        for place, (head, offset) in enumerate(branch.heads):
+            offsets[head] = offset
+            bases[head] = branch.first_row + place * branch.slots
+        length = NO_END if branch.segment_length is None else branch.segment_length
+        rows.append([length, branch.dilation_rate, branch.slots, *offsets, *bases])
+    return torch.tensor(rows, dtype=torch.int64)

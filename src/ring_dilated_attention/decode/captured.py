@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from .. import kernels
 from .cache import DilatedKVCache
 from .lengths import Lengths
 
@@ -35,8 +34,9 @@ class CapturedStep:
         TypeError: `example` is not a tensor, or a cache not a `DilatedKVCache`.
         ValueError: `example` or a cache is not on a CUDA device, ranks share a cache's rows, there
             is no cache or no room for a step, the step adds several positions and `max_rewind` of a
-            cache is not at least one less, it does not add to each cache once, or the decoding
-            kernels do not compute its attention: others read positions on the host.
+            cache is not at least one less, or it does not add to each cache once.
+        RuntimeError: the step cannot be captured: it waits for the device, or the decoding kernels
+            do not compute its attention, and others read positions on the host.
     """
 
     def __init__(
@@ -59,12 +59,13 @@ class CapturedStep:
                     step(self._input)
                     self._count = self._added(before)
                     self._take_back(before)
-                _check_kernels(self._caches)
             torch.cuda.current_stream().wait_stream(side)
             self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph, stream=side, capture_error_mode="thread_local"):
-                self._output = step(self._input)
-        self._take_back(before)
+            try:
+                with torch.cuda.graph(self._graph, stream=side, capture_error_mode="thread_local"):
+                    self._output = step(self._input)
+            finally:
+                self._take_back(before)
         self._captured = [_read_by_graphs(cache) for cache in self._caches]
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -140,17 +141,6 @@ def _own_casts() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(before)
-
-
-def _check_kernels(caches: Sequence[DilatedKVCache]) -> None:
-    """Raise unless the decoding kernels have computed the step just now."""
-    if any(cache.memo.by_tiles for cache in caches):
-        raise ValueError(
-            "attention of this step is not computed by the decoding kernels, the only ones that "
-            f"read positions on the device: they take at most {kernels.decode.MOST_NEW_ROWS} new "
-            "positions, float16, bfloat16 or float32, and backend='auto' or 'triton', on a GPU "
-            "that they know; or call the step as it is"
-        )
 
 
 def _check(example: torch.Tensor, caches: Sequence[DilatedKVCache]) -> None:

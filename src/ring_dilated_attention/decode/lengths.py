@@ -3,22 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 from ..documents import even_slices
 from ..plan import CachePlan
-
-
-class EqualRows(NamedTuple):
-    """Rows of a batch that hold equally many positions.
-
-    Attributes:
-        rows: which, evenly spaced: indexing with it gives a view.
-        length: the positions of each.
-    """
-
-    rows: slice
-    length: int
 
 
 class Lengths:
@@ -47,32 +34,19 @@ class Lengths:
         found.longest = [self.longest[row] for row in rows]
         return found
 
-    def equal_rows(self) -> Iterator[EqualRows]:
-        """All rows, grouped by equal length as far as the rows of a group are evenly spaced."""
-        batch, first = len(self.known), self.known[0]
-        if self.known.count(first) == batch:
-            yield EqualRows(slice(0, batch, 1), first)
-            return
+    def equal_rows(self) -> Iterator[tuple[slice, int]]:
+        """All rows as (evenly spaced rows, their length), so that indexing gives views."""
         rows_of: dict[int, list[int]] = {}
         for row, length in enumerate(self.known):
             rows_of.setdefault(length, []).append(row)
         for length, found in rows_of.items():
             for rows in even_slices(found):
-                yield EqualRows(rows, length)
+                yield rows, length
 
     def begin(self, rows: Iterable[int], length: int) -> None:
         """Some rows begin a new document, of which `length` positions are there already."""
         for row in rows:
             self.known[row] = self.longest[row] = length
-
-    def check_more(self, count: int, plan: CachePlan) -> None:
-        """Raise a `ValueError` unless a cache has room for new positions of every row.
-
-        Args:
-            count: new positions.
-            plan: of the cache.
-        """
-        check_room(max(self.known) + count, plan)
 
     def advance(self, count: int) -> None:
         """Add `count` positions to every row."""
@@ -87,35 +61,30 @@ class Lengths:
         for row, known in enumerate(self.known):
             self.longest[row] = max(self.longest[row], known + count - 1)
 
-    def take_back(self, counts: Sequence[int], plan: CachePlan) -> None:
+    def take_back(self, counts: Sequence[int], max_rewind: int) -> None:
         """Rows have fewer positions again; raises a `ValueError`, and changes none, if they cannot.
 
         Args:
             counts: positions of each row.
-            plan: of the cache.
+            max_rewind: of the cache.
         """
         for row, count in enumerate(counts):
             known, longest = self.known[row], self.longest[row]
-            most = min(known, known - longest + plan.max_rewind)
+            most = min(known, known - longest + max_rewind)
             if count < 0:
                 raise ValueError(f"count must be >= 0; got {count} for row {row}")
             if count > most:
                 had = f", after it had {longest}" if longest > known else ""
                 raise ValueError(
                     f"at most {most} positions of row {row} can be taken back: it has {known}"
-                    f"{had}, and max_rewind is {plan.max_rewind}; got {count}. A cache made with a "
+                    f"{had}, and max_rewind is {max_rewind}; got {count}. A cache made with a "
                     "larger max_rewind can take back more"
                 )
         self.known = [known - count for known, count in zip(self.known, counts, strict=True)]
 
 
 def check_room(length: int, plan: CachePlan) -> None:
-    """Raise a `ValueError` unless a cache has room for a document.
-
-    Args:
-        length: of the document, in positions.
-        plan: of the cache.
-    """
+    """Raise a `ValueError` unless a cache has room for a document of `length` positions."""
     if plan.max_length is not None and length > plan.max_length:
         raise ValueError(
             f"a document would have {length} positions, and the cache has room for "

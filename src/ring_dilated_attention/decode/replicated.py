@@ -6,16 +6,20 @@ takes all of them to its own keys, and only results travel: K and V stay where t
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any, Literal, overload
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 
-from ..documents import Integers
+from .. import kernels
+from ..caches import cache_by_size
+from ..documents import Integers, as_ints
 from ..engine import (
     TABLES,
     Accumulator,
+    TileCall,
     compute,
     kernels_on,
     merge_zero_keys,
@@ -23,6 +27,7 @@ from ..engine import (
     readable_in_backward,
 )
 from ..exchange import (
+    Exchange,
     Group,
     Shared,
     all_gather,
@@ -31,16 +36,69 @@ from ..exchange import (
     resolve_exchange,
     settle,
 )
-from ..functional import autocast_inputs
+from ..functional import (
+    autocast_inputs,
+    flat_pattern,
+    flat_scale,
+    validate_options,
+    validate_workspace,
+)
 from ..layout import SequenceLayout
 from ..pattern import DilatedPattern
-from ..tiles import Backend, accumulate_dtype
-from ..torch_op import apply_function, once_differentiable, refuse_tangents
-from .by_kernel import attend_to_strips
-from .call import ReplicatedCall, make_call
-from .over_ranks import merged_over_ranks
+from ..plan import (
+    AttentionPlan,
+    TileGroup,
+)
+from ..resolve import Options, plan_rows, shared_words
+from ..tiles import Backend, accumulate_dtype, select_backend
+from ..torch_op import apply_function, once_differentiable, refuse_tangents, validate_tensors
+from .attend import kernel_computes, merged_over_ranks
 
 _NAME = "replicated_query_attention"
+
+
+@dataclass(frozen=True)
+class ReplicatedRows:
+    """Rows of a batch that are computed together, because they are equally long.
+
+    Attributes:
+        rows: which, evenly spaced: indexing with it gives a view.
+        plan: of a sequence of their length.
+        positions: of the query.
+        rank: whose keys.
+        tiles: what all tiles have in common.
+        strips: the keys of this rank as the decoding kernels take them, (1, kv_heads, strips,
+            3 + m) on the device; None: forward computes tiles.
+    """
+
+    rows: slice
+    plan: AttentionPlan
+    positions: range
+    rank: int
+    tiles: TileCall
+    strips: torch.Tensor | None
+
+    @property
+    def groups(self) -> tuple[TileGroup, ...]:
+        """The tiles of this rank."""
+        return _groups(self.plan, self.positions, self.rank)
+
+
+@dataclass(frozen=True)
+class ReplicatedCall:
+    """Everything but the tensors of one call on one rank.
+
+    Attributes:
+        planned: all rows of the batch, in the same order on every rank.
+        exchange: this rank's end of the group.
+        returns_dquery: whether backward computes the gradient of the query.
+        number: of the call among those of its group.
+    """
+
+    planned: tuple[ReplicatedRows, ...]
+    exchange: Exchange
+    returns_dquery: bool
+    number: int = 0
 
 
 class ReplicatedQueryAttention(torch.autograd.Function):
@@ -270,7 +328,7 @@ def _attend(
     shared: Shared | None = None
     failure = None
     try:
-        call, shared = make_call((query, key, value), pattern, positions, ends, **options)
+        call, shared = _make_call((query, key, value), pattern, positions, ends, **options)
     except Exception as error:  # whatever it is, the other ranks are to be told
         failure = error
     with ends.calls.enter(_NAME, "forward") as scope:
@@ -283,31 +341,181 @@ def _attend(
         return out, lse
 
 
+def _make_call(
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    pattern: DilatedPattern,
+    positions: range | int,
+    ends: Exchange,
+    **given: Any,
+) -> tuple[ReplicatedCall, Shared]:
+    """Check a call, and plan this rank's part of it: the call, and what all ranks must agree on.
+
+    `given` are the other options of `replicated_query_attention`.
+    """
+    layout, backend, scale = given["layout"], given["backend"], given["scale"]
+    documents, lengths, workspace = given["documents"], given["lengths"], given["workspace"]
+    is_causal, return_lse = given["is_causal"], given["return_lse"]
+    validate_options(pattern, is_causal, scale, layout, "auto", backend, return_lse)
+    validate_workspace(workspace)
+    validate_tensors(*tensors, same_length=False)
+    options = Options(
+        *flat_pattern(pattern),
+        is_causal,
+        flat_scale(scale),
+        () if layout is None else layout.flat,
+        group="",  # nothing is looked up by its name
+        exchange="auto",
+        backend=backend,
+        workspace=None if workspace is None else float(workspace),
+        needs_gradients=False,  # each rank may ask for those of its own keys
+        documents=() if documents is None else tuple(as_ints("documents", documents)),
+        lengths=() if lengths is None else tuple(as_ints("lengths", lengths)),
+        head_slice=pattern.slice_for(given["head_slice"], tensors[1].shape[2]) or (),
+    )
+    query, key, _ = tensors
+    if not options.layout and key.shape[1] == 0:
+        raise ValueError("the sequence is empty: key has no rows, and no layout is given")
+    needs_gradient = torch.is_grad_enabled() and query.requires_grad
+    asked = _consecutive(positions, query.shape[1])
+    words = {"positions": str(asked), "query needs a gradient": str(needs_gradient)}
+    shared = shared_words(options, query, key, ends, words=words, holder="key")
+    return ReplicatedCall(_plan(options, query, key, asked, ends), ends, needs_gradient), shared
+
+
+def _plan(
+    options: Options,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    positions: range,
+    ends: Exchange,
+) -> tuple[ReplicatedRows, ...]:
+    batch, _, num_heads, head_dim = query.shape
+    num_kv_heads = key.shape[2]
+    selection = select_backend(options.backend, query.device, query.dtype, head_dim)
+    scale = head_dim**-0.5 if options.scale is None else options.scale
+    by_kernel = kernel_computes(
+        options.backend, query.device, query.dtype, len(positions), head_dim
+    )
+    found = []
+    shape = (batch, key.shape[1], num_heads, head_dim)
+    for rows, plan in plan_rows(options, shape, num_kv_heads, ends.world_size):
+        length = plan.layout.length
+        if positions.start < 0 or positions.stop > length:
+            raise ValueError(
+                f"positions must lie in [0, {length}), the sequence that the keys make up; "
+                f"got {positions!r}"
+            )
+        of_rows = len(range(*rows.indices(batch)))
+        tiles = TileCall(selection, scale, of_rows, num_heads // num_kv_heads, options.workspace)
+        strips = strips_on(plan, positions, ends.rank, query.device) if by_kernel else None
+        found.append(ReplicatedRows(rows, plan, positions, ends.rank, tiles, strips))
+    return tuple(found)
+
+
+def _consecutive(positions: range | int, count: int) -> range:
+    """The positions of the query, one for each of its rows."""
+    if not isinstance(positions, range):
+        try:
+            if isinstance(positions, bool):
+                raise TypeError
+            position = operator.index(positions)
+        except TypeError:
+            raise TypeError(f"positions must be a range or an int, got {positions!r}") from None
+        positions = range(position, position + 1)
+    if positions.step != 1 or not positions:
+        raise ValueError(
+            f"positions must be consecutive and rising, one at least: a range of step 1; "
+            f"got {positions!r}"
+        )
+    if len(positions) != count:
+        raise ValueError(
+            f"positions must be one for each row of query; got {positions!r} for {count} rows"
+        )
+    return positions
+
+
+def _nbytes_of_groups(arguments: tuple[Any, ...], _: Any) -> int:
+    plan: AttentionPlan = arguments[0]
+    return 4096 * len(plan.pattern.branches) * (8 + plan.layout.world_size)
+
+
+class _Strips(NamedTuple):
+    table: torch.Tensor
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return (self.table,)
+
+
+def strips_on(
+    plan: AttentionPlan, positions: range, rank: int, device: torch.device
+) -> torch.Tensor:
+    """The keys of a rank that the queries see, (1, kv_heads, strips, 3 + m) on the device."""
+
+    def make() -> _Strips:
+        strips = plan.replicated_strips(positions, rank)
+        table = torch.tensor(strips, dtype=torch.int64)
+        # There may be none: of a rank whose keys all lie behind the query, or a row without any.
+        shape = 1, plan.num_kv_heads, len(strips[0]), 3 + len(positions)
+        return _Strips(table.view(shape).to(device))
+
+    return TABLES.get(plan, (positions, rank, device), device, make).table
+
+
+@cache_by_size(16 << 20, _nbytes_of_groups)
+def _groups(plan: AttentionPlan, positions: range, rank: int) -> tuple[TileGroup, ...]:
+    return plan.replicated_groups(positions, rank)
+
+
 def _forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: ReplicatedCall
 ) -> tuple[torch.Tensor, torch.Tensor]:
     TABLES.start_call()
-    batch, length, num_heads, _ = query.shape
-    dtype, sums = accumulate_dtype(query.dtype), Accumulator(query.device)
-    out = torch.zeros(query.shape, dtype=dtype, device=query.device)
-    lse = out.new_full((batch, num_heads, length), -torch.inf)
-    with kernels_on(query.device), sums:
+    with kernels_on(query.device):
+        found = [_of_rows(query, key, value, some) for some in call.planned]
+        out, lse = found[0]
+        if len(found) > 1:
+            out, lse = out.new_empty(query.shape), lse.new_empty(query.shape[:3])
+            for some, (of_some, lse_of_some) in zip(call.planned, found, strict=True):
+                out[some.rows], lse[some.rows] = of_some, lse_of_some
+        out, lse = merged_over_ranks(call.exchange, out, lse)
         for some in call.planned:
-            rows, tiles = some.rows, some.tiles
-            inputs = compute.Inputs(
-                *(readable(x[rows], tiles.selection) for x in (query, key, value))
-            )
-            if some.strips is not None:
-                if some.strips.shape[2]:
-                    attend_to_strips(inputs, some.strips, tiles.scale, out[rows], lse[rows])
-                continue
-            for group in some.groups:
-                compute.forward(group, tiles, inputs, compute.Result(out[rows], lse[rows]), sums)
-        sums.join()
-        out, lse = merged_over_ranks(call.exchange, out, lse.transpose(1, 2))
-        for some in call.planned:
-            merge_zero_keys(some.zero_keys, out[some.rows], lse[some.rows], some.tiles.heads_per_kv)
+            zero_keys = some.plan.replicated_zero_keys(some.positions)
+            merge_zero_keys(zero_keys, out[some.rows], lse[some.rows], some.tiles.heads_per_kv)
     return out.to(query.dtype).contiguous(), lse.transpose(1, 2).contiguous()
+
+
+def _of_rows(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, some: ReplicatedRows
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Over the keys of this rank: out (batch, m, heads, head_dim) and lse (batch, m, heads).
+
+    By the kernels of a cache, since keys of a sharded sequence are strips of rows, too; or by
+    tiles.
+    """
+    rows, tiles, strips = some.rows, some.tiles, some.strips
+    query, key, value = (readable(x[rows], tiles.selection) for x in (query, key, value))
+    dtype, sums = accumulate_dtype(query.dtype), Accumulator(query.device)
+    with sums:
+        if strips is not None and strips.shape[2]:
+            count = strips.shape[2]
+            begun = kernels.decode.begin_strips(
+                query,
+                key,
+                value,
+                kernels.decode.Strips(strips, count, 0),
+                key.shape[1] * count,
+                tiles.scale,
+            )
+            return begun.merged(dtype)
+        batch, length, num_heads, _ = query.shape
+        out = torch.zeros(query.shape, dtype=dtype, device=query.device)
+        lse = out.new_full((batch, num_heads, length), -torch.inf)
+        inputs, result = compute.Inputs(query, key, value), compute.Result(out, lse)
+        for group in some.groups:
+            compute.forward(group, tiles, inputs, result, sums)
+        sums.join()
+    return out, lse.transpose(1, 2)
 
 
 def _backward(

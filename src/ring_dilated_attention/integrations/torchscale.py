@@ -19,15 +19,9 @@ from torch import Tensor, nn
 from ..exchange import Group, one_group, resolve_exchange
 from ..functional import BRANCH_GRADIENTS, EXCHANGES, BranchGradients, Schedule, dilated_attention
 from ..layout import SequenceLayout
-from ..nn import (
-    check_head_sizes,
-    check_rows,
-    hooks_of,
-    is_plain,
-    normalize,
-    project_heads,
-    slice_of_heads,
-)
+from ..nn.heads import check_head_sizes, project_heads, slice_of_heads
+from ..nn.modules import check_rows, hooks_of, is_plain
+from ..nn.norm import normalize
 from ..parallel import is_fully_sharded
 from ..pattern import DilatedPattern, HeadOffsets, check_choice, check_positive_float, in_brief
 from ..tiles import BACKENDS, Backend

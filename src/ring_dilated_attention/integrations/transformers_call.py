@@ -19,7 +19,7 @@ from ..documents import in_words
 from ..exchange import Exchange, Group, agree, resolve_exchange
 from ..functional import Schedule
 from ..layout import SequenceLayout
-from ..nn import Heads, slice_of_projections
+from ..nn.heads import Heads, slice_of_projections
 from ..pattern import DilatedPattern, HeadSlice
 from ..tiles import Backend
 from ..torch_op import lengths_of_mask

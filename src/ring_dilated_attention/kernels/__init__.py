@@ -26,6 +26,8 @@ from . import own_programs
 from .device_profile import (
     H200,
     MOST_GELU_WIDTH,
+    MOST_NEW_ROWS,
+    NO_END,
     BackwardConfig,
     DeviceProfile,
     Kernel,
@@ -33,7 +35,6 @@ from .device_profile import (
     default_config,
     profile_of,
 )
-from .device_profile import MOST_WIDTH as MOST_WIDTH
 from .launch import compiles_for, has_triton, runs_triton
 from .own_programs import build_cells
 
@@ -42,15 +43,12 @@ if TYPE_CHECKING:
     from .backward import tiles_backward
     from .forward import ranges_forward, tiles_forward
     from .own_backward import ranges_backward
-    from .step_products import computes_products as computes_products
-    from .step_products import product as product
-    from .step_products import product_of_heads as product_of_heads
-    from .step_rows import norm_of_sum as norm_of_sum
-    from .step_rows import turn_heads_ as turn_heads_
 
 __all__ = [
     "H200",
     "MOST_GELU_WIDTH",
+    "MOST_NEW_ROWS",
+    "NO_END",
     "BackwardConfig",
     "DeviceProfile",
     "Kernel",
@@ -77,11 +75,6 @@ _NEEDS_TRITON = {
     "tiles_forward": "forward",
     "ranges_backward": "own_backward",
     "ranges_forward": "forward",
-    "computes_products": "step_products",
-    "product": "step_products",
-    "product_of_heads": "step_products",
-    "norm_of_sum": "step_rows",
-    "turn_heads_": "step_rows",
 }
 
 

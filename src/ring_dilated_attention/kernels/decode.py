@@ -16,7 +16,6 @@ Shape legend: B batch, m queries, H query heads, K KV heads, S splits, E branche
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -26,6 +25,8 @@ import triton.language as tl
 
 from .blocks import LN_2, LOG2_E, row_offsets, stride_unit, strides_in
 from .device_profile import (
+    MOST_NEW_ROWS,
+    NO_END,
     DecodeTuning,
     decode_config,
     padded_head_dim,
@@ -35,11 +36,6 @@ from .device_profile import (
 from .forward import attend
 from .launch import KernelLaunch, Launcher
 
-NO_END = 2**62
-"""In a table of the branches of a KV cache, the segment length of a branch whose only segment has
-no end."""
-MOST_NEW_ROWS = 64
-"""Positions that the decoding kernels take at a time: each sees those before it by a mask."""
 _UNEVEN_SPLITS = 8
 """Programs, at least, that share the rows of a block where some KV heads see more than others: a
 head is a member of a branch at some positions only."""
@@ -47,28 +43,6 @@ SHAPES_KEPT = 1024
 """Shapes of calls of which each cache keeps how they are launched."""
 _MERGED = 128
 """Splits that are merged at a time, at most."""
-
-
-@dataclass(frozen=True)
-class DecodeShape:
-    """How a call is cut into programs.
-
-    Attributes:
-        blocks: of queries, of all KV heads and rows of the batch.
-        splits: programs that share the rows of a block.
-        rows: queries of a KV head.
-        lse_at: where the lse lies in what the programs write: out (B * K, S, m * H / K, D), then
-            lse (B * K, S, m * H / K), in powers of two; both float32.
-        split_options: constants of the first launch that depend on the shape alone.
-        merge_options: of the second.
-    """
-
-    blocks: int
-    splits: int
-    rows: int
-    lse_at: int
-    split_options: dict[str, Any]
-    merge_options: dict[str, Any]
 
 
 def _splits(blocks: int, at_a_time: int, least: int, most: int, most_rounds: int) -> int:
@@ -89,44 +63,6 @@ def _splits(blocks: int, at_a_time: int, least: int, most: int, most_rounds: int
     few = max(least, -(-most_rounds * at_a_time // blocks))
     least, most = max(1, min(least, most)), max(1, min(few, most))
     return max(range(least, most + 1), key=lambda splits: (share_used(splits), -splits))
-
-
-def decode_shape(
-    shape: tuple[int, ...],
-    kv_heads: int,
-    most_rows: int,
-    num_branches: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    tuning: DecodeTuning,
-) -> DecodeShape:
-    """Of a query of this shape, dtype and device: see `decode.begin_strips`."""
-    batch, count, heads, head_dim = shape
-    rows, pairs = count * (heads // kv_heads), batch * kv_heads
-    config = decode_config(head_dim, dtype, queries=rows, keys=most_rows, device=device)
-    blocks = pairs * -(-rows // config.block_m)
-    at_a_time = tuning.programs * profile_of(device).multiprocessors
-    least = _UNEVEN_SPLITS if num_branches > 1 else 1
-    most = -(-most_rows // config.block_n)
-    splits = _splits(blocks, at_a_time, least, most, tuning.rounds)
-    width = {"HEAD_DIM": head_dim, "BLOCK_D": padded_head_dim(head_dim)}
-    blocking = {
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "BLOCK_NEW": power_of_two(count),
-        "PRECISION": "ieee",
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
-    }
-    merging = {
-        "BLOCK_S": min(_MERGED, power_of_two(splits)),
-        "BLOCK_E": power_of_two(num_branches),
-        "num_warps": 4,
-    }
-    launches = launching(device, tuning)
-    split_options, merge_options = (width | each | launches for each in (blocking, merging))
-    lse_at = pairs * splits * rows * head_dim
-    return DecodeShape(blocks, splits, rows, lse_at, split_options, merge_options)
 
 
 @lru_cache(maxsize=64)
@@ -623,7 +559,8 @@ class DecodeLaunches(NamedTuple):
     """How a call is launched, whatever its tensors hold.
 
     Attributes:
-        parts: float32 numbers that the first launch writes, and the second one reads.
+        parts: float32 numbers that the first launch writes, and the second one reads: out (B * K,
+            S, m * H / K, D), then lse (B * K, S, m * H / K), in powers of two.
         split: the first launch.
         merge: the second.
     """
@@ -660,28 +597,55 @@ def decode_launches(
     """
     (batch, count, heads, head_dim), (_, length, kv_heads, _) = shapes
     assert count <= MOST_NEW_ROWS
-    shape = decode_shape(shapes[0], kv_heads, most_rows, counts[1], *like, tuning)
+    rows, pairs = count * (heads // kv_heads), batch * kv_heads
+    dtype, device = like
+    config = decode_config(head_dim, dtype, queries=rows, keys=most_rows, device=device)
+    blocks = pairs * -(-rows // config.block_m)
+    splits = _splits(
+        blocks,
+        tuning.programs * profile_of(device).multiprocessors,
+        _UNEVEN_SPLITS if counts[1] > 1 else 1,
+        -(-most_rows // config.block_n),
+        tuning.rounds,
+    )
+    of_all = {
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": padded_head_dim(head_dim),
+        **launching(device, tuning),
+    }
     unit, has_new = stride_unit(*strides), new[0]
     _, k_strides, v_strides, new_k_strides, new_v_strides = strides
-    sizes = count, heads // kv_heads, kv_heads, *counts, shape.splits, shape.lse_at
-    split_constants = {
-        "UNIT": unit,
-        "WITH_NEW": new[1],
-        # Of a cache rows of a block are neighbours; else they lie within the tensor.
-        "WIDE": not has_new and length * max(k_strides[1], v_strides[1]) >= 2**31,
-        **shape.split_options,
-    }
+    lse_at = pairs * splits * rows * head_dim
+    sizes = count, heads // kv_heads, kv_heads, *counts, splits, lse_at
     split = KernelLaunch(
-        (shape.blocks, shape.splits),
+        (blocks, splits),
         (*strides_in(unit, *strides), *table_strides, scale, *sizes),
-        split_constants,
+        {
+            "UNIT": unit,
+            "WITH_NEW": new[1],
+            # Of a cache rows of a block are neighbours; else they lie within the tensor.
+            "WIDE": not has_new and length * max(k_strides[1], v_strides[1]) >= 2**31,
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            "BLOCK_NEW": power_of_two(count),
+            "PRECISION": "ieee",
+            "num_warps": config.num_warps,
+            "num_stages": config.num_stages,
+            **of_all,
+        },
         {},
     )
     of_rows = *k_strides[:2], *new_k_strides[:3], *new_v_strides[:3]
     merge = KernelLaunch(
-        (batch * kv_heads, shape.rows),
+        (pairs, rows),
         (*of_rows, *table_strides, *sizes),
-        {"WITH_NEW": has_new, **shape.merge_options},
+        {
+            "WITH_NEW": has_new,
+            "BLOCK_S": min(_MERGED, power_of_two(splits)),
+            "BLOCK_E": power_of_two(counts[1]),
+            "num_warps": 4,
+            **of_all,
+        },
         {},
     )
-    return DecodeLaunches(shape.lse_at + shape.lse_at // head_dim, split, merge)
+    return DecodeLaunches(lse_at + lse_at // head_dim, split, merge)

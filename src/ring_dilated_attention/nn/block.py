@@ -13,12 +13,10 @@ from torch import Tensor, nn
 from ..parallel import gather_weights_in, is_fully_sharded
 from ..torch_op import telling_ranks
 from .attention import MultiheadDilatedAttention
-from .checkpoint import Checkpoint, run_checkpointed
-from .chunked import map_rows
-from .sharded_apart import refuse_sharded_apart
+from .checkpoint import Checkpoint, map_rows, run_checkpointed
+from .modules import refuse_sharded_apart
 
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
-RowWise: TypeAlias = Callable[[Tensor], Tensor]
 T = TypeVar("T")
 
 
@@ -136,28 +134,10 @@ class Block(nn.Module, ABC):
 
     def _rest(self, hidden: Tensor, attended: Tensor, *, in_chunks: bool) -> Tensor:
         """What follows attention, for every row."""
-
-        def mlp(normed: Tensor) -> Tensor:
-            return self._contract(self.expand(normed), in_chunks=in_chunks)
-
-        return behind_attention(hidden, attended, self.attention.combine, self.mlp_norm, mlp)
+        hidden = hidden + self.attention.combine(attended)
+        expanded = self.expand(self.mlp_norm(hidden))
+        return hidden + self._contract(expanded, in_chunks=in_chunks)
 
     @abstractmethod
     def _contract(self, expanded: Tensor, *, in_chunks: bool) -> Tensor:
         """The MLP from its first projection on."""
-
-
-def behind_attention(
-    hidden: Tensor, attended: Tensor, combine: RowWise, norm: RowWise, mlp: RowWise
-) -> Tensor:
-    """The part of a block behind attention: two branches, each added to the residual stream.
-
-    Args:
-        hidden: the residual stream in front of the block, (batch, rows, embed_dim).
-        attended: what `combine` takes.
-        combine: the output projection of attention.
-        norm: of the MLP.
-        mlp: what follows that norm.
-    """
-    hidden = hidden + combine(attended)
-    return hidden + mlp(norm(hidden))

@@ -1,18 +1,20 @@
-"""The shape of a language model as a frozen dataclass."""
+"""The shapes of models as frozen dataclasses."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..functional import BRANCH_GRADIENTS, BranchGradients
 from ..pattern import (
     DilatedPattern,
     HeadBranches,
     HeadOffsets,
+    check_choice,
     check_positive_float,
     check_positive_int,
 )
-from .checks import check_head_sizes
+from .heads import check_head_sizes
 from .rope import RotaryEmbedding
 
 
@@ -75,4 +77,74 @@ class LongNetConfig:
             self.dilation_rates,
             head_offsets=self.head_offsets,
             head_branches=self.head_branches,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlideEncoderConfig:
+    """The shape of a `SlideEncoder`.
+
+    Default sizes, segment lengths and dilation rates are those of Prov-GigaPath's encoder. Head
+    offsets, zero keys and gradients are LongNet's by default; Prov-GigaPath's are ``"blocked"``,
+    True and ``"detached"``.
+
+    Args:
+        in_dim: width of the features of a tile.
+        num_layers: number of blocks.
+        embed_dim: width of the residual stream, a multiple of 4.
+        num_heads: heads per block; divides `embed_dim`.
+        ffn_dim: width of the hidden layer of the MLP.
+        segment_lengths: one per branch of the pattern, in positions; None means the whole slide.
+        dilation_rates: one per branch of the pattern, in positions.
+        head_offsets: offset of KV head h of H in a branch of rate r: ``"interleaved"``, the
+            default, is h mod r (the LongNet paper), ``"blocked"`` is h // ceil(H / r)
+            (torchscale).
+        zero_keys: whether segments with too few keys for a head are filled up with keys of score 0
+            and value 0, as torchscale does; see `DilatedPattern`. Default False (the paper).
+        branch_gradients: ``"exact"``, the default, differentiates the whole function;
+            ``"detached"`` has no gradient through the weights that mix the branches, as in
+            torchscale.
+        tile_size: side of a tile in units of the coordinates; GigaPath's are pixels, 256 per tile.
+        norm_eps: epsilon of the layer norms.
+
+    Raises:
+        TypeError: a value has the wrong type.
+        ValueError: a value is out of range; the message names it.
+    """
+
+    in_dim: int = 1536
+    num_layers: int = 12
+    embed_dim: int = 768
+    num_heads: int = 16
+    ffn_dim: int = 3072
+    segment_lengths: Sequence[int | None] = (1024, 5792, 32768, 185363, 1048576)
+    dilation_rates: Sequence[int] = (1, 2, 4, 8, 16)
+    head_offsets: HeadOffsets = "interleaved"
+    zero_keys: bool = False
+    branch_gradients: BranchGradients = "exact"
+    tile_size: float = 256.0
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        for name in ("in_dim", "num_layers", "ffn_dim"):
+            check_positive_int(name, getattr(self, name))
+        check_head_sizes(self.embed_dim, self.num_heads, None)
+        if self.embed_dim % 4:
+            raise ValueError(f"embed_dim must be a multiple of 4; got {self.embed_dim}")
+        check_positive_float("tile_size", self.tile_size)
+        check_positive_float("norm_eps", self.norm_eps)
+        check_choice("branch_gradients", self.branch_gradients, BRANCH_GRADIENTS)
+        pattern = self.pattern
+        # Lists (from JSON, say) become tuples, so that configs hash and compare by value.
+        object.__setattr__(self, "segment_lengths", pattern.segment_lengths)
+        object.__setattr__(self, "dilation_rates", pattern.dilation_rates)
+
+    @property
+    def pattern(self) -> DilatedPattern:
+        """Which keys each head sees."""
+        return DilatedPattern(
+            self.segment_lengths,
+            self.dilation_rates,
+            head_offsets=self.head_offsets,
+            zero_keys=self.zero_keys,
         )

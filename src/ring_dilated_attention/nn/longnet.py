@@ -16,17 +16,61 @@ from ..layout import SequenceLayout
 from ..parallel import fill, refuse_beside_wrapper
 from ..pattern import check_positive_int
 from ..tiles import Backend
-from .checkpoint import Checkpoint, check_checkpoint, run_checkpointed
-from .chunked import map_rows
+from .attention import MultiheadDilatedAttention
+from .block import Block
+from .checkpoint import Checkpoint, check_checkpoint, map_rows, run_checkpointed
 from .config import LongNetConfig
-from .hooks import is_plain
-from .initial import without_weights
-from .longnet_block import LongNetBlock
-from .longnet_inputs import agreed_positions, check_labels, check_vocabulary
+from .generate import TokenGenerator
+from .modules import is_plain, refuse_sharded_apart, without_weights
 from .norm import LayerNorm
 from .rope import RotaryEmbedding, Rotation
-from .sharded_apart import refuse_sharded_apart
-from .token_generator import TokenGenerator
+from .tokens import agreed_positions, check_labels, check_vocabulary
+
+
+class LongNetBlock(Block):
+    """A causal `Block` with layer norms and rotated queries and keys.
+
+    Its tables are the `cos` and `sin` of a `Rotation` with a batch dimension.
+
+    Args:
+        config: the shape of the model.
+        exchange: ``"ring"`` keeps one message in flight during compute and holds the rows of at
+            most two remote shards; ``"gather"`` starts all transfers at once and holds them all;
+            ``"auto"`` gathers where all of them are at most the size of a shard.
+        backend: kernels that compute the tiles, one of `tiles.BACKENDS`; ``"auto"``, the default,
+            takes the fastest one that supports the tensors, and any other name is used or refused.
+    """
+
+    is_causal = True
+    attention_norm: LayerNorm
+    mlp_norm: LayerNorm
+
+    def __init__(self, config: LongNetConfig, *, exchange: Schedule, backend: Backend) -> None:
+        super().__init__()
+        self.attention_norm = LayerNorm(config.embed_dim, eps=config.norm_eps)
+        self.attention = MultiheadDilatedAttention(
+            config.embed_dim,
+            config.num_heads,
+            segment_lengths=config.segment_lengths,
+            dilation_rates=config.dilation_rates,
+            head_offsets=config.head_offsets,
+            head_branches=config.head_branches,
+            num_kv_heads=config.num_kv_heads,
+            exchange=exchange,
+            backend=backend,
+        )
+        self.mlp_norm = LayerNorm(config.embed_dim, eps=config.norm_eps)
+        self.expand = nn.Linear(config.embed_dim, config.ffn_dim)
+        self.contract = nn.Linear(config.ffn_dim, config.embed_dim)
+
+    def _heads(self, hidden: Tensor, *tables: Tensor) -> tuple[Tensor, ...]:
+        normed = self.attention_norm(hidden)
+        rotation = Rotation(*tables)
+        return self.attention.project(normed, normed, normed, rope=rotation.__call__)
+
+    def _contract(self, expanded: Tensor, *, in_chunks: bool) -> Tensor:
+        contracted: Tensor = self.contract(F.gelu(expanded))
+        return contracted
 
 
 class LongNet(TokenGenerator):

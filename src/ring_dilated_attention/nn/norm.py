@@ -12,7 +12,7 @@ from ..engine import autocast_dtype
 from ..kernels import MOST_GELU_WIDTH, compiles_for
 from ..parallel import is_dtensor
 from ..torch_op import gelu_norm
-from .hooks import is_plain
+from .modules import is_plain
 
 
 class LayerNorm(nn.LayerNorm):
@@ -47,16 +47,10 @@ def normalize(norm: nn.LayerNorm, rows: Tensor) -> Tensor:
     Returns:
         See `LayerNorm.forward`.
     """
-    return normalized(rows, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
-
-
-def normalized(
-    rows: Tensor, shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | None, eps: float
-) -> Tensor:
-    """`normalize` by parameters that are given one by one, as `nn.LayerNorm` names them."""
+    shape, eps = norm.normalized_shape, norm.eps
     if rows.dtype not in (torch.bfloat16, torch.float16):
-        return F.layer_norm(rows, shape, weight, bias, eps)
-    weight, bias = (None if x is None else x.to(rows.dtype) for x in (weight, bias))
+        return F.layer_norm(rows, shape, norm.weight, norm.bias, eps)
+    weight, bias = (None if x is None else x.to(rows.dtype) for x in (norm.weight, norm.bias))
     casts = autocast_dtype(rows.device.type) is not None
     with torch.autocast(rows.device.type, enabled=False) if casts else nullcontext():
         if rows.device.type != "cpu" or weight is None:
@@ -109,4 +103,4 @@ def _compiles_for(device: torch.device) -> bool:
     return compiles_for(device)
 
 
-vars(_compiles_for)["_dynamo_marked_constant"] = True  # as in compiler_faults.py
+vars(_compiles_for)["_dynamo_marked_constant"] = True  # as in slide.py

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from copy import copy
-from functools import lru_cache
-from itertools import zip_longest
 from typing import Any, TypeAlias
 
 import torch
@@ -14,22 +11,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..parallel import is_dtensor
-from .hooks import runs_hooks
+from .modules import runs_hooks
 from .norm import LayerNorm
 
 _PACKAGE = __name__.partition(".")[0]
 _FIXED = (nn.Linear, nn.Embedding, nn.LayerNorm, LayerNorm)
 """Modules that draw no random numbers, beside the blocks of this library."""
-
-_SAME_IN_EVALUATION = (
-    *_FIXED,
-    *(nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Identity),
-    *(nn.GELU, nn.ReLU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.RMSNorm),
-)
-"""Modules that compute the same in training and in evaluation mode."""
-
-_OF_ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
-"""Attributes by which a layer of peft chooses what it computes."""
 
 _NONE = object()
 """In place of a tensor where there is none."""
@@ -67,44 +54,16 @@ class Weights:
         }
         self.tensors = list(by_id.values())
         self._versions: list[int | None] = []
-        self._modules = modules
-        self._settings: list[tuple[nn.Module, str, dict[str, Any]]] = []
 
     def note_versions(self) -> None:
         """Note that a call has ended, which may itself have changed weights in place."""
         self._versions = [_version(tensor) for *_, tensor in self._places]
-        self._settings = list(_settings(self._modules))
-
-    def refuse_settings(self) -> None:
-        """Raise a `RuntimeError` if modules are set otherwise than at the end of the call before.
-
-        Backward would compute what forward did not. What is known to compute the same in training
-        and in evaluation mode may be in either.
-        """
-        if not self._settings:
-            return
-        now = list(_settings(self._modules))
-        for then, other in zip_longest(self._settings, now):
-            if then is None or other is None or then[0] is not other[0]:
-                what = "a module was put in, taken out or replaced"
-            elif then[2] == other[2]:
-                continue
-            else:
-                name = next(key for key in other[2] if then[2].get(key) != other[2][key])
-                was, became = (each[2].get(name) for each in (then, other))
-                what = f"{name} of a {other[1]} was {was!r} and became {became!r}"
-            raise RuntimeError(
-                f"{what} between forward and backward, which computes with it again: call backward "
-                'before eval(), train() and changes of adapters, or give checkpoint="none" and no '
-                "chunk_rows"
-            )
 
     def refuse_changes(self) -> None:
         """Raise a `RuntimeError` if a parameter was changed in place since the call before.
 
         Backward would compute with weights that forward did not have. Buffers may change.
         """
-        self.refuse_settings()
         for place, version in zip(self._places, self._versions, strict=False):  # none at first
             module, tensors, name, tensor = place
             if tensors is module._parameters and _version(tensor) != version:
@@ -150,24 +109,6 @@ class Weights:
                     del tensors[name]
                 else:
                     tensors[name] = other
-
-
-def _settings(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str, dict[str, Any]]]:
-    """Every module in some, with the name of its class and what may decide what it computes."""
-    for module in modules:
-        for x in module.modules():
-            found: dict[str, Any] = {}
-            if not _is_same_in_evaluation(type(x)):  # type: ignore[arg-type]
-                has = {name: copy(vars(x)[name]) for name in _OF_ADAPTERS if name in vars(x)}
-                found = {"training": x.training, **has}
-            yield x, type(x).__name__, found
-
-
-@lru_cache(maxsize=256)
-def _is_same_in_evaluation(kind: type) -> bool:
-    # What fully_shard makes of a class computes the same as the class.
-    own = next(each for each in kind.__mro__ if not each.__name__.startswith("FSDP"))
-    return own in _SAME_IN_EVALUATION or _of_package(own)
 
 
 def _version(tensor: Tensor) -> int | None:
@@ -221,11 +162,7 @@ def may_draw(function: Callable[..., Any], modules: Sequence[nn.Module]) -> bool
 
 
 def _is_ours(value: Any) -> bool:
-    return _of_package(type(value))
-
-
-def _of_package(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] == _PACKAGE
+    return type(value).__module__.partition(".")[0] == _PACKAGE
 
 
 def random_state(device: torch.device) -> RandomState:

@@ -28,22 +28,6 @@ from ..layout import SequenceLayout
 from ..pattern import DilatedPattern, HeadOffset
 
 
-class OffsetHeads(NamedTuple):
-    """The KV heads of a branch that have one offset: evenly spaced, as their rows are.
-
-    Attributes:
-        kv_heads: which, among all KV heads.
-        numbers: the same ones, one by one.
-        first_row: of the first one's slots, among the rows of a batch row.
-        stride: from the slots of one to those of the next.
-    """
-
-    kv_heads: slice
-    numbers: tuple[int, ...]
-    first_row: int
-    stride: int
-
-
 @dataclass(frozen=True)
 class CachedBranch:
     """What a cache keeps of one branch.
@@ -106,31 +90,9 @@ class CachedBranch:
             yield range(first, last), range(begin, stop, self.dilation_rate)
             first = last
 
-    def shown_at(self, position: int) -> tuple[OffsetHeads, range] | None:
-        """The heads that are shown a new position, and the members up to it; None: no head is."""
-        segment, within = 0, position
-        if self.segment_length is not None:
-            segment, within = divmod(position, self.segment_length)
-        index, offset = divmod(within, self.dilation_rate)
-        heads = self._heads_of.get(offset)
-        if heads is None:
-            return None
-        first = segment * (self.per_segment(offset) or 0)
-        return heads, range(first, first + index + 1)
-
     def by_offset(self) -> tuple[tuple[int, slice, slice], ...]:
         """Heads of the same offset, as (offset, places in `heads`, KV heads): evenly spaced."""
         return self._by_offset
-
-    @cached_property
-    def _heads_of(self) -> dict[int, OffsetHeads]:
-        found = {}
-        for offset, heads, kv_heads in self._by_offset:
-            places = range(len(self.heads))[heads]
-            numbers = tuple(self.heads[place].head for place in places)
-            first_row = self.first_row + places.start * self.slots
-            found[offset] = OffsetHeads(kv_heads, numbers, first_row, places.step * self.slots)
-        return found
 
     @cached_property
     def _by_offset(self) -> tuple[tuple[int, slice, slice], ...]:

@@ -1,4 +1,4 @@
-"""Which heads of a layer a rank has computed, by how the weights of its projections are sharded.
+"""Heads of attention: their numbers, their projections, and which of them a rank has.
 
 Tensor parallelism cuts the projections of query, key and value by columns, so that every rank makes
 a few heads. Their number does not say which ones they are; their weights, DTensors, do.
@@ -6,12 +6,108 @@ a few heads. Their number does not say which ones they are; their weights, DTens
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from ..parallel import own_part
-from ..pattern import HeadSlice
+from ..engine import autocast_dtype
+from ..parallel import is_dtensor, own_part
+from ..pattern import HeadSlice, check_positive_int
+from .modules import is_plain
+
+NARROW = 1024
+"""The width up to which copies of weights take the GPU less time than the launches they save."""
+
+
+def check_head_sizes(
+    embed_dim: int, num_heads: int, num_kv_heads: int | None
+) -> tuple[int, int, int, int]:
+    """Validate head counts.
+
+    Returns:
+        (embed_dim, num_heads, num_kv_heads, head_dim), with None for `num_kv_heads` resolved.
+
+    Raises:
+        TypeError: a count is not an int.
+        ValueError: a count is below 1, num_heads does not divide embed_dim, or num_kv_heads
+            does not divide num_heads.
+    """
+    embed_dim = check_positive_int("embed_dim", embed_dim)
+    num_heads = check_positive_int("num_heads", num_heads)
+    if num_kv_heads is None:
+        num_kv_heads = num_heads
+    num_kv_heads = check_positive_int("num_kv_heads", num_kv_heads)
+    if embed_dim % num_heads:
+        raise ValueError(f"num_heads must divide embed_dim {embed_dim}; got {num_heads}")
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_kv_heads must divide num_heads {num_heads}; got {num_kv_heads}")
+    return embed_dim, num_heads, num_kv_heads, embed_dim // num_heads
+
+
+def project_heads(
+    layers: Sequence[nn.Linear], inputs: Sequence[Tensor], head_dim: int
+) -> list[Tensor]:
+    """What each layer makes of its input, by heads.
+
+    Under autocast, which copies weights to half precision anyway, layers of one and the same input
+    share a product: copies of their weights are made side by side, and the input is cast once,
+    forward and backward. Few rows of a wide model, as in decoding, are projected one by one, since
+    autocast keeps its copies of the weights from call to call. Layers with hooks, of subclasses
+    (adapters, quantised weights) or with sharded weights (DTensor) are called one by one.
+
+    Args:
+        layers: of equal `in_features`.
+        inputs: of each layer, shape (..., in_features).
+        head_dim: divides each layer's `out_features`.
+
+    Returns:
+        Of each layer, shape (..., heads, head_dim): views of one tensor where they share a product.
+
+    Raises:
+        ValueError: there are no rows, and torch has no product of none with these sharded weights.
+    """
+    rows = inputs[0]
+    if any(x is not rows for x in inputs) or not _can_join(layers, rows):
+        results: Sequence[Any] = _one_by_one(layers, inputs)
+    else:
+        weight = torch.cat([*(layer.weight for layer in layers)])
+        biases = [layer.bias for layer in layers if layer.bias is not None]
+        joint = F.linear(rows, weight, torch.cat([*biases]) if biases else None)
+        results = torch.split(joint, [layer.out_features for layer in layers], dim=-1)
+    return [result.unflatten(-1, (-1, head_dim)) for result in results]
+
+
+def _one_by_one(layers: Sequence[nn.Linear], inputs: Sequence[Tensor]) -> list[Any]:
+    if inputs[0].numel() or not is_dtensor(getattr(layers[0], "weight", None)):
+        return [layer(x) for layer, x in zip(layers, inputs, strict=True)]
+    try:
+        return [layer(x) for layer, x in zip(layers, inputs, strict=True)]
+    except RuntimeError as error:
+        raise ValueError(
+            f"this rank has no rows, shape {tuple(inputs[0].shape)}, and torch does not compute "
+            "the product of none with a weight that is a DTensor (tensor parallelism): use a "
+            "layout that gives every rank some positions"
+        ) from error
+
+
+def _can_join(layers: Sequence[nn.Linear], rows: Tensor) -> bool:
+    dtype = autocast_dtype(rows.device.type)
+    if len(layers) < 2 or dtype in (None, torch.float32) or rows.dtype == torch.float64:
+        return False
+    width = rows.shape[-1]
+    if width > NARROW and not torch.compiler.is_compiling() and rows.numel() < width**2:
+        return False
+    return all(
+        is_plain(layer, nn.Linear)
+        and layer.weight.dtype == torch.float32
+        and (layer.bias is None) == (layers[0].bias is None)
+        # Else gradients of some would keep the memory of all.
+        and {p.requires_grad for p in layer.parameters()} == {layers[0].weight.requires_grad}
+        for layer in layers
+    )
 
 
 class Heads(NamedTuple):

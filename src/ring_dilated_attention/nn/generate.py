@@ -1,0 +1,724 @@
+"""Generation by a language model: read a prompt into caches, then one step for each token."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, TypeAlias, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..decode import (
+    CapturedStep,
+    DilatedKVCache,
+    Lengths,
+    Step,
+    attend_in_step,
+    steps_by_kernel,
+)
+from ..documents import Integers
+from ..exchange import Exchange, Group, agree, all_gather, one_group, resolve_exchange, settle
+from ..functional import autocast_inputs
+from ..layout import SequenceLayout
+from ..parallel import is_dtensor, is_fully_sharded
+from ..pattern import check_int, check_positive_int, in_brief
+from .attention import MultiheadDilatedAttention
+from .block import Block
+from .config import LongNetConfig
+from .modules import runs_hooks
+from .rope import RotaryEmbedding
+from .sampling import Sampler
+from .tokens import (
+    agreed_positions,
+    check_tokens,
+    check_vocabulary,
+    checked_lengths,
+    device_of,
+    whole_length,
+)
+
+_NAME = "LongNet.generate"
+
+CHECKED_STEPS = 32
+"""Steps between looks at the tokens: whether the ranks drew the same ones, and logits are finite.
+Each look waits for the device and costs a small collective."""
+
+CAPTURED_TOKENS = 32
+"""Tokens from which on a step is captured: warming up and capturing take as long as 10 steps."""
+
+TakeStep: TypeAlias = Callable[[Tensor], Tensor]
+"""From the next tokens, (batch, 1), to logits, (batch, 1, vocab_size)."""
+
+
+class TokenGenerator(nn.Module):
+    """The part of `LongNet` around its blocks: the embedding, the logits, and generation.
+
+    `generate` and `stream` are loops of `make_caches`, `prefill`, `step` and a `Sampler`, of which
+    other loops can be written.
+    """
+
+    config: LongNetConfig
+    embedding: nn.Embedding
+    rope: RotaryEmbedding
+    blocks: nn.ModuleList
+    norm: nn.LayerNorm
+    chunk_rows: int | None
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """The residual stream in front of the first block.
+
+        Args:
+            tokens: int64, shape (batch, rows).
+
+        Returns:
+            Shape (batch, rows, embed_dim).
+        """
+        embedded: Tensor = self.embedding(tokens) * math.sqrt(self.config.embed_dim)
+        return autocast_inputs(embedded)[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits of the next token, from the residual stream behind the last block.
+
+        Args:
+            hidden: shape (batch, rows, embed_dim).
+
+        Returns:
+            Shape (batch, rows, vocab_size).
+        """
+        return F.linear(self.norm(hidden), self.embedding.weight)
+
+    def make_caches(
+        self,
+        batch: int,
+        *,
+        max_length: int | None = None,
+        max_rewind: int = 0,
+        group: Group = None,
+        mesh: Group = None,
+        sharded: bool | None = None,
+    ) -> list[DilatedKVCache]:
+        """A KV cache for each block, on the model's device, in its dtype or that of autocast.
+
+        Args:
+            batch: rows of the batch.
+            max_length: the most positions of a document, those of the prompt included; None, the
+                default: any number, not for patterns with a segment length of None.
+            max_rewind: the most positions that `DilatedKVCache.rewind` may take back at a time.
+            group: the ranks that generate together: a ProcessGroup, a 1-D DeviceMesh, or None for
+                one process.
+            mesh: another name for `group`, as DTensor APIs call it; pass only one of the two.
+            sharded: whether the ranks share the rows of each cache; None, the default: where a
+                cache is large. See `DilatedKVCache`.
+
+        Raises:
+            TypeError, ValueError: an argument is not allowed.
+        """
+        if is_fully_sharded(self):
+            raise ValueError(
+                f"{type(self).__name__.removeprefix('FSDP')} under fully_shard does not generate: "
+                "its weights are gathered for forward alone. Load its state dict into a model "
+                "without fully_shard"
+            )
+        config, weight = self.config, self.embedding.weight
+        (like,) = autocast_inputs(weight[:0])
+        caches = []
+        for layer in (block.attention for block in _blocks(self)):
+            own, heads = layer.head_slice, config.num_kv_heads or config.num_heads
+            caches.append(
+                DilatedKVCache(
+                    layer.pattern,
+                    batch,
+                    heads if own is None else own.stop - own.start,
+                    config.embed_dim // config.num_heads,
+                    max_length=max_length,
+                    max_rewind=max_rewind,
+                    dtype=like.dtype,
+                    device=weight.device,
+                    group=one_group(group, mesh),
+                    sharded=sharded,
+                    head_slice=own,
+                )
+            )
+        return caches
+
+    @torch.no_grad()
+    def prefill(
+        self,
+        tokens: Tensor,
+        caches: Sequence[DilatedKVCache],
+        *,
+        lengths: Integers | None = None,
+        documents: Integers | None = None,
+        layout: SequenceLayout | None = None,
+    ) -> Tensor:
+        """Read a prompt: logits of the token that follows it; the caches then hold the prompt.
+
+        `forward`, whose keys and values each block hands to its cache and drops. Without gradients.
+        Every rank of the caches' group makes the call, with its shard. If a block fails, all of the
+        caches are empty.
+
+        Args:
+            tokens: the local shard of the prompt, int64, shape (batch, local_sequence).
+            caches: of `make_caches`; what they held is dropped.
+            lengths: (batch,) ints, or a 1-D int32 or int64 tensor: row b has that many tokens, at
+                least 1, of the whole prompt, and padding behind them. None: no padding.
+            documents: cumulative lengths of documents packed in the whole prompt, as for `forward`;
+                the last one of each row goes on, and may then end behind the longest row. None: one
+                document.
+            layout: which positions each rank holds; None means contiguous equal shards.
+
+        Returns:
+            Logits, shape (batch, vocab_size), of each row's last token; the same on every rank.
+
+        Raises:
+            TypeError, ValueError: an argument is not allowed, or the ranks disagree about one;
+                raised on every rank.
+        """
+        check_caches(self, caches)
+        ends = caches[0].exchange
+        check = partial(_check_prompt, self, tokens, caches)
+        found = agreed_positions(tokens, documents, ends, layout, lengths, check)
+        rotation = self.rope(found.rotary[None])
+        hidden = self.embed(tokens)
+        options: dict[str, Any] = {
+            "documents": found.documents,
+            "lengths": found.lengths,
+            "layout": layout,
+        }
+
+        def attend(
+            block: Block, cache: DilatedKVCache, query: Tensor, key: Tensor, value: Tensor
+        ) -> Tensor:
+            query, key, value = autocast_inputs(query, key, value)
+            out = block.attention.attend(
+                query, key, value, is_causal=True, group=cache.exchange, **options
+            )
+            cache.prefill(key, value, **options)
+            return out
+
+        try:
+            for block, cache in zip(_blocks(self), caches, strict=True):
+                hidden = block(
+                    hidden,
+                    rotation.cos,
+                    rotation.sin,
+                    chunk_rows=self.chunk_rows,
+                    attend=partial(attend, block, cache),
+                )
+        except BaseException:  # some caches have the prompt, and others do not
+            for cache in caches:
+                with suppress(
+                    RuntimeError
+                ):  # of a device that has failed: the first error says more
+                    cache.reset()
+            raise
+        total = whole_length(tokens, ends.world_size, layout)
+        lasts = [n - 1 for n in found.lengths or [total] * len(tokens)]
+        layout = layout or SequenceLayout.contiguous(total, ends.world_size)
+        return self.logits(_last_rows(hidden, lasts, layout, ends)[:, None])[:, 0]
+
+    @torch.no_grad()
+    def step(self, tokens: Tensor, caches: Sequence[DilatedKVCache]) -> Tensor:
+        """Read the next tokens of every row: logits of what follows; the caches then hold them.
+
+        Without gradients. Positions come from the caches' `lengths`, on their device, and nothing
+        waits for it. Several tokens per row, as in speculative decoding, cost little more than one;
+        `DilatedKVCache.rewind` takes back those that are rejected. A step that fails leaves the
+        caches as they were, so that it can be tried again; one of m tokens, m > 1, only where the
+        `max_rewind` of the caches is at least m - 1.
+
+        Args:
+            tokens: int64, shape (batch, m), m from 1 on: of the next m positions of every row, the
+                same on every rank.
+            caches: after `prefill`, or empty ones: then the first token begins a document.
+
+        Returns:
+            Logits, shape (batch, m, vocab_size); the same on every rank.
+
+        Raises:
+            TypeError, ValueError: an argument is not allowed, or a document becomes longer than the
+                `max_length` of its cache.
+
+        Examples:
+            >>> config = LongNetConfig(num_layers=1, embed_dim=8, num_heads=2, ffn_dim=8,
+            ...                        segment_lengths=[64, None], dilation_rates=[1, 4])
+            >>> model = LongNet(config)
+            >>> caches = model.make_caches(1, max_length=100)
+            >>> logits = model.prefill(torch.tensor([[1, 2, 3]]), caches)
+            >>> model.step(logits.argmax(-1, keepdim=True), caches).shape
+            torch.Size([1, 1, 256])
+        """
+        check_caches(self, caches)
+        check_tokens(tokens, "(batch, m)")
+        _check_batch(tokens, caches)
+        count = tokens.shape[1]
+        if not count:
+            raise ValueError(
+                f"a step must have one token at least; got tokens of shape {tuple(tokens.shape)}"
+            )
+        positions = caches[0].lengths.unsqueeze(1)
+        if count > 1:
+            positions = positions + torch.arange(count, device=positions.device)
+        rotation, shared = self.rope(positions), Step()
+        try:
+            hidden = self.embed(tokens)
+        except IndexError:  # of a CPU, where looking costs nothing
+            check_vocabulary(tokens, self.embedding)
+            raise
+        before = [cache.known() for cache in caches]
+        try:
+            for block, cache in zip(_blocks(self), caches, strict=True):
+                layer = block.attention
+                attend = partial(
+                    attend_in_step,
+                    cache=cache,
+                    scale=layer.scale,
+                    backend=layer.backend,
+                    step=shared,
+                )
+                hidden = block(
+                    hidden,
+                    rotation.cos,
+                    rotation.sin,
+                    chunk_rows=self.chunk_rows,
+                    attend=attend,
+                )
+            return self.logits(hidden)
+        except BaseException:
+            _take_back(caches, before, count)
+            raise
+
+    def stream(
+        self,
+        tokens: Tensor,
+        max_new_tokens: int,
+        *,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        allowed: Tensor | None = None,
+        stop_token: int | None = None,
+        seed: int = 0,
+        lengths: Integers | None = None,
+        documents: Integers | None = None,
+        group: Group = None,
+        mesh: Group = None,
+        layout: SequenceLayout | None = None,
+        sharded: bool | None = None,
+        capture: bool | None = None,
+    ) -> Iterator[Tensor]:
+        """What `generate` returns, token by token: an iterator of (batch,) int64 tensors.
+
+        Arguments are checked and the prompt is read before this returns; each token is computed
+        when it is asked for, under the autocast of that moment, which must be that of this call
+        where weights are float32: caches have its dtype. Every rank takes equally many. The model,
+        its weights and hooks too, must stay as it is until the last one: some of it was copied.
+        """
+        ends = resolve_exchange(one_group(group, mesh))
+        device = device_of(tokens)
+        drawing: dict[str, Any] = {
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "seed": seed,
+        }
+        words: dict[str, Any] = {
+            "max_new_tokens": max_new_tokens,
+            "stop_token": stop_token,
+            "sharded": sharded,
+            "capture": capture,
+            "allowed": None,
+        }
+        sampler, shared, failure, longest = None, None, None, 0
+        try:
+            check_positive_int("max_new_tokens", max_new_tokens)
+            check_tokens(tokens, "(batch, local_sequence)")
+            _check_capture(capture, self, device, sharded)
+            vocabulary = self.config.vocab_size
+            if stop_token is not None and not 0 <= check_int("stop_token", stop_token) < vocabulary:
+                raise ValueError(f"stop_token must be from 0 to {vocabulary - 1}; got {stop_token}")
+            longest = _longest_prompt(tokens, lengths, layout, ends)
+            sampler = Sampler(vocabulary, allowed=allowed, device=device, **drawing)
+            if allowed is not None:
+                words["allowed"] = _digest(allowed)
+            shared = words | drawing
+        except Exception as error:  # whatever it is, the other ranks are to be told
+            failure = error
+        agree(_NAME, ends, shared, failure, device)
+        assert sampler is not None
+        caches = self.make_caches(
+            len(tokens), max_length=longest + max_new_tokens, group=ends, sharded=sharded
+        )
+        in_graph = _captures(capture, self, caches, max_new_tokens)
+        logits = self.prefill(tokens, caches, lengths=lengths, documents=documents, layout=layout)
+        take: TakeStep = partial(self.step, caches=caches)
+        if in_graph:
+            take = _captured_step(take, caches)
+        return _drawn(take, ends, logits, sampler, max_new_tokens, stop_token)
+
+    def generate(
+        self,
+        tokens: Tensor,
+        max_new_tokens: int,
+        *,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        allowed: Tensor | None = None,
+        stop_token: int | None = None,
+        seed: int = 0,
+        lengths: Integers | None = None,
+        documents: Integers | None = None,
+        group: Group = None,
+        mesh: Group = None,
+        layout: SequenceLayout | None = None,
+        sharded: bool | None = None,
+        capture: bool | None = None,
+    ) -> Tensor:
+        """Continue prompts.
+
+        The prompt is read once, and one step with a KV cache follows for each token: the tokens are
+        those that `forward` of the whole text would give. `embed`, the blocks, the norm and
+        `logits` compute them: hooks of the model as a whole, and a `forward` of a subclass, are not
+        called. The text may become longer than those that the model was trained on. Without
+        gradients.
+
+        Args:
+            tokens: the local shard of the prompt, int64, shape (batch, local_sequence).
+            max_new_tokens: how many tokens to add to each row, at least 1.
+            temperature: logits are divided by it before a token is drawn; 0, the default, always
+                takes the most likely token.
+            top_k: draw among this many most likely tokens only (and those as likely as the last of
+                them). None, the default: all.
+            top_p: draw among the fewest most likely tokens whose probabilities, after `temperature`
+                and `top_k`, add up to at least this, in (0, 1]. None, the default: all.
+            allowed: (vocab_size,) bool: the tokens that may be drawn. None, the default: all.
+            stop_token: a row that has produced it goes on with this token alone, and generation
+                ends when all rows have; checking that waits for the device in every step. None, the
+                default: there is none.
+            seed: of the draws, from 0 to 2**62 - 1; the same draws on any number of ranks.
+            lengths: (batch,) ints: row b of the prompt has that many tokens, at least 1, and
+                padding behind them; new tokens follow the last one. None: no padding.
+            documents: cumulative lengths of documents packed in the whole prompt, as for `forward`;
+                the last one of each row is continued. None: one document.
+            group: the ranks that share each prompt: a ProcessGroup, a 1-D DeviceMesh, or None for
+                one process. All of them compute the same new tokens.
+            mesh: another name for `group`, as DTensor APIs call it; pass only one of the two.
+            layout: which positions of the prompt each rank holds; None means contiguous equal
+                shards.
+            sharded: whether the ranks share the rows of each cache; None, the default: where a
+                cache is large. See `DilatedKVCache`.
+            capture: whether a step is captured in a CUDA graph, which is replayed for each token,
+                several times as fast: needs caches that each rank holds whole. None, the default:
+                on a CUDA device, outside of autocast, from 32 tokens on, where caches are whole,
+                weights are no DTensors, no module has hooks and the decoding kernels compute
+                attention (float32 or half precision, `backend` "auto" or "triton").
+
+        Returns:
+            The new tokens, int64, shape (batch, new), the same on every rank; new is
+            `max_new_tokens`, or less where every row has produced `stop_token`.
+
+        Raises:
+            TypeError, ValueError: an argument is not allowed, or the ranks disagree about one, or
+                about the tokens that they draw; raised on every rank.
+            ValueError: logits are not finite, or are -inf for all tokens that may be drawn.
+            RuntimeError: a step cannot be captured: a module waits for the device, say.
+
+        Examples:
+            >>> config = LongNetConfig(num_layers=1, embed_dim=8, num_heads=2, ffn_dim=8,
+            ...                        segment_lengths=[64], dilation_rates=[1])
+            >>> LongNet(config).generate(torch.tensor([[1, 2, 3]]), 5, temperature=0.8).shape
+            torch.Size([1, 5])
+        """
+        tokens_by_step = self.stream(
+            tokens,
+            max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            allowed=allowed,
+            stop_token=stop_token,
+            seed=seed,
+            lengths=lengths,
+            documents=documents,
+            group=group,
+            mesh=mesh,
+            layout=layout,
+            sharded=sharded,
+            capture=capture,
+        )
+        return torch.stack([*tokens_by_step], 1)
+
+
+def _blocks(model: TokenGenerator) -> list[Block]:
+    return cast("list[Block]", model.blocks)
+
+
+def _last_rows(
+    hidden: Tensor, lasts: Sequence[int], layout: SequenceLayout, ends: Exchange
+) -> Tensor:
+    """The rows at these positions of the whole sequence, one of each row of the batch.
+
+    Args:
+        hidden: this rank's rows, shape (batch, local_sequence, embed_dim).
+        lasts: the position of each row of the batch.
+        layout: which positions each rank holds.
+        ends: this rank's end of the group.
+
+    Returns:
+        Shape (batch, embed_dim), the same bits on every rank.
+    """
+    places = [
+        next((p.rank, p.local + last - p.start) for p in layout.pieces if p.start <= last < p.stop)
+        for last in lasts
+    ]
+    own = [(row, local) for row, (rank, local) in enumerate(places) if rank == ends.rank]
+    last = hidden.new_zeros(len(lasts), hidden.shape[2])
+    if own:
+        rows, locals_ = torch.tensor(own, device=hidden.device).unbind(1)
+        last[rows] = hidden[rows, locals_]
+    if ends.world_size == 1:
+        return last
+    with ends.calls.enter("LongNet.prefill", "last rows") as scope:
+        settle(scope, ends, hidden.device)
+        by_rank = torch.stack(all_gather(ends, last))
+    ranks = torch.tensor([rank for rank, _ in places], device=hidden.device)
+    return by_rank[ranks, torch.arange(len(lasts), device=hidden.device)]
+
+
+def check_caches(model: TokenGenerator, caches: Sequence[DilatedKVCache]) -> None:
+    """Raise unless there is a cache for each block, and all hold equally many positions.
+
+    Args:
+        model: whose blocks they are for.
+        caches: of `make_caches`.
+
+    Raises:
+        TypeError, ValueError: they are not; one has another pattern than its block; or a block has
+            an attention of its own.
+    """
+    if not isinstance(caches, Sequence) or not all(isinstance(x, DilatedKVCache) for x in caches):
+        raise TypeError(f"caches must be those of make_caches; got {in_brief(caches)}")
+    if len(caches) != len(model.blocks):
+        raise ValueError(
+            f"there must be a cache for each of {len(model.blocks)} blocks; got {len(caches)}"
+        )
+    lengths = caches[0].known_lengths
+    if len({id(cache) for cache in caches}) < len(caches):
+        raise ValueError("every block needs a cache of its own; got one cache for several blocks")
+    for block, cache in zip(_blocks(model), caches, strict=True):
+        layer, plan = block.attention, cache.plan
+        if getattr(layer.attend, "__func__", None) is not MultiheadDilatedAttention.attend:
+            raise ValueError(
+                f"a {type(layer).__name__} has an attend of its own, which a step with a KV cache "
+                "does not call: generate by forward of the whole text, or change project or "
+                "combine in its place"
+            )
+        if layer.head_slice is not None or plan.pattern is not layer.pattern:  # in every step
+            pattern = layer.pattern.of_heads(layer.head_slice, plan.num_kv_heads)
+            if plan.pattern != pattern:
+                raise ValueError(
+                    f"a cache must have the pattern of its block, {pattern}; got one of "
+                    f"{plan.pattern}: make the caches with make_caches of this model, and anew "
+                    "when its patterns have changed"
+                )
+        if cache.known_lengths != lengths:
+            raise ValueError(
+                "the caches of all blocks must hold the same positions; the first holds "
+                f"{_shown(lengths)}, another one {_shown(cache.known_lengths)}: rewind, select and "
+                "reset them all"
+            )
+
+
+def _shown(lengths: Sequence[int]) -> str:
+    """The lengths of a few rows, for a message."""
+    rest = f" and {len(lengths) - 8} more" if len(lengths) > 8 else ""
+    return ", ".join(map(str, lengths[:8])) + rest
+
+
+def _check_batch(tokens: Tensor, caches: Sequence[DilatedKVCache]) -> None:
+    """Raise a `ValueError` unless there are tokens for each row of the caches."""
+    batch = len(caches[0].known_lengths)
+    if len(tokens) != batch:
+        raise ValueError(f"the caches are for {batch} rows; got tokens for {len(tokens)}")
+
+
+def _check_prompt(model: TokenGenerator, tokens: Tensor, caches: Sequence[DilatedKVCache]) -> None:
+    """Raise a `ValueError` unless a prompt fits the caches, and the model has its tokens."""
+    _check_batch(tokens, caches)
+    if getattr(model.embed, "__func__", None) is TokenGenerator.embed:
+        check_vocabulary(tokens, model.embedding)
+
+
+def _take_back(caches: Sequence[DilatedKVCache], before: Sequence[Lengths], count: int) -> None:
+    """Drop the `count` positions that a step has added to some caches before it failed.
+
+    Args:
+        caches: of the step.
+        before: what was known of each of them before the step.
+        count: tokens of the step; where a cache cannot take back as many, it keeps them.
+    """
+    for cache, known in zip(caches, before, strict=True):
+        added = tuple(length + count for length in known.known)
+        if cache.known_lengths == added and count <= cache.plan.max_rewind + 1:
+            known.overwritten(count)
+            with suppress(RuntimeError):  # of a device that has failed: the first error says more
+                cache.set_known(known)
+
+
+def _longest_prompt(
+    tokens: Tensor, lengths: Integers | None, layout: SequenceLayout | None, ends: Exchange
+) -> int:
+    """The positions of the longest prompt; raises unless each row has one."""
+    if layout is not None and not isinstance(layout, SequenceLayout):
+        raise TypeError(f"layout must be a SequenceLayout or None; got {in_brief(layout)}")
+    total = whole_length(tokens, ends.world_size, layout)
+    if not len(tokens) or not total:
+        raise ValueError(f"the prompt must have a token; got tokens of shape {tuple(tokens.shape)}")
+    return total if lengths is None else max(checked_lengths(lengths, len(tokens), total))
+
+
+def _check_capture(
+    capture: bool | None, model: nn.Module, device: torch.device, sharded: bool | None
+) -> None:
+    """Raise a `TypeError` or `ValueError` unless steps can be captured, where that is asked for.
+
+    Args:
+        capture: what the user asks for.
+        model: that generates.
+        device: of the tokens.
+        sharded: what the user asks for of caches.
+    """
+    if capture is not None and not isinstance(capture, bool):
+        raise TypeError(f"capture must be a bool or None, got {in_brief(capture)}")
+    if capture and (device.type != "cuda" or sharded):
+        raise ValueError(
+            "capture=True needs a CUDA device, and caches that every rank holds whole "
+            f"(sharded=False); got tokens on {device}, sharded={sharded}"
+        )
+    if capture and _has_hooks(model):
+        raise ValueError(
+            "capture=True, but modules of the model have hooks, which a CUDA graph would not call "
+            "for each token: remove them, or give capture=False"
+        )
+
+
+def _captures(
+    capture: bool | None, model: nn.Module, caches: Sequence[DilatedKVCache], max_new_tokens: int
+) -> bool:
+    """Whether steps are captured in a CUDA graph.
+
+    Args:
+        capture: what the user asks for, as `_check_capture` allows it; None: where it helps.
+        model: with no hooks where it is True.
+        caches: of its layers.
+        max_new_tokens: how many tokens are wanted.
+
+    Raises:
+        ValueError: it is asked for, and cannot be; alike on every rank.
+    """
+    if capture and caches[0].is_sharded:
+        raise ValueError(
+            f"the ranks share the rows of each cache ({caches[0].nbytes:,} bytes on each rank), "
+            "and such a step cannot be captured: give sharded=False, or capture=False"
+        )
+    device = caches[0].keys.device
+    if capture is False or device.type != "cuda":
+        return False
+    by_kernel = all(
+        steps_by_kernel(caches[0], module.backend)
+        for module in model.modules()
+        if isinstance(module, MultiheadDilatedAttention)
+    )
+    if capture and not by_kernel:
+        raise ValueError(
+            "capture=True, but the decoding kernels do not compute attention of this model, and "
+            "only they read positions on the device: they take float16, bfloat16 or float32, and "
+            "backend='auto' or 'triton'. Give capture=False"
+        )
+    return capture or (
+        by_kernel
+        and max_new_tokens >= CAPTURED_TOKENS
+        and not _has_hooks(model)
+        and not any(cache.is_sharded for cache in caches)
+        and not torch.is_autocast_enabled(device.type)
+        and not any(is_dtensor(parameter) for parameter in model.parameters())
+    )
+
+
+def _has_hooks(model: nn.Module) -> bool:
+    return any(runs_hooks(module) for module in model.modules())
+
+
+def _captured_step(take: TakeStep, caches: Sequence[DilatedKVCache]) -> TakeStep:
+    """A step in a CUDA graph, captured with whatever tokens; raises where it cannot be captured."""
+    lengths = caches[0].lengths
+    try:
+        return CapturedStep(take, lengths.new_zeros(len(lengths), 1), caches)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{_NAME} cannot capture a step of this model in a CUDA graph, for example because "
+            "a module of yours waits for the device. This process has to start again: give "
+            f"capture=False. {error}"
+        ) from error
+
+
+def _digest(tensor: Tensor) -> str:
+    return hashlib.blake2b(tensor.cpu().numpy().tobytes(), digest_size=4).hexdigest()
+
+
+def _drawn(
+    take: TakeStep,
+    ends: Exchange,
+    logits: Tensor,
+    sampler: Sampler,
+    max_new_tokens: int,
+    stop: int | None,
+) -> Iterator[Tensor]:
+    """Tokens, one (batch,) tensor a step."""
+    finished: Tensor | None = None
+    unchecked: list[Tensor] = []
+    largest: list[Tensor] = []  # logits of those steps: a NaN is larger than all numbers
+    tokens: Tensor | None = None
+    for left in range(max_new_tokens, 0, -1):
+        with torch.no_grad():
+            if tokens is not None:
+                logits = take(tokens.unsqueeze(1)).squeeze(1)
+            logits = sampler.allowed(logits)
+            largest.append(logits.amax(-1, keepdim=True))
+            tokens = sampler.draw(logits, largest[-1])
+        all_finished = False
+        if stop is not None:
+            if finished is not None:
+                tokens = tokens.masked_fill(finished, stop)
+            finished = tokens == stop
+            all_finished = bool(finished.all())
+        unchecked.append(tokens)
+        is_last = left == 1 or all_finished
+        if is_last or len(unchecked) == CHECKED_STEPS:
+            _look_at(unchecked, largest, ends)
+            unchecked, largest = [], []
+        yield tokens.clone()  # whoever changes it in place does not change the text
+        if is_last:
+            return
+
+
+def _look_at(tokens: list[Tensor], largest: list[Tensor], ends: Exchange) -> None:
+    """Raise, on every rank, unless ranks drew the same tokens from logits with finite maxima."""
+    failure = None
+    if not torch.stack(largest).isfinite().all():
+        failure = ValueError(
+            "logits are not finite, or -inf for all tokens that are allowed, so that none can be "
+            "drawn: look at the weights, and at the dtype"
+        )
+    shared = None
+    if failure is None:
+        shared = (
+            {"the last tokens drawn": _digest(torch.stack(tokens))} if ends.world_size > 1 else {}
+        )
+    agree(_NAME, ends, shared, failure, tokens[0].device)

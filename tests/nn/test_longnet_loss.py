@@ -12,7 +12,7 @@ from support.small_models import LENGTH, Count, make_model, make_text
 from ring_dilated_attention import SequenceLayout
 from ring_dilated_attention.checks import relative_error, run_ranks
 from ring_dilated_attention.exchange import run_loopback
-from ring_dilated_attention.nn import Checkpoint
+from ring_dilated_attention.nn.checkpoint import Checkpoint
 from ring_dilated_attention.torch_op import BACKWARD, FORWARD
 
 CHUNKS = (None, 1, 5, 100)  # 5 divides no shard

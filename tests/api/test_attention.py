@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cut_rings import rings_cut
 from support.strategies import cases
-from support.tolerances import FLOAT64, rounding_bound
+from support.tolerances import FLOAT64, assert_close_to, rounding_bound
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention, plan_attention
 from ring_dilated_attention.checks import (
@@ -238,22 +238,13 @@ def test_strides_of_dimensions_of_one_element_do_not_matter(dim, backend):
             assert relative_error(a, b) < FLOAT64
 
 
-def test_one_process_needs_no_group():
-    query, key, value = torch.randn(3, 1, 10, 2, 8)
-    out = dilated_attention(query, key, value, DilatedPattern.dense(), is_causal=True)
-    want = F.scaled_dot_product_attention(
-        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), is_causal=True
-    ).transpose(1, 2)
-    torch.testing.assert_close(out, want)
-
-
 def test_scale_and_lse():
     query, key, value = torch.randn(3, 2, 10, 2, 8)
     out, lse = dilated_attention(
         query, key, value, DilatedPattern.dense(), scale=0.0, return_lse=True
     )
-    torch.testing.assert_close(out, value.mean(1, keepdim=True).expand_as(value))
-    torch.testing.assert_close(lse, torch.full((2, 2, 10), 10.0).log())
+    assert_close_to(out, value.double().mean(1, keepdim=True).expand_as(value), terms=10)
+    assert_close_to(lse, torch.full((2, 2, 10), 10.0, dtype=torch.float64).log(), terms=10)
 
 
 @pytest.mark.parametrize("backend", ["auto", "eager"])
@@ -280,14 +271,6 @@ def test_lse_is_outside_of_autograd():
     out, lse = dilated_attention(query, query, query, DilatedPattern.dense(), return_lse=True)
     assert out.requires_grad
     assert not lse.requires_grad
-
-
-def test_double_backward_is_refused():
-    query = torch.randn(1, 4, 1, 8, requires_grad=True)
-    out = dilated_attention(query, query, query, DilatedPattern.dense())
-    (gradient,) = torch.autograd.grad(out.sum(), query, create_graph=True)
-    with pytest.raises(RuntimeError, match="gradient of dilated_attention cannot be differentiat"):
-        gradient.sum().backward()
 
 
 def test_gradients_flow_only_where_asked_for():

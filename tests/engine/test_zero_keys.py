@@ -180,7 +180,7 @@ def test_replicated_queries_see_them(positions, num_kv_heads):
     ran = run_loopback(3, run)
     for out, lse, (dquery, _, _) in ran:
         assert relative_error(out, want[:, rows]) < FLOAT64
-        torch.testing.assert_close(lse, want_lse[:, :, rows])
+        assert_close_to(lse, want_lse[:, :, rows], terms=64 * 64)
         assert relative_error(dquery, expected[0][:, rows]) < FLOAT64
     for index in (1, 2):
         whole = layout.unshard([gradients[index] for _, _, gradients in ran], 1)

@@ -188,21 +188,11 @@ def local_rank(default: int = 0) -> int:
     return _whole("LOCAL_RANK", 0) if "LOCAL_RANK" in os.environ else default
 
 
-def check_meeting_point() -> None:
-    """Raise a `ValueError` unless ``MASTER_ADDR`` and ``MASTER_PORT`` say where ranks meet."""
-    if not os.environ.get("MASTER_ADDR"):
-        raise ValueError(
-            f"MASTER_ADDR is not set; it must be the host of rank 0, where ranks meet: "
-            f"{START_WITHOUT}"
-        )
-    _whole("MASTER_PORT", 0, 65535)
-
-
 def check_one_process(command: str) -> None:
     """Raise a `ValueError` where this is one of several ranks.
 
     Args:
-        command: that has nothing for ranks to share, such as ``"rda sample"``.
+        command: that has nothing for ranks to share, such as ``"rda simulate"``.
     """
     place = launched()
     if place is not None and place.size > 1:

@@ -103,6 +103,7 @@ def test_a_wrong_result_is_an_exit_code(tmp_path):
 HAS_ITS_OWN_TEST = {
     "bring_your_own_model",
     "gigapath_finetune",
+    "ring_in_one_page",
     "torchtitan_llama",
     "train_longnet",
 }

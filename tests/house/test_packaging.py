@@ -145,7 +145,7 @@ def test_workflow_runs_what_is_claimed():
     assert tested
     assert re.findall(r"[\d.]+", tested[1]) == claimed
     assert PROJECT["requires-python"] == f">={claimed[0]}"
-    assert {"lint", "test", "docs", "build"} == made_in(workflow) <= targets_of_make()
+    assert {"lint", "lines", "test", "docs", "build"} == made_in(workflow) <= targets_of_make()
 
 
 def test_contributing_names_targets_that_exist():

@@ -110,7 +110,7 @@ class DeviceProfile:
 
 
 # The cost model's constants. Fitted to the times of one and two H200 in
-# benchmarks/results/many_gpus_x2.json: bfloat16 or float16, heads of 128 (many_hosts.md).
+# benchmarks/results/many_gpus_x2.json: bfloat16 or float16, heads of 128.
 _FORWARD = costs.ComputeRates(flops=657e12, half_keys=340, group_seconds=15e-6, host_step=0.6e-3)
 _BACKWARD = costs.ComputeRates(flops=618e12, half_keys=465, group_seconds=60e-6, host_step=0.8e-3)
 _BESIDE_TRANSFERS = 1.035

@@ -383,6 +383,16 @@ def test_auto_gathers_little_and_rings_much():
     assert plan_attention(DilatedPattern([64, None], [1, 16]), layout, is_causal=False).gathers
 
 
+@pytest.mark.parametrize(
+    ("kv_heads", "ranks", "gathers"), [(8, 4, True), (8, 5, False), (16, 4, False)]
+)
+def test_auto_gathers_the_few_rows_of_grouped_queries(kv_heads, ranks, gathers):
+    """A quarter as many KV heads: all keys and values on 4 ranks are as large as query and out."""
+    layout = SequenceLayout.contiguous(1000 * ranks, ranks)
+    given = {"is_causal": True, "num_heads": 32, "num_kv_heads": kv_heads}
+    assert plan_attention(DilatedPattern.dense(), layout, **given).gathers == gathers
+
+
 @settings(max_examples=300)
 @given(patterns(), layouts(), st.booleans(), st.integers(1, 4), st.data())
 def test_who_gathers_receives_no_more_than_the_largest_shard(pattern, layout, causal, heads, data):

@@ -70,7 +70,7 @@ class TorchscaleDilatedAttention(nn.Module):
             from about 10,000 tokens on.
         exchange: ``"ring"`` keeps one message in flight during compute and holds the rows of at
             most two remote shards; ``"gather"`` starts all transfers at once and holds them all;
-            ``"auto"``, the default, gathers where all of them are at most the size of a shard.
+            ``"auto"``, the default, gathers where they take no more memory than query and out.
         backend: kernels that compute the tiles: ``"auto"``, ``"sdpa"``, ``"fa4"``, ``"cpu_flash"``,
             ``"cudnn"``, ``"flash"``, ``"efficient"``, ``"triton"`` or ``"eager"``. None:
             ``"auto"``, or ``"eager"`` where `args.flash_attention` is False.

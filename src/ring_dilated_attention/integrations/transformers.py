@@ -158,7 +158,7 @@ def set_attention(
             equal shards.
         exchange: ``"ring"`` keeps one message in flight during compute and holds the rows of at
             most two remote shards; ``"gather"`` starts all transfers at once and holds them all;
-            ``"auto"``, the default, gathers where all of them are at most the size of a shard.
+            ``"auto"``, the default, gathers where they take no more memory than query and out.
         backend: kernels that compute the tiles: ``"auto"``, the default, takes the fastest that
             supports the tensors; ``"sdpa"``, ``"fa4"``, ``"cpu_flash"``, ``"cudnn"``, ``"flash"``,
             ``"efficient"``, ``"triton"`` and ``"eager"`` take that one or raise.

@@ -160,17 +160,19 @@ class PlanSpec:
     def gathers(self) -> bool:
         """What ``exchange="auto"`` means here: True for gather, False for ring.
 
-        Gather is chosen when no rank can receive more rows than the largest shard has, so that
-        holding all of them at once at most doubles K and V. A bound, not each rank's own count,
-        decides, so that every rank decides alike: a piece shares at most two segments of a branch
-        with other pieces.
+        Gather is chosen where received keys and values take no more memory than the query and out
+        of the largest shard: fewer, larger kernel calls are then worth it. With grouped queries,
+        whose K and V are small, that is true of dense attention on a few ranks. A bound, not each
+        rank's own count, decides, so that every rank decides alike: a piece shares at most two
+        segments of a branch with other pieces.
         """
         layout, pattern = self.layout, self.pattern
         pieces = max(map(len, layout.ranges))
-        longest = max((b - a for a, b in pairwise(self.documents)), default=1)
+        documents = [b - a for a, b in pairwise(self.documents)] or [1]
+        longest = max(documents)
         bound = 0
         for branch, (length, rate) in enumerate(pattern.branches):
             w = longest if length is None else min(length, longest)
-            segments = min(2 * pieces, layout.length // w + len(self.documents) - 1)
+            segments = min(2 * pieces, sum(-(-document // w) for document in documents))
             bound += segments * -(-w // rate) * len(pattern.heads(branch, self.num_kv_heads))
-        return bound <= layout.max_local_length * self.num_kv_heads
+        return bound <= layout.max_local_length * self.num_heads

@@ -25,18 +25,11 @@ GAP = "…"
 
 
 def defined_in(module):
-    """The public names that a module defines itself."""
+    """The public names of a module, which is not imported: it may need another library."""
     tree = ast.parse((SOURCES / f"{module.replace('.', '/')}.py").read_text())
-    names = {
-        node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)
-    } | {
-        target.id
-        for node in tree.body
-        if isinstance(node, ast.Assign)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
-    return sorted(name for name in names if not name.startswith("_"))
+    assigned = [node for node in tree.body if isinstance(node, ast.Assign)]
+    (names,) = (n.value for n in assigned if ast.unparse(n.targets[0]) == "__all__")
+    return ast.literal_eval(names)
 
 
 PUBLIC = [

@@ -24,6 +24,8 @@ from ..nn import Block, DilatedAttention, MultiheadDilatedAttention
 from ..parallel import is_dtensor, torch_cuts
 from ..pattern import in_brief
 
+__all__ = ["ContextParallel"]
+
 _SHARDED = ("query", "key", "value", "key_padding_mask")
 """Arguments by keyword that are sharded over the sequence, as all tensors by position are."""
 

@@ -34,6 +34,8 @@ from .torchscale import (
     set_layout,
 )
 
+__all__ = ["shard_slide_encoder"]
+
 _SIMILAR = 1e-2
 """Relative difference of what ranks were given, up to which it is the same slide. GPUs of different
 kinds differ by less than 1e-3 in half precision; another slide, or order of tiles, by about 1."""

@@ -26,6 +26,8 @@ from torch.distributed.tensor.parallel import (
 from ..nn import MultiheadDilatedAttention
 from ..pattern import HeadSlice
 
+__all__ = ["HeadParallel"]
+
 
 class HeadParallel(ParallelStyle):
     """Splits attention by heads, and the MLP of its block by columns, over the ranks of a mesh.

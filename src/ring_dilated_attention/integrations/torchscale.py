@@ -28,6 +28,8 @@ from ..tiles import BACKENDS, Backend
 from ..torch_op import padding, telling_ranks
 from .shared_randomness import share_drop_paths
 
+__all__ = ["TorchscaleDilatedAttention", "replace_dilated_attention", "set_layout"]
+
 _OPTIONS = "head_offsets", "zero_keys", "branch_gradients", "exchange", "backend"
 """Of `TorchscaleDilatedAttention`, which `replace_dilated_attention` passes on."""
 

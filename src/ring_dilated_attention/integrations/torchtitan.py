@@ -26,6 +26,8 @@ from ..nn import document_positions
 from ..pattern import DilatedPattern, check_choice, in_brief
 from ..tiles import BACKENDS, Backend
 
+__all__ = ["DilatedInnerAttention", "PackedTokens", "with_dilated_attention"]
+
 _NAME = "the torchtitan model"
 _LAYOUTS: dict[str | None, str] = {"headtail": "zigzag", None: "contiguous"}
 """How torchtitan shards the tokens, by its load balancer."""

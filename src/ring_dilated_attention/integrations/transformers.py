@@ -96,6 +96,17 @@ from .transformers_models import (
 )
 from .transformers_rows import shard_batch as shard_batch  # offered here
 
+__all__ = [
+    "NAME",
+    "DilatedCache",
+    "attention_forward",
+    "attention_mask",
+    "remove_attention",
+    "set_attention",
+    "set_layout",
+    "shard_batch",
+]
+
 NAME = ARGUMENT
 """What ``attn_implementation`` has to be."""
 

@@ -90,32 +90,6 @@ def test_the_exact_function_by_option():
     assert relative_error(*grads) < EXACT
 
 
-LAYOUT = SequenceLayout([[(0, 20)], [(20, 21), (50, 61)], [(21, 50)]])
-
-
-def test_sharded_it_is_the_same():
-    whole = make()
-    x = torch.randn(2, 61, 32, dtype=torch.float64)
-    dout = torch.randn_like(x)
-    leaf = x.clone().requires_grad_()
-    want, _ = whole(leaf, leaf, leaf)
-    expected = torch.autograd.grad(want, [leaf, *whole.parameters()], dout)
-
-    def run(ends):
-        own = copy.deepcopy(whole)
-        own.group, own.layout = ends, LAYOUT
-        shard = LAYOUT.shard(x, ends.rank, 1).clone().requires_grad_()
-        out, _ = own(shard, shard, shard)
-        dshard = LAYOUT.shard(dout, ends.rank, 1)
-        return out.detach(), torch.autograd.grad(out, [shard, *own.parameters()], dshard)
-
-    ran = run_loopback(3, run)
-    assert relative_error(LAYOUT.unshard([out for out, _ in ran], 1), want) < EXACT
-    assert relative_error(LAYOUT.unshard([g[0] for _, g in ran], 1), expected[0]) < EXACT
-    for index, gradient in enumerate(expected[1:], 1):
-        assert relative_error(sum(g[index] for _, g in ran), gradient) < EXACT
-
-
 # --- replace_dilated_attention
 
 
@@ -161,7 +135,7 @@ def test_replacing_keeps_weights_modes_and_results():
     with pytest.raises(ValueError, match="keep their options; got zero_keys"):
         replace_dilated_attention(model, zero_keys=False)
     assert set_layout(model, None) == 2
-    assert attention.layout is None
+    assert [m.layout for m in model.modules() if isinstance(m, type(attention))] == [None, None]
     with pytest.raises(TypeError, match="layout must be a SequenceLayout or None, got 3"):
         set_layout(model, 3)  # type: ignore[arg-type]
 
@@ -327,7 +301,8 @@ def depth_step(rank, world_size):
     dropped = model(x).flatten(1).any(1).tolist()
     kept = model.eval()(x).flatten(1).any(1).all().item()
     replace_dilated_attention(model)
-    assert (model[1].group, model[1].drop_prob) == (None, 0.5)  # it follows the group
+    assert vars(model[1])["group"] is None  # it follows the group
+    assert model[1].drop_prob == 0.5
     return dropped, kept
 
 

@@ -3,6 +3,7 @@
 import copy
 import inspect
 import re
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -227,11 +228,12 @@ def test_other_masks_are_refused(arguments, message):
 
 
 def test_a_mask_over_other_keys_than_those_so_far_is_refused():
-    ours.attention_mask(q_length=1, kv_length=4, q_offset=3)
+    mask = partial(ours.attention_mask, q_length=1, q_offset=3)
+    mask(kv_length=4)
     with pytest.raises(ValueError, match=r"queries 3 to 4, keys 0 to 9"):
-        ours.attention_mask(q_length=1, kv_length=9, q_offset=3)
+        mask(kv_length=9)
     with pytest.raises(ValueError, match=r"queries 3 to 4, keys 1 to 4"):
-        ours.attention_mask(q_length=1, kv_length=3, q_offset=3, kv_offset=1)
+        mask(kv_length=3, kv_offset=1)
 
 
 def test_dropout_is_refused_in_training_alone():

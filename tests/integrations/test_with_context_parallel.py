@@ -275,8 +275,9 @@ def _style(rank, world_size, layout):
         pairs: list[Any] = [(out.full_tensor(), want[:, order])]
         assert reference.grad is not None
         pairs.append((local.grad, whole_layout.shard(reference.grad, rank, 1)))
-        of_both = zip(model.parameters(), alone.parameters(), strict=True)
-        pairs += [(cast("DTensor", a.grad).full_tensor(), b.grad) for a, b in of_both]
+        got = [cast("DTensor", p.grad).full_tensor().flatten() for p in model.parameters()]
+        plain = [cast("torch.Tensor", p.grad).flatten() for p in alone.parameters()]
+        pairs.append((torch.cat(got), torch.cat(plain)))
         errors[name] = max(relative_error(a.detach(), b.detach()) for a, b in pairs)
     return errors
 
@@ -319,7 +320,7 @@ def _style_refused(rank, world_size):
     mesh = init_device_mesh("cpu", (world_size,))
     other = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
     split = parallelize_module(Own(), other, {"qkv": ColwiseParallel()})
-    sizes = {"num_layers": 1, "embed_dim": 32, "num_heads": 4, "ffn_dim": 32}
+    sizes: dict[str, Any] = {"num_layers": 1, "embed_dim": 32, "num_heads": 4, "ffn_dim": 32}
     longnet = LongNet(LongNetConfig(**sizes, segment_lengths=[8], dilation_rates=[1]))
     style, blocks = ContextParallel(), {"blocks.*": ContextParallel()}
     of_15, of_3 = SequenceLayout.zigzag(15, 2), SequenceLayout.zigzag(9, 3)

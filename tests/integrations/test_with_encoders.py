@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from support.bounds import EXACT, IN_FLOAT32
+from support.bounds import EXACT, IN_FLOAT32, SUMMED_IN_FLOAT32
 from support.transformers_models import (
     DENSE,
     LENGTH,
@@ -13,6 +13,7 @@ from support.transformers_models import (
     check_refused_calls,
     check_refused_on_ranks,
     make,
+    restarts,
 )
 from torch import nn
 
@@ -147,14 +148,6 @@ def test_on_ranks_what_mixes_tokens_is_refused(build, message):
     check_refused_on_ranks(build(), message)
 
 
-def test_an_encoder_is_saved_with_its_pattern(tmp_path):
-    model = encoder()
-    set_attention(model, PATTERN)
-    model.save_pretrained(tmp_path)
-    loaded = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path)
-    assert relative_error(loaded(**learnt()).logits, model(**learnt()).logits) < EXACT
-
-
 # --- what collators return
 
 
@@ -166,9 +159,11 @@ def test_a_flattening_collator(options):
     batch = dict(collate(documents))
     model = make()
     set_attention(model, PATTERN)
-    plain = dict(transformers.DataCollatorWithFlattening()(documents))
-    assert relative_error(model(**batch).loss, model(**plain).loss) < IN_FLOAT32
+    want = model(**transformers.DataCollatorWithFlattening()(documents)).logits
+    assert relative_error(model(**batch).logits, want) < SUMMED_IN_FLOAT32
     check_ranks(model, ZIGZAG, batch)
+    batch["position_ids"] = restarts(LENGTH)  # rotations are relative: they may count on
+    assert relative_error(model(**batch).logits, want) < SUMMED_IN_FLOAT32
 
 
 def test_seq_idx_alone_says_nothing_to_attention():

@@ -14,7 +14,6 @@ import pytest
 import torch
 from support.bounds import EXACT
 from support.slide_models import (
-    ClassificationHead,
     LongNetViT,
     LongViTForTCGAClassification,
     gigapath,
@@ -25,7 +24,6 @@ from support.slide_models import (
 from support.tolerances import rounding_bound
 from support.worlds import world
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from ring_dilated_attention import SequenceLayout
@@ -128,37 +126,6 @@ def test_longvit_with_the_mean_of_all_patches():
     model = initialized(LongViTForTCGAClassification())
     model.encoder = model.model.encoder  # where LongNetViT has it
     assert_ranks(model, 3, torch.randn(1, 3, 20, 28, dtype=torch.float64), used=(0,))
-
-
-def with_ddp(rank, ranks):
-    """Three steps of DDP, a slide of another length each, the loss as on one process."""
-    encoder = gigapath()
-    model = ClassificationHead(encoder, encoder.cls_token.shape[2]).double()
-    alone = copy.deepcopy(model)
-    shard_slide_encoder(model, group=world())
-    trained = DistributedDataParallel(model, broadcast_buffers=False, find_unused_parameters=True)
-    errors = []
-    for step, tiles in enumerate((40, 3, 61)):
-        inputs = slide(tiles, seed=step)
-        target = torch.tensor([step])
-        for each in (trained, alone):
-            each.zero_grad(set_to_none=True)
-            nn.functional.cross_entropy(each(*inputs), target).backward()
-        found, expected = gradients_of(model), gradients_of(alone)
-        for name, want in expected.items():
-            if want is None:  # DDP's are then none, or zeros of its buckets
-                assert found[name] is None or not found[name].any()
-            else:
-                error = (found[name] - want).norm() / (want.norm() + 1e-3)
-                errors.append(float(error))
-        for each in (model, alone):
-            torch.optim.SGD(each.parameters(), 1e-3).step()
-    return max(errors)
-
-
-def test_ddp_gives_the_gradients_of_one_process():
-    """DistributedDataParallel averages over ranks: the loss is written as for one GPU."""
-    assert max(run_ranks(with_ddp, 2)) < EXACT
 
 
 # --- a class token on each rank

@@ -267,9 +267,7 @@ HELD: dict[str, Callable[[int], Any]] = {
     "conjugate": lambda number: torch.ones(4, dtype=torch.complex64).mul(1 + number).conj(),
     "numbers": lambda number: [*range(3000), number],
     "a view": lambda number: torch.stack([changed(number)] * 2, 1)[:, ::2],
-    "many": lambda number: torch.zeros((1 << 20) + 3).index_fill(
-        0, torch.tensor([1 << 20]), number
-    ),
+    "many": lambda number: torch.arange(LONG + 3).index_fill(0, torch.tensor([LONG]), number),
     "bool": lambda number: changed(number, dtype=torch.bool),
     "half": lambda number: changed(number, dtype=torch.bfloat16),
     "empty": lambda number: torch.zeros(0, number),

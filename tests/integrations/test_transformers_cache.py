@@ -11,8 +11,8 @@ from support.transformers_models import (
     CACHE,
     FINITE,
     LENGTH,
-    PATTERN,
     make,
+    on_group,
     prompt,
     ready,
     restarts,
@@ -22,7 +22,6 @@ from transformers.models.llama import modeling_llama
 
 from ring_dilated_attention import SequenceLayout
 from ring_dilated_attention.checks import relative_error
-from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.integrations.transformers import (
     DilatedCache,
     remove_attention,
@@ -44,6 +43,7 @@ def filled(model, ids=IDS, **options):
     return cache
 
 
+BORDERS = torch.tensor([0, LENGTH])
 PROMPT_REFUSALS: dict[str, Any] = {
     "a hole": ({"attention_mask": HOLE}, "1 at columns side by side"),
     "documents": ({"position_ids": restarts(20, 21)}, "in row 0, token 20 .* must have 20; got 0"),
@@ -52,7 +52,7 @@ PROMPT_REFUSALS: dict[str, Any] = {
         "in row 1, token 4 of this call must have 0; got 4",
     ),
     "borders": (
-        {"cu_seq_lens_q": torch.tensor([0, 41]), "cu_seq_lens_k": torch.tensor([0, 41])},
+        {"cu_seq_lens_q": BORDERS, "cu_seq_lens_k": BORDERS},
         "attention_mask and position_ids; got cu_seq_lens_k, cu_seq_lens_q",
     ),
     "router logits": ({"output_router_logits": True}, "output_router_logits must be False"),
@@ -99,71 +99,58 @@ def test_steps_that_are_refused_leave_the_cache_as_it_was(name):
         assert torch.equal(got.logits, want)
 
 
-def test_generate_refuses_other_caches_and_right_padding():
+GENERATE_REFUSALS: list[tuple[dict[str, Any], str]] = [
+    ({"cache_implementation": "static"}, "must be None; got 'static'"),
+    ({"cache_implementation": "offloaded"}, "must be None; got 'offloaded'"),
+    ({"cache_implementation": "quantized"}, "must be None; got 'quantized'"),
+    ({CACHE: transformers.DynamicCache()}, r"be a DilatedCache.* Got DynamicCache"),
+    ({"attention_mask": LEFT.flip(1)}, "padding_side = 'left'"),
+    (
+        {"attention_mask": LEFT, "prefill_chunk_size": 2},
+        r"first 2 columns .* of row 1 are padding.*chunk_size",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), GENERATE_REFUSALS)
+def test_generate_refuses(changes, message):
+    with pytest.raises(ValueError, match=message):
+        ready().generate(IDS, max_new_tokens=3, **changes)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_length": 0}, "max_length must be"),
+        ({"max_rewind": -1}, "max_rewind must be >= 0, got -1"),
+        ({"max_rewind": 1.5}, "max_rewind"),
+        ({"sharded": 1}, "sharded must be a bool or None, got 1"),
+    ],
+)
+def test_making_a_cache_is_refused(options, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        DilatedCache(ready(), **options)
+
+
+def test_making_a_cache_of_other_models_is_refused():
+    with pytest.raises(ValueError, match=r"call set_attention\(model, pattern\) first; .* Llama"):
+        DilatedCache(make(attn_implementation="sdpa"))
     model = ready()
-    for implementation in ("static", "offloaded", "quantized"):
-        with pytest.raises(ValueError, match=f"must be None; got '{implementation}'"):
-            model.generate(IDS, max_new_tokens=2, cache_implementation=implementation)
-    with pytest.raises(ValueError, match=r"be a DilatedCache.* Got DynamicCache"):
-        model.generate(IDS, max_new_tokens=2, **{CACHE: transformers.DynamicCache()})
-    with pytest.raises(ValueError, match="padding_side = 'left'"):
-        model.generate(IDS, max_new_tokens=2, attention_mask=LEFT.flip(1))
-
-
-def test_chunks_of_padding_alone_are_refused():
-    given = {"input_ids": IDS, "attention_mask": LEFT, "max_new_tokens": 3}
-    with pytest.raises(ValueError, match=r"first 2 columns .* of row 1 are padding.*chunk_size"):
-        ready().generate(**given, prefill_chunk_size=2)
-
-
-def test_a_chat_that_goes_on_with_its_new_tokens_alone_is_refused():
-    model = ready()
-    cache = filled(model)
-    with pytest.raises(ValueError, match=f"cache has {LENGTH} columns: generate takes the whole"):
-        model.generate(IDS[:, :9], max_new_tokens=3, **{CACHE: cache})
-
-
-def test_making_a_cache_is_refused():
-    plain = make(attn_implementation="sdpa")
-    with pytest.raises(
-        ValueError, match=r"call set_attention\(model, pattern\) first; .* LlamaFor"
-    ):
-        DilatedCache(plain)
-    model = ready()
-    for options, kind, message in (
-        ({"max_length": 0}, ValueError, "max_length must be"),
-        ({"max_rewind": -1}, ValueError, "max_rewind must be >= 0, got -1"),
-        ({"max_rewind": 1.5}, TypeError, "max_rewind"),
-        ({"sharded": 1}, TypeError, "sharded must be a bool or None, got 1"),
-    ):
-        with pytest.raises(kind, match=message):
-            DilatedCache(model, **options)
     model.model.layers[1].mlp.mixer = nn.Conv1d(4, 4, 3)
     with pytest.raises(ValueError, match=r"LlamaForCausalLM has layers.1.mlp.mixer"):
         DilatedCache(model)
 
 
-def test_a_cache_of_another_pattern_is_refused():
+@torch.no_grad()
+def test_a_cache_of_another_attention_is_refused():
     model = ready()
     cache = filled(model)
     set_attention(model, FINITE)
-    with torch.no_grad(), pytest.raises(ValueError, match="the model's own pattern and group"):
+    with pytest.raises(ValueError, match="the model's own pattern and group"):
         model(NEXT, **{CACHE: cache})
-
-
-def test_other_attention_has_no_dilated_cache():
-    model = ready()
-    cache = filled(model)
     remove_attention(model, dense=True)
-    with torch.no_grad(), pytest.raises(ValueError, match="this one has other attention: pass it"):
+    with pytest.raises(ValueError, match="this one has other attention: pass it"):
         model(NEXT, **{CACHE: cache})
-
-
-def test_without_set_attention_generate_is_that_of_transformers():
-    model = ready()
-    remove_attention(model, dense=True)
-    out = model.generate(IDS, max_new_tokens=2, return_dict_in_generate=True)
-    assert type(out[CACHE]) is transformers.DynamicCache
 
 
 # --- models that do something else with their keys
@@ -321,18 +308,17 @@ def test_what_a_cache_tells():
 
 
 def test_a_shard_instead_of_the_whole_prompt_is_an_error_on_every_rank():
-    model, layout = ready(), SequenceLayout.zigzag(LENGTH, 2)
+    layout = SequenceLayout.zigzag(LENGTH, 2)
 
-    def run(ends):
-        own = copy.deepcopy(model)
-        set_attention(own, PATTERN, group=ends, layout=layout)
-        with torch.no_grad(), pytest.raises(ValueError, match="different ranks: input is"):
-            own(**shard_batch({"input_ids": IDS}, layout, ends), use_cache=True)
-        with torch.no_grad(), pytest.raises(ValueError, match="output_hidden_states must be False"):
-            own(IDS, use_cache=True, output_hidden_states=True)
-        bad = {"attention_mask": HOLE} if ends.rank else {}
-        message = "side by side" if ends.rank else "was refused on other ranks: rank 1"
-        with torch.no_grad(), pytest.raises(ValueError, match=message):
-            own(IDS, use_cache=True, **bad)
+    def run(own, ends):
+        hole = {"attention_mask": HOLE} if ends.rank else {}
+        calls: list[tuple[Any, str]] = [
+            (shard_batch({"input_ids": IDS}, layout, ends), "different ranks: input is"),
+            ({"output_hidden_states": True}, "output_hidden_states must be False"),
+            (hole, "side by side" if ends.rank else "was refused on other ranks: rank 1"),
+        ]
+        for changes, message in calls:
+            with torch.no_grad(), pytest.raises(ValueError, match=message):
+                own(**{"input_ids": IDS, "use_cache": True, **changes})
 
-    run_loopback(2, run)
+    on_group(ready(), 2, run, layout=layout)

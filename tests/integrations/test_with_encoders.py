@@ -1,15 +1,20 @@
-"""Masked language models and token classification, on one process and on ranks.
-
-Row of the audit of what composes: BertForMaskedLM was refused, though it treats tokens alone.
-"""
-
-import copy
+"""Masked language models and token classification, on one process and on ranks."""
 
 import pytest
 import torch
 import transformers
 from support.bounds import EXACT, IN_FLOAT32, SUMMED_IN_FLOAT32
-from support.transformers_models import DENSE, LENGTH, PATTERN, batch_of, make, on_ranks, step
+from support.transformers_models import (
+    DENSE,
+    LENGTH,
+    PATTERN,
+    batch_of,
+    check_ranks,
+    check_refused_calls,
+    check_refused_on_ranks,
+    make,
+    restarts,
+)
 from torch import nn
 
 from ring_dilated_attention import SequenceLayout
@@ -62,24 +67,18 @@ def learnt(kind="plain", labels=61, family="Bert"):
     return batch
 
 
-@pytest.mark.parametrize("kind", ["plain", "packed and padded"])
+@pytest.mark.parametrize("kind", ["padded", "packed and padded"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_any_ranks_have_one_loss_and_gradient(family, kind):
     model, batch = encoder(family), learnt(kind, family=family)
-    set_attention(model, DENSE)
-    if kind == "plain":  # also what transformers computes
-        got = model(**batch).logits
+    if kind == "padded":  # also what transformers computes
+        valid = batch["attention_mask"].bool()
+        set_attention(model, DENSE)
+        got = model(**batch).logits[valid]
         remove_attention(model)
-        assert relative_error(got, model(**batch).logits) < EXACT
+        assert relative_error(got, model(**batch).logits[valid]) < EXACT
     set_attention(model, PATTERN)
-    logits, loss, want = step(model, batch)
-    outcomes = on_ranks(model, ZIGZAG, batch, step, shift_labels=False)
-    valid = batch.get("attention_mask", torch.ones(2, LENGTH)).bool()
-    whole = ZIGZAG.unshard([shard for shard, _, _ in outcomes], 1)
-    assert relative_error(whole[valid], logits[valid]) < EXACT
-    assert relative_error(sum(loss for _, loss, _ in outcomes), loss) < EXACT
-    for mine, theirs in zip(zip(*(g for *_, g in outcomes), strict=True), want, strict=True):
-        assert relative_error(sum(mine), theirs) < EXACT or theirs.abs().max() < EXACT
+    check_ranks(model, ZIGZAG, batch, EXACT, EXACT, shift_labels=False)
 
 
 def test_positions_of_roberta_do_not_begin_at_zero():
@@ -93,43 +92,29 @@ def test_positions_of_roberta_do_not_begin_at_zero():
     assert relative_error(model(input_ids=ids, position_ids=counted + 2).logits, want) > 1e-3
     with pytest.raises(ValueError, match=r"count up from 2 and restart at 2 .* must have 2; got 0"):
         model(input_ids=ids, position_ids=counted)
-
-    def refused(own, shard):
-        with pytest.raises(ValueError, match=r"skips token 1 when|refused on other ranks"):
-            own(**shard)
-
-    on_ranks(model, ZIGZAG, {"input_ids": ids}, refused)
+    message = r"skips token 1 when|refused on other ranks"
+    check_refused_calls(model, message, {"input_ids": ids}, layout=ZIGZAG)
 
 
-def test_a_sequence_beyond_the_position_embeddings_is_an_error_on_every_rank():
-    for family in ("Bert", "Roberta"):
-        model = encoder(family, max_position_embeddings=LENGTH + (family == "Roberta"))
-        batch = {"input_ids": learnt()["input_ids"]}
-        set_attention(model, PATTERN)
-        if family == "Bert":
-            model(**batch)
-            batch = {"input_ids": torch.cat([batch["input_ids"]] * 2, 1)}
-        length = batch["input_ids"].shape[1]
-
-        def refused(own, shard):
-            with pytest.raises(ValueError, match=r"embeddings of 4. positions, .* input needs"):
-                own(**shard)
-
-        on_ranks(model, SequenceLayout.zigzag(length, 2), batch, refused)
+@pytest.mark.parametrize(("family", "more"), [("Bert", 0), ("Roberta", 1)])
+def test_a_sequence_beyond_the_position_embeddings_is_an_error_on_every_rank(family, more):
+    model, ids = encoder(family, max_position_embeddings=LENGTH + more), learnt()["input_ids"]
+    set_attention(model, PATTERN)
+    if family == "Bert":
+        model(ids)
+        ids = torch.cat([ids] * 2, 1)
+    layout = SequenceLayout.zigzag(ids.shape[1], 2)
+    message = r"embeddings of 4. positions, .* input needs"
+    check_refused_calls(model, message, {"input_ids": ids}, layout=layout)
 
 
-@pytest.mark.parametrize("family", ["Bert", "Llama"])
-def test_token_classification(family):
+@pytest.mark.parametrize(("family", "error"), [("Bert", EXACT), ("Llama", IN_FLOAT32)])
+def test_token_classification(family, error):
     changes = {"num_key_value_heads": 2} if family == "Llama" else {}
     model = encoder(family, "ForTokenClassification", **changes).eval()  # Llama's has dropout
     set_attention(model, PATTERN)
     batch = learnt("padded", labels=5, family="DistilBert")
-    _, loss, want = step(model, batch)
-    outcomes = on_ranks(model, ZIGZAG, batch, step, shift_labels=False)
-    error = IN_FLOAT32 if family == "Llama" else EXACT  # its norms are in float32
-    assert relative_error(sum(loss for _, loss, _ in outcomes), loss) < error
-    for mine, theirs in zip(zip(*(g for *_, g in outcomes), strict=True), want, strict=True):
-        assert relative_error(sum(mine), theirs) < 10 * error or theirs.abs().max() < error
+    check_ranks(model, ZIGZAG, batch, error, 10 * error, shift_labels=False)
 
 
 @pytest.mark.parametrize(
@@ -143,12 +128,9 @@ def test_token_classification(family):
 def test_a_loss_of_a_shard_is_refused(changes, message):
     model = encoder()
     set_attention(model, PATTERN)
-
-    def refused(own, shard):
-        with pytest.raises(ValueError, match=message):
-            own(**{**shard, **changes})
-
-    on_ranks(model, ZIGZAG, learnt(), refused, shift_labels=False)
+    check_refused_calls(
+        model, message, learnt(), layout=ZIGZAG, changes=changes, shift_labels=False
+    )
 
 
 REFUSED = {
@@ -157,32 +139,13 @@ REFUSED = {
         lambda: encoder(head="ForNextSentencePrediction"),
         "a head must treat every token alone: one of ForCausalLM, LMHeadModel, ForMaskedLM",
     ),
-    "positions of a shard": (
-        lambda: encoder("Esm"),
-        "the encoders are .*; got EsmModel",
-    ),
+    "positions of a shard": (lambda: encoder("Esm"), "the encoders are .*; got EsmModel"),
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_on_ranks_what_mixes_tokens_is_refused(name):
-    build, message = REFUSED[name]
-    model = build()
-    set_attention(model, PATTERN)
-
-    def run(ends):
-        with pytest.raises(ValueError, match=message):
-            set_attention(copy.deepcopy(model), PATTERN, group=ends)
-
-    run_loopback(2, run)
-
-
-def test_an_encoder_is_saved_with_its_pattern(tmp_path):
-    model = encoder()
-    set_attention(model, PATTERN)
-    model.save_pretrained(tmp_path)
-    loaded = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path)
-    assert relative_error(loaded(**learnt()).logits, model(**learnt()).logits) < EXACT
+@pytest.mark.parametrize(("build", "message"), REFUSED.values(), ids=REFUSED)
+def test_on_ranks_what_mixes_tokens_is_refused(build, message):
+    check_refused_on_ranks(build(), message)
 
 
 # --- what collators return
@@ -196,18 +159,11 @@ def test_a_flattening_collator(options):
     batch = dict(collate(documents))
     model = make()
     set_attention(model, PATTERN)
-    plain = transformers.DataCollatorWithFlattening()(documents)
-    _, loss, want = step(model, dict(plain))
-    found, got, gradients = step(model, batch)
-    assert relative_error(got, loss) < IN_FLOAT32
-    outcomes = on_ranks(model, ZIGZAG, batch, step)
-    whole = ZIGZAG.unshard([logits for logits, _, _ in outcomes], 1)
-    assert relative_error(whole, found) < IN_FLOAT32
-    for mine, here, theirs in zip(
-        zip(*(g for *_, g in outcomes), strict=True), gradients, want, strict=True
-    ):
-        assert relative_error(sum(mine), theirs) < SUMMED_IN_FLOAT32
-        assert relative_error(here, theirs) < SUMMED_IN_FLOAT32
+    want = model(**transformers.DataCollatorWithFlattening()(documents)).logits
+    assert relative_error(model(**batch).logits, want) < SUMMED_IN_FLOAT32
+    check_ranks(model, ZIGZAG, batch)
+    batch["position_ids"] = restarts(LENGTH)  # rotations are relative: they may count on
+    assert relative_error(model(**batch).logits, want) < SUMMED_IN_FLOAT32
 
 
 def test_seq_idx_alone_says_nothing_to_attention():
@@ -215,14 +171,10 @@ def test_seq_idx_alone_says_nothing_to_attention():
     set_attention(model, PATTERN)
     batch = {"input_ids": batch_of("plain")["input_ids"][:1]}
     batch["seq_idx"] = (torch.arange(LENGTH) > 9).int()[None]
-    with pytest.raises(ValueError, match="seq_idx names documents for layers other than att"):
+    message = "seq_idx names documents for layers other than att"
+    with pytest.raises(ValueError, match=message):
         model(**batch)
-
-    def refused(own, shard):
-        with pytest.raises(ValueError, match="seq_idx names documents"):
-            own(**shard)
-
-    on_ranks(model, ZIGZAG, batch, refused)
+    check_refused_calls(model, message, batch, layout=ZIGZAG)
 
 
 def test_options_of_shard_batch_are_the_same_on_every_rank():

@@ -1,20 +1,21 @@
-"""Vision models of transformers: the patches of an image are the sequence.
-
-Row of the audit of what composes: ViT and Siglip were refused, though they treat tokens alone.
-"""
-
-import copy
+"""Vision models of transformers: the patches of an image are the sequence."""
 
 import pytest
 import torch
 import transformers
 from support.bounds import EXACT
-from support.transformers_models import DENSE, PATTERN
+from support.transformers_models import (
+    DENSE,
+    PATTERN,
+    check_gradients,
+    check_refused_on_ranks,
+    on_group,
+    summed,
+)
 from torch import nn
 
 from ring_dilated_attention import SequenceLayout
 from ring_dilated_attention.checks import relative_error
-from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.integrations.transformers import (
     remove_attention,
     set_attention,
@@ -92,42 +93,29 @@ def step(model, weight):
     "ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning"
 )
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("family", TOKENS)
-def test_any_ranks_have_one_result_and_gradient(family, ranks, recompute):
-    model = vision(family)
+def test_any_ranks_have_one_result_and_gradient(family, kind, recompute):
+    model, tokens = vision(family), TOKENS[family]
     set_attention(model, PATTERN)
     if recompute:
         model.train()
         model.gradient_checkpointing_enable()
-    tokens = TOKENS[family]
     weight = torch.randn(2, tokens, 32, generator=torch.manual_seed(1)).double()
     whole, want = step(model, weight)
-    for layout in (SequenceLayout.contiguous(tokens, ranks), SequenceLayout.zigzag(tokens, ranks)):
-
-        def run(ends, layout=layout):
-            own = copy.deepcopy(model)
-            set_attention(own, PATTERN, group=ends)
-            set_layout(own, layout)
-            return step(own, layout.shard(weight, ends.rank, 1))
-
-        outcomes = run_loopback(ranks, run)
-        assert relative_error(layout.unshard([x for x, _ in outcomes], 1), whole) < EXACT
-        for mine, theirs in zip(zip(*(g for _, g in outcomes), strict=True), want, strict=True):
-            assert relative_error(sum(mine), theirs) < EXACT or theirs.abs().max() < EXACT
+    layout = getattr(SequenceLayout, kind)(tokens, 3)
+    outcomes = on_group(
+        model, 3, lambda own, ends: step(own, layout.shard(weight, ends.rank, 1)), layout=layout
+    )
+    assert relative_error(layout.unshard([x for x, _ in outcomes], 1), whole) < EXACT
+    check_gradients(summed(outcomes), want, EXACT)
 
 
 def test_tokens_that_ranks_share_evenly_need_no_layout():
     model = vision("Siglip")
     set_attention(model, PATTERN)
-    whole = model(IMAGES).last_hidden_state
-
-    def run(ends):
-        own = copy.deepcopy(model)
-        set_attention(own, PATTERN, group=ends)
-        return own(IMAGES).last_hidden_state
-
-    assert relative_error(torch.cat(run_loopback(3, run), 1), whole) < EXACT
+    shards = on_group(model, 3, lambda own, ends: own(IMAGES).last_hidden_state)
+    assert relative_error(torch.cat(shards, 1), model(IMAGES).last_hidden_state) < EXACT
 
 
 REFUSED = {
@@ -144,17 +132,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_on_ranks_what_mixes_tokens_is_refused(name):
-    build, message = REFUSED[name]
-    model = build()
-    set_attention(model, PATTERN)
-
-    def run(ends):
-        with pytest.raises(ValueError, match=message):
-            set_attention(copy.deepcopy(model), PATTERN, group=ends)
-
-    run_loopback(2, run)
+@pytest.mark.parametrize(("build", "message"), REFUSED.values(), ids=REFUSED)
+def test_on_ranks_what_mixes_tokens_is_refused(build, message):
+    check_refused_on_ranks(build(), message)
 
 
 def test_images_of_several_sizes_are_refused():
@@ -184,9 +164,7 @@ def test_bad_calls_are_errors_on_every_rank():
     with pytest.raises(ValueError, match="output_attentions must be False"):
         model(IMAGES, output_attentions=True)
 
-    def run(ends):
-        own = copy.deepcopy(model)
-        set_attention(own, PATTERN, group=ends)
+    def run(own, ends):
         with pytest.raises(ValueError, match=r"37 tokens, .*set_layout\(model, Seq"):
             own(IMAGES)
         set_layout(own, SequenceLayout.contiguous(37, 2))
@@ -194,4 +172,4 @@ def test_bad_calls_are_errors_on_every_rank():
             own(IMAGES + ends.rank)
         own(IMAGES)
 
-    run_loopback(2, run)
+    on_group(model, 2, run)

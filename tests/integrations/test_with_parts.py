@@ -13,23 +13,10 @@ from ring_dilated_attention import SequenceLayout
 from ring_dilated_attention.checks import relative_error
 from ring_dilated_attention.integrations.transformers import DilatedCache, set_attention
 
-TEXT = {
-    "vocab_size": 99,
-    "hidden_size": 32,
-    "intermediate_size": 37,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}
-VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 37,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "image_size": 32,
-    "patch_size": 8,
-}
+LAYERS = {"hidden_size": 32, "intermediate_size": 37, "num_attention_heads": 4}
+TEXT = {**LAYERS, "num_hidden_layers": 2, "num_key_value_heads": 2}
+TEXT |= {"vocab_size": 99, "max_position_embeddings": 128}
+VISION = {**LAYERS, "num_hidden_layers": 1, "image_size": 32, "patch_size": 8}
 PATCHES = 16  # of an image
 IMAGE, START = 98, 96  # tokens
 
@@ -155,10 +142,10 @@ def test_the_model_numbers_tokens_where_it_has_the_whole_sequence():
     model, given = make(attn_implementation="sdpa").model, []
     ids = torch.arange(12)[None]
     want = model(ids).last_hidden_state
-    turned = SequenceLayout([[(5, 12), (0, 5)]])
-    for layout in (None, SequenceLayout.contiguous(12, 1), turned):
+    whole, turned = SequenceLayout.contiguous(12, 1), SequenceLayout([[(5, 12), (0, 5)]])
+    for layout in (None, whole, turned):
         set_attention(model, DENSE, layout=layout)
-        layout = layout or SequenceLayout.contiguous(12, 1)
+        layout = layout or whole
         handle = model.register_forward_pre_hook(
             lambda module, args, named: given.append(named["position_ids"]), with_kwargs=True
         )
@@ -176,6 +163,11 @@ def clip(family="CLIP"):
     return getattr(transformers, f"{family}Model")(config)
 
 
+def git():
+    vision = transformers.GitVisionConfig(**VISION).to_dict()
+    return transformers.GitForCausalLM(transformers.GitConfig(vision_config=vision, **LAYERS))
+
+
 WHOLE = {
     "llava": (
         lambda: llava()[0],
@@ -190,16 +182,12 @@ WHOLE = {
     "positions in dimensions": (lambda: qwen()[0], "and give generate use_cache=False$"),
     "CLIP": (clip, r"as set_attention\(model.text_model, pattern\)$"),
     "CLIPSeg": (lambda: clip("CLIPSeg"), "CLIPSegModel is made of several models"),
+    "a part of several": (git, r"^(?!.*set_attention\(model.git, ).*made of several models"),
+    "parts that are no models": (
+        lambda: OfOldVersions(transformers.LlamaConfig(**TEXT)),
+        r"model.text \(ModuleList\), model.images .*not supported",
+    ),
 }
-
-
-@pytest.mark.parametrize("name", WHOLE)
-def test_a_model_of_several_is_refused(name):
-    build, message = WHOLE[name]
-    model = build()
-    with pytest.raises(ValueError, match=message):
-        set_attention(model, DENSE)
-    assert model.config._attn_implementation != "ring_dilated_attention"
 
 
 class OfOldVersions(transformers.LlamaModel):
@@ -213,12 +201,12 @@ class OfOldVersions(transformers.LlamaModel):
             layer.self_attn.config = transformers.CLIPVisionConfig()
 
 
-def test_parts_that_are_no_models_are_refused():
-    model = OfOldVersions(transformers.LlamaConfig(**TEXT))
-    with pytest.raises(
-        ValueError, match=r"model.text \(ModuleList\), model.images .*not supported"
-    ):
+@pytest.mark.parametrize(("build", "message"), WHOLE.values(), ids=WHOLE)
+def test_a_model_of_several_is_refused(build, message):
+    model = build()
+    with pytest.raises(ValueError, match=message):
         set_attention(model, DENSE)
+    assert model.config._attn_implementation != "ring_dilated_attention"
 
 
 def test_the_towers_of_clip_have_attention_each():
@@ -236,40 +224,40 @@ def test_the_towers_of_clip_have_attention_each():
 
 def test_masks_that_contradict_the_layers_are_refused():
     """Gemma's layers are then bidirectional, and the mask that it asks for is causal."""
-    model = make("Gemma", head="Model", head_dim=8, use_bidirectional_attention=True)
-    set_attention(model, DENSE)
-    for mask in (None, batch()["attention_mask"]):
-        with pytest.raises(ValueError, match=r"has is_causal=False, .* asks for a causal mask"):
-            model(batch()["input_ids"] % 61, attention_mask=mask)
-    model = make("Bert", head="Model").eval()
-    set_attention(model, DENSE)
-    ids = torch.arange(12)[None]
-    model(ids)
-    model.encoder.layer[1].attention.self.is_causal = True
-    with pytest.raises(ValueError, match=r"has is_causal=True, .* asks for a bidirectional mask"):
-        model(ids)
+    gemma = make("Gemma", head="Model", head_dim=8, use_bidirectional_attention=True)
+    bert = make("Bert", head="Model").eval()
+    for model in (gemma, bert):
+        set_attention(model, DENSE)
+    ids = torch.arange(30).expand(2, -1)
+    bert(ids)
+    bert.encoder.layer[1].attention.self.is_causal = True
+    causal = "has is_causal=False, .* asks for a causal mask"
+    for model, mask, message in (
+        (gemma, None, causal),
+        (gemma, torch.ones_like(ids), causal),
+        (bert, None, "has is_causal=True, .* asks for a bidirectional mask"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model(ids, attention_mask=mask)
 
 
 def test_a_decoder_whose_config_is_bidirectional():
     """transformers then hands ``is_causal=False`` to its layers, and the masks agree."""
     model = make(head="Model", attn_implementation="eager", is_causal=False)
     ids = torch.arange(12)[None]
-    want = model(ids).last_hidden_state
+    want = model(ids).last_hidden_state  # eager rounds to float32
     set_attention(model, DENSE)
-    assert (
-        relative_error(model(ids).last_hidden_state, want) < SUMMED_IN_FLOAT32
-    )  # eager rounds to float32
+    assert relative_error(model(ids).last_hidden_state, want) < SUMMED_IN_FLOAT32
 
 
-def test_generate_says_that_the_cache_is_that_of_the_part():
-    for build, needs in (
-        (llava, rf"{CACHE}=DilatedCache"),
-        (qwen, "use_cache=False"),
-    ):
-        model, given = build()
-        set_attention(model.model.language_model, DENSE)
-        with pytest.raises(ValueError, match=rf"language_model, give generate {needs}"):
-            model.generate(**given, max_new_tokens=2)
+@pytest.mark.parametrize(
+    ("build", "needs"), [(llava, rf"{CACHE}=DilatedCache"), (qwen, "use_cache=False")]
+)
+def test_generate_says_that_the_cache_is_that_of_the_part(build, needs):
+    model, given = build()
+    set_attention(model.model.language_model, DENSE)
+    with pytest.raises(ValueError, match=rf"language_model, give generate {needs}"):
+        model.generate(**given, max_new_tokens=2)
 
 
 NAME = "ring_dilated_attention"
@@ -292,15 +280,3 @@ def test_a_saved_part_comes_back_by_the_name_of_its_config(tmp_path, monkeypatch
         logits(whole, given)
     part = load(tmp_path, dtype=torch.float64, attn_implementation={"text_config": NAME})
     assert relative_error(logits(part.eval(), given), want) < SUMMED_IN_FLOAT32
-
-
-def test_a_part_that_holds_others_is_not_advised():
-    """It would be refused, too."""
-    size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    vision = {**size, "intermediate_size": 16, "image_size": 8, "patch_size": 4}
-    config = transformers.GitConfig(
-        vision_config=vision, **size, intermediate_size=16, vocab_size=50
-    )
-    with pytest.raises(ValueError, match="made of several models") as caught:
-        set_attention(transformers.GitForCausalLM(config), DENSE)
-    assert "set_attention(model.git, " not in str(caught.value)

@@ -1,8 +1,4 @@
-"""peft: adapters before and after `set_attention`, on ranks, merged, saved and loaded.
-
-Rows of the audit of what composes: set_attention(PeftModel) was a TypeError; before get_peft_model
-it worked.
-"""
+"""peft: adapters before and after `set_attention`, on ranks, merged, saved and loaded."""
 
 import copy
 
@@ -13,13 +9,19 @@ from support.bounds import EXACT, IN_FLOAT32
 from support.transformers_models import (
     CACHE,
     FINITE,
+    LAYOUTS,
     LENGTH,
     PATTERN,
+    backward_step,
     batch_of,
+    check_gradients,
+    check_refused_on_ranks,
     make,
+    on_group,
     prompt,
     ready,
     shard_of,
+    summed,
 )
 from transformers import AutoModelForCausalLM
 from transformers.integrations.peft import MIN_PEFT_VERSION
@@ -67,58 +69,45 @@ def adapted(order, base=None, pattern=PATTERN):
     return model
 
 
-def step(model, batch):
-    """Loss and gradients of the adapters."""
-    learnt = [weight for weight in model.parameters() if weight.requires_grad]
-    loss = model(**batch).loss
-    return loss.detach(), torch.autograd.grad(loss, learnt)
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("order", ORDERS)
-def test_any_ranks_have_one_loss_and_gradient(order, ranks):
+def test_any_ranks_have_one_loss_and_gradient(order):
     model, batch = adapted(order), batch_of("packed and padded")
-    loss, want = step(model, batch)
-    layout = SequenceLayout.zigzag(LENGTH, ranks)
+    layout = SequenceLayout.zigzag(LENGTH, 3)
 
     def run(ends):
         own = copy.deepcopy(model)
         target = own if order == ORDERS[1] else own.get_base_model()
         set_attention(target, PATTERN, group=ends)
         set_layout(own, layout)
-        return step(own, shard_of(batch, layout, ends))
+        return backward_step(own, shard_of(batch, layout, ends))
 
-    outcomes = run_loopback(ranks, run)
+    loss, want = backward_step(model, batch)
+    outcomes = run_loopback(3, run)
     assert relative_error(sum(loss for loss, _ in outcomes), loss) < IN_FLOAT32  # theirs is float32
-    for mine, theirs in zip(zip(*(g for _, g in outcomes), strict=True), want, strict=True):
-        assert relative_error(sum(mine), theirs) < IN_FLOAT32
+    check_gradients(summed(outcomes), want, IN_FLOAT32)
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_loss_of_a_shard_is_refused_behind_adapters_too(order):
-    model, layout = adapted(order), SequenceLayout.zigzag(LENGTH, 2)
+    model, layout = adapted(order), LAYOUTS["zigzag 2"]
 
-    def run(ends):
-        own = copy.deepcopy(model)
-        set_attention(own, PATTERN, group=ends, layout=layout)
-        shard = {**shard_of(batch_of("plain"), layout, ends), "shift_labels": None}
+    def run(own, ends):
+        shard = shard_of(batch_of("plain"), layout, ends)
         with pytest.raises(ValueError, match="labels need shift_labels"):
-            own(**shard)
+            own(**{**shard, "shift_labels": None})
 
-    run_loopback(2, run)
+    on_group(model, 2, run, layout=layout)
 
 
 def test_an_old_peft_passes_the_hooks_and_is_refused_on_ranks(monkeypatch):
-    model, layout = adapted(ORDERS[0]), SequenceLayout.zigzag(LENGTH, 2)
+    model, layout = adapted(ORDERS[0]), LAYOUTS["zigzag 2"]
     monkeypatch.setattr(peft, "__version__", "0.20.0")
 
-    def run(ends):
-        own = copy.deepcopy(model)
-        set_attention(own, PATTERN, group=ends, layout=layout)
+    def run(own, ends):
         with pytest.raises(RuntimeError, match=r"need peft 0\.21 or later.*got peft 0\.20\.0"):
             own(**shard_of(batch_of("plain"), layout, ends))
 
-    run_loopback(2, run)
+    on_group(model, 2, run, layout=layout)
     model(**batch_of("plain"))  # one process is right with any version
 
 
@@ -171,8 +160,7 @@ def test_adapters_of_transformers_itself(tmp_path):
 
 
 def test_generation_with_adapters_has_a_dilated_cache():
-    base = ready(pattern=FINITE)
-    model = adapted("none", base).eval()
+    model = adapted("none", ready(pattern=FINITE)).eval()
     options = {"max_new_tokens": 8, "do_sample": False}
     out = model.generate(input_ids=prompt(), return_dict_in_generate=True, **options)
     assert isinstance(out.past_key_values, DilatedCache)
@@ -180,14 +168,10 @@ def test_generation_with_adapters_has_a_dilated_cache():
     assert torch.equal(out.sequences, slow)
     cache = DilatedCache(model)
     assert torch.equal(model.generate(input_ids=prompt(), **{CACHE: cache}, **options), slow)
-
-    def run(ends):
-        own = copy.deepcopy(model)
-        set_attention(own, group=ends)
-        return own.generate(input_ids=prompt(), **options)
-
-    for tokens in run_loopback(2, run):
-        assert torch.equal(tokens, slow)
+    generated = on_group(
+        model, 2, lambda own, ends: own.generate(input_ids=prompt(), **options), pattern=None
+    )
+    assert all(torch.equal(tokens, slow) for tokens in generated)
 
 
 def test_dense_attention_has_to_be_asked_for():
@@ -199,21 +183,19 @@ def test_dense_attention_has_to_be_asked_for():
 
 
 def test_virtual_tokens_are_right_alone_and_refused_on_ranks():
-    """Prompt tuning puts tokens before the sequence, and on ranks before every shard."""
+    """Prompt tuning puts tokens before the sequence, and makes a mask of floats of that of rows."""
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    base = make()
+    base, batch = make(), batch_of("padded")
     model = peft.get_peft_model(base, config).double()
-    set_attention(model, PATTERN)
-    ids = prompt()
-    embeds = torch.cat([model.get_prompt(2), base.get_input_embeddings()(ids)], 1)
-    want = base(inputs_embeds=embeds).logits
-    assert relative_error(model(input_ids=ids).logits, want) < EXACT
+    check_refused_on_ranks(model, "must not add virtual tokens")
+    embeds = torch.cat([model.get_prompt(2), base.get_input_embeddings()(batch["input_ids"])], 1)
+    mask = torch.nn.functional.pad(batch["attention_mask"], (3, 0), value=1)
+    want = base(inputs_embeds=embeds, attention_mask=mask).logits
+    assert relative_error(model(**batch).logits[mask == 1], want[mask == 1]) < EXACT
+    layout = LAYOUTS["zigzag 2"]
 
     def run(ends):
-        with pytest.raises(ValueError, match="must not add virtual tokens"):
-            set_attention(copy.deepcopy(model), PATTERN, group=ends)
         own = copy.deepcopy(model)
-        layout = SequenceLayout.zigzag(LENGTH, 2)
         set_attention(own.base_model, PATTERN, group=ends, layout=layout)
         with pytest.raises(ValueError, match="the layout gives rank"):
             own(**shard_of(batch_of("plain"), layout, ends))
@@ -221,39 +203,21 @@ def test_virtual_tokens_are_right_alone_and_refused_on_ranks():
     run_loopback(2, run)
 
 
-def test_virtual_tokens_before_padded_rows():
-    """peft makes a mask of floats of that of the tokens."""
-    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    base, batch = make(), batch_of("padded")
-    model = peft.get_peft_model(base, config).double()
-    set_attention(model, PATTERN)
-    embeds = torch.cat([model.get_prompt(2), base.get_input_embeddings()(batch["input_ids"])], 1)
-    mask = torch.nn.functional.pad(batch["attention_mask"], (3, 0), value=1)
-    want = base(inputs_embeds=embeds, attention_mask=mask).logits
-    assert relative_error(model(**batch).logits[mask == 1], want[mask == 1]) < EXACT
-
-
 @pytest.mark.skipif(
     not hasattr(peft.LoraConfig, "alora_invocation_tokens"), reason="peft has no aLoRA yet"
 )
-@pytest.mark.parametrize("order", ORDERS)
-def test_an_adapter_that_is_active_from_a_token_on_is_refused_on_ranks(order):
+def test_an_adapter_that_is_active_from_a_token_on_is_refused_on_ranks():
     """Where the token is, is known on the rank that holds it alone."""
-    base = make()
-    if order == ORDERS[0]:
-        set_attention(base, PATTERN)
-    model = peft.get_peft_model(base, lora(alora_invocation_tokens=[7, 8])).double()
+    model = peft.get_peft_model(make(), lora(alora_invocation_tokens=[7, 8])).double()
     set_attention(model, PATTERN)
-    batch, layout = batch_of("plain"), SequenceLayout.zigzag(LENGTH, 2)
+    batch, layout = batch_of("plain"), LAYOUTS["zigzag 2"]
     model(**batch)
 
-    def run(ends):
-        own = copy.deepcopy(model)
-        set_attention(own, PATTERN, group=ends, layout=layout)
+    def run(own, ends):
         with pytest.raises(ValueError, match="adapter 'default' with alora_invocation_tokens"):
             own(**shard_of(batch, layout, ends))
 
-    run_loopback(2, run)
+    on_group(model, 2, run, layout=layout)
 
 
 @pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")  # peft's name

@@ -16,24 +16,16 @@ from ring_dilated_attention import SequenceLayout, labels_per_rank
 from ring_dilated_attention.checks import run_ranks
 
 
-def small():
-    return nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
-
-
 def takes(model):
     assert labels_per_rank(5, model, world()) == 5
 
 
-def refuses(model, message):
-    with pytest.raises(ValueError, match=message):
-        labels_per_rank(5, model, world())
-
-
 def with_a_hook(rank, world_size):
-    wrapped = DistributedDataParallel(small())
+    wrapped, builtin = (DistributedDataParallel(nn.Linear(3, 2)) for _ in range(2))
     wrapped.register_comm_hook(None, default_hooks.allreduce_hook)
-    refuses(wrapped, "communication hook, allreduce_hook, .* pass the ProcessGroup or DeviceMesh")
-    builtin = DistributedDataParallel(small())
+    message = "communication hook, allreduce_hook, .* pass the ProcessGroup or DeviceMesh"
+    with pytest.raises(ValueError, match=message):
+        labels_per_rank(5, wrapped, world())
     builtin._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
     takes(builtin)
 

@@ -1,6 +1,5 @@
 """Data parallelism beside sequence parallelism: DDP, the divisor of a loss, and equal batches."""
 
-import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -40,38 +39,15 @@ def longnet_in_ddp(mesh, **options):
     model = DistributedDataParallel(make_model(), **options)
     shards = longnet_shards(mesh)
     divisor = labels_per_rank([labels for _, labels in shards], model, mesh["sp"])
-    where = {"group": mesh["sp"], "layout": layout_of(mesh)}
     total = torch.zeros((), dtype=torch.float64)
     for index, shard in enumerate(shards):
         with nullcontext() if index or options else model.no_sync():
-            loss = model(*shard, **where) / divisor
+            loss = model(*shard, group=mesh["sp"], layout=layout_of(mesh)) / divisor
             loss.backward()
         total += loss.detach()
     dist.all_reduce(total)
     want = longnet_on_one_process()
-    errors = relative_error(total / 4, want[0]), error(model, want)
-    refused(  # DDP would leave these gradients as they are on each rank
-        lambda: model.module.loss(*shards[0], **where),
-        r"LongNet is in DistributedDataParallel, .*: call the wrapped model with its labels",
-    )
-    with torch.no_grad():
-        model.module.loss(*shards[0], **where)
-    return max(errors)
-
-
-def by_hand(mesh):
-    """DDP over the data-parallel ranks alone, and a sum over those that share a sequence."""
-    model = DistributedDataParallel(make_model(), process_group=mesh.get_group("dp"))
-    shards = longnet_shards(mesh)
-    divisor = labels_per_rank([labels for _, labels in shards], world(), mesh["sp"])
-    for tokens, labels in shards:
-        loss = model(tokens, labels, group=mesh["sp"], layout=layout_of(mesh))
-        (loss / divisor).backward()
-    for parameter in model.parameters():
-        assert parameter.grad is not None
-        dist.all_reduce(parameter.grad, group=mesh.get_group("sp"))
-        parameter.grad /= 2  # ranks of a sequence: the average over all of them
-    return error(model, longnet_on_one_process())
+    return max(relative_error(total / 4, want[0]), error(model, want))
 
 
 def llama_in_ddp(mesh):
@@ -91,71 +67,62 @@ def ignored_labels(mesh):
     return [none.item(), some.item(), counted.item()]
 
 
-def refused(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
-
-
 def refuse_wrong_averages(mesh, rank):
     """Over the data-parallel ranks alone, over no rank, or not of all parameters."""
     sequence, labels = mesh["sp"], torch.ones(1, 3, dtype=torch.int64)
     only_data = DistributedDataParallel(make_model(), process_group=mesh.get_group("dp"))
-    others = rank ^ 1
-    for average in (only_data, mesh["dp"], mesh.get_group("dp")):
-        refused(
-            lambda x=average: labels_per_rank(labels, x, sequence),
-            rf"over ranks \d, \d, without rank {others}, which hold other parts .*: wrap the model",
-        )
-    refused(
-        lambda: labels_per_rank(labels, make_model(), sequence),
-        "LongNet is neither in DistributedDataParallel nor under fully_shard",
-    )
-    sharded = fully_shard(make_model(), mesh=mesh["dp"])
-    refused(lambda: labels_per_rank(labels, sharded, sequence), f"without rank {others}")
-    blocks_only = make_model()
+    blocks_only, mixed = make_model(), make_model()
     for block in blocks_only.blocks:
         fully_shard(block, mesh=mesh)
-    refused(
-        lambda: labels_per_rank(labels, blocks_only, sequence),
-        "does not know 3 parameters, .*embedding.weight.* call fully_shard",
-    )
-    mixed = make_model()
     fully_shard(mixed.blocks[0], mesh=mesh["sp"])
     fully_shard(mixed, mesh=mesh)
-    refused(lambda: labels_per_rank(labels, mixed, sequence), "over the same ranks; got ")
-    for wrong, got in (
-        (labels.float(), "Got torch.float32"),
-        (labels != -100, "Got torch.bool"),
-        (torch.tensor(3), r"Got torch.int64 of shape \(\)"),
-        (None, "Got None"),
-        ([3], "Got 3"),
-    ):
-        with pytest.raises(TypeError, match=f"labels must be tensors of ints .*{got}"):
-            labels_per_rank(wrong, mesh, sequence)  # type: ignore[arg-type]
+    over_data = rf"over ranks \d, \d, without rank {rank ^ 1}, which hold other parts .*: wrap the"
+    unsharded = "does not know 3 parameters, .*embedding.weight.* call fully_shard"
+    neither = "LongNet is neither in DistributedDataParallel nor under fully_shard"
+    averages: list[tuple[Any, str]] = [
+        (only_data, over_data),
+        (mesh["dp"], over_data),
+        (mesh.get_group("dp"), over_data),
+        (make_model(), neither),
+        (fully_shard(make_model(), mesh=mesh["dp"]), f"without rank {rank ^ 1}"),
+        (blocks_only, unsharded),
+        (mixed, "over the same ranks; got "),
+    ]
+    for average, message in averages:
+        with pytest.raises(ValueError, match=message):
+            labels_per_rank(labels, average, sequence)
+    wrong_labels: list[tuple[Any, str]] = [
+        (labels.float(), "labels must be tensors of ints .*Got torch.float32"),
+        (labels != -100, "labels must be tensors of ints .*Got torch.bool"),
+        (torch.tensor(3), r"labels must be tensors of ints .*Got torch.int64 of shape \(\)"),
+        (None, "labels must be tensors of ints .*Got None"),
+        ([3], "labels must be tensors of ints .*Got 3"),
+        (-1, "a number >= 0; got -1"),
+    ]
+    for wrong, message in wrong_labels:
+        with pytest.raises((TypeError, ValueError), match=message):
+            labels_per_rank(wrong, mesh, sequence)
     assert labels_per_rank([], mesh, sequence) == labels_per_rank(0, mesh, sequence)
-    refused(lambda: labels_per_rank(-1, mesh, sequence), "a number >= 0; got -1")
     with pytest.raises(TypeError, match="group must be"):
         labels_per_rank(labels, mesh, "sp")  # type: ignore[arg-type]
+
+
+OTHERS = "^1 of the ranks that average gradients refused their arguments"
 
 
 def refuse_on_one_rank(rank, world_size):
     """The others say so instead of waiting, and all may go on."""
     labels = torch.ones(1, 3, dtype=torch.int64)
-    cases: list[tuple[Any, Any, type[Exception], str]] = [
-        (labels.float(), world(), TypeError, "Got torch.float32"),
-        (labels, "sp", TypeError, "group must be"),
-        (iter([labels, labels[0, 0]]), world(), TypeError, r"Got torch.int64 of shape \(\)"),
-        (-1, world(), ValueError, "a number >= 0; got -1"),
+    cases: list[tuple[Any, Any, str]] = [
+        (labels.float(), world(), "Got torch.float32"),
+        (labels, "sp", "group must be"),
+        (iter([labels, labels[0, 0]]), world(), r"Got torch.int64 of shape \(\)"),
+        (-1, world(), "a number >= 0; got -1"),
     ]
-    for wrong, group, kind, message in cases:
-        if rank == 1:
-            with pytest.raises(kind, match=message):
-                labels_per_rank(wrong, world(), group)
-        else:
-            refused(
-                lambda: labels_per_rank(labels, world(), world()),
-                "^1 of the ranks that average gradients refused their arguments",
-            )
+    for wrong, group, message in cases:
+        given, where, expected = (wrong, group, message) if rank else (labels, world(), OTHERS)
+        with pytest.raises((TypeError, ValueError), match=expected):
+            labels_per_rank(given, world(), where)
         assert labels_per_rank(labels, world(), world()) == 3
 
 
@@ -178,8 +145,9 @@ def test_labels_that_one_rank_refuses_raise_on_all():
     run_ranks(refuse_labels, 2, wait_timeout=20)
 
     def run(ends):
-        given, message = (-1, "got -1") if ends.rank == 2 else (4, "^1 of the ranks")
-        refused(lambda: labels_per_rank(given, ends, ends), message)
+        given, message = (-1, "got -1") if ends.rank == 2 else (4, OTHERS)
+        with pytest.raises(ValueError, match=message):
+            labels_per_rank(given, ends, ends)
         assert labels_per_rank(4, ends, ends) == 4
 
     run_loopback(3, run)
@@ -192,7 +160,6 @@ def in_ddp(rank, world_size):
         "LongNet": longnet_in_ddp(mesh),
         "LongNet, a static graph": longnet_in_ddp(mesh, static_graph=True),
         "LongNet, unused parameters": longnet_in_ddp(mesh, find_unused_parameters=True),
-        "LongNet, sums by hand": by_hand(mesh),
         "Llama": llama_in_ddp(mesh),
     }, ignored_labels(mesh)
 
@@ -244,16 +211,12 @@ def batch():
     }
 
 
-def swapped(tensor):
-    return tensor.flip(0)
-
-
-CHANGES = {
-    "input_ids": swapped,
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "input_ids": lambda x: x.flip(0),
     "labels": lambda x: x.index_fill(1, torch.tensor([14]), 7),
     "attention_mask": lambda x: x.bool(),
     "cu_seq_lens_q": lambda x: [0, 9, 15],
-    "inputs_embeds": swapped,
+    "inputs_embeds": lambda x: x.flip(0),
 }
 
 
@@ -286,33 +249,12 @@ def test_what_is_no_batch_is_refused_on_every_rank():
     run_loopback(2, run)
 
 
-def digests(ends):
-    """How `check_same_batch` sees a batch that differs in every entry, by the message."""
-    mine = {
-        "views": torch.arange(60).reshape(6, 10)[:, ::2],
-        "chunks": torch.arange((1 << 20) + 3),
-        "bool": torch.ones(3, 3, dtype=torch.bool),
-        "empty": torch.zeros(0),
-        "half": torch.ones(3, dtype=torch.bfloat16),
-    }
-    check_same_batch(mine, ends)
-    if ends.rank:
-        mine["chunks"] = mine["chunks"].index_fill(0, torch.tensor([(1 << 20) + 1]), 0)
-    with pytest.raises(ValueError, match=r"arguments on different ranks: chunks is \(") as caught:
-        check_same_batch(mine, ends)
-    return re.findall(r"int64 (\w{16})", str(caught.value))
-
-
-def test_every_value_of_every_dtype_counts():
-    for found in run_loopback(2, digests):
-        assert len(set(found)) == 2
-
-
-def changed(number):
+def changed(number, dtype=torch.int64):
     """3,000 numbers, one of which `repr` does not show."""
-    return torch.zeros(3000, dtype=torch.int64).index_fill(0, torch.tensor([1500]), number)
+    return torch.zeros(3000, dtype=dtype).index_fill(0, torch.tensor([1500]), number)
 
 
+LONG = 1 << 20  # more than are hashed at once
 HELD: dict[str, Callable[[int], Any]] = {
     "list": lambda number: [changed(0), changed(number)],
     "tuple": lambda number: (changed(0), "a", changed(number)),
@@ -324,6 +266,11 @@ HELD: dict[str, Callable[[int], Any]] = {
     "floats": lambda number: [torch.tensor([1.23456 + 1e-5 * number])],
     "conjugate": lambda number: torch.ones(4, dtype=torch.complex64).mul(1 + number).conj(),
     "numbers": lambda number: [*range(3000), number],
+    "a view": lambda number: torch.stack([changed(number)] * 2, 1)[:, ::2],
+    "many": lambda number: torch.arange(LONG + 3).index_fill(0, torch.tensor([LONG]), number),
+    "bool": lambda number: changed(number, dtype=torch.bool),
+    "half": lambda number: changed(number, dtype=torch.bfloat16),
+    "empty": lambda number: torch.zeros(0, number),
 }
 
 

@@ -36,8 +36,7 @@ def differences(tensors, mesh, placements, options=None, want_options=None, orde
 
     `order` are the positions in the order in which the DTensors have them.
     """
-    length = tensors[0].shape[1]
-    order = torch.arange(length) if order is None else order
+    order = torch.arange(tensors[0].shape[1]) if order is None else order
     leaves: list[Any] = [distribute_tensor(x[:, order], mesh, placements) for x in tensors]
     leaves = [x.detach().requires_grad_() for x in leaves[:3]] + leaves[3:]
     out, lse = attention(*leaves[:3], **(options or {}))
@@ -132,81 +131,66 @@ def placed(mesh, *placements):
     return [distribute_tensor(x, mesh, placements) for x in whole(12)[:3]]
 
 
-def _refused(rank, world_size, case):
+def bad_calls(mesh, rank):
+    """By their messages: query, key and value; and options."""
+    sharded, replicated = placed(mesh, Shard(1)), placed(mesh, Replicate())
+    one_row = distribute_tensor(torch.randn(1, 9, 4, 8), mesh, [Shard(0)])
+    one_head = distribute_tensor(torch.randn(2, 9, 1, 8), mesh, [Shard(2)])
+    heads = [distribute_tensor(torch.randn(1, 9, n, 8), mesh, [Shard(2)]) for n in (6, 3, 3)]
+    partial_sum = DTensor.from_local(sharded[0].to_local(), mesh, [Partial()])
+    uneven = DTensor.from_local(torch.randn(2, 5 + rank, 2, 8), mesh, [Shard(1)])
+    documents = distribute_tensor(torch.tensor([0, 12]), mesh, [Replicate()])
+    alone = [dist.new_group([each]) for each in range(mesh.size())][rank]
+    mask = torch.zeros(2, 12 // mesh.size(), dtype=torch.bool)
+    apart = [sharded[0], *replicated[1:]]
+    return {
+        "must be placed by Shard.1. .sequence., .* got S.*3.*: redistribute them first": (
+            placed(mesh, Shard(3)),
+            {},
+        ),
+        "query heads are with their KV heads; of 6 and 3, this rank has query heads": (heads, {}),
+        "every rank must have a row of the batch; got 1 on .*over fewer ranks": ([one_row] * 3, {}),
+        "every rank must have a head; got 1 on .*over fewer ranks": ([one_head] * 3, {}),
+        "lengths must be a list of ints or a 1-D tensor of them; got 4": (
+            placed(mesh, Shard(0)),
+            {"lengths": 4},
+        ),
+        "documents must be a list of ints or a local tensor; got a DTensor": (
+            sharded,
+            {"documents": documents},
+        ),
+        "head_slice is for local tensors": (placed(mesh, Shard(2)), {"head_slice": (0, 1, 2)}),
+        "must be placed by Shard.1.*redistribute them first": ([partial_sum] * 3, {}),
+        "must all be DTensors or all be local tensors; key is no DTensor": (
+            [sharded[0], *(x.to_local() for x in sharded[1:])],
+            {},
+        ),
+        "must have one mesh and the same placements": (apart, {}),
+        "shard no sequence: leave group out .* or, .* pass x.to_local": (
+            replicated,
+            {"group": mesh},
+        ),
+        "the DTensors' sequence is sharded, .* are ranks .0, 1., and group is ranks .": (
+            sharded,
+            {"group": alone},
+        ),
+        "pass the ranks as group or as mesh, not as both": (sharded, {"group": mesh, "mesh": mesh}),
+        "key_padding_mask must be a DTensor, as query is": (sharded, {"key_padding_mask": mask}),
+        "(gives rank|positions on (each )?rank|different arguments)": ([uneven] * 3, {}),
+        "the same placements|refused on other ranks": (apart if rank == 1 else sharded, {}),
+    }
+
+
+def _refused(rank, world_size):
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("sp",))
-    others = placed(mesh, Replicate())
-    query, key, value = placed(mesh, Shard(1))
-    options: dict[str, Any] = {}
-    if case == "head_dim":
-        query, key, value = placed(mesh, Shard(3))
-    elif case == "heads apart":
-        query, key, value = (
-            distribute_tensor(torch.randn(1, 9, heads, 8), mesh, [Shard(2)]) for heads in (6, 3, 3)
-        )
-    elif case in ("a batch of one row", "fewer heads than ranks"):  # some rank has a part
-        shape, dim = ((1, 9, 4, 8), 0) if case.startswith("a batch") else ((2, 9, 1, 8), 2)
-        query = key = value = distribute_tensor(torch.randn(shape), mesh, [Shard(dim)])
-    elif case == "a number for all rows":
-        query, key, value = placed(mesh, Shard(0))
-        options = {"lengths": 4}
-    elif case == "documents in a DTensor":
-        options = {"documents": distribute_tensor(torch.tensor([0, 12]), mesh, [Replicate()])}
-    elif case == "a slice of a slice":
-        query, key, value = placed(mesh, Shard(2))
-        options = {"head_slice": (0, 1, 2)}
-    elif case == "partial":
-        query = key = value = DTensor.from_local(query.to_local(), mesh, [Partial()])
-    elif case == "mixed":
-        key, value = key.to_local(), value.to_local()
-    elif case == "apart":
-        key, value = others[1:]
-    elif case == "replicated with a group":
-        query, key, value = others
-        options = {"group": mesh}
-    elif case == "another group":
-        options = {"group": [dist.new_group([each]) for each in range(world_size)][rank]}
-    elif case == "both":
-        options = {"group": mesh, "mesh": mesh}
-    elif case == "mask":
-        options = {"key_padding_mask": torch.zeros(2, 12 // world_size, dtype=torch.bool)}
-    elif case == "uneven shards that nobody told":
-        local = torch.randn(2, 5 + rank, 2, 8)
-        query = key = value = DTensor.from_local(local, mesh, [Shard(1)])
-    elif case == "on one rank":
-        key, value = others[1:] if rank == 1 else (key, value)
-    try:
-        attention(query, key, value, **options)
-    except (TypeError, ValueError) as error:
-        return str(error)
-    return "nothing was raised"
+    for message, (tensors, options) in bad_calls(mesh, rank).items():
+        with pytest.raises((TypeError, ValueError), match=message):
+            attention(*tensors, **options)
 
 
-REFUSED = {
-    "head_dim": "must be placed by Shard.1. .sequence., .* got S.*3.*: redistribute them first",
-    "heads apart": "query heads are with their KV heads; of 6 and 3, this rank has query heads",
-    "a batch of one row": "every rank must have a row of the batch; got 1 on .*over fewer ranks",
-    "fewer heads than ranks": "every rank must have a head; got 1 on .*over fewer ranks",
-    "a number for all rows": "lengths must be a list of ints or a 1-D tensor of them; got 4",
-    "documents in a DTensor": "documents must be a list of ints or a local tensor; got a DTensor",
-    "a slice of a slice": "head_slice is for local tensors",
-    "partial": "must be placed by Shard.1.*redistribute them first",
-    "mixed": "must all be DTensors or all be local tensors; key is no DTensor",
-    "apart": "must have one mesh and the same placements",
-    "replicated with a group": "shard no sequence: leave group out .* or, .* pass x.to_local",
-    "another group": "the DTensors' sequence is sharded, .* are ranks .0, 1., and group is ranks .",
-    "both": "pass the ranks as group or as mesh, not as both",
-    "mask": "key_padding_mask must be a DTensor, as query is",
-    "uneven shards that nobody told": "(gives rank|positions on (each )?rank|different arguments)",
-    "on one rank": "must have one mesh and the same placements",
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused(case):
+def test_what_is_refused():
     """On every rank, also where one of them is at fault."""
-    for message in run_ranks(_refused, 2, case):
-        with pytest.raises(ValueError, match=REFUSED[case]):
-            raise ValueError(message)
+    run_ranks(_refused, 2)
 
 
 def _destroyed(rank, world_size):

@@ -3,6 +3,7 @@
 import copy
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import nn
@@ -17,23 +18,15 @@ from ring_dilated_attention.integrations.transformers_call import (
     Settings,
     cache_name,
 )
-from support.bounds import EXACT
+from support.bounds import EXACT, IN_FLOAT32, SUMMED_IN_FLOAT32
 
 CACHE = cache_name(transformers.LlamaForCausalLM)
 """What this version of transformers calls a KV cache."""
 
 DENSE = DilatedPattern.dense()
-
-
 PATTERN = DilatedPattern([8, 19, None], [1, 2, 3])
-
-
 FINITE = DilatedPattern([8, 19], [1, 2])
-
-
 LENGTH = 41
-
-
 SMALL: dict[str, Any] = {
     "vocab_size": 61,
     "hidden_size": 32,
@@ -146,11 +139,11 @@ def summed(outcomes):
 
 
 def backward_step(model, batch):
-    """`step` by backward(), which reentrant checkpointing needs."""
+    """`step` by backward(), which reentrant checkpointing needs; of parameters that are trained."""
     model.zero_grad()
     loss = model(**batch).loss
     loss.backward()
-    return loss.detach(), [p.grad.clone() for p in model.parameters()]
+    return loss.detach(), [p.grad.clone() for p in model.parameters() if p.requires_grad]
 
 
 def assert_step(model, batch, loss, gradients):
@@ -177,6 +170,50 @@ def on_ranks(model, layout, batch, function, **options):
         return function(own, shard_of(batch, layout, ends, **options))
 
     return run_loopback(layout.world_size, run)
+
+
+def on_group(model, ranks, function, pattern=PATTERN, layout=None):
+    """What ``function(own, ends)`` returns on each rank, of a copy that has settings."""
+
+    def run(ends):
+        own = copy.deepcopy(model)
+        set_attention(own, pattern, group=ends, layout=layout)
+        return function(own, ends)
+
+    return run_loopback(ranks, run)
+
+
+def check_ranks(model, layout, batch, error=IN_FLOAT32, of_gradients=SUMMED_IN_FLOAT32, **options):
+    """Check that logits, loss and gradients on ranks are those of one process; return the loss."""
+    logits, loss, want = step(model, batch)
+    outcomes = on_ranks(model, layout, batch, step, **options)
+    valid = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+    whole = layout.unshard([shard for shard, _, _ in outcomes], 1)
+    assert relative_error(whole[valid], logits[valid]) < error
+    assert relative_error(sum(loss for _, loss, _ in outcomes), loss) < error
+    check_gradients(summed(outcomes), want, of_gradients)
+    return loss
+
+
+def check_refused_calls(model, message, batch, *, layout=None, changes=None, **options):
+    """Check that the call of every rank is refused, of a model that has its settings."""
+
+    def run(own, shard):
+        with pytest.raises(ValueError, match=message):
+            own(**{**shard, **(changes or {})})
+
+    on_ranks(model, layout or LAYOUTS["zigzag 2"], batch, run, **options)
+
+
+def check_refused_on_ranks(model, message):
+    """Check that `set_attention` takes a model on one process and refuses it on two."""
+    set_attention(model, PATTERN)
+
+    def run(ends):
+        with pytest.raises(ValueError, match=message):
+            set_attention(copy.deepcopy(model), PATTERN, group=ends)
+
+    run_loopback(2, run)
 
 
 LAYOUTS = {

@@ -28,16 +28,17 @@ from ring_dilated_attention import (
 from ring_dilated_attention.checks import reference_attention
 from ring_dilated_attention.engine import TileCall, own, ring
 from ring_dilated_attention.exchange import run_loopback
-from ring_dilated_attention.kernels.own_programs import MOST_POSITIONS, build_programs, launches_of
+from ring_dilated_attention.kernels.own_programs import (
+    MOST_POSITIONS,
+    build_programs,
+    launches_of,
+    step_of,
+)
 from ring_dilated_attention.plan import OwnRange
 from ring_dilated_attention.resolve import forget_plans
 from ring_dilated_attention.tiles import Limits, Selection, backend_named
 
-triton = pytest.importorskip("triton")
-import triton.language as tl  # noqa: E402
-
-from ring_dilated_attention.kernels.forward import rows_of_program  # noqa: E402
-from ring_dilated_attention.kernels.own_programs import step_of  # noqa: E402
+pytest.importorskip("triton")
 
 EAGER = backend_named("eager")
 ALL_BY_ROWS = Selection(None, (Limits(math.inf),))
@@ -152,24 +153,6 @@ def test_random_calls_are_the_reference(seed, monkeypatch):
     got = [x.cpu() for x in case.run(leaves, dout, backend="triton")]
     assert_close(got, want, 2e-5, case)
     forget_plans()
-
-
-@triton.jit
-def _find_rows(program, ranges, order, found, block: tl.constexpr):
-    _, first, _, count = rows_of_program(program, ranges, order, tl.program_id(0), block)
-    tl.store(found, first)
-    tl.store(found + 1, count)
-
-
-@pytest.mark.parametrize("block", [0, 16_382, 16_383])
-def test_rows_of_long_sequences_are_counted_in_32_bits(block):
-    """2^20 - 1 rows in blocks of 64: rows times blocks are 2^34."""
-    high = 2**20 - 1
-    ranges = torch.tensor([0, high, 0, high, 1, 1, 0, 0], dtype=torch.int32, device=DEVICE)
-    program = torch.tensor([0, 0, high, 0, block], dtype=torch.int32, device=DEVICE)
-    order, found = torch.zeros(2, 1 + 1, dtype=torch.int32, device=DEVICE)
-    _find_rows[(1,)](program, ranges, order, found, block=64)
-    assert found.tolist() == [64 * block, 64 - (block == 16_383)]
 
 
 @pytest.mark.parametrize("rate", [37, 1000, 100_000, 2**40])

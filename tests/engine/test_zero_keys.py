@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.strategies import cases, layouts, patterns
 from support.tolerances import FLOAT64, assert_close_to, rounding_bound
-from support.torchscale_definition import torchscale_by_definition
 
 from ring_dilated_attention import (
     DilatedPattern,
@@ -57,28 +56,6 @@ def test_counts_by_hand():
     assert not counts[0, [0, 3, 4, 7]].any()
     counts = zero_key_counts(zero_pattern([7], [3]), 9, 1, documents=[0, 5, 9])
     assert not counts.any()
-
-
-@settings(max_examples=100)
-@given(
-    st.lists(st.tuples(st.integers(1, 70), st.integers(1, 9)), min_size=1, max_size=4),
-    st.integers(1, 50),
-    st.integers(1, 6),
-    st.booleans(),
-    st.integers(0, 100),
-)
-def test_out_is_that_of_padding_with_zeros(branches, length, heads, is_causal, seed):
-    lengths, rates = zip(*branches, strict=True)
-    generator = torch.Generator().manual_seed(seed)
-    q, k, v = torch.randn(3, 2, length, heads, 4, dtype=torch.float64, generator=generator)
-    want, want_lse = torchscale_by_definition(q, k, v, lengths, rates, is_causal=is_causal)
-    pattern = zero_pattern(lengths, rates)
-    for out, lse in (
-        dilated_attention(q, k, v, pattern, is_causal=is_causal, return_lse=True),
-        reference_attention(q, k, v, pattern, is_causal=is_causal),
-    ):
-        assert relative_error(out, want) < FLOAT64
-        assert_close_to(lse, want_lse, terms=64 * 64)
 
 
 @settings(max_examples=60)
@@ -185,20 +162,6 @@ def test_replicated_queries_see_them(positions, num_kv_heads):
     for index in (1, 2):
         whole = layout.unshard([gradients[index] for _, _, gradients in ran], 1)
         assert relative_error(whole, expected[index]) < FLOAT64
-
-
-def test_ranks_must_agree():
-    layout = SequenceLayout.contiguous(12, 2)
-
-    def run(ends):
-        shard = torch.zeros(1, 6, 2, 4)
-        pattern = DilatedPattern([5], [2], zero_keys=bool(ends.rank))
-        with pytest.raises(
-            ValueError, match=r"pattern is .* on rank 0, .*zero_keys=True on rank 1"
-        ):
-            dilated_attention(shard, shard, shard, pattern, group=ends, layout=layout)
-
-    run_loopback(2, run)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

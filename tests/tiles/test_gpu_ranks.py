@@ -277,6 +277,6 @@ def test_two_hundred_calls(peer_memory):
     found = run_ranks(soak, world_size, peer_memory, cases, 200, backend="nccl", timeout=850)
     for worst, held in found:
         print(f"largest error {worst:.1e}, bytes held {held[::20]}, at most {max(held)}")
-        assert worst < 2 * 2 * ROUNDED  # both results, whose gradients are sums of rounded parts
+        assert worst < 4 * ROUNDED  # of two results, each a sum of two rounded parts
         assert max(held[10:]) <= held[10] + 2**24  # tables of shapes that are new
         assert max(held[cases:]) <= max(held[:cases]) + 2**20  # what is kept is kept once

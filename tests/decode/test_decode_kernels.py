@@ -28,7 +28,6 @@ from ring_dilated_attention.engine import merge_
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.kernels import NO_END, profile_of
 from ring_dilated_attention.kernels.decode import strips_of_cache
-from ring_dilated_attention.kernels.device_profile import DecodeTuning
 from ring_dilated_attention.plan import plan_cache
 
 pytest.importorskip("triton")
@@ -113,8 +112,9 @@ def test_any_generation_equals_the_full_forward(pattern, prompt, counts, heads, 
 
 @pytest.mark.parametrize("rounds", [4, 33])
 def test_however_it_is_cut_into_programs(rounds, monkeypatch):
-    tuning = DecodeTuning(rounds=rounds)
-    profile = replace(profile_of(DEVICE), decode=tuning, multiprocessors=9)
+    found = profile_of(DEVICE)
+    tuning = replace(found.decode, rounds=rounds)
+    profile = replace(found, decode=tuning, multiprocessors=9)
     monkeypatch.setattr("ring_dilated_attention.kernels.decode.profile_of", lambda _: profile)
     decode(DilatedPattern([None, 32], [1, 3]), 170, [1, 1, 5], heads=6, kv_heads=2)
     decode(DilatedPattern.dense(), 71, [3, 1], heads=2, kv_heads=2, batch=2)

@@ -114,20 +114,6 @@ def test_what_no_call_comes_back_to_is_dropped_at_once():
     assert len(log) == 10
 
 
-def test_what_a_second_call_has_used_stays():
-    tables, layers, log = DeviceTables(), Owner(), list[int]()
-    others = [Owner() for _ in range(KEPT_CALLS - 2)]
-    for owner in (layers, layers, *others, layers):
-        tables.start_call()
-        tables.get(owner, 0, CPU, partial(made, log, KEPT_BYTES))
-    assert len(log) == 1 + len(others)
-    steady = Owner()
-    for _ in range(2 * KEPT_CALLS):  # but not for ever
-        tables.start_call()
-        tables.get(steady, 0, CPU, partial(made, log, 512))
-    assert tables.nbytes <= KEPT_BYTES
-
-
 @pytest.mark.parametrize("calls", [3, KEPT_CALLS // 2])
 def test_a_step_of_many_large_tables_makes_them_twice(calls):
     tables, owners, log = DeviceTables(), [Owner() for _ in range(calls)], list[int]()

@@ -9,7 +9,6 @@ import threading
 import weakref
 from dataclasses import replace
 from functools import lru_cache, partial
-from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -110,43 +109,34 @@ def check(case, selection, *, seed, early=0.0, gathers=False, workspace=None):
     return max(errors), sum(x.queued for x in streams)
 
 
+LONG = {
+    "additions": [(flops, math.inf, flops) for flops in (0.0, 0.0, 2e3, 2e3)],
+    "small calls": [(math.inf, math.inf, math.inf), (math.inf, 0.0, math.inf), (0.0, 0.0, 0.0)],
+}
+"""From what size on additions, kernel calls and joined rows go to the side stream."""
+
+
 @pytest.mark.parametrize("backend", [EAGER, INTO], ids=["apart", "into"])
 @pytest.mark.parametrize(("gathers", "round_pairs"), WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("long", LONG)
 @pytest.mark.parametrize("name", CASES)
-def test_additions_that_are_late(name, round_pairs, gathers, backend, monkeypatch):
+def test_additions_that_are_late(name, long, round_pairs, gathers, backend, monkeypatch):
     if round_pairs is not None:
         set_round_pairs(monkeypatch, round_pairs)
     pattern, layout, options = CASES[name]
-    case = Case(pattern=pattern, layout=layout, **options)
-    for number, (early, long_flops) in enumerate(product((0.0, 0.3), (0.0, 2e3))):
-        monkeypatch.setattr(compute, "LONG_FLOPS", long_flops)
-        monkeypatch.setattr(joined, "BESIDE_BYTES", long_flops)
-        how = {"early": early, "gathers": gathers, "workspace": (None, 0.3)[number % 2]}
-        error, queued = check(case, Selection(backend), seed=number, **how)
-        assert error < FLOAT64
-        assert queued > layout.world_size
-
-
-@pytest.mark.parametrize("backend", [EAGER, INTO], ids=["apart", "into"])
-@pytest.mark.parametrize(("gathers", "round_pairs"), WAYS.values(), ids=WAYS)
-@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("dense")])
-def test_small_calls_beside_larger_ones(name, round_pairs, gathers, backend, monkeypatch):
-    """They are computed on the side stream, where others are only added."""
-    if round_pairs is not None:
-        set_round_pairs(monkeypatch, round_pairs)
-    pattern, layout, options = CASES[name]
-    case = Case(pattern=pattern, layout=layout, **options)
-    counts = []
-    for number, (early, long_flops, beside) in enumerate(
-        [(0.0, math.inf, math.inf), (0.0, math.inf, 0.0), (0.3, 0.0, 0.0)]
-    ):
-        monkeypatch.setattr(compute, "LONG_FLOPS", long_flops)
-        monkeypatch.setattr(parts, "BESIDE_FLOPS", beside)
-        how = {"early": early, "gathers": gathers, "workspace": (None, 0.3)[number % 2]}
-        error, queued = check(case, Selection(backend), seed=number, **how)
+    case, counts = Case(pattern=pattern, layout=layout, **options), []
+    for number, (flops, beside_flops, beside_bytes) in enumerate(LONG[long]):
+        monkeypatch.setattr(compute, "LONG_FLOPS", flops)
+        monkeypatch.setattr(parts, "BESIDE_FLOPS", beside_flops)
+        monkeypatch.setattr(joined, "BESIDE_BYTES", beside_bytes)
+        how = {"early": (0.0, 0.3)[number % 2], "workspace": (None, 0.3)[number // 2]}
+        error, queued = check(case, Selection(backend), seed=number, gathers=gathers, **how)
         assert error < FLOAT64
         counts.append(queued)
-    assert counts[1] > counts[0] or round_pairs
+    if long == "additions":
+        assert min(counts) > layout.world_size
+    elif pattern != DENSE and not round_pairs:  # others have no small calls beside large ones
+        assert counts[1] > counts[0]
 
 
 @settings(max_examples=40)

@@ -249,21 +249,6 @@ def test_packed_rows_are_freed_with_the_last_message():
     assert sent() is None  # although the call goes on
 
 
-def test_a_ring_has_one_fetch_under_way():
-    layout = SequenceLayout.contiguous(48, 3)
-    plan = plan_attention(DilatedPattern.dense(), layout, is_causal=False)
-    events = []
-
-    def start(send, receive):
-        events.append("start")
-        return SimpleNamespace(wait=lambda: events.append("wait"))
-
-    transport: Any = SimpleNamespace(rank=0, world_size=3, start=start)
-    key = torch.zeros(1, 16, 1, 8)
-    assert len(list(fetch(plan.rank(0).steps(), Packer(transport, key, key), depth=1))) == 2
-    assert events == ["start", "wait", "start", "wait"]
-
-
 def test_what_a_slice_allocates_is_freed_before_the_next(monkeypatch):
     """However many slices there are, results of one are alive at a time."""
     alive: list[weakref.ref[torch.Tensor]] = []

@@ -4,7 +4,6 @@ Copies are exact, sums are those of float32 in the order of the slots, to the la
 """
 
 import os
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -24,7 +23,7 @@ from ring_dilated_attention.checks import (
     run_ranks,
 )
 from ring_dilated_attention.engine import transfer
-from ring_dilated_attention.exchange import ProcessGroupExchange, run_loopback
+from ring_dilated_attention.exchange import ProcessGroupExchange
 from ring_dilated_attention.kernels.rows import add_to_rows, sum_slots, take_rows
 from ring_dilated_attention.plan import plan_attention
 
@@ -69,17 +68,26 @@ def _views(kind, head_dim, dtype):
 KINDS = ["plain", "joint", "heads first", "expanded"]
 
 
+@pytest.fixture(params=[False, True], ids=["in order", "in slots"])
+def slots(request):
+    """Slots of the rows among others; None: one row is behind the other."""
+    return torch.randperm(3 * ROWS, device=DEVICE)[:ROWS] if request.param else None
+
+
 @pytest.mark.parametrize("dtype", [HALF, BRAIN, FLOAT])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("head_dim", [7, 48, 128])
-def test_rows_are_taken_as_they_are(head_dim, kind, dtype):
+def test_rows_are_taken_as_they_are(head_dim, kind, dtype, slots):
     torch.manual_seed(0)
     pair, (positions, heads) = _views(kind, head_dim, dtype), _index()
-    held = torch.full((2, BATCH, ROWS + 2, head_dim), torch.nan, device=DEVICE, dtype=dtype)
-    take_rows(pair, held[:, :, 1:-1], positions, heads)
+    count = ROWS if slots is None else 3 * ROWS
+    held = torch.full((2, BATCH, count + 2, head_dim), torch.nan, device=DEVICE, dtype=dtype)
+    take_rows(pair, held[:, :, 1:-1], positions, heads, slots)
     for tensor, found in zip(pair, held, strict=True):
-        assert torch.equal(found[:, 1:-1], tensor[:, positions, heads])
-        assert found[:, [0, -1]].isnan().all()
+        at = torch.arange(ROWS, device=DEVICE) if slots is None else slots
+        assert torch.equal(found[:, 1 + at], tensor[:, positions, heads])
+        found[:, 1 + at] = torch.nan
+        assert found.isnan().all()
 
 
 @pytest.mark.parametrize("head_dim", [7, 48])
@@ -97,41 +105,20 @@ def test_rows_without_heads(head_dim):
     [(FLOAT, FLOAT), (FLOAT, HALF), (HALF, HALF), (HALF, FLOAT), (BRAIN, BRAIN), (FLOAT, BRAIN)],
 )
 @pytest.mark.parametrize("kind", KINDS[:3])
-def test_adding_rounds_once(kind, dtype, part_dtype):
+def test_adding_rounds_once(kind, dtype, part_dtype, slots):
+    """And of slots that are of other rows nothing is added."""
     torch.manual_seed(0)
     pair, (positions, heads) = _views(kind, 48, dtype), _index()
-    parts = _random(2, BATCH, ROWS, 48, dtype=part_dtype)
+    parts = _random(2, BATCH, ROWS if slots is None else 3 * ROWS, 48, dtype=part_dtype)
     want = [x.float() for x in pair]
     for tensor, part in zip(want, parts, strict=True):
-        tensor[:, positions, heads] += part
-    add_to_rows(pair, parts, positions, heads)
+        tensor[:, positions, heads] += part if slots is None else part[:, slots]
+    add_to_rows(pair, parts, positions, heads, slots)
     for tensor, expected in zip(pair, want, strict=True):
         if INTERPRETED and dtype == BRAIN:  # the interpreter cuts off what bf16 cannot hold
-            assert relative_error(tensor, expected) < 6e-3
+            assert relative_error(tensor, expected) < torch.finfo(BRAIN).eps
         else:
             assert torch.equal(tensor, expected.to(dtype))
-
-
-@pytest.mark.parametrize("dtype", [HALF, FLOAT])
-@pytest.mark.parametrize("kind", KINDS[:3])
-def test_rows_have_slots_of_their_own(kind, dtype):
-    """Between slots that are of other rows, which stay as they are, and count for nothing."""
-    torch.manual_seed(0)
-    pair, (positions, heads) = _views(kind, 48, dtype), _index()
-    slots = torch.randperm(3 * ROWS, device=DEVICE)[:ROWS]
-    others = torch.ones(3 * ROWS, dtype=torch.bool, device=DEVICE)
-    others[slots] = False
-    held = torch.full((2, BATCH, 3 * ROWS, 48), torch.nan, device=DEVICE, dtype=dtype)
-    take_rows(pair, held, positions, heads, slots)
-    for tensor, found in zip(pair, held, strict=True):
-        assert torch.equal(found[:, slots], tensor[:, positions, heads])
-        assert found[:, others].isnan().all()
-    want = [x.float() for x in pair]
-    for tensor, part in zip(want, held, strict=True):
-        tensor[:, positions, heads] += part[:, slots]
-    add_to_rows(pair, held, positions, heads, slots)
-    for tensor, expected in zip(pair, want, strict=True):
-        assert torch.equal(tensor, expected.to(dtype))
 
 
 def _slots_of_rows(most):
@@ -157,7 +144,7 @@ def test_sums_are_of_float32_and_in_order(head_dim, dtype, most):
         for slot in order[start:stop]:
             want[:, :, row] += slots[:, :, slot]
     if INTERPRETED and dtype == BRAIN:
-        assert relative_error(sums, want) < 6e-3
+        assert relative_error(sums, want) < torch.finfo(BRAIN).eps
     else:
         assert torch.equal(sums, want.to(dtype))
 
@@ -172,29 +159,6 @@ def _message(heads=4):
     assert step.send is not None
     assert step.send.rows < step.send.slots
     return step.send
-
-
-def test_tables_of_shared_rows():
-    """Slots of each row in ascending order; rows in that of their positions and heads."""
-    message = _message()
-    sent = transfer.sent_rows(message, 4, DEVICE).table
-    received = transfer.received_rows(message, 4, DEVICE).table
-    assert sent is not None
-    assert received is not None
-    numbers = [
-        ((run.rows.start + number * run.rows.head_stride + row * run.rows.stride), head)
-        for run in message.runs
-        for number, head in enumerate(run.heads)
-        for row in range(run.rows.length)
-    ]
-    rows = sorted(set(numbers))
-    assert list(zip(sent.positions.tolist(), sent.heads.tolist(), strict=True)) == rows
-    assert [rows[x] for x in received.row_of_slot.tolist()] == numbers
-    starts = received.starts.tolist()
-    for row, (start, stop) in zip(rows, pairwise(starts), strict=True):
-        slots = received.slots[start:stop].tolist()
-        assert slots == [slot for slot, number in enumerate(numbers) if number == row]
-    assert starts[-1] == message.slots
 
 
 @pytest.mark.parametrize("dtype", [HALF, FLOAT])
@@ -275,27 +239,6 @@ def test_calls_on_ranks(world_size):
     # Packed and spread in forward, and in backward again; there, summed and added. The last rank
     # of the uneven layout is empty.
     assert all(taken >= 6 * (len(calls) - 1) for _, taken in found)
-
-
-@on_gpus
-@pytest.mark.parametrize("dtype", [HALF, FLOAT])
-def test_calls_on_one_gpu(dtype):
-    calls = [replace(case, dtype=dtype) for case in cases(3)]
-    outcomes = run_loopback(3, lambda end: [run_case(case, end) for case in calls])
-    for case, outcome in zip(calls, combine(outcomes), strict=True):
-        assert outcome.passes(case.dtype), case
-
-
-@on_gpus
-def test_on_a_gpu_sums_are_the_same_bits_each_time():
-    order, starts = _slots_of_rows(5)
-    slots = _random(2, BATCH, len(order), 48, dtype=HALF)
-    found = []
-    for _ in range(20):
-        sums = slots.new_empty(2, BATCH, ROWS, 48)
-        sum_slots(slots, sums, order, starts)
-        found.append(sums)
-    assert all(torch.equal(x, found[0]) for x in found)
 
 
 @on_gpus

@@ -173,13 +173,6 @@ def test_what_a_rank_says_of_its_failure(boards, monkeypatch):
         first.look([1])
 
 
-def test_names_that_are_too_long_are_cut(boards, monkeypatch):
-    first, second, _ = boards
-    monkeypatch.setattr(Board, "has_gone", lambda self, rank: False)
-    second.begin(Call(1, "n" * 100, "p"))
-    assert "call 1 (nnn" in first.explain(LostPeerError([1], 0.0)).text
-
-
 def test_a_row_half_written_does_not_count(monkeypatch):
     """Processors may see another's words in any order, and some of them late."""
     monkeypatch.setattr(Board, "has_gone", lambda self, rank: False)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from support.faults import FAULTS
 from support.faulty_ranks import GLOO, Transport, leftovers, problems, run_fault
-from support.several_hosts import skip_without_hosts
 
 # One worker has them all: much of their time ranks wait, and the other computes meanwhile.
 pytestmark = pytest.mark.xdist_group("faults")
@@ -52,7 +51,7 @@ BETWEEN_HOSTS = [
 NO_BOARD = Transport(board=False)
 GPUS_ONLY = Transport(board=False, cpu=False)  # the group; ranks connect over gloo to agree
 LATE = GPUS_ONLY._replace(late=1)  # who has given up ends before another asks who has gone
-TWO_HOSTS = Transport(hosts=(0, 1, 1))  # of namespaces
+TWO_HOSTS = Transport(hosts=(0, 1, 1))  # as ranks pretend: they agree over TCP
 TOLD_STREAMS = Transport("streams", hosts=(0, 1))  # a thread stands for each stream
 ON_CPUS = [
     *((GLOO, 3, 1, name) for name in FAULTS),
@@ -91,8 +90,6 @@ def check(transport, world_size, victim, name):
 
 @pytest.mark.parametrize(("transport", "world_size", "victim", "name"), marked(ON_CPUS))
 def test_dilated_attention_on_faulty_ranks(transport, world_size, victim, name):
-    if transport == TWO_HOSTS:
-        skip_without_hosts()
     check(transport, world_size, victim, name)
 
 

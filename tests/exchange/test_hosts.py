@@ -1,11 +1,9 @@
-"""Ranks on several hosts: namespaces of this machine, or ranks that pretend to be."""
+"""Ranks that pretend to be on several hosts."""
 
 from typing import Any
 
 import pytest
 import torch
-from support.several_hosts import fork_on_hosts, run_on_hosts, skip_without_hosts
-from support.sweep_sample import sweep_sample
 from support.worlds import pretend_host, world
 
 from ring_dilated_attention import (
@@ -22,39 +20,8 @@ from ring_dilated_attention.checks import (
     relative_error,
     run_case,
     run_ranks,
-    sweep,
 )
 from ring_dilated_attention.exchange import ExchangeError, ProcessGroupExchange, collectives
-
-
-def cases_of(world_size, seed):
-    """Some of the sweep."""
-    cases = list(sweep(world_size))
-    return [cases[number] for number in sweep_sample(world_size, seed)]
-
-
-def swept(rank, world_size, seed):
-    """How the cases went, and how often ranks waited for all others, which shows the hosts."""
-    exchange = ProcessGroupExchange(world())
-    return [run_case(case, exchange) for case in cases_of(world_size, seed)], exchange.waits
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("start", "ranks", "seed"),
-    [
-        (run_on_hosts, (2, 2), 1),  # by torchrun
-        (fork_on_hosts, (3, 1), 2),
-        (fork_on_hosts, (1, 1, 1), 1),
-    ],
-)
-def test_sweep(start, ranks, seed):
-    skip_without_hosts()
-    found = start(swept, ranks, seed)
-    cases = cases_of(sum(ranks), seed)
-    outcomes = combine([outcomes for outcomes, _ in found])
-    assert not [case for case, x in zip(cases, outcomes, strict=True) if not x.passes(case.dtype)]
-    assert all(waits for _, waits in found)  # on one host there is a board, which counts none
 
 
 def attend(exchange, pattern, *, length=24, seed=0):

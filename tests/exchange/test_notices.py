@@ -29,17 +29,6 @@ def holder():
     process.join()
 
 
-def test_what_is_left_is_read():
-    notices = Notices(dist.HashStore())
-    assert notices.read("a") is None
-    notices.leave("a", "text")
-    notices.leave("b")
-    assert (notices.read("a"), notices.read("b")) == ("text", "")
-    notices.remove("a")
-    assert notices.read("a") is None
-    assert not notices.are_lost
-
-
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["ended", "stopped"])
 def test_nobody_waits_for_a_store_that_does_not_answer(holder, number):
     process, port = holder

@@ -66,11 +66,6 @@ def test_a_connection_that_breaks_is_not_a_process_that_ends():
     other.close()
 
 
-def test_an_address_that_cannot_be_reached_says_nothing():
-    presence = Presence(listening(), [("255.255.255.255", 1)])
-    assert not found_gone(presence, 0)
-
-
 def test_a_forked_process_does_not_keep_the_port():
     """A worker that loads data may live on for a while."""
     own = listening()
@@ -80,16 +75,6 @@ def test_a_forked_process_does_not_keep_the_port():
         assert looks.reach(0) == ""
         presence.forget()
         assert found_gone(looks, 0)
-
-
-def test_the_port_closes_with_its_object():
-    own = listening()
-    address = own.getsockname()
-    presence = Presence(own, [address])
-    del own
-    assert Presence(listening(), [address]).reach(0) == ""
-    del presence
-    assert "refused" in Presence(listening(), [address]).reach(0)
 
 
 def test_what_a_rank_says_is_heard_after_its_end():
@@ -110,41 +95,21 @@ def test_what_a_rank_says_is_heard_after_its_end():
         assert one.said(0) == {"waits": "3", "failed": "why\n" * 3000}
 
 
-def test_a_rank_that_says_nothing():
-    own = listening()
-    presence = Presence(own, [own.getsockname()])
-    presence.tell("waits", "nobody hears this")
-    looks = Presence(listening(), [own.getsockname()])
-    assert looks.said(0) == {}
-    presence.tell("waits", "")
-    assert not found_gone(looks, 0)
-    assert looks.said(0) == {"waits": ""}
-
-
-@pytest.mark.parametrize("has_host", [True, False])
-def test_ranks_meet(has_host):
-    store = dist.TCPStore("127.0.0.1", 0, 1, True) if has_host else dist.HashStore()
-    presence = make_presence(0, 1, dist.PrefixStore("a", store), lambda value: [value])
-    assert presence is not None
-    assert not found_gone(presence, 0)
-
-
-def test_a_host_without_a_name(monkeypatch):
-    monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
+@pytest.mark.parametrize("name", [None, "no-such-host.invalid"])
+def test_ranks_meet_without_a_store_that_has_a_host(name, monkeypatch):
+    if name is not None:
+        monkeypatch.setattr(socket, "gethostname", lambda: name)
     presence = make_presence(0, 1, dist.HashStore(), lambda value: [value])
     assert presence is not None
     assert not found_gone(presence, 0)
 
 
-def test_ranks_that_do_not_reach_each_other_say_so():
+@pytest.mark.parametrize("listens", [True, False])
+def test_ranks_that_do_not_reach_each_other_say_so(listens):
     with listening() as closed:
-        address = closed.getsockname()
-    answers = [lambda own: [own, address], lambda failure: [failure, ""]]
-    with pytest.warns(UserWarning, match=r"rank 0 does not reach rank 1 at .*127.0.0.1.*refused"):
-        assert make_presence(0, 2, dist.HashStore(), lambda x: answers.pop(0)(x)) is None
-
-
-def test_a_rank_that_cannot_listen_says_so():
-    answers = [lambda own: [own, None], lambda failure: [failure, "rank 1 cannot listen: why"]]
-    with pytest.warns(UserWarning, match="until the timeout: rank 1 cannot listen: why"):
+        address = closed.getsockname() if listens else None
+    failure = "" if listens else "rank 1 cannot listen: why"
+    said = "rank 0 does not reach rank 1 at .*127.0.0.1.*refused" if listens else failure
+    answers = [lambda own: [own, address], lambda own: [own, failure]]
+    with pytest.warns(UserWarning, match=said):
         assert make_presence(0, 2, dist.HashStore(), lambda x: answers.pop(0)(x)) is None

@@ -23,7 +23,6 @@ from ring_dilated_attention.checks import (
     run_ranks,
     sweep,
 )
-from ring_dilated_attention.checks.ranks import threads_of_a_rank
 from ring_dilated_attention.exchange import ProcessGroupExchange, SoloExchange, groups
 from ring_dilated_attention.exchange.collectives import Collectives
 
@@ -45,23 +44,32 @@ def test_sweep(world_size):
 
 
 def _groups(rank, world_size):
-    """Ranks {0, 2} share one sequence, {1, 3} another: by new_group, then by a row of a mesh."""
-    pattern = DilatedPattern([6, None], [1, 3])
+    """Errors in groups that overlap, so that a rank's number differs, and in a row of a mesh."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sequence", "data"))
-    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    torch.manual_seed(rank % 2)
-    whole = torch.randn(3, 1, 17, 3, 8, dtype=torch.float64)
-    layout = SequenceLayout.zigzag(17, 2)
+    members = ([0, 2], [1, 3], [0, 1], [1, 2], [0, 1, 2])
+    groups = [(ranks, dist.new_group(ranks)) for ranks in members]
     errors = []
-    for group in (pairs[rank % 2], mesh["sequence"]):
-        query, key, value = (layout.shard(x, rank // 2, 1).clone().requires_grad_() for x in whole)
+    for ranks, group in (*groups, ([rank % 2, rank % 2 + 2], mesh["sequence"])):
+        if rank not in ranks:
+            continue
+        torch.manual_seed(ranks[0])  # pairs that run at a time have other sequences
+        whole = torch.randn(3, 1, 17, 3, 8, dtype=torch.float64)
+        layout, index = SequenceLayout.zigzag(17, len(ranks)), ranks.index(rank)
+        query, key, value = (layout.shard(x, index, 1).clone().requires_grad_() for x in whole)
+        pattern = DilatedPattern([6, None], [1, 3])
         out = dilated_attention(
             query, key, value, pattern, group=group, layout=layout, is_causal=True
         )
         want, _ = reference_attention(whole[0], whole[1], whole[2], pattern, is_causal=True)
-        errors.append(relative_error(out.detach(), layout.shard(want, rank // 2, 1)))
+        errors.append(relative_error(out.detach(), layout.shard(want, index, 1)))
         out.sum().backward()
     return errors
+
+
+def test_subgroups_and_meshes():
+    found = run_ranks(_groups, 4)
+    assert [len(errors) for errors in found] == [4, 5, 4, 2]
+    assert all(error < EXACT for errors in found for error in errors)
 
 
 def _rows_of_two_devices(rank, _):
@@ -92,10 +100,6 @@ def test_a_group_has_one_gpu_of_a_rank():
         assert "got tensors on cuda:5: make another group for them" in message
 
 
-def test_subgroups_and_meshes():
-    assert all(error < EXACT for errors in run_ranks(_groups, 4) for error in errors)
-
-
 def _one_does_not_come(rank, world_size):
     if rank == 1:
         Event().wait()  # until it is stopped
@@ -105,31 +109,6 @@ def _one_does_not_come(rank, world_size):
 def test_ranks_wait_as_long_as_they_are_told():
     with pytest.raises(RuntimeError, match=r"^rank 0 failed:"):  # not after 240 s
         run_ranks(_one_does_not_come, 2, wait_timeout=1)
-
-
-def _overlapping_groups(rank, world_size):
-    """Groups of which every rank is in another number, as with a mesh of pipelines."""
-    members = ([0, 1], [1, 2], [0, 1, 2])
-    groups = [(ranks, dist.new_group(ranks)) for ranks in members]
-    torch.manual_seed(0)
-    whole = torch.randn(3, 1, 13, 2, 8, dtype=torch.float64)
-    errors = []
-    for ranks, group in groups:
-        if rank in ranks:
-            layout = SequenceLayout.contiguous(13, len(ranks))
-            index = ranks.index(rank)
-            query, key, value = (layout.shard(x, index, 1) for x in whole)
-            pattern = DilatedPattern.dense()
-            out = dilated_attention(query, key, value, pattern, group=group, layout=layout)
-            want, _ = reference_attention(whole[0], whole[1], whole[2], pattern)
-            errors.append(relative_error(out, layout.shard(want, index, 1)))
-    return errors
-
-
-def test_ranks_in_different_numbers_of_groups():
-    found = run_ranks(_overlapping_groups, 3)
-    assert [len(errors) for errors in found] == [2, 3, 2]
-    assert all(error < EXACT for errors in found for error in errors)
 
 
 def groups_in_turns(rank, world_size):
@@ -182,4 +161,4 @@ def test_ranks_share_the_cores_of_their_host(monkeypatch):
     for ranks in (1, 2):
         assert run_ranks(_threads, ranks) == [max(1, cores // ranks)] * ranks
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert threads_of_a_rank(1) is None  # it has said so
+    assert run_ranks(_threads, 1) == [torch.get_num_threads()]  # it has said so

@@ -28,20 +28,6 @@ def test_a_lost_wait_says_how_long_it_was(error, timeout, waited):
     assert lost.value.__cause__ is error
 
 
-def test_who_is_lost_is_kept():
-    with pytest.raises(LostPeerError) as lost, waiting([1], 0.0):
-        raise LostPeerError([2, 3])
-    assert lost.value.peers == (2, 3)
-
-
-def test_results_and_errors_of_another_thread():
-    waiter = Waiter()
-    assert waiter.run(threading.current_thread, lambda: None) is not threading.current_thread()
-    with pytest.raises(KeyError, match="here"):
-        waiter.run(partial(fail, KeyError("here")), lambda: None)
-    assert waiter.run(lambda: 3, lambda: None) == 3
-
-
 def test_a_wait_is_left_behind():
     """The other ranks are looked at; the thread still ends with its object."""
     end, threads = threading.Event(), []

@@ -1,10 +1,7 @@
 """The watch over transfers of streams, which are events here that somebody sets, or nobody."""
 
-import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -104,26 +101,10 @@ def test_a_rank_that_has_gone_ends_the_wait(world):
     use_time(0.05)  # and it says so once
 
 
-def test_a_rank_that_is_not_waited_for_may_go(world):
-    world.ranks.gone = {2}
-    done = world.add(1)
-    use_time(0.1)
-    done.set()
-    use_time(0.05)
-    assert not world.released
-
-
 def test_a_rank_that_does_not_answer(world):
     world.add(1)
     with pytest.raises(ExchangeError, match=r"rank 1 did not answer within 0\.3 s"):
         use_time(20)
-
-
-def test_what_has_yet_to_be_computed_is_not_waited_for(world):
-    world.ranks.gone = {1}
-    world.add(1, begins=False)
-    use_time(0.5)
-    assert not world.released
 
 
 def test_what_another_rank_says_ends_the_wait_at_once(world):
@@ -140,26 +121,6 @@ def test_who_fails_by_itself_says_it_once(world):
     while not world.released:  # nothing else is raised
         use_time(0.01)
     assert "failed in call 2 (a_call, forward): MemoryError: no memory" in world.ranks.failure.text
-
-
-def test_who_ends_a_watch_says_why(world):
-    """It may be asking why a rank is lost when that is known to be in vain."""
-    asked, may_say = threading.Event(), threading.Event()
-
-    def explain(lost):
-        asked.set()
-        may_say.wait()
-        return Finding(1, "rank 1 has gone")
-
-    world.ranks.explain = explain
-    world.add(1)
-    world.ranks.gone = {1}
-    asked.wait()
-    threading.Timer(0.02, may_say.set).start()
-    world.watch.end()
-    use_time(0.05)
-    assert world.ranks.failure is None
-    assert not world.released
 
 
 def test_a_watch_that_fails_says_so(world):
@@ -258,91 +219,6 @@ def test_the_next_call_says_that_ranks_differ_and_the_watch_does_not_say_it_agai
         assert scope.call.number == 3
 
 
-def test_what_backward_says_in_a_thread_of_its_own_is_not_said_again(world):
-    """As on GPUs: autograd's thread raises, while the thread that calls waits for it."""
-    late, said, done = Late(), [], threading.Lock()
-    done.acquire()
-    with world.calls.enter("a_call", "forward"):
-        world.calls.agree_later(late)
-    caller = threading.get_ident()
-
-    def wait():
-        done.acquire()
-
-    def backward():
-        while sys._current_frames()[caller].f_code is not wait.__code__:
-            time.sleep(0.001)
-        late.known.set()
-        world.calls.look_aside()  # the thread that calls is told, and has yet to hear of it
-        try:
-            world.calls.agree_now()
-        except ExchangeError as error:
-            said.append(error)
-        finally:
-            done.release()
-
-    threading.Thread(target=backward).start()
-    wait()
-    use_time(0.05)
-    assert len(said) == 1
-    with world.calls.enter("a_call", "forward") as scope:
-        assert scope.call.number == 3
-
-
-def call_with_a_transfer_that_is_ended(world, meanwhile):
-    """On GPUs the watch ends transfers that another thread may be beginning."""
-    with world.calls.enter("a_call", "forward"):
-        meanwhile()
-        raise RuntimeError("NCCL communicator was aborted")
-
-
-def test_a_transfer_that_is_ended_since_ranks_differ_says_that(world):
-    late = Late()
-
-    def differ():
-        world.calls.agree_later(late)
-        late.known.set()
-
-    with pytest.raises(ExchangeError, match=r"^ranks are in different calls"):
-        call_with_a_transfer_that_is_ended(world, differ)
-    use_time(0.05)  # nothing else is raised
-    with world.calls.enter("a_call", "forward") as scope:
-        assert scope.call.number == 3
-
-
-def test_a_transfer_that_is_ended_for_a_lost_rank_says_that(world):
-    def lose():
-        world.calls.fail(Finding(1, "rank 1 has gone"))
-
-    with pytest.raises(ExchangeError, match=r"^rank 1 has gone; this is rank 0 in call 2"):
-        call_with_a_transfer_that_is_ended(world, lose)
-    use_time(0.05)
-
-
-def test_a_call_that_the_error_has_kept_from_ending_is_over(world):
-    """Python raises what a thread is told at the start of a function, `Scope.__exit__` included."""
-    late = Late()
-    scope = world.calls.enter("a_call", "forward")
-    world.calls.agree_later(late)
-    with pytest.raises(ExchangeError, match=r"^ranks are in different calls"):
-        late.is_found_by_the_watch()
-    assert scope.call.number == 2
-    with world.calls.enter("a_call", "forward") as scope:
-        assert scope.call.number == 3
-    with world.calls.enter("a_call", "forward"), pytest.raises(ExchangeError, match="both use a"):
-        world.calls.enter("a_call", "forward")
-
-
-def test_what_has_ended_the_group_is_not_told_to_who_has_said_it(world):
-    def lose():
-        world.calls.fail(Finding(1, "rank 1 has gone"))
-
-    with pytest.raises(ExchangeError, match=r"^rank 1 has gone; this is rank 0 in call 2"):
-        call_with_a_transfer_that_is_ended(world, lose)
-    world.calls.interrupt("rank 1 has gone")
-    use_time(0.05)
-
-
 def test_a_transfer_that_is_being_begun_is_ended_afterwards():
     gate, begun, may_go_on, order = Gate(), threading.Event(), threading.Event(), []
 
@@ -362,25 +238,6 @@ def test_a_transfer_that_is_being_begun_is_ended_afterwards():
     with pytest.raises(LostPeerError):
         gate.begin(begin)
     assert len(order) == 2
-
-
-def test_who_is_told_something_has_begun_its_transfer(world):
-    """Half of one would leave a group of NCCL's open, or a stream that waits for good."""
-    gate, order = Gate(), []
-    calls = Calls(0, 3, world.ranks, main=threading.current_thread(), stop=gate.shut)
-
-    def begin():
-        threading.Thread(target=calls.interrupt, args=["rank 1 has gone"]).start()
-        use_time(0.05)
-        order.append("begun")
-
-    def transfers():
-        gate.begin(begin)
-        use_time(20)
-
-    with pytest.raises(ExchangeError, match="rank 1 has gone"):
-        transfers()
-    assert order == ["begun"]
 
 
 def test_who_waits_for_a_stream_is_told_before_it_goes_on(world):
@@ -413,65 +270,38 @@ def test_who_waits_for_a_stream_is_told_before_it_goes_on(world):
     watched.end()
 
 
-class Dropped:
-    """Python drops what is raised in here, and goes on."""
-
-    def __del__(self):
-        use_time(0.05)
-
-
-def test_what_a_finalizer_drops_is_told_again(world):
-    def drop():
-        threading.Timer(0.02, partial(world.calls.interrupt, "rank 1 has gone")).start()
-        Dropped().__del__  # noqa: B018
-        use_time(1)
-
-    with pytest.raises(ExchangeError, match="rank 1 has gone; this is rank 0, whose calls"):
-        drop()
-    use_time(0.05)  # nothing else is raised
+@pytest.mark.parametrize(
+    ("gone", "begins", "seconds"),
+    [(2, True, 0.1), (1, False, 0.5)],  # what has begun may take 0.3
+    ids=["of another rank", "yet to be computed"],
+)
+def test_a_rank_that_is_not_waited_for_may_go(world, gone, begins, seconds):
+    world.ranks.gone = {gone}
+    done = world.add(1, begins=begins)
+    use_time(seconds)
+    done.set()
+    use_time(0.05)
+    assert not world.released
 
 
-def be_told(world):
-    world.calls.interrupt("ranks are in different calls")
-    use_time(20)
+@pytest.mark.parametrize("why", ["ranks differ", "a rank is lost"])
+def test_a_transfer_that_is_ended_says_why(world, why):
+    """On GPUs the watch ends transfers that another thread may be beginning."""
+    late = Late()
 
-
-def in_another_thread(function):
-    """What a function returns, called as autograd's thread calls backward."""
-    with ThreadPoolExecutor(1) as threads:
-        return threads.submit(function).result()
-
-
-def test_a_call_that_the_error_has_kept_from_ending_is_over_for_backward_too(world):
-    scope = world.calls.enter("a_call", "forward")
-    with pytest.raises(ExchangeError, match="are in different calls"):
-        be_told(world)
-    assert scope.call.number == 2
-    with in_another_thread(lambda: world.calls.enter("a_call", "backward")) as scope:
-        assert scope.call.number == 3
-    with world.calls.enter("a_call", "forward"), pytest.raises(ExchangeError, match="both use a"):
-        in_another_thread(lambda: world.calls.enter("a_call", "forward"))
-
-
-def test_a_thread_that_is_told_while_it_begins_a_call_is_in_none(world, monkeypatch):
-    """It keeps others out by then, the last of which was another thread."""
-    with in_another_thread(lambda: world.calls.enter("a_call", "backward")):
-        pass
-    with monkeypatch.context() as patch:
-        patch.setattr(world.ranks, "begin", lambda call: be_told(world))
-        with pytest.raises(ExchangeError, match="are in different calls"):
-            world.calls.enter("a_call", "forward")
-    with in_another_thread(lambda: world.calls.enter("a_call", "backward")) as scope:
-        assert scope.call.part == "backward"
-
-
-def test_nobody_is_told_in_place_of_a_thread_that_has_ended(world):
     def call():
         with world.calls.enter("a_call", "forward"):
-            return threading.current_thread()
+            if why == "ranks differ":
+                world.calls.agree_later(late)
+                late.known.set()
+            else:
+                world.calls.fail(Finding(1, "rank 1 has gone"))
+            raise RuntimeError("NCCL communicator was aborted")
 
-    thread = in_another_thread(call)
-    assert not thread.is_alive()
-    thread._ident = threading.get_ident()  # the system gives its number to another one
-    world.calls.interrupt("rank 1 has gone")
-    use_time(0.05)
+    said = {
+        "ranks differ": "^ranks are in different calls",
+        "a rank is lost": "^rank 1 has gone; this is rank 0 in call 2",
+    }
+    with pytest.raises(ExchangeError, match=said[why]):
+        call()
+    use_time(0.05)  # nothing else is raised

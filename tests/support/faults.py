@@ -295,18 +295,6 @@ def two_threads(me: Rank, how: str) -> None:
         raise failures[0]
 
 
-def one_call_more(me: Rank, how: str) -> None:
-    """All ranks but one call once more, and that one ends, or stays."""
-    me.warm_up()
-    if me.is_victim:
-        me.fault()
-        if how == "stays":
-            me.stay()
-        return
-    me.call()
-    me.synchronize()
-
-
 def other_version(me: Rank, how: str) -> None:
     if me.is_victim:
         me.fault()
@@ -419,8 +407,6 @@ FAULTS = {
         two_threads, "", rf"rank {{victim}}\b.* {_THREADS}", says=_THREADS
     ),
     "two threads on all ranks": Fault(two_threads, "everywhere", _THREADS, says=_THREADS),
-    "one call more than a rank that ends": Fault(one_call_more, "ends", _GONE),
-    "one call more than a rank that stays": Fault(one_call_more, "stays", _SILENT, stops=True),
     "killed in prefill": Fault(
         in_prefill, "kill", r"rank {victim} has gone.*" + _IN_PREFILL + r".*this is rank \d"
     ),

@@ -15,9 +15,8 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,7 +32,6 @@ from ring_dilated_attention.exchange.board import Board
 from ring_dilated_attention.exchange.calls import Finding, LostPeerError
 from support import streamed_messages
 from support.faults import FAULTS, IN_DECODING, Rank
-from support.several_hosts import Host, several_hosts
 from support.worlds import pretend_host
 
 TIMEOUT_S = 3.0
@@ -81,8 +79,7 @@ class Transport(NamedTuple):
         copies: whether rows travel by copies between GPUs.
         board: whether ranks of one host may agree in shared memory, which those of several cannot.
         cpu: whether the group itself may be used to agree on the CPU, which one of NCCL cannot.
-        hosts: host of each rank: of namespaces with gloo, and as ranks pretend otherwise; empty:
-            all are on one.
+        hosts: host of each rank, as ranks pretend; empty: all are on one.
         late: which rank takes a second to ask why a wait has failed, when others have ended; None:
             none.
     """
@@ -105,12 +102,9 @@ def _rank_main(
     name: str,
     folder: str,
     transport: Transport,
-    hosts: Sequence[Host],
 ) -> None:
     backend, copies, board, cpu, places, late = transport
-    if hosts:
-        hosts[places[rank]].enter()
-    elif places:
+    if places:
         pretend_host(pytest.MonkeyPatch(), places[rank])
     if not cpu:
         pytest.MonkeyPatch().setattr(collectives, "takes_cpu", lambda group: False)
@@ -137,7 +131,7 @@ def _rank_main(
                 Path(folder, "store"),
                 rank,
                 world_size,
-                hosts[0].address if hosts else "127.0.0.1" if not board or places else None,
+                "127.0.0.1" if not board or places else None,
             ),
             rank=rank,
             world_size=world_size,
@@ -255,13 +249,10 @@ def run_fault(
         How the ranks ended, by rank. Those that had not after `MOST_S` are killed.
     """
     context = forked_context()
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        hosts: list[Host] = []
-        if transport.hosts and transport.backend == "gloo":
-            hosts = stack.enter_context(several_hosts(max(transport.hosts) + 1))
+    with tempfile.TemporaryDirectory() as folder:
         processes = [
             context.Process(
-                target=_rank_main, args=(rank, world_size, victim, name, folder, transport, hosts)
+                target=_rank_main, args=(rank, world_size, victim, name, folder, transport)
             )
             for rank in range(world_size)
         ]
@@ -338,20 +329,13 @@ def main() -> None:
     )
     parser.add_argument("--copies", action="store_true")
     parser.add_argument("--no-board", action="store_true", help="as where memory is not shared")
-    parser.add_argument("--hosts", type=int, default=1, help="on how many; the first has the most")
     parser.add_argument("--no-cpu", action="store_true", help="as where the group has NCCL alone")
     parser.add_argument("--only", default="")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     before, wrong, rows = leftovers(), 0, []
-
-    def transport(world_size: int) -> Transport:
-        hosts = [rank * options.hosts // world_size for rank in range(world_size)]
-        board, cpu = not options.no_board, not options.no_cpu
-        places = tuple(hosts) if options.hosts > 1 else ()
-        return Transport(options.backend, options.copies, board, cpu, places)
-
+    transport = Transport(options.backend, options.copies, not options.no_board, not options.no_cpu)
     cases = [
         (name, world_size)
         for name in FAULTS
@@ -360,7 +344,7 @@ def main() -> None:
     ]
     with ProcessPoolExecutor(options.jobs) as pool:  # threads take each other's exit statuses
         runs = {
-            (*case, number): pool.submit(run_fault, *case, number % case[1], transport(case[1]))
+            (*case, number): pool.submit(run_fault, *case, number % case[1], transport)
             for case in cases
             for number in range(options.rounds)
         }
@@ -368,7 +352,7 @@ def main() -> None:
             slowest, bad = 0.0, 0
             for number in range(options.rounds):
                 victim, outcomes = number % world_size, runs[name, world_size, number].result()
-                found = problems(name, world_size, victim, outcomes, transport(world_size))
+                found = problems(name, world_size, victim, outcomes, transport)
                 others = [one.seconds for rank, one in enumerate(outcomes) if rank != victim]
                 slowest, bad = max(slowest, *others), bad + bool(found)
                 for problem in found:

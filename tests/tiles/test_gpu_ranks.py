@@ -8,11 +8,10 @@ import torch
 import torch.distributed as dist
 from support.cut_rings import rings_cut
 from support.worlds import pretend_host, world
-from test_gpu import failures, kernel_cases
+from test_gpu import ROUNDED, case_of, failures, kernel_cases
 
 from ring_dilated_attention import DilatedPattern, dilated_attention
 from ring_dilated_attention.checks import (
-    Case,
     combine,
     make_layout,
     relative_error,
@@ -105,17 +104,17 @@ def cut_cases(world_size):
         ]
     ):
         for length in (1031, 4099):
-            yield Case(
+            yield case_of(
+                length,
+                layout,
+                world_size,
                 pattern=DilatedPattern.dense(),
-                layout=make_layout(layout, length, world_size),
                 num_heads=heads[0],
                 num_kv_heads=heads[1],
                 head_dim=head_dim,
                 is_causal=is_causal,
-                dtype=torch.bfloat16,
                 exchange="ring",
                 seed=seed,
-                device="cuda",
             )
 
 
@@ -163,31 +162,6 @@ def test_subgroups(peer_memory):
     for ranks, *by_rank in zip(subgroups(world_size), *found, strict=True):
         outcomes = combine([by_rank[rank] for rank in ranks])
         assert not failures(cases_of(ranks), outcomes)
-
-
-def capture(rank, world_size):
-    """What is said of a call that is captured."""
-    torch.cuda.set_device(rank)
-    query, key, value = torch.randn(3, 1, 64, 2, 64, device="cuda", dtype=torch.bfloat16)
-
-    def attend():
-        dilated_attention(query, key, value, DilatedPattern.dense(), group=world())
-
-    attend()  # makes all that calls need
-    torch.cuda.synchronize()
-    try:
-        # Other threads of torch.distributed look at the device meanwhile.
-        with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
-            attend()
-    except RuntimeError as error:
-        return str(error)
-    return "captured"
-
-
-def test_several_ranks_cannot_be_captured():
-    world_size = torch.cuda.device_count()
-    for message in run_ranks(capture, world_size, backend="nccl"):
-        assert f"on {world_size} ranks cannot be captured in a CUDA graph" in message
 
 
 def many_transfers(rank, world_size, peer_memory):
@@ -303,6 +277,6 @@ def test_two_hundred_calls(peer_memory):
     found = run_ranks(soak, world_size, peer_memory, cases, 200, backend="nccl", timeout=850)
     for worst, held in found:
         print(f"largest error {worst:.1e}, bytes held {held[::20]}, at most {max(held)}")
-        assert worst < 8e-3
+        assert worst < 4 * ROUNDED  # of two results, each a sum of two rounded parts
         assert max(held[10:]) <= held[10] + 2**24  # tables of shapes that are new
         assert max(held[cases:]) <= max(held[:cases]) + 2**20  # what is kept is kept once

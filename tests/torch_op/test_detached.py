@@ -33,6 +33,21 @@ def close(got, want, bound=FLOAT64):
     return relative_error(got, want) < bound or (got - want).abs().max() < bound
 
 
+def on_ranks(layout, whole, dout, pattern, **options):
+    """Out, lse and gradients of whole tensors, computed on loopback ranks."""
+
+    def run(ends):
+        own = [layout.shard(x, ends.rank, 1).clone().requires_grad_() for x in whole]
+        out, lse = detached_dilated_attention(
+            own[0], own[1], own[2], pattern, group=ends, layout=layout, return_lse=True, **options
+        )
+        gradients = torch.autograd.grad(out, own, layout.shard(dout, ends.rank, 1))
+        return out.detach(), lse, *gradients
+
+    ran = run_loopback(layout.world_size, run)
+    return [layout.unshard([r[i] for r in ran], 2 if i == 1 else 1) for i in range(5)]
+
+
 @settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.integers(1, 70), st.integers(1, 9)), min_size=1, max_size=4),
@@ -54,25 +69,7 @@ def test_on_any_ranks_it_is_the_definition(branches, layout, heads, is_causal, s
     )
     expected = torch.autograd.grad(want, leaves, dout)
 
-    def run(ends):
-        own = [layout.shard(x, ends.rank, 1).clone().requires_grad_() for x in whole]
-        out, lse = detached_dilated_attention(
-            own[0],
-            own[1],
-            own[2],
-            pattern,
-            is_causal=is_causal,
-            group=ends,
-            layout=layout,
-            return_lse=True,
-        )
-        gradients = torch.autograd.grad(out, own, layout.shard(dout, ends.rank, 1))
-        return out.detach(), lse, *gradients
-
-    ran = run_loopback(layout.world_size, run)
-    out, lse, *gradients = (
-        layout.unshard([r[i] for r in ran], 2 if i == 1 else 1) for i in range(5)
-    )
+    out, lse, *gradients = on_ranks(layout, whole, dout, pattern, is_causal=is_causal)
     assert close(out, want)
     assert_close_to(lse, want_lse, terms=64 * 64)
     assert all(map(close, gradients, expected))
@@ -110,17 +107,7 @@ def test_with_any_option_it_is_the_definition(seed):
     )
     expected = torch.autograd.grad(want, leaves, dout)
 
-    def run(ends):
-        own = [layout.shard(x, ends.rank, 1).clone().requires_grad_() for x in (q, k, v)]
-        out, lse = detached_dilated_attention(
-            own[0], own[1], own[2], pattern, group=ends, layout=layout, return_lse=True, **options
-        )
-        return out, lse, *torch.autograd.grad(out, own, layout.shard(dout, ends.rank, 1))
-
-    ran = run_loopback(ranks, run)
-    out, lse, *gradients = (
-        layout.unshard([r[i] for r in ran], 2 if i == 1 else 1) for i in range(5)
-    )
+    out, lse, *gradients = on_ranks(layout, (q, k, v), dout, pattern, **options)
     assert close(out, want)
     assert_close_to(lse, want_lse, terms=64 * 64)
     assert all(map(close, gradients, expected))
@@ -188,29 +175,6 @@ def test_keep_attention_computes_forward_once(monkeypatch):
     assert len(calls) == 1
     for got, want in zip(gradients, expected, strict=True):
         assert close(got, want)
-
-
-def test_it_compiles_to_one_graph_for_any_length():
-    attend = torch.compile(
-        detached_dilated_attention, fullgraph=True, dynamic=True, backend="aot_eager"
-    )
-    for length in (30, 47):
-        x = torch.randn(1, length, 4, 8, dtype=torch.float64, requires_grad=True)
-        got, want = attend(x, x, x, PATTERN), detached_dilated_attention(x, x, x, PATTERN)
-        assert close(got, want)
-        gradients = (torch.autograd.grad(out.square().sum(), x)[0] for out in (got, want))
-        assert close(*gradients)
-
-
-def test_packed_and_padded():
-    torch.manual_seed(0)
-    x = torch.randn(2, 20, 2, 4, dtype=torch.float64)
-    out = detached_dilated_attention(x, x, x, PATTERN, lengths=[13, 20])
-    assert not out[0, 13:].any()
-    alone = detached_dilated_attention(x[:1, :13], x[:1, :13], x[:1, :13], PATTERN)
-    assert close(out[:1, :13], alone)
-    out = detached_dilated_attention(x, x, x, PATTERN, documents=[0, 13, 20])
-    assert close(out[:1, :13], alone)
 
 
 def test_modules_take_it():

@@ -7,9 +7,9 @@
     python benchmarks/calls.py --longest 300 --first 2          # on a CPU: that it runs
 
 Wall time is that of 20 calls in a row until the device is idle, per call; where it is longer than
-that of a CUDA graph, the host decides. Errors of out and of the gradients are relative to brute force in
-float64, on the first 2,001 tokens. A first call is one of a length that the process has not seen:
-what it takes more than the same call again is planning, and looking up kernels.
+that of a CUDA graph, the host decides. Errors of out and of the gradients are relative to brute
+force in float64, on the first 2,001 tokens. A first call is one of a length that the process has
+not seen: what it takes more than the same call again is planning, and looking up kernels.
 """
 
 import gc
@@ -69,7 +69,7 @@ def passes(case: Workload, ranks: Ranks) -> dict[str, Pass]:
         for count in (heads, kv_heads, kv_heads, heads)
     )
     leaves = [x.requires_grad_() for x in leaves]
-    options: dict[str, Any] = {"is_causal": case.is_causal, "backend": case.backend}
+    options: dict[str, Any] = {"is_causal": case.is_causal}
     if ranks.size > 1:
         options |= {"group": ranks.world, "layout": layout}
 

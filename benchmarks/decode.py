@@ -9,8 +9,8 @@ timed; times are those of the slowest rank.
 
 First every case is compared with a float64 softmax over the keys that the query sees. Then each is
 timed by the clock until the device is idle: per call of 20 in a row, in turns with its baseline, as
-a call by itself, and in a CUDA graph. The limit is the time in which a copy inside the device's memory moves
-as many bytes as the call has to read.
+a call by itself, and in a CUDA graph. The limit is the time in which a copy inside the device's
+memory moves as many bytes as the call has to read.
 """
 
 from __future__ import annotations

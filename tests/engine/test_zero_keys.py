@@ -15,15 +15,9 @@ from ring_dilated_attention import (
     plan_attention,
     replicated_query_attention,
 )
-from ring_dilated_attention.checks import (
-    TOLERANCE,
-    combine,
-    reference_attention,
-    references,
-    relative_error,
-    run_case,
-    zero_key_counts,
-)
+from ring_dilated_attention.checks import combine, reference_attention, relative_error, run_case
+from ring_dilated_attention.checks.reference import zero_key_counts
+from ring_dilated_attention.checks.verify import TOLERANCE
 from ring_dilated_attention.engine import accumulate, merge_zero_keys
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.plan import Rows, check_plan
@@ -87,7 +81,7 @@ def test_gradients_on_any_ranks_are_those_of_the_definition(case):
     """The reference's come from autograd through one softmax with the zero keys in it."""
     pattern = zero_pattern(case.pattern.segment_lengths, case.pattern.dilation_rates)
     case = type(case)(**{**vars(case), "pattern": pattern, "is_causal": False})
-    ranks, wanted = case.layout.world_size, references(case)
+    ranks, wanted = case.layout.world_size, case.references()
     outcomes = run_loopback(ranks, lambda ends: [run_case(case, ends, wanted)])
     (outcome,) = combine(outcomes)
     assert outcome.passes(case.dtype), {x: outcome.error(x) for x in outcome.squares}

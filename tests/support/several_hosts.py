@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ring_dilated_attention.checks import forked_context
+from ring_dilated_attention.checks.ranks import forked_context
 from support.launched import as_by_torchrun, exit_codes
 
 INTERFACE = "eth0"

@@ -1,4 +1,4 @@
-"""Attention calls one by one: errors, wall time, GPU time, kernels, CUDA graphs, and first calls.
+"""Attention calls one by one: errors, wall time, kernels, CUDA graphs, and first calls.
 
     python benchmarks/calls.py --out calls.json
     python benchmarks/calls.py --first 60                       # and calls of new lengths
@@ -7,9 +7,9 @@
     python benchmarks/calls.py --longest 300 --first 2          # on a CPU: that it runs
 
 Wall time is that of 20 calls in a row until the device is idle, per call; where it is longer than
-the GPU time, the host decides. Errors of out and of the gradients are relative to brute force in
-float64, on the first 2,001 tokens. A first call is one of a length that the process has not seen:
-what it takes more than the same call again is planning, and looking up kernels.
+that of a CUDA graph, the host decides. Errors of out and of the gradients are relative to brute
+force in float64, on the first 2,001 tokens. A first call is one of a length that the process has
+not seen: what it takes more than the same call again is planning, and looking up kernels.
 """
 
 import gc
@@ -69,7 +69,7 @@ def passes(case: Workload, ranks: Ranks) -> dict[str, Pass]:
         for count in (heads, kv_heads, kv_heads, heads)
     )
     leaves = [x.requires_grad_() for x in leaves]
-    options: dict[str, Any] = {"is_causal": case.is_causal, "backend": case.backend}
+    options: dict[str, Any] = {"is_causal": case.is_causal}
     if ranks.size > 1:
         options |= {"group": ranks.world, "layout": layout}
 
@@ -117,13 +117,13 @@ def measure(case: Workload, ranks: Ranks, samples: int) -> dict[str, Any]:
         found["errors_of_out_dq_dk_dv"] = [float(f"{x:.2g}") for x in errors(case, ranks.device)]
     turns = partial(take_turns, device=ranks.device, repeats=samples, group=ranks.host)
     for name, call in passes(case, ranks).items():
-        row_of_calls = partial(several, call)
-        row: dict[str, Any] = {}
-        times = turns({"wall": row_of_calls}, wall=True)["wall"]
-        row["wall"] = spread([ms / IN_A_ROW for ms in times])
-        if ranks.device.type == "cuda" and ranks.size == 1:
-            both = turns({"gpu": call, "graph": graph_of(call)})
-            row |= {how: spread(times) for how, times in both.items()}
+        on_one_gpu = ranks.device.type == "cuda" and ranks.size == 1
+        hows = {"wall": call, "graph": graph_of(call)} if on_one_gpu else {"wall": call}
+        times = turns({how: partial(several, each) for how, each in hows.items()})
+        row: dict[str, Any] = {
+            how: spread([ms / IN_A_ROW for ms in samples]) for how, samples in times.items()
+        }
+        if on_one_gpu:
             kernels = kernels_of(call)
             row["kernels"] = sum(count for count, _ in kernels.values())
             row["kernels_ms"] = round(sum(ms for _, ms in kernels.values()), 4)

@@ -8,9 +8,9 @@ Under torchrun the ranks share the rows of one dense cache, 1,048,576 of each, a
 timed; times are those of the slowest rank.
 
 First every case is compared with a float64 softmax over the keys that the query sees. Then each is
-timed: GPU time in turns with its baseline, wall time per call of 20 in a row and of one by itself,
-and GPU time in a CUDA graph. The limit is the time in which a copy inside the device's memory moves
-as many bytes as the call has to read.
+timed by the clock until the device is idle: per call of 20 in a row, in turns with its baseline, as
+a call by itself, and in a CUDA graph. The limit is the time in which a copy inside the device's
+memory moves as many bytes as the call has to read.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -101,26 +102,22 @@ class Timer:
     def __init__(self, ranks: Ranks, repeats: int) -> None:
         self.device, self.group, self.repeats = ranks.device, ranks.host, repeats
 
-    def queued(self, *calls: Callable[[], Any]) -> list[float]:
-        """Milliseconds of each call in turns: of one GPU; on a CPU and on ranks by the clock."""
-        if self.group is not None:
-            return [self.wall(call, IN_A_ROW) for call in calls]
-        named_calls = {str(number): call for number, call in enumerate(calls)}
-        times = take_turns(named_calls, self.device, repeats=self.repeats)
-        return [statistics.median(samples) for samples in times.values()]
+    def in_a_row(self, *calls: Callable[[], Any]) -> list[float]:
+        """Milliseconds of each call, of `IN_A_ROW` calls in a row, in turns."""
+        rows = {str(number): partial(several, call) for number, call in enumerate(calls)}
+        times = take_turns(rows, self.device, repeats=self.repeats, group=self.group)
+        return [statistics.median(samples) / IN_A_ROW for samples in times.values()]
 
-    def wall(self, call: Callable[[], Any], count: int = 1) -> float:
-        """Milliseconds of a call, until the device is idle after `count` calls in a row."""
-        repeats = 2 * self.repeats
+    def wall(self, call: Callable[[], Any]) -> float:
+        """Milliseconds of a call by itself, until the device is idle."""
+        times = take_turns({"": call}, self.device, repeats=2 * self.repeats, group=self.group)
+        return statistics.median(times[""])
 
-        def several() -> None:
-            for _ in range(count):
-                call()
 
-        times = take_turns(
-            {"": several}, self.device, repeats=repeats, wall=True, sample_ms=0, group=self.group
-        )
-        return statistics.median(times[""]) / count
+def several(call: Callable[[], Any]) -> None:
+    """`IN_A_ROW` calls."""
+    for _ in range(IN_A_ROW):
+        call()
 
 
 def copy_rate(timer: Timer, nbytes: int = 4 << 30) -> float:
@@ -128,7 +125,7 @@ def copy_rate(timer: Timer, nbytes: int = 4 << 30) -> float:
     nbytes = nbytes if timer.device.type == "cuda" else 64 << 20
     source = torch.empty(nbytes, dtype=torch.uint8, device=timer.device)
     target = torch.empty_like(source)
-    (taken,) = timer.queued(lambda: target.copy_(source))
+    (taken,) = timer.in_a_row(lambda: target.copy_(source))
     return 2 * nbytes / taken * 1e3
 
 
@@ -169,13 +166,12 @@ def attention(case: Case, timer: Timer, dtype: torch.dtype, rate: float) -> dict
         k, v = k.contiguous(), v.contiguous()
         q = query.transpose(1, 2)
         beside["sdpa_ms"] = lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-    found["gpu_ms"], *taken = timer.queued(call, *beside.values())
+    found["wall_ms"], *taken = timer.in_a_row(call, *beside.values())
     found |= zip(beside, taken, strict=True)
-    found["wall_ms"] = timer.wall(call, IN_A_ROW if device.type == "cuda" else 1)
     found["wall_alone_ms"] = timer.wall(call)
     if device.type == "cuda" and not is_shared:
         captured = CapturedStep(lambda x: cached_attention(x, key, value, cache), query, [cache])
-        (found["graph_ms"],) = timer.queued(lambda: captured(query))
+        (found["graph_ms"],) = timer.in_a_row(lambda: captured(query))
     return found
 
 
@@ -263,7 +259,7 @@ def model_step(timer: Timer, prompt: int, *, small: bool) -> dict[str, Any]:
         if device.type == "cuda":
             captured = CapturedStep(lambda x: model.step(x, caches), token, caches)
             found["graph_ms"] = timer.wall(lambda: captured(token))
-            (found["graph_gpu_ms"],) = timer.queued(lambda: captured(token))
+            (found["graph_in_a_row_ms"],) = timer.in_a_row(lambda: captured(token))
     found["cache_bytes"] = sum(cache.nbytes for cache in caches)
     count = 16 if small else 256
     drawn = model.stream(tokens, count)

@@ -33,13 +33,11 @@ import torch
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout
 from ring_dilated_attention.checks import (
-    TENSORS,
     Case,
     ViewKind,
     combine,
     make_layout,
     nan_in_uninitialized_memory,
-    references,
     run_case,
 )
 from ring_dilated_attention.exchange import run_loopback
@@ -193,7 +191,7 @@ class Verdict(NamedTuple):
 
 def judge(case: Case) -> Verdict:
     """Run a call on all of its ranks and compare."""
-    wanted = references(case)
+    wanted = case.references()
 
     def rank(ends: Any) -> Any:
         return [run_case(case, ends, wanted)]
@@ -206,9 +204,7 @@ def judge(case: Case) -> Verdict:
         return Verdict("crashed", traceback.format_exc())
     if outcome.passes(case.dtype):
         return Verdict("right")
-    errors = ", ".join(
-        f"{name} {outcome.error(name):.1e}" for name in TENSORS if name in outcome.squares
-    )
+    errors = ", ".join(f"{name} {outcome.error(name):.1e}" for name in outcome.squares)
     moved = f"{outcome.sent_bytes} of {outcome.planned_bytes} planned bytes sent"
     return Verdict("wrong", f"{errors}; {'finite' if outcome.valid else 'NOT VALID'}; {moved}")
 

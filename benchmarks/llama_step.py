@@ -160,8 +160,6 @@ def main() -> None:
         ranks.device,
         repeats=options.samples,
         seconds=600,
-        wall=True,
-        sample_ms=0,
         group=ranks.host,
     )
     for name, samples in times.items():

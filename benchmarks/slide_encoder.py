@@ -202,8 +202,7 @@ def measure(case: Case, method: Method, ranks: Ranks) -> dict[str, Any]:
     if on_cuda:
         torch.cuda.reset_peak_memory_stats()
     times = take_turns(
-        {"": steps}, ranks.device, repeats=method.samples, seconds=600, wall=True, sample_ms=0,
-        group=ranks.host,
+        {"": steps}, ranks.device, repeats=method.samples, seconds=600, group=ranks.host,
     )[""]  # fmt: skip
     peak = torch.tensor(torch.cuda.max_memory_allocated() / 1e9 if on_cuda else 0.0)
     if ranks.host is not None:

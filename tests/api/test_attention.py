@@ -14,12 +14,10 @@ from support.tolerances import FLOAT64, assert_close_to, rounding_bound
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention, plan_attention
 from ring_dilated_attention.checks import (
-    KINDS,
     Case,
     ViewKind,
     combine,
     reference_attention,
-    references,
     relative_error,
     run_case,
     visible_counts,
@@ -32,7 +30,7 @@ from ring_dilated_attention.tiles import accumulate_dtype
 
 def run_here(case):
     """Its outcome over all ranks, each a thread."""
-    wanted, ranks = references(case), case.layout.world_size
+    wanted, ranks = case.references(), case.layout.world_size
     return combine(run_loopback(ranks, lambda ends: [run_case(case, ends, wanted)]))
 
 
@@ -197,12 +195,12 @@ def test_half_precision_errs_as_one_plain_sdpa_call(pattern, dtype, is_causal, w
 
 
 @pytest.mark.parametrize("backend", ["auto", "eager"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ViewKind.named())
 def test_strides_of_the_inputs_do_not_matter(kind, backend):
     """Of each of query, key, value and dout in turn, and of all: on one rank, and on three."""
     others = ViewKind()
     for number, is_causal in enumerate((False, True, False, True, False)):
-        views = [KINDS[kind] if number in (i, 4) else others for i in range(4)]
+        views = [ViewKind.named()[kind] if number in (i, 4) else others for i in range(4)]
         for layout in (SequenceLayout.contiguous(11, 1), SequenceLayout.zigzag(11, 3)):
             case = Case(
                 pattern=DilatedPattern([4, None], [1, 3]),

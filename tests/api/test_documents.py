@@ -22,7 +22,6 @@ from ring_dilated_attention.checks import (
     Case,
     combine,
     make_layout,
-    references,
     relative_error,
     run_case,
     run_cases,
@@ -69,7 +68,7 @@ def packed_cases(draw):
 
 
 def outcome(case):
-    wanted, ranks = references(case), case.layout.world_size
+    wanted, ranks = case.references(), case.layout.world_size
     return combine(run_loopback(ranks, lambda ends: [run_case(case, ends, wanted)]))[0]
 
 

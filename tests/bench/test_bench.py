@@ -18,13 +18,12 @@ from ring_dilated_attention.bench import (
     Settings,
     Workload,
     bench,
+    contenders,
     document,
     environment,
-    from_document,
     peak_bytes,
     plot,
     report,
-    resolve_device,
     take_turns,
 )
 from ring_dilated_attention.bench.contenders import Place, make_contender
@@ -66,7 +65,6 @@ def measured():
         baselines=("kernel", "torchscale", "sdpa"),
         device="cpu",
         repeats=3,
-        seconds=0.1,
     )
     return bench([workload(), workload(is_causal=True, num_kv_heads=2)], settings)
 
@@ -87,7 +85,7 @@ def test_bench_measures_every_contender_forward_and_with_backward(measured):
 
 def test_bench_says_why_a_baseline_is_left_out(measured):
     grouped = of(measured, ranks=1, contender="torchscale", workload=measured[-1].workload)
-    assert all("neither split branches nor grouped queries" in x.reason for x in grouped)
+    assert all("no split branches or grouped queries" in x.reason for x in grouped)
     assert {x.reason for x in of(measured, ranks=2, contender="sdpa")} == {
         "sdpa runs on one rank; got 2"
     }
@@ -127,10 +125,11 @@ def test_bench_counts_useful_flops(measured):
     assert dense.flops == 4 * 8 * 4 * 101**2
 
 
-def test_bench_document_comes_back_from_json(measured):
+def test_bench_document_is_json(measured):
     text = json.dumps(document(measured, environment(CPU), ["bench"]))
-    assert from_document(json.loads(text)) == measured
     found = json.loads(text)
+    assert len(found["results"]) == len(measured)
+    assert found["results"][0]["workload"]["pattern"]["segment_lengths"] == [16, 64]
     assert found["environment"]["torch"] == torch.__version__
     assert found["results"][0]["derived"]["median_ms"] == measured[0].median_ms
 
@@ -169,25 +168,25 @@ def test_bench_results_compare_times():
     assert "sdpa, 1 rank: out of memory" in lines
 
 
-def test_bench_take_turns_rotates_and_leaves_out_what_fails(monkeypatch):
-    order, clock, reasons = [], count(), {}
+def test_bench_goes_on_where_a_baseline_fails(monkeypatch):
+    def fails(*arguments, **options):
+        raise RuntimeError("out of memory\nand more")
+
+    monkeypatch.setattr(contenders, "_dense", fails)
+    settings = Settings(baselines=("sdpa", "torchscale"), device="cpu", repeats=3)
+    results = bench([workload()], settings)
+    assert [len(x.samples_ms) for x in results] == [3, 3, 0, 0, 3, 3]
+    assert {x.reason for x in of(results, contender="sdpa")} == {"RuntimeError: out of memory"}
+
+
+def test_bench_take_turns_rotates(monkeypatch):
+    order, clock = [], count()
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock) / 1e3)
-
-    def fails():
-        raise RuntimeError("out of memory")
-
-    times = take_turns(
-        {"a": lambda: order.append("a"), "fails": fails, "b": lambda: order.append("b")},
-        CPU,
-        repeats=4,
-        failed=lambda name, error: reasons.update({name: str(error)}),
-    )
-    assert reasons == {"fails": "out of memory"}
+    calls = {"a": lambda: order.append("a"), "b": lambda: order.append("b")}
+    times = take_turns(calls, CPU, repeats=4)
     assert "".join(order) == "aa" + "bb" + "ab" + "ba" + "ab" + "ba"
     assert {name: len(samples) for name, samples in times.items()} == {"a": 4, "b": 4}
     assert statistics.median(times["a"]) == pytest.approx(1)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        take_turns({"fails": fails}, CPU)
 
 
 @pytest.mark.parametrize(("seconds", "samples"), [(10.0, 7), (0.005, 5), (1e-6, 3)])
@@ -220,7 +219,6 @@ def test_bench_kernel_does_as_many_flops_where_segments_divide_the_length():
 @pytest.mark.parametrize(
     ("name", "place", "options", "message"),
     [
-        ("kernel:cudnn", Place(device=CPU), {}, "runs on GPUs; the device is cpu"),
         ("context_parallel", Place(device=CPU), {}, "runs on several ranks; got 1"),
         ("context_parallel", Place(device=CPU, ranks=2), {}, "runs on GPUs"),
         (
@@ -233,9 +231,8 @@ def test_bench_kernel_does_as_many_flops_where_segments_divide_the_length():
             "torchscale",
             Place(device=CPU),
             {"pattern": DilatedPattern([16, 64], [1, 4], head_branches="split")},
-            "neither split branches nor",
+            "no split branches or",
         ),
-        ("flash9", Place(device=CPU), {}, "baseline must be one of"),
     ],
 )
 def test_bench_baselines_refuse(name, place, options, message):
@@ -253,8 +250,7 @@ def test_bench_baselines_refuse(name, place, options, message):
         (lambda: Settings(ranks=(1, 1000)), "ranks must be <="),
         (lambda: Settings(baselines=("nothing",)), "baseline must be one of"),
         (lambda: Settings(repeats=0), "repeats"),
-        (lambda: Settings(seconds=0), "seconds must be > 0"),
-        (lambda: resolve_device("tpu"), "device must be one of"),
+        (lambda: Settings(device="tpu"), "device must be one of"),
     ],
 )
 def test_bench_bad_options(make, message):
@@ -264,7 +260,7 @@ def test_bench_bad_options(make, message):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_bench_needs_a_gpu_for_each_rank():
-    with pytest.raises(ValueError, match="torch finds none"):
+    with pytest.raises(ValueError, match="each needs its own; there are 0"):
         bench([workload()], Settings(device="cuda"))
     assert peak_bytes(CPU, lambda: None) is None
 
@@ -272,7 +268,7 @@ def test_bench_needs_a_gpu_for_each_rank():
 @pytest.mark.gpu
 def test_bench_on_cuda():
     case = workload(seq_len=1000, head_dim=64, dtype="float16")
-    settings = Settings(baselines=tuple(BASELINES), device="cuda", repeats=3, seconds=0.1)
+    settings = Settings(baselines=tuple(BASELINES), device="cuda", repeats=3)
     results = bench([case], settings)
     for each in results:
         if each.samples_ms:

@@ -12,11 +12,13 @@ from support.strategies import cases
 from support.wrong_bytes import send_a_byte_more
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout
-from ring_dilated_attention.checks import TENSORS, Case, make_layout, simulate
+from ring_dilated_attention.checks import Case, make_layout, simulate
 from ring_dilated_attention.checks.simulation import Transfers
 from ring_dilated_attention.engine import compute
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.plan import costs
+
+TENSORS = ("out", "lse", "dquery", "dkey", "dvalue")
 
 PATTERN = DilatedPattern([16, 50, None], [1, 3, 4])
 CASE = Case(pattern=PATTERN, layout=SequenceLayout.zigzag(101, 3), dtype=torch.float32, head_dim=8)

@@ -16,7 +16,7 @@ from support.wrong_bytes import send_a_byte_more
 from typer.testing import CliRunner
 
 from ring_dilated_attention import SequenceLayout, checks, plan_attention
-from ring_dilated_attention.checks import TENSORS, Outcome, RankError, visible_counts
+from ring_dilated_attention.checks import Outcome, RankError, visible_counts
 from ring_dilated_attention.cli import app, common
 from ring_dilated_attention.cli.plan import closed_block
 from ring_dilated_attention.functional import Schedule
@@ -24,6 +24,8 @@ from ring_dilated_attention.layout import LAYOUTS
 from ring_dilated_attention.named_patterns import NAMES, NamedPattern, named
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan import check_plan, costs
+
+TENSORS = ("out", "lse", "dquery", "dkey", "dvalue")
 
 SMALL = "--segment-lengths=16,50,all --dilation-rates=1,3,4"
 BIG = 2**70  # no int64

@@ -20,7 +20,7 @@ from ring_dilated_attention import (
     SequenceLayout,
     plan_attention,
 )
-from ring_dilated_attention.checks import KINDS, reference_attention
+from ring_dilated_attention.checks import ViewKind, reference_attention
 from ring_dilated_attention.decode import Step
 from ring_dilated_attention.decode.attend import begin_by_kernel
 from ring_dilated_attention.decode.replicated import strips_on
@@ -134,7 +134,7 @@ def test_some_heads_of_a_layer(head_branches):
     check(out, lse, want, range(21, 24))
 
 
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("kind", ViewKind.named().values(), ids=ViewKind.named())
 def test_new_rows_may_be_views(kind):
     decode(LONGNET, 20, [3], batch=2, heads=2, kv_heads=1, kind=kind)
 

@@ -15,7 +15,8 @@ from ring_dilated_attention import (
     SequenceLayout,
     cached_attention,
 )
-from ring_dilated_attention.checks import reference_attention, run_ranks, world_exchange
+from ring_dilated_attention.checks import reference_attention, run_ranks
+from ring_dilated_attention.checks.ranks import world_exchange
 from ring_dilated_attention.exchange import SoloExchange, run_loopback
 
 HEAD_DIM = 8

@@ -20,13 +20,8 @@ from ring_dilated_attention import (
     plan_attention,
     replicated_query_attention,
 )
-from ring_dilated_attention.checks import (
-    Case,
-    reference_attention,
-    relative_error,
-    run_ranks,
-    world_exchange,
-)
+from ring_dilated_attention.checks import Case, reference_attention, relative_error, run_ranks
+from ring_dilated_attention.checks.ranks import world_exchange
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.plan.check import check_replicated
 

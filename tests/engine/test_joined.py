@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from support.strategies import patterns
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, plan_attention
-from ring_dilated_attention.checks import KINDS, Case, combine, references, run_case
+from ring_dilated_attention.checks import Case, ViewKind, combine, run_case
 from ring_dilated_attention.engine import ring, transfer
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.plan import Message, Rows, Run
 
-VIEWS = tuple([*KINDS.values()][:4])
+VIEWS = tuple([*ViewKind.named().values()][:4])
 SLIDE = DilatedPattern([8, 24, None, None], [1, 2, 8, 16], head_offsets="blocked")
 
 
@@ -143,7 +143,7 @@ def test_a_sharded_slide_is_exact(layout, joining, exchange, num_kv_heads, zero_
         exchange=exchange,
         views=VIEWS,
     )
-    wanted = references(case)
+    wanted = case.references()
     run = partial(_outcomes, case, wanted)
     (outcome,) = combine(run_loopback(layout.world_size, run))
     assert outcome.passes(torch.float64), outcome

@@ -10,12 +10,9 @@ from ring_dilated_attention import (
     dilated_attention,
     plan_attention,
 )
-from ring_dilated_attention.checks import (
-    TOLERANCE,
-    reference_attention,
-    relative_error,
-    zero_key_counts,
-)
+from ring_dilated_attention.checks import reference_attention, relative_error
+from ring_dilated_attention.checks.reference import zero_key_counts
+from ring_dilated_attention.checks.verify import TOLERANCE
 from ring_dilated_attention.engine import accumulate, merge_zero_keys
 from ring_dilated_attention.plan import Rows, check_plan
 

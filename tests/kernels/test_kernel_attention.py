@@ -11,7 +11,13 @@ import torch
 from support.tolerances import FLOAT32
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout
-from ring_dilated_attention.checks import KINDS, Case, reference_attention, relative_error, run_case
+from ring_dilated_attention.checks import (
+    Case,
+    ViewKind,
+    reference_attention,
+    relative_error,
+    run_case,
+)
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.plan import Rows, Tile, plan_attention
 
@@ -206,7 +212,7 @@ def test_any_scale(monkeypatch):
         assert not any(x.isnan().any() for x in got)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ViewKind.named())
 def test_strides_of_the_inputs_do_not_matter(kind):
     """Nothing is copied but where head_dim is not contiguous."""
     case = Case(
@@ -218,7 +224,7 @@ def test_strides_of_the_inputs_do_not_matter(kind):
         dtype=torch.float32,
         backend="triton",
         device=DEVICE.type,
-        views=(KINDS[kind],) * 4,
+        views=(ViewKind.named()[kind],) * 4,
     )
     (outcome,) = run_loopback(1, lambda ends: run_case(case, ends))
     assert outcome.passes(case.dtype), outcome

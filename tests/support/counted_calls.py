@@ -3,7 +3,7 @@
 import sys
 from concurrent.futures import ProcessPoolExecutor
 
-from ring_dilated_attention.checks import forked_context
+from ring_dilated_attention.checks.ranks import forked_context
 
 
 def count_calls(function, *arguments):

@@ -25,7 +25,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ring_dilated_attention.checks import forked_context
+from ring_dilated_attention.checks.ranks import forked_context
 from ring_dilated_attention.exchange import ProcessGroupExchange, collectives
 from ring_dilated_attention.exchange import groups as exchange_module
 from ring_dilated_attention.exchange.board import Board

@@ -7,7 +7,7 @@ import torch
 from hypothesis import strategies as st
 
 from ring_dilated_attention import DilatedPattern, HeadSlice, SequenceLayout
-from ring_dilated_attention.checks import KINDS, Case, ViewKind
+from ring_dilated_attention.checks import Case, ViewKind
 
 WORLD_SIZES = (1, 2, 3, 4, 5, 7)
 
@@ -48,9 +48,9 @@ def layouts(draw: st.DrawFn, max_length: int = 60) -> SequenceLayout:
 @st.composite
 def views(draw: st.DrawFn) -> ViewKind:
     """How a tensor lies in memory: one of the kinds with a name, or any mixture."""
-    named = draw(st.none() | st.sampled_from(list(KINDS)))
+    named = draw(st.none() | st.sampled_from(list(ViewKind.named())))
     if named:
-        return KINDS[named]
+        return ViewKind.named()[named]
     return ViewKind(
         expanded=tuple(draw(st.sets(st.integers(0, 3), max_size=2))),
         window=draw(st.sampled_from([None, None, None, 1, 2])),

@@ -12,9 +12,8 @@ from support.tolerances import FLOAT32, assert_close_to, rounding_bound
 
 from ring_dilated_attention import DilatedPattern, dilated_attention
 from ring_dilated_attention.checks import (
-    KINDS,
-    TOLERANCE,
     Case,
+    ViewKind,
     combine,
     make_layout,
     reference_attention,
@@ -23,6 +22,7 @@ from ring_dilated_attention.checks import (
     simulate,
     sweep,
 )
+from ring_dilated_attention.checks.verify import TOLERANCE
 from ring_dilated_attention.engine import Accumulator, TileCall, compute, merge_
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.plan import Rows, Tile
@@ -142,7 +142,7 @@ def test_views_of_every_kind(backend, dtype, world_size):
             seed=number,
             views=(kind,) * 4,
         )
-        for number, kind in enumerate(KINDS.values())
+        for number, kind in enumerate(ViewKind.named().values())
         for is_causal in (False, True)
     ]
     assert not failures(cases, run_here(world_size, cases))
@@ -256,7 +256,7 @@ def test_flash_attn_4_is_called_again_with_other_tensors(head_dim, is_causal):
     usual = {"pattern": pattern, "head_dim": head_dim, "backend": "fa4", **sizes}
     cases = [
         case_of(777, is_causal=is_causal, seed=seed, views=views, **usual)
-        for views in ((), (KINDS["part of qkv"],) * 4)
+        for views in ((), (ViewKind.named()["part of qkv"],) * 4)
         for seed in range(3)
     ]
     replays = fa4.FORWARDS, fa4.BACKWARDS

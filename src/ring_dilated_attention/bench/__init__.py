@@ -2,23 +2,21 @@
 
 `bench` measures each `Workload` as `Settings` say, this library (`OURS`) and some of `BASELINES` in
 turns, and returns a `Result` for forward and for forward+backward of each. `report` and `plot` show
-results; `document` and `from_document` keep
-them as JSON, with the device and versions of `environment`.
+results; `document` keeps them as JSON, with the device and versions of `environment`.
 
 `take_turns` times any calls by the same rules (see `timing`), and `peak_bytes` measures their
-memory, on the device of `resolve_device`.
+memory.
 """
 
 from .contenders import BASELINES
 from .reporting import plot, report
-from .result import COMPONENTS, DTYPES, OURS, Result, Workload, document, environment, from_document
+from .result import COMPONENTS, OURS, Result, Workload, document, environment
 from .run import Settings, bench
-from .timing import peak_bytes, resolve_device, take_turns
+from .timing import peak_bytes, take_turns
 
 __all__ = [
     "BASELINES",
     "COMPONENTS",
-    "DTYPES",
     "OURS",
     "Result",
     "Settings",
@@ -26,10 +24,8 @@ __all__ = [
     "bench",
     "document",
     "environment",
-    "from_document",
     "peak_bytes",
     "plot",
     "report",
-    "resolve_device",
     "take_turns",
 ]

@@ -18,13 +18,12 @@ from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..functional import dilated_attention
-from ..pattern import DilatedPattern, check_choice
+from ..pattern import DilatedPattern
 from .result import OURS, Workload
 
 BASELINES = {
     "kernel": "the attention kernel alone, on contiguous segments: as many FLOPs, and nothing is "
     "gathered, merged or exchanged; on GPUs flash-attn-4, without it cuDNN; one rank",
-    "kernel:cudnn": "the same by cuDNN; one rank",
     "torchscale": "gather and scatter around FlashAttention-2; one rank",
     "sdpa": "torch's dense attention over the whole sequence; one rank",
     "context_parallel": "torch's context_parallel (all-gather, cuDNN); dense, several GPUs",
@@ -61,33 +60,27 @@ class Contender:
 
 
 def make_contender(name: str, workload: Workload, place: Place) -> Contender:
-    """What `OURS` or a baseline runs for a workload.
+    """What `OURS` or one of `BASELINES` runs for a workload.
 
     Raises:
-        ValueError: the name is unknown, or the baseline cannot compute this workload here.
+        ValueError: the baseline cannot compute this workload here.
     """
     if name == OURS:
         return _ours(workload, place)
-    check_choice("baseline", name, tuple(BASELINES))
-    kind, _, kernel = name.partition(":")
-    if (kind == "context_parallel") != (place.ranks > 1):
+    if (name == "context_parallel") != (place.ranks > 1):
         needs = "several ranks" if place.ranks == 1 else "one rank"
         raise ValueError(f"{name} runs on {needs}; got {place.ranks}")
-    if place.device.type == "cpu" and (kernel or kind == "context_parallel"):
-        raise ValueError(f"{name} runs on GPUs; the device is cpu")
-    if kind == "kernel":
-        return _kernel(workload, place, kernel == "cudnn")
-    if kind == "context_parallel":
+    if name == "kernel":
+        return _kernel(workload, place)
+    if name == "context_parallel":
         return _context_parallel(workload, place)
     shapes = (workload.shapes(workload.seq_len),)
-    if kind == "sdpa":
+    if name == "sdpa":
         attend = partial(_dense, is_causal=workload.is_causal)
         dense = replace(workload, pattern=DilatedPattern.dense())
         return Contender(attend, shapes, dense.flops())
     if workload.pattern.head_branches != "all" or workload.kv_heads != workload.num_heads:
-        raise ValueError(
-            f"torchscale takes neither split branches nor grouped queries; got {workload}"
-        )
+        raise ValueError(f"torchscale takes no split branches or grouped queries; got {workload}")
     pattern = replace(workload.pattern, head_offsets="blocked", zero_keys=False)
     attend = partial(torchscale_attention, pattern=pattern, is_causal=workload.is_causal)
     return Contender(attend, shapes, replace(workload, pattern=pattern).flops())
@@ -95,25 +88,23 @@ def make_contender(name: str, workload: Workload, place: Place) -> Contender:
 
 def _ours(workload: Workload, place: Place) -> Contender:
     layout = workload.layout(place.ranks)
-    several = place.ranks > 1
     attend = partial(
         dilated_attention,
         pattern=workload.pattern,
         is_causal=workload.is_causal,
-        group=dist.group.WORLD if several else None,
-        layout=layout if several else None,
-        backend=workload.backend,
+        group=dist.group.WORLD if place.ranks > 1 else None,
+        layout=layout,
     )
     shapes = (workload.shapes(layout.local_length(place.rank)),)
     return Contender(attend, shapes, workload.flops())
 
 
-def _kernel(workload: Workload, place: Place, by_cudnn: bool) -> Contender:
+def _kernel(workload: Workload, place: Place) -> Contender:
     """One dense call per branch, on as many rows as its full segments have at offset 0."""
     kernel = ""
     if place.device.type == "cuda":
         has_flash4 = find_spec("flash_attn") and find_spec("flash_attn.cute")
-        kernel = "flash4" if has_flash4 and not by_cudnn else "cudnn"
+        kernel = "flash4" if has_flash4 else "cudnn"
     shapes, pairs = [], 0
     for index, (segment_length, rate) in enumerate(workload.pattern.branches):
         kv_heads = len(workload.pattern.heads(index, workload.kv_heads))
@@ -145,12 +136,11 @@ def _dense(
 
 
 def _context_parallel(workload: Workload, place: Place) -> Contender:
-    is_dense = workload.pattern == DilatedPattern.dense() and workload.is_causal
-    if (
-        not is_dense
-        or workload.kv_heads != workload.num_heads
-        or workload.seq_len % (2 * place.ranks)
-    ):
+    if place.device.type == "cpu":
+        raise ValueError("context_parallel runs on GPUs; the device is cpu")
+    dense = replace(workload, pattern=DilatedPattern.dense(), is_causal=True)
+    is_grouped = workload.kv_heads != workload.num_heads
+    if workload != dense or is_grouped or workload.seq_len % (2 * place.ranks):
         raise ValueError(
             "context_parallel needs the dense pattern, causal, no grouped queries, and a length "
             f"that is a multiple of {2 * place.ranks}; got {workload}"
@@ -201,7 +191,8 @@ def torchscale_attention(
         outs.append(_scatter(out.transpose(1, 2), length, w, rate))
         with torch.no_grad():
             rows = lse.transpose(1, 2).unsqueeze(-1)
-            lses.append(_scatter(rows, length, w, rate, fill=-1e8))  # no NaN from -inf
+            lse = _scatter(rows, length, w, rate)
+            lses.append(lse.masked_fill(lse == 0, -1e8))  # no row there; no NaN from -inf
     weights = torch.softmax(torch.stack(lses), 0).to(query.dtype)
     mixed = outs[0] * weights[0]
     for out, weight in zip(outs[1:], weights[1:], strict=True):
@@ -221,14 +212,12 @@ def _gather(x: torch.Tensor, w: int, rate: int) -> torch.Tensor:
     return x.reshape(*x.shape[:2], -1, dim)[:, :, :heads].contiguous()
 
 
-def _scatter(rows: torch.Tensor, length: int, w: int, rate: int, fill: float = 0.0) -> torch.Tensor:
-    """The way back, with `fill` where there is no row: (B * S, m, H, D) -> (B, n, H, D)."""
+def _scatter(rows: torch.Tensor, length: int, w: int, rate: int) -> torch.Tensor:
+    """The way back, with 0 where there is no row: (B * S, m, H, D) -> (B, n, H, D)."""
     segments, count, heads, dim = rows.shape
     if rate > 1:
         rows = _pad(rows, 2, -heads % rate).view(segments, count, rate, -1, dim).movedim(2, -1)
         dense = torch.diag_embed(rows, dim1=2, dim2=3)
-        if fill:  # of lse, which has no gradient
-            dense.fill_(fill).diagonal(dim1=2, dim2=3).copy_(rows)
         rows = dense.view(segments, count * rate, -1, dim)[:, :w, :heads]
     return rows.reshape(segments // -(-length // w), -1, heads, dim)[:, :length]
 

@@ -15,12 +15,11 @@ from ..layout import SequenceLayout
 from ..limits import check_pattern, check_size
 from ..pattern import DilatedPattern, check_choice
 from ..plan import AttentionPlan, costs, plan_attention
-from ..tiles import Backend
 
 OURS = "ours"
 """The name of this library among the contenders."""
 
-DTYPES = ("bfloat16", "float16", "float32", "float64")
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +33,8 @@ class Workload:
         num_kv_heads: KV heads; None: as many as query heads.
         head_dim: elements of a head.
         batch_size: sequences in the batch.
-        dtype: of query, key and value, one of `DTYPES`.
+        dtype: of query, key and value: bfloat16, float16, float32 or float64.
         is_causal: whether a query sees no later keys.
-        backend: of `dilated_attention`; baselines ignore it.
         name: what reports call the pattern; empty: its branches.
 
     Raises:
@@ -51,14 +49,13 @@ class Workload:
     batch_size: int = 1
     dtype: str = "bfloat16"
     is_causal: bool = False
-    backend: Backend = "auto"
     name: str = ""
 
     def __post_init__(self) -> None:
         for name in ("seq_len", "num_heads", "head_dim", "batch_size"):
             check_size(name, getattr(self, name))
         check_size("num_kv_heads", self.kv_heads)
-        check_choice("dtype", self.dtype, DTYPES)
+        check_choice("dtype", self.dtype, _DTYPES)
         check_pattern(self.pattern)
         self.plan()  # refuses numbers that do not go together
 
@@ -76,18 +73,13 @@ class Workload:
     @property
     def size(self) -> costs.TensorSize:
         """The sizes that turn rows of a plan into bytes and FLOPs."""
-        itemsize = self.torch_dtype.itemsize
-        return costs.TensorSize(
-            batch=self.batch_size, head_dim=self.head_dim, element_size=itemsize
-        )
+        size = self.torch_dtype.itemsize
+        return costs.TensorSize(batch=self.batch_size, head_dim=self.head_dim, element_size=size)
 
     def shapes(self, length: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(batch_size, length, heads, head_dim) of query, and of key and value."""
-        query, key = (
-            (self.batch_size, length, heads, self.head_dim)
-            for heads in (self.num_heads, self.kv_heads)
-        )
-        return query, key
+        query = self.batch_size, length, self.num_heads, self.head_dim
+        return query, (*query[:2], self.kv_heads, self.head_dim)
 
     def layout(self, ranks: int) -> SequenceLayout:
         """Shards of equal length: zigzag if causal and on several ranks, else contiguous."""
@@ -113,7 +105,6 @@ class Workload:
             f"{self.name or self.pattern}, {self.seq_len:,} tokens, {self.num_heads}{groups} heads "
             f"of {self.head_dim}, {self.dtype}{', causal' if self.is_causal else ''}"
             f"{f', batch {self.batch_size}' if self.batch_size > 1 else ''}"
-            f"{f', backend {self.backend}' if self.backend != 'auto' else ''}"
         )
 
 
@@ -207,15 +198,3 @@ def document(
         }
         rows.append({**asdict(result), "derived": derived})
     return {"command": list(command), "environment": about, "results": rows}
-
-
-def from_document(document: dict[str, Any]) -> list[Result]:
-    """The results of a document, as it was or as JSON gives it back."""
-    results = []
-    for row in document["results"]:
-        fields = {name: value for name, value in row.items() if name != "derived"}
-        pattern = DilatedPattern(**row["workload"]["pattern"])
-        fields["workload"] = Workload(**{**row["workload"], "pattern": pattern})
-        fields["samples_ms"] = tuple(row["samples_ms"])
-        results.append(Result(**fields))
-    return results

@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 
 from ..checks import run_ranks
-from ..limits import MOST_PROCESSES, check_seconds, check_size, launched, local_rank
+from ..limits import MOST_PROCESSES, check_size, launched, local_rank
 from ..pattern import check_choice
 from ..plan import costs
+from ..units import count_of
 from .contenders import BASELINES, Contender, Place, make_contender
 from .result import OURS, Result, Workload
-from .timing import INPUT_BYTES, peak_bytes, resolve_device, share, take_turns
+from .timing import INPUT_BYTES, peak_bytes, share, take_turns
 
 MOST_INPUT_SETS = 64
 PATIENCE = timedelta(minutes=10)
@@ -34,10 +35,9 @@ class Settings:
     Attributes:
         ranks: numbers of ranks, each measured by itself; under torchrun its number alone.
         baselines: what takes turns with this library, of `BASELINES`.
-        device: ``"cpu"``, ``"cuda"`` with a GPU for each rank, or ``"auto"``: CUDA if there is one.
-        repeats: samples of forward, and of forward+backward, of each contender.
-        seconds: time for the samples of one contender; at least 3 are taken.
-        seed: of the random inputs.
+        device: ``"cpu"``, or ``"cuda"`` with a GPU for each rank.
+        repeats: samples of forward, and of forward+backward, of each contender; fewer, but at least
+            3, where they would take more than 10 s.
 
     Raises:
         TypeError, ValueError: a value is not allowed.
@@ -45,18 +45,16 @@ class Settings:
 
     ranks: tuple[int, ...] = (1,)
     baselines: tuple[str, ...] = ()
-    device: str = "auto"
+    device: str = "cuda"
     repeats: int = 20
-    seconds: float = 10.0
-    seed: int = 0
 
     def __post_init__(self) -> None:
         for ranks in self.ranks or (0,):
             check_size("ranks", ranks, MOST_PROCESSES)
         for name in self.baselines:
             check_choice("baseline", name, tuple(BASELINES))
+        check_choice("device", self.device, ("cpu", "cuda"))
         check_size("repeats", self.repeats)
-        check_seconds("seconds", self.seconds)
 
 
 def bench(
@@ -81,7 +79,7 @@ def bench(
         RankError: a rank failed.
     """
     settings = Settings() if settings is None else settings
-    on_cuda = resolve_device(settings.device).type == "cuda"
+    on_cuda = settings.device == "cuda"
     backend = "cpu:gloo,cuda:nccl" if on_cuda else "gloo"
     place = launched()
     if place is not None and place.size > 1:
@@ -93,9 +91,9 @@ def bench(
         results = _on_rank(place.rank, place.size, workloads, settings, progress)
         dist.destroy_process_group()
         return results
-    if on_cuda and max(settings.ranks) > torch.cuda.device_count():
-        count = torch.cuda.device_count()
-        raise ValueError(f"{max(settings.ranks)} ranks need a GPU each; there are {count}")
+    most, gpus = max(settings.ranks), torch.cuda.device_count()
+    if on_cuda and most > gpus:
+        raise ValueError(f"{count_of(most, 'rank')} on GPUs: each needs its own; there are {gpus}")
     results = []
     for ranks in settings.ranks:
         if ranks == 1:
@@ -117,7 +115,7 @@ def _on_rank(
     progress: Callable[[str], None] = lambda _: None,
 ) -> list[Result]:
     """The results of all workloads; the ranks are those of the default process group."""
-    place = Place(device=resolve_device(settings.device), ranks=ranks, rank=rank)
+    place = Place(device=torch.device(settings.device), ranks=ranks, rank=rank)
     group = dist.new_group(backend="gloo", timeout=PATIENCE) if ranks > 1 else None
     results = []
     for workload in workloads:
@@ -129,7 +127,7 @@ def _on_rank(
 def _measure(
     workload: Workload, settings: Settings, place: Place, group: dist.ProcessGroup | None
 ) -> list[Result]:
-    generator = torch.Generator(place.device).manual_seed(settings.seed + place.rank)
+    generator = torch.Generator(place.device).manual_seed(place.rank)
     names = list(dict.fromkeys((OURS, *settings.baselines)))
     contenders: dict[str, Contender] = {}
     reasons: dict[str, str] = {}
@@ -142,46 +140,41 @@ def _measure(
         shapes: _draw(shapes, workload.torch_dtype, generator)
         for shapes in dict.fromkeys(contender.shapes for contender in contenders.values())
     }
-
-    def failed(name: str, error: Exception) -> None:
-        reasons[name] = f"{type(error).__name__}: {error}".partition("\n")[0]
-        if place.device.type == "cuda":
-            torch.cuda.empty_cache()
-
     results = []
     for backward in (False, True):
-        running = {name: each for name, each in contenders.items() if name not in reasons}
-        calls = {
-            name: partial(_call, contender, cycle(drawn[contender.shapes]), backward)
-            for name, contender in running.items()
-        }
+        calls: dict[str, Callable[[], None]] = {}
+        peaks: dict[str, int | None] = {}
+        for name, contender in contenders.items():
+            call = partial(_call, contender, cycle(drawn[contender.shapes]), backward)
+            try:
+                with contender.inside():
+                    call()  # what it allocates to keep is not of the peak
+                    peaks[name] = peak_bytes(place.device, call)
+                calls[name] = call
+            except Exception as error:  # out of memory, or not computed by a library's kernel
+                if group is not None:
+                    raise
+                reasons[name] = f"{type(error).__name__}: {error}".partition("\n")[0]
+                torch.cuda.empty_cache()
+        contexts = {name: contenders[name].inside for name in calls}
         times = take_turns(
-            calls,
-            place.device,
-            repeats=settings.repeats,
-            seconds=settings.seconds,
-            group=group,
-            inside={name: contender.inside for name, contender in running.items()},
-            failed=failed,
+            calls, place.device, repeats=settings.repeats, group=group, inside=contexts
         )
         for name in names:
-            found = Result(
-                workload=workload, ranks=place.ranks, contender=name, backward=backward,
-                reason=reasons.get(name, ""), samples_ms=times.get(name, ()),
-            )  # fmt: skip
-            if found.samples_ms:
-                contender = contenders[name]
-                with contender.inside():
-                    peak = peak_bytes(place.device, calls[name])
-                memory = _memory(found, place.rank, drawn[contender.shapes][0], peak)
-                found = replace(
-                    found,
-                    kernel=contender.kernel,
-                    flops=int(contender.flops * (3.5 if backward else 1)),
-                    sent=_sent(workload, place.ranks, backward) if name == OURS else 0,
-                    memory=max(share(memory, group), key=lambda x: sum(n or 0 for n in x.values())),
-                )
-            results.append(found)
+            found = Result(workload=workload, ranks=place.ranks, contender=name, backward=backward)
+            if name not in times:
+                results.append(replace(found, reason=reasons[name]))
+                continue
+            contender = contenders[name]
+            found = replace(
+                found,
+                kernel=contender.kernel,
+                samples_ms=times[name],
+                flops=int(contender.flops * (3.5 if backward else 1)),
+                sent=_sent(workload, place.ranks, backward) if name == OURS else 0,
+                memory=_memory(found, place.rank, drawn[contender.shapes][0], peaks[name]),
+            )
+            results.append(max(share(found, group), key=lambda each: each.total_memory))
     return sorted(results, key=lambda result: names.index(result.contender))
 
 
@@ -213,13 +206,12 @@ def _draw(
     shapes: tuple[tuple[tuple[int, ...], ...], ...], dtype: torch.dtype, generator: torch.Generator
 ) -> list[Inputs]:
     """Random inputs for a call; on a GPU for so many calls that its cache holds none of them."""
-
-    def draw(shape: tuple[int, ...], leaf: bool = True) -> torch.Tensor:
-        drawn = torch.randn(shape, generator=generator, device=generator.device, dtype=dtype)
-        return drawn.requires_grad_(leaf)
+    draw = partial(
+        torch.randn, generator=generator, device=generator.device, dtype=dtype, requires_grad=True
+    )
 
     def draw_set() -> Inputs:
-        return [(draw(q), draw(kv), draw(kv), draw(q, leaf=False)) for q, kv in shapes]
+        return [(draw(q), draw(kv), draw(kv), draw(q).detach()) for q, kv in shapes]
 
     sets = [draw_set()]
     if generator.device.type == "cuda":

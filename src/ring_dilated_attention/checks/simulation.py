@@ -174,19 +174,19 @@ class _Wait:
 
 
 Told = Callable[[float, str], None]
-"""(operations done, what is being computed) -> None."""
+"""(share of all operations that is done, what is being computed) -> None."""
 
 
 class Total:
     """Operations that all ranks have done; the rank whose turn it is adds its own."""
 
-    def __init__(self, told: Told) -> None:
-        self._told, self._flops = told, 0.0
+    def __init__(self, told: Told, flops: float) -> None:
+        self._told, self._all, self._flops = told, flops or 1.0, 0.0
 
     def add(self, flops: float, what: str) -> None:
         """Count operations, and tell how many there are."""
         self._flops += flops
-        self._told(self._flops, what)
+        self._told(self._flops / self._all, what)
 
 
 class Done:
@@ -293,11 +293,6 @@ class Simulation:
         return not self.problems
 
 
-def simulated_flops(case: Case, *, backward: bool = True) -> float:
-    """Useful operations of `simulate`: those of one device, and as many of all ranks together."""
-    return 2 * sum(costs.flops_by_rank(case.plan(), _size(case))) * (1 + _BACKWARD * backward)
-
-
 def simulate(case: Case, *, backward: bool = True, told: Told = lambda *_: None) -> Simulation:
     """Make a call of `dilated_attention` on every rank of a layout, one rank computing at a time.
 
@@ -306,9 +301,9 @@ def simulate(case: Case, *, backward: bool = True, told: Told = lambda *_: None)
     Args:
         case: the call; its inputs are drawn from its seed, on its device.
         backward: whether to run backward too.
-        told: for a progress display: called with the number of operations done so far, of
-            ``checks.simulated_flops(case, backward=backward)``, and a text that says what is
-            computed. Calls come from several threads, one at a time. Default: nothing is called.
+        told: for a progress display: called with the share of the operations that is done, from 0
+            to 1, and a text that says what is computed. Calls come from several threads, one at a
+            time. Default: nothing is called.
 
     Returns:
         A report per rank, and the errors relative to the same call on one device. They may be as
@@ -329,7 +324,8 @@ def simulate(case: Case, *, backward: bool = True, told: Told = lambda *_: None)
     short = replace(case, documents=None)
     work = costs.flops_by_rank(plan, size)
     _run(short, [x[:, :_WARM_UP] for x in whole], None, Clock(device), backward)
-    total = Total(told)
+    # One device does them all, and the ranks do as many together.
+    total = Total(told, 2 * sum(work) * (1 + _BACKWARD * backward))
     alone = _run(case, whole, None, Clock(device), backward, Done(total, "one device", sum(work)))
     lock = threading.Lock()
 

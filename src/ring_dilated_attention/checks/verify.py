@@ -45,9 +45,9 @@ class ViewKind(NamedTuple):
 
     @staticmethod
     def any(random: Random) -> ViewKind:
-        """One of `KINDS` half of the time, else a mixture."""
+        """One of `named` half of the time, else a mixture."""
         if random.random() < 0.5:
-            return random.choice(list(KINDS.values()))
+            return random.choice(list(ViewKind.named().values()))
         order = random.sample(range(4), 4)
         if random.random() < 0.7:  # head_dim is innermost, as most callers have it
             order = [*(dim for dim in order if dim != HEAD_DIM), HEAD_DIM]
@@ -58,6 +58,11 @@ class ViewKind(NamedTuple):
             steps=tuple(random.choice([1, 1, 1, 2, 3]) for _ in range(4)),
             offset=random.choice([0, 0, 1, 8, 13]),
         )
+
+    @staticmethod
+    def named() -> dict[str, ViewKind]:
+        """Kinds that callers have, and corners, by name."""
+        return _KINDS
 
     @property
     def repeats_positions(self) -> bool:
@@ -115,7 +120,7 @@ def _overlaps(tensor: torch.Tensor, window: int) -> bool:
     return all(torch.equal(a[..., 1:], b[..., :-1]) for a, b in pairwise(rows))
 
 
-KINDS = {
+_KINDS = {
     "contiguous": ViewKind(),
     "expanded batch": ViewKind(expanded=(BATCH,)),
     "expanded sequence": ViewKind(expanded=(SEQUENCE,)),
@@ -135,7 +140,6 @@ KINDS = {
         expanded=(HEADS,), order=(HEADS, SEQUENCE, BATCH, HEAD_DIM), steps=(2, 1, 1, 1), offset=9
     ),
 }
-"""Kinds by name."""
 
 INPUTS = ("query", "key", "value")
 TENSORS = ("out", "lse", *(f"d{name}" for name in INPUTS))
@@ -146,6 +150,13 @@ TOLERANCE = {
     torch.bfloat16: 1.5e-2,
 }
 """Largest relative error of a case by dtype, unless plain torch in that dtype errs as much."""
+
+
+class References(NamedTuple):
+    """What a case should find, as `Case.expected` returns it."""
+
+    exact: dict[str, torch.Tensor]  # in float64
+    plain: dict[str, torch.Tensor]  # in the case's dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,6 +271,12 @@ class Case:
         gradients = torch.autograd.grad(out, leaves, dout, materialize_grads=True)
         return dict(zip(TENSORS, (out.detach(), lse.detach(), *gradients), strict=True))
 
+    def references(self) -> References:
+        """`expected` in float64 and in `dtype`, computed on the CPU and moved to `device`."""
+        on_cpu = replace(self, device="cpu")
+        found = (on_cpu.expected(dtype) for dtype in (torch.float64, self.dtype))
+        return References(*({name: x.to(self.device) for name, x in e.items()} for e in found))
+
 
 @dataclass
 class Outcome:
@@ -295,6 +312,10 @@ class Outcome:
         error, size, _ = self.squares[name]
         return math.sqrt(error / size if size else error)
 
+    def errors(self) -> dict[str, float]:
+        """`error` of each tensor: out, lse, and the gradients that were computed."""
+        return {name: self.error(name) for name in self.squares}
+
     def passes(self, dtype: torch.dtype) -> bool:
         """Whether everything is within bounds.
 
@@ -309,27 +330,13 @@ class Outcome:
         return within and self.valid and self.sent_bytes == self.planned_bytes
 
 
-class References(NamedTuple):
-    """What a case should find, as `Case.expected` returns it."""
-
-    exact: dict[str, torch.Tensor]  # in float64
-    plain: dict[str, torch.Tensor]  # in the case's dtype
-
-
-def references(case: Case) -> References:
-    """Computed on the CPU, and moved to the device of the case."""
-    on_cpu = replace(case, device="cpu")
-    found = (on_cpu.expected(dtype) for dtype in (torch.float64, case.dtype))
-    return References(*({name: x.to(case.device) for name, x in each.items()} for each in found))
-
-
 def run_case(case: Case, ends: Exchange, wanted: References | None = None) -> Outcome:
     """Run a case on this rank and compare this rank's shard with the reference.
 
     Args:
         case: the case, the same on every rank.
         ends: this rank's end of the group.
-        wanted: `references(case)`, where ranks of one process share them; None: computed here.
+        wanted: `Case.references`, where ranks of one process share them; None: computed here.
     """
     query, key, value, dout = _shards(case, ends.rank)
     leaves = [
@@ -370,7 +377,7 @@ def run_case(case: Case, ends: Exchange, wanted: References | None = None) -> Ou
             for length, batch in Counter(case.lengths or [None] * case.batch).items()
         ),
     )
-    _compare(outcome, case, ends.rank, actual, wanted or references(case))
+    _compare(outcome, case, ends.rank, actual, wanted or case.references())
     return outcome
 
 

@@ -24,7 +24,7 @@ _Baselines = Annotated[
     Sequence[str],
     common.option(
         "--baseline",
-        "Measured in turns with this library: kernel (alone, as many FLOPs), kernel:cudnn, "
+        "Measured in turns with this library: kernel (alone, as many FLOPs), "
         "torchscale (gathers), sdpa (dense); on several GPUs context_parallel (dense).",
         common.list_of(str),
     ),
@@ -57,13 +57,15 @@ def bench(
 
     rda bench --ranks 1,4 --pattern dense --causal --seq-len 256K --baseline context_parallel
     """
-    from ..bench import Settings, Workload, document, environment, plot, report, resolve_device
+    import torch
+
+    from ..bench import Settings, Workload, document, environment, plot, report
     from ..bench import bench as measure
     from ..checks import RankError
     from ..limits import launched
 
     found = given_pattern(pattern, segment_lengths, dilation_rates)
-    chosen = resolve_device(device)
+    on = common.resolve_device(device)
     workloads = [
         Workload(
             pattern=found.pattern,
@@ -71,15 +73,13 @@ def bench(
             num_heads=heads or found.num_heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim or found.head_dim,
-            dtype=dtype or ("float32" if chosen.type == "cpu" else found.dtype),
+            dtype=dtype or ("float32" if on == "cpu" else found.dtype),
             is_causal=causal,
             name=(pattern or DEFAULT_NAME) if segment_lengths is None else "",
         )
         for length in seq_len
     ]
-    settings = Settings(
-        ranks=tuple(ranks), baselines=tuple(baseline), device=device, repeats=repeats
-    )
+    settings = Settings(ranks=tuple(ranks), baselines=tuple(baseline), device=on, repeats=repeats)
     console = make_console(json)
     try:
         with console.status("bench") as status:
@@ -89,7 +89,7 @@ def bench(
     place = launched()
     if place is not None and place.rank > 0:
         return
-    about = environment(chosen)
+    about = environment(torch.device(on))
     console.print(", ".join(f"{name} {value}" for name, value in about.items()))
     for part in report(results):
         if isinstance(part, str):

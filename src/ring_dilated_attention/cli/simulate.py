@@ -13,7 +13,7 @@ from .common import Call, RunError, app, make_console, progress, show_table, wri
 from .plan import shown_ranks, work_in_words
 
 if TYPE_CHECKING:
-    from ..checks import RankReport, Simulation
+    from ..checks import Simulation
 
 _HELD = 5
 """Tensors of query's size that are held at least: query and out of one device, query, out and dout
@@ -46,7 +46,7 @@ def simulate(
     """
     import torch
 
-    from ..checks import Case, simulated_flops
+    from ..checks import Case
     from ..checks import simulate as run
     from ..limits import (
         MOST_SIMULATED_RANKS,
@@ -94,7 +94,7 @@ def simulate(
     )
     console = make_console(json)
     console.print(f"{call}, on {on}\n")
-    with progress("simulate", simulated_flops(case)) as told:
+    with progress("simulate", 1) as told:
         found = run(case, told=lambda done, _: told(done))
     for words in (*_in_words(found), *work_in_words(call)):
         console.print(f"- {words}", style="bold")
@@ -120,7 +120,7 @@ def _in_words(found: Simulation) -> Sequence[str]:
 
 def _rows(found: Simulation, shown: Sequence[int]) -> list[list[Any]]:
     """The headings, a row for each rank that is shown, and one with the largest of all ranks."""
-    columns: dict[str, tuple[Callable[[RankReport], Any], Callable[[Any], Any]]] = {
+    columns: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
         "positions": (lambda x: x.positions, int),
         "of mean": (lambda x: x.of_mean, "{:.2f}".format),
         "peers": (lambda x: len(x.forward.counted.peers), int),

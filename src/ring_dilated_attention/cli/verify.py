@@ -33,7 +33,7 @@ def verify(
     """
     import torch
 
-    from ..checks import TENSORS, RankError, combine, run_cases, run_ranks, sweep
+    from ..checks import RankError, combine, run_cases, run_ranks, sweep
 
     on = common.resolve_device(device)
     if on == "cuda" and max(ranks) > torch.cuda.device_count():
@@ -66,7 +66,7 @@ def verify(
     if not wrong:
         total = count_of(len(documents), "case")
         console.print(f"{total} within bounds, bytes as planned, seed {seed}\n", style="bold")
-    headings = ["ranks", "dtype", "cases", *TENSORS, "sent"]
+    headings = ["ranks", "dtype", "cases", *documents[0]["errors"], "sent"]
     show_table(console, "Largest error relative to float64 by brute force", headings, rows)
     asked = {"ranks": list(ranks), "device": on, "seed": seed}
     write_json(json, {"ok": not wrong, "options": asked, "cases": documents})
@@ -86,8 +86,6 @@ def _rows(ranks: int, documents: Sequence[dict[str, Any]]) -> Iterator[list[Any]
 
 
 def _document(case: Case, outcome: Outcome) -> dict[str, Any]:
-    from ..checks import TENSORS
-
     return {
         "ok": outcome.passes(case.dtype),
         "ranks": case.layout.world_size,
@@ -95,7 +93,7 @@ def _document(case: Case, outcome: Outcome) -> dict[str, Any]:
         "dtype": str(case.dtype).removeprefix("torch."),
         "seq_len": case.layout.length,
         "seed": case.seed,
-        "errors": {tensor: outcome.error(tensor) for tensor in TENSORS},
+        "errors": outcome.errors(),
         "sent_bytes": outcome.sent_bytes,
         "planned_bytes": outcome.planned_bytes,
     }

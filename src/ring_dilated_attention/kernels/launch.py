@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 
@@ -40,39 +40,31 @@ def runs_triton(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and tensor.dtype != torch.float64 and compiles_for(tensor.device)
 
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    Table: TypeAlias = np.ndarray[Any, Any]
-
 _TABLE_ALIGNMENT = 16
 """The address of each table is a multiple of it: Triton compiles a kernel again for others."""
 
 
-def spread(counts: Table) -> tuple[Table, Table]:
+def spread(counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Index i repeated ``counts[i]`` times, for all i; and 0, 1, ... within each index."""
-    import numpy as np
+    # Not by repeat_interleave, which wakes all threads however few the counts are.
+    ends, total = counts.cumsum(0), int(counts.sum())
+    begins = counts.new_zeros(total + 1).index_add_(0, ends[:-1], torch.ones_like(ends[:-1]))
+    indices = begins[:total].cumsum(0)
+    return indices, torch.arange(total) - (ends - counts)[indices]
 
-    indices = np.repeat(np.arange(len(counts)), counts)
-    return indices, np.arange(len(indices)) - (counts.cumsum() - counts)[indices]
 
-
-def moved_together(device: torch.device | str, *tables: Table) -> list[torch.Tensor]:
-    """Tables of int32 or int64, on a device: in one allocation, because they are usually small."""
-    import numpy as np
-
+def moved_together(device: torch.device | str, *tables: torch.Tensor) -> list[torch.Tensor]:
+    """Tables on a device: in one allocation, because they are usually small."""
     sizes = [-(-x.nbytes // _TABLE_ALIGNMENT) * _TABLE_ALIGNMENT for x in tables]
     together = torch.zeros(sum(sizes), dtype=torch.uint8)
-    flat, start = together.numpy(), 0
-    for table, size in zip(tables, sizes, strict=True):
-        flat[start : start + table.nbytes] = table.reshape(-1).view(np.uint8)
-        start += size
-    places = together.to(device).split(sizes)
-    dtypes = {4: torch.int32, 8: torch.int64}
-    return [
-        place[: x.nbytes].view(dtypes[x.itemsize]).view(x.shape)
-        for x, place in zip(tables, places, strict=True)
-    ]
+
+    def places(memory: torch.Tensor) -> list[torch.Tensor]:
+        parts = zip(memory.split(sizes), tables, strict=True)
+        return [part[: x.nbytes].view(x.dtype).view(x.shape) for part, x in parts]
+
+    for place, table in zip(places(together), tables, strict=True):
+        place.copy_(table)
+    return places(together.to(device))
 
 
 MOST_FORMS = 256

@@ -19,19 +19,17 @@ with them.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from array import array
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from ..plan import OwnRange, PackedTiles, Tile
 from .launch import KernelLaunch, moved_together, spread
-
-if TYPE_CHECKING:
-    from .launch import Table
 
 CELL_FIELDS = ("batch", "kv_head", "q_row", "q_stride", "q_len", "k_row", "k_stride", "k_len")
 
@@ -88,31 +86,32 @@ def build_cells(
         block_n: keys per block of the dk, dv kernel.
         device: where the kernels run.
     """
-    import numpy as np
-
     kinds = {tile.is_causal for tile in tiles} | {many.is_causal for many in packed}
     if len(kinds) > 1:
         raise ValueError("the tiles of a launch must be all causal or none")
     is_causal = kinds == {True}
     parts = [_table(tiles, batch), *(_packed_table(many, batch) for many in packed)]
-    table = np.concatenate(parts)
+    table = torch.cat(parts)
     q_len, k_len = table[:, 4], table[:, 7]
     assert not len(table) or table[:, [4, 7]].min() > 0
 
     cell, block = _blocks(q_len, block_m)
     # Rows of work: a causal block of queries sees no key behind it.
-    work = np.minimum((block + 1) * block_m, q_len[cell]) if is_causal else k_len[cell]
+    work = k_len[cell]
+    if is_causal:
+        work = torch.minimum((block + 1) * block_m, q_len[cell])
     cell, block = _longest_first(work, cell, block)
-    query_programs = np.empty((len(cell), heads_per_kv, 3), dtype=np.int32)
+    query_programs = torch.empty(len(cell), heads_per_kv, 3, dtype=torch.int32)
     query_programs[..., 0] = cell[:, None]
-    query_programs[..., 1] = np.arange(heads_per_kv)
+    query_programs[..., 1] = torch.arange(heads_per_kv)
     query_programs[..., 2] = block[:, None]
 
     cell, block = _blocks(k_len, block_n)
     work = q_len[cell] - block * block_n if is_causal else q_len[cell]
-    key_programs = np.stack(_longest_first(work, cell, block), 1).astype(np.int32)
+    key_programs = torch.stack(_longest_first(work, cell, block), 1).int()
 
     on_device = moved_together(device, table, query_programs.reshape(-1, 3), key_programs)
+    largest = table.amax(0).tolist() if len(table) else [0] * len(CELL_FIELDS)
     return Cells(
         table=on_device[0],
         query_programs=on_device[1],
@@ -121,41 +120,45 @@ def build_cells(
         block_n=block_n,
         heads_per_kv=heads_per_kv,
         is_causal=is_causal,
-        max_queries=int(q_len.max(initial=0)),
-        max_keys=int(k_len.max(initial=0)),
-        max_stride=int(table[:, [3, 6]].max(initial=0)),
+        max_queries=largest[4],
+        max_keys=largest[7],
+        max_stride=max(largest[3], largest[6]),
     )
 
 
-def _table(tiles: Sequence[Tile], batch: int) -> Table:
+def _table(tiles: Sequence[Tile], batch: int) -> torch.Tensor:
     """int64 (cells, 8): per tile the batch entries, of each the segments, of each the heads."""
-    import numpy as np
-
     values = (
         (heads.start, heads.step, len(heads), segments, *queries, *keys)
         for _, heads, segments, _, queries, keys in tiles
     )
-    fields = np.fromiter(chain.from_iterable(values), np.int64).reshape(-1, 14)
+    fields = _integers(chain.from_iterable(values), 14)
     tile, number = spread(batch * fields[:, 2] * fields[:, 3])
     # Columns, each with one value per cell.
-    head, head_step, heads, segments, *rows = fields[tile].T
+    head, head_step, heads, segments, *rows = fields[tile].unbind(1)
     segment, j = number // heads, number % heads
     entry, segment = segment // segments, segment % segments
     columns = [entry, head + j * head_step]
     for start, length, stride, head_stride, segment_stride in (rows[:5], rows[5:]):
         columns += [start + segment * segment_stride + j * head_stride, stride, length]
-    return np.stack(columns, 1)
+    return torch.stack(columns, 1)
 
 
-def _packed_table(many: PackedTiles, batch: int) -> Table:
+def _integers(numbers: Iterable[int], columns: int) -> torch.Tensor:
+    """int64 (rows, columns), in a third of the time that `torch.tensor` takes."""
+    kept = array("q", numbers)
+    if not kept:
+        return torch.empty(0, columns, dtype=torch.int64)
+    return torch.frombuffer(kept, dtype=torch.int64).view(-1, columns)
+
+
+def _packed_table(many: PackedTiles, batch: int) -> torch.Tensor:
     """int64 (cells, 8): per batch entry the tiles, of each the heads."""
-    import numpy as np
-
     heads = len(many.heads)
-    table = np.empty((batch, len(many.starts), heads, len(CELL_FIELDS)), dtype=np.int64)
-    starts, lengths = (np.array(x)[:, None] for x in (many.starts, many.lengths))
-    number = np.arange(heads)
-    table[..., 0] = np.arange(batch)[:, None, None]
+    table = torch.empty(batch, len(many.starts), heads, len(CELL_FIELDS), dtype=torch.int64)
+    starts, lengths = (_integers(x, 1) for x in (many.starts, many.lengths))
+    number = torch.arange(heads)
+    table[..., 0] = torch.arange(batch)[:, None, None]
     table[..., 1] = many.heads.start + number * many.heads.step
     for rows in (table[..., 2:5], table[..., 5:]):
         rows[..., 0] = starts + number * many.head_stride
@@ -164,20 +167,17 @@ def _packed_table(many: PackedTiles, batch: int) -> Table:
     return table.reshape(-1, len(CELL_FIELDS))
 
 
-def _blocks(lengths: Table, block: int) -> tuple[Table, Table]:
+def _blocks(lengths: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Cut rows into blocks: the cell of each, and its number within the cell."""
     return spread((lengths + block - 1) // block)
 
 
-def _longest_first(work: Table, *columns: Table) -> tuple[Table, ...]:
+def _longest_first(work: torch.Tensor, *columns: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if len(work) < 2 or work.min() == work.max():
         return columns
-    order = (-work).argsort(kind="stable")
+    order = (-work).argsort(stable=True)
     return tuple(column[order] for column in columns)
 
-
-if TYPE_CHECKING:
-    from .launch import Table
 
 RANGE_FIELDS = ("start", "stop", "shift", "document", "branches", "step", "order", "stores")
 """Of a range: the fields of `plan.OwnRange` but for its rows; how far rows of a program are apart;
@@ -331,36 +331,32 @@ def build_programs(
             there; else they are merged or added.
         device: where the kernels run.
     """
-    import numpy as np
-
-    numbers = chain.from_iterable(ranges)  # in a third of the time that np.array takes
-    own = np.fromiter(numbers, np.int64).reshape(len(ranges), -1)
+    own = _integers(chain.from_iterable(ranges), len(OwnRange._fields))
     longest = int(own[:, 3].max())
     assert longest <= MOST_POSITIONS
-    spec = np.array(
+    spec = torch.tensor(
         [
             # Of a branch that no range has, nothing but the length is looked at.
             [min(length, longest), min(rate, MOST_POSITIONS), *each]
             for (length, rate), each in zip(branches, offsets, strict=True)
         ]
     )
-    kinds = np.array(sorted(set(own[:, 6].tolist())))
-    kind = kinds.searchsorted(own[:, 6])
+    kinds, kind = own[:, 6].unique(return_inverse=True)
     layout = _layout(kinds, spec, block)
     steps = layout.steps[kind]
-    made = _programs(own, kind.argsort(kind="stable"), layout.shortest[kind], steps, block)
+    made = _programs(own, kind.argsort(stable=True), layout.shortest[kind], steps, block)
     # What there is to do of each residue, and of which a program is.
     most, place = layout.most, layout.starts[kind][made[:, 0]] + made[:, 3]
     if is_causal:
-        first = (-most[place] * (made[:, 2] / own[made[:, 0], 1])).argsort(kind="stable")
-    else:  # a few small numbers are sorted in a tenth of the time
-        rank = np.sort(-most).searchsorted(-most).astype(np.min_scalar_type(len(most)))
-        first = rank[place].argsort(kind="stable")
-    table = np.empty((len(own), len(RANGE_FIELDS)), dtype=np.int64)
+        work = most[place] * (made[:, 2].double() / own[made[:, 0], 1])
+        first = (-work).argsort(stable=True)
+    else:
+        first = (-most)[place].argsort(stable=True)
+    table = torch.empty(len(own), len(RANGE_FIELDS), dtype=torch.int64)
     table[:, :4], table[:, 4], table[:, 5] = own[:, :4], own[:, 6], steps
     table[:, 6], table[:, 7] = layout.starts[kind] * len(offsets[0]), (own[:, 6] & stores) > 0
-    tables = table, spec, layout.order, made.take(first, axis=0)
-    on_device = moved_together(device, *(np.ascontiguousarray(x, dtype=np.int32) for x in tables))
+    tables = table, spec, layout.order, made[first]
+    on_device = moved_together(device, *(x.int() for x in tables))
     return Programs(
         ranges=on_device[0],
         branches=on_device[1],
@@ -385,57 +381,57 @@ class _Layout(NamedTuple):
             may be more.
     """
 
-    shortest: Table
-    steps: Table
-    starts: Table
-    order: Table
-    most: Table
+    shortest: torch.Tensor
+    steps: torch.Tensor
+    starts: torch.Tensor
+    order: torch.Tensor
+    most: torch.Tensor
     reach: int
 
 
-def _layout(kinds: Table, spec: Table, block: int) -> _Layout:
+def _layout(kinds: torch.Tensor, spec: torch.Tensor, block: int) -> _Layout:
     """The layout of all kinds: branches are bits of them, and rows of `spec`."""
-    import numpy as np
-
-    run = kinds[:, None] >> np.arange(len(spec)) & 1
+    run = (kinds[:, None] >> torch.arange(len(spec)) & 1).bool()
     lengths, rates, offsets = spec[:, 0], spec[:, 1], spec[:, 2:]
     longest = int(lengths.max())
-    pairs = [[(int(lengths[b]), int(rates[b])) for b in each.nonzero()[0]] for each in run]
-    steps = np.array([step_of(each, longest, block) for each in pairs])
-    residues = np.arange(np.lcm.reduce(steps))
-    work = np.zeros((len(kinds), offsets.shape[1], len(residues)))
+    branches = spec[:, :2].tolist()
+    pairs = [[branches[b] for b, runs in enumerate(each) if runs] for each in run.tolist()]
+    steps_of_kinds = [step_of(each, longest, block) for each in pairs]
+    steps, residues = torch.tensor(steps_of_kinds), torch.arange(math.lcm(*steps_of_kinds))
+    work = torch.zeros(len(kinds), offsets.shape[1], len(residues), dtype=torch.float64)
     are_run = run.any(0)
-    for branch in are_run.nonzero()[0]:
-        common = np.minimum(rates[branch], steps)[:, None, None]
+    for branch in are_run.nonzero()[:, 0].tolist():
+        length, rate = branches[branch]
+        common = steps.clamp(max=rate)[:, None, None]
         offset = offsets[branch][:, None]
         shown = (residues % common == offset % common) & (offset >= 0)
-        work += run[:, branch, None, None] * (shown * (lengths[branch] / rates[branch]))
+        work += (run[:, branch, None, None] & shown).double() * (length / rate)
     is_one = residues < steps[:, None]
-    negative = np.where(is_one[:, None], -work, 1)
-    order = negative.argsort(axis=2, kind="stable")[np.broadcast_to(is_one[:, None], work.shape)]
-    most = -np.sort(negative, axis=2).min(1)[is_one]
-    shortest = np.where(run, lengths, lengths.max()).min(1)
-    of_keys = np.minimum(BLOCK_ROWS * rates, lengths)[are_run]
-    reach = max(BLOCK_ROWS * int(steps.max()), int(of_keys.max()))
-    return _Layout(shortest, steps, steps.cumsum() - steps, order, most, reach)
+    negative, order = torch.where(is_one[:, None], -work, 1).sort(dim=2, stable=True)
+    order = order[is_one[:, None].expand_as(order)]
+    most = -negative.amin(1)[is_one]
+    shortest = torch.where(run, lengths, longest).amin(1)
+    of_keys = torch.minimum(BLOCK_ROWS * rates, lengths)[are_run]
+    reach = max(BLOCK_ROWS * max(steps_of_kinds), int(of_keys.max()))
+    return _Layout(shortest, steps, steps.cumsum(0) - steps, order, most, reach)
 
 
-def _programs(own: Table, order: Table, shortest: Table, steps: Table, block: int) -> Table:
+def _programs(
+    own: torch.Tensor, order: torch.Tensor, shortest: torch.Tensor, steps: torch.Tensor, block: int
+) -> torch.Tensor:
     """The programs of ranges in some order, (programs, 5): cut where the shortest segments are."""
-    import numpy as np
-
     start, stop = own[:, 4], own[:, 5]
-    length = np.minimum(own[:, 3], shortest)
+    length = torch.minimum(own[:, 3], shortest)
     first = start // length
     which, segment = spread(((stop + length - 1) // length - first)[order])
     which = order[which]
     length, step = length[which], steps[which]
     begin = (segment + first[which]) * length
-    low = np.maximum(begin, start[which])
-    high = np.minimum(begin + length, stop[which])
+    low = torch.maximum(begin, start[which])
+    high = torch.minimum(begin + length, stop[which])
     # The most rows of a residue.
     whose, index = spread(((high - low + step - 1) // step + block - 1) // block * step)
-    found = np.empty((len(whose), len(PROGRAM_FIELDS)), dtype=np.int64)
-    np.stack([which, low, high, step, step], axis=1).take(whose, axis=0, out=found)
-    found[:, 4], found[:, 3] = np.divmod(index, found[:, 3])
+    found = torch.stack([which, low, high, step, step], 1)[whose]
+    step = found[:, 3].clone()
+    found[:, 3], found[:, 4] = index % step, index // step
     return found

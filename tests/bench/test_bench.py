@@ -172,7 +172,7 @@ def test_bench_goes_on_where_a_baseline_fails(monkeypatch):
     def fails(*arguments, **options):
         raise RuntimeError("out of memory\nand more")
 
-    monkeypatch.setattr(contenders, "_dense", fails)
+    monkeypatch.setattr(contenders, "dense_attention", fails)
     settings = Settings(baselines=("sdpa", "torchscale"), device="cpu", repeats=3)
     results = bench([workload()], settings)
     assert [len(x.samples_ms) for x in results] == [3, 3, 0, 0, 3, 3]

@@ -21,8 +21,7 @@ from ring_dilated_attention import (
     replicated_query_attention,
 )
 from ring_dilated_attention.checks import Case, reference_attention, relative_error, run_ranks
-from ring_dilated_attention.checks.ranks import world_exchange
-from ring_dilated_attention.exchange import run_loopback
+from ring_dilated_attention.exchange import resolve_exchange, run_loopback
 from ring_dilated_attention.plan.check import check_replicated
 
 NAMES = ("out", "lse", "dquery", "dkey", "dvalue")
@@ -253,7 +252,7 @@ def test_documents_and_lengths_are_those_of_the_whole_sequence(
 
 
 def _process(rank, world_size, case, positions):
-    return run_rank(case, positions, world_exchange())
+    return run_rank(case, positions, resolve_exchange(torch.distributed.group.WORLD))
 
 
 @pytest.mark.parametrize(("dtype", "is_causal"), [(torch.float64, False), (torch.bfloat16, True)])

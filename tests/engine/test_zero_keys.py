@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.tolerances import assert_close_to, rounding_bound
+from support.tolerances import TOLERANCE, assert_close_to, rounding_bound
 
 from ring_dilated_attention import (
     DilatedPattern,
@@ -11,8 +11,6 @@ from ring_dilated_attention import (
     plan_attention,
 )
 from ring_dilated_attention.checks import reference_attention, relative_error
-from ring_dilated_attention.checks.reference import zero_key_counts
-from ring_dilated_attention.checks.verify import TOLERANCE
 from ring_dilated_attention.engine import accumulate, merge_zero_keys
 from ring_dilated_attention.plan import Rows, check_plan
 
@@ -29,22 +27,6 @@ def test_an_option_of_the_pattern():
     assert DilatedPattern([4], [1]).zero_keys is False
     with pytest.raises(TypeError, match="zero_keys must be a bool, got 1"):
         DilatedPattern([4], [1], zero_keys=1)  # type: ignore[arg-type]
-
-
-def test_counts_by_hand():
-    """n = 10 in segments of 7, rate 3: 3 rows a cell; positions 0-6 and 7-9, two heads."""
-    counts = zero_key_counts(zero_pattern([7], [3]), 10, 3)
-    expected = torch.zeros(3, 10, dtype=torch.int64)
-    # Head 0 at offset 0 has 0 3 6 and 7: two zero keys in the tail. Heads 1 and 2: 1 4, 2 5.
-    expected[0, 7] = expected[1, 8] = expected[2, 9] = 2
-    expected[1, [1, 4]] = expected[2, [2, 5]] = 1
-    assert torch.equal(counts, expected)
-    assert not zero_key_counts(zero_pattern([7], [3]), 10, 3, is_causal=True).any()
-    # Segments are clamped to their document first: 4 of 7 positions are a whole segment.
-    counts = zero_key_counts(zero_pattern([7], [3]), 8, 1, documents=[0, 4, 8])
-    assert not counts[0, [0, 3, 4, 7]].any()
-    counts = zero_key_counts(zero_pattern([7], [3]), 9, 1, documents=[0, 5, 9])
-    assert not counts.any()
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.tolerances import TOLERANCE
 
 import ring_dilated_attention
 from ring_dilated_attention import DilatedKVCache, DilatedPattern, replicated_query_attention
 from ring_dilated_attention.checks import reference_attention, relative_error
-from ring_dilated_attention.checks.verify import TOLERANCE
 from ring_dilated_attention.decode import CapturedStep
 from ring_dilated_attention.nn import LongNet, LongNetConfig
 

@@ -25,13 +25,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ring_dilated_attention.checks.ranks import forked_context
 from ring_dilated_attention.exchange import ProcessGroupExchange, collectives
 from ring_dilated_attention.exchange import groups as exchange_module
 from ring_dilated_attention.exchange.board import Board
 from ring_dilated_attention.exchange.calls import Finding, LostPeerError
 from support import streamed_messages
 from support.faults import FAULTS, IN_DECODING, Rank
+from support.launched import forked_context
 from support.worlds import pretend_host
 
 TIMEOUT_S = 3.0

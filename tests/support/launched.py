@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ring_dilated_attention.checks.ranks import forked_context
+from ring_dilated_attention.checks.ranks import forked_context as forked_context
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MOST_SECONDS = 200

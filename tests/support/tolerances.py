@@ -11,6 +11,8 @@ import math
 
 import torch
 
+from ring_dilated_attention.checks.verify import TOLERANCE as TOLERANCE  # of `rda verify`
+
 
 def rounding_bound(dtype: torch.dtype, terms: int = 1) -> float:
     """The relative error to be expected of a sum of `terms` products that is kept in `dtype`.

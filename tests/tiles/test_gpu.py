@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed
 from support.cut_rings import rings_cut
-from support.tolerances import FLOAT32, assert_close_to, rounding_bound
+from support.tolerances import FLOAT32, TOLERANCE, assert_close_to, rounding_bound
 
 from ring_dilated_attention import DilatedPattern, dilated_attention
 from ring_dilated_attention.checks import (
@@ -22,7 +22,6 @@ from ring_dilated_attention.checks import (
     simulate,
     sweep,
 )
-from ring_dilated_attention.checks.verify import TOLERANCE
 from ring_dilated_attention.engine import Accumulator, TileCall, compute, merge_
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.plan import Rows, Tile

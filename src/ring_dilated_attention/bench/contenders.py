@@ -76,7 +76,7 @@ def make_contender(name: str, workload: Workload, place: Place) -> Contender:
         return _context_parallel(workload, place)
     shapes = (workload.shapes(workload.seq_len),)
     if name == "sdpa":
-        attend = partial(_dense, is_causal=workload.is_causal)
+        attend = partial(dense_attention, is_causal=workload.is_causal)
         dense = replace(workload, pattern=DilatedPattern.dense())
         return Contender(attend, shapes, dense.flops())
     if workload.pattern.head_branches != "all" or workload.kv_heads != workload.num_heads:
@@ -115,11 +115,11 @@ def _kernel(workload: Workload, place: Place) -> Contender:
         heads = kv_heads * workload.num_heads // workload.kv_heads
         pairs += segments * heads * (rows * (rows + 1) // 2 if workload.is_causal else rows * rows)
         shapes.append(tuple((segments, rows, h, workload.head_dim) for h in (heads, kv_heads)))
-    attend = partial(_dense, kernel=kernel, is_causal=workload.is_causal)
+    attend = partial(dense_attention, kernel=kernel, is_causal=workload.is_causal)
     return Contender(attend, tuple(shapes), 4 * workload.head_dim * pairs, kernel)
 
 
-def _dense(
+def dense_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool, kernel: str = ""
 ) -> torch.Tensor:
     """Dense attention of (batch, rows, heads, head_dim); kernel "": the one that torch chooses."""

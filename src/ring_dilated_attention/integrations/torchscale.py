@@ -82,7 +82,7 @@ class TorchscaleDilatedAttention(nn.Module):
         ValueError: a value is not supported; the message says which.
     """
 
-    ignores_padding_mask = False  # set where the mask is known to be empty; not in 0.2.0's pickles
+    ignores_padding_mask = False  # set where the mask is known to be empty
 
     def __init__(
         self,

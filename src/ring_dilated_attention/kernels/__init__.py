@@ -1,8 +1,7 @@
 """Triton kernels: attention of many tiles in one launch, and what is added to rows in place.
 
-`has_triton` says whether there is a Triton, `compiles_for` whether it runs on a device and
-`runs_triton` whether it computes with a tensor. `profile_of` says what constants that were tuned on
-an H200 are on a device (`DeviceProfile`).
+`has_triton` says whether there is a Triton, and `runs_triton` whether it computes with a tensor.
+`profile_of` says what constants that were tuned on an H200 are on a device.
 
 These need Triton, and are imported when they are asked for:
 
@@ -14,7 +13,7 @@ These need Triton, and are imported when they are asked for:
 - `rows` merges and adds the results of tiles, and copies, adds and sums rows of K and V that are
   found by index;
 - `decode` computes a few queries against strips of evenly spaced rows, such as those of a KV cache;
-- `gelu_norm` is the layer norm of a GELU, of rows of at most `MOST_GELU_WIDTH` elements.
+- `gelu_norm` is the layer norm of a GELU, where `normalizes_gelu` says so.
 """
 
 from __future__ import annotations
@@ -25,17 +24,15 @@ from typing import TYPE_CHECKING, Any
 from . import own_programs
 from .device_profile import (
     H200,
-    MOST_GELU_WIDTH,
     MOST_NEW_ROWS,
     NO_END,
     BackwardConfig,
-    DeviceProfile,
     Kernel,
     LaunchConfig,
     default_config,
     profile_of,
 )
-from .launch import compiles_for, has_triton, runs_triton
+from .launch import has_triton, normalizes_gelu, runs_triton
 from .own_programs import build_cells
 
 if TYPE_CHECKING:
@@ -46,19 +43,17 @@ if TYPE_CHECKING:
 
 __all__ = [
     "H200",
-    "MOST_GELU_WIDTH",
     "MOST_NEW_ROWS",
     "NO_END",
     "BackwardConfig",
-    "DeviceProfile",
     "Kernel",
     "LaunchConfig",
     "build_cells",
-    "compiles_for",
     "decode",
     "default_config",
     "gelu_norm",
     "has_triton",
+    "normalizes_gelu",
     "own_programs",
     "profile_of",
     "ranges_backward",

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..caches import keep_few
-from .device_profile import profile_of
+from .device_profile import MOST_GELU_WIDTH, profile_of
 
 _LEAST_CAPABILITY = (7, 0)
 """Of devices that Triton compiles for."""
@@ -33,6 +33,11 @@ def compiles_for(device: torch.device) -> bool:
     if device.type != "cuda" or not has_triton():
         return False
     return profile_of(device).capability >= _LEAST_CAPABILITY
+
+
+def normalizes_gelu(device: torch.device, width: int) -> bool:
+    """Whether the kernels of `gelu_norm` run on a device, for rows of so many elements."""
+    return width <= MOST_GELU_WIDTH and compiles_for(device)
 
 
 def runs_triton(tensor: torch.Tensor) -> bool:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..engine import autocast_dtype
-from ..kernels import MOST_GELU_WIDTH, compiles_for
+from ..kernels import normalizes_gelu
 from ..parallel import is_dtensor
 from ..torch_op import gelu_norm
 from .modules import is_plain
@@ -92,15 +92,14 @@ def fits_one_kernel(norm: nn.Module, rows: Tensor) -> bool:
         and is_plain(norm, LayerNorm)
         and type(norm.bias) is nn.Parameter
         and norm.normalized_shape == rows.shape[-1:]
-        and rows.shape[-1] <= MOST_GELU_WIDTH
         and not is_dtensor(rows)
         and (torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active())
-        and _compiles_for(rows.device)
+        and _normalizes_gelu(rows.device, int(norm.normalized_shape[-1]))
     )
 
 
-def _compiles_for(device: torch.device) -> bool:
-    return compiles_for(device)
+def _normalizes_gelu(device: torch.device, width: int) -> bool:
+    return normalizes_gelu(device, width)
 
 
-vars(_compiles_for)["_dynamo_marked_constant"] = True  # as in slide.py
+vars(_normalizes_gelu)["_dynamo_marked_constant"] = True  # as in slide.py

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
-from ..kernels import DeviceProfile, has_triton, profile_of
+from ..kernels import has_triton, profile_of
 from ..pattern import check_choice
 from .backend import TileBackend, for_any_scale, reads_any_rows, refuse_all_but, wants_same_bits
 from .fa4 import FA4
@@ -63,12 +63,12 @@ being computed row by row."""
 
 
 def limits_on(
-    profile: DeviceProfile, element_size: int, head_dim: int, *, keeps_calls: bool
+    device: torch.device, element_size: int, head_dim: int, *, keeps_calls: bool
 ) -> tuple[Limits, ...]:
     """The limits of calls of rising operations.
 
     Args:
-        profile: of the device.
+        device: that computes.
         element_size: bytes of an element of the inputs: 2 or 4.
         head_dim: elements of a row of a head.
         keeps_calls: see `TileBackend`; for elements of 2 bytes.
@@ -76,7 +76,7 @@ def limits_on(
     found = _LIMITS_OF_KEPT_CALLS if keeps_calls else _LIMITS[element_size]
     if head_dim <= NARROW_HEAD_DIM:
         found = tuple(x._replace(forward=min(2 * x.forward, x.own)) for x in found)
-    return tuple(Limits._make(map(profile.flops, x)) for x in found)
+    return tuple(Limits._make(map(profile_of(device).flops, x)) for x in found)
 
 
 TABLE_NAME = "triton"
@@ -177,7 +177,7 @@ def select_backend(name: str, device: torch.device, dtype: torch.dtype, head_dim
             if not shares:
                 return Selection(backend)
             keeps = backend.keeps_calls
-            limits = limits_on(profile_of(device), dtype.itemsize, head_dim, keeps_calls=keeps)
+            limits = limits_on(device, dtype.itemsize, head_dim, keeps_calls=keeps)
             return Selection(backend, limits)
         reasons[backend.name] = reason
     if name == "auto" and (device.type != "cuda" or dtype == torch.float64):

@@ -37,7 +37,7 @@ def gelu_norm(
     """The layer norm of the GELU (by the error function) of rows, computed in float32.
 
     Args:
-        rows: (..., width), where `kernels.runs_triton`; width at most `kernels.MOST_GELU_WIDTH`.
+        rows: (..., width), where `kernels.normalizes_gelu` says so.
         weight: (width,), floating.
         bias: like `weight`.
         eps: added to variances.

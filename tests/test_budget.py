@@ -9,15 +9,27 @@ from support.lines import PACKAGE, REPOSITORY, Size, sizes_now, table, total
 # A change lowers these numbers, or raises one with a reason in the same commit. `make lines` prints
 # what there is. Where they go: 26,000 lines in 110 files.
 BUDGET = {
-    "the root": (2_083, 9),
+    "bench": (900, 6),
+    "checks": (2_073, 7),
+    "cli": (1_145, 9),
+    "decode": (2_095, 8),
+    "draw": (700, 5),
+    "engine": (3_308, 10),
+    "exchange": (4_531, 19),
+    "integrations": (4_532, 14),
+    "kernels": (3_954, 11),
+    "nn": (3_863, 16),
+    "parallel": (1_100, 4),
+    "plan": (3_510, 12),
+    "the root": (2_304, 10),
+    "tiles": (1_039, 6),
+    "torch_op": (1_217, 7),
 }
-MOST_TESTS = 37_600
+MOST_TESTS = 28_000
 SLACK = 0.02
 """A budget that is higher than this above what there is, is to be lowered."""
 
 DOOR = 20
-WIDE_DOORS = {"plan": 57}
-"""Rooms whose door is wider as yet."""
 
 
 def test_rooms_are_within_their_budget():
@@ -51,10 +63,9 @@ def door_of(room: str) -> list[str]:
 
 
 def test_doors_are_narrow():
-    rooms = [room for room in BUDGET if room not in ("the root", "integrations")]
-    widths = {room: len(door_of(room)) for room in rooms}
-    wide = {room: width for room, width in widths.items() if width > DOOR}
-    assert wide == WIDE_DOORS
+    """Each module of integrations is a door of its own; the root is the library's."""
+    for room in BUDGET.keys() - {"the root", "integrations"}:
+        assert len(door_of(room)) <= DOOR, room
 
 
 @pytest.mark.parametrize(

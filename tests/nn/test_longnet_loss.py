@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from support.small_models import LENGTH, Count, make_model, make_text
+from support.tolerances import rounding_bound
 
 from ring_dilated_attention import SequenceLayout
 from ring_dilated_attention.checks import relative_error, run_ranks
@@ -104,7 +105,8 @@ def test_gradients_of_norms_in_bfloat16_add_up_over_many_rows():
     with torch.autocast("cpu", torch.bfloat16):
         half = gradients()
     assert len(half) == 10
-    assert max(map(relative_error, half, exact)) < 0.02
+    # Some ten numbers on the way to a gradient are kept in bfloat16.
+    assert max(map(relative_error, half, exact)) < rounding_bound(torch.bfloat16, 10)
 
 
 def test_the_residual_stream_has_the_dtype_of_autocast():

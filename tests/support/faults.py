@@ -407,26 +407,23 @@ FAULTS = {
         two_threads, "", rf"rank {{victim}}\b.* {_THREADS}", says=_THREADS
     ),
     "two threads on all ranks": Fault(two_threads, "everywhere", _THREADS, says=_THREADS),
-    "killed in prefill": Fault(
-        in_prefill, "kill", r"rank {victim} has gone.*" + _IN_PREFILL + r".*this is rank \d"
-    ),
-    "stopped in prefill": Fault(in_prefill, "stop", _SILENT, stops=True),
-    "error in prefill": Fault(
-        in_prefill,
-        "error",
-        r"rank {victim} failed in " + _IN_PREFILL + ": MemoryError: no memory",
-        says="no memory for a row",
-    ),
-    "killed in decoding": Fault(
-        in_decoding, "kill", r"rank {victim} has gone.*" + IN_DECODING + r".*this is rank \d"
-    ),
-    "stopped in decoding": Fault(in_decoding, "stop", _SILENT, stops=True),
-    "error in decoding": Fault(
-        in_decoding,
-        "error",
-        r"rank {victim} failed in " + IN_DECODING + ": MemoryError: no memory",
-        says="no memory for a row",
-    ),
+    **{
+        f"{name} in {where}": fault
+        for where, act, call in (
+            ("prefill", in_prefill, _IN_PREFILL),
+            ("decoding", in_decoding, IN_DECODING),
+        )
+        for name, fault in {
+            "killed": Fault(act, "kill", rf"rank {{victim}} has gone.*{call}.*this is rank \d"),
+            "stopped": Fault(act, "stop", _SILENT, stops=True),
+            "error": Fault(
+                act,
+                "error",
+                rf"rank {{victim}} failed in {call}: MemoryError: no memory",
+                says="no memory for a row",
+            ),
+        }.items()
+    },
     "another version": Fault(
         other_version, "", r"one version of .* 0\.0\.1 on rank {victim}", says="one version of"
     ),

@@ -129,18 +129,6 @@ class LongViTForTCGAClassification(nn.Module):
         return self.head(self.model(image).mean(1))
 
 
-class ClassificationHead(nn.Module):
-    """As prov-gigapath's calls the encoder: its forward, so that no hooks of it run."""
-
-    def __init__(self, encoder, width=WIDTH):
-        super().__init__()
-        self.slide_encoder = encoder
-        self.classifier = nn.Linear(width, 3)
-
-    def forward(self, images, coords):
-        return self.classifier(self.slide_encoder.forward(images, coords, all_layer_embed=True)[-1])
-
-
 def initialized(model, seed=0):
     """The model in float64, all of its parameters random."""
     generator = torch.Generator().manual_seed(seed)

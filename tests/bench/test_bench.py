@@ -266,6 +266,7 @@ def test_bench_needs_a_gpu_for_each_rank():
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("default")  # flash-attn-4's
 def test_bench_on_cuda():
     case = workload(seq_len=1000, head_dim=64, dtype="float16")
     settings = Settings(baselines=tuple(BASELINES), device="cuda", repeats=3)
@@ -273,6 +274,7 @@ def test_bench_on_cuda():
     for each in results:
         if each.samples_ms:
             assert each.memory["temporaries"] is not None
-    assert {x.contender for x in results if x.samples_ms} >= {OURS, "kernel", "torchscale", "sdpa"}
+    reasons = {x.contender: x.reason for x in results if x.reason}
+    assert reasons.keys() == {"context_parallel"}, reasons
     forward, both = of(results, contender=OURS)
     assert both.total_memory > forward.total_memory

@@ -25,7 +25,7 @@ ROUND_PAIRS = 1 << 31
 """(Query, key) pairs of a head and step that keep a rank busy: 1.7 ms of an H200's forward at a
 head_dim of 128 (half of it if causal), behind which their rows travel and the gaps between kernels
 matter little. With half as many, forward of a dense causal ring of 65,536 tokens on four takes 15
-to 30% longer, with a quarter three times as long: the host does not keep up (benchmarks/rounds.py).
+to 30% longer, with a quarter three times as long: the host does not keep up.
 """
 
 

@@ -5,8 +5,9 @@ TORCH ?= torch==2.13.0
 RANKS ?= 2
 WORKERS ?= 2
 BIN := .venv/bin
-QUICK := tests/api tests/checks tests/engine tests/house/test_architecture.py tests/plan tests/tiles \
-	tests/torch_op/test_derivatives.py tests/torch_op/test_detached.py tests/nn/test_nn.py tests/nn/test_spatial.py
+QUICK := tests/test_budget.py tests/house/test_architecture.py tests/plan tests/tiles tests/api/test_pattern.py \
+	tests/api/test_layout.py tests/api/test_units.py tests/api/test_attention.py tests/api/test_bad_calls.py \
+	tests/engine/test_merge.py tests/engine/test_views.py tests/nn/test_spatial.py
 
 # These take all GPUs, and faults are to be noticed in time: a few at once.
 ALL_GPUS := tests/tiles/test_gpu_ranks.py tests/exchange/test_faults.py

@@ -1,7 +1,6 @@
 """The house stays small: lines and files of each room, and names of its door."""
 
 import ast
-from pathlib import Path
 
 import pytest
 from support.lines import PACKAGE, REPOSITORY, Size, sizes_now, table, total
@@ -82,4 +81,3 @@ def test_table_says_what_changed():
     assert "plan     90      2     -10  -1" in text
     assert text.endswith("sum      95      3     -12  -1")
     assert total({"plan": Size(90, 2), "nn": Size(5, 1)}) == Size(95, 3)
-    assert Path(PACKAGE).name == "ring_dilated_attention"

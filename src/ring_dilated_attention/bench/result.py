@@ -86,7 +86,7 @@ class Workload:
         return SequenceLayout.named("auto", self.seq_len, ranks, is_causal=self.is_causal)
 
     def plan(self, ranks: int = 1) -> AttentionPlan:
-        """The plan of the call on so many ranks."""
+        """The plan of the call on `ranks` ranks."""
         return plan_attention(
             self.pattern,
             self.layout(ranks),
@@ -158,7 +158,7 @@ class Result:
         return sum(nbytes or 0 for nbytes in self.memory.values())
 
     def time_over(self, contender: str, ranks: int, results: Iterable[Result]) -> float | None:
-        """This time over that of a contender on so many ranks, in `results`; None: not measured."""
+        """This time over that of `contender` on `ranks` ranks, in `results`; None: not measured."""
         sought = (self.workload, self.backward, contender, ranks)
         for other in results:
             if (other.workload, other.backward, other.contender, other.ranks) == sought:

@@ -205,7 +205,7 @@ def _sent(workload: Workload, ranks: int, backward: bool) -> int:
 def _draw(
     shapes: tuple[tuple[tuple[int, ...], ...], ...], dtype: torch.dtype, generator: torch.Generator
 ) -> list[Inputs]:
-    """Random inputs for a call; on a GPU for so many calls that its cache holds none of them."""
+    """Random inputs for a call; on a GPU several sets, together larger than its L2 cache."""
     draw = partial(
         torch.randn, generator=generator, device=generator.device, dtype=dtype, requires_grad=True
     )

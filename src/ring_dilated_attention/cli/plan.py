@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 SHOWN_ALL, SHOWN_FEW = 16, 4
 """Of at most SHOWN_ALL ranks all are shown, of more SHOWN_FEW."""
 MOST_COUNTED = 256
-"""Of at most so many ranks each is asked whether it receives anything."""
+"""With at most this many ranks, each is checked for received KV rows."""
 CHECKED_PAIRS = 2_000_000
 """Most (query, key) pairs that --check enumerates: about 1 GB and 4 seconds."""
 PROVEN = (

@@ -434,7 +434,7 @@ class DilatedKVCache(DeepOnly):
         self.check_room(key.shape[1])
 
     def _check_rows(self, key: torch.Tensor, value: torch.Tensor, batch: int) -> None:
-        """Raise unless these are keys and values as the cache has them, of so many batch rows."""
+        """Raise unless keys and values fit the cache and have this number of batch rows."""
         for name, tensor in (("key", key), ("value", value)):
             validate_tensor(name, tensor)
         refuse_tangents(_NAME, key, value)

@@ -44,7 +44,7 @@ launch of their own."""
 
 
 class OwnLaunch:
-    """Ranges of rows that are computed in one launch. It does not hold the plan, which holds it.
+    """Ranges of rows that are computed in one launch; keeps no reference to its plan.
 
     Args:
         plan: what the ranges are of.
@@ -119,7 +119,7 @@ _SCHEDULES_KEPT = 8
 def own_schedule(
     one: RankPlan, call: TileCall, head_dim: int, joined: Joined | None = None
 ) -> OwnSchedule:
-    """How a rank computes what it holds all of; kept for the next call.
+    """Schedule the tiles whose queries and KV are local to a rank; cached for the next call.
 
     Args:
         one: what the rank does.

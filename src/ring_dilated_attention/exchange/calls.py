@@ -105,7 +105,7 @@ class Roll(Protocol):
         """This rank has left its call, with the others."""
 
     def waits_for(self, rank: int | None, *, on_stream: bool = False) -> None:
-        """This rank waits for another, on the host or a stream; None: for nobody any more."""
+        """Note which rank this one waits for, on the host or a stream; None: it waits no longer."""
 
     def look(self, peers: Sequence[int]) -> None:
         """Raise a `LostPeerError` if waiting for these ranks is known to be in vain."""

@@ -41,12 +41,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ring_dilated_attention import SequenceLayout
 from ring_dilated_attention.nn import LongNet, LongNetConfig
+from ring_dilated_attention.units import parse_count
 
 
 def count(text: str) -> int:
-    """A positive number: 4096, 4K or 8M."""
-    shift = {"K": 10, "M": 20}.get(text[-1:].upper(), 0)
-    if (number := int(text[:-1] if shift else text) << shift) < 1:
+    """A positive number: 4096, 4K, 8M or 1G."""
+    if (number := parse_count(text)) < 1:
         raise ValueError
     return number
 

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 from collections.abc import Iterator
+from tempfile import gettempdir
 
 import pytest
 import torch
@@ -13,6 +14,9 @@ from support.preloaded import preload_what_tests_have_imported
 from ring_dilated_attention.checks import nan_in_uninitialized_memory
 
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # others would import torch each
+# What Inductor has compiled for AVX-512 it would take for AVX2, and compute nonsense.
+_OF_CAPABILITY = f"torchinductor_{os.getuid()}_{torch.backends.cpu.get_cpu_capability()}"
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(gettempdir(), _OF_CAPABILITY))
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each process would compile the package anew
 os.environ.pop("COLUMNS", None)  # pytest-xdist sets it: commands would take 80 columns for asked
 

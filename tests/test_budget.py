@@ -78,6 +78,6 @@ def test_room_of(path, room):
 
 def test_table_says_what_changed():
     text = table({"plan": Size(90, 2), "nn": Size(5, 1)}, {"plan": Size(100, 3), "cli": Size(7, 1)})
-    assert "plan     90      2     -10  -1" in text
-    assert text.endswith("sum      95      3     -12  -1")
+    assert f"{'plan':12}      90     2  -10 -1" in text
+    assert text.endswith(f"{'sum':12}      95     3  -12 -1")
     assert total({"plan": Size(90, 2), "nn": Size(5, 1)}) == Size(95, 3)

@@ -31,6 +31,8 @@ def test_benchmarks_run_on_a_cpu(name, ranks, tmp_path):
         pytest.importorskip("transformers")
     out = tmp_path / "found.json"
     done = run_program(FOLDER / f"{name}.py", [*PROGRAMS[name].split(), "--out", str(out)], ranks)
+    if "pack_vnni2 is only supported when" in done.stderr:
+        pytest.skip("torch's own bfloat16 kernel fails with this ATEN_CPU_CAPABILITY")
     assert done.returncode == 0, done.stderr[-2000:]
     written = out if out.exists() else out.with_suffix(".md")  # of hilbert.py
     assert written.stat().st_size

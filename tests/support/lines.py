@@ -50,13 +50,8 @@ def sizes_at(commit: str) -> dict[str, Size]:
         ).stdout
 
     names = git("ls-tree", "-r", "--name-only", commit, f"{PACKAGE}/").split()
-    return _sizes(
-        {
-            name.removeprefix(f"{PACKAGE}/"): git("show", f"{commit}:{name}")
-            for name in names
-            if name.endswith(".py")
-        }
-    )
+    names = [name for name in names if name.endswith(".py")]
+    return _sizes({n.removeprefix(f"{PACKAGE}/"): git("show", f"{commit}:{n}") for n in names})
 
 
 def total(sizes: dict[str, Size]) -> Size:
@@ -66,22 +61,15 @@ def total(sizes: dict[str, Size]) -> Size:
 
 def table(now: dict[str, Size], before: dict[str, Size] | None = None) -> str:
     """One line a room; with the sizes before, what changed."""
-    rows = [("room", "lines", "files", *(("change", "") if before is not None else ()))]
+    rows = [f"{'room':12} {'lines':>7} {'files':>5}" + "  change" * (before is not None)]
     for room in [*sorted({*now, *(before or {})}), "sum"]:
-        here = total(now) if room == "sum" else now.get(room, Size())
-        row: tuple[str, ...] = (room, f"{here.lines:,}", str(here.files))
+        lines, files = total(now) if room == "sum" else now.get(room, Size())
+        row = f"{room:12} {lines:7,} {files:5}"
         if before is not None:
             old = total(before) if room == "sum" else before.get(room, Size())
-            row += (f"{here.lines - old.lines:+,}", f"{here.files - old.files:+}")
+            row += f"  {lines - old.lines:+,} {files - old.files:+}"
         rows.append(row)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if i else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )
+    return "\n".join(rows)
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ out), each tile's gradients follow from its scores alone, and gradients of all t
 sends a KV row only to ranks whose queries see it, once, while it computes with the rows before.
 
 The library computes the same function. What it adds: fused kernels on views without copies, plans
-whose size does not grow with the number of segments, documents, windows, and errors that help.
+whose size does not grow with the number of segments, documents, and errors that help.
 """
 
 import torch

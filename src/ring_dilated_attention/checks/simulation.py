@@ -150,6 +150,16 @@ class Turns:
     def _freed(self, nbytes: int) -> None:
         self._buffered -= nbytes
 
+    def begin(self, number: int, data: bytes = b"") -> Callable[[], list[tuple[int, bytes]]]:
+        """See `Exchange.begin`."""
+        found = self._ends.begin(number, data)
+
+        def wait() -> list[tuple[int, bytes]]:
+            with self.others_go_on():
+                return found()
+
+        return wait
+
     def maximum(self, values: Sequence[int], device: torch.device) -> list[int]:
         """See `Exchange.maximum`."""
         with self.others_go_on():

@@ -8,12 +8,13 @@ callers mean by `group` and `mesh`. `group_name`, `exchange_named`, `own_exchang
 collective out of transfers.
 
 A `Scope` is a call under way. `settle` and `agree` make sure that all ranks are in it, with
-arguments (`Shared`) that are equal; if not, an `ExchangeError` is raised on every rank.
+arguments (`Shared`) that are equal; if not, an error is raised on every rank. `together` does so
+for a block of code in which a rank may fail.
 `refuse_capture` keeps calls on several ranks out of CUDA graphs, and `untraced` keeps torch.compile
 out of a function.
 """
 
-from .agreement import Shared, agree, refuse_capture, settle
+from .agreement import Shared, agree, refuse_capture, settle, together
 from .calls import ExchangeError, Scope
 from .groups import (
     Group,
@@ -48,5 +49,6 @@ __all__ = [
     "resolve_exchange",
     "run_loopback",
     "settle",
+    "together",
     "untraced",
 ]

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from .calls import Call, Calls, Finding, Scope
+from .calls import Call, Calls, Scope
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -53,9 +53,6 @@ class _OfOneRank(Calls):
     def leave(self, scope: Scope, error: BaseException | None) -> None:
         pass
 
-    def fail(self, finding: Finding) -> bool:
-        return False
-
 
 ALONE: Any = _OfOneRank()
 """The calls of a world of one rank."""
@@ -79,8 +76,7 @@ class Exchange(Protocol):
 
     It may have a `stopwatch` too, which is started where compute waits for transfers in a way that
     `Pending.wait` does not show; what it returns is called when compute goes on. It may have a
-    `show`, which begins a `maximum` whose result is waited for later (see `settle`), or a
-    `show_ahead`, the result of which is looked for in the next call at the latest (see `settle`).
+    `prepare`, which makes what rows on a device travel by, when all ranks have agreed on a call.
 
     Whatever waits for a rank that has ended, has failed, or does not come in time raises a
     `LostPeerError`, which `Calls` explains.
@@ -102,12 +98,14 @@ class Exchange(Protocol):
         Between two ranks, transfers pair up in the order in which both start them.
         """
 
-    def maximum(self, values: Sequence[int], device: torch.device) -> list[int]:
-        """The elementwise maximum of `values` (int64) over all ranks: one small collective.
+    def begin(self, number: int, data: bytes = b"") -> Callable[[], list[tuple[int, bytes]]]:
+        """Show all ranks a number (int64) and some bytes; what is returned waits for theirs.
 
-        It runs in shared memory where all ranks are on one Linux host, else over gloo. Nothing
-        waits for what `device`, where the ranks' tensors are, has still to compute.
+        All ranks call this in the same order. Nothing waits for what their devices have to compute.
         """
+
+    def maximum(self, values: Sequence[int], device: torch.device) -> list[int]:
+        """The elementwise maximum of `values` (int64) over all ranks, whose tensors are there."""
 
     def share(self, value: Any) -> list[Any]:
         """Every rank's `value`, by rank: a collective of small Python objects."""
@@ -154,6 +152,10 @@ class SoloExchange:
     ) -> Pending:
         """See `Exchange.start`; there is nobody to send to."""
         raise AssertionError("a single rank has no peer")
+
+    def begin(self, number: int, data: bytes = b"") -> Callable[[], list[tuple[int, bytes]]]:
+        """See `Exchange.begin`."""
+        return lambda: [(number, data)]
 
     def maximum(self, values: Sequence[int], device: torch.device) -> list[int]:
         """See `Exchange.maximum`."""

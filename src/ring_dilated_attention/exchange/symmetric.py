@@ -1,0 +1,264 @@
+"""Rows between GPUs of one host through torch's symmetric memory, without multiprocessors.
+
+A rank has an outbox in memory that all ranks of the group can read, with `SLOTS` slots for each
+other rank. A message goes through them in chunks: the sender copies a chunk into the next slot of
+its receiver, who copies it from there, over NVLink, to where it is wanted. Signals keep the two in
+step: the sender's says that a slot may be read, the receiver's that it may be written again. They
+are kernels of a few microseconds in streams of this module, so no host waits.
+
+Ranks never wait for each other in a circle: they start transfers in the same order, a chunk is sent
+before one is received, and whatever an operation waits for comes earlier in that order.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import permutations, zip_longest
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+SLOTS = 2
+"""Of an outbox, for each receiver: one is read while the other is written."""
+
+MOST_SLOT_BYTES = 16 << 20
+OUTBOX_BYTES = 64 << 20
+"""The most that an outbox takes, whatever the number of ranks."""
+
+_made = 0
+"""How often this process has made an outbox; see `Place`."""
+
+
+class Place(NamedTuple):
+    """Where a rank's tensors are, and which devices its own can read.
+
+    Attributes:
+        host: name of the host; empty: its device has no symmetric memory.
+        device: uuid of the device.
+        reads: uuids of the devices whose memory it can map.
+        made: how often its process has made an outbox. torch counts all that a process shares, and
+            up to torch 2.13 hangs where the ranks of a group have not shared as often
+            (pytorch/pytorch#196082).
+    """
+
+    host: str
+    device: str
+    reads: frozenset[str]
+    made: int
+
+
+def place_of(host: str, device: torch.device) -> Place:
+    """The place of a rank whose tensors are on `device`."""
+    if device.type != "cuda" or torch.version.cuda is None:  # ROCm calls itself cuda too
+        return Place("", str(device), frozenset(), _made)
+    own, uuids = _index(device), [_uuid(index) for index in range(torch.cuda.device_count())]
+    reads = [
+        uuid
+        for index, uuid in enumerate(uuids)
+        if index != own and torch.cuda.can_device_access_peer(own, index)
+    ]
+    return Place(host, uuids[own], frozenset(reads), _made)
+
+
+def why_not(places: Sequence[Place]) -> str:
+    """Why ranks at these places, by rank, cannot share memory; empty if they can."""
+    for (rank, here), (other, there) in permutations(enumerate(places), 2):
+        if not here.host:
+            return f"rank {rank} has {here.device}"
+        if here.host != there.host:
+            return f"ranks {rank} and {other} are on different hosts"
+        if there.device not in here.reads:
+            return f"device {here.device} of rank {rank} cannot read {there.device} of rank {other}"
+        if here.made != there.made:
+            return f"ranks {rank} and {other} have not been in as many groups that share memory"
+    return ""
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def _uuid(index: int) -> str:
+    return str(torch.cuda.get_device_properties(index).uuid)
+
+
+def make_outbox(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    timeout: float,
+    host: str,
+    share: Callable[[Any], list[Any]],
+    *,
+    is_asked_for: bool,
+) -> Outbox | None:
+    """This rank's outbox; all members make theirs at once. None where there can be none.
+
+    Args:
+        group: the group.
+        device: this rank's.
+        timeout: seconds that a stream may wait for another rank.
+        host: name of this rank's host.
+        share: every rank's value, by rank: a collective.
+        is_asked_for: whether to raise in place of returning None.
+
+    Raises:
+        ValueError: ranks are on several hosts, or on devices that cannot read each other's memory.
+        RuntimeError: the system does not let them share it.
+    """
+    global _made
+    refused = why_not(share(place_of(host, device)))
+    if refused:
+        if is_asked_for:
+            raise ValueError(
+                "symmetric_memory=True needs ranks on CUDA devices of one host, which can read "
+                f"each other's memory and are visible to every rank; {refused}"
+            )
+        return None
+    made, failure = None, ""
+    _made += 1
+    try:
+        made = Outbox(group, device, timeout)
+    except RuntimeError as error:
+        failure = f"rank {dist.get_rank(group)}: {str(error).splitlines()[0]}"
+    failures = [one for one in share(failure) if one]
+    if failures and is_asked_for:
+        raise RuntimeError(f"symmetric_memory=True, but memory cannot be shared: {failures}")
+    if failures:
+        warnings.warn(
+            "the GPUs of this host could read each other's memory, but cannot share it, so "
+            "rows travel over NCCL, which is slower (symmetric_memory=False asks for that): "
+            f"{failures}",
+            stacklevel=2,
+        )
+        return None
+    return made
+
+
+class _Chunk(NamedTuple):
+    """A part of a message: what travels with which rank, in which slot of the sender's for it."""
+
+    peer: int
+    rows: torch.Tensor
+    slot: int
+    is_first: bool  # in this slot: nothing has to be read before
+
+
+class Outbox:
+    """One rank's end: its outbox, and what it reads of the others'.
+
+    Args:
+        group: the group.
+        device: this rank's.
+        timeout: seconds that a stream may wait for another rank; then CUDA fails in this process.
+
+    Attributes:
+        nbytes: of the outbox.
+        slot_bytes: of one slot.
+
+    Raises:
+        RuntimeError: memory cannot be shared.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: float) -> None:
+        from torch.distributed import _symmetric_memory as symmetric  # takes a while to import
+
+        self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
+        slots = SLOTS * (self._world_size - 1)
+        self.slot_bytes = min(MOST_SLOT_BYTES, OUTBOX_BYTES // slots // 4096 * 4096)
+        self.nbytes = slots * self.slot_bytes
+        self._device = torch.device("cuda", _index(device))
+        # Whatever mode the first call is in: others write to it, too.
+        with torch.inference_mode(False), torch.no_grad():
+            own = symmetric.empty(self.nbytes, dtype=torch.uint8, device=self._device)
+            self._handle: Any = symmetric.rendezvous(own, group.group_name)
+            self._outboxes = [
+                own if rank == self._rank else self._handle.get_buffer(rank, own.shape, own.dtype)
+                for rank in range(self._world_size)
+            ]
+            # torch may hand out memory that was an outbox before, with its signals.
+            self._handle.get_signal_pad(self._rank).view(torch.int32).zero_()
+            torch.cuda.synchronize(self._device)  # before any rank knows that all have made theirs
+        self._timeout_ms = max(int(timeout * 1000), 1)  # 0 would be for ever
+        self._sent, self._received = Counter[int](), Counter[int]()  # chunks, by peer
+        # With priority: those who wait for rows are compute.
+        self._sending, self._receiving = (
+            torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
+            for _ in range(2)
+        )
+
+    def transfer(
+        self,
+        send: tuple[int, torch.Tensor] | None,
+        receive: tuple[int, torch.Tensor] | None,
+        number: int,
+    ) -> _Copies:
+        """Begin to send, and to receive; see `Exchange.start`."""
+        computed = torch.cuda.current_stream(self._device).record_event()
+        used = [
+            (stream, one[1])
+            for stream, one in ((self._sending, send), (self._receiving, receive))
+            if one is not None
+        ]
+        for stream, _ in used:
+            stream.wait_event(computed)
+        sent, received = self._chunks(send, self._sent), self._chunks(receive, self._received)
+        with torch.no_grad():
+            for out, into in zip_longest(sent, received):  # in turns: see the module's docstring
+                if out is not None:
+                    with torch.cuda.stream(self._sending):
+                        self._send(out)
+                if into is not None:
+                    with torch.cuda.stream(self._receiving):
+                        self._receive(into)
+        return _Copies([(stream, stream.record_event(), tensor) for stream, tensor in used])
+
+    def _chunks(
+        self, one: tuple[int, torch.Tensor] | None, counts: Counter[int]
+    ) -> Iterator[_Chunk]:
+        if one is None:
+            return
+        peer, tensor = one
+        assert tensor.is_contiguous()
+        for rows in torch.split(tensor.flatten().view(torch.uint8), self.slot_bytes):
+            if rows.numel():
+                count = counts[peer]
+                counts[peer] += 1
+                yield _Chunk(peer, rows, count % SLOTS, count < SLOTS)
+
+    def _slot(self, owner: int, reader: int, chunk: _Chunk) -> torch.Tensor:
+        """A slot that `owner` has for `reader`, as long as a chunk."""
+        first = ((reader - owner) % self._world_size - 1) * SLOTS + chunk.slot
+        return self._outboxes[owner].narrow(0, first * self.slot_bytes, chunk.rows.numel())
+
+    def _send(self, chunk: _Chunk) -> None:
+        if not chunk.is_first:
+            self._handle.wait_signal(chunk.peer, SLOTS + chunk.slot, self._timeout_ms)
+        self._slot(self._rank, chunk.peer, chunk).copy_(chunk.rows)
+        self._handle.put_signal(chunk.peer, chunk.slot, self._timeout_ms)
+
+    def _receive(self, chunk: _Chunk) -> None:
+        self._handle.wait_signal(chunk.peer, chunk.slot, self._timeout_ms)
+        chunk.rows.copy_(self._slot(chunk.peer, self._rank, chunk))
+        self._handle.put_signal(chunk.peer, SLOTS + chunk.slot, self._timeout_ms)
+
+
+class _Copies:
+    """Copies under way, and the tensors that must outlive them."""
+
+    def __init__(
+        self, copies: list[tuple[torch.cuda.Stream, torch.cuda.Event, torch.Tensor]]
+    ) -> None:
+        self._copies = copies
+
+    def wait(self) -> None:
+        """See `Pending.wait`."""
+        for _, done, tensor in self._copies:
+            torch.cuda.current_stream(tensor.device).wait_event(done)
+        self._copies = []
+
+    def __del__(self) -> None:
+        for stream, _, tensor in self._copies:  # nobody has waited: an error has ended the call
+            tensor.record_stream(stream)

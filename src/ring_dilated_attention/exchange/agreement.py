@@ -233,11 +233,11 @@ def _compare(
     said = pickle.dumps((scope.call, _in_words(shared, device), refusal))
     stories = [pickle.loads(data) for _, data in ends.begin(0, said)()]
     scope.in_step = True  # all ranks have found the same
-    others = _other_calls(stories)
+    is_refused = any(refusal for *_, refusal in stories)
+    others = None if is_refused else _other_calls(stories)  # a refusal may come before the call
     if others is not None:
         raise ExchangeError(others)
     if failure is None:
-        is_refused = any(refusal for *_, refusal in stories)
         advice = f". {shared.advice}" if shared and shared.advice and not is_refused else ""
         raise ValueError(f"{scope.call.name} {_disagreement(stories)}{advice}")
     return []

@@ -95,7 +95,7 @@ class ProcessGroupExchange(Agreeing):
     with arguments that do not fit, raise on every rank, and may go on. A rank that fails alone, or
     ends, ends the group: the other ranks' hosts raise as soon as they wait for it, and their
     streams stop at the timeout (an error of CUDA, or the process is ended by NCCL). Whatever waits
-    for a rank that is stopped does so until the timeout. torchrun ends all ranks when one has ended.
+    for a rank that is stopped does so until the timeout. torchrun ends all ranks when one has.
 
     Args:
         group: the group; this process must be a member.

@@ -15,6 +15,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import permutations, zip_longest
 from typing import Any, NamedTuple
 
@@ -68,6 +69,8 @@ def why_not(places: Sequence[Place]) -> str:
     for (rank, here), (other, there) in permutations(enumerate(places), 2):
         if not here.host:
             return f"rank {rank} has {here.device}"
+        if not there.host:
+            return f"rank {other} has {there.device}"
         if here.host != there.host:
             return f"ranks {rank} and {other} are on different hosts"
         if there.device not in here.reads:
@@ -204,16 +207,22 @@ class Outbox:
         ]
         for stream, _ in used:
             stream.wait_event(computed)
-        sent, received = self._chunks(send, self._sent), self._chunks(receive, self._received)
         with torch.no_grad():
-            for out, into in zip_longest(sent, received):  # in turns: see the module's docstring
-                if out is not None:
-                    with torch.cuda.stream(self._sending):
-                        self._send(out)
-                if into is not None:
-                    with torch.cuda.stream(self._receiving):
-                        self._receive(into)
+            for stream, act in self._acts(send, receive):
+                with torch.cuda.stream(stream):
+                    act()
         return _Copies([(stream, stream.record_event(), tensor) for stream, tensor in used])
+
+    def _acts(
+        self, send: tuple[int, torch.Tensor] | None, receive: tuple[int, torch.Tensor] | None
+    ) -> Iterator[tuple[torch.cuda.Stream, Callable[[], None]]]:
+        """What streams are to do, in turns, and the sending first: see the module's docstring."""
+        sent, received = self._chunks(send, self._sent), self._chunks(receive, self._received)
+        for out, into in zip_longest(sent, received):
+            if out is not None:
+                yield self._sending, partial(self._send, out)
+            if into is not None:
+                yield self._receiving, partial(self._receive, into)
 
     def _chunks(
         self, one: tuple[int, torch.Tensor] | None, counts: Counter[int]

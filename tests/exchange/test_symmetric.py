@@ -4,6 +4,7 @@ The streams of a rank are threads here, its outbox is memory of this process. te
 """
 
 import threading
+import time
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from random import Random
@@ -49,9 +50,8 @@ class Host:
     """Outboxes and signals of all ranks."""
 
     def __init__(self, world_size, slot_bytes):
-        self.world_size, self.slot_bytes = world_size, slot_bytes
-        nbytes = SLOTS * (world_size - 1) * slot_bytes
-        self.outboxes = [torch.full((nbytes,), 255, dtype=torch.uint8) for _ in range(world_size)]
+        self.world_size = world_size
+        self.outboxes = torch.full((world_size, SLOTS * slot_bytes), 255, dtype=torch.uint8)
         self.signals = Counter()  # by who gets it, who has sent it, channel
         self.changed = threading.Condition()
 
@@ -59,9 +59,8 @@ class Host:
         """One rank's `Outbox`, but for what CUDA makes."""
         found: Any = object.__new__(Outbox)
         found._rank, found._world_size, found._timeout_ms = rank, self.world_size, 1
-        found.slot_bytes, found._outboxes = self.slot_bytes, self.outboxes
-        found._sent, found._received = Counter(), Counter()
         found._sending, found._receiving, found._handle = 0, 1, Handle(self, rank)
+        found._set_slots(self.outboxes)
         return found
 
 
@@ -106,8 +105,12 @@ def run_rank(host, rank, streams, repeats):
         for stream, act in outbox._acts(send, receive):
             queues[stream % streams].append(act)
 
+    late = Random(rank)
+
     def work(queue):
         for act in queue:
+            if late.random() < 0.05:
+                time.sleep(0.002)
             act()
 
     with ThreadPoolExecutor(streams) as pool:

@@ -20,7 +20,7 @@ from ring_dilated_attention.checks import (
     sweep,
 )
 from ring_dilated_attention.exchange import ExchangeError, ProcessGroupExchange
-from ring_dilated_attention.exchange.symmetric import MOST_SLOT_BYTES as SLOT_BYTES
+from ring_dilated_attention.exchange.symmetric import SLOT_BYTES
 
 pytestmark = [
     pytest.mark.gpu,
@@ -47,7 +47,7 @@ def test_nccl(symmetric_memory):
 
 
 def run_on_two_hosts(rank, world_size, cases):
-    """Like `run_over`, of ranks that pretend to be on two hosts, and what they say where they differ.
+    """Like `run_over`, of ranks that pretend to be on two hosts; what they say where they differ.
 
     One rank's arguments are others while rows of earlier calls are under way; then all go on.
     """

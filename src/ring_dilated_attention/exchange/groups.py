@@ -25,7 +25,7 @@ from .agreement import Agreeing
 from .calls import Calls, ExchangeError, LostPeerError
 from .interface import ALONE, Exchange, Pending, SoloExchange, untraced
 from .messages import Gloo, Nccl, timeout_of
-from .symmetric import Outbox, make_outbox
+from .symmetric import Outbox, index_of, make_outbox
 
 
 class _Members:
@@ -101,8 +101,8 @@ class ProcessGroupExchange(Agreeing):
         group: the group; this process must be a member.
         symmetric_memory: whether rows on GPUs travel through symmetric memory; the same on all
             ranks. None: where they can, with a warning where the ranks' GPUs can read each other's
-            memory and the system does not let them share it. It takes up to 64 MiB of a GPU for
-            each group.
+            memory and the system does not let them share it. It takes 64 MiB of a GPU for each
+            group.
         timeout: how long to wait for another rank, in seconds or as a timedelta; the same on all
             ranks. None: the group's own timeout (see `torch.distributed.init_process_group`), as it
             is at the group's first call.
@@ -174,8 +174,7 @@ class ProcessGroupExchange(Agreeing):
         met = self._met
         known = met.on_gpus.get(self._symmetric_memory)
         if known is None:
-            if device.index is None:
-                device = torch.device("cuda", torch.cuda.current_device())
+            device = torch.device("cuda", index_of(device))
             known = self._make(device), device
             met.on_gpus[self._symmetric_memory] = known
         elif device.index is not None and device != known[1]:

@@ -1,10 +1,11 @@
 """Rows between GPUs of one host through torch's symmetric memory, without multiprocessors.
 
-A rank has an outbox in memory that all ranks of the group can read, with `SLOTS` slots for each
-other rank. A message goes through them in chunks: the sender copies a chunk into the next slot of
-its receiver, who copies it from there, over NVLink, to where it is wanted. Signals keep the two in
-step: the sender's says that a slot may be read, the receiver's that it may be written again. They
-are kernels of a few microseconds in streams of this module, so no host waits.
+A rank has an outbox of a few slots, in memory that all ranks of the group can read. A message goes
+through it in chunks: the sender copies a chunk into a slot, the receiver copies it from there, over
+NVLink, to where it is wanted. Signals keep the two in step: the sender's says that a slot may be
+read, the receiver's that it may be written again. They are kernels of a few microseconds in streams
+of this module, so no host waits. All receivers share the slots, so an outbox is as large whatever
+the number of ranks.
 
 Ranks never wait for each other in a circle: they start transfers in the same order, a chunk is sent
 before one is received, and whatever an operation waits for comes earlier in that order.
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import permutations, zip_longest
 from typing import Any, NamedTuple
@@ -22,12 +23,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-SLOTS = 2
-"""Of an outbox, for each receiver: one is read while the other is written."""
+SLOTS = 4
+"""Of an outbox: some are read while others are written."""
 
-MOST_SLOT_BYTES = 16 << 20
-OUTBOX_BYTES = 64 << 20
-"""The most that an outbox takes, whatever the number of ranks."""
+SLOT_BYTES = 16 << 20
+"""Large: every chunk takes six launches, of which a host makes one in 5 to 10 us."""
 
 _made = 0
 """How often this process has made an outbox; see `Place`."""
@@ -55,7 +55,7 @@ def place_of(host: str, device: torch.device) -> Place:
     """The place of a rank whose tensors are on `device`."""
     if device.type != "cuda" or torch.version.cuda is None:  # ROCm calls itself cuda too
         return Place("", str(device), frozenset(), _made)
-    own, uuids = _index(device), [_uuid(index) for index in range(torch.cuda.device_count())]
+    own, uuids = index_of(device), [_uuid(index) for index in range(torch.cuda.device_count())]
     reads = [
         uuid
         for index, uuid in enumerate(uuids)
@@ -80,7 +80,7 @@ def why_not(places: Sequence[Place]) -> str:
     return ""
 
 
-def _index(device: torch.device) -> int:
+def index_of(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
 
 
@@ -141,12 +141,11 @@ def make_outbox(
 
 
 class _Chunk(NamedTuple):
-    """A part of a message: what travels with which rank, in which slot of the sender's for it."""
+    """A part of a message: with which rank it travels, and through which slot of the sender's."""
 
     peer: int
     rows: torch.Tensor
     slot: int
-    is_first: bool  # in this slot: nothing has to be read before
 
 
 class Outbox:
@@ -159,7 +158,6 @@ class Outbox:
 
     Attributes:
         nbytes: of the outbox.
-        slot_bytes: of one slot.
 
     Raises:
         RuntimeError: memory cannot be shared.
@@ -169,28 +167,31 @@ class Outbox:
         from torch.distributed import _symmetric_memory as symmetric  # takes a while to import
 
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
-        slots = SLOTS * (self._world_size - 1)
-        self.slot_bytes = min(MOST_SLOT_BYTES, OUTBOX_BYTES // slots // 4096 * 4096)
-        self.nbytes = slots * self.slot_bytes
-        self._device = torch.device("cuda", _index(device))
+        self.nbytes = SLOTS * SLOT_BYTES
+        self._device = torch.device("cuda", index_of(device))
         # Whatever mode the first call is in: others write to it, too.
         with torch.inference_mode(False), torch.no_grad():
             own = symmetric.empty(self.nbytes, dtype=torch.uint8, device=self._device)
             self._handle: Any = symmetric.rendezvous(own, group.group_name)
-            self._outboxes = [
+            self._set_slots(
                 own if rank == self._rank else self._handle.get_buffer(rank, own.shape, own.dtype)
                 for rank in range(self._world_size)
-            ]
+            )
             # torch may hand out memory that was an outbox before, with its signals.
             self._handle.get_signal_pad(self._rank).view(torch.int32).zero_()
             torch.cuda.synchronize(self._device)  # before any rank knows that all have made theirs
         self._timeout_ms = max(int(timeout * 1000), 1)  # 0 would be for ever
-        self._sent, self._received = Counter[int](), Counter[int]()  # chunks, by peer
         # With priority: those who wait for rows are compute.
         self._sending, self._receiving = (
             torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
             for _ in range(2)
         )
+
+    def _set_slots(self, outboxes: Iterable[torch.Tensor]) -> None:
+        """Begin with these outboxes, by rank, none of which is in use."""
+        self._slots = [outbox.chunk(SLOTS) for outbox in outboxes]
+        self._readers: dict[int, int] = {}  # of each slot of this rank, who was last sent it
+        self._sent, self._received = Counter[int](), Counter[int]()  # chunks, by peer
 
     def transfer(
         self,
@@ -199,7 +200,8 @@ class Outbox:
         number: int,
     ) -> _Copies:
         """Begin to send, and to receive; see `Exchange.start`."""
-        computed = torch.cuda.current_stream(self._device).record_event()
+        current = torch.cuda.current_stream(self._device)
+        computed = current.record_event()
         used = [
             (stream, one[1])
             for stream, one in ((self._sending, send), (self._receiving, receive))
@@ -207,17 +209,21 @@ class Outbox:
         ]
         for stream, _ in used:
             stream.wait_event(computed)
-        with torch.no_grad():
-            for stream, act in self._acts(send, receive):
-                with torch.cuda.stream(stream):
+        try:
+            with torch.no_grad():
+                for stream, act in self._acts(send, receive):
+                    torch.cuda.set_stream(stream)  # `with torch.cuda.stream` takes 10 us
                     act()
+        finally:
+            torch.cuda.set_stream(current)
         return _Copies([(stream, stream.record_event(), tensor) for stream, tensor in used])
 
     def _acts(
         self, send: tuple[int, torch.Tensor] | None, receive: tuple[int, torch.Tensor] | None
     ) -> Iterator[tuple[torch.cuda.Stream, Callable[[], None]]]:
         """What streams are to do, in turns, and the sending first: see the module's docstring."""
-        sent, received = self._chunks(send, self._sent), self._chunks(receive, self._received)
+        sent = self._chunks(send, self._sent, sends=True)
+        received = self._chunks(receive, self._received, sends=False)
         for out, into in zip_longest(sent, received):
             if out is not None:
                 yield self._sending, partial(self._send, out)
@@ -225,33 +231,35 @@ class Outbox:
                 yield self._receiving, partial(self._receive, into)
 
     def _chunks(
-        self, one: tuple[int, torch.Tensor] | None, counts: Counter[int]
+        self, one: tuple[int, torch.Tensor] | None, counts: Counter[int], *, sends: bool
     ) -> Iterator[_Chunk]:
         if one is None:
             return
         peer, tensor = one
         assert tensor.is_contiguous()
-        for rows in torch.split(tensor.flatten().view(torch.uint8), self.slot_bytes):
-            if rows.numel():
-                count = counts[peer]
+        # Both sides count. Peers that were sent as much take other slots.
+        distance = (peer - self._rank if sends else self._rank - peer) % self._world_size
+        size = self._slots[0][0].numel()
+        rows = tensor.flatten().view(torch.uint8)
+        for piece in torch.split(rows, size) if rows.numel() > size else (rows,):
+            if piece.numel():
                 counts[peer] += 1
-                yield _Chunk(peer, rows, count % SLOTS, count < SLOTS)
-
-    def _slot(self, owner: int, reader: int, chunk: _Chunk) -> torch.Tensor:
-        """A slot that `owner` has for `reader`, as long as a chunk."""
-        first = ((reader - owner) % self._world_size - 1) * SLOTS + chunk.slot
-        return self._outboxes[owner].narrow(0, first * self.slot_bytes, chunk.rows.numel())
+                yield _Chunk(peer, piece, (counts[peer] + distance) % SLOTS)
 
     def _send(self, chunk: _Chunk) -> None:
-        if not chunk.is_first:
-            self._handle.wait_signal(chunk.peer, SLOTS + chunk.slot, self._timeout_ms)
-        self._slot(self._rank, chunk.peer, chunk).copy_(chunk.rows)
-        self._handle.put_signal(chunk.peer, chunk.slot, self._timeout_ms)
+        peer, rows, slot = chunk
+        reader = self._readers.get(slot)
+        if reader is not None:
+            self._handle.wait_signal(reader, SLOTS + slot, self._timeout_ms)
+        self._readers[slot] = peer
+        self._slots[self._rank][slot].narrow(0, 0, rows.numel()).copy_(rows)
+        self._handle.put_signal(peer, slot, self._timeout_ms)
 
     def _receive(self, chunk: _Chunk) -> None:
-        self._handle.wait_signal(chunk.peer, chunk.slot, self._timeout_ms)
-        chunk.rows.copy_(self._slot(chunk.peer, self._rank, chunk))
-        self._handle.put_signal(chunk.peer, SLOTS + chunk.slot, self._timeout_ms)
+        peer, rows, slot = chunk
+        self._handle.wait_signal(peer, slot, self._timeout_ms)
+        rows.copy_(self._slots[peer][slot].narrow(0, 0, rows.numel()))
+        self._handle.put_signal(peer, SLOTS + slot, self._timeout_ms)
 
 
 class _Copies:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,6 +25,9 @@ from torch._C._distributed_c10d import AllToAllOptions
 from .calls import LostPeerError
 
 T = TypeVar("T")
+
+_HEAD = struct.Struct("=qq")
+"""What ranks show each other: a number, and how many bytes come with it."""
 
 _LEFT = "left"
 """In the store: why the first rank has left."""
@@ -68,30 +72,33 @@ class Gloo:
 
     def begin(self, number: int, data: bytes = b"") -> Callable[[], list[tuple[int, bytes]]]:
         """See `Exchange.begin`."""
-        heads = torch.tensor((number, len(data))).expand(self._world_size, 2).contiguous()
-        everyone, work = self._to_all(heads)
+        heads, work = self._to_all(_HEAD.pack(number, len(data)))
 
         def wait() -> list[tuple[int, bytes]]:
             _wait(work, [])
-            numbers, sizes = everyone.T.tolist()
-            largest = max(sizes)
+            found = list(_HEAD.iter_unpack(heads))
+            largest = max(size for _, size in found)
             if not largest:
-                return [(number, b"") for number in numbers]
-            padded = torch.frombuffer(bytearray(data.ljust(largest, b"\0")), dtype=torch.uint8)
-            found, more = self._to_all(padded.expand(self._world_size, largest).contiguous())
+                return [(number, b"") for number, _ in found]
+            padded, more = self._to_all(data.ljust(largest, b"\0"))
             _wait(more, [])
-            rows = [bytes(row[:size].tolist()) for row, size in zip(found, sizes, strict=True)]
-            return list(zip(numbers, rows, strict=True))
+            rows = [padded[i * largest : i * largest + n] for i, (_, n) in enumerate(found)]
+            return [(number, bytes(row)) for (number, _), row in zip(found, rows, strict=True)]
 
         return wait
 
-    def _to_all(self, rows: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Send row i to rank i. Of gloo's collectives this one alone takes a single step."""
-        found = torch.empty_like(rows)
+    def _to_all(self, data: bytes) -> tuple[bytearray, Any]:
+        """Send this to every rank; what they send, by rank, is there when the work is done.
+
+        Of gloo's collectives all-to-all alone takes a single step.
+        """
+        found = bytearray(self._world_size * len(data))
+        into = torch.frombuffer(found, dtype=torch.uint8)  # cheaper than tensors of numbers
+        sent = torch.frombuffer(bytearray(data * self._world_size), dtype=torch.uint8)
         try:
             if self._gloo is None:
                 raise LostPeerError([])
-            return found, self._gloo.alltoall_base(found, rows, [], [], AllToAllOptions())
+            return found, self._gloo.alltoall_base(into, sent, [], [], AllToAllOptions())
         except RuntimeError as error:
             raise LostPeerError([], _said(error)) from error
 

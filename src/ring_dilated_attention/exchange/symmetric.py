@@ -81,6 +81,7 @@ def why_not(places: Sequence[Place]) -> str:
 
 
 def index_of(device: torch.device) -> int:
+    """The number of a CUDA device: of the current one, if it has none."""
     return torch.cuda.current_device() if device.index is None else device.index
 
 

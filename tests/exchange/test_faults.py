@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from support.launched import forked_context
 from torch.utils.checkpoint import checkpoint
 
 from ring_dilated_attention import (
@@ -27,7 +28,6 @@ from ring_dilated_attention import (
     dilated_attention,
 )
 from ring_dilated_attention.checks import reference_attention
-from ring_dilated_attention.checks.ranks import forked_context
 from ring_dilated_attention.engine import compute
 from ring_dilated_attention.exchange import ProcessGroupExchange, groups
 

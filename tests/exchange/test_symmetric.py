@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from ring_dilated_attention.exchange.symmetric import SLOTS, Outbox, Place, make_outbox, why_not
+from ring_dilated_attention.exchange.symmetric import SLOTS, Place, Slots, make_outbox, why_not
 
 HERE = Place("host", "a", frozenset("bc"), 0)
 THERE = Place("host", "b", frozenset("ac"), 0)
@@ -55,14 +55,6 @@ class Host:
         self.signals = Counter()  # by who gets it, who has sent it, channel
         self.changed = threading.Condition()
 
-    def outbox(self, rank):
-        """One rank's `Outbox`, but for what CUDA makes."""
-        found: Any = object.__new__(Outbox)
-        found._rank, found._world_size, found._timeout_ms = rank, self.world_size, 1
-        found._sending, found._receiving, found._handle = 0, 1, Handle(self, rank)
-        found._set_slots(self.outboxes)
-        return found
-
 
 class Handle:
     """Signals as torch's symmetric memory has them: who sets one waits until it is not set."""
@@ -86,7 +78,8 @@ class Handle:
 
 def run_rank(host, rank, streams, repeats):
     """Messages of all sizes, many in flight; how many have arrived broken."""
-    outbox, queues = host.outbox(rank), [deque() for _ in range(streams)]
+    slots = Slots(rank, host.outboxes, Handle(host, rank), 1)
+    queues = [deque() for _ in range(streams)]
     size, wrong = host.world_size, []
     for number in range(repeats):
         random = Random(number)  # alike on all ranks
@@ -102,8 +95,8 @@ def run_rank(host, rank, streams, repeats):
         if sizes[source] is not None:
             receive = source, torch.full((sizes[source],), 255, dtype=torch.uint8)
             wrong.append((receive[1], message(source)))
-        for stream, act in outbox._acts(send, receive):
-            queues[stream % streams].append(act)
+        for sends, act in slots.acts(send, receive):
+            queues[sends % streams].append(act)
 
     late = Random(rank)
 

@@ -152,23 +152,15 @@ class Turns:
 
     def begin(self, number: int, data: bytes = b"") -> Callable[[], list[tuple[int, bytes]]]:
         """See `Exchange.begin`."""
-        found = self._ends.begin(number, data)
-
-        def wait() -> list[tuple[int, bytes]]:
-            with self.others_go_on():
-                return found()
-
-        return wait
+        return self.others_go_on()(self._ends.begin(number, data))
 
     def maximum(self, values: Sequence[int], device: torch.device) -> list[int]:
         """See `Exchange.maximum`."""
-        with self.others_go_on():
-            return self._ends.maximum(values, device)
+        return self.others_go_on()(self._ends.maximum)(values, device)
 
     def share(self, value: Any) -> list[Any]:
         """See `Exchange.share`."""
-        with self.others_go_on():
-            return self._ends.share(value)
+        return self.others_go_on()(self._ends.share)(value)
 
 
 class _Wait:

@@ -23,7 +23,7 @@ from .. import __version__
 from ..pattern import in_brief
 from .agreement import Agreeing
 from .calls import Calls, ExchangeError, LostPeerError
-from .interface import ALONE, Exchange, Pending, SoloExchange, untraced
+from .interface import ALONE, Exchange, Message, Nothing, Pending, SoloExchange, untraced
 from .messages import Gloo, Nccl, timeout_of
 from .symmetric import Outbox, index_of, make_outbox
 
@@ -151,12 +151,10 @@ class ProcessGroupExchange(Agreeing):
         """See `Exchange`."""
         return ALONE if self.world_size == 1 else self._met.calls
 
-    def start(
-        self, send: tuple[int, torch.Tensor] | None, receive: tuple[int, torch.Tensor] | None
-    ) -> Pending:
+    def start(self, send: Message | None, receive: Message | None) -> Pending:
         """See `Exchange.start`."""
         if send is None and receive is None:
-            return _Nothing()
+            return Nothing()
         met = self._met
         met.calls.before_rows()
         if send is not None:
@@ -229,13 +227,6 @@ def _seconds(timeout: float | timedelta) -> float:
     if not 0 < timeout < math.inf:
         raise ValueError(f"timeout must be > 0 and finite; got {timeout}")
     return float(timeout)
-
-
-class _Nothing:
-    """A transfer of nothing."""
-
-    def wait(self) -> None:
-        pass
 
 
 Group: TypeAlias = dist.ProcessGroup | DeviceMesh | Exchange | None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 
@@ -13,14 +13,15 @@ from .calls import Call, Calls, Scope
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+Message: TypeAlias = tuple[int, torch.Tensor]
+"""A contiguous tensor, and the rank that it is sent to or received from."""
+
 
 def untraced(function: F) -> F:
     """A function that torch.compile runs as it is.
 
-    In a compiled graph an operator is one call. But where torch.compile leaves a graph before the
-    call and does not come back to it, the operator runs like any other function: torch.compile
-    would trace what implements it, and fail at the first kernel. What talks to other ranks is no
-    operator, and tracing it fails at the first thing of torch.distributed that is not known there.
+    It would trace an operator's implementation where it has left a graph before the call, and fail
+    at the first kernel, or at the first thing of torch.distributed that it does not know.
 
     Args:
         function: of positional arguments.
@@ -65,6 +66,13 @@ class Pending(Protocol):
         """Return when the received tensor may be read and the sent one reused."""
 
 
+class Nothing:
+    """A transfer of nothing."""
+
+    def wait(self) -> None:
+        """See `Pending.wait`."""
+
+
 class Exchange(Protocol):
     """One rank's end of a group of ranks.
 
@@ -90,9 +98,7 @@ class Exchange(Protocol):
     def calls(self) -> Calls:
         """See above."""
 
-    def start(
-        self, send: tuple[int, torch.Tensor] | None, receive: tuple[int, torch.Tensor] | None
-    ) -> Pending:
+    def start(self, send: Message | None, receive: Message | None) -> Pending:
         """Begin sending a contiguous tensor to a rank, and receiving one from a rank.
 
         Between two ranks, transfers pair up in the order in which both start them.
@@ -147,9 +153,7 @@ class SoloExchange:
     sent_bytes = 0
     calls = ALONE
 
-    def start(
-        self, send: tuple[int, torch.Tensor] | None, receive: tuple[int, torch.Tensor] | None
-    ) -> Pending:
+    def start(self, send: Message | None, receive: Message | None) -> Pending:
         """See `Exchange.start`; there is nobody to send to."""
         raise AssertionError("a single rank has no peer")
 

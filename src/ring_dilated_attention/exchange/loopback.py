@@ -12,7 +12,7 @@ import torch
 
 from .agreement import Agreeing
 from .calls import Calls, ExchangeError, LostPeerError
-from .interface import Pending
+from .interface import Message, Nothing, Pending
 
 T = TypeVar("T")
 
@@ -97,13 +97,6 @@ class _Letter(NamedTuple):
         into.copy_(self.tensor)
 
 
-class _Nothing:
-    """A transfer that receives nothing."""
-
-    def wait(self) -> None:
-        pass
-
-
 class _LoopbackReceipt:
     def __init__(self, world: _LoopbackWorld, key: _Key, into: torch.Tensor) -> None:
         self._world, self._key, self._into = world, key, into
@@ -138,9 +131,7 @@ class LoopbackExchange(Agreeing):
         number = self._numbers[sender, receiver, is_rows]
         return _Key(sender, receiver, call, number, is_rows)
 
-    def start(
-        self, send: tuple[int, torch.Tensor] | None, receive: tuple[int, torch.Tensor] | None
-    ) -> Pending:
+    def start(self, send: Message | None, receive: Message | None) -> Pending:
         """See `Exchange.start`."""
         self.calls.before_rows()
         if send is not None:
@@ -148,7 +139,7 @@ class LoopbackExchange(Agreeing):
             self.sent_bytes += tensor.nbytes
             self._post(self._key(self.rank, peer, is_rows=True), _Letter.of(tensor))
         if receive is None:
-            return _Nothing()
+            return Nothing()
         peer, into = receive
         return _LoopbackReceipt(self._world, self._key(peer, self.rank, is_rows=True), into)
 

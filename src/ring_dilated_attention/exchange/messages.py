@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllToAllOptions
 
 from .calls import LostPeerError
+from .interface import Message
 
 T = TypeVar("T")
 
@@ -102,12 +103,7 @@ class Gloo:
         except RuntimeError as error:
             raise LostPeerError([], _said(error)) from error
 
-    def transfer(
-        self,
-        send: tuple[int, torch.Tensor] | None,
-        receive: tuple[int, torch.Tensor] | None,
-        number: int,
-    ) -> _Works:
+    def transfer(self, send: Message | None, receive: Message | None, number: int) -> _Works:
         """See `Exchange.start`; messages of call `number` are received in that call alone."""
         if self._gloo is None:
             raise LostPeerError([])
@@ -132,10 +128,8 @@ class Gloo:
 
     def reason(self) -> str | None:
         """See `calls.Connection`."""
-        return self._ask(lambda: self._store.get(_LEFT).decode() if self._has_reason() else None)
-
-    def _has_reason(self) -> bool:
-        return bool(self._store.check([_LEFT]))
+        store = self._store
+        return self._ask(lambda: store.get(_LEFT).decode() if store.check([_LEFT]) else None)
 
     def _ask(self, function: Callable[[], T]) -> T | None:
         """What a function of the store returns; None if the store does not answer."""
@@ -244,12 +238,7 @@ class Nccl:
             self.transfer((to, sent), (source, received), 0).wait()
         torch.cuda.synchronize(device)
 
-    def transfer(
-        self,
-        send: tuple[int, torch.Tensor] | None,
-        receive: tuple[int, torch.Tensor] | None,
-        number: int,
-    ) -> _Launched:
+    def transfer(self, send: Message | None, receive: Message | None, number: int) -> _Launched:
         """See `Exchange.start`. Both in one launch: two would wait for each other."""
         messages: Any = self._messages
         peers = [one[0] for one in (receive, send) if one is not None]

@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import permutations, zip_longest
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+
+from .interface import Message
 
 SLOTS = 4
 """Of an outbox: some are read while others are written."""
@@ -149,97 +151,48 @@ class _Chunk(NamedTuple):
     slot: int
 
 
-class Outbox:
-    """One rank's end: its outbox, and what it reads of the others'.
+class Slots:
+    """The slots of all ranks' outboxes: which one is next, and what streams are to do with it.
 
     Args:
-        group: the group.
-        device: this rank's.
-        timeout: seconds that a stream may wait for another rank; then CUDA fails in this process.
-
-    Attributes:
-        nbytes: of the outbox.
-
-    Raises:
-        RuntimeError: memory cannot be shared.
+        rank: this rank.
+        outboxes: of each rank, by rank: as many bytes, none of which is in use.
+        handle: of torch's symmetric memory, for the signals.
+        timeout_ms: so long a stream may wait for another rank.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: float) -> None:
-        from torch.distributed import _symmetric_memory as symmetric  # takes a while to import
-
-        self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
-        self.nbytes = SLOTS * SLOT_BYTES
-        self._device = torch.device("cuda", index_of(device))
-        # Whatever mode the first call is in: others write to it, too.
-        with torch.inference_mode(False), torch.no_grad():
-            own = symmetric.empty(self.nbytes, dtype=torch.uint8, device=self._device)
-            self._handle: Any = symmetric.rendezvous(own, group.group_name)
-            self._set_slots(
-                own if rank == self._rank else self._handle.get_buffer(rank, own.shape, own.dtype)
-                for rank in range(self._world_size)
-            )
-            # torch may hand out memory that was an outbox before, with its signals.
-            self._handle.get_signal_pad(self._rank).view(torch.int32).zero_()
-            torch.cuda.synchronize(self._device)  # before any rank knows that all have made theirs
-        self._timeout_ms = max(int(timeout * 1000), 1)  # 0 would be for ever
-        # With priority: those who wait for rows are compute.
-        self._sending, self._receiving = (
-            torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
-            for _ in range(2)
-        )
-
-    def _set_slots(self, outboxes: Iterable[torch.Tensor]) -> None:
-        """Begin with these outboxes, by rank, none of which is in use."""
+    def __init__(
+        self, rank: int, outboxes: Sequence[torch.Tensor], handle: Any, timeout_ms: int
+    ) -> None:
+        self._rank, self._handle, self._timeout_ms = rank, handle, timeout_ms
         self._slots = [outbox.chunk(SLOTS) for outbox in outboxes]
         self._readers: dict[int, int] = {}  # of each slot of this rank, who was last sent it
         self._sent, self._received = Counter[int](), Counter[int]()  # chunks, by peer
 
-    def transfer(
-        self,
-        send: tuple[int, torch.Tensor] | None,
-        receive: tuple[int, torch.Tensor] | None,
-        number: int,
-    ) -> _Copies:
-        """Begin to send, and to receive; see `Exchange.start`."""
-        current = torch.cuda.current_stream(self._device)
-        computed = current.record_event()
-        used = [
-            (stream, one[1])
-            for stream, one in ((self._sending, send), (self._receiving, receive))
-            if one is not None
-        ]
-        for stream, _ in used:
-            stream.wait_event(computed)
-        try:
-            with torch.no_grad():
-                for stream, act in self._acts(send, receive):
-                    torch.cuda.set_stream(stream)  # `with torch.cuda.stream` takes 10 us
-                    act()
-        finally:
-            torch.cuda.set_stream(current)
-        return _Copies([(stream, stream.record_event(), tensor) for stream, tensor in used])
+    def acts(
+        self, send: Message | None, receive: Message | None
+    ) -> Iterator[tuple[bool, Callable[[], None]]]:
+        """What a transfer takes, in order: whether it is part of sending, and a function.
 
-    def _acts(
-        self, send: tuple[int, torch.Tensor] | None, receive: tuple[int, torch.Tensor] | None
-    ) -> Iterator[tuple[torch.cuda.Stream, Callable[[], None]]]:
-        """What streams are to do, in turns, and the sending first: see the module's docstring."""
+        In turns, and the sending first: see the module's docstring.
+        """
         sent = self._chunks(send, self._sent, sends=True)
         received = self._chunks(receive, self._received, sends=False)
         for out, into in zip_longest(sent, received):
             if out is not None:
-                yield self._sending, partial(self._send, out)
+                yield True, partial(self._send, out)
             if into is not None:
-                yield self._receiving, partial(self._receive, into)
+                yield False, partial(self._receive, into)
 
     def _chunks(
-        self, one: tuple[int, torch.Tensor] | None, counts: Counter[int], *, sends: bool
+        self, one: Message | None, counts: Counter[int], *, sends: bool
     ) -> Iterator[_Chunk]:
         if one is None:
             return
         peer, tensor = one
         assert tensor.is_contiguous()
         # Both sides count. Peers that were sent as much take other slots.
-        distance = (peer - self._rank if sends else self._rank - peer) % self._world_size
+        distance = (peer - self._rank if sends else self._rank - peer) % len(self._slots)
         size = self._slots[0][0].numel()
         rows = tensor.flatten().view(torch.uint8)
         for piece in torch.split(rows, size) if rows.numel() > size else (rows,):
@@ -261,6 +214,68 @@ class Outbox:
         self._handle.wait_signal(peer, slot, self._timeout_ms)
         rows.copy_(self._slots[peer][slot].narrow(0, 0, rows.numel()))
         self._handle.put_signal(peer, SLOTS + slot, self._timeout_ms)
+
+
+class Outbox:
+    """One rank's end: its outbox, and what it reads of the others'.
+
+    Args:
+        group: the group.
+        device: this rank's.
+        timeout: seconds that a stream may wait for another rank; then CUDA fails in this process.
+
+    Attributes:
+        nbytes: of the outbox.
+
+    Raises:
+        RuntimeError: memory cannot be shared.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: float) -> None:
+        from torch.distributed import _symmetric_memory as symmetric  # takes a while to import
+
+        rank = dist.get_rank(group)
+        self.nbytes = SLOTS * SLOT_BYTES
+        self._device = torch.device("cuda", index_of(device))
+        # Whatever mode the first call is in: others write to it, too.
+        with torch.inference_mode(False), torch.no_grad():
+            own = symmetric.empty(self.nbytes, dtype=torch.uint8, device=self._device)
+            handle: Any = symmetric.rendezvous(own, group.group_name)
+            outboxes = [
+                own if each == rank else handle.get_buffer(each, own.shape, own.dtype)
+                for each in range(dist.get_world_size(group))
+            ]
+            # torch may hand out memory that was an outbox before, with its signals.
+            handle.get_signal_pad(rank).view(torch.int32).zero_()
+            torch.cuda.synchronize(self._device)  # before any rank knows that all have made theirs
+            timeout_ms = max(int(timeout * 1000), 1)  # 0 would be for ever
+            self._slots = Slots(rank, outboxes, handle, timeout_ms)
+        # With priority: those who wait for rows are compute.
+        self._sending, self._receiving = (
+            torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
+            for _ in range(2)
+        )
+
+    def transfer(self, send: Message | None, receive: Message | None, number: int) -> _Copies:
+        """Begin to send, and to receive; see `Exchange.start`."""
+        current = torch.cuda.current_stream(self._device)
+        computed = current.record_event()
+        used = [
+            (stream, one[1])
+            for stream, one in ((self._sending, send), (self._receiving, receive))
+            if one is not None
+        ]
+        for stream, _ in used:
+            stream.wait_event(computed)
+        try:
+            with torch.no_grad():
+                for sends, act in self._slots.acts(send, receive):
+                    # `with torch.cuda.stream` takes 10 us.
+                    torch.cuda.set_stream(self._sending if sends else self._receiving)
+                    act()
+        finally:
+            torch.cuda.set_stream(current)
+        return _Copies([(stream, stream.record_event(), tensor) for stream, tensor in used])
 
 
 class _Copies:

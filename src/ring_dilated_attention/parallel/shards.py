@@ -81,15 +81,7 @@ def check_same_batch(batch: Mapping[str, Any], group: Group) -> None:
 
 @contextmanager
 def comparing(name: str, ends: Exchange) -> Iterator[dict[str, Any]]:
-    """`check_same_batch` in a function of this name, which may refuse its arguments in the block.
-
-    Args:
-        name: of the function.
-        ends: this rank's end of the group.
-
-    Yields:
-        A dict for the block to fill: what must be equal on all ranks.
-    """
+    """`check_same_batch` in a function of this name: of a dict that the block fills, or raises."""
     from torch.utils.data import get_worker_info  # takes a while to import
 
     if ends.world_size > 1 and get_worker_info() is not None:

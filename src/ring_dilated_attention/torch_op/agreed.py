@@ -10,7 +10,6 @@ import torch
 from ..exchange import (
     Exchange,
     Group,
-    Scope,
     agree,
     exchange_named,
     group_name,
@@ -259,7 +258,7 @@ def _refuse_in_graphs(what: str, instead: str) -> None:
 
 
 def _agree_but_on_lengths(
-    scope: Scope, ends: Exchange, query: torch.Tensor, key: torch.Tensor, options: Options
+    scope: Any, ends: Exchange, query: torch.Tensor, key: torch.Tensor, options: Options
 ) -> None:
     """Agree on a call whose lengths are in masks, which are about to travel."""
     with together(scope, ends, query.device) as agreed:

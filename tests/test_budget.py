@@ -14,7 +14,7 @@ BUDGET = {
     "decode": (2_095, 8),
     "draw": (700, 5),
     "engine": (3_308, 10),
-    "exchange": (1_903, 8),
+    "exchange": (1_912, 8),
     "integrations": (4_532, 14),
     "kernels": (3_954, 11),
     "nn": (3_863, 16),

@@ -13,6 +13,7 @@ before one is received, and whatever an operation waits for comes earlier in tha
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +31,8 @@ SLOTS = 4
 
 SLOT_BYTES = 16 << 20
 """Large: every chunk takes six launches, of which a host makes one in 5 to 10 us."""
+
+_NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 _made = 0
 """How often this process has made an outbox; see `Place`."""
@@ -240,7 +243,13 @@ class Outbox:
         # Whatever mode the first call is in: others write to it, too.
         with torch.inference_mode(False), torch.no_grad():
             own = symmetric.empty(self.nbytes, dtype=torch.uint8, device=self._device)
-            handle: Any = symmetric.rendezvous(own, group.group_name)
+            is_unset = _NO_MULTICAST not in os.environ
+            os.environ.setdefault(_NO_MULTICAST, "1")  # copies and signals do without
+            try:
+                handle: Any = symmetric.rendezvous(own, group.group_name)
+            finally:
+                if is_unset:
+                    del os.environ[_NO_MULTICAST]
             outboxes = [
                 own if each == rank else handle.get_buffer(each, own.shape, own.dtype)
                 for each in range(dist.get_world_size(group))

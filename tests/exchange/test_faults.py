@@ -329,7 +329,8 @@ ALWAYS = ["killed in forward", "stopped in backward", "error in forward", "skipp
 
 def rank_main(rank, world_size, victim, name, folder, backend, symmetric_memory):
     torch.set_num_threads(1)
-    fault, said = FAULTS[name], []
+    fault = FAULTS[name]
+    said: list[str] = []
     device = torch.device("cpu") if backend == "gloo" else torch.device("cuda", rank)
     if backend != "gloo":
         torch.cuda.set_device(device)

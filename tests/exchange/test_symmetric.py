@@ -52,7 +52,7 @@ class Host:
     def __init__(self, world_size, slot_bytes):
         self.world_size = world_size
         self.outboxes = torch.full((world_size, SLOTS * slot_bytes), 255, dtype=torch.uint8)
-        self.signals = Counter()  # by who gets it, who has sent it, channel
+        self.signals = Counter[tuple[int, int, int]]()  # by who gets it, who has sent it, channel
         self.changed = threading.Condition()
 
 
@@ -79,7 +79,7 @@ class Handle:
 def run_rank(host, rank, streams, repeats):
     """Messages of all sizes, many in flight; how many have arrived broken."""
     slots = Slots(rank, host.outboxes, Handle(host, rank), 1)
-    queues = [deque() for _ in range(streams)]
+    queues: list[Any] = [deque() for _ in range(streams)]
     size, wrong = host.world_size, []
     for number in range(repeats):
         random = Random(number)  # alike on all ranks

@@ -9,12 +9,12 @@ from support.lines import PACKAGE, REPOSITORY, Size, sizes_now, table, total
 # what there is. Where they go: 26,000 lines in 110 files.
 BUDGET = {
     "bench": (900, 6),
-    "checks": (2_073, 7),
+    "checks": (2_075, 7),
     "cli": (1_145, 9),
     "decode": (2_095, 8),
     "draw": (700, 5),
     "engine": (3_308, 10),
-    "exchange": (4_531, 19),
+    "exchange": (1_912, 8),
     "integrations": (4_532, 14),
     "kernels": (3_954, 11),
     "nn": (3_863, 16),
@@ -22,9 +22,9 @@ BUDGET = {
     "plan": (3_510, 12),
     "the root": (2_304, 10),
     "tiles": (1_039, 6),
-    "torch_op": (1_217, 7),
+    "torch_op": (1_205, 7),
 }
-MOST_TESTS = 28_000
+MOST_TESTS = 25_800
 SLACK = 0.02
 """A budget that is higher than this above what there is, is to be lowered."""
 

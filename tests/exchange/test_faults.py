@@ -1,100 +1,433 @@
-"""One rank does something wrong: the others end soon, and say which rank, in which call.
+"""One rank does something wrong: every rank ends, in time, and none is left with a wrong number.
 
-`make test` tries a rank that dies, one that stops and two that are in other calls than the rest, on
-one host. All others, of all transports, are for ``pytest -m faults``.
+`make test` tries a few faults, the rest is for ``pytest -m faults``.
 """
+
+import json
+import os
+import re
+import signal
+import tempfile
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from support.faults import FAULTS
-from support.faulty_ranks import GLOO, Transport, leftovers, problems, run_fault
+import torch.distributed as dist
+from support.launched import forked_context
+from torch.utils.checkpoint import checkpoint
+
+from ring_dilated_attention import (
+    DilatedKVCache,
+    DilatedPattern,
+    SequenceLayout,
+    cached_attention,
+    dilated_attention,
+)
+from ring_dilated_attention.checks import reference_attention
+from ring_dilated_attention.engine import compute
+from ring_dilated_attention.exchange import ProcessGroupExchange, groups
 
 # One worker has them all: much of their time ranks wait, and the other computes meanwhile.
 pytestmark = pytest.mark.xdist_group("faults")
 
-ALWAYS = [
-    "killed in forward",
-    "stopped in backward",
-    "skipped call, backward",
-    "skipped call, other arguments",
-]
-OTHER_CALLS = [
-    "skipped call, backward",
-    "skipped call, nothing travels",
-    "other order of backward",
-]
-ON_STREAMS = [
-    *OTHER_CALLS,
-    "skipped call, late backward",
-    "killed in a message",
-    "killed in backward",
-    "killed in decoding",
-    "stopped in backward",
-    "error in a tile",
-    "two threads on all ranks",
-]
-WITHOUT_A_BOARD = [
-    *("killed between calls", "killed in forward", "killed in a message", "killed in prefill"),
-    *("stopped in backward", "error in a tile", "skipped call, then the end", *OTHER_CALLS[:2]),
-]
-WITH_GPUS_ONLY = [
-    "killed between calls",
-    "stopped before the first call",
-    "stopped in backward",
-    "skipped call, backward",
-    "another version",
-]
-BETWEEN_HOSTS = [
-    *("killed before the first call", *ALWAYS, *OTHER_CALLS[1:]),
-    *("a call left out of the loss", "checkpoint on one rank"),
-]
-NO_BOARD = Transport(board=False)
-GPUS_ONLY = Transport(board=False, cpu=False)  # the group; ranks connect over gloo to agree
-LATE = GPUS_ONLY._replace(late=1)  # who has given up ends before another asks who has gone
-TWO_HOSTS = Transport(hosts=(0, 1, 1))  # as ranks pretend: they agree over TCP
-TOLD_STREAMS = Transport("streams", hosts=(0, 1))  # a thread stands for each stream
-ON_CPUS = [
-    *((GLOO, 3, 1, name) for name in FAULTS),
-    *((NO_BOARD, 3, 1, name) for name in WITHOUT_A_BOARD),
-    # Rank 0 holds the store in which they met.
-    *((NO_BOARD, ranks, 0, name) for name in ALWAYS[:2] for ranks in (2, 3)),
-    *((GPUS_ONLY, 3, victim, name) for name in WITH_GPUS_ONLY for victim in (0, 2)),
-    *((LATE, 3, victim, "killed before the first call") for victim in (0, 2)),
-    (LATE, 3, 0, "stopped before the first call"),
-    *((TWO_HOSTS, 3, 1, name) for name in BETWEEN_HOSTS),
-    *((TOLD_STREAMS, 2, 1, name) for name in ON_STREAMS),
-    *((Transport("streams"), 2, 1, name) for name in ("killed in backward", "error in a tile")),
-]
-ON_GPUS = [
-    *((Transport("nccl", hosts=(0, 1)), 2, 1, name) for name in ON_STREAMS),
-    *((Transport("nccl", copies), 2, 1, name) for copies in (True, False) for name in ON_STREAMS),
-    *((Transport("nccl", board=False), 2, 0, name) for name in WITH_GPUS_ONLY),
-]
+TIMEOUT_S = 3.0  # of the groups where a rank is stopped; it is minutes elsewhere
+GRACE_S = 6.0
+MOST_S = 60.0  # so long ranks may take to end
 
 
-def marked(table):
-    found = []
-    for row in table:
-        is_rare = row[0] != GLOO or row[-1] not in ALWAYS
-        found.append(pytest.param(*row, marks=[pytest.mark.faults] if is_rare else []))
-    return found
+class Rank:
+    """What a rank does: calls over a group of all ranks, each compared with the reference."""
+
+    pattern = DilatedPattern([16, None], [1, 3])
+
+    def __init__(self, rank, world_size, victim, device, group, note):
+        self.rank, self.world_size, self.is_victim = rank, world_size, rank == victim
+        self.device, self.group, self.fault = device, group, note
+        self.layout = SequenceLayout.zigzag(61, world_size)
+        self.calls = 0
+
+    def call(self, pattern=None):
+        """A forward, of inputs that need gradients and differ from call to call."""
+        self.calls += 1
+        pattern, is_gpu = pattern or self.pattern, self.device.type == "cuda"
+        generator = torch.Generator().manual_seed(self.calls)
+        whole = torch.randn(3, 1, 61, 4, 16, generator=generator)
+        whole = whole.to(self.device, torch.float16 if is_gpu else torch.float32)
+        query, key, value = (self.layout.shard(x, self.rank, 1).requires_grad_() for x in whole)
+        options: dict[str, Any] = {"group": self.group, "layout": self.layout}
+        out = dilated_attention(query, key, value, pattern, is_causal=True, **options)
+        want = reference_attention(whole[0], whole[1], whole[2], pattern, is_causal=True)[0]
+        error = (out - self.layout.shard(want, self.rank, 1)).abs().max() if out.numel() else 0
+        assert error < (1e-2 if is_gpu else 1e-4), f"WRONG NUMBER in call {self.calls}: {error}"
+        return out
+
+    def warm_up(self):
+        """Calls that go well: numbers 1, 2 and 3."""
+        self.call().sum().backward()
+        self.call()
+
+    def die(self, how):
+        """End this process, stop it for good, or raise an error."""
+        self.fault()
+        if how == "error":
+            raise MemoryError("no memory for a tile")
+        if how == "exit":
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+        while True:  # it is the main thread that is told to stop; this one may run on a little
+            time.sleep(1)
 
 
-def check(transport, world_size, victim, name):
-    before = leftovers()
-    outcomes = run_fault(name, world_size, victim, transport)
-    found = problems(name, world_size, victim, outcomes, transport)
-    assert not found, "\n".join(found)
-    assert leftovers() <= before
+def before_the_first_call(me, how):
+    if me.is_victim:
+        me.die(how)
+    me.call()
 
 
-@pytest.mark.parametrize(("transport", "world_size", "victim", "name"), marked(ON_CPUS))
-def test_dilated_attention_on_faulty_ranks(transport, world_size, victim, name):
-    check(transport, world_size, victim, name)
+def between_calls(me, how):
+    me.warm_up()
+    if me.is_victim:
+        me.die(how)
+    me.call().sum().backward()
+
+
+def in_forward(me, how):
+    """In the middle: its rows are sent, or not, and those of others are waited for."""
+    me.warm_up()
+    if me.is_victim:
+        compute.forward = lambda *a, **k: me.die(how)
+    me.call().sum().backward()
+
+
+def in_backward(me, how):
+    me.warm_up()
+    out = me.call()
+    if me.is_victim:
+        compute.backward = lambda *a, **k: me.die(how)
+    out.sum().backward()
+
+
+def in_a_message(me, how):
+    """A part of a large message has come."""
+    me.warm_up()
+    sent, received = torch.zeros(2, 2**24, device=me.device)
+    to, source = (me.rank + 1) % me.world_size, (me.rank - 1) % me.world_size
+    with me.group.calls.enter("dilated_attention", "forward"):
+        pending = me.group.start((to, sent), (source, received))
+        if me.is_victim:
+            time.sleep(0.005)
+            me.die(how)
+        pending.wait()
+    me.call()
+
+
+def in_decoding(me, how):
+    """In the middle of a token: the results of ranks are yet to be brought together."""
+    me.warm_up()
+    cache = DilatedKVCache(
+        me.pattern,
+        batch=1,
+        num_kv_heads=4,
+        head_dim=16,
+        max_length=100,
+        device=me.device,
+        group=me.group,
+        sharded=True,
+    )
+    rows = torch.randn(1, me.layout.local_length(me.rank), 4, 16, device=me.device)
+    cache.prefill(rows.to(cache.keys), rows.to(cache.keys), layout=me.layout)
+    row = torch.ones(1, 1, 4, 16, device=me.device).to(cache.keys)
+    cached_attention(row, row, row, cache)
+    if me.is_victim:
+        cache.advanced = lambda count: me.die(how)  # type: ignore[method-assign]
+    cached_attention(row, row, row, cache)
+    cached_attention(row, row, row, cache)
+
+
+def caught(me, how):
+    """The victim catches its error, and finds that its group cannot go on."""
+    try:
+        in_forward(me, "error")
+    except MemoryError:
+        me.call()
+
+
+def skipped_forward(me, how):
+    """One rank leaves a forward out; the next call is another one."""
+    me.warm_up()
+    first = me.call()
+    if me.is_victim:
+        me.fault()
+        me.calls += 1
+    else:
+        second = me.call()
+    if how == "arguments":
+        me.call(DilatedPattern([7], [1]))
+    elif how == "end":
+        return
+    (first if me.is_victim else first * second.detach()).sum().backward()
+
+
+def skipped_where_nothing_travels(me, how):
+    me.warm_up()
+    alone = DilatedPattern([1], [1])
+    first = me.call(alone)
+    if me.is_victim:
+        me.fault()
+        me.calls += 1
+    else:
+        me.call(alone)
+    first.sum().backward()
+
+
+def other_backward(me, how):
+    """One rank's backward comes in another order, or not at all."""
+    me.warm_up()
+    first, second = me.call(), me.call()
+    if me.is_victim:
+        me.fault()
+        if how == "order":
+            first, second = second, first
+    if how == "order" or not me.is_victim:
+        first.sum().backward()
+    second.sum().backward()
+    me.call()
+
+
+def recomputed(me, how):
+    """One rank checkpoints its activations, and computes forward again in backward."""
+    me.warm_up()
+    x = torch.zeros((), device=me.device, requires_grad=True)
+    runs = []
+
+    def function(y):
+        runs.append(y)
+        if len(runs) == 2:
+            me.calls -= 1
+            me.fault()
+        return me.call() + y
+
+    out = checkpoint(function, x, use_reentrant=False) if me.is_victim else me.call() + x
+    out.sum().backward()
+
+
+def other_arguments(me, how):
+    me.warm_up()
+    if me.is_victim:
+        me.fault()
+    me.call(DilatedPattern([7], [1]) if me.is_victim else None)
+
+
+def two_threads(me, how):
+    me.warm_up()
+    failures: list[BaseException] = []
+
+    def many():
+        try:
+            for _ in range(200):
+                row = torch.ones(1, 61, 4, 16)
+                dilated_attention(row, row, row, me.pattern, group=me.group)
+        except BaseException as error:
+            failures.append(error)
+
+    if not me.is_victim:
+        return many() or me.raise_first(failures)
+    me.fault()
+    threads = [threading.Thread(target=many, name=f"user {i}") for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return me.raise_first(failures)
+
+
+def raise_first(self, failures):
+    raise failures[0]
+
+
+Rank.raise_first = raise_first  # type: ignore[attr-defined]
+
+
+def other_version(me, how):
+    if me.is_victim:
+        me.fault()
+        pytest.MonkeyPatch().setattr(groups, "__version__", "0.0.1")
+    me.call()
+
+
+class Fault(NamedTuple):
+    """A fault.
+
+    Attributes:
+        program: what every rank does.
+        how: which variant of it.
+        blames: a pattern that the errors of the other ranks match; {victim} is the rank.
+        says: a pattern that the victim's error matches; None: it has none.
+        goes_on: whether all ranks make another call after the error.
+        times_out: whether the others wait until the timeout; always so where a rank is stopped.
+    """
+
+    program: Any
+    how: str = ""
+    blames: str = r"ExchangeError: .*this is rank \d"
+    says: str | None = None
+    goes_on: bool = False
+    times_out: bool = False
+
+
+_FAILED = r"rank {victim} failed in call \d+ \(.*MemoryError: no memory for a tile"
+_DIFFER = r"ExchangeError: ranks are in different calls.*rank {victim} in call \d+ \(dilated_att"
+_ARGUMENTS = r"ValueError: .*pattern is .* on rank {victim}"
+_THREADS = r"threads ('user \d'|one of autograd)"
+
+FAULTS = {
+    "killed before the first call": Fault(before_the_first_call, "kill", times_out=True),
+    "stopped before the first call": Fault(before_the_first_call, "stop"),
+    "killed between calls": Fault(between_calls, "kill"),
+    "exited between calls": Fault(between_calls, "exit"),
+    "stopped between calls": Fault(between_calls, "stop"),
+    "killed in forward": Fault(in_forward, "kill"),
+    "stopped in forward": Fault(in_forward, "stop"),
+    "error in forward": Fault(in_forward, "error", _FAILED, "no memory"),
+    "error in forward, caught": Fault(caught, "", _FAILED, "cannot be used any more"),
+    # gloo waits for the rest of a message of which a part has come.
+    "killed in a message": Fault(in_a_message, "kill", "ExchangeError", times_out=True),
+    "killed in backward": Fault(in_backward, "kill"),
+    "stopped in backward": Fault(in_backward, "stop"),
+    "error in backward": Fault(in_backward, "error", _FAILED, "no memory"),
+    "killed in decoding": Fault(in_decoding, "kill"),
+    "error in decoding": Fault(in_decoding, "error", _FAILED, "no memory"),
+    "skipped forward": Fault(skipped_forward, "", _DIFFER, _DIFFER, goes_on=True),
+    "skipped forward, other arguments": Fault(
+        skipped_forward, "arguments", _ARGUMENTS, _ARGUMENTS, goes_on=True
+    ),
+    "skipped forward, then the end": Fault(skipped_forward, "end"),
+    "skipped forward, nothing travels": Fault(
+        skipped_where_nothing_travels, "", _DIFFER, _DIFFER, goes_on=True
+    ),
+    "skipped backward": Fault(other_backward, "skip", _DIFFER, _DIFFER, goes_on=True),
+    "other order": Fault(other_backward, "order", _DIFFER, _DIFFER, goes_on=True),
+    "other arguments": Fault(other_arguments, "", _ARGUMENTS, _ARGUMENTS, goes_on=True),
+    "checkpoint on one rank": Fault(recomputed, "", _DIFFER, _DIFFER, goes_on=True),
+    "two threads": Fault(two_threads, "", "ExchangeError|ValueError", _THREADS),
+    "another version": Fault(
+        other_version, "", r"one version of .* 0\.0\.1 on rank {victim}", "one version of"
+    ),
+}
+
+
+def is_timed(fault):
+    return fault.times_out or fault.how == "stop"
+
+
+ALWAYS = ["killed in forward", "stopped in backward", "error in forward", "skipped forward"]
+
+
+def rank_main(rank, world_size, victim, name, folder, backend, symmetric_memory):
+    torch.set_num_threads(1)
+    fault = FAULTS[name]
+    said: list[str] = []
+    device = torch.device("cpu") if backend == "gloo" else torch.device("cuda", rank)
+    if backend != "gloo":
+        torch.cuda.set_device(device)
+    path = Path(folder, f"rank{rank}.json")
+    mes: list[Rank] = []
+
+    def run():
+        dist.init_process_group(
+            backend,
+            store=dist.FileStore(str(Path(folder, "store")), world_size),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=TIMEOUT_S if is_timed(fault) else 120),
+        )
+        dist.barrier()
+        assert dist.group.WORLD is not None
+        ends = ProcessGroupExchange(dist.group.WORLD, symmetric_memory=symmetric_memory)
+        me = Rank(rank, world_size, victim, device, ends, Path(folder, "fault").touch)
+        mes.append(me)
+        fault.program(me, fault.how)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    for part in [run, lambda: mes[0].call(Rank.pattern)][: 1 + fault.goes_on]:
+        try:
+            if said:
+                mes[0].calls = 100  # alike on all ranks again
+            part()
+            said.append("")
+        except BaseException as error:
+            said.append(f"{type(error).__name__}: {error}")
+    path.with_suffix(".new").write_text(json.dumps([time.time(), *said]))
+    path.with_suffix(".new").rename(path)
+    while fault.how == "caught" and rank == victim:
+        time.sleep(1)
+    os._exit(0)  # as it is: nobody is to wait for anybody here
+
+
+def outcomes_of(name, world_size, victim, backend, symmetric_memory):
+    """Of each rank: seconds after the fault, what it said, and what it said when it went on."""
+    context = forked_context()
+    with tempfile.TemporaryDirectory() as folder:
+        given = world_size, victim, name, folder, backend, symmetric_memory
+        processes = [
+            context.Process(target=rank_main, args=(rank, *given)) for rank in range(world_size)
+        ]
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + MOST_S
+        for rank, process in enumerate(processes):
+            if rank != victim or FAULTS[name].says is not None:
+                process.join(max(0.0, deadline - time.monotonic()))
+        for process in processes:
+            process.kill()
+            process.join()
+        begun = Path(folder, "fault").stat().st_mtime
+        found = [Path(folder, f"rank{rank}.json") for rank in range(world_size)]
+        texts = [json.loads(path.read_text()) if path.exists() else [] for path in found]
+        return [(text[0] - begun, *text[1:]) if text else None for text in texts]
+
+
+def check(name, world_size, victim, backend="gloo", symmetric_memory=None):
+    fault = FAULTS[name]
+    outcomes = outcomes_of(name, world_size, victim, backend, symmetric_memory)
+    limit = GRACE_S + TIMEOUT_S * is_timed(fault)
+    for rank, outcome in enumerate(outcomes):
+        wanted = fault.says if rank == victim else fault.blames
+        if wanted is None:
+            continue
+        assert outcome is not None, f"rank {rank} had not ended after {MOST_S} s"
+        seconds, said, *again = outcome
+        wanted = wanted.replace("{victim}", str(victim)).replace("rank ", r"ranks? (?:\d, )*")
+        assert re.search(wanted, said, re.DOTALL), f"rank {rank}: {outcome}"
+        assert seconds < limit, f"rank {rank}: {outcome}"
+        assert again == [""] * fault.goes_on, f"rank {rank}: {outcome}"
+
+
+@pytest.mark.parametrize("name", ALWAYS)
+def test_dilated_attention_on_faulty_ranks(name):
+    check(name, 3, 1)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(("world_size", "victim"), [(3, 1), (2, 0)])
+@pytest.mark.parametrize("name", FAULTS)
+def test_dilated_attention_on_all_faulty_ranks(name, world_size, victim):
+    check(name, world_size, victim)
+
+
+ON_GPUS = [name for name, fault in FAULTS.items() if fault.goes_on or "before" in name]
 
 
 @pytest.mark.gpu
+@pytest.mark.faults
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-@pytest.mark.parametrize(("transport", "world_size", "victim", "name"), marked(ON_GPUS))
-def test_dilated_attention_on_faulty_gpus(transport, world_size, victim, name):
-    check(transport, world_size, victim, name)
+@pytest.mark.parametrize("symmetric_memory", [True, False])
+@pytest.mark.parametrize("name", ON_GPUS)
+def test_dilated_attention_on_faulty_gpus(name, symmetric_memory):
+    """Faults that hosts find. Streams that wait for a rank that has ended do until the timeout."""
+    check(name, 2, 1, "cpu:gloo,cuda:nccl", symmetric_memory)

@@ -20,7 +20,7 @@ from ring_dilated_attention.checks import (
     sweep,
 )
 from ring_dilated_attention.exchange import ExchangeError, ProcessGroupExchange
-from ring_dilated_attention.exchange.peer_memory import SLOT_BYTES
+from ring_dilated_attention.exchange.symmetric import SLOT_BYTES
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,38 +29,35 @@ pytestmark = [
 ]
 
 
-def run_over(rank, world_size, cases, peer_memory):
-    """Like `run_cases`, over copies or messages."""
-    exchange = ProcessGroupExchange(world(), peer_memory=peer_memory)
+def run_over(rank, world_size, cases, symmetric_memory):
+    """Like `run_cases`, over symmetric memory or NCCL."""
+    exchange = ProcessGroupExchange(world(), symmetric_memory=symmetric_memory)
     outcomes = [run_case(case, exchange) for case in cases]
-    assert (exchange.outbox_bytes(torch.device("cuda")) > 0) == peer_memory
+    assert (exchange.buffer_bytes(torch.device("cuda")) > 0) == symmetric_memory
     return outcomes
 
 
-@pytest.mark.parametrize("peer_memory", [True, False])
-def test_nccl(peer_memory):
+@pytest.mark.parametrize("symmetric_memory", [True, False])
+def test_nccl(symmetric_memory):
     world_size = torch.cuda.device_count()
     cases = [replace(case, device="cuda") for case in sweep(world_size)]
     cases += kernel_cases(world_size, "auto", torch.bfloat16)
-    outcomes = combine(run_ranks(run_over, world_size, cases, peer_memory, backend="nccl"))
+    outcomes = combine(run_ranks(run_over, world_size, cases, symmetric_memory, backend="nccl"))
     assert not failures(cases, outcomes)
 
 
 def run_on_two_hosts(rank, world_size, cases):
-    """Like `run_over`, of ranks that pretend to be on two hosts: twice, and how often they wait.
+    """Like `run_over`, of ranks that pretend to be on two hosts; what they say where they differ.
 
-    Then one rank's arguments are others while rows are under way, and then all go on.
+    One rank's arguments are others while rows of earlier calls are under way; then all go on.
     """
     pretend_host(pytest.MonkeyPatch(), 2 * rank // world_size)
     exchange = ProcessGroupExchange(world())
     outcomes = [run_case(case, exchange) for case in cases]
-    assert exchange.outbox_bytes(torch.device("cuda")) == 0
-    waits = exchange.waits
-    outcomes += [run_case(case, exchange) for case in cases]
-    waits = exchange.waits - waits
+    assert exchange.buffer_bytes(torch.device("cuda")) == 0
     said = []
     for odd in range(2):
-        for pattern in (ALONE, DENSE):  # then all kinds are known
+        for pattern in (ALONE, DENSE):
             attend_over(exchange, pattern)
         try:
             for _ in range(3):
@@ -70,7 +67,7 @@ def run_on_two_hosts(rank, world_size, cases):
             said.append(str(error))
         dist.barrier()
         outcomes += [run_case(case, exchange) for case in cases[:3]]
-    return outcomes, waits, said
+    return outcomes, said
 
 
 ALONE, DENSE = DilatedPattern([64], [1]), DilatedPattern.dense()
@@ -86,10 +83,9 @@ def test_two_hosts():
     cases = [replace(case, device="cuda") for case in sweep(world_size)]
     cases += kernel_cases(world_size, "auto", torch.bfloat16)
     found = run_ranks(run_on_two_hosts, world_size, cases, backend="cpu:gloo,cuda:nccl")
-    outcomes = combine([outcomes for outcomes, *_ in found])
-    assert not failures([*cases, *cases, *cases[:3], *cases[:3]], outcomes)
-    for _, waits, said in found:
-        assert waits == 0
+    outcomes = combine([outcomes for outcomes, _ in found])
+    assert not failures([*cases, *cases[:3], *cases[:3]], outcomes)
+    for _, said in found:
         assert [f"on rank {odd}" in text for odd, text in enumerate(said)] == [True, True]
 
 
@@ -118,24 +114,25 @@ def cut_cases(world_size):
             )
 
 
-def run_cut(rank, world_size, cases, peer_memory, round_pairs):
+def run_cut(rank, world_size, cases, symmetric_memory, round_pairs):
     with rings_cut(round_pairs):
-        return run_over(rank, world_size, cases, peer_memory)
+        return run_over(rank, world_size, cases, symmetric_memory)
 
 
 @pytest.mark.parametrize("round_pairs", [1, 1 << 20])
-@pytest.mark.parametrize("peer_memory", [True, False])
-def test_rings_cut_up(peer_memory, round_pairs):
+@pytest.mark.parametrize("symmetric_memory", [True, False])
+def test_rings_cut_up(symmetric_memory, round_pairs):
     world_size = torch.cuda.device_count()
     cases = list(cut_cases(world_size))
-    found = run_ranks(run_cut, world_size, cases, peer_memory, round_pairs, backend="nccl")
+    found = run_ranks(run_cut, world_size, cases, symmetric_memory, round_pairs, backend="nccl")
     assert not failures(cases, combine(found))
 
 
 def subgroups(world_size):
     """Ranks of groups that overlap, so that a rank has another number in each.
 
-    With three ranks and more, some of a group have shared memory more often than others before.
+    With three ranks and more, some of a group have shared memory more often than others before:
+    rows travel over NCCL there.
     """
     return [range(world_size - 1), range(1, world_size), range(world_size)]
 
@@ -144,29 +141,29 @@ def cases_of(ranks, device="cuda"):
     return [replace(case, device=device) for case in list(sweep(len(ranks)))[::7]]
 
 
-def run_in_subgroups(rank, world_size, device, peer_memory):
+def run_in_subgroups(rank, world_size, device, symmetric_memory):
     """By group, the outcomes of the ranks that are in it."""
     groups = [(ranks, dist.new_group(list(ranks))) for ranks in subgroups(world_size)]
 
     def outcomes(ranks, group):
-        exchange = ProcessGroupExchange(group, peer_memory=peer_memory)
+        exchange = ProcessGroupExchange(group, symmetric_memory=symmetric_memory)
         return [run_case(case, exchange) for case in cases_of(ranks, device)]
 
     return [outcomes(ranks, group) if rank in ranks else [] for ranks, group in groups]
 
 
-@pytest.mark.parametrize("peer_memory", [None, False])
-def test_subgroups(peer_memory):
+@pytest.mark.parametrize("symmetric_memory", [None, False])
+def test_subgroups(symmetric_memory):
     world_size = torch.cuda.device_count()
-    found = run_ranks(run_in_subgroups, world_size, "cuda", peer_memory, backend="nccl")
+    found = run_ranks(run_in_subgroups, world_size, "cuda", symmetric_memory, backend="nccl")
     for ranks, *by_rank in zip(subgroups(world_size), *found, strict=True):
         outcomes = combine([by_rank[rank] for rank in ranks])
         assert not failures(cases_of(ranks), outcomes)
 
 
-def many_transfers(rank, world_size, peer_memory):
+def many_transfers(rank, world_size, symmetric_memory):
     """Messages of all sizes, several in flight, ranks ahead of others; how many arrived broken."""
-    exchange = ProcessGroupExchange(world(), peer_memory=peer_memory)
+    exchange = ProcessGroupExchange(world(), symmetric_memory=symmetric_memory)
     device, own, broken = torch.device("cuda", rank), Random(-1 - rank), []
     exchange.maximum([0], device)
     sizes = [1, 63, 4096, SLOT_BYTES - 1, SLOT_BYTES, SLOT_BYTES + 1, 5 * SLOT_BYTES // 2]
@@ -200,10 +197,10 @@ def many_transfers(rank, world_size, peer_memory):
     return int(torch.stack(broken).sum())
 
 
-@pytest.mark.parametrize("peer_memory", [True, False])
-def test_transfers(peer_memory):
+@pytest.mark.parametrize("symmetric_memory", [True, False])
+def test_transfers(symmetric_memory):
     world_size = torch.cuda.device_count()
-    assert not any(run_ranks(many_transfers, world_size, peer_memory, backend="nccl"))
+    assert not any(run_ranks(many_transfers, world_size, symmetric_memory, backend="nccl"))
 
 
 def held_bytes(device):
@@ -235,9 +232,9 @@ def drawn_case(random, world_size):
     return length, pattern, layout, is_causal, exchange, heads, head_dim
 
 
-def soak(rank, world_size, peer_memory, cases, repeats):
+def soak(rank, world_size, symmetric_memory, cases, repeats):
     """Calls of many shapes, patterns and layouts with fresh data; each against one GPU's result."""
-    group = ProcessGroupExchange(world(), peer_memory=peer_memory)
+    group = ProcessGroupExchange(world(), symmetric_memory=symmetric_memory)
     device = torch.device("cuda", rank)
     random, worst, held = Random(0), 0.0, []
     drawn = [drawn_case(random, world_size) for _ in range(cases)]
@@ -270,11 +267,11 @@ def soak(rank, world_size, peer_memory, cases, repeats):
 
 
 @pytest.mark.timeout(900)  # kernels compile for minutes
-@pytest.mark.parametrize("peer_memory", [False, True])
-def test_many_calls(peer_memory):
+@pytest.mark.parametrize("symmetric_memory", [False, True])
+def test_many_calls(symmetric_memory):
     """No hang, no drift, flat memory: results equal one GPU's within what bf16 rounds."""
     world_size, cases = torch.cuda.device_count(), 12
-    found = run_ranks(soak, world_size, peer_memory, cases, 100, backend="nccl", timeout=850)
+    found = run_ranks(soak, world_size, symmetric_memory, cases, 100, backend="nccl", timeout=850)
     for worst, held in found:
         print(f"largest error {worst:.1e}, bytes held {held[::20]}, at most {max(held)}")
         assert worst < 4 * ROUNDED  # of two results, each a sum of two rounded parts

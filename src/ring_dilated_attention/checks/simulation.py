@@ -150,15 +150,17 @@ class Turns:
     def _freed(self, nbytes: int) -> None:
         self._buffered -= nbytes
 
+    def begin(self, number: int, data: bytes = b"") -> Callable[[], list[tuple[int, bytes]]]:
+        """See `Exchange.begin`."""
+        return self.others_go_on()(self._ends.begin(number, data))
+
     def maximum(self, values: Sequence[int], device: torch.device) -> list[int]:
         """See `Exchange.maximum`."""
-        with self.others_go_on():
-            return self._ends.maximum(values, device)
+        return self.others_go_on()(self._ends.maximum)(values, device)
 
     def share(self, value: Any) -> list[Any]:
         """See `Exchange.share`."""
-        with self.others_go_on():
-            return self._ends.share(value)
+        return self.others_go_on()(self._ends.share)(value)
 
 
 class _Wait:

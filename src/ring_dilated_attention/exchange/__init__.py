@@ -7,14 +7,15 @@ callers mean by `group` and `mesh`. `group_name`, `exchange_named`, `own_exchang
 `resolve_exchange` lead from one to the other, `place_in` tells the rank, and `all_gather` is a
 collective out of transfers.
 
-A `Scope` is a call under way. `settle` and `agree` make sure that all ranks are in it, with
-arguments (`Shared`) that are equal; if not, an `ExchangeError` is raised on every rank.
+`settle` and `agree` make sure that all ranks are in the same call, with arguments (`Shared`) that
+are equal; if not, an error is raised on every rank. `together` does so
+for a block of code in which a rank may fail.
 `refuse_capture` keeps calls on several ranks out of CUDA graphs, and `untraced` keeps torch.compile
 out of a function.
 """
 
-from .agreement import Shared, agree, refuse_capture, settle
-from .calls import ExchangeError, Scope
+from .agreement import Shared, agree, refuse_capture, settle, together
+from .calls import ExchangeError
 from .groups import (
     Group,
     ProcessGroupExchange,
@@ -34,7 +35,6 @@ __all__ = [
     "Group",
     "Pending",
     "ProcessGroupExchange",
-    "Scope",
     "Shared",
     "SoloExchange",
     "agree",
@@ -48,5 +48,6 @@ __all__ = [
     "resolve_exchange",
     "run_loopback",
     "settle",
+    "together",
     "untraced",
 ]

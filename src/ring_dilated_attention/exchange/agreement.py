@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import threading
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any, NamedTuple
 
 import torch
 
-from .calls import Call, ExchangeError, LostPeerError, Scope
+from .calls import Call, Calls, ExchangeError, Scope
 from .interface import Exchange, untraced
 
 
@@ -19,32 +21,86 @@ class Shared(NamedTuple):
     Attributes:
         words: each by its name, as messages show it.
         digest: of all of them, which is what ranks compare.
-        kind: of those that tell a kind of calls: see `settle`.
         advice: what to do where ranks differ, for the message.
     """
 
     words: Mapping[str, Any]
     digest: bytes
-    kind: bytes
     advice: str = ""
 
     @classmethod
     def of(
         cls, words: Mapping[str, Any], advice: str = "", counted: Mapping[str, Any] | None = None
     ) -> Shared:
-        """Arguments by name; `counted` are those that go on from call to call of one kind."""
-        kind = _digest(words)
-        if counted is None:
-            return cls(words, kind, kind, advice)
-        words = {**words, **counted}
-        return cls(words, _digest(words), kind, advice)
-
-
-def _digest(words: Mapping[str, Any]) -> bytes:
-    return hashlib.blake2b(repr(words).encode()).digest()
+        """Arguments by name; `counted` are more of them, that go on from call to call."""
+        words = {**words, **(counted or {})}
+        return cls(words, hashlib.blake2b(repr(words).encode()).digest(), advice)
 
 
 _NOTHING = Shared.of({})
+_REFUSED = -1
+"""Shown in place of a digest, which is never negative, by a rank that refused its arguments."""
+
+
+class together:  # noqa: N801
+    """In its ``with`` block this rank may fail; at the end all ranks go on, or all of them raise.
+
+    The one way to call what may raise on some ranks only: a rank that raised alone would leave the
+    others waiting for it. Ranks must not wait for each other inside of the block.
+
+        with together("unshard", ends, device) as agreed:
+            check(tensor)
+            agreed.on(layout=layout)
+
+    Args:
+        where: the call under way; or the name of a function, for a call of its own that does
+            nothing but agree.
+        ends: this rank's end of the group.
+        device: where the tensors of the call are; may be set inside of the block, too.
+        later: see `settle`.
+        advice: what to do where ranks differ, for the message.
+
+    Attributes:
+        shared: the arguments that must be equal on all ranks; None: none.
+        device: see above.
+
+    Raises:
+        Exception: what the block has raised, on the ranks where it did; else see `settle`.
+    """
+
+    def __init__(
+        self,
+        where: Scope | str,
+        ends: Exchange,
+        device: torch.device,
+        *,
+        later: bool = False,
+        advice: str = "",
+    ) -> None:
+        self.shared: Shared | None = None
+        self.device = device
+        self._where, self._ends, self._later, self._advice = where, ends, later, advice
+
+    def on(self, words: Mapping[str, Any]) -> None:
+        """Compare these arguments with those of the other ranks."""
+        self.shared = Shared.of(words, self._advice)
+
+    def __enter__(self) -> together:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None and not isinstance(error, Exception):
+            return  # such as KeyboardInterrupt: it is not waited for anybody
+        shared = None if error is not None else self.shared or _NOTHING
+        if isinstance(self._where, Scope):
+            settle(self._where, self._ends, self.device, shared, error, later=self._later)
+        else:
+            _agree(self._where, self._ends, shared, error, self.device)
 
 
 def agree(
@@ -68,8 +124,19 @@ def agree(
     Raises:
         Exception: see `settle`.
     """
+    words = None if shared is None or ends.world_size == 1 else Shared.of(shared, advice)
+    _agree(name, ends, words, failure, device)
+
+
+def _agree(
+    name: str,
+    ends: Exchange,
+    shared: Shared | None,
+    failure: Exception | None,
+    device: torch.device,
+) -> None:
     if ends.world_size > 1:
-        _agree_with_others(name, ends, shared, failure, device, advice)
+        _agree_with_others(name, ends, shared, failure, device)
         return
     with ends.calls.enter(name, "inputs") as scope:  # which torch.compile traces
         settle(scope, ends, device, None, failure)
@@ -79,15 +146,13 @@ def agree(
 def _agree_with_others(
     name: str,
     ends: Exchange,
-    shared: Mapping[str, Any] | None,
+    shared: Shared | None,
     failure: Exception | None,
     device: torch.device,
-    advice: str,
 ) -> None:
-    """`agree` on several ranks."""
     refuse_capture(name, ends, device)
     with ends.calls.enter(name, "inputs") as scope:
-        settle(scope, ends, device, None if shared is None else Shared.of(shared, advice), failure)
+        settle(scope, ends, device, shared, failure)
 
 
 def settle(
@@ -101,12 +166,8 @@ def settle(
 ) -> None:
     """Raise on every rank unless all are in the same call, with the same arguments.
 
-    On one host it is one small collective in shared memory, whatever the arguments: a rank that
-    skipped it because it had seen its own arguments before could not tell that another rank's are
-    new, and would go on without it. Between hosts that holds too, but a rank waits for the others
-    in calls of a kind that is new to the group alone. In others it says which call it is in, and
-    goes on; where ranks differ, all of them raise as soon as they know, which is in their next call
-    at the latest, and in the call itself where they wait for rows.
+    It is one small collective, whatever the arguments: a rank that skipped it because it had seen
+    its own arguments before could not tell that another rank's are new.
 
     Args:
         scope: the call.
@@ -114,10 +175,9 @@ def settle(
         device: where the tensors of the call are.
         shared: the arguments that must be equal on all ranks; None if this rank refused.
         failure: why this rank refused its arguments; None if it did not.
-        later: whether this rank may go on until it needs the others, where all share a host: it
-            shows which call it is in, and compares that of the others before it sends or receives
-            the first row of the call. If there is none, ``calls.before_rows()`` does it at the end
-            of the call, or else its next call.
+        later: whether this rank may go on until it needs the others: it shows which call it is in,
+            and compares that of the others before it sends or receives the first row of the call,
+            or else before the call ends.
 
     Raises:
         ValueError: other ranks refused their arguments, or ranks differ; the message names them.
@@ -125,130 +185,95 @@ def settle(
         ExchangeError: the ranks are in different calls, or one of them is missing or has failed.
     """
     if ends.world_size > 1:
-        numbers = _numbers(scope, shared, failure)
-        scope.identify(numbers[0])
-        show = getattr(ends, "show", None) if later and shared and failure is None else None
-        shown = show and show(numbers, device)
-        if shown is not None:
-            ends.calls.agree_later(_Agreement(shown, shared))
+        agreement = _begin(scope, ends, shared, failure, device)
+        if later and failure is None:
+            ends.calls.agree_later(agreement)
             return
-        _settle(scope, ends, device, numbers, shared, failure)
+        agreement()
     if failure is not None:
         scope.in_step = True
         raise failure
 
 
-def _settle(
+def _begin(
     scope: Scope,
     ends: Exchange,
-    device: torch.device,
-    numbers: list[int],
     shared: Shared | None,
     failure: Exception | None,
-) -> None:
-    """`settle` on several ranks."""
-    kind = scope.call.name, scope.call.part, device.type, shared and shared.kind
-    known = shared is not None and failure is None and kind in ends.calls.kinds
-    show = getattr(ends, "show_ahead", None)
-    shown = show(numbers, device) if known and show else None
-    if shown is not None:
-        ends.calls.agree_later(_Agreement(shown, shared, shown.is_done))
-        return
-    _compare(scope, ends.maximum(numbers, device), ends.share, shared, failure)
+    device: torch.device | None,
+    data: bytes = b"",
+) -> Callable[[], list[bytes]]:
+    """Show the others which call this rank is in; what is returned compares it with theirs."""
+    number = _REFUSED
     if failure is None:
-        ends.calls.kinds.add(kind)
-
-
-class _Shown(Protocol):
-    """Numbers that this rank shows the others, and those that others show it."""
-
-    def wait(self) -> list[int]:
-        """The elementwise maximum over all ranks."""
-
-    def share(self, value: Any) -> list[Any]:
-        """See `Exchange.share`."""
-
-
-class _Agreement:
-    """See `calls.Agreement`; it holds no `Exchange`, which it may outlive.
-
-    Args:
-        shown: this rank's `_numbers`.
-        shared: the arguments that must be equal on all ranks.
-        is_done: whether all ranks have been heard of; None: they are waited for before a row of
-            the call moves.
-    """
-
-    def __init__(
-        self, shown: _Shown, shared: Shared | None, is_done: Callable[[], bool] | None = None
-    ) -> None:
-        self.before_rows = is_done is None
-        self._shown, self._shared, self._is_done = shown, shared, is_done
-        self._lock = threading.Lock()
-        self._error: Exception | None = None
-        self._is_known = False
-
-    def is_done(self) -> bool:
-        return self._is_done is not None and self._is_done()
-
-    def __call__(self, scope: Scope) -> None:
-        with self._lock:
-            self._find(scope)
-        if self._error is not None:
-            raise self._error
-
-    def failure(self, scope: Scope) -> Exception | None:
-        if not self.is_done() or not self._lock.acquire(blocking=False):
-            return None
-        try:
-            self._find(scope)
-        finally:
-            self._lock.release()
-        # A rank that is lost is the business of those who wait for it.
-        return None if isinstance(self._error, LostPeerError) else self._error
-
-    def _find(self, scope: Scope) -> None:
-        if self._is_known:
-            return
-        self._is_known = True
-        try:
-            _compare(scope, self._shown.wait(), self._shown.share, self._shared, None)
-        except (ExchangeError, ValueError) as error:
-            self._error = error
-
-
-def _numbers(scope: Scope, shared: Shared | None, failure: Exception | None) -> list[int]:
-    """What is equal on all ranks where their calls are."""
-    number, name, part, of, thread = scope.call
-    text = f"{number} {of} {name} {part} {thread} ".encode()
-    text += b"refused" if shared is None else shared.digest
-    digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
-    return [digest, -digest, int(failure is not None)]
+        text = repr((scope.call, device and device.type)).encode()
+        text += b"" if shared is None else shared.digest
+        # In 56 bits: never negative as int64.
+        number = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
+    return partial(_compare, scope, ends, shared, failure, device, ends.begin(number, data))
 
 
 def _compare(
     scope: Scope,
-    found: list[int],
-    share: Callable[[Any], list[Any]],
+    ends: Exchange,
     shared: Shared | None,
     failure: Exception | None,
-) -> None:
-    """Raise unless all ranks' `_numbers`, of which `found` is the maximum, are the same."""
-    largest, minus_smallest, failed = found[:3]
-    if not failed and largest == -minus_smallest:
-        return
+    device: torch.device | None,
+    found: Callable[[], list[tuple[int, bytes]]],
+) -> list[bytes]:
+    """What all ranks have shown; raises unless all are in the same call, and none has refused."""
+    everyone = found()
+    numbers = {number for number, _ in everyone}
+    if len(numbers) == 1 and _REFUSED not in numbers:
+        prepare = getattr(ends, "prepare", None)
+        if prepare is not None and device is not None:
+            prepare(device)
+        return [data for _, data in everyone]
     refusal = failure and f"{type(failure).__name__}: {failure}"
-    everyone = share((scope.call, shared and shared.words, refusal))
-    others = None if failed else _other_calls(everyone)
-    error: Exception
+    said = pickle.dumps((scope.call, _in_words(shared, device), refusal))
+    stories = [pickle.loads(data) for _, data in ends.begin(0, said)()]
+    scope.in_step = True  # all ranks have found the same
+    is_refused = any(refusal for *_, refusal in stories)
+    others = None if is_refused else _other_calls(stories)  # a refusal may come before the call
     if others is not None:
-        error = ExchangeError(others)
-    else:
-        advice = f". {shared.advice}" if shared and shared.advice and not failed else ""
-        error = ValueError(f"{scope.call.name} {_disagreement(everyone)}{advice}")
-    scope.differ(str(error))
-    if others is not None or failure is None:
-        raise error
+        raise ExchangeError(others)
+    if failure is None:
+        advice = f". {shared.advice}" if shared and shared.advice and not is_refused else ""
+        raise ValueError(f"{scope.call.name} {_disagreement(stories)}{advice}")
+    return []
+
+
+def _in_words(shared: Shared | None, device: torch.device | None) -> dict[str, str]:
+    words = {} if shared is None else {name: str(value) for name, value in shared.words.items()}
+    return words if device is None else {**words, "device": device.type}
+
+
+class Agreeing:
+    """`share` and `maximum` of an `Exchange` that has `begin`."""
+
+    world_size: int
+    begin: Callable[..., Callable[[], list[tuple[int, bytes]]]]
+    calls: Any
+
+    def share(self, value: Any) -> list[Any]:
+        """See `Exchange.share`; the ranks are in the same call, or all of them raise."""
+        return self._shared(value, None)
+
+    def maximum(self, values: Sequence[int], device: torch.device) -> list[int]:
+        """See `Exchange.maximum`."""
+        return [max(column) for column in zip(*self._shared(list(values), device), strict=True)]
+
+    def _shared(self, value: Any, device: torch.device | None) -> list[Any]:
+        if self.world_size == 1:
+            return [value]
+        calls: Calls = self.calls
+        calls.before_rows()
+        scope = calls.scope or Scope(calls, Call(calls.number, "a collective", "between calls"))
+        ends: Any = self
+        return [
+            pickle.loads(data)
+            for data in _begin(scope, ends, None, None, device, pickle.dumps(value))()
+        ]
 
 
 def refuse_capture(name: str, ends: Exchange, device: torch.device) -> None:
@@ -264,7 +289,11 @@ def refuse_capture(name: str, ends: Exchange, device: torch.device) -> None:
         )
 
 
-def _other_calls(everyone: list[tuple[Call, Mapping[str, Any] | None, str | None]]) -> str | None:
+_Story = tuple[Call, Mapping[str, str], str | None]
+"""A rank's call, the arguments that must be equal, and why it refused them."""
+
+
+def _other_calls(everyone: list[_Story]) -> str | None:
     """Which rank is in which call; None if all are in the same one."""
     ranks: dict[Call, list[int]] = {}
     for rank, (call, *_) in enumerate(everyone):
@@ -278,12 +307,12 @@ def _other_calls(everyone: list[tuple[Call, Mapping[str, Any] | None, str | None
     )
 
 
-def _disagreement(everyone: list[tuple[Call, Mapping[str, Any] | None, str | None]]) -> str:
+def _disagreement(everyone: list[_Story]) -> str:
     """Say which ranks refused their arguments, or which arguments differ between ranks."""
     refused = [f"rank {rank}: {why}" for rank, (_, _, why) in enumerate(everyone) if why]
     if refused:
         return f"was refused on other ranks: {'; '.join(refused)}"
-    calls = [shared or {} for _, shared, _ in everyone]
+    calls = [shared for _, shared, _ in everyone]
     differences = []
     for name in dict.fromkeys(name for shared in calls for name in shared):
         ranks: dict[str, list[int]] = {}

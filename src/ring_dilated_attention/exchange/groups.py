@@ -1,201 +1,135 @@
-"""Groups of torch.distributed: this rank's end of one, and what may be given as a `group`.
-
-Rows travel by copies between GPUs of one host (`peer_memory`), else by messages (`communicator`).
-"""
+"""Groups of torch.distributed: this rank's end of one, and what may be given as a `group`."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+import pickle
+import socket
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
-from functools import lru_cache, partial
+from functools import lru_cache
+from pathlib import Path
 from typing import Any, TypeAlias, cast
-from weakref import WeakKeyDictionary, WeakMethod, WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import _get_process_group_store, _resolve_process_group
 
 from .. import __version__
 from ..pattern import in_brief
-from .board import Shown, make_board
+from .agreement import Agreeing
 from .calls import Calls, ExchangeError, LostPeerError
-from .collectives import Collectives
-from .communicator import timeout_of
-from .interface import ALONE, Exchange, Pending, SoloExchange, untraced
-from .peer_memory import PeerMemory
-from .processes import announce, own_host
-from .relay import Passed
-from .transports import Site, Transport, make_transport
-from .waiter import Waiter
+from .interface import ALONE, Exchange, Message, Nothing, Pending, SoloExchange, untraced
+from .messages import Gloo, Nccl, timeout_of
+from .symmetric import Outbox, index_of, make_outbox
 
 
 class _Members:
     """What this process keeps of a process group, from its first call on.
 
-    All ranks make theirs at once, in their first call.
+    All ranks make theirs at once, in their first call. It does not keep the group.
 
     Args:
-        group: the group, which is not kept alive.
-        timeout: seconds to wait for the others; None: the group's own.
+        group: the group.
+        timeout: seconds to wait for the others.
 
     Attributes:
-        timeout: the group's own, in seconds.
-        is_one_host: whether all ranks are on one.
-        board: how ranks of one host agree; None between hosts.
-        relay: how others do; None with a board, and where they do not reach each other's ports.
-        agreements: the one of these that there is, else collectives of the group.
-        generation: how often the ranks have begun anew.
+        gloo: for agreements, and for rows on the CPU.
+        on_gpus: what rows on GPUs travel by, and this rank's, by whether symmetric memory was
+            asked for.
+        calls: of the group.
 
     Raises:
-        LostPeerError: a rank did not come.
-        ExchangeError: ranks have different versions of this package.
+        ExchangeError: a rank did not come, or ranks have different versions of this package.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout: float | None) -> None:
-        self.timeout = timeout_of(group)
+    def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-        self.transports: dict[Any, Transport] = {}
-        self.devices: dict[Any, torch.device] = {}  # whose rows each of them moves
-        self.is_closed, self.generation = False, 0
-        close = _weakly(self.close)  # a thread that watches transfers holds what it may call
-        self.collectives = Collectives(group, close)
-        limit = self.timeout if timeout is None else timeout
-        share = partial(self.collectives.share, timeout=limit)
+        store = dist.PrefixStore("ring_dilated_attention", _get_process_group_store(group))
+        self.store, self.timeout = dist.PrefixStore(f"{timeout:g} s", store), timeout
+        self.on_gpus: dict[bool | None, tuple[Outbox | Nccl, torch.device]] = {}
         try:
-            versions, hosts = zip(*share((__version__, own_host())), strict=True)
-            _check_versions(versions)
-            self.is_one_host = len(set(hosts)) == 1
-            self.board = self.relay = None
-            if self.is_one_host:
-                self.board = make_board(rank, world_size, share)
-            if self.board is None:
-                self.relay = self.collectives.meet(limit)
+            self.gloo = Gloo(self.store, rank, world_size, timeout)
+            versions = [data.decode() for _, data in self.gloo.begin(0, __version__.encode())()]
         except LostPeerError as lost:
             raise ExchangeError(
-                f"{self.collectives.explain(lost).text}; this is rank {rank} in its first call of "
-                f"the group of {world_size} ranks"
+                f"{lost}; this is rank {rank} in its first call of the group of {world_size} ranks"
             ) from lost
-        self.roll = self.board or self.collectives
-        self.agreements = self.board or self.relay or self.collectives
-        begin_anew, stop = _weakly(self.begin_anew), _weakly(self.stop)
-        self.calls = Calls(rank, world_size, self.roll, close, begin_anew=begin_anew, stop=stop)
+        # Ranks of different versions might not mean the same by the same message.
+        if len(set(versions)) > 1:
+            found = ", ".join(f"{each} on rank {rank}" for rank, each in enumerate(versions))
+            raise ExchangeError(
+                "all ranks of a group must have one version of ring-dilated-attention; got "
+                f"{found}: install the same one everywhere"
+            )
+        self.calls = Calls(rank, world_size, self.gloo)
 
-    def close(self) -> None:
-        """End all transfers, and begin no other."""
-        self.is_closed = True
-        for transport in self.transports.values():  # which stay: streams may still be using them
-            transport.close()
-
-    def stop(self) -> None:
-        """Begin no transfer any more; return when none is being begun."""
-        for transport in list(self.transports.values()):
-            transport.stop()
-
-    def begin_anew(self) -> None:
-        """Let go of transfers that all ranks know to be in vain; the next call makes others."""
-        if self.board is None:  # else they have agreed before the first
-            self.generation += 1
-            while self.transports:
-                self.transports.popitem()[1].abandon()
-
-
-def _weakly(method: Callable[[], None]) -> Callable[[], None]:
-    """A function that calls a method, as long as its object lives."""
-    found = WeakMethod(method)
-
-    def call() -> None:
-        method = found()
-        if method is not None:
-            method()
-
-    return call
-
-
-def _check_versions(versions: Sequence[str]) -> None:
-    """Ranks of different versions might not mean the same by the same message."""
-    if len(set(versions)) > 1:
-        found = ", ".join(f"{each} on rank {rank}" for rank, each in enumerate(versions))
-        raise ExchangeError(
-            f"all ranks of a group must have one version of ring-dilated-attention; got {found}: "
-            "install the same one everywhere"
-        )
+    def share(self, value: Any) -> list[Any]:
+        """Every rank's value, by rank, while a call is being agreed on."""
+        return [pickle.loads(data) for _, data in self.gloo.begin(0, pickle.dumps(value))()]
 
 
 @untraced
-def _meet(group: dist.ProcessGroup, timeout: float | None) -> _Members:
+def _meet(group: dist.ProcessGroup, timeout: float) -> _Members:
     return _Members(group, timeout)
 
 
-_members: WeakKeyDictionary[dist.ProcessGroup, _Members] = WeakKeyDictionary()
-"""What each group that has made a call keeps, for as long as the group lives; it does not keep the
-group."""
+_members: WeakKeyDictionary[dist.ProcessGroup, dict[float, _Members]] = WeakKeyDictionary()
+"""Of each group that has made a call, by timeout, for as long as the group lives."""
 
 
-class ProcessGroupExchange:
+class ProcessGroupExchange(Agreeing):
     """An `Exchange` over a ProcessGroup of torch.distributed (gloo, NCCL).
 
-    GPUs that can read each other's memory move rows by their copy engines, where all ranks of the
-    group are on one host: that takes no multiprocessor from the compute, and NVLink's whole rate.
-    Elsewhere rows travel as messages, over a communicator of their own: they do not queue behind
-    the caller's collectives, nor these behind them. The first call with a group makes what is
-    needed; a communicator of NCCL connects every pair of ranks, which takes seconds.
+    Rows on the CPU travel over gloo. Rows on GPUs of one host that can read each other's memory
+    travel through torch's symmetric memory, which takes no multiprocessor from the compute, others
+    over NCCL. All of it is this package's own, so that rows do not queue behind the caller's
+    collectives, nor these behind them. The first call with a group makes what is needed, which
+    takes seconds on GPUs.
 
-    Ranks of several hosts agree over TCP, without waiting for each other but for the first call of
-    a kind: where they turn out to be in different calls, all raise in the next one at the latest.
-
-    A rank whose process has ended ends the others' waits for it within seconds, for streams of
-    their devices too. Where ranks share a host, that holds from the time on when each has made an
-    object of this class, or a module of this package with the group; between hosts from the
-    group's first call on.
+    Ranks agree on every call over gloo, before its first row moves: ranks in different calls, or
+    with arguments that do not fit, raise on every rank, and may go on. A rank that fails alone, or
+    ends, ends the group: the other ranks' hosts raise as soon as they wait for it, and their
+    streams stop at the timeout (an error of CUDA, or the process is ended by NCCL). Whatever waits
+    for a rank that is stopped does so until the timeout. torchrun ends all ranks when one has.
 
     Args:
         group: the group; this process must be a member.
-        peer_memory: whether copy engines move rows within a host; the same on all ranks. None:
-            where they can, with a warning where the ranks' GPUs can read each other's memory and
-            the system does not let them share it. They take 32 MiB of a GPU for each group, beside
-            what torch has allocated.
-        timeout: how long to wait for another rank that is alive and does not answer, in seconds or
-            as a timedelta; the same on all ranks. None: the group's own timeout (see
-            `torch.distributed.init_process_group`), as it is at the group's first call.
+        symmetric_memory: whether rows on GPUs travel through symmetric memory; the same on all
+            ranks. None: where they can, with a warning where the ranks' GPUs can read each other's
+            memory and the system does not let them share it. It takes 64 MiB of a GPU for each
+            group.
+        timeout: how long to wait for another rank, in seconds or as a timedelta; the same on all
+            ranks. None: the group's own timeout (see `torch.distributed.init_process_group`), as it
+            is at the group's first call.
 
     Raises:
         TypeError: `timeout` is neither a number, a timedelta nor None.
         ValueError: this process is not a member of the group, or `timeout` is not > 0 and finite;
-            from the first call, with ``peer_memory=True``: the ranks are on several hosts, or do
-            not have their tensors on CUDA devices that can read each other's memory; from a later
-            call: its tensors are on another GPU than those of the first.
-        RuntimeError: from the first call, with ``peer_memory=True``: they cannot share it.
+            from the first call, with ``symmetric_memory=True``: the ranks are on several hosts, or
+            do not have their tensors on CUDA devices that can read each other's memory; from a
+            later call: its tensors are on another GPU than those of the first.
+        RuntimeError: from the first call, with ``symmetric_memory=True``: they cannot share it.
     """
 
     def __init__(
         self,
         group: dist.ProcessGroup,
         *,
-        peer_memory: bool | None = None,
+        symmetric_memory: bool | None = None,
         timeout: float | timedelta | None = None,
     ) -> None:
         if not isinstance(group, dist.ProcessGroup):  # as that of ranks outside of it is none
             raise ValueError(f"rank {dist.get_rank()} is not a member of the group {group!r}")
         self.rank, self.world_size = group.rank(), group.size()  # dist.get_rank takes longer
         self.sent_bytes = 0
-        self._group = group
-        self._peer_memory = peer_memory
-        self._given_timeout = None if timeout is None else _seconds(timeout)
+        self._group, self._symmetric_memory = group, symmetric_memory
+        self._timeout = None if timeout is None else _seconds(timeout)
         self._found: _Members | None = None
-        if self.world_size > 1:
-            announce(group, self.rank)
-
-    @property
-    def waits(self) -> int:
-        """How often this rank has waited for all others at once, to agree or to share an object.
-
-        Of ranks of several hosts, or without a board; those of one host wait in nearly every call.
-        """
-        relay = self._met.relay
-        return 0 if relay is None else relay.waits
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -203,126 +137,84 @@ class ProcessGroupExchange:
         return self._group
 
     @property
-    def _others(self) -> list[int]:
-        return [rank for rank in range(self.world_size) if rank != self.rank]
-
-    @property
-    def _timeout(self) -> float:
-        return self._met.timeout if self._given_timeout is None else self._given_timeout
-
-    @property
     def _met(self) -> _Members:
-        met = self._found  # cached_property takes a lock, several times a call
-        if met is None:
-            met = _members.get(self._group)
-            if met is None:
-                met = _members[self._group] = _meet(self._group, self._given_timeout)
-            self._found = met
-        return met
+        if self._found is None:
+            known = _members.setdefault(self._group, {})
+            timeout = timeout_of(self._group) if self._timeout is None else self._timeout
+            if timeout not in known:
+                known[timeout] = _meet(self._group, timeout)
+            self._found = known[timeout]
+        return self._found
 
     @property
     def calls(self) -> Calls:
         """See `Exchange`."""
         return ALONE if self.world_size == 1 else self._met.calls
 
-    def start(
-        self, send: tuple[int, torch.Tensor] | None, receive: tuple[int, torch.Tensor] | None
-    ) -> Pending:
+    def start(self, send: Message | None, receive: Message | None) -> Pending:
         """See `Exchange.start`."""
         if send is None and receive is None:
-            return _Nothing()
-        self.calls.before_rows()
+            return Nothing()
+        met = self._met
+        met.calls.before_rows()
         if send is not None:
             self.sent_bytes += send[1].nbytes
         _, tensor = send or receive or (0, torch.empty(0))
-        return self._transport(tensor.device).transfer(send, receive)
+        transport = self._on_gpus(tensor.device) if tensor.is_cuda else met.gloo
+        return transport.transfer(send, receive, met.calls.number)
 
-    def _key(self, device: torch.device) -> tuple[Any, ...]:
-        return device.type, self._peer_memory, self._timeout
+    def prepare(self, device: torch.device) -> None:
+        """Make what rows on `device` travel by, unless it is there; all members do so at once."""
+        if device.type == "cuda":
+            self._on_gpus(device)
 
-    def _transport(self, device: torch.device) -> Transport:
-        """How rows on `device` travel; for the first time, all members ask at once."""
+    def _on_gpus(self, device: torch.device) -> Outbox | Nccl:
         met = self._met
-        if met.is_closed:
-            raise LostPeerError([])
-        key = self._key(device)
-        transport = met.transports.get(key)
-        if transport is None:
-            self.calls.agree_now()  # it is not made in a call that has been given up meanwhile
-            if device == torch.device("cuda"):  # which one, the thread that makes it cannot say
-                device = torch.device("cuda", torch.cuda.current_device())
-            transport = met.transports[key] = Waiter().run(
-                lambda: self._make(device), lambda: met.roll.look(self._others)
-            )
-            met.devices[key] = device
-        elif device.index is not None and device != met.devices[key]:
+        known = met.on_gpus.get(self._symmetric_memory)
+        if known is None:
+            device = torch.device("cuda", index_of(device))
+            known = self._make(device), device
+            met.on_gpus[self._symmetric_memory] = known
+        elif device.index is not None and device != known[1]:
             raise ValueError(
-                f"this group moves rows of {met.devices[key]} on rank {self.rank}, where its first "
+                f"this group moves rows of {known[1]} on rank {self.rank}, where its first "
                 f"call was; got tensors on {device}: make another group for them "
                 "(torch.distributed.new_group), on all ranks"
             )
-        return transport
+        return known[0]
 
-    def _make(self, device: torch.device) -> Transport:
-        met, own = self._met, self._timeout
-        name = f"{own} {met.generation}"
-        site = Site(self._group, met.is_one_host, self.share, met.calls, met.roll, own, name)
-        return make_transport(site, device, peer_memory=self._peer_memory)
+    def _make(self, device: torch.device) -> Outbox | Nccl:
+        met, wish = self._met, self._symmetric_memory
+        torch.cuda.set_device(device)  # of this thread, which may be one of autograd's
+        if wish is not False:
+            outbox = make_outbox(
+                self._group, device, met.timeout, own_host(), met.share, is_asked_for=bool(wish)
+            )
+            if outbox is not None:
+                return outbox
+        return Nccl(self._group, dist.PrefixStore(f"nccl {wish}", met.store), device, met.timeout)
 
-    def outbox_bytes(self, device: torch.device) -> int:
-        """Bytes of `device` that copies take beside what torch has allocated.
+    def buffer_bytes(self, device: torch.device) -> int:
+        """Bytes of `device` that symmetric memory takes; 0 before the first call, and over NCCL."""
+        known = None
+        if self._found is not None and device.type == "cuda":
+            known = self._found.on_gpus.get(self._symmetric_memory)
+        return 0 if known is None else known[0].nbytes
 
-        0 before the first call, and where rows travel as messages.
-        """
-        if self._group not in _members:
-            return 0
-        transport = self._met.transports.get(self._key(device))
-        return transport.nbytes if isinstance(transport, PeerMemory) else 0
-
-    def maximum(self, values: Sequence[int], device: torch.device) -> list[int]:
-        """See `Exchange.maximum`."""
-        if self.world_size == 1:
-            return list(values)
-        self.calls.agree_now()
-        *found, some, none = self._met.agreements.maximum(_told(values, device), self._timeout)
-        if some == -none:  # all ranks are here, and on such devices: what making it needs
-            self._transport(device)
-        return found
-
-    def show(self, values: Sequence[int], device: torch.device) -> Shown | None:
-        """Begin a `maximum`.
-
-        None, and nothing is begun, where the ranks are not on one host, and where they have yet to
-        make what rows on `device` travel by, which all ranks do at once.
-        """
-        met = self._met if self.world_size > 1 else None
-        if met is None or met.board is None or self._key(device) not in met.transports:
-            return None
-        return met.board.show(_told(values, device), self._timeout)
-
-    def show_ahead(self, values: Sequence[int], device: torch.device) -> Passed | None:
-        """Begin a `maximum` whose result need not be waited for within the call.
-
-        None, and nothing is begun, where the ranks are on one host, and where they have yet to make
-        what rows on `device` travel by, which all ranks do at once.
-        """
-        met = self._met
-        if met.relay is None or self._key(device) not in met.transports:
-            return None
-        return met.relay.show(_told(values, device), self._timeout)
-
-    def share(self, value: Any) -> list[Any]:
-        """See `Exchange.share`."""
-        if self.world_size == 1:
-            return [value]
-        self.calls.agree_now()
-        return self._met.agreements.share(value, self._timeout)
+    def begin(self, number: int, data: bytes = b"") -> Callable[[], list[tuple[int, bytes]]]:
+        """See `Exchange.begin`."""
+        return self._met.gloo.begin(number, data)
 
 
-def _told(values: Sequence[int], device: torch.device) -> list[int]:
-    """What is shown of values; every rank's are as many, whichever method it is in."""
-    on_cuda = int(device.type == "cuda")
-    return [*values, on_cuda, -on_cuda]
+def own_host() -> str:
+    """What processes have in common that can share memory, and pass each other files.
+
+    Containers of one machine may not: those have processes, or a network, of their own.
+    """
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return " ".join([boot, *(os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "net"))])
+    return socket.gethostname()
 
 
 def _seconds(timeout: float | timedelta) -> float:
@@ -337,13 +229,6 @@ def _seconds(timeout: float | timedelta) -> float:
     return float(timeout)
 
 
-class _Nothing:
-    """A transfer of nothing."""
-
-    def wait(self) -> None:
-        pass
-
-
 Group: TypeAlias = dist.ProcessGroup | DeviceMesh | Exchange | None
 """What a `group` argument may be: a ProcessGroup, a 1-D DeviceMesh, an Exchange, or None for one
 process on its own."""
@@ -351,7 +236,7 @@ process on its own."""
 _OWN = "exchange "
 """Begins the names of `Exchange` objects that callers have made."""
 
-_MEMBERS = ("rank", "world_size", "calls", "start", "maximum", "share")
+_MEMBERS = ("rank", "world_size", "calls", "start", "begin", "maximum", "share")
 """What tells an `Exchange`."""
 
 _registered: WeakValueDictionary[str, Exchange] = WeakValueDictionary()

@@ -5,22 +5,23 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 
-from .calls import Call, Calls, Finding, Scope
+from .calls import Call, Calls, Scope
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+Message: TypeAlias = tuple[int, torch.Tensor]
+"""A contiguous tensor, and the rank that it is sent to or received from."""
 
 
 def untraced(function: F) -> F:
     """A function that torch.compile runs as it is.
 
-    In a compiled graph an operator is one call. But where torch.compile leaves a graph before the
-    call and does not come back to it, the operator runs like any other function: torch.compile
-    would trace what implements it, and fail at the first kernel. What talks to other ranks is no
-    operator, and tracing it fails at the first thing of torch.distributed that is not known there.
+    It would trace an operator's implementation where it has left a graph before the call, and fail
+    at the first kernel, or at the first thing of torch.distributed that it does not know.
 
     Args:
         function: of positional arguments.
@@ -53,9 +54,6 @@ class _OfOneRank(Calls):
     def leave(self, scope: Scope, error: BaseException | None) -> None:
         pass
 
-    def fail(self, finding: Finding) -> bool:
-        return False
-
 
 ALONE: Any = _OfOneRank()
 """The calls of a world of one rank."""
@@ -66,6 +64,13 @@ class Pending(Protocol):
 
     def wait(self) -> None:
         """Return when the received tensor may be read and the sent one reused."""
+
+
+class Nothing:
+    """A transfer of nothing."""
+
+    def wait(self) -> None:
+        """See `Pending.wait`."""
 
 
 class Exchange(Protocol):
@@ -79,8 +84,7 @@ class Exchange(Protocol):
 
     It may have a `stopwatch` too, which is started where compute waits for transfers in a way that
     `Pending.wait` does not show; what it returns is called when compute goes on. It may have a
-    `show`, which begins a `maximum` whose result is waited for later (see `settle`), or a
-    `show_ahead`, the result of which is looked for in the next call at the latest (see `settle`).
+    `prepare`, which makes what rows on a device travel by, when all ranks have agreed on a call.
 
     Whatever waits for a rank that has ended, has failed, or does not come in time raises a
     `LostPeerError`, which `Calls` explains.
@@ -94,20 +98,20 @@ class Exchange(Protocol):
     def calls(self) -> Calls:
         """See above."""
 
-    def start(
-        self, send: tuple[int, torch.Tensor] | None, receive: tuple[int, torch.Tensor] | None
-    ) -> Pending:
+    def start(self, send: Message | None, receive: Message | None) -> Pending:
         """Begin sending a contiguous tensor to a rank, and receiving one from a rank.
 
         Between two ranks, transfers pair up in the order in which both start them.
         """
 
-    def maximum(self, values: Sequence[int], device: torch.device) -> list[int]:
-        """The elementwise maximum of `values` (int64) over all ranks: one small collective.
+    def begin(self, number: int, data: bytes = b"") -> Callable[[], list[tuple[int, bytes]]]:
+        """Show all ranks a number (int64) and some bytes; what is returned waits for theirs.
 
-        It runs in shared memory where all ranks are on one Linux host, else over gloo. Nothing
-        waits for what `device`, where the ranks' tensors are, has still to compute.
+        All ranks call this in the same order. Nothing waits for what their devices have to compute.
         """
+
+    def maximum(self, values: Sequence[int], device: torch.device) -> list[int]:
+        """The elementwise maximum of `values` (int64) over all ranks, whose tensors are there."""
 
     def share(self, value: Any) -> list[Any]:
         """Every rank's `value`, by rank: a collective of small Python objects."""
@@ -149,11 +153,13 @@ class SoloExchange:
     sent_bytes = 0
     calls = ALONE
 
-    def start(
-        self, send: tuple[int, torch.Tensor] | None, receive: tuple[int, torch.Tensor] | None
-    ) -> Pending:
+    def start(self, send: Message | None, receive: Message | None) -> Pending:
         """See `Exchange.start`; there is nobody to send to."""
         raise AssertionError("a single rank has no peer")
+
+    def begin(self, number: int, data: bytes = b"") -> Callable[[], list[tuple[int, bytes]]]:
+        """See `Exchange.begin`."""
+        return lambda: [(number, data)]
 
     def maximum(self, values: Sequence[int], device: torch.device) -> list[int]:
         """See `Exchange.maximum`."""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from .calls import Call, Calls, ExchangeError, Finding, LostPeerError
-from .interface import Pending
+from .agreement import Agreeing
+from .calls import Calls, ExchangeError, LostPeerError
+from .interface import Message, Nothing, Pending
 
 T = TypeVar("T")
 
@@ -23,7 +24,7 @@ class _Key(NamedTuple):
     receiver: int
     call: int  # its number
     number: int  # of the message among those of the call from sender to receiver
-    is_rows: bool  # else a Python object
+    is_rows: bool  # else what `begin` shows
 
 
 class _LoopbackWorld:
@@ -31,17 +32,17 @@ class _LoopbackWorld:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self.last_calls: list[Call | None] = [None] * world_size
+        self.reason: str | None = None  # why the first rank has failed
         self._letters: dict[_Key, Future[Any]] = {}
         self._lock = threading.Lock()
-        self._left: dict[int, Finding] = {}  # ranks that send nothing any more
+        self._left: set[int] = set()  # ranks that send nothing any more
 
     def letter(self, key: _Key) -> Future[Any]:
         """The letter box of a message; sender or receiver may ask first."""
         with self._lock:
             letter = self._letters.setdefault(key, Future())
             if key.sender in self._left and not letter.done():
-                letter.set_exception(LostPeerError([key.sender]))
+                letter.set_exception(LostPeerError([key.sender], "it has gone"))
             return letter
 
     def receive(self, key: _Key) -> Any:
@@ -51,55 +52,27 @@ class _LoopbackWorld:
             del self._letters[key]
         return found
 
-    def leave(self, rank: int, finding: Finding) -> None:
+    def leave(self, rank: int, why: str | None) -> None:
         """Wake every rank that waits for this one, now or later."""
         with self._lock:
-            self._left.setdefault(rank, finding)
+            self.reason = self.reason or why
+            self._left.add(rank)
             for key, letter in self._letters.items():
                 if key.sender == rank and not letter.done():
-                    letter.set_exception(LostPeerError([rank]))
-
-    def failures(self) -> list[Finding]:
-        """Of ranks that have left a call alone, the first one first."""
-        return [finding for finding in list(self._left.values()) if finding.text]
-
-    def explain(self, lost: LostPeerError) -> Finding:
-        """See `calls.Roll`."""
-        if failures := self.failures():
-            return failures[0]
-        rank = lost.peers[0]
-        last = self.last_calls[rank]
-        text = f"its last call is {last}" if last else "it has made no call of this group"
-        return Finding(rank, f"rank {rank} has gone; {text}")
+                    letter.set_exception(LostPeerError([rank], "it has gone"))
 
 
-class _LoopbackRoll:
-    """How a rank of a loopback knows of the others; see `calls.Roll`."""
+class _Connection:
+    """See `calls.Connection`."""
 
     def __init__(self, world: _LoopbackWorld, rank: int) -> None:
         self._world, self._rank = world, rank
 
-    def begin(self, call: Call) -> None:
-        self._world.last_calls[self._rank] = call
+    def leave(self, why: str) -> None:
+        self._world.leave(self._rank, why)
 
-    def end(self) -> None:
-        pass
-
-    def waits_for(self, rank: int | None, *, on_stream: bool = False) -> None:
-        pass
-
-    def look(self, peers: Sequence[int]) -> None:
-        pass
-
-    def fail(self, finding: Finding) -> None:
-        self._world.leave(self._rank, finding)
-
-    def failed(self) -> Finding | None:
-        failures = self._world.failures()
-        return failures[0] if failures else None
-
-    def explain(self, lost: LostPeerError) -> Finding:
-        return self._world.explain(lost)
+    def reason(self) -> str | None:
+        return self._world.reason
 
 
 class _Letter(NamedTuple):
@@ -124,13 +97,6 @@ class _Letter(NamedTuple):
         into.copy_(self.tensor)
 
 
-class _Nothing:
-    """A transfer that receives nothing."""
-
-    def wait(self) -> None:
-        pass
-
-
 class _LoopbackReceipt:
     def __init__(self, world: _LoopbackWorld, key: _Key, into: torch.Tensor) -> None:
         self._world, self._key, self._into = world, key, into
@@ -143,13 +109,13 @@ class _LoopbackReceipt:
         letter.read(self._into)
 
 
-class LoopbackExchange:
+class LoopbackExchange(Agreeing):
     """An `Exchange` between threads of one process; made by `run_loopback`."""
 
     def __init__(self, world: _LoopbackWorld, rank: int) -> None:
         self.rank, self.world_size, self.sent_bytes = rank, world.world_size, 0
         self.calls = Calls(
-            rank, world.world_size, _LoopbackRoll(world, rank), main=threading.current_thread()
+            rank, world.world_size, _Connection(world, rank), main=threading.current_thread()
         )
         self._world = world
         self._numbered_call = 0
@@ -165,16 +131,15 @@ class LoopbackExchange:
         number = self._numbers[sender, receiver, is_rows]
         return _Key(sender, receiver, call, number, is_rows)
 
-    def start(
-        self, send: tuple[int, torch.Tensor] | None, receive: tuple[int, torch.Tensor] | None
-    ) -> Pending:
+    def start(self, send: Message | None, receive: Message | None) -> Pending:
         """See `Exchange.start`."""
+        self.calls.before_rows()
         if send is not None:
             peer, tensor = send
             self.sent_bytes += tensor.nbytes
             self._post(self._key(self.rank, peer, is_rows=True), _Letter.of(tensor))
         if receive is None:
-            return _Nothing()
+            return Nothing()
         peer, into = receive
         return _LoopbackReceipt(self._world, self._key(peer, self.rank, is_rows=True), into)
 
@@ -183,20 +148,18 @@ class LoopbackExchange:
         if not letter.done():  # done: this rank has left
             letter.set_result(content)
 
-    def maximum(self, values: Sequence[int], device: torch.device) -> list[int]:
-        """See `Exchange.maximum`."""
-        return [max(column) for column in zip(*self.share(list(values)), strict=True)]
-
-    def share(self, value: Any) -> list[Any]:
-        """See `Exchange.share`."""
+    def begin(self, number: int, data: bytes = b"") -> Callable[[], list[tuple[int, bytes]]]:
+        """See `Exchange.begin`."""
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         for other in others:
-            self._post(self._key(self.rank, other, is_rows=False), value)
-        everyone = {
-            other: self._world.receive(self._key(other, self.rank, is_rows=False))
-            for other in others
-        }
-        return [everyone.get(rank, value) for rank in range(self.world_size)]
+            self._post(self._key(self.rank, other, is_rows=False), (number, data))
+        keys = {other: self._key(other, self.rank, is_rows=False) for other in others}
+
+        def wait() -> list[tuple[int, bytes]]:
+            everyone = {other: self._world.receive(key) for other, key in keys.items()}
+            return [everyone.get(rank, (number, data)) for rank in range(self.world_size)]
+
+        return wait
 
 
 def run_loopback(world_size: int, function: Callable[[LoopbackExchange], T]) -> list[T]:
@@ -213,7 +176,7 @@ def run_loopback(world_size: int, function: Callable[[LoopbackExchange], T]) -> 
     world = _LoopbackWorld(world_size)
 
     def call(rank: int) -> T:
-        failure = ""
+        failure = None
         try:
             # On CUDA, all threads share one backward thread; ranks that wait for each other in
             # backward must each have their own.
@@ -223,7 +186,7 @@ def run_loopback(world_size: int, function: Callable[[LoopbackExchange], T]) -> 
             failure = f"rank {rank} failed: {type(error).__name__}: {error}"
             raise
         finally:
-            world.leave(rank, Finding(rank, failure))
+            world.leave(rank, failure)
 
     with ThreadPoolExecutor(world_size) as pool:
         futures = [pool.submit(call, rank) for rank in range(world_size)]

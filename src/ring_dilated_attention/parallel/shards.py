@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,14 +15,13 @@ from ..exchange import (
     Exchange,
     Group,
     ProcessGroupExchange,
-    Shared,
-    agree,
     all_gather,
     exchange_named,
     group_name,
     place_in,
     resolve_exchange,
     settle,
+    together,
     untraced,
 )
 from ..layout import SequenceLayout
@@ -72,18 +72,16 @@ def check_same_batch(batch: Mapping[str, Any], group: Group) -> None:
         ValueError: batches differ; the message names the entries and the ranks.
         RuntimeError: this is a worker process of a DataLoader, which cannot talk to other ranks.
     """
-    given: Any = batch
-    failure = None
-    if not isinstance(given, Mapping):
-        failure = TypeError(f"batch must be a dict of tensors by name; got {in_brief(given)}")
-        given = {}
-    agree_on_batch("check_same_batch", given, resolve_exchange(group), failure)
+    with comparing("check_same_batch", resolve_exchange(group)) as compared:
+        given: Any = batch
+        if not isinstance(given, Mapping):
+            raise TypeError(f"batch must be a dict of tensors by name; got {in_brief(given)}")
+        compared.update(given)
 
 
-def agree_on_batch(
-    name: str, batch: Mapping[str, Any], ends: Exchange, failure: Exception | None
-) -> None:
-    """`check_same_batch` in a function of this name, which may have refused: `failure`."""
+@contextmanager
+def comparing(name: str, ends: Exchange) -> Iterator[dict[str, Any]]:
+    """`check_same_batch` in a function of this name: of a dict that the block fills, or raises."""
     from torch.utils.data import get_worker_info  # takes a while to import
 
     if ends.world_size > 1 and get_worker_info() is not None:
@@ -92,17 +90,25 @@ def agree_on_batch(
             f"batch with that of {ends.world_size} ranks: call it in the training loop, on the "
             "batch that the DataLoader returns"
         )
-    words, device = None, torch.device("cpu")
-    if failure is None and ends.world_size > 1:
-        try:
-            words = {key: repr(_printable(key, value)) for key, value in batch.items()}
-        except Exception as error:  # whatever it is, the other ranks are to be told
-            failure = error
-    tensors = (x for x in batch.values() if isinstance(x, Tensor))
-    device = next((x.device for x in tensors), device)
-    if isinstance(ends, ProcessGroupExchange):  # for which its first call may prepare transfers
-        device = device_for(ends.group, device)
-    agree(name, ends, None if failure else words or {}, failure, device, _ADVICE)
+    batch: dict[str, Any] = {}
+    with together(name, ends, torch.device("cpu"), advice=_ADVICE) as agreed:
+        if isinstance(ends, ProcessGroupExchange):
+            agreed.device = device_for(ends.group, agreed.device)
+        yield batch
+        tensors = (x for x in batch.values() if isinstance(x, Tensor))
+        agreed.device = next((x.device for x in tensors), agreed.device)
+        if ends.world_size > 1:
+            agreed.on({key: repr(_printable(key, value)) for key, value in batch.items()})
+
+
+def agree_on_batch(
+    name: str, batch: Mapping[str, Any], ends: Exchange, failure: Exception | None
+) -> None:
+    """`comparing` where a function has refused before: `failure`."""
+    with comparing(name, ends) as compared:
+        if failure is not None:
+            raise failure
+        compared.update(batch)
 
 
 class _Words(str):
@@ -188,18 +194,12 @@ def shard(mesh: Group, buffers: Any, seq_dims: Any, layout: SequenceLayout | Non
     """
     rank, world_size = place_in(mesh)
     ends = exchange_named(group_name(mesh))
-    leaves: list[tuple[str, Tensor, int]] = []
-    found, failure = layout, None
-    try:
+    with comparing("shard", ends) as compared:
         leaves = _leaves(buffers, seq_dims)
         found = _layout_of(leaves, layout, world_size)
-    except Exception as error:  # whatever it is, the other ranks are to be told
-        failure = error
-    batch = {name: tensor for name, tensor, _ in leaves}
-    dims = ", ".join(f"{name} {dim % tensor.ndim}" for name, tensor, dim in leaves)
-    words = {"layout": _in_words(layout), "seq_dims": dims}
-    agree_on_batch("shard", {**words, **batch}, ends, failure)
-    assert found is not None
+        dims = ", ".join(f"{name} {dim % tensor.ndim}" for name, tensor, dim in leaves)
+        compared.update(layout=_in_words(layout), seq_dims=dims)
+        compared.update({name: tensor for name, tensor, _ in leaves})
     shards = iter([found.shard(tensor, rank, dim) for _, tensor, dim in leaves])
     return pytree.tree_map(lambda x: x if x is None else next(shards), buffers)
 
@@ -225,18 +225,13 @@ def unshard(mesh: Group, buffers: Any, seq_dims: Any, layout: SequenceLayout | N
     """
     rank, world_size = place_in(mesh)
     ends = exchange_named(group_name(mesh))
-    leaves: list[tuple[str, Tensor, int]] = []
-    failure, device = None, torch.device("cpu")
-    try:
+    with together("unshard", ends, torch.device("cpu")) as agreed:
         leaves = _leaves(buffers, seq_dims)
-        device = leaves[0][1].device
+        agreed.device = leaves[0][1].device
         for name, tensor, dim in leaves:
             _check_shard(name, tensor, dim, layout, rank, world_size)
-    except Exception as error:  # whatever it is, the other ranks are to be told
-        failure = error
-    words: dict[str, Any] = {name: _kind(x, dim, layout) for name, x, dim in leaves}
-    words["layout"] = _in_words(layout)
-    agree("unshard", ends, None if failure else words, failure, device)
+        words = {name: _kind(x, dim, layout) for name, x, dim in leaves}
+        agreed.on({**words, "layout": _in_words(layout)})
     whole = iter([_gathered(ends, tensor.detach(), dim, layout) for _, tensor, dim in leaves])
     return pytree.tree_map(lambda x: x if x is None else next(whole), buffers)
 
@@ -350,6 +345,6 @@ def _gathered(ends: Any, tensor: Tensor, dim: int, layout: SequenceLayout | None
         shape[dim] = layout.local_length(rank)
         shapes.append(tuple(shape))
     with ends.calls.enter("unshard", "inputs") as scope:
-        settle(scope, ends, tensor.device, Shared.of({}))
+        settle(scope, ends, tensor.device)
         everyone = all_gather(ends, tensor, shapes)
     return layout.unshard(everyone, dim)

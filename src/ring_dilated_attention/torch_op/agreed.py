@@ -10,13 +10,11 @@ import torch
 from ..exchange import (
     Exchange,
     Group,
-    Scope,
-    Shared,
     agree,
     exchange_named,
     group_name,
     refuse_capture,
-    settle,
+    together,
     untraced,
 )
 from ..layout import SequenceLayout
@@ -154,15 +152,11 @@ def _lengths(mask: torch.Tensor, layout: Sequence[int], group: str) -> torch.Ten
     given = SequenceLayout.from_flat(tuple(layout)) if layout else None
     words = {"batch": mask.shape[0], "layout": str(given or f"{mask.shape[1]} positions")}
     with ends.calls.enter("dilated_attention", "key_padding_mask") as scope:
-        failure = None
-        try:
+        with together(scope, ends, mask.device) as shared:
             if given is not None:
                 held = f"its key_padding_mask has a local sequence length of {mask.shape[1]}"
                 given.check_shard(ends.rank, ends.world_size, mask.shape[1], held)
-        except ValueError as error:  # the other ranks are to be told
-            failure = error
-        shared = Shared.of(words) if ends.world_size > 1 else None
-        settle(scope, ends, mask.device, None if failure else shared, failure)
+            shared.on(words)
         found = lengths_of_mask(mask, ends, given, scope)
     return torch.tensor(found, dtype=torch.int64)
 
@@ -264,12 +258,9 @@ def _refuse_in_graphs(what: str, instead: str) -> None:
 
 
 def _agree_but_on_lengths(
-    scope: Scope, ends: Exchange, query: torch.Tensor, key: torch.Tensor, options: Options
+    scope: Any, ends: Exchange, query: torch.Tensor, key: torch.Tensor, options: Options
 ) -> None:
     """Agree on a call whose lengths are in masks, which are about to travel."""
-    shared, failure = None, None
-    try:
-        shared = shared_words(options, query, key, ends, words={"lengths": "from key_padding_mask"})
-    except Exception as error:  # whatever it is, the other ranks are to be told
-        failure = error
-    settle(scope, ends, query.device, shared, failure)
+    with together(scope, ends, query.device) as agreed:
+        words = {"lengths": "from key_padding_mask"}
+        agreed.shared = shared_words(options, query, key, ends, words=words)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..exchange import Exchange, Scope, untraced
+from ..exchange import Exchange, untraced
 from ..layout import SequenceLayout
 from ..pattern import in_brief, shape_in_brief
 
@@ -49,7 +49,7 @@ def lengths_of_mask(
     mask: torch.Tensor,
     ends: Exchange,
     layout: SequenceLayout | None,
-    scope: Scope,
+    scope: Any,
     refusal: str = _REFUSAL,
 ) -> list[int]:
     """The lengths that a right padding stands for: one small collective, and a wait for `mask`.
@@ -59,7 +59,7 @@ def lengths_of_mask(
             batch and the kind of layout are the same on every rank.
         ends: this rank's end of the group.
         layout: which rank holds which positions; None: contiguous equal shards.
-        scope: the call that this is part of.
+        scope: of the call that this is part of, as `Calls.enter` returns it.
         refusal: the message for a mask that is no right padding, with ``{}`` for where.
 
     Returns:

@@ -19,6 +19,7 @@ from ..exchange import (
     own_exchange,
     refuse_capture,
     settle,
+    together,
     untraced,
 )
 from ..parallel import is_dtensor
@@ -235,14 +236,9 @@ def _forward(
     TABLES.start_call()
     refuse_capture("dilated_attention", ends, query.device)
     with ends.calls.enter("dilated_attention", "forward") as scope:
-        resolved, failure = None, None
-        try:
+        with together(scope, ends, query.device, later=True) as agreed:
             resolved = resolve(named, query, key, ends)
-        except Exception as error:  # whatever it is, the other ranks are to be told
-            failure = error
-        shared = resolved and resolved.shared
-        settle(scope, ends, query.device, shared, failure, later=True)
-        assert resolved is not None
+            agreed.shared = resolved.shared
         identity = _identity(named.group, query, scope.call.number)
         if len(resolved.planned) == 1:
             call = _ring_call(named, ends, resolved, resolved.planned[0])
@@ -252,7 +248,6 @@ def _forward(
             for some in resolved.planned:
                 rows, call = some.rows, _ring_call(named, ends, resolved, some)
                 out[rows], lse[rows] = ring_forward(query[rows], key[rows], value[rows], call)
-        ends.calls.before_rows()  # where none has moved, ranks agree now
         return out, lse, identity
 
 

@@ -247,7 +247,6 @@ def test_bench_baselines_refuse(name, place, options, message):
         (lambda: workload(num_kv_heads=3), "multiple of"),
         (lambda: workload(seq_len=0), "seq_len"),
         (lambda: Settings(ranks=()), "ranks"),
-        (lambda: Settings(ranks=(1, 1000)), "ranks must be <="),
         (lambda: Settings(baselines=("nothing",)), "baseline must be one of"),
         (lambda: Settings(repeats=0), "repeats"),
         (lambda: Settings(device="tpu"), "device must be one of"),

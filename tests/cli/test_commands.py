@@ -16,9 +16,10 @@ from support.wrong_bytes import send_a_byte_more
 from typer.testing import CliRunner
 
 from ring_dilated_attention import SequenceLayout, checks, plan_attention
-from ring_dilated_attention.checks import Outcome, RankError, visible_counts
+from ring_dilated_attention.checks import Outcome, RankError, doctor, visible_counts
 from ring_dilated_attention.cli import app, common
 from ring_dilated_attention.cli.plan import closed_block
+from ring_dilated_attention.draw import mask_text
 from ring_dilated_attention.functional import Schedule
 from ring_dilated_attention.layout import LAYOUTS
 from ring_dilated_attention.named_patterns import NAMES, NamedPattern, named
@@ -98,6 +99,16 @@ RIGHT = [
         "2 documents",
         "results match",
     ),
+    (
+        "bench --device=cpu --segment-lengths=16,64 --dilation-rates=1,4 --heads=2 --head-dim=8 "
+        "--seq-len=100 --causal --baseline=kernel,sdpa --repeats=3",
+        "sdpa, 1 rank, forward+backward: takes",
+        "memory of the rank that holds most",
+    ),
+    (
+        "draw --seq-len=1G --ranks=256 --segment-lengths=2048,1M,all --dilation-rates=1,4,65536",
+        "1 cell = 32M × 32M positions",
+    ),
     ("verify --ranks=2 --seed=3", "72 cases within bounds, bytes as planned, seed 3"),
     ("--version", "rda "),
     ("", "Usage", "plan", "simulate", "verify"),
@@ -156,11 +167,20 @@ WRONG = [
     ("simulate --exchange=bus", "'bus' is not one of 'auto', 'ring', 'gather'"),
     ("simulate --device=tpu", "'tpu' is not one of 'auto', 'cpu', 'cuda'"),
     ("simulate --device=cpu --seq-len=1G", "simulating takes"),
-    ("simulate --device=cpu --ranks=513", "must be <= 512"),
+    ("simulate --device=cpu --ranks=513", "'--ranks': 513 is not from 1 to 512"),
     ("verify --ranks=0", "'--ranks': 0 is not from 1 to 128"),
     ("verify --ranks=1,x", "'x' is not a number"),
     ("verify --timeout=0", "'--timeout': 0 is not from 1 to 2,592,000"),
     (f"verify --seed={BIG}", "'--seed'"),
+    ("bench --device=cpu --baseline=nothing", "baseline must be one of"),
+    ("bench --device=cpu --heads=3 --kv-heads=2", "multiple of"),
+    ("bench --device=cpu --repeats=0", "repeats"),
+    ("draw foo", "'foo' is not one of"),
+    ("draw --head=12", "--head must lie in [0, 12), the query heads; got 12"),
+    ("draw cache", "rda draw cache needs --out; a terminal shows the mask alone"),
+    ("draw --out=a.pdf", "--out must be named *.png or *.svg; got 'a.pdf'"),
+    ("draw --style=blue", "'blue' is not one of"),
+    ("draw timeline --ranks=33 --out=a.svg", "at most 32 ranks; got 33"),
 ]
 
 
@@ -172,14 +192,6 @@ def test_bad_command_lines_are_one_line_and_exit_code_2(line, message):
     assert said.startswith("error: ")
     assert message in said
     assert not done.stdout
-
-
-def test_simulate_in_a_rank_of_torchrun_is_refused(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "0")
-    done = rda("simulate")
-    assert done.exit_code == 2
-    assert "rda simulate runs in one process, and this is rank 0 of 2" in done.stderr
 
 
 def test_simulate_ends_with_1_where_bytes_or_results_differ(monkeypatch, tmp_path):
@@ -267,6 +279,64 @@ def test_json_of_simulate_and_verify(tmp_path):
     assert found["ok"]
     assert len(found["cases"]) == 72
     assert set(found["cases"][0]["errors"]) == set(TENSORS)
+
+
+def test_bench_on_two_ranks_writes_json_and_a_picture(tmp_path):
+    picture = tmp_path / "found.png"
+    done = rda(
+        "bench --device=cpu --segment-lengths=16,64 --dilation-rates=1,4 --heads=2 --head-dim=8 "
+        f"--seq-len=100 --ranks=1,2 --repeats=3 --json=- --out={picture}"
+    )
+    assert done.exit_code == 0, done.output
+    results = json.loads(done.stdout)["results"]
+    assert [row["ranks"] for row in results] == [1, 1, 2, 2]
+    assert all(row["samples_ms"] for row in results)
+    assert results[2]["derived"]["time_over_one_rank"] > 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+DRAWN = "--segment-lengths=8,16,all --dilation-rates=1,2,4 --causal --heads=4"
+
+
+@pytest.mark.parametrize(("ranks", "by"), [(1, "branch"), (3, "rank")])
+def test_draw_prints_the_mask(ranks, by):
+    done = rda(f"draw {DRAWN} --seq-len=50 --ranks={ranks} --head=1")
+    pattern = DilatedPattern([8, 16, None], [1, 2, 4])
+    layout = SequenceLayout.named("auto", 50, ranks, is_causal=True)
+    plan = plan_attention(pattern, layout, is_causal=True, num_heads=4)
+    assert done.exit_code == 0, done.output
+    assert done.output.rstrip() == mask_text(plan, 1, by=by, in_color=False).plain.rstrip()
+
+
+@pytest.mark.parametrize("what", ["mask", "exchange", "work", "timeline", "cache"])
+def test_draw_writes_pictures_that_differ_by_style_and_length(what, tmp_path):
+    written = []
+    for length, style in ((50, "light"), (50, "dark"), (70, "light")):
+        file = tmp_path / f"{length}-{style}.svg"
+        done = rda(f"draw {what} {DRAWN} --seq-len={length} --style={style} --ranks=3 --out={file}")
+        assert done.exit_code == 0, done.output
+        assert done.output == f"wrote {file}\n"
+        written.append(file.read_bytes())
+    assert len(set(written)) == 3
+
+
+@pytest.mark.parametrize(("call", "exit_code"), [("ok: out 2e-07", 0), ("wrong: out 1e-02", 1)])
+def test_doctor_prints_the_report_and_ends_with_1_if_a_call_is_wrong(
+    monkeypatch, tmp_path, call, exit_code
+):
+    file = tmp_path / "found.json"
+    report = {
+        "Versions": {"torch": "2.13.0", "triton": "[red]" + "x" * 190},  # longer than a terminal
+        doctor.COPIES: {"not tried": "fewer than two GPUs"},
+        doctor.CALLS: {"cpu eager float32": call},
+    }
+    monkeypatch.setattr(doctor, "examine", lambda: report)
+    done = rda(f"doctor --json={file}")
+    assert done.exit_code == exit_code, done.output
+    assert done.stdout == doctor.as_text(report)
+    failures = doctor.failures(report)
+    assert json.loads(file.read_text()) == {"failures": failures, **report}
+    assert ("the first is cpu eager float32: wrong" in done.stderr) is bool(failures)
 
 
 def test_json_writes_what_json_lacks_as_null(tmp_path):

@@ -26,8 +26,7 @@ from ring_dilated_attention.draw import (
     mask_text,
     save,
 )
-from ring_dilated_attention.draw.cache import kept_keys
-from ring_dilated_attention.draw.mask import NOTHING, OWN, By, mask_cells, visible_cells
+from ring_dilated_attention.draw.mask import NOTHING, OWN, By, kept_keys, mask_cells, visible_cells
 from ring_dilated_attention.draw.ranks import LINK_GB_S, TFLOPS, timeline
 from ring_dilated_attention.plan import costs
 from ring_dilated_attention.units import in_bytes

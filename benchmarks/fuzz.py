@@ -5,7 +5,7 @@
     python benchmarks/fuzz.py --calls 1 --seed 4711 --verbose     # one call again
 
 Every call runs forward and backward on all ranks of a group, which are threads of this process. Its
-tensors are views of every kind (`view_kinds`) in storages of NaN, and its pattern, layout,
+tensors are views of every kind (`ViewKind`) in storages of NaN, and its pattern, layout,
 documents, lengths, mask and options are drawn too. Call number i is drawn from seed S + i and from
 the other arguments alone. Exits with 1 unless all were right: nothing is drawn that is refused.
 The count so far is printed every half a minute; `--seconds` ends a run before all calls are made.

@@ -221,8 +221,9 @@ def test_train_longnet_saves_when_it_is_told_to_end(tmp_path, number, launcher):
     assert (out / "loss.png").exists()
     (path,) = out.glob("step_*")
     assert int(path.name.removeprefix("step_")) == len(log_of(out))
-    done = train(0, out, "--resume", steps=len(log_of(out)) + 1, save_every=10_000)
-    assert done.returncode == 0, done.stderr
+    if launcher:
+        done = train(0, out, "--resume", steps=len(log_of(out)) + 1, save_every=10_000)
+        assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(

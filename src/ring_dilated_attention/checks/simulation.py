@@ -75,7 +75,7 @@ class Turns:
         self._seconds += time.perf_counter() - self._since
 
     @contextmanager
-    def _others_go_on(self) -> Iterator[None]:
+    def others_go_on(self) -> Iterator[None]:
         """End the turn, and take another one at the end."""
         self._stop_counting()
         self._lock.release()
@@ -116,19 +116,19 @@ class Turns:
         self._stop_counting()  # the loopback copies what it sends, which devices do beside
         pending = self._ends.start(send, receive)
         self._since = time.perf_counter()
-        return _Wait(pending, self._others_go_on)
+        return _Wait(pending, self.others_go_on)
 
     def _freed(self, nbytes: int) -> None:
         self._buffered -= nbytes
 
     def maximum(self, values: Sequence[int], device: torch.device) -> list[int]:
         """See `Exchange.maximum`."""
-        with self._others_go_on():
+        with self.others_go_on():
             return self._ends.maximum(values, device)
 
     def share(self, value: Any) -> list[Any]:
         """See `Exchange.share`."""
-        with self._others_go_on():
+        with self.others_go_on():
             return self._ends.share(value)
 
 

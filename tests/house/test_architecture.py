@@ -240,6 +240,8 @@ import ring_dilated_attention, ring_dilated_attention.nn
 for name in ring_dilated_attention.__all__:
     getattr(ring_dilated_attention, name)
 os.environ = real
+import ring_dilated_attention.draw
+assert not {"matplotlib", "rich"} & set(sys.modules)
 assert not torch.distributed.is_initialized()
 assert "triton" not in sys.modules or "triton" in torch_needs
 print("imported")

@@ -229,6 +229,8 @@ def test_save_writes_every_picture_of_every_case(case, tmp_path):
 
 
 def test_save_writes_equal_files_and_png(tmp_path):
+    folder = REPOSITORY / "src" / "ring_dilated_attention" / "draw"  # pyplot is its users' own
+    assert not any("pyplot" in path.read_text() for path in folder.glob("*.py"))
     plan = plan_of(*CASES["zigzag"])
     for name in ("a.svg", "b.SVG", "c.png"):
         save(draw_mask(plan, by="rank").figure, tmp_path / name)

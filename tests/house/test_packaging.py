@@ -3,13 +3,18 @@
 import ast
 import re
 import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
-from support.toml_files import tomllib
 
 from ring_dilated_attention import __version__
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"

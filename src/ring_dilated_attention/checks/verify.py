@@ -43,21 +43,6 @@ class ViewKind(NamedTuple):
     offset: int = 0
 
     @staticmethod
-    def any(random: Random) -> ViewKind:
-        """One of `named` half of the time, else a mixture."""
-        if random.random() < 0.5:
-            return random.choice(list(_KINDS.values()))
-        order = random.sample(range(4), 4)
-        if random.random() < 0.7:  # head_dim is innermost, as most callers have it
-            order = [*(dim for dim in order if dim != HEAD_DIM), HEAD_DIM]
-        return ViewKind(
-            expanded=tuple(dim for dim in range(4) if random.random() < 0.15),
-            order=tuple(order),
-            steps=tuple(random.choice([1, 1, 1, 2, 3]) for _ in range(4)),
-            offset=random.choice([0, 0, 1, 8, 13]),
-        )
-
-    @staticmethod
     def named() -> dict[str, ViewKind]:
         """Kinds that callers have, and corners, by name."""
         return _KINDS

@@ -5,6 +5,7 @@ import statistics
 import time
 from dataclasses import replace
 from itertools import count
+from typing import Any
 
 import pytest
 import torch
@@ -34,7 +35,13 @@ SPLIT = DilatedPattern([16, 64], [1, 4], head_branches="split")
 
 
 def workload(**options):
-    usual = {"pattern": PATTERN, "seq_len": 101, "num_heads": 4, "head_dim": 8, "dtype": "float32"}
+    usual: dict[str, Any] = {
+        "pattern": PATTERN,
+        "seq_len": 101,
+        "num_heads": 4,
+        "head_dim": 8,
+        "dtype": "float32",
+    }
     return Workload(**usual | options)
 
 

@@ -1,5 +1,7 @@
 """Single rows recomputed from the defining sums."""
 
+from typing import Any
+
 import pytest
 import torch
 from support.bounds import SUMMED_IN_FLOAT32
@@ -19,8 +21,8 @@ def errors(layout, is_causal, head, change=None):
         shape = 1, layout.local_length(ends.rank), 4, 8
         query, key, value, dout = (torch.randn(shape) for _ in range(4))
         leaves = [x.requires_grad_() for x in (query, key, value)]
-        options = {"is_causal": is_causal, "group": ends, "layout": layout}
-        out, lse = dilated_attention(*leaves, PATTERN, return_lse=True, **options)
+        options: dict[str, Any] = {"is_causal": is_causal, "group": ends, "layout": layout}
+        out, lse = dilated_attention(query, key, value, PATTERN, return_lse=True, **options)
         tensors = [*leaves, out, lse, dout, *torch.autograd.grad(out, leaves, dout)]
         shard = Shard(*(x.detach() for x in tensors))
         if change is not None:

@@ -94,7 +94,8 @@ def run_ranks(
             fill_with_nan=fill_with_nan,
         )
         given = start, function, arguments
-        ranks: Any = mp.start_processes(
+        start_processes: Any = mp.start_processes  # which torch has not annotated
+        ranks = start_processes(
             _rank_main, given, world_size, join=False, daemon=True, start_method=method
         )
         end = None if timeout is None else time.monotonic() + timeout
@@ -103,14 +104,16 @@ def run_ranks(
                 if end is not None and time.monotonic() >= end:
                     running = [r for r, p in enumerate(ranks.processes) if p.is_alive()]
                     raise TimeoutError(f"no answer from ranks {running} in {timeout} s")
-            return [pickle.loads(Path(folder, str(r)).read_bytes()) for r in range(world_size)]
+            answers = [Path(folder, str(rank)) for rank in range(world_size)]
+            missing = [rank for rank, answer in enumerate(answers) if not answer.exists()]
+            if missing:  # they have ended without an error, as by os._exit(0)
+                raise RankError(f"ranks {missing} ended without an answer")
+            return [pickle.loads(answer.read_bytes()) for answer in answers]
         except mp.ProcessRaisedException as error:
             trace = str(error).partition("error:\n")[2]
             raise RankError(f"rank {error.error_index} failed:\n{trace.rstrip()}") from None
         except mp.ProcessExitedException as error:
             raise RankError(f"rank {error.error_index} died without an answer: {error}") from None
-        except FileNotFoundError as error:
-            raise RankError(f"a rank ended without an answer: {error}") from None
         finally:
             for process in ranks.processes:
                 process.kill()  # no effect on one that has ended

@@ -285,15 +285,17 @@ def run_case(case: Case, ends: Exchange, wanted: References | None = None) -> Ou
     """
     inputs = dict(zip((*INPUTS, "dout"), _shards(case, ends.rank), strict=True))
     leaves = [inputs[name].requires_grad_() for name in INPUTS if name in case.wanted]
-    dout = inputs.pop("dout")
+    query, key, value, dout = inputs.values()
     options: dict[str, Any] = {"lengths": case.lengths}
     if case.as_mask and case.lengths is not None:
         padding = torch.arange(case.layout.length) >= torch.tensor(case.lengths)[:, None]
         options = {"key_padding_mask": case.layout.shard(padding, ends.rank, 1).to(dout.device)}
     before = ends.sent_bytes
     out, lse = dilated_attention(
-        **inputs,
-        pattern=case.pattern,
+        query,
+        key,
+        value,
+        case.pattern,
         is_causal=case.is_causal,
         scale=case.scale,
         documents=case.documents,

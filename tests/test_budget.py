@@ -8,11 +8,11 @@ from support.lines import PACKAGE, REPOSITORY, Size, sizes_now, table, total
 # A change lowers these numbers, or raises one with a reason in the same commit. `make lines` prints
 # what there is. Where they go: 26,000 lines in 110 files.
 BUDGET = {
-    "bench": (900, 6),
-    "checks": (2_073, 7),
-    "cli": (1_145, 9),
+    "bench": (877, 4),
+    "checks": (1_735, 6),
+    "cli": (1_106, 6),
     "decode": (2_095, 8),
-    "draw": (700, 5),
+    "draw": (682, 4),
     "engine": (3_308, 10),
     "exchange": (4_531, 19),
     "integrations": (4_532, 14),
@@ -20,11 +20,11 @@ BUDGET = {
     "nn": (3_863, 16),
     "parallel": (1_100, 4),
     "plan": (3_510, 12),
-    "the root": (2_304, 10),
+    "the root": (2_086, 9),
     "tiles": (1_039, 6),
     "torch_op": (1_217, 7),
 }
-MOST_TESTS = 28_000
+MOST_TESTS = 27_700
 SLACK = 0.02
 """A budget that is higher than this above what there is, is to be lowered."""
 

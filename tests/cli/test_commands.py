@@ -29,6 +29,7 @@ from ring_dilated_attention.plan import check_plan, costs
 TENSORS = ("out", "lse", "dquery", "dkey", "dvalue")
 
 SMALL = "--segment-lengths=16,50,all --dilation-rates=1,3,4"
+BENCH = "--segment-lengths=16,64 --dilation-rates=1,4 --heads=2 --head-dim=8 --seq-len=100"
 BIG = 2**70  # no int64
 
 
@@ -100,8 +101,7 @@ RIGHT = [
         "results match",
     ),
     (
-        "bench --device=cpu --segment-lengths=16,64 --dilation-rates=1,4 --heads=2 --head-dim=8 "
-        "--seq-len=100 --causal --baseline=kernel,sdpa --repeats=3",
+        f"bench --device=cpu {BENCH} --causal --baseline=kernel,sdpa --repeats=3",
         "sdpa, 1 rank, forward+backward: takes",
         "memory of the rank that holds most",
     ),
@@ -134,41 +134,30 @@ WRONG = [
     ("plan 5", "unexpected extra argument"),
     ("plan --no-such-option", "No such option: --no-such-option"),
     ("plan --seq-len", "Option '--seq-len' requires an argument"),
-    ("plan --seq-len=", "'' is not a number of positions"),
     ("plan --seq-len=x", f"Invalid value for '--seq-len': {LENGTHS}"),
-    ("plan --seq-len=1e6", "is not a number of positions"),
     ("plan --seq-len=-1", "is not a number of positions"),
     ("plan --seq-len=0", "'--seq-len': 0 is not from 1 to 281,474,976,710,656"),
     (f"plan --seq-len={BIG}", "is not from 1 to 281,474,976,710,656"),
-    ("plan --heads=0", "'--heads': 0 is not from 1 to 4,096"),
     ("plan --heads=4 --kv-heads=3", "--heads must be a multiple of --kv-heads; got 4 and 3"),
     ("plan --head-dim=5000", "'--head-dim': 5000 is not from 1 to 4,096"),
     ("plan --ranks=0", "'--ranks': 0 is not from 1 to 16,384"),
     ("plan --layout=spiral", "'spiral' is not one of 'auto', 'contiguous', 'zigzag'"),
     ("plan --pattern=plaid", "'plaid' is not one of 'longnet', 'gigapath', 'longvit', 'dense'"),
-    ("plan --segment-lengths=, --dilation-rates=1", "'' is not a number of positions"),
     ("plan --segment-lengths=4,8 --dilation-rates=1", "one value each per branch"),
-    ("plan --segment-lengths=0 --dilation-rates=1", "'--segment-lengths': 0 is not from 1"),
     ("plan --segment-lengths=4 --dilation-rates=1.5", "'1.5' is not a number"),
     ("plan --segment-lengths=4", "got --segment-lengths alone"),
-    ("plan --dilation-rates=4", "got --dilation-rates alone"),
     (f"plan --pattern=dense {SMALL}", "give --pattern or --segment-lengths, not both"),
     (f"plan --segment-lengths={'4,' * 9999}4 --dilation-rates={'1,' * 9999}1", "at most 1000"),
-    ("plan --documents=", "'' is not a number of positions"),
-    ("plan --documents=0", "documents must rise from 0"),
     ("plan --documents=0,70,30,8192", "documents must rise from 0"),
     ("plan --hosts=3", "--ranks must be a multiple of --hosts; got 4 and 3"),
     ("plan --check", "more than 2,000,000: take a shorter --seq-len or fewer --heads"),
     ("plan --json=/no/such/folder/file", "cannot be written"),
-    ("plan --json=/dev", "/dev cannot be written: it is a folder"),
     ("simulate --pattern=gigapath --zero-keys", "--pattern gigapath is the whole pattern"),
     ("simulate --head-offsets=blocked", "--pattern longnet is the whole pattern"),
-    ("simulate --head-offsets=both", "'both' is not one of 'interleaved', 'blocked'"),
     ("simulate --exchange=bus", "'bus' is not one of 'auto', 'ring', 'gather'"),
     ("simulate --device=tpu", "'tpu' is not one of 'auto', 'cpu', 'cuda'"),
     ("simulate --device=cpu --seq-len=1G", "simulating takes"),
     ("simulate --device=cpu --ranks=513", "'--ranks': 513 is not from 1 to 512"),
-    ("verify --ranks=0", "'--ranks': 0 is not from 1 to 128"),
     ("verify --ranks=1,x", "'x' is not a number"),
     ("verify --timeout=0", "'--timeout': 0 is not from 1 to 2,592,000"),
     (f"verify --seed={BIG}", "'--seed'"),
@@ -179,7 +168,6 @@ WRONG = [
     ("draw --head=12", "--head must lie in [0, 12), the query heads; got 12"),
     ("draw cache", "rda draw cache needs --out; a terminal shows the mask alone"),
     ("draw --out=a.pdf", "--out must be named *.png or *.svg; got 'a.pdf'"),
-    ("draw --style=blue", "'blue' is not one of"),
     ("draw timeline --ranks=33 --out=a.svg", "at most 32 ranks; got 33"),
 ]
 
@@ -265,33 +253,26 @@ def test_json_has_the_numbers_of_the_plan(tmp_path):
         assert found["forward"]["across_bytes"] == found["traffic_bytes"]["forward_received"]
 
 
-def test_json_of_simulate_and_verify(tmp_path):
-    file = tmp_path / "found.json"
-    done = rda(f"simulate --device=cpu --seq-len=101 --ranks=3 --json={file} {SMALL}")
-    assert done.exit_code == 0, done.output
-    found = json.loads(file.read_text())
-    assert found["ok"]
-    assert [x["positions"] for x in found["ranks"]] == [34, 34, 33]
-    assert all(x["forward"]["counted"] == x["forward"]["planned"] for x in found["ranks"])
-    done = rda("verify --ranks=1 --json=-")
-    assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout)
-    assert found["ok"]
-    assert len(found["cases"]) == 72
-    assert set(found["cases"][0]["errors"]) == set(TENSORS)
+def test_json_of_simulate_verify_and_bench(tmp_path):
+    def found(line):
+        done = rda(f"{line} --json=-")
+        assert done.exit_code == 0, done.output
+        return json.loads(done.stdout)
 
-
-def test_bench_on_two_ranks_writes_json_and_a_picture(tmp_path):
+    simulated = found(f"simulate --device=cpu --seq-len=101 --ranks=3 {SMALL}")
+    assert simulated["ok"]
+    assert [x["positions"] for x in simulated["ranks"]] == [34, 34, 33]
+    assert all(x["forward"]["counted"] == x["forward"]["planned"] for x in simulated["ranks"])
+    verified = found("verify --ranks=1")
+    assert verified["ok"]
+    assert len(verified["cases"]) == 72
+    assert set(verified["cases"][0]["errors"]) == set(TENSORS)
     picture = tmp_path / "found.png"
-    done = rda(
-        "bench --device=cpu --segment-lengths=16,64 --dilation-rates=1,4 --heads=2 --head-dim=8 "
-        f"--seq-len=100 --ranks=1,2 --repeats=3 --json=- --out={picture}"
-    )
-    assert done.exit_code == 0, done.output
-    results = json.loads(done.stdout)["results"]
-    assert [row["ranks"] for row in results] == [1, 1, 2, 2]
-    assert all(row["samples_ms"] for row in results)
-    assert results[2]["derived"]["time_over_one_rank"] > 0
+    line = f"bench --device=cpu {BENCH} --ranks=1,2 --repeats=3 --out={picture}"
+    measured = found(line)["results"]
+    assert [row["ranks"] for row in measured] == [1, 1, 2, 2]
+    assert all(row["samples_ms"] for row in measured)
+    assert measured[2]["derived"]["time_over_one_rank"] > 0
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

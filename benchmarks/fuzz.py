@@ -5,7 +5,7 @@
     python benchmarks/fuzz.py --calls 1 --seed 4711 --verbose     # one call again
 
 Every call runs forward and backward on all ranks of a group, which are threads of this process. Its
-tensors are views of every kind (`view_kinds`) in storages of NaN, and its pattern, layout,
+tensors are views of every kind (`ViewKind`) in storages of NaN, and its pattern, layout,
 documents, lengths, mask and options are drawn too. Call number i is drawn from seed S + i and from
 the other arguments alone. Exits with 1 unless all were right: nothing is drawn that is refused.
 The count so far is printed every half a minute; `--seconds` ends a run before all calls are made.
@@ -131,7 +131,7 @@ def draw(seed: int, among: Choices) -> Case:
         backend=backend,
         seed=seed,
         device=among.device,
-        views=tuple(ViewKind.any(random) for _ in range(4)),
+        views=tuple(draw_view(random) for _ in range(4)),
         wanted=tuple(name for name in Case.wanted if random.random() < 0.8),
         scale=random.choice([None] * 10 + list(SCALES)),
         workspace=random.choice([None, None, 0.01, 1.0]),
@@ -151,6 +151,21 @@ def draw_pattern(random: Random) -> DilatedPattern:
     )
     lengths, rates = zip(*branches, strict=True)
     return DilatedPattern(lengths, rates, zero_keys=random.random() < 0.3, **options)
+
+
+def draw_view(random: Random) -> ViewKind:
+    """A kind with a name half of the time, else a mixture."""
+    if random.random() < 0.5:
+        return random.choice(list(ViewKind.named().values()))
+    order = random.sample(range(4), 4)
+    if random.random() < 0.7:  # head_dim is innermost, as most callers have it
+        order = [*(dim for dim in order if dim != 3), 3]
+    return ViewKind(
+        expanded=tuple(dim for dim in range(4) if random.random() < 0.15),
+        order=tuple(order),
+        steps=tuple(random.choice([1, 1, 1, 2, 3]) for _ in range(4)),
+        offset=random.choice([0, 0, 1, 8, 13]),
+    )
 
 
 def draw_layout(random: Random, length: int, world_size: int) -> SequenceLayout:

@@ -8,23 +8,23 @@ from support.lines import PACKAGE, REPOSITORY, Size, sizes_now, table, total
 # A change lowers these numbers, or raises one with a reason in the same commit. `make lines` prints
 # what there is. Where they go: 26,000 lines in 110 files.
 BUDGET = {
-    "bench": (900, 6),
-    "checks": (2_075, 7),
-    "cli": (1_145, 9),
+    "bench": (877, 4),
+    "checks": (1_734, 6),
+    "cli": (1_106, 6),
     "decode": (2_095, 8),
-    "draw": (700, 5),
+    "draw": (682, 4),
     "engine": (3_308, 10),
     "exchange": (1_912, 8),
     "integrations": (4_532, 14),
     "kernels": (3_954, 11),
     "nn": (3_863, 16),
-    "parallel": (1_100, 4),
+    "parallel": (1_095, 4),
     "plan": (3_510, 12),
-    "the root": (2_304, 10),
+    "the root": (2_086, 9),
     "tiles": (1_039, 6),
-    "torch_op": (1_205, 7),
+    "torch_op": (1_203, 7),
 }
-MOST_TESTS = 25_800
+MOST_TESTS = 25_300
 SLACK = 0.02
 """A budget that is higher than this above what there is, is to be lowered."""
 

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -121,3 +122,31 @@ def test_zero_key_counts_by_hand():
     assert not counts[0, [0, 3, 4, 7]].any()
     counts = zero_key_counts(pattern, 9, 1, documents=[0, 5, 9])
     assert not counts.any()
+
+
+def test_rows_with_lengths_are_calls_on_their_valid_positions():
+    """Padding may be NaN: no valid position's out, lse or gradient has any of it."""
+    pattern = DilatedPattern([4, None], [1, 3], zero_keys=True)
+    lengths, documents = [11, 6, 0], [0, 5, 11]
+    tensors = torch.randn(3, 3, 13, 2, 4, dtype=torch.float64)
+    for row, length in enumerate(lengths):
+        tensors[:, row, length:] = torch.nan
+    leaves = [x.clone().requires_grad_() for x in tensors.unbind(0)]
+    query, key, value = leaves
+    packing: dict[str, Any] = {"documents": documents, "lengths": lengths}
+    out, lse = reference_attention(query, key, value, pattern, **packing)
+    gradients = torch.autograd.grad(out.square().sum(), leaves)
+    for row, length in enumerate(lengths):
+        assert not out[row, length:].any()
+        assert torch.isneginf(lse[row, :, length:]).all()
+        assert not any(g[row, length:].any() for g in gradients)
+        if length:
+            cut = [*(x for x in documents if x < length), length]
+            own = [x.detach()[row : row + 1, :length].requires_grad_() for x in leaves]
+            query, key, value = own
+            want_out, want_lse = reference_attention(query, key, value, pattern, documents=cut)
+            torch.testing.assert_close(out[row, :length], want_out[0])
+            torch.testing.assert_close(lse[row, :, :length], want_lse[0])
+            wanted = torch.autograd.grad(want_out.square().sum(), own)
+            for got, want in zip(gradients, wanted, strict=True):
+                torch.testing.assert_close(got[row, :length], want[0])

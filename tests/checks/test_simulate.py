@@ -24,9 +24,9 @@ PATTERN = DilatedPattern([16, 50, None], [1, 3, 4])
 CASE = Case(pattern=PATTERN, layout=SequenceLayout.zigzag(101, 3), dtype=torch.float32, head_dim=8)
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(cases())
-def test_any_case_is_as_planned(case):
+def test_simulate_finds_any_case_as_planned(case):
     found = simulate(case)
     assert found.ok, found.problems
     assert found.balance.world_size == len(found.ranks) == case.layout.world_size
@@ -38,7 +38,7 @@ def test_any_case_is_as_planned(case):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("pattern", [DilatedPattern([4], [4]), DilatedPattern([1], [1])])
-def test_gradients_that_are_nothing_but_rounding(pattern, dtype):
+def test_simulate_allows_gradients_that_are_nothing_but_rounding(pattern, dtype):
     """Every query sees one key: the gradients of query and key are 0."""
     case = replace(CASE, pattern=pattern, layout=make_layout("uneven", 37, 5), dtype=dtype)
     found = simulate(case)
@@ -46,7 +46,7 @@ def test_gradients_that_are_nothing_but_rounding(pattern, dtype):
 
 
 @pytest.mark.parametrize("exchange", ["ring", "gather"])
-def test_figures_of_a_case_counted_by_hand(exchange):
+def test_simulate_counts_what_is_counted_by_hand(exchange):
     """Dense and causal, 3 positions on each of 2 of 3 ranks: one message, one way, each pass."""
     layout = SequenceLayout([[(0, 3)], [], [(3, 6)]])
     case = Case(
@@ -66,9 +66,7 @@ def test_figures_of_a_case_counted_by_hand(exchange):
     nothing = Transfers(sent=0, received=0, messages=0, peers=())
     assert first.forward.counted == Transfers(sent=rows, received=0, messages=1, peers=(2,))
     assert last.forward.counted == Transfers(sent=0, received=rows, messages=0, peers=(0,))
-    assert first.backward
-    assert empty.backward
-    assert last.backward
+    assert first.backward and empty.backward and last.backward  # noqa: PT018
     both_ways = Transfers(sent=rows, received=rows, messages=1, peers=(2,))
     assert first.backward.counted == both_ways  # keys and values out, gradients in
     assert last.backward.counted == replace(both_ways, peers=(0,))
@@ -82,10 +80,9 @@ def test_figures_of_a_case_counted_by_hand(exchange):
     assert found.balance.imbalance == pytest.approx(15 / 7)
     assert found.balance.speed_up_bound == pytest.approx(7 / 5)
     assert last.of_mean == found.balance.imbalance
-    assert [x.kernel_calls for x in found.ranks] == [2, 0, 4]
 
 
-def test_one_rank_computes_at_a_time(monkeypatch):
+def test_simulate_lets_one_rank_compute_at_a_time(monkeypatch):
     computing, most = [], []
 
     def watched(function):
@@ -107,42 +104,32 @@ def test_one_rank_computes_at_a_time(monkeypatch):
     assert all(x.forward.seconds >= 0.002 for x in found.ranks)
 
 
-def test_without_backward():
+def test_simulate_without_backward():
     found = simulate(CASE, backward=False)
     assert found.ok
     assert list(found.errors) == ["out", "lse"]
     assert all(x.backward is None and x.seconds == x.forward.seconds for x in found.ranks)
 
 
-def test_gradients_that_stay_away_are_found(monkeypatch):
-    lose_returned_gradients(monkeypatch)
+FAULTS = {
+    "lost gradients": (lose_returned_gradients, ["dkey", "dvalue"]),
+    "wrong rows": (lambda patch: change_rows(patch, lambda rows: rows + 1), list(TENSORS)),
+    "NaN": (lambda patch: change_rows(patch, lambda rows: rows * torch.nan), list(TENSORS)),
+    "bytes": (lambda patch: send_a_byte_more(patch, [1]), ["rank 1, forward", "rank 1, backward"]),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_simulate_finds_faults(fault, monkeypatch):
+    break_it, found_in = FAULTS[fault]
+    break_it(monkeypatch)
     found = simulate(CASE)
-    assert [text.split(":")[0] for text in found.problems] == ["dkey", "dvalue"]
-    assert found.errors["dkey"] > 1e-2 > found.errors["dquery"]
+    assert list(dict.fromkeys(text.split(":")[0] for text in found.problems)) == found_in
+    if fault == "lost gradients":
+        assert found.errors["dkey"] > 1e-2 > found.errors["dquery"]
 
 
-def test_wrong_rows_are_found(monkeypatch):
-    change_rows(monkeypatch, lambda rows: rows + 1)
-    found = simulate(CASE)
-    assert [text.split(":")[0] for text in found.problems] == list(TENSORS)
-
-
-def test_nan_is_found(monkeypatch):
-    change_rows(monkeypatch, lambda rows: rows * torch.nan)
-    found = simulate(CASE)
-    assert {text.split(":")[0] for text in found.problems} == set(TENSORS)
-
-
-def test_bytes_that_the_plan_does_not_have_are_found(monkeypatch):
-    send_a_byte_more(monkeypatch, [1])
-    found = simulate(CASE)
-    assert [text.split(":")[0] for text in found.problems] == [
-        "rank 1, forward",
-        "rank 1, backward",
-    ]
-
-
-def test_rows_that_are_kept_too_long_are_found(monkeypatch):
+def test_simulate_finds_rows_that_are_kept_too_long(monkeypatch):
     kept = []
     loopback: Any = run_loopback(1, type)[0]
     start = loopback.start
@@ -157,7 +144,7 @@ def test_rows_that_are_kept_too_long_are_found(monkeypatch):
     assert any("held Memory" in text for text in found.problems)
 
 
-def test_a_rank_that_fails_ends_all(monkeypatch):
+def test_simulate_ends_where_a_rank_fails(monkeypatch):
     def fail(*_):
         raise RuntimeError("no rows today")
 
@@ -176,7 +163,7 @@ def test_a_rank_that_fails_ends_all(monkeypatch):
         ({"backend": "cudnn"}, "cudnn"),
     ],
 )
-def test_bad_cases_are_refused(change, message):
+def test_simulate_refuses(change, message):
     with pytest.raises(ValueError, match=message):
         simulate(replace(CASE, **change))
     with pytest.raises(TypeError, match="case must be a Case, got"):

@@ -1,17 +1,13 @@
 """Single rows recomputed from the defining sums."""
 
+from typing import Any
+
 import pytest
 import torch
 from support.bounds import SUMMED_IN_FLOAT32
 
-from ring_dilated_attention import (
-    DilatedPattern,
-    SequenceLayout,
-    SoloExchange,
-    dilated_attention,
-)
-from ring_dilated_attention.checks import Shard, spot_check
-from ring_dilated_attention.checks.spot_checks import positions_to_check
+from ring_dilated_attention import DilatedPattern, SequenceLayout, SoloExchange, dilated_attention
+from ring_dilated_attention.checks import Shard, positions_to_check, spot_check
 from ring_dilated_attention.exchange import run_loopback
 
 PATTERN = DilatedPattern([7, 20, 64, None], [1, 2, 6, 9])
@@ -25,16 +21,8 @@ def errors(layout, is_causal, head, change=None):
         shape = 1, layout.local_length(ends.rank), 4, 8
         query, key, value, dout = (torch.randn(shape) for _ in range(4))
         leaves = [x.requires_grad_() for x in (query, key, value)]
-        out, lse = dilated_attention(
-            query,
-            key,
-            value,
-            PATTERN,
-            is_causal=is_causal,
-            group=ends,
-            layout=layout,
-            return_lse=True,
-        )
+        options: dict[str, Any] = {"is_causal": is_causal, "group": ends, "layout": layout}
+        out, lse = dilated_attention(query, key, value, PATTERN, return_lse=True, **options)
         tensors = [*leaves, out, lse, dout, *torch.autograd.grad(out, leaves, dout)]
         shard = Shard(*(x.detach() for x in tensors))
         if change is not None:
@@ -48,23 +36,20 @@ def errors(layout, is_causal, head, change=None):
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("world_size", [1, 2, 5])
-def test_rows_are_right(world_size, is_causal):
-    for head, layout in (
-        (0, SequenceLayout.contiguous(131, world_size)),
-        (3, SequenceLayout.zigzag(131, world_size)),
-    ):
-        found = errors(layout, is_causal, head)
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_spot_check_finds_right_rows_right(world_size, is_causal):
+    for head, make in ((0, SequenceLayout.contiguous), (3, SequenceLayout.zigzag)):
+        found = errors(make(131, world_size), is_causal, head)
         assert set(found) == {"out", "lse", "dquery", "dkey", "dvalue"}
         assert max(found.values()) < SUMMED_IN_FLOAT32
 
 
 @pytest.mark.parametrize("name", ["out", "lse", "dquery", "dkey", "dvalue"])
-def test_a_wrong_row_at_a_border_shows(name):
+def test_spot_check_finds_a_wrong_row_at_a_border(name):
     assert errors(SequenceLayout.contiguous(131, 3), False, 0, change=name)[name] > 0.01
 
 
-def test_a_position_that_no_branch_shows_anything():
+def test_spot_check_of_a_position_that_no_branch_shows_anything():
     query = torch.randn(1, 8, 1, 4, dtype=torch.float64)
     pattern, layout = DilatedPattern([8], [4]), SequenceLayout.contiguous(8, 1)
     out, lse = dilated_attention(query, query, query, pattern, return_lse=True)
@@ -74,7 +59,7 @@ def test_a_position_that_no_branch_shows_anything():
     assert spot_check(shard, pattern, layout, SoloExchange(), [1]) == {"out": 2.0, "lse": 0.0}
 
 
-def test_every_branch_and_border_is_looked_at():
+def test_positions_to_check_are_in_every_branch_and_at_every_border():
     layout = SequenceLayout.contiguous(1000, 4)
     positions = positions_to_check(PATTERN, layout, seed=0, each=3)
     assert {249, 250, 499, 500, 749, 750, 0, 999} <= set(positions)
@@ -85,35 +70,25 @@ def test_every_branch_and_border_is_looked_at():
     ("given", "message"),
     [
         ({"shard": [1]}, "shard must be a Shard, got type list"),
-        ({"pattern": [4]}, "pattern must be a DilatedPattern"),
         ({"pattern": DilatedPattern([4], [2], zero_keys=True)}, "no zero keys"),
-        (
-            {"layout": SequenceLayout.contiguous(7, 1)},
-            "gives rank 0 a shard of 7 positions, got a query",
-        ),
+        ({"layout": SequenceLayout.contiguous(7, 1)}, "gives rank 0 a shard of 7 positions, got"),
         ({"positions": [3, 6]}, r"positions must lie in \[0, 6\); got 6"),
-        ({"positions": [-1]}, r"positions must lie in \[0, 6\); got -1"),
         ({"head": 2}, r"head must lie in \[0, 2\); got 2"),
-        ({"kv_heads": 1}, "as many KV heads as query heads"),
-        ({"batch": 2}, "a batch of 1"),
-        ({"out": torch.zeros(1, 5, 2, 4)}, r"out must have shape .* got \(1, 5, 2, 4\)"),
+        ({"key": torch.zeros(1, 6, 1, 4)}, r"key must have shape .* got \(1, 6, 1, 4\)"),
         ({"lse": torch.zeros(1, 6, 2)}, r"lse must have shape \(1, 2, 6\)"),
         ({"dout": torch.zeros(1, 6, 2, 4)}, "must all be given, or none"),
     ],
 )
-def test_what_it_cannot_check_is_refused(given, message):
-    given = dict(given)
-    batch, kv_heads = given.pop("batch", 1), given.pop("kv_heads", 2)
-    query, key = torch.zeros(batch, 6, 2, 4), torch.zeros(batch, 6, kv_heads, 4)
-    shard = Shard(query, key, key, query, torch.zeros(batch, 2, 6))
-    others = {name: given.pop(name) for name in ("out", "lse", "dout") if name in given}
+def test_spot_check_refuses(given, message):
+    x = torch.zeros(1, 6, 2, 4)
+    others = {name: value for name, value in given.items() if name in Shard._fields}
     call = {
-        "shard": shard._replace(**others),
+        "shard": Shard(x, x, x, x, torch.zeros(1, 2, 6))._replace(**others),
         "pattern": DilatedPattern([4], [2]),
         "layout": SequenceLayout.contiguous(6, 1),
         "ends": SoloExchange(),
         "positions": [0],
-        **given,
+        **{name: value for name, value in given.items() if name not in others},
     }
     with pytest.raises((TypeError, ValueError), match=message):
         spot_check(**call)

@@ -16,9 +16,10 @@ from support.wrong_bytes import send_a_byte_more
 from typer.testing import CliRunner
 
 from ring_dilated_attention import SequenceLayout, checks, plan_attention
-from ring_dilated_attention.checks import Outcome, RankError, visible_counts
+from ring_dilated_attention.checks import Outcome, RankError, doctor, visible_counts
 from ring_dilated_attention.cli import app, common
 from ring_dilated_attention.cli.plan import closed_block
+from ring_dilated_attention.draw import mask_text
 from ring_dilated_attention.functional import Schedule
 from ring_dilated_attention.layout import LAYOUTS
 from ring_dilated_attention.named_patterns import NAMES, NamedPattern, named
@@ -28,6 +29,7 @@ from ring_dilated_attention.plan import check_plan, costs
 TENSORS = ("out", "lse", "dquery", "dkey", "dvalue")
 
 SMALL = "--segment-lengths=16,50,all --dilation-rates=1,3,4"
+BENCH = "--segment-lengths=16,64 --dilation-rates=1,4 --heads=2 --head-dim=8 --seq-len=100"
 BIG = 2**70  # no int64
 
 
@@ -98,6 +100,15 @@ RIGHT = [
         "2 documents",
         "results match",
     ),
+    (
+        f"bench --device=cpu {BENCH} --causal --baseline=kernel,sdpa --repeats=3",
+        "sdpa, 1 rank, forward+backward: takes",
+        "memory of the rank that holds most",
+    ),
+    (
+        "draw --seq-len=1G --ranks=256 --segment-lengths=2048,1M,all --dilation-rates=1,4,65536",
+        "1 cell = 32M × 32M positions",
+    ),
     ("verify --ranks=2 --seed=3", "72 cases within bounds, bytes as planned, seed 3"),
     ("--version", "rda "),
     ("", "Usage", "plan", "simulate", "verify"),
@@ -123,44 +134,41 @@ WRONG = [
     ("plan 5", "unexpected extra argument"),
     ("plan --no-such-option", "No such option: --no-such-option"),
     ("plan --seq-len", "Option '--seq-len' requires an argument"),
-    ("plan --seq-len=", "'' is not a number of positions"),
     ("plan --seq-len=x", f"Invalid value for '--seq-len': {LENGTHS}"),
-    ("plan --seq-len=1e6", "is not a number of positions"),
     ("plan --seq-len=-1", "is not a number of positions"),
     ("plan --seq-len=0", "'--seq-len': 0 is not from 1 to 281,474,976,710,656"),
     (f"plan --seq-len={BIG}", "is not from 1 to 281,474,976,710,656"),
-    ("plan --heads=0", "'--heads': 0 is not from 1 to 4,096"),
     ("plan --heads=4 --kv-heads=3", "--heads must be a multiple of --kv-heads; got 4 and 3"),
     ("plan --head-dim=5000", "'--head-dim': 5000 is not from 1 to 4,096"),
     ("plan --ranks=0", "'--ranks': 0 is not from 1 to 16,384"),
     ("plan --layout=spiral", "'spiral' is not one of 'auto', 'contiguous', 'zigzag'"),
     ("plan --pattern=plaid", "'plaid' is not one of 'longnet', 'gigapath', 'longvit', 'dense'"),
-    ("plan --segment-lengths=, --dilation-rates=1", "'' is not a number of positions"),
     ("plan --segment-lengths=4,8 --dilation-rates=1", "one value each per branch"),
-    ("plan --segment-lengths=0 --dilation-rates=1", "'--segment-lengths': 0 is not from 1"),
     ("plan --segment-lengths=4 --dilation-rates=1.5", "'1.5' is not a number"),
     ("plan --segment-lengths=4", "got --segment-lengths alone"),
-    ("plan --dilation-rates=4", "got --dilation-rates alone"),
     (f"plan --pattern=dense {SMALL}", "give --pattern or --segment-lengths, not both"),
     (f"plan --segment-lengths={'4,' * 9999}4 --dilation-rates={'1,' * 9999}1", "at most 1000"),
-    ("plan --documents=", "'' is not a number of positions"),
-    ("plan --documents=0", "documents must rise from 0"),
     ("plan --documents=0,70,30,8192", "documents must rise from 0"),
     ("plan --hosts=3", "--ranks must be a multiple of --hosts; got 4 and 3"),
     ("plan --check", "more than 2,000,000: take a shorter --seq-len or fewer --heads"),
     ("plan --json=/no/such/folder/file", "cannot be written"),
-    ("plan --json=/dev", "/dev cannot be written: it is a folder"),
     ("simulate --pattern=gigapath --zero-keys", "--pattern gigapath is the whole pattern"),
     ("simulate --head-offsets=blocked", "--pattern longnet is the whole pattern"),
-    ("simulate --head-offsets=both", "'both' is not one of 'interleaved', 'blocked'"),
     ("simulate --exchange=bus", "'bus' is not one of 'auto', 'ring', 'gather'"),
     ("simulate --device=tpu", "'tpu' is not one of 'auto', 'cpu', 'cuda'"),
     ("simulate --device=cpu --seq-len=1G", "simulating takes"),
-    ("simulate --device=cpu --ranks=513", "must be <= 512"),
-    ("verify --ranks=0", "'--ranks': 0 is not from 1 to 128"),
+    ("simulate --device=cpu --ranks=513", "'--ranks': 513 is not from 1 to 512"),
     ("verify --ranks=1,x", "'x' is not a number"),
     ("verify --timeout=0", "'--timeout': 0 is not from 1 to 2,592,000"),
     (f"verify --seed={BIG}", "'--seed'"),
+    ("bench --device=cpu --baseline=nothing", "baseline must be one of"),
+    ("bench --device=cpu --heads=3 --kv-heads=2", "multiple of"),
+    ("bench --device=cpu --repeats=0", "repeats"),
+    ("draw foo", "'foo' is not one of"),
+    ("draw --head=12", "--head must lie in [0, 12), the query heads; got 12"),
+    ("draw cache", "rda draw cache needs --out; a terminal shows the mask alone"),
+    ("draw --out=a.pdf", "--out must be named *.png or *.svg; got 'a.pdf'"),
+    ("draw timeline --ranks=33 --out=a.svg", "at most 32 ranks; got 33"),
 ]
 
 
@@ -172,14 +180,6 @@ def test_bad_command_lines_are_one_line_and_exit_code_2(line, message):
     assert said.startswith("error: ")
     assert message in said
     assert not done.stdout
-
-
-def test_simulate_in_a_rank_of_torchrun_is_refused(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "0")
-    done = rda("simulate")
-    assert done.exit_code == 2
-    assert "rda simulate runs in one process, and this is rank 0 of 2" in done.stderr
 
 
 def test_simulate_ends_with_1_where_bytes_or_results_differ(monkeypatch, tmp_path):
@@ -253,20 +253,71 @@ def test_json_has_the_numbers_of_the_plan(tmp_path):
         assert found["forward"]["across_bytes"] == found["traffic_bytes"]["forward_received"]
 
 
-def test_json_of_simulate_and_verify(tmp_path):
+def test_json_of_simulate_verify_and_bench(tmp_path):
+    def found(line):
+        done = rda(f"{line} --json=-")
+        assert done.exit_code == 0, done.output
+        return json.loads(done.stdout)
+
+    simulated = found(f"simulate --device=cpu --seq-len=101 --ranks=3 {SMALL}")
+    assert simulated["ok"]
+    assert [x["positions"] for x in simulated["ranks"]] == [34, 34, 33]
+    assert all(x["forward"]["counted"] == x["forward"]["planned"] for x in simulated["ranks"])
+    verified = found("verify --ranks=1")
+    assert verified["ok"]
+    assert len(verified["cases"]) == 72
+    assert set(verified["cases"][0]["errors"]) == set(TENSORS)
+    picture = tmp_path / "found.png"
+    line = f"bench --device=cpu {BENCH} --ranks=1,2 --repeats=3 --out={picture}"
+    measured = found(line)["results"]
+    assert [row["ranks"] for row in measured] == [1, 1, 2, 2]
+    assert all(row["samples_ms"] for row in measured)
+    assert measured[2]["derived"]["time_over_one_rank"] > 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+DRAWN = "--segment-lengths=8,16,all --dilation-rates=1,2,4 --causal --heads=4"
+
+
+@pytest.mark.parametrize(("ranks", "by"), [(1, "branch"), (3, "rank")])
+def test_draw_prints_the_mask(ranks, by):
+    done = rda(f"draw {DRAWN} --seq-len=50 --ranks={ranks} --head=1")
+    pattern = DilatedPattern([8, 16, None], [1, 2, 4])
+    layout = SequenceLayout.named("auto", 50, ranks, is_causal=True)
+    plan = plan_attention(pattern, layout, is_causal=True, num_heads=4)
+    assert done.exit_code == 0, done.output
+    assert done.output.rstrip() == mask_text(plan, 1, by=by, in_color=False).plain.rstrip()
+
+
+@pytest.mark.parametrize("what", ["mask", "exchange", "work", "timeline", "cache"])
+def test_draw_writes_pictures_that_differ_by_style_and_length(what, tmp_path):
+    written = []
+    for length, style in ((50, "light"), (50, "dark"), (70, "light")):
+        file = tmp_path / f"{length}-{style}.svg"
+        done = rda(f"draw {what} {DRAWN} --seq-len={length} --style={style} --ranks=3 --out={file}")
+        assert done.exit_code == 0, done.output
+        assert done.output == f"wrote {file}\n"
+        written.append(file.read_bytes())
+    assert len(set(written)) == 3
+
+
+@pytest.mark.parametrize(("call", "exit_code"), [("ok: out 2e-07", 0), ("wrong: out 1e-02", 1)])
+def test_doctor_prints_the_report_and_ends_with_1_if_a_call_is_wrong(
+    monkeypatch, tmp_path, call, exit_code
+):
     file = tmp_path / "found.json"
-    done = rda(f"simulate --device=cpu --seq-len=101 --ranks=3 --json={file} {SMALL}")
-    assert done.exit_code == 0, done.output
-    found = json.loads(file.read_text())
-    assert found["ok"]
-    assert [x["positions"] for x in found["ranks"]] == [34, 34, 33]
-    assert all(x["forward"]["counted"] == x["forward"]["planned"] for x in found["ranks"])
-    done = rda("verify --ranks=1 --json=-")
-    assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout)
-    assert found["ok"]
-    assert len(found["cases"]) == 72
-    assert set(found["cases"][0]["errors"]) == set(TENSORS)
+    report = {
+        "Versions": {"torch": "2.13.0", "triton": "[red]" + "x" * 190},  # longer than a terminal
+        doctor.COPIES: {"not tried": "fewer than two GPUs"},
+        doctor.CALLS: {"cpu eager float32": call},
+    }
+    monkeypatch.setattr(doctor, "examine", lambda: report)
+    done = rda(f"doctor --json={file}")
+    assert done.exit_code == exit_code, done.output
+    assert done.stdout == doctor.as_text(report)
+    failures = doctor.failures(report)
+    assert json.loads(file.read_text()) == {"failures": failures, **report}
+    assert ("the first is cpu eager float32: wrong" in done.stderr) is bool(failures)
 
 
 def test_json_writes_what_json_lacks_as_null(tmp_path):
@@ -336,7 +387,7 @@ def test_help_needs_no_torch_and_commands_need_the_extra():
 
 
 def test_a_reader_that_goes_away_ends_a_command_quietly():
-    for arguments in (["plan", "--help"], ["plan", "--seq-len=64"], ["plan", "--json=-"]):
+    for arguments in (["plan", "--help"], ["plan", "--json=-"]):
         read, write = os.pipe()
         os.close(read)
         command = [sys.executable, "-m", "ring_dilated_attention.cli", *arguments]

@@ -1,8 +1,8 @@
 """Pictures say what the reference mask and the plan say, for sizes that divide nothing."""
 
+import importlib
 import io
-import subprocess
-import sys
+from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
@@ -26,13 +26,12 @@ from ring_dilated_attention.draw import (
     mask_text,
     save,
 )
-from ring_dilated_attention.draw.cache import kept_keys
-from ring_dilated_attention.draw.mask import NOTHING, OWN, By, mask_cells, visible_cells
+from ring_dilated_attention.draw.mask import NOTHING, OWN, By, kept_keys, mask_cells, visible_cells
 from ring_dilated_attention.draw.ranks import LINK_GB_S, TFLOPS, timeline
 from ring_dilated_attention.plan import costs
 from ring_dilated_attention.units import in_bytes
 
-LIGHT = STYLES["light"]
+REPOSITORY = Path(__file__).parents[2]
 SIZE = costs.TensorSize(batch=2, head_dim=8, element_size=2)
 THREE = DilatedPattern([8, 16, None], [1, 2, 4])
 DENSE = DilatedPattern.dense()
@@ -75,7 +74,7 @@ def owners(layout):
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40)
 @given(patterns(), layouts(), st.booleans(), st.integers(1, 3), st.data())
 def test_mask_cells_are_the_reference_mask(pattern, layout, is_causal, heads, data):
     borders = sorted({0, layout.length, *data.draw(st.sets(st.integers(1, layout.length)))})
@@ -153,7 +152,7 @@ def test_mask_text_is_the_mask(case):
     assert output.getvalue().count("\x1b[48;2;") == seen + in_key
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20)
 @given(patterns(), layouts(), st.booleans(), st.integers(1, 3))
 def test_timeline_moves_and_computes_what_the_plan_says(pattern, layout, is_causal, heads):
     plan = plan_attention(pattern, layout, is_causal=is_causal, num_heads=2 * heads)
@@ -203,21 +202,14 @@ def test_draw_work_has_the_flops_of_the_plan():
     assert np.allclose(heights, flops / flops.mean())
 
 
-@pytest.mark.parametrize("length", [1, 7, 44, 48, 130])
+@pytest.mark.parametrize("length", [1, 44, 130])
 @pytest.mark.parametrize("pattern", [THREE, *(CASES[name][0] for name in ("split", "blocked"))])
 def test_draw_cache_keeps_what_later_positions_see(pattern, length):
-    end = length + 40
-    counts = [
-        visible_counts(one, end, 4, is_causal=True).numpy()
-        for one in (DilatedPattern([w], [r]) for w, r in pattern.branches)
-    ] if pattern is THREE else None  # fmt: skip
+    plan = plan_of(pattern, length + 40, 1, "contiguous", True, None, kv_heads=4)
     for head in range(4):
         kept = kept_keys(pattern, 4, head, length)
-        plan = plan_of(pattern, end, 1, "contiguous", True, None, kv_heads=4)
-        for index, shown in enumerate(visible_cells(plan, head, 1)):
-            seen = np.flatnonzero(shown[length:, :length].any(0))
-            assert list(kept[index]) == seen.tolist()
-            assert counts is None or (counts[index][head] == shown).all()
+        for keys, shown in zip(kept, visible_cells(plan, head, 1), strict=True):
+            assert list(keys) == np.flatnonzero(shown[length:, :length].any(0)).tolist()
         axes = draw_cache(pattern, length, SIZE, num_kv_heads=4, kv_head=head)
         assert [text.get_text() for text in axes.texts] == [f" {len(keys)}" for keys in kept]
 
@@ -237,6 +229,8 @@ def test_save_writes_every_picture_of_every_case(case, tmp_path):
 
 
 def test_save_writes_equal_files_and_png(tmp_path):
+    folder = REPOSITORY / "src" / "ring_dilated_attention" / "draw"  # pyplot is its users' own
+    assert not any("pyplot" in path.read_text() for path in folder.glob("*.py"))
     plan = plan_of(*CASES["zigzag"])
     for name in ("a.svg", "b.SVG", "c.png"):
         save(draw_mask(plan, by="rank").figure, tmp_path / name)
@@ -269,13 +263,24 @@ def test_draw_refuses(function, message, tmp_path):
         function(plan_of(*CASES["zigzag"]), tmp_path)
 
 
-def test_importing_draw_is_light_and_drawing_leaves_pyplot_alone():
-    script = """
-import sys
-from ring_dilated_attention import DilatedPattern, SequenceLayout, draw, plan_attention
-assert not {"matplotlib", "rich"} & set(sys.modules)
-layout = SequenceLayout.contiguous(9, 2)
-draw.draw_mask(plan_attention(DilatedPattern.dense(), layout, is_causal=True))
-assert "matplotlib.pyplot" not in sys.modules
-"""
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+@pytest.fixture
+def figures(monkeypatch):
+    monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")
+    return importlib.import_module("figures")
+
+
+def test_figures_of_the_docs_are_there_in_both_styles_and_small(figures):
+    wanted = {f"{name}-{style}.svg" for name in figures.FIGURES for style in STYLES}
+    assert wanted == {path.name for path in figures.FOLDER.glob("*.svg")}
+    for name in wanted:
+        file = figures.FOLDER / name
+        assert file.stat().st_size < 200_000
+        assert ElementTree.parse(file).getroot().tag.endswith("svg")
+
+
+@pytest.mark.parametrize("name", ["hero", "slide-step"])
+def test_figures_of_the_docs_are_drawn_the_same_again(figures, name, tmp_path):
+    save(figures.FIGURES[name](STYLES["light"]), tmp_path / "again.svg", transparent=True)
+    again = (tmp_path / "again.svg").read_bytes()
+    save(figures.FIGURES[name](STYLES["light"]), tmp_path / "more.svg", transparent=True)
+    assert again == (tmp_path / "more.svg").read_bytes()

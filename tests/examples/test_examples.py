@@ -1,16 +1,16 @@
-"""The tutorials' programs: right on one process and on two ranks, and they exit with 1 if not."""
+"""The tutorials' programs: right on one process and on two ranks, and they exit with 1 if not.
 
-import os
+Ranks are started as torchrun starts them, which takes a third of its time; test_train_longnet.py
+runs torchrun itself.
+"""
+
 import runpy
-import subprocess
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
-from support.launched import run_program
+from support.launched import EXAMPLES, run_program
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = {
     "slides": ["--tiles", "300", "--slides", "2", "--epochs", "2"],
     "long_text": ["--seq-len", "1001", "--steps", "3", "--embed-dim", "64"],
@@ -74,23 +74,6 @@ def test_on_two_ranks(name):
 
 
 @pytest.mark.slow
-def test_torchrun_runs_an_example():
-    """The other tests start ranks as torchrun does, which takes a third of the time."""
-    program, options = EXAMPLES / "several_gpus.py", SEVERAL_RANKS["several_gpus"]
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node=2", str(program), *options),
-        ],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
-@pytest.mark.slow
 def test_a_wrong_result_is_an_exit_code(tmp_path):
     text = (EXAMPLES / "several_gpus.py").read_text()
     broken = tmp_path / "broken.py"
@@ -114,17 +97,11 @@ def test_every_example_is_run():
     assert names - HAS_ITS_OWN_TEST == set(SEVERAL_RANKS)
 
 
+GRIDS = "accelerate_loop data_parallel lightning_module tensor_parallel transformers_trainer"
+
+
 @pytest.mark.parametrize(("ranks", "got"), [(None, "no"), ("3", "3")])
-@pytest.mark.parametrize(
-    "name",
-    [
-        "accelerate_loop",
-        "data_parallel",
-        "lightning_module",
-        "tensor_parallel",
-        "transformers_trainer",
-    ],
-)
+@pytest.mark.parametrize("name", GRIDS.split())
 def test_ranks_that_make_no_grid_are_told_how_to_start(name, ranks, got, monkeypatch):
     skip_without_packages(name)
     monkeypatch.delenv("WORLD_SIZE", raising=False)

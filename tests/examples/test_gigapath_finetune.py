@@ -77,23 +77,16 @@ def test_gradients_that_are_not_averaged_are_an_error(folder):
 
 
 @pytest.mark.parametrize(
-    ("lines", "message"),
+    ("labels", "message"),
     [
         ("slide,label\nslide 0,1\n", "must have the columns slide_id and label; got ['slide',"),
         ("slide_id,label\nslide 0,tumor\n", "a label must be an int from 0 on; got 'tumor'"),
+        ("slide_id,label\nslide 9,1\n", "has no .h5 or .npz or .pt file for slide 9 of"),
     ],
 )
-def test_labels_that_are_none_are_refused(lines, message, folder):
-    (folder / "labels.csv").write_text(lines)
+def test_gigapath_finetune_refuses_labels(labels, message, folder):
+    (folder / "labels.csv").write_text(labels)
     found = done(folder, SCRIPT)
     assert found.returncode == 1
     assert message in found.stderr
     assert "Traceback" not in found.stderr
-
-
-def test_a_slide_without_a_file_is_named(folder):
-    with (folder / "labels.csv").open("a") as file:
-        file.write("slide 9,1\n")
-    found = done(folder, SCRIPT)
-    assert found.returncode == 1
-    assert "has no .h5 or .npz or .pt file for slide 9 of" in found.stderr

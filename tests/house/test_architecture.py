@@ -15,7 +15,7 @@ ROOT = Path(ring_dilated_attention.__file__).parent
 REPOSITORY = Path(__file__).parents[2]
 ORDER = [
     "caches", "units", "pattern", "named_patterns", "layout", "documents", "plan",
-    "limits", "draw", "kernels", "tiles", "exchange", "parallel", "engine", "resolve", "torch_op",
+    "draw", "kernels", "tiles", "exchange", "parallel", "engine", "resolve", "torch_op",
     "functional", "decode", "nn",
     "integrations", "checks", "bench", "cli",
 ]  # fmt: skip
@@ -240,6 +240,8 @@ import ring_dilated_attention, ring_dilated_attention.nn
 for name in ring_dilated_attention.__all__:
     getattr(ring_dilated_attention, name)
 os.environ = real
+import ring_dilated_attention.draw
+assert not {"matplotlib", "rich"} & set(sys.modules)
 assert not torch.distributed.is_initialized()
 assert "triton" not in sys.modules or "triton" in torch_needs
 print("imported")

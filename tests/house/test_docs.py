@@ -84,19 +84,22 @@ TEMPLATES = list(templates())
 MESSAGES = re.findall(r"^\*\*`(.+)`\*\*$", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
 
 
-def is_in_the_sources(message):
-    pattern = ".*".join(re.escape(part) for part in message.split(GAP))
-    return any(re.search(pattern, template, re.DOTALL) for template in TEMPLATES)
+def has(template, message):
+    """Whether the parts of a message stand in a text, in their order."""
+    place = 0
+    for part in message.split(GAP):
+        found = template.find(part, place)
+        if found < 0:
+            return False
+        place = found + len(part)
+    return True
 
 
-@pytest.mark.parametrize("message", MESSAGES)
-def test_messages_are_those_of_the_sources(message):
-    assert is_in_the_sources(message)
-
-
-def test_a_message_that_was_changed_is_found():
+def test_messages_are_those_of_the_sources():
     assert len(MESSAGES) > 40
-    assert not is_in_the_sources("pass lengths or key_padding_mask, never both")
+    wrong = "pass lengths or key_padding_mask, never both"  # one that was changed is found
+    found = [x for x in (*MESSAGES, wrong) if not any(has(text, x) for text in TEMPLATES)]
+    assert found == [wrong]
 
 
 NEEDS = (
@@ -130,27 +133,21 @@ def test_code_in_pages_runs(code, monkeypatch):
 def test_an_exported_model_is_loaded_by_another_program(tmp_path, monkeypatch):
     page = (DOCS / "how-to" / "torch-compile.md").read_text()
     save, load = (code for code in re.findall(PYTHON, page, FLAGS) if "model.pt2" in code)
-    without = load.replace("attention.torch_op", "attention", 1)
-    assert without != load
+    assert "attention.torch_op" in load  # without which torch finds no such operator
     monkeypatch.chdir(tmp_path)
     exec(compile(save, "<docs>", "exec"), {})
-    for code, succeeds in ((without, False), (load, True)):
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
-        )
-        assert (done.returncode == 0) is succeeds, done.stderr
-        if not succeeds:
-            (warning,) = re.findall(r"`(We failed .+?)`", page)
-            assert warning in done.stderr
+    done = subprocess.run([sys.executable, "-c", load], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
     assert done.stdout == "torch.Size([1, 1537, 8, 64])\n"
 
 
+OTHERS = [ROOT / "CONTRIBUTING.md", *sorted((ROOT / "benchmarks").rglob("*.md"))]
 COMMANDS = [
     pytest.param(shlex.split(line, comments=True), id=f"{page.relative_to(ROOT)}-{index}")
-    for page in PAGES
+    for page in [*PAGES, *OTHERS]
     for index, line in enumerate(
         re.findall(
-            r"^\$ (?:\.venv/bin/)?(rda .*)$",
+            r"^(?:\$ | {4})?(?:\.venv/bin/)?(rda [a-z]+(?: .*)?)$",
             page.read_text().replace("\\\n", " "),  # a line that goes on
             re.MULTILINE,
         )
@@ -168,31 +165,17 @@ def test_commands_in_pages_are_understood(words, tmp_path, monkeypatch):
     command.make_context(words[1], words[2:], parent=context)  # raises what it does not allow
 
 
-def test_a_command_that_is_wrong_is_found(tmp_path, monkeypatch):
-    with pytest.raises(Exception, match="No such option"):
-        test_commands_in_pages_are_understood(
-            ["rda", "plan", "--length", "8192"], tmp_path, monkeypatch
-        )
-    with pytest.raises(Exception, match="sideways"):
-        test_commands_in_pages_are_understood(
-            ["rda", "plan", "--layout", "sideways"], tmp_path, monkeypatch
-        )
-
-
 def test_the_site_builds_without_a_warning(tmp_path):
+    # With --quiet mkdocs counts no warnings, and --strict lets everything pass.
+    (line,) = re.findall(r"mkdocs build.*", (ROOT / "Makefile").read_text())
+    assert "--strict" in line
+    assert "--quiet" not in line
     pytest.importorskip("mkdocs")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert (tmp_path / "reference" / "cli.html").exists()
-
-
-def test_strict_is_not_switched_off():
-    # With --quiet mkdocs counts no warnings, and --strict lets everything pass.
-    (line,) = re.findall(r"mkdocs build.*", (ROOT / "Makefile").read_text())
-    assert "--strict" in line
-    assert "--quiet" not in line
 
 
 def test_readme_and_home_page_begin_with_the_same_sentences():

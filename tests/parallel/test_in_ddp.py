@@ -20,7 +20,7 @@ def takes(model):
     assert labels_per_rank(5, model, world()) == 5
 
 
-def with_a_hook(rank, world_size):
+def with_a_hook():
     wrapped, builtin = (DistributedDataParallel(nn.Linear(3, 2)) for _ in range(2))
     wrapped.register_comm_hook(None, default_hooks.allreduce_hook)
     message = "communication hook, allreduce_hook, .* pass the ProcessGroup or DeviceMesh"
@@ -28,10 +28,6 @@ def with_a_hook(rank, world_size):
         labels_per_rank(5, wrapped, world())
     builtin._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
     takes(builtin)
-
-
-def test_labels_per_rank_refuses_ddp_with_a_communication_hook():
-    run_ranks(with_a_hook, 2)
 
 
 # --- calls beside DDP
@@ -110,7 +106,7 @@ def test_ddp_may_call_a_compiled_model_in_any_module():
         assert max(errors.values()) < EXACT, errors
 
 
-def beside(rank, world_size):
+def beside(rank):
     text, where = own_text(rank), {"group": world(), "layout": LAYOUT}
     message = "LongNet is in DistributedDataParallel, .*: call the wrapped model with its labels"
     known, unknown = Outer(make_model()), make_model()
@@ -132,5 +128,10 @@ def beside(rank, world_size):
     known.lm.loss(*text, **where)
 
 
-def test_a_loss_beside_ddp_is_refused_wherever_the_model_is():
-    run_ranks(beside, 2)
+def refused(rank, world_size):
+    with_a_hook()
+    beside(rank)
+
+
+def test_labels_per_rank_refuses_a_communication_hook_and_models_a_loss_beside_ddp():
+    run_ranks(refused, 2)

@@ -53,7 +53,6 @@ def views(draw: st.DrawFn) -> ViewKind:
         return ViewKind.named()[named]
     return ViewKind(
         expanded=tuple(draw(st.sets(st.integers(0, 3), max_size=2))),
-        window=draw(st.sampled_from([None, None, None, 1, 2])),
         order=tuple(draw(st.permutations(range(4)))),
         steps=draw(st.tuples(*[st.integers(1, 3)] * 4)),
         offset=draw(st.integers(0, 9)),

@@ -4,15 +4,13 @@
 turns, and returns a `Result` for forward and for forward+backward of each. `report` and `plot` show
 results; `document` keeps them as JSON, with the device and versions of `environment`.
 
-`take_turns` times any calls by the same rules (see `timing`), and `peak_bytes` measures their
+`take_turns` times any calls by the same rules (see `run`), and `peak_bytes` measures their
 memory.
 """
 
 from .contenders import BASELINES
-from .reporting import plot, report
-from .result import COMPONENTS, OURS, Result, Workload, document, environment
-from .run import Settings, bench
-from .timing import peak_bytes, take_turns
+from .result import COMPONENTS, OURS, Result, Workload, document, environment, plot, report
+from .run import Settings, bench, peak_bytes, take_turns
 
 __all__ = [
     "BASELINES",

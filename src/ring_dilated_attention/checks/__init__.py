@@ -10,7 +10,7 @@ memory as a `ViewKind` says, over a layout of `make_layout`. `run_case` compares
 compares rows (`positions_to_check`) of a result that is too long for a reference, given the `Shard`
 of this rank.
 
-`run_ranks` runs a function in several processes, one of which may end it by a `RankError`.
+`run_ranks` runs a function in several processes, and raises a `RankError` where one of them fails.
 `nan_in_uninitialized_memory` shows what is read before it is written, and `relative_error` compares
 two tensors.
 """
@@ -23,15 +23,17 @@ from .reference import (
     visible_counts,
 )
 from .simulation import Simulation, simulate
-from .spot_checks import Shard, positions_to_check, spot_check
 from .verify import (
     Case,
     Outcome,
+    Shard,
     ViewKind,
     combine,
     make_layout,
+    positions_to_check,
     run_case,
     run_cases,
+    spot_check,
     sweep,
 )
 

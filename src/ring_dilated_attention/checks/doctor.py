@@ -123,7 +123,6 @@ def _version_in(module: Any) -> str:
 
 
 def _symmetric_memory() -> str:
-    """Of torch: memory that the GPUs of a host share."""
     memory = import_module("torch.distributed._symmetric_memory")
     if not torch.cuda.is_available():
         return "in this torch; not tried without a GPU"
@@ -169,14 +168,12 @@ def _kernels(device: torch.device, dtype: torch.dtype) -> str:
     """What ``backend="auto"`` takes: ``fa4+triton 24 48 64, efficient+triton 96``."""
     sizes = defaultdict(list)
     for head_dim in HEAD_DIMS:
-        try:
+        name = "none"
+        with suppress(ValueError):
             chosen = select_backend("auto", device, dtype, head_dim)
-        except ValueError:
-            sizes["none"].append(str(head_dim))
-        else:
             shares = any(x.own or x.forward or x.backward for x in chosen.limits)
-            name = chosen.backend.name if chosen.backend else "triton"
-            sizes[name + "+triton" * shares].append(str(head_dim))
+            name = (chosen.backend.name if chosen.backend else "triton") + "+triton" * shares
+        sizes[name].append(str(head_dim))
     return ", ".join(" ".join([kernel, *sizes[kernel]]) for kernel in sizes)
 
 

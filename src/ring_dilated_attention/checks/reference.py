@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -69,20 +69,11 @@ def zero_key_counts(
     documents: Sequence[int] | None = None,
     device: torch.device | None = None,
 ) -> torch.Tensor:
-    """How many zero keys each query sees; all 0 unless the pattern has `zero_keys`.
+    """How many zero keys each query sees, int64 (H, n); see `visible_counts` for arguments.
 
-    Args:
-        pattern: the branches.
-        length: number of positions n.
-        num_kv_heads: number of KV heads H.
-        is_causal: whether a query sees only keys at positions <= its own.
-        documents: cumulative lengths ``[0, ..., n]`` of packed documents; None: one document.
-        device: where to put the result.
-
-    Returns:
-        int64 tensor (H, n): a segment of w positions, at most its document's length, is laid out in
-        rows of r positions; a head at offset o has the o-th position of every row, and those that
-        lie behind its document's or its segment's end are zero keys.
+    A segment of w positions, at most its document's length, is laid out in rows of r positions; a
+    head at offset o has the o-th position of every row, and those that lie behind its document's or
+    its segment's end are zero keys. All are 0 unless the pattern has `zero_keys`.
     """
     counts = torch.zeros(num_kv_heads, length, dtype=torch.int64, device=device)
     if is_causal or not pattern.zero_keys:
@@ -146,53 +137,66 @@ def reference_attention(
     borders = None if documents is None else tuple(as_ints("documents", documents))
     valid = None if lengths is None else tuple(as_ints("lengths", lengths))
     packed_rows(borders or (), valid or (), *query.shape[:2])  # raises unless they fit
-    options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "documents": borders}
-    tensors = (query, key, value)
+    if valid is not None:  # padding may be NaN, which times 0 is NaN
+        padding = torch.arange(query.shape[1]) >= torch.tensor(valid)[:, None]
+        mask = padding[..., None, None].to(query.device)
+        query, key, value = (x.masked_fill(mask, 0.0) for x in (query, key, value))
+
+    def attend(branches: DilatedPattern) -> _Result:
+        counts = _counts(query, key, branches, is_causal, borders, valid)
+        return _attention(query, key, value, *counts, scale)
+
     if branch_gradients == "detached" and pattern.mixes_branches:
-        return _mixed([_rows(tensors, one, valid, options) for one in pattern.single_branches()])
-    return _rows(tensors, pattern, valid, options)
+        return _mixed([attend(one) for one in pattern.single_branches()])
+    return attend(pattern)
 
 
-_Tensors: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 _Result: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+
+
+def _counts(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    pattern: DilatedPattern,
+    is_causal: bool,
+    documents: Sequence[int] | None,
+    lengths: Sequence[int] | None,
+) -> _Result:
+    """`visible_counts` (rows, H, n, n) and `zero_key_counts` (rows, H, n) of query heads.
+
+    There is one row for all of the batch without `lengths`, else each has its own: that of a
+    sequence of its valid positions, and nothing where there is padding.
+    """
+    (_, length, num_heads, _), num_kv_heads = query.shape, key.shape[2]
+    found = []
+    for valid in lengths or [length]:
+        borders = [*(x for x in documents or [0] if x < valid), valid]
+        of_row = (
+            count(pattern, valid, num_kv_heads, is_causal=is_causal, documents=borders)
+            for count in (visible_counts, zero_key_counts)
+        )
+        found.append([F.pad(x, (0, length - valid) * (x.ndim - 1)) for x in of_row])
+    counts, zero_keys = (torch.stack(each).to(query.device) for each in zip(*found, strict=True))
+    group = num_heads // num_kv_heads
+    return counts.repeat_interleave(group, 1), zero_keys.repeat_interleave(group, 1)
 
 
 def _attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    pattern: DilatedPattern,
-    *,
-    is_causal: bool,
+    counts: torch.Tensor,
+    zero_keys: torch.Tensor,
     scale: float | None,
-    documents: Sequence[int] | None,
 ) -> _Result:
-    """`reference_attention` where all positions are valid."""
-    _, length, num_heads, head_dim = query.shape
-    num_kv_heads = key.shape[2]
-    group = num_heads // num_kv_heads
-    counts = visible_counts(
-        pattern,
-        length,
-        num_kv_heads,
-        is_causal=is_causal,
-        documents=documents,
-        device=query.device,
-    ).repeat_interleave(group, 0)
+    """Out and lse, by how often each query sees each key, and how many zero keys."""
+    group = query.shape[2] // key.shape[2]
     key, value = (x.repeat_interleave(group, 2) for x in (key, value))
     scores = torch.einsum("bqhd,bkhd->bhqk", query, key)
-    scores = scores * (head_dim**-0.5 if scale is None else scale)
+    scores = scores * (query.shape[3] ** -0.5 if scale is None else scale)
     covered = counts.sum(-1) > 0
     # Rows that see nothing get a harmless finite row, so that no NaN enters the gradient.
     scores = scores + torch.where(covered[..., None], counts.to(scores.dtype).log(), 0.0)
-    zero_keys = zero_key_counts(
-        pattern,
-        length,
-        num_kv_heads,
-        is_causal=is_causal,
-        documents=documents,
-        device=query.device,
-    ).repeat_interleave(group, 0)
     # One more column: a score of 0 and a value of 0, counted once for each zero key.
     zero_scores = zero_keys.to(scores.dtype).log().expand(scores.shape[:3])
     lse = torch.logsumexp(torch.cat([scores, zero_scores[..., None]], -1), -1)
@@ -208,41 +212,6 @@ def _mixed(branches: Sequence[_Result]) -> _Result:
     lse = lses.logsumexp(0)
     weights = torch.exp(lses - lse.masked_fill(torch.isneginf(lse), 0))
     return (weights.transpose(2, 3).unsqueeze(-1) * outs).sum(0), lse
-
-
-def _rows(
-    tensors: _Tensors, pattern: DilatedPattern, lengths: Sequence[int] | None, options: Any
-) -> _Result:
-    """Out and lse of a batch. `lengths`: valid positions of each row; None: all are valid."""
-    if lengths is None:
-        return _attention(*tensors, pattern, **options)
-    rows = zip(*tensors, lengths, strict=True)
-    return _stack([_row(row, pattern, options) for row in rows], tensors[0])
-
-
-def _row(
-    row: tuple[torch.Tensor, torch.Tensor, torch.Tensor, int],
-    pattern: DilatedPattern,
-    options: dict[str, Any],
-) -> _Result:
-    """Out and lse of the valid positions of a row: of its query, key, value and their number."""
-    *tensors, length = row
-    if not length:
-        return tensors[0][:0], tensors[0].new_empty(tensors[0].shape[1], 0)
-    if options["documents"] is not None:
-        cut = [*(border for border in options["documents"] if border < length), length]
-        options = {**options, "documents": cut}
-    query, key, value = (x[None, :length] for x in tensors)
-    out, lse = _attention(query, key, value, pattern, **options)
-    return out[0], lse[0]
-
-
-def _stack(rows: Sequence[_Result], query: torch.Tensor) -> _Result:
-    """Pad the rows of a batch with what positions get that see nothing: out 0, lse -inf."""
-    length = query.shape[1]
-    outs = [F.pad(out, (0, 0, 0, 0, 0, length - len(out))) for out, _ in rows]
-    lses = [F.pad(lse, (0, length - lse.shape[1]), value=-torch.inf) for _, lse in rows]
-    return torch.stack(outs), torch.stack(lses)
 
 
 @contextmanager

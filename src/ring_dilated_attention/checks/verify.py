@@ -1,4 +1,8 @@
-"""Compare the sharded function with the reference over a sweep of cases. Behind `rda verify`."""
+"""Compare the sharded function with brute force: whole calls (`Case`), or rows of long ones.
+
+`rda verify` runs the cases of `sweep`. `spot_check` recomputes single rows from the defining sums,
+for sequences too long for any reference.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +10,18 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import pairwise
 from random import Random
 from typing import Any, NamedTuple
 
 import torch
 
-from ..exchange import Exchange
+from ..exchange import Exchange, all_gather
 from ..functional import BranchGradients, Schedule, dilated_attention
 from ..layout import SequenceLayout
-from ..pattern import DilatedPattern
+from ..pattern import DilatedPattern, check_int, in_brief
 from ..plan import AttentionPlan, costs, plan_attention
 from ..tiles import Backend, accumulate_dtype
-from .ranks import tell_progress, world_exchange
+from .ranks import world_exchange
 from .reference import reference_attention
 
 BATCH, SEQUENCE, HEADS, HEAD_DIM = range(4)
@@ -30,74 +32,35 @@ class ViewKind(NamedTuple):
 
     Attributes:
         expanded: dimensions with stride 0: all that is along them is the same.
-        window: a dimension each of whose rows begins one element behind the row before it, so that
-            rows overlap; None: there is none.
         order: the dimensions, from that with the largest stride to that with the smallest.
         steps: of each dimension of the storage, every how many-th element is the tensor's.
         offset: elements of the storage before the tensor's first.
     """
 
     expanded: tuple[int, ...] = ()
-    window: int | None = None
     order: tuple[int, ...] = (BATCH, SEQUENCE, HEADS, HEAD_DIM)
     steps: tuple[int, ...] = (1, 1, 1, 1)
     offset: int = 0
-
-    @staticmethod
-    def any(random: Random) -> ViewKind:
-        """One of `named` half of the time, else a mixture."""
-        if random.random() < 0.5:
-            return random.choice(list(ViewKind.named().values()))
-        order = random.sample(range(4), 4)
-        if random.random() < 0.7:  # head_dim is innermost, as most callers have it
-            order = [*(dim for dim in order if dim != HEAD_DIM), HEAD_DIM]
-        return ViewKind(
-            expanded=tuple(dim for dim in range(4) if random.random() < 0.15),
-            window=random.choice([None] * 6 + [SEQUENCE, HEADS]),
-            order=tuple(order),
-            steps=tuple(random.choice([1, 1, 1, 2, 3]) for _ in range(4)),
-            offset=random.choice([0, 0, 1, 8, 13]),
-        )
 
     @staticmethod
     def named() -> dict[str, ViewKind]:
         """Kinds that callers have, and corners, by name."""
         return _KINDS
 
-    @property
-    def repeats_positions(self) -> bool:
-        """Whether positions, or rows of the batch, share elements."""
-        return BATCH in self.expanded or SEQUENCE in self.expanded or self.window == SEQUENCE
-
     def fit(self, tensor: torch.Tensor) -> torch.Tensor:
         """Numbers of the same shape that views of this kind can hold, taken from `tensor`."""
-        if self.window is not None and tensor.numel():
-            # Row i holds the elements from i on of one long row: the first, and the others' ends.
-            rows = tensor.movedim(self.window, 0)
-            long = torch.cat([rows[0], rows[1:, ..., -1].movedim(0, -1)], -1)
-            windows = long.unfold(-1, tensor.shape[-1], 1)
-            tensor = windows.movedim(-2, self.window)
         for dim in self.expanded:
             if tensor.shape[dim]:
                 tensor = tensor.narrow(dim, 0, 1).expand_as(tensor)
         return tensor.clone(memory_format=torch.contiguous_format)
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A view of this kind that holds what `tensor` holds, which is such that one can.
-
-        Rows overlap only if those of `tensor` do, which a shard of several ranges is not made for.
-        """
-        shape = list(tensor.shape)
+        """A view of this kind, in a storage of NaN, that holds what `tensor`, of `fit`, holds."""
         if not tensor.numel():
             return tensor
-        kept = [1 if dim in self.expanded else size for dim, size in enumerate(shape)]
-        values = tensor[tuple(slice(size) for size in kept)]
-        window = self.window if self.window not in self.expanded else None
-        if window is not None and not _overlaps(values, window):
-            window = None
-        if window is not None:
-            rows = values.movedim(window, 0)
-            values = torch.cat([rows[0], rows[1:, ..., -1].movedim(0, -1)], -1).unsqueeze(window)
+        values = tensor
+        for dim in self.expanded:
+            values = values.narrow(dim, 0, 1)
         strides, room = [0] * 4, 1
         for dim in reversed(self.order):
             strides[dim] = room * self.steps[dim]
@@ -105,19 +68,11 @@ class ViewKind(NamedTuple):
         filler = float("nan") if tensor.is_floating_point() else -1
         storage = tensor.new_full((self.offset + room + 1,), filler)
         storage.as_strided(values.shape, strides, self.offset).copy_(values)
-        if window is not None:
-            strides[window] = strides[HEAD_DIM]
         for dim in self.expanded:
             strides[dim] = 0
-        view = storage.as_strided(shape, strides, self.offset)
+        view = storage.as_strided(tensor.shape, strides, self.offset)
         assert torch.equal(view.nan_to_num(), tensor.nan_to_num()), (self, "cannot hold the tensor")
         return view
-
-
-def _overlaps(tensor: torch.Tensor, window: int) -> bool:
-    """Whether each row along `window` holds the row before it, moved on by one element."""
-    rows = tensor.nan_to_num().movedim(window, 0)
-    return all(torch.equal(a[..., 1:], b[..., :-1]) for a, b in pairwise(rows))
 
 
 _KINDS = {
@@ -134,8 +89,6 @@ _KINDS = {
     "part of a head": ViewKind(steps=(1, 1, 2, 1), offset=8),
     "every other number": ViewKind(steps=(1, 1, 1, 2), offset=1),
     "odd offset": ViewKind(offset=5),
-    "windows over the sequence": ViewKind(window=SEQUENCE, offset=2),
-    "windows over heads": ViewKind(window=HEADS, offset=7),
     "expanded heads of a transposed tensor": ViewKind(
         expanded=(HEADS,), order=(HEADS, SEQUENCE, BATCH, HEAD_DIM), steps=(2, 1, 1, 1), offset=9
     ),
@@ -196,22 +149,17 @@ class Case:
     def inputs(self) -> tuple[torch.Tensor, ...]:
         """Whole query, key, value and dout, float64 numbers that `dtype` represents exactly."""
         generator = torch.Generator().manual_seed(self.seed)
-        tensors = (
-            torch.randn(
-                self.batch,
-                self.layout.length,
-                heads,
-                self.head_dim,
-                generator=generator,
-                dtype=torch.float64,
-            )
-            .to(self.dtype)
-            .to(self.device, torch.float64)
-            for heads in (self.num_heads, self.num_kv_heads, self.num_kv_heads, self.num_heads)
-        )
-        if not self.views:
-            return tuple(tensors)
-        return tuple(kind.fit(x) for kind, x in zip(self.views, tensors, strict=True))
+        kinds = self.views or (ViewKind(),) * 4
+        tensors = []
+        for kind, heads in zip(
+            kinds,
+            (self.num_heads, self.num_kv_heads, self.num_kv_heads, self.num_heads),
+            strict=True,
+        ):
+            shape = self.batch, self.layout.length, heads, self.head_dim
+            drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
+            tensors.append(kind.fit(drawn.to(self.dtype).to(self.device, torch.float64)))
+        return tuple(tensors)
 
     def roundoff(self) -> dict[str, float]:
         """How far an element of each result may be off where its terms cancel, by rounding alone.
@@ -234,8 +182,7 @@ class Case:
         queries = (self.layout.length * self.num_heads / self.num_kv_heads) ** 0.5
         sizes = value, scores, ds * key, ds * query * queries, scores * dout * queries
         own, wide = torch.finfo(self.dtype), torch.finfo(accumulate_dtype(self.dtype))
-        units = dict.fromkeys(TENSORS, own.eps / 2)
-        units["lse"] = wide.eps / 2
+        units = dict.fromkeys(TENSORS, own.eps / 2) | {"lse": wide.eps / 2}
         # Numbers this close to 0 have few bits, or none: those of sums, and those of results.
         least = wide.tiny + own.tiny * own.eps
         return {name: units[name] * size + least for name, size in zip(TENSORS, sizes, strict=True)}
@@ -254,9 +201,8 @@ class Case:
 
     def expected(self, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
         """Whole out, lse and gradients by brute force in `dtype`."""
-        query, key, value, dout = (x.to(dtype) for x in self.inputs())
-        leaves = [x.requires_grad_() for x in (query, key, value)]
-        query, key, value = leaves
+        *leaves, dout = (x.to(dtype) for x in self.inputs())
+        query, key, value = (x.requires_grad_() for x in leaves)
         out, lse = reference_attention(
             query,
             key,
@@ -268,7 +214,7 @@ class Case:
             scale=self.scale,
             branch_gradients=self.branch_gradients,
         )
-        gradients = torch.autograd.grad(out, leaves, dout, materialize_grads=True)
+        gradients = torch.autograd.grad(out, (query, key, value), dout, materialize_grads=True)
         return dict(zip(TENSORS, (out.detach(), lse.detach(), *gradients), strict=True))
 
     def references(self) -> References:
@@ -323,9 +269,8 @@ class Outcome:
         tensor may instead err by 4 times what the reference computed plainly in `dtype` does.
         """
         within = all(
-            self.error(name) <= TOLERANCE[dtype]
-            or self.squares[name][0] <= 16 * self.squares[name][2]
-            for name in self.squares
+            self.error(name) <= TOLERANCE[dtype] or error <= 16 * plain
+            for name, (error, _, plain) in self.squares.items()
         )
         return within and self.valid and self.sent_bytes == self.planned_bytes
 
@@ -338,17 +283,13 @@ def run_case(case: Case, ends: Exchange, wanted: References | None = None) -> Ou
         ends: this rank's end of the group.
         wanted: `Case.references`, where ranks of one process share them; None: computed here.
     """
-    query, key, value, dout = _shards(case, ends.rank)
-    leaves = [
-        x.requires_grad_()
-        for x, name in zip((query, key, value), INPUTS, strict=True)
-        if name in case.wanted
-    ]
+    inputs = dict(zip((*INPUTS, "dout"), _shards(case, ends.rank), strict=True))
+    leaves = [inputs[name].requires_grad_() for name in INPUTS if name in case.wanted]
+    query, key, value, dout = inputs.values()
     options: dict[str, Any] = {"lengths": case.lengths}
     if case.as_mask and case.lengths is not None:
         padding = torch.arange(case.layout.length) >= torch.tensor(case.lengths)[:, None]
-        mask = case.layout.shard(padding, ends.rank, 1).to(query.device)
-        options = {"key_padding_mask": mask}
+        options = {"key_padding_mask": case.layout.shard(padding, ends.rank, 1).to(dout.device)}
     before = ends.sent_bytes
     out, lse = dilated_attention(
         query,
@@ -370,12 +311,10 @@ def run_case(case: Case, ends: Exchange, wanted: References | None = None) -> Ou
     gradients = torch.autograd.grad(out, leaves, dout) if leaves else ()
     names = (f"d{name}" for name in INPUTS if name in case.wanted)
     actual = {"out": out.detach(), "lse": lse, **dict(zip(names, gradients, strict=True))}
+    rows = Counter(case.lengths or [None] * case.batch)  # the rows of each length
     outcome = Outcome(
         sent_bytes=ends.sent_bytes - before,
-        planned_bytes=sum(
-            _planned_bytes(case, ends, length, batch)
-            for length, batch in Counter(case.lengths or [None] * case.batch).items()
-        ),
+        planned_bytes=sum(_planned_bytes(case, ends.rank, *each) for each in rows.items()),
     )
     _compare(outcome, case, ends.rank, actual, wanted or case.references())
     return outcome
@@ -387,7 +326,7 @@ def _shards(case: Case, rank: int) -> list[torch.Tensor]:
     inputs = [x.to(case.dtype) for x in case.inputs()]
     for row, length in enumerate(case.lengths or ()):
         for x, kind in zip(inputs, kinds, strict=True):
-            if not kind.repeats_positions:
+            if not {BATCH, SEQUENCE}.intersection(kind.expanded):
                 x[row, length:] = torch.nan
     shards = (case.layout.shard(x, rank, 1) for x in inputs)
     return [kind.view(x) for x, kind in zip(shards, kinds, strict=True)]
@@ -417,29 +356,22 @@ def _compare(
         )
 
 
-def _planned_bytes(case: Case, ends: Exchange, length: int | None, batch: int) -> int:
+def _planned_bytes(case: Case, rank: int, length: int | None, batch: int) -> int:
     """Bytes that a rank sends for `batch` rows of a batch, all of one length."""
-    plan = case.plan(length)
+    plan, backward = case.plan(length), bool(case.wanted)
     size = costs.TensorSize(batch=batch, head_dim=case.head_dim, element_size=case.dtype.itemsize)
-    sent = partial(costs.sent_bytes, size=size)
-    own, detached = plan.rank(ends.rank), case.branch_gradients == "detached"
-    if not detached or not case.wanted or not case.pattern.mixes_branches:
-        return sent(own, backward=bool(case.wanted))
+    detached = case.branch_gradients == "detached" and case.pattern.mixes_branches
+    if not detached or not backward:
+        return costs.sent_bytes(plan.rank(rank), size, backward=backward)
     # Backward computes each branch by itself: forward again, and back.
-    branches = [one.rank(ends.rank) for one in plan.single_branches]
-    return sent(own, backward=False) + sum(sent(one, backward=True) for one in branches)
+    forward = costs.sent_bytes(plan.rank(rank), size, backward=False)
+    branches = [one.rank(rank) for one in plan.single_branches]
+    return forward + sum(costs.sent_bytes(one, size, backward=True) for one in branches)
 
 
 def run_cases(rank: int, world_size: int, cases: Sequence[Case]) -> list[Outcome]:
-    """Run every case on this rank, over the default process group; for `run_ranks`.
-
-    Tells how many cases are done.
-    """
-    outcomes = []
-    for case in cases:
-        outcomes.append(run_case(case, world_exchange()))
-        tell_progress(len(outcomes))
-    return outcomes
+    """Run every case on this rank, over the default process group; for `run_ranks`."""
+    return [run_case(case, world_exchange()) for case in cases]
 
 
 def combine(by_rank: Sequence[Sequence[Outcome]]) -> list[Outcome]:
@@ -463,40 +395,31 @@ def sweep(world_size: int, seed: int = 0) -> Iterator[Case]:
         DilatedPattern.dense(),
     ]
     heads = [(4, 4, 1), (6, 2, 1), (5, 1, 2), (3, 3, 2)]  # heads, KV heads, batch
-    number = 0
-    for pattern in patterns:
-        for length in (53, 2 * world_size - 1, world_size, 2):
-            for name in ("contiguous", "zigzag", "uneven"):
-                is_causal = bool(number % 2)
-                num_heads, num_kv_heads, batch = heads[number // 2 % len(heads)]
-                options: dict[str, Any] = {
-                    "exchange": ("ring", "gather")[(number // 3 + number // 12) % 2],
-                    "backend": ("auto", "eager")[number // 5 % 2],
-                    "dtype": (torch.float64, torch.float32)[number // 7 % 2],
-                }
-                yield Case(
-                    pattern=pattern,
-                    layout=make_layout(name, length, world_size),
-                    num_heads=num_heads,
-                    num_kv_heads=num_kv_heads,
-                    batch=batch,
-                    is_causal=is_causal,
-                    seed=seed + number,
-                    **options,
-                    **_packing(number, batch, length),
-                )
-                number += 1
-
-
-def _packing(number: int, batch: int, length: int) -> dict[str, Any]:
-    """Documents and lengths of a case of the sweep: neither, one of them, or both."""
-    packing: dict[str, Any] = {}
-    if number % 3 == 1:
-        cuts = {length * i * i // 9 for i in (1, 2)} | {1, length - 1}
-        packing["documents"] = tuple(sorted({0, length} | {x for x in cuts if 0 < x < length}))
-    if number % 4 > 1:
-        packing["lengths"] = tuple((number * 7 + 5 * row) % (length + 1) for row in range(batch))
-    return packing
+    lengths, layouts = (53, 2 * world_size - 1, world_size, 2), ("contiguous", "zigzag", "uneven")
+    corners = [(p, length, name) for p in patterns for length in lengths for name in layouts]
+    for number, (pattern, length, name) in enumerate(corners):
+        num_heads, num_kv_heads, batch = heads[number // 2 % len(heads)]
+        options: dict[str, Any] = {  # every two of them meet, since no two change in step
+            "exchange": ("ring", "gather")[(number // 3 + number // 12) % 2],
+            "backend": ("auto", "eager")[number // 5 % 2],
+            "dtype": (torch.float64, torch.float32)[number // 7 % 2],
+            "is_causal": bool(number % 2),
+        }
+        if number % 3 == 1:
+            cuts = {length * i * i // 9 for i in (1, 2)} | {1, length - 1}
+            options["documents"] = tuple(sorted({0, length, *(x for x in cuts if 0 < x < length)}))
+        if number % 4 > 1:
+            rows = range(number * 7, number * 7 + 5 * batch, 5)
+            options["lengths"] = tuple(row % (length + 1) for row in rows)
+        yield Case(
+            pattern=pattern,
+            layout=make_layout(name, length, world_size),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            batch=batch,
+            seed=seed + number,
+            **options,
+        )
 
 
 def make_layout(name: str, length: int, world_size: int) -> SequenceLayout:
@@ -505,10 +428,8 @@ def make_layout(name: str, length: int, world_size: int) -> SequenceLayout:
     ``uneven`` deals ever longer ranges to the ranks in turn, the last rank coming away empty, and
     hands the ranges over in falling order, so that local order is not global order.
     """
-    if name == "contiguous":
-        return SequenceLayout.contiguous(length, world_size)
-    if name == "zigzag":
-        return SequenceLayout.zigzag(length, world_size)
+    if name != "uneven":
+        return SequenceLayout.named(name, length, world_size, is_causal=False)
     ranges: list[list[tuple[int, int]]] = [[] for _ in range(world_size)]
     start, size = 0, 1
     while start < length:
@@ -516,3 +437,197 @@ def make_layout(name: str, length: int, world_size: int) -> SequenceLayout:
         ranges[size % max(world_size - 1, 1)].insert(0, (start, stop))
         start, size = stop, size + 1
     return SequenceLayout(ranges)
+
+
+# --- single rows of calls that are too long for a reference
+
+
+class Shard(NamedTuple):
+    """One rank's tensors of a call: batch 1, as many KV heads as query heads.
+
+    query, key, value, out, dout, dquery, dkey, dvalue (1, local_sequence, heads, head_dim); lse
+    (1, heads, local_sequence). The gradients are None where only out is to be checked.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    dout: torch.Tensor | None = None
+    dquery: torch.Tensor | None = None
+    dkey: torch.Tensor | None = None
+    dvalue: torch.Tensor | None = None
+
+
+def positions_to_check(
+    pattern: DilatedPattern, layout: SequenceLayout, *, seed: int, each: int = 2
+) -> list[int]:
+    """Positions at random, `each` in every branch and on both sides of every border of ranks.
+
+    A position is in a branch where head 0 takes part in it there.
+    """
+    random, length = Random(seed), layout.length
+    positions = {0, length - 1}
+    count = 1 if pattern.head_slice is None else pattern.head_slice.stop - pattern.head_slice.start
+    for branch, (w, rate) in enumerate(pattern.branches):
+        w = length if w is None else min(w, length)
+        offset = dict(pattern.heads(branch, count)).get(0, w)
+        for _ in range(each):
+            start = random.randrange(-(-length // w)) * w
+            rows = range(start + offset, min(start + w, length), rate)
+            positions.update(random.sample(rows, min(1, len(rows))))
+    borders = {border for ranges in layout.ranges for each in ranges for border in each}
+    near = {position for border in borders for position in (border - 1, border)}
+    return sorted(positions | {p for p in near if 0 <= p < length})
+
+
+def spot_check(
+    shard: Shard,
+    pattern: DilatedPattern,
+    layout: SequenceLayout,
+    ends: Exchange,
+    positions: Sequence[int],
+    *,
+    head: int = 0,
+    is_causal: bool = False,
+) -> dict[str, float]:
+    """Relative errors of a head's rows at `positions`, over all of them together.
+
+    A row is recomputed in float64 from the positions that its branches show it: a few thousand
+    however long the sequence is, which the ranks share. dK and dV are recomputed from the queries
+    that see the position, with their lse and out as the call returned them.
+
+    Args:
+        shard: this rank's tensors, of a call without documents and lengths.
+        pattern: of the call; without zero keys.
+        layout: of the call.
+        ends: this rank's end of the group; every rank calls.
+        positions: of the whole sequence, the same on every rank.
+        head: which head.
+        is_causal: of the call.
+
+    Returns:
+        ``out`` and ``lse``, and where `shard` has gradients ``dquery``, ``dkey`` and ``dvalue``:
+        each ``|got - want| / |want|``, or ``|got|`` where all that is wanted is 0, the same on
+        every rank.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, or is not as described above.
+    """
+    _check_spots(shard, pattern, layout, ends, positions, head)
+    squares: dict[str, list[float]] = {}
+    for position in positions:
+        seen = _seen(pattern, layout.length, position, head, shard.query.shape[2])
+        before = [p for p in seen if p <= position] if is_causal else seen
+        behind = [p for p in seen if p >= position] if is_causal else seen
+        own, keys, queries = (
+            _rows_at(shard, layout, ends, head, places) for places in ([position], before, behind)
+        )
+        for name, want in _expected_rows(own, keys, queries).items():
+            got = own[name][0]  # both lse are -inf at a position that no branch shows anything
+            errors = squares.setdefault(name, [0.0, 0.0])
+            errors[0] += float(torch.where(got == want, 0.0, got - want).square().sum())
+            errors[1] += float(want.nan_to_num(neginf=0.0).square().sum())
+    # Where nothing is expected, what there is is the error.
+    return {name: (error / (size or 1.0)) ** 0.5 for name, (error, size) in squares.items()}
+
+
+def _check_spots(
+    shard: Shard,
+    pattern: DilatedPattern,
+    layout: SequenceLayout,
+    ends: Exchange,
+    positions: Sequence[int],
+    head: int,
+) -> None:
+    """Raise unless `spot_check` can tell what the rows should be."""
+    for name, value, kind in (
+        ("shard", shard, Shard),
+        ("pattern", pattern, DilatedPattern),
+        ("layout", layout, SequenceLayout),
+    ):
+        if not isinstance(value, kind):
+            raise TypeError(f"{name} must be a {kind.__name__}, got {in_brief(value)}")
+    if pattern.zero_keys:
+        raise ValueError("pattern must have no zero keys, which a spot check leaves out")
+    shape = shard.query.shape
+    if len(shape) != 4 or shape[0] != 1:
+        raise ValueError(f"a spot check takes a batch of 1; got query {tuple(shape)}")
+    layout.check_shard(ends.rank, ends.world_size, shape[1], f"got a query of shape {tuple(shape)}")
+    for name, tensor in shard._asdict().items():
+        expected = (1, shape[2], shape[1]) if name == "lse" else tuple(shape)
+        if tensor is not None and tuple(tensor.shape) != expected:
+            got = f"as query has {tuple(shape)}; got {tuple(tensor.shape)}"
+            raise ValueError(f"{name} must have shape {expected}, {got}")
+    if len({x is None for x in shard[5:]}) > 1:
+        raise ValueError("dout, dquery, dkey and dvalue must all be given, or none of them")
+    for name, numbers, stop in (
+        ("head", [head], shape[2]),
+        ("positions", positions, layout.length),
+    ):
+        for number in numbers:
+            if not 0 <= check_int(name, number) < stop:
+                raise ValueError(f"{name} must lie in [0, {stop}); got {number}")
+
+
+def _rows_at(
+    shard: Shard, layout: SequenceLayout, ends: Exchange, head: int, positions: Sequence[int]
+) -> dict[str, torch.Tensor]:
+    """Rows of a head at `positions` from all ranks, float64: (rows, head_dim), lse (rows,).
+
+    Each rank puts the rows of its shard among zeros, and all ranks' are added up.
+    """
+    places: list[int] = []
+    local: list[int] = []
+    before = 0
+    for start, stop in layout.ranges[ends.rank]:
+        held = [(place, p) for place, p in enumerate(positions) if start <= p < stop]
+        places.extend(place for place, _ in held)
+        local.extend(before + p - start for _, p in held)
+        before += stop - start
+    found = {}
+    for name, tensor in shard._asdict().items():
+        if tensor is None:
+            continue
+        of_head = (tensor if name == "lse" else tensor.transpose(1, 2))[0, head]
+        rows = of_head.new_zeros(len(positions), *of_head.shape[1:], dtype=torch.float64)
+        rows[places] = of_head[local].double()
+        with ends.calls.enter("spot_check", "rows"):
+            found[name] = torch.stack(all_gather(ends, rows)).sum(0)
+    return found
+
+
+def _seen(
+    pattern: DilatedPattern, length: int, position: int, head: int, num_heads: int
+) -> list[int]:
+    """The positions that a head's branches show at `position`, each as often as they do."""
+    seen: list[int] = []
+    for branch, (w, rate) in enumerate(pattern.branches):
+        w = length if w is None else min(w, length)
+        start = position - position % w
+        offset = dict(pattern.heads(branch, num_heads)).get(head, w)
+        rows = range(start + offset, min(start + w, length), rate)
+        seen.extend(rows if position in rows else ())
+    return seen
+
+
+def _expected_rows(
+    own: dict[str, torch.Tensor], keys: dict[str, torch.Tensor], queries: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """What a position's rows should be, from the keys it sees and the queries that see it."""
+    scale = own["query"].shape[-1] ** -0.5
+    q, k, v = own["query"][0], own["key"][0], own["value"][0]
+    p = (scale * keys["key"] @ q).softmax(0)
+    out = p @ keys["value"]
+    expected = {"out": out, "lse": torch.logsumexp(scale * keys["key"] @ q, 0)}
+    if "dout" in own:
+        dout = own["dout"][0]
+        ds = p * (keys["value"] @ dout - dout @ out)
+        expected["dquery"] = scale * ds @ keys["key"]
+        p = torch.exp(scale * queries["query"] @ k - queries["lse"])
+        delta = (queries["dout"] * queries["out"]).sum(-1)
+        ds = p * (queries["dout"] @ v - delta)
+        expected["dkey"] = scale * ds @ queries["query"]
+        expected["dvalue"] = p @ queries["dout"]
+    return expected

@@ -18,13 +18,14 @@ def _end_without_extra(error: ModuleNotFoundError) -> None:
 
 
 try:
-    from . import plan, draw, simulate, verify, bench, doctor  # isort: skip  # as in the help
+    from . import plan, draw, run  # isort: skip  # in the order of the help
+    from . import common
     from .common import app
 except ModuleNotFoundError as error:
     _end_without_extra(error)
     raise
 
-__all__ = ["app", "bench", "doctor", "draw", "main", "plan", "simulate", "verify"]
+__all__ = ["app", "common", "draw", "main", "plan", "run"]
 
 
 def main() -> None:

@@ -6,8 +6,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +16,7 @@ import typer
 import typer.core
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import Progress
+from rich.status import Status
 from rich.table import Table
 
 from .. import __version__
@@ -329,13 +328,9 @@ def show_table(
     console.print()
 
 
-@contextmanager
-def progress(text: str, total: float) -> Iterator[Callable[[float], None]]:
-    """Show a bar in a terminal; yield a function that is told how much is done."""
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(text, total=total)
-        yield lambda done: bar.update(task, completed=done)
+def working(text: str) -> Status:
+    """Say in a terminal what is being done, inside of ``with``."""
+    return Console(stderr=True).status(text)
 
 
 def write_json(path: Path | None, document: Mapping[str, Any]) -> None:

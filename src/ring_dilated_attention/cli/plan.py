@@ -12,7 +12,7 @@ from ..layout import SequenceLayout
 from ..named_patterns import given_pattern
 from ..units import count_of, in_bytes, in_flop, in_seconds
 from . import common
-from .common import Call, app, integer, make_console, option, progress, show_table, write_json
+from .common import Call, app, integer, make_console, option, show_table, working, write_json
 
 if TYPE_CHECKING:
     from ..plan import RankPlan
@@ -218,14 +218,13 @@ def _predict(call: Call, hosts: int, shown: Sequence[dict[str, Any]]) -> str:
     size, host_of = call.size, costs.host_of_ranks(hosts, call.ranks // hosts)
     rates = H200.rates(size, link_gb_s=LINK_GB_S, network_gb_s=NETWORK_GB_S)
     times = []
-    with progress("predict", len(shown)) as told:
+    with working("predict"):
         for figures in shown:
             rank = call.plan.rank(figures["rank"])
             for name in ("forward", "backward"):
                 way = costs.predict(rank, size, rates, backward=name == "backward", hosts=host_of)
                 figures[name] = asdict(way)
             times.append((figures["forward"]["seconds"], figures["backward"]["seconds"]))
-            told(len(times))
     forward, backward = max(times, key=sum)
     share = costs.efficiency(call.plan, size, rates, forward + backward)
     return (

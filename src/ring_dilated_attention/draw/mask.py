@@ -1,4 +1,4 @@
-"""Which keys a head's queries see: by the branch that shows them, or the rank that sends them."""
+"""Which keys a head's queries see, by branch or by rank, and which a KV cache keeps of a head."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ..layout import SequenceLayout
-from ..pattern import Branch
-from ..plan import AttentionPlan
-from ..units import count_of, short_count
+from ..pattern import Branch, DilatedPattern
+from ..plan import AttentionPlan, costs, plan_cache
+from ..units import count_of, in_bytes, short_count
 from .style import LIGHT, Style, add_key, dress, new_figure, set_titles
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ NOTHING, OWN = -1, -2
 """In place of a branch or rank: the query sees no key there; its own rank has the key."""
 _MOST_CELLS, _MOST_SQUARES, _MOST_IN_TEXT, _MOST_IN_KEY = 128, 64, 40, 10
 """Cells a side of a figure, of one with squares set apart, and of a terminal; lines of a key."""
+_MOST_KEYS = 128  # of a cache that are squares, each
 _GAP = 0.06  # between a cell's edge and its square, in cells
 
 
@@ -271,3 +272,71 @@ def mask_text(
     for kind, (words, _) in list(key.items())[:_MOST_IN_KEY]:
         text.append_tokens([looks[kind], (f" {words}\n", "")])
     return text.append(_cells_in_words(size))
+
+
+def kept_keys(pattern: DilatedPattern, num_kv_heads: int, kv_head: int, length: int) -> list[range]:
+    """Find the keys that a position from `length` on can still see, for each branch."""
+    kept = []
+    for index, (w, rate) in enumerate(pattern.branches):
+        offset = dict(pattern.heads(index, num_kv_heads)).get(kv_head)
+        start, stop = (0, length + rate) if w is None else (length // w * w, length // w * w + w)
+        segment = range(0) if offset is None else range(start + offset, stop, rate)
+        goes_on = len(segment) > 0 and (w is None or segment[-1] >= length)
+        kept.append(range(segment.start, length, rate) if goes_on else range(0))
+    return kept
+
+
+def draw_cache(
+    pattern: DilatedPattern,
+    length: int,
+    size: costs.TensorSize,
+    *,
+    num_kv_heads: int,
+    kv_head: int = 0,
+    style: Style = LIGHT,
+    axes: Axes | None = None,
+) -> Axes:
+    """Draw the keys that a KV cache keeps of a KV head after a text, a lane for each branch.
+
+    Up to 128 positions each key is a square; of longer texts the span with kept keys is drawn.
+
+    Args:
+        pattern: the branches; generation is causal.
+        length: positions of the text, at least 1.
+        size: of the tensors.
+        num_kv_heads: key and value heads of the layer.
+        kv_head: whose keys are drawn.
+        style: colours.
+        axes: where to draw; None: in a new figure, with the bytes of the layer's cache.
+
+    Returns:
+        The axes; ``axes.figure`` is the figure.
+
+    Raises:
+        ValueError: there is no such head.
+    """
+    if not 0 <= kv_head < num_kv_heads:
+        raise ValueError(f"kv_head must lie in [0, {num_kv_heads}); got {kv_head}")
+    kept = kept_keys(pattern, num_kv_heads, kv_head, length)
+    if axes is None:
+        cache = plan_cache(pattern, num_kv_heads, length)
+        nbytes = in_bytes(cache.nbytes(size.batch, size.head_dim, size.element_size))
+        every = in_bytes(size.key_value_bytes(length * num_kv_heads))
+        note = f"{count_of(num_kv_heads, 'KV head')}: {nbytes} per layer; all K and V: {every}."
+        axes = new_figure(style, 9.4, 1.7 + 0.34 * len(kept), str(pattern), note).subplots()
+    for lane, (keys, color) in enumerate(zip(kept, style.branch_colors(len(kept)), strict=True)):
+        axes.broken_barh([(0, length)], (lane + 0.15, 0.7), color=style.faint, linewidth=0)
+        spans = [(key + 0.06, 0.88) for key in keys]
+        if length > _MOST_KEYS and keys:
+            spans = [(keys.start, length - keys.start)]
+        axes.broken_barh(spans, (lane + 0.15, 0.7), color=color, linewidth=0)
+        place = length, lane + 0.5
+        axes.annotate(f" {len(keys):,}", place, va="center", fontsize=8.5, color=style.ink)
+    axes.set_yticks(np.arange(len(kept)) + 0.5, list(map(str, pattern.branches)))
+    axes.set(xlim=(0, length), ylim=(len(kept), 0), xlabel="position")
+    mark_positions(axes.xaxis, length)
+    dress(axes, style, spines=())
+    words = f"{count_of(sum(map(len, kept)), 'key')} kept; later positions see no other one"
+    title = f"KV head {kv_head} after {count_of(length, 'position')}"
+    set_titles(axes, style, title, words)
+    return axes

@@ -1,6 +1,6 @@
 """Kill examples/train_longnet.py at random moments; compare with a run that was not killed.
 
-    python tests/support/killed_runs.py
+    python benchmarks/killed_runs.py
 
 A run on two ranks is not interrupted. Another one gets SIGKILL ten times, all its ranks at once, at
 random moments, and goes on each time on another number of ranks, 1, 2 or 3. It saves after each
@@ -19,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-PROGRAM = Path(__file__).parents[2] / "examples" / "train_longnet.py"
+PROGRAM = Path(__file__).parents[1] / "examples" / "train_longnet.py"
 OPTIONS = (
     *("--data", str(PROGRAM), "--num-layers=2", "--embed-dim=32", "--num-heads=2"),
     *("--segment-lengths=64,all", "--dilation-rates=1,4", "--seq-len=256", "--eval-every=50"),

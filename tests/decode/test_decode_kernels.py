@@ -22,7 +22,7 @@ from ring_dilated_attention import (
 )
 from ring_dilated_attention.checks import ViewKind, reference_attention
 from ring_dilated_attention.decode import Step
-from ring_dilated_attention.decode.attend import begin_by_kernel
+from ring_dilated_attention.decode.attend import attend_by_kernel
 from ring_dilated_attention.decode.replicated import strips_on
 from ring_dilated_attention.engine import merge_
 from ring_dilated_attention.exchange import run_loopback
@@ -41,7 +41,6 @@ pytestmark = [
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 attend: Any = ring_dilated_attention.cached_attention
 attend_whole: Any = ring_dilated_attention.replicated_query_attention
-begin_of_rank: Any = begin_by_kernel
 LONGNET = DilatedPattern([8, 16, 32], [1, 2, 5])
 
 
@@ -180,7 +179,7 @@ def test_each_rank_computes_its_share(shards):
     first = 0
     for count in counts:
         new = [x[:, first : first + count] for x in (query, key, value)]
-        parts = [begin_of_rank(*new, cache, 8**-0.5, Step())() for cache in caches]
+        parts = [attend_by_kernel(new, cache, 8**-0.5, Step()) for cache in caches]
         out, lse = parts[0]
         for other, other_lse in parts[1:]:
             merge_(out, lse, other, other_lse)
@@ -198,20 +197,6 @@ def assert_state(cache, before):
     for now, then in zip(state(cache)[0], tensors, strict=True):
         torch.testing.assert_close(now, then, rtol=0, atol=0, equal_nan=True)
     assert cache.known_lengths == known
-
-
-def test_what_has_begun_writes_nothing():
-    pattern = DilatedPattern([8, None], [1, 2])
-    query, key, value = rows_of(4, 2, 12)
-    cache = DilatedKVCache(pattern, 1, 2, 8, max_length=12, device=DEVICE)
-    cache.prefill(key[:, :9], value[:, :9])
-    before = state(cache)
-    end = begin_of_rank(*(x[:, 9:] for x in (query, key, value)), cache, 8**-0.5, Step())
-    assert_state(cache, before)
-    out, lse = end()
-    want = reference(query, key, value, pattern=pattern, is_causal=True)
-    check(out, lse.transpose(1, 2), want, range(9, 12))
-    assert cache.lengths.tolist() == [12] == list(cache.known_lengths)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter takes one thread")
@@ -241,7 +226,7 @@ def test_a_position_without_room_is_nan(monkeypatch):
     query, key, value = rows_of(2, 1, 6)
     cache = DilatedKVCache(DilatedPattern.dense(), 1, 1, 8, max_length=4, device=DEVICE)
     cache.prefill(key[:, :3], value[:, :3])
-    monkeypatch.setattr("ring_dilated_attention.decode.cache.check_room", lambda *_: None)
+    monkeypatch.setattr(DilatedKVCache, "check_room", lambda *_: None)
     new = [x[:, 3:5] for x in (query, key, value)]
     out = attend(*new, cache, backend="triton")
     assert torch.isfinite(out[:, 0]).all()

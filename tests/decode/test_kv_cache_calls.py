@@ -130,35 +130,6 @@ def test_a_prefill_of_which_nothing_stays_sends_nothing():
     assert sent == [2 * HEAD_DIM * 4 * (3 * 3 + 1), 0, 0, 0]
 
 
-def test_two_messages_of_a_prefill_are_under_way_at_a_time():
-    """Each takes memory, a share of what a rank has of the prompt, until it has arrived."""
-
-    def rank(ends):
-        under_way: list[Any] = []
-        most, start = [], ends.start
-
-        class Arrival:
-            def __init__(self, pending):
-                self.pending = pending
-
-            def wait(self):
-                self.pending.wait()
-                under_way.remove(self)
-
-        def count(send, receive):
-            under_way.append(Arrival(start(send, receive)))
-            most.append(len(under_way))
-            return under_way[-1]
-
-        ends.start = count
-        cache = make(ends, pattern=DilatedPattern.dense(), max_length=50)
-        cache.prefill(rows(10), rows(10))  # of which each rank keeps two
-        assert not under_way
-        return len(most), max(most)
-
-    assert run_loopback(5, rank) == [(4, 2)] * 5
-
-
 def make(group=None, **changes):
     arguments = {
         "pattern": DilatedPattern([8, None], [2, 3]),

@@ -107,27 +107,6 @@ def test_weights_that_change_in_place_before_backward_are_an_error(how, chunk_ro
         loss.backward()
 
 
-class MaxNorm(torch.nn.Linear):
-    """A layer that changes its own weight."""
-
-    def forward(self, x):
-        with torch.no_grad():
-            self.weight.copy_(torch.renorm(self.weight, 2, 0, 1.0))
-        return super().forward(x)
-
-
-@pytest.mark.parametrize("how", HOW)
-def test_modules_may_change_their_own_weights_in_forward(how):
-    plain, model = make_model(), make_model(how)
-    tokens = torch.arange(24).view(1, 24)
-    for each in (plain, model):
-        torch.manual_seed(0)
-        each.blocks[0].expand = MaxNorm(32, 48).double()
-    wanted = gradients_of(plain, plain, tokens)
-    for got, want in zip(gradients_of(model, model, tokens), wanted, strict=True):
-        torch.testing.assert_close(got, want)
-
-
 @pytest.mark.parametrize("chunk_rows", [None, 4])
 @pytest.mark.parametrize("how", HOW)
 def test_optimizers_may_step_in_backward(how, chunk_rows):

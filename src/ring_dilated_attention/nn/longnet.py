@@ -14,7 +14,6 @@ from ..exchange import Group, one_group
 from ..functional import Schedule
 from ..layout import SequenceLayout
 from ..parallel import fill, refuse_beside_wrapper
-from ..pattern import check_positive_int
 from ..tiles import Backend
 from .attention import MultiheadDilatedAttention
 from .block import Block
@@ -124,9 +123,7 @@ class LongNet(TokenGenerator):
         chunk_rows: int | None = None,
     ) -> None:
         super().__init__()
-        check_checkpoint(checkpoint, checkpoint_blocks)
-        if chunk_rows is not None:
-            check_positive_int("chunk_rows", chunk_rows)
+        check_checkpoint(checkpoint, checkpoint_blocks, chunk_rows)
         self.config = config
         self.checkpoint = checkpoint
         self.checkpoint_blocks = checkpoint_blocks

@@ -16,7 +16,7 @@ from ..exchange import Group, one_group, place_in
 from ..functional import Schedule, autocast_inputs
 from ..layout import SequenceLayout
 from ..parallel import fill, is_fully_sharded
-from ..pattern import check_positive_int, in_brief
+from ..pattern import in_brief
 from ..tiles import Backend
 from ..torch_op import agreed, telling_ranks
 from .attention import MultiheadDilatedAttention
@@ -178,9 +178,7 @@ class SlideEncoder(nn.Module):
         chunk_rows: int | None = None,
     ) -> None:
         super().__init__()
-        check_checkpoint(checkpoint, 1)
-        if chunk_rows is not None:
-            check_positive_int("chunk_rows", chunk_rows)
+        check_checkpoint(checkpoint, 1, chunk_rows)
         self.config = config
         self.checkpoint = checkpoint
         self.chunk_rows = chunk_rows

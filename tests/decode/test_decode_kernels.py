@@ -156,7 +156,8 @@ def test_each_rank_computes_its_share(shards):
         caches.append(cache)
     first = 0
     for count in counts:
-        new = [x[:, first : first + count] for x in (query, key, value)]
+        at = slice(first, first + count)
+        new = query[:, at], key[:, at], value[:, at]
         parts = [attend_by_kernel(new, cache, 8**-0.5, Step()) for cache in caches]
         out, lse = parts[0]
         for other, other_lse in parts[1:]:

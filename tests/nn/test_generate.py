@@ -73,20 +73,6 @@ def test_logits_of_any_generation_are_those_of_the_full_forward(case: dict[str, 
             assert relative_error(got[row], want) < 1e-10
 
 
-def test_three_hundred_positions_behind_a_prompt_of_prime_length() -> None:
-    case: dict[str, Any] = {
-        "batch": 2, "prompt": 211, "new": [1] * 150 + [37, 113], "sharded": True, "world_size": 3,
-        "layout": SequenceLayout.zigzag(211, 3), "lengths": [211, 64], "documents": None,
-    }  # fmt: skip
-    model = make_model(head_offsets="blocked")
-    tokens = torch.randint(VOCABULARY, (2, 511))
-    got = torch.cat(run_loopback(3, partial(run_generation, case, model, tokens))[0], 1)
-    with torch.no_grad():
-        for row, length in enumerate(case["lengths"]):
-            text = torch.cat([tokens[row, :length], tokens[row, 211:]])
-            assert relative_error(got[row], model(text[None])[0, length - 1 :]) < 1e-10
-
-
 # --- loops
 
 

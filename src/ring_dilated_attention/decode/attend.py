@@ -335,12 +335,14 @@ def _by_tiles(
             q_bhnd = q.transpose(1, 2).flatten(2, 3).contiguous()
             if not (selection.reads(k) and selection.reads(v)):
                 k, v = k.contiguous(), v.contiguous()
-        inputs = TileInputs(*selection.backend.ordered(q_bhnd, k, v), causal, scale)
-        found = selection.backend.forward(inputs)
-        if causal:
-            parts = [x.unflatten(1, (-1, group)).movedim(3, 1) for x in found]
-        else:
-            parts = [x.unflatten(2, (-1, group)).transpose(1, 2) for x in found]
+        q_bhnd, k, v = selection.backend.ordered(q_bhnd, k, v)
+        found = selection.backend.forward(TileInputs(q_bhnd, k, v, causal, scale))
+        if causal:  # (batch, heads * group, m, ...) to (batch, m, heads, group, ...)
+            parts = [x.reshape(len(x), -1, group, *x.shape[2:]).movedim(3, 1) for x in found]
+        else:  # (batch, heads, m * group, ...)
+            parts = [
+                x.reshape(*x.shape[:2], -1, group, *x.shape[3:]).transpose(1, 2) for x in found
+            ]
         merge_(out[at], lse[at], *parts)
 
     is_one = count == 1

@@ -351,8 +351,8 @@ class DilatedKVCache(DeepOnly):
                     f"{had}, and max_rewind is {self.plan.max_rewind}; got {back}. A cache made "
                     "with a larger max_rewind can take back more"
                 )
-        known = (n - back for n, back in zip(self._lengths.known, counts, strict=True))
-        self._set_lengths(self._lengths._replace(known=tuple(known)))
+        left = (n - back for n, back in zip(self._lengths.known, counts, strict=True))
+        self._set_lengths(self._lengths._replace(known=tuple(left)))
 
     def reset(self, rows: Integers | None = None) -> None:
         """Drop rows: the next position is the first of a document.

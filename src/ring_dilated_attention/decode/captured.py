@@ -47,7 +47,7 @@ class CapturedStep:
         self._caches = tuple(caches)
         self._step = step  # replays read the tensors that it holds
         _check(example, self._caches)
-        self._input = example.clone()
+        self._input, self._count = example.clone(), 1
         before = [cache.known() for cache in self._caches]
         # torch's own choice for captures is a stream of the device that was current at the first.
         side = torch.cuda.Stream(example.device)  # type: ignore[no-untyped-call]
@@ -105,20 +105,14 @@ class CapturedStep:
             for cache, lengths in zip(self._caches, before, strict=True)
             for now, then in zip(cache.known_lengths, lengths.known, strict=True)
         }
-        count = max(counts)
-        least = min(cache.plan.max_rewind for cache in self._caches)
+        count, least = max(counts), min(cache.plan.max_rewind for cache in self._caches)
         if counts == {count} and 0 < count <= least + 1:
             return count
-        self._count = 1  # what is overwritten does not matter to caches that are to be made anew
         self._take_back(before)
-        if len(counts) != 1 or count == 0:
-            raise ValueError(
-                "a step must add the same number of positions, one at least, to every cache once; "
-                f"got {sorted(counts)}"
-            )
         raise ValueError(
-            f"a step of {count} positions is taken back when it has been captured: make its caches "
-            f"with max_rewind={count - 1} at least; got {least}"
+            "a step must add the same number of positions, one at least, to every cache once; got "
+            f"{sorted(counts)}. It is taken back when it has been captured: caches need "
+            f"max_rewind={max(count - 1, 0)} at least; got {least}"
         )
 
     def _take_back(self, before: list[Lengths]) -> None:

@@ -192,24 +192,19 @@ def replicated_query_attention(
         is_causal: whether a query sees only keys at positions <= its own.
         scale: factor on the scores; None: head_dim ** -0.5.
         documents: cumulative lengths ``[0, ..., n]`` of documents packed in the whole sequence of n
-            positions: ints, or a 1-D int32 or int64 tensor; a CUDA tensor makes the call wait for
-            the device. A query sees keys of its own document, which is cut into segments on its
-            own. None: one document.
-        lengths: (batch,) ints, or a tensor as above: row b of the batch holds that many valid
-            positions of the whole sequence, 0 to n, and padding behind them, which no query sees
-            and whose queries get output 0, lse -inf and gradient 0. None: no padding.
+            positions, as in `dilated_attention`: a query sees keys of its own document. None: one.
+        lengths: (batch,) ints, or a tensor: row b of the batch holds that many valid positions of
+            the whole sequence, 0 to n, and padding behind them, which no query sees and whose
+            queries get output 0, lse -inf and gradient 0. None: no padding.
         group: the ranks that share the keys: a ProcessGroup, a 1-D DeviceMesh, an `Exchange`, or
             None for one process that holds them all.
-        mesh: another name for `group`, as DTensor APIs call it; pass only one of the two.
+        mesh: another name for `group`; pass only one of the two.
         layout: which rank holds which keys; None: contiguous equal shards.
-        backend: kernels that compute the tiles: ``"auto"``, the default, takes the fastest that
-            supports the tensors; ``"sdpa"``, ``"fa4"``, ``"cpu_flash"``, ``"cudnn"``, ``"flash"``,
-            ``"efficient"``, ``"triton"`` and ``"eager"`` take that one or raise.
-        workspace: bound on the temporary memory of kernels, in multiples of the size of query (a
-            single head of a single segment may need more). None: about a quarter in forward and a
-            half in backward, or 64 MiB or what 131,072 rows take if that is more.
+        backend: kernels that compute the tiles, as in `dilated_attention`; default ``"auto"``.
+        workspace: bound on the temporary memory of kernels, in multiples of the size of query, as
+            in `dilated_attention`; None, the default: what suits the device.
         head_slice: (start, stop, total): the call's KV heads are heads start to stop (excluded) of
-            a layer with total of them, and have their offsets and branches. None: it has all heads.
+            a layer with total of them. None: it has all heads.
         return_lse: whether to return the lse too.
 
     Returns:
@@ -406,10 +401,10 @@ def _forward(tensors: _Tensors, call: _Call) -> tuple[torch.Tensor, torch.Tensor
     query = tensors[0]
     TABLES.start_call()
     with kernels_on(query.device):
-        found = [
-            _of_rows(*(readable(x[rows], call.tiles.selection) for x in tensors), plan, call)
-            for rows, plan in call.planned
-        ]
+        found = []
+        for rows, plan in call.planned:
+            q, k, v = (readable(x[rows], call.tiles.selection) for x in tensors)
+            found.append(_of_rows(q, k, v, plan, call))
         out, lse = found[0]
         if len(found) > 1:
             out, lse = out.new_empty(query.shape), lse.new_empty(query.shape[:3])
@@ -464,7 +459,7 @@ def _backward(
     with kernels_on(query.device), sums:
         for rows, plan in call.planned:
             do, q, k, v, o = readable_in_backward(
-                *(x[rows] for x in (dout, query, key, value, out)), call.tiles.selection
+                dout[rows], query[rows], key[rows], value[rows], out[rows], call.tiles.selection
             )
             inputs, merged = compute.Inputs(q, k, v), compute.Merged(do, o, lse[rows].contiguous())
             gradients = compute.Gradients(dquery[rows], dkey[rows], dvalue[rows])

@@ -36,8 +36,9 @@ class Slots(NamedTuple):
     def of_branch(self, branch: CachedBranch) -> list[torch.Tensor]:
         """Keys and values of a branch: each (batch, heads, slots, head_dim), a view."""
         heads, slots = len(branch.heads), branch.slots
+        shape = len(self.keys), heads, slots, self.keys.shape[2]
         return [
-            x.narrow(1, branch.first_row, heads * slots).unflatten(1, (heads, slots))
+            x.narrow(1, branch.first_row, heads * slots).view(shape)
             for x in (self.keys, self.values)
         ]
 
@@ -204,7 +205,7 @@ def _parts(
     """What rank `source` hands to rank `to`, each with the shape of its keys and values in one."""
     shard = to if slots.plan.shards > 1 else 0
     batch, _, head_dim = slots.keys.shape
-    found = []
+    found: list[tuple[Prompt, KeptRows, tuple[int, ...]]] = []
     for prompt in prompts:
         rows = len(range(batch)[prompt.to])
         for kept in slots.plan.handed_over(layout, prompt.document, source, shard):

@@ -176,7 +176,11 @@ class TokenGenerator(nn.Module):
         ends = caches[0].exchange
         check = partial(_check_tokens, self, tokens, caches)
         found = agreed_positions(tokens, documents, ends, layout, lengths, check)
-        options = {"documents": found.documents, "lengths": found.lengths, "layout": layout}
+        options: dict[str, Any] = {
+            "documents": found.documents,
+            "lengths": found.lengths,
+            "layout": layout,
+        }
 
         def attend(
             block: Block, cache: DilatedKVCache, query: Tensor, key: Tensor, value: Tensor
@@ -360,12 +364,9 @@ class TokenGenerator(nn.Module):
         Args:
             tokens: the local shard of the prompt, int64, shape (batch, local_sequence).
             max_new_tokens: how many tokens to add to each row, at least 1.
-            temperature: logits are divided by it before a token is drawn; 0, the default, always
-                takes the most likely token.
-            top_k: draw among this many most likely tokens only (and those as likely as the last of
-                them). None, the default: all.
-            top_p: draw among the fewest most likely tokens whose probabilities, after `temperature`
-                and `top_k`, add up to at least this, in (0, 1]. None, the default: all.
+            temperature: as for `Sampler`; 0, the default, always takes the most likely token.
+            top_k: as for `Sampler`; None, the default: all tokens.
+            top_p: as for `Sampler`; None, the default: all tokens.
             allowed: (vocab_size,) bool: the tokens that may be drawn. None, the default: all.
             stop_token: a row that has produced it goes on with this token alone, and generation
                 ends when all rows have; checking that waits for the device in every step. None, the

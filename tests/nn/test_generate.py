@@ -24,7 +24,6 @@ from ring_dilated_attention import SequenceLayout
 from ring_dilated_attention.checks import relative_error, run_ranks
 from ring_dilated_attention.exchange import Exchange, ExchangeError, run_loopback
 from ring_dilated_attention.nn import LongNet
-from ring_dilated_attention.plan import plan_cache
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -164,22 +163,6 @@ def test_rejected_tokens_are_taken_back() -> None:
     with torch.no_grad():
         want = model(text)[:, at:]
     assert relative_error(model.step(text[:, at:], caches), want) < 1e-10
-
-
-def test_thousands_of_steps_take_the_memory_of_the_closed_form() -> None:
-    model = make_model(
-        num_layers=1, embed_dim=8, num_heads=2, num_kv_heads=1, ffn_dim=8,
-        segment_lengths=[16, 64], dilation_rates=[1, 4],
-    ).float()  # fmt: skip
-    (cache,) = caches = model.make_caches(1)
-    token = torch.zeros(1, 1, dtype=torch.int64)
-    held = cache.keys.data_ptr(), cache.values.data_ptr()
-    for _ in range(1000):
-        model.step(token, caches)
-    assert held == (cache.keys.data_ptr(), cache.values.data_ptr())
-    assert cache.nbytes == plan_cache(cache.plan.pattern, 1, None).nbytes(1, 4, 4)
-    assert cache.nbytes == 2 * (16 + 64 // 4) * 4 * 4
-    assert cache.known_lengths == (1000,)
 
 
 # --- processes

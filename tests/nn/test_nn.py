@@ -91,23 +91,6 @@ def test_dense_pattern_equals_torch_multihead_attention(is_causal: bool, bias: b
     assert relative_error(out, expected) < 1e-12
 
 
-def test_layer_norm_is_on_the_concatenated_heads() -> None:
-    torch.manual_seed(0)
-    module = MultiheadDilatedAttention(24, 4, num_kv_heads=2, layer_norm=True, **SMALL)
-    assert module.norm is not None
-    nn.init.normal_(module.norm.weight)
-    x = torch.randn(2, 17, 24)
-    heads = [
-        projection(x).unflatten(-1, (-1, 6))
-        for projection in (module.q_proj, module.k_proj, module.v_proj)
-    ]
-    attended = dilated_attention(heads[0], heads[1], heads[2], PATTERN).flatten(2)
-    expected = module.out_proj(
-        F.layer_norm(attended, (24,), module.norm.weight, module.norm.bias, 1e-5)
-    )
-    assert torch.equal(module(x, x, x)[0], expected)
-
-
 def test_initial_weights_are_magnetos() -> None:
     torch.manual_seed(0)
     module = MultiheadDilatedAttention(256, 4, num_kv_heads=2, gamma_init=3.0, **SMALL)

@@ -208,13 +208,8 @@ def _call(tensors: _Tensors, cache: DilatedKVCache, options: _Options) -> _Resul
 def merged_over_ranks(ends: Exchange, out: torch.Tensor, lse: torch.Tensor) -> _Result:
     """One softmax over the keys of all ranks, the same bits on each, inside of a call.
 
-    Args:
-        ends: this rank's end of the group.
-        out: over this rank's keys, (batch, m, heads, head_dim), float32 or float64.
-        lse: (batch, m, heads), of the same dtype.
-
-    Returns:
-        out and lse over all keys.
+    out, (batch, m, heads, head_dim), and lse, (batch, m, heads), are those of this rank's keys,
+    float32 or float64.
     """
     if ends.world_size == 1:
         return out, lse

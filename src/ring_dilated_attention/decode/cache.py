@@ -452,17 +452,7 @@ class DilatedKVCache(DeepOnly):
         self._lengths = lengths
 
     def check_new(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Raise unless keys and values can be those of new positions of this cache.
-
-        Args:
-            key: (batch, m, kv_heads, head_dim).
-            value: like `key`.
-
-        Raises:
-            TypeError, ValueError: they are not, or a document becomes longer than `max_length`.
-            NotImplementedError: one has a tangent: there is no forward-mode derivative.
-            RuntimeError: one requires a gradient, and autograd is on.
-        """
+        """Raise unless keys and values can be those of new positions: see `append`."""
         self._check_rows(key, value, self._batch)
         if key.shape[1] == 0:
             raise ValueError("there must be one new position at least; key has no rows")

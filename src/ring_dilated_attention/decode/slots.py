@@ -43,13 +43,7 @@ class Slots(NamedTuple):
         ]
 
     def keep(self, rows: slice, kept: KeptRows, both: Sequence[torch.Tensor]) -> None:
-        """Write keys and values where they are kept.
-
-        Args:
-            rows: of the batch.
-            kept: which ones these are.
-            both: keys and values, each (batch rows, heads, members, head_dim).
-        """
+        """Write keys and values, each (batch rows, heads, members, head_dim)."""
         for target, source in zip(self.of_branch(kept.branch), both, strict=True):
             for places, to in runs_of_slots(kept.members, kept.branch.slots):
                 target[rows, kept.heads, to] = source[:, :, places]
@@ -118,16 +112,9 @@ def resolve_layout(layout: SequenceLayout | None, count: int, ends: Exchange) ->
 def find_prompts(
     documents: Integers | None, lengths: Integers | None, total: int, rows: Sequence[int]
 ) -> list[Prompt]:
-    """The last document of each row of a prompt.
+    """The last document of each row of a prompt of `total` positions, for these rows of a cache.
 
-    Args:
-        documents: cumulative lengths; None: one document.
-        lengths: valid positions of each row; None: all.
-        total: positions of the whole prompt.
-        rows: of the cache, one for each row of the prompt.
-
-    Raises:
-        TypeError, ValueError: an argument is not allowed.
+    Raises a `TypeError` or `ValueError` where documents, lengths or rows are not allowed.
     """
     if len(set(rows)) < len(rows):
         raise ValueError(f"rows must differ, to take a prompt each; got {tuple(rows)}")

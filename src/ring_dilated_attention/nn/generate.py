@@ -447,16 +447,9 @@ def _through(
 def _last_rows(
     hidden: Tensor, lasts: Sequence[int], layout: SequenceLayout, ends: Exchange
 ) -> Tensor:
-    """The rows at these positions of the whole sequence, one of each row of the batch.
+    """The rows at these positions, one of each row of the batch: (batch, embed_dim), on all ranks.
 
-    Args:
-        hidden: this rank's rows, shape (batch, local_sequence, embed_dim).
-        lasts: the position of each row of the batch.
-        layout: which positions each rank holds.
-        ends: this rank's end of the group.
-
-    Returns:
-        Shape (batch, embed_dim), the same bits on every rank.
+    `hidden` are this rank's rows, shape (batch, local_sequence, embed_dim).
     """
     found = hidden.new_zeros(len(lasts), hidden.shape[2])
     own = [piece for piece in layout.pieces if piece.rank == ends.rank]

@@ -85,16 +85,7 @@ def agreed_positions(
 
 
 def checked_lengths(lengths: Integers, batch: int, total: int) -> list[int]:
-    """The lengths of a prompt as ints.
-
-    Args:
-        lengths: valid positions of each row of the batch.
-        batch: rows of the batch.
-        total: positions of the whole prompt.
-
-    Raises:
-        TypeError, ValueError: they are not ints from 1 to `total`, one for each row.
-    """
+    """Lengths of a prompt as ints; raises unless they are from 1 to `total`, one for each row."""
     valid = as_ints("lengths", lengths)
     if len(valid) != batch:
         raise ValueError(
@@ -145,9 +136,7 @@ def _positions(tokens: Tensor, rank: int, world_size: int, layout: SequenceLayou
 def check_vocabulary(tokens: Tensor, embedding: nn.Module) -> None:
     """Raise a `ValueError` unless every token has an embedding; waits for the device.
 
-    Args:
-        tokens: int64, shape (batch, rows).
-        embedding: of the model; only an `nn.Embedding` says how many tokens it has.
+    Only an `nn.Embedding` says how many tokens it has.
     """
     if not isinstance(embedding, nn.Embedding) or not tokens.numel():
         return

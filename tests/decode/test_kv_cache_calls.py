@@ -14,7 +14,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.strategies import patterns
-from support.tolerances import assert_close_to
 
 from ring_dilated_attention import (
     DilatedKVCache,
@@ -483,22 +482,3 @@ def test_no_forward_mode_derivative():
                 call(dual, dual)
         with pytest.raises(NotImplementedError, match="cached_attention has no forward-mode"):
             cached_attention(dual, dual, dual, cache)
-
-
-def test_one_row_begins_anew_while_the_others_go_on():
-    """As a server does that fills a row as soon as its text is finished."""
-    torch.manual_seed(0)
-    cache = make()
-    prompt, token = rows(9), rows(1)
-    prefill(cache, key=prompt, value=prompt)
-    cached_attention(rows(1, heads=4), token, token, cache)
-    new = rows(5, batch=1)
-    cache.prefill(new, new, rows=torch.tensor([1]))
-    assert cache.known_lengths == (10, 5)
-    q, k = rows(1, heads=4), rows(1)
-    got = cached_attention(q, k, k, cache)
-    for row, known in enumerate((torch.cat([prompt, token], 1)[:1], new)):
-        alone = make(batch=1)
-        alone.append(known, known)
-        want = cached_attention(q[row : row + 1], *[k[row : row + 1]] * 2, alone)
-        assert_close_to(got[row : row + 1], want, terms=HEAD_DIM)

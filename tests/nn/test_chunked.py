@@ -198,43 +198,6 @@ def test_random_numbers_of_a_function_without_modules():
     assert torch.equal(dx * x, dropped)
 
 
-class Holder(nn.Module):
-    """A module that calls another one in chunks."""
-
-    def __init__(self, inner, rows):
-        super().__init__()
-        self.inner, self.rows = inner, rows
-
-    def forward(self, *arguments):
-        return map_rows(self.inner, *arguments, rows=self.rows, modules=(self.inner,))
-
-
-@pytest.mark.parametrize("kind", ["parameters", "frozen parameters", "computed"])
-@pytest.mark.parametrize("rows", [4, 50])
-def test_backward_has_the_weights_of_a_functional_call(rows, kind):
-    module, other, arguments = TwoInputs(), TwoInputs(), inputs(13)
-    own = list(module.parameters())
-    weights: dict[str, torch.Tensor] = {
-        f"inner.{name}": weight for name, weight in other.named_parameters()
-    }
-    of = [arguments[0], other.expand.weight, other.norm.bias]
-    if kind == "frozen parameters":
-        other.requires_grad_(False)
-        of = of[:1]
-    if kind == "computed":  # one from another
-        twice = weights["inner.expand.weight"] * 2
-        weights |= {"inner.expand.weight": twice, "inner.contract.weight": twice.t() + 1}
-
-    def gradients(rows):
-        results = torch.func.functional_call(Holder(module, rows), weights, arguments)
-        loss = sum(y.square().sum() for y in results)
-        return torch.autograd.grad(loss, of, retain_graph=True)
-
-    for a, b in zip(gradients(rows), gradients(None), strict=True):
-        assert relative_error(a, b) < 1e-12
-    assert all(a is b for a, b in zip(module.parameters(), own, strict=True))
-
-
 class TwoProjections(nn.Module):
     """Of adapters on one of two projections the other gets no gradient."""
 

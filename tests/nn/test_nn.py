@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from typing import Any
 
@@ -260,35 +259,6 @@ def test_embedding_is_tied() -> None:
     loss = F.cross_entropy(model(torch.zeros(1, 5, dtype=torch.int64))[0], torch.full((5,), 7))
     (gradient,) = torch.autograd.grad(loss, [model.embedding.weight])
     assert gradient[7].any()  # as an output only
-
-
-LAYOUTS = [
-    SequenceLayout.contiguous(23, 3),
-    SequenceLayout.zigzag(23, 3),
-    SequenceLayout([[(5, 9), (0, 2)], [], [(9, 23), (2, 5)]]),
-]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_sharded_logits_and_gradients_equal_those_of_one_process(layout: SequenceLayout) -> None:
-    tokens = torch.randint(0, 256, (2, 23), generator=torch.Generator().manual_seed(0))
-    model = small_model()
-    logits = model(tokens)
-    expected = torch.autograd.grad(logits.pow(2).sum(), list(model.parameters()))
-
-    def rank_main(ends: Any) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        own = copy.deepcopy(model)  # one a rank, as in life
-        shard = own(layout.shard(tokens, ends.rank, 1), group=ends, layout=layout)
-        gradients = torch.autograd.grad(shard.pow(2).sum(), list(own.parameters()))
-        return shard.detach(), gradients
-
-    results = run_loopback(layout.world_size, rank_main)
-    whole = layout.unshard([shard for shard, _ in results], 1)
-    # 1e-7 rather than 1e-12: angles are rounded to float32.
-    assert relative_error(whole, logits) < 1e-7
-    for index, gradient in enumerate(expected):
-        total = torch.stack([gradients[index] for _, gradients in results]).sum(0)
-        assert relative_error(total, gradient) < 1e-6
 
 
 @pytest.mark.parametrize(

@@ -146,16 +146,17 @@ class _Weights:
             if tensors is module._parameters or tensor.requires_grad
         }
         self.tensors = list(by_id.values())
-        self._versions = [*map(_version, self.tensors)]
+        self._versions = {id(x): _version(x) for x in self.tensors}
 
     def refuse_changes(self) -> None:
         """Raise a `RuntimeError` if a weight was changed in place: forward had others."""
-        if [*map(_version, self.tensors)] != self._versions:
-            raise RuntimeError(
-                "a weight was changed in place between forward and backward, which computes with "
-                "it again: call backward before the optimizer's step, or give "
-                'checkpoint="none" and no chunk_rows'
-            )
+        for module, _, name, tensor in self._places:
+            if id(tensor) in self._versions and _version(tensor) != self._versions[id(tensor)]:
+                raise RuntimeError(
+                    f"{name} of a {type(module).__name__} was changed in place between forward and "
+                    "backward, which computes with it again: call backward before the optimizer's "
+                    'step, or give checkpoint="none" and no chunk_rows'
+                )
 
     @contextmanager
     def back(self, *, as_leaves: bool) -> Iterator[list[Tensor]]:

@@ -502,9 +502,9 @@ def _check_caches(model: TokenGenerator, caches: Sequence[DilatedKVCache]) -> No
 def _check_tokens(
     model: TokenGenerator, tokens: Tensor, caches: Sequence[DilatedKVCache], *, waits: bool = True
 ) -> None:
-    """Raise a `ValueError` unless there are tokens for each row of the caches, which are known.
+    """Raise a `ValueError` unless each row of the caches has tokens, all in the vocabulary.
 
-    A GPU is asked for them where the call `waits` for it.
+    On a GPU the second is looked at only if the call `waits` for it.
     """
     batch = len(caches[0].known_lengths)
     if len(tokens) != batch:

@@ -360,7 +360,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"positions": 2}, ValueError, "positions must be one for each row of query; got range(2, 3)"),
     ({"documents": [0, 7]}, ValueError, "documents"),
     ({"lengths": [7, 7]}, ValueError, "lengths must hold one number for each of 1 rows"),
-    ({"workspace": 0}, ValueError, "workspace must be > 0 and finite, got 0"),
+    ({"workspace": 0}, ValueError, "workspace must be > 0 and finite"),
     ({"layout": SequenceLayout.contiguous(6, 4)}, ValueError, "the layout is for 4 ranks"),
     ({"backend": "flash"}, ValueError, "backend='flash' cannot compute this attention"),
     ({"key": torch.randn(1, 0, 2, 8), "value": torch.randn(1, 0, 2, 8)}, ValueError, "is empty"),

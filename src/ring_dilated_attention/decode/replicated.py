@@ -10,12 +10,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from .. import kernels
-from ..caches import cache_by_size
 from ..documents import Integers, as_ints
 from ..engine import (
     TABLES,
@@ -364,12 +364,7 @@ def _consecutive(positions: range | int, count: int) -> range:
     return positions
 
 
-def _nbytes_of_groups(arguments: tuple[Any, ...], _: Any) -> int:
-    plan: AttentionPlan = arguments[0]
-    return 4096 * len(plan.pattern.branches) * (8 + plan.layout.world_size)
-
-
-@cache_by_size(16 << 20, _nbytes_of_groups)
+@lru_cache(maxsize=64)
 def _groups(plan: AttentionPlan, positions: range, rank: int) -> tuple[TileGroup, ...]:
     return plan.replicated_groups(positions, rank)
 

@@ -33,9 +33,8 @@ class LongNetBlock(Block):
 
     Args:
         config: the shape of the model.
-        exchange: how rows travel between ranks, as in `dilated_attention`; ``"auto"``, the default,
-            or ``"ring"`` or ``"gather"``.
-        backend: kernels that compute the tiles, as in `dilated_attention`; default ``"auto"``.
+        exchange: as for `LongNet`.
+        backend: as for `LongNet`.
     """
 
     is_causal = True

@@ -36,9 +36,8 @@ class EncoderBlock(Block):
 
     Args:
         config: the shape of the encoder.
-        exchange: how rows travel between ranks, as in `dilated_attention`; ``"auto"``, the default,
-            or ``"ring"`` or ``"gather"``.
-        backend: kernels that compute the tiles, as in `dilated_attention`; default ``"auto"``.
+        exchange: as for `SlideEncoder`.
+        backend: as for `SlideEncoder`.
     """
 
     attention_norm: LayerNorm

@@ -155,7 +155,7 @@ def test_replicated_queries_and_caches(pattern):
             ends_layout = SequenceLayout.contiguous(LENGTH, 2)
             keys = [ends_layout.shard(x, ends.rank, 1) for x in (key, value)]
             rows = replicated_query_attention(
-                query[:, 9:14], *keys, pattern, range(9, 14), is_causal=True, group=ends,
+                query[:, 9:14], keys[0], keys[1], pattern, range(9, 14), is_causal=True, group=ends,
                 layout=ends_layout, head_slice=head_slice,
             )  # fmt: skip
             cache = DilatedKVCache(
@@ -218,7 +218,7 @@ def test_what_is_refused(value, error, message):
     calls = [
         lambda: dilated_attention(*tensors, INTERLEAVED, head_slice=value),
         lambda: replicated_query_attention(
-            *tensors, INTERLEAVED, range(5), layout=held, head_slice=value
+            key, key, key, INTERLEAVED, range(5), layout=held, head_slice=value
         ),
         lambda: plan_attention(
             INTERLEAVED, held, is_causal=True, num_heads=2, head_slice=value

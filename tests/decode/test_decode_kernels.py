@@ -22,7 +22,7 @@ from ring_dilated_attention import (
 )
 from ring_dilated_attention.checks import ViewKind, reference_attention
 from ring_dilated_attention.decode import Step
-from ring_dilated_attention.decode.attend import begin_by_kernel
+from ring_dilated_attention.decode.attend import attend_by_kernel
 from ring_dilated_attention.decode.replicated import strips_on
 from ring_dilated_attention.engine import merge_
 from ring_dilated_attention.exchange import run_loopback
@@ -41,7 +41,6 @@ pytestmark = [
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 attend: Any = ring_dilated_attention.cached_attention
 attend_whole: Any = ring_dilated_attention.replicated_query_attention
-begin_of_rank: Any = begin_by_kernel
 LONGNET = DilatedPattern([8, 16, 32], [1, 2, 5])
 
 
@@ -110,16 +109,6 @@ def test_any_generation_equals_the_full_forward(pattern, prompt, counts, heads, 
     decode(pattern, prompt, counts, heads=heads[0], kv_heads=heads[1], max_rewind=rewind)
 
 
-@pytest.mark.parametrize("rounds", [4, 33])
-def test_however_it_is_cut_into_programs(rounds, monkeypatch):
-    found = profile_of(DEVICE)
-    tuning = replace(found.decode, rounds=rounds)
-    profile = replace(found, decode=tuning, multiprocessors=9)
-    monkeypatch.setattr("ring_dilated_attention.kernels.decode.profile_of", lambda _: profile)
-    decode(DilatedPattern([None, 32], [1, 3]), 170, [1, 1, 5], heads=6, kv_heads=2)
-    decode(DilatedPattern.dense(), 71, [3, 1], heads=2, kv_heads=2, batch=2)
-
-
 @pytest.mark.parametrize("head_branches", ["all", "split"])
 def test_some_heads_of_a_layer(head_branches):
     pattern = DilatedPattern([8, 16, 32], [1, 2, 5], head_branches=head_branches)
@@ -139,28 +128,16 @@ def test_new_rows_may_be_views(kind):
     decode(LONGNET, 20, [3], batch=2, heads=2, kv_heads=1, kind=kind)
 
 
-def test_more_query_heads_than_a_block_of_rows():
+@pytest.mark.parametrize("rounds", [4, 33])
+def test_however_it_is_cut_into_programs(rounds, monkeypatch):
+    """And more query heads than a block has rows."""
+    found = profile_of(DEVICE)
+    tuning = replace(found.decode, rounds=rounds)
+    profile = replace(found, decode=tuning, multiprocessors=9)
+    monkeypatch.setattr("ring_dilated_attention.kernels.decode.profile_of", lambda _: profile)
+    decode(DilatedPattern([None, 32], [1, 3]), 170, [1, 1, 5], heads=6, kv_heads=2)
+    decode(DilatedPattern.dense(), 71, [3, 1], heads=2, kv_heads=2, batch=2)
     decode(LONGNET, 40, [64, 1], heads=4, kv_heads=1)
-
-
-def test_rows_of_a_batch_have_lengths_of_their_own():
-    query, key, value = rows_of(4, 2, 60, batch=3)
-    lengths = [40, 0, 17]
-    cache = DilatedKVCache(LONGNET, 3, 2, 8, device=DEVICE)
-    cache.prefill(key[:, :40], value[:, :40], lengths=lengths)
-    for step in (slice(40, 41), slice(41, 44)):
-        new = [x[:, step] for x in (query, key, value)]
-        out, lse = attend(*new, cache, backend="triton", return_lse=True)
-        for row, length in enumerate(lengths):
-            kept = [*range(length), *range(40, 60)]
-            want = reference(
-                *(x[row : row + 1, kept] for x in (query, key, value)),
-                pattern=LONGNET,
-                is_causal=True,
-            )
-            first = step.start - 40 + length
-            at = range(first, first + step.stop - step.start)
-            check(out[row : row + 1], lse[row : row + 1], want, at)
 
 
 @pytest.mark.parametrize("shards", [2, 3])
@@ -179,8 +156,9 @@ def test_each_rank_computes_its_share(shards):
         caches.append(cache)
     first = 0
     for count in counts:
-        new = [x[:, first : first + count] for x in (query, key, value)]
-        parts = [begin_of_rank(*new, cache, 8**-0.5, Step())() for cache in caches]
+        at = slice(first, first + count)
+        new = query[:, at], key[:, at], value[:, at]
+        parts = [attend_by_kernel(new, cache, 8**-0.5, Step()) for cache in caches]
         out, lse = parts[0]
         for other, other_lse in parts[1:]:
             merge_(out, lse, other, other_lse)
@@ -188,60 +166,12 @@ def test_each_rank_computes_its_share(shards):
         first += count
 
 
-def state(cache):
-    tensors = cache.keys, cache.values, cache.lengths
-    return [x.clone() for x in tensors], cache.known_lengths
-
-
-def assert_state(cache, before):
-    tensors, known = before
-    for now, then in zip(state(cache)[0], tensors, strict=True):
-        torch.testing.assert_close(now, then, rtol=0, atol=0, equal_nan=True)
-    assert cache.known_lengths == known
-
-
-def test_what_has_begun_writes_nothing():
-    pattern = DilatedPattern([8, None], [1, 2])
-    query, key, value = rows_of(4, 2, 12)
-    cache = DilatedKVCache(pattern, 1, 2, 8, max_length=12, device=DEVICE)
-    cache.prefill(key[:, :9], value[:, :9])
-    before = state(cache)
-    end = begin_of_rank(*(x[:, 9:] for x in (query, key, value)), cache, 8**-0.5, Step())
-    assert_state(cache, before)
-    out, lse = end()
-    want = reference(query, key, value, pattern=pattern, is_causal=True)
-    check(out, lse.transpose(1, 2), want, range(9, 12))
-    assert cache.lengths.tolist() == [12] == list(cache.known_lengths)
-
-
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter takes one thread")
-def test_ranks_that_differ_leave_their_caches_as_they_were():
-    pattern = DilatedPattern([8, None], [1, 2])
-    query, key, value = rows_of(4, 2, 10)
-    want = reference(query, key, value, pattern=pattern, is_causal=True)
-
-    def rank(ends):
-        cache = DilatedKVCache(
-            pattern, 1, 2, 8, max_length=20, group=ends, sharded=True, device=DEVICE
-        )
-        prompt = SequenceLayout.contiguous(8, 2)
-        cache.prefill(*(prompt.shard(x[:, :8], ends.rank, 1) for x in (key, value)), layout=prompt)
-        new, before = [x[:, 8:] for x in (query, key, value)], state(cache)
-        with pytest.raises(ValueError, match=r"scale is None on rank 0, 2\.0 on rank 1"):
-            attend(*new, cache, scale=2.0 if ends.rank else None)
-        assert_state(cache, before)
-        return attend(*new, cache, return_lse=True)
-
-    for out, lse in run_loopback(2, rank):
-        check(out, lse, want, range(8, 10))
-
-
 def test_a_position_without_room_is_nan(monkeypatch):
     """A graph that is replayed cannot raise."""
     query, key, value = rows_of(2, 1, 6)
     cache = DilatedKVCache(DilatedPattern.dense(), 1, 1, 8, max_length=4, device=DEVICE)
     cache.prefill(key[:, :3], value[:, :3])
-    monkeypatch.setattr("ring_dilated_attention.decode.cache.check_room", lambda *_: None)
+    monkeypatch.setattr(DilatedKVCache, "check_room", lambda *_: None)
     new = [x[:, 3:5] for x in (query, key, value)]
     out = attend(*new, cache, backend="triton")
     assert torch.isfinite(out[:, 0]).all()

@@ -1,7 +1,6 @@
 """A KV cache: what it keeps, and that attention to it is a row of the full forward."""
 
 import gc
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,14 +12,12 @@ from support.strategies import patterns
 from ring_dilated_attention import (
     DilatedKVCache,
     DilatedPattern,
-    SequenceLayout,
     cached_attention,
     dilated_attention,
 )
 from ring_dilated_attention.checks import (
     relative_error,
 )
-from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.plan import plan_cache
 
 WORLD_SIZES = (1, 2, 3, 5)
@@ -91,15 +88,6 @@ def test_room_for_what_is_taken_back_shared_evenly(w, rate, max_length, rewind, 
             assert sorted(numbers) == list(most)
 
 
-def test_no_more_room_than_members():
-    """However many positions may be taken back: a document has no more than these."""
-    pattern = DilatedPattern([10], [4])
-    assert [plan_cache(pattern, 1, 35, rewind).rows for rewind in (0, 5, 35, 900)] == [3, 5, 11, 11]
-    assert plan_cache(pattern, 1, None, 900).rows == 3 + 270
-    assert plan_cache(pattern, 1, 10).rows == plan_cache(pattern, 1, 11).rows == 3
-    assert plan_cache(pattern, 1, 8).rows == 2
-
-
 def test_the_closed_form_of_its_size():
     pattern = DilatedPattern([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12])
     plan = plan_cache(pattern, 12, None)
@@ -110,47 +98,12 @@ def test_the_closed_form_of_its_size():
     assert plan_cache(DilatedPattern([None], [4]), 2, 1001).rows == 2 * 251
     # Shared by ranks: the same on each.
     assert plan_cache(DilatedPattern([None], [4]), 2, 1001, 0, 3).rows == 2 * 84
+    # However many positions may be taken back: a document has no more members than these.
+    short = DilatedPattern([10], [4])
+    assert [plan_cache(short, 1, 35, rewind).rows for rewind in (0, 5, 35, 900)] == [3, 5, 11, 11]
+    assert plan_cache(short, 1, 8).rows == 2
     # To be taken back: 5 positions are at most 2 members of every 4th.
     assert plan_cache(DilatedPattern([100], [4]), 2, None, 5).rows == 2 * (25 + 2)
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("sharded", [False, True])
-def test_documents_and_lengths_of_the_prompt(world_size, sharded):
-    """Of each row the last document goes on, as it does where all are packed in one call."""
-    torch.manual_seed(0)
-    pattern, new = DilatedPattern([8, 21, None], [1, 3, 4]), 30
-    documents, lengths = [0, 5, 6, 40, 67], [67, 21, 0, 40, 5, 41]
-    key, value = torch.randn(2, 6, 67 + new, 2, 8, dtype=torch.float64)
-    query = torch.randn(6, 67 + new, 4, 8, dtype=torch.float64)
-    layout = SequenceLayout.zigzag(67, world_size)
-
-    def rank(ends):
-        cache = DilatedKVCache(
-            pattern, 6, 2, 8, max_length=new + 40, dtype=torch.float64, group=ends, sharded=sharded
-        )
-        shards = (layout.shard(x[:, :67], ends.rank, 1) for x in (key, value))
-        cache.prefill(*shards, layout=layout, documents=documents, lengths=torch.tensor(lengths))
-        assert cache.known_lengths == (27, 15, 0, 34, 5, 1)
-        cuts = pairwise([67, 68, 75, 76, 77, 67 + new])
-        return torch.cat(
-            [
-                cached_attention(query[:, at], key[:, at], value[:, at], cache)
-                for at in (slice(*cut) for cut in cuts)
-            ],
-            1,
-        )
-
-    by_rank = run_loopback(world_size, rank)
-    for row, length in enumerate(lengths):
-        q, k, v = (
-            torch.cat([x[row : row + 1, :length], x[row : row + 1, 67:]], 1)
-            for x in (query, key, value)
-        )
-        borders = [*([border for border in documents if border < length] or [0]), length + new]
-        want = dilated_attention(q, k, v, pattern, is_causal=True, documents=borders)
-        for got in by_rank:
-            assert relative_error(got[row], want[0, length:]) < 1e-12
 
 
 def test_thousands_of_steps_take_the_same_memory():

@@ -1,6 +1,7 @@
 """Whatever is done with a KV cache, in any order: its attention is that of the full forward."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -212,22 +213,27 @@ def check_steps(case):
     return first
 
 
+OF_STEPS: dict[str, Any] = {
+    "kv_heads": 3,
+    "heads": 3,
+    "batch": 1,
+    "max_rewind": 0,
+    "sharded": True,
+    "seed": 0,
+    "backend": "auto",
+    "dtype": torch.float64,
+}
+
+
 @settings(max_examples=80)
 @given(runs())
 @example(  # the second of three heads has an offset behind max_length, until there is more room
     {
+        **OF_STEPS,
         "pattern": DilatedPattern([None], [2]),
-        "kv_heads": 3,
-        "heads": 3,
-        "batch": 2,
         "max_length": 1,
-        "max_rewind": 0,
         "world_size": 2,
-        "sharded": True,
         "steps": [("attend", 1), ("attend", 1)],
-        "seed": 0,
-        "backend": "auto",
-        "dtype": torch.float64,
     }
 )
 def test_any_steps(case):
@@ -250,18 +256,12 @@ def test_speculative_decoding(max_rewind, branch, rounds, world_size):
         steps += [("attend", count), ("rewind", share)]
     check_steps(
         {
+            **OF_STEPS,
             "pattern": DilatedPattern([branch[0], None], [branch[1], 5]),
-            "kv_heads": 3,
-            "heads": 3,
-            "batch": 1,
             "max_length": 200,
             "max_rewind": max_rewind,
             "world_size": world_size,
-            "sharded": True,
             "steps": steps,
-            "seed": 0,
-            "backend": "auto",
-            "dtype": torch.float64,
         }
     )
 
@@ -270,18 +270,12 @@ def test_speculative_decoding(max_rewind, branch, rounds, world_size):
 @given(runs())
 @example(
     {
+        **OF_STEPS,
         "pattern": DilatedPattern([5, None], [4, 3]),
-        "kv_heads": 2,
-        "heads": 4,
-        "batch": 1,
+        "heads": 6,
         "max_length": 60,
         "max_rewind": 20,
-        "world_size": 1,
-        "sharded": False,
         "steps": [("append", 17), ("attend", 20), ("rewind", 1.0), ("attend", 3), ("rewind", 0.3)],
-        "seed": 0,
-        "backend": "triton",
-        "dtype": torch.float32,
     }
 )
 def test_any_steps_by_the_kernels(case):
@@ -294,21 +288,16 @@ def generation(**changes):
     """A prompt of three lengths, and what follows it."""
     counts = [1, 1, 5, 1, 16, 1]
     return {
+        **OF_STEPS,
         "pattern": DilatedPattern([12, 24, None], [1, 5, 3]),
-        "kv_heads": 3,
         "heads": 6,
         "batch": 3,
         "max_length": 100,
-        "max_rewind": 0,
         "world_size": 1,
-        "sharded": True,
         "steps": [
             ("prefill", 61, "zigzag", [1.0, 0.22, 0.0, 0.0], None, None),
             *(("attend", count) for count in counts),
         ],
-        "seed": 0,
-        "backend": "auto",
-        "dtype": torch.float64,
         **changes,
     }
 

@@ -73,15 +73,6 @@ def test_plans_do_not_grow_with_the_number_of_segments(is_causal):
     assert calls < 4000
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_one_position_is_one_tile_a_branch(is_causal):
-    plan = plan_attention(
-        DilatedPattern([64, None], [1, 1]), SequenceLayout.contiguous(300, 3), is_causal=is_causal
-    )
-    groups = [plan.replicated_groups(range(150, 151), rank) for rank in range(3)]
-    assert [len(g) for g in groups] == [1, 2, 0 if is_causal else 1]
-
-
 def expected(case, positions, dtype=torch.float64):
     """The rows of the reference: the gradients are those of its rows `positions` alone."""
     *inputs, dout = (x.to(dtype) for x in case.inputs())
@@ -261,54 +252,6 @@ def test_processes(dtype, is_causal):
     check_ranks(case, range(20, 50), run_ranks(_process, 3, case, range(20, 50)))
 
 
-def test_decoding_token_by_token():
-    """Each token's key and value join the shard of one rank; the result is causal attention's."""
-    torch.manual_seed(0)
-    pattern, length, prompt = DilatedPattern([8, 16, None], [1, 2, 3]), 45, 24
-    query = torch.randn(1, length, 4, 8, dtype=torch.float64)
-    key, value = torch.randn(2, 1, length, 2, 8, dtype=torch.float64)
-    want = dilated_attention(query, key, value, pattern, is_causal=True)
-
-    def rank(ends):
-        shares, tokens = [[(8 * r, 8 * r + 8)] for r in range(3)], []
-        for position in range(prompt, length):
-            shares[position % 3].append((position, position + 1))
-            layout = SequenceLayout(shares)
-            keys, values = (layout.shard(x[:, : position + 1], ends.rank, 1) for x in (key, value))
-            token = query[:, position : position + 1]
-            tokens.append(
-                replicated_query_attention(
-                    token, keys, values, pattern, position, is_causal=True, group=ends,
-                    layout=layout,
-                )
-            )  # fmt: skip
-        return torch.cat(tokens, 1)
-
-    for got in run_loopback(3, rank):
-        assert relative_error(got, want[:, prompt:]) < 1e-13
-
-
-def test_huge_logits_give_no_nan():
-    torch.manual_seed(0)
-    signs = torch.where(torch.rand(2, 1, 30, 3, 1) < 0.5, -1.0, 1.0).double()
-    query, key = (100 * signs * torch.ones(8) / 8**0.5).unbind(0)  # logits are +-1e4
-    value = torch.randn(1, 30, 3, 8, dtype=torch.float64)
-    pattern, layout = DilatedPattern([7, None], [2, 3]), SequenceLayout.zigzag(30, 3)
-    want, _ = reference_attention(query, key, value, pattern, is_causal=True, scale=1.0)
-
-    def rank(ends):
-        leaves = [query[:, 10:20], *(layout.shard(x, ends.rank, 1) for x in (key, value))]
-        q, k, v = (x.clone().requires_grad_() for x in leaves)
-        out = replicated_query_attention(
-            q, k, v, pattern, range(10, 20), is_causal=True, scale=1.0, group=ends, layout=layout
-        )
-        return [out.detach(), *torch.autograd.grad(out.sum(), (q, k, v))]
-
-    for out, *gradients in run_loopback(3, rank):
-        assert relative_error(out, want[:, 10:20]) < 1e-9
-        assert all(torch.isfinite(g).all() for g in gradients)
-
-
 def test_strides_of_the_inputs_do_not_matter():
     torch.manual_seed(0)
     pattern = DilatedPattern([5, None], [2, 4])
@@ -404,72 +347,43 @@ def call(group=None, **changes):
     return replicated_query_attention(*[arguments.pop(name) for name in names], **arguments)
 
 
-BAD = [
+BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"query": [1.0]}, TypeError, "query must be a tensor, got type list"),
-    ({"query": torch.randn(2, 3, 4, 8)}, ValueError, "the same batch size"),
     ({"query": torch.randn(1, 3, 3, 8)}, ValueError, "heads must be a multiple of kv_heads"),
     ({"value": torch.randn(1, 5, 2, 8)}, ValueError, "key and value must have the same shape"),
-    ({"value": torch.randn(1, 6, 2, 8).double()}, ValueError, "one dtype; got query torch.float32"),
     ({"pattern": [(4, 2)]}, TypeError, "pattern must be a DilatedPattern"),
     ({"positions": [1, 2, 3]}, TypeError, "positions must be a range or an int, got [1, 2, 3]"),
-    ({"positions": True}, TypeError, "positions must be a range or an int, got True"),
-    ({"positions": 1.0}, TypeError, "positions must be a range or an int, got 1.0"),
     ({"positions": range(0, 6, 2)}, ValueError, "consecutive and rising, one at least"),
-    ({"positions": range(3, 0, -1)}, ValueError, "consecutive and rising, one at least"),
     ({"positions": range(2, 2)}, ValueError, "consecutive and rising, one at least"),
     ({"positions": range(-1, 2)}, ValueError, "must lie in [0, "),
     ({"positions": range(100, 103)}, ValueError, "must lie in [0, "),
     ({"positions": 2}, ValueError, "positions must be one for each row of query; got range(2, 3)"),
-    ({"positions": range(1, 3)}, ValueError, "got range(1, 3) for 3 rows"),
-    ({"is_causal": 1}, TypeError, "is_causal must be a bool, got 1"),
     ({"documents": [0, 7]}, ValueError, "documents"),
     ({"lengths": [7, 7]}, ValueError, "lengths must hold one number for each of 1 rows"),
-    ({"workspace": 0}, ValueError, "workspace must be > 0 and finite, got 0"),
-    ({"scale": float("nan")}, ValueError, "scale must be finite"),
+    ({"workspace": 0}, ValueError, "workspace must be > 0 and finite"),
     ({"layout": SequenceLayout.contiguous(6, 4)}, ValueError, "the layout is for 4 ranks"),
-    ({"backend": "magic"}, ValueError, "backend must be one of 'auto', 'sdpa', 'fa4'"),
     ({"backend": "flash"}, ValueError, "backend='flash' cannot compute this attention"),
-    (
-        {"key": torch.randn(1, 0, 2, 8), "value": torch.randn(1, 0, 2, 8)},
-        ValueError,
-        "the sequence is empty",
-    ),
+    ({"key": torch.randn(1, 0, 2, 8), "value": torch.randn(1, 0, 2, 8)}, ValueError, "is empty"),
 ]
-DIFFERENCES = [
+ONE_SHARD_OF_11 = SequenceLayout([[(0, 6)], [(6, 17)], [(17, 18)]])
+DIFFERENCES: list[tuple[dict[str, Any], str]] = [
     ({"positions": range(2, 5)}, "positions is range(1, 4) on ranks 0, 2, range(2, 5) on rank 1"),
     ({"is_causal": True}, "is_causal is False on ranks 0, 2, True on rank 1"),
     ({"lengths": [5]}, "lengths is None on ranks 0, 2, (5,) on rank 1"),
-    ({"scale": 0.5}, "scale is None on ranks 0, 2, 0.5 on rank 1"),
     ({"pattern": DilatedPattern([4], [3])}, "pattern is (4, 2) on ranks 0, 2, (4, 3) on rank 1"),
     ({"layout": SequenceLayout.zigzag(18, 3)}, "layout is"),
-    ({"backend": "eager"}, "backend is auto on ranks 0, 2, eager on rank 1"),
-    (
-        {"query": torch.randn(1, 2, 4, 8), "positions": range(1, 3)},
-        "positions is range(1, 4) on ranks 0, 2, range(1, 3) on rank 1",
-    ),
-    (
-        {"query": torch.randn(1, 3, 4, 8, requires_grad=True)},
-        "query needs a gradient is False on ranks 0, 2, True on rank 1",
-    ),
-    (
-        {"layout": SequenceLayout([[(0, 6)], [(6, 17)], [(17, 18)]])},
-        "gives rank 1 a shard of 11 positions, its key has a local sequence length of 6",
-    ),
+    ({"query": torch.randn(1, 3, 4, 8, requires_grad=True)}, "query needs a gradient is False on"),
+    ({"layout": ONE_SHARD_OF_11}, "11 positions, its key has a local sequence length of 6"),
 ]
 
 
-@pytest.mark.parametrize(("changes", "error", "message"), BAD)
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [*BAD, ({"group": "world"}, TypeError, "group must be a torch.distributed ProcessGroup")],
+)
 def test_a_bad_call_of_one_process(changes, error, message):
     with pytest.raises(error, match=re.escape(message)):
         call(**changes)
-
-
-def attempt(group, rank, changes):
-    try:
-        call(group, **(changes if rank == 1 else {}))
-    except (ValueError, TypeError) as error:
-        return str(error)
-    return "no error"
 
 
 @pytest.mark.parametrize(
@@ -478,12 +392,9 @@ def attempt(group, rank, changes):
 def test_a_bad_call_of_one_rank_is_an_error_on_all(changes, message):
     def rank(ends):
         call(ends)
-        return attempt(ends, ends.rank, changes)
+        with pytest.raises((ValueError, TypeError)) as caught:
+            call(ends, **(changes if ends.rank == 1 else {}))
+        return str(caught.value)
 
     for text in run_loopback(3, rank):
         assert message in text, text
-
-
-def test_a_bad_group():
-    with pytest.raises(TypeError, match=r"group must be a torch\.distributed ProcessGroup"):
-        call("world")

@@ -63,17 +63,6 @@ def test_a_result_may_stay_unused(use):
         assert relative_error(a, b) < 1e-12
 
 
-def test_frozen_parameters_get_no_gradient():
-    module, arguments = TwoInputs(), inputs(9)
-    module.expand.requires_grad_(False)
-    want = results_and_gradients(module, arguments, None)
-    for a, b in zip(results_and_gradients(module, arguments, 4), want, strict=True):
-        assert relative_error(a, b) < 1e-12
-    map_rows(module, *arguments, rows=4, modules=(module,))[0].sum().backward()
-    assert module.expand.weight.grad is None
-    assert module.contract.weight.grad is not None
-
-
 @pytest.mark.parametrize("rows", [4, 20])
 def test_parameters_that_were_frozen_since_forward_get_no_gradient(rows):
     module, arguments = TwoInputs(), inputs(9)
@@ -207,68 +196,6 @@ def test_random_numbers_of_a_function_without_modules():
     dropped = map_rows(F.dropout, x, rows=4)
     (dx,) = torch.autograd.grad(dropped.sum(), x)
     assert torch.equal(dx * x, dropped)
-
-
-class Holder(nn.Module):
-    """A module that calls another one in chunks."""
-
-    def __init__(self, inner, rows):
-        super().__init__()
-        self.inner, self.rows = inner, rows
-
-    def forward(self, *arguments):
-        return map_rows(self.inner, *arguments, rows=self.rows, modules=(self.inner,))
-
-
-@pytest.mark.parametrize("kind", ["parameters", "frozen parameters", "computed"])
-@pytest.mark.parametrize("rows", [4, 50])
-def test_backward_has_the_weights_of_a_functional_call(rows, kind):
-    module, other, arguments = TwoInputs(), TwoInputs(), inputs(13)
-    own = list(module.parameters())
-    weights: dict[str, torch.Tensor] = {
-        f"inner.{name}": weight for name, weight in other.named_parameters()
-    }
-    of = [arguments[0], other.expand.weight, other.norm.bias]
-    if kind == "frozen parameters":
-        other.requires_grad_(False)
-        of = of[:1]
-    if kind == "computed":  # one from another
-        twice = weights["inner.expand.weight"] * 2
-        weights |= {"inner.expand.weight": twice, "inner.contract.weight": twice.t() + 1}
-
-    def gradients(rows):
-        results = torch.func.functional_call(Holder(module, rows), weights, arguments)
-        loss = sum(y.square().sum() for y in results)
-        return torch.autograd.grad(loss, of, retain_graph=True)
-
-    for a, b in zip(gradients(rows), gradients(None), strict=True):
-        assert relative_error(a, b) < 1e-12
-    assert all(a is b for a, b in zip(module.parameters(), own, strict=True))
-
-
-class OwnGradient(Holder):
-    """A module that takes its gradient itself, while a functional call is under way."""
-
-    def __init__(self, inner, rows, of):
-        super().__init__(inner, rows)
-        self.of = of
-
-    def forward(self, *arguments):
-        results = super().forward(*arguments)
-        return torch.autograd.grad(sum(y.square().sum() for y in results), self.of)
-
-
-def test_backward_inside_of_a_functional_call():
-    module, other, arguments = TwoInputs(), TwoInputs(), inputs(13)
-
-    def gradients(rows):
-        twice = other.expand.weight * 2
-        weights = {"inner.expand.weight": twice, "inner.contract.weight": twice.t() + 1}
-        whole = OwnGradient(module, rows, [arguments[0], other.expand.weight])
-        return torch.func.functional_call(whole, weights, arguments)
-
-    for a, b in zip(gradients(4), gradients(None), strict=True):
-        assert relative_error(a, b) < 1e-12
 
 
 class TwoProjections(nn.Module):

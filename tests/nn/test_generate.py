@@ -24,7 +24,6 @@ from ring_dilated_attention import SequenceLayout
 from ring_dilated_attention.checks import relative_error, run_ranks
 from ring_dilated_attention.exchange import Exchange, ExchangeError, run_loopback
 from ring_dilated_attention.nn import LongNet
-from ring_dilated_attention.plan import plan_cache
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -71,20 +70,6 @@ def test_logits_of_any_generation_are_those_of_the_full_forward(case: dict[str, 
             )
             want = model(text[None])[0, len(document) - 1 :]
             assert relative_error(got[row], want) < 1e-10
-
-
-def test_three_hundred_positions_behind_a_prompt_of_prime_length() -> None:
-    case: dict[str, Any] = {
-        "batch": 2, "prompt": 211, "new": [1] * 150 + [37, 113], "sharded": True, "world_size": 3,
-        "layout": SequenceLayout.zigzag(211, 3), "lengths": [211, 64], "documents": None,
-    }  # fmt: skip
-    model = make_model(head_offsets="blocked")
-    tokens = torch.randint(VOCABULARY, (2, 511))
-    got = torch.cat(run_loopback(3, partial(run_generation, case, model, tokens))[0], 1)
-    with torch.no_grad():
-        for row, length in enumerate(case["lengths"]):
-            text = torch.cat([tokens[row, :length], tokens[row, 211:]])
-            assert relative_error(got[row], model(text[None])[0, length - 1 :]) < 1e-10
 
 
 # --- loops
@@ -178,22 +163,6 @@ def test_rejected_tokens_are_taken_back() -> None:
     with torch.no_grad():
         want = model(text)[:, at:]
     assert relative_error(model.step(text[:, at:], caches), want) < 1e-10
-
-
-def test_thousands_of_steps_take_the_memory_of_the_closed_form() -> None:
-    model = make_model(
-        num_layers=1, embed_dim=8, num_heads=2, num_kv_heads=1, ffn_dim=8,
-        segment_lengths=[16, 64], dilation_rates=[1, 4],
-    ).float()  # fmt: skip
-    (cache,) = caches = model.make_caches(1)
-    token = torch.zeros(1, 1, dtype=torch.int64)
-    held = cache.keys.data_ptr(), cache.values.data_ptr()
-    for _ in range(1000):
-        model.step(token, caches)
-    assert held == (cache.keys.data_ptr(), cache.values.data_ptr())
-    assert cache.nbytes == plan_cache(cache.plan.pattern, 1, None).nbytes(1, 4, 4)
-    assert cache.nbytes == 2 * (16 + 64 // 4) * 4 * 4
-    assert cache.known_lengths == (1000,)
 
 
 # --- processes

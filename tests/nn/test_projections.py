@@ -60,10 +60,6 @@ def test_one_product_is_what_several_are(bias):
         assert relative_error(got, want) < 2e-2
 
 
-def called_by_hand(layer):
-    layer.forward = layer.forward
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -71,20 +67,15 @@ def called_by_hand(layer):
         lambda layer: layer.register_forward_pre_hook(lambda *_: None),
         lambda layer: layer.register_full_backward_hook(lambda *_: None),
         weight_norm,
-        called_by_hand,
-        lambda layer: layer.double() and None,
+        lambda layer: setattr(layer, "forward", layer.forward),
     ],
-    ids=["hook", "pre-hook", "backward hook", "parametrized", "another forward", "float64"],
+    ids=["hook", "pre-hook", "backward hook", "parametrized", "another forward"],
 )
 def test_a_layer_that_is_not_plain_is_called(change):
     layers = layers_of()
     rows = torch.randn(1, 5, 24)
     change(layers[1])
-    if layers[1].weight.dtype == torch.float64:
-        with pytest.raises(RuntimeError):
-            projected(layers, rows)
-    else:
-        assert projected(layers, rows)[2] == 3
+    assert projected(layers, rows)[2] == 3
 
 
 def test_no_copy_is_made_where_autocast_makes_none():
@@ -124,20 +115,3 @@ def test_a_value_keeps_nothing_but_itself_beside_rotations():
         *_, joint = module.project(rows, rows, rows)
     assert alone.untyped_storage().nbytes() == alone.nbytes
     assert joint.untyped_storage().nbytes() == 3 * joint.nbytes
-
-
-def test_attention_of_joint_projections():
-    torch.manual_seed(1)
-    module = MultiheadDilatedAttention(24, 6, num_kv_heads=3, bias=False, **SHAPE)
-    rows = torch.randn(2, 37, 24)
-
-    def run(dtype):
-        leaf = rows.clone().requires_grad_()
-        with torch.autocast("cpu", torch.bfloat16, enabled=dtype != torch.float64):
-            out, _ = module.to(dtype)(*[leaf.to(dtype)] * 3)
-        gradients = torch.autograd.grad(out.double().square().sum(), [leaf, *module.parameters()])
-        return [out, *gradients]
-
-    got, want = run(torch.float32), run(torch.float64)
-    for one, other in zip(got, want, strict=True):
-        assert relative_error(one, other) < 5e-2

@@ -6,7 +6,6 @@ import math
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from support.small_models import encoder, own_tiles, slide, small
 from support.tolerances import assert_close_to
@@ -14,7 +13,7 @@ from support.torchscale_definition import torchscale_by_definition
 from torch import nn
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout
-from ring_dilated_attention.checks import reference_attention, relative_error, run_ranks
+from ring_dilated_attention.checks import reference_attention, relative_error
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.nn import SlideEncoder, SlideEncoderConfig, sincos_positions
 from ring_dilated_attention.nn.norm import LayerNorm
@@ -146,28 +145,6 @@ def test_slides_of_a_batch_may_differ_in_length():
         assert relative_error(encoded.tiles[row, :count], alone.tiles[0]) < 1e-11
 
 
-def gloo_step(rank, world_size):
-    """Uneven shards, the class token on the first rank; loss and gradients added up."""
-    model = encoder(checkpoint="keep_attention", chunk_rows=8).float()
-    features, coordinates = slide(tiles=60)
-    layout = SequenceLayout([[(0, 31)], [(31, 40)], [(40, 61)]])
-    shard = own_tiles(layout, rank, features.float(), coordinates)
-    loss, gradients = step(model, *shard, group=dist.group.WORLD, layout=layout)
-    for tensor in (loss, *gradients):
-        dist.all_reduce(tensor)
-    return loss, gradients
-
-
-def test_one_process_and_three_have_one_loss_and_gradient():
-    features, coordinates = slide(tiles=60)
-    want, expected = step(encoder(), features, coordinates)
-    rough, of_plain = step(encoder().float(), features.float(), coordinates)
-    for loss, gradients in run_ranks(gloo_step, 3):
-        assert_close_to(loss, want, plain=rough, factor=4.0, terms=61)
-        for got, gradient, plain in zip(gradients, expected, of_plain, strict=True):
-            assert_close_to(got, gradient, plain=plain, factor=4.0, terms=61)
-
-
 def test_chunks_hold_a_few_tensors_a_block():
     """In chunks: the block's input, query, key, value and out, and an lse.
 
@@ -265,12 +242,9 @@ def test_autocast():
 @pytest.mark.parametrize(
     ("changes", "kind", "message"),
     [
-        ({"in_dim": 0}, ValueError, "in_dim must be >= 1, got 0"),
         ({"embed_dim": 30, "num_heads": 3}, ValueError, "embed_dim must be a multiple of 4"),
-        ({"num_heads": 5}, ValueError, "num_heads must divide embed_dim 32; got 5"),
         ({"tile_size": 0}, ValueError, "tile_size must be finite and above 0; got 0"),
         ({"norm_eps": "x"}, TypeError, "norm_eps must be a number, got 'x'"),
-        ({"zero_keys": 1}, TypeError, "zero_keys must be a bool, got 1"),
         ({"branch_gradients": "x"}, ValueError, "branch_gradients must be one of"),
         ({"dilation_rates": [1]}, ValueError, "one value each per branch"),
     ],
@@ -293,18 +267,6 @@ def test_config_is_a_value_and_gigapaths_by_default():
         ({"features": torch.zeros(1, 40, 11)}, ValueError, r"features must have shape .* 12\)"),
         ({"coordinates": torch.zeros(1, 40, 3)}, ValueError, "coordinates must have shape"),
         ({"coordinates": torch.zeros(1, 39, 2)}, ValueError, "same batch and tiles"),
-        ({"features": [1]}, TypeError, "features must be a tensor"),
-        (
-            {"features": torch.zeros(1, 40, 12, dtype=torch.float16)},
-            TypeError,
-            r"parameters, torch.float64, .* torch.float16: pass features.to\(torch.float64",
-        ),
-        (
-            {"features": torch.zeros(1, 40, 12, dtype=torch.float64, device="meta")},
-            ValueError,
-            "must be on one device; got meta, cpu and cpu",
-        ),
-        ({"coordinates": torch.zeros(1, 40, 2) > 0}, TypeError, "float64; got torch.bool"),
         ({"coordinates": torch.zeros(1, 40, 2) * 1j}, TypeError, "got torch.complex64"),
         ({"layout": "zigzag"}, TypeError, "layout must be a SequenceLayout or None"),
         (

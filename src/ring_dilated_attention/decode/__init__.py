@@ -8,9 +8,8 @@ rank holds whole to keys that are sharded as they are.
 """
 
 from .attend import Step, attend_in_step, cached_attention, steps_by_kernel
-from .cache import SHARD_BYTES, DeepOnly, DilatedKVCache
+from .cache import SHARD_BYTES, DeepOnly, DilatedKVCache, Lengths
 from .captured import CapturedStep
-from .lengths import Lengths
 from .replicated import replicated_query_attention
 
 __all__ = [

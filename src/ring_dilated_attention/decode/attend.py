@@ -3,12 +3,11 @@
 There are two ways to compute it. On GPUs the decoding kernels read positions on the device, and so
 can be captured in a CUDA graph. Elsewhere back ends of tiles do it: one tile for each branch,
 segment and offset, of the queries of one progression against the rows of it that came before, which
-lie side by side; where several new positions share a segment, they see each other in another tile.
+lie side by side; new positions that share a segment see each other in another tile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal, NamedTuple, TypeAlias, overload
 
 import torch
@@ -18,7 +17,6 @@ from ..engine import kernels_on, merge_
 from ..exchange import Exchange, Shared, all_gather, refuse_capture, settle
 from ..functional import autocast_inputs, validate_options
 from ..pattern import in_brief
-from ..plan import NewTile
 from ..tiles import (
     Backend,
     Selection,
@@ -35,6 +33,9 @@ _NAME = "cached_attention"
 
 _Result: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """out (batch, m, heads, head_dim), and lse (batch, m, heads)."""
+
+_Tensors: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""query (batch, m, heads, head_dim), key and value (batch, m, kv_heads, head_dim)."""
 
 
 class Step:
@@ -165,21 +166,8 @@ def attend_in_step(
     backend: Backend,
     step: Step,
 ) -> torch.Tensor:
-    """`cached_attention` of one layer of a step, in which layers with equal caches share work.
-
-    Args:
-        query: (batch, m, heads, head_dim), of the next m positions of every row of the batch.
-        key: (batch, m, kv_heads, head_dim), of the same positions.
-        value: like `key`.
-        cache: of this layer; those of all layers hold the same positions before the step.
-        scale: factor on the scores; None: head_dim ** -0.5.
-        backend: kernels that compute it, one of `tiles.BACKENDS`.
-        step: a new one for each step of a model.
-    """
+    """`cached_attention` of one layer of a model, whose layers share a new `Step` in each step."""
     return _untraced((query, key, value), cache, _Options(scale, backend, False, step))[0]
-
-
-_Tensors: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _untraced(tensors: _Tensors, cache: DilatedKVCache, options: _Options) -> _Result:
@@ -195,42 +183,33 @@ def _call(tensors: _Tensors, cache: DilatedKVCache, options: _Options) -> _Resul
     query, key, value = autocast_inputs(*tensors)
     tensors = query, key, value
     if not cache.is_sharded:
-        out, lse = _begin(tensors, cache, options, _check(tensors, cache, options))()
+        out, lse = _attend(tensors, cache, options, _check(tensors, cache, options))
         return out.to(query.dtype), lse
     ends, device = cache.exchange, cache.keys.device
     refuse_capture(_NAME, ends, device)
-    selection, failure = None, None
+    selection, shared, failure = None, None, None
     try:
         selection = _check(tensors, cache, options)
-    except Exception as error:  # whatever it is, the other ranks are to be told
-        failure = error
-    with ends.calls.enter(_NAME, "forward") as scope:
-        if failure is not None:
-            settle(scope, ends, device, None, failure)  # raises
-        # A GPU reads while the ranks agree, and writes to the cache after that.
-        end = _begin(tensors, cache, options, selection)
         words = {
             "cache": cache.described,
             "query": str(tuple(query.shape)),
             "scale": options.scale,
             "backend": options.backend,
         }
-        counted = {"lengths": str(cache.known_lengths)}
-        settle(scope, ends, device, Shared.of(words, counted=counted))
-        out, lse = merged_over_ranks(ends, *end())
+        shared = Shared.of(words, counted={"lengths": str(cache.known_lengths)})
+    except Exception as error:  # whatever it is, the other ranks are to be told
+        failure = error
+    with ends.calls.enter(_NAME, "forward") as scope:
+        settle(scope, ends, device, shared, failure)
+        out, lse = merged_over_ranks(ends, *_attend(tensors, cache, options, selection))
         return out.to(query.dtype), lse
 
 
 def merged_over_ranks(ends: Exchange, out: torch.Tensor, lse: torch.Tensor) -> _Result:
     """One softmax over the keys of all ranks, the same bits on each, inside of a call.
 
-    Args:
-        ends: this rank's end of the group.
-        out: over this rank's keys, (batch, m, heads, head_dim), float32 or float64.
-        lse: (batch, m, heads), of the same dtype.
-
-    Returns:
-        out and lse over all keys.
+    out, (batch, m, heads, head_dim), and lse, (batch, m, heads), are those of this rank's keys,
+    float32 or float64.
     """
     if ends.world_size == 1:
         return out, lse
@@ -269,14 +248,7 @@ def _check(tensors: _Tensors, cache: DilatedKVCache, options: _Options) -> Selec
 def kernel_computes(
     backend: str, device: torch.device, dtype: torch.dtype, count: int, head_dim: int
 ) -> bool:
-    """Whether the decoding kernels compute a call.
-
-    Args:
-        backend: what the user asks for.
-        device: of the query.
-        dtype: of the query.
-        count: new positions.
-        head_dim: of the query.
+    """Whether the decoding kernels compute a call of `count` queries.
 
     Raises:
         ValueError: they are asked for, and cannot; or `backend` is unknown.
@@ -294,181 +266,95 @@ def kernel_computes(
 
 
 def steps_by_kernel(cache: DilatedKVCache, backend: str) -> bool:
-    """Whether the decoding kernels compute a step of one position to a cache.
-
-    Args:
-        cache: of the dtype and head_dim of the query.
-        backend: what the user asks for.
-
-    Raises:
-        ValueError: see `kernel_computes`.
-    """
+    """Whether the decoding kernels compute a step of one position to a cache of its dtype."""
     keys = cache.keys
     return kernel_computes(backend, keys.device, keys.dtype, 1, keys.shape[2])
 
 
-def _begin(
+def _attend(
     tensors: _Tensors, cache: DilatedKVCache, options: _Options, selection: Selection | None
-) -> Callable[[], _Result]:
-    """Begin this rank's part, and return what ends it and adds the positions to the cache."""
+) -> _Result:
+    """What this rank's rows of the cache, and the new rows, add up to; then the cache has them."""
     scale = tensors[0].shape[3] ** -0.5 if options.scale is None else float(options.scale)
     if selection is None:
-        return begin_by_kernel(*tensors, cache, scale, options.step)
-
-    def whole() -> _Result:
-        with torch.no_grad():
-            return _by_tiles(*tensors, cache, selection, scale)
-
-    return whole
+        return attend_by_kernel(tensors, cache, scale, options.step)
+    with torch.no_grad():
+        return _by_tiles(tensors, cache, selection, scale)
 
 
-def begin_by_kernel(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cache: DilatedKVCache,
-    scale: float,
-    step: Step,
-) -> Callable[[], _Result]:
-    """Begin what this rank's rows of the cache, and the new rows, add up to: it reads, and no more.
-
-    Args:
-        query: (batch, m, heads, head_dim).
-        key: (batch, m, kv_heads, head_dim), of the same positions.
-        value: like `key`.
-        cache: without these positions.
-        scale: factor on the scores.
-        step: that of the model which this call is a part of.
+def attend_by_kernel(tensors: _Tensors, cache: DilatedKVCache, scale: float, step: Step) -> _Result:
+    """By the decoding kernels, which write the new rows and move `lengths` on the device.
 
     Returns:
-        What ends it, and adds the positions to the cache: out (batch, m, heads, head_dim), in the
-        dtype of the query, or float32 where ranks share the rows; lse (batch, m, heads), float32.
+        out (batch, m, heads, head_dim), in the dtype of the query, or float32 where ranks share the
+        rows; lse (batch, m, heads), float32.
     """
-    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
     count, plan = key.shape[1], cache.plan
     # All heads' rows lie in one row of the cache: a head stride of 0.
     keys, values = (
         x.unsqueeze(2).expand(-1, -1, plan.num_kv_heads, -1) for x in (cache.keys, cache.values)
     )
-    most_rows = sum(branch.slots for branch in plan.branches)
     with kernels_on(query.device):
-        begun = kernels.decode.begin_strips(
+        found = kernels.decode.begin_strips(
             query,
             keys,
             values,
             step.strips(cache, count),
-            most_rows,
+            sum(branch.slots for branch in plan.branches),
             scale,
             new=kernels.decode.NewRows(key, value, cache.lengths, cache.shard == 0),
-        )
-
-    def end() -> _Result:
-        with kernels_on(query.device):
-            found = begun.merged(torch.float32 if cache.is_sharded else query.dtype)
-        cache.advanced(count)
-        return found
-
-    return end
+        ).merged(torch.float32 if cache.is_sharded else query.dtype)
+    cache.advanced(count)
+    return found
 
 
 def _by_tiles(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cache: DilatedKVCache,
-    selection: Selection,
-    scale: float,
+    tensors: _Tensors, cache: DilatedKVCache, selection: Selection, scale: float
 ) -> _Result:
-    """What this rank's rows of the cache, and the new rows, add up to; then the cache has them.
-
-    Args:
-        query: (batch, m, heads, head_dim).
-        key: (batch, m, kv_heads, head_dim), of the same positions.
-        value: like `key`.
-        cache: without these positions; with them afterwards.
-        selection: what computes the tiles.
-        scale: factor on the scores.
-
-    Returns:
-        out (batch, m, heads, head_dim) and lse (batch, m, heads), float32 or float64.
-    """
+    """By tiles: out and lse in float32 or float64."""
+    query, key, value = tensors
     batch, count, kv_heads, head_dim = key.shape
     q_bnkgd = query.reshape(batch, count, kv_heads, -1, head_dim)
-    dtype = accumulate_dtype(query.dtype)
-    out = torch.zeros(q_bnkgd.shape, dtype=dtype, device=query.device)
+    out = torch.zeros(q_bnkgd.shape, dtype=accumulate_dtype(query.dtype), device=query.device)
     lse = out.new_full(out.shape[:-1], -torch.inf)
+
+    def merge_tile(at: tuple[slice, ...], k: torch.Tensor, v: torch.Tensor, causal: bool) -> None:
+        """Queries of `at` against keys (batch, KV heads, rows, head_dim)."""
+        assert selection.backend is not None
+        q, group = q_bnkgd[at], q_bnkgd.shape[3]
+        if causal:  # the same keys for each query head of a group: position i sees i + 1 of them
+            q_bhnd = q.permute(0, 2, 3, 1, 4).flatten(1, 2).contiguous()
+            k, v = (x.repeat_interleave(group, 1).contiguous() for x in (k, v))
+        else:  # the queries of a KV head, in one block
+            q_bhnd = q.transpose(1, 2).flatten(2, 3).contiguous()
+            if not (selection.reads(k) and selection.reads(v)):
+                k, v = k.contiguous(), v.contiguous()
+        q_bhnd, k, v = selection.backend.ordered(q_bhnd, k, v)
+        found = selection.backend.forward(TileInputs(q_bhnd, k, v, causal, scale))
+        if causal:  # (batch, heads * group, m, ...) to (batch, m, heads, group, ...)
+            parts = [x.reshape(len(x), -1, group, *x.shape[2:]).movedim(3, 1) for x in found]
+        else:  # (batch, heads, m * group, ...)
+            parts = [
+                x.reshape(*x.shape[:2], -1, group, *x.shape[3:]).transpose(1, 2) for x in found
+            ]
+        merge_(out[at], lse[at], *parts)
+
     is_one = count == 1
     if is_one:  # its own row overwrites nothing that is needed, and then is a row like the others
         cache.write(key, value)
     for rows, length in cache.equal_rows():
         for tile in cache.plan.new_tiles(length, count):
             at = rows, tile.queries, tile.kv_heads
-            q, result = q_bnkgd[at], (out[at], lse[at])
             if not is_one and cache.shard == 0:  # on one rank: all have the new rows
-                _attend_new(q, key[at], value[at], selection, scale, result)
-            members = range(tile.kept.start, tile.kept.stop + is_one)
-            _attend_kept(q, rows, tile, members, cache, selection, scale, result)
+                merge_tile(at, key[at].transpose(1, 2), value[at].transpose(1, 2), True)
+            seen = range(tile.kept.start, tile.kept.stop + is_one)
+            own = cache.plan.own_members(seen, cache.shard)
+            if own:
+                keys, values = (x[rows, tile.heads] for x in cache.slots.of_branch(tile.branch))
+                for _, slots in runs_of_slots(own, tile.branch.slots):
+                    merge_tile(at, keys[:, :, slots], values[:, :, slots], False)
     if not is_one:
         cache.write(key, value)
     cache.count(count)
     return out.flatten(2, 3), lse.flatten(2)
-
-
-def _attend_kept(
-    q: torch.Tensor,
-    rows: slice,
-    tile: NewTile,
-    members: range,
-    cache: DilatedKVCache,
-    selection: Selection,
-    scale: float,
-    result: _Result,
-) -> None:
-    """Queries (batch, m, heads, group, head_dim) against members that the cache has."""
-    own = cache.plan.own_members(members, cache.shard)
-    if not own:
-        return
-    keys, values = (x[rows, tile.heads] for x in cache.slots.of_branch(tile.branch))
-    group = q.shape[3]
-    # The queries of a KV head, in one block.
-    queries = q.transpose(1, 2).flatten(2, 3).contiguous()
-    for _, slots in runs_of_slots(own, tile.branch.slots):
-        k, v = keys[:, :, slots], values[:, :, slots]
-        if not (selection.reads(k) and selection.reads(v)):
-            k, v = k.contiguous(), v.contiguous()
-        found = _tile(selection, queries, k, v, False, scale)
-        # (batch, heads, m * group, ...) to (batch, m, heads, group, ...).
-        out, lse = (x.reshape(*x.shape[:2], -1, group, *x.shape[3:]).transpose(1, 2) for x in found)
-        merge_(*result, out, lse)
-
-
-def _attend_new(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    selection: Selection,
-    scale: float,
-    result: _Result,
-) -> None:
-    """Queries among the new rows of their progression: each sees itself and those before."""
-    heads, group = q.shape[2:4]
-    queries = q.permute(0, 2, 3, 1, 4).flatten(1, 2)
-    k, v = (x.transpose(1, 2).repeat_interleave(group, 1).contiguous() for x in (k, v))
-    found = _tile(selection, queries.contiguous(), k, v, True, scale)
-    # (batch, heads * group, m, ...) to (batch, m, heads, group, ...).
-    out, lse = (x.reshape(len(x), heads, group, *x.shape[2:]).movedim(3, 1) for x in found)
-    merge_(*result, out, lse)
-
-
-def _tile(
-    selection: Selection,
-    queries: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    is_causal: bool,
-    scale: float,
-) -> _Result:
-    """One tile, (batch, heads, rows, head_dim): its out and lse."""
-    assert selection.backend is not None
-    queries, k, v = selection.backend.ordered(queries, k, v)
-    return selection.backend.forward(TileInputs(queries, k, v, is_causal, scale))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NoReturn
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from ..documents import Integers, as_ints, in_words
+from ..documents import Integers, as_ints, even_slices, in_words
 from ..exchange import Exchange, Group, Shared, one_group, resolve_exchange, settle
 from ..functional import autocast_inputs
 from ..kernels import NO_END
@@ -15,9 +15,7 @@ from ..layout import SequenceLayout
 from ..pattern import DilatedPattern, check_int, check_positive_int, in_brief
 from ..plan import CachePlan, plan_cache
 from ..torch_op import refuse_tangents, validate_tensor
-from .lengths import Lengths, check_room
-from .prompt import find_prompts, hand_over, resolve_layout, words_of
-from .slots import Slots, rows_of
+from .slots import Slots, find_prompts, hand_over, resolve_layout, rows_of, words_of
 
 _NAME = "DilatedKVCache"
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -37,6 +35,19 @@ class DeepOnly:
             f"a shallow copy of a {type(self).__name__} would share its rows, but not their number:"
             " take copy.deepcopy, which gives the copy rows of its own"
         )
+
+
+class Lengths(NamedTuple):
+    """The positions of each row's document, as the host knows them.
+
+    Attributes:
+        known: positions of each row.
+        longest: the most that each row has had since it began: what its last segment's rows were
+            overwritten by.
+    """
+
+    known: tuple[int, ...]
+    longest: tuple[int, ...]
 
 
 class DilatedKVCache(DeepOnly):
@@ -143,7 +154,7 @@ class DilatedKVCache(DeepOnly):
             self.keys = torch.empty(shape, dtype=dtype, device=device)
             self.values = torch.empty_like(self.keys)
             self.lengths = torch.zeros(batch, dtype=torch.int64, device=self.keys.device)
-        self._known = Lengths(batch)
+        self._lengths = Lengths((0,) * batch, (0,) * batch)
         self._set_plan(plan)
 
     @property
@@ -169,7 +180,7 @@ class DilatedKVCache(DeepOnly):
     @property
     def known_lengths(self) -> tuple[int, ...]:
         """`lengths` as ints, without waiting for the device; see `advanced`."""
-        return tuple(self._known.known)
+        return self._lengths.known
 
     @property
     def _tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -177,23 +188,40 @@ class DilatedKVCache(DeepOnly):
 
     @property
     def _batch(self) -> int:
-        return len(self._known.known)
+        return len(self._lengths.known)
 
     def known(self) -> Lengths:
         """What is known of the rows' lengths, for `set_known`."""
-        return self._known.copy()
+        return self._lengths
 
-    def set_known(self, lengths: Lengths) -> None:
-        """Go back to what was known: the rows since then were at most `max_rewind` and one more."""
-        self._set_known(lengths.copy())
+    def set_known(self, lengths: Lengths, written: int = 1) -> None:
+        """Go back to what was known before `written` positions, at most `max_rewind` + 1.
+
+        The last of them has dropped no more than a row's next position does.
+        """
+        longest = map(max, lengths.longest, (n + written - 1 for n in lengths.known))
+        self._set_lengths(Lengths(lengths.known, tuple(longest)))
 
     def check_room(self, count: int) -> None:
         """Raise a `ValueError` unless there is room for `count` more positions of every row."""
-        check_room(max(self._known.known) + count, self.plan)
+        self._check_length(max(self._lengths.known) + count)
+
+    def _check_length(self, length: int) -> None:
+        if self.plan.max_length is not None and length > self.plan.max_length:
+            raise ValueError(
+                f"a document would have {length} positions, and the cache has room for "
+                f"max_length={self.plan.max_length}; make it with a larger one, or call its "
+                f"reserve({length})"
+            )
 
     def equal_rows(self) -> Iterator[tuple[slice, int]]:
-        """The rows of the batch as (evenly spaced rows, their length)."""
-        return self._known.equal_rows()
+        """The rows of the batch as (evenly spaced rows, their length): indexing gives views."""
+        by_length: dict[int, list[int]] = {}
+        for row, length in enumerate(self._lengths.known):
+            by_length.setdefault(length, []).append(row)
+        for length, found in by_length.items():
+            for rows in even_slices(found):
+                yield rows, length
 
     def prefill(
         self,
@@ -241,7 +269,7 @@ class DilatedKVCache(DeepOnly):
             self._check_rows(key, value, len(to))
             layout = resolve_layout(layout, key.shape[1], ends)
             found = find_prompts(documents, lengths, layout.length, to)
-            check_room(max(len(prompt.document) for prompt in found), self.plan)
+            self._check_length(max(len(prompt.document) for prompt in found))
             shared = Shared.of({"cache": self.described} | words_of(layout, found, self._batch))
         except Exception as error:  # whatever it is, the other ranks are to be told
             failure = error
@@ -249,9 +277,10 @@ class DilatedKVCache(DeepOnly):
             settle(scope, ends, device, shared, failure)
             assert layout is not None
             assert found is not None
-            self._begin([(range(self._batch)[prompt.to], 0) for prompt in found])
+            begun = {row: len(x.document) for x in found for row in range(self._batch)[x.to]}
+            self._begin(dict.fromkeys(begun, 0))  # half a prompt, where a rank is lost, is none
             hand_over(ends, (key, value), self.slots, layout, found)
-        self._begin([(range(self._batch)[each.to], len(each.document)) for each in found])
+        self._begin(begun)
 
     def append(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Add the keys and values of new positions, without attention; every rank has them all.
@@ -275,10 +304,6 @@ class DilatedKVCache(DeepOnly):
 
         The rows of one new position overwrite nothing that is still needed. Those of several do:
         if that fails half way, all rows are dropped.
-
-        Args:
-            key: (batch, m, kv_heads, head_dim), of the next m positions of every row.
-            value: like `key`.
         """
         try:
             with torch.no_grad():
@@ -306,7 +331,6 @@ class DilatedKVCache(DeepOnly):
             TypeError: `count` is not an int, or not ints.
             ValueError: it is negative, or more than can be taken back; nothing is.
         """
-        known = self._known.copy()
         if isinstance(count, torch.Tensor | list | tuple | range):
             counts = as_ints("count", count)
         else:
@@ -316,8 +340,19 @@ class DilatedKVCache(DeepOnly):
                 f"count must be one number, or one for each of {self._batch} rows; "
                 f"got {in_words(counts)}"
             )
-        known.take_back(counts, self.plan.max_rewind)
-        self._set_known(known)
+        for row, (known, longest, back) in enumerate(zip(*self._lengths, counts, strict=True)):
+            most = min(known, known - longest + self.plan.max_rewind)
+            if back < 0:
+                raise ValueError(f"count must be >= 0; got {back} for row {row}")
+            if back > most:
+                had = f", after it had {longest}" if longest > known else ""
+                raise ValueError(
+                    f"at most {most} positions of row {row} can be taken back: it has {known}"
+                    f"{had}, and max_rewind is {self.plan.max_rewind}; got {back}. A cache made "
+                    "with a larger max_rewind can take back more"
+                )
+        left = (n - back for n, back in zip(self._lengths.known, counts, strict=True))
+        self._set_lengths(self._lengths._replace(known=tuple(left)))
 
     def reset(self, rows: Integers | None = None) -> None:
         """Drop rows: the next position is the first of a document.
@@ -328,7 +363,7 @@ class DilatedKVCache(DeepOnly):
         Raises:
             TypeError, ValueError: a row is not in the batch.
         """
-        self._begin([(self._rows_in(rows), 0)])
+        self._begin(dict.fromkeys(self._rows_in(rows), 0))
 
     def select(self, rows: Integers) -> None:
         """Make the batch of these rows of it, as beam search does: a row may be taken repeatedly.
@@ -351,7 +386,7 @@ class DilatedKVCache(DeepOnly):
                     to.copy_(source)
             else:
                 self.keys, self.values, self.lengths = chosen
-        self._known = self._known.of_rows(found)
+        self._lengths = Lengths(*(tuple(x[row] for row in found) for x in self._lengths))
 
     def reserve(self, max_length: int) -> None:
         """Make room for longer documents; on every rank of a group alike.
@@ -389,45 +424,35 @@ class DilatedKVCache(DeepOnly):
             ValueError: a document would be longer than `max_length`; nothing is changed.
         """
         self.check_room(count)
-        self._known.advance(count)
+        known = tuple(length + count for length in self._lengths.known)
+        self._lengths = Lengths(known, tuple(map(max, known, self._lengths.longest)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DilatedKVCache:
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
         with torch.inference_mode(False):
             twin.keys, twin.values, twin.lengths = (x.clone() for x in self._tensors)
-        twin._known = self._known.copy()
         return twin
 
-    def _begin(self, lengths: Iterable[tuple[Iterable[int], int]]) -> None:
-        """Set the lengths of rows of the batch, on the host and on the device."""
-        known = self._known.copy()
-        for rows, length in lengths:
-            known.begin(rows, length)
-        self._set_known(known)
+    def _begin(self, lengths: dict[int, int]) -> None:
+        """Some rows of the batch begin a document, of which that many positions are there."""
+        known, longest = (list(x) for x in self._lengths)
+        for row, length in lengths.items():
+            known[row] = longest[row] = length
+        self._set_lengths(Lengths(tuple(known), tuple(longest)))
 
     def _set_plan(self, plan: CachePlan) -> None:
         self.plan = plan
         with torch.inference_mode(False):
             self.branches = _table(plan).to(self.keys.device)
 
-    def _set_known(self, known: Lengths) -> None:
+    def _set_lengths(self, lengths: Lengths) -> None:
         # The copy waits for the device, and raises if a rank is lost: its rows are not counted.
-        self.lengths.copy_(torch.tensor(known.known, device="cpu"))
-        self._known = known
+        self.lengths.copy_(torch.tensor(lengths.known, device="cpu"))
+        self._lengths = lengths
 
     def check_new(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Raise unless keys and values can be those of new positions of this cache.
-
-        Args:
-            key: (batch, m, kv_heads, head_dim).
-            value: like `key`.
-
-        Raises:
-            TypeError, ValueError: they are not, or a document becomes longer than `max_length`.
-            NotImplementedError: one has a tangent: there is no forward-mode derivative.
-            RuntimeError: one requires a gradient, and autograd is on.
-        """
+        """Raise unless keys and values can be those of new positions: see `append`."""
         self._check_rows(key, value, self._batch)
         if key.shape[1] == 0:
             raise ValueError("there must be one new position at least; key has no rows")
@@ -475,7 +500,7 @@ class DilatedKVCache(DeepOnly):
         return f"{self.plan}, {self._batch} rows, head_dim {self.keys.shape[2]}, {self.keys.dtype}"
 
     def __repr__(self) -> str:
-        return f"{_NAME}({self.described}; lengths {in_words(self._known.known)})"
+        return f"{_NAME}({self.described}; lengths {in_words(self._lengths.known)})"
 
 
 def _table(plan: CachePlan) -> torch.Tensor:

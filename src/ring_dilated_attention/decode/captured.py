@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from .cache import DilatedKVCache
-from .lengths import Lengths
+from .cache import DilatedKVCache, Lengths
 
 _WARM_UPS = 3
 """Calls before the capture, as torch's documentation asks for: kernels are compiled in them."""
@@ -48,7 +47,7 @@ class CapturedStep:
         self._caches = tuple(caches)
         self._step = step  # replays read the tensors that it holds
         _check(example, self._caches)
-        self._input = example.clone()
+        self._input, self._count = example.clone(), 1
         before = [cache.known() for cache in self._caches]
         # torch's own choice for captures is a stream of the device that was current at the first.
         side = torch.cuda.Stream(example.device)  # type: ignore[no-untyped-call]
@@ -106,25 +105,19 @@ class CapturedStep:
             for cache, lengths in zip(self._caches, before, strict=True)
             for now, then in zip(cache.known_lengths, lengths.known, strict=True)
         }
-        if len(counts) != 1 or 0 in counts:
-            self._take_back(before)
-            raise ValueError(
-                "a step must add the same number of positions, one at least, to every cache once; "
-                f"got {sorted(counts)}"
-            )
-        (count,) = counts
-        for cache in self._caches:
-            if count - 1 > cache.plan.max_rewind:
-                self._take_back(before)
-                raise ValueError(
-                    f"a step of {count} positions is taken back when it has been captured: make "
-                    f"its caches with max_rewind={count - 1} at least; got {cache.plan.max_rewind}"
-                )
-        return count
+        count, least = max(counts), min(cache.plan.max_rewind for cache in self._caches)
+        if counts == {count} and 0 < count <= least + 1:
+            return count
+        self._take_back(before)
+        raise ValueError(
+            "a step must add the same number of positions, one at least, to every cache once; got "
+            f"{sorted(counts)}. It is taken back when it has been captured: caches need "
+            f"max_rewind={max(count - 1, 0)} at least; got {least}"
+        )
 
     def _take_back(self, before: list[Lengths]) -> None:
         for cache, lengths in zip(self._caches, before, strict=True):
-            cache.set_known(lengths)
+            cache.set_known(lengths, self._count)
 
 
 def _read_by_graphs(cache: DilatedKVCache) -> tuple[Any, ...]:

@@ -1,20 +1,21 @@
 """`replicated_query_attention`: a query that every rank holds whole, against sharded K and V.
 
 For decoding, and for a short query against a long sequence. The query's rows are few, so every rank
-takes all of them to its own keys, and only results travel: K and V stay where they are.
+takes all of them to its own keys, and only results travel: K and V stay where they are. A rank's
+keys are strips of rows to the decoding kernels, as those of a cache are, or tiles.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, overload
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from .. import kernels
-from ..caches import cache_by_size
 from ..documents import Integers, as_ints
 from ..engine import (
     TABLES,
@@ -29,7 +30,6 @@ from ..engine import (
 from ..exchange import (
     Exchange,
     Group,
-    Shared,
     all_gather,
     one_group,
     refuse_capture,
@@ -45,10 +45,7 @@ from ..functional import (
 )
 from ..layout import SequenceLayout
 from ..pattern import DilatedPattern
-from ..plan import (
-    AttentionPlan,
-    TileGroup,
-)
+from ..plan import AttentionPlan, TileGroup
 from ..resolve import Options, plan_rows, shared_words
 from ..tiles import Backend, accumulate_dtype, select_backend
 from ..torch_op import apply_function, once_differentiable, refuse_tangents, validate_tensors
@@ -56,49 +53,45 @@ from .attend import kernel_computes, merged_over_ranks
 
 _NAME = "replicated_query_attention"
 
+_Tensors: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
-@dataclass(frozen=True)
-class ReplicatedRows:
+
+class _Rows(NamedTuple):
     """Rows of a batch that are computed together, because they are equally long.
 
     Attributes:
         rows: which, evenly spaced: indexing with it gives a view.
         plan: of a sequence of their length.
-        positions: of the query.
-        rank: whose keys.
-        tiles: what all tiles have in common.
-        strips: the keys of this rank as the decoding kernels take them, (1, kv_heads, strips,
-            3 + m) on the device; None: forward computes tiles.
     """
 
     rows: slice
     plan: AttentionPlan
-    positions: range
-    rank: int
-    tiles: TileCall
-    strips: torch.Tensor | None
-
-    @property
-    def groups(self) -> tuple[TileGroup, ...]:
-        """The tiles of this rank."""
-        return _groups(self.plan, self.positions, self.rank)
 
 
-@dataclass(frozen=True)
-class ReplicatedCall:
+class _Call(NamedTuple):
     """Everything but the tensors of one call on one rank.
 
     Attributes:
         planned: all rows of the batch, in the same order on every rank.
+        positions: of the query.
+        tiles: what all tiles have in common; its `batch` is that of all rows.
+        by_kernel: whether the decoding kernels compute forward; else tiles do.
         exchange: this rank's end of the group.
         returns_dquery: whether backward computes the gradient of the query.
         number: of the call among those of its group.
     """
 
-    planned: tuple[ReplicatedRows, ...]
+    planned: tuple[_Rows, ...]
+    positions: range
+    tiles: TileCall
+    by_kernel: bool
     exchange: Exchange
     returns_dquery: bool
     number: int = 0
+
+    def groups(self, plan: AttentionPlan) -> tuple[TileGroup, ...]:
+        """The tiles of this rank's keys."""
+        return _groups(plan, self.positions, self.exchange.rank)
 
 
 class ReplicatedQueryAttention(torch.autograd.Function):
@@ -127,22 +120,21 @@ class ReplicatedQueryAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(  # noqa: D102
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: ReplicatedCall
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: _Call
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return _forward(query, key, value, call)
+        return _forward((query, key, value), call)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: D102
-        query, key, value, call = inputs
-        ctx.save_for_backward(query, key, value, *output)
-        ctx.call = call
+        *tensors, ctx.call = inputs
+        ctx.save_for_backward(*tensors, *output)
         ctx.mark_non_differentiable(output[1])
 
     @staticmethod
     def backward(  # noqa: D102
         ctx: Any, dout: torch.Tensor, dlse: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        call: ReplicatedCall = ctx.call
+        call: _Call = ctx.call
 
         def gradient(*tensors: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
             if not call.returns_dquery:  # nothing travels, and a rank may leave it out
@@ -152,50 +144,6 @@ class ReplicatedQueryAttention(torch.autograd.Function):
                 return _backward(*tensors, call=call)
 
         return *once_differentiable(_NAME, gradient, dout, *ctx.saved_tensors), None
-
-
-@overload
-def replicated_query_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    pattern: DilatedPattern,
-    positions: range | int,
-    *,
-    is_causal: bool = False,
-    scale: float | None = None,
-    documents: Integers | None = None,
-    lengths: Integers | None = None,
-    group: Group = None,
-    mesh: Group = None,
-    layout: SequenceLayout | None = None,
-    backend: Backend = "auto",
-    workspace: float | None = None,
-    head_slice: Sequence[int] | None = None,
-    return_lse: Literal[False] = False,
-) -> torch.Tensor: ...
-
-
-@overload
-def replicated_query_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    pattern: DilatedPattern,
-    positions: range | int,
-    *,
-    is_causal: bool = False,
-    scale: float | None = None,
-    documents: Integers | None = None,
-    lengths: Integers | None = None,
-    group: Group = None,
-    mesh: Group = None,
-    layout: SequenceLayout | None = None,
-    backend: Backend = "auto",
-    workspace: float | None = None,
-    head_slice: Sequence[int] | None = None,
-    return_lse: Literal[True],
-) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def replicated_query_attention(
@@ -216,7 +164,7 @@ def replicated_query_attention(
     workspace: float | None = None,
     head_slice: Sequence[int] | None = None,
     return_lse: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Any:  # out; (out, lse) with return_lse
     """Some rows of `dilated_attention`, for a query that every rank of the group holds whole.
 
     The result is what rows `positions` of the dilated attention of the whole sequence are: segments
@@ -244,24 +192,19 @@ def replicated_query_attention(
         is_causal: whether a query sees only keys at positions <= its own.
         scale: factor on the scores; None: head_dim ** -0.5.
         documents: cumulative lengths ``[0, ..., n]`` of documents packed in the whole sequence of n
-            positions: ints, or a 1-D int32 or int64 tensor; a CUDA tensor makes the call wait for
-            the device. A query sees keys of its own document, which is cut into segments on its
-            own. None: one document.
-        lengths: (batch,) ints, or a tensor as above: row b of the batch holds that many valid
-            positions of the whole sequence, 0 to n, and padding behind them, which no query sees
-            and whose queries get output 0, lse -inf and gradient 0. None: no padding.
+            positions, as in `dilated_attention`: a query sees keys of its own document. None: one.
+        lengths: (batch,) ints, or a tensor: row b of the batch holds that many valid positions of
+            the whole sequence, 0 to n, and padding behind them, which no query sees and whose
+            queries get output 0, lse -inf and gradient 0. None: no padding.
         group: the ranks that share the keys: a ProcessGroup, a 1-D DeviceMesh, an `Exchange`, or
             None for one process that holds them all.
-        mesh: another name for `group`, as DTensor APIs call it; pass only one of the two.
+        mesh: another name for `group`; pass only one of the two.
         layout: which rank holds which keys; None: contiguous equal shards.
-        backend: kernels that compute the tiles: ``"auto"``, the default, takes the fastest that
-            supports the tensors; ``"sdpa"``, ``"fa4"``, ``"cpu_flash"``, ``"cudnn"``, ``"flash"``,
-            ``"efficient"``, ``"triton"`` and ``"eager"`` take that one or raise.
-        workspace: bound on the temporary memory of kernels, in multiples of the size of query (a
-            single head of a single segment may need more). None: about a quarter in forward and a
-            half in backward, or 64 MiB or what 131,072 rows take if that is more.
+        backend: kernels that compute the tiles, as in `dilated_attention`; default ``"auto"``.
+        workspace: bound on the temporary memory of kernels, in multiples of the size of query, as
+            in `dilated_attention`; None, the default: what suits the device.
         head_slice: (start, stop, total): the call's KV heads are heads start to stop (excluded) of
-            a layer with total of them, and have their offsets and branches. None: it has all heads.
+            a layer with total of them. None: it has all heads.
         return_lse: whether to return the lse too.
 
     Returns:
@@ -289,7 +232,7 @@ def replicated_query_attention(
         >>> replicated_query_attention(token, keys, values, pattern, 999, is_causal=True).shape
         torch.Size([1, 1, 8, 16])
     """
-    attend: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _attend
+    attend = _attend
     if torch.compiler.is_compiling():
         # Not to be traced: what the plan is looked up by changes from call to call.
         attend = torch.compiler.disable(_attend)  # type: ignore[no-untyped-call]
@@ -312,53 +255,50 @@ def replicated_query_attention(
 
 
 def _attend(
-    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    tensors: _Tensors,
     pattern: DilatedPattern,
     positions: range | int,
     group: Group,
-    **options: Any,
+    **given: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Validate, plan, agree, run."""
+    """Validate, plan, agree, run; `given` are the other options."""
     ends = resolve_exchange(group)
     query, key, value = autocast_inputs(*tensors)
     refuse_tangents(_NAME, *(x for x in (query, key, value) if isinstance(x, torch.Tensor)))
     device = query.device if isinstance(query, torch.Tensor) else torch.device("cpu")
     refuse_capture(_NAME, ends, device)
-    call: ReplicatedCall | None = None
-    shared: Shared | None = None
-    failure = None
+    call, shared, failure = None, None, None
     try:
-        call, shared = _make_call((query, key, value), pattern, positions, ends, **options)
+        options = _options((query, key, value), pattern, **given)
+        call = _plan(options, query, key, _consecutive(positions, query.shape[1]), ends)
+        words = {
+            "positions": str(call.positions),
+            "query needs a gradient": str(call.returns_dquery),
+        }
+        shared = shared_words(options, query, key, ends, words=words, holder="key")
     except Exception as error:  # whatever it is, the other ranks are to be told
         failure = error
     with ends.calls.enter(_NAME, "forward") as scope:
         settle(scope, ends, device, shared, failure)
         assert call is not None
-        numbered = replace(call, number=scope.call.number)
+        call = call._replace(number=scope.call.number)
         out, lse = apply_function(
-            ReplicatedQueryAttention, query, key, value, numbered, in_operator=False
+            ReplicatedQueryAttention, query, key, value, call, in_operator=False
         )
         return out, lse
 
 
-def _make_call(
-    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    pattern: DilatedPattern,
-    positions: range | int,
-    ends: Exchange,
-    **given: Any,
-) -> tuple[ReplicatedCall, Shared]:
-    """Check a call, and plan this rank's part of it: the call, and what all ranks must agree on.
-
-    `given` are the other options of `replicated_query_attention`.
-    """
+def _options(tensors: _Tensors, pattern: DilatedPattern, **given: Any) -> Options:
+    """The options of a call, checked."""
     layout, backend, scale = given["layout"], given["backend"], given["scale"]
     documents, lengths, workspace = given["documents"], given["lengths"], given["workspace"]
     is_causal, return_lse = given["is_causal"], given["return_lse"]
     validate_options(pattern, is_causal, scale, layout, "auto", backend, return_lse)
     validate_workspace(workspace)
     validate_tensors(*tensors, same_length=False)
-    options = Options(
+    if layout is None and tensors[1].shape[1] == 0:
+        raise ValueError("the sequence is empty: key has no rows, and no layout is given")
+    return Options(
         *flat_pattern(pattern),
         is_causal,
         flat_scale(scale),
@@ -372,32 +312,18 @@ def _make_call(
         lengths=() if lengths is None else tuple(as_ints("lengths", lengths)),
         head_slice=pattern.slice_for(given["head_slice"], tensors[1].shape[2]) or (),
     )
-    query, key, _ = tensors
-    if not options.layout and key.shape[1] == 0:
-        raise ValueError("the sequence is empty: key has no rows, and no layout is given")
-    needs_gradient = torch.is_grad_enabled() and query.requires_grad
-    asked = _consecutive(positions, query.shape[1])
-    words = {"positions": str(asked), "query needs a gradient": str(needs_gradient)}
-    shared = shared_words(options, query, key, ends, words=words, holder="key")
-    return ReplicatedCall(_plan(options, query, key, asked, ends), ends, needs_gradient), shared
 
 
 def _plan(
-    options: Options,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    positions: range,
-    ends: Exchange,
-) -> tuple[ReplicatedRows, ...]:
+    options: Options, query: torch.Tensor, key: torch.Tensor, positions: range, ends: Exchange
+) -> _Call:
+    """This rank's part."""
     batch, _, num_heads, head_dim = query.shape
-    num_kv_heads = key.shape[2]
-    selection = select_backend(options.backend, query.device, query.dtype, head_dim)
+    num_kv_heads, backend = key.shape[2], options.backend
+    selection = select_backend(backend, query.device, query.dtype, head_dim)
     scale = head_dim**-0.5 if options.scale is None else options.scale
-    by_kernel = kernel_computes(
-        options.backend, query.device, query.dtype, len(positions), head_dim
-    )
-    found = []
     shape = (batch, key.shape[1], num_heads, head_dim)
+    planned = []
     for rows, plan in plan_rows(options, shape, num_kv_heads, ends.world_size):
         length = plan.layout.length
         if positions.start < 0 or positions.stop > length:
@@ -405,11 +331,15 @@ def _plan(
                 f"positions must lie in [0, {length}), the sequence that the keys make up; "
                 f"got {positions!r}"
             )
-        of_rows = len(range(*rows.indices(batch)))
-        tiles = TileCall(selection, scale, of_rows, num_heads // num_kv_heads, options.workspace)
-        strips = strips_on(plan, positions, ends.rank, query.device) if by_kernel else None
-        found.append(ReplicatedRows(rows, plan, positions, ends.rank, tiles, strips))
-    return tuple(found)
+        planned.append(_Rows(rows, plan))
+    return _Call(
+        tuple(planned),
+        positions,
+        TileCall(selection, scale, batch, num_heads // num_kv_heads, options.workspace),
+        kernel_computes(backend, query.device, query.dtype, len(positions), head_dim),
+        ends,
+        torch.is_grad_enabled() and query.requires_grad,
+    )
 
 
 def _consecutive(positions: range | int, count: int) -> range:
@@ -434,9 +364,9 @@ def _consecutive(positions: range | int, count: int) -> range:
     return positions
 
 
-def _nbytes_of_groups(arguments: tuple[Any, ...], _: Any) -> int:
-    plan: AttentionPlan = arguments[0]
-    return 4096 * len(plan.pattern.branches) * (8 + plan.layout.world_size)
+@lru_cache(maxsize=64)
+def _groups(plan: AttentionPlan, positions: range, rank: int) -> tuple[TileGroup, ...]:
+    return plan.replicated_groups(positions, rank)
 
 
 class _Strips(NamedTuple):
@@ -462,57 +392,45 @@ def strips_on(
     return TABLES.get(plan, (positions, rank, device), device, make).table
 
 
-@cache_by_size(16 << 20, _nbytes_of_groups)
-def _groups(plan: AttentionPlan, positions: range, rank: int) -> tuple[TileGroup, ...]:
-    return plan.replicated_groups(positions, rank)
-
-
-def _forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: ReplicatedCall
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward(tensors: _Tensors, call: _Call) -> tuple[torch.Tensor, torch.Tensor]:
+    query = tensors[0]
     TABLES.start_call()
     with kernels_on(query.device):
-        found = [_of_rows(query, key, value, some) for some in call.planned]
+        found = []
+        for rows, plan in call.planned:
+            q, k, v = (readable(x[rows], call.tiles.selection) for x in tensors)
+            found.append(_of_rows(q, k, v, plan, call))
         out, lse = found[0]
         if len(found) > 1:
             out, lse = out.new_empty(query.shape), lse.new_empty(query.shape[:3])
-            for some, (of_some, lse_of_some) in zip(call.planned, found, strict=True):
-                out[some.rows], lse[some.rows] = of_some, lse_of_some
+            for (rows, _), (some, lse_of_some) in zip(call.planned, found, strict=True):
+                out[rows], lse[rows] = some, lse_of_some
         out, lse = merged_over_ranks(call.exchange, out, lse)
-        for some in call.planned:
-            zero_keys = some.plan.replicated_zero_keys(some.positions)
-            merge_zero_keys(zero_keys, out[some.rows], lse[some.rows], some.tiles.heads_per_kv)
+        for rows, plan in call.planned:
+            zero_keys = plan.replicated_zero_keys(call.positions)
+            merge_zero_keys(zero_keys, out[rows], lse[rows], call.tiles.heads_per_kv)
     return out.to(query.dtype).contiguous(), lse.transpose(1, 2).contiguous()
 
 
 def _of_rows(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, some: ReplicatedRows
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: AttentionPlan, call: _Call
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Over the keys of this rank: out (batch, m, heads, head_dim) and lse (batch, m, heads).
-
-    By the kernels of a cache, since keys of a sharded sequence are strips of rows, too; or by
-    tiles.
-    """
-    rows, tiles, strips = some.rows, some.tiles, some.strips
-    query, key, value = (readable(x[rows], tiles.selection) for x in (query, key, value))
-    dtype, sums = accumulate_dtype(query.dtype), Accumulator(query.device)
-    with sums:
-        if strips is not None and strips.shape[2]:
-            count = strips.shape[2]
-            begun = kernels.decode.begin_strips(
-                query,
-                key,
-                value,
-                kernels.decode.Strips(strips, count, 0),
-                key.shape[1] * count,
-                tiles.scale,
-            )
-            return begun.merged(dtype)
-        batch, length, num_heads, _ = query.shape
-        out = torch.zeros(query.shape, dtype=dtype, device=query.device)
-        lse = out.new_full((batch, num_heads, length), -torch.inf)
-        inputs, result = compute.Inputs(query, key, value), compute.Result(out, lse)
-        for group in some.groups:
+    """Over the keys of this rank: out (batch, m, heads, head_dim) and lse (batch, m, heads)."""
+    dtype, tiles = accumulate_dtype(query.dtype), replace(call.tiles, batch=len(query))
+    table = None
+    if call.by_kernel:
+        table = strips_on(plan, call.positions, call.exchange.rank, query.device)
+    if table is not None and table.shape[2]:
+        count = table.shape[2]
+        strips, most_rows = kernels.decode.Strips(table, count, 0), key.shape[1] * count
+        begun = kernels.decode.begin_strips(query, key, value, strips, most_rows, tiles.scale)
+        return begun.merged(dtype)
+    batch, length, num_heads, _ = query.shape
+    out = torch.zeros(query.shape, dtype=dtype, device=query.device)
+    lse = out.new_full((batch, num_heads, length), -torch.inf)
+    inputs, result = compute.Inputs(query, key, value), compute.Result(out, lse)
+    with Accumulator(query.device) as sums:
+        for group in call.groups(plan):
             compute.forward(group, tiles, inputs, result, sums)
         sums.join()
     return out, lse.transpose(1, 2)
@@ -526,7 +444,7 @@ def _backward(
     out: torch.Tensor,
     lse: torch.Tensor,
     *,
-    call: ReplicatedCall,
+    call: _Call,
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
     TABLES.start_call()
     sums = Accumulator(query.device)
@@ -534,14 +452,14 @@ def _backward(
         torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (query, key, value)
     )
     with kernels_on(query.device), sums:
-        for some in call.planned:
-            rows, tiles = some.rows, some.tiles
+        for rows, plan in call.planned:
             do, q, k, v, o = readable_in_backward(
-                dout[rows], query[rows], key[rows], value[rows], out[rows], tiles.selection
+                dout[rows], query[rows], key[rows], value[rows], out[rows], call.tiles.selection
             )
             inputs, merged = compute.Inputs(q, k, v), compute.Merged(do, o, lse[rows].contiguous())
             gradients = compute.Gradients(dquery[rows], dkey[rows], dvalue[rows])
-            for group in some.groups:
+            tiles = replace(call.tiles, batch=len(q))
+            for group in call.groups(plan):
                 compute.backward(group, tiles, inputs, merged, gradients, sums)
         sums.join()
         dkey, dvalue = dkey.to(key.dtype), dvalue.to(value.dtype)

@@ -10,9 +10,9 @@ from .checkpoint import attention_policy, keep_attention, map_rows
 from .config import LongNetConfig, SlideEncoderConfig
 from .longnet import LongNet
 from .rope import RotaryEmbedding, Rotation, document_positions
-from .sampling import Sampler
 from .slide import SlideEncoder
 from .spatial import hilbert_order, inverse_order, sincos_positions
+from .tokens import Sampler
 
 __all__ = [
     "Block",

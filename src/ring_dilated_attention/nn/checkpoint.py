@@ -13,8 +13,8 @@ belong.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import compress
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
@@ -22,16 +22,21 @@ from typing import Any, Literal, TypeAlias, TypeVar, get_args
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
     _CachedTorchDispatchMode,
     create_selective_checkpoint_contexts,
+    get_device_states,
+    set_device_states,
 )
 
+from ..parallel import is_dtensor
 from ..pattern import check_choice, check_positive_int
 from ..torch_op import AGREED, FORWARD, LENGTHS
-from .recompute import Weights, drawing_again, may_draw, random_state, refuse_flat_weights
+from .modules import runs_hooks
+from .norm import LayerNorm
 
 T = TypeVar("T")
 Rows = TypeVar("Rows", Tensor, tuple[Tensor, ...])
@@ -42,18 +47,19 @@ block, ``keep_attention`` those and the out and lse of its attention."""
 CHECKPOINTS: tuple[str, ...] = get_args(Checkpoint)
 _KEPT = (FORWARD, LENGTHS, AGREED)
 """The operators of attention."""
+_PACKAGE = __name__.partition(".")[0]
+_FIXED = (nn.Linear, nn.Embedding, nn.LayerNorm, LayerNorm)
+"""Modules that draw no random numbers, beside those of this library."""
+_NONE = object()
+"""In place of a tensor where there is none."""
 
 
-def check_checkpoint(checkpoint: Checkpoint, blocks: int) -> None:
-    """Raise unless a module can checkpoint like this.
-
-    Args:
-        checkpoint: one of `CHECKPOINTS`.
-        blocks: the input of every `blocks`-th block is kept.
+def check_checkpoint(checkpoint: Checkpoint, blocks: int, chunk_rows: int | None) -> None:
+    """Raise unless a module can checkpoint like this, with the input of every `blocks`-th block.
 
     Raises:
-        TypeError: `blocks` is not an int.
-        ValueError: `checkpoint` is unknown, `blocks` below 1, or above 1 without
+        TypeError: `blocks` or `chunk_rows` is not an int.
+        ValueError: `checkpoint` is unknown, a number below 1, or `blocks` above 1 without
             ``keep_attention``, as attention would be computed a third time.
     """
     check_choice("checkpoint", checkpoint, CHECKPOINTS)
@@ -62,6 +68,8 @@ def check_checkpoint(checkpoint: Checkpoint, blocks: int) -> None:
             f"checkpoint_blocks above 1 needs checkpoint 'keep_attention'; got {blocks} with "
             f"{checkpoint!r}"
         )
+    if chunk_rows is not None:
+        check_positive_int("chunk_rows", chunk_rows)
 
 
 def attention_policy(
@@ -110,6 +118,122 @@ def keep_attention() -> tuple[AbstractContextManager[Any], AbstractContextManage
     return forward, _Recomputation(backward)
 
 
+class _Weights:
+    """The weights and buffers that modules have now, by where they are.
+
+    `torch.func.functional_call` gives a module others, and takes them away when it returns, before
+    backward.
+
+    Args:
+        modules: and all that is in them.
+
+    Attributes:
+        tensors: those that gradients may be wanted of, each one once.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._places = [
+            (x, tensors, name, tensor)
+            for module in modules
+            for x in module.modules()
+            for tensors in (x._parameters, x._buffers)
+            for name, tensor in tensors.items()
+            if tensor is not None
+        ]
+        by_id: dict[int, Tensor] = {
+            id(tensor): tensor
+            for module, tensors, _, tensor in self._places
+            if tensors is module._parameters or tensor.requires_grad
+        }
+        self.tensors = list(by_id.values())
+        self._versions = {id(x): _version(x) for x in self.tensors}
+
+    def refuse_changes(self) -> None:
+        """Raise a `RuntimeError` if a weight was changed in place: forward had others."""
+        for module, _, name, tensor in self._places:
+            if id(tensor) in self._versions and _version(tensor) != self._versions[id(tensor)]:
+                raise RuntimeError(
+                    f"{name} of a {type(module).__name__} was changed in place between forward and "
+                    "backward, which computes with it again: call backward before the optimizer's "
+                    'step, or give checkpoint="none" and no chunk_rows'
+                )
+
+    @contextmanager
+    def back(self, *, as_leaves: bool) -> Iterator[list[Tensor]]:
+        """In the body, the modules have these tensors; yields those of `tensors`.
+
+        Args:
+            as_leaves: whether those that autograd computed stand there without their history, for
+                gradients with respect to them.
+        """
+        there = {
+            id(x): x.detach().requires_grad_() if as_leaves and not x.is_leaf else x
+            for x in self.tensors
+        }
+        others: list[tuple[dict[str, Any], str, Any]] = []
+        try:
+            for module, tensors, name, tensor in self._places:
+                now = tensors.get(name)
+                if now is not tensor and _is_kept_elsewhere(module, name, now, tensor):
+                    continue
+                others.append((tensors, name, tensors.get(name, _NONE)))
+                tensors[name] = there.get(id(tensor), tensor)  # type: ignore[assignment]
+            yield list(there.values())
+        finally:
+            for tensors, name, other in others:
+                if other is _NONE:
+                    del tensors[name]
+                else:
+                    tensors[name] = other
+
+
+def _version(tensor: Tensor) -> int | None:
+    """How often a tensor was changed in place; None where that is not known."""
+    unknown = is_dtensor(tensor) or is_lazy(tensor) or tensor.is_inference()
+    return None if unknown else tensor._version
+
+
+def _is_kept_elsewhere(module: nn.Module, name: str, now: Tensor | None, then: Tensor) -> bool:
+    """Whether whoever shards or offloads weights, and brings them back by itself, has this one.
+
+    `fully_shard` has DTensors in its place, FullyShardedDataParallel makes attributes of weights,
+    and accelerate, which replaces forward, has meta tensors.
+    """
+    if now is None:
+        return name in module.__dict__
+    is_away = "forward" in module.__dict__ and (now.is_meta or then.is_meta)
+    return is_away or is_dtensor(now) or is_dtensor(then)
+
+
+def _refuse_flat_weights(modules: Sequence[nn.Module]) -> None:
+    """Raise where FullyShardedDataParallel has weights in a flat one: gradients would be lost."""
+    for x in (x for module in modules for x in module.modules()):
+        weight = x.__dict__.get("weight")  # a view, which is no parameter of its module
+        if isinstance(weight, Tensor) and weight.requires_grad and weight._is_view():
+            raise ValueError(
+                "chunk_rows computes gradients of the weights of modules, and "
+                f"FullyShardedDataParallel has put the weight of a {type(x).__name__} into a "
+                "flat one: use fully_shard, or use_orig_params=True and no checkpointing"
+            )
+
+
+def _may_draw(function: Callable[..., Any], modules: Sequence[nn.Module]) -> bool:
+    """Whether a function may draw random numbers, as the dropout of an adapter does.
+
+    Methods of this library do not, beside the modules that they use, of which there are some.
+    """
+    whose = getattr(getattr(function, "func", function), "__self__", function)
+    return not (modules and _is_ours(whose)) or any(
+        not (type(x) in _FIXED or _is_ours(x)) or runs_hooks(x)
+        for module in modules
+        for x in module.modules()
+    )
+
+
+def _is_ours(value: Any) -> bool:
+    return type(value).__module__.partition(".")[0] == _PACKAGE
+
+
 def run_checkpointed(
     checkpoint: Checkpoint,
     modules: Iterable[nn.Module],
@@ -133,24 +257,21 @@ def run_checkpointed(
     draws = False
     if not torch.compiler.is_compiling():  # which brings random numbers back by itself
         modules = tuple(modules)
-        draws = may_draw(function, modules)
-        function = _with_weights(Weights(modules), function)
+        draws = _may_draw(function, modules)
+        function = _with_weights(_Weights(modules), function)
     result: T = torch.utils.checkpoint.checkpoint(
         function, *arguments, use_reentrant=False, preserve_rng_state=draws, **options
     )
     return result
 
 
-def _with_weights(weights: Weights, function: Callable[..., T]) -> Callable[..., T]:
+def _with_weights(weights: _Weights, function: Callable[..., T]) -> Callable[..., T]:
     """A function that computes with the weights of now, when it is called again too."""
 
     def run(*arguments: Any) -> T:
         weights.refuse_changes()  # as autograd does where nothing is computed again
         with weights.back(as_leaves=False):
-            try:
-                return function(*arguments)
-            finally:
-                weights.note_versions()
+            return function(*arguments)
 
     return run
 
@@ -196,8 +317,8 @@ def map_rows(
         shapes = ", ".join(str(tuple(x.shape)) for x in inputs)
         raise ValueError(f"the inputs must have the same number of rows; got shapes {shapes}")
     modules = tuple(modules)
-    refuse_flat_weights(modules)
-    weights, draws = Weights(modules), torch.is_grad_enabled() and may_draw(function, modules)
+    _refuse_flat_weights(modules)
+    weights, draws = _Weights(modules), torch.is_grad_enabled() and _may_draw(function, modules)
     result: Rows = _MapRows.apply(  # type: ignore[no-untyped-call]
         function, rows, weights, draws, *inputs, *weights.tensors
     )
@@ -212,35 +333,30 @@ class _MapRows(torch.autograd.Function):
         ctx: Any,
         function: Callable[..., Any],
         rows: int,
-        weights: Weights,
+        weights: _Weights,
         draws: bool,
         *tensors: Tensor,
     ) -> Any:
         inputs = tensors[: len(tensors) - len(weights.tensors)]
         ctx.save_for_backward(*tensors)  # parameters too: autograd checks that they are unchanged
         ctx.function, ctx.rows, ctx.weights = function, rows, weights
-        ctx.states = [] if draws else None  # of random numbers, by chunk
+        ctx.states = []  # of random numbers, by chunk
         ctx.autocast = _autocast(inputs[0].device.type)
         ctx.set_materialize_grads(False)
         length = inputs[0].shape[1]
-        whole: list[Tensor] | None = None
-        is_tuple = False
+        whole: list[Tensor] = []
         for start, stop in _chunks(length, rows):
             if draws:
-                ctx.states.append(random_state(inputs[0].device))
+                ctx.states.append((torch.get_rng_state(), *get_device_states(inputs[0])))
             results = function(*(x[:, start:stop] for x in inputs))
+            if length <= rows:
+                return results
             is_tuple = isinstance(results, tuple)
             parts = results if is_tuple else (results,)
-            if length <= rows:
-                weights.note_versions()
-                return results
-            if whole is None:
-                whole = [y.new_empty(y.shape[0], length, *y.shape[2:]) for y in parts]
+            whole = whole or [y.new_empty(y.shape[0], length, *y.shape[2:]) for y in parts]
             for total, part in zip(whole, parts, strict=True):
                 total[:, start:stop] = part
             del results, parts  # before the next chunk makes its own
-        weights.note_versions()
-        assert whole is not None
         return tuple(whole) if is_tuple else whole[0]
 
     @staticmethod
@@ -248,12 +364,9 @@ class _MapRows(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         saved = ctx.saved_tensors  # once: inside of a checkpoint a second look is an error
         inputs = saved[: len(saved) - len(ctx.weights.tensors)]
-        given = {i: gradient for i, gradient in enumerate(gradients) if gradient is not None}
-        if not given:
-            return (None,) * len(ctx.needs_input_grad)
-        needs = ctx.needs_input_grad[4:]
+        length, needs = inputs[0].shape[1], ctx.needs_input_grad[4:]
         wanted = [index for index in range(len(inputs)) if needs[index]]
-        is_whole = inputs[0].shape[1] <= ctx.rows
+        is_whole = length <= ctx.rows
         dinputs = {} if is_whole else {i: torch.empty_like(inputs[i]) for i in wanted}
         dparameters: list[Tensor] = []
         with ctx.weights.back(as_leaves=True) as weights:
@@ -261,18 +374,26 @@ class _MapRows(torch.autograd.Function):
             have = zip(weights, needs[len(inputs) :], strict=True)
             wants = [need and weight.requires_grad for weight, need in have]
             parameters = [*compress(weights, wants)]
-            for number, (start, stop) in enumerate(_chunks(inputs[0].shape[1], ctx.rows)):
+            for number, (start, stop) in enumerate(_chunks(length, ctx.rows)):
                 chunks = [x[:, start:stop].detach() for x in inputs]
                 for index in wanted:
                     chunks[index].requires_grad_()
-                results, dresults = _again(
-                    ctx, number, chunks, {i: g[:, start:stop] for i, g in given.items()}
-                )
-                if not results:
+                state = ctx.states[number] if ctx.states else None
+                with torch.enable_grad(), ctx.autocast(), _drawing_again(state, inputs[0].device):
+                    results = ctx.function(*chunks)
+                # A result may have no gradient; or one, though nothing trained is a part of it.
+                parts = results if isinstance(results, tuple) else (results,)
+                pairs = [
+                    (y, dy[:, start:stop])
+                    for y, dy in zip(parts, gradients, strict=True)
+                    if dy is not None and y.requires_grad
+                ]
+                if not pairs:
                     return (None,) * len(ctx.needs_input_grad)
                 of = [*(chunks[index] for index in wanted), *parameters]
-                dchunks = torch.autograd.grad(results, of, dresults)
-                del results, dresults, of, chunks
+                ys, dys = zip(*pairs, strict=True)
+                dchunks = torch.autograd.grad(ys, of, dys)
+                del results, parts, pairs, ys, dys, of, chunks
                 for index, dchunk in zip(wanted, dchunks, strict=False):
                     if is_whole:
                         dinputs[index] = dchunk
@@ -289,18 +410,18 @@ class _MapRows(torch.autograd.Function):
         )
 
 
-def _again(
-    ctx: Any, number: int, chunks: list[Tensor], gradients: dict[int, Tensor]
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Results of a chunk, computed again, and their gradients: of those that have any."""
-    device = chunks[0].device
-    draws = drawing_again(ctx.states[number], device) if ctx.states else nullcontext()
-    with torch.enable_grad(), ctx.autocast(), draws:
-        results = ctx.function(*chunks)
-    parts = results if isinstance(results, tuple) else (results,)
-    # autograd may have gradients of results too that nothing trained is a part of.
-    have = [index for index in gradients if parts[index].requires_grad]
-    return [parts[index] for index in have], [gradients[index] for index in have]
+@contextmanager
+def _drawing_again(state: Any, device: torch.device) -> Iterator[None]:
+    """In the body random numbers are those that followed `state`; behind it, what they would be."""
+    if state is None:
+        yield
+        return
+    on_cpu, devices, on_devices = state
+    kind = device.type if devices else "cuda"
+    with torch.random.fork_rng(devices, device_type=kind):
+        torch.set_rng_state(on_cpu)
+        set_device_states(devices, on_devices, device_type=kind)
+        yield
 
 
 def _summed(totals: list[Tensor], shares: tuple[Tensor, ...]) -> list[Tensor]:

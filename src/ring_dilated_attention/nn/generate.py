@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -14,14 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..decode import (
-    CapturedStep,
-    DilatedKVCache,
-    Lengths,
-    Step,
-    attend_in_step,
-    steps_by_kernel,
-)
+from ..decode import CapturedStep, DilatedKVCache, Step, attend_in_step, steps_by_kernel
 from ..documents import Integers
 from ..exchange import Exchange, Group, agree, all_gather, one_group, resolve_exchange, settle
 from ..functional import autocast_inputs
@@ -33,8 +25,8 @@ from .block import Block
 from .config import LongNetConfig
 from .modules import runs_hooks
 from .rope import RotaryEmbedding
-from .sampling import Sampler
 from .tokens import (
+    Sampler,
     agreed_positions,
     check_tokens,
     check_vocabulary,
@@ -180,12 +172,10 @@ class TokenGenerator(nn.Module):
             TypeError, ValueError: an argument is not allowed, or the ranks disagree about one;
                 raised on every rank.
         """
-        check_caches(self, caches)
+        _check_caches(self, caches)
         ends = caches[0].exchange
-        check = partial(_check_prompt, self, tokens, caches)
+        check = partial(_check_tokens, self, tokens, caches)
         found = agreed_positions(tokens, documents, ends, layout, lengths, check)
-        rotation = self.rope(found.rotary[None])
-        hidden = self.embed(tokens)
         options: dict[str, Any] = {
             "documents": found.documents,
             "lengths": found.lengths,
@@ -196,26 +186,16 @@ class TokenGenerator(nn.Module):
             block: Block, cache: DilatedKVCache, query: Tensor, key: Tensor, value: Tensor
         ) -> Tensor:
             query, key, value = autocast_inputs(query, key, value)
-            out = block.attention.attend(
-                query, key, value, is_causal=True, group=cache.exchange, **options
-            )
+            out = block.attention.attend(query, key, value, is_causal=True, group=ends, **options)
             cache.prefill(key, value, **options)
             return out
 
         try:
-            for block, cache in zip(_blocks(self), caches, strict=True):
-                hidden = block(
-                    hidden,
-                    rotation.cos,
-                    rotation.sin,
-                    chunk_rows=self.chunk_rows,
-                    attend=partial(attend, block, cache),
-                )
+            attends = [partial(attend, *pair) for pair in zip(_blocks(self), caches, strict=True)]
+            hidden = _through(self, tokens, found.rotary[None], attends)
         except BaseException:  # some caches have the prompt, and others do not
             for cache in caches:
-                with suppress(
-                    RuntimeError
-                ):  # of a device that has failed: the first error says more
+                with suppress(RuntimeError):  # of a device that has failed: the first one says more
                     cache.reset()
             raise
         total = whole_length(tokens, ends.world_size, layout)
@@ -254,44 +234,31 @@ class TokenGenerator(nn.Module):
             >>> model.step(logits.argmax(-1, keepdim=True), caches).shape
             torch.Size([1, 1, 256])
         """
-        check_caches(self, caches)
+        _check_caches(self, caches)
         check_tokens(tokens, "(batch, m)")
-        _check_batch(tokens, caches)
         count = tokens.shape[1]
         if not count:
             raise ValueError(
                 f"a step must have one token at least; got tokens of shape {tuple(tokens.shape)}"
             )
+        _check_tokens(self, tokens, caches, waits=False)
         positions = caches[0].lengths.unsqueeze(1)
         if count > 1:
             positions = positions + torch.arange(count, device=positions.device)
-        rotation, shared = self.rope(positions), Step()
+        shared, before = Step(), [cache.known() for cache in caches]
+        attends = [
+            partial(
+                attend_in_step, cache=cache, scale=layer.scale, backend=layer.backend, step=shared
+            )
+            for layer, cache in zip((x.attention for x in _blocks(self)), caches, strict=True)
+        ]
         try:
-            hidden = self.embed(tokens)
-        except IndexError:  # of a CPU, where looking costs nothing
-            check_vocabulary(tokens, self.embedding)
-            raise
-        before = [cache.known() for cache in caches]
-        try:
-            for block, cache in zip(_blocks(self), caches, strict=True):
-                layer = block.attention
-                attend = partial(
-                    attend_in_step,
-                    cache=cache,
-                    scale=layer.scale,
-                    backend=layer.backend,
-                    step=shared,
-                )
-                hidden = block(
-                    hidden,
-                    rotation.cos,
-                    rotation.sin,
-                    chunk_rows=self.chunk_rows,
-                    attend=attend,
-                )
-            return self.logits(hidden)
-        except BaseException:
-            _take_back(caches, before, count)
+            return self.logits(_through(self, tokens, positions, attends))
+        except BaseException:  # some caches have these positions, and others do not
+            for cache, known in zip(caches, before, strict=True):
+                if cache.known() != known and count <= cache.plan.max_rewind + 1:
+                    with suppress(RuntimeError):  # as in `prefill`
+                        cache.set_known(known, count)
             raise
 
     def stream(
@@ -322,40 +289,45 @@ class TokenGenerator(nn.Module):
         """
         ends = resolve_exchange(one_group(group, mesh))
         device = device_of(tokens)
-        drawing: dict[str, Any] = {
+        shared: dict[str, Any] = {
+            "max_new_tokens": max_new_tokens,
+            "stop_token": stop_token,
+            "sharded": sharded,
+            "capture": capture,
             "temperature": temperature,
             "top_k": top_k,
             "top_p": top_p,
             "seed": seed,
         }
-        words: dict[str, Any] = {
-            "max_new_tokens": max_new_tokens,
-            "stop_token": stop_token,
-            "sharded": sharded,
-            "capture": capture,
-            "allowed": None,
-        }
-        sampler, shared, failure, longest = None, None, None, 0
+        caches: list[DilatedKVCache] = []
+        sampler, in_graph, failure = None, False, None
         try:
             check_positive_int("max_new_tokens", max_new_tokens)
             check_tokens(tokens, "(batch, local_sequence)")
-            _check_capture(capture, self, device, sharded)
+            if capture is not None and not isinstance(capture, bool):
+                raise TypeError(f"capture must be a bool or None, got {in_brief(capture)}")
             vocabulary = self.config.vocab_size
             if stop_token is not None and not 0 <= check_int("stop_token", stop_token) < vocabulary:
                 raise ValueError(f"stop_token must be from 0 to {vocabulary - 1}; got {stop_token}")
             longest = _longest_prompt(tokens, lengths, layout, ends)
-            sampler = Sampler(vocabulary, allowed=allowed, device=device, **drawing)
-            if allowed is not None:
-                words["allowed"] = _digest(allowed)
-            shared = words | drawing
+            sampler = Sampler(
+                vocabulary,
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                allowed=allowed,
+                seed=seed,
+                device=device,
+            )
+            shared["allowed"] = None if allowed is None else _digest(allowed)
+            caches = self.make_caches(
+                len(tokens), max_length=longest + max_new_tokens, group=ends, sharded=sharded
+            )
+            in_graph = _captures(capture, self, caches, max_new_tokens)
         except Exception as error:  # whatever it is, the other ranks are to be told
             failure = error
-        agree(_NAME, ends, shared, failure, device)
+        agree(_NAME, ends, None if failure else shared, failure, device)
         assert sampler is not None
-        caches = self.make_caches(
-            len(tokens), max_length=longest + max_new_tokens, group=ends, sharded=sharded
-        )
-        in_graph = _captures(capture, self, caches, max_new_tokens)
         logits = self.prefill(tokens, caches, lengths=lengths, documents=documents, layout=layout)
         take: TakeStep = partial(self.step, caches=caches)
         if in_graph:
@@ -392,12 +364,9 @@ class TokenGenerator(nn.Module):
         Args:
             tokens: the local shard of the prompt, int64, shape (batch, local_sequence).
             max_new_tokens: how many tokens to add to each row, at least 1.
-            temperature: logits are divided by it before a token is drawn; 0, the default, always
-                takes the most likely token.
-            top_k: draw among this many most likely tokens only (and those as likely as the last of
-                them). None, the default: all.
-            top_p: draw among the fewest most likely tokens whose probabilities, after `temperature`
-                and `top_k`, add up to at least this, in (0, 1]. None, the default: all.
+            temperature: as for `Sampler`; 0, the default, always takes the most likely token.
+            top_k: as for `Sampler`; None, the default: all tokens.
+            top_p: as for `Sampler`; None, the default: all tokens.
             allowed: (vocab_size,) bool: the tokens that may be drawn. None, the default: all.
             stop_token: a row that has produced it goes on with this token alone, and generation
                 ends when all rows have; checking that waits for the device in every step. None, the
@@ -460,49 +429,43 @@ def _blocks(model: TokenGenerator) -> list[Block]:
     return cast("list[Block]", model.blocks)
 
 
+def _through(
+    model: TokenGenerator,
+    tokens: Tensor,
+    positions: Tensor,
+    attends: Sequence[Callable[[Tensor, Tensor, Tensor], Tensor]],
+) -> Tensor:
+    """The residual stream behind the blocks, each with its attention; positions (1 or batch, m)."""
+    rotation, hidden = model.rope(positions), model.embed(tokens)
+    for block, attend in zip(_blocks(model), attends, strict=True):
+        hidden = block(
+            hidden, rotation.cos, rotation.sin, chunk_rows=model.chunk_rows, attend=attend
+        )
+    return hidden
+
+
 def _last_rows(
     hidden: Tensor, lasts: Sequence[int], layout: SequenceLayout, ends: Exchange
 ) -> Tensor:
-    """The rows at these positions of the whole sequence, one of each row of the batch.
+    """The rows at these positions, one of each row of the batch: (batch, embed_dim), on all ranks.
 
-    Args:
-        hidden: this rank's rows, shape (batch, local_sequence, embed_dim).
-        lasts: the position of each row of the batch.
-        layout: which positions each rank holds.
-        ends: this rank's end of the group.
-
-    Returns:
-        Shape (batch, embed_dim), the same bits on every rank.
+    `hidden` are this rank's rows, shape (batch, local_sequence, embed_dim).
     """
-    places = [
-        next((p.rank, p.local + last - p.start) for p in layout.pieces if p.start <= last < p.stop)
-        for last in lasts
-    ]
-    own = [(row, local) for row, (rank, local) in enumerate(places) if rank == ends.rank]
-    last = hidden.new_zeros(len(lasts), hidden.shape[2])
-    if own:
-        rows, locals_ = torch.tensor(own, device=hidden.device).unbind(1)
-        last[rows] = hidden[rows, locals_]
+    found = hidden.new_zeros(len(lasts), hidden.shape[2])
+    own = [piece for piece in layout.pieces if piece.rank == ends.rank]
+    for row, last in enumerate(lasts):
+        for piece in own:
+            if piece.start <= last < piece.stop:
+                found[row] = hidden[row, piece.local + last - piece.start]
     if ends.world_size == 1:
-        return last
+        return found
     with ends.calls.enter("LongNet.prefill", "last rows") as scope:
         settle(scope, ends, hidden.device)
-        by_rank = torch.stack(all_gather(ends, last))
-    ranks = torch.tensor([rank for rank, _ in places], device=hidden.device)
-    return by_rank[ranks, torch.arange(len(lasts), device=hidden.device)]
+        return torch.stack(all_gather(ends, found)).sum(0)  # all but one of a row are 0
 
 
-def check_caches(model: TokenGenerator, caches: Sequence[DilatedKVCache]) -> None:
-    """Raise unless there is a cache for each block, and all hold equally many positions.
-
-    Args:
-        model: whose blocks they are for.
-        caches: of `make_caches`.
-
-    Raises:
-        TypeError, ValueError: they are not; one has another pattern than its block; or a block has
-            an attention of its own.
-    """
+def _check_caches(model: TokenGenerator, caches: Sequence[DilatedKVCache]) -> None:
+    """Raise unless each block has a cache of its pattern, and all hold equally many positions."""
     if not isinstance(caches, Sequence) or not all(isinstance(x, DilatedKVCache) for x in caches):
         raise TypeError(f"caches must be those of make_caches; got {in_brief(caches)}")
     if len(caches) != len(model.blocks):
@@ -531,45 +494,24 @@ def check_caches(model: TokenGenerator, caches: Sequence[DilatedKVCache]) -> Non
         if cache.known_lengths != lengths:
             raise ValueError(
                 "the caches of all blocks must hold the same positions; the first holds "
-                f"{_shown(lengths)}, another one {_shown(cache.known_lengths)}: rewind, select and "
-                "reset them all"
+                f"{list(lengths[:8])}, another one {list(cache.known_lengths[:8])}: rewind, "
+                "select and reset them all"
             )
 
 
-def _shown(lengths: Sequence[int]) -> str:
-    """The lengths of a few rows, for a message."""
-    rest = f" and {len(lengths) - 8} more" if len(lengths) > 8 else ""
-    return ", ".join(map(str, lengths[:8])) + rest
+def _check_tokens(
+    model: TokenGenerator, tokens: Tensor, caches: Sequence[DilatedKVCache], *, waits: bool = True
+) -> None:
+    """Raise a `ValueError` unless each row of the caches has tokens, all in the vocabulary.
 
-
-def _check_batch(tokens: Tensor, caches: Sequence[DilatedKVCache]) -> None:
-    """Raise a `ValueError` unless there are tokens for each row of the caches."""
+    On a GPU the second is looked at only if the call `waits` for it.
+    """
     batch = len(caches[0].known_lengths)
     if len(tokens) != batch:
         raise ValueError(f"the caches are for {batch} rows; got tokens for {len(tokens)}")
-
-
-def _check_prompt(model: TokenGenerator, tokens: Tensor, caches: Sequence[DilatedKVCache]) -> None:
-    """Raise a `ValueError` unless a prompt fits the caches, and the model has its tokens."""
-    _check_batch(tokens, caches)
-    if getattr(model.embed, "__func__", None) is TokenGenerator.embed:
+    is_plain = getattr(model.embed, "__func__", None) is TokenGenerator.embed
+    if is_plain and (waits or tokens.is_cpu):
         check_vocabulary(tokens, model.embedding)
-
-
-def _take_back(caches: Sequence[DilatedKVCache], before: Sequence[Lengths], count: int) -> None:
-    """Drop the `count` positions that a step has added to some caches before it failed.
-
-    Args:
-        caches: of the step.
-        before: what was known of each of them before the step.
-        count: tokens of the step; where a cache cannot take back as many, it keeps them.
-    """
-    for cache, known in zip(caches, before, strict=True):
-        added = tuple(length + count for length in known.known)
-        if cache.known_lengths == added and count <= cache.plan.max_rewind + 1:
-            known.overwritten(count)
-            with suppress(RuntimeError):  # of a device that has failed: the first error says more
-                cache.set_known(known)
 
 
 def _longest_prompt(
@@ -584,76 +526,49 @@ def _longest_prompt(
     return total if lengths is None else max(checked_lengths(lengths, len(tokens), total))
 
 
-def _check_capture(
-    capture: bool | None, model: nn.Module, device: torch.device, sharded: bool | None
-) -> None:
-    """Raise a `TypeError` or `ValueError` unless steps can be captured, where that is asked for.
-
-    Args:
-        capture: what the user asks for.
-        model: that generates.
-        device: of the tokens.
-        sharded: what the user asks for of caches.
-    """
-    if capture is not None and not isinstance(capture, bool):
-        raise TypeError(f"capture must be a bool or None, got {in_brief(capture)}")
-    if capture and (device.type != "cuda" or sharded):
-        raise ValueError(
-            "capture=True needs a CUDA device, and caches that every rank holds whole "
-            f"(sharded=False); got tokens on {device}, sharded={sharded}"
-        )
-    if capture and _has_hooks(model):
-        raise ValueError(
-            "capture=True, but modules of the model have hooks, which a CUDA graph would not call "
-            "for each token: remove them, or give capture=False"
-        )
-
-
 def _captures(
     capture: bool | None, model: nn.Module, caches: Sequence[DilatedKVCache], max_new_tokens: int
 ) -> bool:
-    """Whether steps are captured in a CUDA graph.
-
-    Args:
-        capture: what the user asks for, as `_check_capture` allows it; None: where it helps.
-        model: with no hooks where it is True.
-        caches: of its layers.
-        max_new_tokens: how many tokens are wanted.
+    """Whether steps are captured in a CUDA graph: as asked for, or where it helps (None).
 
     Raises:
-        ValueError: it is asked for, and cannot be; alike on every rank.
+        ValueError: it is asked for, and cannot be.
     """
-    if capture and caches[0].is_sharded:
-        raise ValueError(
-            f"the ranks share the rows of each cache ({caches[0].nbytes:,} bytes on each rank), "
-            "and such a step cannot be captured: give sharded=False, or capture=False"
-        )
-    device = caches[0].keys.device
-    if capture is False or device.type != "cuda":
-        return False
-    by_kernel = all(
-        steps_by_kernel(caches[0], module.backend)
-        for module in model.modules()
-        if isinstance(module, MultiheadDilatedAttention)
-    )
-    if capture and not by_kernel:
-        raise ValueError(
-            "capture=True, but the decoding kernels do not compute attention of this model, and "
-            "only they read positions on the device: they take float16, bfloat16 or float32, and "
-            "backend='auto' or 'triton'. Give capture=False"
-        )
-    return capture or (
-        by_kernel
-        and max_new_tokens >= CAPTURED_TOKENS
-        and not _has_hooks(model)
-        and not any(cache.is_sharded for cache in caches)
-        and not torch.is_autocast_enabled(device.type)
+    refusal = None if capture is False else _why_not_captured(model, caches[0])
+    if capture and refusal:
+        raise ValueError(f"capture=True {refusal}, or give capture=False")
+    if capture is not None or refusal:
+        return bool(capture)
+    return (
+        max_new_tokens >= CAPTURED_TOKENS
+        and not torch.is_autocast_enabled(caches[0].keys.device.type)
         and not any(is_dtensor(parameter) for parameter in model.parameters())
     )
 
 
-def _has_hooks(model: nn.Module) -> bool:
-    return any(runs_hooks(module) for module in model.modules())
+def _why_not_captured(model: nn.Module, cache: DilatedKVCache) -> str | None:
+    """Why a step cannot be captured, to be read behind "capture=True"; None: it can."""
+    device = cache.keys.device
+    if device.type != "cuda":
+        return f"needs a CUDA device: move model and tokens from {device}"
+    if cache.is_sharded:
+        return (
+            "needs caches that every rank holds whole, and the ranks share their rows "
+            f"({cache.nbytes:,} bytes a cache on each rank): give sharded=False"
+        )
+    if any(runs_hooks(module) for module in model.modules()):
+        return (
+            "is given, but modules of the model have hooks, which a CUDA graph would not call for "
+            "each token: remove them"
+        )
+    layers = (x for x in model.modules() if isinstance(x, MultiheadDilatedAttention))
+    if not all(steps_by_kernel(cache, layer.backend) for layer in layers):
+        return (
+            "is given, but the decoding kernels do not compute attention of this model, and only "
+            "they read positions on the device: take float16, bfloat16 or float32, and "
+            "backend='auto' or 'triton'"
+        )
+    return None
 
 
 def _captured_step(take: TakeStep, caches: Sequence[DilatedKVCache]) -> TakeStep:
@@ -670,9 +585,7 @@ def _captured_step(take: TakeStep, caches: Sequence[DilatedKVCache]) -> TakeStep
 
 
 def _digest(tensor: Tensor) -> str:
-    held = tensor.cpu().contiguous()
-    seen = ctypes.string_at(held.data_ptr(), held.nbytes)
-    return hashlib.blake2b(seen, digest_size=4).hexdigest()
+    return hashlib.blake2b(str(tensor.tolist()).encode(), digest_size=4).hexdigest()
 
 
 def _drawn(
@@ -719,9 +632,5 @@ def _look_at(tokens: list[Tensor], largest: list[Tensor], ends: Exchange) -> Non
             "logits are not finite, or -inf for all tokens that are allowed, so that none can be "
             "drawn: look at the weights, and at the dtype"
         )
-    shared = None
-    if failure is None:
-        shared = (
-            {"the last tokens drawn": _digest(torch.stack(tokens))} if ends.world_size > 1 else {}
-        )
-    agree(_NAME, ends, shared, failure, tokens[0].device)
+    drawn = {"the last tokens drawn": _digest(torch.stack(tokens))} if ends.world_size > 1 else {}
+    agree(_NAME, ends, None if failure else drawn, failure, tokens[0].device)

@@ -14,7 +14,6 @@ from ..exchange import Group, one_group
 from ..functional import Schedule
 from ..layout import SequenceLayout
 from ..parallel import fill, refuse_beside_wrapper
-from ..pattern import check_positive_int
 from ..tiles import Backend
 from .attention import MultiheadDilatedAttention
 from .block import Block
@@ -34,11 +33,8 @@ class LongNetBlock(Block):
 
     Args:
         config: the shape of the model.
-        exchange: ``"ring"`` keeps one message in flight during compute and holds the rows of at
-            most two remote shards; ``"gather"`` starts all transfers at once and holds them all;
-            ``"auto"`` gathers where they take no more memory than query and out.
-        backend: kernels that compute the tiles, one of `tiles.BACKENDS`; ``"auto"``, the default,
-            takes the fastest one that supports the tensors, and any other name is used or refused.
+        exchange: as for `LongNet`.
+        backend: as for `LongNet`.
     """
 
     is_causal = True
@@ -93,12 +89,9 @@ class LongNet(TokenGenerator):
 
     Args:
         config: the shape of the model.
-        exchange: ``"ring"`` keeps one message in flight during compute and holds the rows of at
-            most two remote shards; ``"gather"`` starts all transfers at once and holds them all;
-            ``"auto"``, the default, gathers where they take no more memory than query and out.
-        backend: kernels that compute the tiles: ``"auto"``, the default, takes the fastest that
-            supports the tensors; ``"sdpa"``, ``"fa4"``, ``"cpu_flash"``, ``"cudnn"``, ``"flash"``,
-            ``"efficient"``, ``"triton"`` and ``"eager"`` take that one or raise.
+        exchange: how rows travel between ranks, as in `dilated_attention`; ``"auto"``, the default,
+            or ``"ring"`` or ``"gather"``.
+        backend: kernels that compute the tiles, as in `dilated_attention`; default ``"auto"``.
         checkpoint: what backward recomputes: ``"none"``, the default, nothing; ``"full"`` every
             block; ``"keep_attention"`` every block except its attention.
         checkpoint_blocks: with ``"keep_attention"``, N stores the input of every Nth block only;
@@ -124,9 +117,7 @@ class LongNet(TokenGenerator):
         chunk_rows: int | None = None,
     ) -> None:
         super().__init__()
-        check_checkpoint(checkpoint, checkpoint_blocks)
-        if chunk_rows is not None:
-            check_positive_int("chunk_rows", chunk_rows)
+        check_checkpoint(checkpoint, checkpoint_blocks, chunk_rows)
         self.config = config
         self.checkpoint = checkpoint
         self.checkpoint_blocks = checkpoint_blocks

@@ -26,7 +26,7 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
 
     Its function may then be computed from its parameters, without calling it.
     """
-    # `module.weight` takes five times as long, and a step of generation asks for it 60 times.
+    # `module.weight` takes five times as long, and a layer asks for it in each call.
     return (
         type(module) is kind
         and type(module._parameters.get("weight")) is nn.Parameter
@@ -36,12 +36,8 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
 
 def runs_hooks(module: nn.Module) -> bool:
     """Whether calling a module runs hooks: its own, those of all modules, or another forward."""
-    # `LongNet.step` calls this for every module in every step.
     return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
+        hooks_of(module)
         or "forward" in module.__dict__  # as accelerate replaces it
         or _has_any_global_hook()  # type: ignore[no-untyped-call]
     )

@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import _register_namedtuple
 
 from ..documents import Integers, in_words, ints_or_tensor
-from ..engine import autocast_dtype
 from ..exchange import Group, one_group, place_in
 from ..functional import Schedule, autocast_inputs
 from ..layout import SequenceLayout
 from ..parallel import fill, is_fully_sharded
-from ..pattern import check_positive_int, in_brief
+from ..pattern import in_brief
 from ..tiles import Backend
 from ..torch_op import agreed, telling_ranks
 from .attention import MultiheadDilatedAttention
@@ -37,11 +36,8 @@ class EncoderBlock(Block):
 
     Args:
         config: the shape of the encoder.
-        exchange: ``"ring"`` keeps one message in flight during compute and holds the rows of at
-            most two remote shards; ``"gather"`` starts all transfers at once and holds them all;
-            ``"auto"`` gathers where they take no more memory than query and out.
-        backend: kernels that compute the tiles, one of `tiles.BACKENDS`; ``"auto"``, the default,
-            takes the fastest one that supports the tensors, and any other name is used or refused.
+        exchange: as for `SlideEncoder`.
+        backend: as for `SlideEncoder`.
     """
 
     attention_norm: LayerNorm
@@ -150,12 +146,9 @@ class SlideEncoder(nn.Module):
 
     Args:
         config: the shape of the encoder.
-        exchange: ``"ring"`` keeps one message in flight during compute and holds the rows of at
-            most two remote shards; ``"gather"`` starts all transfers at once and holds them all;
-            ``"auto"``, the default, gathers where they take no more memory than query and out.
-        backend: kernels that compute the tiles: ``"auto"``, the default, takes the fastest that
-            supports the tensors; ``"sdpa"``, ``"fa4"``, ``"cpu_flash"``, ``"cudnn"``, ``"flash"``,
-            ``"efficient"``, ``"triton"`` and ``"eager"`` take that one or raise.
+        exchange: how rows travel between ranks, as in `dilated_attention`; ``"auto"``, the default,
+            or ``"ring"`` or ``"gather"``.
+        backend: kernels that compute the tiles, as in `dilated_attention`; default ``"auto"``.
         checkpoint: what backward recomputes: ``"none"``, the default, only the GELU of each MLP and
             the norm after it; ``"full"`` every block; ``"keep_attention"`` every block except its
             attention.
@@ -178,9 +171,7 @@ class SlideEncoder(nn.Module):
         chunk_rows: int | None = None,
     ) -> None:
         super().__init__()
-        check_checkpoint(checkpoint, 1)
-        if chunk_rows is not None:
-            check_positive_int("chunk_rows", chunk_rows)
+        check_checkpoint(checkpoint, 1, chunk_rows)
         self.config = config
         self.checkpoint = checkpoint
         self.chunk_rows = chunk_rows
@@ -325,33 +316,11 @@ class SlideEncoder(nn.Module):
             raise TypeError(
                 f"coordinates must be integers, float32 or float64; got {coordinates.dtype}"
             )
-        _check_kind(features, coordinates, self.embedding)
         if features.shape[:2] != coordinates.shape[:2]:
             raise ValueError(
                 "features and coordinates must have the same batch and tiles; got shapes "
                 f"{tuple(features.shape)} and {tuple(coordinates.shape)}"
             )
-
-
-def _check_kind(features: Tensor, coordinates: Tensor, embedding: nn.Module) -> None:
-    """Raise unless features are of a dtype and where a plain projection can take them."""
-    if not is_plain(embedding, nn.Linear):
-        return
-    weight = embedding.weight
-    assert isinstance(weight, Tensor)
-    if not (features.device == coordinates.device == weight.device):
-        raise ValueError(
-            "features, coordinates and the parameters must be on one device; got "
-            f"{features.device}, {coordinates.device} and {weight.device}"
-        )
-    allowed, casts = {weight.dtype}, autocast_dtype(features.device.type) is not None
-    if casts and weight.dtype != torch.float64:
-        allowed |= {torch.float32, torch.bfloat16, torch.float16}
-    if features.dtype not in allowed:
-        raise TypeError(
-            f"features must be in the dtype of the parameters, {weight.dtype}, or under autocast "
-            f"float32, bfloat16 or float16; got {features.dtype}: pass features.to({weight.dtype})"
-        )
 
 
 def _positions(lengths: Integers | None, batch: int, most: int) -> Integers | None:

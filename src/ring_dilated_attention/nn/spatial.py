@@ -47,13 +47,8 @@ def hilbert_order(coordinates: Tensor) -> Tensor:
     """
     if not isinstance(coordinates, Tensor):
         raise TypeError(f"coordinates must be a tensor, got {in_brief(coordinates)}")
-    _check_dense("coordinates", coordinates)
     if coordinates.dtype == torch.bool or coordinates.is_complex():
         raise TypeError(f"coordinates must be integer or floating; got {coordinates.dtype}")
-    if coordinates.dtype in (torch.uint16, torch.uint32, torch.uint64):
-        raise TypeError(
-            f"torch computes little with {coordinates.dtype}: pass coordinates.to(torch.int64)"
-        )
     if coordinates.dim() != 2 or coordinates.shape[1] not in (2, 3):
         raise ValueError(
             f"coordinates must have shape (n, 2) or (n, 3); got {shape_in_brief(coordinates)}"
@@ -83,7 +78,6 @@ def inverse_order(order: Tensor) -> Tensor:
     """
     if not isinstance(order, Tensor):
         raise TypeError(f"order must be a tensor, got {in_brief(order)}")
-    _check_dense("order", order)
     if order.dim() != 1 or order.dtype != torch.int64:
         raise ValueError(
             f"order must be int64 of one dimension; got {order.dtype} {shape_in_brief(order)}"
@@ -95,11 +89,6 @@ def inverse_order(order: Tensor) -> Tensor:
     if not (inside & (inverse >= 0)).all():
         raise ValueError(f"order must hold each number from 0 to {count - 1} once")
     return inverse
-
-
-def _check_dense(name: str, tensor: Tensor) -> None:
-    if tensor.is_nested or tensor.layout != torch.strided or tensor.is_meta:
-        raise TypeError(f"{name} must be a dense tensor that holds numbers")
 
 
 def _cells_of_ints(coordinates: Tensor, most_bits: int) -> tuple[Tensor, int]:

@@ -584,7 +584,7 @@ def test_cells_of_packed_tiles(is_causal):
         want = build_cells(group.tiles, **sizes)
         assert sorted(got.table.tolist()) == sorted(want.table.tolist())
         assert len(got.query_programs) == len(want.query_programs)
-        assert (got.is_causal, got.max_queries) == (is_causal, want.max_queries)
+        assert (got.is_causal, got.reach) == (is_causal, want.reach)
     with pytest.raises(ValueError, match="all causal or none"):
         build_cells([group.tiles[0]._replace(is_causal=not is_causal)], group.packed, **sizes)
 

@@ -14,6 +14,7 @@ from ring_dilated_attention.kernels.rows import add_rows, merge_rows, row_sums
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROWS, HEADS = 19, 3
+LENGTH = 4 * ROWS + HEADS
 
 
 def _view(tensor):
@@ -30,12 +31,12 @@ def _random(*shape, dtype=torch.float32):
     return torch.randn(*shape, device=DEVICE).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("head_dim", [8, 24, 128])
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"), [(8, torch.float32), (24, torch.bfloat16), (128, torch.float32)]
+)
 def test_merge(head_dim, dtype):
     torch.manual_seed(0)
-    length = 4 * ROWS + HEADS
-    out, lse = _random(length, HEADS, head_dim, dtype=dtype), 5 * _random(length, HEADS)
+    out, lse = _random(LENGTH, HEADS, head_dim, dtype=dtype), 5 * _random(LENGTH, HEADS)
     lse[3:9] = -torch.inf  # nothing seen yet,
     out[3:9] = torch.nan  # so what is there must not count
     tile_out = _random(2, HEADS, ROWS, head_dim, dtype=dtype)
@@ -44,7 +45,7 @@ def test_merge(head_dim, dtype):
     tile_lse[:, :, 7], _view(lse)[:, :, 8] = 1e4, -1e4
     want_out, want_lse = out.double().nan_to_num(), lse.double()
     merge_(_view(want_out), _view(want_lse), tile_out.double(), tile_lse.double())
-    untouched = torch.ones(length, HEADS, dtype=torch.bool, device=DEVICE)
+    untouched = torch.ones(LENGTH, HEADS, dtype=torch.bool, device=DEVICE)
     _view(untouched).fill_(False)
     before = out[untouched].clone()
     merge_rows(_view(out), _view(lse), tile_out, tile_lse, store=False)
@@ -52,41 +53,35 @@ def test_merge(head_dim, dtype):
     assert relative_error(out[seen], want_out[seen]) < rounding_bound(dtype, 16)
     assert_close_to(lse, want_lse, terms=16)
     assert torch.equal(out[untouched].nan_to_num(), before.nan_to_num())
-
-
-def test_store_does_not_read():
-    out = torch.full((4 * ROWS + HEADS, HEADS, 16), torch.nan, device=DEVICE)
-    lse = torch.full((4 * ROWS + HEADS, HEADS), torch.nan, device=DEVICE)
-    tile_out, tile_lse = _random(2, HEADS, ROWS, 16), _random(2, HEADS, ROWS)
-    merge_rows(_view(out), _view(lse), tile_out, tile_lse, store=True)
+    out.fill_(torch.nan), lse.fill_(torch.nan)
+    merge_rows(_view(out), _view(lse), tile_out, tile_lse, store=True)  # which does not read
     assert torch.equal(_view(out), tile_out)
     assert torch.equal(_view(lse), tile_lse)
-    total = torch.full_like(out, torch.nan)
-    add_rows([_view(total)], [tile_out], store=True)
-    assert torch.equal(_view(total), tile_out)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("head_dim", [8, 48])
-def test_add(head_dim, dtype):
-    total = _random(4 * ROWS + HEADS, HEADS, head_dim, dtype=dtype)
-    part = _random(2, HEADS, ROWS, head_dim)
+@pytest.mark.parametrize("store", [True, False])
+def test_add(store, dtype):
+    total = _random(LENGTH, HEADS, 48, dtype=dtype)
+    part = _random(2, HEADS, ROWS, 48)
     want = total.float()
+    if store:
+        total.fill_(torch.nan), want.fill_(0)
     _view(want).add_(part)
-    add_rows([_view(total)], [part], store=False)
+    add_rows([_view(total)], [part], store=store)
     # The interpreter cuts off what bf16 cannot hold instead of rounding.
-    assert relative_error(total, want) < rounding_bound(dtype)
+    assert relative_error(_view(total), _view(want)) < rounding_bound(dtype)
 
 
 @pytest.mark.parametrize("store", [True, False])
 def test_additions_that_are_alike_share_a_launch(store, monkeypatch):
     """Five are alike, two have another length, one another dtype."""
     launches = []
-    launch = Launcher.__call__
+    call = Launcher.__call__
 
-    def counted(self, grid, *rest):
-        launches.append(grid[1])
-        launch(self, grid, *rest)
+    def counted(self, launch, tensors):
+        launches.append(launch.grid[1])
+        call(self, launch, tensors)
 
     monkeypatch.setattr(Launcher, "__call__", counted)
     shapes = [(2, HEADS, n, 16) for n in (ROWS, 7, ROWS, ROWS, ROWS, 7, ROWS, ROWS)]
@@ -95,16 +90,13 @@ def test_additions_that_are_alike_share_a_launch(store, monkeypatch):
     totals = [_random(*shape) for shape in shapes]
     pairs = list(zip(totals, parts, strict=True))
     want = [part.float() if store else total + part for total, part in pairs]
-    if store:
-        for total in totals:
-            total.fill_(torch.nan)
     add_rows(totals, parts, store=store)
     for total, expected in zip(totals, want, strict=True):
         assert_close_to(total, expected)
     assert launches == [3, 2, 2, 1]
 
 
-@pytest.mark.parametrize("head_dim", [8, 48, 128])
+@pytest.mark.parametrize("head_dim", [8, 48])
 def test_row_sums(head_dim):
     dout, out = _random(2, 2, 37, HEADS, head_dim, dtype=torch.bfloat16)
     delta = torch.full((2, HEADS, 37), torch.nan, device=DEVICE)

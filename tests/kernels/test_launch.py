@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from triton import knobs
 from triton.knobs import HookChain
 
-from ring_dilated_attention.kernels.launch import MOST_FORMS, Launcher
+from ring_dilated_attention.kernels.launch import MOST_FORMS, KernelLaunch, Launcher
 
 NAMES = ("a", "b", "n", "scale", "BLOCK", "CAUSAL")
 
@@ -26,6 +26,7 @@ class Kernel:
             )
             for name in NAMES
         ]
+        self.launch = Launcher(self, stream_of=lambda _: 17)
 
     def __getitem__(self, grid):
         def run(*arguments, **constants):
@@ -33,6 +34,19 @@ class Kernel:
             return None if self.interpreted else _Compiled(self)
 
         return run
+
+    def call(self, memo=None, **changes):
+        tensor = torch.zeros(64)
+        given: dict[str, Any] = {"a": tensor, "b": tensor, "n": 7, "scale": 0.5}
+        given |= {"CAUSAL": True, "BLOCK": 64} | changes
+        constants = {name: x for name, x in given.items() if name.isupper()} | {"num_warps": 4}
+        numbers, memo = (given["n"], given["scale"]), {} if memo is None else memo
+        self.launch(KernelLaunch((3, 2), numbers, constants, memo), (given["a"], given["b"]))
+        return given
+
+    @property
+    def counts(self):
+        return len(self.compiled), len(self.launched)
 
 
 class _Compiled:
@@ -45,33 +59,18 @@ class _Compiled:
         return lambda *arguments: self.kernel.told.append((grid, arguments))
 
     def run(self, rows, columns, layers, *given):
-        *known, enter, leave = given[:6]
-        assert known == [17, "function", "metadata", None]
-        assert enter is None is leave
+        assert given[:6] == (17, "function", "metadata", None, None, None)
         self.kernel.launched.append(((rows, columns, layers), given[6:]))
-
-
-def launcher(kernel):
-    return Launcher(kernel, stream_of=lambda _: 17)
-
-
-def call(launch, memo=None, **changes):
-    tensor = torch.zeros(64)
-    given = {"a": tensor, "b": tensor, "n": 7, "scale": 0.5, "CAUSAL": True, "BLOCK": 64} | changes
-    constants = {name: x for name, x in given.items() if name.isupper()} | {"num_warps": 4}
-    launch((3, 2), (given["a"], given["b"]), (given["n"], given["scale"]), constants, memo)
-    return given
 
 
 def test_a_launch_like_another_goes_to_its_compiled_kernel():
     kernel = Kernel()
-    launch = launcher(kernel)
-    call(launch)
-    (((grid, arguments, constants),), launched) = kernel.compiled, kernel.launched
-    assert (grid, len(arguments), launched) == ((3, 2), 4, [])
+    kernel.call()
+    ((grid, arguments, constants),) = kernel.compiled
+    assert (grid, len(arguments), kernel.launched) == ((3, 2), 4, [])
     assert constants == {"CAUSAL": True, "BLOCK": 64, "num_warps": 4}
-    given = call(launch, a=torch.ones(64), n=2**31 - 1, scale=-2.0)
-    assert len(kernel.compiled) == 1
+    given = kernel.call(a=torch.ones(64), n=2**31 - 1, scale=-2.0)
+    assert kernel.counts == (1, 1)
     ((grid, arguments),) = kernel.launched
     assert grid == (3, 2, 1)
     assert arguments[0] is given["a"]
@@ -92,70 +91,57 @@ def test_a_launch_like_another_goes_to_its_compiled_kernel():
 )
 def test_what_triton_compiles_for_makes_another_form(change):
     kernel = Kernel()
-    launch = launcher(kernel)
-    call(launch)
+    kernel.call()
     for _ in range(2):
-        call(launch, **change)
-    assert (len(kernel.compiled), len(kernel.launched)) == (2, 1)
+        kernel.call(**change)
+    assert kernel.counts == (2, 1)
 
 
 def test_a_memo_saves_looking_at_numbers_and_constants():
-    kernel = Kernel()
-    launch, memo = launcher(kernel), dict[Any, Any]()
+    kernel, memo = Kernel(), dict[Any, Any]()
     for _ in range(3):
-        call(launch, memo)
-    launch.forms.clear()  # whoever has a memo needs nothing else
-    given = call(launch, memo)
-    assert (len(kernel.compiled), len(kernel.launched)) == (1, 3)
-    assert kernel.launched[-1][1][0] is given["a"]
-    call(launch, memo, b=torch.zeros(65)[1:])  # tensors are looked at all the same
-    assert (len(kernel.compiled), len(kernel.launched)) == (2, 3)
+        kernel.call(memo)
+    kernel.launch.forms.clear()  # whoever has a memo needs nothing else
+    kernel.call(memo)
+    assert kernel.counts == (1, 3)
+    kernel.call(memo, b=torch.zeros(65)[1:])  # tensors are looked at all the same
+    assert kernel.counts == (2, 3)
 
 
 @pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
 def test_hooks_are_told_of_launches(name, monkeypatch):
     kernel = Kernel()
-    launch = launcher(kernel)
-    call(launch)
+    kernel.call()
     one, chain = (lambda *_: None), HookChain()
     for hook in (None, chain):
         monkeypatch.setattr(knobs.runtime, name, hook)
-        call(launch)
+        kernel.call()
     assert (len(kernel.launched), kernel.told) == (2, [])
     monkeypatch.setattr(knobs.runtime, name, one)  # as before Triton 3.5
-    call(launch)
+    kernel.call()
     monkeypatch.setattr(knobs.runtime, name, chain)
     chain.add(one)
-    given = call(launch)
+    given = kernel.call()
     assert (len(kernel.launched), len(kernel.told)) == (2, 2)
     grid, arguments = kernel.told[-1]
     assert grid == (3, 2, 1)
     assert arguments[0] is given["a"]
 
 
-def test_a_large_scale_is_no_large_integer():
+def test_what_is_kept():
     kernel = Kernel()
-    launch = launcher(kernel)
-    for scale in (2.0**64, 2.0**63):
-        call(launch, scale=scale)
-    assert (len(kernel.compiled), len(kernel.launched)) == (1, 1)
-
-
-def test_where_nothing_is_compiled_nothing_is_kept():
-    kernel = Kernel(interpreted=True)
-    launch = launcher(kernel)
+    for scale in (2.0**64, 2.0**63):  # a large float is no large integer
+        kernel.call(scale=scale)
+    assert kernel.counts == (1, 1)
+    for block in range(MOST_FORMS + 9):
+        kernel.call(BLOCK=block)
+    assert len(kernel.launch.forms) == MOST_FORMS
+    interpreted = Kernel(interpreted=True)  # nothing is compiled there
     for _ in range(3):
-        call(launch)
-    assert (len(kernel.compiled), kernel.launched) == (3, [])
+        interpreted.call()
+    assert interpreted.counts == (3, 0)
 
 
 def test_an_integer_that_is_specialised_on_is_refused():
     with pytest.raises(AssertionError):
-        call(launcher(Kernel(specialized=("n",))))
-
-
-def test_few_forms_are_kept():
-    launch = launcher(Kernel())
-    for block in range(MOST_FORMS + 9):
-        call(launch, BLOCK=block)
-    assert len(launch.forms) == MOST_FORMS
+        Kernel(specialized=("n",)).call()

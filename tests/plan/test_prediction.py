@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, plan_attention
-from ring_dilated_attention.kernels import H200
+from ring_dilated_attention.cli.plan import h200_rates
 from ring_dilated_attention.plan import costs
 
 SIZE = costs.TensorSize(batch=1, head_dim=8, element_size=2)
@@ -110,16 +110,11 @@ def test_short_tiles_and_groups_take_longer():
     assert costs.predict(rank, SIZE, halved, backward=False).seconds == pytest.approx(2 * one + 3)
 
 
-def test_rates_of_devices():
-    def forward(profile=H200, **size):
-        rows = replace(SIZE, **size)
-        return profile.rates(rows, link_gb_s=300, network_gb_s=40).forward.flops
+def test_rates_of_rows():
+    def forward(**size):
+        return h200_rates(replace(SIZE, **size)).forward.flops
 
     assert forward(head_dim=128, element_size=2) > forward(head_dim=64, element_size=2)
     assert forward(head_dim=64, element_size=2) > 5 * forward(head_dim=64, element_size=4)
-    half = replace(H200, rate=0.5)
-    assert forward(half, head_dim=128) == forward(head_dim=128) / 2
     with pytest.raises(ValueError, match="no rate of float64; allowed: bfloat16"):
         forward(element_size=8)
-    with pytest.raises(ValueError, match="network_gb_s must be finite and above 0; got 0"):
-        H200.rates(SIZE, link_gb_s=1, network_gb_s=0)

@@ -13,25 +13,25 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ring_dilated_attention.kernels import backward, decode, device_profile, forward, own_backward
+from ring_dilated_attention.kernels import backward, decode, device_profile, forward
 from ring_dilated_attention.kernels.device_profile import H200
 from ring_dilated_attention.kernels.launch import Launcher
 
 
-def launched(module, argument):
-    """The kernel that a module launches with an argument of this name."""
+def launched(module, *arguments):
+    """The kernel that a module launches with arguments of these names."""
     kernels = [x.kernel for x in vars(module).values() if isinstance(x, Launcher)]
-    (found,) = (kernel for kernel in kernels if argument in kernel.arg_names)
+    (found,) = (kernel for kernel in kernels if {*arguments} <= {*kernel.arg_names})
     return found
 
 
 KERNELS: dict[str, Any] = {
     "forward": launched(forward, "cells"),
-    "dq": launched(backward, "dq"),
-    "dkdv": launched(backward, "dk"),
+    "dq": launched(backward, "cells", "dq"),
+    "dkdv": launched(backward, "cells", "dk"),
     "own_forward": launched(forward, "ranges"),
-    "own_dq": launched(own_backward, "dq"),
-    "own_dkdv": launched(own_backward, "dk"),
+    "own_dq": launched(backward, "ranges", "dq"),
+    "own_dkdv": launched(backward, "ranges", "dk"),
     "decode": launched(decode, "q"),
 }
 TABLES = {
@@ -40,7 +40,7 @@ TABLES = {
     **dict.fromkeys(("parts",), "*fp32"),
 }
 TENSORS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "new_k", "new_v")
-DECODED = [(2, 64), (2, 128), (4, 128), (4, 256)]
+DECODED = [(2, 128), (4, 256)]
 """Bytes of an element and head_dims for which decoding is compiled, as for a smaller GPU."""
 
 

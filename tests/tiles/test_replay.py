@@ -1,6 +1,7 @@
 """What a function's compiled kernels were called with is called again, or nothing is kept."""
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +12,24 @@ from ring_dilated_attention.tiles import TileGradients, TileInputs, fa4
 from ring_dilated_attention.tiles.replay import MOST_KEPT, Replay
 
 
-class Library:
-    """Like flash-attn-4: functions that look kernels up in caches, and allocate."""
+class Function:
+    """Like flash-attn-4's: it looks kernels up in caches of two functions, and allocates.
 
-    def __init__(self):
-        self.chosen = 0  # how often a function went through its Python
+    Args:
+        copies: kernels are given a copy of x.
+        hides: one is called without a look-up.
+        nests: one is given tensors in a tuple.
+        allocates: of the `Replay`.
+
+    Attributes:
+        chosen: how often it went through its Python.
+    """
+
+    def __init__(self, *, copies=False, hides=False, nests=False, allocates=True):
+        self.copies, self.hides, self.nests, self.chosen = copies, hides, nests, 0
+        self.owners = [SimpleNamespace(compile_cache={}) for _ in range(2)]
+        self.caches = [owner.compile_cache for owner in self.owners]
+        self.replay = Replay(lambda: self.owners, allocates=allocates)
 
     def prepare(self, x, part):
         part.copy_(x.double().sum(-1))
@@ -24,78 +38,63 @@ class Library:
         assert nothing is None
         out.copy_(scale * (x + y) * part[..., None])
 
-
-class Function:
-    def __init__(self):
-        self.compile_cache = {}
-
-
-def made(*, copies=False, allocates=True, hides=False, nests=False):
-    """A function of (x, y, out), and its Replay."""
-    library, first, second = Library(), Function(), Function()
-
-    def function(x, y, out, scale):
-        library.chosen += 1
-        x, y = (x.clone(), y) if copies else (x.detach(), y.detach())
+    def compute(self, x, y, out, scale):
+        self.chosen += 1
+        x, y = (x.clone(), y) if self.copies else (x.detach(), y.detach())
         part = torch.empty(x.shape[:-1])
-        first.compile_cache["prepare"] = library.prepare
-        first.compile_cache["prepare"](x, part)
-        second.compile_cache["finish"] = library.finish
-        given = x, y, part, out, scale, None
-        if nests:
-            second.compile_cache["nested"] = lambda pair, *rest: library.finish(*pair, *rest)
-            second.compile_cache["nested"](given[:2], *given[2:])
-        elif hides:
-            library.finish(*given)
+        first, second = (owner.compile_cache for owner in self.owners)
+        first["prepare"] = self.prepare
+        first["prepare"](x, part)
+        second["finish"] = self.finish
+        second["nested"] = lambda pair, *rest: self.finish(*pair, *rest)
+        given = part, out, scale, None
+        if self.nests:
+            second["nested"]((x, y), *given)
         else:
-            second.compile_cache["finish"](*given)
+            (self.finish if self.hides else second["finish"])(x, y, *given)
 
-    replay = Replay(lambda: [first, second], allocates=allocates)
-
-    def run(x, y, out, scale=2.0, memo=None):
+    def run(self, x, y, out, scale=2.0, memo=None):
         def call(noting):
             with noting:
-                function(x, y, out, scale)
+                self.compute(x, y, out, scale)
 
-        replay((x, y, out), scale, call, memo)
+        try:
+            self.replay((x, y, out), scale, call, memo)
+        finally:
+            found = [owner.compile_cache for owner in self.owners]
+            assert all(a is b for a, b in zip(found, self.caches, strict=True))
 
-    return library, run, replay, (first, second)
-
-
-def check(run, shape=(3, 4), scale=2.0, step=1, memo=None):
-    x, y = torch.randn(2, *shape[:-1], shape[-1] * step)[..., ::step]
-    out = torch.full(shape, torch.nan)
-    run(x, y, out, scale, memo)
-    exact = scale * (x.double() + y) * x.double().sum(-1, keepdim=True)
-    assert_close_to(out, exact, terms=shape[-1])
+    def check(self, shape=(3, 4), scale=2.0, step=1, memo=None):
+        x, y = torch.randn(2, *shape[:-1], shape[-1] * step)[..., ::step]
+        out = torch.full(shape, torch.nan)
+        self.run(x, y, out, scale, memo)
+        exact = scale * (x.double() + y) * x.double().sum(-1, keepdim=True)
+        assert_close_to(out, exact, terms=shape[-1])
 
 
 def test_a_kind_of_call_goes_through_its_python_once():
-    library, run, _, owners = made()
-    caches = [owner.compile_cache for owner in owners]
-    for _ in range(4):
-        check(run)
-    assert library.chosen == 1
-    assert all(owner.compile_cache is cache for owner, cache in zip(owners, caches, strict=True))
-    for kind in ({"shape": (5, 4)}, {"scale": -1.0}, {"step": 2}):
-        for _ in range(3):
-            check(run, **kind)
-    assert library.chosen == 4
+    function = Function()
+    for kind in ({}, {"shape": (5, 4)}, {"scale": -1.0}, {"step": 2}):
+        for _ in range(4):
+            function.check(**kind)
+    assert function.chosen == 4
+    for scale in range(MOST_KEPT + 5):
+        function.check(scale=float(scale))
+    assert len(function.replay.kept) == MOST_KEPT
 
 
 def test_a_memo_saves_looking_for_the_kind():
-    library, run, replay, _ = made()
+    function = Function()
     memos: list[dict[Any, Any]] = [{}, {}]
     for memo in memos:
         for _ in range(3):
-            check(run, memo=memo)
-    assert library.chosen == 1
-    replay.kept.clear()  # whoever has a memo needs nothing else
+            function.check(memo=memo)
+    function.replay.kept.clear()  # whoever has a memo needs nothing else
     for memo in memos:
-        check(run, memo=memo)
-    assert library.chosen == 1
-    check(run)
-    assert library.chosen == 2
+        function.check(memo=memo)
+    assert function.chosen == 1
+    function.check()
+    assert function.chosen == 2
 
 
 @pytest.mark.parametrize(
@@ -104,87 +103,68 @@ def test_a_memo_saves_looking_for_the_kind():
     ids=lambda how: next(iter(how)),
 )
 def test_what_is_not_understood_is_not_kept(how):
-    library, run, *_ = made(**how)
-    memo: dict[Any, Any] = {}
+    function, memo = Function(**how), dict[Any, Any]()
     for given in (None, None, memo, memo):
-        check(run, memo=given)
-    assert library.chosen == 4
+        function.check(memo=given)
+    assert function.chosen == 4
     assert not memo
 
 
 def test_tensors_at_one_address_are_not_told_apart():
-    library, run, *_ = made()
-    x, out = torch.randn(3, 4), torch.empty(3, 4)
+    function, x, out = Function(), torch.randn(3, 4), torch.empty(3, 4)
     for _ in range(3):
-        run(x, x, out)
+        function.run(x, x, out)
         assert_close_to(out, 4 * x.double() * x.double().sum(-1, keepdim=True), terms=4)
-    assert library.chosen == 3
+    assert function.chosen == 3
 
 
 def test_an_error_leaves_the_library_as_it_was():
-    library, run, replay, owners = made()
-    caches = [owner.compile_cache for owner in owners]
+    function = Function()
     with pytest.raises(RuntimeError):
-        run(torch.randn(3, 4), torch.randn(3, 5), torch.empty(3, 4))
-    assert all(owner.compile_cache is cache for owner, cache in zip(owners, caches, strict=True))
-    check(run)
-    check(run)
-    assert (library.chosen, len(replay.kept)) == (2, 1)
+        function.run(torch.randn(3, 4), torch.randn(3, 5), torch.empty(3, 4))
+    function.check()
+    function.check()
+    assert (function.chosen, len(function.replay.kept)) == (2, 1)
 
 
 def test_calls_of_other_threads_are_not_noted():
-    library, run, _, (first, _) = made()
-    prepare = library.prepare
-    threads: list[threading.Thread] = []
+    function = Function()
+    prepare, threads = function.prepare, list[threading.Thread]()
 
     def interrupted(*given):
         prepare(*given)
         if not threads:
-            call = first.compile_cache["prepare"]  # another thread looks its kernel up
-            threads.append(threading.Thread(target=other))
+            call = function.owners[0].compile_cache["prepare"]
+            threads.append(threading.Thread(target=other))  # it looks its kernel up
             threads[0].start()
             threads[0].join()
             assert call is not interrupted
 
     def other():
-        call = first.compile_cache["prepare"]
+        call = function.owners[0].compile_cache["prepare"]
         assert call is interrupted
         call(torch.randn(7, 4), torch.empty(7))
 
-    library.prepare = interrupted
+    vars(function)["prepare"] = interrupted
     for _ in range(3):
-        check(run)
-    assert library.chosen == 1
-
-
-def test_few_kinds_are_kept():
-    _, run, replay, _ = made()
-    for scale in range(MOST_KEPT + 5):
-        check(run, scale=float(scale))
-    assert len(replay.kept) == MOST_KEPT
-
-
-def _lse_given_for(lse, monkeypatch):
-    """What flash-attn-4's backward is given for an lse (batch, heads, rows)."""
-    given = []
-    monkeypatch.setattr(fa4, "BACKWARDS", lambda tensors, *_: given.append(tensors[5]))
-    q, k, v, dout, out = torch.zeros(5, lse.shape[0], lse.shape[2], lse.shape[1], 8).unbind()
-    fa4.FA4.backward(TileInputs(q, k, v, False, 1.0), TileGradients(dout, out, lse))
-    (found,) = given
-    assert torch.equal(found, lse)
-    assert found.data_ptr() % 16 == 0
-    assert found.stride(2) == 1
-    assert all(stride % 4 == 0 for stride in found.stride()[:2]) or found.is_contiguous()
-    return found
+        function.check()
+    assert function.chosen == 1
 
 
 def test_flash_attn_4_is_given_an_lse_that_it_does_not_copy(monkeypatch):
     """It would copy one whose rows are not aligned, in each call, and none could be kept."""
-    whole = torch.randn(2, 3, 64)
+    given = []
+    monkeypatch.setattr(fa4, "BACKWARDS", lambda tensors, *_: given.append(tensors[5]))
+    whole, odd = torch.randn(2, 3, 64), torch.randn(1, 3, 61)
     segments = whole.unflatten(2, (4, 16)).transpose(1, 2).flatten(0, 1)  # copied: two strides
     aligned = whole[:1].unflatten(2, (4, 16)).transpose(1, 2)[0]
-    assert _lse_given_for(aligned, monkeypatch).data_ptr() == aligned.data_ptr()
-    assert _lse_given_for(segments, monkeypatch).data_ptr() == segments.data_ptr()
-    odd = torch.randn(1, 3, 61)
-    for other in (odd[:, 1:], odd[:, :, 4:20], whole[:, :, 1:17], whole[:, :, ::2]):
-        assert _lse_given_for(other, monkeypatch).data_ptr() != other.data_ptr()
+    others = odd[:, 1:], odd[:, :, 4:20], whole[:, :, 1:17], whole[:, :, ::2]
+    for lse in (aligned, segments, *others):
+        q, k, v, dout, out = torch.zeros(5, lse.shape[0], lse.shape[2], lse.shape[1], 8).unbind()
+        fa4.FA4.backward(TileInputs(q, k, v, False, 1.0), TileGradients(dout, out, lse))
+        found = given.pop()
+        assert torch.equal(found, lse)
+        assert found.data_ptr() % 16 == 0
+        assert found.stride(2) == 1
+        assert all(stride % 4 == 0 for stride in found.stride()[:2]) or found.is_contiguous()
+        assert (found.data_ptr() == lse.data_ptr()) is (lse is aligned or lse is segments)

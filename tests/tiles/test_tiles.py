@@ -1,32 +1,47 @@
+"""Which back end computes tiles, by name and device; and torch's kernels against eager code."""
+
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from typing import get_args
 
 import pytest
 import torch
-from support.simulated_devices import simulated
+from support.simulated_devices import DEVICES, simulated
 from support.tolerances import FLOAT64, assert_close_to
 
 from ring_dilated_attention import DilatedPattern, dilated_attention
 from ring_dilated_attention.checks import relative_error
 from ring_dilated_attention.engine import readable_in_backward
+from ring_dilated_attention.kernels import profile_of
 from ring_dilated_attention.resolve import forget_plans
 from ring_dilated_attention.tiles import (
     BACKENDS,
     Backend,
+    Limits,
+    Selection,
     TileGradients,
     TileInputs,
+    backend_named,
+    limits_on,
     sdpa,
     select,
     select_backend,
 )
 from ring_dilated_attention.tiles.sdpa import EAGER, in_one_layout
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+ON_H200 = CPU  # what is no GPU has an H200's profile
+FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
+
+
+def name_of(*arguments):
+    backend = select_backend(*arguments).backend
+    return backend and backend.name
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("head_dim", [1, 5, 16, 80, 256])
+@pytest.mark.parametrize("head_dim", [1, 5, 80, 256])
 @pytest.mark.parametrize("rows", [1, 2, 33])
 def test_fused_tiles_on_overlapping_views_equal_eager(rows, head_dim, is_causal):
     """Backward is given an out and lse merged with other keys', as the ring does."""
@@ -34,14 +49,10 @@ def test_fused_tiles_on_overlapping_views_equal_eager(rows, head_dim, is_causal)
     backend = select_backend("cpu_flash", CPU, torch.float64, head_dim).backend
     assert backend is not None
     n, heads = 2 * rows + 3, 3
-    q, k, v, dout, other = torch.randn(5, 1, n, heads, head_dim, dtype=torch.float64)
+    *tensors, other = torch.randn(5, 1, n, heads, head_dim, dtype=torch.float64)
     # Heads at their own offsets, every second row: strides overlap.
-    q, k, v, dout = (
-        x.as_strided(
-            (1, heads, rows, head_dim), (0, heads * head_dim + head_dim, 2 * heads * head_dim, 1)
-        )
-        for x in (q, k, v, dout)
-    )
+    shape, row = (1, heads, rows, head_dim), heads * head_dim
+    q, k, v, dout = (x.as_strided(shape, (0, row + head_dim, 2 * row, 1)) for x in tensors)
     inputs = TileInputs(q, k, v, is_causal, 0.3)
     out, lse = EAGER.forward(inputs)
     got_out, got_lse = backend.forward(inputs)
@@ -56,46 +67,101 @@ def test_fused_tiles_on_overlapping_views_equal_eager(rows, head_dim, is_causal)
         assert_close_to(a, b, terms=64 * 64)
 
 
-def _name(*arguments):
-    backend = select_backend(*arguments).backend
-    return backend and backend.name
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (("auto", CPU, FLOAT32, 64), "cpu_flash"),
+        (("sdpa", CPU, BFLOAT16, 64), "cpu_flash"),
+        (("eager", CPU, FLOAT32, 64), "eager"),
+        (("auto", CUDA, torch.float64, 64), "eager"),
+    ],
+)
+def test_a_name_stands_for_what_can_compute_it(arguments, name):
+    assert name_of(*arguments) == name
 
 
-@pytest.mark.parametrize("warn_only", [False, True])
-def test_kernels_whose_gradients_vary_are_no_deterministic_ones(warn_only, monkeypatch):
-    kernels = [replace(x, refusal=lambda *_: None) for x in (sdpa.CUDNN, sdpa.FLASH)]
-    groups = {"_SDPA": tuple(kernels), "AUTO": tuple(kernels), "_NAMED": {"cudnn": kernels[0]}}
-    for group, backends in groups.items():
-        monkeypatch.setattr(select, group, backends)
-    with deterministic(warn_only=warn_only):
-        for name in ("auto", "sdpa"):
-            assert _name(name, CPU, torch.float16, 64) == ("cudnn" if warn_only else "flash")
-        if not warn_only:
-            with pytest.raises(ValueError, match=r"cudnn: its gradients may differ from run to"):
-                select_backend("cudnn", CPU, torch.float16, 64)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("cudnn", CPU, FLOAT32, 64), "cudnn: it runs on cuda, the inputs are on cpu"),
+        (("flash", CUDA, BFLOAT16, 12), "multiple of 8 up to 256, not 12"),
+        (("cudnn", CUDA, torch.float64, 64), "takes float16, bfloat16, the inputs are float64"),
+        (("sdpa", CUDA, torch.float64, 64), r"cpu_flash.*cudnn.*flash.*efficient"),
+        # Eager would take memory of rows^2: only when asked for.
+        (("auto", CUDA, BFLOAT16, 12), "a multiple of 8 up to 256, not 12"),
+        (("auto", CUDA, BFLOAT16, 264), "a multiple of 8 up to 256, not 264"),
+        (("fast", CPU, FLOAT32, 64), "backend must be one of 'auto', 'sdpa'"),
+    ],
+)
+def test_a_name_is_used_or_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        select_backend(*arguments)
+    assert set(get_args(Backend)) == set(BACKENDS)
 
 
-def test_a_call_heeds_determinism_that_is_asked_for_later(monkeypatch):
-    """The same call before chose another kernel."""
-    chosen = []
+@pytest.mark.parametrize("head_dim", [48, 64, 256])
+@pytest.mark.parametrize("name", ["P100", "T4"])
+def test_gpus_that_flash_attention_refuses(name, head_dim, monkeypatch):
+    """GigaPath's heads of 48, too: by torch's memory-efficient kernels, but for bfloat16."""
+    device = simulated(monkeypatch, name)
+    for dtype in (FLOAT16, FLOAT32):
+        for backend in ("auto", "sdpa", "efficient"):
+            assert name_of(backend, device, dtype, head_dim) == "efficient"
+    for backend in ("cudnn", "flash"):
+        with pytest.raises(ValueError, match=r"compute capability 8\.0 and above, the device has"):
+            select_backend(backend, device, FLOAT16, min(head_dim, 128))
+    with pytest.raises(ValueError, match=r"efficient: it takes bfloat16 from compute capability"):
+        select_backend("auto", device, BFLOAT16, head_dim)
+    later = simulated(monkeypatch, "A100")
+    for backend in ("cudnn", "flash", "efficient"):
+        for dtype in (FLOAT16, BFLOAT16):
+            assert name_of(backend, later, dtype, 64) == backend
 
-    def note(name):
-        def forward(tile):
-            chosen.append(name)
-            return EAGER.forward(tile)
 
-        return replace(EAGER, name=name, forward=forward)
+@pytest.mark.parametrize("name", DEVICES)
+def test_what_computes_small_tiles(name, monkeypatch):
+    """A device that Triton's kernels are not for has torch's, and no error."""
+    device = simulated(monkeypatch, name)
+    found = profile_of(device)
+    monkeypatch.setattr(select, "AUTO", (backend_named("efficient"),))
+    monkeypatch.setattr(select, "has_triton", lambda: True)
+    chosen = select_backend("auto", device, FLOAT16, 64)
+    assert chosen.backend is backend_named("efficient")
+    if found.capability < (8, 0):
+        assert chosen.limits == (Limits(),)
+        with pytest.raises(ValueError, match=r"compute capability 8\.0 and above, the device has"):
+            select_backend("triton", device, FLOAT16, 64)
+    else:
+        on_h200 = limits_on(ON_H200, 2, 64, keeps_calls=False)
+        for limits, there in zip(chosen.limits, on_h200, strict=True):
+            assert limits == tuple(map(found.flops, there))
+            assert chosen.limits_of(limits.least) is limits
 
-    kernels = replace(note("cudnn"), repeats=False), note("flash")
-    monkeypatch.setattr(select, "AUTO", kernels)
-    forget_plans()
-    x = torch.randn(1, 40, 2, 8)
-    for asked in (False, True, False):
-        with deterministic(enabled=asked):
-            dilated_attention(x, x, x, DilatedPattern([16], [1]))
-        assert set(chosen) == {"flash" if asked else "cudnn"}
-        chosen.clear()
-    forget_plans()
+
+def test_limits_of_calls():
+    """Shorter calls share more; narrow heads share more in forward."""
+    for keeps in (False, True):
+        narrow, wide = (limits_on(ON_H200, 2, size, keeps_calls=keeps) for size in (64, 65))
+        for limits, of_wide in zip(narrow, wide, strict=True):
+            assert limits._replace(forward=of_wide.forward) == of_wide
+            assert of_wide.forward <= limits.forward <= limits.own
+        for shorter, longer in pairwise(narrow):
+            assert shorter.least < longer.least
+            assert all(a >= b for a, b in zip(shorter[:3], longer[:3], strict=True))
+        selection = Selection(None, narrow)
+        assert selection.limits_of(0.0) is narrow[0]
+        assert selection.limits_of(narrow[1].least - 1) is narrow[0]
+        assert selection.limits_of(narrow[1].least) is narrow[1]
+        assert selection.limits_of(1e20) is narrow[-1]
+
+
+def test_the_interpreter_takes_no_bfloat16(monkeypatch):
+    """Triton's keeps it as integers, and multiplies those."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(select, "has_triton", lambda: True)
+    assert select_backend("triton", CPU, FLOAT16, 64).backend is None
+    with pytest.raises(ValueError, match="it takes float32, float16, the inputs are bfloat16"):
+        select_backend("triton", CPU, BFLOAT16, 64)
 
 
 @contextmanager
@@ -109,41 +175,48 @@ def deterministic(*, enabled=True, warn_only=False):
         torch.use_deterministic_algorithms(before, warn_only=warned)
 
 
-def test_auto_prefers_a_fused_kernel():
-    assert _name("auto", CPU, torch.float32, 64) == "cpu_flash"
-    assert _name("sdpa", CPU, torch.bfloat16, 64) == "cpu_flash"
+@pytest.mark.parametrize("warn_only", [False, True])
+def test_kernels_whose_gradients_vary_are_no_deterministic_ones(warn_only, monkeypatch):
+    kernels = [replace(x, refusal=lambda *_: None) for x in (sdpa.CUDNN, sdpa.FLASH)]
+    groups = {"_SDPA": tuple(kernels), "AUTO": tuple(kernels), "_NAMED": {"cudnn": kernels[0]}}
+    for group, backends in groups.items():
+        monkeypatch.setattr(select, group, backends)
+    with deterministic(warn_only=warn_only):
+        for name in ("auto", "sdpa"):
+            assert name_of(name, CPU, FLOAT16, 64) == ("cudnn" if warn_only else "flash")
+        if not warn_only:
+            with pytest.raises(ValueError, match=r"cudnn: its gradients may differ from run to"):
+                select_backend("cudnn", CPU, FLOAT16, 64)
 
 
-def test_a_named_backend_is_used_or_refused():
-    assert _name("eager", CPU, torch.float32, 64) == "eager"
-    with pytest.raises(ValueError, match="cudnn: it runs on cuda, the inputs are on cpu"):
-        select_backend("cudnn", CPU, torch.float32, 64)
-    cuda = torch.device("cuda")
-    with pytest.raises(ValueError, match="multiple of 8 up to 256, not 12"):
-        select_backend("flash", cuda, torch.bfloat16, 12)
-    with pytest.raises(ValueError, match="it takes float16, bfloat16, the inputs are float64"):
-        select_backend("cudnn", cuda, torch.float64, 64)
-    with pytest.raises(ValueError, match=r"cpu_flash.*cudnn.*flash.*efficient"):
-        select_backend("sdpa", cuda, torch.float64, 64)
-    assert _name("auto", cuda, torch.float64, 64) == "eager"
-    for head_dim in (12, 264):  # eager would take memory of rows^2: only when asked for
-        with pytest.raises(ValueError, match=f"a multiple of 8 up to 256, not {head_dim}"):
-            select_backend("auto", cuda, torch.bfloat16, head_dim)
-    with pytest.raises(ValueError, match="backend must be one of 'auto', 'sdpa'"):
-        select_backend("fast", CPU, torch.float32, 64)
-    assert BACKENDS[0] == "auto"
+def test_a_call_heeds_determinism_that_is_asked_for_later(monkeypatch):
+    """The same call before chose another kernel."""
+    chosen = []
+
+    def note(name):
+        def forward(tile):
+            chosen.append(name)
+            return EAGER.forward(tile)
+
+        return replace(EAGER, name=name, forward=forward)
+
+    monkeypatch.setattr(select, "AUTO", (replace(note("cudnn"), repeats=False), note("flash")))
+    forget_plans()
+    x = torch.randn(1, 40, 2, 8)
+    for asked in (False, True, False):
+        with deterministic(enabled=asked):
+            dilated_attention(x, x, x, DilatedPattern([16], [1]))
+        assert set(chosen) == {"flash" if asked else "cudnn"}
+        chosen.clear()
+    forget_plans()
 
 
-def test_tensors_in_one_layout_are_not_copied():
+def test_tensors_are_copied_into_one_layout_where_they_have_two():
     a, b = torch.randn(2, 1, 5, 3, 8).transpose(2, 3).unbind()
     assert all(x is y for x, y in zip(in_one_layout(a, b), (a, b), strict=True))
     alike = b.as_strided(b.shape, (7, *b.stride()[1:]))  # where there is one element, any stride
     assert in_one_layout(a, alike)[1] is alike
-
-
-def test_tensors_in_two_layouts_are_copied_into_one():
-    shape = 2, 3, 5, 8
-    whole = torch.randn(2, 5, 3, 16)
+    shape, whole = (2, 3, 5, 8), torch.randn(2, 5, 3, 16)
     tensors = torch.randn(shape), whole[..., :8].transpose(1, 2), whole[..., 8:].transpose(1, 2)
     for order in (tensors, tensors[1:] + tensors[:1]):
         found = in_one_layout(*order)
@@ -156,7 +229,7 @@ def test_a_packed_query_is_copied_once_for_a_kernel_that_wants_one_layout(monkey
     query, key, value = torch.randn(1, 6, 3, 2, 16).unbind(2)
     out, dout = torch.randn(2, 1, 6, 2, 16).unbind()
     for name, is_copied in (("cudnn", True), ("flash", False)):
-        selection = select_backend(name, device, torch.bfloat16, 16)
+        selection = select_backend(name, device, BFLOAT16, 16)
         found = readable_in_backward(dout, query, key, value, out, selection)
         assert found[0] is dout
         assert found[4] is out
@@ -166,11 +239,7 @@ def test_a_packed_query_is_copied_once_for_a_kernel_that_wants_one_layout(monkey
         assert [x.data_ptr() for x in found[2:4]] == [key.data_ptr(), value.data_ptr()]
 
 
-def test_the_type_of_backend_names_every_one():
-    assert set(get_args(Backend)) == set(BACKENDS)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [FLOAT32, torch.float64, BFLOAT16])
 @pytest.mark.parametrize("length", [1, 2, 7, 15, 16, 40])
 def test_nan_in_a_query_comes_out_of_tiles_of_any_size(length, dtype):
     """torch's kernel gives 0 for it where a tile has few keys; rows beside it stay as they are."""

@@ -15,7 +15,7 @@ from . import common
 from .common import Call, app, integer, make_console, option, show_table, working, write_json
 
 if TYPE_CHECKING:
-    from ..plan import RankPlan
+    from ..plan import RankPlan, costs
 
 SHOWN_ALL, SHOWN_FEW = 16, 4
 """Of at most SHOWN_ALL ranks all are shown, of more SHOWN_FEW."""
@@ -210,13 +210,40 @@ def _pattern_in_words(call: Call) -> Iterator[str]:
         yield f"a KV cache takes {in_bytes(nbytes)} a layer, {share:.1%} of all keys and values"
 
 
+def h200_rates(size: costs.TensorSize) -> costs.Rates:
+    """The cost model's constants, of rows of a size that is not float64.
+
+    Fitted to the times of one and two H200 in benchmarks/results/many_gpus_x2.json, in bfloat16 or
+    float16 with heads of 128; `host_call` and `host_empty_step` measured on their own: a call of
+    two ranks that exchange nothing, and a step without rows. Latencies are not measured.
+    """
+    from ..plan import costs
+
+    if size.element_size > 4:
+        raise ValueError(
+            "the cost model knows no rate of float64; allowed: bfloat16, float16, float32"
+        )
+    share = 0.064 if size.element_size == 4 else 0.81 if size.head_dim < 128 else 1.0
+    compute = costs.ComputeRates
+    return costs.Rates(
+        forward=compute(flops=657e12 * share, half_keys=340, group_seconds=15e-6, host_step=0.6e-3),
+        backward=compute(
+            flops=618e12 * share, half_keys=465, group_seconds=60e-6, host_step=0.8e-3
+        ),
+        inside=costs.Link(bytes_per_second=LINK_GB_S * 1e9, latency=20e-6),
+        across=costs.Link(bytes_per_second=NETWORK_GB_S * 1e9, latency=30e-6),
+        beside_transfers=1.035,
+        host_call=0.3e-3,
+        host_empty_step=3e-6,
+    )
+
+
 def _predict(call: Call, hosts: int, shown: Sequence[dict[str, Any]]) -> str:
     """Add predicted times to what is shown of ranks; return those of the slowest, in words."""
-    from ..kernels import H200
     from ..plan import costs
 
     size, host_of = call.size, costs.host_of_ranks(hosts, call.ranks // hosts)
-    rates = H200.rates(size, link_gb_s=LINK_GB_S, network_gb_s=NETWORK_GB_S)
+    rates = h200_rates(size)
     times = []
     with working("predict"):
         for figures in shown:

@@ -8,8 +8,8 @@ These need Triton, and are imported when they are asked for:
 - `tiles_forward` and `tiles_backward` compute tiles whose rows `build_cells` lays out, in blocks of
   which a `LaunchConfig`, a `BackwardConfig` or `default_config` of a `Kernel` says how large they
   are;
-- `ranges_forward` and `ranges_backward` compute several branches at once, row by row;
-  `own_programs`, which does not need Triton, says in how many launches, and lays them out;
+- `ranges_forward` and `ranges_backward` compute several branches at once, row by row; a module
+  that does not need Triton, `own_programs`, says in how many launches, and lays them out;
 - `rows` merges and adds the results of tiles, and copies, adds and sums rows of K and V that are
   found by index;
 - `decode` computes a few queries against strips of evenly spaced rows, such as those of a KV cache;
@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 
 from . import own_programs
 from .device_profile import (
-    H200,
     MOST_NEW_ROWS,
     NO_END,
     BackwardConfig,
@@ -37,12 +36,10 @@ from .own_programs import build_cells
 
 if TYPE_CHECKING:
     from . import decode, gelu_norm, rows
-    from .backward import tiles_backward
+    from .backward import ranges_backward, tiles_backward
     from .forward import ranges_forward, tiles_forward
-    from .own_backward import ranges_backward
 
 __all__ = [
-    "H200",
     "MOST_NEW_ROWS",
     "NO_END",
     "BackwardConfig",
@@ -64,21 +61,17 @@ __all__ = [
     "tiles_forward",
 ]
 
-_MODULES = "decode", "gelu_norm", "rows"
 _NEEDS_TRITON = {
-    "tiles_backward": "backward",
-    "tiles_forward": "forward",
-    "ranges_backward": "own_backward",
-    "ranges_forward": "forward",
+    **{name: name for name in ("decode", "gelu_norm", "rows")},  # modules
+    **dict.fromkeys(("tiles_backward", "ranges_backward"), "backward"),
+    **dict.fromkeys(("tiles_forward", "ranges_forward"), "forward"),
 }
 
 
 def __getattr__(name: str) -> Any:
     """Import what needs Triton when it is asked for: the package works without."""
-    if name in _MODULES:
-        return import_module(f".{name}", __name__)
     if name not in _NEEDS_TRITON:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(import_module(f".{_NEEDS_TRITON[name]}", __name__), name)
-    globals()[name] = found  # every launch asks
+    module = import_module(f".{_NEEDS_TRITON[name]}", __name__)
+    found = globals()[name] = getattr(module, name, module)  # every launch asks
     return found

@@ -3,26 +3,21 @@
 Blocks have a power of two of columns. What a head_dim has beyond the largest one is padded, or it
 is a second part of the block: 48 columns are 32 and 16. So a block is a tuple of one part or two,
 and so are the offsets of its elements.
-
-
-Integers that change from call to call are not specialised on, so that new lengths compile nothing.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
-from itertools import chain
 
 import torch
 import triton
 import triton.language as tl
 
 from ..caches import keep_few
-from .device_profile import Kernel, LaunchConfig, default_config, head_dim_constants
-from .launch import LAUNCHES_KEPT, KernelLaunch
-from .own_programs import Cells
+from .device_profile import LaunchConfig, head_dim_constants
+from .launch import KernelLaunch
+from .own_programs import Tables
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -49,6 +44,14 @@ def element_offsets(
 
 
 @triton.jit
+def blocks_of_rows(
+    stride, BLOCK: tl.constexpr, WIDE: tl.constexpr, BLOCK_D: tl.constexpr, TAIL: tl.constexpr
+):
+    """Of blocks one after the other: offsets of a block's elements, and from block to block."""
+    return element_offsets(stride, BLOCK, WIDE, BLOCK_D, TAIL), stride * BLOCK
+
+
+@triton.jit
 def zero_block(BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, TAIL: tl.constexpr):
     """A block of zeros, float32."""
     block = (tl.zeros([BLOCK, BLOCK_D], tl.float32),)
@@ -69,6 +72,7 @@ def load_part(
     HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
     """A part of a block of rows, as `load_block` takes it; PADDED: it has columns beyond D."""
+    # Written out: a mask that is always true would still be computed, and loads be predicated.
     if MASKED and PADDED:
         part = tl.load(base + offsets, mask=in_rows[:, None] & (columns < HEAD_DIM), other=0.0)
     elif MASKED:
@@ -104,9 +108,9 @@ def write_block(base, offsets, in_rows, block, HEAD_DIM: tl.constexpr):
 
 
 @triton.jit
-def add_block(base, offsets, in_rows, block, STORE: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Write a block of rows, or add it in float32 to what is there."""
-    if not STORE:
+def add_block(base, offsets, in_rows, block, stores, HEAD_DIM: tl.constexpr):
+    """Write a block of rows, or where not `stores` add it in float32 to what is there."""
+    if not stores:
         block = sum_of_blocks(block, load_block(base, offsets, in_rows, True, HEAD_DIM))
     write_block(base, offsets, in_rows, block, HEAD_DIM)
 
@@ -191,11 +195,7 @@ def first_of_rows(found, COLUMNS: tl.constexpr):
 
 
 def stride_unit(*strides: Sequence[int]) -> int:
-    """Strides are counted in this many elements, so that the compiler knows rows are aligned.
-
-    Args:
-        strides: those of each tensor.
-    """
+    """Strides are counted in this many elements, so that the compiler knows rows are aligned."""
     return math.gcd(8, *(stride for each in strides for stride in each[:3]))
 
 
@@ -204,108 +204,54 @@ def strides_in(unit: int, *strides: Sequence[int]) -> list[int]:
     return [stride // unit for each in strides for stride in each[:3]]
 
 
-def row_launch(
-    groups: tuple[int, int],
-    sizes: tuple[int, ...],
-    rows: int,
-    head_dim: int,
-    strides: Sequence[Sequence[int]],
-    **options: int,
-) -> KernelLaunch:
-    """How to launch a kernel each of whose programs takes a block of rows.
-
-    Args:
-        groups: how many times `rows` rows there are, in both dimensions of the grid.
-        sizes: what the kernel is told in front of `rows`.
-        rows: of a group, which a program does not leave.
-        head_dim: elements of a row.
-        strides: those of each tensor.
-        options: what else the kernel is compiled for.
-    """
-    unit, block_dim = stride_unit(*strides), triton.next_power_of_2(head_dim)
-    # 4,096 elements a program: 32 a thread at four warps.
-    block_rows = max(1, 4096 // block_dim)  # of few rows too: other sizes would be compiled anew
-    row_blocks = triton.cdiv(rows, block_rows)
-    constants = {
-        "UNIT": unit,
-        "HEAD_DIM": head_dim,
-        "BLOCK_ROWS": block_rows,
-        "BLOCK_DIM": block_dim,
-        **options,
-    }
-    numbers = *sizes, rows, row_blocks, *strides_in(unit, *strides)
-    return KernelLaunch((groups[0] * row_blocks, groups[1]), numbers, constants, {})
+LAUNCHES_KEPT = 8
+"""Of tables: how kernels are launched on them, by layout of the tensors."""
 
 
-def default_launch(kernel: Kernel, q: torch.Tensor, cells: Cells) -> LaunchConfig:
-    """The default, with the blocks that `cells` was built for."""
-    config = default_config(
-        kernel,
-        q.shape[-1],
-        q.dtype,
-        queries=cells.max_queries,
-        keys=cells.max_keys,
-        device=q.device,
-    )
-    if kernel == "dkdv":
-        return replace(config, block_n=cells.block_n)
-    return replace(config, block_m=cells.block_m)
-
-
-def cells_launch(
-    cells: Cells,
-    programs: torch.Tensor,
+def attention_launch(
+    tables: Tables,
+    programs: int,
+    config: LaunchConfig,
     tensors: Sequence[torch.Tensor],
     of_rows: Sequence[torch.Tensor],
-    gradients: Sequence[torch.Tensor],
-    config: LaunchConfig,
-    *,
-    scale: float,
+    numbers: tuple[float, ...],
     **options: int,
 ) -> KernelLaunch:
-    """How to launch a kernel on cells; kept for the next tensors of the same layout.
+    """How to launch an attention kernel; kept for the next tensors of the same layout.
 
     Args:
-        cells: what it computes.
-        programs: one for each of these.
-        tensors: (B, n, heads, D), its first arguments: q and others.
-        of_rows: (B, H, n), its next arguments.
-        gradients: (B, n, heads, D), what follows.
+        tables: which rows it reads and writes.
+        programs: how many.
         config: how to launch.
-        scale: factor on the scores.
-        options: what else it is compiled for.
+        tensors: (B, n, heads, D), the first of any kernel's arguments: its numbers begin with their
+            strides.
+        of_rows: (B, H, n): the strides that come next.
+        numbers: what comes then.
+        options: what else the kernel is compiled for.
     """
-    strides = [x.stride() for x in (*tensors, *gradients)]
-    strides_of_rows = [x.stride() for x in of_rows]
+    strides, strides_of_rows = [x.stride() for x in tensors], [x.stride() for x in of_rows]
     head_dim = tensors[0].shape[3]
 
     def make() -> KernelLaunch:
         unit = stride_unit(*strides)
-        in_units = strides_in(unit, *strides)
-        between = 3 * len(tensors)
-        numbers = (
-            *in_units[:between],
-            *chain.from_iterable(strides_of_rows),
-            *in_units[between:],
-            scale,
-            cells.heads_per_kv,
-        )
-        # Rows of a block can be 2^31 elements apart; blocks have at most 256.
+        # From a row to the next; an offset within a block may take more than 32 bits.
         longest = max(*[x[1] for x in strides], *[x[2] for x in strides_of_rows])
         constants = {
             "UNIT": unit,
-            "IS_CAUSAL": cells.is_causal,
             **head_dim_constants(head_dim, config.tail),
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
             "PRECISION": "ieee",  # no tf32 for float32; nothing to choose for the others
-            "WIDE": 256 * cells.max_stride * longest >= 2**31,
+            "WIDE": tables.reach * longest >= 2**31,
             "num_warps": config.num_warps,
             "num_stages": config.num_stages,
             **options,
         }
-        return KernelLaunch((len(programs), 1), numbers, constants, {})
+        if config.max_registers is not None:  # not every back end of Triton knows it
+            constants["maxnreg"] = config.max_registers
+        given = *strides_in(unit, *strides), *strides_in(1, *strides_of_rows), *numbers
+        return KernelLaunch((programs, 1), given, constants, {})
 
-    given = config, scale, head_dim, *options.values()
-    key = *given, *strides, *strides_of_rows
-    return keep_few(cells.launches, key, make, LAUNCHES_KEPT)
+    layout = *strides, *strides_of_rows
+    key = programs, config, head_dim, numbers, *options.items(), *layout
+    return keep_few(tables.launches, key, make, LAUNCHES_KEPT)

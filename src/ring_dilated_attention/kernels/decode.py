@@ -29,18 +29,17 @@ from .device_profile import (
     NO_END,
     DecodeTuning,
     decode_config,
-    padded_head_dim,
     power_of_two,
     profile_of,
 )
 from .forward import attend
-from .launch import KernelLaunch, Launcher
+from .launch import KernelLaunch, kernel
 
 _UNEVEN_SPLITS = 8
 """Programs, at least, that share the rows of a block where some KV heads see more than others: a
 head is a member of a branch at some positions only."""
-SHAPES_KEPT = 1024
-"""Shapes of calls of which each cache keeps how they are launched."""
+_SHAPES_KEPT = 1024
+"""Shapes of calls of which each of both caches keeps how they are launched."""
 _MERGED = 128
 """Splits that are merged at a time, at most."""
 
@@ -66,11 +65,11 @@ def _splits(blocks: int, at_a_time: int, least: int, most: int, most_rounds: int
 
 
 @lru_cache(maxsize=64)
-def launching(device: torch.device, tuning: DecodeTuning) -> dict[str, Any]:
+def _overlap(device: torch.device) -> dict[str, Any]:
     """Constants and options of every launch: whether it may begin while the one before it ends."""
     is_nvidia = device.type == "cuda" and torch.version.hip is None
-    if tuning.overlaps and is_nvidia and profile_of(device).capability >= (9, 0):
-        return {"OVERLAPS": True, "launch_pdl": True}
+    if is_nvidia and profile_of(device).capability >= (9, 0):
+        return {"OVERLAPS": True, "launch_pdl": True}  # programmatic dependent launch
     return {"OVERLAPS": False}
 
 
@@ -112,22 +111,10 @@ def members_before(position, length, rate, offset):
     return segment * per_segment + (position - segment * length - offset + rate - 1) // rate
 
 
-@triton.jit(
-    do_not_specialize=[
-        "count", "kv_heads", "num_branches", "shard", "shards", "max_length",
-    ]
-)  # fmt: skip
+@kernel(3)
 def _strips_kernel(
-    lengths, branches, table,
-    count,
-    kv_heads,
-    num_branches,
-    shard,
-    shards,
-    max_length,
-    BLOCK_NEW: tl.constexpr,
-    NARROW: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    lengths, branches, table, count, kv_heads, num_branches, shard, shards, max_length,
+    BLOCK_NEW: tl.constexpr, NARROW: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One program: one branch of one KV head of one row of the batch."""
     pair, branch = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -193,9 +180,6 @@ def _strips_kernel(
         tl.store(room, (at < max_length).to(tl.int64), mask=in_new)
 
 
-_launch = Launcher(_strips_kernel)
-
-
 def strips_of_cache(
     lengths: torch.Tensor,
     branches: torch.Tensor,
@@ -226,11 +210,11 @@ def strips_of_cache(
     table = lengths.new_empty(batch, kv_heads, width)
     room = NO_END if max_length is None else max_length
     launch = _launch_of(batch, (count, kv_heads, num_branches, shard, shards, room), device)
-    _launch(launch.grid, (lengths, branches, table), *launch[1:])
+    _strips_kernel(launch, (lengths, branches, table))
     return Strips(table, 2 * num_branches, num_branches)
 
 
-@lru_cache(maxsize=SHAPES_KEPT)
+@lru_cache(maxsize=_SHAPES_KEPT)
 def _launch_of(batch: int, numbers: tuple[int, ...], device: torch.device) -> KernelLaunch:
     """Of calls of one shape; `numbers` are those that the kernel takes."""
     count, kv_heads, num_branches, *_, room = numbers
@@ -238,7 +222,7 @@ def _launch_of(batch: int, numbers: tuple[int, ...], device: torch.device) -> Ke
         "BLOCK_NEW": power_of_two(count),
         "NARROW": room + count <= _NARROW.value,
         "num_warps": 1,
-        **launching(device, profile_of(device).decode),
+        **_overlap(device),
     }
     return KernelLaunch((batch * kv_heads, num_branches), numbers, constants, {})
 
@@ -259,36 +243,16 @@ class NewRows(NamedTuple):
     are_seen_here: bool
 
 
-@triton.jit(
-    do_not_specialize=[
-        "q_b", "q_n", "q_h", "k_b", "k_n", "k_h", "v_b", "v_n", "v_h", "new_k_b", "new_k_n",
-        "new_k_h", "new_v_b", "new_v_n", "new_v_h", "table_b", "table_h", "scale", "count",
-        "heads_per_kv", "kv_heads", "num_strips", "num_branches", "splits", "lse_at",
-    ]
-)  # fmt: skip
+@kernel(7)
 def _split_kernel(
     q, k, v, new_k, new_v, table, parts,
     q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
     new_k_b, new_k_n, new_k_h, new_v_b, new_v_n, new_v_h,
-    table_b, table_h,
-    scale,
-    count,
-    heads_per_kv,
-    kv_heads,
-    num_strips,
-    num_branches,
-    splits,
-    lse_at,
-    UNIT: tl.constexpr,
-    WITH_NEW: tl.constexpr,
-    WIDE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_NEW: tl.constexpr,
-    PRECISION: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    table_b, table_h, scale,
+    count, heads_per_kv, kv_heads, num_strips, num_branches, splits, lse_at,
+    UNIT: tl.constexpr, WITH_NEW: tl.constexpr, WIDE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_NEW: tl.constexpr, PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One program: a block of the queries of a KV head, a share of the rows that they see."""
     if OVERLAPS:
@@ -376,30 +340,14 @@ def _split_kernel(
     tl.store(parts + lse_at + part, row_max + tl.log2(total), mask=in_rows)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "k_b", "k_n", "new_k_b", "new_k_n", "new_k_h", "new_v_b", "new_v_n", "new_v_h", "table_b",
-        "table_h", "count", "heads_per_kv", "kv_heads", "num_strips", "num_branches", "splits",
-        "lse_at",
-    ]
-)  # fmt: skip
+@kernel(9)
 def _merge_kernel(
     parts, out, lse, new_k, new_v, keys, values, table, lengths,
     k_b, k_n, new_k_b, new_k_n, new_k_h, new_v_b, new_v_n, new_v_h,
     table_b, table_h,
-    count,
-    heads_per_kv,
-    kv_heads,
-    num_strips,
-    num_branches,
-    splits,
-    lse_at,
-    WITH_NEW: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    count, heads_per_kv, kv_heads, num_strips, num_branches, splits, lse_at,
+    WITH_NEW: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_E: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One program: one query of one head; the first head of a KV head writes its new row."""
     pair, row = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -459,10 +407,6 @@ def _merge_kernel(
             tl.store(lengths + batch, tl.load(lengths + batch) + count)
 
 
-_split = Launcher(_split_kernel)
-_merge = Launcher(_merge_kernel)
-
-
 class Begun(NamedTuple):
     """Attention to strips that a GPU computes, before programs' results are merged.
 
@@ -495,7 +439,7 @@ class Begun(NamedTuple):
         lse = q.new_empty(q.shape[:3], dtype=torch.float32)
         new_k, new_v, lengths = _new_or_unread(self.new, q, self.table)
         tensors = (self.parts, out, lse, new_k, new_v, k, v, self.table, lengths)
-        _merge(self.merge.grid, tensors, *self.merge[1:])
+        _merge_kernel(self.merge, tensors)
         return out, lse
 
 
@@ -515,7 +459,6 @@ def begin_strips(
     scale: float,
     *,
     new: NewRows | None = None,
-    tuning: DecodeTuning | None = None,
 ) -> Begun:
     """Begin attention of queries to strips of rows, and among each other: it reads, and no more.
 
@@ -530,15 +473,13 @@ def begin_strips(
         most_rows: of a KV head in a row of the batch: about how many there may be.
         scale: factor on the scores.
         new: the queries' own rows, for a cache.
-        tuning: how it is cut into programs; None: as the device's profile says.
 
     Returns:
         What merges the results, and writes new rows.
     """
-    tuning = profile_of(q.device).decode if tuning is None else tuning
     table = strips.table
     new_k, new_v, _ = _new_or_unread(new, q, table)
-    launches = decode_launches(
+    numbers, split, merge = _launches(
         (q.shape, k.shape),
         (q.stride(), k.stride(), v.stride(), new_k.stride(), new_v.stride()),
         (table.stride(0) if table.shape[0] > 1 else 0, table.stride(1)),
@@ -547,31 +488,15 @@ def begin_strips(
         float(scale),
         (q.dtype, q.device),
         (new is not None, new is not None and new.are_seen_here),
-        tuning,
+        profile_of(q.device).decode,
     )
-    parts = q.new_empty(launches.parts, dtype=torch.float32)
-    split = launches.split
-    _split(split.grid, (q, k, v, new_k, new_v, table, parts), *split[1:])
-    return Begun((q, k, v), new, table, parts, launches.merge)
+    parts = q.new_empty(numbers, dtype=torch.float32)
+    _split_kernel(split, (q, k, v, new_k, new_v, table, parts))
+    return Begun((q, k, v), new, table, parts, merge)
 
 
-class DecodeLaunches(NamedTuple):
-    """How a call is launched, whatever its tensors hold.
-
-    Attributes:
-        parts: float32 numbers that the first launch writes, and the second one reads: out (B * K,
-            S, m * H / K, D), then lse (B * K, S, m * H / K), in powers of two.
-        split: the first launch.
-        merge: the second.
-    """
-
-    parts: int
-    split: KernelLaunch
-    merge: KernelLaunch
-
-
-@lru_cache(maxsize=SHAPES_KEPT)
-def decode_launches(
+@lru_cache(maxsize=_SHAPES_KEPT)
+def _launches(
     shapes: tuple[torch.Size, torch.Size],
     strides: tuple[tuple[int, ...], ...],
     table_strides: tuple[int, int],
@@ -581,8 +506,8 @@ def decode_launches(
     like: tuple[torch.dtype, torch.device],
     new: tuple[bool, bool],
     tuning: DecodeTuning,
-) -> DecodeLaunches:
-    """Of calls of one shape: see `decode.begin_strips`.
+) -> tuple[int, KernelLaunch, KernelLaunch]:
+    """How calls of one shape are launched, whatever their tensors hold: see `begin_strips`.
 
     Args:
         shapes: of q and k.
@@ -594,6 +519,10 @@ def decode_launches(
         like: dtype and device of q.
         new: whether there are new rows, and whether this rank computes what is seen of them.
         tuning: how a call is cut into programs.
+
+    Returns:
+        Float32 numbers that the first launch writes and the second one reads: out (B * K, S,
+        m * H / K, D), then lse (B * K, S, m * H / K), in powers of two. Both launches.
     """
     (batch, count, heads, head_dim), (_, length, kv_heads, _) = shapes
     assert count <= MOST_NEW_ROWS
@@ -610,8 +539,8 @@ def decode_launches(
     )
     of_all = {
         "HEAD_DIM": head_dim,
-        "BLOCK_D": padded_head_dim(head_dim),
-        **launching(device, tuning),
+        "BLOCK_D": power_of_two(head_dim),
+        **_overlap(device),
     }
     unit, has_new = stride_unit(*strides), new[0]
     _, k_strides, v_strides, new_k_strides, new_v_strides = strides
@@ -648,4 +577,4 @@ def decode_launches(
         },
         {},
     )
-    return DecodeLaunches(lse_at + lse_at // head_dim, split, merge)
+    return lse_at + lse_at // head_dim, split, merge

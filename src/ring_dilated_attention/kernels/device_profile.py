@@ -15,9 +15,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from ..pattern import check_positive_float
-from ..plan import costs
-
 # Half-precision operations that a multiprocessor does in a clock, by compute capability (NVIDIA's
 # whitepapers of Volta to Blackwell). One that is not here counts as the last before it.
 _OPERATIONS = {
@@ -40,13 +37,10 @@ class DecodeTuning:
         programs: of a multiprocessor at a time: as many as its shared memory takes.
         rounds: of that many programs, at most about. Each program writes its sums, which have to be
             merged; more of them fill the last round better.
-        overlaps: whether a launch may begin while the one before it ends, on NVIDIA GPUs of compute
-            capability 9.0 or more (programmatic dependent launch); no effect on others.
     """
 
     programs: int = 2
     rounds: int = 4
-    overlaps: bool = True
 
 
 @dataclass(frozen=True)
@@ -75,51 +69,6 @@ class DeviceProfile:
         """How many rows keep the device as busy as `on_h200` do an H200."""
         return max(1, on_h200 * self.multiprocessors // _H200_MULTIPROCESSORS)
 
-    def rates(
-        self, size: costs.TensorSize, *, link_gb_s: float, network_gb_s: float
-    ) -> costs.Rates:
-        """The rates of the cost model: those of an H200, in proportion to the matmul rate.
-
-        Args:
-            size: of the rows that it computes with.
-            link_gb_s: 10**9 bytes per second that a rank sends to ranks of its host, and receives.
-            network_gb_s: the same to ranks of other hosts.
-
-        Raises:
-            ValueError: a rate is not above 0, or none is known of elements of that size.
-        """
-        for name, rate in (("link_gb_s", link_gb_s), ("network_gb_s", network_gb_s)):
-            check_positive_float(name, rate)
-        if size.element_size > 4:
-            raise ValueError(
-                "the cost model knows no rate of float64; allowed: bfloat16, float16, float32"
-            )
-        share = _FLOAT32 if size.element_size == 4 else _HEADS_OF_64 if size.head_dim < 128 else 1.0
-        forward, backward = (
-            replace(each, flops=each.flops * share * self.rate) for each in (_FORWARD, _BACKWARD)
-        )
-        return costs.Rates(
-            forward=forward,
-            backward=backward,
-            inside=costs.Link(bytes_per_second=link_gb_s * 1e9, latency=_LATENCY_INSIDE),
-            across=costs.Link(bytes_per_second=network_gb_s * 1e9, latency=_LATENCY_ACROSS),
-            beside_transfers=_BESIDE_TRANSFERS,
-            host_call=_HOST_CALL,
-            host_empty_step=_HOST_EMPTY_STEP,
-        )
-
-
-# The cost model's constants. Fitted to the times of one and two H200 in
-# benchmarks/results/many_gpus_x2.json: bfloat16 or float16, heads of 128.
-_FORWARD = costs.ComputeRates(flops=657e12, half_keys=340, group_seconds=15e-6, host_step=0.6e-3)
-_BACKWARD = costs.ComputeRates(flops=618e12, half_keys=465, group_seconds=60e-6, host_step=0.8e-3)
-_BESIDE_TRANSFERS = 1.035
-# Of the rate with heads of 128, in half precision and in float32.
-_HEADS_OF_64, _FLOAT32 = 0.81, 0.064
-# Measured on their own: a call of two ranks that exchange nothing, and a step without rows.
-_HOST_CALL, _HOST_EMPTY_STEP = 0.3e-3, 3e-6
-# Not measured: of the first byte of a message.
-_LATENCY_INSIDE, _LATENCY_ACROSS = 20e-6, 30e-6
 
 H200 = DeviceProfile((9, 0), _H200_MULTIPROCESSORS, 227 << 10, 1.0)
 
@@ -227,11 +176,6 @@ _WGMMA_ROWS = 64
 """Rows of an accumulator from which products are those of a warp group."""
 
 
-def padded_head_dim(head_dim: int) -> int:
-    """The power of two that the kernels work with."""
-    return power_of_two(head_dim)
-
-
 def head_dim_constants(head_dim: int, tail: bool) -> dict[str, int]:
     """What a kernel is compiled for: the head_dim, and the columns of both parts of its blocks.
 
@@ -243,7 +187,7 @@ def head_dim_constants(head_dim: int, tail: bool) -> dict[str, int]:
     largest = 1 << (columns.bit_length() - 1)
     rest = columns - largest
     if not tail or rest.bit_count() != 1:
-        largest, rest = padded_head_dim(head_dim), 0
+        largest, rest = power_of_two(head_dim), 0
     return {"HEAD_DIM": head_dim, "BLOCK_D": largest, "TAIL": rest}
 
 
@@ -256,7 +200,7 @@ def _key_of(kernel: Kernel, itemsize: int, head_dim: int) -> tuple[Kernel, int, 
     """What stands for a kernel in the table: that of tiles if none of its own fits as closely."""
     widths = [width for name, size, width in CONFIGS if (name, size) == (kernel, itemsize)]
     own = min((width for width in widths if width >= head_dim), default=math.inf)
-    padded = max(64, padded_head_dim(head_dim))
+    padded = max(64, power_of_two(head_dim))
     if own <= padded:
         return kernel, itemsize, int(own)
     of_tiles: Any = kernel.removeprefix("own_")
@@ -330,7 +274,7 @@ def decode_config(
         keys: the most that a KV head's queries see: blocks need not be larger.
         device: where the kernel runs.
     """
-    of_row = padded_head_dim(head_dim) * dtype.itemsize
+    of_row = power_of_two(head_dim) * dtype.itemsize
     block_m = min(_MOST_DECODE_QUERIES, power_of_two(queries))
     shared_bytes = profile_of(device).shared_bytes
     # As Triton compiles it for compute capabilities 8.0 and 9.0, or somewhat less.

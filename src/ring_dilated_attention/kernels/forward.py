@@ -10,59 +10,37 @@ Shape legend: B batch, n queries, m keys, H query heads, K KV heads, D head_dim.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
-from ..caches import keep_few
 from .blocks import (
     LN_2,
     LOG2_E,
     add_product,
-    cells_launch,
-    default_launch,
+    attention_launch,
+    blocks_of_rows,
     element_offsets,
     load_block,
     negated_block,
     products_of_all_rows,
     row_offsets,
     scaled_block,
-    stride_unit,
-    strides_in,
     write_block,
     zero_block,
 )
-from .device_profile import LaunchConfig, head_dim_constants
-from .launch import LAUNCHES_KEPT, KernelLaunch, Launcher
+from .device_profile import LaunchConfig
+from .launch import kernel
 from .own_programs import Cells, Programs
 
 
 @triton.jit
 def attend(
-    acc,
-    row_max,
-    row_sum,
-    q,
-    k,
-    v,
-    k_offsets,
-    v_offsets,
-    k_step,
-    v_step,
-    limits,
-    length,
-    first,
-    stop,
-    scale,
-    MASKED: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
+    acc, row_max, row_sum, q, k, v, k_offsets, v_offsets, k_step, v_step,
+    limits, length, first, stop, scale,
+    MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr = None,
-):
+):  # fmt: skip
     """Online softmax over key blocks `first` to `stop` - 1, in powers of two.
 
     Row i sees the keys before ``limits[i] <= length``; where MASKED is false, all of these blocks.
@@ -78,6 +56,7 @@ def attend(
             finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
             p = tl.exp2(scores - finite_max[:, None])
         else:
+            # The scale is multiplied into the exponent's subtraction: one operation for both.
             new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
             finite_max = new_max
             p = tl.exp2(scores * scale - new_max[:, None])
@@ -88,6 +67,24 @@ def attend(
         v_block = load_block(v + block * v_step, v_offsets, keys < length, MASKED, HEAD_DIM)
         acc = add_product(acc, p.to(v_block[0].dtype), v_block, PRECISION)
     return acc, row_max, row_sum
+
+
+@triton.jit
+def attend_to_cell(
+    acc, row_max, row_sum, q, k, v, k_offsets, v_offsets, k_step, v_step,
+    limits, length, full, stop, scale,
+    HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr = None,
+):  # fmt: skip
+    """Online softmax over the keys of a cell: key blocks before `full` take no mask."""
+    acc, row_max, row_sum = attend(
+        acc, row_max, row_sum, q, k, v, k_offsets, v_offsets, k_step, v_step,
+        limits, length, 0, full, scale, False, HEAD_DIM, BLOCK_N, PRECISION,
+    )  # fmt: skip
+    return attend(
+        acc, row_max, row_sum, q, k, v, k_offsets, v_offsets, k_step, v_step,
+        limits, length, full, stop, scale, True, HEAD_DIM, BLOCK_N, PRECISION, STAGES,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -109,71 +106,63 @@ def merge_block(out, lse, out_offsets, lse_offsets, in_rows, acc, new_lse, HEAD_
     return merged, new_lse
 
 
-@triton.jit(
-    do_not_specialize=[
-        "q_b", "q_n", "q_h", "k_b", "k_n", "k_h", "v_b", "v_n", "v_h", "out_b", "out_n", "out_h",
-        "lse_b", "lse_h", "lse_n", "scale", "heads_per_kv",
-    ]
-)  # fmt: skip
-def _forward_kernel(
-    q, k, v, out, lse, cells, programs,
-    q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, out_b, out_n, out_h, lse_b, lse_h, lse_n,
-    scale,
-    heads_per_kv,
-    UNIT: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
-    STORE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    TAIL: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
-    WIDE: tl.constexpr,
-):  # fmt: skip
-    """One program: a block of queries of one head of one cell, all its keys."""
-    program = programs + tl.program_id(0) * 3
+@triton.jit
+def read_cell(cells, program):
+    """The cell of a program: batch entry, KV head; row, stride and length of queries and keys."""
     cell = cells + tl.load(program).to(tl.int64) * 8
-    member, block_m = tl.load(program + 1), tl.load(program + 2)
-    batch, kv_head = tl.load(cell), tl.load(cell + 1)
     q_row, q_stride, q_len = tl.load(cell + 2), tl.load(cell + 3), tl.load(cell + 4).to(tl.int32)
     k_row, k_stride, k_len = tl.load(cell + 5), tl.load(cell + 6), tl.load(cell + 7).to(tl.int32)
-    head = kv_head * heads_per_kv + member
+    return tl.load(cell), tl.load(cell + 1), q_row, q_stride, q_len, k_row, k_stride, k_len
 
-    rows = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    q_row += block_m * BLOCK_M * q_stride
-    q += (batch * q_b + q_row * q_n + head * q_h) * UNIT
-    q_offsets = element_offsets(q_stride * q_n * UNIT, BLOCK_M, WIDE, BLOCK_D, TAIL)
-    q_block = load_block(q, q_offsets, rows < q_len, True, HEAD_DIM)
-    # The maximum of scaled scores is the scaled maximum for scale >= 0: move its sign into q.
-    q_block = negated_block(q_block, scale < 0)
-    scale_log2 = tl.abs(scale) * LOG2_E
 
-    k += (batch * k_b + k_row * k_n + kv_head * k_h) * UNIT
-    v += (batch * v_b + k_row * v_n + kv_head * v_h) * UNIT
-    k_step, v_step = k_stride * k_n * UNIT, k_stride * v_n * UNIT
-    k_offsets = element_offsets(k_step, BLOCK_N, WIDE, BLOCK_D, TAIL)
-    v_offsets = element_offsets(v_step, BLOCK_N, WIDE, BLOCK_D, TAIL)
-    k_step *= BLOCK_N
-    v_step *= BLOCK_N
-
-    acc = zero_block(BLOCK_M, BLOCK_D, TAIL)
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
+@triton.jit
+def keys_of_block(
+    block, rows, k_len, IS_CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Which keys of its cell a block of queries sees: `limits`, `full` and `stop`."""
     if IS_CAUSAL:  # before the diagonal: no mask
-        full = block_m * BLOCK_M // BLOCK_N
-        stop = tl.cdiv(tl.minimum((block_m + 1) * BLOCK_M, k_len), BLOCK_N)
+        full = block * BLOCK_M // BLOCK_N
+        stop = tl.cdiv(tl.minimum((block + 1) * BLOCK_M, k_len), BLOCK_N)
     else:
         full = k_len // BLOCK_N
         stop = tl.cdiv(k_len, BLOCK_N)
     limits = tl.minimum(rows + 1, k_len) if IS_CAUSAL else tl.zeros_like(rows) + k_len
-    acc, row_max, row_sum = attend(
-        acc, row_max, row_sum, q_block, k, v, k_offsets, v_offsets, k_step, v_step,
-        limits, k_len, 0, full, scale_log2, False, HEAD_DIM, BLOCK_N, PRECISION,
-    )  # fmt: skip
-    acc, row_max, row_sum = attend(
-        acc, row_max, row_sum, q_block, k, v, k_offsets, v_offsets, k_step, v_step,
-        limits, k_len, full, stop, scale_log2, True, HEAD_DIM, BLOCK_N, PRECISION,
+    return limits, full, stop
+
+
+@kernel(7)
+def _forward_kernel(
+    q, k, v, out, lse, cells, programs,
+    q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, out_b, out_n, out_h, lse_b, lse_h, lse_n,
+    scale, heads_per_kv,
+    UNIT: tl.constexpr, IS_CAUSAL: tl.constexpr, STORE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """One program: a block of queries of one head of one cell, all its keys."""
+    program = programs + tl.program_id(0) * 3
+    member, block_m = tl.load(program + 1), tl.load(program + 2)
+    batch, kv_head, q_row, q_stride, q_len, k_row, k_stride, k_len = read_cell(cells, program)
+    head = kv_head * heads_per_kv + member
+
+    rows = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    in_rows = rows < q_len
+    q_row += block_m * BLOCK_M * q_stride
+    q += (batch * q_b + q_row * q_n + head * q_h) * UNIT
+    q_offsets = element_offsets(q_stride * q_n * UNIT, BLOCK_M, WIDE, BLOCK_D, TAIL)
+    q_block = load_block(q, q_offsets, in_rows, True, HEAD_DIM)
+    # The maximum of scaled scores is the scaled maximum for scale >= 0: move its sign into q.
+    q_block = negated_block(q_block, scale < 0)
+
+    k += (batch * k_b + k_row * k_n + kv_head * k_h) * UNIT
+    v += (batch * v_b + k_row * v_n + kv_head * v_h) * UNIT
+    k_offsets, k_step = blocks_of_rows(k_stride * k_n * UNIT, BLOCK_N, WIDE, BLOCK_D, TAIL)
+    v_offsets, v_step = blocks_of_rows(k_stride * v_n * UNIT, BLOCK_N, WIDE, BLOCK_D, TAIL)
+    limits, full, stop = keys_of_block(block_m, rows, k_len, IS_CAUSAL, BLOCK_M, BLOCK_N)
+    acc, row_max, row_sum = attend_to_cell(
+        zero_block(BLOCK_M, BLOCK_D, TAIL), tl.full([BLOCK_M], float("-inf"), tl.float32),
+        tl.zeros([BLOCK_M], tl.float32), q_block, k, v, k_offsets, v_offsets, k_step, v_step,
+        limits, k_len, full, stop, tl.abs(scale) * LOG2_E, HEAD_DIM, BLOCK_N, PRECISION,
     )  # fmt: skip
     acc = scaled_block(acc, 1.0 / row_sum[:, None])
     new_lse = (row_max + tl.log2(row_sum)) * LN_2
@@ -182,16 +171,12 @@ def _forward_kernel(
     out_offsets = element_offsets(q_stride * out_n * UNIT, BLOCK_M, WIDE, BLOCK_D, TAIL)
     lse += batch * lse_b + q_row * lse_n + head * lse_h
     lse_offsets = row_offsets(q_stride * lse_n, BLOCK_M, WIDE)
-    in_rows = rows < q_len
     if not STORE:
         acc, new_lse = merge_block(
             out, lse, out_offsets, lse_offsets, in_rows, acc, new_lse, HEAD_DIM
         )  # fmt: skip
     write_block(out, out_offsets, in_rows, acc, HEAD_DIM)
     tl.store(lse + lse_offsets, new_lse, mask=in_rows)
-
-
-_launch = Launcher(_forward_kernel)
 
 
 def tiles_forward(
@@ -205,7 +190,7 @@ def tiles_forward(
     is_causal: bool,
     scale: float,
     store: bool,
-    config: LaunchConfig | None = None,
+    config: LaunchConfig,
 ) -> None:
     """Attention of all cells, written to `out` and `lse` or merged into them.
 
@@ -223,19 +208,37 @@ def tiles_forward(
         scale: factor on the scores.
         store: write; else merge: ``lse' = logaddexp(lse, lse_cell)`` and
             ``out' = out + sigmoid(lse_cell - lse) * (out_cell - out)``, in float32.
-        config: how to launch; None: `default_config`.
+        config: how to launch.
     """
-    assert is_causal == cells.is_causal
-    if config is None:
-        config = default_launch("forward", q, cells)
-    assert config.block_m == cells.block_m
-    if not len(cells.query_programs):
+    assert (is_causal, config.block_m) == (cells.is_causal, cells.block_m)
+    programs = cells.query_programs
+    if not len(programs):
         return
-    launch = cells_launch(
-        cells, cells.query_programs, (q, k, v, out), (lse,), (), config, scale=scale, STORE=store
-    )
-    tensors = q, k, v, out, lse, cells.table, cells.query_programs
-    _launch(launch.grid, tensors, *launch[1:])
+    launch = attention_launch(
+        cells, len(programs), config, (q, k, v, out), (lse,), (scale, cells.heads_per_kv),
+        IS_CAUSAL=is_causal, STORE=store,
+    )  # fmt: skip
+    _forward_kernel(launch, (q, k, v, out, lse, cells.table, programs))
+
+
+@triton.jit
+def program_of_ranges(
+    programs, ranges, order, heads, heads_per_head, num_programs, BLOCK: tl.constexpr
+):
+    """Batch entry, head and KV head of this program; its range; its rows, see `rows_of_program`."""
+    head, number = tl.program_id(0) % heads, tl.program_id(0) // heads
+    kv_head = head // heads_per_head
+    own, first, step, count = rows_of_program(
+        programs + number % num_programs * 5, ranges, order, kv_head, BLOCK
+    )  # fmt: skip
+    return (number // num_programs).to(tl.int64), head, kv_head, own, first, step, count
+
+
+@triton.jit
+def range_of(own):
+    """Of a range: start and stop of its part, shift, positions of the document, branches."""
+    start, stop, shift = tl.load(own), tl.load(own + 1), tl.load(own + 2)
+    return start, stop, shift, tl.load(own + 3), tl.load(own + 4)
 
 
 @triton.jit
@@ -258,21 +261,6 @@ def rows_of_program(program, ranges, order, kv_head, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def range_of(own):
-    """Of a range: start and stop of its part, shift, positions of the document, branches."""
-    start, stop, shift = tl.load(own), tl.load(own + 1), tl.load(own + 2)
-    return start, stop, shift, tl.load(own + 3), tl.load(own + 4)
-
-
-@triton.jit
-def branch_of(branches, branch, kv_head, kv_heads, document):
-    """Segment length, rate and offset of a branch for a KV head; offset -1: it is not run."""
-    fields = branches + branch * (2 + kv_heads)
-    segment_length = tl.minimum(tl.load(fields), document)
-    return segment_length, tl.load(fields + 1), tl.load(fields + 2 + kv_head)
-
-
-@triton.jit
 def rows_of_cell(start, length, rate, offset, part_start, part_stop):
     """The first position of a cell in a part, and how many there are."""
     begin = start + offset
@@ -287,11 +275,11 @@ def keys_of_rows(
     first, last, step, count, start, length, rate, offset, key, k_len,
     IS_CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Which of the keys of a cell a block of rows sees: what `attend` and `dq_of_keys` ask for.
+    """Which of the keys of a cell a block of rows sees.
 
     Returns:
-        Which rows are in the cell (as a rule, all); before which key each sees all
-        of them; the first block of keys that takes a mask, and the block behind the last.
+        Which rows are in the cell (as a rule, all); before which key each sees all of them; the
+        first block of keys that takes a mask, and the block behind the last.
     """
     rows = tl.arange(0, BLOCK_M)
     inside = (start <= first) & (last < start + length) & (rate <= step)
@@ -318,9 +306,26 @@ def zeros_of_cell(start, length, rate, offset, document):
 
 
 @triton.jit
+def attend_to_zeros(acc, row_max, row_sum, zeros, within):
+    """Online softmax over keys whose score and value are 0, of the rows in `within`."""
+    new_max = tl.where(within, tl.maximum(row_max, 0.0), row_max)
+    finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+    shrink = tl.exp2(row_max - finite_max)
+    added = tl.where(within, zeros.to(tl.float32) * tl.exp2(-finite_max), 0.0)
+    return scaled_block(acc, shrink[:, None]), new_max, row_sum * shrink + added
+
+
+@triton.jit
 def segments_of(branches, chosen, branch, kv_head, kv_heads, document, first, last):
-    """A branch for a KV head, and the segments that positions lie in: none if it is not run."""
-    length, rate, offset = branch_of(branches, branch, kv_head, kv_heads, document)
+    """A branch for a KV head, and the segments that positions lie in: none if it is not run.
+
+    Returns:
+        Segment length, rate and offset; the first segment, and the one behind the last.
+    """
+    fields = branches + branch * (2 + kv_heads)
+    length = tl.minimum(tl.load(fields), document)
+    rate, offset = tl.load(fields + 1), tl.load(fields + 2 + kv_head)
+    # An offset of -1: this head does not run the branch.
     runs = (((chosen >> branch) & 1) != 0) & (offset >= 0)
     segment = first // length
     return length, rate, offset, segment, tl.where(runs, last // length + 1, segment)
@@ -341,39 +346,18 @@ def takes_part(
     return found & (count > 0)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "q_b", "q_n", "q_h", "k_b", "k_n", "k_h", "v_b", "v_n", "v_h", "out_b", "out_n", "out_h",
-        "lse_b", "lse_h", "lse_n", "scale", "heads_per_kv", "kv_heads", "num_branches",
-        "num_programs",
-    ]
-)  # fmt: skip
+@kernel(9)
 def _own_forward_kernel(
     q, k, v, out, lse, ranges, branches, order, programs,
     q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, out_b, out_n, out_h, lse_b, lse_h, lse_n,
-    scale,
-    heads_per_kv,
-    kv_heads,
-    num_branches,
-    num_programs,
-    UNIT: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
-    ZERO_KEYS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    TAIL: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
-    WIDE: tl.constexpr,
+    scale, heads_per_kv, kv_heads, num_branches, num_programs,
+    UNIT: tl.constexpr, IS_CAUSAL: tl.constexpr, ZERO_KEYS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """One program: a block of queries of one head, the keys of all branches that they see."""
-    heads = kv_heads * heads_per_kv
-    head, number = tl.program_id(0) % heads, tl.program_id(0) // heads
-    batch = (number // num_programs).to(tl.int64)
-    kv_head = head // heads_per_kv
-    own, first, step, count = rows_of_program(
-        programs + number % num_programs * 5, ranges, order, kv_head, BLOCK_M
+    batch, head, kv_head, own, first, step, count = program_of_ranges(
+        programs, ranges, order, kv_heads * heads_per_kv, heads_per_kv, num_programs, BLOCK_M
     )  # fmt: skip
     part_start, part_stop, shift, document, chosen = range_of(own)
     last = first + (count - 1) * step
@@ -382,13 +366,13 @@ def _own_forward_kernel(
     ):
         return
 
-    rows = tl.arange(0, BLOCK_M)
+    in_rows = tl.arange(0, BLOCK_M) < count
     wide_step = step.to(tl.int64)
     row = (first + shift).to(tl.int64)
     wide_head = head.to(tl.int64)
     q += (batch * q_b + row * q_n + wide_head * q_h) * UNIT
     q_offsets = element_offsets(wide_step * q_n * UNIT, BLOCK_M, WIDE, BLOCK_D, TAIL)
-    q_block = load_block(q, q_offsets, rows < count, True, HEAD_DIM)
+    q_block = load_block(q, q_offsets, in_rows, True, HEAD_DIM)
     # The maximum of scaled scores is the scaled maximum for scale >= 0: move its sign into q.
     q_block = negated_block(q_block, scale < 0)
     scale_log2 = tl.abs(scale) * LOG2_E
@@ -398,16 +382,15 @@ def _own_forward_kernel(
     acc = zero_block(BLOCK_M, BLOCK_D, TAIL)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
+    # LICM would move what segments share in front of these loops, into registers: dq would spill
+    # twice as much.
     for branch in tl.range(0, num_branches, disable_licm=True):
         length, rate, offset, segment, segment_stop = segments_of(
             branches, chosen, branch, kv_head, kv_heads, document, first, last
         )
-        k_step = rate.to(tl.int64) * k_n * UNIT
-        v_step = rate.to(tl.int64) * v_n * UNIT
-        k_offsets = element_offsets(k_step, BLOCK_N, WIDE, BLOCK_D, TAIL)
-        v_offsets = element_offsets(v_step, BLOCK_N, WIDE, BLOCK_D, TAIL)
-        k_step *= BLOCK_N
-        v_step *= BLOCK_N
+        wide_rate = rate.to(tl.int64)
+        k_offsets, k_step = blocks_of_rows(wide_rate * k_n * UNIT, BLOCK_N, WIDE, BLOCK_D, TAIL)
+        v_offsets, v_step = blocks_of_rows(wide_rate * v_n * UNIT, BLOCK_N, WIDE, BLOCK_D, TAIL)
         for index in tl.range(segment, segment_stop, disable_licm=True):
             start = index * length
             if (first - start - offset) % tl.minimum(rate, step) == 0:
@@ -417,28 +400,18 @@ def _own_forward_kernel(
                     IS_CAUSAL, BLOCK_M, BLOCK_N,
                 )  # fmt: skip
                 k_row = (key + shift).to(tl.int64)
-                k_at, v_at = k + k_row * k_n * UNIT, v + k_row * v_n * UNIT
-                acc, row_max, row_sum = attend(
-                    acc, row_max, row_sum, q_block, k_at, v_at, k_offsets, v_offsets,
-                    k_step, v_step, limits, k_len, 0, full,
-                    scale_log2, False, HEAD_DIM, BLOCK_N, PRECISION,
-                )  # fmt: skip
-                acc, row_max, row_sum = attend(
-                    acc, row_max, row_sum, q_block, k_at, v_at, k_offsets, v_offsets,
-                    k_step, v_step, limits, k_len, full, stop,
-                    scale_log2, True, HEAD_DIM, BLOCK_N, PRECISION, 1,
+                acc, row_max, row_sum = attend_to_cell(
+                    acc, row_max, row_sum, q_block, k + k_row * k_n * UNIT, v + k_row * v_n * UNIT,
+                    k_offsets, v_offsets, k_step, v_step, limits, k_len, full, stop,
+                    scale_log2, HEAD_DIM, BLOCK_N, PRECISION, 1,
                 )  # fmt: skip
                 if ZERO_KEYS:
                     zeros = zeros_of_cell(start, length, rate, offset, document)
-                    if zeros > 0:  # keys whose score and value are 0
-                        new_max = tl.where(within, tl.maximum(row_max, 0.0), row_max)
-                        finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
-                        shrink = tl.exp2(row_max - finite_max)
-                        added = tl.where(within, zeros.to(tl.float32) * tl.exp2(-finite_max), 0.0)
-                        row_max = new_max
-                        row_sum = row_sum * shrink + added
-                        acc = scaled_block(acc, shrink[:, None])
-    seen_rows = (rows < count) & (row_sum > 0)
+                    if zeros > 0:
+                        acc, row_max, row_sum = attend_to_zeros(
+                            acc, row_max, row_sum, zeros, within
+                        )  # fmt: skip
+    seen_rows = in_rows & (row_sum > 0)
     row_sum = tl.where(row_sum > 0, row_sum, 1.0)
     new_lse = (row_max + tl.log2(row_sum)) * LN_2
     acc = scaled_block(acc, 1.0 / row_sum[:, None])
@@ -447,15 +420,12 @@ def _own_forward_kernel(
     out_offsets = element_offsets(wide_step * out_n * UNIT, BLOCK_M, WIDE, BLOCK_D, TAIL)
     lse += batch * lse_b + row * lse_n + wide_head * lse_h
     lse_offsets = row_offsets(wide_step * lse_n, BLOCK_M, WIDE)
-    if tl.load(own + 7) == 0:
+    if tl.load(own + 7) == 0:  # the rows hold results already
         acc, new_lse = merge_block(
             out, lse, out_offsets, lse_offsets, seen_rows, acc, new_lse, HEAD_DIM
         )  # fmt: skip
     write_block(out, out_offsets, seen_rows, acc, HEAD_DIM)
     tl.store(lse + lse_offsets, new_lse, mask=seen_rows)
-
-
-_launch_own = Launcher(_own_forward_kernel)
 
 
 def ranges_forward(
@@ -488,73 +458,9 @@ def ranges_forward(
         config: how to launch.
     """
     assert config.block_m == programs.block
-    launch, tensors = ranges_launch(
-        programs,
-        config,
-        (q, k, v, out),
-        (lse,),
-        (scale,),
-        rows_of=q,
-        IS_CAUSAL=is_causal,
-        ZERO_KEYS=zero_keys and not is_causal,
-    )
-    _launch_own(launch.grid, tensors, *launch[1:])
-
-
-def ranges_launch(
-    programs: Programs,
-    config: LaunchConfig,
-    tensors: Sequence[torch.Tensor],
-    of_rows: Sequence[torch.Tensor],
-    numbers: tuple[float, ...],
-    *,
-    rows_of: torch.Tensor,
-    **options: int,
-) -> tuple[KernelLaunch, tuple[torch.Tensor, ...]]:
-    """How to launch a kernel of ranges, kept for the next tensors of the same layout; on which.
-
-    Args:
-        programs: what to compute.
-        config: how to launch.
-        tensors: (B, n, heads, D), the first arguments: q, k and others.
-        of_rows: (B, H, n) float32, of the strides of the first: the next arguments.
-        numbers: what follows the strides.
-        rows_of: the tensor whose heads have programs: q, or k where they are keys.
-        options: what else the kernel is compiled for.
-    """
-    shape, kv_heads, programs_heads = tensors[0].shape, tensors[1].shape[2], rows_of.shape[2]
-    strides, of_lse = [x.stride() for x in tensors], of_rows[0].stride()
-
-    def make() -> KernelLaunch:
-        batch, _, heads, head_dim = shape
-        unit = stride_unit(*strides)
-        longest = max(of_lse[2], *(x[1] for x in strides))  # way from a row to the next
-        sizes = programs.sizes(heads, kv_heads)
-        return KernelLaunch(
-            (batch * programs.count * programs_heads, 1),
-            (*strides_in(unit, *strides), *of_lse, *numbers, *sizes),
-            {**_constants(programs, unit, longest, config, head_dim), **options},
-            {},
-        )
-
-    layout = shape, kv_heads, programs_heads, of_lse, *strides
-    key = config, numbers, *options.values(), *layout
-    launch = keep_few(programs.launches, key, make, LAUNCHES_KEPT)
-    return launch, (*tensors, *of_rows, *programs.tensors)
-
-
-def _constants(
-    programs: Programs, unit: int, longest: int, config: LaunchConfig, head_dim: int
-) -> dict[str, Any]:
-    """What a kernel of ranges is compiled for, but for its options."""
-    return {
-        "UNIT": unit,
-        **head_dim_constants(head_dim, config.tail),
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "PRECISION": "ieee",  # no tf32 for float32; nothing to choose for the others
-        "WIDE": programs.reach * longest >= 2**31,
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
-        "maxnreg": config.max_registers,
-    }
+    count, sizes = programs.sizes(q, k)
+    launch = attention_launch(
+        programs, count * q.shape[2], config, (q, k, v, out), (lse,), (scale, *sizes),
+        IS_CAUSAL=is_causal, ZERO_KEYS=zero_keys and not is_causal,
+    )  # fmt: skip
+    _own_forward_kernel(launch, (q, k, v, out, lse, *programs.tensors))

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from .device_profile import profile_of
-from .launch import KernelLaunch, Launcher
+from .launch import KernelLaunch, kernel
 
 _ELEMENTS_OF_THREAD = 32
 _WARPS = 8
@@ -29,7 +29,7 @@ def _normal_cdf(x):
     return 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)
 
 
-@triton.jit(do_not_specialize=["eps"])
+@kernel(5)
 def _gelu_norm_kernel(
     rows, weight, bias, normed, statistics, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -49,7 +49,7 @@ def _gelu_norm_kernel(
     tl.store(statistics + 2 * row + 1, rstd)
 
 
-@triton.jit(do_not_specialize=["count"])
+@kernel(6)
 def _gelu_norm_backward_kernel(
     dnormed, rows, weight, statistics, drows, sums, count,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr,
@@ -84,9 +84,6 @@ def _gelu_norm_backward_kernel(
     tl.store(at + programs * WIDTH, dshift, mask=valid)
 
 
-_launch_forward, _launch_backward = map(Launcher, (_gelu_norm_kernel, _gelu_norm_backward_kernel))
-
-
 def gelu_norm_forward(
     rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -109,7 +106,7 @@ def gelu_norm_forward(
     statistics = rows.new_empty((count, 2), dtype=torch.float32)
     if count:
         launch = _forward_launch(count, width, float(eps))
-        _launch_forward(launch.grid, (rows, weight, bias, normed, statistics), *launch[1:])
+        _gelu_norm_kernel(launch, (rows, weight, bias, normed, statistics))
     return normed, statistics
 
 
@@ -132,7 +129,7 @@ def gelu_norm_backward(
     drows = torch.empty_like(rows)
     launch = _backward_launch(count, width, rows.device)
     sums = rows.new_empty((2, launch.grid[0], width), dtype=torch.float32)
-    _launch_backward(launch.grid, (dnormed, rows, weight, statistics, drows, sums), *launch[1:])
+    _gelu_norm_backward_kernel(launch, (dnormed, rows, weight, statistics, drows, sums))
     dweight, dbias = sums.sum(1).unbind(0)
     return drows, dweight, dbias
 

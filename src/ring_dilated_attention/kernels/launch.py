@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
 from importlib.util import find_spec
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +18,7 @@ import torch
 from ..caches import keep_few
 from .device_profile import MOST_GELU_WIDTH, profile_of
 
-_LEAST_CAPABILITY = (7, 0)
-"""Of devices that Triton compiles for."""
+_LEAST_CAPABILITY = (7, 0)  # of devices that Triton compiles for
 
 
 @lru_cache(maxsize=1)
@@ -45,48 +45,48 @@ def runs_triton(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and tensor.dtype != torch.float64 and compiles_for(tensor.device)
 
 
-_TABLE_ALIGNMENT = 16
-"""The address of each table is a multiple of it: Triton compiles a kernel again for others."""
-
-
-def spread(counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Index i repeated ``counts[i]`` times, for all i; and 0, 1, ... within each index."""
-    # Not by repeat_interleave, which wakes all threads however few the counts are.
-    ends, total = counts.cumsum(0), int(counts.sum())
-    begins = counts.new_zeros(total + 1).index_add_(0, ends[:-1], torch.ones_like(ends[:-1]))
-    indices = begins[:total].cumsum(0)
-    return indices, torch.arange(total) - (ends - counts)[indices]
-
-
-def moved_together(device: torch.device | str, *tables: torch.Tensor) -> list[torch.Tensor]:
-    """Tables on a device: in one allocation, because they are usually small."""
-    sizes = [-(-x.nbytes // _TABLE_ALIGNMENT) * _TABLE_ALIGNMENT for x in tables]
-    together = torch.zeros(sum(sizes), dtype=torch.uint8)
-
-    def places(memory: torch.Tensor) -> list[torch.Tensor]:
-        parts = zip(memory.split(sizes), tables, strict=True)
-        return [part[: x.nbytes].view(x.dtype).view(x.shape) for part, x in parts]
-
-    for place, table in zip(places(together), tables, strict=True):
-        place.copy_(table)
-    return places(together.to(device))
-
-
 MOST_FORMS = 256
 """Of a kernel that are kept ready: each was compiled before, and Triton keeps it."""
-LAUNCHES_KEPT = 8
-"""Of the tables of cells or ranges: how kernels are launched on them, by layout."""
 _ALIGNMENT = 15  # the bits of an address that are 0 where it is a multiple of 16
 _LIMIT = 2**31
 
 
 class KernelLaunch(NamedTuple):
-    """What a `Launcher` takes besides tensors."""
+    """What a `Launcher` takes besides tensors; kept, and given again for tensors of one layout.
+
+    Attributes:
+        grid: programs along two axes.
+        numbers: the arguments behind the tensors, ints and floats.
+        constants: the other arguments, and options of the launch such as `num_warps`, by name;
+            always in the same order.
+        memo: compiled forms of the one kernel that it is for, by what its tensors are: numbers and
+            constants are not looked at again.
+    """
 
     grid: tuple[int, int]
     numbers: tuple[float, ...]
     constants: dict[str, Any]
     memo: dict[Any, Any]
+
+
+def kernel(pointers: int) -> Callable[[Callable[..., Any]], Launcher]:
+    """Make a Triton kernel, and what launches it: a decorator.
+
+    Triton specialises on no integer or float of its arguments, so that new lengths and strides
+    compile nothing.
+
+    Args:
+        pointers: how many arguments are tensors: the first ones.
+    """
+
+    def make(function: Callable[..., Any]) -> Launcher:
+        import triton
+
+        others = [*signature(function).parameters.values()][pointers:]
+        numbers = [x.name for x in others if "constexpr" not in str(x.annotation)]
+        return Launcher(triton.jit(function, do_not_specialize=numbers))
+
+    return make
 
 
 class Launcher:
@@ -112,24 +112,12 @@ class Launcher:
         self._runtime = knobs.runtime
         self._stream_of = stream_of or (lambda index: driver.active.get_current_stream(index))
 
-    def __call__(
-        self,
-        grid: tuple[int, int],
-        tensors: Sequence[torch.Tensor],
-        numbers: Sequence[float],
-        constants: dict[str, Any],
-        memo: dict[Any, Any] | None = None,
-    ) -> None:
+    def __call__(self, launch: KernelLaunch, tensors: Sequence[torch.Tensor]) -> None:
         """Launch on the current stream of the current device.
 
         Args:
-            grid: programs along two axes.
+            launch: all but the tensors.
             tensors: the first arguments, on the current device.
-            numbers: the next arguments, ints and floats.
-            constants: the other arguments, and options of the launch such as `num_warps`, by
-                name; always in the same order.
-            memo: of the caller, who gives the same one for the same numbers and constants only:
-                they need not be looked at again. None: the caller has none.
         """
         bits = 0
         for x in tensors:
@@ -138,43 +126,29 @@ class Launcher:
         if bits & _ALIGNMENT:
             aligned = tuple([x.data_ptr() & _ALIGNMENT == 0 for x in tensors])
         of_tensors = tensors[0].device, aligned, *[x.dtype for x in tensors]
-        form = None if memo is None else memo.get(of_tensors)
+        form = launch.memo.get(of_tensors)
         if form is None:
-            form = self._form(of_tensors, grid, tensors, numbers, constants)
+            form = self._form(of_tensors, launch, tensors)
             if form is None:
                 return
-            if memo is not None:
-                memo[of_tensors] = form
+            launch.memo[of_tensors] = form
         compiled, rest = form
-        rows, columns = grid
-        arguments = *tensors, *numbers, *rest
+        rows, columns = launch.grid
+        arguments = *tensors, *launch.numbers, *rest
         if _has_hooks(self._runtime):
             compiled[rows, columns, 1](*arguments)
             return
-        # What that does from Triton 3.4 to 3.9, but for what only hooks are told.
-        compiled.run(
-            rows,
-            columns,
-            1,
-            self._stream_of(tensors[0].device.index),
-            compiled.function,
-            compiled.packed_metadata,
-            None,
-            None,
-            None,
-            *arguments,
-        )
+        # What the line above does from Triton 3.4 to 3.9, but for what only hooks are told.
+        stream = self._stream_of(tensors[0].device.index)
+        known = compiled.function, compiled.packed_metadata, None, None, None
+        compiled.run(rows, columns, 1, stream, *known, *arguments)
 
     def _form(
-        self,
-        of_tensors: tuple[Hashable, ...],
-        grid: tuple[int, int],
-        tensors: Sequence[torch.Tensor],
-        numbers: Sequence[float],
-        constants: dict[str, Any],
+        self, of: tuple[Hashable, ...], launch: KernelLaunch, tensors: Sequence[torch.Tensor]
     ) -> tuple[Any, list[Any]] | None:
         """The form of a call; None where there is none yet, and this was its first launch."""
-        key = *of_tensors, *constants.values()
+        grid, numbers, constants, _ = launch
+        key = *of, *constants.values()
         if max(numbers) >= _LIMIT or min(numbers) < -_LIMIT:
             key = *key, *[type(x) is int and not -_LIMIT <= x < _LIMIT for x in numbers]
         form = self.forms.get(key)
@@ -190,13 +164,7 @@ class Launcher:
 
 
 def _has_hooks(runtime: Any) -> bool:
-    """Whether somebody, such as a profiler, is to be told of launches.
-
-    Args:
-        runtime: Triton's `knobs.runtime`.
-    """
+    """Whether somebody, such as a profiler, is to be told of launches; of Triton's `knobs`."""
     # From Triton 3.5 on each is a chain of hooks; before, one, or None.
     first, last = runtime.launch_enter_hook, runtime.launch_exit_hook
-    if first is None and last is None:
-        return False
     return bool(getattr(first, "calls", first) or getattr(last, "calls", last))

@@ -24,32 +24,67 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, TypeAlias, TypeVar
 
 import torch
+from torch.nn.functional import pad
 
-from ..plan import OwnRange, PackedTiles, Tile
-from .launch import KernelLaunch, moved_together, spread
+from .launch import KernelLaunch
 
-CELL_FIELDS = ("batch", "kv_head", "q_row", "q_stride", "q_len", "k_row", "k_stride", "k_len")
+TileInts: TypeAlias = tuple[int, range, int, bool, tuple[int, ...], tuple[int, ...]]
+"""A `plan.Tile`. This room takes the plan's integers, and does not import it."""
+PackedInts: TypeAlias = tuple[int, range, bool, int, int, tuple[int, ...], tuple[int, ...]]
+"""A `plan.PackedTiles`."""
+Range = TypeVar("Range", bound=Any)
+"""A `plan.OwnRange`."""
+
+_TABLE_ALIGNMENT = 16
+"""The address of each table is a multiple of it: Triton compiles a kernel again for others."""
+
+
+def spread(counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Index i repeated ``counts[i]`` times, for all i; and 0, 1, ... within each index."""
+    # Not by repeat_interleave, which wakes all threads however few the counts are.
+    ends, total = counts.cumsum(0), int(counts.sum())
+    begins = counts.new_zeros(total + 1).index_add_(0, ends[:-1], torch.ones_like(ends[:-1]))
+    indices = begins[:total].cumsum(0)
+    return indices, torch.arange(total) - (ends - counts)[indices]
+
+
+def moved_together(device: torch.device | str, *tables: torch.Tensor) -> list[torch.Tensor]:
+    """Tables on a device: in one allocation, because they are usually small."""
+    padded = [pad(x.flatten().view(torch.uint8), (0, -x.nbytes % _TABLE_ALIGNMENT)) for x in tables]
+    parts = torch.cat(padded).to(device).split([len(x) for x in padded])
+    placed = zip(parts, tables, strict=True)
+    return [part[: x.nbytes].view(x.dtype).view(x.shape) for part, x in placed]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cells:
+class Tables:
+    """What a launch computes, as tables on the device.
+
+    Attributes:
+        reach: rows of the tensors from the first to the last row of a block, at most.
+        launches: how kernels are launched on them, for each of the last few layouts.
+    """
+
+    reach: int
+    launches: dict[Hashable, KernelLaunch] = field(default_factory=dict, repr=False, compare=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cells(Tables):
     """The cells of some tiles, and the programs that compute them, longest first.
 
     Attributes:
-        table: int64 (cells, 8): `CELL_FIELDS`.
+        table: int64 (cells, 8): batch entry, KV head; first row, stride and length of its queries;
+            the same of its keys.
         query_programs: int32 (programs, 3): cell, member, block of queries. For forward and dq.
         key_programs: int32 (programs, 2): cell, block of keys. For dk and dv.
         block_m: queries per block.
         block_n: keys per block, in `key_programs`.
         heads_per_kv: query heads per KV head.
         is_causal: whether row i sees keys 0 to i only.
-        max_queries: most queries in a cell.
-        max_keys: most keys in a cell.
-        max_stride: largest step from row to row.
-        launches: how kernels are launched on them, for each of the last few layouts.
     """
 
     table: torch.Tensor
@@ -59,15 +94,11 @@ class Cells:
     block_n: int
     heads_per_kv: int
     is_causal: bool
-    max_queries: int
-    max_keys: int
-    max_stride: int
-    launches: dict[Hashable, KernelLaunch] = field(default_factory=dict, repr=False, compare=False)
 
 
 def build_cells(
-    tiles: Sequence[Tile],
-    packed: Sequence[PackedTiles] = (),
+    tiles: Sequence[TileInts],
+    packed: Sequence[PackedInts] = (),
     *,
     batch: int,
     heads_per_kv: int,
@@ -86,32 +117,29 @@ def build_cells(
         block_n: keys per block of the dk, dv kernel.
         device: where the kernels run.
     """
-    kinds = {tile.is_causal for tile in tiles} | {many.is_causal for many in packed}
+    kinds = {tile[3] for tile in tiles} | {many[2] for many in packed}
     if len(kinds) > 1:
         raise ValueError("the tiles of a launch must be all causal or none")
     is_causal = kinds == {True}
-    parts = [_table(tiles, batch), *(_packed_table(many, batch) for many in packed)]
-    table = torch.cat(parts)
+    table = _table(torch.cat([_of_tiles(tiles), *map(_of_packed, packed)]), batch)
     q_len, k_len = table[:, 4], table[:, 7]
     assert not len(table) or table[:, [4, 7]].min() > 0
 
-    cell, block = _blocks(q_len, block_m)
+    cell, block = spread((q_len + block_m - 1) // block_m)
     # Rows of work: a causal block of queries sees no key behind it.
     work = k_len[cell]
     if is_causal:
         work = torch.minimum((block + 1) * block_m, q_len[cell])
-    cell, block = _longest_first(work, cell, block)
-    query_programs = torch.empty(len(cell), heads_per_kv, 3, dtype=torch.int32)
-    query_programs[..., 0] = cell[:, None]
-    query_programs[..., 1] = torch.arange(heads_per_kv)
-    query_programs[..., 2] = block[:, None]
+    order = (-work).argsort(stable=True)[:, None]
+    members = torch.broadcast_tensors(cell[order], torch.arange(heads_per_kv), block[order])
+    query_programs = torch.stack(members, -1).int()
 
-    cell, block = _blocks(k_len, block_n)
+    cell, block = spread((k_len + block_n - 1) // block_n)
     work = q_len[cell] - block * block_n if is_causal else q_len[cell]
-    key_programs = torch.stack(_longest_first(work, cell, block), 1).int()
+    key_programs = torch.stack([cell, block], 1)[(-work).argsort(stable=True)].int()
 
     on_device = moved_together(device, table, query_programs.reshape(-1, 3), key_programs)
-    largest = table.amax(0).tolist() if len(table) else [0] * len(CELL_FIELDS)
+    strides = table[:, [3, 6]]
     return Cells(
         table=on_device[0],
         query_programs=on_device[1],
@@ -120,19 +148,32 @@ def build_cells(
         block_n=block_n,
         heads_per_kv=heads_per_kv,
         is_causal=is_causal,
-        max_queries=largest[4],
-        max_keys=largest[7],
-        max_stride=max(largest[3], largest[6]),
+        reach=BLOCK_ROWS * int(strides.max()) if len(table) else 0,
     )
 
 
-def _table(tiles: Sequence[Tile], batch: int) -> torch.Tensor:
-    """int64 (cells, 8): per tile the batch entries, of each the segments, of each the heads."""
+def _of_tiles(tiles: Sequence[TileInts]) -> torch.Tensor:
+    """int64 (tiles, 14): first, step and number of heads; segments; rows of queries and of keys."""
     values = (
         (heads.start, heads.step, len(heads), segments, *queries, *keys)
         for _, heads, segments, _, queries, keys in tiles
     )
-    fields = _integers(chain.from_iterable(values), 14)
+    return _integers(chain.from_iterable(values), 14)
+
+
+def _of_packed(many: PackedInts) -> torch.Tensor:
+    """As `_of_tiles`, of thousands of documents, without a Python object for each of them."""
+    _, heads, _, stride, head_stride, *columns = many
+    starts, lengths = (_integers(x, 1)[:, 0] for x in columns)
+    fields = torch.zeros(len(starts), 14, dtype=torch.int64)
+    fields[:, :4] = torch.tensor([heads.start, heads.step, len(heads), 1])
+    for rows in (fields[:, 4:9], fields[:, 9:]):
+        rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 3] = starts, lengths, stride, head_stride
+    return fields
+
+
+def _table(fields: torch.Tensor, batch: int) -> torch.Tensor:
+    """int64 (cells, 8): per tile the batch entries, of each the segments, of each the heads."""
     tile, number = spread(batch * fields[:, 2] * fields[:, 3])
     # Columns, each with one value per cell.
     head, head_step, heads, segments, *rows = fields[tile].unbind(1)
@@ -152,40 +193,6 @@ def _integers(numbers: Iterable[int], columns: int) -> torch.Tensor:
     return torch.frombuffer(kept, dtype=torch.int64).view(-1, columns)
 
 
-def _packed_table(many: PackedTiles, batch: int) -> torch.Tensor:
-    """int64 (cells, 8): per batch entry the tiles, of each the heads."""
-    heads = len(many.heads)
-    table = torch.empty(batch, len(many.starts), heads, len(CELL_FIELDS), dtype=torch.int64)
-    starts, lengths = (_integers(x, 1) for x in (many.starts, many.lengths))
-    number = torch.arange(heads)
-    table[..., 0] = torch.arange(batch)[:, None, None]
-    table[..., 1] = many.heads.start + number * many.heads.step
-    for rows in (table[..., 2:5], table[..., 5:]):
-        rows[..., 0] = starts + number * many.head_stride
-        rows[..., 1] = many.stride
-        rows[..., 2] = lengths
-    return table.reshape(-1, len(CELL_FIELDS))
-
-
-def _blocks(lengths: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cut rows into blocks: the cell of each, and its number within the cell."""
-    return spread((lengths + block - 1) // block)
-
-
-def _longest_first(work: torch.Tensor, *columns: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    if len(work) < 2 or work.min() == work.max():
-        return columns
-    order = (-work).argsort(stable=True)
-    return tuple(column[order] for column in columns)
-
-
-RANGE_FIELDS = ("start", "stop", "shift", "document", "branches", "step", "order", "stores")
-"""Of a range: the fields of `plan.OwnRange` but for its rows; how far rows of a program are apart;
-where in `Programs.order` the residues begin; whether results are written over what is there."""
-BRANCH_FIELDS = ("segment_length", "rate")  # and the offset of each KV head, -1 where it has none
-PROGRAM_FIELDS = ("range", "low", "high", "rank", "block")
-"""Positions ``range(low, high)`` of a range that lie in one of its shortest segments; of them those
-of the residue that comes `rank`-th for a head; of these the rows of a block."""
 MOST_POSITIONS = 1 << 30
 """Of a document: twice as many are counted in 32 bits."""
 MOST_BRANCHES = 31
@@ -202,17 +209,20 @@ estimated, not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Programs:
-    """What one launch computes.
+class Programs(Tables):
+    """Ranges of rows, and the programs that compute them over all their branches.
 
     Attributes:
-        ranges: int32 (ranges, 8): `RANGE_FIELDS`.
-        branches: int32 (branches, 2 + KV heads): `BRANCH_FIELDS`.
+        ranges: int32 (ranges, 8): start, stop, shift, document and branches of a `plan.OwnRange`;
+            the step between rows of a program; where in `order` the residues begin; whether results
+            are written over what is there.
+        branches: int32 (branches, 2 + KV heads): segment length, rate, and the offset of each KV
+            head, -1 where it does not run the branch.
         order: int32: residues modulo a range's step, by KV head, those that see most first.
-        rows: int32 (programs, 5): `PROGRAM_FIELDS`.
+        rows: int32 (programs, 5): a range; low and high, between which positions lie in one of its
+            shortest segments; of them those of the residue that comes so many-th for a head; of
+            these a block.
         block: rows of a program at most.
-        reach: positions from the first to the last row or key of a block, at most.
-        launches: how kernels are launched on them, for each of the last few layouts.
     """
 
     ranges: torch.Tensor
@@ -220,32 +230,24 @@ class Programs:
     order: torch.Tensor
     rows: torch.Tensor
     block: int
-    reach: int
-    launches: dict[Hashable, KernelLaunch] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """The tables on the device."""
         return self.ranges, self.branches, self.order, self.rows
 
-    @cached_property
-    def count(self) -> int:
-        """How many programs there are."""
-        return len(self.rows)
+    def sizes(self, q: torch.Tensor, k: torch.Tensor) -> tuple[int, tuple[int, int, int, int]]:
+        """Programs of a head, and numbers of a kernel, for q (B, n, H, D) and k (B, n, K, D).
 
-    @cached_property
-    def num_branches(self) -> int:
-        """How many branches there are, run or not."""
-        return len(self.branches)
-
-    def sizes(self, heads: int, kv_heads: int) -> tuple[int, int, int, int]:
-        """Query heads of a KV head, KV heads, branches, programs."""
-        return heads // kv_heads, kv_heads, self.num_branches, self.count
+        The numbers: query heads of a KV head, KV heads, branches, programs of a batch entry.
+        """
+        (batch, _, heads, _), kv_heads, count = q.shape, k.shape[2], len(self.rows)
+        return batch * count, (heads // kv_heads, kv_heads, len(self.branches), count)
 
 
 def launches_of(
-    ranges: Sequence[OwnRange], branches: Sequence[tuple[int, int]], block: int
-) -> list[tuple[OwnRange, ...]]:
+    ranges: Sequence[Range], branches: Sequence[tuple[int, int]], block: int
+) -> list[tuple[Range, ...]]:
     """Cut the branches of ranges into launches whose blocks of rows are at least half full.
 
     Rows that see the same keys are the fewer, the less rates have in common.
@@ -265,8 +267,6 @@ def launches_of(
             chosen[-1].append(number)
         else:
             chosen.append([number])
-    if len(chosen) == 1:
-        return [tuple(ranges)]
     launches = []
     for numbers in chosen:
         mask = sum(1 << number for number in numbers)
@@ -310,7 +310,7 @@ def step_of(branches: Sequence[tuple[int, int]], longest: int, block: int) -> in
 
 
 def build_programs(
-    ranges: Sequence[OwnRange],
+    ranges: Sequence[tuple[int, ...]],
     branches: Sequence[tuple[int, int]],
     offsets: Sequence[Sequence[int]],
     *,
@@ -331,7 +331,7 @@ def build_programs(
             there; else they are merged or added.
         device: where the kernels run.
     """
-    own = _integers(chain.from_iterable(ranges), len(OwnRange._fields))
+    own = _integers(chain.from_iterable(ranges), 7)
     longest = int(own[:, 3].max())
     assert longest <= MOST_POSITIONS
     spec = torch.tensor(
@@ -341,56 +341,40 @@ def build_programs(
             for (length, rate), each in zip(branches, offsets, strict=True)
         ]
     )
+    # Ranges of the same branches are of one kind.
     kinds, kind = own[:, 6].unique(return_inverse=True)
-    layout = _layout(kinds, spec, block)
-    steps = layout.steps[kind]
-    made = _programs(own, kind.argsort(stable=True), layout.shortest[kind], steps, block)
-    # What there is to do of each residue, and of which a program is.
-    most, place = layout.most, layout.starts[kind][made[:, 0]] + made[:, 3]
-    if is_causal:
-        work = most[place] * (made[:, 2].double() / own[made[:, 0], 1])
-        first = (-work).argsort(stable=True)
-    else:
-        first = (-most)[place].argsort(stable=True)
-    table = torch.empty(len(own), len(RANGE_FIELDS), dtype=torch.int64)
+    shortest, of_kinds, order, most, reach = _layout(kinds, spec, block)
+    steps, starts = of_kinds[kind], (of_kinds.cumsum(0) - of_kinds)[kind]
+    made = _programs(own, kind.argsort(stable=True), shortest[kind], steps, block)
+    which, work = made[:, 0], most[starts[made[:, 0]] + made[:, 3]]
+    if is_causal:  # later rows see more
+        work = work * (made[:, 2].double() / own[which, 1])
+    made = made[(-work).argsort(stable=True)]
+    table = torch.empty(len(own), 8, dtype=torch.int64)
     table[:, :4], table[:, 4], table[:, 5] = own[:, :4], own[:, 6], steps
-    table[:, 6], table[:, 7] = layout.starts[kind] * len(offsets[0]), (own[:, 6] & stores) > 0
-    tables = table, spec, layout.order, made[first]
-    on_device = moved_together(device, *(x.int() for x in tables))
+    table[:, 6], table[:, 7] = starts * len(offsets[0]), (own[:, 6] & stores) > 0
+    on_device = moved_together(device, *(x.int() for x in (table, spec, order, made)))
     return Programs(
         ranges=on_device[0],
         branches=on_device[1],
         order=on_device[2],
         rows=on_device[3],
         block=block,
-        reach=layout.reach,
+        reach=reach,
     )
 
 
-class _Layout(NamedTuple):
-    """How rows are divided among programs, for each kind of the branches that are computed there.
+def _layout(
+    kinds: torch.Tensor, spec: torch.Tensor, block: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]:
+    """How rows are divided among programs: `kinds` are bits of branches, which are rows of `spec`.
 
-    Attributes:
-        shortest: segment length of the branches of a kind.
-        steps: of a kind.
-        starts: how many residues the kinds before have.
-        order: of each kind, KV head by KV head: residues modulo the step, those that see most keys
-            first.
-        most: of each kind: about how many keys the rows of these see, of any head.
-        reach: positions that a block spans at most. Rows are a step apart, and keys a rate, which
-            may be more.
+    Returns:
+        Of each kind the shortest segment length, and the step between rows of a program. Of each
+        kind, KV head by KV head: residues modulo the step, those that see most keys first. Of each
+        kind: about how many keys the rows of these see, of any head. Positions that a block spans
+        at most: rows are a step apart, and keys a rate, which may be more.
     """
-
-    shortest: torch.Tensor
-    steps: torch.Tensor
-    starts: torch.Tensor
-    order: torch.Tensor
-    most: torch.Tensor
-    reach: int
-
-
-def _layout(kinds: torch.Tensor, spec: torch.Tensor, block: int) -> _Layout:
-    """The layout of all kinds: branches are bits of them, and rows of `spec`."""
     run = (kinds[:, None] >> torch.arange(len(spec)) & 1).bool()
     lengths, rates, offsets = spec[:, 0], spec[:, 1], spec[:, 2:]
     longest = int(lengths.max())
@@ -413,7 +397,7 @@ def _layout(kinds: torch.Tensor, spec: torch.Tensor, block: int) -> _Layout:
     shortest = torch.where(run, lengths, longest).amin(1)
     of_keys = torch.minimum(BLOCK_ROWS * rates, lengths)[are_run]
     reach = max(BLOCK_ROWS * max(steps_of_kinds), int(of_keys.max()))
-    return _Layout(shortest, steps, steps.cumsum(0) - steps, order, most, reach)
+    return shortest, steps, order, most, reach
 
 
 def _programs(

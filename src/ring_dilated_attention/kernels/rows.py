@@ -15,30 +15,39 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
 import triton
 import triton.language as tl
 
-from .blocks import row_launch
-from .launch import KernelLaunch, Launcher
+from .blocks import stride_unit, strides_in
+from .launch import KernelLaunch, kernel
 
 
 @triton.jit
-def _place(inner, row_blocks, BLOCK_ROWS: tl.constexpr):
-    """The (outer, inner) pair of this program, and its rows."""
+def _place(
+    rows, row_blocks, BLOCK_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr
+):
+    """The group of this program, its rows, which of them there are, and their elements."""
     program = tl.program_id(0)
-    pair = program // row_blocks
-    row = (program % row_blocks) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    return (pair // inner).to(tl.int64), (pair % inner).to(tl.int64), row.to(tl.int64)
+    row = ((program % row_blocks) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
+    valid = row < rows
+    where = valid[:, None] & (tl.arange(0, BLOCK_DIM) < HEAD_DIM)[None, :]
+    return program // row_blocks, row, valid, where
 
 
 @triton.jit
-def _rows_at(base, a, b, row, dim, outer, inner, stride, UNIT: tl.constexpr):
-    """Pointers to rows of a pair: strides are in units."""
-    return base + (a * outer + b * inner + row[:, None] * stride) * UNIT + dim[None, :]
+def _elements(base, offsets, UNIT: tl.constexpr, BLOCK_DIM: tl.constexpr):
+    """Pointers to the elements of rows, whose offsets are in units."""
+    return base + offsets[:, None] * UNIT + tl.arange(0, BLOCK_DIM)[None, :]
+
+
+@triton.jit
+def _rows_of_view(group, inner, row, outer_stride, inner_stride, row_stride):
+    """Offsets of rows of a view, whose (outer, inner) pair is a group."""
+    outer, inner = (group // inner).to(tl.int64), (group % inner).to(tl.int64)
+    return outer * outer_stride + inner * inner_stride + row * row_stride
 
 
 @triton.jit
@@ -48,13 +57,7 @@ def _sigmoid(x):
     return tl.where(x >= 0, 1.0, e) / (1.0 + e)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "inner", "rows", "row_blocks", "out_outer", "out_inner", "out_row",
-        "tile_outer", "tile_inner", "tile_row", "lse_outer", "lse_inner", "lse_row",
-        "tile_lse_outer", "tile_lse_inner", "tile_lse_row",
-    ]
-)  # fmt: skip
+@kernel(4)
 def _merge_kernel(
     out, lse, tile_out, tile_lse, inner, rows, row_blocks,
     out_outer, out_inner, out_row, tile_outer, tile_inner, tile_row,
@@ -62,15 +65,14 @@ def _merge_kernel(
     UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr,
     STORE: tl.constexpr,
 ):  # fmt: skip
-    a, b, row = _place(inner, row_blocks, BLOCK_ROWS)
-    dim = tl.arange(0, BLOCK_DIM)
-    valid = row < rows
-    where = valid[:, None] & (dim < HEAD_DIM)[None, :]
-    lse_at = lse + a * lse_outer + b * lse_inner + row * lse_row
-    out_at = _rows_at(out, a, b, row, dim, out_outer, out_inner, out_row, UNIT)
-    tile_lse_at = tile_lse + a * tile_lse_outer + b * tile_lse_inner + row * tile_lse_row
-    tile_at = _rows_at(tile_out, a, b, row, dim, tile_outer, tile_inner, tile_row, UNIT)
-    new_lse = tl.load(tile_lse_at, mask=valid, other=-float("inf"))
+    group, row, valid, where = _place(rows, row_blocks, BLOCK_ROWS, HEAD_DIM, BLOCK_DIM)
+    lse_at = lse + _rows_of_view(group, inner, row, lse_outer, lse_inner, lse_row)
+    of_out = _rows_of_view(group, inner, row, out_outer, out_inner, out_row)
+    out_at = _elements(out, of_out, UNIT, BLOCK_DIM)
+    of_tile = _rows_of_view(group, inner, row, tile_outer, tile_inner, tile_row)
+    tile_lse += _rows_of_view(group, inner, row, tile_lse_outer, tile_lse_inner, tile_lse_row)
+    new_lse = tl.load(tile_lse, mask=valid, other=-float("inf"))
+    tile_at = _elements(tile_out, of_tile, UNIT, BLOCK_DIM)
     new = tl.load(tile_at, mask=where, other=0.0).to(tl.float32)
     if not STORE:
         old_lse = tl.load(lse_at, mask=valid, other=-float("inf"))
@@ -91,12 +93,7 @@ def _merge_kernel(
     tl.store(lse_at, new_lse, mask=valid)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "inner", "rows", "row_blocks", "total_outer", "total_inner", "total_row",
-        "part_outer", "part_inner", "part_row",
-    ]
-)  # fmt: skip
+@kernel(6)
 def _add_kernel(
     total, part, second_total, second_part, third_total, third_part, inner, rows, row_blocks,
     total_outer, total_inner, total_row, part_outer, part_inner, part_row,
@@ -108,38 +105,33 @@ def _add_kernel(
         total, part = second_total, second_part
     if which == 2:
         total, part = third_total, third_part
-    a, b, row = _place(inner, row_blocks, BLOCK_ROWS)
-    dim = tl.arange(0, BLOCK_DIM)
-    where = (row < rows)[:, None] & (dim < HEAD_DIM)[None, :]
-    at = _rows_at(total, a, b, row, dim, total_outer, total_inner, total_row, UNIT)
-    part_at = _rows_at(part, a, b, row, dim, part_outer, part_inner, part_row, UNIT)
+    group, row, _, where = _place(rows, row_blocks, BLOCK_ROWS, HEAD_DIM, BLOCK_DIM)
+    of_total = _rows_of_view(group, inner, row, total_outer, total_inner, total_row)
+    of_part = _rows_of_view(group, inner, row, part_outer, part_inner, part_row)
+    at = _elements(total, of_total, UNIT, BLOCK_DIM)
+    part_at = _elements(part, of_part, UNIT, BLOCK_DIM)
     new = tl.load(part_at, mask=where, other=0.0).to(tl.float32)
     if not STORE:
         new += tl.load(at, mask=where, other=0.0).to(tl.float32)
     tl.store(at, new.to(total.dtype.element_ty), mask=where)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "inner", "rows", "row_blocks", "dout_outer", "dout_inner", "dout_row",
-        "out_outer", "out_inner", "out_row", "delta_outer", "delta_inner", "delta_row",
-    ]
-)  # fmt: skip
+@kernel(3)
 def _delta_kernel(
     dout, out, delta, inner, rows, row_blocks,
     dout_outer, dout_inner, dout_row, out_outer, out_inner, out_row,
     delta_outer, delta_inner, delta_row,
     UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
-    a, b, row = _place(inner, row_blocks, BLOCK_ROWS)
-    dim = tl.arange(0, BLOCK_DIM)
-    where = (row < rows)[:, None] & (dim < HEAD_DIM)[None, :]
-    dout_at = _rows_at(dout, a, b, row, dim, dout_outer, dout_inner, dout_row, UNIT)
-    out_at = _rows_at(out, a, b, row, dim, out_outer, out_inner, out_row, UNIT)
+    group, row, valid, where = _place(rows, row_blocks, BLOCK_ROWS, HEAD_DIM, BLOCK_DIM)
+    of_dout = _rows_of_view(group, inner, row, dout_outer, dout_inner, dout_row)
+    of_out = _rows_of_view(group, inner, row, out_outer, out_inner, out_row)
+    dout_at = _elements(dout, of_dout, UNIT, BLOCK_DIM)
+    out_at = _elements(out, of_out, UNIT, BLOCK_DIM)
     x = tl.load(dout_at, mask=where, other=0.0).to(tl.float32)
     y = tl.load(out_at, mask=where, other=0.0).to(tl.float32)
-    delta_at = delta + a * delta_outer + b * delta_inner + row * delta_row
-    tl.store(delta_at, tl.sum(x * y, 1), mask=row < rows)
+    delta += _rows_of_view(group, inner, row, delta_outer, delta_inner, delta_row)
+    tl.store(delta, tl.sum(x * y, 1), mask=valid)
 
 
 def merge_rows(
@@ -159,9 +151,12 @@ def merge_rows(
         tile_lse: (outer, inner, rows), float32.
         store: whether to write the tile's result instead, without reading `out` and `lse`.
     """
-    of_rows = out.stride(), tile_out.stride()
-    launch = _launch_of(out.shape, of_rows, (lse.stride(), tile_lse.stride()), STORE=store)
-    _launch_merge(launch.grid, (out, lse, tile_out, tile_lse), *launch[1:])
+    outer, inner, rows, head_dim = out.shape
+    launch = _launch_of(
+        (outer * inner, 1), (inner,), rows, head_dim, (out.stride(), tile_out.stride()),
+        (lse.stride(), tile_lse.stride()), STORE=store,
+    )  # fmt: skip
+    _merge_kernel(launch, (out, lse, tile_out, tile_lse))
 
 
 def add_rows(totals: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], *, store: bool) -> None:
@@ -176,13 +171,15 @@ def add_rows(totals: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], *, s
     for total, part in zip(totals, parts, strict=True):
         layout = total.shape, total.stride(), part.stride(), total.dtype, part.dtype
         alike.setdefault(layout, []).extend((total, part))
-    for (shape, *strides, _, _), pairs in alike.items():
-        launch = _launch_of(shape, tuple(strides), STORE=store)
+    for ((outer, inner, rows, head_dim), *strides, _, _), pairs in alike.items():
+        launch = _launch_of(
+            (outer * inner, 1), (inner,), rows, head_dim, tuple(strides), STORE=store
+        )  # fmt: skip
         for start in range(0, len(pairs), 6):
             few = pairs[start : start + 6]
             grid = launch.grid[0], len(few) // 2
             few += few[:2] * (3 - grid[1])  # not touched: there is no program for them
-            _launch_add(grid, few, *launch[1:])
+            _add_kernel(launch._replace(grid=grid), few)
 
 
 def row_sums(dout: torch.Tensor, out: torch.Tensor, delta: torch.Tensor) -> None:
@@ -193,77 +190,54 @@ def row_sums(dout: torch.Tensor, out: torch.Tensor, delta: torch.Tensor) -> None
         out: view of the same shape, any floating dtype but float64.
         delta: (outer, inner, rows) view, float32.
     """
-    launch = _launch_of(out.shape, (dout.stride(), out.stride()), (delta.stride(),))
-    _launch_delta(launch.grid, (dout, out, delta), *launch[1:])
-
-
-_launch_merge, _launch_add, _launch_delta = map(
-    Launcher, (_merge_kernel, _add_kernel, _delta_kernel)
-)
+    outer, inner, rows, head_dim = out.shape
+    strides = dout.stride(), out.stride()
+    launch = _launch_of(
+        (outer * inner, 1), (inner,), rows, head_dim, strides, (delta.stride(),)
+    )  # fmt: skip
+    _delta_kernel(launch, (dout, out, delta))
 
 
 @lru_cache(maxsize=4096)  # of about 2 KiB: 8 MiB in all
 def _launch_of(
-    shape: torch.Size,
+    groups: tuple[int, int],
+    sizes: tuple[int, ...],
+    rows: int,
+    head_dim: int,
     of_rows: tuple[tuple[int, ...], ...],
     of_sums: tuple[tuple[int, ...], ...] = (),
     **options: bool,
 ) -> KernelLaunch:
-    """How to launch a kernel that goes over all rows of views of this shape.
+    """How to launch a kernel each of whose programs takes a block of rows.
 
-    Worked out once for a layout: launches are short, and many in a call.
+    Worked out once for a layout: launches are short, and the layers of a model are alike.
 
     Args:
-        shape: (outer, inner, rows, head_dim).
-        of_rows: strides of such views.
-        of_sums: strides of views without head_dim.
+        groups: how many times `rows` rows there are, in both dimensions of the grid.
+        sizes: what the kernel is told in front of `rows`.
+        rows: of a group, which a program does not leave.
+        head_dim: elements of a row.
+        of_rows: strides of the tensors, those of head_dim left out or not.
+        of_sums: strides of tensors without head_dim.
         options: what else the kernel is compiled for.
     """
-    outer, inner, rows, head_dim = shape
-    launch = row_launch((outer * inner, 1), (inner,), rows, head_dim, of_rows, **options)
-    return launch._replace(numbers=(*launch.numbers, *chain.from_iterable(of_sums)))
+    unit, block_dim = stride_unit(*of_rows), triton.next_power_of_2(head_dim)
+    # 4,096 elements a program: 32 a thread at four warps.
+    block_rows = max(1, 4096 // block_dim)  # of few rows too: other sizes would be compiled anew
+    row_blocks = triton.cdiv(rows, block_rows)
+    constants = {
+        "UNIT": unit,
+        "HEAD_DIM": head_dim,
+        "BLOCK_ROWS": block_rows,
+        "BLOCK_DIM": block_dim,
+        **options,
+    }
+    strides = *strides_in(unit, *of_rows), *strides_in(1, *of_sums)
+    grid = groups[0] * row_blocks, groups[1]
+    return KernelLaunch(grid, (*sizes, rows, row_blocks, *strides), constants, {})
 
 
-@triton.jit
-def _place_by_index(
-    rows, row_blocks, BLOCK_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr
-):
-    """The batch entry of this program, its rows, which of them there are, and their elements."""
-    program = tl.program_id(0)
-    row = (program % row_blocks).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    valid = row < rows
-    where = valid[:, None] & (tl.arange(0, BLOCK_DIM) < HEAD_DIM)[None, :]
-    return (program // row_blocks).to(tl.int64), row, valid, where
-
-
-@triton.jit
-def _elements(base, offsets, UNIT: tl.constexpr, BLOCK_DIM: tl.constexpr):
-    """Pointers to the elements of rows, whose offsets are in units."""
-    return base + offsets[:, None] * UNIT + tl.arange(0, BLOCK_DIM)[None, :]
-
-
-@triton.jit
-def _found(
-    first, second, positions, heads, batch, row, valid,
-    first_batch, first_row, first_head, second_batch, second_row, second_head,
-    UNIT: tl.constexpr, BLOCK_DIM: tl.constexpr, BY_HEAD: tl.constexpr,
-):  # fmt: skip
-    """Pointers to rows that are found by index, in the tensor of a pair that this program takes."""
-    base, of_batch, of_row, of_head = first, first_batch, first_row, first_head
-    if tl.program_id(1) == 1:
-        base, of_batch, of_row, of_head = second, second_batch, second_row, second_head
-    offsets = batch * of_batch + tl.load(positions + row, mask=valid, other=0) * of_row
-    if BY_HEAD:
-        offsets += tl.load(heads + row, mask=valid, other=0) * of_head
-    return _elements(base, offsets, UNIT, BLOCK_DIM)
-
-
-@triton.jit(
-    do_not_specialize=[
-        "rows", "row_blocks", "first_batch", "first_row", "first_head",
-        "second_batch", "second_row", "second_head", "packed_pair", "packed_batch", "packed_row",
-    ]
-)  # fmt: skip
+@kernel(6)
 def _index_kernel(
     first, second, packed, positions, heads, slots, rows, row_blocks,
     first_batch, first_row, first_head, second_batch, second_row, second_head,
@@ -271,12 +245,15 @@ def _index_kernel(
     UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr,
     BY_HEAD: tl.constexpr, BY_SLOT: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
-    batch, row, valid, where = _place_by_index(rows, row_blocks, BLOCK_ROWS, HEAD_DIM, BLOCK_DIM)
-    found = _found(
-        first, second, positions, heads, batch, row, valid,
-        first_batch, first_row, first_head, second_batch, second_row, second_head,
-        UNIT, BLOCK_DIM, BY_HEAD,
-    )  # fmt: skip
+    group, row, valid, where = _place(rows, row_blocks, BLOCK_ROWS, HEAD_DIM, BLOCK_DIM)
+    batch = group.to(tl.int64)
+    base, of_batch, of_row, of_head = first, first_batch, first_row, first_head
+    if tl.program_id(1) == 1:
+        base, of_batch, of_row, of_head = second, second_batch, second_row, second_head
+    offsets = batch * of_batch + tl.load(positions + row, mask=valid, other=0) * of_row
+    if BY_HEAD:
+        offsets += tl.load(heads + row, mask=valid, other=0) * of_head
+    found = _elements(base, offsets, UNIT, BLOCK_DIM)
     pair = tl.program_id(1).to(tl.int64) * packed_pair
     slot = tl.load(slots + row, mask=valid, other=0) if BY_SLOT else row
     at = _elements(packed, pair + batch * packed_batch + slot * packed_row, UNIT, BLOCK_DIM)
@@ -300,18 +277,14 @@ def _slot(
     return tl.load(part, mask=where & more[:, None], other=0.0).to(tl.float32)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "rows", "row_blocks", "slots_pair", "slots_batch", "slots_row",
-        "sums_pair", "sums_batch", "sums_row",
-    ]
-)  # fmt: skip
+@kernel(4)
 def _sum_kernel(
     slots, sums, order, starts, rows, row_blocks,
     slots_pair, slots_batch, slots_row, sums_pair, sums_batch, sums_row,
     UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
-    batch, row, valid, where = _place_by_index(rows, row_blocks, BLOCK_ROWS, HEAD_DIM, BLOCK_DIM)
+    group, row, valid, where = _place(rows, row_blocks, BLOCK_ROWS, HEAD_DIM, BLOCK_DIM)
+    batch = group.to(tl.int64)
     pair = tl.program_id(1).to(tl.int64)
     from_slots = pair * slots_pair + batch * slots_batch
     start = tl.load(starts + row, mask=valid, other=0)
@@ -328,8 +301,6 @@ def _sum_kernel(
     at = _elements(sums, pair * sums_pair + batch * sums_batch + row * sums_row, UNIT, BLOCK_DIM)
     tl.store(at, total.to(sums.dtype.element_ty), mask=where)
 
-
-_launch_index, _launch_sum = map(Launcher, (_index_kernel, _sum_kernel))
 
 Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """Tensors of one shape and dtype, of K and of V."""
@@ -388,8 +359,10 @@ def sum_slots(
         order: int64 (slots,): the slots of row 0, of row 1, and so on.
         starts: int64 (rows + 1,): where in `order` those of each row begin, and the end.
     """
-    launch = _launch_of_by_index(sums.shape, slots.stride(), sums.stride())
-    _launch_sum(launch.grid, (slots, sums, order, starts), *launch[1:])
+    pair, batch, rows, head_dim = sums.shape
+    strides = slots.stride(), sums.stride()
+    launch = _launch_of((batch, pair), (), rows, head_dim, strides)
+    _sum_kernel(launch, (slots, sums, order, starts))
 
 
 def _by_index(
@@ -404,17 +377,9 @@ def _by_index(
     by_head, by_slot = heads is not None, slots is not None
     # Without heads there is one, whose stride does not matter.
     strides = [x.stride() if by_head else (*x.stride()[:2], 0, 1) for x in pair]
-    shape = torch.Size((*packed.shape[:2], len(positions), packed.shape[3]))
-    options = {"BY_HEAD": by_head, "BY_SLOT": by_slot, "ADDS": adds}
-    launch = _launch_of_by_index(shape, *strides, packed.stride(), **options)
+    launch = _launch_of(
+        (packed.shape[1], packed.shape[0]), (), len(positions), packed.shape[3],
+        (*strides, packed.stride()), BY_HEAD=by_head, BY_SLOT=by_slot, ADDS=adds,
+    )  # fmt: skip
     tables = [positions if x is None else x for x in (positions, heads, slots)]
-    _launch_index(launch.grid, (*pair, packed, *tables), *launch[1:])
-
-
-@lru_cache(maxsize=1024)
-def _launch_of_by_index(
-    packed: torch.Size, *strides: tuple[int, ...], **options: bool
-) -> KernelLaunch:
-    """Worked out once for a layout: launches are short, and the layers of a model are alike."""
-    pair, batch, rows, head_dim = packed
-    return row_launch((batch, pair), (), rows, head_dim, strides, **options)
+    _index_kernel(launch, (*pair, packed, *tables))

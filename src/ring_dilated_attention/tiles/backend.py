@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from ..kernels import profile_of
+
 ALIGNMENT = 16
 """Bytes of the largest load of a GPU's threads, and of what its TMA unit takes addresses in."""
+
+
+Gradients: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""dq, dk and dv."""
 
 
 class TileInputs(NamedTuple):
@@ -41,10 +47,6 @@ class TileGradients(NamedTuple):
     out: torch.Tensor
     lse: torch.Tensor
 
-    def delta(self) -> torch.Tensor:
-        """``rowsum(dout * out)`` (batch, heads, queries), in the dtype of lse."""
-        return (self.dout.to(self.lse.dtype) * self.out).sum(-1)
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TileBackend:
@@ -75,7 +77,7 @@ class TileBackend:
 
     name: str
     forward: Callable[[TileInputs], tuple[torch.Tensor, torch.Tensor]]
-    backward: Callable[[TileInputs, TileGradients], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    backward: Callable[[TileInputs, TileGradients], Gradients]
     refusal: Callable[[torch.device, torch.dtype, int], str | None]
     forward_into: Callable[[TileInputs, torch.Tensor, torch.Tensor], None] | None = None
     backward_into: (
@@ -159,55 +161,64 @@ def for_any_scale(backend: TileBackend) -> TileBackend:
     """
 
     def positive(t: TileInputs) -> TileInputs:
+        if t.scale >= LEAST_SCALE:  # as a rule
+            return t
         q = -t.q if t.scale < 0 else t.q
         return t._replace(q=q, scale=max(abs(t.scale), LEAST_SCALE))
 
     def restore(t: TileInputs, dq: torch.Tensor, dk: torch.Tensor) -> None:
         """From gradients of `positive` to those of the tile, in place."""
-        shrinks = min(abs(t.scale) / LEAST_SCALE, 1.0)
-        dq.mul_(-shrinks if t.scale < 0 else shrinks)
-        if shrinks < 1:
+        if t.scale < LEAST_SCALE:
+            shrinks = min(abs(t.scale) / LEAST_SCALE, 1.0)
+            dq.mul_(-shrinks if t.scale < 0 else shrinks)
             dk.mul_(shrinks)
 
-    def forward(t: TileInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        return backend.forward(t if t.scale >= LEAST_SCALE else positive(t))
-
-    def backward(
-        t: TileInputs, g: TileGradients
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        if t.scale >= LEAST_SCALE:
-            return backend.backward(t, g)
+    def backward(t: TileInputs, g: TileGradients) -> Gradients:
         dq, dk, dv = backend.backward(positive(t), g)
         restore(t, dq, dk)
         return dq, dk, dv
 
     def forward_into(t: TileInputs, out: torch.Tensor, lse: torch.Tensor) -> None:
         assert backend.forward_into is not None
-        backend.forward_into(t if t.scale >= LEAST_SCALE else positive(t), out, lse)
+        backend.forward_into(positive(t), out, lse)
 
     def backward_into(
         t: TileInputs, g: TileGradients, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor
     ) -> None:
         assert backend.backward_into is not None
-        if t.scale >= LEAST_SCALE:
-            backend.backward_into(t, g, dq, dk, dv)
-            return
         backend.backward_into(positive(t), g, dq, dk, dv)
         restore(t, dq, dk)
 
     return replace(
         backend,
-        forward=forward,
+        forward=lambda t: backend.forward(positive(t)),
         backward=backward,
         forward_into=forward_into if backend.forward_into else None,
         backward_into=backward_into if backend.backward_into else None,
     )
 
 
+AMPERE = (8, 0)
+"""A compute capability: the least that products of bfloat16 compile for."""
+
+
 def refuse_all_but(
-    device: str, dtypes: tuple[torch.dtype, ...], *, multiple: int = 1, largest: int | None = None
+    device: str,
+    dtypes: tuple[torch.dtype, ...],
+    *,
+    multiple: int = 1,
+    largest: int | None = None,
+    from_ampere_on: tuple[torch.dtype, ...] = (),
 ) -> Callable[[torch.device, torch.dtype, int], str | None]:
-    """The `refusal` of a kernel for one device type, some dtypes, and some head_dims."""
+    """The `refusal` of a kernel for one device type, some dtypes, and some head_dims.
+
+    Args:
+        device: ``"cuda"`` or ``"cpu"``.
+        dtypes: which it takes.
+        multiple: what a head_dim has to be a multiple of.
+        largest: the largest head_dim; None: any.
+        from_ampere_on: dtypes that it takes on NVIDIA GPUs from compute capability 8.0 on only.
+    """
 
     def refusal(on: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         if on.type != device:
@@ -217,7 +228,14 @@ def refuse_all_but(
         if head_dim % multiple or (largest is not None and head_dim > largest):
             limit = "" if largest is None else f" up to {largest}"
             return f"it takes a head_dim that is a multiple of {multiple}{limit}, not {head_dim}"
-        return None
+        if on.type != "cuda" or dtype not in from_ampere_on or torch.version.hip is not None:
+            return None
+        found = profile_of(on).capability
+        if found >= AMPERE:
+            return None
+        what = "" if from_ampere_on == dtypes else f"{_short(dtype)} from "
+        least, has = (".".join(map(str, each)) for each in (AMPERE, found))
+        return f"it takes {what}compute capability {least} and above, the device has {has}"
 
     return refusal
 

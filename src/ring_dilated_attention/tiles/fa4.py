@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 
+from ..kernels import profile_of
 from .backend import (
+    Gradients,
     TileBackend,
     TileGradients,
     TileInputs,
@@ -38,21 +40,17 @@ def _is_installed() -> bool:
         return False
 
 
-@lru_cache(maxsize=8)
-def _capability(device: torch.device) -> int:
-    return torch.cuda.get_device_capability(device)[0]
-
-
 def _refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     reason = _refused(device, dtype, head_dim)
     if reason is None and not _is_installed():
         return "it is not installed: pip install 'ring-dilated-attention[fa4]'"
     if reason is not None:
         return reason
-    if _capability(device) not in _CAPABILITIES:
-        allowed = " and ".join(f"{major}.x" for major in _CAPABILITIES)
-        return f"it runs on compute capability {allowed}, the device has {_capability(device)}.x"
-    if _capability(device) == 10 and 128 < head_dim < 256:
+    major = profile_of(device).capability[0]
+    if major not in _CAPABILITIES:
+        allowed = " and ".join(f"{each}.x" for each in _CAPABILITIES)
+        return f"it runs on compute capability {allowed}, the device has {major}.x"
+    if major == 10 and 128 < head_dim < 256:
         return f"on Blackwell it takes a head_dim up to 128, or 256, not {head_dim}"
     return None
 
@@ -132,7 +130,7 @@ def _even_padding(head_dim: int) -> Iterator[None]:
         return kernel(dtype, _padded(head_dim, 32), _padded(head_dim_v, 32), *rest, **options)
 
     interface.FlashAttentionBackwardSm90 = make_kernel
-    interface._flash_attn_bwd.compile_cache = _evenly_padded_kernels()
+    interface._flash_attn_bwd.compile_cache = _EVENLY_PADDED
     try:
         yield
     finally:
@@ -140,17 +138,15 @@ def _even_padding(head_dim: int) -> Iterator[None]:
         interface._flash_attn_bwd.compile_cache = cache
 
 
-@lru_cache(maxsize=1)
-def _evenly_padded_kernels() -> dict[Any, Any]:
-    # By head_dim, dtype and the like, as flash-attn-4 keeps its own: no shape is in a key.
-    return {}
+_EVENLY_PADDED: dict[Any, Any] = {}
+"""By head_dim, dtype and the like, as flash-attn-4 keeps its own: no shape is in a key."""
 
 
 def _padded(head_dim: int, multiple: int) -> int:
     return -(-head_dim // multiple) * multiple
 
 
-def _backward(t: TileInputs, g: TileGradients) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _backward(t: TileInputs, g: TileGradients) -> Gradients:
     dq, dk, dv = (x.new_empty(x.shape) for x in (t.q, t.k, t.v))
     _backward_into(t, g, dq, dk, dv)
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)

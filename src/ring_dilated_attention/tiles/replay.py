@@ -10,8 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -21,16 +20,15 @@ MOST_KEPT = 1024
 """Kinds of calls that are kept, at about 2 KB each."""
 
 
-class _Call(NamedTuple):
-    kernel: Callable[..., Any]
-    arguments: tuple[Any, ...]
+_Calls: TypeAlias = list[tuple[Callable[..., Any], Sequence[Any]]]
+"""Kernels and their arguments."""
 
 
 class _Kept(NamedTuple):
-    """Calls whose tensors are numbers: inputs first, then temporaries."""
+    """Calls with a `_Place` for each tensor: inputs first, then temporaries of these shapes."""
 
-    calls: tuple[_Call, ...]
-    temporaries: tuple[torch.Size, ...]
+    calls: _Calls
+    temporaries: list[torch.Size]
 
 
 class _Place(NamedTuple):
@@ -74,31 +72,27 @@ class Replay:
                 need not be worked out again. None: the caller has none.
         """
         kept = None if memo is None else memo.get(self)
-        if kept is not None:
-            self._again(kept, inputs)
-            return
-        first = inputs[0]
-        key = options, first.device, first.dtype, *[(x.shape, x.stride()) for x in inputs]
-        kept = self.kept.get(key)
-        if kept is not None:
+        if kept is None:
+            like = inputs[0].device, inputs[0].dtype
+            key = options, *like, *[(x.shape, x.stride()) for x in inputs]
+            if key not in self.kept:
+                calls: _Calls = []
+                run(self._noting(calls))
+                keep_few(self.kept, key, lambda: self._as_kept(calls, inputs), MOST_KEPT)
+                return
+            kept = self.kept.get(key)
+            if kept is None:
+                run(nullcontext())
+                return
             if memo is not None:
                 memo[self] = kept
-            self._again(kept, inputs)
-        elif key in self.kept:
-            run(nullcontext())
-        else:
-            calls: list[_Call] = []
-            run(self._noting(calls))
-            keep_few(self.kept, key, lambda: self._as_kept(calls, inputs), MOST_KEPT)
-
-    def _again(self, kept: _Kept, inputs: Sequence[torch.Tensor]) -> None:
-        create = inputs[0].new_empty
-        tensors = [*inputs, *[create(x, dtype=torch.float32) for x in kept.temporaries]]
+        made = [inputs[0].new_empty(x, dtype=torch.float32) for x in kept.temporaries]
+        tensors = [*inputs, *made]
         for kernel, arguments in kept.calls:
             kernel(*[tensors[x.number] if type(x) is _Place else x for x in arguments])
 
     @contextmanager
-    def _noting(self, calls: list[_Call]) -> Iterator[None]:
+    def _noting(self, calls: _Calls) -> Iterator[None]:
         """Note which kernels this thread calls, and with what."""
         owners = self._caches()
         caches = [owner.compile_cache for owner in owners]
@@ -110,34 +104,31 @@ class Replay:
             for owner, cache in zip(owners, caches, strict=True):
                 owner.compile_cache = cache
 
-    def _as_kept(self, calls: Sequence[_Call], inputs: Sequence[torch.Tensor]) -> _Kept | None:
+    def _as_kept(self, calls: _Calls, inputs: Sequence[torch.Tensor]) -> _Kept | None:
         """What to call again; None where that may not be all there is to it."""
         places = {_identity(x): _Place(number) for number, x in enumerate(inputs)}
-        unseen = set(places)
-        temporaries: list[torch.Tensor] = []
-        for number, call in enumerate(calls):
-            for x in call.arguments:
+        kept, used = _Kept([], []), set()
+        for kernel, arguments in calls:
+            given: list[Any] = []
+            for x in arguments:
+                if isinstance(x, tuple) and any(isinstance(y, torch.Tensor) for y in x):
+                    return None
                 if not isinstance(x, torch.Tensor):
-                    if isinstance(x, tuple) and any(isinstance(y, torch.Tensor) for y in x):
-                        return None
+                    given.append(x)
                     continue
-                unseen.discard(_identity(x))
-                if _identity(x) in places:
-                    continue
-                fresh = x.dtype == torch.float32 and x.is_contiguous() and x._base is None
-                if number or not self._allocates or not fresh:
-                    return None  # a copy of an input, as likely as not
-                places[_identity(x)] = _Place(len(inputs) + len(temporaries))
-                temporaries.append(x)
-        # Tensors at one address are not told apart.
-        if unseen or len({x.data_ptr() for x in inputs}) < len(inputs):
-            return None
-        found = [_Call(kernel, tuple(map(partial(_place, places), x))) for kernel, x in calls]
-        return _Kept(tuple(found), tuple(x.shape for x in temporaries))
-
-
-def _place(places: dict[Hashable, _Place], argument: Any) -> Any:
-    return places[_identity(argument)] if isinstance(argument, torch.Tensor) else argument
+                if _identity(x) not in places:
+                    fresh = x.dtype == torch.float32 and x.is_contiguous() and x._base is None
+                    if kept.calls or not self._allocates or not fresh:
+                        return None  # a copy of an input, as likely as not
+                    places[_identity(x)] = _Place(len(inputs) + len(kept.temporaries))
+                    kept.temporaries.append(x.shape)
+                given.append(places[_identity(x)])
+                used.add(given[-1])
+            kept.calls.append((kernel, given))
+        # Tensors at one address are not told apart; and what no kernel was given, something else
+        # may have read or written.
+        apart = len({x.data_ptr() for x in inputs}) == len(inputs)
+        return kept if apart and len(used) == len(places) else None
 
 
 def _identity(x: torch.Tensor) -> Hashable:
@@ -147,7 +138,7 @@ def _identity(x: torch.Tensor) -> Hashable:
 class _Noting:
     """A cache of compiled kernels that notes how one thread calls them."""
 
-    def __init__(self, cache: Any, calls: list[_Call]) -> None:
+    def __init__(self, cache: Any, calls: _Calls) -> None:
         self._cache, self._calls, self._thread = cache, calls, threading.get_ident()
 
     def __getattr__(self, name: str) -> Any:
@@ -166,7 +157,7 @@ class _Noting:
 
         def call(*arguments: Any) -> Any:
             result = kernel(*arguments)
-            self._calls.append(_Call(kernel, arguments))
+            self._calls.append((kernel, arguments))
             return result
 
         return call

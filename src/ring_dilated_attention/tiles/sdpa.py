@@ -7,12 +7,10 @@ tile's gradients those of the whole softmax. They read strided views as they are
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
-from ..kernels import profile_of
 from .backend import (
+    Gradients,
     TileBackend,
     TileGradients,
     TileInputs,
@@ -42,10 +40,11 @@ def _forward(t: TileInputs) -> tuple[torch.Tensor, torch.Tensor]:
     return scores.softmax(-1) @ t.v.to(scores.dtype), torch.logsumexp(scores, -1)
 
 
-def _backward(t: TileInputs, g: TileGradients) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _backward(t: TileInputs, g: TileGradients) -> Gradients:
     p = torch.exp(_scores(t) - g.lse[..., None])
     q, k, v, dout = (x.to(p.dtype) for x in (t.q, t.k, t.v, g.dout))
-    ds = t.scale * p * (dout @ v.transpose(-1, -2) - g.delta()[..., None])
+    delta = (dout * g.out).sum(-1, keepdim=True)
+    ds = t.scale * p * (dout @ v.transpose(-1, -2) - delta)
     return ds @ k, ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ dout
 
 
@@ -82,9 +81,7 @@ def _cpu_forward(t: TileInputs) -> tuple[torch.Tensor, torch.Tensor]:
     return out, lse
 
 
-def _cpu_backward(
-    t: TileInputs, g: TileGradients
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _cpu_backward(t: TileInputs, g: TileGradients) -> Gradients:
     dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
         g.dout, t.q, t.k, t.v, g.out, g.lse, 0.0, t.is_causal, scale=t.scale
     )
@@ -105,16 +102,12 @@ def in_one_layout(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         tensors: of one shape. The stride of a dimension of one element does not matter.
     """
     shape, strides = tensors[0].shape, [x.stride() for x in tensors]
-    if len(set(strides)) == 1:  # as a rule
-        return tensors
     if all(n == 1 or len(set(found)) == 1 for n, *found in zip(shape, *strides, strict=True)):
         return tensors
     return tuple(x.clone(memory_format=torch.contiguous_format) for x in tensors)
 
 
-def _cudnn_backward(
-    t: TileInputs, g: TileGradients
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _cudnn_backward(t: TileInputs, g: TileGradients) -> Gradients:
     if t.q.shape[2] == t.k.shape[2] == 1:  # cuDNN has no backward for a single score
         return EAGER.backward(t, g)
     # torch finds a plan by the strides of q, k and v alone, but those of out and dout are part of
@@ -135,9 +128,7 @@ def _flash_forward(t: TileInputs) -> tuple[torch.Tensor, torch.Tensor]:
     return out, lse
 
 
-def _flash_backward(
-    t: TileInputs, g: TileGradients
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _flash_backward(t: TileInputs, g: TileGradients) -> Gradients:
     seed = torch.empty(2, dtype=torch.uint64, device=t.q.device)  # dropout state, unused
     dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
         g.dout, t.q, t.k, t.v, g.out, g.lse.contiguous(), None, None, t.q.shape[2], t.k.shape[2],
@@ -153,9 +144,7 @@ def _efficient_forward(t: TileInputs) -> tuple[torch.Tensor, torch.Tensor]:
     return out, lse[..., : t.q.shape[2]]  # the kernel pads the rows of lse
 
 
-def _efficient_backward(
-    t: TileInputs, g: TileGradients
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _efficient_backward(t: TileInputs, g: TileGradients) -> Gradients:
     # The kernel expects lse padded to its alignment, and reads `out` as if its rows were dense.
     lse = torch.nn.functional.pad(g.lse, (0, -t.q.shape[2] % 32), value=torch.inf).contiguous()
     out = g.out.transpose(1, 2).contiguous().transpose(1, 2)
@@ -165,31 +154,6 @@ def _efficient_backward(
         t.is_causal, scale=t.scale,
     )  # fmt: skip
     return dq, dk, dv
-
-
-_AMPERE = (8, 0)
-"""The least compute capability of cuDNN's and FlashAttention-2's kernels, and of bfloat16 in the
-memory-efficient ones of torch, which run on earlier GPUs too."""
-
-
-def _from_ampere_on(
-    refusal: Callable[[torch.device, torch.dtype, int], str | None],
-    dtypes: tuple[torch.dtype, ...] = _HALF,
-) -> Callable[[torch.device, torch.dtype, int], str | None]:
-    """A `refusal` that refuses some dtypes on NVIDIA GPUs before compute capability 8.0, too."""
-
-    def refuse(on: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-        reason = refusal(on, dtype, head_dim)
-        if reason is not None or dtype not in dtypes or torch.version.hip is not None:
-            return reason
-        found = profile_of(on).capability
-        if found >= _AMPERE:
-            return None
-        what = "" if dtypes == _HALF else f"{str(dtype).removeprefix('torch.')} from "
-        least, has = (".".join(map(str, each)) for each in (_AMPERE, found))
-        return f"it takes {what}compute capability {least} and above, the device has {has}"
-
-    return refuse
 
 
 def _float32_dq(head_dim: int) -> int:
@@ -209,7 +173,7 @@ CPU_FLASH, CUDNN, FLASH, EFFICIENT = (
         name="cudnn",
         forward=_cudnn_forward,
         backward=_cudnn_backward,
-        refusal=_from_ampere_on(refuse_all_but("cuda", _HALF, multiple=8, largest=128)),
+        refusal=refuse_all_but("cuda", _HALF, multiple=8, largest=128, from_ampere_on=_HALF),
         backward_workspace=_float32_dq,
         reads=reads_aligned_rows,
         wants_one_layout=True,
@@ -219,7 +183,7 @@ CPU_FLASH, CUDNN, FLASH, EFFICIENT = (
         name="flash",
         forward=_flash_forward,
         backward=_flash_backward,
-        refusal=_from_ampere_on(refuse_all_but("cuda", _HALF, multiple=8, largest=256)),
+        refusal=refuse_all_but("cuda", _HALF, multiple=8, largest=256, from_ampere_on=_HALF),
         backward_workspace=_float32_dq,
         reads=reads_aligned_rows,
     ),
@@ -227,9 +191,12 @@ CPU_FLASH, CUDNN, FLASH, EFFICIENT = (
         name="efficient",
         forward=_efficient_forward,
         backward=_efficient_backward,
-        refusal=_from_ampere_on(
-            refuse_all_but("cuda", (torch.float32, *_HALF), multiple=8, largest=256),
-            (torch.bfloat16,),
+        refusal=refuse_all_but(
+            "cuda",
+            (torch.float32, *_HALF),
+            multiple=8,
+            largest=256,
+            from_ampere_on=(torch.bfloat16,),
         ),
         backward_workspace=_float32_dq,
         reads=reads_aligned_rows,

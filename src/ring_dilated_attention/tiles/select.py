@@ -44,18 +44,17 @@ class Limits(NamedTuple):
 
 _SHORT = Limits(3e10, 1.5e10, 1.5e10)
 _LIMITS = {
-    2: (_SHORT, Limits(2e10, 1.5e10, 1.5e10, least=8e10)),
-    4: (Limits(3e9, 1.5e9, 1.5e9),),
+    (2, False): (_SHORT, Limits(2e10, 1.5e10, 1.5e10, least=8e10)),
+    (2, True): (
+        _SHORT,
+        Limits(1.5e10, 1.5e10, 1.5e10, least=5e10),
+        Limits(1.2e10, 1.2e10, 1.2e10, least=1.5e11),
+    ),
+    (4, False): (Limits(3e9, 1.5e9, 1.5e9),),
 }
-"""By bytes of an element, on an H200: measured for 2 (benchmarks/results/attention_speed.md), and a
-tenth of that, as the rate is, for 4."""
-_LIMITS_OF_KEPT_CALLS = (
-    _SHORT,
-    Limits(1.5e10, 1.5e10, 1.5e10, least=5e10),
-    Limits(1.2e10, 1.2e10, 1.2e10, least=1.5e11),
-)
-"""For elements of 2 bytes, with kernel calls that take the CPU little time: measured with
-flash-attn-4, heads of 48 and 64 (heads of 128: no slower), on an H100."""
+"""By bytes of an element and `TileBackend.keeps_calls`. Measured for 2 bytes on an H200
+(benchmarks/results/attention_speed.md), and with flash-attn-4, which keeps its calls, on an H100,
+heads of 48 and 64 (of 128: no slower). For 4 a tenth of that, as the rate is."""
 NARROW_HEAD_DIM = 64
 """Up to this head_dim the table-driven kernel is about as fast in forward as the others are on
 tiles of twice as many operations, and costs the CPU less; but it takes none that are too large for
@@ -73,7 +72,7 @@ def limits_on(
         head_dim: elements of a row of a head.
         keeps_calls: see `TileBackend`; for elements of 2 bytes.
     """
-    found = _LIMITS_OF_KEPT_CALLS if keeps_calls else _LIMITS[element_size]
+    found = _LIMITS[element_size, keeps_calls]
     if head_dim <= NARROW_HEAD_DIM:
         found = tuple(x._replace(forward=min(2 * x.forward, x.own)) for x in found)
     return tuple(Limits._make(map(profile_of(device).flops, x)) for x in found)
@@ -81,7 +80,6 @@ def limits_on(
 
 TABLE_NAME = "triton"
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_LEAST_CAPABILITY = (8, 0)  # before it products of bfloat16 do not compile, and memory is short
 
 
 def table_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
@@ -91,21 +89,15 @@ def table_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> st
     interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
     # The interpreter keeps bfloat16 as integers, and multiplies those.
     dtypes = _DTYPES[:2] if interpreted else _DTYPES
-    refused = refuse_all_but("cpu" if interpreted else "cuda", dtypes, multiple=8, largest=256)
+    where = "cpu" if interpreted else "cuda"
+    # Before Ampere shared memory is short, too.
+    refused = refuse_all_but(where, dtypes, multiple=8, largest=256, from_ampere_on=dtypes)
     reason = refused(device, dtype, head_dim)
-    if reason is None and device.type == "cuda":
-        capability = profile_of(device).capability
-        if torch.version.hip is None and capability < _LEAST_CAPABILITY:
-            least, found = (".".join(map(str, x)) for x in (_LEAST_CAPABILITY, capability))
-            reason = f"it takes compute capability {least} and above, the device has {found}"
     return reason and f"{TABLE_NAME}: {reason}"
 
 
 _SDPA = tuple(map(for_any_scale, (CPU_FLASH, CUDNN, FLASH, EFFICIENT)))
-AUTO = (
-    for_any_scale(FA4),
-    *_SDPA,
-)  # by falling speed, forward and backward, on what each can compute
+AUTO = (for_any_scale(FA4), *_SDPA)  # by falling speed, on what each can compute
 _NAMED = {backend.name: backend for backend in (*AUTO, EAGER)}
 
 Backend: TypeAlias = Literal[
@@ -164,17 +156,14 @@ def select_backend(name: str, device: torch.device, dtype: torch.dtype, head_dim
         if reason is not None:
             raise ValueError(f"backend={name!r} cannot compute this attention ({reason})")
         return Selection(None, (Limits(*[math.inf] * 3),))
-    groups = {"auto": AUTO, "sdpa": _SDPA}
-    candidates = groups[name] if name in groups else (backend_named(name),)
+    candidates = {"auto": AUTO, "sdpa": _SDPA}.get(name) or (backend_named(name),)
     reasons = {}
     for backend in candidates:
         reason = backend.refusal(device, dtype, head_dim)
         if reason is None and not backend.repeats and wants_same_bits():
             reason = "its gradients may differ from run to run, and deterministic algorithms are on"
         if reason is None:
-            shares = name == "auto" and device.type == "cuda"
-            shares = shares and table_refusal(device, dtype, head_dim) is None
-            if not shares:
+            if name != "auto" or device.type != "cuda" or table_refusal(device, dtype, head_dim):
                 return Selection(backend)
             keeps = backend.keeps_calls
             limits = limits_on(device, dtype.itemsize, head_dim, keeps_calls=keeps)

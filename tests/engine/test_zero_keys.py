@@ -72,11 +72,12 @@ def test_plans_do_not_grow_with_the_number_of_segments():
 def test_low_precision(dtype):
     """A large lse swallows zero keys, a very negative one is swallowed by them: neither is NaN."""
     torch.manual_seed(0)
-    inputs, pattern = torch.randn(3, 1, 21, 2, 8).to(dtype), zero_pattern([16], [2])
-    doubles, (q, k, v) = inputs.double(), inputs.transpose(2, 3)
+    query, key, value = torch.randn(3, 1, 21, 2, 8).to(dtype)
+    pattern, doubles = zero_pattern([16], [2]), (query.double(), key.double(), value.double())
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     for scale in (0.3, 40.0, -40.0):
-        out, lse = dilated_attention(*inputs, pattern, scale=scale, return_lse=True)
+        out, lse = dilated_attention(query, key, value, pattern, scale=scale, return_lse=True)
         want, want_lse = reference_attention(*doubles, pattern, scale=scale)
         assert relative_error(out, want) < 2 * TOLERANCE[dtype]
         exact = reference_attention(*doubles, DilatedPattern.dense(), scale=scale)[1]
